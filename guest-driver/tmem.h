@@ -1,0 +1,111 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * virtio-tmem guest driver: the line between its two halves.
+ *
+ * The core (index, put ring, virtqueues) knows pools, inode numbers and pages.
+ * The hooks (tracepoints, ftrace, file systems) know mm and VFS. Hooks call the
+ * core through the functions below; the core never calls a hook.
+ *
+ * The index is the authority on what may be got. Invalidating erases from it,
+ * takes only spinlocks with interrupts off, allocates nothing and cannot fail.
+ */
+#ifndef _TMEM_H
+#define _TMEM_H
+
+#include <linux/bitmap.h>
+#include <linux/mm_types.h>
+#include <linux/types.h>
+
+/* A file system's share of the index, one per super block. */
+struct tmem_pool;
+
+/* Why entries are erased; a counter each. */
+enum tmem_inval {
+	TMEM_INVAL_REMOVED,	/* left the page cache otherwise than by reclaim */
+	TMEM_INVAL_DIRTY,	/* page made dirty */
+	TMEM_INVAL_TRUNCATE,	/* truncate, punch, zero, collapse, insert, reflink */
+	TMEM_INVAL_DIRECT,	/* direct write is about to start */
+	TMEM_INVAL_MOVE_EXT,	/* blocks exchanged below the page cache */
+	TMEM_INVAL_INODE,	/* inode deleted, reused or become ineligible */
+	TMEM_INVAL_UNMOUNT,
+	TMEM_INVAL_DROPPED,	/* a put of the key was refused or dropped */
+	TMEM_INVAL_GENERATION,	/* device reset, backend lost or replaced */
+	TMEM_INVAL_FADVISE,	/* POSIX_FADV_DONTNEED */
+	NR_TMEM_INVAL
+};
+
+/* Which page, on whose behalf. igen is inode->i_generation: a change of it empties the inode. */
+struct tmem_key {
+	struct tmem_pool *pool;
+	u64 ino;
+	u32 igen;
+};
+
+/* --- core: implemented in core/, called by hooks ------------------------------------------- */
+
+/* Is a put or a get worth preparing? Any context, one load; may be wrong a moment later. */
+bool tmem_online(void);
+
+/* Process context. The device learns of the pool when it is online, again after each generation. */
+struct tmem_pool *tmem_pool_new(const char *name);
+/* Empties it at once; memory is freed behind. No other call with this pool may be running. */
+void tmem_pool_free(struct tmem_pool *pool);
+
+/*
+ * Any context but NMI, interrupts on or off; never waits. Copies the page into the put ring and
+ * enters it into the index. A put that is not taken erases the key. Returns whether it was taken.
+ * @workingset: the page was active.
+ */
+bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);
+
+/* Any context but NMI. Erases first .. last, both included; cost in proportion to entries held. */
+void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
+		     enum tmem_inval why);
+/* O(1). */
+void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why);
+
+/*
+ * No put is taken for the inode until tmem_unbypass(), and what is held is erased. Any context but
+ * NMI; cannot fail: if no memory is at hand the whole pool takes no puts until it is freed.
+ */
+void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why);
+bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
+void tmem_unbypass(struct tmem_pool *pool, u64 ino);
+
+/*
+ * Any context but NMI. Sets bit i of @held if the index has page @index + i; the bitmap has @nr
+ * bits and is cleared first. Returns how many. No exit to the host.
+ */
+unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+		       unsigned long *held);
+
+/*
+ * Process context, may sleep up to the deadline in all, however many pages. Asks for each page i of
+ * @index .. @index + @nr - 1 whose bit is set in @want, copies it into pages[i] (locked by the
+ * caller, not uptodate) and leaves the bit set; clears the bit of a miss, whose pages[i] then has
+ * unspecified content. Each entry asked for is erased from the index first. Returns the number of
+ * hits. Content check and cookie were compared.
+ */
+unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+		      struct page **pages, unsigned long *want);
+
+/* A page was proved wrong: switch the cache off until the module is loaded again, and say so. */
+void tmem_poison(const char *why, u64 ino, pgoff_t index);
+
+/* Hook state for the report and sysfs: one bit per live hook; reason is NULL when all is well. */
+void tmem_core_set_hooks(u64 live, const char *off_reason);
+
+/* virtio driver, index, ring, sysfs. */
+int tmem_core_init(void);
+void tmem_core_exit(void);
+
+/* --- hooks: implemented in hooks/, called by main.c ---------------------------------------- */
+
+/*
+ * Whitelist, self-test, tracepoints, ftrace. 0 also when the module stays off (the reason is
+ * logged and shown in sysfs); an error only when loading must fail.
+ */
+int tmem_hooks_init(void);
+void tmem_hooks_exit(void);
+
+#endif /* _TMEM_H */
