@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Stock Debian cloud kernels with headers, extracted in the cache, never installed.
+
+A kernel is named by its series ("6.12"). The packages are the suite's newest at the
+first use; later uses take what lies in the cache, so that a test run does not change
+under a developer's feet (`tests/kernel prepare --update` takes the newest again).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.paths import ROOT, HarnessError, cache_dir
+
+
+@dataclass(frozen=True)
+class Series:
+    """The Debian suite of a kernel series and its packages, as whole-name patterns."""
+
+    suite: str
+    packages: tuple[str, ...]
+
+
+SERIES = {
+    "6.12": Series(
+        "bookworm-security",
+        (
+            r"linux-image-6\.12\.[0-9]+[+]deb12-cloud-amd64-unsigned",
+            r"linux-headers-6\.12\.[0-9]+[+]deb12-cloud-amd64",
+            r"linux-headers-6\.12\.[0-9]+[+]deb12-common",
+            r"linux-kbuild-6\.12\.[0-9]+[+]deb12",
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An extracted kernel. `release` is what `uname -r` says in the guest."""
+
+    series: str
+    release: str
+    root: Path
+
+    @property
+    def vmlinuz(self) -> Path:
+        """The bootable image; newer packages keep it beside the modules."""
+        for path in (self.root / f"boot/vmlinuz-{self.release}", self.modules / "vmlinuz"):
+            if path.is_file():
+                return path
+        raise HarnessError(f"kernel {self.release}: no vmlinuz under {self.root}")
+
+    @property
+    def modules(self) -> Path:
+        """lib/modules/RELEASE: kernel/, modules.dep, modules.builtin."""
+        for lib in ("lib", "usr/lib"):
+            path = self.root / lib / "modules" / self.release
+            if (path / "kernel").is_dir():
+                return path
+        raise HarnessError(f"kernel {self.release}: no modules under {self.root}")
+
+    @property
+    def kdir(self) -> Path:
+        """For `make -C KDIR M=...`."""
+        return self.root / f"usr/src/linux-headers-{self.release}"
+
+    def as_dict(self) -> dict[str, str]:
+        return {
+            "series": self.series,
+            "release": self.release,
+            "root": str(self.root),
+            "vmlinuz": str(self.vmlinuz),
+            "modules": str(self.modules),
+            "kdir": str(self.kdir),
+        }
+
+    def module_files(self, names: Iterable[str]) -> list[Path]:
+        """The .ko files of the named modules, each after those that it depends on.
+
+        Modules that are built in need no file and are left out.
+        """
+        key = {_module_name(name): name for name in names}
+        depends = self._depends()
+        built_in = {
+            _module_name(line) for line in (self.modules / "modules.builtin").read_text().split()
+        }
+        order: list[str] = []
+        for wanted, given in key.items():
+            if wanted in built_in:
+                continue
+            if wanted not in depends:
+                raise HarnessError(f"kernel {self.release} has no module '{given}'")
+            path, requires = depends[wanted]
+            # modules.dep lists the nearest dependency first.
+            for item in (*reversed(requires), path):
+                if item not in order:
+                    order.append(item)
+        return [self.modules / item for item in order]
+
+    def _depends(self) -> dict[str, tuple[str, list[str]]]:
+        found: dict[str, tuple[str, list[str]]] = {}
+        for line in (self.modules / "modules.dep").read_text().splitlines():
+            path, _, requires = line.partition(":")
+            found[_module_name(path)] = (path, requires.split())
+        return found
+
+
+def _module_name(path: str) -> str:
+    name = re.sub(r"\.ko(\.(xz|gz|zst))?$", "", path.rsplit("/", 1)[-1])
+    return name.replace("-", "_")
+
+
+def prepare(series: str, *, update: bool = False) -> Kernel:
+    """Returns the kernel of a series, fetched and extracted if it is not in the cache."""
+    if series not in SERIES:
+        raise HarnessError(f"unknown kernel series '{series}': one of {', '.join(SERIES)}")
+    base = cache_dir() / "kernel"
+    base.mkdir(exist_ok=True)
+    current = base / f"{series}.json"
+    with open(base / f"{series}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not update and (kernel := _recorded(current)):
+            return kernel
+        kernel = _fetch(series, base)
+        record = {"series": series, "release": kernel.release, "root": kernel.root.name}
+        scratch = current.with_suffix(".new")
+        scratch.write_text(json.dumps(record) + "\n")
+        scratch.replace(current)
+        return kernel
+
+
+def _recorded(current: Path) -> Kernel | None:
+    if not current.is_file():
+        return None
+    record = json.loads(current.read_text())
+    kernel = Kernel(record["series"], record["release"], current.parent / record["root"])
+    return kernel if kernel.kdir.is_dir() else None
+
+
+def _fetch(series: str, base: Path) -> Kernel:
+    spec = SERIES[series]
+    debs = base / f"{series}.debs"
+    shutil.rmtree(debs, ignore_errors=True)
+    command = [str(ROOT / "scripts/debian-fetch"), "--suite", spec.suite, "--dest", str(debs)]
+    done = subprocess.run([*command, *spec.packages], stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise HarnessError(f"kernel {series}: packages of {spec.suite} could not be fetched")
+    scratch = base / f"{series}.root"
+    shutil.rmtree(scratch, ignore_errors=True)
+    for deb in done.stdout.split():
+        subprocess.run(["dpkg", "-x", deb, str(scratch)], check=True)
+    release = _release(scratch)
+    root = base / release
+    # The tree holds its own final path: absolute links and includes point there.
+    _relocate(scratch, root, release)
+    shutil.rmtree(root, ignore_errors=True)
+    scratch.rename(root)
+    shutil.rmtree(debs)
+    return Kernel(series, release, root)
+
+
+def _release(root: Path) -> str:
+    found = [path.parent.name for path in root.glob("**/lib/modules/*/kernel")]
+    if len(found) != 1:
+        raise HarnessError(f"expected one kernel under {root}, found {found or 'none'}")
+    return found[0]
+
+
+def _relocate(scratch: Path, final: Path, release: str) -> None:
+    """Makes the packages' absolute paths under /usr/src and /usr/lib those of `final`."""
+    moved = re.compile(r"(?<![\w.])/usr/(src|lib)/linux-")
+    headers = scratch / f"usr/src/linux-headers-{release}"
+    for name in ("Makefile", ".kernelvariables"):
+        path = headers / name
+        if path.is_file():
+            path.write_text(moved.sub(rf"{final}/usr/\1/linux-", path.read_text()))
+    for directory, folders, files in os.walk(scratch):
+        for name in (*folders, *files):
+            path = Path(directory) / name
+            if not path.is_symlink():
+                continue
+            target = os.readlink(path)
+            if target.startswith("/usr/"):
+                path.unlink()
+                path.symlink_to(f"{final}{target}")
+    # The packages leave modules.dep to their installation.
+    lib = next(scratch.glob("**/lib/modules")).parent.parent
+    depmod = shutil.which("depmod") or "/sbin/depmod"
+    subprocess.run([depmod, "-b", str(lib), release], check=True)
