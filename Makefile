@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+#
+# The commands of the project. `make help` lists them; each part's own build lives in its folder.
+
+KERNEL ?= 6.12
+CARGO = cargo --config net.retry=5
+MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
+BUILD = $(CURDIR)/build
+VENV = $(BUILD)/venv
+PYTEST = $(VENV)/bin/python -m pytest -c tests/pytest.ini tests
+
+.DELETE_ON_ERROR:
+.PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-all \
+	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust test-driver clean
+
+all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.* ## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+
+deps: ## install the Debian packages that building needs (as root; else name them and stop)
+	@scripts/deps build
+
+deps-test:
+	@scripts/deps test
+
+daemon: ## tmemd and tmemctl, in host-daemon/target/release
+	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl
+
+qemu: ## QEMU with the vhost-user-tmem device, in the cache
+	qemu-dev/build
+
+module: ## the module for Debian's KERNEL=6.12 cloud kernel, in build/
+	tests/kernel build $(KERNEL) --out $(BUILD)/module
+
+demo: deps all $(VENV)/ready ## two virtual machines, one pool: without and with the device
+	$(VENV)/bin/python tests/demo.py
+
+# ---- tests ------------------------------------------------------------------------------------
+
+check: check-host check-guest ## what must pass before a change lands (under 30 minutes)
+
+check-host: deps-test lint test-rust test-driver ## formats, lints, unit and property tests, fake guests
+
+check-guest: deps-test all $(VENV)/ready ## virtual machines: device, driver, torture
+	$(PYTEST) -m 'not long'
+
+# Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-long` one.
+SHARDS = vm-long qemu-newest
+SHARD ?= $(SHARDS)
+
+check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
+
+.PHONY: $(addprefix shard-,$(SHARDS)) shards
+shards:
+	@echo $(SHARDS)
+
+shard-vm-long: deps-test all $(VENV)/ready
+	$(PYTEST) -m long
+
+shard-qemu-newest: deps-test
+	qemu-dev/build --newest
+
+lint: lint-rust lint-c lint-shell lint-python lint-licence
+
+lint-rust:
+	cargo fmt --manifest-path host-daemon/Cargo.toml --all --check
+	$(CARGO) clippy $(MANIFEST) --workspace --all-targets -- -D warnings
+
+lint-c:
+	scripts/lint-c
+
+lint-shell:
+	git ls-files | xargs -r grep -lE '^#!.*\b(ba)?sh' | xargs -r shellcheck
+
+lint-python: $(VENV)/ready
+	$(VENV)/bin/ruff check tests
+	$(VENV)/bin/ruff format --check tests
+
+lint-licence:
+	scripts/lint-licence
+
+test-rust:
+	$(CARGO) test $(MANIFEST) --workspace
+
+test-driver:
+	$(MAKE) -C guest-driver test
+
+$(VENV)/ready: tests/requirements.txt
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+clean: ## remove what was built here (the cache stays)
+	rm -rf $(BUILD) host-daemon/target
+	$(MAKE) -C guest-driver clean
