@@ -30,8 +30,8 @@ daemon: ## tmemd and tmemctl, in host-daemon/target/release
 qemu: ## QEMU with the vhost-user-tmem device, in the cache
 	qemu-dev/build
 
-module: ## the module for Debian's KERNEL=6.12 cloud kernel, in build/
-	tests/kernel build $(KERNEL) --out $(BUILD)/module
+module: ## the module for Debian's KERNEL=6.12 cloud kernel: guest-driver/virtio_tmem.ko
+	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
 demo: deps all $(VENV)/ready ## two virtual machines, one pool: without and with the device
 	$(VENV)/bin/python tests/demo.py
