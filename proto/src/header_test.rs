@@ -1,0 +1,304 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compares this crate with `virtio_tmem.h`, in both directions.
+//!
+//! The header is read for the names it defines, so that nothing there can be forgotten here; the
+//! C compiler then says what the sizes, offsets and values are, so that it is not this reader's
+//! idea of C that is compared.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::format;
+use std::path::Path;
+use std::process::Command;
+use std::string::{String, ToString};
+use std::vec::Vec;
+
+/// Layout of a struct of the crate.
+pub(crate) struct Struct {
+    pub c_name: &'static str,
+    pub size: usize,
+    pub fields: &'static [Field],
+}
+
+/// Layout of a field of the crate.
+pub(crate) struct Field {
+    pub name: &'static str,
+    pub offset: usize,
+    pub size: usize,
+    pub rust_type: &'static str,
+}
+
+const HEADER: &str = include_str!("../virtio_tmem.h");
+
+/// What the header names: defines, and structs with (C type with array length, field name).
+#[derive(Debug, Default, PartialEq)]
+struct Names {
+    defines: Vec<String>,
+    structs: Vec<(String, Vec<(String, String)>)>,
+}
+
+/// Reads a header; any construct that it does not know is an error, so that none goes unseen.
+fn names(header: &str) -> Result<Names, String> {
+    let mut text = String::new();
+    let mut rest = header;
+    while let Some((code, comment)) = rest.split_once("/*") {
+        text.push_str(code);
+        rest = comment.split_once("*/").ok_or("comment without an end")?.1;
+    }
+    text.push_str(rest);
+
+    let mut found = Names::default();
+    let mut fields: Option<Vec<(String, String)>> = None;
+    for line in text.lines().map(str::trim).filter(|line| !line.is_empty()) {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match (&mut fields, words.as_slice()) {
+            (None, ["#ifndef" | "#define", "VIRTIO_TMEM_H"] | ["#endif"]) => {}
+            (None, ["#include", "<linux/types.h>"]) => {}
+            (None, ["#define", name, _, ..]) if !name.contains('(') => {
+                found.defines.push(name.to_string());
+            }
+            (None, ["struct", name, "{"]) => {
+                found.structs.push((name.to_string(), Vec::new()));
+                fields = Some(Vec::new());
+            }
+            (Some(list), [c_type, field]) if field.ends_with(';') => {
+                let field = field.trim_end_matches(';');
+                let (name, length) = match field.split_once('[') {
+                    Some((name, length)) => (name, format!("[{length}")),
+                    None => (field, String::new()),
+                };
+                list.push((format!("{c_type}{length}"), name.to_string()));
+            }
+            (Some(_), ["};"]) => {
+                found.structs.last_mut().expect("inside a struct").1 =
+                    fields.take().expect("inside a struct");
+            }
+            _ => return Err(format!("header line not understood: {line}")),
+        }
+    }
+    Ok(found)
+}
+
+/// Asks the C compiler; each line of the answer is `what value...`.
+fn measure(names: &Names, purpose: &str) -> BTreeMap<String, Vec<u64>> {
+    let mut program = String::from(
+        "#include <stddef.h>\n#include <stdio.h>\n#include \"virtio_tmem.h\"\nint main(void)\n{\n",
+    );
+    for define in &names.defines {
+        program += &format!("printf(\"{define} %llu\\n\", (unsigned long long)({define}));\n");
+    }
+    for (name, fields) in &names.structs {
+        program += &format!("printf(\"{name} %zu\\n\", sizeof(struct {name}));\n");
+        for (_, field) in fields {
+            program += &format!(
+                "printf(\"{name}.{field} %zu %zu\\n\", offsetof(struct {name}, {field}), \
+                 sizeof(((struct {name} *)0)->{field}));\n"
+            );
+        }
+    }
+    program += "return 0;\n}\n";
+
+    let directory =
+        std::env::temp_dir().join(format!("virtio-tmem-{purpose}-{}", std::process::id()));
+    std::fs::create_dir_all(&directory).expect("temporary directory");
+    let source = directory.join("abi.c");
+    let binary = directory.join("abi");
+    std::fs::write(&source, program).expect("write the C program");
+    let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
+    let status = Command::new(&compiler)
+        .args(["-Wall", "-Werror", "-I"])
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")))
+        .arg(&source)
+        .arg("-o")
+        .arg(&binary)
+        .status()
+        .unwrap_or_else(|e| panic!("cannot run the C compiler {compiler}: {e}"));
+    assert!(status.success(), "{compiler} failed: {status}");
+    let output = Command::new(&binary).output().expect("run the C program");
+    std::fs::remove_dir_all(&directory).expect("remove the temporary directory");
+    assert!(output.status.success());
+    String::from_utf8(output.stdout)
+        .expect("ASCII")
+        .lines()
+        .map(|line| {
+            let mut words = line.split(' ');
+            let what = words.next().expect("a name").to_string();
+            (
+                what,
+                words.map(|word| word.parse().expect("a number")).collect(),
+            )
+        })
+        .collect()
+}
+
+/// The C type that a Rust type of the crate stands for.
+fn c_type(rust_type: &str) -> String {
+    if let Some(array) = rust_type.strip_prefix('[') {
+        let (item, length) = array
+            .trim_end_matches(']')
+            .split_once(';')
+            .expect("an array of known length");
+        return format!("{}[{}]", c_type(item), length.trim());
+    }
+    match rust_type {
+        "u8" => "__u8",
+        "U16" => "__le16",
+        "U32" => "__le32",
+        "U64" => "__le64",
+        other => panic!("{other} stands for no C type"),
+    }
+    .to_string()
+}
+
+/// Everything that differs between a header's names and measures and the crate, as sentences.
+fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<String> {
+    let mut found = Vec::new();
+    let mut compare = |what: String, header: Option<&Vec<u64>>, rust: Option<Vec<u64>>| {
+        if header != rust.as_ref() {
+            found.push(format!("{what}: header {header:?}, crate {rust:?}"));
+        }
+    };
+
+    let defines: BTreeMap<&str, u64> = crate::DEFINES.iter().copied().collect();
+    let all: BTreeSet<&str> = defines
+        .keys()
+        .copied()
+        .chain(names.defines.iter().map(String::as_str))
+        .collect();
+    for name in all {
+        compare(
+            name.into(),
+            measures.get(name),
+            defines.get(name).map(|value| [*value].into()),
+        );
+    }
+
+    let structs: BTreeMap<&str, &Struct> = crate::STRUCTS.iter().map(|s| (s.c_name, s)).collect();
+    let all: BTreeSet<&str> = structs
+        .keys()
+        .copied()
+        .chain(names.structs.iter().map(|(name, _)| name.as_str()))
+        .collect();
+    for name in all {
+        let rust = structs.get(name);
+        compare(
+            name.into(),
+            measures.get(name),
+            rust.map(|s| [s.size as u64].into()),
+        );
+        let rust: BTreeMap<&str, &Field> = rust
+            .map(|s| {
+                s.fields
+                    .iter()
+                    .map(|f| (f.name.trim_start_matches("r#"), f))
+                    .collect()
+            })
+            .unwrap_or_default();
+        let header: BTreeMap<&str, &str> = names
+            .structs
+            .iter()
+            .filter(|(other, _)| other == name)
+            .flat_map(|(_, fields)| fields.iter().map(|(t, f)| (f.as_str(), t.as_str())))
+            .collect();
+        for field in rust
+            .keys()
+            .chain(header.keys())
+            .copied()
+            .collect::<BTreeSet<_>>()
+        {
+            let what = format!("{name}.{field}");
+            let layout = rust
+                .get(field)
+                .map(|f| [f.offset as u64, f.size as u64].into());
+            compare(what, measures.get(&format!("{name}.{field}")), layout);
+        }
+    }
+    for (name, fields) in &names.structs {
+        let Some(rust) = structs.get(name.as_str()) else {
+            continue;
+        };
+        for (header_type, field) in fields {
+            let rust = rust
+                .fields
+                .iter()
+                .find(|f| f.name.trim_start_matches("r#") == field);
+            if let Some(rust) = rust.filter(|rust| c_type(rust.rust_type) != *header_type) {
+                let rust = rust.rust_type;
+                found.push(format!(
+                    "{name}.{field}: header {header_type}, crate {rust}"
+                ));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn crate_equals_header() {
+    let names = names(HEADER).expect("the header is understood");
+    let found = differences(&names, &measure(&names, "equals"));
+    assert!(found.is_empty(), "{found:#?}");
+    assert!(
+        names.defines.len() >= 38 && names.structs.len() >= 9,
+        "{names:?}"
+    );
+}
+
+/// The comparison itself is not blind: each kind of change to the header is seen.
+#[test]
+fn differences_are_seen() {
+    let good = names(HEADER).expect("the header is understood");
+    let measures = measure(&good, "differences");
+    let changed = |from: &str, to: &str| {
+        assert!(HEADER.contains(from), "{from}");
+        names(&HEADER.replace(from, to)).expect("the header is understood")
+    };
+
+    let mut more = measures.clone();
+    more.insert("VIRTIO_TMEM_NEW".into(), [1].into());
+    let names_more = changed("#endif", "#define VIRTIO_TMEM_NEW 1\n#endif");
+    assert_eq!(differences(&names_more, &more).len(), 1, "a new define");
+
+    let mut more = measures.clone();
+    more.insert("virtio_tmem_new".into(), [8].into());
+    more.insert("virtio_tmem_new.a".into(), [0, 8].into());
+    let names_more = changed(
+        "#endif",
+        "struct virtio_tmem_new {\n\t__le64 a;\n};\n#endif",
+    );
+    assert_eq!(differences(&names_more, &more).len(), 2, "a new struct");
+
+    let mut more = measures.clone();
+    more.insert("virtio_tmem_get.more".into(), [16, 8].into());
+    let names_more = changed(
+        "struct virtio_tmem_get {",
+        "struct virtio_tmem_get {\n__le64 more;",
+    );
+    assert_eq!(differences(&names_more, &more).len(), 1, "a new field");
+
+    for what in measures.keys() {
+        let mut less = measures.clone();
+        less.remove(what);
+        assert_eq!(differences(&good, &less).len(), 1, "{what} is gone");
+        let mut other = measures.clone();
+        *other
+            .get_mut(what)
+            .expect("it is there")
+            .last_mut()
+            .expect("a value") += 1;
+        assert_eq!(differences(&good, &other).len(), 1, "{what} is another");
+    }
+    let other = changed("__le32 flags;", "__le16 flags;");
+    assert_eq!(
+        differences(&other, &measures).len(),
+        2,
+        "another type in put_page, pool_create"
+    );
+    for odd in [
+        "enum a { B };",
+        "typedef int a;",
+        "#define A(x) x",
+        "union a {",
+    ] {
+        names(odd).expect_err(odd);
+    }
+}

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The exact size of a request and of its answer, by type and count (SPEC.md, "Requests").
+
+use crate::*;
+
+/// Bytes of the two parts of a request's descriptor chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Readable by the device.
+    pub readable_bytes: usize,
+    /// Writable by the device.
+    pub writable_bytes: usize,
+}
+
+/// The largest readable part: a PUT of [`BATCH_MAX`] pages.
+pub const READABLE_BYTES_MAX: usize =
+    size_of::<Req>() + BATCH_MAX * (size_of::<PutPage>() + PAGE_SIZE);
+
+/// The largest writable part: a GET of [`BATCH_MAX`] pages.
+pub const WRITABLE_BYTES_MAX: usize =
+    size_of::<Resp>() + BATCH_MAX * (size_of::<GetPage>() + PAGE_SIZE);
+
+/// The shape of a request, or None for an unknown type or a count that the type does not allow.
+pub const fn shape(request_type: u16, count: u16) -> Option<Shape> {
+    let count = count as usize;
+    let batch = matches!(request_type, T_PUT | T_GET | T_FLUSH);
+    if (batch && (count == 0 || count > BATCH_MAX)) || (!batch && count != 0) {
+        return None;
+    }
+    let (body, results) = match request_type {
+        T_PUT => (count * (size_of::<PutPage>() + PAGE_SIZE), count),
+        T_GET => (
+            size_of::<Get>() + count * size_of::<U64>(),
+            count * (size_of::<GetPage>() + PAGE_SIZE),
+        ),
+        T_FLUSH => (count * size_of::<Range>(), 0),
+        T_POOL_CREATE => (size_of::<PoolCreate>(), 0),
+        T_POOL_DESTROY => (0, 0),
+        T_REPORT => (size_of::<Report>(), 0),
+        _ => return None,
+    };
+    Some(Shape {
+        readable_bytes: size_of::<Req>() + body,
+        writable_bytes: size_of::<Resp>() + results,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_those_of_the_specification() {
+        let bytes = |t, n| shape(t, n).map(|s| (s.readable_bytes, s.writable_bytes));
+        assert_eq!(bytes(T_PUT, 1), Some((24 + 32 + 4096, 8 + 1)));
+        assert_eq!(bytes(T_GET, 2), Some((24 + 16 + 16, 8 + 32 + 8192)));
+        assert_eq!(bytes(T_FLUSH, 3), Some((24 + 72, 8)));
+        assert_eq!(bytes(T_POOL_CREATE, 0), Some((32, 8)));
+        assert_eq!(bytes(T_POOL_DESTROY, 0), Some((24, 8)));
+        assert_eq!(bytes(T_REPORT, 0), Some((24 + 152, 8)));
+    }
+
+    #[test]
+    fn counts_and_types_out_of_range_have_no_shape() {
+        for t in [T_PUT, T_GET, T_FLUSH] {
+            assert_eq!(shape(t, 0), None);
+            assert!(shape(t, BATCH_MAX as u16).is_some());
+            assert_eq!(shape(t, BATCH_MAX as u16 + 1), None);
+        }
+        for t in [T_POOL_CREATE, T_POOL_DESTROY, T_REPORT] {
+            assert_eq!(shape(t, 1), None);
+        }
+        assert_eq!(shape(0, 0), None);
+        assert_eq!(shape(19, 0), None);
+    }
+
+    #[test]
+    fn largest_parts_are_bounds() {
+        let all = (0..=u8::MAX as u16).flat_map(|t| (0..100).filter_map(move |n| shape(t, n)));
+        let (mut readable, mut writable) = (0, 0);
+        for s in all {
+            readable = readable.max(s.readable_bytes);
+            writable = writable.max(s.writable_bytes);
+        }
+        assert_eq!(
+            (readable, writable),
+            (READABLE_BYTES_MAX, WRITABLE_BYTES_MAX)
+        );
+    }
+}
