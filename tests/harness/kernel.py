@@ -150,7 +150,9 @@ def _fetch(series: str, base: Path) -> Kernel:
     debs = base / f"{series}.debs"
     shutil.rmtree(debs, ignore_errors=True)
     command = [str(ROOT / "scripts/debian-fetch"), "--suite", spec.suite, "--dest", str(debs)]
-    done = subprocess.run([*command, *spec.packages], stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*command, *spec.packages], check=False, stdout=subprocess.PIPE, text=True
+    )
     if done.returncode != 0:
         raise HarnessError(f"kernel {series}: packages of {spec.suite} could not be fetched")
     scratch = base / f"{series}.root"
@@ -187,7 +189,7 @@ def _relocate(scratch: Path, final: Path, release: str) -> None:
             path = Path(directory) / name
             if not path.is_symlink():
                 continue
-            target = os.readlink(path)
+            target = str(path.readlink())
             if target.startswith("/usr/"):
                 path.unlink()
                 path.symlink_to(f"{final}{target}")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import subprocess
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
@@ -20,3 +22,51 @@ def cache_dir() -> Path:
     path = Path(base) / "virtio-tmem"
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def qemu_binary() -> Path:
+    """The QEMU with the device: TMEM_QEMU, else what qemu-dev/build last built."""
+    if named := os.environ.get("TMEM_QEMU"):
+        if not Path(named).is_file():
+            raise HarnessError(f"TMEM_QEMU={named}: no such file")
+        return Path(named)
+    script = ROOT / "qemu-dev/build"
+    done = subprocess.run([script, "--print"], check=False, stdout=subprocess.PIPE, text=True)
+    built = Path(done.stdout.strip())
+    if done.returncode != 0 or not built.is_file():
+        raise HarnessError("QEMU with the device is not built: run qemu-dev/build")
+    return built
+
+
+def host_binary(name: str) -> Path:
+    """A program of host-daemon: from TMEM_BIN_DIR, else the newer of its two builds."""
+    if folder := os.environ.get("TMEM_BIN_DIR"):
+        path = Path(folder) / name
+        if not path.is_file():
+            raise HarnessError(f"TMEM_BIN_DIR={folder} has no {name}")
+        return path
+    target = ROOT / "host-daemon/target"
+    found = [path for kind in ("release", "debug") if (path := target / kind / name).is_file()]
+    if not found:
+        raise HarnessError(
+            f"{name} is not built: run cargo build --release in host-daemon, or set TMEM_BIN_DIR"
+        )
+    return max(found, key=lambda path: path.stat().st_mtime)
+
+
+def guest_program(source: Path, *flags: str) -> Path:
+    """A static program for the guest, compiled from one C file once per content."""
+    command = ["gcc", "-static", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", *flags]
+    headers = [*sorted(source.parent.glob("*.h")), ROOT / "proto/virtio_tmem.h"]
+    digest = hashlib.sha256(repr(command).encode())
+    for path in (source, *headers):
+        digest.update(path.read_bytes())
+    folder = cache_dir() / "guest"
+    folder.mkdir(exist_ok=True)
+    program = folder / f"{source.stem}-{digest.hexdigest()[:16]}"
+    if not program.exists():
+        scratch = program.with_suffix(f".{os.getpid()}")
+        includes = [f"-I{ROOT / 'proto'}"]
+        subprocess.run([*command, *includes, str(source), "-o", str(scratch)], check=True)
+        scratch.replace(program)
+    return program

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""tmemd under test: start, kill, stop and continue, restart, ask."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness.paths import HarnessError, host_binary
+from harness.process import Process, tail
+from harness.wait import scaled, until
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A VM as tmemd knows it; equal trust domains share pages."""
+
+    name: str
+    trust_domain: str | None = None
+
+
+@dataclass
+class Daemon:
+    """One tmemd whose sockets and log are under `folder`. Storage dies with it."""
+
+    folder: Path
+    tenants: list[Tenant]
+    pool_size: str = "64MiB"
+    options: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    _process: Process | None = None
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "tmemd.log"
+
+    @property
+    def control(self) -> Path:
+        return self.folder / "control"
+
+    def socket(self, name: str) -> Path:
+        """Where the VM of that name connects; also valid while no daemon runs."""
+        return self.folder / f"{name}.sock"
+
+    @property
+    def process(self) -> Process:
+        if not self._process:
+            raise HarnessError("tmemd was not started")
+        return self._process
+
+    def start(self) -> None:
+        """Starts it and waits until it serves."""
+        if self._process and self._process.alive():
+            raise HarnessError("tmemd runs already")
+        command = [str(host_binary("tmemd")), "--pool-size", self.pool_size]
+        command += ["--control", str(self.control)]
+        for tenant in self.tenants:
+            domain = f",trust-domain={tenant.trust_domain}" if tenant.trust_domain else ""
+            command += ["--vm", f"socket={self.socket(tenant.name)},name={tenant.name}{domain}"]
+        process = Process("tmemd", [*command, *self.options], self.log, self.environment)
+        self._process = process
+
+        def serving() -> bool:
+            process.expect_alive()
+            return self._control("stats").returncode == 0
+
+        until(serving, 20, "tmemd answers at its control socket")
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+
+    def pause(self) -> None:
+        """SIGSTOP: it hangs, its sockets stay open."""
+        self.process.pause()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.process.resume()
+
+    def terminate(self) -> None:
+        """SIGTERM; it must end cleanly."""
+        if status := self.process.terminate():
+            raise HarnessError(f"tmemd ended with {status} at SIGTERM:\n{tail(self.log)}")
+
+    def restart(self) -> None:
+        """kill -9 and a new one in its place."""
+        self.kill()
+        self.start()
+
+    def stop(self) -> None:
+        """Ends it in whatever state it is."""
+        if self._process:
+            self._process.kill()
+
+    def stats(self) -> Any:
+        """`tmemctl stats --json`."""
+        return self._json("stats")
+
+    def list(self) -> Any:
+        """`tmemctl list --json`."""
+        return self._json("list")
+
+    def _json(self, command: str) -> Any:
+        done = self._control(command)
+        if done.returncode != 0:
+            raise HarnessError(f"tmemctl {command}: {done.stderr.strip()}")
+        return json.loads(done.stdout)
+
+    def _control(self, command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [host_binary("tmemctl"), "--socket", self.control, command, "--json"],
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=scaled(20),
+        )
+
+    def report(self) -> str:
+        """State and last words, for a failed test's report."""
+        status = self._process.status() if self._process else None
+        state = "running or not started" if status is None else f"ended with status {status}"
+        return f"--- tmemd: {state}\n{tail(self.log)}"

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What tests do in a guest: run commands, put and get files, read its statistics."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.channel import EXIT_NO_JOB, EXIT_TIMED_OUT, Channel, ChannelClosed, Frame, Inbox, Type
+from harness.paths import HarnessError
+from harness.wait import WaitTimeout, scaled
+
+OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a runaway guest cannot fill the host
+FILE_CHUNK_BYTES = 128 << 10  # a frame also holds the path
+# The agent ends a job itself at its time-out; the host waits this much longer for word.
+GRACE_SECONDS = 20.0
+
+
+class GuestTimeout(WaitTimeout):
+    """A command in the guest took too long, or the guest does not answer."""
+
+
+class CommandFailed(HarnessError):
+    """A command in the guest ended with a status other than 0."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended: its status (minus the signal that ended it) and output."""
+
+    command: str
+    status: int
+    stdout: bytes
+    stderr: bytes
+
+    @property
+    def text(self) -> str:
+        return self.stdout.decode(errors="replace")
+
+    def check(self) -> Result:
+        if self.status != 0:
+            tail = (self.stderr[-4096:] or self.stdout[-4096:]).decode(errors="replace")
+            raise CommandFailed(f"guest: '{self.command}' ended with {self.status}:\n{tail}")
+        return self
+
+
+@dataclass(frozen=True)
+class DiskStat:
+    """/sys/block/DEV/stat; a sector is 512 bytes whatever the disk's block size is."""
+
+    reads: int
+    read_sectors: int
+    writes: int
+    write_sectors: int
+
+    def __sub__(self, earlier: DiskStat) -> DiskStat:
+        return DiskStat(
+            self.reads - earlier.reads,
+            self.read_sectors - earlier.read_sectors,
+            self.writes - earlier.writes,
+            self.write_sectors - earlier.write_sectors,
+        )
+
+
+class Job:
+    """A command that runs in the guest."""
+
+    def __init__(self, channel: Channel, command: str, seconds: float) -> None:
+        self.command = command
+        self._channel = channel
+        self._seconds = scaled(seconds)
+        self._end = time.monotonic() + self._seconds + scaled(GRACE_SECONDS)
+        self._out: list[bytes] = []
+        self._err: list[bytes] = []
+        self._size = 0
+        self._result: Result | None = None
+        self._number, self._inbox = channel.open()
+        channel.send(Type.EXEC, self._number, int(self._seconds * 1000), command.encode())
+
+    def done(self) -> bool:
+        """Whether it ended; takes what output there is."""
+        while self._result is None:
+            try:
+                self._take(self._inbox.get_nowait())
+            except queue.Empty:
+                return False
+        return True
+
+    def stdout(self) -> bytes:
+        """What it printed so far."""
+        self.done()
+        return b"".join(self._out)
+
+    def kill(self, signal: int = 9) -> None:
+        """Signals the command's process group."""
+        self._channel.send(Type.KILL, self._number, signal)
+
+    def wait(self) -> Result:
+        """Waits for its end, at most until its time-out; does not look at its status."""
+        while self._result is None:
+            try:
+                self._take(self._inbox.get(timeout=max(0.0, self._end - time.monotonic())))
+            except queue.Empty:
+                self._channel.forget(self._number)
+                raise GuestTimeout(
+                    f"guest: no answer to '{self.command}' after {self._seconds:g} s and grace"
+                ) from None
+        return self._result
+
+    def _take(self, frame: Frame | None) -> None:
+        if frame is None:
+            self._channel.forget(self._number)
+            raise ChannelClosed(f"guest: channel closed during '{self.command}'")
+        if frame.type == Type.STDOUT:
+            self._out.append(frame.payload)
+        elif frame.type == Type.STDERR:
+            self._err.append(frame.payload)
+        elif frame.type == Type.EXIT:
+            self._finish(frame.arg)
+        self._size += len(frame.payload)
+        if self._size > OUTPUT_MAX_BYTES:
+            self.kill()
+            raise HarnessError(f"guest: '{self.command}' printed over {OUTPUT_MAX_BYTES} bytes")
+
+    def _finish(self, arg: int) -> None:
+        self._channel.forget(self._number)
+        out, err = b"".join(self._out), b"".join(self._err)
+        if arg & EXIT_NO_JOB:
+            raise HarnessError(f"guest: '{self.command}' could not be started")
+        if arg & EXIT_TIMED_OUT:
+            tail = (out + err)[-4096:].decode(errors="replace")
+            raise GuestTimeout(
+                f"guest: '{self.command}' not done within {self._seconds:g} s:\n{tail}"
+            )
+        self._result = Result(self.command, os.waitstatus_to_exitcode(arg & 0xFFFF), out, err)
+
+
+class Guest:
+    """The running system in a VM, by way of its agent."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.boot_id = channel.boot_id
+
+    def start(self, command: str, seconds: float = 30) -> Job:
+        """Starts a shell command line; the guest kills it after `seconds`."""
+        return Job(self._channel, command, seconds)
+
+    def run(self, command: str, seconds: float = 30) -> Result:
+        """Runs a shell command line and returns how it ended, whatever its status."""
+        return self.start(command, seconds).wait()
+
+    def sh(self, command: str, seconds: float = 30) -> str:
+        """Runs a shell command line that must succeed; returns its stdout."""
+        return self.run(command, seconds).check().text
+
+    def put(self, path: str, content: bytes | Path, mode: int | None = None) -> None:
+        """Writes a file in the guest; a Path is a file of the host, with its mode."""
+        if isinstance(content, Path):
+            mode = content.stat().st_mode & 0o777 if mode is None else mode
+            content = content.read_bytes()
+        head = struct.pack("<I", 0o644 if mode is None else mode) + path.encode() + b"\0"
+        for offset in range(0, len(content) or 1, FILE_CHUNK_BYTES):
+            chunk = content[offset : offset + FILE_CHUNK_BYTES]
+            self._ask(Type.PUT, offset, head + chunk, path)
+
+    def get(self, path: str) -> bytes:
+        """The contents of a file in the guest, also of one in /proc or /sys."""
+        parts: list[bytes] = []
+        offset = 0
+        request = struct.pack("<I", FILE_CHUNK_BYTES) + path.encode() + b"\0"
+        while chunk := self._ask(Type.GET, offset, request, path):
+            parts.append(chunk)
+            offset += len(chunk)
+            if offset > OUTPUT_MAX_BYTES:
+                raise HarnessError(f"guest: {path} is over {OUTPUT_MAX_BYTES} bytes")
+        return b"".join(parts)
+
+    def _ask(self, kind: Type, arg: int, payload: bytes, path: str) -> bytes:
+        number, inbox = self._channel.open()
+        try:
+            self._channel.send(kind, number, arg, payload)
+            frame = self._wait_reply(inbox, path)
+        finally:
+            self._channel.forget(number)
+        if frame.arg:
+            raise CommandFailed(f"guest: {kind.name.lower()} {path}: {os.strerror(frame.arg)}")
+        return frame.payload
+
+    def _wait_reply(self, inbox: Inbox, path: str) -> Frame:
+        try:
+            frame = inbox.get(timeout=scaled(GRACE_SECONDS))
+        except queue.Empty:
+            raise GuestTimeout(f"guest: no answer for {path}") from None
+        if frame is None:
+            raise ChannelClosed(f"guest: channel closed at {path}")
+        return frame
+
+    def read(self, path: str) -> str:
+        """A small text file of the guest, stripped."""
+        return self.get(path).decode().strip()
+
+    def disk(self, name: str) -> str:
+        """The block device (such as "vda") of the VM's disk of that name."""
+        for device in self.sh("ls /sys/block").split():
+            serial = f"/sys/block/{device}/serial"
+            if device.startswith("vd") and self.read(serial) == name:
+                return device
+        raise HarnessError(f"guest: no disk '{name}'")
+
+    def disk_stat(self, name: str) -> DiskStat:
+        """Requests and sectors since boot of the disk of that name."""
+        fields = [int(word) for word in self.read(f"/sys/block/{self.disk(name)}/stat").split()]
+        # Documentation/block/stat: reads, merges, sectors, ticks, then the same for writes.
+        return DiskStat(fields[0], fields[2], fields[4], fields[6])
+
+    def mount(self, name: str, where: str, kind: str = "ext4", options: str = "") -> None:
+        """Mounts the disk of that name."""
+        extra = f"-o {shlex.quote(options)}" if options else ""
+        self.sh(f"mkdir -p {where} && mount -t {kind} {extra} /dev/{self.disk(name)} {where}", 60)
+
+    def insmod(self, path: str, parameters: str = "") -> None:
+        """Loads a module from a file of the guest; fails with the kernel's last words."""
+        done = self.run(f"insmod {path} {parameters}", 60)
+        if done.status != 0:
+            words = self.sh("dmesg | tail -n 20")
+            raise CommandFailed(f"guest: insmod {path} {parameters}: {done.stderr!r}\n{words}")
+
+    def drop_caches(self) -> None:
+        """Writes back and evicts clean page cache and slab objects."""
+        self.sh("sync && echo 3 >/proc/sys/vm/drop_caches", 120)
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The guest driver's module, built for a kernel in a copy of its sources in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from harness.kernel import Kernel
+from harness.paths import ROOT, HarnessError, cache_dir
+
+MODULE = "virtio_tmem.ko"
+SUFFIXES = (".c", ".h", ".S", ".mk")
+NAMES = ("Makefile", "Kbuild")
+BUILDS_KEPT = 6  # per kernel; a developer's edits would pile up
+
+
+def build(kernel: Kernel, *, test: bool = False) -> Path:
+    """The module for a kernel; `test` has the test-only parameters. TMEM_KO overrides."""
+    if named := os.environ.get("TMEM_KO"):
+        if not Path(named).is_file():
+            raise HarnessError(f"TMEM_KO={named}: no such file")
+        return Path(named)
+    sources = _sources()
+    digest = hashlib.sha256(f"{kernel.release} {test}".encode())
+    for path in sources:
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    base = cache_dir() / "module" / kernel.release
+    base.mkdir(parents=True, exist_ok=True)
+    folder = base / (digest.hexdigest()[:16] + ("-test" if test else ""))
+    with open(base / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        module = folder / "guest-driver" / MODULE
+        if not module.is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            _compile(kernel, folder, sources, test)
+            _forget_old(base)
+        os.utime(folder)
+        return module
+
+
+def _sources() -> list[Path]:
+    """Everything that goes into the module; the copy keeps the folders' layout."""
+    found = [ROOT / "proto/virtio_tmem.h"]
+    for path in (ROOT / "guest-driver").rglob("*"):
+        generated = path.name.endswith(".mod.c")
+        wanted = path.suffix in SUFFIXES or path.name in NAMES
+        if wanted and not generated and path.is_file():
+            found.append(path)
+    return sorted(found)
+
+
+def _compile(kernel: Kernel, folder: Path, sources: list[Path], test: bool) -> None:
+    for path in sources:
+        copy = folder / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
+    command = ["make", "-C", str(folder / "guest-driver"), f"KDIR={kernel.kdir}"]
+    if test:
+        command.append("TEST=1")
+    # make's own variables of a caller (make check) are not for the kernel's build.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    environment.pop("MFLAGS", None)
+    done = subprocess.run(
+        command,
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
+    if done.returncode != 0 or not (folder / "guest-driver" / MODULE).is_file():
+        raise HarnessError(f"{' '.join(command)} failed:\n{done.stdout[-8192:]}")
+
+
+def _forget_old(base: Path) -> None:
+    folders = sorted((path for path in base.iterdir() if path.is_dir()), key=_age, reverse=True)
+    for path in folders[BUILDS_KEPT:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _age(path: Path) -> float:
+    return path.stat().st_mtime

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Boots a VM for a developer: runs commands in it, or gives a prompt.
+
+A blank or filled ext4 disk is mounted at /mnt unless --no-disk. With --daemon a tmemd
+is started and the device attached; with --ko the module is put into the guest and
+loaded. At the prompt each line is a command in the guest; lines that begin with a dot
+are for the harness (.help).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from harness import disk, kernel, module
+from harness.daemon import Daemon
+from harness.guest import Guest
+from harness.paths import HarnessError
+from harness.process import tail
+from harness.session import Session
+from harness.vm import MIB, Config, Tmem, Vm
+
+HELP = """\
+.put HOSTFILE GUESTFILE   .get GUESTFILE HOSTFILE   .console (its last lines)
+.reset   .reboot   .pause   .resume   .hmp LINE (human monitor)
+.stats   .kill   .stop   .cont   .restart (the daemon)   .quit"""
+
+MODULE_PATH = "/virtio_tmem.ko"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="tests/run-vm", description=__doc__)
+    add = parser.add_argument
+    add("--kernel", default="6.12", choices=sorted(kernel.SERIES), help="kernel series")
+    add("--memory", default=256, type=int, metavar="MIB", help="guest memory")
+    add("--cpus", default=1, type=int)
+    add("--disk-size", default=512, type=int, metavar="MIB", help="of the disk at /mnt")
+    add("--tree", type=Path, help="folder whose contents the disk at /mnt gets")
+    add("--no-disk", action="store_true")
+    add("--throttle", action="store_true", help="the disk is as slow as a cloud volume")
+    add("--ko", type=Path, help="module to load, or 'build' for guest-driver's, built now")
+    add("--test-module", action="store_true", help="with --ko build: TEST=1")
+    add("--params", default="deadline_ms=200", help="of the module")
+    add("--no-load", action="store_true", help=f"leave the module at {MODULE_PATH}")
+    add("--daemon", action="store_true", help="start tmemd and attach the device")
+    add("--socket", type=Path, help="attach the device to a daemon of your own")
+    add("--pool-size", default="256MiB")
+    add("--num-queues", type=int)
+    add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="put a file")
+    add("--modules", default="", help="further kernel modules to load, e.g. xfs")
+    add("--cmdline", default="", help="added to the kernel's command line")
+    add("--tcg-threads", default="multi", choices=("multi", "single"))
+    add("--cmd", action="append", default=[], help="run and exit with its status")
+    add("--seconds", type=float, default=300, help="time-out of a command")
+    add("--keep", action="store_true", help="keep the folder with images and logs")
+    add("--verbose", action="store_true", help="print QEMU's command line and the console")
+    return parser.parse_args(arguments)
+
+
+def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm, Daemon | None]:
+    found = kernel.prepare(options.kernel)
+    files: dict[str, Path] = {}
+    for entry in options.file:
+        host, _, guest = entry.partition(":")
+        files[guest or f"/{Path(host).name}"] = Path(host)
+    if options.ko:
+        build = str(options.ko) == "build"
+        ko = module.build(found, test=options.test_module) if build else options.ko
+        files[MODULE_PATH] = ko
+    disks = []
+    if not options.no_disk:
+        image = disk.ext4(session.folder / "data.img", options.disk_size * MIB, options.tree)
+        throttle = disk.CLOUD_VOLUME if options.throttle else None
+        disks.append(disk.Disk("data", image, throttle=throttle))
+    daemon = None
+    socket = options.socket
+    if options.daemon:
+        daemon = session.daemon("vm1", pool_size=options.pool_size)
+        daemon.start()
+        socket = daemon.socket("vm1")
+    config = Config(
+        kernel=found,
+        memory_bytes=options.memory * MIB,
+        cpus=options.cpus,
+        disks=disks,
+        tmem=Tmem(socket, num_queues=options.num_queues) if socket else None,
+        modules=options.modules.split(),
+        files=files,
+        cmdline=options.cmdline,
+        tcg_threads=options.tcg_threads,
+    )
+    return session.vm(config), daemon
+
+
+def prepare_guest(guest: Guest, options: argparse.Namespace) -> None:
+    """What is wanted after each boot: disk mounted, module loaded."""
+    if not options.no_disk:
+        guest.mount("data", "/mnt")
+    if options.ko and not options.no_load:
+        guest.insmod(MODULE_PATH, options.params)
+
+
+def run(guest: Guest, line: str, seconds: float) -> int:
+    result = guest.run(line, seconds)
+    sys.stdout.buffer.write(result.stdout)
+    sys.stdout.flush()
+    sys.stderr.buffer.write(result.stderr)
+    sys.stderr.flush()
+    return result.status
+
+
+class Prompt:
+    """The interactive loop."""
+
+    def __init__(self, vm: Vm, daemon: Daemon | None, options: argparse.Namespace) -> None:
+        self._vm = vm
+        self._daemon = daemon
+        self._options = options
+
+    def loop(self) -> None:
+        while True:
+            try:
+                line = input(f"{self._vm.name}> ").strip()
+            except EOFError:
+                return
+            if line in (".quit", ".exit"):
+                return
+            try:
+                self._line(line)
+            except (HarnessError, ValueError, OSError) as error:
+                print(error, file=sys.stderr)
+
+    def _line(self, line: str) -> None:
+        if not line.startswith("."):
+            if line and (status := run(self._vm.guest, line, self._options.seconds)):
+                print(f"(status {status})", file=sys.stderr)
+            return
+        name, *words = shlex.split(line[1:])
+        actions: dict[str, Callable[..., object]] = {
+            "help": lambda: HELP,
+            "put": lambda host, guest: self._vm.guest.put(guest, Path(host)),
+            "get": lambda guest, host: Path(host).write_bytes(self._vm.guest.get(guest)),
+            "console": lambda: tail(self._vm.console),
+            "reset": lambda: prepare_guest(self._vm.reset(), self._options),
+            "reboot": lambda: prepare_guest(self._vm.reboot(), self._options),
+            "pause": self._vm.pause,
+            "resume": self._vm.resume,
+            "hmp": lambda *rest: self._vm.qmp.human(" ".join(rest)),
+        }
+        if daemon := self._daemon:
+            actions |= {
+                "stats": daemon.stats,
+                "kill": daemon.kill,
+                "stop": daemon.pause,
+                "cont": daemon.resume,
+                "restart": daemon.restart,
+            }
+        if name not in actions:
+            raise HarnessError(f"no '.{name}' here:\n{HELP}")
+        try:
+            answer = actions[name](*words)
+        except TypeError as error:
+            raise HarnessError(f".{name}: {error}") from error
+        if answer is not None:
+            print(answer)
+
+
+def main() -> int:
+    options = parse()
+    with Session(keep=options.keep) as session:
+        try:
+            vm, daemon = build_vm(session, options)
+            if options.verbose:
+                print(shlex.join(vm.command()), file=sys.stderr)
+            guest = vm.start()
+            prepare_guest(guest, options)
+            status = 0
+            for line in options.cmd:
+                if status := run(guest, line, options.seconds):
+                    break
+            if not options.cmd:
+                print(f"{vm.name} is up in {session.folder}; .help for help")
+                Prompt(vm, daemon, options).loop()
+            if options.verbose:
+                print(tail(vm.console), file=sys.stderr)
+            vm.check_console()
+        except HarnessError as error:
+            print(f"{error}\n{session.report()}", file=sys.stderr)
+            return 1
+        if options.keep:
+            print(f"kept: {session.folder}", file=sys.stderr)
+        return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A virtual machine: QEMU started with a stock kernel, its QMP, console and guest agent."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from harness import initramfs
+from harness.channel import Channel
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import HarnessError, qemu_binary
+from harness.process import Process, tail
+from harness.qmp import Qmp
+from harness.wait import Deadline, until
+
+MIB = 1 << 20
+BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
+
+# A console that shows one of these is a failed test, whatever else it saw.
+TROUBLE = re.compile(
+    r"Kernel panic|BUG:|Oops|general protection|WARNING: |rcu_\w+ detected stalls"
+    r"|blocked for more than|soft lockup|Bad page state|Internal error|EXT4-fs error"
+)
+
+
+@dataclass(frozen=True)
+class Tmem:
+    """The device; `socket` is where tmemd listens, or will, or never does."""
+
+    socket: Path
+    num_queues: int | None = None
+    queue_size: int | None = None
+    reconnect_ms: int = 100
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+    def arguments(self) -> list[str]:
+        device = "vhost-user-tmem-pci,id=tmem0,chardev=tmem"
+        if self.num_queues is not None:
+            device += f",num-queues={self.num_queues}"
+        if self.queue_size is not None:
+            device += f",queue-size={self.queue_size}"
+        device += "".join(f",{key}={value}" for key, value in self.properties.items())
+        chardev = f"socket,id=tmem,path={self.socket},reconnect-ms={self.reconnect_ms}"
+        return ["-chardev", chardev, "-device", device]
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a VM is made of."""
+
+    kernel: Kernel
+    name: str = "vm1"
+    memory_bytes: int = 256 * MIB
+    cpus: int = 1
+    disks: Sequence[Disk] = ()
+    tmem: Tmem | None = None
+    modules: Sequence[str] = ()
+    files: Mapping[str, Path] = field(default_factory=dict)
+    cmdline: str = ""
+    machine: str = "q35"
+    tcg_threads: str = "multi"
+    memory_backend: str = "memory-backend-memfd,share=on"
+    arguments: Sequence[str] = ()
+
+
+class Vm:
+    """A VM under `folder`, which holds its sockets and logs. start() boots it."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config = config
+        self.name = config.name
+        self.console = folder / "console.log"
+        self.log = folder / "qemu.log"
+        self._folder = folder
+        self._process: Process | None = None
+        self._qmp: Qmp | None = None
+        self._guest: Guest | None = None
+        self._trouble_expected = False
+
+    # Start and end
+
+    def command(self) -> list[str]:
+        """QEMU's command line."""
+        config = self.config
+        accelerator = os.environ.get("TMEM_ACCEL", "tcg")
+        if accelerator == "tcg":
+            # la57 off: a fifth level of page tables only costs time under TCG.
+            processor = ["-accel", f"tcg,thread={config.tcg_threads}", "-cpu", "max,la57=off"]
+        else:
+            processor = ["-accel", accelerator, "-cpu", "host"]
+        image = initramfs.build(
+            config.kernel,
+            self._folder / "initramfs",
+            modules=config.modules,
+            files=config.files,
+        )
+        cmdline = f"console=ttyS0 loglevel=6 oops=panic panic=0 {config.cmdline}"
+        size = config.memory_bytes
+        command = [
+            str(qemu_binary()), "-name", config.name, "-nodefaults", "-no-user-config",
+            "-display", "none", "-machine", f"{config.machine},memory-backend=ram", *processor,
+            "-smp", str(config.cpus), "-m", f"{size // MIB}M",
+            "-object", f"{config.memory_backend},id=ram,size={size}",
+            "-L", "/usr/share/seabios", "-L", "/usr/share/qemu",
+            "-kernel", str(config.kernel.vmlinuz), "-initrd", str(image), "-append", cmdline,
+            "-chardev", f"file,id=console,path={self.console}", "-serial", "chardev:console",
+            "-qmp", f"unix:{self._folder / 'qmp'},server=on,wait=off",
+            "-device", "virtio-serial-pci",
+            "-chardev", f"socket,id=agent,path={self._folder / 'agent'},server=on,wait=off",
+            "-device", "virtserialport,chardev=agent,name=tmem.agent",
+        ]  # fmt: skip
+        for disk in config.disks:
+            command += disk.arguments()
+        if config.tmem:
+            command += config.tmem.arguments()
+        return [*command, *config.arguments]
+
+    def launch(self) -> None:
+        """Starts QEMU and connects QMP; the guest boots meanwhile."""
+        if self._process and self._process.alive():
+            raise HarnessError(f"{self.name} runs already")
+        for name in ("qmp", "agent"):
+            (self._folder / name).unlink(missing_ok=True)
+        self._process = process = Process(f"QEMU of {self.name}", self.command(), self.log)
+
+        def listening() -> bool:
+            process.expect_alive()
+            return (self._folder / "qmp").exists() and (self._folder / "agent").exists()
+
+        until(listening, 20, f"{self.name}: QEMU opens its sockets")
+        self._qmp = Qmp(self._folder / "qmp", self.name)
+
+    def start(self) -> Guest:
+        """Launches and boots; returns the guest when its agent answers."""
+        self.launch()
+        return self.connect()
+
+    def connect(self, seconds: float = BOOT_SECONDS) -> Guest:
+        """Connects to the guest's agent anew, after a boot, a reset or a loadvm."""
+        if self._guest:
+            self._guest.close()
+            self._guest = None
+        deadline = Deadline(seconds, f"{self.name}: the guest's agent answers")
+        self._guest = Guest(Channel(self._folder / "agent", deadline, self._check_alive))
+        return self._guest
+
+    def _check_alive(self) -> None:
+        self.process.expect_alive()
+        if not self._trouble_expected:
+            self.check_console()
+
+    def quit(self) -> None:
+        """Ends QEMU by QMP; its exit status must be 0."""
+        self.qmp.execute("quit")
+        if status := self.process.wait(20):
+            raise HarnessError(f"{self.name}: QEMU ended with {status}:\n{tail(self.log)}")
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends QEMU, in whatever state it is."""
+        if self._guest:
+            self._guest.close()
+            self._guest = None
+        if self._process:
+            self._process.kill()
+        if self._qmp:
+            self._qmp.close()
+            self._qmp = None
+
+    # Parts
+
+    @property
+    def process(self) -> Process:
+        if not self._process:
+            raise HarnessError(f"{self.name} was not started")
+        return self._process
+
+    @property
+    def qmp(self) -> Qmp:
+        if not self._qmp:
+            raise HarnessError(f"{self.name} has no QMP: it was not started, or stopped")
+        return self._qmp
+
+    @property
+    def guest(self) -> Guest:
+        if not self._guest:
+            raise HarnessError(f"{self.name} has no guest: not booted, or reset meanwhile")
+        return self._guest
+
+    # Life of the machine
+
+    def reset(self) -> Guest:
+        """Resets the machine and waits until the guest is up again."""
+        before = self.guest.boot_id
+        mark = self.qmp.events_seen()
+        self.qmp.execute("system_reset")
+        self.qmp.wait_event("RESET", 20, mark)
+        return self._booted_again(before)
+
+    def reboot(self) -> Guest:
+        """Lets the guest reboot itself and waits until it is up again."""
+        before = self.guest.boot_id
+        mark = self.qmp.events_seen()
+        self.guest.start("reboot -f")
+        self.qmp.wait_event("RESET", 30, mark)
+        return self._booted_again(before)
+
+    def _booted_again(self, before: str) -> Guest:
+        guest = self.connect()
+        if guest.boot_id == before:
+            raise HarnessError(f"{self.name}: the guest did not boot anew")
+        return guest
+
+    def pause(self) -> None:
+        """QMP stop: vCPUs and devices rest."""
+        self.qmp.execute("stop")
+
+    def resume(self) -> None:
+        """QMP cont."""
+        self.qmp.execute("cont")
+
+    def status(self) -> str:
+        """QMP's run state: "running", "paused", "internal-error", ..."""
+        return str(self.qmp.execute("query-status")["status"])
+
+    def save(self, tag: str, seconds: float = 120) -> None:
+        """Saves a snapshot into the first writable qcow2 disk, as savevm does."""
+        self._snapshot("snapshot-save", tag, seconds)
+
+    def load(self, tag: str, seconds: float = 120) -> Guest:
+        """Loads a snapshot, as loadvm does, and lets the guest run."""
+        if self._guest:
+            self._guest.close()
+            self._guest = None
+        self.qmp.execute("stop")
+        self._snapshot("snapshot-load", tag, seconds)
+        self.qmp.execute("cont")
+        return self.connect()
+
+    def _snapshot(self, command: str, tag: str, seconds: float) -> None:
+        disks = [disk for disk in self.config.disks if disk.format == "qcow2"]
+        nodes = [disk.node for disk in disks if not disk.read_only]
+        if not nodes:
+            raise HarnessError(f"{self.name}: {command} needs a writable qcow2 disk")
+        arguments = {
+            "job-id": f"{command}-{tag}",
+            "tag": tag,
+            "vmstate": nodes[0],
+            "devices": nodes,
+        }
+        self.qmp.run_job(command, arguments, seconds)
+
+    # What it did
+
+    def block_stat(self, name: str) -> dict[str, Any]:
+        """QEMU's own counts of a disk (rd_bytes, rd_operations, wr_bytes, ...)."""
+        for entry in self.qmp.execute("query-blockstats"):
+            if name in str(entry.get("qdev", "")).split("/"):
+                return dict(entry["stats"])
+        raise HarnessError(f"{self.name}: no disk '{name}' in query-blockstats")
+
+    def expect_trouble(self) -> None:
+        """From now on an oops or a warning on the console is no failure."""
+        self._trouble_expected = True
+
+    def check_console(self) -> None:
+        """Fails if the guest's kernel complained."""
+        if self._trouble_expected or not self.console.exists():
+            return
+        text = self.console.read_text(errors="replace")
+        if found := TROUBLE.search(text):
+            start = text.rfind("\n", 0, found.start()) + 1
+            raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
+
+    def report(self) -> str:
+        """Command line, state and last words, for a failed test's report."""
+        state = "not started"
+        if self._process:
+            status = self._process.status()
+            state = "running" if status is None else f"ended with status {status}"
+        return (
+            f"--- {self.name}: QEMU {state}\n{tail(self.log)}\n"
+            f"--- {self.name}: console\n{tail(self.console)}"
+        )

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Bounded waits that poll for a marker. TMEM_TIMEOUT_SCALE stretches all of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from harness.paths import HarnessError
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.02  # short beside anything a guest does, long beside a poll's cost
+
+
+class WaitTimeout(HarnessError):
+    """A marker did not come in time."""
+
+
+def scaled(seconds: float) -> float:
+    """A time-out in seconds on this machine: slow ones set TMEM_TIMEOUT_SCALE above 1."""
+    return seconds * float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
+
+
+class Deadline:
+    """A point in time; `what` says in the error what did not happen before it."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self.seconds = scaled(seconds)
+        self.what = what
+        self._end = time.monotonic() + self.seconds
+
+    def left(self) -> float:
+        """Seconds left, 0 when past."""
+        return max(0.0, self._end - time.monotonic())
+
+    def check(self) -> None:
+        if self.left() == 0:
+            raise WaitTimeout(f"{self.what}: not within {self.seconds:g} s")
+
+
+def until(condition: Callable[[], T | None], seconds: float, what: str) -> T:
+    """Polls until `condition` returns something true, and returns that."""
+    deadline = Deadline(seconds, what)
+    while True:
+        if found := condition():
+            return found
+        deadline.check()
+        time.sleep(POLL_SECONDS)
