@@ -1,0 +1,232 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * Operations on one file, each done to the file and to its model.
+ *
+ * Bytes of the model from size to limit are zero at all times: growing a file in
+ * any way needs no work, and holes read as the model says.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "torture.h"
+
+/* fs/ext4/ext4.h; no header for user space has it */
+struct move_extent {
+	uint32_t reserved;
+	uint32_t donor_fd;
+	uint64_t orig_start, donor_start, len, moved_len;	/* blocks */
+};
+#define EXT4_IOC_MOVE_EXT _IOWR('f', 15, struct move_extent)
+
+void file_path(const struct worker *w, const struct file *f, char *path, size_t room)
+{
+	snprintf(path, room, "%s/%s", w->dir, f->name);
+}
+
+void model_resize(struct file *f, size_t size)
+{
+	if (size < f->size)
+		memset(f->model + size, 0, f->size - size);
+	f->size = size;
+}
+
+void file_open(struct worker *w, struct file *f, bool fresh)
+{
+	char path[256];
+
+	file_path(w, f, path, sizeof(path));
+	if (fresh)
+		unlink(path);
+	f->fd = open(path, O_RDWR | (fresh ? O_CREAT | O_EXCL : 0), 0600);
+	if (f->fd < 0)
+		fail(w, f, "open %s", path);
+	f->direct_fd = -1;
+	if (fresh)
+		model_resize(f, 0);
+}
+
+void file_close(struct file *f)
+{
+	if (f->map)
+		munmap(f->map, f->limit);
+	f->map = NULL;
+	if (f->direct_fd >= 0)
+		close(f->direct_fd);
+	f->direct_fd = -1;
+	if (f->fd >= 0)
+		close(f->fd);
+	f->fd = -1;
+}
+
+int file_direct(struct worker *w, struct file *f)
+{
+	char path[256];
+
+	if (f->direct_fd < 0) {
+		file_path(w, f, path, sizeof(path));
+		f->direct_fd = open(path, O_RDWR | O_DIRECT);
+		if (f->direct_fd < 0)
+			fail(w, f, "open O_DIRECT %s", path);
+	}
+	return f->direct_fd;
+}
+
+static void timed_read(struct worker *w, struct file *f, int fd, uint8_t *to, uint64_t offset,
+		       size_t length, const char *how)
+{
+	size_t want = offset >= f->size ? 0 : f->size - offset;
+	uint64_t start = now_ns(), took;
+	ssize_t got;
+
+	if (want > length)
+		want = length;
+	got = pread(fd, to, length, offset);
+	took = now_ns() - start;
+	if (got < 0)
+		fail(w, f, "%s at %lu+%zu", how, offset, length);
+	if ((size_t)got != want)
+		fail(w, f, "%s at %lu+%zu gave %zd bytes instead of %zu", how, offset, length, got,
+		     want);
+	if (took > w->shared->longest_read_ns[w->id]) {
+		w->shared->longest_read_ns[w->id] = took;
+		w->shared->longest_read_op[w->id] = w->op;
+	}
+	verify(w, f, to, offset, want, how);
+}
+
+void file_read(struct worker *w, struct file *f, uint64_t offset, size_t length)
+{
+	timed_read(w, f, f->fd, w->buffer, offset, length, "buffered");
+}
+
+void file_read_direct(struct worker *w, struct file *f, uint64_t offset, size_t length)
+{
+	timed_read(w, f, file_direct(w, f), w->buffer, offset, length, "direct");
+}
+
+/* The whole file in chunks, as readahead sees it. */
+void file_scan(struct worker *w, struct file *f, size_t chunk)
+{
+	for (uint64_t at = 0; at < f->size; at += chunk)
+		file_read(w, f, at, chunk);
+}
+
+static void timed_write(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length)
+{
+	fill(w->buffer, offset, length, owner_of(w, f), w->op);
+	for (size_t done = 0; done < length;) {
+		ssize_t got = pwrite(fd, w->buffer + done, length - done, offset + done);
+
+		if (got <= 0)
+			fail(w, f, "write at %lu+%zu", offset, length);
+		done += got;
+	}
+	memcpy(f->model + offset, w->buffer, length);
+	if (offset + length > f->size)
+		f->size = offset + length;
+}
+
+void file_write(struct worker *w, struct file *f, uint64_t offset, size_t length)
+{
+	timed_write(w, f, f->fd, offset, length);
+}
+
+void file_write_direct(struct worker *w, struct file *f, uint64_t offset, size_t length)
+{
+	timed_write(w, f, file_direct(w, f), offset, length);
+}
+
+void file_truncate(struct worker *w, struct file *f, size_t size)
+{
+	if (ftruncate(f->fd, size))
+		fail(w, f, "truncate to %zu", size);
+	model_resize(f, size);
+}
+
+/* Returns false where the file system has no such mode. */
+bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset, size_t length)
+{
+	if (fallocate(f->fd, mode, offset, length)) {
+		if (errno == EOPNOTSUPP)
+			return false;
+		fail(w, f, "fallocate mode %#x at %lu+%zu, size %zu", mode, offset, length,
+		     f->size);
+	}
+	if (mode & FALLOC_FL_COLLAPSE_RANGE) {
+		memmove(f->model + offset, f->model + offset + length, f->size - offset - length);
+		model_resize(f, f->size - length);
+	} else if (mode & FALLOC_FL_INSERT_RANGE) {
+		memmove(f->model + offset + length, f->model + offset, f->size - offset);
+		memset(f->model + offset, 0, length);
+		f->size += length;
+	} else {
+		if (mode & (FALLOC_FL_PUNCH_HOLE | FALLOC_FL_ZERO_RANGE))
+			memset(f->model + offset, 0, length);
+		if (!(mode & FALLOC_FL_KEEP_SIZE) && offset + length > f->size)
+			f->size = offset + length;
+	}
+	return true;
+}
+
+size_t resident_pages(int fd, size_t size)
+{
+	size_t pages = (size + PAGE - 1) / PAGE, resident = 0;
+	unsigned char *state;
+	void *map;
+
+	if (!pages)
+		return 0;
+	state = malloc(pages);
+	map = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
+	if (!state || map == MAP_FAILED || mincore(map, size, state))
+		resident = pages;	/* cannot tell: the safe answer */
+	else
+		for (size_t i = 0; i < pages; i++)
+			resident += state[i] & 1;
+	if (map != MAP_FAILED)
+		munmap(map, size);
+	free(state);
+	return resident;
+}
+
+/*
+ * Exchanges the blocks of two ranges as e4defrag does: the data of "from" stays, the
+ * donor is left with the blocks that held it, marked as unwritten, so it reads as
+ * zeroes. Only defined when both are written out and the donor has no page cached, which
+ * the kernel does not drop here: false, and nothing done, if that cannot be had.
+ */
+bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,
+		   uint64_t donor_page, uint64_t pages)
+{
+	struct move_extent move = {
+		.donor_fd = donor->fd, .orig_start = from_page, .donor_start = donor_page,
+		.len = pages,
+	};
+
+	file_write(w, from, from_page * PAGE, pages * PAGE);
+	file_write(w, donor, donor_page * PAGE, pages * PAGE);
+	if (fsync(from->fd) || fsync(donor->fd))
+		fail(w, from, "fsync before moving extents");
+	if (donor->map) {
+		munmap(donor->map, donor->limit);
+		donor->map = NULL;
+	}
+	drop_caches(1);
+	if (resident_pages(donor->fd, donor->size))
+		return false;
+	if (ioctl(from->fd, EXT4_IOC_MOVE_EXT, &move)) {
+		if (errno == ENOTTY || errno == EOPNOTSUPP || errno == EBUSY)
+			return false;
+		fail(w, from, "EXT4_IOC_MOVE_EXT");
+	}
+	memset(donor->model + donor_page * PAGE, 0, move.moved_len * PAGE);
+	return true;
+}

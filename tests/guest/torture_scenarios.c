@@ -1,0 +1,285 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * Short fixed sequences, one for each way in which an evicted copy goes out of date
+ * without the page cache in between. Each must find the new bytes; each finds the
+ * old ones at once if the hook that it is named for is not there.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <linux/fs.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include "torture.h"
+
+#define PAGES		24UL	/* of a file that a scenario works on */
+#define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
+
+/* Writes the file anew and has reclaim take all of it. */
+static void prime(struct worker *w, struct file *f, const char *step)
+{
+	w->op++;
+	w->op_name = step;
+	record(w, f, 0, PAGES * PAGE, "written and evicted");
+	file_truncate(w, f, 0);
+	file_write(w, f, 0, PAGES * PAGE);
+	for (int i = 0; i < 20; i++) {
+		evict(w, 1);
+		if (!resident_pages(f->fd, f->size))
+			return;
+	}
+	errno = EBUSY;
+	fail(w, f, "pages stay in the page cache, the scenario would prove nothing");
+}
+
+static void begin(struct worker *w, struct file *f, const char *step)
+{
+	w->op++;
+	w->op_name = step;
+	record(w, f, 0, 0, NULL);
+}
+
+/* As found now, and as found after another eviction. */
+static void look(struct worker *w, struct file *f)
+{
+	file_scan(w, f, 4 * PAGE);
+	evict(w, 1);
+	file_scan(w, f, 4 * PAGE);
+}
+
+/* Nothing goes wrong here: proves that evicted pages come back at all. */
+static void scenario_plain(struct worker *w, struct file *f, struct file *g)
+{
+	prime(w, f, "plain");
+	prime(w, g, "plain");
+	look(w, f);
+	look(w, g);
+}
+
+static void scenario_dirty(struct worker *w, struct file *f, struct file *g)
+{
+	prime(w, f, "dirty");
+	begin(w, f, "overwrite whole pages");
+	file_write(w, f, 0, PAGES * PAGE);
+	look(w, f);
+	prime(w, g, "dirty");
+	begin(w, g, "overwrite parts of pages");
+	file_write(w, g, 100, 2 * PAGE);
+	look(w, g);
+}
+
+static void scenario_truncate(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	prime(w, f, "truncate to a page boundary");
+	file_truncate(w, f, 8 * PAGE);
+	file_truncate(w, f, PAGES * PAGE);
+	look(w, f);
+	prime(w, f, "truncate within a page");
+	file_truncate(w, f, 8 * PAGE + 100);
+	file_truncate(w, f, PAGES * PAGE);
+	look(w, f);
+	prime(w, f, "truncate to nothing");
+	file_truncate(w, f, 0);
+	file_truncate(w, f, PAGES * PAGE);
+	look(w, f);
+}
+
+static void scenario_punch(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	prime(w, f, "punch");
+	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 3 * PAGE + 5, 6 * PAGE);
+	look(w, f);
+	prime(w, f, "zero range");
+	file_fallocate(w, f, FALLOC_FL_ZERO_RANGE, 2 * PAGE, 5 * PAGE + 77);
+	look(w, f);
+}
+
+static void scenario_shift(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	prime(w, f, "collapse");
+	file_fallocate(w, f, FALLOC_FL_COLLAPSE_RANGE, 4 * PAGE, 3 * PAGE);
+	look(w, f);
+	prime(w, f, "insert");
+	file_fallocate(w, f, FALLOC_FL_INSERT_RANGE, 4 * PAGE, 3 * PAGE);
+	look(w, f);
+}
+
+static void scenario_direct(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	prime(w, f, "direct write");
+	begin(w, f, "direct write");
+	file_write_direct(w, f, 2 * PAGE, 8 * PAGE);
+	look(w, f);
+}
+
+static void scenario_move_ext(struct worker *w, struct file *f, struct file *g)
+{
+	prime(w, f, "move extents");
+	prime(w, g, "move extents");
+	begin(w, g, "move extents");
+	if (!file_move_ext(w, f, g, 4, 4, 8)) {
+		errno = EOPNOTSUPP;
+		fail(w, g, "EXT4_IOC_MOVE_EXT was not done");
+	}
+	look(w, g);
+	look(w, f);
+}
+
+static void scenario_clone(struct worker *w, struct file *f, struct file *g)
+{
+	struct file_clone_range clone = { .src_fd = g->fd, .src_length = PAGES * PAGE };
+
+	prime(w, f, "clone");
+	prime(w, g, "clone");
+	if (ioctl(f->fd, FICLONERANGE, &clone))
+		fail(w, f, "FICLONERANGE");
+	memcpy(f->model, g->model, PAGES * PAGE);
+	look(w, f);
+}
+
+/* The new file has the inode number of the old one as a rule. */
+static void scenario_inode(struct worker *w, struct file *f, struct file *g)
+{
+	char path[256];
+
+	(void)g;
+	for (int i = 0; i < 16; i++) {
+		prime(w, f, "unlink and create");
+		file_path(w, f, path, sizeof(path));
+		unlink(path);
+		file_close(f);
+		file_open(w, f, true);
+		file_truncate(w, f, PAGES * PAGE);
+		look(w, f);
+	}
+}
+
+/* The bytes on the disk change between two mounts. */
+static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
+{
+	int blocks[PAGES], device;
+
+	(void)g;
+	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
+		prime(w, f, "unmount");
+		for (unsigned int i = 0; i < PAGES; i++) {
+			blocks[i] = i;
+			if (ioctl(f->fd, FIBMAP, &blocks[i]) || !blocks[i])
+				fail(w, f, "FIBMAP of page %u", i);
+		}
+		worker_close(w);
+		unmount(w->opt);
+		begin(w, f, "changed while not mounted");
+		device = open(w->opt->device, O_RDWR | O_DIRECT);
+		if (device < 0)
+			fail(w, f, "open %s", w->opt->device);
+		for (unsigned int i = 0; i < PAGES; i++) {
+			fill(w->buffer, i * PAGE, PAGE, owner_of(w, f), w->op);
+			if (pwrite(device, w->buffer, PAGE, blocks[i] * PAGE) != PAGE)
+				fail(w, f, "write %s", w->opt->device);
+			memcpy(f->model + i * PAGE, w->buffer, PAGE);
+		}
+		fsync(device);
+		close(device);
+		mount_again(w->opt);
+		worker_open(w, false);
+		look(w, f);
+	}
+}
+
+/* Not a matter of right bytes: what was advised away must not be kept. */
+static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
+{
+	uint64_t hits;
+
+	(void)g;
+	prime(w, f, "fadvise");
+	file_scan(w, f, 4 * PAGE);
+	posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED);
+	if (resident_pages(f->fd, f->size)) {
+		errno = EBUSY;
+		fail(w, f, "pages stay in the page cache");
+	}
+	hits = driver_stat("hits");
+	file_scan(w, f, 4 * PAGE);
+	if (driver_stat("hits") != hits) {
+		printf("TORTURE MISMATCH scenario=fadvise: %lu hits after POSIX_FADV_DONTNEED\n",
+		       driver_stat("hits") - hits);
+		fflush(stdout);
+		_exit(1);
+	}
+}
+
+static void scenario_swap(struct worker *w, struct file *f, struct file *g)
+{
+	(void)f;
+	(void)g;
+	for (int i = 0; i < 4; i++) {
+		begin(w, f, "swap");
+		swap_toggle(w);
+		if (!w->swap_checked) {
+			errno = EBUSY;
+			fail(w, f, "swap file stays in the page cache");
+		}
+		for (int j = 0; j < 8; j++)	/* anonymous pages go out: the model's own */
+			memcg_reclaim(1 << 20);
+		swap_toggle(w);
+	}
+}
+
+static const struct {
+	const char *name;
+	void (*run)(struct worker *w, struct file *f, struct file *g);
+} scenarios[] = {
+	{ "plain", scenario_plain },
+	{ "dirty", scenario_dirty },
+	{ "truncate", scenario_truncate },
+	{ "punch", scenario_punch },
+	{ "shift", scenario_shift },
+	{ "direct", scenario_direct },
+	{ "move_ext", scenario_move_ext },
+	{ "clone", scenario_clone },
+	{ "inode", scenario_inode },
+	{ "unmount", scenario_unmount },
+	{ "fadvise", scenario_fadvise },
+	{ "swap", scenario_swap },
+};
+
+#define NR_SCENARIOS (sizeof(scenarios) / sizeof(scenarios[0]))
+
+void scenario_list(void)
+{
+	for (unsigned int i = 0; i < NR_SCENARIOS; i++)
+		puts(scenarios[i].name);
+}
+
+int scenario_run(const struct options *opt, struct shared *shared)
+{
+	struct worker w = {
+		.opt = opt, .shared = shared, .op_name = "start", .rng = { opt->seed },
+	};
+	uint64_t puts_before = driver_stat("puts"), hits_before = driver_stat("hits");
+
+	for (unsigned int i = 0; i < NR_SCENARIOS; i++) {
+		if (strcmp(scenarios[i].name, opt->mode))
+			continue;
+		snprintf(w.dir, sizeof(w.dir), "%s/w0", opt->dir);
+		worker_open(&w, true);
+		scenarios[i].run(&w, &w.files[5], &w.files[6]);
+		worker_close(&w);
+		printf("TORTURE seed=%lu scenario=%s puts=%lu hits=%lu done ok\n", opt->seed,
+		       opt->mode, driver_stat("puts") - puts_before,
+		       driver_stat("hits") - hits_before);
+		return 0;
+	}
+	fprintf(stderr, "torture: no scenario %s; --list names them\n", opt->mode);
+	return 2;
+}
