@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What can be refused, typed for callers and a sentence for people.
+
+use std::fmt;
+
+/// No such live pool of this tenant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NoPool;
+
+impl fmt::Display for NoPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the tenant has no live pool of this id")
+    }
+}
+
+impl std::error::Error for NoPool {}
+
+/// A pool cannot be created.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CreateError {
+    /// A live pool of this tenant has the id.
+    Exists,
+    /// The tenant has [`POOLS_PER_TENANT_MAX`](crate::POOLS_PER_TENANT_MAX) live pools.
+    Limit,
+}
+
+impl fmt::Display for CreateError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            CreateError::Exists => f.write_str("the tenant has a live pool of this id"),
+            CreateError::Limit => write!(
+                f,
+                "the tenant has {} live pools, which is the limit",
+                crate::config::POOLS_PER_TENANT_MAX
+            ),
+        }
+    }
+}
+
+impl std::error::Error for CreateError {}
+
+/// A tenant's reserve does not fit beside those of the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AdmissionError {
+    /// Name of the tenant that was refused.
+    pub tenant: String,
+    /// What it asked for, as far as its limit leaves it usable.
+    pub reserve_bytes: u64,
+    /// What the others' reserves leave of the pool.
+    pub available_bytes: u64,
+}
+
+impl fmt::Display for AdmissionError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "tenant {:?} asks for a reserve of {} bytes, but the other tenants' reserves leave {} \
+             bytes of the pool: lower a reserve or enlarge the pool",
+            self.tenant, self.reserve_bytes, self.available_bytes
+        )
+    }
+}
+
+impl std::error::Error for AdmissionError {}

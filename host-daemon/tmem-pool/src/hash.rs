@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The content hash: seeded 128-bit xxh3. It only nominates; bytes decide.
+//!
+//! xxh3 is fast and not collision-resistant: whoever knows the seed can make two pages of one hash. So
+//! no page is ever taken for another because of it, see `blob.rs`.
+
+use crate::config::Page;
+use xxhash_rust::xxh3::xxh3_128_with_seed;
+
+/// Hash of a page under a seed; replaced in tests, to make pages collide.
+pub(crate) type HashFn = fn(&Page, u64) -> u128;
+
+/// The hash in use.
+pub(crate) fn page_hash(page: &Page, seed: u64) -> u128 {
+    xxh3_128_with_seed(page, seed)
+}
+
+/// The bits of a hash that a key entry keeps to check what a get returns.
+pub(crate) fn check_bits(hash: u128) -> u32 {
+    hash as u32
+}

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the engine says of itself: gauges are as of now, counters only grow.
+
+use crate::config::Quota;
+
+/// One tenant. Gauges count what the tenant can still get; `detached_pages` says what else it occupies.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TenantStats {
+    /// Gauge, pages: keys held.
+    pub pages: u64,
+    /// Gauge, bytes: what its quota is compared with: compressed size and metadata charge of each
+    /// page, shared or not.
+    pub charged_bytes: u64,
+    /// Gauge, bytes: its entitlement in the pool as it is now.
+    pub entitled_bytes: u64,
+    /// Gauge, bytes: pages at 4,096 B.
+    pub original_bytes: u64,
+    /// Gauge, bytes: stored size of its pages, each counted in full even if shared; same-filled are 0.
+    pub compressed_bytes: u64,
+    /// Gauge, pages: kept as a pattern.
+    pub same_filled_pages: u64,
+    /// Gauge, pages: found equal to one that was there when they were put. The other may have gone.
+    pub shared_pages: u64,
+    /// Counter, pages: put, stored or not.
+    pub puts: u64,
+    /// Counter, pages: put and refused.
+    pub puts_refused: u64,
+    /// Counter, pages: asked for.
+    pub gets: u64,
+    /// Counter, pages: returned.
+    pub hits: u64,
+    /// Counter, pages: evicted, for whatever reason.
+    pub evictions: u64,
+    /// Counter, pages: dropped by a flush, a pool's end or a clear.
+    pub flushed_pages: u64,
+    /// Counter, pages: not returned since the bytes failed their check. Must be 0.
+    pub hash_mismatches: u64,
+    /// Counter, pages: the part of `evictions` that made room under the tenant's own limit.
+    pub evictions_limit: u64,
+    /// Counter, pages: put over a page that was held under the same key.
+    pub replaced_pages: u64,
+    /// Counter, pages: held under another cookie than the one asked for.
+    pub cookie_mismatches: u64,
+    /// Gauge, pages: dropped and not yet freed. They still occupy the pool.
+    pub detached_pages: u64,
+    /// Gauge: live pools.
+    pub pools: u64,
+    /// Gauge, bytes: quota.
+    pub reserve_bytes: u64,
+    /// Gauge, bytes: quota. None: no limit of its own.
+    pub limit_bytes: Option<u64>,
+    /// Gauge: quota.
+    pub weight: u32,
+}
+
+/// The whole pool.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PoolStats {
+    /// Gauge, bytes: what it may hold, metadata included.
+    pub size_bytes: u64,
+    /// Gauge, bytes: what it holds, detached pages included: `payload_bytes + metadata_bytes`.
+    pub held_bytes: u64,
+    /// Gauge, bytes: stored contents, each copy once. Exact.
+    pub payload_bytes: u64,
+    /// Gauge, bytes: estimate of everything else, from above.
+    pub metadata_bytes: u64,
+    /// Gauge: live tenants.
+    pub tenants: u64,
+    /// Gauge, pages: keys held by live tenants.
+    pub pages: u64,
+    /// Gauge, bytes: pages at 4,096 B.
+    pub original_bytes: u64,
+    /// Gauge, pages: kept as a pattern.
+    pub same_filled_pages: u64,
+    /// Gauge, pages: keys, detached ones included, that need no blob of their own since others have
+    /// the same.
+    pub shared_pages: u64,
+    /// Gauge: stored copies.
+    pub blobs: u64,
+    /// Counter, pages: evicted, of all tenants, departed ones included. So are the counters below.
+    pub evictions: u64,
+    /// Gauge, bytes: what all tenants are charged.
+    pub charged_bytes: u64,
+    /// Gauge, bytes: sum of all reserves, as far as limits leave them usable.
+    pub reserved_bytes: u64,
+    /// Gauge, bytes: stored size of all pages, each counted in full even if shared.
+    pub compressed_bytes: u64,
+    /// Gauge, pages: dropped and not yet freed, departed tenants' included.
+    pub detached_pages: u64,
+    /// Gauge: tenants that left and whose pages are not all freed yet.
+    pub departed_tenants: u64,
+    /// Counter, pages: put, stored or not.
+    pub puts: u64,
+    /// Counter, pages: put and refused.
+    pub puts_refused: u64,
+    /// Counter, pages: asked for.
+    pub gets: u64,
+    /// Counter, pages: returned.
+    pub hits: u64,
+    /// Counter, pages: dropped by a flush, a pool's end or a clear.
+    pub flushed_pages: u64,
+    /// Counter, pages: not returned since the bytes failed their check. Must be 0.
+    pub hash_mismatches: u64,
+}
+
+/// A tenant's counters, as kept under its lock.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Counters {
+    pub puts: u64,
+    pub puts_refused: u64,
+    pub gets: u64,
+    pub hits: u64,
+    pub evictions: u64,
+    pub evictions_limit: u64,
+    pub flushed_pages: u64,
+    pub replaced_pages: u64,
+    pub cookie_mismatches: u64,
+    pub hash_mismatches: u64,
+}
+
+impl TenantStats {
+    pub(crate) fn set_quota(&mut self, quota: Quota) {
+        self.reserve_bytes = quota.reserve_bytes;
+        self.limit_bytes = quota.limit_bytes;
+        self.weight = quota.weight;
+    }
+}
+
+impl PoolStats {
+    pub(crate) fn add_counters(&mut self, counters: Counters) {
+        self.puts += counters.puts;
+        self.puts_refused += counters.puts_refused;
+        self.gets += counters.gets;
+        self.hits += counters.hits;
+        self.evictions += counters.evictions;
+        self.flushed_pages += counters.flushed_pages;
+        self.hash_mismatches += counters.hash_mismatches;
+    }
+}
+
+impl Counters {
+    /// Keeps a departed tenant's in the pool's sums.
+    pub(crate) fn add(&mut self, other: Counters) {
+        self.puts += other.puts;
+        self.puts_refused += other.puts_refused;
+        self.gets += other.gets;
+        self.hits += other.hits;
+        self.evictions += other.evictions;
+        self.evictions_limit += other.evictions_limit;
+        self.flushed_pages += other.flushed_pages;
+        self.replaced_pages += other.replaced_pages;
+        self.cookie_mismatches += other.cookie_mismatches;
+        self.hash_mismatches += other.hash_mismatches;
+    }
+}

@@ -1,0 +1,225 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A page's life through the public interface: put, get, replaced, flushed, gone with its pool.
+
+use tmem_pool::{
+    CreateError, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Pool, PoolConfig, Put,
+    PutResult, Quota, Tenant, TenantSpec, Time,
+};
+
+const QUOTA: Quota = Quota {
+    reserve_bytes: 0,
+    limit_bytes: None,
+    weight: 1,
+};
+
+fn pool() -> Pool {
+    Pool::new(PoolConfig {
+        size_bytes: 16 << 20,
+        seed: 7,
+    })
+}
+
+fn tenant(pool: &Pool, name: &str) -> Tenant {
+    let spec = TenantSpec {
+        name: name.into(),
+        trust_domain: None,
+        quota: QUOTA,
+    };
+    let tenant = pool.add_tenant(spec).unwrap();
+    tenant.create_pool(1).unwrap();
+    tenant
+}
+
+/// Pages that differ, of which one compresses, one does not and one is of one byte.
+fn pages() -> [Page; 3] {
+    let mut text = [0; PAGE_SIZE];
+    text.iter_mut()
+        .enumerate()
+        .for_each(|(i, b)| *b = (i / 16) as u8);
+    let mut noise = [0; PAGE_SIZE];
+    let mut x = 1u64;
+    noise.iter_mut().for_each(|b| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        *b = (x >> 56) as u8;
+    });
+    [text, noise, [9; PAGE_SIZE]]
+}
+
+fn put(tenant: &Tenant, index: u64, cookie: u64, page: &Page) -> PutResult {
+    let mut results = [PutResult::Refused];
+    let put = Put {
+        object: 5,
+        index,
+        cookie,
+        workingset: false,
+        page,
+    };
+    tenant.put(Time(0), 1, &[put], &mut results).unwrap();
+    results[0]
+}
+
+fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
+    let (mut out, mut results) = ([[0xaa; PAGE_SIZE]], [GetResult::Miss]);
+    tenant
+        .get(Time(0), 1, 5, index, &[cookie], &mut out, &mut results)
+        .unwrap();
+    match results[0] {
+        GetResult::Hit { cookie: stored } => {
+            assert_eq!(stored, cookie);
+            Some(out[0])
+        }
+        GetResult::Miss => None,
+    }
+}
+
+#[test]
+fn a_page_comes_back_once() {
+    let pool = pool();
+    let tenant = tenant(&pool, "a");
+    for (index, page) in pages().iter().enumerate() {
+        assert_eq!(put(&tenant, index as u64, 100, page), PutResult::Stored);
+    }
+    let stats = tenant.stats();
+    assert_eq!(
+        (stats.pages, stats.same_filled_pages, stats.shared_pages),
+        (3, 1, 0)
+    );
+    assert_eq!(pool.stats().blobs, 2);
+    for (index, page) in pages().iter().enumerate() {
+        assert_eq!(get(&tenant, index as u64, 100), Some(*page));
+        assert_eq!(
+            get(&tenant, index as u64, 100),
+            None,
+            "a hit removes the page"
+        );
+    }
+    let stats = pool.stats();
+    assert_eq!((stats.pages, stats.blobs, stats.payload_bytes), (0, 0, 0));
+    assert_eq!((stats.gets, stats.hits, stats.puts), (6, 3, 3));
+}
+
+#[test]
+fn the_cookie_counts_in_full() {
+    let pool = pool();
+    let tenant = tenant(&pool, "a");
+    let [page, ..] = pages();
+    put(&tenant, 0, 1 << 63 | 1, &page);
+    assert_eq!(get(&tenant, 0, 1), None);
+    assert_eq!(get(&tenant, 0, 1 << 63), None);
+    assert_eq!(tenant.stats().cookie_mismatches, 2);
+    assert_eq!(get(&tenant, 0, 1 << 63 | 1), Some(page));
+}
+
+#[test]
+fn a_run_is_answered_page_by_page() {
+    let pool = pool();
+    let tenant = tenant(&pool, "a");
+    let [text, noise, same] = pages();
+    put(&tenant, 10, 1, &text);
+    put(&tenant, 12, 3, &noise);
+    put(&tenant, u64::MAX, 4, &same);
+    let mut out = [[0; PAGE_SIZE]; 4];
+    let mut results = [GetResult::Hit { cookie: 99 }; 4];
+    tenant
+        .get(Time(0), 1, 5, 9, &[7, 1, 2, 3], &mut out, &mut results)
+        .unwrap();
+    let hit = |cookie| GetResult::Hit { cookie };
+    assert_eq!(results, [GetResult::Miss, hit(1), GetResult::Miss, hit(3)]);
+    assert_eq!((out[1], out[3]), (text, noise));
+    // A run that passes the last index ends there.
+    tenant
+        .get(
+            Time(0),
+            1,
+            5,
+            u64::MAX - 1,
+            &[4, 4, 4, 4],
+            &mut out,
+            &mut results,
+        )
+        .unwrap();
+    assert_eq!(
+        results,
+        [GetResult::Miss, hit(4), GetResult::Miss, GetResult::Miss]
+    );
+    assert_eq!(out[1], same);
+}
+
+#[test]
+fn the_later_of_one_key_counts() {
+    let pool = pool();
+    let tenant = tenant(&pool, "a");
+    let [text, noise, _] = pages();
+    let put = |cookie, page| Put {
+        object: 5,
+        index: 0,
+        cookie,
+        workingset: false,
+        page,
+    };
+    let mut results = [PutResult::Refused; 2];
+    tenant
+        .put(Time(0), 1, &[put(1, &text), put(2, &noise)], &mut results)
+        .unwrap();
+    assert_eq!(results, [PutResult::Stored; 2]);
+    assert_eq!(tenant.stats().replaced_pages, 1);
+    assert_eq!(get(&tenant, 0, 1), None);
+    assert_eq!(get(&tenant, 0, 2), Some(noise));
+}
+
+#[test]
+fn a_flush_drops_its_range_only() {
+    let pool = pool();
+    let tenant = tenant(&pool, "a");
+    let [text, ..] = pages();
+    for index in (0..200).chain([u64::MAX]) {
+        put(&tenant, index, 1, &text);
+    }
+    tenant.flush(1, 5, 10, Some(150)).unwrap();
+    tenant.flush(1, 5, 0, Some(0)).unwrap();
+    tenant.flush(1, 6, 0, None).unwrap();
+    assert_eq!(tenant.stats().flushed_pages, 150);
+    assert_eq!(get(&tenant, 10, 1), None);
+    assert_eq!(get(&tenant, 159, 1), None);
+    assert!(get(&tenant, 9, 1).is_some());
+    assert!(get(&tenant, 160, 1).is_some());
+    tenant.flush(1, 5, 180, None).unwrap();
+    assert_eq!(get(&tenant, u64::MAX, 1), None);
+    assert!(get(&tenant, 179, 1).is_some());
+}
+
+#[test]
+fn pools_are_the_tenants_own() {
+    let pool = pool();
+    let (a, b) = (tenant(&pool, "a"), tenant(&pool, "b"));
+    let [text, ..] = pages();
+    put(&a, 0, 1, &text);
+    assert_eq!(get(&b, 0, 1), None);
+    assert_eq!(a.create_pool(1), Err(CreateError::Exists));
+    for id in 2..=POOLS_PER_TENANT_MAX as u32 {
+        a.create_pool(id).unwrap();
+    }
+    assert_eq!(a.create_pool(9999), Err(CreateError::Limit));
+    b.create_pool(9999).unwrap();
+    a.destroy_pool(2).unwrap();
+    assert_eq!(a.destroy_pool(2), Err(NoPool));
+    assert_eq!(a.flush(2, 5, 0, None), Err(NoPool));
+    let mut put_results = [PutResult::Stored];
+    let page = Put {
+        object: 5,
+        index: 0,
+        cookie: 1,
+        workingset: false,
+        page: &text,
+    };
+    assert_eq!(a.put(Time(0), 2, &[page], &mut put_results), Err(NoPool));
+    assert_eq!(put_results, [PutResult::Refused]);
+    let (mut out, mut results) = ([text], [GetResult::Hit { cookie: 1 }]);
+    assert_eq!(
+        a.get(Time(0), 2, 5, 0, &[1], &mut out, &mut results),
+        Err(NoPool)
+    );
+    assert_eq!(results, [GetResult::Miss]);
+    a.create_pool(9999).unwrap();
+    assert!(get(&a, 0, 1).is_some());
+}
