@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Page contents that can be told again from a few bytes, so that a model of a large cache is
+//! small.
+//!
+//! Three kinds meet the engine's three ways: one word repeated, text that compresses, noise that
+//! does not. Equal values are equal pages, in one guest or in several: what is drawn from a small
+//! set is shared, what carries a cookie is not.
+
+use crate::requests::{PAGE, Page};
+
+/// What a page holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Content {
+    /// One 64-bit word over and over.
+    SameFilled(u64),
+    /// Words of a small dictionary, in an order of their own: compresses to about a third.
+    Text(u64),
+    /// Random bytes: does not compress.
+    Noise(u64),
+}
+
+impl Content {
+    /// The bytes.
+    #[must_use]
+    pub fn page(self) -> Box<Page> {
+        let mut page = Box::new([0; PAGE]);
+        match self {
+            Self::SameFilled(word) => {
+                for chunk in page.chunks_exact_mut(8) {
+                    chunk.copy_from_slice(&word.to_le_bytes());
+                }
+            }
+            Self::Text(seed) => {
+                const WORDS: [&[u8; 8]; 8] = [
+                    b"balloon ",
+                    b"folio in",
+                    b"evicted ",
+                    b"pool of ",
+                    b"a queue ",
+                    b"cookie, ",
+                    b"object. ",
+                    b"\n\tindex ",
+                ];
+                let mut rng = fastrand::Rng::with_seed(seed ^ 0x7465_7874);
+                for chunk in page.chunks_exact_mut(8) {
+                    chunk.copy_from_slice(WORDS[rng.usize(..WORDS.len())]);
+                }
+                // Two texts never become equal by chance.
+                page[..8].copy_from_slice(&seed.to_le_bytes());
+            }
+            Self::Noise(seed) => {
+                fastrand::Rng::with_seed(seed ^ 0x006e_6f69).fill(&mut *page);
+                page[..8].copy_from_slice(&seed.to_le_bytes());
+            }
+        }
+        page
+    }
+}

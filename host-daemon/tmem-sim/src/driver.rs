@@ -1,0 +1,541 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A guest that behaves: index with cookies, generation, one queue per chunk, as the kernel module
+//! does it, with a seeded stream of random work and every answer judged.
+//!
+//! It asks also for what it should not get: old cookies, pages it has had back, pages it never
+//! put. Never more than `window` requests in flight.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+use std::path::Path;
+use std::time::Duration;
+
+use virtio_tmem as wire;
+
+use crate::content::Content;
+use crate::frontend::{Done, FakeGuest, GuestConfig, GuestError};
+use crate::model::{Asked, Key, Model, Violation};
+use crate::requests::{PutPage, REPORT_BYTES, Range, Request};
+
+/// How long any answer may take in a test on a busy machine before it counts as lost.
+pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// Shape of the random work.
+#[derive(Clone, Debug)]
+pub struct DriverConfig {
+    /// Seeds everything.
+    pub seed: u64,
+    /// Requests in flight at most.
+    pub window: usize,
+    /// Pages of a batch at most, up to 64.
+    pub batch_max: usize,
+    /// Objects of a pool.
+    pub objects: u64,
+    /// Pages of an object; more than 256 gives several chunks and so several queues.
+    pub object_pages: u64,
+    /// Contents that all guests share are drawn from that many.
+    pub shared_contents: u64,
+}
+
+impl Default for DriverConfig {
+    fn default() -> Self {
+        Self {
+            seed: 1,
+            window: 8,
+            batch_max: 12,
+            objects: 6,
+            object_pages: 600,
+            shared_contents: 64,
+        }
+    }
+}
+
+/// Why a driver's step failed.
+#[derive(Debug)]
+pub enum DriverError {
+    /// The transport.
+    Guest(GuestError),
+    /// The oracle.
+    Violation(Violation),
+}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Guest(e) => e.fmt(f),
+            Self::Violation(e) => write!(f, "VIOLATION: {e}"),
+        }
+    }
+}
+
+impl std::error::Error for DriverError {}
+
+impl From<GuestError> for DriverError {
+    fn from(e: GuestError) -> Self {
+        Self::Guest(e)
+    }
+}
+
+impl From<Violation> for DriverError {
+    fn from(e: Violation) -> Self {
+        Self::Violation(e)
+    }
+}
+
+/// A guest, its model and its random work.
+pub struct Driver {
+    /// The transport.
+    pub guest: FakeGuest,
+    /// The oracle.
+    pub model: Model,
+    config: DriverConfig,
+    rng: fastrand::Rng,
+    asked: HashMap<u64, Asked>,
+    index: HashMap<Key, u64>,
+    /// Cookies that were once valid, to be asked for again.
+    old: Vec<(Key, u64)>,
+    cookie_next: u64,
+    pool: u32,
+    pool_next: u32,
+    requests: u64,
+}
+
+impl Driver {
+    /// A driver without a device.
+    ///
+    /// # Errors
+    /// When the kernel refuses memory or descriptors.
+    pub fn new(guest: GuestConfig, config: DriverConfig) -> std::io::Result<Self> {
+        let mut rng = fastrand::Rng::with_seed(config.seed);
+        Ok(Self {
+            model: Model::new(&guest.name),
+            guest: FakeGuest::new(guest)?,
+            cookie_next: rng.u64(1..u64::MAX / 2),
+            rng,
+            config,
+            asked: HashMap::new(),
+            index: HashMap::new(),
+            old: Vec::new(),
+            pool: 0,
+            pool_next: 1,
+            requests: 0,
+        })
+    }
+
+    /// Requests sent so far.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.requests
+    }
+
+    /// The pool that the work uses.
+    #[must_use]
+    pub fn pool(&self) -> u32 {
+        self.pool
+    }
+
+    /// Pages that the driver believes to be held.
+    #[must_use]
+    pub fn index(&self) -> &HashMap<Key, u64> {
+        &self.index
+    }
+
+    /// The queue for a key: all requests of a chunk use one.
+    #[must_use]
+    pub fn queue_of(&self, object: u64, index: u64) -> usize {
+        queue_of(self.guest.num_queues(), object, index)
+    }
+
+    /// Connects, starts and creates the pool.
+    ///
+    /// # Errors
+    /// As [`FakeGuest::connect`] and [`FakeGuest::start`].
+    pub fn connect(&mut self, socket: &Path) -> Result<(), DriverError> {
+        self.guest.connect(socket)?;
+        self.guest.start()?;
+        self.new_generation()?;
+        self.settle()?;
+        self.create_pool()
+    }
+
+    /// Believes the configuration: forgets all if the generation is another.
+    ///
+    /// # Errors
+    /// When the generation must not be what it is.
+    pub fn new_generation(&mut self) -> Result<(), DriverError> {
+        let generation = self.guest.generation();
+        if generation == self.model.generation() && generation != 0 {
+            return Ok(());
+        }
+        self.model.begin(generation)?;
+        self.index.clear();
+        self.old.clear();
+        Ok(())
+    }
+
+    /// Creates the next pool and uses it from now on.
+    ///
+    /// # Errors
+    /// As [`Self::settle`].
+    pub fn create_pool(&mut self) -> Result<(), DriverError> {
+        self.pool = self.pool_next;
+        self.pool_next += 1;
+        self.send(
+            0,
+            Request::PoolCreate {
+                pool: self.pool,
+                flags: 0,
+            },
+            vec![],
+        );
+        self.settle()
+    }
+
+    /// Resets the device as a reboot does, and starts it again.
+    ///
+    /// # Errors
+    /// As [`FakeGuest::reset`].
+    pub fn reboot(&mut self) -> Result<(), DriverError> {
+        self.guest.reset()?;
+        self.asked.clear();
+        self.guest.start()?;
+        self.new_generation()?;
+        self.create_pool()
+    }
+
+    /// The daemon is gone: takes what it still answered, and forgets the connection. What is in
+    /// flight stays in the rings, to be replayed.
+    ///
+    /// # Errors
+    /// As [`Self::collect`].
+    pub fn lose_backend(&mut self) -> Result<(), DriverError> {
+        self.collect()?;
+        self.guest.disconnect();
+        Ok(())
+    }
+
+    /// Sends one request and remembers what its answer needs; false without room.
+    pub fn send(&mut self, queue: usize, request: Request, contents: Vec<Content>) -> bool {
+        match self.guest.submit(queue, request) {
+            Some(token) => {
+                let asked = self.model.ask(contents);
+                self.asked.insert(token, asked);
+                self.requests += 1;
+                true
+            }
+            None => false,
+        }
+    }
+
+    /// Judges what has been answered; true if there was something.
+    ///
+    /// # Errors
+    /// A violation, or a broken ring.
+    pub fn collect(&mut self) -> Result<bool, DriverError> {
+        let done = self.guest.poll_all()?;
+        self.judge(&done)?;
+        Ok(!done.is_empty())
+    }
+
+    /// Waits until nothing is in flight, and judges it.
+    ///
+    /// # Errors
+    /// A violation, a broken ring, or no answer in time.
+    pub fn settle(&mut self) -> Result<(), DriverError> {
+        while self.guest.in_flight() > 0 {
+            let done = self.guest.wait(ANSWER_TIMEOUT)?;
+            self.judge(&done)?;
+        }
+        Ok(())
+    }
+
+    fn judge(&mut self, done: &[Done]) -> Result<(), DriverError> {
+        let queues = self.guest.num_queues();
+        for d in done {
+            let asked = self
+                .asked
+                .remove(&d.token)
+                .expect("every request is remembered");
+            self.model
+                .judge(&asked, d, |k| queue_of(queues, k.object, k.index))?;
+            if let Request::Put { pool, pages } = &d.request {
+                for (i, p) in pages.iter().enumerate() {
+                    let key = Key {
+                        pool: *pool,
+                        object: p.object,
+                        index: p.index,
+                    };
+                    let stored = d
+                        .answer
+                        .pages
+                        .get(i)
+                        .is_some_and(|a| a.result == wire::P_STORED);
+                    if !stored && self.index.get(&key) == Some(&p.cookie) {
+                        self.index.remove(&key);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// A cookie that was never used before.
+    pub fn new_cookie(&mut self) -> u64 {
+        self.cookie_next += 1;
+        self.cookie_next
+    }
+
+    fn new_content(&mut self, cookie: u64) -> Content {
+        let shared = self.config.shared_contents;
+        match self.rng.u8(..10) {
+            0 => Content::SameFilled(self.rng.u64(..4)),
+            1 => Content::SameFilled(cookie),
+            2..=4 => Content::Text(self.rng.u64(..shared)),
+            5 => Content::Noise(self.rng.u64(..shared)),
+            6 | 7 => Content::Text(cookie ^ (self.config.seed << 40)),
+            _ => Content::Noise(cookie ^ (self.config.seed << 40)),
+        }
+    }
+
+    /// One random piece of work: sends a request, or takes answers if the window is full.
+    ///
+    /// # Errors
+    /// A violation, a broken ring, or no answer in time.
+    pub fn step(&mut self) -> Result<(), DriverError> {
+        while self.guest.in_flight() >= self.config.window {
+            let done = self.guest.wait(ANSWER_TIMEOUT)?;
+            self.judge(&done)?;
+        }
+        let object = self.rng.u64(1..=self.config.objects);
+        let start = self.rng.u64(..self.config.object_pages);
+        let count = self.rng.u64(1..=self.config.batch_max as u64);
+        // A batch stays in its chunk, and so on its queue.
+        let chunk_end = (start | ((1 << wire::CHUNK_SHIFT) - 1)) + 1;
+        let end = (start + count).min(chunk_end);
+        let sent = match self.rng.u8(..100) {
+            0..=44 => self.put(object, start, end),
+            45..=84 => self.get(object, start, end),
+            85..=88 => self.get_old(),
+            89..=96 => self.flush(object, start, end),
+            97 => {
+                let mut report = Box::new([0; REPORT_BYTES]);
+                self.rng.fill(&mut *report);
+                self.send(wire::CONTROL_QUEUE, Request::Report(report), vec![])
+            }
+            98 => self.flush_object(object),
+            _ => self.send(
+                self.queue_of(object, start),
+                Request::Get {
+                    pool: self.pool + 1,
+                    object,
+                    index: start,
+                    cookies: vec![1; (end - start) as usize],
+                },
+                vec![],
+            ),
+        };
+        if !sent {
+            // The ring is full or no slot is free: answers make room.
+            let done = self.guest.wait(ANSWER_TIMEOUT)?;
+            self.judge(&done)?;
+        }
+        if self.rng.bool() {
+            self.collect()?;
+        }
+        Ok(())
+    }
+
+    /// Puts a run of pages with new contents.
+    pub fn put(&mut self, object: u64, start: u64, end: u64) -> bool {
+        let mut pages = Vec::new();
+        let mut contents = Vec::new();
+        for index in start..end {
+            let cookie = self.new_cookie();
+            let content = self.new_content(cookie);
+            let flags = u32::from(self.rng.bool()) * wire::PUT_WORKINGSET;
+            pages.push(PutPage {
+                object,
+                index,
+                cookie,
+                flags,
+                page: content.page(),
+            });
+            contents.push(content);
+        }
+        let keys: Vec<(Key, u64)> = pages
+            .iter()
+            .map(|p| {
+                (
+                    Key {
+                        pool: self.pool,
+                        object,
+                        index: p.index,
+                    },
+                    p.cookie,
+                )
+            })
+            .collect();
+        let queue = self.queue_of(object, start);
+        if !self.send(
+            queue,
+            Request::Put {
+                pool: self.pool,
+                pages,
+            },
+            contents,
+        ) {
+            return false;
+        }
+        for (key, cookie) in keys {
+            if let Some(old) = self.index.insert(key, cookie) {
+                self.remember_old(key, old);
+            }
+        }
+        true
+    }
+
+    /// Gets a run of pages: what the index has, by its cookie; the rest by one that never was.
+    pub fn get(&mut self, object: u64, start: u64, end: u64) -> bool {
+        let key = |index| Key {
+            pool: self.pool,
+            object,
+            index,
+        };
+        let never = self.cookie_next + (1 << 40);
+        let cookies = (start..end)
+            .map(|i| self.index.get(&key(i)).copied().unwrap_or(never))
+            .collect();
+        let get = Request::Get {
+            pool: self.pool,
+            object,
+            index: start,
+            cookies,
+        };
+        let queue = self.queue_of(object, start);
+        if !self.send(queue, get, vec![]) {
+            return false;
+        }
+        for index in start..end {
+            let key = Key {
+                pool: self.pool,
+                object,
+                index,
+            };
+            if let Some(old) = self.index.remove(&key) {
+                self.remember_old(key, old);
+            }
+        }
+        true
+    }
+
+    /// Asks for a page by a cookie that is no longer good for it.
+    fn get_old(&mut self) -> bool {
+        if self.old.is_empty() {
+            return true;
+        }
+        let (key, cookie) = self.old.swap_remove(self.rng.usize(..self.old.len()));
+        let Key {
+            pool,
+            object,
+            index,
+        } = key;
+        let queue = self.queue_of(object, index);
+        self.send(
+            queue,
+            Request::Get {
+                pool,
+                object,
+                index,
+                cookies: vec![cookie],
+            },
+            vec![],
+        )
+    }
+
+    fn remember_old(&mut self, key: Key, cookie: u64) {
+        const OLD_MAX: usize = 512;
+        if self.old.len() < OLD_MAX {
+            self.old.push((key, cookie));
+        } else {
+            let at = self.rng.usize(..OLD_MAX);
+            self.old[at] = (key, cookie);
+        }
+    }
+
+    /// Flushes ranges of one chunk.
+    pub fn flush(&mut self, object: u64, start: u64, end: u64) -> bool {
+        let range = Range {
+            object,
+            index: start,
+            nr_pages: end - start,
+        };
+        self.flush_ranges(self.queue_of(object, start), vec![range])
+    }
+
+    /// Flushes a whole object, over all its queues.
+    pub fn flush_object(&mut self, object: u64) -> bool {
+        let range = Range {
+            object,
+            index: 0,
+            nr_pages: wire::TO_END,
+        };
+        self.flush_ranges(self.queue_of(object, 0), vec![range])
+    }
+
+    fn flush_ranges(&mut self, queue: usize, ranges: Vec<Range>) -> bool {
+        let pool = self.pool;
+        if !self.send(
+            queue,
+            Request::Flush {
+                pool,
+                ranges: ranges.clone(),
+            },
+            vec![],
+        ) {
+            return false;
+        }
+        self.index.retain(|k, _| {
+            k.pool != pool
+                || !ranges.iter().any(|r| {
+                    r.object == k.object
+                        && k.index >= r.index
+                        && (r.nr_pages == wire::TO_END || k.index - r.index < r.nr_pages)
+                })
+        });
+        true
+    }
+
+    /// Gets everything that the index has, judged; returns the hits.
+    ///
+    /// # Errors
+    /// As [`Self::settle`].
+    pub fn get_all(&mut self) -> Result<u64, DriverError> {
+        let before = self.model.counts().hits;
+        let mut keys: BTreeSet<Key> = self.index.keys().copied().collect();
+        while let Some(first) = keys.pop_first() {
+            let mut end = first.index + 1;
+            while end - first.index < wire::BATCH_MAX as u64
+                && end >> wire::CHUNK_SHIFT == first.index >> wire::CHUNK_SHIFT
+                && keys.remove(&Key {
+                    index: end,
+                    ..first
+                })
+            {
+                end += 1;
+            }
+            while !self.get(first.object, first.index, end) {
+                let done = self.guest.wait(ANSWER_TIMEOUT)?;
+                self.judge(&done)?;
+            }
+        }
+        self.settle()?;
+        Ok(self.model.counts().hits - before)
+    }
+}
+
+/// Queue of a page among `queues`, the control queue included.
+fn queue_of(queues: usize, object: u64, index: u64) -> usize {
+    let chunk = index >> wire::CHUNK_SHIFT;
+    let hash = (object ^ chunk.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    1 + (hash >> 40) as usize % (queues - 1)
+}

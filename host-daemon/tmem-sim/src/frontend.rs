@@ -1,0 +1,910 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The fake guest: what QEMU and a driver together show a daemon, in the order in which they do.
+//!
+//! Memory and rings outlive every connection, as a guest outlives its daemon: after a lost backend
+//! the rings start again from the last used element. It takes the driver's side only as far as
+//! buffers and rings; what to ask and what to believe is [`crate::Model`]'s business. Never waits
+//! without a bound.
+
+use std::collections::HashMap;
+use std::os::fd::BorrowedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use std::{fmt, io};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserProtocolFeatures,
+};
+use vhost::vhost_user::{Frontend, VhostUserFrontend};
+use vhost::{VhostBackend, VringConfigData};
+use virtio_tmem as wire;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use crate::memory::{DirtyLog, GuestRam, PAGE_BYTES, RamRegion};
+use crate::requests::{Answer, Cut, Encoded, PAGE, Request, cut, decode};
+use crate::ring::{DriverRing, RingError, RingFull, RingLayout};
+
+/// VIRTIO_F_INDIRECT_DESC
+pub const F_INDIRECT_DESC: u64 = 1 << 28;
+/// VIRTIO_F_EVENT_IDX
+pub const F_EVENT_IDX: u64 = 1 << 29;
+/// VHOST_USER_F_PROTOCOL_FEATURES
+pub const F_PROTOCOL_FEATURES: u64 = 1 << 30;
+/// VIRTIO_F_VERSION_1
+pub const F_VERSION_1: u64 = 1 << 32;
+/// VHOST_F_LOG_ALL
+pub const F_LOG_ALL: u64 = 1 << 26;
+/// Bytes of `struct virtio_tmem_config`.
+pub const CONFIG_BYTES: usize = 32;
+
+/// Pages of a slot: one ends with the metadata of the side that has page data, 64 follow it, one
+/// holds the other side, one the indirect table.
+const SLOT_PAGES: u64 = 67;
+/// Descriptors that fit a slot's indirect table.
+const INDIRECT_MAX: usize = (PAGE_BYTES / 16) as usize;
+
+/// What kind of machine this is.
+#[derive(Clone, Debug)]
+pub struct GuestConfig {
+    /// In every error message.
+    pub name: String,
+    /// RAM, ascending.
+    pub ram: Vec<RamRegion>,
+    /// Whether its memfds carry F_SEAL_SHRINK.
+    pub sealed: bool,
+    /// Request queues, beside the control queue.
+    pub request_queues: u16,
+    /// Descriptors of each queue.
+    pub queue_size: u16,
+    /// Feature bits that the driver would take; what the device does not offer is dropped.
+    pub features: u64,
+    /// Requests that may be in flight at once, over all queues.
+    pub slots: usize,
+    /// How a chain is cut where the caller does not say.
+    pub cut: Cut,
+    /// ADD_MEM_REG instead of SET_MEM_TABLE, where offered.
+    pub mem_slots: bool,
+    /// How long the daemon may take for an answer to a vhost-user message.
+    pub reply_timeout: Duration,
+}
+
+impl Default for GuestConfig {
+    fn default() -> Self {
+        Self {
+            name: "guest".into(),
+            // With a hole, as a PC has below 4 GiB.
+            ram: vec![
+                RamRegion {
+                    start: 0,
+                    size_bytes: 8 << 20,
+                },
+                RamRegion {
+                    start: 1 << 32,
+                    size_bytes: 8 << 20,
+                },
+            ],
+            sealed: true,
+            request_queues: 2,
+            queue_size: 128,
+            features: F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_PROTOCOL_FEATURES,
+            slots: 24,
+            cut: Cut::Natural,
+            mem_slots: false,
+            reply_timeout: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Why a step of the fake guest failed.
+#[derive(Debug)]
+pub enum GuestError {
+    /// The daemon refused or dropped a vhost-user message.
+    Message {
+        /// Guest.
+        guest: String,
+        /// Message.
+        message: &'static str,
+        /// What the front end saw.
+        error: vhost::Error,
+    },
+    /// The socket could not be used.
+    Socket(io::Error),
+    /// The device broke the rules of a ring.
+    Ring {
+        /// Guest.
+        guest: String,
+        /// Queue number.
+        queue: usize,
+        /// Which rule.
+        error: RingError,
+    },
+    /// The device offers or tells what no driver takes.
+    Device(String),
+    /// No answer in time.
+    Late {
+        /// Guest.
+        guest: String,
+        /// Requests that wait.
+        in_flight: usize,
+    },
+    /// Not connected.
+    NoBackend,
+}
+
+impl fmt::Display for GuestError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Message {
+                guest,
+                message,
+                error,
+            } => write!(f, "{guest}: {message}: {error}"),
+            Self::Socket(e) => write!(f, "socket: {e}"),
+            Self::Ring {
+                guest,
+                queue,
+                error,
+            } => write!(f, "{guest}: queue {queue}: {error}"),
+            Self::Device(what) => f.write_str(what),
+            Self::Late { guest, in_flight } => {
+                write!(
+                    f,
+                    "{guest}: {in_flight} requests unanswered at the deadline"
+                )
+            }
+            Self::NoBackend => f.write_str("not connected"),
+        }
+    }
+}
+
+impl std::error::Error for GuestError {}
+
+/// The device configuration as the driver reads it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceConfig {
+    /// What every request must carry.
+    pub generation: u64,
+    /// Bytes of a page.
+    pub page_size: u32,
+    /// Request queues.
+    pub num_request_queues: u16,
+    /// Pages or ranges of a request.
+    pub batch_max: u16,
+    /// Live pools.
+    pub pools_max: u32,
+    /// 0.
+    pub reserved: [u32; 3],
+}
+
+impl DeviceConfig {
+    fn decode(b: &[u8]) -> Self {
+        let u32_at = |at: usize| u32::from_le_bytes(b[at..at + 4].try_into().expect("four"));
+        let u16_at = |at: usize| u16::from_le_bytes(b[at..at + 2].try_into().expect("two"));
+        Self {
+            generation: u64::from_le_bytes(b[..8].try_into().expect("eight")),
+            page_size: u32_at(8),
+            num_request_queues: u16_at(12),
+            batch_max: u16_at(14),
+            pools_max: u32_at(16),
+            reserved: [u32_at(20), u32_at(24), u32_at(28)],
+        }
+    }
+}
+
+/// Where the two parts of a request lie.
+#[derive(Clone, Debug)]
+pub struct Placed {
+    /// Readable stretches: address and bytes.
+    pub readable: Vec<(u64, usize)>,
+    /// Writable stretches: address and bytes.
+    pub writable: Vec<(u64, usize)>,
+    /// Address of the page for an indirect table.
+    pub table: u64,
+}
+
+#[derive(Debug)]
+struct Pending {
+    queue: usize,
+    request: Request,
+    generation: u64,
+    slot: usize,
+    placed: Placed,
+}
+
+/// An answered request.
+#[derive(Clone, Debug)]
+pub struct Done {
+    /// As [`FakeGuest::submit`] gave it.
+    pub token: u64,
+    /// Queue.
+    pub queue: usize,
+    /// What was asked.
+    pub request: Request,
+    /// Under which generation.
+    pub generation: u64,
+    /// What was answered.
+    pub answer: Answer,
+}
+
+struct Queue {
+    ring: DriverRing,
+    kick: EventFd,
+    call: EventFd,
+    err: EventFd,
+    /// Where the device goes on: SET_VRING_BASE.
+    base: u16,
+}
+
+struct Link {
+    frontend: Frontend,
+    offered: u64,
+    protocol: VhostUserProtocolFeatures,
+    started: bool,
+}
+
+/// A guest without a VM.
+pub struct FakeGuest {
+    config: GuestConfig,
+    ram: Arc<GuestRam>,
+    queues: Vec<Queue>,
+    slots: Vec<u64>,
+    slots_free: Vec<usize>,
+    pending: HashMap<u64, Pending>,
+    token_next: u64,
+    link: Option<Link>,
+    features: u64,
+    device: Option<DeviceConfig>,
+    log: Option<DirtyLog>,
+}
+
+impl FakeGuest {
+    /// A machine without a daemon.
+    ///
+    /// # Errors
+    /// When the kernel refuses memory or descriptors.
+    pub fn new(config: GuestConfig) -> io::Result<Self> {
+        let ram = GuestRam::new(&config.ram, config.sealed)?;
+        let mut queues = Vec::new();
+        for _ in 0..=config.request_queues {
+            let layout = RingLayout::alloc(&ram, config.queue_size);
+            queues.push(Queue {
+                ring: DriverRing::new(ram.clone(), layout),
+                kick: EventFd::new(EFD_NONBLOCK)?,
+                call: EventFd::new(EFD_NONBLOCK)?,
+                err: EventFd::new(EFD_NONBLOCK)?,
+                base: 0,
+            });
+        }
+        let slots: Vec<u64> = (0..config.slots).map(|_| ram.alloc(SLOT_PAGES)).collect();
+        Ok(Self {
+            slots_free: (0..slots.len()).rev().collect(),
+            slots,
+            config,
+            ram,
+            queues,
+            pending: HashMap::new(),
+            token_next: 1,
+            link: None,
+            features: 0,
+            device: None,
+            log: None,
+        })
+    }
+
+    /// Name for messages.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    /// The guest's memory.
+    #[must_use]
+    pub fn ram(&self) -> &Arc<GuestRam> {
+        &self.ram
+    }
+
+    /// Queues, the control queue included.
+    #[must_use]
+    pub fn num_queues(&self) -> usize {
+        self.queues.len()
+    }
+
+    /// The ring of a queue.
+    #[must_use]
+    pub fn ring(&self, queue: usize) -> &DriverRing {
+        &self.queues[queue].ring
+    }
+
+    /// The ring of a queue, to lie with.
+    pub fn ring_mut(&mut self, queue: usize) -> &mut DriverRing {
+        &mut self.queues[queue].ring
+    }
+
+    /// The configuration as last read; None before the first connection.
+    #[must_use]
+    pub fn device(&self) -> Option<DeviceConfig> {
+        self.device
+    }
+
+    /// The generation as last read, 0 without a backend.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.link
+            .as_ref()
+            .and(self.device)
+            .map_or(0, |d| d.generation)
+    }
+
+    /// Feature bits that the device offered at the last connection.
+    #[must_use]
+    pub fn offered_features(&self) -> u64 {
+        self.link.as_ref().map_or(0, |l| l.offered)
+    }
+
+    /// Requests without an answer.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.pending.len()
+    }
+
+    /// The front end itself, for messages that QEMU would not send.
+    pub fn frontend(&mut self) -> Option<&mut Frontend> {
+        self.link.as_mut().map(|l| &mut l.frontend)
+    }
+
+    fn message<T>(&self, message: &'static str, r: vhost::Result<T>) -> Result<T, GuestError> {
+        r.map_err(|error| GuestError::Message {
+            guest: self.config.name.clone(),
+            message,
+            error,
+        })
+    }
+
+    /// Connects and negotiates as QEMU does when a character device opens: features, protocol
+    /// features, owner, queue number, call descriptors, configuration. Nothing runs yet.
+    ///
+    /// # Errors
+    /// Everything that makes QEMU drop the connection; it is then dropped.
+    pub fn connect(&mut self, socket: &Path) -> Result<(), GuestError> {
+        self.disconnect();
+        let stream = UnixStream::connect(socket).map_err(GuestError::Socket)?;
+        self.connect_stream(stream)
+    }
+
+    /// [`Self::connect`] over a socket that is already open.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn connect_stream(&mut self, stream: UnixStream) -> Result<(), GuestError> {
+        let timeout = Some(self.config.reply_timeout);
+        stream
+            .set_read_timeout(timeout)
+            .map_err(GuestError::Socket)?;
+        stream
+            .set_write_timeout(timeout)
+            .map_err(GuestError::Socket)?;
+        let mut fe = Frontend::from_stream(stream, self.queues.len() as u64);
+        let offered = self.message("GET_FEATURES", fe.get_features())?;
+        if offered & F_PROTOCOL_FEATURES == 0 || offered & F_VERSION_1 == 0 {
+            return Err(GuestError::Device(format!(
+                "device offers features {offered:#x} without VERSION_1 or PROTOCOL_FEATURES"
+            )));
+        }
+        let r = fe.get_protocol_features();
+        let mut protocol = self.message("GET_PROTOCOL_FEATURES", r)?;
+        protocol &= VhostUserProtocolFeatures::MQ
+            | VhostUserProtocolFeatures::LOG_SHMFD
+            | VhostUserProtocolFeatures::REPLY_ACK
+            | VhostUserProtocolFeatures::CONFIG
+            | VhostUserProtocolFeatures::RESET_DEVICE
+            | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        if !self.config.mem_slots {
+            protocol &= !VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        }
+        let r = fe.set_protocol_features(protocol);
+        self.message("SET_PROTOCOL_FEATURES", r)?;
+        let r = fe.get_queue_num();
+        let queues = self.message("GET_QUEUE_NUM", r)?;
+        if queues < self.queues.len() as u64 {
+            return Err(GuestError::Device(format!(
+                "device has {queues} queues, the machine needs {}",
+                self.queues.len()
+            )));
+        }
+        self.message("SET_OWNER", fe.set_owner())?;
+        if protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
+            // From here on every refusal is heard. QEMU asks for fewer acknowledgements.
+            fe.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        }
+        for (i, q) in self.queues.iter().enumerate() {
+            self.message("SET_VRING_CALL", fe.set_vring_call(i, &q.call))?;
+        }
+        self.link = Some(Link {
+            frontend: fe,
+            offered,
+            protocol,
+            started: false,
+        });
+        self.read_config().inspect_err(|_| self.link = None)?;
+        Ok(())
+    }
+
+    /// Reads the configuration, as QEMU does to fill its cache.
+    ///
+    /// # Errors
+    /// When the daemon does not answer it.
+    pub fn read_config(&mut self) -> Result<DeviceConfig, GuestError> {
+        let link = self.link.as_mut().ok_or(GuestError::NoBackend)?;
+        let r = link.frontend.get_config(
+            0,
+            CONFIG_BYTES as u32,
+            VhostUserConfigFlags::empty(),
+            &[0; CONFIG_BYTES],
+        );
+        let (_, bytes) = self.message("GET_CONFIG", r)?;
+        let config = DeviceConfig::decode(&bytes);
+        self.device = Some(config);
+        Ok(config)
+    }
+
+    /// Starts the device as `vhost_dev_start` does: features, memory, rings from their base,
+    /// enabled last; then the configuration is read again and queues with work are kicked.
+    ///
+    /// # Errors
+    /// When the daemon refuses any of it.
+    pub fn start(&mut self) -> Result<(), GuestError> {
+        self.set_features()?;
+        self.set_mem_table()?;
+        for i in 0..self.queues.len() {
+            self.start_ring(i)?;
+        }
+        for i in 0..self.queues.len() {
+            let r = self.link()?.frontend.set_vring_enable(i, true);
+            self.message("SET_VRING_ENABLE", r)?;
+        }
+        self.link()?.started = true;
+        self.read_config()?;
+        for q in &self.queues {
+            if q.ring.in_flight() > 0 {
+                q.kick.write(1).map_err(GuestError::Socket)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn link(&mut self) -> Result<&mut Link, GuestError> {
+        self.link.as_mut().ok_or(GuestError::NoBackend)
+    }
+
+    fn set_features(&mut self) -> Result<(), GuestError> {
+        let log = if self.log.is_some() { F_LOG_ALL } else { 0 };
+        let wanted = self.config.features | log;
+        let link = self.link()?;
+        let features = wanted & link.offered;
+        let r = link.frontend.set_features(features);
+        self.message("SET_FEATURES", r)?;
+        self.features = features;
+        let event_idx = features & F_EVENT_IDX != 0;
+        for q in &mut self.queues {
+            q.ring.set_event_idx(event_idx);
+        }
+        Ok(())
+    }
+
+    /// Sends the memory table (again): QEMU does so at each change of the memory map, with rings
+    /// running.
+    ///
+    /// # Errors
+    /// When the daemon refuses it.
+    pub fn set_mem_table(&mut self) -> Result<(), GuestError> {
+        let regions = self.ram.vhost_regions();
+        let slots = VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
+        let link = self.link()?;
+        if link.protocol.contains(slots) {
+            for region in &regions {
+                let r = self.link()?.frontend.add_mem_region(region);
+                self.message("ADD_MEM_REG", r)?;
+            }
+        } else {
+            let r = link.frontend.set_mem_table(&regions);
+            self.message("SET_MEM_TABLE", r)?;
+        }
+        Ok(())
+    }
+
+    fn set_ring_addr(&mut self, queue: usize) -> Result<(), GuestError> {
+        let layout = self.queues[queue].ring.layout();
+        let logged = self.log.is_some();
+        let addr = VringConfigData {
+            queue_max_size: layout.size,
+            queue_size: layout.size,
+            flags: u32::from(logged),
+            desc_table_addr: self.ram.host_addr(layout.desc),
+            used_ring_addr: self.ram.host_addr(layout.used),
+            avail_ring_addr: self.ram.host_addr(layout.avail),
+            log_addr: logged.then_some(layout.used),
+        };
+        let r = self.link()?.frontend.set_vring_addr(queue, &addr);
+        self.message("SET_VRING_ADDR", r)
+    }
+
+    fn start_ring(&mut self, i: usize) -> Result<(), GuestError> {
+        let (size, base) = (self.queues[i].ring.layout().size, self.queues[i].base);
+        let r = self.link()?.frontend.set_vring_num(i, size);
+        self.message("SET_VRING_NUM", r)?;
+        let r = self.link()?.frontend.set_vring_base(i, base);
+        self.message("SET_VRING_BASE", r)?;
+        self.set_ring_addr(i)?;
+        let link = self.link.as_ref().ok_or(GuestError::NoBackend)?;
+        let q = &self.queues[i];
+        self.message("SET_VRING_KICK", link.frontend.set_vring_kick(i, &q.kick))?;
+        self.message("SET_VRING_CALL", link.frontend.set_vring_call(i, &q.call))?;
+        self.message("SET_VRING_ERR", link.frontend.set_vring_err(i, &q.err))
+    }
+
+    /// Stops the rings as `vhost_dev_stop` does (pause, migration): each is disabled, then
+    /// GET_VRING_BASE waits until it is drained. Returns the bases.
+    ///
+    /// # Errors
+    /// When the daemon does not answer.
+    pub fn stop(&mut self) -> Result<Vec<u16>, GuestError> {
+        for i in 0..self.queues.len() {
+            let r = self.link()?.frontend.set_vring_enable(i, false);
+            self.message("SET_VRING_ENABLE", r)?;
+        }
+        self.get_vring_bases()
+    }
+
+    /// GET_VRING_BASE of every queue, without disabling any first.
+    ///
+    /// # Errors
+    /// When the daemon does not answer.
+    pub fn get_vring_bases(&mut self) -> Result<Vec<u16>, GuestError> {
+        for i in 0..self.queues.len() {
+            let r = self.link()?.frontend.get_vring_base(i);
+            let base = self.message("GET_VRING_BASE", r)?;
+            self.queues[i].base = u16::try_from(base)
+                .map_err(|_| GuestError::Device(format!("queue {i}: ring base {base}")))?;
+        }
+        self.link()?.started = false;
+        Ok(self.queues.iter().map(|q| q.base).collect())
+    }
+
+    /// Resets the device as a reboot does: rings stopped, RESET_DEVICE, everything in flight
+    /// forgotten, rings empty. The next [`Self::start`] finds another generation.
+    ///
+    /// # Errors
+    /// When the daemon does not answer, or does not offer RESET_DEVICE.
+    pub fn reset(&mut self) -> Result<(), GuestError> {
+        if self.link()?.started {
+            self.stop()?;
+        }
+        let r = self.link()?.frontend.reset_device();
+        self.message("RESET_DEVICE", r)?;
+        for q in &mut self.queues {
+            q.ring.reset();
+            q.base = 0;
+        }
+        self.pending.clear();
+        self.slots_free = (0..self.slots.len()).rev().collect();
+        Ok(())
+    }
+
+    /// The daemon is gone, or is to believe that we are: rings will start again from the last used
+    /// element, which is how QEMU replays.
+    pub fn disconnect(&mut self) {
+        self.link = None;
+        for q in &mut self.queues {
+            q.base = q.ring.used_idx_in_memory();
+        }
+    }
+
+    /// Switches the dirty log on as migration does, with rings running. Returns the log.
+    ///
+    /// # Errors
+    /// When the daemon refuses it.
+    pub fn start_log(&mut self) -> Result<&DirtyLog, GuestError> {
+        let log = DirtyLog::new(&self.ram).map_err(GuestError::Socket)?;
+        let region = log.region();
+        let r = self.link()?.frontend.set_log_base(0, Some(region));
+        self.message("SET_LOG_BASE", r)?;
+        self.log = Some(log);
+        self.set_features()?;
+        for i in 0..self.queues.len() {
+            self.set_ring_addr(i)?;
+        }
+        Ok(self.log.as_ref().expect("just set"))
+    }
+
+    /// The dirty log, while it is on.
+    #[must_use]
+    pub fn log(&self) -> Option<&DirtyLog> {
+        self.log.as_ref()
+    }
+
+    /// Writes a request into a free slot and cuts nothing yet. None: no free slot.
+    #[must_use]
+    pub fn place(&mut self, encoded: &Encoded) -> Option<(usize, Placed)> {
+        let slot = self.slots_free.pop()?;
+        let base = self.slots[slot];
+        let (first, tail) = (base + PAGE_BYTES, base + 65 * PAGE_BYTES);
+        // The side with page data has its metadata end where its pages begin.
+        let readable_big = !encoded.data.is_empty() || encoded.answer_data_bytes == 0;
+        let place = |meta: usize, data: usize, big: bool| {
+            if big {
+                assert!(meta <= PAGE && data <= 64 * PAGE);
+                vec![(first - meta as u64, meta), (first, data)]
+            } else {
+                vec![(tail, meta + data)]
+            }
+        };
+        let readable = place(encoded.meta.len(), encoded.data.len(), readable_big);
+        let writable = place(
+            encoded.answer_meta_bytes,
+            encoded.answer_data_bytes,
+            !readable_big,
+        );
+        self.ram.write(readable[0].0, &encoded.meta);
+        if let Some(data) = readable.get(1) {
+            self.ram.write(data.0, &encoded.data);
+        }
+        let unanswered = vec![wire::S_UNANSWERED; encoded.answer_meta_bytes.min(PAGE)];
+        self.ram.write(writable[0].0, &unanswered);
+        Some((
+            slot,
+            Placed {
+                readable,
+                writable,
+                table: base + 66 * PAGE_BYTES,
+            },
+        ))
+    }
+
+    /// Adds a request to a queue without telling the device. None: no room.
+    pub fn add(&mut self, queue: usize, request: Request, generation: u64) -> Option<u64> {
+        let encoded = request.encode(generation);
+        self.add_encoded(queue, request, generation, &encoded)
+    }
+
+    /// [`Self::add`] with bytes that the caller bent. None: no room.
+    pub fn add_encoded(
+        &mut self,
+        queue: usize,
+        request: Request,
+        generation: u64,
+        encoded: &Encoded,
+    ) -> Option<u64> {
+        let (slot, placed) = self.place(encoded)?;
+        let stretches: Vec<(u64, usize, bool)> = placed
+            .readable
+            .iter()
+            .map(|&(a, n)| (a, n, false))
+            .chain(placed.writable.iter().map(|&(a, n)| (a, n, true)))
+            .collect();
+        let token = self.token_next;
+        let how = match self.config.cut {
+            // Another cut for each request.
+            Cut::Random { seed, max } => Cut::Random {
+                seed: seed ^ (token << 20),
+                max,
+            },
+            other => other,
+        };
+        let buffers = cut(&stretches, how);
+        let indirect = self.features & F_INDIRECT_DESC != 0 && buffers.len() <= INDIRECT_MAX;
+        let table = indirect.then_some(placed.table);
+        if let Err(RingFull) = self.queues[queue].ring.add(&buffers, table, token) {
+            self.slots_free.push(slot);
+            return None;
+        }
+        self.token_next += 1;
+        let pending = Pending {
+            queue,
+            request,
+            generation,
+            slot,
+            placed,
+        };
+        self.pending.insert(token, pending);
+        Some(token)
+    }
+
+    /// Registers a chain that the caller built by hand from a placed request: `head` goes into the
+    /// avail ring as it is. The answer is read where the request was placed.
+    pub fn add_by_hand(
+        &mut self,
+        queue: usize,
+        request: Request,
+        (slot, placed): (usize, Placed),
+        head: u16,
+        descs: Vec<u16>,
+    ) -> u64 {
+        let token = self.token_next;
+        self.token_next += 1;
+        self.queues[queue].ring.add_raw(head, descs, token);
+        let pending = Pending {
+            queue,
+            request,
+            generation: 0,
+            slot,
+            placed,
+        };
+        self.pending.insert(token, pending);
+        token
+    }
+
+    /// Shows the device what was added and kicks it if it wants that.
+    ///
+    /// # Panics
+    /// When the kick descriptor fails, which an eventfd of one's own cannot.
+    pub fn publish(&mut self, queue: usize) {
+        let q = &mut self.queues[queue];
+        if q.ring.publish() {
+            q.kick.write(1).expect("eventfd");
+        }
+    }
+
+    /// Kicks whether the device wants it or not.
+    ///
+    /// # Panics
+    /// When the kick descriptor fails, which an eventfd of one's own cannot.
+    pub fn kick(&self, queue: usize) {
+        self.queues[queue].kick.write(1).expect("eventfd");
+    }
+
+    /// Adds, publishes and kicks. None: no room.
+    pub fn submit(&mut self, queue: usize, request: Request) -> Option<u64> {
+        let generation = self.generation();
+        let token = self.add(queue, request, generation)?;
+        self.publish(queue);
+        Some(token)
+    }
+
+    /// Takes the next answer of a queue.
+    ///
+    /// # Errors
+    /// When the device broke the rules of the ring.
+    pub fn poll(&mut self, queue: usize) -> Result<Option<Done>, GuestError> {
+        let used = self.queues[queue]
+            .ring
+            .pop_used()
+            .map_err(|error| GuestError::Ring {
+                guest: self.config.name.clone(),
+                queue,
+                error,
+            })?;
+        let Some(used) = used else { return Ok(None) };
+        let p = self
+            .pending
+            .remove(&used.token)
+            .expect("every chain has a request");
+        self.slots_free.push(p.slot);
+        let encoded_meta = p.request.encode(0).answer_meta_bytes;
+        let (meta_at, meta_room) = p.placed.writable[0];
+        let mut meta = vec![wire::S_UNANSWERED; encoded_meta];
+        let n = encoded_meta.min(meta_room);
+        self.ram.read(meta_at, &mut meta[..n]);
+        let data_at = p
+            .placed
+            .writable
+            .get(1)
+            .map_or(meta_at + encoded_meta as u64, |d| d.0);
+        let answer = decode(&p.request, used.len, &meta, |i| {
+            let mut page = Box::new([0; PAGE]);
+            self.ram.read(data_at + i as u64 * PAGE_BYTES, &mut *page);
+            page
+        });
+        Ok(Some(Done {
+            token: used.token,
+            queue: p.queue,
+            request: p.request,
+            generation: p.generation,
+            answer,
+        }))
+    }
+
+    /// Takes all answers that are there.
+    ///
+    /// # Errors
+    /// As [`Self::poll`].
+    pub fn poll_all(&mut self) -> Result<Vec<Done>, GuestError> {
+        let mut out = Vec::new();
+        for queue in 0..self.queues.len() {
+            while let Some(done) = self.poll(queue)? {
+                out.push(done);
+            }
+        }
+        Ok(out)
+    }
+
+    /// Waits for at least one answer, asleep on the call descriptors: an interrupt that the device
+    /// forgets is found as a late answer.
+    ///
+    /// # Errors
+    /// [`GuestError::Late`] at the deadline, and as [`Self::poll`].
+    pub fn wait(&mut self, timeout: Duration) -> Result<Vec<Done>, GuestError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let done = self.poll_all()?;
+            if !done.is_empty() || self.pending.is_empty() {
+                return Ok(done);
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                let in_flight = self.pending.len();
+                return Err(GuestError::Late {
+                    guest: self.config.name.clone(),
+                    in_flight,
+                });
+            }
+            self.sleep_on_calls(left);
+        }
+    }
+
+    fn sleep_on_calls(&self, timeout: Duration) {
+        use std::os::fd::AsRawFd;
+        let fds: Vec<BorrowedFd<'_>> = self
+            .queues
+            .iter()
+            // SAFETY: the eventfds live as long as `self`, which is borrowed beyond the call.
+            .map(|q| unsafe { BorrowedFd::borrow_raw(q.call.as_raw_fd()) })
+            .collect();
+        let mut set: Vec<PollFd<'_>> = fds
+            .iter()
+            .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
+            .collect();
+        let timeout = Timespec::try_from(timeout).expect("a few seconds");
+        // An interrupted sleep is a short one: the caller looks again.
+        let _ = poll(&mut set, Some(&timeout));
+        for q in &self.queues {
+            // Empty is no error to anyone here.
+            let _ = q.call.read();
+        }
+    }
+
+    /// Waits until nothing is in flight.
+    ///
+    /// # Errors
+    /// As [`Self::wait`].
+    pub fn drain(&mut self, timeout: Duration) -> Result<Vec<Done>, GuestError> {
+        let deadline = Instant::now() + timeout;
+        let mut out = Vec::new();
+        while !self.pending.is_empty() {
+            let left = deadline.saturating_duration_since(Instant::now());
+            out.extend(self.wait(left)?);
+        }
+        Ok(out)
+    }
+
+    /// One request, alone, to its answer.
+    ///
+    /// # Errors
+    /// As [`Self::wait`].
+    ///
+    /// # Panics
+    /// When the ring is full or other requests are in flight: this is for quiet moments.
+    pub fn call(&mut self, queue: usize, request: Request) -> Result<Answer, GuestError> {
+        assert!(
+            self.pending.is_empty(),
+            "a call with other requests in flight"
+        );
+        self.submit(queue, request).expect("an empty ring has room");
+        let mut done = self.drain(self.config.reply_timeout)?;
+        Ok(done.remove(0).answer)
+    }
+
+    /// Whether the device signalled an error on a queue since the last question.
+    #[must_use]
+    pub fn take_queue_error(&self, queue: usize) -> bool {
+        self.queues[queue].err.read().is_ok()
+    }
+
+    /// Bytes of one request that the caller wants to scribble over: its readable part.
+    #[must_use]
+    pub fn readable_of(&self, token: u64) -> Option<(u64, usize)> {
+        self.pending.get(&token).map(|p| p.placed.readable[0])
+    }
+}

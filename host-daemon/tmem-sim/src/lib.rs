@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A guest without a VM: it drives a virtio-tmem daemon over vhost-user and judges its answers.
+//!
+//! [`FakeGuest`] is QEMU and the transport half of a driver: shared memory, virtqueues, the
+//! messages in QEMU's order. [`Model`] says what each answer may be. [`Driver`] joins the two into
+//! a guest that behaves; [`fault`] has the ways in which one may not.
+//!
+//! Never here: anything of the daemon or the engine. What this crate believes comes from
+//! `proto/SPEC.md` alone.
+
+pub mod content;
+pub mod driver;
+pub mod fault;
+pub mod frontend;
+pub mod memory;
+pub mod model;
+pub mod requests;
+pub mod ring;
+
+pub use content::Content;
+pub use driver::{Driver, DriverConfig};
+pub use frontend::{DeviceConfig, Done, FakeGuest, GuestConfig, GuestError};
+pub use memory::{DirtyLog, GuestRam, RamRegion};
+pub use model::{Key, Model, Violation};
+pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, Request};
+pub use ring::{Buffer, Desc, DriverRing, RingError};

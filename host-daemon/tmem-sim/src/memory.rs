@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The fake guest's RAM: shared memory in sealed memfds, as QEMU's `memory-backend-memfd`.
+//!
+//! Regions lie apart in guest-physical space, so that an address between them exists and is
+//! nobody's. All access is volatile: a daemon reads and writes the same pages at any time. Never
+//! hands out references into guest memory.
+
+use std::fs::File;
+use std::io;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use vhost::VhostUserMemoryRegionInfo;
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
+
+/// Bytes of a guest page.
+pub const PAGE_BYTES: u64 = virtio_tmem::PAGE_SIZE as u64;
+
+/// One contiguous piece of guest-physical memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RamRegion {
+    /// First guest-physical address, page-aligned.
+    pub start: u64,
+    /// Length, a multiple of the page size.
+    pub size_bytes: u64,
+}
+
+/// The guest's memory and a bump allocator of its pages.
+#[derive(Debug)]
+pub struct GuestRam {
+    map: GuestMemoryMmap,
+    regions: Vec<RamRegion>,
+    /// Next free address and the index of its region. Guards nothing else; a leaf lock.
+    next: Mutex<(usize, u64)>,
+}
+
+impl GuestRam {
+    /// Maps fresh zeroed memory. `sealed` adds F_SEAL_SHRINK and F_SEAL_GROW, as QEMU does.
+    ///
+    /// # Errors
+    /// When the kernel refuses a memfd, a seal or a mapping.
+    pub fn new(regions: &[RamRegion], sealed: bool) -> io::Result<Arc<Self>> {
+        let mut ranges = Vec::with_capacity(regions.len());
+        for region in regions {
+            let fd = memfd_create(
+                "tmem-sim-ram",
+                MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+            )?;
+            ftruncate(&fd, region.size_bytes)?;
+            if sealed {
+                fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+            }
+            ranges.push((
+                GuestAddress(region.start),
+                region.size_bytes as usize,
+                Some(FileOffset::new(File::from(fd), 0)),
+            ));
+        }
+        let map = GuestMemoryMmap::from_ranges_with_files(ranges).map_err(io::Error::other)?;
+        let first = regions.first().map_or(0, |r| r.start);
+        Ok(Arc::new(Self {
+            map,
+            regions: regions.to_vec(),
+            next: Mutex::new((0, first)),
+        }))
+    }
+
+    /// The mapping itself, for a device side in the same process.
+    #[must_use]
+    pub fn map(&self) -> &GuestMemoryMmap {
+        &self.map
+    }
+
+    /// Takes `pages` contiguous pages that nothing else uses; never given back.
+    ///
+    /// # Panics
+    /// When the guest has no room: its memory is chosen by the test that runs it.
+    #[must_use]
+    pub fn alloc(&self, pages: u64) -> u64 {
+        let size_bytes = pages * PAGE_BYTES;
+        let mut next = self.next.lock().unwrap();
+        loop {
+            let region = self
+                .regions
+                .get(next.0)
+                .unwrap_or_else(|| panic!("the guest's RAM has no {pages} pages left: give more"));
+            if next.1 + size_bytes <= region.start + region.size_bytes {
+                let addr = next.1;
+                next.1 += size_bytes;
+                return addr;
+            }
+            next.0 += 1;
+            next.1 = self.regions.get(next.0).map_or(0, |r| r.start);
+        }
+    }
+
+    /// Copies guest memory out. Panics outside of RAM.
+    pub fn read(&self, addr: u64, buf: &mut [u8]) {
+        self.map.read_slice(buf, GuestAddress(addr)).unwrap();
+    }
+
+    /// Copies into guest memory. Panics outside of RAM.
+    pub fn write(&self, addr: u64, buf: &[u8]) {
+        self.map.write_slice(buf, GuestAddress(addr)).unwrap();
+    }
+
+    /// Atomic little-endian load of a ring index or flag.
+    #[must_use]
+    pub fn load_u16(&self, addr: u64, order: Ordering) -> u16 {
+        u16::from_le(self.map.load(GuestAddress(addr), order).unwrap())
+    }
+
+    /// Atomic little-endian store of a ring index or flag.
+    pub fn store_u16(&self, addr: u64, value: u16, order: Ordering) {
+        self.map
+            .store(value.to_le(), GuestAddress(addr), order)
+            .unwrap();
+    }
+
+    /// Address in this process, which vhost-user names rings by.
+    #[must_use]
+    pub fn host_addr(&self, addr: u64) -> u64 {
+        self.map.get_host_address(GuestAddress(addr)).unwrap() as u64
+    }
+
+    /// The regions as SET_MEM_TABLE wants them; the descriptors stay owned here.
+    #[must_use]
+    pub fn vhost_regions(&self) -> Vec<VhostUserMemoryRegionInfo> {
+        self.map
+            .iter()
+            .map(|r| VhostUserMemoryRegionInfo::from_guest_region(r).unwrap())
+            .collect()
+    }
+
+    /// One past the highest guest-physical address.
+    #[must_use]
+    pub fn end(&self) -> u64 {
+        self.regions
+            .iter()
+            .map(|r| r.start + r.size_bytes)
+            .max()
+            .unwrap_or(0)
+    }
+
+    /// A copy of all memory, to be compared with what it is later.
+    #[must_use]
+    pub fn snapshot(&self) -> Vec<Vec<u8>> {
+        self.regions
+            .iter()
+            .map(|r| {
+                let mut copy = vec![0; r.size_bytes as usize];
+                self.read(r.start, &mut copy);
+                copy
+            })
+            .collect()
+    }
+
+    /// Guest page numbers (address / 4096) that differ from `before`, ascending.
+    #[must_use]
+    pub fn changed_pages(&self, before: &[Vec<u8>]) -> Vec<u64> {
+        let mut changed = Vec::new();
+        let mut page = [0u8; PAGE_BYTES as usize];
+        for (region, old) in self.regions.iter().zip(before) {
+            for (i, old_page) in old.chunks(PAGE_BYTES as usize).enumerate() {
+                let addr = region.start + i as u64 * PAGE_BYTES;
+                self.read(addr, &mut page);
+                if page != old_page {
+                    changed.push(addr / PAGE_BYTES);
+                }
+            }
+        }
+        changed
+    }
+}
+
+/// A dirty log as migration uses it: one bit per guest page, in shared memory of its own.
+#[derive(Debug)]
+pub struct DirtyLog {
+    map: GuestMemoryMmap,
+    size_bytes: u64,
+}
+
+impl DirtyLog {
+    /// A clear log that covers all of `ram`.
+    ///
+    /// # Errors
+    /// When the kernel refuses the memory.
+    pub fn new(ram: &GuestRam) -> io::Result<Self> {
+        let bits = ram.end().div_ceil(PAGE_BYTES);
+        let size_bytes = bits.div_ceil(8).next_multiple_of(PAGE_BYTES);
+        let region = RamRegion {
+            start: 0,
+            size_bytes,
+        };
+        let ram = GuestRam::new(&[region], true)?;
+        Ok(Self {
+            map: ram.map.clone(),
+            size_bytes,
+        })
+    }
+
+    /// Bytes of the bitmap.
+    #[must_use]
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    /// What SET_LOG_BASE passes.
+    #[must_use]
+    pub fn region(&self) -> vhost::VhostUserDirtyLogRegion {
+        let info =
+            VhostUserMemoryRegionInfo::from_guest_region(self.map.iter().next().unwrap()).unwrap();
+        vhost::VhostUserDirtyLogRegion {
+            mmap_size: self.size_bytes,
+            mmap_offset: 0,
+            mmap_handle: info.mmap_handle,
+        }
+    }
+
+    /// Whether the page of that number is marked.
+    #[must_use]
+    pub fn is_dirty(&self, page: u64) -> bool {
+        let mut byte = [0u8];
+        self.map
+            .read_slice(&mut byte, GuestAddress(page / 8))
+            .unwrap();
+        byte[0] & (1 << (page % 8)) != 0
+    }
+
+    /// Number of marked pages.
+    #[must_use]
+    pub fn dirty_pages(&self) -> u64 {
+        let mut bytes = vec![0; self.size_bytes as usize];
+        self.map.read_slice(&mut bytes, GuestAddress(0)).unwrap();
+        bytes.iter().map(|b| u64::from(b.count_ones())).sum()
+    }
+}

@@ -1,0 +1,488 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The oracle: what a device may answer to one guest.
+//!
+//! It keeps what the device may hold: for each key at most the last put's cookie and contents. A
+//! get returns those, or a miss, never else. The order in which answers arrive on a queue is the
+//! order in which the device acted on it (SPEC.md, "Order"), so the model moves at answers; only a
+//! flush that spans queues needs to know when it was sent. Never asks the device anything.
+
+use std::collections::{BTreeSet, HashMap};
+use std::fmt;
+
+use virtio_tmem as wire;
+
+use crate::content::Content;
+use crate::frontend::Done;
+use crate::requests::{Answer, Request};
+
+/// Name of a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key {
+    /// Pool id.
+    pub pool: u32,
+    /// Object id.
+    pub object: u64,
+    /// Page index.
+    pub index: u64,
+}
+
+/// The device answered what it must not.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Violation(pub String);
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for Violation {}
+
+#[derive(Clone, Copy, Debug)]
+struct Held {
+    cookie: u64,
+    content: Content,
+    /// Tick at which the put was answered.
+    since: u64,
+}
+
+/// What was asked, as far as an answer needs it.
+#[derive(Clone, Debug)]
+pub struct Asked {
+    /// Tick at which it was sent.
+    sent: u64,
+    /// Contents of a put's pages.
+    contents: Vec<Content>,
+}
+
+/// Counters of answers, in pages.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Pages stored.
+    pub stored: u64,
+    /// Pages refused.
+    pub refused: u64,
+    /// Gets answered with the page.
+    pub hits: u64,
+    /// Gets of a page that the device said it holds, answered with a miss.
+    pub lost: u64,
+    /// Gets of what cannot be there, answered with a miss.
+    pub misses: u64,
+    /// Requests answered STALE.
+    pub stale: u64,
+}
+
+/// What one guest's device may hold.
+#[derive(Debug, Default)]
+pub struct Model {
+    name: String,
+    generation: u64,
+    tick: u64,
+    pools: BTreeSet<u32>,
+    held: HashMap<Key, Held>,
+    counts: Counts,
+}
+
+impl Model {
+    /// A device that holds nothing, in no generation.
+    #[must_use]
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.into(),
+            ..Self::default()
+        }
+    }
+
+    /// A generation begins: the device holds nothing, and every request of another is stale.
+    ///
+    /// # Errors
+    /// When it is 0 or the one before.
+    pub fn begin(&mut self, generation: u64) -> Result<(), Violation> {
+        if generation == 0 || generation == self.generation {
+            return Err(self.wrong(format!(
+                "generation {generation:#x} after {:#x}: must be another, and not 0",
+                self.generation
+            )));
+        }
+        self.generation = generation;
+        self.pools.clear();
+        self.held.clear();
+        Ok(())
+    }
+
+    /// The generation in force.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    /// Counters so far.
+    #[must_use]
+    pub fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    /// Pages that the device may hold.
+    #[must_use]
+    pub fn held_pages(&self) -> usize {
+        self.held.len()
+    }
+
+    /// Cookie that the device may hold under a key.
+    #[must_use]
+    pub fn cookie(&self, key: Key) -> Option<u64> {
+        self.held.get(&key).map(|h| h.cookie)
+    }
+
+    /// Live pools.
+    #[must_use]
+    pub fn pools(&self) -> &BTreeSet<u32> {
+        &self.pools
+    }
+
+    /// To be called as a request is sent, with the contents of a put's pages in order.
+    pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
+        self.tick += 1;
+        Asked {
+            sent: self.tick,
+            contents,
+        }
+    }
+
+    fn wrong(&self, what: String) -> Violation {
+        Violation(format!("{}: {what}", self.name))
+    }
+
+    /// Judges an answer and moves on. `queue_of` says which queue a key's requests use.
+    ///
+    /// # Errors
+    /// What the specification forbids.
+    pub fn judge(
+        &mut self,
+        asked: &Asked,
+        done: &Done,
+        queue_of: impl Fn(Key) -> usize,
+    ) -> Result<(), Violation> {
+        self.tick += 1;
+        let answer = &done.answer;
+        if answer.status == wire::S_UNANSWERED || answer.status == 0 {
+            return Err(self.wrong(format!("{:?} used without an answer", done.request)));
+        }
+        if answer.reserved != [0; 7] {
+            return Err(self.wrong(format!("reserved bytes {:?} in resp", answer.reserved)));
+        }
+        let room = done.request.encode(0).answer_bytes();
+        if answer.used_bytes as usize > room {
+            return Err(self.wrong(format!("{} bytes written, room {room}", answer.used_bytes)));
+        }
+        if done.generation != self.generation {
+            if answer.status != wire::S_STALE {
+                return Err(self.wrong(format!(
+                    "status {} to generation {:#x} in {:#x}: must be STALE",
+                    answer.status, done.generation, self.generation
+                )));
+            }
+            self.counts.stale += 1;
+            return Ok(());
+        }
+        let pool = done.request.pool();
+        let live = self.pools.contains(&pool);
+        let expected = match &done.request {
+            Request::PoolCreate { .. } if live => wire::S_BAD,
+            Request::PoolCreate { .. } if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
+            Request::PoolCreate { .. } | Request::Report(_) => wire::S_OK,
+            _ if !live => wire::S_NO_POOL,
+            _ => wire::S_OK,
+        };
+        if answer.status != expected {
+            return Err(self.wrong(format!(
+                "status {}, not {expected}, to type {} of pool {pool}",
+                answer.status,
+                done.request.kind()
+            )));
+        }
+        if answer.status != wire::S_OK {
+            return Ok(());
+        }
+        match &done.request {
+            Request::PoolCreate { pool, .. } => {
+                self.pools.insert(*pool);
+            }
+            Request::PoolDestroy { pool } => {
+                self.pools.remove(pool);
+                self.held.retain(|key, _| key.pool != *pool);
+            }
+            Request::Report(_) => {}
+            Request::Put { .. } => self.judge_put(asked, &done.request, answer)?,
+            Request::Get { .. } => self.judge_get(&done.request, answer)?,
+            Request::Flush { pool, ranges } => {
+                let queue = done.queue;
+                let sent = asked.sent;
+                self.held.retain(|key, held| {
+                    let inside = key.pool == *pool
+                        && ranges.iter().any(|r| {
+                            r.object == key.object
+                                && key.index >= r.index
+                                && (r.nr_pages == wire::TO_END || key.index - r.index < r.nr_pages)
+                        });
+                    // A put on another queue has no order with the flush while both are in flight.
+                    !inside || (queue_of(*key) != queue && held.since >= sent)
+                });
+            }
+        }
+        Ok(())
+    }
+
+    fn judge_put(
+        &mut self,
+        asked: &Asked,
+        request: &Request,
+        answer: &Answer,
+    ) -> Result<(), Violation> {
+        let Request::Put { pool, pages } = request else {
+            unreachable!("a put")
+        };
+        for (i, (page, result)) in pages.iter().zip(&answer.pages).enumerate() {
+            let key = Key {
+                pool: *pool,
+                object: page.object,
+                index: page.index,
+            };
+            match result.result {
+                wire::P_STORED => {
+                    self.counts.stored += 1;
+                    let content = asked.contents[i];
+                    self.held.insert(
+                        key,
+                        Held {
+                            cookie: page.cookie,
+                            content,
+                            since: self.tick,
+                        },
+                    );
+                }
+                wire::P_REFUSED => {
+                    self.counts.refused += 1;
+                    self.held.remove(&key);
+                }
+                other => {
+                    return Err(self.wrong(format!("result {other} to the put of {key:?}")));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn judge_get(&mut self, request: &Request, answer: &Answer) -> Result<(), Violation> {
+        let Request::Get {
+            pool,
+            object,
+            index,
+            cookies,
+        } = request
+        else {
+            unreachable!("a get")
+        };
+        for (i, (&cookie, got)) in cookies.iter().zip(&answer.pages).enumerate() {
+            let key = Key {
+                pool: *pool,
+                object: *object,
+                index: index + i as u64,
+            };
+            let held = self.held.get(&key).filter(|h| h.cookie == cookie).copied();
+            match (got.result, held) {
+                (wire::P_MISS, held) => {
+                    if got.cookie != 0 {
+                        return Err(self.wrong(format!("a miss of {key:?} with a cookie")));
+                    }
+                    match held {
+                        Some(_) => self.counts.lost += 1,
+                        None => self.counts.misses += 1,
+                    }
+                }
+                (wire::P_HIT, Some(held)) => {
+                    if got.cookie != cookie {
+                        return Err(self.wrong(format!(
+                            "{key:?}: hit with cookie {:#x}, asked for {cookie:#x}",
+                            got.cookie
+                        )));
+                    }
+                    let Some(page) = &got.page else {
+                        return Err(self.wrong(format!("{key:?}: a hit without its page")));
+                    };
+                    let expected = held.content.page();
+                    if **page != *expected {
+                        let at = page.iter().zip(&*expected).position(|(a, b)| a != b);
+                        return Err(self.wrong(format!(
+                            "{key:?}: wrong bytes, first at {at:?}, expected {:?}",
+                            held.content
+                        )));
+                    }
+                    self.counts.hits += 1;
+                    self.held.remove(&key);
+                }
+                (wire::P_HIT, None) => {
+                    return Err(self.wrong(format!(
+                        "{key:?}: hit for cookie {cookie:#x}, which cannot be there ({:?})",
+                        self.held.get(&key)
+                    )));
+                }
+                (other, _) => {
+                    return Err(self.wrong(format!("result {other} to the get of {key:?}")));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::requests::{PageAnswer, PutPage, Range};
+
+    const KEY: Key = Key {
+        pool: 1,
+        object: 2,
+        index: 3,
+    };
+
+    fn done(request: Request, status: u8, pages: Vec<PageAnswer>) -> Done {
+        let used_bytes = 8;
+        let answer = Answer {
+            status,
+            reserved: [0; 7],
+            used_bytes,
+            pages,
+        };
+        Done {
+            token: 0,
+            queue: 1,
+            request,
+            generation: 7,
+            answer,
+        }
+    }
+
+    fn model() -> Model {
+        let mut m = Model::new("vm");
+        m.begin(7).unwrap();
+        let asked = m.ask(vec![]);
+        let create = Request::PoolCreate { pool: 1, flags: 0 };
+        m.judge(&asked, &done(create, wire::S_OK, vec![]), |_| 1)
+            .unwrap();
+        m
+    }
+
+    fn put(m: &mut Model, cookie: u64, content: Content, result: u8) -> Result<(), Violation> {
+        let page = PutPage {
+            object: 2,
+            index: 3,
+            cookie,
+            flags: 0,
+            page: content.page(),
+        };
+        let asked = m.ask(vec![content]);
+        let answers = vec![PageAnswer {
+            result,
+            cookie: 0,
+            page: None,
+        }];
+        let put = Request::Put {
+            pool: 1,
+            pages: vec![page],
+        };
+        m.judge(&asked, &done(put, wire::S_OK, answers), |_| 1)
+    }
+
+    fn get(m: &mut Model, cookie: u64, answer: Option<Content>) -> Result<(), Violation> {
+        let asked = m.ask(vec![]);
+        let answers = vec![match answer {
+            Some(c) => PageAnswer {
+                result: wire::P_HIT,
+                cookie,
+                page: Some(c.page()),
+            },
+            None => PageAnswer {
+                result: wire::P_MISS,
+                cookie: 0,
+                page: None,
+            },
+        }];
+        let get = Request::Get {
+            pool: 1,
+            object: 2,
+            index: 3,
+            cookies: vec![cookie],
+        };
+        m.judge(&asked, &done(get, wire::S_OK, answers), |_| 1)
+    }
+
+    const A: Content = Content::Noise(1);
+    const B: Content = Content::Text(2);
+
+    /// The oracle itself must be able to say no, for each rule that it stands for.
+    #[test]
+    fn every_lie_is_a_violation() {
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        get(&mut m, 10, Some(B)).expect_err("wrong bytes");
+        get(&mut m, 11, Some(A)).expect_err("another cookie");
+        get(&mut m, 10, Some(A)).unwrap();
+        get(&mut m, 10, Some(A)).expect_err("a hit removes the page");
+
+        put(&mut m, 12, A, wire::P_STORED).unwrap();
+        put(&mut m, 13, B, wire::P_STORED).unwrap();
+        get(&mut m, 12, Some(A)).expect_err("the last put counts");
+
+        put(&mut m, 14, A, wire::P_REFUSED).unwrap();
+        get(&mut m, 13, Some(B)).expect_err("a refused put leaves nothing");
+        put(&mut m, 15, A, wire::P_HIT).expect_err("a result that is none");
+
+        m.begin(7).expect_err("a generation twice");
+        m.begin(0).expect_err("generation 0");
+        put(&mut m, 16, A, wire::P_STORED).unwrap();
+        m.begin(8).unwrap();
+        get(&mut m, 16, Some(A)).expect_err("an old generation is stale");
+        assert_eq!(m.held_pages(), 0);
+    }
+
+    #[test]
+    fn a_flush_takes_what_came_before_it() {
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        let range = Range {
+            object: 2,
+            index: 0,
+            nr_pages: wire::TO_END,
+        };
+        let flush = done(
+            Request::Flush {
+                pool: 1,
+                ranges: vec![range],
+            },
+            wire::S_OK,
+            vec![],
+        );
+        let asked = m.ask(vec![]);
+        // Stored after the flush was sent, on another queue: no order, both answers are right.
+        put(&mut m, 11, B, wire::P_STORED).unwrap();
+        m.judge(&asked, &flush, |_| 2).unwrap();
+        assert_eq!(m.cookie(KEY), Some(11));
+        // On the flush's own queue there is an order.
+        let asked = m.ask(vec![]);
+        m.judge(&asked, &flush, |_| 1).unwrap();
+        get(&mut m, 11, Some(B)).expect_err("flushed");
+    }
+
+    #[test]
+    fn destroyed_pools_are_empty() {
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        let asked = m.ask(vec![]);
+        let destroy = done(Request::PoolDestroy { pool: 1 }, wire::S_OK, vec![]);
+        m.judge(&asked, &destroy, |_| 1).unwrap();
+        get(&mut m, 10, Some(A)).expect_err("no such pool");
+        assert_eq!(m.held_pages(), 0);
+    }
+}

@@ -1,0 +1,427 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Requests and answers of the device as bytes, and how a chain carries them.
+//!
+//! Written from SPEC.md by hand, not with the structs of the wire crate that the daemon decodes
+//! with: a field that both sides misplace alike would otherwise go unseen. Only the values are
+//! shared.
+
+use virtio_tmem as wire;
+
+use crate::memory::PAGE_BYTES;
+use crate::ring::Buffer;
+
+/// Bytes of `struct virtio_tmem_req`.
+pub const REQ_BYTES: usize = 24;
+/// Bytes of `struct virtio_tmem_resp`.
+pub const RESP_BYTES: usize = 8;
+/// Bytes of `struct virtio_tmem_put_page`.
+pub const PUT_PAGE_BYTES: usize = 32;
+/// Bytes of `struct virtio_tmem_get_page`.
+pub const GET_PAGE_BYTES: usize = 16;
+/// Bytes of `struct virtio_tmem_report`.
+pub const REPORT_BYTES: usize = 152;
+/// Bytes of a page.
+pub const PAGE: usize = PAGE_BYTES as usize;
+
+/// Contents of a page.
+pub type Page = [u8; PAGE];
+
+/// One page of a PUT.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PutPage {
+    /// Object id, the driver's own counter.
+    pub object: u64,
+    /// Page index in the object.
+    pub index: u64,
+    /// Cookie, never 0 from an honest driver.
+    pub cookie: u64,
+    /// `VIRTIO_TMEM_PUT_*`.
+    pub flags: u32,
+    /// The bytes.
+    pub page: Box<Page>,
+}
+
+/// One range of a FLUSH.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Range {
+    /// Object id.
+    pub object: u64,
+    /// First page.
+    pub index: u64,
+    /// Pages, or `VIRTIO_TMEM_TO_END`.
+    pub nr_pages: u64,
+}
+
+/// What a driver asks.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Request {
+    /// Copies of pages go to the device.
+    Put {
+        /// Pool id.
+        pool: u32,
+        /// 1 ..= 64 pages from an honest driver.
+        pages: Vec<PutPage>,
+    },
+    /// A run of pages of one object comes back.
+    Get {
+        /// Pool id.
+        pool: u32,
+        /// Object id.
+        object: u64,
+        /// First page.
+        index: u64,
+        /// Cookie wanted for each page of the run.
+        cookies: Vec<u64>,
+    },
+    /// Ranges that the device can forget.
+    Flush {
+        /// Pool id.
+        pool: u32,
+        /// 1 ..= 64 ranges from an honest driver.
+        ranges: Vec<Range>,
+    },
+    /// A new pool.
+    PoolCreate {
+        /// Pool id.
+        pool: u32,
+        /// 0 from an honest driver.
+        flags: u32,
+    },
+    /// The end of a pool and its pages.
+    PoolDestroy {
+        /// Pool id.
+        pool: u32,
+    },
+    /// The driver's statistics: `struct virtio_tmem_report` as bytes.
+    Report(Box<[u8; REPORT_BYTES]>),
+}
+
+impl Request {
+    /// `VIRTIO_TMEM_T_*`.
+    #[must_use]
+    pub fn kind(&self) -> u16 {
+        match self {
+            Self::Put { .. } => wire::T_PUT,
+            Self::Get { .. } => wire::T_GET,
+            Self::Flush { .. } => wire::T_FLUSH,
+            Self::PoolCreate { .. } => wire::T_POOL_CREATE,
+            Self::PoolDestroy { .. } => wire::T_POOL_DESTROY,
+            Self::Report(_) => wire::T_REPORT,
+        }
+    }
+
+    /// Whether it belongs on the control queue.
+    #[must_use]
+    pub fn is_control(&self) -> bool {
+        matches!(
+            self,
+            Self::PoolCreate { .. } | Self::PoolDestroy { .. } | Self::Report(_)
+        )
+    }
+
+    /// The field `count`.
+    #[must_use]
+    pub fn count(&self) -> u16 {
+        let n = match self {
+            Self::Put { pages, .. } => pages.len(),
+            Self::Get { cookies, .. } => cookies.len(),
+            Self::Flush { ranges, .. } => ranges.len(),
+            _ => 0,
+        };
+        u16::try_from(n).expect("no test asks for 65,536 pages")
+    }
+
+    /// The field `pool`.
+    #[must_use]
+    pub fn pool(&self) -> u32 {
+        match *self {
+            Self::Put { pool, .. }
+            | Self::Get { pool, .. }
+            | Self::Flush { pool, .. }
+            | Self::PoolCreate { pool, .. }
+            | Self::PoolDestroy { pool } => pool,
+            Self::Report(_) => 0,
+        }
+    }
+
+    /// The bytes of the chain under that generation.
+    #[must_use]
+    pub fn encode(&self, generation: u64) -> Encoded {
+        let mut meta = Vec::with_capacity(REQ_BYTES);
+        meta.extend(generation.to_le_bytes());
+        meta.extend(self.kind().to_le_bytes());
+        meta.extend(self.count().to_le_bytes());
+        meta.extend(self.pool().to_le_bytes());
+        meta.extend(0u64.to_le_bytes());
+        let mut data = Vec::new();
+        let n = usize::from(self.count());
+        let (results_bytes, answer_pages) = match self {
+            Self::Put { .. } => (n, 0),
+            Self::Get { .. } => (n * GET_PAGE_BYTES, n),
+            _ => (0, 0),
+        };
+        match self {
+            Self::Put { pages, .. } => {
+                for p in pages {
+                    meta.extend(p.object.to_le_bytes());
+                    meta.extend(p.index.to_le_bytes());
+                    meta.extend(p.cookie.to_le_bytes());
+                    meta.extend(p.flags.to_le_bytes());
+                    meta.extend(0u32.to_le_bytes());
+                    data.extend_from_slice(&*p.page);
+                }
+            }
+            Self::Get {
+                object,
+                index,
+                cookies,
+                ..
+            } => {
+                meta.extend(object.to_le_bytes());
+                meta.extend(index.to_le_bytes());
+                meta.extend(cookies.iter().flat_map(|c| c.to_le_bytes()));
+            }
+            Self::Flush { ranges, .. } => {
+                for r in ranges {
+                    meta.extend(r.object.to_le_bytes());
+                    meta.extend(r.index.to_le_bytes());
+                    meta.extend(r.nr_pages.to_le_bytes());
+                }
+            }
+            Self::PoolCreate { flags, .. } => {
+                meta.extend(flags.to_le_bytes());
+                meta.extend(0u32.to_le_bytes());
+            }
+            Self::PoolDestroy { .. } => {}
+            Self::Report(report) => meta.extend_from_slice(&**report),
+        }
+        Encoded {
+            meta,
+            data,
+            answer_meta_bytes: RESP_BYTES + results_bytes,
+            answer_data_bytes: answer_pages * PAGE,
+        }
+    }
+}
+
+/// A request ready to be laid out: the readable part is `meta` then `data`, the writable part has
+/// room for the two answers. A test may bend any of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Encoded {
+    /// `req` and what follows it, without page data.
+    pub meta: Vec<u8>,
+    /// Page data of a PUT.
+    pub data: Vec<u8>,
+    /// Room for `resp` and the page results.
+    pub answer_meta_bytes: usize,
+    /// Room for page data of a GET.
+    pub answer_data_bytes: usize,
+}
+
+impl Encoded {
+    /// Overwrites bytes of `meta`.
+    #[must_use]
+    pub fn patch(mut self, offset: usize, bytes: &[u8]) -> Self {
+        self.meta[offset..offset + bytes.len()].copy_from_slice(bytes);
+        self
+    }
+
+    /// Bytes of the writable part.
+    #[must_use]
+    pub fn answer_bytes(&self) -> usize {
+        self.answer_meta_bytes + self.answer_data_bytes
+    }
+}
+
+/// How a chain is cut into descriptors. It has no meaning for the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cut {
+    /// As the driver does it: the small parts, then a descriptor a page.
+    Natural,
+    /// One readable and one writable descriptor for each contiguous stretch.
+    Whole,
+    /// Cut at random places into at most that many descriptors.
+    Random {
+        /// Seed of the places.
+        seed: u64,
+        /// Descriptors, at least 4.
+        max: usize,
+    },
+}
+
+/// Cuts the stretches `(address, bytes, writable)` of a chain. A stretch longer than a page is
+/// page data if it starts at a page.
+#[must_use]
+pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
+    let mut out = Vec::new();
+    let mut push = |addr: u64, len: usize, writable: bool| {
+        if len > 0 {
+            out.push(Buffer {
+                addr,
+                len: len as u32,
+                writable,
+            });
+        }
+    };
+    match how {
+        Cut::Whole => stretches.iter().for_each(|&(a, n, w)| push(a, n, w)),
+        Cut::Natural => {
+            for &(addr, bytes, writable) in stretches {
+                if addr % PAGE_BYTES == 0 && bytes % PAGE == 0 {
+                    (0..bytes / PAGE)
+                        .for_each(|i| push(addr + i as u64 * PAGE_BYTES, PAGE, writable));
+                } else {
+                    push(addr, bytes, writable);
+                }
+            }
+        }
+        Cut::Random { seed, max } => {
+            let mut rng = fastrand::Rng::with_seed(seed);
+            let live = stretches.iter().filter(|s| s.1 > 0).count();
+            let mut spare = max.saturating_sub(live);
+            for &(addr, bytes, writable) in stretches {
+                let cuts = rng.usize(0..=spare.min(16));
+                let mut places: Vec<usize> = (0..cuts).map(|_| rng.usize(0..=bytes)).collect();
+                places.extend([0, bytes]);
+                places.sort_unstable();
+                places.dedup();
+                spare -= places.len().saturating_sub(2);
+                for pair in places.windows(2) {
+                    push(addr + pair[0] as u64, pair[1] - pair[0], writable);
+                }
+            }
+        }
+    }
+    out
+}
+
+/// The device's word on a page.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PageAnswer {
+    /// `VIRTIO_TMEM_P_*`, or UNANSWERED where nothing was written.
+    pub result: u8,
+    /// Cookie of a GET's page; 0 for a PUT.
+    pub cookie: u64,
+    /// Bytes of a HIT that the used length covers.
+    pub page: Option<Box<Page>>,
+}
+
+/// A decoded answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// `VIRTIO_TMEM_S_*`.
+    pub status: u8,
+    /// Reserved bytes of `resp`.
+    pub reserved: [u8; 7],
+    /// Used element's length.
+    pub used_bytes: u32,
+    /// One per page of a PUT or GET.
+    pub pages: Vec<PageAnswer>,
+}
+
+/// Reads an answer from the writable part: `meta` as it is in memory, and `page(i)` for its pages.
+///
+/// A result that the used length does not cover counts as UNANSWERED.
+#[must_use]
+pub fn decode(
+    request: &Request,
+    used_bytes: u32,
+    meta: &[u8],
+    mut page: impl FnMut(usize) -> Box<Page>,
+) -> Answer {
+    let n = usize::from(request.count());
+    let covered = |end: usize| used_bytes as usize >= end;
+    let unanswered = PageAnswer {
+        result: wire::S_UNANSWERED,
+        cookie: 0,
+        page: None,
+    };
+    let status = if covered(RESP_BYTES) {
+        meta[0]
+    } else {
+        wire::S_UNANSWERED
+    };
+    let mut answer = Answer {
+        status,
+        reserved: meta[1..RESP_BYTES].try_into().expect("seven bytes"),
+        used_bytes,
+        pages: Vec::new(),
+    };
+    if status != wire::S_OK {
+        return answer;
+    }
+    answer.pages = match request {
+        Request::Put { .. } => (0..n)
+            .map(|i| {
+                let at = RESP_BYTES + i;
+                let result = if covered(at + 1) {
+                    meta[at]
+                } else {
+                    unanswered.result
+                };
+                PageAnswer {
+                    result,
+                    ..unanswered.clone()
+                }
+            })
+            .collect(),
+        Request::Get { .. } => (0..n)
+            .map(|i| {
+                let at = RESP_BYTES + i * GET_PAGE_BYTES;
+                if !covered(at + GET_PAGE_BYTES) {
+                    return unanswered.clone();
+                }
+                let cookie = u64::from_le_bytes(meta[at..at + 8].try_into().expect("eight"));
+                let result = meta[at + 8];
+                let end = RESP_BYTES + n * GET_PAGE_BYTES + (i + 1) * PAGE;
+                let hit = result == wire::P_HIT;
+                if hit && !covered(end) {
+                    return unanswered.clone();
+                }
+                PageAnswer {
+                    result,
+                    cookie,
+                    page: hit.then(|| page(i)),
+                }
+            })
+            .collect(),
+        _ => Vec::new(),
+    };
+    answer
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The hand-written sizes against the wire crate's, which a test compares with the C header.
+    #[test]
+    fn sizes_are_those_of_the_header() {
+        assert_eq!(REQ_BYTES, size_of::<wire::Req>());
+        assert_eq!(RESP_BYTES, size_of::<wire::Resp>());
+        assert_eq!(PUT_PAGE_BYTES, size_of::<wire::PutPage>());
+        assert_eq!(GET_PAGE_BYTES, size_of::<wire::GetPage>());
+        assert_eq!(REPORT_BYTES, size_of::<wire::Report>());
+    }
+
+    /// However it is cut, a chain has the same bytes in the same order, readable first.
+    #[test]
+    fn cuts_cover_the_chain() {
+        let stretches = [(4000, 96, false), (4096, 8192, false), (16384, 9, true)];
+        let flat = |buffers: &[Buffer]| -> Vec<(u64, bool)> {
+            buffers
+                .iter()
+                .flat_map(|b| (b.addr..b.addr + u64::from(b.len)).map(|a| (a, b.writable)))
+                .collect()
+        };
+        let whole = flat(&cut(&stretches, Cut::Whole));
+        assert_eq!(whole.len(), 96 + 8192 + 9);
+        assert_eq!(cut(&stretches, Cut::Natural).len(), 4);
+        assert_eq!(flat(&cut(&stretches, Cut::Natural)), whole);
+        for seed in 0..200 {
+            let buffers = cut(&stretches, Cut::Random { seed, max: 12 });
+            assert!(buffers.len() <= 12);
+            assert_eq!(flat(&buffers), whole, "seed {seed}");
+        }
+    }
+}

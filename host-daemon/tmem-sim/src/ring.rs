@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The driver's side of a split virtqueue, with indirect tables and EVENT_IDX.
+//!
+//! It holds the device to what the specification allows: used elements in avail order, each for a
+//! chain that is in flight. It can also publish what no driver would, which is how the fault
+//! tests lie. Never trusts the used ring for anything but those checks.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+
+use virtio_bindings::virtio_ring::{
+    VRING_DESC_F_INDIRECT, VRING_DESC_F_NEXT, VRING_DESC_F_WRITE, VRING_USED_F_NO_NOTIFY,
+};
+
+use crate::memory::{GuestRam, PAGE_BYTES};
+
+/// Another descriptor follows.
+pub const F_NEXT: u16 = VRING_DESC_F_NEXT as u16;
+/// The device writes this buffer.
+pub const F_WRITE: u16 = VRING_DESC_F_WRITE as u16;
+/// The buffer is a table of descriptors.
+pub const F_INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
+/// Bytes of a descriptor.
+pub const DESC_BYTES: u64 = 16;
+
+/// A descriptor as it stands in memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Desc {
+    /// Guest-physical address.
+    pub addr: u64,
+    /// Length in bytes.
+    pub len: u32,
+    /// F_NEXT, F_WRITE, F_INDIRECT.
+    pub flags: u16,
+    /// Next descriptor, with F_NEXT.
+    pub next: u16,
+}
+
+impl Desc {
+    /// Wire form.
+    #[must_use]
+    pub fn to_bytes(self) -> [u8; DESC_BYTES as usize] {
+        let mut out = [0; DESC_BYTES as usize];
+        out[0..8].copy_from_slice(&self.addr.to_le_bytes());
+        out[8..12].copy_from_slice(&self.len.to_le_bytes());
+        out[12..14].copy_from_slice(&self.flags.to_le_bytes());
+        out[14..16].copy_from_slice(&self.next.to_le_bytes());
+        out
+    }
+}
+
+/// A buffer of a well-formed chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Buffer {
+    /// Guest-physical address.
+    pub addr: u64,
+    /// Length in bytes, not 0.
+    pub len: u32,
+    /// Written by the device.
+    pub writable: bool,
+}
+
+/// Where the three parts of a ring lie, in guest-physical addresses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingLayout {
+    /// Descriptors, a power of two.
+    pub size: u16,
+    /// Descriptor table.
+    pub desc: u64,
+    /// Avail ring.
+    pub avail: u64,
+    /// Used ring.
+    pub used: u64,
+}
+
+impl RingLayout {
+    /// Takes pages of its own for each part, so that the dirty log tells them apart.
+    #[must_use]
+    pub fn alloc(ram: &GuestRam, size: u16) -> Self {
+        let pages = |bytes: u64| bytes.div_ceil(PAGE_BYTES);
+        let n = u64::from(size);
+        Self {
+            size,
+            desc: ram.alloc(pages(n * DESC_BYTES)),
+            avail: ram.alloc(pages(6 + 2 * n)),
+            used: ram.alloc(pages(6 + 8 * n)),
+        }
+    }
+
+    fn used_event(&self) -> u64 {
+        self.avail + 4 + 2 * u64::from(self.size)
+    }
+
+    fn avail_event(&self) -> u64 {
+        self.used + 4 + 8 * u64::from(self.size)
+    }
+}
+
+/// The device broke the rules of the ring.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RingError {
+    /// A used element for another chain than the oldest in flight.
+    OutOfOrder {
+        /// Head of the oldest chain in flight.
+        expected: u16,
+        /// Head in the used element.
+        got: u32,
+    },
+    /// More used elements than chains in flight.
+    Unasked {
+        /// Used index in memory.
+        used_idx: u16,
+        /// Chains in flight.
+        in_flight: usize,
+    },
+}
+
+impl fmt::Display for RingError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::OutOfOrder { expected, got } => {
+                write!(
+                    f,
+                    "used element for head {got}, but the oldest in flight is {expected}"
+                )
+            }
+            Self::Unasked {
+                used_idx,
+                in_flight,
+            } => {
+                write!(
+                    f,
+                    "used index {used_idx} with only {in_flight} chains in flight"
+                )
+            }
+        }
+    }
+}
+
+impl std::error::Error for RingError {}
+
+/// The ring has no free descriptor for the chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RingFull;
+
+/// An answered chain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Used {
+    /// The token that the chain was added with.
+    pub token: u64,
+    /// Bytes that the device says it wrote.
+    pub len: u32,
+}
+
+#[derive(Debug)]
+struct Chain {
+    head: u16,
+    descs: Vec<u16>,
+    token: u64,
+}
+
+/// One queue as its driver sees it.
+#[derive(Debug)]
+pub struct DriverRing {
+    ram: Arc<GuestRam>,
+    layout: RingLayout,
+    event_idx: bool,
+    /// Next avail index to publish; what is in memory may lag behind.
+    avail_idx: u16,
+    /// Avail index at the last decision whether to kick.
+    kicked_idx: u16,
+    used_idx: u16,
+    free: Vec<u16>,
+    in_flight: VecDeque<Chain>,
+}
+
+impl DriverRing {
+    /// An empty ring over zeroed memory of its own.
+    #[must_use]
+    pub fn new(ram: Arc<GuestRam>, layout: RingLayout) -> Self {
+        assert!(layout.size.is_power_of_two());
+        let mut ring = Self {
+            ram,
+            layout,
+            event_idx: false,
+            avail_idx: 0,
+            kicked_idx: 0,
+            used_idx: 0,
+            free: Vec::new(),
+            in_flight: VecDeque::new(),
+        };
+        ring.reset();
+        ring
+    }
+
+    /// Where the parts lie.
+    #[must_use]
+    pub fn layout(&self) -> RingLayout {
+        self.layout
+    }
+
+    /// Both indices back to 0 and nothing in flight, as after a device reset.
+    pub fn reset(&mut self) {
+        let n = usize::from(self.layout.size);
+        self.ram.write(self.layout.avail, &vec![0; 6 + 2 * n]);
+        self.ram.write(self.layout.used, &vec![0; 6 + 8 * n]);
+        self.avail_idx = 0;
+        self.kicked_idx = 0;
+        self.used_idx = 0;
+        self.free = (0..self.layout.size).rev().collect();
+        self.in_flight.clear();
+    }
+
+    /// Whether VIRTIO_F_EVENT_IDX was negotiated.
+    pub fn set_event_idx(&mut self, on: bool) {
+        self.event_idx = on;
+    }
+
+    /// Chains that wait for an answer.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    /// Descriptors that a chain may take now.
+    #[must_use]
+    pub fn free_descs(&self) -> usize {
+        self.free.len()
+    }
+
+    /// The used index in memory: from here QEMU replays after a lost backend.
+    #[must_use]
+    pub fn used_idx_in_memory(&self) -> u16 {
+        self.ram.load_u16(self.layout.used + 2, Ordering::Acquire)
+    }
+
+    /// The avail index in memory.
+    #[must_use]
+    pub fn avail_idx_in_memory(&self) -> u16 {
+        self.ram.load_u16(self.layout.avail + 2, Ordering::Acquire)
+    }
+
+    /// Writes a chain into free descriptors without publishing it. With `indirect`, the chain goes
+    /// into a table at that address and takes one descriptor of the ring.
+    ///
+    /// # Errors
+    /// [`RingFull`] and nothing done.
+    pub fn add(
+        &mut self,
+        buffers: &[Buffer],
+        indirect: Option<u64>,
+        token: u64,
+    ) -> Result<(), RingFull> {
+        assert!(!buffers.is_empty());
+        let wanted = if indirect.is_some() { 1 } else { buffers.len() };
+        if self.free.len() < wanted {
+            return Err(RingFull);
+        }
+        let descs: Vec<u16> = (0..wanted).map(|_| self.free.pop().unwrap()).collect();
+        let flags = |b: &Buffer, last: bool| {
+            (if b.writable { F_WRITE } else { 0 }) | (if last { 0 } else { F_NEXT })
+        };
+        let last = buffers.len() - 1;
+        if let Some(table) = indirect {
+            for (i, b) in buffers.iter().enumerate() {
+                let desc = Desc {
+                    addr: b.addr,
+                    len: b.len,
+                    flags: flags(b, i == last),
+                    next: if i == last { 0 } else { i as u16 + 1 },
+                };
+                self.ram
+                    .write(table + i as u64 * DESC_BYTES, &desc.to_bytes());
+            }
+            let desc = Desc {
+                addr: table,
+                len: (buffers.len() as u64 * DESC_BYTES) as u32,
+                flags: F_INDIRECT,
+                next: 0,
+            };
+            self.write_desc(descs[0], desc);
+        } else {
+            for (i, b) in buffers.iter().enumerate() {
+                let desc = Desc {
+                    addr: b.addr,
+                    len: b.len,
+                    flags: flags(b, i == last),
+                    next: if i == last { 0 } else { descs[i + 1] },
+                };
+                self.write_desc(descs[i], desc);
+            }
+        }
+        self.push(descs[0], descs, token);
+        Ok(())
+    }
+
+    /// Puts a head into the avail ring whose descriptors the caller wrote, however wrong they are.
+    /// The descriptors named in `descs` come back when it is answered.
+    pub fn add_raw(&mut self, head: u16, descs: Vec<u16>, token: u64) {
+        self.push(head, descs, token);
+    }
+
+    /// Takes a free descriptor for a chain that the caller builds.
+    #[must_use]
+    pub fn take_desc(&mut self) -> Option<u16> {
+        self.free.pop()
+    }
+
+    /// Writes a descriptor of the ring's table.
+    pub fn write_desc(&self, slot: u16, desc: Desc) {
+        let addr = self.layout.desc + u64::from(slot % self.layout.size) * DESC_BYTES;
+        self.ram.write(addr, &desc.to_bytes());
+    }
+
+    fn push(&mut self, head: u16, descs: Vec<u16>, token: u64) {
+        let entry = u64::from(self.avail_idx % self.layout.size);
+        let addr = self.layout.avail + 4 + 2 * entry;
+        self.ram.store_u16(addr, head, Ordering::Relaxed);
+        self.avail_idx = self.avail_idx.wrapping_add(1);
+        self.in_flight.push_back(Chain { head, descs, token });
+    }
+
+    /// Shows the device all that was added; true if it wants a kick.
+    #[must_use]
+    pub fn publish(&mut self) -> bool {
+        let addr = self.layout.avail + 2;
+        self.ram.store_u16(addr, self.avail_idx, Ordering::Release);
+        // The device may be going to sleep: our index must be visible before its wish is read.
+        fence(Ordering::SeqCst);
+        let old = std::mem::replace(&mut self.kicked_idx, self.avail_idx);
+        if self.event_idx {
+            let event = self
+                .ram
+                .load_u16(self.layout.avail_event(), Ordering::Relaxed);
+            passed_event(event, self.avail_idx, old)
+        } else {
+            let flags = self.ram.load_u16(self.layout.used, Ordering::Relaxed);
+            u32::from(flags) & VRING_USED_F_NO_NOTIFY == 0
+        }
+    }
+
+    /// Publishes an avail index that is a lie: `ahead` more than what was added.
+    pub fn publish_lie(&mut self, ahead: u16) {
+        let idx = self.avail_idx.wrapping_add(ahead);
+        self.ram
+            .store_u16(self.layout.avail + 2, idx, Ordering::Release);
+    }
+
+    /// Takes the next answer, if there is one.
+    ///
+    /// # Errors
+    /// When the device answered out of order or answered what was not asked.
+    pub fn pop_used(&mut self) -> Result<Option<Used>, RingError> {
+        let used_idx = self.used_idx_in_memory();
+        let ahead = used_idx.wrapping_sub(self.used_idx);
+        if ahead == 0 {
+            return Ok(None);
+        }
+        let in_flight = self.in_flight.len();
+        if usize::from(ahead) > in_flight {
+            return Err(RingError::Unasked {
+                used_idx,
+                in_flight,
+            });
+        }
+        let entry = u64::from(self.used_idx % self.layout.size);
+        let mut element = [0u8; 8];
+        self.ram
+            .read(self.layout.used + 4 + 8 * entry, &mut element);
+        let [id, len] = [&element[..4], &element[4..]]
+            .map(|b| u32::from_le_bytes(b.try_into().expect("four bytes")));
+        let expected = self.in_flight[0].head;
+        if id != u32::from(expected) {
+            return Err(RingError::OutOfOrder { expected, got: id });
+        }
+        let chain = self.in_flight.pop_front().expect("counted above");
+        self.free.extend(chain.descs);
+        self.used_idx = self.used_idx.wrapping_add(1);
+        if self.event_idx {
+            let addr = self.layout.used_event();
+            self.ram.store_u16(addr, self.used_idx, Ordering::Release);
+            // Before the caller looks once more and then sleeps.
+            fence(Ordering::SeqCst);
+        }
+        Ok(Some(Used {
+            token: chain.token,
+            len,
+        }))
+    }
+}
+
+/// Whether moving an index from `old` to `new` passes `event` (virtio 1.3, 2.7.7.2).
+fn passed_event(event: u16, new: u16, old: u16) -> bool {
+    new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
