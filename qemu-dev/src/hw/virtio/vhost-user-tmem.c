@@ -1,0 +1,735 @@
+/*
+ * vhost-user transcendent memory device
+ *
+ * The guest puts copies of page-cache pages that it evicts into a backend on
+ * the host and gets them back when it misses them. All it loses with a backend
+ * is speed, so this device owns connect, disconnect and reconnect: it starts
+ * without a backend, outlives any number of them, and answers the guest from
+ * what it has cached.
+ *
+ * Never:
+ * - wait for a backend that has not just shown that it answers: a connection
+ *   is probed without blocking before the handshake, which blocks;
+ * - ask the backend when the guest reads the configuration or QMP the status;
+ * - let a backend change what the guest sees of the device, generation apart.
+ *
+ * All of it runs under the big QEMU lock.
+ *
+ * SPDX-License-Identifier: GPL-2.0-or-later
+ */
+
+#include "qemu/osdep.h"
+#include "qapi/error.h"
+#include "qemu/error-report.h"
+#include "qemu/host-utils.h"
+#include "qemu/units.h"
+#include "chardev/char-socket.h"
+#include "hw/boards.h"
+#include "hw/qdev-properties.h"
+#include "hw/qdev-properties-system.h"
+#include "hw/virtio/vhost-user-tmem.h"
+#include "hw/virtio/virtio-bus.h"
+#include "exec/cpu-common.h"
+#include "trace.h"
+
+/* First and longest pause after a refused connection; it doubles in between. */
+#define RETRY_MIN_MS 1000
+#define RETRY_MAX_MS 32000
+
+/* Feature bits that the device may have, and so must have of its backend. */
+#define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
+                       (1ULL << VIRTIO_RING_F_INDIRECT_DESC) | \
+                       (1ULL << VIRTIO_RING_F_EVENT_IDX))
+
+/* The vhost-user header, as GET_FEATURES and its answer have it. */
+#define PROBE_REQUEST 1
+#define PROBE_VERSION 1
+#define PROBE_REPLY 4
+
+typedef struct ProbeMessage {
+    uint32_t request;
+    uint32_t flags;
+    uint32_t size;
+    uint64_t features;
+} QEMU_PACKED ProbeMessage;
+
+QEMU_BUILD_BUG_ON(sizeof(ProbeMessage) != VHOST_USER_TMEM_PROBE_SIZE);
+QEMU_BUILD_BUG_ON(sizeof(struct virtio_tmem_config) != 32);
+
+static const struct {
+    unsigned int bit;
+    const char *name;
+} needed_features[] = {
+    { VIRTIO_F_VERSION_1, "VIRTIO_F_VERSION_1" },
+    { VIRTIO_RING_F_INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC" },
+    { VIRTIO_RING_F_EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX" },
+}, needed_protocol_features[] = {
+    { VHOST_USER_PROTOCOL_F_MQ, "VHOST_USER_PROTOCOL_F_MQ" },
+    { VHOST_USER_PROTOCOL_F_REPLY_ACK, "VHOST_USER_PROTOCOL_F_REPLY_ACK" },
+    { VHOST_USER_PROTOCOL_F_CONFIG, "VHOST_USER_PROTOCOL_F_CONFIG" },
+    { VHOST_USER_PROTOCOL_F_RESET_DEVICE,
+      "VHOST_USER_PROTOCOL_F_RESET_DEVICE" },
+};
+
+static const char *vhost_user_tmem_name(VHostUserTmem *s)
+{
+    DeviceState *proxy = qdev_get_parent_bus(DEVICE(s))->parent;
+
+    if (DEVICE(s)->id) {
+        return DEVICE(s)->id;
+    }
+    return proxy && proxy->id ? proxy->id : s->chardev.chr->label;
+}
+
+static unsigned int vhost_user_tmem_num_virtqs(VHostUserTmem *s)
+{
+    return s->num_queues + 1;
+}
+
+uint16_t vhost_user_tmem_num_queues(VHostUserTmem *s)
+{
+    if (s->num_queues) {
+        return s->num_queues;
+    }
+    return MIN(current_machine->smp.cpus, VHOST_USER_TMEM_AUTO_QUEUES_MAX);
+}
+
+/* Generation and its interrupt */
+
+static uint64_t vhost_user_tmem_generation(VHostUserTmem *s)
+{
+    return le64_to_cpu(s->config.generation);
+}
+
+/*
+ * The interrupt is raised from the bottom half: in set_status DRIVER_OK is not
+ * recorded yet and virtio_notify_config() would do nothing. A stopped VM gets
+ * it when it continues.
+ */
+static void vhost_user_tmem_notify(VHostUserTmem *s)
+{
+    s->notify = true;
+    qemu_bh_schedule(s->bh);
+}
+
+static void vhost_user_tmem_set_generation(VHostUserTmem *s, uint64_t generation)
+{
+    trace_vhost_user_tmem_generation(s, generation);
+    s->config.generation = cpu_to_le64(generation);
+}
+
+/* Connection */
+
+/* Ends the connection; the rest is done when the chardev reports it closed. */
+static void vhost_user_tmem_drop(VHostUserTmem *s)
+{
+    qemu_chr_fe_disconnect(&s->chardev);
+}
+
+/*
+ * Tells why a backend is refused, unless that was the last thing told: with a
+ * chardev that reconnects the same backend is back within the second.
+ */
+static void vhost_user_tmem_refuse(VHostUserTmem *s, Error *err)
+{
+    int64_t pause_ms = MIN((int64_t)RETRY_MIN_MS << MIN(s->failures, 16),
+                           RETRY_MAX_MS);
+
+    s->failures++;
+    s->retry_at_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME) + pause_ms;
+    if (g_strcmp0(s->last_error, error_get_pretty(err))) {
+        g_free(s->last_error);
+        s->last_error = g_strdup(error_get_pretty(err));
+        error_reportf_err(err, "vhost-user-tmem %s: backend refused: ",
+                          vhost_user_tmem_name(s));
+    } else {
+        error_free(err);
+    }
+    vhost_user_tmem_drop(s);
+}
+
+static bool vhost_user_tmem_get_config(VHostUserTmem *s,
+                                       struct virtio_tmem_config *config,
+                                       Error **errp)
+{
+    if (vhost_dev_get_config(&s->dev, (uint8_t *)config, sizeof(*config),
+                             errp) < 0) {
+        return false;
+    }
+    /*
+     * The guest was told the limits before there was a backend, so they cannot
+     * be lowered to what this one can do.
+     */
+    if (le32_to_cpu(config->page_size) != VIRTIO_TMEM_PAGE_SIZE ||
+        le16_to_cpu(config->batch_max) < VIRTIO_TMEM_BATCH_MAX ||
+        le32_to_cpu(config->pools_max) < VIRTIO_TMEM_POOLS_MAX) {
+        error_setg(errp, "its page_size %u, batch_max %u, pools_max %u are "
+                   "less than the %u, %u, %u that the guest was told",
+                   le32_to_cpu(config->page_size),
+                   le16_to_cpu(config->batch_max),
+                   le32_to_cpu(config->pools_max), VIRTIO_TMEM_PAGE_SIZE,
+                   VIRTIO_TMEM_BATCH_MAX, VIRTIO_TMEM_POOLS_MAX);
+        return false;
+    }
+    return true;
+}
+
+static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(s);
+    BusState *qbus = BUS(qdev_get_parent_bus(DEVICE(vdev)));
+    VirtioBusClass *k = VIRTIO_BUS_GET_CLASS(qbus);
+    struct virtio_tmem_config config;
+    int i, ret;
+
+    if (!k->set_guest_notifiers) {
+        error_setg(errp, "binding does not support guest notifiers");
+        return false;
+    }
+
+    ret = vhost_dev_enable_notifiers(&s->dev, vdev);
+    if (ret < 0) {
+        error_setg_errno(errp, -ret, "cannot enable host notifiers");
+        return false;
+    }
+
+    ret = k->set_guest_notifiers(qbus->parent, s->dev.nvqs, true);
+    if (ret < 0) {
+        error_setg_errno(errp, -ret, "cannot bind guest notifiers");
+        goto err_host_notifiers;
+    }
+
+    s->dev.acked_features = vdev->guest_features;
+
+    /* There is no guest_notifier_mask: virtio-pci does without. */
+    for (i = 0; i < s->dev.nvqs; i++) {
+        vhost_virtqueue_mask(&s->dev, vdev, i, false);
+    }
+
+    ret = vhost_dev_start(&s->dev, vdev, true);
+    if (ret < 0) {
+        error_setg_errno(errp, -ret, "cannot start it");
+        /* vhost_dev_start() leaves this one behind when it fails late. */
+        event_notifier_cleanup(
+            &s->vhost_vqs[VHOST_QUEUE_NUM_CONFIG_INR].masked_config_notifier);
+        goto err_guest_notifiers;
+    }
+    s->started = true;
+
+    /*
+     * Read again at each start: it is another number after a reset and the
+     * same after a pause. The disconnect that follows a failure stops.
+     */
+    if (!vhost_user_tmem_get_config(s, &config, errp)) {
+        return false;
+    }
+    if (!config.generation) {
+        error_setg(errp, "it is started and has no generation");
+        return false;
+    }
+    if (s->lost) {
+        error_setg(errp, "it closed the connection");
+        return false;
+    }
+    vhost_user_tmem_set_generation(s, le64_to_cpu(config.generation));
+    g_clear_pointer(&s->last_error, g_free);
+    s->failures = 0;
+    trace_vhost_user_tmem_start(s, s->dev.nvqs);
+    return true;
+
+err_guest_notifiers:
+    k->set_guest_notifiers(qbus->parent, s->dev.nvqs, false);
+err_host_notifiers:
+    vhost_dev_disable_notifiers(&s->dev, vdev);
+    return false;
+}
+
+/* The generation stays: this is also how a VM pauses. */
+static void vhost_user_tmem_stop(VHostUserTmem *s)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(s);
+    BusState *qbus = BUS(qdev_get_parent_bus(DEVICE(vdev)));
+    VirtioBusClass *k = VIRTIO_BUS_GET_CLASS(qbus);
+    int ret;
+
+    trace_vhost_user_tmem_stop(s);
+    s->started = false;
+    vhost_dev_stop(&s->dev, vdev, true);
+
+    ret = k->set_guest_notifiers(qbus->parent, s->dev.nvqs, false);
+    if (ret < 0) {
+        error_report("vhost-user-tmem %s: guest notifier cleanup failed: %s",
+                     vhost_user_tmem_name(s), strerror(-ret));
+    }
+    vhost_dev_disable_notifiers(&s->dev, vdev);
+}
+
+static void vhost_user_tmem_update(VHostUserTmem *s)
+{
+    Error *err = NULL;
+
+    if (s->running && !s->started && s->connected && !s->lost) {
+        if (!vhost_user_tmem_start(s, &err)) {
+            vhost_user_tmem_refuse(s, err);
+        }
+        vhost_user_tmem_notify(s);
+    } else if (!s->running && s->started) {
+        vhost_user_tmem_stop(s);
+    }
+}
+
+/* Whether the backend can be what the guest was told that the device is. */
+static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(s);
+    struct virtio_tmem_config config;
+    unsigned int i;
+
+    for (i = 0; i < ARRAY_SIZE(needed_features); i++) {
+        if (virtio_has_feature(vdev->host_features, needed_features[i].bit) &&
+            !virtio_has_feature(s->dev.features, needed_features[i].bit)) {
+            error_setg(errp, "it lacks the feature %s",
+                       needed_features[i].name);
+            return false;
+        }
+    }
+    for (i = 0; i < ARRAY_SIZE(needed_protocol_features); i++) {
+        if (!virtio_has_feature(s->dev.protocol_features,
+                                needed_protocol_features[i].bit)) {
+            error_setg(errp, "it lacks the protocol feature %s",
+                       needed_protocol_features[i].name);
+            return false;
+        }
+    }
+    return vhost_user_tmem_get_config(s, &config, errp);
+}
+
+static void vhost_user_tmem_connect(VHostUserTmem *s)
+{
+    Error *err = NULL;
+
+    s->user.chr = &s->chardev;
+    s->user.supports_config = true;
+    s->user.memory_slots = 0;
+
+    s->dev.vqs = s->vhost_vqs;
+    s->dev.nvqs = vhost_user_tmem_num_virtqs(s);
+    s->dev.num_queues = s->dev.nvqs;
+    s->dev.vq_index = 0;
+    s->dev.vq_index_end = s->dev.nvqs;
+
+    if (vhost_dev_init(&s->dev, &s->user, VHOST_BACKEND_TYPE_USER, 0,
+                       &err) < 0) {
+        /* vhost_dev_init() has cleaned up. */
+        vhost_user_tmem_refuse(s, err);
+        return;
+    }
+    s->connected = true;
+    if (!vhost_user_tmem_check(s, &err)) {
+        vhost_user_tmem_refuse(s, err);
+        return;
+    }
+    trace_vhost_user_tmem_connect(s);
+    vhost_user_tmem_update(s);
+}
+
+/* Cleans up after a connection that is closed already. */
+static void vhost_user_tmem_disconnect(VHostUserTmem *s)
+{
+    trace_vhost_user_tmem_disconnect(s);
+    s->lost = false;
+    if (s->started) {
+        vhost_user_tmem_stop(s);
+    }
+    if (s->connected) {
+        vhost_dev_cleanup(&s->dev);
+        s->connected = false;
+    }
+}
+
+/* Probe */
+
+static void vhost_user_tmem_event(void *opaque, QEMUChrEvent event);
+
+static int vhost_user_tmem_can_read(void *opaque)
+{
+    VHostUserTmem *s = opaque;
+
+    return sizeof(s->probe_reply) - s->probe_len;
+}
+
+static void vhost_user_tmem_read(void *opaque, const uint8_t *buf, int size)
+{
+    VHostUserTmem *s = opaque;
+
+    assert(size <= vhost_user_tmem_can_read(s));
+    memcpy(s->probe_reply + s->probe_len, buf, size);
+    s->probe_len += size;
+    if (s->probe_len == sizeof(s->probe_reply)) {
+        qemu_bh_schedule(s->bh);
+    }
+}
+
+/*
+ * A stopped or overloaded process still accepts connections, and the handshake
+ * waits for answers under the big QEMU lock. So the first question is asked
+ * here, where nobody waits: a backend that never answers costs the guest
+ * nothing.
+ */
+static void vhost_user_tmem_probe(VHostUserTmem *s)
+{
+    ProbeMessage msg = {
+        .request = PROBE_REQUEST,
+        .flags = PROBE_VERSION,
+    };
+    const int size = offsetof(ProbeMessage, features);
+
+    s->probing = true;
+    s->probe_len = 0;
+    qemu_chr_fe_set_handlers_full(&s->chardev, vhost_user_tmem_can_read,
+                                  vhost_user_tmem_read, vhost_user_tmem_event,
+                                  NULL, s, NULL, true, false);
+    if (qemu_chr_fe_write(&s->chardev, (uint8_t *)&msg, size) != size) {
+        vhost_user_tmem_drop(s);
+    }
+}
+
+static void vhost_user_tmem_probe_done(VHostUserTmem *s)
+{
+    ProbeMessage msg;
+    Error *err = NULL;
+
+    s->probing = false;
+    qemu_chr_fe_set_handlers_full(&s->chardev, NULL, NULL,
+                                  vhost_user_tmem_event, NULL, s, NULL, true,
+                                  false);
+    memcpy(&msg, s->probe_reply, sizeof(msg));
+    if (msg.request != PROBE_REQUEST ||
+        msg.flags != (PROBE_VERSION | PROBE_REPLY) ||
+        msg.size != sizeof(msg.features)) {
+        error_setg(&err, "it does not speak vhost-user");
+        vhost_user_tmem_refuse(s, err);
+        return;
+    }
+    vhost_user_tmem_connect(s);
+}
+
+static void vhost_user_tmem_bh(void *opaque)
+{
+    VHostUserTmem *s = opaque;
+    VirtIODevice *vdev = VIRTIO_DEVICE(s);
+
+    if (s->lost) {
+        vhost_user_tmem_disconnect(s);
+    }
+    if (s->opened && !s->connected) {
+        if (s->probing) {
+            if (s->probe_len == sizeof(s->probe_reply)) {
+                vhost_user_tmem_probe_done(s);
+            }
+        } else if (qemu_clock_get_ms(QEMU_CLOCK_REALTIME) < s->retry_at_ms) {
+            timer_mod(s->retry_timer, s->retry_at_ms);
+        } else {
+            vhost_user_tmem_probe(s);
+        }
+    }
+    if (s->notify && s->running) {
+        s->notify = false;
+        virtio_notify_config(vdev);
+    }
+}
+
+/*
+ * May come from inside any vhost call, in any thread that holds the big lock,
+ * so it only records, and leaves the work to the bottom half.
+ */
+static void vhost_user_tmem_event(void *opaque, QEMUChrEvent event)
+{
+    VHostUserTmem *s = opaque;
+
+    switch (event) {
+    case CHR_EVENT_OPENED:
+        s->opened = true;
+        qemu_bh_schedule(s->bh);
+        break;
+    case CHR_EVENT_CLOSED:
+        s->opened = false;
+        s->probing = false;
+        s->lost = true;
+        s->user.chr = &s->no_chardev;
+        /* Tells the migration code not to make the failure its own. */
+        s->dev.started = false;
+        if (vhost_user_tmem_generation(s)) {
+            warn_report("vhost-user-tmem %s: lost its backend, "
+                        "the guest runs on without",
+                        vhost_user_tmem_name(s));
+            vhost_user_tmem_set_generation(s, 0);
+            s->notify = true;
+        }
+        qemu_bh_schedule(s->bh);
+        break;
+    case CHR_EVENT_BREAK:
+    case CHR_EVENT_MUX_IN:
+    case CHR_EVENT_MUX_OUT:
+        /* Ignore */
+        break;
+    }
+}
+
+/* virtio */
+
+static void vhost_user_tmem_read_config(VirtIODevice *vdev, uint8_t *config)
+{
+    VHostUserTmem *s = VHOST_USER_TMEM(vdev);
+
+    memcpy(config, &s->config, sizeof(s->config));
+}
+
+static uint64_t vhost_user_tmem_get_features(VirtIODevice *vdev,
+                                             uint64_t features, Error **errp)
+{
+    /* Of the properties alone: a backend that lacks one is refused. */
+    virtio_add_feature(&features, VIRTIO_F_VERSION_1);
+    return features & TMEM_FEATURES;
+}
+
+static void vhost_user_tmem_set_status(VirtIODevice *vdev, uint8_t status)
+{
+    VHostUserTmem *s = VHOST_USER_TMEM(vdev);
+    bool running = virtio_device_should_start(vdev, status);
+
+    if (running && !s->running) {
+        /* What a restored guest believes may be wrong, backend or none. */
+        vhost_user_tmem_notify(s);
+    }
+    s->running = running;
+    vhost_user_tmem_update(s);
+}
+
+/* RESET_DEVICE is sent before this, by virtio_reset(). */
+static void vhost_user_tmem_reset(VirtIODevice *vdev)
+{
+    VHostUserTmem *s = VHOST_USER_TMEM(vdev);
+
+    vhost_user_tmem_set_generation(s, 0);
+    s->notify = false;
+}
+
+/* Without a backend its vhost_ops is NULL, which callers take as none. */
+static struct vhost_dev *vhost_user_tmem_get_vhost(VirtIODevice *vdev)
+{
+    return &VHOST_USER_TMEM(vdev)->dev;
+}
+
+/*
+ * Requests come in by themselves when the backend starts, as each start kicks
+ * every queue; without a backend they have to wait.
+ */
+static void vhost_user_tmem_handle_output(VirtIODevice *vdev, VirtQueue *vq)
+{
+}
+
+/* Device */
+
+static bool vhost_user_tmem_ram_is_shared(MemoryRegion *mr)
+{
+    MemoryRegion *sub;
+
+    if (memory_region_is_ram(mr)) {
+        return memory_region_get_fd(mr) >= 0 &&
+               qemu_ram_is_shared(mr->ram_block);
+    }
+    /* With NUMA nodes the RAM is a container of their backends. */
+    QTAILQ_FOREACH(sub, &mr->subregions, subregions_link) {
+        if (!vhost_user_tmem_ram_is_shared(sub)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static bool vhost_user_tmem_check_machine(VHostUserTmem *s, Error **errp)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(s);
+
+    if (current_machine->cgs) {
+        error_setg(errp, "vhost-user-tmem cannot be used in a guest with "
+                   "encrypted memory: the backend must read its pages");
+        return false;
+    }
+    if (virtio_host_has_feature(vdev, VIRTIO_F_IOMMU_PLATFORM)) {
+        error_setg(errp, "vhost-user-tmem does not support "
+                   "iommu_platform=on: the backend takes guest physical "
+                   "addresses");
+        return false;
+    }
+    if (virtio_host_has_feature(vdev, VIRTIO_F_RING_PACKED)) {
+        error_setg(errp, "vhost-user-tmem does not support packed=on: "
+                   "a lost backend is replaced by the split ring's index");
+        return false;
+    }
+    if (current_machine->ram &&
+        !vhost_user_tmem_ram_is_shared(current_machine->ram)) {
+        error_setg(errp, "vhost-user-tmem needs guest memory that its backend "
+                   "can map");
+        error_append_hint(errp, "Start QEMU with -object "
+                          "memory-backend-memfd,id=mem,size=%" PRIu64 "M,"
+                          "share=on -machine memory-backend=mem\n",
+                          current_machine->ram_size / MiB);
+        return false;
+    }
+    return true;
+}
+
+static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
+{
+    if (!s->chardev.chr) {
+        error_setg(errp, "vhost-user-tmem needs chardev=ID of a socket "
+                   "chardev");
+        return false;
+    }
+    if (!object_dynamic_cast(OBJECT(s->chardev.chr), TYPE_CHARDEV_SOCKET)) {
+        error_setg(errp, "vhost-user-tmem: chardev '%s' is not a socket",
+                   s->chardev.chr->label);
+        return false;
+    }
+    if (s->num_queues > VIRTIO_TMEM_REQUEST_QUEUES_MAX) {
+        error_setg(errp, "vhost-user-tmem: num-queues=%u is more than %d",
+                   s->num_queues, VIRTIO_TMEM_REQUEST_QUEUES_MAX);
+        return false;
+    }
+    if (s->queue_size < 2 || s->queue_size > VIRTIO_TMEM_QUEUE_SIZE_MAX ||
+        !is_power_of_2(s->queue_size)) {
+        error_setg(errp, "vhost-user-tmem: queue-size=%u is not a power of 2 "
+                   "from 2 to %d", s->queue_size, VIRTIO_TMEM_QUEUE_SIZE_MAX);
+        return false;
+    }
+    if (!s->backend_timeout_ms) {
+        error_setg(errp, "vhost-user-tmem: backend-timeout-ms must be more "
+                   "than 0, or a hung backend hangs the VM");
+        return false;
+    }
+    return true;
+}
+
+static void vhost_user_tmem_realize(DeviceState *dev, Error **errp)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(dev);
+    VHostUserTmem *s = VHOST_USER_TMEM(dev);
+    unsigned int i, nvqs;
+
+    if (!vhost_user_tmem_check_properties(s, errp) ||
+        !vhost_user_tmem_check_machine(s, errp)) {
+        return;
+    }
+
+    s->num_queues = vhost_user_tmem_num_queues(s);
+    nvqs = vhost_user_tmem_num_virtqs(s);
+
+    if (!vhost_user_init(&s->user, &s->no_chardev, errp)) {
+        return;
+    }
+
+    virtio_init(vdev, VIRTIO_ID_TMEM, sizeof(s->config));
+    s->config = (struct virtio_tmem_config) {
+        .page_size = cpu_to_le32(VIRTIO_TMEM_PAGE_SIZE),
+        .num_request_queues = cpu_to_le16(s->num_queues),
+        .batch_max = cpu_to_le16(VIRTIO_TMEM_BATCH_MAX),
+        .pools_max = cpu_to_le32(VIRTIO_TMEM_POOLS_MAX),
+    };
+
+    s->vhost_vqs = g_new0(struct vhost_virtqueue, nvqs);
+    s->virtqs = g_new(VirtQueue *, nvqs);
+    for (i = 0; i < nvqs; i++) {
+        s->virtqs[i] = virtio_add_queue(vdev, s->queue_size,
+                                        vhost_user_tmem_handle_output);
+    }
+
+    s->bh = qemu_bh_new_guarded(vhost_user_tmem_bh, s,
+                                &dev->mem_reentrancy_guard);
+    s->retry_timer = timer_new_ms(QEMU_CLOCK_REALTIME, vhost_user_tmem_bh, s);
+
+    qemu_chr_fe_set_sync_timeout(&s->chardev, s->backend_timeout_ms);
+
+    /* Connects now if there is a connection, else as soon as there is. */
+    qemu_chr_fe_set_handlers(&s->chardev, NULL, NULL, vhost_user_tmem_event,
+                             NULL, s, NULL, true);
+}
+
+static void vhost_user_tmem_unrealize(DeviceState *dev)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(dev);
+    VHostUserTmem *s = VHOST_USER_TMEM(dev);
+    unsigned int i;
+
+    virtio_set_status(vdev, 0);
+    qemu_chr_fe_set_handlers(&s->chardev, NULL, NULL, NULL, NULL, NULL, NULL,
+                             false);
+    vhost_user_tmem_disconnect(s);
+    qemu_bh_delete(s->bh);
+    timer_free(s->retry_timer);
+
+    /* The backend lets go of the guest's memory when its connection ends. */
+    vhost_user_tmem_drop(s);
+    qemu_chr_fe_set_sync_timeout(&s->chardev, 0);
+    vhost_user_cleanup(&s->user);
+
+    for (i = 0; i < vhost_user_tmem_num_virtqs(s); i++) {
+        virtio_delete_queue(s->virtqs[i]);
+    }
+    g_free(s->virtqs);
+    g_free(s->vhost_vqs);
+    g_free(s->last_error);
+    s->last_error = NULL;
+    virtio_cleanup(vdev);
+}
+
+/* No state of the backend: what it holds is a cache. */
+static const VMStateDescription vmstate_vhost_user_tmem = {
+    .name = "vhost-user-tmem",
+    .minimum_version_id = 1,
+    .version_id = 1,
+    .fields = (const VMStateField[]) {
+        VMSTATE_VIRTIO_DEVICE,
+        VMSTATE_END_OF_LIST()
+    },
+};
+
+static const Property vhost_user_tmem_properties[] = {
+    DEFINE_PROP_CHR("chardev", VHostUserTmem, chardev),
+    DEFINE_PROP_UINT16("num-queues", VHostUserTmem, num_queues, 0),
+    DEFINE_PROP_UINT16("queue-size", VHostUserTmem, queue_size, 256),
+    DEFINE_PROP_UINT32("backend-timeout-ms", VHostUserTmem,
+                       backend_timeout_ms, 1000),
+};
+
+static void vhost_user_tmem_class_init(ObjectClass *klass, void *data)
+{
+    DeviceClass *dc = DEVICE_CLASS(klass);
+    VirtioDeviceClass *vdc = VIRTIO_DEVICE_CLASS(klass);
+
+    device_class_set_props(dc, vhost_user_tmem_properties);
+    dc->vmsd = &vmstate_vhost_user_tmem;
+    set_bit(DEVICE_CATEGORY_MISC, dc->categories);
+    vdc->realize = vhost_user_tmem_realize;
+    vdc->unrealize = vhost_user_tmem_unrealize;
+    vdc->get_config = vhost_user_tmem_read_config;
+    vdc->get_features = vhost_user_tmem_get_features;
+    vdc->set_status = vhost_user_tmem_set_status;
+    vdc->reset = vhost_user_tmem_reset;
+    vdc->get_vhost = vhost_user_tmem_get_vhost;
+}
+
+static const TypeInfo vhost_user_tmem_info = {
+    .name = TYPE_VHOST_USER_TMEM,
+    .parent = TYPE_VIRTIO_DEVICE,
+    .instance_size = sizeof(VHostUserTmem),
+    .class_init = vhost_user_tmem_class_init,
+};
+
+static void vhost_user_tmem_register_types(void)
+{
+    type_register_static(&vhost_user_tmem_info);
+}
+
+type_init(vhost_user_tmem_register_types)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A vhost-user backend that speaks the control protocol only and misbehaves on request.
+
+It holds no pages and serves no ring. It is a process of its own, so that a test can stop and
+kill it, and it can die, hang or go on strike at the n-th message that it receives, counted
+over all connections: that is how a test visits each moment of the device's life.
+
+Prints one JSON object a line for each message, for the test to read.
+"""
+
+import argparse
+import array
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+
+HEADER = struct.Struct("<III")
+CONFIG = struct.Struct("<QIHHI12x")
+
+NAMES = {
+    1: "GET_FEATURES",
+    2: "SET_FEATURES",
+    3: "SET_OWNER",
+    5: "SET_MEM_TABLE",
+    8: "SET_VRING_NUM",
+    9: "SET_VRING_ADDR",
+    10: "SET_VRING_BASE",
+    11: "GET_VRING_BASE",
+    12: "SET_VRING_KICK",
+    13: "SET_VRING_CALL",
+    14: "SET_VRING_ERR",
+    15: "GET_PROTOCOL_FEATURES",
+    16: "SET_PROTOCOL_FEATURES",
+    17: "GET_QUEUE_NUM",
+    18: "SET_VRING_ENABLE",
+    24: "GET_CONFIG",
+    34: "RESET_DEVICE",
+    36: "GET_MAX_MEM_SLOTS",
+    37: "ADD_MEM_REG",
+    38: "REM_MEM_REG",
+}
+
+VERSION_1 = 1 << 32
+EVENT_IDX = 1 << 29
+INDIRECT_DESC = 1 << 28
+PROTOCOL_FEATURES = 1 << 30
+LOG_ALL = 1 << 26
+
+MQ = 1 << 0
+LOG_SHMFD = 1 << 1
+REPLY_ACK = 1 << 3
+F_CONFIG = 1 << 9
+F_RESET_DEVICE = 1 << 13
+
+
+class Backend:
+    """State of one process; connections are served one after the other."""
+
+    def __init__(self, args):
+        self.args = args
+        self.messages = 0
+        self.generation = 0
+
+    def new_generation(self):
+        self.generation = int.from_bytes(os.urandom(8), "little") | 1
+
+    def log(self, **what):
+        print(json.dumps(what), flush=True)
+
+    def misbehave(self):
+        """Does what the command line asks at this message; True closes the connection."""
+        if self.messages == self.args.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.messages == self.args.hang_at:
+            self.log(event="hang")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return self.messages == self.args.close_at
+
+    def config(self):
+        return CONFIG.pack(
+            self.generation,
+            self.args.page_size,
+            0,
+            self.args.batch_max,
+            self.args.pools_max,
+        )
+
+    def answer(self, request, payload):
+        """The payload of the reply, or None where only REPLY_ACK asks for one."""
+        if request == 1:
+            return struct.pack("<Q", self.args.features)
+        if request == 15:
+            return struct.pack("<Q", self.args.protocol_features)
+        if request == 17:
+            return struct.pack("<Q", self.args.queues)
+        if request == 11:
+            index, _ = struct.unpack("<II", payload)
+            return struct.pack("<II", index, 0)
+        if request == 24:
+            offset, size, flags = struct.unpack_from("<III", payload)
+            data = self.config()[offset : offset + size].ljust(size, b"\0")
+            return struct.pack("<III", offset, size, flags) + data
+        if request == 34:
+            self.new_generation()
+        return None
+
+    def serve(self, conn):
+        self.new_generation()
+        self.log(event="connected", generation=self.generation)
+        while True:
+            data, ancillary, _, _ = conn.recvmsg(HEADER.size, socket.CMSG_SPACE(64 * 4))
+            for level, kind, fds in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    values = array.array("i")
+                    values.frombytes(fds)
+                    for fd in values:
+                        os.close(fd)
+            if len(data) < HEADER.size:
+                self.log(event="disconnected")
+                return
+            request, flags, size = HEADER.unpack(data)
+            payload = b""
+            while len(payload) < size:
+                payload += conn.recv(size - len(payload))
+            self.messages += 1
+            self.log(
+                message=self.messages,
+                request=NAMES.get(request, request),
+                generation=self.generation,
+            )
+            if self.misbehave():
+                return
+            reply = self.answer(request, payload)
+            if reply is None and flags & 8:
+                reply = struct.pack("<Q", 0)
+            if reply is not None:
+                conn.sendall(HEADER.pack(request, 1 | 4, len(reply)) + reply)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--die-at", type=int, default=0, help="SIGKILL at this message")
+    parser.add_argument("--hang-at", type=int, default=0, help="SIGSTOP at this message")
+    parser.add_argument("--close-at", type=int, default=0, help="close at this message")
+    parser.add_argument("--queues", type=int, default=17)
+    parser.add_argument("--page-size", type=int, default=4096)
+    parser.add_argument("--batch-max", type=int, default=64)
+    parser.add_argument("--pools-max", type=int, default=256)
+    parser.add_argument(
+        "--features",
+        type=lambda text: int(text, 0),
+        default=VERSION_1 | EVENT_IDX | INDIRECT_DESC | PROTOCOL_FEATURES | LOG_ALL,
+    )
+    parser.add_argument(
+        "--protocol-features",
+        type=lambda text: int(text, 0),
+        default=MQ | LOG_SHMFD | REPLY_ACK | F_CONFIG | F_RESET_DEVICE,
+    )
+    args = parser.parse_args()
+
+    listener = socket.socket(socket.AF_UNIX)
+    if os.path.exists(args.socket):
+        os.unlink(args.socket)
+    listener.bind(args.socket)
+    listener.listen(8)
+    backend = Backend(args)
+    backend.log(event="listening")
+    while True:
+        conn, _ = listener.accept()
+        try:
+            with conn:
+                backend.serve(conn)
+        except ConnectionError:
+            backend.log(event="disconnected")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Fixtures: the QEMU binary under test, machines and backends that never outlive a test."""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from machine import Backend, Machine
+
+BUILD = Path(__file__).resolve().parent.parent / "build"
+
+
+@pytest.fixture(scope="session")
+def qemu():
+    """QEMU=path, or what qemu-dev/build has built, or builds now."""
+    if "QEMU" in os.environ:
+        return os.environ["QEMU"]
+    return subprocess.run(
+        [BUILD], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def folder():
+    """A short path: the name of a Unix socket has 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="tmem") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def machine(qemu, folder):
+    """Makes a machine of the test's own."""
+    machines = []
+
+    def make(**options):
+        machines.append(Machine(qemu, folder, **options))
+        return machines[-1]
+
+    yield make
+    for each in machines:
+        each.close()
+
+
+@pytest.fixture
+def backend(folder):
+    """Starts a backend process on the machine's socket."""
+    backends = []
+
+    def start(*arguments):
+        backends.append(Backend(folder / "tmem.sock", *arguments))
+        return backends[-1]
+
+    yield start
+    for each in backends:
+        each.kill()

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""QEMU with the device and no guest: the test is the driver, over QEMU's qtest protocol.
+
+Every register access of a driver is one command, so a test decides exactly what the guest
+does while the backend comes, goes or hangs. No firmware, no kernel: a machine takes 0.2 s.
+"""
+
+import json
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+# No command may take longer: it would be QEMU waiting for a backend. The device gives one
+# answer 300 ms in these tests; the rest is room for a loaded machine.
+COMMAND_TIMEOUT_S = 20
+BACKEND_TIMEOUT_MS = 300
+
+ACKNOWLEDGE, DRIVER, DRIVER_OK, FEATURES_OK = 1, 2, 4, 8
+BAR_ADDRESS = 0xE0000000
+RING_ADDRESS = 0x100000
+CONFIG = struct.Struct("<QIHHI12x")
+
+
+class Timeout(AssertionError):
+    """QEMU did not answer."""
+
+
+class Line:
+    """A socket that is read by lines, each within COMMAND_TIMEOUT_S."""
+
+    def __init__(self, sock):
+        self.sock = sock
+        self.sock.settimeout(COMMAND_TIMEOUT_S)
+        self.file = sock.makefile("rw", newline="\n")
+
+    def send(self, text):
+        self.file.write(text + "\n")
+        self.file.flush()
+
+    def receive(self):
+        try:
+            line = self.file.readline()
+        except TimeoutError as error:
+            raise Timeout("QEMU does not answer") from error
+        if not line:
+            raise ConnectionError("QEMU has ended")
+        return line.strip()
+
+
+def wait_for(what, condition, seconds=COMMAND_TIMEOUT_S):
+    """Polls until condition() is true and returns its value."""
+    end = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise Timeout(f"waited in vain for {what}")
+        time.sleep(0.01)
+
+
+class Backend:
+    """A backend process."""
+
+    def __init__(self, path, *arguments):
+        self.events = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "backend.py"), "--socket", str(path), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.wait("listening", lambda event: event.get("event") == "listening")
+
+    def read(self):
+        """Events so far, without waiting for more."""
+        while select.select([self.process.stdout], [], [], 0)[0]:
+            line = self.process.stdout.readline()
+            if not line:
+                break
+            self.events.append(json.loads(line))
+        return self.events
+
+    def wait(self, what, condition):
+        return wait_for(
+            f"backend: {what}", lambda: [event for event in self.read() if condition(event)]
+        )
+
+    def requests(self):
+        return [event["request"] for event in self.read() if "request" in event]
+
+    def generation(self):
+        return [event["generation"] for event in self.read() if "generation" in event][-1]
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+
+class Machine:
+    """QEMU, its QMP and qtest connections, and a driver of the device."""
+
+    def __init__(self, binary, folder, *, device="", machine="", memory=None, chardev=None, more=()):
+        self.folder = Path(folder)
+        self.socket = self.folder / "tmem.sock"
+        self.stderr = tempfile.TemporaryFile("w+")
+        if memory is None:
+            memory = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"]
+            machine += ",memory-backend=mem"
+        if chardev is None:
+            chardev = f"socket,id=tmem,path={self.socket},reconnect-ms=20"
+        if "backend-timeout-ms" not in device:
+            device += f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
+        listeners = {}
+        for name in ("qmp", "qtest"):
+            listeners[name] = socket.socket(socket.AF_UNIX)
+            listeners[name].bind(str(self.folder / name))
+            listeners[name].listen(1)
+            listeners[name].settimeout(COMMAND_TIMEOUT_S)
+        self.process = subprocess.Popen(
+            [
+                str(binary),
+                *("-machine", f"q35,accel=qtest{machine}", "-m", "64M", "-smp", "4"),
+                *("-display", "none", "-nodefaults", "-no-user-config"),
+                *("-qmp", f"unix:{self.folder}/qmp", "-qtest", f"unix:{self.folder}/qtest"),
+                *("-qtest-log", "/dev/null"),
+                *memory,
+                *("-chardev", chardev),
+                *("-device", f"vhost-user-tmem-pci,id=t0,addr=5,chardev=tmem{device}"),
+                *more,
+            ],
+            stderr=self.stderr,
+            stdin=subprocess.DEVNULL,
+        )
+        try:
+            self.qmp_line = self.accept(listeners["qmp"])
+            self.qtest = self.accept(listeners["qtest"])
+            self.qmp_line.receive()
+            self.qmp("qmp_capabilities")
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for listener in listeners.values():
+                listener.close()
+        self.common = self.isr = self.device_config = None
+
+    def accept(self, listener):
+        wait_for(
+            "QEMU to connect",
+            lambda: select.select([listener], [], [], 0)[0] or self.process.poll() is not None,
+        )
+        if self.process.poll() is not None:
+            raise ConnectionError(self.errors())
+        return Line(listener.accept()[0])
+
+    def errors(self):
+        self.stderr.flush()
+        self.stderr.seek(0)
+        return self.stderr.read()
+
+    def alive(self):
+        assert self.process.poll() is None, self.errors()
+
+    def close(self):
+        self.process.kill()
+        self.process.wait()
+
+    # QMP
+
+    def qmp(self, command, **arguments):
+        self.qmp_line.send(json.dumps({"execute": command, "arguments": arguments}))
+        while True:
+            reply = json.loads(self.qmp_line.receive())
+            if "error" in reply:
+                raise RuntimeError(reply["error"]["desc"])
+            if "return" in reply:
+                return reply["return"]
+
+    def hmp(self, command):
+        return self.qmp("human-monitor-command", **{"command-line": command})
+
+    def status(self):
+        """x-query-virtio-status of the device."""
+        [device] = [
+            device for device in self.qmp("x-query-virtio") if device["name"] == "virtio-tmem"
+        ]
+        return self.qmp("x-query-virtio-status", path=device["path"])
+
+    # Registers
+
+    def command(self, text):
+        self.qtest.send(text)
+        while True:
+            reply = self.qtest.receive().split()
+            if reply[0] == "OK":
+                return int(reply[1], 0) if len(reply) > 1 else None
+            assert reply[0] == "IRQ", reply
+
+    def write(self, address, size, value):
+        self.command(f"write{'_bw_l___q'[size]} {address:#x} {value:#x}")
+
+    def read(self, address, size):
+        return self.command(f"read{'_bw_l___q'[size]} {address:#x}")
+
+    def pci_read(self, offset):
+        self.command(f"outl 0xcf8 {0x80000000 | 5 << 11 | offset:#x}")
+        return self.command("inl 0xcfc")
+
+    def pci_write(self, offset, value):
+        self.command(f"outl 0xcf8 {0x80000000 | 5 << 11 | offset & ~3:#x}")
+        self.command(f"outl 0xcfc {value:#x}")
+
+    def map(self):
+        """Maps the device's modern registers, as firmware and PCI core do."""
+        assert self.pci_read(0) == 0x107F1AF4
+        self.pci_write(0x20, BAR_ADDRESS)
+        self.pci_write(0x24, 0)
+        self.pci_write(0x04, 0x6)
+        offset = self.pci_read(0x34) & 0xFF
+        while offset:
+            header = self.pci_read(offset)
+            if header & 0xFF == 9:
+                address = BAR_ADDRESS + self.pci_read(offset + 8)
+                match header >> 24:
+                    case 1:
+                        self.common = address
+                    case 3:
+                        self.isr = address
+                    case 4:
+                        self.device_config = address
+            offset = header >> 8 & 0xFF
+
+    # Driver
+
+    def features(self):
+        value = 0
+        for half in (0, 1):
+            self.write(self.common, 4, half)
+            value |= self.read(self.common + 4, 4) << 32 * half
+        return value
+
+    def set_status(self, status):
+        self.write(self.common + 20, 1, status)
+
+    def get_status(self):
+        return self.read(self.common + 20, 1)
+
+    def reset(self):
+        self.set_status(0)
+        assert self.get_status() == 0
+
+    def driver_up(self):
+        """Reset to DRIVER_OK with all queues on, as a driver's probe does it."""
+        if self.common is None:
+            self.map()
+        self.reset()
+        self.set_status(ACKNOWLEDGE | DRIVER)
+        features = self.features()
+        for half in (0, 1):
+            self.write(self.common + 8, 4, half)
+            self.write(self.common + 12, 4, features >> 32 * half & 0xFFFFFFFF)
+        self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK)
+        assert self.get_status() & FEATURES_OK
+        for queue in range(self.read(self.common + 18, 2)):
+            self.write(self.common + 22, 2, queue)
+            base = RING_ADDRESS + queue * 0x10000
+            for offset, part in ((32, 0), (40, 0x8000), (48, 0xC000)):
+                self.write(self.common + offset, 4, base + part)
+                self.write(self.common + offset + 4, 4, 0)
+            self.write(self.common + 28, 2, 1)
+        self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK)
+
+    def config(self):
+        """(generation, page_size, num_request_queues, batch_max, pools_max)"""
+        data = b"".join(
+            struct.pack("<I", self.read(self.device_config + offset, 4)) for offset in range(0, 32, 4)
+        )
+        return CONFIG.unpack(data)
+
+    def generation(self):
+        return self.config()[0]
+
+    def config_interrupt(self):
+        """Whether there was one since the last call."""
+        return bool(self.read(self.isr, 1) & 2)
+
+    def wait_generation(self, expected):
+        """Waits until the guest is told this generation, or any but 0 for None."""
+        return wait_for(
+            f"generation {expected}",
+            lambda: (
+                (value := self.generation()) == expected
+                if expected is not None
+                else self.generation()
+            )
+            or None,
+        )

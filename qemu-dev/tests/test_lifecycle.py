@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The device's promises to a guest while backends come, go, hang and lie."""
+
+import signal
+import time
+
+import pytest
+from machine import BACKEND_TIMEOUT_MS, wait_for
+
+VERSION_1 = 1 << 32
+EVENT_IDX = 1 << 29
+INDIRECT_DESC = 1 << 28
+PROTOCOL_FEATURES = 1 << 30
+
+
+def exercise(vm):
+    """What guests and hosts do to a device. Everything must answer, backend or none."""
+    vm.driver_up()
+    vm.config()
+    vm.status()
+    vm.qmp("stop")
+    vm.status()
+    vm.qmp("cont")
+    vm.config()
+    vm.qmp("system_reset")
+    wait_for("the reset", lambda: vm.pci_read(4) & 2 == 0)
+    vm.map()
+    vm.status()
+    vm.driver_up()
+    vm.config()
+    vm.reset()
+    vm.driver_up()
+    vm.status()
+    vm.alive()
+
+
+def test_without_backend(machine):
+    vm = machine()
+    exercise(vm)
+    assert vm.config() == (0, 4096, 4, 64, 256)
+    assert vm.status()["num-vqs"] == 5
+    assert vm.status()["vhost-started"] is False
+
+
+def test_features_are_the_same_with_and_without_backend(machine, backend):
+    vm = machine()
+    vm.driver_up()
+    alone = vm.features()
+    assert alone == VERSION_1 | EVENT_IDX | INDIRECT_DESC
+    # This one offers everything, VHOST_F_LOG_ALL and packed rings included.
+    backend("--features", hex((1 << 64) - 1 - (1 << 33)))
+    vm.wait_generation(None)
+    assert vm.features() == alone
+    assert vm.config()[1:] == (4096, 4, 64, 256)
+
+
+@pytest.mark.parametrize(
+    ("option", "bit"), [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX)]
+)
+def test_feature_property(machine, backend, option, bit):
+    vm = machine(device=f",{option}=off")
+    vm.driver_up()
+    assert vm.features() == (VERSION_1 | EVENT_IDX | INDIRECT_DESC) & ~bit
+    # A backend needs only what the device offers.
+    backend("--features", hex((VERSION_1 | EVENT_IDX | INDIRECT_DESC | PROTOCOL_FEATURES) & ~bit))
+    vm.wait_generation(None)
+
+
+def test_pci_identity(machine):
+    vm = machine(device=",num-queues=3")
+    assert vm.pci_read(0) == 0x107F1AF4
+    assert vm.pci_read(8) >> 16 == 0x00FF
+    offset = vm.pci_read(0x34) & 0xFF
+    while vm.pci_read(offset) & 0xFF != 0x11:
+        offset = vm.pci_read(offset) >> 8 & 0xFF
+    vectors = (vm.pci_read(offset) >> 16 & 0x7FF) + 1
+    assert vectors == 3 + 3
+
+
+def test_backend_before_driver(machine, backend):
+    daemon = backend()
+    vm = machine()
+    daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
+    vm.driver_up()
+    # At once: the guest may read it right after DRIVER_OK.
+    assert vm.generation() == daemon.generation() != 0
+    wait_for("the interrupt", vm.config_interrupt)
+    assert vm.status()["vhost-started"] is True
+
+
+def test_backend_after_driver(machine, backend):
+    vm = machine()
+    vm.driver_up()
+    wait_for("the interrupt of the start", vm.config_interrupt)
+    assert vm.generation() == 0
+    daemon = backend()
+    wait_for("the interrupt", vm.config_interrupt)
+    assert vm.generation() == daemon.generation()
+
+
+@pytest.mark.parametrize("up", [False, True])
+def test_backend_killed_and_restarted(machine, backend, up):
+    vm = machine()
+    if up:
+        vm.driver_up()
+    for _ in range(5):
+        daemon = backend()
+        daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
+        if up:
+            vm.wait_generation(daemon.generation())
+        daemon.kill()
+        if up:
+            vm.wait_generation(0)
+            wait_for("the interrupt", vm.config_interrupt)
+        vm.status()
+        vm.alive()
+
+
+def test_pause_keeps_the_generation(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    before = vm.wait_generation(daemon.generation()) and vm.generation()
+    wait_for("the interrupt", vm.config_interrupt)
+    vm.qmp("stop")
+    assert vm.generation() == before
+    assert vm.status()["vhost-started"] is False
+    assert "RESET_DEVICE" not in daemon.requests()[-20:]
+    vm.qmp("cont")
+    assert vm.generation() == before
+    wait_for("the interrupt", vm.config_interrupt)
+    assert vm.status()["vhost-started"] is True
+
+
+def test_backend_lost_in_a_pause(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    wait_for("the interrupt", vm.config_interrupt)
+    vm.qmp("stop")
+    daemon.kill()
+    vm.wait_generation(0)
+    assert not vm.config_interrupt()
+    second = backend()
+    second.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
+    assert "SET_MEM_TABLE" not in second.requests()
+    vm.qmp("cont")
+    wait_for("the interrupt", vm.config_interrupt)
+    assert vm.wait_generation(second.generation())
+
+
+@pytest.mark.parametrize("how", ["driver", "system"])
+def test_reset_makes_a_new_generation(machine, backend, how):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    first = vm.generation()
+    resets = daemon.requests().count("RESET_DEVICE")
+    if how == "driver":
+        vm.reset()
+        assert vm.generation() == 0
+    else:
+        vm.qmp("system_reset")
+        wait_for("the reset", lambda: vm.pci_read(4) & 2 == 0)
+        vm.map()
+    daemon.wait(
+        "the reset", lambda event: daemon.requests().count("RESET_DEVICE") > resets
+    )
+    vm.driver_up()
+    assert vm.generation() == daemon.generation() != first
+
+
+def test_loadvm(machine, backend, folder):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    first = vm.generation()
+    state = folder / "migration"
+    vm.qmp("stop")
+    vm.qmp("migrate", uri=f"exec:cat > {state}")
+    wait_for("the state", lambda: vm.qmp("query-migrate")["status"] == "completed")
+    vm.close()
+    vm = machine(more=["-incoming", "defer"])
+    vm.qmp("migrate-incoming", uri=f"exec:cat {state}")
+    wait_for("the state", lambda: vm.qmp("query-migrate")["status"] == "completed")
+    vm.qmp("cont")
+    vm.map()
+    assert vm.wait_generation(None)
+    assert vm.generation() == daemon.generation() != first
+    wait_for("the interrupt", vm.config_interrupt)
+
+
+@pytest.mark.parametrize("fault", ["--die-at", "--close-at"])
+def test_backend_dies_at_each_message(machine, backend, fault):
+    """One QEMU outlives a backend that dies at its first message, its second, ..."""
+    vm = machine()
+    for message in range(1, 200):
+        daemon = backend(fault, str(message))
+        exercise(vm)
+        done = daemon.read() and max(event.get("message", 0) for event in daemon.events) > message
+        daemon.kill()
+        vm.wait_generation(0)
+        if done:
+            break
+    assert message > 30, "the sweep ended before the device's life did"
+
+
+@pytest.mark.parametrize("message", [2, 3, 5, 8, 12, 20, 25, 30, 36, 40, 44, 50, 56, 60, 64, 70])
+def test_backend_hangs_at_a_message(machine, backend, message):
+    vm = machine()
+    daemon = backend("--hang-at", str(message))
+    start = time.monotonic()
+    exercise(vm)
+    exercise(vm)
+    print(f"{time.monotonic() - start:.2f} s with a hang at message {message}")
+    daemon.process.send_signal(signal.SIGCONT)
+    vm.wait_generation(None)
+    exercise(vm)
+
+
+def test_stopped_backend_is_never_waited_for(machine, backend):
+    """A socket that accepts and never answers costs the guest nothing at all."""
+    daemon = backend()
+    daemon.process.send_signal(signal.SIGSTOP)
+    vm = machine(device=",backend-timeout-ms=1000000")
+    exercise(vm)
+    assert vm.generation() == 0
+    daemon.process.send_signal(signal.SIGCONT)
+    vm.wait_generation(None)
+    assert vm.generation() == daemon.generation()
+
+
+def test_stopped_when_up(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    assert vm.wait_generation(daemon.generation())
+    daemon.process.send_signal(signal.SIGSTOP)
+    # Reads and queries do not ask it.
+    assert vm.generation() == daemon.generation()
+    vm.status()
+    vm.reset()
+    assert f"no answer within {BACKEND_TIMEOUT_MS} ms" in vm.errors()
+    vm.driver_up()
+    assert vm.generation() == 0
+    daemon.process.send_signal(signal.SIGCONT)
+    vm.wait_generation(None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--features", hex(VERSION_1 | EVENT_IDX | PROTOCOL_FEATURES)), "INDIRECT_DESC"),
+        (("--features", hex(VERSION_1 | INDIRECT_DESC | PROTOCOL_FEATURES)), "EVENT_IDX"),
+        (("--features", hex(EVENT_IDX | INDIRECT_DESC | PROTOCOL_FEATURES)), "VERSION_1"),
+        (("--protocol-features", hex(0x209)), "PROTOCOL_F_RESET_DEVICE"),
+        (("--protocol-features", hex(0x2201)), "PROTOCOL_F_REPLY_ACK"),
+        (("--protocol-features", hex(0x2009)), "PROTOCOL_F_CONFIG"),
+        (("--queues", "3"), "maximum number of queues"),
+        (("--batch-max", "32"), "batch_max 32"),
+        (("--pools-max", "1"), "pools_max 1"),
+        (("--page-size", "65536"), "page_size 65536"),
+    ],
+)
+def test_unfit_backend_is_refused_once(machine, backend, arguments, message):
+    vm = machine()
+    daemon = backend(*arguments)
+    # The second handshake is a second after the first, and not told again.
+    wait_for(
+        "a second attempt",
+        lambda: len([e for e in daemon.read() if e.get("event") == "connected"]) > 2,
+    )
+    wait_for("the message", lambda: message in vm.errors())
+    exercise(vm)
+    assert vm.generation() == 0
+    assert vm.errors().count("backend refused") == 1
+    daemon.kill()
+    backend()
+    vm.wait_generation(None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": ",num-queues=17"}, "num-queues=17 is more than 16"),
+        ({"device": ",queue-size=100"}, "queue-size=100 is not a power of 2"),
+        ({"device": ",queue-size=2048"}, "queue-size=2048"),
+        ({"device": ",iommu_platform=on"}, "iommu_platform=on"),
+        ({"device": ",packed=on"}, "packed=on"),
+        ({"device": ",backend-timeout-ms=0"}, "backend-timeout-ms"),
+        ({"memory": []}, "memory-backend-memfd,id=mem,size=64M,share=on"),
+        (
+            {
+                "memory": ["-object", "memory-backend-memfd,id=mem,size=64M,share=off"],
+                "machine": ",memory-backend=mem",
+            },
+            "share=on -machine memory-backend=mem",
+        ),
+        ({"chardev": "null,id=tmem"}, "is not a socket"),
+    ],
+)
+def test_bad_options(machine, options, message):
+    with pytest.raises(ConnectionError) as caught:
+        machine(**options)
+    assert message in str(caught.value)
+
+
+def test_numa_nodes(machine, backend):
+    backend()
+    memory = []
+    for node in (0, 1):
+        memory += ["-object", f"memory-backend-memfd,id=m{node},size=32M,share=on"]
+        memory += ["-numa", f"node,nodeid={node},memdev=m{node}"]
+    vm = machine(memory=memory)
+    vm.driver_up()
+    vm.wait_generation(None)
+    vm.close()
+    memory[1] = memory[1].replace("=on", "=off")
+    with pytest.raises(ConnectionError) as caught:
+        machine(memory=memory)
+    assert "share=on" in str(caught.value)
+
+
+@pytest.mark.parametrize("queues", [1, 16])
+def test_number_of_queues(machine, backend, queues):
+    backend()
+    vm = machine(device=f",num-queues={queues},queue-size=1024")
+    vm.driver_up()
+    assert vm.config()[2] == queues
+    assert vm.status()["num-vqs"] == queues + 1
+    vm.wait_generation(None)
+
+
+def test_unplug(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    vm.qmp("device_del", id="t0")
+    # Without a guest that lets it go, the reset does it.
+    vm.qmp("system_reset")
+    daemon.wait("the end", lambda event: event.get("event") == "disconnected")
+    vm.alive()
