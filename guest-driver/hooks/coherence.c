@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Functions after which the content of a file is another one, and what is
+ * erased then. Each says why no put or get that runs beside it can leave or
+ * find old content.
+ */
+#include <linux/fadvise.h>
+#include <linux/fs.h>
+#include <linux/ftrace.h>
+#include <linux/mm.h>
+#include <linux/pagemap.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/*
+ * Truncate, punch, zero, collapse, insert, clone and dedupe, and eviction.
+ *
+ * Erased after it ran: reclaim may put a page of the range until the page is
+ * gone from the page cache. From then until the blocks have changed no page of
+ * the range can be read in, since file systems hold the invalidate_lock (and
+ * a page beyond the new end of file is neither put nor got). Pages that are
+ * cut in part are erased as well.
+ *
+ * Verifications are void from before it ran on: it zeroes parts of pages.
+ */
+static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
+{
+	struct inode *inode = mapping->host;
+	pgoff_t first = start_byte >> PAGE_SHIFT;
+	/* -1 is the end of the file: all ones in pages, too. */
+	pgoff_t last = (u64)last_byte == U64_MAX ? ULONG_MAX : (u64)last_byte >> PAGE_SHIFT;
+	struct tmem_fs *fs;
+	bool ours;
+
+	tmem_enter();
+	ours = inode && S_ISREG(inode->i_mode) && mapping == &inode->i_data;
+	if (ours) {
+		rcu_read_lock();
+		fs = tmem_fs_find(inode->i_sb);
+		if (fs)
+			tmem_verify_void(fs, inode->i_ino, first, last);
+		rcu_read_unlock();
+	}
+
+	truncate_inode_pages_range(mapping, start_byte, last_byte);
+
+	if (ours) {
+		/* Looked up again: it may have been registered meanwhile. */
+		rcu_read_lock();
+		fs = tmem_fs_find(inode->i_sb);
+		if (fs) {
+			tmem_verify_void(fs, inode->i_ino, first, last);
+			if (mapping_exiting(mapping))
+				tmem_fs_inode_gone(fs, inode);
+			else if (first <= last)
+				tmem_invalidate(fs->pool, inode->i_ino, first, last,
+						TMEM_INVAL_TRUNCATE);
+		}
+		rcu_read_unlock();
+	}
+	tmem_leave();
+}
+
+static void bypass_inode(const struct inode *inode, enum tmem_inval why, bool sticky)
+{
+	struct tmem_fs *fs;
+
+	if (!inode || !S_ISREG(inode->i_mode))
+		return;
+	rcu_read_lock();
+	fs = tmem_fs_find(inode->i_sb);
+	if (fs)
+		tmem_fs_bypass(fs, inode, why, sticky);
+	rcu_read_unlock();
+}
+
+/*
+ * A direct write is about to start (or has ended). Erasing its range would not
+ * do: a page that is read in beside it and reclaimed again would be put, and
+ * the invalidation at the end is left out if nothing is cached then. So the
+ * inode takes no puts while it is open for writing. A page read in beside the
+ * write and still cached is removed by that invalidation, before the file can
+ * be closed.
+ */
+static void entry_direct(struct ftrace_regs *fregs)
+{
+	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+
+	bypass_inode(mapping->host, TMEM_INVAL_DIRECT, false);
+}
+
+/**
+ * tmem_entry_move_ext - the blocks of two files are about to be exchanged
+ * @fregs: the two files
+ *
+ * That neither dirties nor removes pages of the donor, so its page cache may
+ * have what the disk no longer has: sticky until it is evicted. Pages in the
+ * making at this moment are filled under their lock, as by the disk.
+ */
+void tmem_entry_move_ext(struct ftrace_regs *fregs)
+{
+	const struct file *orig = (void *)tmem_arg(fregs, 0);
+	const struct file *donor = (void *)tmem_arg(fregs, 1);
+
+	bypass_inode(file_inode(orig), TMEM_INVAL_MOVE_EXT, true);
+	bypass_inode(file_inode(donor), TMEM_INVAL_MOVE_EXT, true);
+}
+
+/**
+ * tmem_entry_swapon - a file is about to be swapped to
+ * @fregs: second argument is the file
+ *
+ * Swapping writes below the page cache, and what was cached before stays
+ * cached after swapoff: sticky.
+ */
+void tmem_entry_swapon(struct ftrace_regs *fregs)
+{
+	const struct file *file = (void *)tmem_arg(fregs, 1);
+
+	bypass_inode(file_inode(file), TMEM_INVAL_INODE, true);
+}
+
+/* The pool goes before anything of the super block does; see tmem_fs_drop(). */
+static void wrap_shutdown_super(struct super_block *sb)
+{
+	tmem_enter();
+	tmem_fs_drop(sb);
+	generic_shutdown_super(sb);
+	tmem_leave();
+}
+
+/*
+ * POSIX_FADV_DONTNEED: what its range evicts is not put, and what is held of it
+ * is erased. A wish, not coherence: more than a few at once do without the
+ * first half.
+ */
+#define TMEM_FADVISE_MAX 8
+
+static struct fadvise_range {
+	const struct address_space *mapping;
+	pgoff_t first, last;
+} fadvise_ranges[TMEM_FADVISE_MAX];
+static unsigned long fadvise_used;
+
+/**
+ * tmem_fadvise_covers - is somebody just now saying that this page is not needed?
+ * @mapping: of the page
+ * @index: of the page
+ *
+ * Context: any. May be wrong beside the beginning or end of it.
+ */
+bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
+{
+	unsigned int i;
+
+	if (likely(!READ_ONCE(fadvise_used)))
+		return false;
+	for (i = 0; i < TMEM_FADVISE_MAX; i++) {
+		if (READ_ONCE(fadvise_ranges[i].mapping) == mapping &&
+		    index >= READ_ONCE(fadvise_ranges[i].first) &&
+		    index <= READ_ONCE(fadvise_ranges[i].last))
+			return true;
+	}
+	return false;
+}
+
+static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
+{
+	struct address_space *mapping = file->f_mapping;
+	struct inode *inode = mapping->host;
+	/* Whole pages only, as the kernel does it; a length of 0 is to the end. */
+	u64 end = (u64)offset + (u64)len;
+	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
+	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
+		     end >> PAGE_SHIFT : ULONG_MAX;
+	struct tmem_fs *fs;
+	unsigned int slot;
+	int ret;
+
+	for (slot = 0; slot < TMEM_FADVISE_MAX; slot++) {
+		if (!test_and_set_bit(slot, &fadvise_used)) {
+			fadvise_ranges[slot].first = first;
+			fadvise_ranges[slot].last = nr - 1;
+			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
+			break;
+		}
+	}
+	ret = generic_fadvise(file, offset, len, POSIX_FADV_DONTNEED);
+	if (slot < TMEM_FADVISE_MAX) {
+		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
+		clear_bit_unlock(slot, &fadvise_used);
+	}
+	if (ret || nr <= first)
+		return ret;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(inode->i_sb);
+	if (fs)
+		tmem_invalidate(fs->pool, inode->i_ino, first, nr - 1, TMEM_INVAL_FADVISE);
+	rcu_read_unlock();
+	return ret;
+}
+
+static int wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
+{
+	int ret;
+
+	tmem_enter();
+	if (advice == POSIX_FADV_DONTNEED && offset >= 0 && len >= 0 &&
+	    S_ISREG(file_inode(file)->i_mode))
+		ret = fadvise_dontneed(file, offset, len);
+	else
+		ret = generic_fadvise(file, offset, len, advice);
+	tmem_leave();
+	return ret;
+}
+
+/**
+ * tmem_coherence_add - the functions of mm and VFS that are watched on every kernel
+ *
+ * Return: 0 or an error, which was reported.
+ */
+int tmem_coherence_add(void)
+{
+	const struct tmem_target targets[] = {
+		{ (unsigned long)truncate_inode_pages_range, TMEM_HOOK_TRUNCATE, NULL,
+		  wrap_truncate },
+		{ (unsigned long)invalidate_inode_pages2_range, TMEM_HOOK_DIRECT, entry_direct },
+		{ (unsigned long)generic_shutdown_super, TMEM_HOOK_UNMOUNT, NULL,
+		  wrap_shutdown_super },
+		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, wrap_fadvise },
+	};
+	unsigned int i;
+	int err;
+
+	for (i = 0; i < ARRAY_SIZE(targets); i++) {
+		err = tmem_ftrace_add(&targets[i]);
+		if (err) {
+			tmem_hooks_off("cannot hook %s: error %d",
+				       tmem_hook_names[targets[i].hook], err);
+			return err;
+		}
+	}
+	return 0;
+}

@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * File systems: which types are served, which of their mounts are known, and
+ * which inodes of those may be put and got.
+ *
+ * A mount gets a pool when the first page of one of its files is seen. Hooks
+ * look it up by the address of its super block, in atomic context, under RCU.
+ * It leaves before generic_shutdown_super() begins, so an address that is used
+ * again finds an empty pool.
+ *
+ * Bypass: an inode that is written below the page cache takes no puts while
+ * anyone has it open for writing. Clearing the mark at a put and setting it
+ * are one at a time (bypass_lock), and whoever writes raised i_writecount
+ * before he set the mark, so a mark set for a running write is never cleared.
+ * A sticky mark stays until the inode is evicted: its page cache may hold what
+ * the disk does not.
+ */
+#include <linux/buffer_head.h>
+#include <linux/fs.h>
+#include <linux/hashtable.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/pagemap.h>
+#include <linux/slab.h>
+#include <linux/workqueue.h>
+
+#include "hooks.h"
+
+/* Functions below the page cache that no operations table leads to. */
+struct tmem_fs_symbol {
+	const char *name;
+	enum tmem_hook hook;
+	void (*entry)(struct ftrace_regs *fregs);
+};
+
+struct tmem_fs_type {
+	const char *name;
+	/* Does this mapping keep its data where the hooks expect it? */
+	bool (*mapping_ok)(const struct address_space *mapping);
+	struct tmem_fs_symbol symbols[2];
+	/* Built in or loaded early: look for mounts of it when this module is loaded. */
+	bool at_load;
+
+	/* Only the discovery work touches these, but for @failed. */
+	struct file_system_type *fst;
+	bool active;
+	bool failed;
+};
+
+/*
+ * With data=journal (by mount or by file) a clean page may have its newest
+ * content in the journal only; such inodes have another way of migrating.
+ */
+static bool ext4_mapping_ok(const struct address_space *mapping)
+{
+	return mapping->a_ops->migrate_folio == buffer_migrate_folio;
+}
+
+static struct tmem_fs_type tmem_fs_types[] = {
+	{
+		.name = "ext4",
+		.mapping_ok = ext4_mapping_ok,
+		.symbols = { { "ext4_move_extents", TMEM_HOOK_MOVE_EXT, tmem_entry_move_ext } },
+		.at_load = true,
+	},
+};
+
+/* More mounts than this are not served. */
+#define TMEM_FS_MAX 64
+
+static DEFINE_HASHTABLE(tmem_fs_hash, 6);
+static DEFINE_SPINLOCK(fs_lock);	/* guards: writers of tmem_fs_hash, nr_fs */
+static unsigned int nr_fs;
+
+static unsigned long types_noted;	/* a bit for each entry of tmem_fs_types[] */
+static bool discovery_stopped;
+static void tmem_discover(struct work_struct *work);
+static DECLARE_WORK(discovery, tmem_discover);
+
+/**
+ * tmem_fs_find - the file system of a super block
+ * @sb: its super block
+ *
+ * Context: any; the caller holds the RCU read lock for as long as it uses the result.
+ * Return: NULL if it is not served (yet).
+ */
+struct tmem_fs *tmem_fs_find(const struct super_block *sb)
+{
+	struct tmem_fs *fs;
+
+	hash_for_each_possible_rcu(tmem_fs_hash, fs, node, (unsigned long)sb)
+		if (fs->sb == sb)
+			return fs;
+	return NULL;
+}
+
+/**
+ * tmem_fs_get - the file system of a super block, for use across a sleep
+ * @sb: its super block
+ *
+ * Return: NULL or a file system to be given to tmem_fs_put().
+ */
+struct tmem_fs *tmem_fs_get(const struct super_block *sb)
+{
+	struct tmem_fs *fs;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	if (fs && !refcount_inc_not_zero(&fs->users))
+		fs = NULL;
+	rcu_read_unlock();
+	return fs;
+}
+
+/**
+ * tmem_fs_put - end of use
+ * @fs: from tmem_fs_get()
+ */
+void tmem_fs_put(struct tmem_fs *fs)
+{
+	if (refcount_dec_and_test(&fs->users))
+		complete(&fs->idle);
+}
+
+/* No hook can find it any more. */
+static void tmem_fs_free(struct tmem_fs *fs)
+{
+	tmem_verify_void_fs(fs);
+	tmem_fs_put(fs);
+	wait_for_completion(&fs->idle);
+	tmem_pool_free(fs->pool);
+	kfree_rcu(fs, rcu);
+}
+
+/**
+ * tmem_fs_drop - forget a file system that is about to be shut down
+ * @sb: its super block
+ *
+ * The caller holds s_umount for writing, so the discovery cannot bring it back.
+ * All files are closed: nobody can be inside a get.
+ */
+void tmem_fs_drop(const struct super_block *sb)
+{
+	struct tmem_fs *fs;
+
+	spin_lock_irq(&fs_lock);
+	fs = tmem_fs_find(sb);
+	if (fs) {
+		hash_del_rcu(&fs->node);
+		nr_fs--;
+	}
+	spin_unlock_irq(&fs_lock);
+	if (!fs)
+		return;
+	WRITE_ONCE(fs->live, false);
+	synchronize_rcu_expedited();
+	tmem_fs_free(fs);
+}
+
+/* Caller holds bypass_lock. */
+static bool tmem_fs_sticky(const struct tmem_fs *fs, u64 ino)
+{
+	unsigned int i;
+
+	if (fs->sticky_all)
+		return true;
+	for (i = 0; i < fs->nr_sticky; i++)
+		if (fs->sticky[i] == ino)
+			return true;
+	return false;
+}
+
+/**
+ * tmem_fs_bypass - an inode is about to change below the page cache
+ * @fs: its file system
+ * @inode: the inode
+ * @why: counted
+ * @sticky: not only while it is open for writing but until it is evicted
+ *
+ * Context: any but NMI.
+ */
+void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
+		    bool sticky)
+{
+	u64 ino = inode->i_ino;
+	unsigned long flags;
+
+	/* Also where the mark is set already: a get may have come before it. */
+	tmem_verify_void(fs, ino, 0, ULONG_MAX);
+
+	spin_lock_irqsave(&fs->bypass_lock, flags);
+	if (sticky && !tmem_fs_sticky(fs, ino)) {
+		if (fs->nr_sticky < TMEM_STICKY_MAX)
+			fs->sticky[fs->nr_sticky++] = ino;
+		else
+			fs->sticky_all = true;
+	}
+	/* A marked inode holds nothing: cheap for those that only write directly. */
+	if (!tmem_is_bypassed(fs->pool, ino))
+		tmem_bypass(fs->pool, ino, why);
+	spin_unlock_irqrestore(&fs->bypass_lock, flags);
+}
+
+/**
+ * tmem_fs_may_put - is the inode free of a mark, or can it be freed of it?
+ * @fs: its file system
+ * @inode: the inode
+ *
+ * A mark that is set after this said yes makes tmem_put() refuse.
+ *
+ * Context: any but NMI.
+ */
+bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
+{
+	u64 ino = inode->i_ino;
+	unsigned long flags;
+	bool ok = true;
+
+	if (!READ_ONCE(fs->live) || READ_ONCE(fs->sticky_all))
+		return false;
+	if (likely(!tmem_is_bypassed(fs->pool, ino)))
+		return true;
+	spin_lock_irqsave(&fs->bypass_lock, flags);
+	if (tmem_fs_sticky(fs, ino) || atomic_read(&inode->i_writecount) > 0)
+		ok = false;
+	else
+		tmem_unbypass(fs->pool, ino);
+	spin_unlock_irqrestore(&fs->bypass_lock, flags);
+	return ok;
+}
+
+/**
+ * tmem_fs_inode_gone - an inode was evicted and its page cache is empty
+ * @fs: its file system
+ * @inode: the inode
+ *
+ * Marks end: nobody has it open. What is held of an inode that still has a
+ * name stays, which is the point of the cache; that of a deleted one goes.
+ */
+void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
+{
+	u64 ino = inode->i_ino;
+	unsigned long flags;
+	unsigned int i;
+
+	if (!inode->i_nlink || !tmem_fs_inode_ok(fs, inode))
+		tmem_invalidate_inode(fs->pool, ino, TMEM_INVAL_INODE);
+
+	if (!tmem_is_bypassed(fs->pool, ino))
+		return;
+	spin_lock_irqsave(&fs->bypass_lock, flags);
+	for (i = 0; i < fs->nr_sticky; i++) {
+		if (fs->sticky[i] == ino) {
+			fs->sticky[i] = fs->sticky[--fs->nr_sticky];
+			break;
+		}
+	}
+	tmem_unbypass(fs->pool, ino);
+	spin_unlock_irqrestore(&fs->bypass_lock, flags);
+}
+
+/**
+ * tmem_fs_inode_ok - may pages of the inode be put and got, as far as it matters for all pages?
+ * @fs: its file system
+ * @inode: the inode
+ *
+ * Context: any. Who gets a no erases the inode.
+ */
+bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
+{
+	/* Swap files change below the page cache; quota files are the file system's own. */
+	const unsigned int never = S_ENCRYPTED | S_VERITY | S_DAX | S_SWAPFILE | S_NOQUOTA;
+
+	if (!S_ISREG(inode->i_mode) || (READ_ONCE(inode->i_flags) & never))
+		return false;
+	/* A page that could not be written is clean, and the disk has something else. */
+	if (READ_ONCE(inode->i_mapping->wb_err))
+		return false;
+	return fs->type->mapping_ok(inode->i_mapping);
+}
+
+/**
+ * tmem_fs_note - a file of a file system that is not known was used
+ * @sb: its super block
+ *
+ * Context: any.
+ */
+void tmem_fs_note(const struct super_block *sb)
+{
+	unsigned int i;
+
+	if (!sb->s_bdev || READ_ONCE(discovery_stopped))
+		return;
+	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
+		if (READ_ONCE(tmem_fs_types[i].failed) ||
+		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
+			continue;
+		if (!test_and_set_bit(i, &types_noted))
+			schedule_work(&discovery);
+	}
+}
+
+/* A regular file's operations are those of all regular files of the type. */
+static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
+							   struct tmem_fs_type *type)
+{
+	const struct address_space_operations *aops = NULL;
+	struct inode *inode;
+
+	spin_lock(&sb->s_inode_list_lock);
+	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
+		if (!S_ISREG(inode->i_mode) || IS_DAX(inode) || !inode->i_mapping->a_ops ||
+		    !type->mapping_ok(inode->i_mapping))
+			continue;
+		aops = inode->i_mapping->a_ops;
+		break;
+	}
+	spin_unlock(&sb->s_inode_list_lock);
+	return aops;
+}
+
+/* Coherence first: the functions that read come last. */
+static void tmem_fs_type_activate(struct tmem_fs_type *type,
+				  const struct address_space_operations *aops)
+{
+	const struct tmem_target targets[] = {
+		{ (unsigned long)aops->swap_activate, TMEM_HOOK_SWAPON, tmem_entry_swapon },
+		{ (unsigned long)aops->readahead, TMEM_HOOK_READAHEAD, NULL, tmem_wrap_readahead },
+		{ (unsigned long)aops->read_folio, TMEM_HOOK_READ_FOLIO, NULL,
+		  tmem_wrap_read_folio },
+	};
+	const struct tmem_fs_symbol *symbol;
+	unsigned int i;
+	int err;
+
+	for (symbol = type->symbols; symbol->name; symbol++) {
+		err = tmem_ftrace_add_name(symbol->name, symbol->hook, symbol->entry);
+		if (err) {
+			tmem_hooks_off("%s: cannot hook %s: error %d%s", type->name, symbol->name,
+				       err, err == -EBUSY ? " (a live patch has it)" : "");
+			goto failed;
+		}
+	}
+	for (i = 0; i < ARRAY_SIZE(targets); i++) {
+		err = targets[i].addr ? tmem_ftrace_add(&targets[i]) : -ENOENT;
+		if (err) {
+			tmem_hooks_off("%s: cannot hook its %s: error %d%s", type->name,
+				       tmem_hook_names[targets[i].hook], err,
+				       err == -EBUSY ? " (a live patch has it)" : "");
+			goto failed;
+		}
+	}
+	type->active = true;
+	return;
+failed:
+	WRITE_ONCE(type->failed, true);
+}
+
+/*
+ * From the moment it can be found, invalidations reach the pool; only then are
+ * those inodes marked that someone may be changing already, having passed a
+ * hook before: all who truncate or write directly hold i_writecount. Only then
+ * are puts allowed.
+ */
+static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
+{
+	struct tmem_fs *fs;
+	struct inode *inode;
+	bool known;
+
+	rcu_read_lock();
+	known = tmem_fs_find(sb);
+	rcu_read_unlock();
+	if (known || nr_fs >= TMEM_FS_MAX)
+		return;
+
+	fs = kzalloc(sizeof(*fs), GFP_KERNEL);
+	if (!fs)
+		return;
+	fs->sb = sb;
+	fs->type = type;
+	refcount_set(&fs->users, 1);
+	init_completion(&fs->idle);
+	spin_lock_init(&fs->bypass_lock);
+	fs->pool = tmem_pool_new(sb->s_id);
+	if (IS_ERR_OR_NULL(fs->pool)) {
+		kfree(fs);
+		return;
+	}
+	spin_lock_irq(&fs_lock);
+	hash_add_rcu(tmem_fs_hash, &fs->node, (unsigned long)sb);
+	nr_fs++;
+	spin_unlock_irq(&fs_lock);
+
+	/* Whoever looked before it could be found has finished that look by now. */
+	synchronize_rcu_expedited();
+
+	spin_lock(&sb->s_inode_list_lock);
+	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
+		if (S_ISREG(inode->i_mode) && atomic_read(&inode->i_writecount) > 0)
+			tmem_fs_bypass(fs, inode, TMEM_INVAL_DIRECT, IS_SWAPFILE(inode));
+	}
+	spin_unlock(&sb->s_inode_list_lock);
+
+	smp_store_release(&fs->live, true);
+}
+
+/* s_umount is held for reading and @sb is alive. */
+static void tmem_fs_seen(struct super_block *sb, void *arg)
+{
+	struct tmem_fs_type *type = arg;
+
+	if (READ_ONCE(discovery_stopped) || type->failed || !sb->s_bdev || !sb->s_root)
+		return;
+	if (!type->active) {
+		const struct address_space_operations *aops = tmem_fs_aops(sb, type);
+
+		if (!aops)
+			return;
+		tmem_fs_type_activate(type, aops);
+	}
+	if (type->active)
+		tmem_fs_register(sb, type);
+}
+
+static void tmem_discover(struct work_struct *work)
+{
+	bool all_active = true;
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
+		struct tmem_fs_type *type = &tmem_fs_types[i];
+
+		/* Cleared first: what is noted from here on is looked at again. */
+		if (test_and_clear_bit(i, &types_noted)) {
+			/* Holds the module of the file system until this one goes. */
+			if (!type->fst)
+				type->fst = get_fs_type(type->name);
+			if (type->fst)
+				iterate_supers_type(type->fst, tmem_fs_seen, type);
+		}
+		all_active &= type->active || type->failed;
+	}
+	/* Known functions report new mounts from here on; until then pages added do. */
+	tmem_probe_new_mounts(!all_active);
+}
+
+/**
+ * tmem_fs_init - look for mounted file systems
+ *
+ * Return: 0; a file system that cannot be served is reported with tmem_hooks_off().
+ */
+int tmem_fs_init(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
+		if (tmem_fs_types[i].at_load)
+			set_bit(i, &types_noted);
+	schedule_work(&discovery);
+	/* So that a cache that can work does when insmod returns. */
+	flush_work(&discovery);
+	return 0;
+}
+
+/**
+ * tmem_fs_stop - find no more file systems
+ *
+ * Before the hooks go; tmem_fs_exit() comes after them.
+ */
+void tmem_fs_stop(void)
+{
+	WRITE_ONCE(discovery_stopped, true);
+	cancel_work_sync(&discovery);
+}
+
+/**
+ * tmem_fs_exit - free everything; no hook is left
+ */
+void tmem_fs_exit(void)
+{
+	struct hlist_node *next;
+	struct tmem_fs *fs;
+	unsigned int i;
+
+	/* A last note may have passed the check just before. */
+	cancel_work_sync(&discovery);
+	hash_for_each_safe(tmem_fs_hash, i, next, fs, node) {
+		hash_del_rcu(&fs->node);
+		tmem_fs_free(fs);
+	}
+	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
+		if (tmem_fs_types[i].fst)
+			module_put(tmem_fs_types[i].fst->owner);
+}

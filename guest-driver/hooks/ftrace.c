@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Redirection of kernel functions, the way live patching does it.
+ *
+ * All functions are in one ftrace_ops: a kernel that gives up on ftrace stops
+ * gets together with what keeps them right. It must never have
+ * FTRACE_OPS_FL_RECURSION, which may skip a call.
+ *
+ * A replacement calls the original by its address or name, which comes here
+ * again; the return address tells that it is this module who calls. So no call
+ * of an original may become a jump (-fno-optimize-sibling-calls, tmem_leave()).
+ */
+#include <linux/ftrace.h>
+#include <linux/kprobes.h>
+#include <linux/module.h>
+#include <linux/rcupdate.h>
+#include <linux/wait_bit.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/* mm 4, self-test 1, and 4 for each type of file system. */
+#define TMEM_TARGETS_MAX 16
+
+/* The traced instruction is the first one or follows ENDBR64; functions are aligned to this. */
+#define TMEM_ENTRY_MAX_BYTES 16
+
+/* Written in process context, one at a time; an entry below nr_targets never changes. */
+static struct tmem_target targets[TMEM_TARGETS_MAX];
+static unsigned int nr_targets;
+static bool registered;
+
+/* Tasks inside a replacement. */
+atomic_t tmem_nr_inside = ATOMIC_INIT(0);
+static bool draining;
+
+static const struct tmem_target *find_target(unsigned long ip)
+{
+	unsigned int i, nr = smp_load_acquire(&nr_targets);
+
+	for (i = 0; i < nr; i++)
+		if (ip - targets[i].addr < TMEM_ENTRY_MAX_BYTES)
+			return &targets[i];
+	return NULL;
+}
+
+static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
+				     struct ftrace_ops *op, struct ftrace_regs *fregs)
+{
+	const struct tmem_target *target = find_target(ip);
+
+	if (!target)
+		return;
+	if (unlikely(READ_ONCE(tmem_selftest_mapping)))
+		tmem_selftest_saw_call(target->hook);
+	if (tmem_hook_off(target->hook))
+		return;
+	if (target->entry)
+		target->entry(fregs);
+	if (target->wrap && !within_module(parent_ip, THIS_MODULE))
+		tmem_set_ip(fregs, (unsigned long)target->wrap);
+}
+
+static struct ftrace_ops tmem_ftrace_ops = {
+	.func = tmem_ftrace_func,
+	.flags = FTRACE_OPS_FL_IPMODIFY | FTRACE_OPS_FL_PERMANENT |
+		 (IS_ENABLED(CONFIG_DYNAMIC_FTRACE_WITH_ARGS) ? 0 : FTRACE_OPS_FL_SAVE_REGS),
+};
+
+/**
+ * tmem_ftrace_add - watch a function
+ * @target: what to do with it; copied. The same address again is no error.
+ *
+ * Process context, one at a time, before tmem_ftrace_start() or after it.
+ *
+ * Return: 0; -EBUSY if a live patch or the like redirects the function already;
+ * -EINVAL if it cannot be traced; -ENOSPC.
+ */
+int tmem_ftrace_add(const struct tmem_target *target)
+{
+	const struct tmem_target *old = find_target(target->addr);
+	int err;
+
+	if (old)
+		return old->hook == target->hook && old->wrap == target->wrap ? 0 : -EEXIST;
+	if (nr_targets == TMEM_TARGETS_MAX)
+		return -ENOSPC;
+
+	/* In the table before it is traced: a call in between would be missed. */
+	targets[nr_targets] = *target;
+	smp_store_release(&nr_targets, nr_targets + 1);
+	err = ftrace_set_filter_ip(&tmem_ftrace_ops, target->addr, 0, 0);
+	if (err)
+		WRITE_ONCE(nr_targets, nr_targets - 1);
+	else if (registered)
+		tmem_hooks_set(target->hook);
+	return err;
+}
+
+/**
+ * tmem_ftrace_add_name - watch the entry of a function whose address is not known
+ * @symbol: its name
+ * @hook: which hook it is
+ * @entry: called at its entry
+ *
+ * Entry only: nobody takes the address of such a function, so where branches are
+ * tracked it may have lost the mark that allows calling it by address.
+ *
+ * Return: as tmem_ftrace_add(), or -ENOENT.
+ */
+int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
+			 void (*entry)(struct ftrace_regs *fregs))
+{
+	/* Never armed: only looks the name up. */
+	struct kprobe probe = { .symbol_name = symbol, .flags = KPROBE_FLAG_DISABLED };
+	struct tmem_target target = { .hook = hook, .entry = entry };
+	int err;
+
+	err = register_kprobe(&probe);
+	if (err)
+		return err;
+	target.addr = (unsigned long)probe.addr;
+	unregister_kprobe(&probe);
+	return tmem_ftrace_add(&target);
+}
+
+/**
+ * tmem_ftrace_start - begin to watch all functions added so far
+ *
+ * Return: 0; -EBUSY as in tmem_ftrace_add(), or if tracing is switched off by sysctl.
+ */
+int tmem_ftrace_start(void)
+{
+	unsigned int i;
+	int err;
+
+	err = register_ftrace_function(&tmem_ftrace_ops);
+	if (err)
+		return err;
+	registered = true;
+	for (i = 0; i < nr_targets; i++)
+		tmem_hooks_set(targets[i].hook);
+	return 0;
+}
+
+/**
+ * tmem_ftrace_stop - watch no function; tmem_ftrace_drain() waits
+ */
+void tmem_ftrace_stop(void)
+{
+	if (registered && !WARN_ON(unregister_ftrace_function(&tmem_ftrace_ops)))
+		registered = false;
+	ftrace_free_filter(&tmem_ftrace_ops);
+}
+
+/**
+ * tmem_leave_last - nobody is inside a replacement at this moment
+ */
+void tmem_leave_last(void)
+{
+	if (READ_ONCE(draining))
+		wake_up_var(&tmem_nr_inside);
+}
+
+/**
+ * tmem_ftrace_drain - wait until no task is in the code of this module
+ *
+ * After tmem_ftrace_stop(). The first wait is for those who were redirected and
+ * are on their way in, the last one for those on their way out.
+ */
+void tmem_ftrace_drain(void)
+{
+	WRITE_ONCE(draining, true);
+	/* Pairs with the full barrier of atomic_dec_and_test() in tmem_leave(). */
+	smp_mb();
+	synchronize_rcu_tasks();
+	wait_var_event(&tmem_nr_inside, !atomic_read(&tmem_nr_inside));
+	synchronize_rcu_tasks();
+}

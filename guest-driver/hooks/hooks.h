@@ -1,0 +1,192 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * What the files of hooks/ know of each other.
+ *
+ * Three rules hold everywhere below. An invalidation happens whether or not the
+ * inode is eligible, since it may have been. Whoever finds an inode ineligible
+ * erases it, since it may become eligible again with other contents. And a hook
+ * that cannot do its work leaves nothing in the index under its key.
+ *
+ * Lock order, outer first: s_umount, a folio's lock, the i_pages lock,
+ * tmem_fs.bypass_lock, the list lock of verify.c, the locks of the core.
+ */
+#ifndef _TMEM_HOOKS_H
+#define _TMEM_HOOKS_H
+
+#include <linux/completion.h>
+#include <linux/ftrace.h>
+#include <linux/fs.h>
+#include <linux/refcount.h>
+#include <linux/spinlock.h>
+
+#include "../tmem.h"
+
+/* Bits of the mask that tmem_core_set_hooks() gets; names in tmem_hook_names[]. */
+enum tmem_hook {
+	TMEM_HOOK_REMOVED,	/* tracepoint: page left the page cache (puts, too) */
+	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
+	TMEM_HOOK_TRUNCATE,	/* truncate_inode_pages_range() */
+	TMEM_HOOK_DIRECT,	/* invalidate_inode_pages2_range() */
+	TMEM_HOOK_UNMOUNT,	/* generic_shutdown_super() */
+	TMEM_HOOK_FADVISE,	/* generic_fadvise() */
+	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
+	TMEM_HOOK_SWAPON,	/* the file system's ->swap_activate */
+	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
+	TMEM_HOOK_READ_FOLIO,	/* the file system's ->read_folio */
+	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
+	NR_TMEM_HOOKS
+};
+
+extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
+
+#ifdef TMEM_TEST
+/* Bits of hooks that shall do nothing, so that tests see what they are for. */
+extern unsigned long tmem_test_hooks_off;
+#define tmem_hook_off(hook) (READ_ONCE(tmem_test_hooks_off) & BIT(hook))
+#else
+#define tmem_hook_off(hook) false
+#endif
+
+/* --- fs.c ---------------------------------------------------------------------------------- */
+
+/*
+ * Inodes of a file system that take no puts until they are evicted. More than
+ * that many at once (defragmenting a whole disk) and the file system takes none.
+ */
+#define TMEM_STICKY_MAX 64
+
+/* A mounted file system. */
+struct tmem_fs {
+	struct hlist_node node;		/* RCU; writers hold fs_lock */
+	const struct super_block *sb;	/* compared, never followed */
+	const struct tmem_fs_type *type;
+	struct tmem_pool *pool;
+	bool live;			/* puts and gets are allowed */
+	refcount_t users;		/* who may sleep with this in hand */
+	struct completion idle;		/* users reached 0 */
+	struct rcu_head rcu;
+	atomic_long_t hits;		/* for verify.c: which hits are the first ones */
+
+	spinlock_t bypass_lock;		/* unbypassing against bypassing; sticky inodes */
+	bool sticky_all;
+	unsigned int nr_sticky;
+	u64 sticky[TMEM_STICKY_MAX];
+};
+
+struct tmem_fs *tmem_fs_find(const struct super_block *sb);
+struct tmem_fs *tmem_fs_get(const struct super_block *sb);
+void tmem_fs_put(struct tmem_fs *fs);
+void tmem_fs_drop(const struct super_block *sb);
+void tmem_fs_note(const struct super_block *sb);
+void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
+		    bool sticky);
+bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode);
+void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);
+bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
+int tmem_fs_init(void);
+void tmem_fs_stop(void);
+void tmem_fs_exit(void);
+
+static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *inode,
+			       struct tmem_key *key)
+{
+	key->pool = fs->pool;
+	key->ino = inode->i_ino;
+	key->igen = inode->i_generation;
+}
+
+/* --- put.c --------------------------------------------------------------------------------- */
+
+int tmem_probes_register(void);
+void tmem_probes_unregister(void);
+void tmem_probe_new_mounts(bool on);
+
+/* --- ftrace.c ------------------------------------------------------------------------------ */
+
+/* A function that is watched. At most one of the same address. */
+struct tmem_target {
+	unsigned long addr;
+	enum tmem_hook hook;
+	/* Called at its entry, in any context, with its arguments. */
+	void (*entry)(struct ftrace_regs *fregs);
+	/* Called instead, unless this module is the caller. */
+	void *wrap;
+};
+
+int tmem_ftrace_add(const struct tmem_target *target);
+int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
+			 void (*entry)(struct ftrace_regs *fregs));
+int tmem_ftrace_start(void);
+void tmem_ftrace_stop(void);
+void tmem_ftrace_drain(void);
+
+extern atomic_t tmem_nr_inside;
+void tmem_leave_last(void);
+
+/*
+ * Every replacement stands between these two. A task that was redirected and
+ * has not come to tmem_enter() yet has not slept since, and neither has one
+ * that is past tmem_leave(): synchronize_rcu_tasks() waits for both.
+ */
+static inline void tmem_enter(void)
+{
+	atomic_inc(&tmem_nr_inside);
+}
+
+static inline void tmem_leave(void)
+{
+	if (atomic_dec_and_test(&tmem_nr_inside))
+		tmem_leave_last();
+	/* The call above, or of the original before it, must not become a jump. */
+	barrier();
+}
+
+/* --- coherence.c --------------------------------------------------------------------------- */
+
+int tmem_coherence_add(void);
+void tmem_entry_move_ext(struct ftrace_regs *fregs);
+void tmem_entry_swapon(struct ftrace_regs *fregs);
+bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
+
+/* --- read.c -------------------------------------------------------------------------------- */
+
+/* Pages of one tmem_get(), and the largest folio that is put or got whole. */
+#define TMEM_FOLIO_MAX_PAGES 64
+
+void tmem_wrap_readahead(struct readahead_control *rac);
+int tmem_wrap_read_folio(struct file *file, struct folio *folio);
+
+/* --- verify.c ------------------------------------------------------------------------------ */
+
+struct tmem_verify;
+
+bool tmem_verify_due(struct tmem_fs *fs);
+struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgoff_t index,
+				    loff_t isize);
+struct page *tmem_verify_page(struct tmem_verify *v);
+void tmem_verify_cancel(struct tmem_verify *v);
+void tmem_verify_submit(struct tmem_verify *v);
+void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t last);
+void tmem_verify_void_fs(const struct tmem_fs *fs);
+int tmem_verify_init(void);
+void tmem_verify_exit(void);
+
+/* --- selftest.c ---------------------------------------------------------------------------- */
+
+/* The mapping under test, or NULL; the hooks report what they see of it and do no more. */
+extern struct address_space *tmem_selftest_mapping;
+void tmem_selftest_saw_removed(const struct folio *folio);
+void tmem_selftest_saw_dirty(const struct folio *folio);
+void tmem_selftest_saw_call(enum tmem_hook hook);
+
+const char *tmem_selftest_add(void);
+const char *tmem_selftest_run(void);
+
+/* --- init.c -------------------------------------------------------------------------------- */
+
+/* Puts and gets are allowed at all. */
+extern bool tmem_hooks_on;
+void tmem_hooks_set(enum tmem_hook hook);
+__printf(1, 2) void tmem_hooks_off(const char *fmt, ...);
+
+#endif /* _TMEM_HOOKS_H */

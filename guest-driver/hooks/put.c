@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Tracepoints of the page cache: a page that reclaim takes is put, a page that
+ * leaves otherwise or is made dirty is erased.
+ *
+ * Both fire under the i_pages lock with interrupts off, while mapping, index
+ * and contents are valid, and nothing here may wait.
+ *
+ * Put against the rest: the folio is locked and still in i_pages. A reader that
+ * misses in the page cache adds its folio under the i_pages lock, so after
+ * this. Truncation and direct writes that come for this page wait for it to
+ * leave i_pages, then erase (coherence.c). Eviction sets AS_EXITING and passes
+ * through the i_pages lock before it erases.
+ */
+#include <linux/mm.h>
+#include <linux/page-flags.h>
+#include <linux/pagemap.h>
+#include <linux/tracepoint.h>
+
+#include "hooks.h"
+
+/*
+ * A file that small may live in its inode (ext4 inline_data), whose way to
+ * disk the hooks do not see.
+ */
+#define TMEM_PUT_MIN_BYTES 4096
+
+static bool folio_ok(const struct folio *folio)
+{
+	if (!folio_test_uptodate(folio) || folio_test_dirty(folio) ||
+	    folio_test_writeback(folio) || folio_test_private_2(folio) ||
+	    folio_test_swapbacked(folio))
+		return false;
+	return !folio_test_hwpoison(folio) &&
+	       !(folio_test_large(folio) && folio_test_has_hwpoisoned(folio));
+}
+
+/*
+ * Returns how many pages from the folio's first on need no erasing any more.
+ * More than a bounded number cannot be copied with interrupts off.
+ */
+static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
+			       struct folio *folio)
+{
+	unsigned long nr = min_t(unsigned long, folio_nr_pages(folio), TMEM_FOLIO_MAX_PAGES);
+	loff_t isize = i_size_read(inode);
+	struct tmem_key key;
+	pgoff_t end;
+	unsigned long i;
+	bool workingset;
+
+	if (!READ_ONCE(tmem_hooks_on) || !tmem_online())
+		return 0;
+	if (!tmem_fs_inode_ok(fs, inode)) {
+		tmem_invalidate_inode(fs->pool, inode->i_ino, TMEM_INVAL_INODE);
+		return 0;
+	}
+	if (isize <= TMEM_PUT_MIN_BYTES || mapping_exiting(folio->mapping) || !folio_ok(folio) ||
+	    !tmem_fs_may_put(fs, inode))
+		return 0;
+
+	end = DIV_ROUND_UP_ULL(isize, PAGE_SIZE);
+	if (folio->index >= end)
+		return 0;
+	nr = min(nr, end - folio->index);
+	workingset = folio_test_workingset(folio) || folio_test_active(folio);
+	tmem_fs_key(fs, inode, &key);
+	for (i = 0; i < nr; i++)
+		tmem_put(&key, folio->index + i, folio_page(folio, i), workingset);
+	return nr;
+}
+
+static void probe_removed(void *data, struct folio *folio)
+{
+	struct address_space *mapping = folio->mapping;
+	unsigned long nr = folio_nr_pages(folio), done = 0;
+	struct inode *inode = mapping->host;
+	struct tmem_fs *fs;
+
+	if (unlikely(mapping == READ_ONCE(tmem_selftest_mapping))) {
+		tmem_selftest_saw_removed(folio);
+		return;
+	}
+	/* No file of ours, and not worth a look-up. */
+	if (!inode || !S_ISREG(inode->i_mode))
+		return;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(inode->i_sb);
+	if (!fs) {
+		tmem_fs_note(inode->i_sb);
+		goto out;
+	}
+	tmem_verify_void(fs, inode->i_ino, folio->index, folio->index + nr - 1);
+	/* Only reclaim freezes the count first; who else removes a folio holds one. */
+	if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
+		done = put_folio(fs, inode, folio);
+	if (done < nr && !tmem_hook_off(TMEM_HOOK_REMOVED))
+		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,
+				folio->index + nr - 1, TMEM_INVAL_REMOVED);
+out:
+	rcu_read_unlock();
+}
+
+static void probe_dirty(void *data, struct folio *folio, struct address_space *mapping)
+{
+	struct inode *inode = mapping ? mapping->host : NULL;
+	pgoff_t last = folio->index + folio_nr_pages(folio) - 1;
+	struct tmem_fs *fs;
+
+	if (unlikely(mapping && mapping == READ_ONCE(tmem_selftest_mapping))) {
+		tmem_selftest_saw_dirty(folio);
+		return;
+	}
+	if (!inode || !S_ISREG(inode->i_mode) || tmem_hook_off(TMEM_HOOK_DIRTY))
+		return;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(inode->i_sb);
+	if (fs) {
+		tmem_verify_void(fs, inode->i_ino, folio->index, last);
+		tmem_invalidate(fs->pool, inode->i_ino, folio->index, last, TMEM_INVAL_DIRTY);
+	}
+	rcu_read_unlock();
+}
+
+/* A page of a file system whose functions are not hooked yet tells that it is there. */
+static void probe_added(void *data, struct folio *folio)
+{
+	struct inode *inode = folio->mapping ? folio->mapping->host : NULL;
+
+	if (inode && S_ISREG(inode->i_mode))
+		tmem_fs_note(inode->i_sb);
+}
+
+static struct tmem_probe {
+	const char *name;
+	void *func;
+	struct tracepoint *tp;
+	bool registered;
+} probes[] = {
+	{ "mm_filemap_delete_from_page_cache", probe_removed },
+	{ "writeback_dirty_folio", probe_dirty },
+	{ "mm_filemap_add_to_page_cache", probe_added },
+};
+
+/* The last one is on only while there is something to find. */
+#define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
+
+static void probe_match(struct tracepoint *tp, void *data)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(probes); i++)
+		if (!strcmp(tp->name, probes[i].name))
+			probes[i].tp = tp;
+}
+
+static int probe_set(struct tmem_probe *probe, bool on)
+{
+	int err;
+
+	if (probe->registered == on)
+		return 0;
+	err = on ? tracepoint_probe_register(probe->tp, probe->func, NULL) :
+		   tracepoint_probe_unregister(probe->tp, probe->func, NULL);
+	if (!err)
+		probe->registered = on;
+	return err;
+}
+
+/**
+ * tmem_probes_register - join the tracepoints
+ *
+ * Return: 0 or an error, which was reported.
+ */
+int tmem_probes_register(void)
+{
+	unsigned int i;
+	int err;
+
+	for_each_kernel_tracepoint(probe_match, NULL);
+	for (i = 0; i < ARRAY_SIZE(probes); i++) {
+		if (!probes[i].tp) {
+			tmem_hooks_off("this kernel has no tracepoint %s", probes[i].name);
+			return -ENOENT;
+		}
+	}
+	for (i = 0; i < NR_STEADY_PROBES; i++) {
+		err = probe_set(&probes[i], true);
+		if (err) {
+			tmem_hooks_off("cannot join tracepoint %s: error %d", probes[i].name, err);
+			tmem_probes_unregister();
+			return err;
+		}
+	}
+	return 0;
+}
+
+/**
+ * tmem_probe_new_mounts - watch pages being added, to find file systems
+ * @on: or no longer
+ *
+ * Called by the discovery work only, and when that has ended.
+ */
+void tmem_probe_new_mounts(bool on)
+{
+	/* Failure means that a mount is found later, at its first eviction. */
+	if (probe_set(&probes[NR_STEADY_PROBES], on))
+		pr_debug("virtio_tmem: tracepoint %s not changed\n",
+			 probes[NR_STEADY_PROBES].name);
+}
+
+/**
+ * tmem_probes_unregister - leave the tracepoints and wait until no probe runs
+ */
+void tmem_probes_unregister(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(probes); i++)
+		probe_set(&probes[i], false);
+	tracepoint_synchronize_unregister();
+}

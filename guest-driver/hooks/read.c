@@ -1,0 +1,351 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Replacements of a file system's ->readahead and ->read_folio: what is held
+ * comes from the cache, the rest is read by the original.
+ *
+ * The folios are locked by the caller, in the page cache and not uptodate, and
+ * the file system's invalidate_lock is held, as for a read from disk: whoever
+ * changes the file's blocks either comes before, and has erased, or waits for
+ * these folios and then removes them. So what the index has now is what the
+ * disk would give now.
+ *
+ * Nothing held: the original is called with the request as it came. Whatever
+ * fails on the way here is a miss.
+ */
+#include <linux/bitmap.h>
+#include <linux/highmem.h>
+#include <linux/mm.h>
+#include <linux/pagemap.h>
+#include <linux/slab.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/* Readahead is looked at in pieces of this size; the kernel's own largest step is 2 MiB. */
+#define TMEM_WINDOW_PAGES 512
+
+/* A run of pages that is got in one request. On the heap: the stack below a fault is deep. */
+struct tmem_run {
+	struct page *pages[TMEM_FOLIO_MAX_PAGES];
+	struct tmem_verify *verify[TMEM_FOLIO_MAX_PAGES];
+	DECLARE_BITMAP(want, TMEM_FOLIO_MAX_PAGES);
+	DECLARE_BITMAP(sampled, TMEM_FOLIO_MAX_PAGES);
+};
+
+/* What both replacements know of the file. */
+struct tmem_read {
+	struct tmem_fs *fs;
+	struct address_space *mapping;
+	struct tmem_key key;
+	loff_t isize_bytes;
+	pgoff_t end;		/* first page wholly beyond the end of the file */
+};
+
+static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
+{
+	struct inode *inode = mapping->host;
+
+	if (!READ_ONCE(tmem_hooks_on))
+		return false;
+	rd->fs = tmem_fs_get(inode->i_sb);
+	if (!rd->fs) {
+		tmem_fs_note(inode->i_sb);
+		return false;
+	}
+	if (!smp_load_acquire(&rd->fs->live) || !tmem_online())
+		goto put;
+	if (!tmem_fs_inode_ok(rd->fs, inode)) {
+		tmem_invalidate_inode(rd->fs->pool, inode->i_ino, TMEM_INVAL_INODE);
+		goto put;
+	}
+	rd->mapping = mapping;
+	rd->isize_bytes = i_size_read(inode);
+	rd->end = DIV_ROUND_UP_ULL(rd->isize_bytes, PAGE_SIZE);
+	tmem_fs_key(rd->fs, inode, &rd->key);
+	return true;
+put:
+	tmem_fs_put(rd->fs);
+	return false;
+}
+
+/*
+ * Can the folio be filled whole from what is held? @held: from the folio's
+ * first page on. Buffers or the like mean that some of it is there already.
+ */
+static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
+			 const unsigned long *held, unsigned int first)
+{
+	unsigned long nr = folio_nr_pages(folio);
+
+	if (nr > TMEM_FOLIO_MAX_PAGES || folio_test_uptodate(folio) || folio_test_dirty(folio) ||
+	    folio_test_private(folio) || folio_test_private_2(folio) || folio->index >= rd->end)
+		return false;
+	nr = min(nr, rd->end - folio->index);
+	return find_next_zero_bit(held, first + nr, first) >= first + nr;
+}
+
+/* The page that has the end of the file, and those beyond, as a read from disk leaves them. */
+static void zero_beyond_eof(const struct tmem_read *rd, struct folio *folio)
+{
+	size_t size_bytes = folio_size(folio);
+	loff_t left_bytes = rd->isize_bytes - folio_pos(folio);
+
+	if (left_bytes < size_bytes)
+		folio_zero_segment(folio, left_bytes, size_bytes);
+}
+
+/* A folio to be filled, whose first page is page @at of the run. */
+static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
+		    unsigned int at)
+{
+	unsigned long nr = min(folio_nr_pages(folio), rd->end - folio->index);
+	bool sample = tmem_verify_due(rd->fs);
+	unsigned long i;
+
+	for (i = 0; i < nr; i++) {
+		struct tmem_verify *v = NULL;
+
+		/* Some pages of a folio without a copy: those are not compared. */
+		if (sample)
+			v = tmem_verify_new(rd->fs, folio, folio->index + i, rd->isize_bytes);
+		run->verify[at + i] = v;
+		run->pages[at + i] = v ? tmem_verify_page(v) : folio_page(folio, i);
+		__set_bit(at + i, run->want);
+		if (v)
+			bitmap_set(run->sampled, at, nr);
+	}
+}
+
+/*
+ * After the get. Returns whether the folio is complete: uptodate, still locked.
+ * Sampled or missed: the original reads it.
+ */
+static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
+		     unsigned int at)
+{
+	unsigned long nr = min(folio_nr_pages(folio), rd->end - folio->index);
+	bool hit = find_next_zero_bit(run->want, at + nr, at) >= at + nr;
+
+	if (!hit || test_bit(at, run->sampled))
+		return false;
+	zero_beyond_eof(rd, folio);
+	flush_dcache_folio(folio);
+	folio_mark_uptodate(folio);
+	return true;
+}
+
+/* After the original was called for what was not complete. */
+static void run_verify(struct tmem_run *run, unsigned int nr)
+{
+	unsigned int i;
+
+	for (i = 0; i < nr; i++) {
+		if (!run->verify[i])
+			continue;
+		if (test_bit(i, run->want))
+			tmem_verify_submit(run->verify[i]);
+		else
+			tmem_verify_cancel(run->verify[i]);
+	}
+}
+
+/* Has the original read part of a request. What it leaves, read_folio will be asked for. */
+static void read_part(const struct readahead_control *rac, pgoff_t index, unsigned int nr)
+{
+	struct readahead_control part = tmem_rac_part(rac, index, nr);
+	struct folio *folio;
+
+	if (!nr)
+		return;
+	rac->mapping->a_ops->readahead(&part);
+	while ((folio = readahead_folio(&part)))
+		folio_unlock(folio);
+}
+
+/* Present and locked for us, so it stays what it is. */
+static struct folio *folio_at(const struct tmem_read *rd, pgoff_t index)
+{
+	return xa_load(&rd->mapping->i_pages, index);
+}
+
+/*
+ * Gets one run and has the original read its misses.
+ * @base is the index of bit 0 of @held; the run is bits @first to @end - 1, of whole folios.
+ */
+static void read_run(const struct tmem_read *rd, const struct readahead_control *rac,
+		     struct tmem_run *run, const unsigned long *held, pgoff_t base,
+		     unsigned int first, unsigned int end)
+{
+	unsigned int i, miss = first, nr = end - first;
+	struct folio *folio;
+
+	memset(run, 0, sizeof(*run));
+	for (i = first; i < end; i += folio_nr_pages(folio)) {
+		folio = folio_at(rd, base + i);
+		run_add(run, rd, folio, i - first);
+	}
+	tmem_get(&rd->key, base + first, nr, run->pages, run->want);
+
+	for (i = first; i < end;) {
+		unsigned int folio_pages;
+
+		folio = folio_at(rd, base + i);
+		folio_pages = folio_nr_pages(folio);
+		if (run_done(run, rd, folio, i - first)) {
+			folio_unlock(folio);
+			/* The reference of the readahead; the page cache has its own. */
+			folio_put(folio);
+			read_part(rac, base + miss, i - miss);
+			miss = i + folio_pages;
+		}
+		i += folio_pages;
+	}
+	read_part(rac, base + miss, end - miss);
+	run_verify(run, nr);
+}
+
+/* One piece: clears bits of folios that cannot be had whole, returns its length in whole folios. */
+static unsigned int trim_window(const struct tmem_read *rd, pgoff_t base, unsigned int nr,
+				unsigned long *held)
+{
+	unsigned int i;
+
+	for (i = 0; i < nr;) {
+		struct folio *folio = folio_at(rd, base + i);
+		unsigned long folio_pages = folio_nr_pages(folio);
+
+		if (i + folio_pages > nr) {
+			/* It straddles the end; alone, it is too large to be held. */
+			if (!i) {
+				bitmap_clear(held, 0, nr);
+				return folio_pages;
+			}
+			return i;
+		}
+		if (folio_wanted(rd, folio, held, i))
+			bitmap_set(held, i, folio_pages);
+		else
+			bitmap_clear(held, i, folio_pages);
+		i += folio_pages;
+	}
+	return nr;
+}
+
+static void read_window(const struct tmem_read *rd, const struct readahead_control *rac,
+			struct tmem_run *run, const unsigned long *held, pgoff_t base,
+			unsigned int nr)
+{
+	unsigned int i, end;
+
+	/* What the disk has to read goes first: it works while we get the rest. */
+	for (i = find_first_zero_bit(held, nr); i < nr; i = find_next_zero_bit(held, nr, end)) {
+		end = find_next_bit(held, nr, i);
+		read_part(rac, base + i, end - i);
+	}
+	for (i = find_first_bit(held, nr); i < nr; i = find_next_bit(held, nr, end)) {
+		unsigned int stop = find_next_zero_bit(held, nr, i);
+
+		/* Whole folios, as many as one request takes; each fits. */
+		for (end = i; end < stop;) {
+			unsigned int next = end + folio_nr_pages(folio_at(rd, base + end));
+
+			if (next - i > TMEM_FOLIO_MAX_PAGES)
+				break;
+			end = next;
+		}
+		read_run(rd, rac, run, held, base, i, end);
+	}
+}
+
+/**
+ * tmem_wrap_readahead - instead of a file system's ->readahead
+ * @rac: the request
+ */
+void tmem_wrap_readahead(struct readahead_control *rac)
+{
+	DECLARE_BITMAP(held, TMEM_WINDOW_PAGES);
+	struct address_space *mapping = rac->mapping;
+	pgoff_t base = readahead_index(rac);
+	unsigned int left = readahead_count(rac), nr;
+	struct tmem_run *run = NULL;
+	struct tmem_read rd;
+
+	tmem_enter();
+	if (!read_begin(&rd, mapping)) {
+		mapping->a_ops->readahead(rac);
+		goto leave;
+	}
+	nr = min(left, TMEM_WINDOW_PAGES);
+	if (!left || (!tmem_held(&rd.key, base, nr, held) && nr == left))
+		goto original;
+	run = kmalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
+	if (!run)
+		goto original;
+
+	for (;;) {
+		nr = trim_window(&rd, base, nr, held);
+		if (nr > TMEM_WINDOW_PAGES)
+			read_part(rac, base, nr);
+		else
+			read_window(&rd, rac, run, held, base, nr);
+		base += nr;
+		left -= nr;
+		if (!left)
+			break;
+		nr = min(left, TMEM_WINDOW_PAGES);
+		tmem_held(&rd.key, base, nr, held);
+	}
+	tmem_rac_done(rac);
+	kfree(run);
+	tmem_fs_put(rd.fs);
+	goto leave;
+original:
+	mapping->a_ops->readahead(rac);
+	tmem_fs_put(rd.fs);
+leave:
+	tmem_leave();
+}
+
+/**
+ * tmem_wrap_read_folio - instead of a file system's ->read_folio
+ * @file: may be NULL
+ * @folio: locked, is unlocked
+ *
+ * Return: 0, or the error of the original.
+ */
+int tmem_wrap_read_folio(struct file *file, struct folio *folio)
+{
+	DECLARE_BITMAP(held, TMEM_FOLIO_MAX_PAGES);
+	struct address_space *mapping = folio->mapping;
+	unsigned long nr = folio_nr_pages(folio);
+	struct tmem_run *run = NULL;
+	struct tmem_read rd;
+	bool hit = false;
+	int ret = 0;
+
+	tmem_enter();
+	if (!read_begin(&rd, mapping)) {
+		ret = mapping->a_ops->read_folio(file, folio);
+		goto leave;
+	}
+	if (nr <= TMEM_FOLIO_MAX_PAGES && tmem_held(&rd.key, folio->index, nr, held) &&
+	    folio_wanted(&rd, folio, held, 0))
+		run = kzalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
+	if (run) {
+		run_add(run, &rd, folio, 0);
+		tmem_get(&rd.key, folio->index, nr, run->pages, run->want);
+		hit = run_done(run, &rd, folio, 0);
+	}
+	if (hit)
+		folio_unlock(folio);
+	else
+		ret = mapping->a_ops->read_folio(file, folio);
+	if (run) {
+		run_verify(run, nr);
+		kfree(run);
+	}
+	tmem_fs_put(rd.fs);
+leave:
+	tmem_leave();
+	return ret;
+}

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Before anything is cached, the hooks of mm prove on an inode of this module's
+ * own that they are called, with the right folio, and that redirection works.
+ *
+ * Functions are reached through exported callers in the kernel, since calls
+ * from this module are not redirected.
+ */
+#include <linux/fs.h>
+#include <linux/fs_context.h>
+#include <linux/magic.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/mount.h>
+#include <linux/pagemap.h>
+#include <linux/pseudo_fs.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/*
+ * Folios rest in a per-CPU batch of 31 with a reference each before reclaim can
+ * take them: enough of them that most have left it.
+ */
+#define SELFTEST_PAGES 128
+
+/* Only read by hooks while set; no folio of it exists when it is cleared. */
+struct address_space *tmem_selftest_mapping;
+
+static unsigned long calls_seen;	/* bits of enum tmem_hook */
+static atomic_t reclaimed_seen, removed_seen, dirty_seen, redirected, original_run;
+static pgoff_t dirty_index;
+
+/**
+ * tmem_selftest_saw_removed - the tracepoint fired for the test's mapping
+ * @folio: with this
+ */
+void tmem_selftest_saw_removed(const struct folio *folio)
+{
+	if (folio->index >= SELFTEST_PAGES)
+		return;
+	if (folio_ref_count(folio))
+		atomic_inc(&removed_seen);
+	else
+		atomic_inc(&reclaimed_seen);
+}
+
+/**
+ * tmem_selftest_saw_dirty - the tracepoint fired for the test's mapping
+ * @folio: with this
+ */
+void tmem_selftest_saw_dirty(const struct folio *folio)
+{
+	dirty_index = folio->index;
+	atomic_inc(&dirty_seen);
+}
+
+/**
+ * tmem_selftest_saw_call - a watched function was entered while the test runs
+ * @hook: which
+ */
+void tmem_selftest_saw_call(enum tmem_hook hook)
+{
+	set_bit(hook, &calls_seen);
+}
+
+static noinline void selftest_readahead(struct readahead_control *rac)
+{
+	atomic_inc(&original_run);
+}
+
+static void selftest_fill(struct readahead_control *rac)
+{
+	struct folio *folio;
+
+	while ((folio = readahead_folio(rac))) {
+		folio_zero_range(folio, 0, folio_size(folio));
+		folio_mark_uptodate(folio);
+		folio_unlock(folio);
+	}
+}
+
+static void wrap_selftest_readahead(struct readahead_control *rac)
+{
+	tmem_enter();
+	atomic_inc(&redirected);
+	/* The recursion guard: this call must reach the original. */
+	selftest_readahead(rac);
+	selftest_fill(rac);
+	tmem_leave();
+}
+
+static const struct address_space_operations selftest_aops = {
+	.readahead = selftest_readahead,
+	.dirty_folio = filemap_dirty_folio,
+};
+
+static int selftest_init_fs_context(struct fs_context *fc)
+{
+	/* Any number will do: it is mounted inside the kernel only. */
+	return init_pseudo(fc, ANON_INODE_FS_MAGIC) ? 0 : -ENOMEM;
+}
+
+static struct file_system_type selftest_fs = {
+	.name = "virtio_tmem_selftest",
+	.owner = THIS_MODULE,
+	.init_fs_context = selftest_init_fs_context,
+	.kill_sb = kill_anon_super,
+};
+
+/**
+ * tmem_selftest_add - hook the function that is redirected in the test
+ *
+ * Return: NULL or what went wrong.
+ */
+const char *tmem_selftest_add(void)
+{
+	const struct tmem_target target = {
+		.addr = (unsigned long)selftest_readahead,
+		.hook = TMEM_HOOK_SELFTEST,
+		.wrap = wrap_selftest_readahead,
+	};
+
+	return tmem_ftrace_add(&target) ? "a function of this module cannot be hooked" : NULL;
+}
+
+static void selftest_read(struct address_space *mapping)
+{
+	struct file_ra_state ra = {};
+	DEFINE_READAHEAD(rac, NULL, &ra, mapping, 0);
+
+	page_cache_ra_unbounded(&rac, SELFTEST_PAGES, 0);
+}
+
+static const char *selftest_dirty(struct address_space *mapping)
+{
+	struct folio *folio = filemap_get_folio(mapping, 1);
+
+	if (IS_ERR_OR_NULL(folio))
+		return "redirected readahead left no page";
+	folio_lock(folio);
+	folio_mark_dirty(folio);
+	folio_cancel_dirty(folio);
+	folio_unlock(folio);
+	folio_put(folio);
+	if (atomic_read(&dirty_seen) != 1 || dirty_index != 1)
+		return "tracepoint writeback_dirty_folio was not seen";
+	return NULL;
+}
+
+static const char *selftest_mapping(struct inode *inode)
+{
+	struct address_space *mapping = inode->i_mapping;
+	const char *why;
+
+	selftest_read(mapping);
+	if (!atomic_read(&redirected))
+		return "a function was not redirected";
+	if (!atomic_read(&original_run))
+		return "the original of a redirected function was not reached";
+
+	why = selftest_dirty(mapping);
+	if (why)
+		return why;
+
+	invalidate_mapping_pages(mapping, 0, -1);
+	if (!atomic_read(&reclaimed_seen))
+		return "tracepoint mm_filemap_delete_from_page_cache did not see reclaim";
+
+	/* Again from the start: some pages must be there to be removed. */
+	selftest_read(mapping);
+	invalidate_inode_pages2(mapping);
+	if (!test_bit(TMEM_HOOK_DIRECT, &calls_seen))
+		return "invalidate_inode_pages2_range was not seen";
+	if (!atomic_read(&removed_seen))
+		return "tracepoint mm_filemap_delete_from_page_cache did not see removal";
+
+	truncate_pagecache(inode, 0);
+	if (!test_bit(TMEM_HOOK_TRUNCATE, &calls_seen))
+		return "truncate_inode_pages_range was not seen";
+	return NULL;
+}
+
+/**
+ * tmem_selftest_run - the test itself; all hooks of mm are registered
+ *
+ * Return: NULL or a sentence that names the hook that does not work.
+ */
+const char *tmem_selftest_run(void)
+{
+	struct vfsmount *mnt = kern_mount(&selftest_fs);
+	const char *why = "no inode to be had";
+	struct inode *inode;
+
+	if (IS_ERR(mnt))
+		return "the test's file system cannot be mounted";
+	inode = alloc_anon_inode(mnt->mnt_sb);
+	if (!IS_ERR(inode)) {
+		inode->i_mode |= S_IFREG;
+		inode->i_mapping->a_ops = &selftest_aops;
+		mapping_set_gfp_mask(inode->i_mapping, GFP_KERNEL);
+		WRITE_ONCE(tmem_selftest_mapping, inode->i_mapping);
+		why = selftest_mapping(inode);
+		truncate_inode_pages(inode->i_mapping, 0);
+		iput(inode);
+	}
+	kern_unmount(mnt);
+	if (!why && !test_bit(TMEM_HOOK_UNMOUNT, &calls_seen))
+		why = "generic_shutdown_super was not seen";
+	WRITE_ONCE(tmem_selftest_mapping, NULL);
+	return why;
+}
