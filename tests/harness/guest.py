@@ -8,6 +8,7 @@ import queue
 import shlex
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a runaway guest cannot fill 
 FILE_CHUNK_BYTES = 128 << 10  # a frame also holds the path
 # The agent ends a job itself at its time-out; the host waits this much longer for word.
 GRACE_SECONDS = 20.0
+CHECK_SECONDS = 1.0  # between looks at QEMU and the console while it waits
 
 
 class GuestTimeout(WaitTimeout):
@@ -70,9 +72,12 @@ class DiskStat:
 class Job:
     """A command that runs in the guest."""
 
-    def __init__(self, channel: Channel, command: str, seconds: float) -> None:
+    def __init__(
+        self, channel: Channel, check: Callable[[], None], command: str, seconds: float
+    ) -> None:
         self.command = command
         self._channel = channel
+        self._check = check
         self._seconds = scaled(seconds)
         self._end = time.monotonic() + self._seconds + scaled(GRACE_SECONDS)
         self._out: list[bytes] = []
@@ -103,13 +108,17 @@ class Job:
     def wait(self) -> Result:
         """Waits for its end, at most until its time-out; does not look at its status."""
         while self._result is None:
+            left = self._end - time.monotonic()
             try:
-                self._take(self._inbox.get(timeout=max(0.0, self._end - time.monotonic())))
+                self._take(self._inbox.get(timeout=min(CHECK_SECONDS, max(0.0, left))))
+                continue
             except queue.Empty:
+                self._check()
+            if left <= 0:
                 self._channel.forget(self._number)
                 raise GuestTimeout(
                     f"guest: no answer to '{self.command}' after {self._seconds:g} s and grace"
-                ) from None
+                )
         return self._result
 
     def _take(self, frame: Frame | None) -> None:
@@ -143,13 +152,15 @@ class Job:
 class Guest:
     """The running system in a VM, by way of its agent."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, check: Callable[[], None]) -> None:
+        """`check` raises when waiting is futile: QEMU ended, the kernel panicked."""
         self._channel = channel
+        self._check = check
         self.boot_id = channel.boot_id
 
     def start(self, command: str, seconds: float = 30) -> Job:
         """Starts a shell command line; the guest kills it after `seconds`."""
-        return Job(self._channel, command, seconds)
+        return Job(self._channel, self._check, command, seconds)
 
     def run(self, command: str, seconds: float = 30) -> Result:
         """Runs a shell command line and returns how it ended, whatever its status."""

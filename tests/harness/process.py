@@ -53,6 +53,8 @@ class Process:
                 start_new_session=True,
                 env={**os.environ, **environment} if environment else None,
             )
+        # Only then does it die with its parent.
+        until(self._is_the_program, 10, f"{name} starts")
 
     @property
     def pid(self) -> int:
@@ -112,6 +114,9 @@ class Process:
         """Resident memory, shared mappings included."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def _is_the_program(self) -> bool:
+        return not self.alive() or Path(f"/proc/{self.pid}/comm").read_text() != "setpriv\n"
 
     def _state(self) -> str:
         stat = Path(f"/proc/{self.pid}/stat").read_text()

@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
 from typing import Any, TypeVar
 
-from qemu.qmp import EventListener, ExecuteError, Message, QMPClient
+from qemu.qmp import EventListener, ExecuteError, Message, QMPClient, QMPError
 
 from harness.paths import HarnessError
 from harness.wait import Deadline, WaitTimeout, scaled
@@ -33,7 +33,12 @@ class Qmp:
         self._thread = threading.Thread(target=self._loop.run_forever, name="qmp", daemon=True)
         self._thread.start()
         self._client = QMPClient(name)
-        self._call(self._connect(str(path)), 20, "QMP greeting")
+        self._listener: asyncio.Task[None] | None = None
+        try:
+            self._call(self._connect(str(path)), 20, "QMP greeting")
+        except (QMPError, WaitTimeout) as error:
+            self.close()
+            raise QmpError(f"{name}: no QMP: {error}") from error
 
     async def _connect(self, path: str) -> None:
         await self._client.connect(path)
@@ -114,7 +119,8 @@ class Qmp:
         """Ends connection and thread, whatever state they are in."""
 
         async def disconnect() -> None:
-            self._listener.cancel()
+            if self._listener:
+                self._listener.cancel()
             await self._client.disconnect()
 
         try:

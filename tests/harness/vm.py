@@ -17,7 +17,7 @@ from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.paths import HarnessError, qemu_binary
 from harness.process import Process, tail
-from harness.qmp import Qmp
+from harness.qmp import Qmp, QmpError
 from harness.wait import Deadline, until
 
 MIB = 1 << 20
@@ -136,7 +136,12 @@ class Vm:
             return (self._folder / "qmp").exists() and (self._folder / "agent").exists()
 
         until(listening, 20, f"{self.name}: QEMU opens its sockets")
-        self._qmp = Qmp(self._folder / "qmp", self.name)
+        try:
+            self._qmp = Qmp(self._folder / "qmp", self.name)
+        except QmpError:
+            # Most often it has just refused its options; its own words say more.
+            until(lambda: not process.alive(), 5, f"{self.name}: QEMU ends or gives QMP")
+            process.expect_alive()
 
     def start(self) -> Guest:
         """Launches and boots; returns the guest when its agent answers."""
@@ -149,7 +154,9 @@ class Vm:
             self._guest.close()
             self._guest = None
         deadline = Deadline(seconds, f"{self.name}: the guest's agent answers")
-        self._guest = Guest(Channel(self._folder / "agent", deadline, self._check_alive))
+        self._guest = Guest(
+            Channel(self._folder / "agent", deadline, self._check_alive), self._check_alive
+        )
         return self._guest
 
     def _check_alive(self) -> None:

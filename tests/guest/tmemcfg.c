@@ -1,0 +1,649 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * Drives the device from guest user space, without the module.
+ *
+ *   tmemcfg info             registers and configuration, a "key value" line each
+ *   tmemcfg reset            resets the device
+ *   tmemcfg fuzz SEED COUNT  random accesses to registers and configuration, then a reset
+ *   tmemcfg run              brings the device up and uses it until SIGTERM
+ *
+ * `run` prints a line at each change: "generation G", and for each generation other than
+ * 0 "stored" when it has put a page with a pattern. At SIGUSR1 it gets that page: "keep
+ * hit", "keep miss" or "keep stale". A request that stays unanswered for a second gives
+ * "unanswered" and later "answered". A wrong byte ends it with "wrong".
+ *
+ * The kernel's virtio-pci is unbound first: nobody else may drive the device. Memory for
+ * the device is locked and barred from compaction, and given back after a reset only.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <linux/virtio_config.h>
+#include <linux/virtio_pci.h>
+#include <linux/virtio_ring.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "virtio_tmem.h"
+
+#define VENDOR 0x1af4
+#define DEVICE (0x1040 + VIRTIO_ID_TMEM)
+#define PCI_COMMAND 4
+#define PCI_COMMAND_MEMORY 2
+#define PCI_COMMAND_MASTER 4
+#define PCI_COMMAND_INTX_DISABLE 0x400
+#define PCI_CAPABILITY_LIST 0x34
+#define PCI_CAP_ID_VNDR 9
+#define PAGE 4096
+#define RING_SIZE 16 /* of the queues that `run` sets up; small enough for a page each */
+#define KEEP_OBJECT 7
+#define KEEP_INDEX 3
+#define UNANSWERED_MS 1000
+
+struct region {
+	volatile uint8_t *at;
+	uint32_t length;
+};
+
+/* A virtqueue with at most one request in flight, each part in a page of its own. */
+struct queue {
+	struct vring_desc *desc;
+	struct vring_avail *avail;
+	volatile struct vring_used *used;
+	uint8_t *readable;	/* req, then what the type wants */
+	uint8_t *data;		/* a page of data, readable or writable */
+	uint8_t *writable;	/* resp, then page results */
+	uint64_t phys[6];	/* of the six pages above, in order */
+	volatile uint16_t *notify;
+	uint16_t sent;
+};
+
+static char device_path[256];
+static struct region common, notify, device;
+static uint32_t notify_multiplier;
+static struct queue control, request;
+static volatile sig_atomic_t wanted_keep, wanted_end;
+
+static void die(const char *format, ...)
+{
+	va_list arguments;
+
+	va_start(arguments, format);
+	fprintf(stderr, "tmemcfg: ");
+	vfprintf(stderr, format, arguments);
+	fprintf(stderr, "\n");
+	va_end(arguments);
+	exit(1);
+}
+
+static void say(const char *format, ...)
+{
+	va_list arguments;
+
+	va_start(arguments, format);
+	vprintf(format, arguments);
+	va_end(arguments);
+	printf("\n");
+	fflush(stdout);
+}
+
+static void nap_ms(long ms)
+{
+	struct timespec time = {.tv_sec = ms / 1000, .tv_nsec = ms % 1000 * 1000000};
+
+	nanosleep(&time, NULL);
+}
+
+static int64_t now_ms(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec * 1000 + now.tv_nsec / 1000000;
+}
+
+/* PCI: find the device, take it from the kernel, map its regions. */
+
+static unsigned long read_number(const char *folder, const char *name)
+{
+	char path[512], text[64] = "";
+	FILE *file;
+
+	snprintf(path, sizeof(path), "%s/%s", folder, name);
+	file = fopen(path, "r");
+	if (!file || !fgets(text, sizeof(text), file))
+		die("%s: %s", path, strerror(errno));
+	fclose(file);
+	return strtoul(text, NULL, 0);
+}
+
+static void write_text(const char *path, const char *text)
+{
+	int fd = open(path, O_WRONLY);
+
+	if (fd < 0 || write(fd, text, strlen(text)) != (ssize_t)strlen(text))
+		die("%s: %s", path, strerror(errno));
+	close(fd);
+}
+
+static void find_device(void)
+{
+	const char *root = "/sys/bus/pci/devices";
+	DIR *folder = opendir(root);
+	struct dirent *entry;
+	char path[512];
+
+	while (folder && (entry = readdir(folder))) {
+		if (entry->d_name[0] == '.')
+			continue;
+		snprintf(device_path, sizeof(device_path), "%s/%.32s", root, entry->d_name);
+		if (read_number(device_path, "vendor") != VENDOR ||
+		    read_number(device_path, "device") != DEVICE)
+			continue;
+		snprintf(path, sizeof(path), "%s/driver/unbind", device_path);
+		if (access(path, W_OK) == 0)
+			write_text(path, entry->d_name);
+		closedir(folder);
+		return;
+	}
+	die("no PCI device %04x:%04x", VENDOR, DEVICE);
+}
+
+static volatile uint8_t *map_bar(int number)
+{
+	static volatile uint8_t *mapped[6];
+	char path[512];
+	off_t length;
+	int fd;
+
+	if (number > 5)
+		die("a capability names BAR %d", number);
+	if (mapped[number])
+		return mapped[number];
+	snprintf(path, sizeof(path), "%s/resource%d", device_path, number);
+	fd = open(path, O_RDWR | O_SYNC);
+	if (fd < 0)
+		die("%s: %s", path, strerror(errno));
+	length = lseek(fd, 0, SEEK_END);
+	mapped[number] = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (mapped[number] == MAP_FAILED)
+		die("mmap %s: %s", path, strerror(errno));
+	close(fd);
+	return mapped[number];
+}
+
+static void open_device(void)
+{
+	uint8_t space[256];
+	uint16_t command;
+	char path[512];
+	int fd;
+
+	find_device();
+	snprintf(path, sizeof(path), "%s/config", device_path);
+	fd = open(path, O_RDWR);
+	if (fd < 0 || pread(fd, space, sizeof(space), 0) != sizeof(space))
+		die("%s: %s", path, strerror(errno));
+	/* Nobody handles its interrupt: the ring is polled. */
+	memcpy(&command, space + PCI_COMMAND, sizeof(command));
+	command |= PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER | PCI_COMMAND_INTX_DISABLE;
+	if (pwrite(fd, &command, sizeof(command), PCI_COMMAND) != sizeof(command))
+		die("%s: %s", path, strerror(errno));
+	close(fd);
+
+	int left = 48; /* as many capabilities as fit */
+	for (uint8_t at = space[PCI_CAPABILITY_LIST]; at && left--; at = space[at + 1]) {
+		struct virtio_pci_cap cap;
+		struct region *region;
+
+		if (space[at] != PCI_CAP_ID_VNDR || at + sizeof(cap) > sizeof(space))
+			continue;
+		memcpy(&cap, space + at, sizeof(cap));
+		if (cap.cfg_type == VIRTIO_PCI_CAP_COMMON_CFG)
+			region = &common;
+		else if (cap.cfg_type == VIRTIO_PCI_CAP_NOTIFY_CFG)
+			region = &notify;
+		else if (cap.cfg_type == VIRTIO_PCI_CAP_DEVICE_CFG)
+			region = &device;
+		else
+			continue;
+		if (region == &notify)
+			memcpy(&notify_multiplier, space + at + sizeof(cap), 4);
+		region->at = map_bar(cap.bar) + cap.offset;
+		region->length = cap.length;
+	}
+	if (!common.at || !notify.at || !device.at)
+		die("virtio capabilities are missing");
+}
+
+/* Registers. */
+
+#define FIELD(name) offsetof(struct virtio_pci_common_cfg, name)
+
+static uint8_t get8(size_t at) { return common.at[at]; }
+static uint16_t get16(size_t at) { return *(volatile uint16_t *)(common.at + at); }
+static uint32_t get32(size_t at) { return *(volatile uint32_t *)(common.at + at); }
+static void set8(size_t at, uint8_t value) { common.at[at] = value; }
+static void set16(size_t at, uint16_t value) { *(volatile uint16_t *)(common.at + at) = value; }
+static void set32(size_t at, uint32_t value) { *(volatile uint32_t *)(common.at + at) = value; }
+
+static void set_address(size_t low, uint64_t value)
+{
+	set32(low, (uint32_t)value);
+	set32(low + 4, (uint32_t)(value >> 32));
+}
+
+static struct virtio_tmem_config read_config(void)
+{
+	struct virtio_tmem_config config;
+	uint8_t before;
+
+	/* Wider than an access: read again when it changed in between. */
+	do {
+		uint32_t words[sizeof(config) / 4];
+
+		before = get8(FIELD(config_generation));
+		for (size_t i = 0; i < sizeof(config) / 4; i++)
+			words[i] = *(volatile uint32_t *)(device.at + 4 * i);
+		memcpy(&config, words, sizeof(config));
+	} while (before != get8(FIELD(config_generation)));
+	return config;
+}
+
+static void reset(void)
+{
+	set8(FIELD(device_status), 0);
+	for (int i = 0; get8(FIELD(device_status)) != 0; i++) {
+		if (i == 5000)
+			die("the device does not finish its reset");
+		nap_ms(1);
+	}
+}
+
+static uint64_t offered_features(void)
+{
+	uint64_t low, high;
+
+	set32(FIELD(device_feature_select), 0);
+	low = get32(FIELD(device_feature));
+	set32(FIELD(device_feature_select), 1);
+	high = get32(FIELD(device_feature));
+	return low | high << 32;
+}
+
+static void info(void)
+{
+	struct virtio_tmem_config config = read_config();
+	int queues = get16(FIELD(num_queues));
+
+	say("status %u", get8(FIELD(device_status)));
+	say("features 0x%016" PRIx64, offered_features());
+	say("queues %d", queues);
+	for (int i = 0; i < queues; i++) {
+		set16(FIELD(queue_select), i);
+		say("queue_size_%d %u", i, get16(FIELD(queue_size)));
+	}
+	say("config_length %u", device.length);
+	say("generation 0x%016llx", (unsigned long long)config.generation);
+	say("page_size %u", config.page_size);
+	say("num_request_queues %u", config.num_request_queues);
+	say("batch_max %u", config.batch_max);
+	say("pools_max %u", config.pools_max);
+	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
+}
+
+/* What a hostile guest may do, short of pointing the rings at its own memory. */
+
+static uint64_t random_state;
+
+static uint32_t random_below(uint32_t limit)
+{
+	/* splitmix64: Steele, Lea, Flood 2014. */
+	uint64_t z = random_state += 0x9e3779b97f4a7c15ull;
+
+	z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+	z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+	return (uint32_t)((z ^ z >> 31) % limit);
+}
+
+static uint32_t access_random(struct region region, int write)
+{
+	uint32_t size = 1u << random_below(3);
+	uint32_t span = region.length < PAGE ? region.length : PAGE;
+	volatile uint8_t *at = region.at + random_below(span / size) * size;
+	uint32_t value = random_below(4) ? random_below(256) : random_below(UINT32_MAX);
+
+	if (size == 1)
+		return write ? (*at = (uint8_t)value) : *at;
+	if (size == 2)
+		return write ? (*(volatile uint16_t *)at = (uint16_t)value)
+			     : *(volatile uint16_t *)at;
+	return write ? (*(volatile uint32_t *)at = value) : *(volatile uint32_t *)at;
+}
+
+static void fuzz(uint64_t seed, uint32_t count)
+{
+	static const uint8_t states[] = {0, 1, 3, 11, 15, 128};
+
+	random_state = seed;
+	for (uint32_t i = 0; i < count; i++) {
+		switch (random_below(8)) {
+		case 0:
+			access_random(common, 0);
+			break;
+		case 1:
+			access_random(device, 1);
+			break;
+		case 2:
+			set8(FIELD(device_status), states[random_below(sizeof(states))]);
+			break;
+		case 3:
+			set16(FIELD(queue_select), random_below(32));
+			set16(FIELD(queue_size), random_below(2048));
+			break;
+		case 4:
+			/* With no addresses set: 0 is a ring at page 0, which firmware owns. */
+			set16(FIELD(queue_msix_vector), random_below(40));
+			break;
+		case 5:
+			set32(FIELD(guest_feature_select), random_below(3));
+			set32(FIELD(guest_feature), random_below(UINT32_MAX));
+			break;
+		case 6:
+			access_random(notify, 1);
+			break;
+		default:
+			access_random(device, 0);
+		}
+	}
+	reset();
+}
+
+/* Memory that the device reads and writes. */
+
+static uint64_t physical(const void *at)
+{
+	int fd = open("/proc/self/pagemap", O_RDONLY);
+	uint64_t entry = 0;
+
+	if (fd < 0 || pread(fd, &entry, 8, (uintptr_t)at / PAGE * 8) != 8 || !(entry >> 63))
+		die("pagemap of %p: %s", at, strerror(errno));
+	close(fd);
+	return (entry & ((1ull << 55) - 1)) * PAGE;
+}
+
+static void setup_queue(struct queue *queue, int number)
+{
+	uint8_t *pages = mmap(NULL, 6 * PAGE, PROT_READ | PROT_WRITE,
+			      MAP_PRIVATE | MAP_ANONYMOUS | MAP_LOCKED | MAP_POPULATE, -1, 0);
+
+	if (pages == MAP_FAILED || madvise(pages, 6 * PAGE, MADV_NOHUGEPAGE))
+		die("memory for a queue: %s", strerror(errno));
+	memset(pages, 0, 6 * PAGE);
+	for (int i = 0; i < 6; i++)
+		queue->phys[i] = physical(pages + i * PAGE);
+	queue->desc = (void *)pages;
+	queue->avail = (void *)(pages + PAGE);
+	queue->used = (void *)(pages + 2 * PAGE);
+	queue->readable = pages + 3 * PAGE;
+	queue->data = pages + 4 * PAGE;
+	queue->writable = pages + 5 * PAGE;
+	queue->avail->flags = VRING_AVAIL_F_NO_INTERRUPT;
+	set16(FIELD(queue_select), number);
+	if (get16(FIELD(queue_size)) < RING_SIZE)
+		die("queue %d has no %d descriptors", number, RING_SIZE);
+	set16(FIELD(queue_size), RING_SIZE);
+	set_address(FIELD(queue_desc_lo), queue->phys[0]);
+	set_address(FIELD(queue_avail_lo), queue->phys[1]);
+	set_address(FIELD(queue_used_lo), queue->phys[2]);
+	queue->notify = (void *)(notify.at + get16(FIELD(queue_notify_off)) * notify_multiplier);
+	set16(FIELD(queue_enable), 1);
+}
+
+static void start(void)
+{
+	uint8_t state = VIRTIO_CONFIG_S_ACKNOWLEDGE | VIRTIO_CONFIG_S_DRIVER;
+
+	write_text("/proc/sys/vm/compact_unevictable_allowed", "0");
+	reset();
+	set8(FIELD(device_status), state);
+	if (!(offered_features() >> VIRTIO_F_VERSION_1 & 1))
+		die("VIRTIO_F_VERSION_1 is not offered");
+	set32(FIELD(guest_feature_select), 0);
+	set32(FIELD(guest_feature), 0);
+	set32(FIELD(guest_feature_select), 1);
+	set32(FIELD(guest_feature), 1u << (VIRTIO_F_VERSION_1 - 32));
+	state |= VIRTIO_CONFIG_S_FEATURES_OK;
+	set8(FIELD(device_status), state);
+	if (!(get8(FIELD(device_status)) & VIRTIO_CONFIG_S_FEATURES_OK))
+		die("the device refuses the features");
+	setup_queue(&control, VIRTIO_TMEM_CONTROL_QUEUE);
+	setup_queue(&request, 1);
+	set8(FIELD(device_status), state | VIRTIO_CONFIG_S_DRIVER_OK);
+}
+
+/* Requests. */
+
+static uint64_t current_generation(void)
+{
+	return read_config().generation;
+}
+
+static int answered(struct queue *queue)
+{
+	__sync_synchronize();
+	return queue->used->idx == queue->sent;
+}
+
+/*
+ * Sends what lies in `readable` and `data` and waits for the answer, however long the
+ * daemon takes: the pages are the device's until then. Returns the status.
+ */
+static uint8_t submit(struct queue *queue, size_t readable, int data_is_readable,
+		      size_t data, size_t writable)
+{
+	int64_t sent_ms = now_ms();
+	int told = 0, used = 0;
+
+	memset(queue->writable, VIRTIO_TMEM_S_UNANSWERED, PAGE);
+	queue->desc[used++] = (struct vring_desc){queue->phys[3], readable, 0, 0};
+	if (data && data_is_readable)
+		queue->desc[used++] = (struct vring_desc){queue->phys[4], data, 0, 0};
+	queue->desc[used++] =
+		(struct vring_desc){queue->phys[5], writable, VRING_DESC_F_WRITE, 0};
+	if (data && !data_is_readable)
+		queue->desc[used++] = (struct vring_desc){queue->phys[4], data,
+							  VRING_DESC_F_WRITE, 0};
+	for (int i = 0; i + 1 < used; i++) {
+		queue->desc[i].flags |= VRING_DESC_F_NEXT;
+		queue->desc[i].next = i + 1;
+	}
+	queue->avail->ring[queue->sent % RING_SIZE] = 0;
+	__sync_synchronize();
+	queue->avail->idx = ++queue->sent;
+	__sync_synchronize();
+	*queue->notify = queue == &control ? VIRTIO_TMEM_CONTROL_QUEUE : 1;
+	while (!answered(queue)) {
+		if (!told && now_ms() - sent_ms > UNANSWERED_MS) {
+			say("unanswered");
+			told = 1;
+		}
+		if (wanted_end) {
+			say("ended unanswered");
+			reset();
+			exit(0);
+		}
+		nap_ms(1);
+	}
+	if (told)
+		say("answered");
+	for (int i = 0; i < 6; i++)
+		if (physical((uint8_t *)queue->desc + i * PAGE) != queue->phys[i])
+			die("memory of the device was moved");
+	if (queue->used->ring[(queue->sent - 1) % RING_SIZE].len <
+	    sizeof(struct virtio_tmem_resp))
+		return VIRTIO_TMEM_S_UNANSWERED;
+	return queue->writable[0];
+}
+
+static uint32_t pool;
+static uint64_t cookie;
+
+static size_t fill_request(struct queue *queue, uint64_t generation, int type, int count)
+{
+	struct virtio_tmem_req head = {
+		.generation = generation, .type = type, .count = count, .pool = pool};
+
+	memset(queue->readable, 0, PAGE);
+	memcpy(queue->readable, &head, sizeof(head));
+	return sizeof(head);
+}
+
+static void fill_pattern(uint8_t *page, uint64_t seed)
+{
+	random_state = seed;
+	for (int i = 0; i < PAGE; i += 4) {
+		uint32_t word = random_below(UINT32_MAX);
+
+		memcpy(page + i, &word, 4);
+	}
+}
+
+static int store(uint64_t generation)
+{
+	size_t at = fill_request(&request, generation, VIRTIO_TMEM_T_PUT, 1);
+	struct virtio_tmem_put_page page = {
+		.object = KEEP_OBJECT, .index = KEEP_INDEX, .cookie = ++cookie};
+	uint8_t status;
+
+	memcpy(request.readable + at, &page, sizeof(page));
+	fill_pattern(request.data, cookie);
+	status = submit(&request, at + sizeof(page), 1, PAGE, sizeof(struct virtio_tmem_resp) + 1);
+	if (status == VIRTIO_TMEM_S_STALE)
+		return 0;
+	if (status != VIRTIO_TMEM_S_OK)
+		die("put: status %u", status);
+	return request.writable[sizeof(struct virtio_tmem_resp)] == VIRTIO_TMEM_P_STORED;
+}
+
+static int begin(uint64_t generation)
+{
+	struct virtio_tmem_pool_create create = {0};
+	uint8_t status;
+	size_t at;
+
+	pool++;
+	at = fill_request(&control, generation, VIRTIO_TMEM_T_POOL_CREATE, 0);
+	memcpy(control.readable + at, &create, sizeof(create));
+	status = submit(&control, at + sizeof(create), 1, 0, sizeof(struct virtio_tmem_resp));
+	if (status == VIRTIO_TMEM_S_STALE)
+		return 0;
+	if (status != VIRTIO_TMEM_S_OK)
+		die("pool create: status %u", status);
+	return store(generation);
+}
+
+static void get_keep(uint64_t generation)
+{
+	size_t at = fill_request(&request, generation, VIRTIO_TMEM_T_GET, 1);
+	struct virtio_tmem_get get = {.object = KEEP_OBJECT, .index = KEEP_INDEX};
+	struct virtio_tmem_get_page result;
+	uint8_t expected[PAGE], status;
+
+	memcpy(request.readable + at, &get, sizeof(get));
+	memcpy(request.readable + at + sizeof(get), &cookie, sizeof(cookie));
+	memset(request.data, 0xee, PAGE);
+	status = submit(&request, at + sizeof(get) + sizeof(cookie), 0, PAGE,
+			sizeof(struct virtio_tmem_resp) + sizeof(result));
+	if (status == VIRTIO_TMEM_S_STALE) {
+		say("keep stale");
+		return;
+	}
+	if (status != VIRTIO_TMEM_S_OK)
+		die("get: status %u", status);
+	memcpy(&result, request.writable + sizeof(struct virtio_tmem_resp), sizeof(result));
+	if (result.result == VIRTIO_TMEM_P_MISS) {
+		say("keep miss");
+		return;
+	}
+	fill_pattern(expected, cookie);
+	if (result.result != VIRTIO_TMEM_P_HIT || result.cookie != cookie ||
+	    memcmp(expected, request.data, PAGE)) {
+		say("wrong result %u cookie %llx for %llx", result.result,
+		    (unsigned long long)result.cookie, (unsigned long long)cookie);
+		reset();
+		exit(1);
+	}
+	say("keep hit");
+}
+
+static void on_signal(int number)
+{
+	if (number == SIGUSR1)
+		wanted_keep = 1;
+	else
+		wanted_end = 1;
+}
+
+static void run(void)
+{
+	uint64_t generation = UINT64_MAX;
+	int stored = 0;
+
+	signal(SIGUSR1, on_signal);
+	signal(SIGTERM, on_signal);
+	if (getrandom(&cookie, sizeof(cookie), 0) != sizeof(cookie))
+		die("getrandom: %s", strerror(errno));
+	cookie >>= 1; /* it only grows, and must not wrap to 0 */
+	start();
+	say("up");
+	while (!wanted_end) {
+		uint64_t now = current_generation();
+
+		if (now != generation) {
+			generation = now;
+			stored = 0;
+			say("generation 0x%016" PRIx64, generation);
+		}
+		if (generation && !stored && begin(generation)) {
+			stored = 1;
+			say("stored");
+		}
+		if (wanted_keep && stored) {
+			wanted_keep = 0;
+			get_keep(generation);
+			stored = store(generation);
+		}
+		nap_ms(10);
+	}
+	reset();
+	say("ended");
+}
+
+int main(int count, char **words)
+{
+	if (count < 2)
+		die("usage: tmemcfg info | reset | fuzz SEED COUNT | run");
+	open_device();
+	if (!strcmp(words[1], "info"))
+		info();
+	else if (!strcmp(words[1], "reset"))
+		reset();
+	else if (!strcmp(words[1], "fuzz") && count == 4)
+		fuzz(strtoull(words[2], NULL, 0), strtoul(words[3], NULL, 0));
+	else if (!strcmp(words[1], "run"))
+		run();
+	else
+		die("unknown command '%s'", words[1]);
+	return 0;
+}

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Parts of the harness that need no VM."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness import initramfs, wait
+from harness.kernel import Kernel
+from harness.paths import HarnessError
+from harness.process import Process
+
+pytestmark = pytest.mark.smoke
+
+
+def fake_kernel(root: Path) -> Kernel:
+    modules = root / "lib/modules/1.0"
+    (modules / "kernel").mkdir(parents=True)
+    (modules / "modules.builtin").write_text("kernel/drivers/virtio/virtio_pci.ko\n")
+    # modules.dep: nearest first, and each line complete.
+    (modules / "modules.dep").write_text(
+        "kernel/c-top.ko: kernel/b.ko kernel/a.ko\nkernel/b.ko: kernel/a.ko\nkernel/a.ko:\n"
+    )
+    return Kernel("1", "1.0", root)
+
+
+def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
+    kernel = fake_kernel(tmp_path)
+    files = kernel.module_files(["virtio-pci", "c_top", "b"])
+    assert [path.name for path in files] == ["a.ko", "b.ko", "c-top.ko"]
+    with pytest.raises(HarnessError, match="no module 'absent'"):
+        kernel.module_files(["absent"])
+
+
+def test_archive_is_what_cpio_reads(tmp_path: Path) -> None:
+    def make() -> bytes:
+        archive = initramfs.Archive()
+        archive.file("/usr/share/odd", b"12345", 0o640)
+        archive.link("bin/sh", "busybox")
+        archive.device("dev/console", 5, 1)
+        return archive.bytes()
+
+    assert make() == make()
+    command = ["cpio", "--extract", "--make-directories", "--quiet", "--no-preserve-owner"]
+    subprocess.run([*command, "--nonmatching", "dev/*"], input=make(), cwd=tmp_path, check=True)
+    assert (tmp_path / "usr/share/odd").read_bytes() == b"12345"
+    assert (tmp_path / "usr/share/odd").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "bin/sh").readlink() == Path("busybox")
+    listing = subprocess.run(
+        ["cpio", "--list", "--verbose", "--quiet"], input=make(), check=True, capture_output=True
+    )
+    assert b"5,   1" in listing.stdout
+
+
+def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMEM_TIMEOUT_SCALE", "0.5")
+    with pytest.raises(wait.WaitTimeout, match=r"the sky falls: not within 0\.05 s"):
+        wait.until(lambda: None, 0.1, "the sky falls")
+    assert wait.until(lambda: 5, 0, "at once") == 5
+
+
+def test_process_ends_with_its_parent(tmp_path: Path) -> None:
+    """A harness that is killed leaves nothing behind."""
+    script = (
+        "import sys; from pathlib import Path; from harness.process import Process\n"
+        "print(Process('sleeper', ['sleep', '1000'], Path(sys.argv[1])).pid, flush=True)\n"
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    parent = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "log")], check=False, stdout=subprocess.PIPE
+    )
+    assert parent.returncode == -9
+    status = Path(f"/proc/{int(parent.stdout)}/status")
+
+    def gone() -> bool:
+        return not status.exists() or "State:\tZ" in status.read_text()
+
+    wait.until(gone, 10, "the orphan ends")
+
+
+def test_process_reports_its_end(tmp_path: Path) -> None:
+    process = Process("teller", ["sh", "-c", "echo last words; exit 5"], tmp_path / "log")
+    assert process.wait(10) == 5
+    with pytest.raises(HarnessError, match=r"(?s)teller ended with status 5.*last words"):
+        process.expect_alive()
+
+
+def test_a_missing_program_is_named(tmp_path: Path) -> None:
+    process = Process("ghost", [tmp_path / "ghost"], tmp_path / "log")
+    assert process.wait(10) == 127
+    with pytest.raises(HarnessError, match="ghost: No such file"):
+        process.expect_alive()
+
+
+def test_process_pause_and_kill(tmp_path: Path) -> None:
+    process = Process("sleeper", ["sleep", "1000"], tmp_path / "log")
+    process.pause()
+    assert process.alive()
+    process.resume()
+    process.kill()
+    assert process.status() == -9
+    begin = time.monotonic()
+    process.kill()
+    assert time.monotonic() - begin < wait.scaled(5)

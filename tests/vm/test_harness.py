@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The harness itself: what it reports must be so, and trouble must not pass unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Callable
+
+import pytest
+
+from harness import disk
+from harness.channel import ChannelClosed
+from harness.guest import CommandFailed, GuestTimeout
+from harness.kernel import Kernel
+from harness.paths import HarnessError
+from harness.session import Session
+from harness.vm import MIB, Config
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu")]
+
+
+def test_commands_and_files(session: Session, kernel: Kernel) -> None:
+    guest = session.vm(Config(kernel)).start()
+    result = guest.run("echo out; echo err >&2; exit 3")
+    assert (result.status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
+    assert guest.run("kill -9 $$").status == -9
+    with pytest.raises(CommandFailed, match="ended with 7"):
+        guest.sh("exit 7")
+    with pytest.raises(GuestTimeout, match="before"):
+        guest.run("echo before; sleep 1000", seconds=1)
+    # A child that keeps the output open does not hold up its parent's end.
+    assert guest.sh("sleep 1000 & echo started") == "started\n"
+
+    content = random.Random(1).randbytes(700_001)
+    guest.put("/tmp/file", content, mode=0o640)
+    assert guest.sh("sha256sum </tmp/file").split()[0] == hashlib.sha256(content).hexdigest()
+    assert guest.sh("stat -c %a /tmp/file") == "640\n"
+    assert guest.get("/tmp/file") == content
+    assert guest.run("cat /tmp/file").stdout == content
+    guest.put("/tmp/file", b"")
+    assert guest.get("/tmp/file") == b""
+    with pytest.raises(CommandFailed, match="No such file"):
+        guest.get("/absent")
+
+
+def test_jobs_side_by_side(session: Session, kernel: Kernel) -> None:
+    guest = session.vm(Config(kernel)).start()
+    guest.sh("cd /tmp; for n in $(seq 0 19); do mkfifo go-$n; done")
+    jobs = [guest.start(f"read line </tmp/go-{number}; exit $line") for number in range(20)]
+    for number in reversed(range(20)):
+        assert not jobs[number].done()
+        guest.sh(f"echo {number} >/tmp/go-{number}")
+        assert jobs[number].wait().status == number
+    sleeper = guest.start("echo up; exec sleep 1000")
+    assert guest.sh("echo meanwhile") == "meanwhile\n"
+    sleeper.kill(15)
+    assert sleeper.wait().status == -15
+
+
+def test_disks(session: Session, kernel: Kernel) -> None:
+    tree = session.folder / "tree"
+    tree.mkdir()
+    content = os.urandom(8 * MIB)
+    (tree / "file").write_bytes(content)
+    image = disk.ext4(session.folder / "data.img", 64 * MIB, tree)
+    spare = disk.blank(session.folder / "spare.img", 16 * MIB)
+    disks = [
+        disk.Disk("spare", spare, read_only=True),
+        disk.Disk("data", image, throttle=disk.CLOUD_VOLUME),
+    ]
+    vm = session.vm(Config(kernel, disks=disks))
+    guest = vm.start()
+    guest.mount("data", "/mnt")
+    before, before_qemu = guest.disk_stat("data"), vm.block_stat("data")
+    digest = guest.sh("sha256sum /mnt/file").split()[0]
+    assert digest == hashlib.sha256(content).hexdigest()
+    read = guest.disk_stat("data") - before
+    assert read.read_sectors * 512 >= len(content)
+    assert vm.block_stat("data")["rd_bytes"] - before_qemu["rd_bytes"] == read.read_sectors * 512
+    guest.sh("sha256sum /mnt/file")
+    assert (guest.disk_stat("data") - before).read_sectors == read.read_sectors, "was cached"
+    guest.drop_caches()
+    guest.sh("sha256sum /mnt/file")
+    assert (guest.disk_stat("data") - before).read_sectors >= 2 * len(content) // 512
+    assert guest.disk_stat("spare").write_sectors == 0
+    with pytest.raises(HarnessError, match="no disk 'other'"):
+        guest.disk("other")
+
+
+def test_life_of_the_machine(session: Session, kernel: Kernel) -> None:
+    vm = session.vm(Config(kernel, cpus=2))
+    guest = vm.start()
+    first = guest.boot_id
+    job = guest.start("sleep 1000")
+    second = vm.reset().boot_id
+    with pytest.raises(ChannelClosed):
+        job.wait()
+    third = vm.reboot().boot_id
+    assert len({first, second, third}) == 3
+    vm.pause()
+    assert vm.status() == "paused"
+    vm.resume()
+    assert vm.guest.sh("nproc") == "2\n"
+    pid = vm.process.pid
+    vm.quit()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_panic_is_reported(
+    session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
+) -> None:
+    vm = session.vm(Config(kernel))
+    guest = vm.start()
+    guest.sh("echo 1 >/proc/sys/kernel/sysrq")
+    with pytest.raises(HarnessError, match="sysrq triggered crash"):
+        guest.run("echo c >/proc/sysrq-trigger", seconds=600)
+    assert "sysrq triggered crash" in expect_error(vm.check_console)
+    assert "sysrq triggered crash" in session.report()
+    vm.expect_trouble()
+    vm.check_console()
+
+
+def test_a_dead_qemu_is_reported(
+    session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
+) -> None:
+    vm = session.vm(Config(kernel, arguments=["-device", "no-such-device"]))
+    message = expect_error(vm.start)
+    assert "no-such-device" in message
+    assert "status 1" in message
