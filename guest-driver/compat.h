@@ -43,4 +43,7 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 	rac->_batch_count = 0;
 }
 
+/* The series of the headers this was built with, as KERNEL_VERSION(major, minor, 0). */
+#define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)
+
 #endif /* _TMEM_COMPAT_H */

@@ -182,6 +182,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 		if (!test_and_set_bit(slot, &fadvise_used)) {
 			fadvise_ranges[slot].first = first;
 			fadvise_ranges[slot].last = nr - 1;
+			/* Not before the range; a look beside this may still miss it. */
 			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
 			break;
 		}

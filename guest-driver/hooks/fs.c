@@ -216,7 +216,8 @@ bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
 	unsigned long flags;
 	bool ok = true;
 
-	if (!READ_ONCE(fs->live) || READ_ONCE(fs->sticky_all))
+	/* Pairs with tmem_fs_register(): live means that the marks are set. */
+	if (!smp_load_acquire(&fs->live) || READ_ONCE(fs->sticky_all))
 		return false;
 	if (likely(!tmem_is_bypassed(fs->pool, ino)))
 		return true;
@@ -402,6 +403,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	}
 	spin_unlock(&sb->s_inode_list_lock);
 
+	/* After the marks above; read_begin() and tmem_fs_may_put() look at it first. */
 	smp_store_release(&fs->live, true);
 }
 

@@ -36,6 +36,7 @@ static bool draining;
 
 static const struct tmem_target *find_target(unsigned long ip)
 {
+	/* Pairs with tmem_ftrace_add(): entries below the number are complete. */
 	unsigned int i, nr = smp_load_acquire(&nr_targets);
 
 	for (i = 0; i < nr; i++)
@@ -88,6 +89,7 @@ int tmem_ftrace_add(const struct tmem_target *target)
 
 	/* In the table before it is traced: a call in between would be missed. */
 	targets[nr_targets] = *target;
+	/* Pairs with find_target(). */
 	smp_store_release(&nr_targets, nr_targets + 1);
 	err = ftrace_set_filter_ip(&tmem_ftrace_ops, target->addr, 0, 0);
 	if (err)

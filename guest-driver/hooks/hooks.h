@@ -42,9 +42,15 @@ extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
 #ifdef TMEM_TEST
 /* Bits of hooks that shall do nothing, so that tests see what they are for. */
 extern unsigned long tmem_test_hooks_off;
-#define tmem_hook_off(hook) (READ_ONCE(tmem_test_hooks_off) & BIT(hook))
+static inline bool tmem_hook_off(enum tmem_hook hook)
+{
+	return READ_ONCE(tmem_test_hooks_off) & BIT(hook);
+}
 #else
-#define tmem_hook_off(hook) false
+static inline bool tmem_hook_off(enum tmem_hook hook)
+{
+	return false;
+}
 #endif
 
 /* --- fs.c ---------------------------------------------------------------------------------- */

@@ -8,14 +8,14 @@
 #include <linux/module.h>
 #include <linux/sched.h>
 #include <linux/utsname.h>
-#include <linux/version.h>
 
+#include "../compat.h"
 #include "hooks.h"
 
 /* Kernels on which the torture tests pass. */
 static const struct {
 	const char *release;	/* beginning of uname -r */
-	unsigned int version;	/* of the headers it was built with */
+	unsigned int series;	/* of the headers it was built with */
 	const char *vendor;	/* somewhere in uname -v */
 } tested_kernels[] = {
 	{ "6.12.", KERNEL_VERSION(6, 12, 0), "Debian" },
@@ -123,7 +123,7 @@ static bool kernel_tested(void)
 	for (i = 0; i < ARRAY_SIZE(tested_kernels); i++) {
 		if (!strncmp(uts->release, tested_kernels[i].release,
 			     strlen(tested_kernels[i].release)) &&
-		    LINUX_VERSION_CODE >> 8 == tested_kernels[i].version >> 8 &&
+		    tested_kernels[i].series == TMEM_BUILT_FOR &&
 		    strstr(uts->version, tested_kernels[i].vendor))
 			return true;
 	}
@@ -170,8 +170,7 @@ static int hooks_up(void)
 	err = tmem_ftrace_start();
 	if (err) {
 		tmem_hooks_off("functions cannot be redirected: error %d%s", err, err == -EBUSY ?
-			       ": a live patch has one of them, or sysctl kernel.ftrace_enabled is 0" :
-			       "");
+			       ": a live patch has one, or sysctl kernel.ftrace_enabled is 0" : "");
 		return err;
 	}
 	ftrace_on = true;
@@ -193,7 +192,7 @@ static int hooks_up(void)
 int tmem_hooks_init(void)
 {
 	if (!kernel_tested() && !allow_untested) {
-		tmem_hooks_off("kernel %s (%s) is not a tested one; allow_untested=1 uses it anyway",
+		tmem_hooks_off("kernel %s (%s) is not tested; allow_untested=1 uses it anyway",
 			       init_utsname()->release, init_utsname()->version);
 		return 0;
 	}

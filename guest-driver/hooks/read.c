@@ -52,6 +52,7 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 		tmem_fs_note(inode->i_sb);
 		return false;
 	}
+	/* Pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&rd->fs->live) || !tmem_online())
 		goto put;
 	if (!tmem_fs_inode_ok(rd->fs, inode)) {
