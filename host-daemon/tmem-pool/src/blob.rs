@@ -11,8 +11,8 @@
 use crate::account::Account;
 use crate::codec::{self, COMPRESSED_BYTES_MAX, Corrupt};
 use crate::config::{DEDUP_SHARDS_MAX, PAGE_SIZE, POOL_BYTES_PER_DEDUP_SHARD, Page};
-use std::collections::HashMap;
 use std::collections::hash_map::Entry as Slot;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use zeroize::optimization_barrier;
 
@@ -44,6 +44,10 @@ impl Blob {
         codec::decompress(&self.data, out)
     }
 
+    pub(crate) fn domain(&self) -> DomainId {
+        self.key.domain
+    }
+
     fn equals(&self, page: &Page) -> bool {
         if self.data.len() == PAGE_SIZE {
             return *self.data == page[..];
@@ -64,6 +68,8 @@ impl Drop for Blob {
         optimization_barrier(&*self.data);
     }
 }
+
+const POISONED: &str = "a panic under a dedup shard's lock left it unknown";
 
 type Shard = HashMap<DedupKey, Weak<Blob>>;
 
@@ -116,9 +122,7 @@ impl Store {
     fn shard(&self, key: &DedupKey) -> MutexGuard<'_, Shard> {
         // The low half picks the slot within the shard, and a power of two of shards.
         let shard = key.hash[1] as usize & (self.shards.len() - 1);
-        self.shards[shard]
-            .lock()
-            .expect("a panic under a dedup shard's lock left it unknown")
+        self.shards[shard].lock().expect(POISONED)
     }
 
     /// Makes a new blob findable. One place for each hash, so that probing is bounded: a page that
@@ -149,19 +153,24 @@ impl Store {
         }
     }
 
-    /// Listed blobs, for the invariants.
-    #[cfg(test)]
-    pub(crate) fn listed(&self) -> usize {
-        self.shards.iter().map(|s| s.lock().unwrap().len()).sum()
+    /// What the table lists is among the live blobs and in its place.
+    pub(crate) fn check_listed(&self, live: &HashSet<*const Blob>) {
+        for shard in &self.shards {
+            for (key, blob) in &*shard.lock().expect(POISONED) {
+                assert!(
+                    live.contains(&blob.as_ptr()),
+                    "the dedup table lists a freed blob"
+                );
+                // Not the last reference, an entry has one: nothing is dropped under the lock.
+                let blob = blob.upgrade().expect("no call is in progress");
+                assert_eq!(blob.key, *key, "place in the dedup table");
+            }
+        }
     }
 }
 
 #[cfg(test)]
 impl Blob {
-    pub(crate) fn domain(&self) -> DomainId {
-        self.key.domain
-    }
-
     /// A damaged copy, as a bad memory cell would leave it.
     pub(crate) fn damaged(&self, at: usize) -> Blob {
         let mut data = self.data.clone();

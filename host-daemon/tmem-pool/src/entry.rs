@@ -122,8 +122,8 @@ impl Entry {
     }
 }
 
-#[cfg(test)]
 impl Entry {
+    #[cfg(test)]
     pub(crate) fn content_mut(&mut self) -> &mut Content {
         &mut self.content
     }

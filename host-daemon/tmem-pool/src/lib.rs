@@ -17,12 +17,14 @@
 //! | `index.rs`, `pages.rs`, `entry.rs` | keys and what is kept for each |
 //! | `blob.rs`, `codec.rs`, `hash.rs` | stored contents, each equal page once |
 //! | `evict/` | order of eviction, one file for each policy |
+//! | `check.rs`, `tests/` | invariants; a model that knows what each get may answer |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
 //!
 //! Lock order: registry, then at most one tenant, then one dedup shard.
 
 mod account;
 mod blob;
+mod check;
 mod codec;
 mod config;
 mod entry;
@@ -37,6 +39,8 @@ mod registry;
 mod state;
 mod stats;
 mod tenant;
+#[cfg(test)]
+mod tests;
 
 pub use config::{
     KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page,

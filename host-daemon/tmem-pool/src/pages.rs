@@ -94,8 +94,8 @@ impl Pages {
     }
 }
 
-#[cfg(test)]
 impl Pages {
+    /// All pages in order, for the invariants.
     pub(crate) fn iter(&self) -> Box<dyn Iterator<Item = (u64, &Entry)> + '_> {
         match self {
             Pages::Few(few) => Box::new(few.iter().map(|(at, entry)| (*at, entry))),
@@ -103,6 +103,7 @@ impl Pages {
         }
     }
 
+    #[cfg(test)]
     pub(crate) fn get_mut(&mut self, index: u64) -> Option<&mut Entry> {
         match self {
             Pages::Few(few) => few.iter_mut().find(|(at, _)| *at == index).map(|(_, e)| e),

@@ -9,6 +9,7 @@ use crate::blob::Store;
 use crate::config::{
     EVICT_STEP_PAGES, KEYS_PER_TENANT_MAX, PAGE_SIZE, PoolConfig, Quota, TenantSpec, Time,
 };
+use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{self, HashFn};
 use crate::registry::Registry;
@@ -16,7 +17,6 @@ use crate::state::Reason;
 use crate::stats::PoolStats;
 use crate::tenant::{self, Tenant};
 use std::fmt;
-use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 pub(crate) struct Inner {
@@ -52,7 +52,9 @@ impl Inner {
     }
 
     pub(crate) fn depart(&self, tenant: &Arc<tenant::Inner>) {
-        self.write().depart(tenant);
+        if self.write().depart(tenant) {
+            self.store.account.tenants.sub(1);
+        }
     }
 
     fn is_over(&self, extra_bytes: u64) -> bool {
@@ -83,18 +85,14 @@ impl Inner {
             .departed
             .iter()
             .chain(registry.members.iter().map(|m| &m.tenant));
-        let Some(tenant) = tenants
-            .into_iter()
-            .find(|t| t.has_dead.load(Relaxed))
-            .cloned()
-        else {
+        let Some(tenant) = tenants.into_iter().find(|t| t.has_dead()).cloned() else {
             return 0;
         };
         drop(registry);
         let mut freed = Vec::with_capacity(pages);
         let steps = tenant.lock().reap(&self.store.account, pages, &mut freed);
         drop(freed);
-        if !tenant.has_dead.load(Relaxed) {
+        if !tenant.has_dead() {
             self.forget(&tenant);
         }
         steps
@@ -173,7 +171,7 @@ impl Inner {
             .departed
             .iter()
             .chain(members())
-            .any(|t| t.has_dead.load(Relaxed));
+            .any(|t| t.has_dead());
         let evictable = || members().any(|tenant| tenant.charged_bytes.get() > 0);
         let over = self.is_over(0) && evictable();
         drop(registry);
@@ -265,6 +263,7 @@ impl Pool {
         };
         stats.held_bytes = stats.payload_bytes + stats.metadata_bytes;
         stats.add_counters(registry.gone);
+        let mut detached = Gauges::default();
         for member in &registry.members {
             let state = member.tenant.lock();
             let gauges = state.index.gauges;
@@ -272,20 +271,23 @@ impl Pool {
             stats.same_filled_pages += u64::from(gauges.same_filled_pages);
             stats.compressed_bytes += gauges.compressed_bytes;
             stats.charged_bytes += gauges.charged_bytes();
-            stats.detached_pages += state.detached_pages;
+            detached.add(state.detached);
             stats.add_counters(state.counters);
         }
-        stats.detached_pages += registry
-            .departed
-            .iter()
-            .map(|tenant| tenant.lock().detached_pages)
-            .sum::<u64>();
+        for departed in &registry.departed {
+            detached.add(departed.lock().detached);
+        }
+        stats.detached_pages = detached.pages.into();
+        let with_blob = stats.pages + stats.detached_pages
+            - stats.same_filled_pages
+            - u64::from(detached.same_filled_pages);
+        // A put in progress may have a blob and no key yet.
+        stats.shared_pages = with_blob.saturating_sub(stats.blobs);
         stats.original_bytes = stats.pages * PAGE_SIZE as u64;
         stats
     }
 }
 
-#[cfg(test)]
 impl Pool {
     pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.0

@@ -82,8 +82,8 @@ impl Registry {
         Ok(tenant)
     }
 
-    /// Its pages must be detached already.
-    pub(crate) fn depart(&mut self, tenant: &Arc<Inner>) {
+    /// Its pages must be detached already. True: they are freed as well, and nothing is left of it.
+    pub(crate) fn depart(&mut self, tenant: &Arc<Inner>) -> bool {
         let at = self
             .members
             .iter()
@@ -99,9 +99,16 @@ impl Registry {
                 self.domains.remove(&name);
             }
         }
-        self.gone.add(member.tenant.lock().counters);
-        self.departed.push(member.tenant);
         self.entitle();
+        let state = member.tenant.lock();
+        self.gone.add(state.counters);
+        // Someone short of room may have freed everything already, and will not look again.
+        let freed = state.dead.is_empty();
+        drop(state);
+        if !freed {
+            self.departed.push(member.tenant);
+        }
+        freed
     }
 
     pub(crate) fn set_quota(

@@ -10,7 +10,7 @@ use crate::config::{
     EVICTIONS_PER_PUT_PAGE, KEY_METADATA_BYTES, OBJECT_METADATA_BYTES, PAGE_METADATA_CHARGE_BYTES,
     PAGE_SIZE, POOLS_PER_TENANT_MAX, QUEUE_METADATA_BYTES, STALE_SKIPS_MAX,
 };
-use crate::entry::{Entry, Prepared};
+use crate::entry::{Entry, Gauges, Prepared};
 use crate::error::{CreateError, NoPool};
 use crate::evict::{Fifo, Key, Policy, Token};
 use crate::index::{Index, PoolIndex};
@@ -34,7 +34,8 @@ pub(crate) struct State {
     pub index: Index,
     pub policy: Box<dyn Policy>,
     pub dead: VecDeque<Dead>,
-    pub detached_pages: u64,
+    /// Of all that is in `dead`.
+    pub detached: Gauges,
     pub limit_bytes: u64,
     pub keys_max: u64,
     pub counters: Counters,
@@ -57,7 +58,7 @@ impl State {
             index: Index::default(),
             policy: Box::new(Fifo::default()),
             dead: VecDeque::new(),
-            detached_pages: 0,
+            detached: Gauges::default(),
             limit_bytes,
             keys_max,
             counters: Counters::default(),
@@ -119,7 +120,7 @@ impl State {
             self.counters.replaced_pages += 1;
             freed.push(old);
         }
-        let keys = u64::from(self.index.gauges.pages) + self.detached_pages;
+        let keys = u64::from(self.index.gauges.pages) + u64::from(self.detached.pages);
         let held_bytes = account.held_bytes()
             + KEY_METADATA_BYTES
             + QUEUE_METADATA_BYTES
@@ -267,9 +268,8 @@ impl State {
     }
 
     fn bury(&mut self, index: Index, policy: Option<Box<dyn Policy>>) {
-        let pages = u64::from(index.gauges.pages);
-        self.counters.flushed_pages += pages;
-        self.detached_pages += pages;
+        self.counters.flushed_pages += u64::from(index.gauges.pages);
+        self.detached.add(index.gauges);
         self.dead.push_back(Dead { index, policy });
     }
 
@@ -291,7 +291,7 @@ impl State {
                     .as_mut()
                     .unwrap_or(&mut self.policy)
                     .remove(entry.token);
-                self.detached_pages -= 1;
+                self.detached.sub(entry.gauges());
                 freed.push(entry);
             } else if dead
                 .policy

@@ -69,7 +69,7 @@ pub(crate) struct Inner {
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
     /// Steps of reaping are left.
-    pub has_dead: AtomicBool,
+    has_dead: AtomicBool,
     mismatch_logged: AtomicBool,
 }
 
@@ -91,6 +91,15 @@ impl Inner {
 
     pub(crate) fn name(&self) -> &str {
         &self.name
+    }
+
+    pub(crate) fn domain(&self) -> DomainId {
+        self.domain
+    }
+
+    /// Something is detached and not yet freed.
+    pub(crate) fn has_dead(&self) -> bool {
+        self.has_dead.load(Relaxed)
     }
 
     /// How far it is above its entitlement, in bytes; negative below.
@@ -460,7 +469,7 @@ impl Tenant {
             evictions_limit: counters.evictions_limit,
             replaced_pages: counters.replaced_pages,
             cookie_mismatches: counters.cookie_mismatches,
-            detached_pages: state.detached_pages,
+            detached_pages: state.detached.pages.into(),
             pools: state.index.pools.len() as u64,
             ..TenantStats::default()
         };
@@ -474,11 +483,32 @@ impl Tenant {
     pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.0.tenant
     }
-}
 
-#[cfg(test)]
-impl Inner {
-    pub(crate) fn domain(&self) -> DomainId {
-        self.domain
+    pub(crate) fn pool(&self) -> &Arc<pool::Inner> {
+        &self.0.pool
+    }
+
+    /// The cookie held under (pool, object, index), and the page read into `read`, all left in place.
+    pub(crate) fn peek_with(
+        &self,
+        (pool, object, index): (u32, u64, u64),
+        read: Option<(crate::hash::HashFn, u64, &mut Page)>,
+    ) -> Option<u64> {
+        let state = self.0.tenant.lock();
+        let entry = state.index.get(Key {
+            pool,
+            object,
+            index,
+        })?;
+        if let Some((hash, seed, out)) = read {
+            entry
+                .read(hash, seed, out)
+                .expect("a stored page passes its check");
+        }
+        Some(entry.cookie)
+    }
+
+    pub(crate) fn peek(&self, key: (u32, u64, u64)) -> Option<u64> {
+        self.peek_with(key, None)
     }
 }

@@ -24,8 +24,11 @@ impl Policy for Fifo {
         self.0.pop_first()
     }
 
-    #[cfg(test)]
     fn len(&self) -> usize {
         self.0.len()
+    }
+
+    fn key(&self, token: Token) -> Option<Key> {
+        self.0.get(&token).copied()
     }
 }

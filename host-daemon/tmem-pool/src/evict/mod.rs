@@ -32,7 +32,9 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
     /// not freed yet.
     fn pop_victim(&mut self) -> Option<(Token, Key)>;
 
-    /// Pages in it.
-    #[cfg(test)]
+    /// Pages in it, for the invariants.
     fn len(&self) -> usize;
+
+    /// The page of a token that is in it, for the invariants.
+    fn key(&self, token: Token) -> Option<Key>;
 }

@@ -1,0 +1,313 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Contents: what is shared and what never is, and what happens to damaged bytes.
+
+use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put, settle};
+use crate::codec::{self, COMPRESSED_BYTES_MAX, Corrupt};
+use crate::entry::Content;
+use crate::evict::Key;
+use crate::{GetResult, PAGE_SIZE, Page, Pool, PoolConfig, PutResult, Quota, Tenant, TenantSpec};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+#[test]
+fn a_trust_domain_keeps_one_copy() {
+    let pool = new_pool(1 << 20);
+    let a = add(&pool, "a", Some("web"), OPEN);
+    let b = add(&pool, "b", Some("web"), OPEN);
+    let page = partly_noise(1, 4);
+    for tenant in [&a, &b] {
+        for index in 0..3 {
+            assert_eq!(put(tenant, 1, index, 1, &page), PutResult::Stored);
+        }
+    }
+    let stats = pool.stats();
+    assert_eq!((stats.pages, stats.blobs, stats.shared_pages), (6, 1, 5));
+    assert_eq!((a.stats().shared_pages, b.stats().shared_pages), (2, 3));
+    assert_eq!(
+        a.stats().charged_bytes,
+        b.stats().charged_bytes,
+        "sharing changes no charge"
+    );
+    pool.check_invariants();
+    // The one who put it first leaves; the others' copy stays.
+    drop(a);
+    settle(&pool);
+    for index in 0..3 {
+        assert_eq!(get(&b, 1, index, 1), Some(page));
+    }
+    assert_eq!(pool.stats().payload_bytes, 0);
+}
+
+#[test]
+fn domains_share_nothing() {
+    let pool = new_pool(1 << 20);
+    let domains = [Some("web"), Some("db"), None, None];
+    let tenants = domains.map(|domain| add(&pool, "vm", domain, OPEN));
+    let page = partly_noise(1, 4);
+    for tenant in &tenants {
+        put(tenant, 1, 1, 1, &page);
+        assert_eq!(tenant.stats().shared_pages, 0);
+    }
+    assert_eq!((pool.stats().blobs, pool.stats().shared_pages), (4, 0));
+    pool.check_invariants();
+    // A name that everyone left is a new domain, and no None is ever joined.
+    drop(tenants);
+    let again = add(&pool, "vm", Some("web"), OPEN);
+    put(&again, 1, 1, 1, &page);
+    assert_eq!(
+        again.stats().shared_pages,
+        0,
+        "pages of a domain that ended"
+    );
+    settle(&pool);
+}
+
+#[test]
+fn equal_hashes_are_not_equal_pages() {
+    // Compressed and raw, and one byte of difference at the end, where a short comparison ends early.
+    let mut pages = vec![noise(1), partly_noise(2, 3), partly_noise(3, 6)];
+    for at in 0..pages.len() {
+        let mut twin = pages[at];
+        twin[PAGE_SIZE - 1] ^= 0x80;
+        pages.push(twin);
+    }
+    let config = PoolConfig {
+        size_bytes: 1 << 20,
+        seed: 11,
+    };
+    let pool = Pool::with(config, |_, _| 42, u64::MAX);
+    let a = add(&pool, "a", Some("web"), OPEN);
+    let b = add(&pool, "b", Some("web"), OPEN);
+    for (index, page) in pages.iter().enumerate() {
+        put(&a, 1, index as u64, 1, page);
+        put(&b, 1, index as u64, 1, page);
+    }
+    // Only the first has the hash's place in the table.
+    assert_eq!(pool.stats().shared_pages, 1);
+    pool.check_invariants();
+    for (index, page) in pages.iter().enumerate() {
+        assert!(
+            get(&a, 1, index as u64, 1) == Some(*page),
+            "page {index} of a"
+        );
+        assert!(
+            get(&b, 1, index as u64, 1) == Some(*page),
+            "page {index} of b"
+        );
+    }
+    assert_eq!(pool.stats().blobs, 0);
+}
+
+#[test]
+fn a_freed_page_gives_its_place_in_the_table_up() {
+    let pool = new_pool(1 << 20);
+    let a = add(&pool, "a", None, OPEN);
+    let page = noise(1);
+    for _ in 0..3 {
+        put(&a, 1, 1, 1, &page);
+        put(&a, 1, 2, 1, &page);
+        assert_eq!(a.stats().shared_pages, 1);
+        assert_eq!(get(&a, 1, 1, 1), Some(page));
+        assert_eq!(get(&a, 1, 2, 1), Some(page));
+        pool.check_invariants();
+    }
+}
+
+fn damage(tenant: &Tenant, index: u64, at: usize) {
+    let mut state = tenant.inner().lock();
+    let pool = state.index.pools.get_mut(&POOL).unwrap();
+    let entry = pool
+        .objects
+        .get_mut(&1)
+        .unwrap()
+        .pages
+        .get_mut(index)
+        .unwrap();
+    let damaged = match entry.content_mut() {
+        Content::Blob(blob) => Content::Blob(Arc::new(blob.damaged(at))),
+        Content::Same(pattern) => Content::Same([pattern[0] ^ 1; 8]),
+    };
+    *entry.content_mut() = damaged;
+}
+
+/// Counts events; nothing else is asked of it.
+struct CountEvents(Arc<AtomicUsize>);
+
+impl tracing::Subscriber for CountEvents {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+    fn event(&self, event: &tracing::Event<'_>) {
+        assert_eq!(*event.metadata().level(), tracing::Level::ERROR);
+        self.0.fetch_add(1, Relaxed);
+    }
+    fn enter(&self, _: &tracing::span::Id) {}
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+#[test]
+fn damaged_bytes_are_a_miss_counted_and_logged_once() {
+    let events = Arc::new(AtomicUsize::new(0));
+    tracing::subscriber::with_default(CountEvents(Arc::clone(&events)), || {
+        let pool = new_pool(1 << 20);
+        let tenant = add(&pool, "a", None, OPEN);
+        let pages = [noise(1), partly_noise(2, 4), [3; PAGE_SIZE], noise(4)];
+        for (index, page) in pages.iter().enumerate() {
+            put(&tenant, 1, index as u64, 1, page);
+        }
+        // A literal in the middle, so that the compressed one still decodes.
+        for index in 0..3 {
+            damage(&tenant, index, 1000);
+        }
+        let mut out = [[0; PAGE_SIZE]; 4];
+        let mut results = [GetResult::Hit { cookie: 1 }; 4];
+        tenant
+            .get(crate::Time(0), POOL, 1, 0, &[1; 4], &mut out, &mut results)
+            .unwrap();
+        assert_eq!(results[..3], [GetResult::Miss; 3]);
+        assert_eq!(results[3], GetResult::Hit { cookie: 1 });
+        assert_eq!(out[3], pages[3]);
+        assert_eq!(
+            (tenant.stats().hash_mismatches, tenant.stats().hits),
+            (3, 1)
+        );
+        assert_eq!(pool.stats().hash_mismatches, 3);
+        // It is gone, not offered again.
+        assert_eq!(get(&tenant, 1, 0, 1), None);
+        assert_eq!(tenant.stats().pages, 0);
+        pool.check_invariants();
+    });
+    assert_eq!(events.load(Relaxed), 1);
+}
+
+#[test]
+fn a_damaged_copy_is_not_shared() {
+    let pool = new_pool(1 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    let page = noise(1);
+    put(&tenant, 1, 0, 1, &page);
+    tenant.inner().lock(); // The lock is free: damage takes it, too.
+    {
+        let state = tenant.inner().lock();
+        let entry = state
+            .index
+            .get(Key {
+                pool: POOL,
+                object: 1,
+                index: 0,
+            })
+            .unwrap();
+        let Content::Blob(blob) = entry.content() else {
+            panic!("noise is a blob")
+        };
+        let (found, shared) = tenant.pool().store.intern(blob.domain(), 0, &page);
+        assert!(
+            !shared && !Arc::ptr_eq(&found, blob),
+            "found under another hash"
+        );
+    }
+    assert_eq!(get(&tenant, 1, 0, 1), Some(page));
+}
+
+#[test]
+fn forms_of_a_page() {
+    let mut buffer = [0; COMPRESSED_BYTES_MAX];
+    let mut out = [0; PAGE_SIZE];
+    let mut raw = 0;
+    for seed in 0..200 {
+        let page = partly_noise(seed, (seed % 9) as usize);
+        let stored = codec::compress(&page, &mut buffer);
+        assert!(stored.len() <= COMPRESSED_BYTES_MAX || stored.len() == PAGE_SIZE);
+        raw += usize::from(stored.len() == PAGE_SIZE);
+        out.fill(0);
+        assert_eq!(codec::decompress(stored, &mut out), Ok(()));
+        assert!(out == page);
+    }
+    assert!((1..200).contains(&raw), "{raw} pages of 200 are raw");
+}
+
+#[test]
+fn broken_stored_bytes_are_an_error() {
+    let mut buffer = [0; COMPRESSED_BYTES_MAX];
+    let page = partly_noise(1, 4);
+    let stored = codec::compress(&page, &mut buffer).to_vec();
+    let mut out = [0; PAGE_SIZE];
+    for len in 0..stored.len() {
+        assert_eq!(
+            codec::decompress(&stored[..len], &mut out),
+            Err(Corrupt),
+            "cut to {len}"
+        );
+    }
+    assert_eq!(
+        codec::decompress(&[0; PAGE_SIZE - 1], &mut out),
+        Err(Corrupt)
+    );
+    assert_eq!(
+        codec::decompress(&[0; PAGE_SIZE + 1], &mut out),
+        Err(Corrupt)
+    );
+}
+
+#[test]
+fn same_filled_pages() {
+    let mut page: Page = [0; PAGE_SIZE];
+    page.as_chunks_mut::<8>().0.fill(*b"8 bytes.");
+    assert_eq!(codec::same_filled(&page), Some(*b"8 bytes."));
+    let mut out = [0; PAGE_SIZE];
+    codec::fill(*b"8 bytes.", &mut out);
+    assert_eq!(out, page);
+    for at in [0, 7, 8, PAGE_SIZE / 2, PAGE_SIZE - 9, PAGE_SIZE - 1] {
+        let mut other = page;
+        other[at] ^= 1;
+        assert_eq!(codec::same_filled(&other), None, "a difference at {at}");
+    }
+    let pool = new_pool(1 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    put(&tenant, 1, 1, 1, &page);
+    assert_eq!(
+        (pool.stats().payload_bytes, pool.stats().same_filled_pages),
+        (0, 1)
+    );
+    assert_eq!(
+        tenant.stats().charged_bytes,
+        crate::PAGE_METADATA_CHARGE_BYTES
+    );
+    assert_eq!(get(&tenant, 1, 1, 1), Some(page));
+}
+
+#[test]
+fn the_seed_is_used() {
+    let page = noise(1);
+    assert_ne!(
+        crate::hash::page_hash(&page, 1),
+        crate::hash::page_hash(&page, 2)
+    );
+}
+
+#[test]
+fn names_are_told() {
+    let pool = new_pool(1000);
+    let quota = Quota {
+        reserve_bytes: 1001,
+        ..OPEN
+    };
+    let spec = TenantSpec {
+        name: "db-1".into(),
+        trust_domain: None,
+        quota,
+    };
+    let error = pool.add_tenant(spec).unwrap_err();
+    let text = error.to_string();
+    assert!(
+        ["db-1", "1001", "1000"]
+            .iter()
+            .all(|part| text.contains(part)),
+        "{text}"
+    );
+}

@@ -1,0 +1,438 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What happens at a limit: whose pages go, what is refused, what is freed behind.
+
+use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put, settle};
+use crate::config::EVICTIONS_PER_PUT_PAGE;
+use crate::{
+    AdmissionError, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult,
+    Quota, Tenant, TenantSpec, Time,
+};
+use PutResult::{Refused, Stored};
+
+/// What an incompressible page is charged.
+const NOISE_CHARGE: u64 = PAGE_SIZE as u64 + PAGE_METADATA_CHARGE_BYTES;
+
+fn limited(limit_bytes: u64) -> Quota {
+    Quota {
+        limit_bytes: Some(limit_bytes),
+        ..OPEN
+    }
+}
+
+fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
+    let stored =
+        |&index: &u64| put(tenant, object, index, 1, &noise(object << 32 | index)) == Stored;
+    (0..pages).filter(stored).count() as u64
+}
+
+#[test]
+fn over_its_limit_a_tenant_loses_its_own_oldest() {
+    let pool = new_pool(4 << 20);
+    let a = add(&pool, "a", None, limited(10 * NOISE_CHARGE));
+    let b = add(&pool, "b", None, OPEN);
+    fill(&b, 1, 20);
+    assert_eq!(fill(&a, 1, 15), 15);
+    let stats = a.stats();
+    assert_eq!((stats.pages, stats.charged_bytes), (10, 10 * NOISE_CHARGE));
+    assert_eq!((stats.evictions, stats.evictions_limit), (5, 5));
+    assert_eq!((b.stats().pages, b.stats().evictions), (20, 0));
+    for index in 0..5 {
+        assert_eq!(
+            get(&a, 1, index, 1),
+            None,
+            "page {index} is one of the oldest"
+        );
+    }
+    for index in 5..15 {
+        assert!(get(&a, 1, index, 1).is_some(), "page {index}");
+    }
+    pool.check_invariants();
+}
+
+#[test]
+fn one_large_page_displaces_many_small_ones() {
+    let pool = new_pool(4 << 20);
+    let small = 64;
+    let tenant = add(
+        &pool,
+        "a",
+        None,
+        limited(small * PAGE_METADATA_CHARGE_BYTES),
+    );
+    for index in 0..small {
+        assert_eq!(put(&tenant, 1, index, 1, &[7; PAGE_SIZE]), Stored);
+    }
+    assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
+    assert!(tenant.stats().charged_bytes <= small * PAGE_METADATA_CHARGE_BYTES);
+    pool.check_invariants();
+}
+
+#[test]
+fn what_can_never_fit_is_refused_and_evicts_nothing() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, limited(NOISE_CHARGE - 1));
+    assert_eq!(put(&tenant, 1, 0, 1, &[7; PAGE_SIZE]), Stored);
+    assert_eq!(put(&tenant, 1, 1, 1, &[8; PAGE_SIZE]), Stored);
+    assert_eq!(put(&tenant, 1, 2, 1, &noise(1)), Refused);
+    assert_eq!(tenant.stats().evictions, 0);
+    // Under a key that holds something, a refused page leaves nothing, not the old one.
+    assert_eq!(put(&tenant, 1, 1, 2, &noise(1)), Refused);
+    assert_eq!(get(&tenant, 1, 1, 1), None);
+    assert_eq!(get(&tenant, 1, 1, 2), None);
+    assert!(get(&tenant, 1, 0, 1).is_some());
+    assert_eq!(tenant.stats().puts_refused, 2);
+    assert_eq!((pool.stats().blobs, pool.stats().pages), (0, 0));
+}
+
+#[test]
+fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, limited(NOISE_CHARGE - 1));
+    let put = |cookie, page| Put {
+        object: 1,
+        index: 1,
+        cookie,
+        workingset: false,
+        page,
+    };
+    let (same, noise) = ([1; PAGE_SIZE], noise(1));
+    let mut results = [Refused, Stored];
+    tenant
+        .put(
+            Time(0),
+            POOL,
+            &[put(1, &same), put(2, &noise)],
+            &mut results,
+        )
+        .unwrap();
+    assert_eq!(results, [Stored, Refused]);
+    assert_eq!(get(&tenant, 1, 1, 1), None);
+    assert_eq!(tenant.stats().pages, 0);
+}
+
+#[test]
+fn keys_are_limited_even_if_they_hold_nothing() {
+    let pool = Pool::with(
+        PoolConfig {
+            size_bytes: 1 << 30,
+            seed: 1,
+        },
+        crate::hash::page_hash,
+        100,
+    );
+    let tenant = add(&pool, "a", None, OPEN);
+    let stored = (0..150)
+        .filter(|&i| put(&tenant, i, 0, 1, &[0; PAGE_SIZE]) == Stored)
+        .count();
+    assert_eq!(stored, 100);
+    // What is detached still counts, or clear after clear would hold more and more.
+    tenant.clear();
+    tenant.create_pool(POOL).unwrap();
+    assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
+    settle(&pool);
+    assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
+}
+
+#[test]
+fn a_full_pool_takes_from_whom_is_most_above() {
+    let pool = new_pool(400 * NOISE_CHARGE);
+    let reserve = Quota {
+        reserve_bytes: 150 * NOISE_CHARGE,
+        ..OPEN
+    };
+    let reserved = add(&pool, "reserved", None, reserve);
+    let greedy = add(&pool, "greedy", None, OPEN);
+    let modest = add(&pool, "modest", None, OPEN);
+    fill(&modest, 1, 60);
+    fill(&reserved, 1, 150);
+    // It takes what nobody uses, and then only from itself.
+    assert_eq!(fill(&greedy, 1, 600), 600);
+    assert_eq!(
+        (reserved.stats().evictions, modest.stats().evictions),
+        (0, 0)
+    );
+    assert!(
+        greedy.stats().pages > 150,
+        "idle share is lent: {:?}",
+        greedy.stats()
+    );
+    assert!(greedy.stats().evictions > 0);
+    pool.check_invariants();
+    // What was lent is taken back from who has it.
+    assert_eq!(fill(&modest, 2, 20), 20);
+    assert_eq!((modest.stats().pages, modest.stats().evictions), (80, 0));
+    assert_eq!(reserved.stats().pages, 150);
+    let stats = pool.stats();
+    assert!(stats.held_bytes <= stats.size_bytes);
+    settle(&pool);
+}
+
+#[test]
+fn a_pool_too_small_for_a_page_refuses_it() {
+    let pool = new_pool(6 << 10);
+    let tenant = add(&pool, "a", None, OPEN);
+    assert_eq!(put(&tenant, 1, 0, 1, &noise(1)), Refused);
+    assert_eq!((tenant.stats().pages, pool.stats().payload_bytes), (0, 0));
+    pool.check_invariants();
+}
+
+#[test]
+fn reserves_are_admitted_only_as_far_as_they_fit() {
+    let pool = new_pool(1000);
+    let quota = |reserve_bytes, limit_bytes| Quota {
+        reserve_bytes,
+        limit_bytes,
+        weight: 1,
+    };
+    let add = |name: &str, quota| {
+        pool.add_tenant(TenantSpec {
+            name: name.into(),
+            trust_domain: None,
+            quota,
+        })
+    };
+    let a = add("a", quota(600, None)).unwrap();
+    let error = |tenant: &str, reserve_bytes, available_bytes| {
+        Some(AdmissionError {
+            tenant: tenant.into(),
+            reserve_bytes,
+            available_bytes,
+        })
+    };
+    assert_eq!(add("b", quota(401, None)).err(), error("b", 401, 400));
+    // A limit below the reserve makes less of it.
+    let b = add("b", quota(u64::MAX, Some(400))).unwrap();
+    assert_eq!(a.set_quota(quota(601, None)).err(), error("a", 601, 600));
+    assert_eq!(
+        a.stats().reserve_bytes,
+        600,
+        "a refused quota changes nothing"
+    );
+    assert_eq!(
+        (a.stats().entitled_bytes, b.stats().entitled_bytes),
+        (600, 400)
+    );
+    a.set_quota(quota(100, None)).unwrap();
+    assert_eq!(
+        (a.stats().entitled_bytes, b.stats().entitled_bytes),
+        (600, 400)
+    );
+    // A pool that shrinks below its reserves scales them; no more are admitted.
+    pool.resize(250);
+    assert_eq!(
+        (a.stats().entitled_bytes, b.stats().entitled_bytes),
+        (50, 200)
+    );
+    assert_eq!(add("c", quota(1, None)).err(), error("c", 1, 0));
+    // Who leaves gives its reserve back at once.
+    drop(b);
+    assert_eq!(a.stats().entitled_bytes, 250);
+    assert!(add("c", quota(150, None)).is_ok());
+}
+
+#[test]
+fn entitlements_follow_who_is_there() {
+    let pool = new_pool(1000);
+    let weighted = |weight| Quota { weight, ..OPEN };
+    let a = add(&pool, "a", None, weighted(1));
+    assert_eq!(a.stats().entitled_bytes, 1000);
+    let b = add(&pool, "b", None, weighted(3));
+    assert_eq!(
+        (a.stats().entitled_bytes, b.stats().entitled_bytes),
+        (250, 750)
+    );
+    pool.resize(2000);
+    assert_eq!(
+        (a.stats().entitled_bytes, b.stats().entitled_bytes),
+        (500, 1500)
+    );
+    let clone = b.clone();
+    drop(b);
+    assert_eq!(a.stats().entitled_bytes, 500, "a handle is left");
+    drop(clone);
+    assert_eq!(a.stats().entitled_bytes, 2000);
+}
+
+#[test]
+fn a_smaller_pool_is_reached_in_bounded_steps() {
+    let pool = new_pool(400 * NOISE_CHARGE);
+    let (a, b) = (add(&pool, "a", None, OPEN), add(&pool, "b", None, OPEN));
+    fill(&a, 1, 120);
+    fill(&b, 1, 240);
+    pool.resize(200 * NOISE_CHARGE);
+    assert_eq!(pool.stats().pages, 360, "resize itself evicts nothing");
+    assert!(pool.maintain(Time(0), 20));
+    let evicted = pool.stats().evictions;
+    assert!((1..=20).contains(&evicted), "{evicted} evicted");
+    assert_eq!(a.stats().evictions, 0, "b is more above its entitlement");
+    settle(&pool);
+    let stats = pool.stats();
+    assert!(
+        stats.held_bytes <= stats.size_bytes && stats.pages > 150,
+        "{stats:?}"
+    );
+    assert!(
+        a.stats().pages.abs_diff(b.stats().pages) < 40,
+        "{:?} {:?}",
+        a.stats(),
+        b.stats()
+    );
+}
+
+#[test]
+fn a_put_evicts_no_more_than_its_bound() {
+    let pool = new_pool(2000 * NOISE_CHARGE);
+    let tenant = add(&pool, "a", None, OPEN);
+    fill(&tenant, 1, 1500);
+    pool.resize(8 * NOISE_CHARGE);
+    assert_eq!(
+        put(&tenant, 2, 0, 1, &noise(1)),
+        Refused,
+        "the pool is still far too full"
+    );
+    let evictions = tenant.stats().evictions;
+    assert!(
+        (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
+        "{evictions}"
+    );
+    // A lowered limit, likewise.
+    pool.resize(2000 * NOISE_CHARGE);
+    tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
+    assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);
+    let more = tenant.stats().evictions - evictions;
+    assert!(
+        (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&more),
+        "{more}"
+    );
+    settle(&pool);
+    assert_eq!(tenant.stats().pages, 8);
+    assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
+}
+
+#[test]
+fn what_one_tenant_flushed_is_freed_before_another_is_evicted() {
+    let pool = new_pool(100 * NOISE_CHARGE);
+    let (a, b) = (add(&pool, "a", None, OPEN), add(&pool, "b", None, OPEN));
+    fill(&a, 1, 60);
+    a.flush(POOL, 1, 0, None).unwrap();
+    assert_eq!(a.stats().detached_pages, 60);
+    assert_eq!(fill(&b, 1, 80), 80);
+    assert_eq!((a.stats().evictions, b.stats().evictions), (0, 0));
+    assert!(a.stats().detached_pages < 60);
+    pool.check_invariants();
+}
+
+/// Empties `tenant` by `empty` and follows its 100 pages until they are freed.
+fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
+    // Half in the object that goes, some of them same-filled; and all are found elsewhere, too.
+    for index in 0..100 {
+        let page: Page = if index % 10 == 0 {
+            [1; PAGE_SIZE]
+        } else {
+            partly_noise(index, 5)
+        };
+        assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
+    }
+    let before = pool.stats();
+    let tenant = empty(tenant);
+    let after = pool.stats();
+    assert_eq!(
+        (after.pages, after.detached_pages, after.flushed_pages),
+        (0, 100, 100)
+    );
+    assert_eq!(
+        after.payload_bytes, before.payload_bytes,
+        "detached is still held"
+    );
+    assert_eq!(after.blobs, before.blobs);
+    pool.check_invariants();
+    if let Some(tenant) = &tenant {
+        // Empty at once for whoever asks, and usable meanwhile.
+        let _ = tenant.create_pool(POOL);
+        assert_eq!(tenant.stats().charged_bytes, 0);
+        assert_eq!(get(tenant, 1, 1, 1), None);
+        assert_eq!(put(tenant, 1, 1, 2, &noise(1)), Stored);
+    }
+    let mut detached = 100;
+    while pool.maintain(Time(0), 10) {
+        let now = pool.stats().detached_pages;
+        assert!(
+            detached - now <= 10,
+            "{detached} to {now} in one step of 10"
+        );
+        detached = now;
+        pool.check_invariants();
+    }
+    assert!(detached <= 10, "the last step ended with {detached}");
+    assert_eq!(pool.stats().detached_pages, 0);
+    match &tenant {
+        Some(tenant) => assert_eq!(get(tenant, 1, 1, 2), Some(noise(1)), "the new page stays"),
+        None => assert_eq!(pool.stats().departed_tenants, 0),
+    }
+    let stats = pool.stats();
+    assert_eq!(
+        (stats.payload_bytes, stats.blobs, stats.pages),
+        (0, 0, 0),
+        "{stats:?}"
+    );
+    pool.check_invariants();
+}
+
+#[test]
+fn an_object_goes_at_once_and_is_freed_behind() {
+    let pool = new_pool(4 << 20);
+    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+        tenant.flush(POOL, 1, 0, None).unwrap();
+        Some(tenant)
+    });
+}
+
+#[test]
+fn a_pool_goes_at_once_and_is_freed_behind() {
+    let pool = new_pool(4 << 20);
+    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+        tenant.destroy_pool(POOL).unwrap();
+        Some(tenant)
+    });
+}
+
+#[test]
+fn a_tenant_is_cleared_at_once_and_freed_behind() {
+    let pool = new_pool(4 << 20);
+    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+        tenant.clear();
+        assert_eq!(tenant.stats().pools, 0);
+        Some(tenant)
+    });
+}
+
+#[test]
+fn a_tenant_leaves_at_once_and_is_freed_behind() {
+    let pool = new_pool(4 << 20);
+    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+        drop(tenant);
+        assert_eq!(
+            (pool.stats().tenants, pool.stats().departed_tenants),
+            (0, 1)
+        );
+        None
+    });
+}
+
+#[test]
+fn an_object_detached_before_a_clear_is_freed_as_well() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    fill(&tenant, 1, 40);
+    fill(&tenant, 2, 40);
+    tenant.flush(POOL, 1, 0, None).unwrap();
+    tenant.clear();
+    tenant.create_pool(POOL).unwrap();
+    fill(&tenant, 2, 40);
+    settle(&pool);
+    assert_eq!((tenant.stats().pages, pool.stats().blobs), (40, 40));
+    // The queue has only what is there: all of it can be evicted, and no more.
+    pool.resize(0);
+    settle(&pool);
+    assert_eq!((tenant.stats().evictions, pool.stats().blobs), (40, 0));
+}

@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Tests that look inside the engine. What the public interface shows is tested in `tests/`.
+
+mod content;
+mod limits;
+mod model;
+mod quotas;
+mod rng;
+mod threads;
+
+use crate::{
+    GetResult, PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, Time,
+};
+use rng::Rng;
+
+/// No reserve, no limit.
+const OPEN: Quota = Quota {
+    reserve_bytes: 0,
+    limit_bytes: None,
+    weight: 1,
+};
+
+/// The pool that single pages of these tests live in.
+const POOL: u32 = 1;
+
+fn new_pool(size_bytes: u64) -> Pool {
+    Pool::new(PoolConfig {
+        size_bytes,
+        seed: 11,
+    })
+}
+
+fn add(pool: &Pool, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
+    let trust_domain = domain.map(String::from);
+    let tenant = pool
+        .add_tenant(TenantSpec {
+            name: name.into(),
+            trust_domain,
+            quota,
+        })
+        .unwrap();
+    tenant.create_pool(POOL).unwrap();
+    tenant
+}
+
+fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
+    let mut results = [PutResult::Stored];
+    let put = Put {
+        object,
+        index,
+        cookie,
+        workingset: false,
+        page,
+    };
+    tenant.put(Time(0), POOL, &[put], &mut results).unwrap();
+    results[0]
+}
+
+fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
+    let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
+    tenant
+        .get(
+            Time(0),
+            POOL,
+            object,
+            index,
+            &[cookie],
+            &mut out,
+            &mut results,
+        )
+        .unwrap();
+    (results[0] == GetResult::Hit { cookie }).then_some(out[0])
+}
+
+fn settle(pool: &Pool) {
+    while pool.maintain(Time(0), 64) {}
+    pool.check_invariants();
+}
+
+/// Incompressible.
+fn noise(seed: u64) -> Page {
+    let mut rng = Rng::new(seed);
+    let mut page = [0; PAGE_SIZE];
+    page.as_chunks_mut::<8>()
+        .0
+        .iter_mut()
+        .for_each(|word| *word = rng.next().to_le_bytes());
+    page
+}
+
+/// Compresses to about a given part, in eighths.
+fn partly_noise(seed: u64, eighths: usize) -> Page {
+    let mut page = noise(seed);
+    page[PAGE_SIZE / 8 * eighths..].fill(seed as u8);
+    page
+}

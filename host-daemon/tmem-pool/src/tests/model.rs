@@ -1,0 +1,420 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Random operations of several tenants against a model, compared after every step.
+//!
+//! The model holds the last page put under each key. A get may answer that page, with that cookie, or a
+//! miss; after each step every page that the engine holds must be the model's, and every page that the
+//! model has more must have been counted as evicted.
+
+use super::rng::{Rng, for_each_seed};
+use super::{noise, partly_noise, settle};
+use crate::hash::{self, HashFn};
+use crate::{
+    AdmissionError, CreateError, GetResult, NoPool, PAGE_SIZE, Page, Pool, PoolConfig, Put,
+    PutResult, Quota, Tenant, TenantSpec, Time,
+};
+use std::collections::{BTreeMap, BTreeSet};
+
+const STEPS: u64 = 1000;
+/// Contents are compared in so many steps once, keys in each: reading is what takes long.
+const CONTENTS_EVERY: u64 = 8;
+const KEYS_MAX: u64 = 120;
+const CORPUS: usize = 40;
+
+type Key = (u32, u64, u64);
+
+struct Modelled {
+    tenant: Tenant,
+    pools: BTreeSet<u32>,
+    /// Cookie and number in the corpus of each key.
+    pages: BTreeMap<Key, (u64, usize)>,
+    evictions_seen: u64,
+    quota: Quota,
+}
+
+struct World {
+    rng: Rng,
+    pool: Pool,
+    corpus: Vec<Page>,
+    tenants: Vec<Modelled>,
+    hash: HashFn,
+    seed: u64,
+    cookie: u64,
+    names: u64,
+    hits: u64,
+    evictions: u64,
+}
+
+fn corpus(seed: u64) -> Vec<Page> {
+    let mut pages: Vec<Page> = (0..CORPUS as u64)
+        .map(|i| match i % 5 {
+            0 => [(i / 10) as u8; PAGE_SIZE],
+            1 => noise(seed + i),
+            eighths => partly_noise(seed + i, eighths as usize),
+        })
+        .collect();
+    // Two that differ from another in the last byte only.
+    pages[2] = pages[3];
+    pages[2][PAGE_SIZE - 1] ^= 1;
+    pages[6] = pages[11];
+    pages[6][PAGE_SIZE - 1] ^= 1;
+    pages
+}
+
+impl World {
+    fn new(seed: u64, hash: HashFn) -> World {
+        let mut rng = Rng::new(seed);
+        let size_bytes = (64 << 10) + rng.below(512 << 10);
+        let pool = Pool::with(PoolConfig { size_bytes, seed }, hash, KEYS_MAX);
+        let corpus = corpus(seed);
+        let (tenants, names) = (Vec::new(), 0);
+        let cookie = rng.next();
+        World {
+            rng,
+            pool,
+            corpus,
+            tenants,
+            hash,
+            seed,
+            cookie,
+            names,
+            hits: 0,
+            evictions: 0,
+        }
+    }
+
+    fn quota(&mut self) -> Quota {
+        let rng = &mut self.rng;
+        Quota {
+            reserve_bytes: rng.below(64 << 10),
+            limit_bytes: rng.one_in(2).then(|| rng.below(256 << 10)),
+            weight: rng.below(4) as u32,
+        }
+    }
+
+    fn add_tenant(&mut self) {
+        let domain = self.rng.below(3);
+        let trust_domain = (domain > 0).then(|| format!("domain {domain}"));
+        let quota = self.quota();
+        self.names += 1;
+        let name = format!("vm {}", self.names);
+        match self.pool.add_tenant(TenantSpec {
+            name: name.clone(),
+            trust_domain,
+            quota,
+        }) {
+            Ok(tenant) => self.tenants.push(Modelled {
+                tenant,
+                pools: BTreeSet::new(),
+                pages: BTreeMap::new(),
+                evictions_seen: 0,
+                quota,
+            }),
+            Err(AdmissionError {
+                tenant,
+                reserve_bytes,
+                available_bytes,
+            }) => {
+                assert_eq!(tenant, name);
+                assert!(reserve_bytes > available_bytes);
+            }
+        }
+    }
+
+    /// True: it was a put.
+    fn step(&mut self) -> bool {
+        let kind = self.rng.below(100);
+        if self.tenants.is_empty() || (self.tenants.len() < 4 && kind < 4) {
+            self.add_tenant();
+            return false;
+        }
+        let at = self.rng.below(self.tenants.len() as u64) as usize;
+        match kind {
+            0..60 => self.put(at),
+            60..82 => self.get(at),
+            82..90 => self.flush(at),
+            90..93 => self.pools(at),
+            93 => {
+                self.tenants[at].tenant.clear();
+                self.tenants[at].pools.clear();
+                self.tenants[at].pages.clear();
+            }
+            94 => drop(self.tenants.swap_remove(at)),
+            95 => {
+                let quota = self.quota();
+                if self.tenants[at].tenant.set_quota(quota).is_ok() {
+                    self.tenants[at].quota = quota;
+                }
+            }
+            96 => {
+                let size_bytes = (16 << 10) + self.rng.below(768 << 10);
+                self.pool.resize(size_bytes);
+            }
+            _ => {
+                let before = self.pool.stats();
+                let budget = self.rng.below(100) as usize;
+                let more = self.pool.maintain(Time(0), budget);
+                let after = self.pool.stats();
+                let evicted = after.evictions - before.evictions;
+                let freed = before.detached_pages - after.detached_pages;
+                assert!(
+                    evicted + freed <= budget as u64,
+                    "{evicted} + {freed} > {budget}"
+                );
+                if !more {
+                    assert_eq!(after.detached_pages + after.departed_tenants, 0);
+                    assert!(after.held_bytes <= after.size_bytes || after.pages == 0);
+                }
+            }
+        }
+        kind < 60
+    }
+
+    /// A pool that there is, mostly.
+    fn pick_pool(&mut self, at: usize) -> u32 {
+        if self.rng.one_in(20) {
+            return 1 + self.rng.below(3) as u32;
+        }
+        let pools = &self.tenants[at].pools;
+        let nth = self.rng.below(pools.len().max(1) as u64) as usize;
+        pools.iter().nth(nth).copied().unwrap_or(1)
+    }
+
+    fn put(&mut self, at: usize) {
+        let pool = self.pick_pool(at);
+        let object = 1 + self.rng.below(3);
+        let puts: Vec<(u64, u64, u64, usize)> = (0..1 + self.rng.below(20))
+            .map(|_| {
+                self.cookie = self.cookie.wrapping_add(1);
+                let object = if self.rng.one_in(4) {
+                    4 + self.rng.below(20)
+                } else {
+                    object
+                };
+                let page = self.rng.below(CORPUS as u64) as usize;
+                (object, self.rng.below(40), self.cookie, page)
+            })
+            .collect();
+        let pages: Vec<Put<'_>> = puts
+            .iter()
+            .map(|&(object, index, cookie, page)| {
+                let page = &self.corpus[page];
+                Put {
+                    object,
+                    index,
+                    cookie,
+                    workingset: index % 2 == 0,
+                    page,
+                }
+            })
+            .collect();
+        let mut results = vec![PutResult::Stored; pages.len()];
+        let before = (self.pool.stats(), self.tenants[at].tenant.stats());
+        let vm = &mut self.tenants[at];
+        let answer = vm.tenant.put(Time(0), pool, &pages, &mut results);
+        let after = (self.pool.stats(), vm.tenant.stats());
+        if !vm.pools.contains(&pool) {
+            assert_eq!(answer, Err(NoPool));
+            assert_eq!(after, before);
+            assert!(results.iter().all(|result| *result == PutResult::Refused));
+            return;
+        }
+        assert_eq!(answer, Ok(()));
+        let most = before.0.held_bytes.max(after.0.size_bytes);
+        assert!(
+            after.0.held_bytes <= most,
+            "{} > {most} held",
+            after.0.held_bytes
+        );
+        let limit_bytes = vm.quota.limit_bytes.unwrap_or(u64::MAX);
+        let most = before.1.charged_bytes.max(limit_bytes);
+        assert!(
+            after.1.charged_bytes <= most,
+            "{} > {most} charged",
+            after.1.charged_bytes
+        );
+        let evicted = after.0.evictions - before.0.evictions;
+        let evictions_max = 2 * crate::config::EVICTIONS_PER_PUT_PAGE * pages.len();
+        assert!(
+            evicted <= evictions_max as u64,
+            "{evicted} evictions by one put"
+        );
+        for (&(object, index, cookie, page), result) in puts.iter().zip(results) {
+            let key = (pool, object, index);
+            match result {
+                PutResult::Stored => vm.pages.insert(key, (cookie, page)),
+                PutResult::Refused => vm.pages.remove(&key),
+            };
+        }
+    }
+
+    fn get(&mut self, at: usize) {
+        let pool = self.pick_pool(at);
+        let (object, index) = (1 + self.rng.below(3), self.rng.below(40));
+        let vm = &mut self.tenants[at];
+        let cookies: Vec<u64> = (0..1 + self.rng.below(24))
+            .map(|i| {
+                let held = vm
+                    .pages
+                    .get(&(pool, object, index + i))
+                    .map(|(cookie, _)| *cookie);
+                // A wrong one differs in one bit.
+                let flip = u64::from(self.rng.one_in(10)) << self.rng.below(64);
+                held.unwrap_or(self.cookie) ^ flip
+            })
+            .collect();
+        let mut out = vec![[0x5a; PAGE_SIZE]; cookies.len()];
+        let mut results = vec![GetResult::Miss; cookies.len()];
+        let answer = vm.tenant.get(
+            Time(0),
+            pool,
+            object,
+            index,
+            &cookies,
+            &mut out,
+            &mut results,
+        );
+        assert_eq!(
+            answer,
+            if vm.pools.contains(&pool) {
+                Ok(())
+            } else {
+                Err(NoPool)
+            }
+        );
+        for (i, result) in results.iter().enumerate() {
+            let key = (pool, object, index + i as u64);
+            let GetResult::Hit { cookie } = *result else {
+                continue;
+            };
+            assert_eq!(cookie, cookies[i]);
+            let (last, page) = vm.pages.remove(&key).expect("a hit on what was never put");
+            assert_eq!(
+                cookie, last,
+                "a hit with another cookie than the last put's"
+            );
+            assert!(out[i] == self.corpus[page], "wrong bytes under {key:?}");
+            self.hits += 1;
+        }
+        // A miss on a page that is there shows in `compare`: it is neither gone nor evicted.
+        for (i, result) in results.iter().enumerate() {
+            let key = (pool, object, index + i as u64);
+            let held = vm
+                .tenant
+                .peek(key)
+                .is_some_and(|cookie| cookie == cookies[i]);
+            assert!(
+                *result != GetResult::Miss || !held,
+                "a miss on {key:?}, which is held"
+            );
+        }
+    }
+
+    fn flush(&mut self, at: usize) {
+        let pool = self.pick_pool(at);
+        let object = 1 + self.rng.below(4);
+        let index = self.rng.below(40) * self.rng.below(2);
+        let nr_pages = (!self.rng.one_in(2)).then(|| self.rng.below(50));
+        let vm = &mut self.tenants[at];
+        let answer = vm.tenant.flush(pool, object, index, nr_pages);
+        assert_eq!(
+            answer,
+            if vm.pools.contains(&pool) {
+                Ok(())
+            } else {
+                Err(NoPool)
+            }
+        );
+        let end = nr_pages.map_or(u64::MAX, |n| index + n);
+        let range = index..end;
+        vm.pages
+            .retain(|key, _| (key.0, key.1) != (pool, object) || !range.contains(&key.2));
+    }
+
+    fn pools(&mut self, at: usize) {
+        let id = 1 + self.rng.below(3) as u32;
+        let vm = &mut self.tenants[at];
+        if self.rng.one_in(3) {
+            let existed = vm.pools.remove(&id);
+            let answer = vm.tenant.destroy_pool(id);
+            assert_eq!(answer, if existed { Ok(()) } else { Err(NoPool) });
+            vm.pages.retain(|key, _| key.0 != id);
+        } else {
+            let fresh = vm.pools.insert(id);
+            let answer = vm.tenant.create_pool(id);
+            assert_eq!(
+                answer,
+                if fresh {
+                    Ok(())
+                } else {
+                    Err(CreateError::Exists)
+                }
+            );
+        }
+    }
+
+    /// What the engine holds is the model's, and what it lacks was evicted.
+    fn compare(&mut self, contents: bool, after_put: bool) {
+        self.pool.check_invariants();
+        for vm in &mut self.tenants {
+            let (engine, corpus) = (vm.tenant.pool(), &self.corpus);
+            let before = vm.pages.len();
+            vm.pages.retain(|&key, &mut (cookie, page)| {
+                let mut out = [0x77; PAGE_SIZE];
+                let read = contents.then_some((self.hash, self.seed, &mut out));
+                let Some(found) = vm.tenant.peek_with(key, read) else {
+                    return false;
+                };
+                assert_eq!(found, cookie, "cookie under {key:?}");
+                assert!(!contents || out == corpus[page], "bytes under {key:?}");
+                true
+            });
+            let stats = vm.tenant.stats();
+            assert_eq!(stats.pages, vm.pages.len() as u64, "pages that nobody put");
+            let gone = (before - vm.pages.len()) as u64;
+            // A put may evict a page whose key it stores anew.
+            let evicted = stats.evictions - vm.evictions_seen;
+            assert!(
+                gone == evicted || (after_put && gone < evicted),
+                "{gone}, {evicted} evicted"
+            );
+            self.evictions += gone;
+            vm.evictions_seen = stats.evictions;
+            assert_eq!(stats.pools, vm.pools.len() as u64);
+            assert_eq!(stats.hash_mismatches, 0);
+            assert!(stats.pages + stats.detached_pages <= KEYS_MAX);
+            assert!(engine.size_bytes.get() >= stats.entitled_bytes);
+        }
+    }
+
+    fn run(&mut self) {
+        for step in 0..STEPS {
+            let put = self.step();
+            self.compare(step % CONTENTS_EVERY == 0, put);
+        }
+        assert!(
+            self.hits > 0 && self.evictions > 0,
+            "a seed that tests nothing"
+        );
+        self.tenants.clear();
+        settle(&self.pool);
+        let stats = self.pool.stats();
+        assert_eq!(
+            (stats.held_bytes, stats.blobs, stats.tenants),
+            (0, 0, 0),
+            "{stats:?}"
+        );
+    }
+}
+
+#[test]
+fn a_get_returns_the_last_put_or_a_miss() {
+    for_each_seed("model", 8, |seed| World::new(seed, hash::page_hash).run());
+}
+
+#[test]
+fn so_it_does_when_hashes_collide() {
+    // Equal bytes still hash alike; different ones nearly always do, too.
+    for_each_seed("model with collisions", 4, |seed| {
+        World::new(seed, |page, _| u128::from(page[0] & 1)).run();
+    });
+}

@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Who is entitled to what: tables worked out by hand, and properties of random ones.
+
+use super::rng::{Rng, for_each_seed};
+use crate::Quota;
+use crate::quota::entitlements;
+
+const fn quota(reserve_bytes: u64, limit_bytes: Option<u64>, weight: u32) -> Quota {
+    Quota {
+        reserve_bytes,
+        limit_bytes,
+        weight,
+    }
+}
+
+#[test]
+fn tables() {
+    let cases: &[(&str, u64, &[Quota], &[u64])] = &[
+        ("nobody", 1000, &[], &[]),
+        ("alone", 1000, &[quota(0, None, 1)], &[1000]),
+        (
+            "alone with a limit",
+            1000,
+            &[quota(0, Some(300), 1)],
+            &[300],
+        ),
+        (
+            "by weight",
+            1000,
+            &[quota(0, None, 1), quota(0, None, 3)],
+            &[250, 750],
+        ),
+        (
+            "reserve first",
+            1000,
+            &[quota(400, None, 1), quota(0, None, 2)],
+            &[600, 400],
+        ),
+        (
+            "no weight",
+            1000,
+            &[quota(100, None, 0), quota(0, None, 5)],
+            &[100, 900],
+        ),
+        (
+            "no weights at all",
+            1000,
+            &[quota(100, None, 0), quota(50, None, 0)],
+            &[100, 50],
+        ),
+        (
+            "what a cap leaves over goes to the others",
+            1000,
+            &[quota(0, Some(100), 1), quota(0, None, 1), quota(0, None, 2)],
+            &[100, 300, 600],
+        ),
+        (
+            "a second cap is only met after the first",
+            1200,
+            &[
+                quota(0, Some(100), 1),
+                quota(0, Some(500), 1),
+                quota(0, None, 1),
+            ],
+            &[100, 500, 600],
+        ),
+        (
+            "the limit counts with the reserve",
+            1000,
+            &[quota(200, Some(250), 1), quota(0, None, 1)],
+            &[250, 750],
+        ),
+        (
+            "a reserve above the limit",
+            1000,
+            &[quota(500, Some(100), 1), quota(0, None, 1)],
+            &[100, 900],
+        ),
+        (
+            "all are capped",
+            1000,
+            &[quota(0, Some(10), 1), quota(5, Some(20), 9)],
+            &[10, 20],
+        ),
+        (
+            "reserves fill it",
+            1000,
+            &[quota(600, None, 7), quota(400, None, 1)],
+            &[600, 400],
+        ),
+        (
+            "smaller than all reserves: they scale down, and weights give nothing",
+            500,
+            &[
+                quota(600, None, 9),
+                quota(400, None, 0),
+                quota(0, None, 100),
+            ],
+            &[300, 200, 0],
+        ),
+        (
+            "an empty pool",
+            0,
+            &[quota(0, None, 1), quota(10, None, 1)],
+            &[0, 0],
+        ),
+        (
+            "the largest",
+            u64::MAX,
+            &[quota(u64::MAX, None, u32::MAX), quota(0, None, u32::MAX)],
+            &[u64::MAX, 0],
+        ),
+        (
+            "reserves beyond any sum",
+            1000,
+            &[quota(u64::MAX, None, 1), quota(u64::MAX, None, 1)],
+            &[500, 500],
+        ),
+    ];
+    for (what, size_bytes, quotas, expected) in cases {
+        assert_eq!(entitlements(*size_bytes, quotas), *expected, "{what}");
+    }
+}
+
+fn random(rng: &mut Rng) -> Quota {
+    let reserve_bytes = rng.below(2000) * rng.below(2);
+    quota(
+        reserve_bytes,
+        rng.one_in(2).then(|| rng.below(4000)),
+        rng.below(5) as u32,
+    )
+}
+
+#[test]
+fn properties() {
+    for_each_seed("entitlements", 2000, |seed| {
+        let mut rng = Rng::new(seed);
+        let size_bytes = rng.below(20_000);
+        let quotas: Vec<Quota> = (0..1 + rng.below(12)).map(|_| random(&mut rng)).collect();
+        let entitled = entitlements(size_bytes, &quotas);
+        let sum: u64 = entitled.iter().sum();
+        assert!(sum <= size_bytes);
+        let reserved: u64 = quotas.iter().map(Quota::usable_reserve_bytes).sum();
+        for (quota, &entitled) in quotas.iter().zip(&entitled) {
+            assert!(entitled <= quota.limit_bytes.unwrap_or(u64::MAX));
+            assert!(reserved > size_bytes || entitled >= quota.usable_reserve_bytes());
+        }
+        // Nothing is left over while someone with a weight could take it, but for rounding.
+        let hungry = quotas.iter().zip(&entitled).any(|(quota, &entitled)| {
+            quota.weight > 0 && entitled < quota.limit_bytes.unwrap_or(u64::MAX)
+        });
+        if hungry && reserved <= size_bytes {
+            assert!(
+                size_bytes - sum < quotas.len() as u64,
+                "{} left over",
+                size_bytes - sum
+            );
+        }
+        // Of two that are not capped, the shares beyond the reserve are as the weights.
+        let open: Vec<(u64, u64)> = quotas
+            .iter()
+            .zip(&entitled)
+            .filter(|(quota, entitled)| quota.limit_bytes.is_none_or(|l| l > **entitled))
+            .map(|(quota, entitled)| {
+                (
+                    entitled.saturating_sub(quota.reserve_bytes),
+                    u64::from(quota.weight),
+                )
+            })
+            .collect();
+        if reserved <= size_bytes {
+            for (share, weight) in &open {
+                for (other_share, other_weight) in &open {
+                    let difference = (share * other_weight).abs_diff(other_share * weight);
+                    assert!(difference <= weight + other_weight, "{open:?}");
+                }
+            }
+        }
+    });
+}

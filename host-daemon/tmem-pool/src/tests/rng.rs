@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Seeded randomness for tests, and the seeds that they run with.
+//!
+//! A failing run names its seed; `TMEM_SEED=<number>` runs that one alone, `TMEM_SEEDS=<number>`
+//! as many as wanted.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+
+/// SplitMix64 (Steele, Lea and Flood, 2014): one word of state and good enough for choosing.
+pub struct Rng(u64);
+
+impl Rng {
+    pub fn new(seed: u64) -> Rng {
+        Rng(seed)
+    }
+
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// Below `n`, which is not 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    /// True once in `n`.
+    pub fn one_in(&mut self, n: u64) -> bool {
+        self.below(n) == 0
+    }
+}
+
+/// Runs a test with each of `count` seeds, of `TMEM_SEEDS` if that is set, or with the one of
+/// `TMEM_SEED`.
+pub fn for_each_seed(name: &str, count: u64, test: impl Fn(u64)) {
+    let number = |name: &str| -> Option<u64> {
+        let text = std::env::var(name).ok()?;
+        Some(
+            text.parse()
+                .unwrap_or_else(|_| panic!("{name}={text} is not a decimal number")),
+        )
+    };
+    let given = number("TMEM_SEED");
+    let count = number("TMEM_SEEDS").unwrap_or(count);
+    let seeds: Vec<u64> = given.map_or_else(|| (1..=count).collect(), |seed| vec![seed]);
+    for seed in seeds {
+        println!("{name}: TMEM_SEED={seed}");
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(seed))) {
+            eprintln!("{name} failed; replay with TMEM_SEED={seed}");
+            resume_unwind(panic);
+        }
+    }
+}

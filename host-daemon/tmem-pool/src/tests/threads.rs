@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Many threads at once: each knows what its own keys may answer, whatever the others do.
+
+use super::rng::{Rng, for_each_seed};
+use super::{OPEN, POOL, add, new_pool, noise, partly_noise, settle};
+use crate::{GetResult, PAGE_SIZE, Page, Pool, Put, PutResult, Quota, Tenant, TenantSpec, Time};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::thread;
+
+const WORKERS: u64 = 4;
+const ROUNDS: u64 = 400;
+
+/// Puts and gets pages of an object that no other thread touches, in a tenant that all share.
+fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU64) {
+    let mut rng = Rng::new(seed);
+    let mut model: HashMap<u64, (u64, usize)> = HashMap::new();
+    let mut cookie = rng.next();
+    for _ in 0..ROUNDS {
+        let puts: Vec<(u64, usize)> = (0..1 + rng.below(12))
+            .map(|_| (rng.below(64), rng.below(corpus.len() as u64) as usize))
+            .collect();
+        let first = cookie;
+        let pages: Vec<Put<'_>> = puts
+            .iter()
+            .map(|&(index, page)| {
+                cookie = cookie.wrapping_add(1);
+                Put {
+                    object,
+                    index,
+                    cookie,
+                    workingset: false,
+                    page: &corpus[page],
+                }
+            })
+            .collect();
+        let mut results = vec![PutResult::Refused; pages.len()];
+        tenant.put(Time(0), POOL, &pages, &mut results).unwrap();
+        for (nth, (&(index, page), result)) in puts.iter().zip(&results).enumerate() {
+            match result {
+                PutResult::Stored => {
+                    model.insert(index, (first.wrapping_add(nth as u64 + 1), page))
+                }
+                PutResult::Refused => model.remove(&index),
+            };
+        }
+        let index = rng.below(64);
+        if rng.one_in(8) {
+            let nr_pages = (!rng.one_in(4)).then(|| rng.below(20));
+            tenant.flush(POOL, object, index, nr_pages).unwrap();
+            let end = nr_pages.map_or(u64::MAX, |n| index + n);
+            model.retain(|at, _| !(index..end).contains(at));
+        }
+        let cookies: Vec<u64> = (index..index + 1 + rng.below(16))
+            .map(|at| model.get(&at).map_or(1, |(cookie, _)| *cookie))
+            .collect();
+        let mut out = vec![[0; PAGE_SIZE]; cookies.len()];
+        let mut results = vec![GetResult::Miss; cookies.len()];
+        tenant
+            .get(
+                Time(0),
+                POOL,
+                object,
+                index,
+                &cookies,
+                &mut out,
+                &mut results,
+            )
+            .unwrap();
+        for (nth, result) in results.iter().enumerate() {
+            let held = model.remove(&(index + nth as u64));
+            let GetResult::Hit { cookie } = *result else {
+                continue;
+            };
+            let (last, page) = held.expect("a hit on what is not held");
+            assert_eq!(cookie, last);
+            assert!(out[nth] == corpus[page], "wrong bytes");
+            hits.fetch_add(1, Relaxed);
+        }
+    }
+}
+
+/// Comes, fills, is cleared and leaves, over and over, in the workers' trust domain.
+fn come_and_go(pool: &Pool, seed: u64, corpus: &[Page], done: &AtomicBool) {
+    let mut rng = Rng::new(seed);
+    while !done.load(Relaxed) {
+        let reserve_bytes = rng.below(20_000);
+        let quota = Quota {
+            reserve_bytes,
+            limit_bytes: Some(100_000),
+            weight: 1,
+        };
+        let trust_domain = Some("all".into());
+        let spec = TenantSpec {
+            name: "guest".into(),
+            trust_domain,
+            quota,
+        };
+        let tenant = pool.add_tenant(spec).unwrap();
+        for round in 0..1 + rng.below(6) {
+            let id = 1 + round as u32;
+            tenant.create_pool(id).unwrap();
+            let mut results = [PutResult::Refused];
+            for index in 0..rng.below(60) {
+                let page = &corpus[rng.below(corpus.len() as u64) as usize];
+                let put = Put {
+                    object: 1,
+                    index,
+                    cookie: 1,
+                    workingset: true,
+                    page,
+                };
+                tenant.put(Time(0), id, &[put], &mut results).unwrap();
+            }
+            match rng.below(3) {
+                0 => tenant.destroy_pool(id).unwrap(),
+                1 => {
+                    tenant.clear();
+                    break;
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+fn keep_house(pool: &Pool, seed: u64, tenant: &Tenant, done: &AtomicBool) {
+    let mut rng = Rng::new(seed);
+    while !done.load(Relaxed) {
+        pool.resize((200 << 10) + rng.below(600 << 10));
+        pool.maintain(Time(0), 1 + rng.below(40) as usize);
+        let limit_bytes = rng.one_in(2).then(|| 50_000 + rng.below(500_000));
+        tenant
+            .set_quota(Quota {
+                limit_bytes,
+                ..OPEN
+            })
+            .unwrap();
+        let (all, one) = (pool.stats(), tenant.stats());
+        assert_eq!((all.hash_mismatches, one.hash_mismatches), (0, 0));
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn threads() {
+    let corpus: Vec<Page> = (0..32)
+        .map(|i| {
+            if i % 4 == 0 {
+                noise(i)
+            } else {
+                partly_noise(i, i as usize % 8)
+            }
+        })
+        .collect();
+    for_each_seed("threads", 4, |seed| {
+        let pool = new_pool(600 << 10);
+        let tenants = [
+            add(&pool, "a", Some("all"), OPEN),
+            add(&pool, "b", Some("all"), OPEN),
+            add(&pool, "c", None, OPEN),
+        ];
+        let (done, hits) = (AtomicBool::new(false), AtomicU64::new(0));
+        thread::scope(|scope| {
+            let (pool, corpus, done, hits) = (&pool, &corpus, &done, &hits);
+            let workers: Vec<_> = (0..WORKERS)
+                .map(|worker| {
+                    let tenant = tenants[worker as usize % tenants.len()].clone();
+                    let seed = seed * 1000 + worker;
+                    scope.spawn(move || work(&tenant, 1 + worker, seed, corpus, hits))
+                })
+                .collect();
+            let others = [
+                scope.spawn(move || come_and_go(pool, seed, corpus, done)),
+                scope.spawn({
+                    let tenant = tenants[0].clone();
+                    move || keep_house(pool, seed, &tenant, done)
+                }),
+            ];
+            let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();
+            done.store(true, Relaxed);
+            for thread in ended.into_iter().chain(others.map(|other| other.join())) {
+                thread.unwrap();
+            }
+        });
+        assert!(hits.load(Relaxed) > 0, "nothing was tested");
+        pool.check_invariants();
+        drop(tenants);
+        settle(&pool);
+        let stats = pool.stats();
+        assert_eq!((stats.held_bytes, stats.tenants), (0, 0), "{stats:?}");
+    });
+}
