@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Keyed content check of a page, and how a check and a cookie share one index entry.
+ *
+ * Pure arithmetic, so that tests/ can compile it in user space. The check is
+ * Multilinear-HM over the 1,024 32-bit words of a page with random 64-bit keys:
+ *	key[0] + sum of (key[2i+1] + word[2i]) * (key[2i+2] + word[2i+1])  mod 2^64
+ * whose upper 32 bits are strongly universal (D. Lemire and O. Kaser, "Strongly
+ * universal string hashing is fast", The Computer Journal 57(11), 2014); a strongly
+ * universal hash stays so when it is truncated, hence the 24 bits kept: a wrong
+ * page that was chosen without knowing the keys passes with probability 2^-24.
+ *
+ * Never use the check as a lookup key or send it to the host.
+ */
+#ifndef _TMEM_CHECK_H
+#define _TMEM_CHECK_H
+
+#ifdef __KERNEL__
+#include <linux/compiler.h>
+#include <linux/types.h>
+#endif
+
+#define TMEM_CHECK_PAIRS	(4096 / 8)	/* pairs of 32-bit words in a page */
+#define TMEM_CHECK_KEYS		(1 + 2 * TMEM_CHECK_PAIRS)
+
+#define TMEM_CHECK_BITS		24
+/* 2^40 puts a queue: over four months at 100,000 a second; then the cache starts empty again. */
+#define TMEM_SEQ_BITS		40
+#define TMEM_SEQ_MASK		((1ULL << TMEM_SEQ_BITS) - 1)
+
+struct tmem_check_keys {
+	u64 key[TMEM_CHECK_KEYS];
+};
+
+/**
+ * tmem_check_copy() - copy a page and compute its content check in the same pass
+ * @keys: random keys
+ * @dst: destination page
+ * @src: source page; each word is read once, so the check is that of @dst
+ *
+ * Return: the check, below 2^TMEM_CHECK_BITS.
+ */
+static inline u32 tmem_check_copy(const struct tmem_check_keys *keys, void *dst, const void *src)
+{
+	const u64 *key = keys->key + 1;
+	u64 sum = keys->key[0];
+	const u64 *from = src;
+	u64 *to = dst;
+	int i;
+
+	for (i = 0; i < TMEM_CHECK_PAIRS; i++, key += 2) {
+		u64 word = READ_ONCE(from[i]);
+
+		to[i] = word;
+		sum += (key[0] + (u32)word) * (key[1] + (word >> 32));
+	}
+	return sum >> (64 - TMEM_CHECK_BITS);
+}
+
+/**
+ * tmem_check_page() - compute the content check of a page
+ * @keys: random keys
+ * @page: 4096 bytes
+ *
+ * Return: the check, below 2^TMEM_CHECK_BITS.
+ */
+static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void *page)
+{
+	const u64 *key = keys->key + 1;
+	u64 sum = keys->key[0];
+	const u64 *from = page;
+	int i;
+
+	for (i = 0; i < TMEM_CHECK_PAIRS; i++, key += 2) {
+		u64 word = READ_ONCE(from[i]);
+
+		sum += (key[0] + (u32)word) * (key[1] + (word >> 32));
+	}
+	return sum >> (64 - TMEM_CHECK_BITS);
+}
+
+/*
+ * A cookie is base + seq * nr_queues + queue: unique, growing for each key (whose queue is
+ * fixed), and enough to find the ring slot of a page that is still there. An index entry keeps
+ * what was added to base, and the check.
+ */
+
+/**
+ * tmem_cookie_offset() - what is added to the base for the @seq'th put of a queue
+ * @seq: sequence number of the put in its queue
+ * @nr_queues: request queues of the device
+ * @queue: the queue, below @nr_queues
+ *
+ * Return: the offset; no longer usable once above TMEM_SEQ_MASK.
+ */
+static inline u64 tmem_cookie_offset(u64 seq, unsigned int nr_queues, unsigned int queue)
+{
+	return seq * nr_queues + queue;
+}
+
+/**
+ * tmem_cookie_seq() - sequence number of a put from its cookie offset
+ * @offset: from tmem_cookie_offset()
+ * @nr_queues: request queues of the device
+ *
+ * Return: the sequence number.
+ */
+static inline u64 tmem_cookie_seq(u64 offset, unsigned int nr_queues)
+{
+	return offset / nr_queues;
+}
+
+/**
+ * tmem_entry() - pack an index entry
+ * @offset: cookie offset, at most TMEM_SEQ_MASK
+ * @check: content check
+ *
+ * Return: the entry.
+ */
+static inline u64 tmem_entry(u64 offset, u32 check)
+{
+	return (u64)check << TMEM_SEQ_BITS | offset;
+}
+
+/**
+ * tmem_entry_offset() - cookie offset of an index entry
+ * @entry: from tmem_entry()
+ *
+ * Return: the offset.
+ */
+static inline u64 tmem_entry_offset(u64 entry)
+{
+	return entry & TMEM_SEQ_MASK;
+}
+
+/**
+ * tmem_entry_check() - content check of an index entry
+ * @entry: from tmem_entry()
+ *
+ * Return: the check.
+ */
+static inline u32 tmem_entry_check(u64 entry)
+{
+	return entry >> TMEM_SEQ_BITS;
+}
+
+#endif /* _TMEM_CHECK_H */

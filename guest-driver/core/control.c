@@ -1,0 +1,410 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The control queue, the generation, and the report: all that is done in process context, by one
+ * ordered workqueue.
+ *
+ * Going online follows the device's generation: whenever it is another one than that in use, all
+ * that is believed to be held is forgotten, in time that does not depend on how much it is, before a
+ * request can carry the new one. Nothing here is waited for by readers or by reclaim.
+ */
+#include <linux/slab.h>
+#include <linux/utsname.h>
+#include <linux/virtio_config.h>
+
+#include "core.h"
+
+/* What is not answered by then is given up; the work is tried again at the next report. */
+#define CONTROL_TIMEOUT_MS	1000
+#define REPORT_PERIOD_MS	10000
+/* How often an open breaker is probed. */
+#define PROBE_PERIOD_MS		1000
+
+struct tmem_control {
+	struct tmem_req req;
+	struct {
+		struct virtio_tmem_req hdr;
+		union {
+			struct virtio_tmem_pool_create create;
+			struct virtio_tmem_report report;
+		};
+	} out;
+	struct virtio_tmem_resp resp;
+};
+
+/* --- requests ------------------------------------------------------------------------------ */
+
+/**
+ * tmem_control_vq_callback() - the device answered control requests
+ * @vq: the control queue
+ */
+void tmem_control_vq_callback(struct virtqueue *vq)
+{
+	struct tmem_dev *dev = vq->vdev->priv;
+	struct tmem_control *control;
+	unsigned long flags;
+	unsigned int len;
+
+	spin_lock_irqsave(&dev->control_vq_lock, flags);
+	do {
+		virtqueue_disable_cb(vq);
+		while ((control = virtqueue_get_buf(vq, &len))) {
+			control->req.used_bytes = len;
+			if (control->req.state == TMEM_REQ_ABANDONED)
+				control->req.state = TMEM_REQ_FREE;
+			else
+				smp_store_release(&control->req.state, TMEM_REQ_DONE);
+		}
+	} while (!virtqueue_enable_cb(vq));
+	spin_unlock_irqrestore(&dev->control_vq_lock, flags);
+	wake_up(&dev->control_wait);
+}
+
+static struct tmem_control *free_control(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	lockdep_assert_held(&dev->control_lock);
+	for (i = 0; i < TMEM_CONTROL_REQUESTS; i++)
+		if (READ_ONCE(dev->control[i]->req.state) == TMEM_REQ_FREE)
+			return dev->control[i];
+	return NULL;
+}
+
+static bool control_done(struct tmem_control *control)
+{
+	return smp_load_acquire(&control->req.state) == TMEM_REQ_DONE;
+}
+
+/* Sends a request whose body is filled in; returns the status, UNANSWERED if there is none. */
+static u8 control_send(struct tmem_dev *dev, struct tmem_control *control, u64 generation, u16 type,
+		       u32 pool, size_t body_bytes)
+{
+	struct scatterlist out, in, *sgs[] = { &out, &in };
+	u8 status = VIRTIO_TMEM_S_UNANSWERED;
+	bool notify;
+	int err;
+
+	control->out.hdr = (struct virtio_tmem_req){
+		.generation = cpu_to_le64(generation),
+		.type = cpu_to_le16(type),
+		.pool = cpu_to_le32(pool),
+	};
+	control->resp.status = VIRTIO_TMEM_S_UNANSWERED;
+	sg_init_one(&out, &control->out, sizeof(control->out.hdr) + body_bytes);
+	sg_init_one(&in, &control->resp, sizeof(control->resp));
+
+	spin_lock_irq(&dev->control_vq_lock);
+	err = virtqueue_add_sgs(dev->control_vq, sgs, 1, 1, &control->req, GFP_ATOMIC);
+	if (!err)
+		control->req.state = TMEM_REQ_SENT;
+	notify = !err && virtqueue_kick_prepare(dev->control_vq);
+	spin_unlock_irq(&dev->control_vq_lock);
+	if (notify)
+		virtqueue_notify(dev->control_vq);
+	if (err)
+		return status;
+
+	wait_event_timeout(dev->control_wait, control_done(control),
+			   msecs_to_jiffies(CONTROL_TIMEOUT_MS));
+	spin_lock_irq(&dev->control_vq_lock);
+	if (control->req.state == TMEM_REQ_DONE) {
+		if (control->req.used_bytes >= sizeof(control->resp))
+			status = READ_ONCE(control->resp.status);
+		control->req.state = TMEM_REQ_FREE;
+	} else {
+		control->req.state = TMEM_REQ_ABANDONED;
+	}
+	spin_unlock_irq(&dev->control_vq_lock);
+	if (status == VIRTIO_TMEM_S_STALE)
+		tmem_count(TMEM_STAT_stale);
+	return status;
+}
+
+/**
+ * tmem_control_pool() - create or destroy a pool at the device
+ * @dev: the device
+ * @generation: to be carried by the request
+ * @type: VIRTIO_TMEM_T_POOL_CREATE or VIRTIO_TMEM_T_POOL_DESTROY
+ * @pool: its id
+ *
+ * Context: process, sleeps up to a second.
+ *
+ * Return: 0; -ESTALE; -ENOSPC if a limit of the host is reached; -ENOENT if there is no such pool;
+ * -EBUSY if earlier requests are not answered yet; -EIO for no answer or another one.
+ */
+int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
+{
+	struct tmem_control *control;
+	u8 status = VIRTIO_TMEM_S_UNANSWERED;
+	bool create = type == VIRTIO_TMEM_T_POOL_CREATE;
+
+	mutex_lock(&dev->control_lock);
+	control = free_control(dev);
+	if (control) {
+		memset(&control->out.create, 0, sizeof(control->out.create));
+		status = control_send(dev, control, generation, type, pool,
+				      create ? sizeof(control->out.create) : 0);
+	}
+	mutex_unlock(&dev->control_lock);
+	if (!control)
+		return -EBUSY;
+	switch (status) {
+	case VIRTIO_TMEM_S_OK:
+		return 0;
+	case VIRTIO_TMEM_S_STALE:
+		return -ESTALE;
+	case VIRTIO_TMEM_S_LIMIT:
+		return -ENOSPC;
+	case VIRTIO_TMEM_S_NO_POOL:
+		return -ENOENT;
+	default:
+		return -EIO;
+	}
+}
+
+/* --- generation ---------------------------------------------------------------------------- */
+
+static u64 read_generation(struct tmem_dev *dev)
+{
+	__le64 generation;
+
+	/* One element of 8 bytes, read again if the configuration changed meanwhile. */
+	__virtio_cread_many(dev->vdev, offsetof(struct virtio_tmem_config, generation),
+			    &generation, 1, sizeof(generation));
+	return le64_to_cpu(generation);
+}
+
+/* A configuration change, a STALE answer, a pool that came or went, cookies used up. */
+static void sync_work_fn(struct work_struct *work)
+{
+	struct tmem_dev *dev = container_of(work, struct tmem_dev, sync_work);
+	bool renew = xchg(&dev->renew, false);
+	u64 generation = read_generation(dev);
+	unsigned int i;
+	int err;
+
+	if (generation != dev->generation || renew) {
+		tmem_state_offline("no backend");
+		/*
+		 * First the epoch, so that slots of the old one are not sent; then the index, by
+		 * taking the ids of all pools away; then the generation. Senders read in the opposite
+		 * order: who sees the new generation sees neither old slots nor old entries.
+		 */
+		WRITE_ONCE(dev->epoch, dev->epoch + 1);
+		tmem_pools_forget();
+		if (renew) {
+			WRITE_ONCE(dev->cookie_base, dev->cookie_base + TMEM_SEQ_MASK + 1);
+			for (i = 0; i < dev->nr_queues; i++)
+				tmem_ring_renew(&dev->queue[i]);
+		}
+		smp_wmb();
+		if (generation != dev->generation)
+			tmem_count(TMEM_STAT_generation_changes);
+		WRITE_ONCE(dev->generation, generation);
+		wake_up(&dev->feeder_wait);
+		tmem_index_sweep();
+		tmem_control_report_soon(dev);
+	}
+	if (!generation)
+		return;
+	err = tmem_pools_create(dev, generation);
+	/* At ESTALE a notification follows, or the next report looks again. */
+	if (err == -ESTALE)
+		return;
+	if (err)
+		dev_notice_ratelimited(&dev->vdev->dev,
+				       "pools are missing at the host (error %d)\n", err);
+	tmem_state_online();
+}
+
+/**
+ * tmem_control_resync() - read the generation again, and make the device's pools ours
+ * @dev: the device
+ * @renew: forget everything even if the generation is the same
+ *
+ * Context: any but NMI.
+ */
+void tmem_control_resync(struct tmem_dev *dev, bool renew)
+{
+	if (renew)
+		WRITE_ONCE(dev->renew, true);
+	if (!READ_ONCE(dev->stopping))
+		queue_work(dev->wq, &dev->sync_work);
+}
+
+/**
+ * tmem_control_resync_any() - the same for the device, if there is one
+ * @renew: forget everything even if the generation is the same
+ *
+ * Context: any but NMI.
+ */
+void tmem_control_resync_any(bool renew)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		tmem_control_resync(dev, renew);
+	rcu_read_unlock();
+}
+
+/* --- report -------------------------------------------------------------------------------- */
+
+static void send_report(struct tmem_dev *dev, u64 generation)
+{
+	struct virtio_tmem_report *report;
+	struct tmem_control *control;
+	u64 hooks;
+	u32 state;
+
+	mutex_lock(&dev->control_lock);
+	control = free_control(dev);
+	if (!control)
+		goto unlock;
+	state = tmem_state_report(&hooks);
+	report = &control->out.report;
+	*report = (struct virtio_tmem_report){
+		.version = cpu_to_le32(TMEM_VERSION_MAJOR << 16 | TMEM_VERSION_MINOR << 8 |
+				       TMEM_VERSION_PATCH),
+		.state = cpu_to_le32(state),
+		.hooks = cpu_to_le64(hooks),
+		.memory_bytes = cpu_to_le64(tmem_memory_bytes()),
+		.index_pages = cpu_to_le64(tmem_index_pages()),
+		.puts = cpu_to_le64(tmem_stat_sum(TMEM_STAT_puts, TMEM_STAT_puts)),
+		.puts_dropped = cpu_to_le64(tmem_stat_sum(TMEM_STAT_puts_dropped_offline,
+							  TMEM_STAT_puts_dropped_cookies)),
+		.gets = cpu_to_le64(tmem_stat_sum(TMEM_STAT_gets, TMEM_STAT_gets)),
+		.hits = cpu_to_le64(tmem_stat_sum(TMEM_STAT_hits, TMEM_STAT_hits)),
+		.late = cpu_to_le64(tmem_stat_sum(TMEM_STAT_late, TMEM_STAT_late)),
+		.mismatches = cpu_to_le64(tmem_stat_sum(TMEM_STAT_mismatches,
+							TMEM_STAT_mismatches)),
+		.invalidations = cpu_to_le64(tmem_stat_sum(TMEM_STAT_invalidations_removed,
+							   TMEM_STAT_invalidations_fadvise)),
+	};
+	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));
+	if (control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0, sizeof(*report)) ==
+	    VIRTIO_TMEM_S_STALE)
+		tmem_control_resync(dev, false);
+unlock:
+	mutex_unlock(&dev->control_lock);
+}
+
+static void report_work_fn(struct work_struct *work)
+{
+	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, report_work);
+	u64 generation = READ_ONCE(dev->generation);
+	unsigned int period_ms;
+
+	if (READ_ONCE(dev->stopping))
+		return;
+	/* Pools that could not be created are tried again, and a lost notification is made good. */
+	tmem_control_resync(dev, false);
+	if (generation) {
+		tmem_breaker_probe(dev);
+		send_report(dev, generation);
+	}
+	period_ms = READ_ONCE(dev->tripped) ? PROBE_PERIOD_MS : REPORT_PERIOD_MS;
+	if (!READ_ONCE(dev->stopping))
+		queue_delayed_work(dev->wq, &dev->report_work, msecs_to_jiffies(period_ms));
+}
+
+/**
+ * tmem_control_report_soon() - the state changed: tell the host
+ * @dev: the device
+ *
+ * Context: any but NMI.
+ */
+void tmem_control_report_soon(struct tmem_dev *dev)
+{
+	if (!READ_ONCE(dev->stopping))
+		mod_delayed_work(dev->wq, &dev->report_work, 0);
+}
+
+/**
+ * tmem_control_report_any() - the same for the device, if there is one
+ *
+ * Context: any but NMI.
+ */
+void tmem_control_report_any(void)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		tmem_control_report_soon(dev);
+	rcu_read_unlock();
+}
+
+/* --- set-up -------------------------------------------------------------------------------- */
+
+/**
+ * tmem_control_init() - allocate what the control queue needs
+ * @dev: the device; its memory_bytes grow
+ *
+ * Return: 0 or -ENOMEM, after which tmem_control_exit() is due as well.
+ */
+int tmem_control_init(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	mutex_init(&dev->control_lock);
+	spin_lock_init(&dev->control_vq_lock);
+	init_waitqueue_head(&dev->control_wait);
+	INIT_WORK(&dev->sync_work, sync_work_fn);
+	INIT_DELAYED_WORK(&dev->report_work, report_work_fn);
+	dev->stopping = true;
+	dev->wq = alloc_ordered_workqueue("virtio_tmem", 0);
+	if (!dev->wq)
+		return -ENOMEM;
+	for (i = 0; i < TMEM_CONTROL_REQUESTS; i++) {
+		dev->control[i] = kzalloc(sizeof(*dev->control[i]), GFP_KERNEL);
+		if (!dev->control[i])
+			return -ENOMEM;
+		dev->control[i]->req.kind = TMEM_REQ_CONTROL;
+	}
+	dev->memory_bytes += TMEM_CONTROL_REQUESTS * sizeof(*dev->control[0]);
+	return 0;
+}
+
+/**
+ * tmem_control_start() - the device is ready: learn its generation
+ * @dev: the device
+ */
+void tmem_control_start(struct tmem_dev *dev)
+{
+	WRITE_ONCE(dev->stopping, false);
+	tmem_control_resync(dev, false);
+	tmem_control_report_soon(dev);
+}
+
+/**
+ * tmem_control_stop() - no work item runs any more
+ * @dev: the device; nothing else can queue one
+ *
+ * Context: process, sleeps as long as an unanswered request is waited for.
+ */
+void tmem_control_stop(struct tmem_dev *dev)
+{
+	WRITE_ONCE(dev->stopping, true);
+	cancel_delayed_work_sync(&dev->report_work);
+	cancel_work_sync(&dev->sync_work);
+	/* The first may have been queued again before it looked at the flag. */
+	cancel_delayed_work_sync(&dev->report_work);
+	cancel_work_sync(&dev->sync_work);
+}
+
+/**
+ * tmem_control_exit() - free what tmem_control_init() allocated
+ * @dev: the device; it was reset
+ */
+void tmem_control_exit(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	if (dev->wq)
+		destroy_workqueue(dev->wq);
+	for (i = 0; i < TMEM_CONTROL_REQUESTS; i++)
+		kfree(dev->control[i]);
+}

@@ -1,0 +1,332 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * What the files of core/ share: the device, its queues, and the index's inner face.
+ *
+ * Locks, outermost first; each but the two mutexes is taken with interrupts off:
+ *	control.c: dev->control_lock (mutex)	control queue, one request at a time
+ *	index.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
+ *	index.c: bucket->lock		all index state of the inodes that hash there
+ *	  queue->ring_lock		ring head and tail, list of pending flushes
+ *	queue->vq_lock			the virtqueue; state of requests that are the device's
+ *	  dev->get_lock			free get requests and bounce blocks
+ * vq_lock and bucket->lock are never held together. mm and file system locks (i_pages)
+ * may be held by callers, so nothing above may be held while taking one of those.
+ */
+#ifndef _TMEM_CORE_H
+#define _TMEM_CORE_H
+
+#include <linux/completion.h>
+#include <linux/mutex.h>
+#include <linux/refcount.h>
+#include <linux/scatterlist.h>
+#include <linux/spinlock.h>
+#include <linux/virtio.h>
+#include <linux/wait.h>
+#include <linux/workqueue.h>
+#include <linux/xarray.h>
+
+#include <virtio_tmem.h>
+
+#include "../tmem.h"
+#include "check.h"
+#include "stats.h"
+
+#define TMEM_VERSION_MAJOR	0
+#define TMEM_VERSION_MINOR	1
+#define TMEM_VERSION_PATCH	0
+#define TMEM_VERSION_STRING	__stringify(TMEM_VERSION_MAJOR) "." \
+				__stringify(TMEM_VERSION_MINOR) "." \
+				__stringify(TMEM_VERSION_PATCH)
+
+/* Memory: (guest RAM / 100 + 2 MiB) in all, a promise to the operator. */
+#define TMEM_BUDGET_RAM_DIVISOR	100
+#define TMEM_BUDGET_FLOOR_BYTES	(2UL << 20)
+/* The rings take 3/8 of it, bounce pages 1/8, the index what is left. */
+#define TMEM_RING_EIGHTHS	3
+#define TMEM_BOUNCE_EIGHTHS	1
+/* Above 4 full batches in flight and as many waiting, a larger ring only hides a slow host. */
+#define TMEM_RING_SLOTS_MAX	1024
+#define TMEM_RING_SLOTS_MIN	16
+#define TMEM_BOUNCE_PAGES_MAX	1024
+#define TMEM_BOUNCE_PAGES_MIN	64
+
+/* Ring and bounce memory is allocated in blocks: the largest order that is never costly. */
+#define TMEM_BLOCK_ORDER	3
+#define TMEM_BLOCK_PAGES	(1 << TMEM_BLOCK_ORDER)
+#define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
+
+/* Four full batches keep the host busy while one is prepared and one is answered. */
+#define TMEM_PUTS_IN_FLIGHT	4
+#define TMEM_FLUSHES_IN_FLIGHT	2
+/* Ranges remembered for the host; more are dropped, and its eviction finds them. */
+#define TMEM_FLUSH_PENDING	256
+/* Concurrent get requests, 1.7 KiB each; a reader without one has a miss. */
+#define TMEM_GET_REQUESTS	32
+
+/* Control requests; more than one only so that one without an answer does not end it. */
+#define TMEM_CONTROL_REQUESTS	4
+
+#define TMEM_INDEX_MAX		((1ULL << VIRTIO_TMEM_INDEX_BITS) - 1)
+
+struct tmem_dev;
+struct tmem_queue;
+
+enum tmem_req_kind { TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_GET, TMEM_REQ_CONTROL };
+
+/*
+ * Who may touch a request's buffers: FREE and DONE the driver, SENT and ABANDONED the device
+ * (ABANDONED: nobody waits any more). Changed under vq_lock.
+ */
+enum tmem_req_state { TMEM_REQ_FREE, TMEM_REQ_SENT, TMEM_REQ_ABANDONED, TMEM_REQ_DONE };
+
+/* First member of everything given to a virtqueue as its token. */
+struct tmem_req {
+	enum tmem_req_kind kind;
+	enum tmem_req_state state;
+	u32 used_bytes;			/* of the writable part, as the device says */
+};
+
+/* A page in the put ring: its data is the block page of the same number. */
+enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
+
+struct tmem_slot {
+	u64 cookie;		/* 0 while the data may change: read without a lock by gets */
+	u64 object;
+	u64 index;
+	u64 base;		/* cookie = base + offset */
+	u64 offset;		/* as in the index entry */
+	u32 pool;
+	u32 bucket;		/* of the index, to find the entry again */
+	u32 epoch;		/* dev->epoch at the put */
+	u32 flags;		/* VIRTIO_TMEM_PUT_... */
+	u8 state;		/* enum tmem_slot_state */
+};
+
+struct tmem_put_batch {
+	struct tmem_req req;
+	u64 first;		/* sequence number of the first slot */
+	unsigned int count;
+	struct {
+		struct virtio_tmem_req hdr;
+		struct virtio_tmem_put_page page[VIRTIO_TMEM_BATCH_MAX];
+	} out;
+	struct {
+		struct virtio_tmem_resp resp;
+		u8 result[VIRTIO_TMEM_BATCH_MAX];
+	} in;
+};
+
+struct tmem_flush_range {
+	u64 object;
+	u64 index;
+	u64 nr_pages;
+	u32 pool;
+	u32 epoch;
+};
+
+struct tmem_flush_batch {
+	struct tmem_req req;
+	struct {
+		struct virtio_tmem_req hdr;
+		struct virtio_tmem_range range[VIRTIO_TMEM_BATCH_MAX];
+	} out;
+	struct virtio_tmem_resp resp;
+};
+
+struct tmem_get_req {
+	struct tmem_req req;
+	struct list_head list;		/* dev->get_free */
+	struct tmem_queue *queue;
+	wait_queue_head_t wait;
+	unsigned int first;		/* caller's page number of the first page */
+	unsigned int count;
+	unsigned int nr_blocks;
+	void *block[TMEM_BATCH_BLOCKS];
+	u64 entry[VIRTIO_TMEM_BATCH_MAX];
+	struct {
+		struct virtio_tmem_req hdr;
+		struct virtio_tmem_get get;
+		__le64 cookie[VIRTIO_TMEM_BATCH_MAX];
+	} out;
+	struct {
+		struct virtio_tmem_resp resp;
+		struct virtio_tmem_get_page page[VIRTIO_TMEM_BATCH_MAX];
+	} in;
+};
+
+struct tmem_queue {
+	struct tmem_dev *dev;
+	unsigned int nr;
+
+	spinlock_t vq_lock;
+	struct virtqueue *vq;
+	bool answered;			/* a put or flush batch is DONE */
+	bool stalled;			/* no room in the virtqueue until something is answered */
+	unsigned int puts_in_flight;	/* this and the next: written by the feeder only */
+	unsigned int flushes_in_flight;
+	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
+	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
+
+	spinlock_t ring_lock;
+	u64 head;			/* next sequence number to reserve */
+	u64 seq_start;			/* whose cookie offset is queue->nr */
+	u64 next;			/* next to send; written by the feeder only */
+	u64 tail;			/* oldest slot not free; feeder only writes */
+	unsigned int nr_slots;
+	struct tmem_slot *slot;
+	void **block;			/* nr_slots / TMEM_BLOCK_PAGES */
+	unsigned int nr_flush;
+	struct tmem_flush_range *pending;
+};
+
+struct tmem_dev {
+	struct virtio_device *vdev;
+	struct rcu_head rcu;
+
+	/* Generation; see tmem_sync_work() for the order of changes. 0: submit nothing. */
+	u64 generation;
+	u32 epoch;			/* grows whenever everything is forgotten */
+	bool renew;			/* forget although the generation is the same */
+	u64 cookie_base;
+
+	unsigned int nr_queues;
+	unsigned int batch_max;
+	unsigned int pools_max;
+	struct tmem_queue *queue;
+	unsigned long memory_bytes;
+
+	/* Feeder thread of all request queues. */
+	struct task_struct *feeder;
+	wait_queue_head_t feeder_wait;
+
+	/* Gets. */
+	spinlock_t get_lock;
+	struct tmem_get_req **get_req;
+	struct list_head get_free;
+	void **bounce;			/* all blocks */
+	unsigned int nr_bounce;
+	void **bounce_free;		/* stack of free ones */
+	unsigned int nr_bounce_free;
+	unsigned int late_row;		/* calls that were late since one was not; get_lock */
+	bool tripped;			/* written under get_lock */
+
+	/* Users that may sleep: tmem_get() and the probe of the breaker. */
+	refcount_t users;
+	struct completion unused;
+
+	/* Control queue. */
+	struct mutex control_lock;
+	spinlock_t control_vq_lock;
+	struct virtqueue *control_vq;
+	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
+	wait_queue_head_t control_wait;
+	struct workqueue_struct *wq;	/* ordered: sync and report never run together */
+	struct work_struct sync_work;
+	struct delayed_work report_work;
+	bool stopping;
+};
+
+/* The device while it may be used; readers hold rcu_read_lock() or a reference. */
+extern struct tmem_dev __rcu *tmem_device;
+extern struct tmem_check_keys tmem_keys;
+
+struct tmem_dev *tmem_dev_get(void);
+void tmem_dev_put(struct tmem_dev *dev);
+
+/* main.c: module parameters. */
+extern unsigned int tmem_deadline_ms;
+extern unsigned int tmem_spin_us;
+#ifdef TMEM_TEST
+extern unsigned int tmem_inject_ring_full;
+extern unsigned int tmem_inject_nomem;
+extern unsigned int tmem_inject_corrupt;
+bool tmem_inject(atomic_t *calls, unsigned int every);
+#define TMEM_INJECT(what) \
+	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })
+#else
+#define TMEM_INJECT(what)	false
+#endif
+
+/* index.c */
+struct tmem_where {
+	u64 object;
+	u32 pool;
+	u32 bucket;
+};
+
+int tmem_index_init(void);
+void tmem_index_exit(void);
+void tmem_index_reserve(long bytes);
+long tmem_index_bytes(void);
+long tmem_index_pages(void);
+u32 tmem_index_bucket(const struct tmem_key *key);
+int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
+		     struct tmem_where *where);
+unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+			     const unsigned long *want, u64 *entry, struct tmem_where *where);
+void tmem_index_sweep(void);
+void tmem_index_bypass_free(struct tmem_pool *pool);
+void tmem_index_drop_pool(u32 id);
+void tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
+
+/* pool.c */
+struct tmem_pool {
+	struct list_head list;		/* tmem_pools or tmem_pools_dead */
+	char name[32];
+	u32 serial;			/* never reused; selects buckets, so it outlives ids */
+	u32 id;				/* at the host; 0: not there. Read under a bucket lock */
+	u32 burnt_id;			/* to be destroyed at the host, if it is there */
+	bool freed;			/* by the hooks; under tmem_pools_lock */
+	bool bypass_all;		/* a mark could not be stored; under a bucket lock */
+	unsigned int nr_bypassed;	/* under the lock of bypass */
+	struct xarray bypass;		/* by inode number */
+};
+
+bool tmem_pool_live(u32 id);
+void tmem_pools_device(bool present);
+void tmem_pools_forget(void);
+int tmem_pools_create(struct tmem_dev *dev, u64 generation);
+void tmem_pools_exit(void);
+
+/* ring.c */
+int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue, unsigned int nr_slots);
+void tmem_ring_exit(struct tmem_queue *queue);
+void tmem_ring_reset(struct tmem_queue *queue);
+struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
+bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst);
+void tmem_ring_renew(struct tmem_queue *queue);
+void tmem_ring_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
+int tmem_feeder(void *data);
+
+/* get.c */
+int tmem_get_init(struct tmem_dev *dev, unsigned int bounce_pages);
+void tmem_get_exit(struct tmem_dev *dev);
+void tmem_get_reset(struct tmem_dev *dev);
+void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get);
+void tmem_breaker_probe(struct tmem_dev *dev);
+
+/* transport.c */
+int tmem_transport_init(void);
+void tmem_transport_exit(void);
+void tmem_queue_drain(struct tmem_queue *queue);
+
+/* control.c */
+int tmem_control_init(struct tmem_dev *dev);
+void tmem_control_exit(struct tmem_dev *dev);
+void tmem_control_vq_callback(struct virtqueue *vq);
+int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool);
+void tmem_control_resync(struct tmem_dev *dev, bool renew);
+void tmem_control_resync_any(bool renew);
+void tmem_control_report_soon(struct tmem_dev *dev);
+void tmem_control_report_any(void);
+void tmem_control_start(struct tmem_dev *dev);
+void tmem_control_stop(struct tmem_dev *dev);
+
+/* stats.c */
+void tmem_state_offline(const char *why);
+void tmem_state_online(void);
+void tmem_state_tripped(bool tripped);
+u32 tmem_state_report(u64 *hooks);
+long tmem_memory_bytes(void);
+
+#endif /* _TMEM_CORE_H */

@@ -1,0 +1,553 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Gets: ask the host for pages whose index entries are taken out, and wait no longer than a deadline.
+ *
+ * The device only ever writes to bounce pages, which belong to it until it answers or is reset:
+ * a request that nobody waits for any more keeps its pages, so that a late answer cannot land in
+ * memory that was given away. When all are with the device, gets are misses. Three calls in a row
+ * that were late open the breaker: no more gets until a probe is answered in time.
+ *
+ * Never trusts an answer: length, status, result, cookie and, on the destination page itself, the
+ * content check must be right. A page whose check is wrong switches the cache off for good.
+ */
+#include <linux/highmem.h>
+#include <linux/hrtimer.h>
+#include <linux/sched.h>
+#include <linux/slab.h>
+
+#include "core.h"
+
+/* Requests that one call has with the host at a time: 4 MiB, the largest readahead in use. */
+#define GET_BURST		16
+/* Calls in a row that were late before gets stop. */
+#define LATE_ROW_MAX		3
+
+/* --- requests and bounce blocks ------------------------------------------------------------ */
+
+static struct tmem_get_req *get_alloc(struct tmem_dev *dev, unsigned int nr_pages)
+{
+	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES), i;
+	struct tmem_get_req *get = NULL;
+
+	spin_lock_irq(&dev->get_lock);
+	if (nr_blocks <= dev->nr_bounce_free) {
+		get = list_first_entry_or_null(&dev->get_free, struct tmem_get_req, list);
+		if (get) {
+			list_del(&get->list);
+			get->nr_blocks = nr_blocks;
+			for (i = 0; i < nr_blocks; i++)
+				get->block[i] = dev->bounce_free[--dev->nr_bounce_free];
+		}
+	}
+	spin_unlock_irq(&dev->get_lock);
+	return get;
+}
+
+static void get_free(struct tmem_dev *dev, struct tmem_get_req *get)
+{
+	unsigned long flags;
+	unsigned int i;
+
+	spin_lock_irqsave(&dev->get_lock, flags);
+	get->req.state = TMEM_REQ_FREE;
+	for (i = 0; i < get->nr_blocks; i++)
+		dev->bounce_free[dev->nr_bounce_free++] = get->block[i];
+	get->nr_blocks = 0;
+	list_add(&get->list, &dev->get_free);
+	spin_unlock_irqrestore(&dev->get_lock, flags);
+}
+
+/**
+ * tmem_get_answered() - the device gave a get request back
+ * @dev: the device
+ * @get: the request; its queue's vq_lock is held
+ */
+void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get)
+{
+	lockdep_assert_held(&get->queue->vq_lock);
+	if (get->req.state == TMEM_REQ_ABANDONED) {
+		get_free(dev, get);
+		return;
+	}
+	smp_store_release(&get->req.state, TMEM_REQ_DONE);
+	wake_up(&get->wait);
+}
+
+/* Gives up waiting, unless the answer came meanwhile. Returns whether it did. */
+static bool get_abandon(struct tmem_get_req *get)
+{
+	struct tmem_queue *queue = get->queue;
+	bool done;
+
+	spin_lock_irq(&queue->vq_lock);
+	done = get->req.state == TMEM_REQ_DONE;
+	if (!done)
+		get->req.state = TMEM_REQ_ABANDONED;
+	spin_unlock_irq(&queue->vq_lock);
+	return done;
+}
+
+/* Sends the request, which has count, block, entry and out filled in but for the header. */
+static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
+{
+	struct scatterlist out, in[1 + TMEM_BATCH_BLOCKS], *sgs[] = { &out, in };
+	unsigned int count = get->count, i, pages;
+	struct tmem_queue *queue = get->queue;
+	bool notify = false;
+	int err;
+
+	get->out.hdr = (struct virtio_tmem_req){
+		.generation = cpu_to_le64(generation),
+		.type = cpu_to_le16(VIRTIO_TMEM_T_GET),
+		.count = cpu_to_le16(count),
+		.pool = cpu_to_le32(pool),
+	};
+	memset(&get->in, VIRTIO_TMEM_S_UNANSWERED, sizeof(get->in));
+	sg_init_one(&out, &get->out, offsetof(typeof(get->out), cookie[count]));
+	sg_init_table(in, 1 + get->nr_blocks);
+	sg_set_buf(&in[0], &get->in, offsetof(typeof(get->in), page[count]));
+	for (i = 0; i < get->nr_blocks; i++) {
+		pages = min(count - i * TMEM_BLOCK_PAGES, (unsigned int)TMEM_BLOCK_PAGES);
+		sg_set_buf(&in[1 + i], get->block[i], pages * PAGE_SIZE);
+	}
+
+	spin_lock_irq(&queue->vq_lock);
+	err = virtqueue_add_sgs(queue->vq, sgs, 1, 1, &get->req, GFP_ATOMIC);
+	if (!err) {
+		get->req.state = TMEM_REQ_SENT;
+		notify = virtqueue_kick_prepare(queue->vq);
+	}
+	spin_unlock_irq(&queue->vq_lock);
+	if (notify)
+		virtqueue_notify(queue->vq);
+	if (!err)
+		tmem_count(TMEM_STAT_requests_get);
+	return err;
+}
+
+static bool get_done(struct tmem_get_req *get)
+{
+	return smp_load_acquire(&get->req.state) == TMEM_REQ_DONE;
+}
+
+/*
+ * Waits until the answer or the deadline: a short spin, since a host that is not busy answers in
+ * less than a context switch takes, then asleep. Returns whether there is an answer; if not, the
+ * request is the device's.
+ */
+static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns)
+{
+	u64 now_ns = ktime_get_ns();
+
+	while (now_ns < spin_until_ns && !need_resched()) {
+		tmem_queue_drain(get->queue);
+		if (get_done(get))
+			return true;
+		cpu_relax();
+		now_ns = ktime_get_ns();
+	}
+	if (get_done(get))
+		return true;
+	if (now_ns < deadline_ns)
+		wait_event_hrtimeout(get->wait, get_done(get), ns_to_ktime(deadline_ns - now_ns));
+	return get_abandon(get);
+}
+
+/* --- breaker ------------------------------------------------------------------------------- */
+
+static void breaker_note(struct tmem_dev *dev, bool late)
+{
+	bool was, is;
+
+	spin_lock_irq(&dev->get_lock);
+	was = dev->tripped;
+	if (!late)
+		dev->late_row = 0;
+	else if (dev->late_row < LATE_ROW_MAX)
+		dev->late_row++;
+	is = dev->late_row >= LATE_ROW_MAX;
+	WRITE_ONCE(dev->tripped, is);
+	spin_unlock_irq(&dev->get_lock);
+	if (was == is)
+		return;
+	if (is)
+		tmem_count(TMEM_STAT_trips);
+	tmem_state_tripped(is);
+	tmem_control_report_soon(dev);
+}
+
+/**
+ * tmem_breaker_probe() - if the breaker is open, try whether the host answers in time again
+ * @dev: the device
+ *
+ * Context: process, sleeps up to the deadline. The probe asks each queue for one page of object 1
+ * with cookie 0, which no put has: any answer will do.
+ */
+void tmem_breaker_probe(struct tmem_dev *dev)
+{
+	u64 generation = READ_ONCE(dev->generation);
+	struct tmem_get_req *get;
+	bool late = false;
+	unsigned int i;
+	u64 deadline_ns;
+
+	if (!READ_ONCE(dev->tripped) || !generation)
+		return;
+	for (i = 0; i < dev->nr_queues && !late; i++) {
+		get = get_alloc(dev, 1);
+		if (!get)
+			return;
+		get->queue = &dev->queue[i];
+		get->count = 1;
+		get->out.get.object = cpu_to_le64(1);
+		get->out.get.index = 0;
+		get->out.cookie[0] = 0;
+		deadline_ns = ktime_get_ns() + (u64)tmem_deadline_ms * NSEC_PER_MSEC;
+		if (get_submit(dev, get, generation, 1)) {
+			get_free(dev, get);
+			return;
+		}
+		late = !get_wait(get, 0, deadline_ns);
+		if (!late)
+			get_free(dev, get);
+	}
+	if (!late)
+		breaker_note(dev, false);
+}
+
+/* --- get ----------------------------------------------------------------------------------- */
+
+/* Where a call of tmem_get() stands. */
+struct get_call {
+	struct tmem_dev *dev;
+	const struct tmem_key *key;
+	pgoff_t index;
+	struct page **pages;
+	unsigned long *want;
+	u64 generation;
+	u64 spin_until_ns;
+	u64 deadline_ns;
+	struct tmem_get_req *burst[GET_BURST];
+	unsigned int burst_first[GET_BURST];
+	unsigned int burst_count[GET_BURST];
+	unsigned int nr_burst;
+	unsigned int hits;
+	bool late;
+	bool asked;		/* the host, and an answer came in time */
+};
+
+static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
+{
+	__clear_bit(i, call->want);
+	tmem_count(why);
+}
+
+/* The content check, on the page that the caller will use. */
+static bool check_page(struct get_call *call, unsigned int i, u64 entry)
+{
+	void *data = kmap_local_page(call->pages[i]);
+	bool good;
+
+#ifdef TMEM_TEST
+	if (TMEM_INJECT(corrupt))
+		*(u8 *)data ^= 1;
+#endif
+	good = tmem_check_page(&tmem_keys, data) == tmem_entry_check(entry);
+	kunmap_local(data);
+	if (good) {
+		call->hits++;
+		tmem_count(TMEM_STAT_hits);
+		return true;
+	}
+	miss(call, i, TMEM_STAT_misses_check);
+	tmem_poison("content check", call->key->ino, call->index + i);
+	return false;
+}
+
+static void take_page(struct get_call *call, struct tmem_get_req *get, unsigned int nr, u8 status)
+{
+	unsigned int i = get->first + nr;
+	enum tmem_stat why = TMEM_STAT_misses_answer;
+	u32 needed = offsetof(typeof(get->in), page[get->count]) + (nr + 1) * PAGE_SIZE;
+	void *data;
+	u8 result;
+
+	if (status != VIRTIO_TMEM_S_OK ||
+	    get->req.used_bytes < offsetof(typeof(get->in), page[get->count]))
+		goto no;
+	result = READ_ONCE(get->in.page[nr].result);
+	if (result == VIRTIO_TMEM_P_MISS)
+		why = TMEM_STAT_misses_host;
+	if (result != VIRTIO_TMEM_P_HIT || get->req.used_bytes < needed ||
+	    READ_ONCE(get->in.page[nr].cookie) != get->out.cookie[nr])
+		goto no;
+	data = kmap_local_page(call->pages[i]);
+	copy_page(data, get->block[nr / TMEM_BLOCK_PAGES] + nr % TMEM_BLOCK_PAGES * PAGE_SIZE);
+	kunmap_local(data);
+	check_page(call, i, get->entry[nr]);
+	return;
+no:
+	miss(call, i, why);
+}
+
+/* Waits for all requests of the burst and takes what they brought. */
+static void finish_burst(struct get_call *call)
+{
+	struct tmem_get_req *get;
+	unsigned int b, nr;
+	u8 status;
+
+	for (b = 0; b < call->nr_burst; b++) {
+		get = call->burst[b];
+		if (!get_wait(get, call->spin_until_ns, call->deadline_ns)) {
+			/* From here on the request is not ours: count and first were noted. */
+			for (nr = 0; nr < call->burst_count[b]; nr++)
+				miss(call, call->burst_first[b] + nr, TMEM_STAT_misses_late);
+			tmem_count(TMEM_STAT_late);
+			call->late = true;
+			continue;
+		}
+		call->asked = true;
+		status = VIRTIO_TMEM_S_UNANSWERED;
+		if (get->req.used_bytes >= sizeof(get->in.resp))
+			status = READ_ONCE(get->in.resp.status);
+		if (status == VIRTIO_TMEM_S_STALE) {
+			tmem_count(TMEM_STAT_stale);
+			tmem_control_resync(call->dev, false);
+		}
+		for (nr = 0; nr < get->count; nr++)
+			take_page(call, get, nr, status);
+		get_free(call->dev, get);
+	}
+	call->nr_burst = 0;
+}
+
+/* Asks for pages first .. first + count - 1, whose entries were taken. */
+static void ask(struct get_call *call, struct tmem_queue *queue, const struct tmem_where *where,
+		unsigned int first, unsigned int count, const u64 *entry)
+{
+	struct tmem_dev *dev = call->dev;
+	struct tmem_get_req *get;
+	enum tmem_stat why;
+	unsigned int nr;
+	u64 base;
+
+	if (call->nr_burst == GET_BURST)
+		finish_burst(call);
+	why = TMEM_STAT_misses_bounce;
+	get = get_alloc(dev, count);
+	if (!get)
+		goto no;
+	get->queue = queue;
+	get->first = first;
+	get->count = count;
+	get->out.get.object = cpu_to_le64(where->object);
+	get->out.get.index = cpu_to_le64(call->index + first);
+	base = READ_ONCE(dev->cookie_base);
+	for (nr = 0; nr < count; nr++) {
+		get->entry[nr] = entry[nr];
+		get->out.cookie[nr] = cpu_to_le64(base + tmem_entry_offset(entry[nr]));
+	}
+	why = TMEM_STAT_misses_queue;
+	if (get_submit(dev, get, call->generation, where->pool)) {
+		get_free(dev, get);
+		goto no;
+	}
+	call->burst_first[call->nr_burst] = first;
+	call->burst_count[call->nr_burst] = count;
+	call->burst[call->nr_burst++] = get;
+	return;
+no:
+	for (nr = 0; nr < count; nr++)
+		miss(call, first + nr, why);
+}
+
+/* Pages from .. to - 1 of the call, all in one 64-page unit of the index. */
+static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
+{
+	unsigned int nr = to - from, i, run = 0;
+	u64 entry[VIRTIO_TMEM_BATCH_MAX];
+	struct tmem_where where = {};
+	struct tmem_queue *queue;
+	unsigned long want = 0;
+	void *data;
+	bool there;
+
+	for (i = 0; i < nr; i++)
+		if (test_bit(from + i, call->want))
+			want |= BIT(i);
+	if (!want)
+		return;
+	tmem_index_take(call->key, call->index + from, nr, &want, entry, &where);
+	queue = tmem_queue_of(call->dev, where.bucket, call->index + from);
+
+	for (i = 0; i < nr; i++) {
+		there = false;
+		if (!(want & BIT(i))) {
+			entry[i] = 0;
+		} else if (!entry[i]) {
+			miss(call, from + i, TMEM_STAT_misses_index);
+		} else {
+			data = kmap_local_page(call->pages[from + i]);
+			there = tmem_ring_copy(call->dev, queue, entry[i], data);
+			kunmap_local(data);
+		}
+		if (there && check_page(call, from + i, entry[i]))
+			tmem_count(TMEM_STAT_ring_hits);
+		/* Runs of pages that only the host has go out as one request each. */
+		if (!there && entry[i] && run < call->dev->batch_max) {
+			run++;
+			continue;
+		}
+		if (run)
+			ask(call, queue, &where, from + i - run, run, &entry[i - run]);
+		run = !there && entry[i] ? 1 : 0;
+	}
+	if (run)
+		ask(call, queue, &where, to - run, run, &entry[nr - run]);
+}
+
+/**
+ * tmem_get() - get pages back
+ * @key: pool and inode
+ * @index: page number of the first page
+ * @nr: number of pages
+ * @pages: destinations, locked by the caller and not uptodate
+ * @want: bitmap of @nr bits: the pages to get; on return those that were got
+ *
+ * Context: process, may sleep up to the deadline in all. A destination that was not got has unspecified
+ * content.
+ *
+ * Return: number of hits.
+ */
+unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+		      struct page **pages, unsigned long *want)
+{
+	unsigned int wanted = bitmap_weight(want, nr), from, to;
+	enum tmem_stat why = TMEM_STAT_misses_offline;
+	struct get_call call;
+	struct tmem_dev *dev;
+	u64 now_ns;
+
+	if (!wanted)
+		return 0;
+	tmem_count_n(TMEM_STAT_gets, wanted);
+	dev = tmem_online() ? tmem_dev_get() : NULL;
+	if (!dev)
+		goto none;
+	why = TMEM_STAT_misses_tripped;
+	if (READ_ONCE(dev->tripped))
+		goto put;
+
+	now_ns = ktime_get_ns();
+	call = (struct get_call){
+		.dev = dev,
+		.key = key,
+		.index = index,
+		.pages = pages,
+		.want = want,
+		.spin_until_ns = now_ns + (u64)tmem_spin_us * NSEC_PER_USEC,
+		.deadline_ns = now_ns + (u64)tmem_deadline_ms * NSEC_PER_MSEC,
+		/* Before the index is read: see tmem_sync_work(). */
+		.generation = READ_ONCE(dev->generation),
+	};
+	smp_rmb();
+	for (from = 0; from < nr; from = to) {
+		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
+		/* Too late to ask for more: these stay in the index. */
+		if (!call.generation || call.late || !tmem_online()) {
+			for (; from < to; from++)
+				if (test_bit(from, want))
+					miss(&call, from, call.late ? TMEM_STAT_misses_late :
+					     TMEM_STAT_misses_offline);
+			continue;
+		}
+		get_unit(&call, from, to);
+	}
+	finish_burst(&call);
+	if (call.late || call.asked)
+		breaker_note(dev, call.late);
+	tmem_dev_put(dev);
+	return call.hits;
+put:
+	tmem_dev_put(dev);
+none:
+	bitmap_zero(want, nr);
+	tmem_count_n(why, wanted);
+	return 0;
+}
+
+/* --- set-up -------------------------------------------------------------------------------- */
+
+/**
+ * tmem_get_reset() - after a device reset, take all requests and bounce pages back
+ * @dev: the device; nobody waits for a get
+ */
+void tmem_get_reset(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	INIT_LIST_HEAD(&dev->get_free);
+	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
+		dev->get_req[i]->req.state = TMEM_REQ_FREE;
+		dev->get_req[i]->nr_blocks = 0;
+		list_add(&dev->get_req[i]->list, &dev->get_free);
+	}
+	memcpy(dev->bounce_free, dev->bounce, dev->nr_bounce * sizeof(*dev->bounce));
+	dev->nr_bounce_free = dev->nr_bounce;
+	dev->late_row = 0;
+	dev->tripped = false;
+}
+
+/**
+ * tmem_get_init() - allocate requests and bounce pages
+ * @dev: the device; its memory_bytes grow
+ * @bounce_pages: how many, a multiple of TMEM_BLOCK_PAGES
+ *
+ * Return: 0 or -ENOMEM, after which tmem_get_exit() is due as well.
+ */
+int tmem_get_init(struct tmem_dev *dev, unsigned int bounce_pages)
+{
+	unsigned int i;
+
+	spin_lock_init(&dev->get_lock);
+	dev->nr_bounce = bounce_pages / TMEM_BLOCK_PAGES;
+	dev->get_req = kcalloc(TMEM_GET_REQUESTS, sizeof(*dev->get_req), GFP_KERNEL);
+	dev->bounce = kcalloc(dev->nr_bounce, sizeof(*dev->bounce), GFP_KERNEL);
+	dev->bounce_free = kcalloc(dev->nr_bounce, sizeof(*dev->bounce_free), GFP_KERNEL);
+	if (!dev->get_req || !dev->bounce || !dev->bounce_free)
+		return -ENOMEM;
+	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
+		dev->get_req[i] = kzalloc(sizeof(*dev->get_req[i]), GFP_KERNEL);
+		if (!dev->get_req[i])
+			return -ENOMEM;
+		dev->get_req[i]->req.kind = TMEM_REQ_GET;
+		init_waitqueue_head(&dev->get_req[i]->wait);
+	}
+	for (i = 0; i < dev->nr_bounce; i++) {
+		dev->bounce[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
+		if (!dev->bounce[i])
+			return -ENOMEM;
+	}
+	dev->memory_bytes += bounce_pages * PAGE_SIZE +
+			     TMEM_GET_REQUESTS * sizeof(*dev->get_req[0]);
+	tmem_get_reset(dev);
+	return 0;
+}
+
+/**
+ * tmem_get_exit() - free requests and bounce pages
+ * @dev: the device; it was reset
+ */
+void tmem_get_exit(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	for (i = 0; dev->bounce && i < dev->nr_bounce; i++)
+		free_pages((unsigned long)dev->bounce[i], TMEM_BLOCK_ORDER);
+	for (i = 0; dev->get_req && i < TMEM_GET_REQUESTS; i++)
+		kfree(dev->get_req[i]);
+	kfree(dev->bounce_free);
+	kfree(dev->bounce);
+	kfree(dev->get_req);
+}

@@ -1,0 +1,922 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The index: which pages the host is believed to hold, with cookie and content check.
+ *
+ * It is the authority: what is not in it is never asked for, so that erasing an entry is a
+ * complete invalidation. A fixed hash table of objects (inodes), each with an XArray of leaves of
+ * 64 page numbers; a leaf packs its entries in 6 to 64 places, since most files are small and all
+ * memory together is bounded.
+ *
+ * Races. All state of an inode, its entries, its bypass mark as seen by puts, and the id of its
+ * pool as seen by them, is read and written under the lock of the bucket that it hashes to, and
+ * nothing else: any two operations on an inode are ordered by that lock.
+ *  - Put and invalidation: the hooks call tmem_put() before the page leaves the page cache and
+ *    invalidate after they made sure that it left (or is theirs). If the invalidation took the
+ *    lock first, the lock would order the put, and with it the page's removal, after the
+ *    caller's look at the page cache, which saw it removed: a contradiction. So it finds the entry.
+ *  - Put and bypass: the mark is set and the object detached in one section; a put that comes later
+ *    sees the mark in its own.
+ *  - Put and forgetting everything (tmem_pools_forget() sets the ids of all pools to 0): entries hang
+ *    from objects that carry the id of their pool, ids are never reused, and a put reads the id under
+ *    the lock, so an entry that was made before is unreachable afterwards; the sweep comes later
+ *    than the ids' change and visits each bucket under its lock, so it frees all of them.
+ *  - Put answered REFUSED and a later put of the same page: erased only if the cookie is the same.
+ *
+ * Never waits, never fails to erase, and allocates only without waiting.
+ */
+#include <linux/hash.h>
+#include <linux/mm.h>
+#include <linux/slab.h>
+
+#include "core.h"
+
+#define LEAF_SHIFT		6
+#define LEAF_PAGES		(1 << LEAF_SHIFT)
+/* Leaves handled before the lock is dropped: some 10 us with interrupts off. */
+#define LEAVES_PER_LOCK		32
+/* One bucket for so many bytes of index: with small files one or two objects in each. */
+#define BYTES_PER_BUCKET	1024
+#define BUCKETS_MIN		256
+#define BUCKETS_MAX		(1 << 20)
+/* Bypassed inodes a pool; above, the pool takes no puts. */
+#define BYPASSED_MAX		4096
+
+/*
+ * The page is being freed while we run, mostly by reclaim: take the memory from the caches, with
+ * some access to reserves (a hundred times as much is being freed) but not to those of the reclaimer.
+ */
+#define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
+
+struct leaf {
+	u64 present;		/* bit i: page i of the leaf has an entry */
+	u8 class;
+	u8 referenced;		/* stored to since the evictor last came by */
+	u64 entry[];		/* of the set bits, in their order */
+};
+
+struct object {
+	struct hlist_node node;
+	u64 ino;
+	u64 id;
+	u32 igen;
+	u32 pool;
+	unsigned long nr_pages;
+	struct xarray leaves;
+};
+
+struct bucket {
+	spinlock_t lock;	/* guards everything below, see above */
+	struct hlist_head objects;
+};
+
+static const u8 leaf_capacity[] = { 6, 14, 30, 64 };
+static const char *const leaf_name[] = {
+	"tmem_leaf_6", "tmem_leaf_14", "tmem_leaf_30", "tmem_leaf_64"
+};
+static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
+static struct kmem_cache *object_cache;
+
+static struct bucket *buckets;
+static unsigned int bucket_bits;
+static long index_limit_bytes;
+static atomic_long_t index_bytes;
+static atomic_long_t index_pages;
+static atomic64_t last_object_id;
+static unsigned int evict_hand;
+
+static void evict_work_fn(struct work_struct *work);
+static DECLARE_WORK(evict_work, evict_work_fn);
+
+/* --- memory -------------------------------------------------------------------------------- */
+
+static size_t leaf_bytes(unsigned int class)
+{
+	return sizeof(struct leaf) + leaf_capacity[class] * sizeof(u64);
+}
+
+/* The limit is approached from below by all CPUs at once, and may be passed by one leaf each. */
+static bool charge(long bytes)
+{
+	if (atomic_long_read(&index_bytes) + bytes > READ_ONCE(index_limit_bytes))
+		return false;
+	atomic_long_add(bytes, &index_bytes);
+	return true;
+}
+
+static void uncharge(long bytes)
+{
+	atomic_long_sub(bytes, &index_bytes);
+}
+
+/* An XArray node serves 64 neighbours: charged with the first of them, given back with the last. */
+static bool alone_in_node(struct xarray *xa, unsigned long index)
+{
+	unsigned long first = index & ~(XA_CHUNK_SIZE - 1UL);
+
+	return !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
+}
+
+static void leaf_free(struct leaf *leaf)
+{
+	uncharge(leaf_bytes(leaf->class));
+	kmem_cache_free(leaf_cache[leaf->class], leaf);
+}
+
+/* --- buckets and objects ------------------------------------------------------------------- */
+
+static u32 bucket_of(const struct tmem_pool *pool, u64 ino)
+{
+	return hash_64(ino * GOLDEN_RATIO_64 + pool->serial, bucket_bits);
+}
+
+/**
+ * tmem_index_bucket() - where an inode hashes to
+ * @key: the inode
+ *
+ * Return: a number that is the same for all pages of the inode, always.
+ */
+u32 tmem_index_bucket(const struct tmem_key *key)
+{
+	return bucket_of(key->pool, key->ino);
+}
+
+static struct object *find(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
+{
+	u32 id = READ_ONCE(pool->id);
+	struct object *object;
+
+	lockdep_assert_held(&bucket->lock);
+	if (!id)
+		return NULL;
+	hlist_for_each_entry(object, &bucket->objects, node)
+		if (object->ino == ino && object->pool == id)
+			return object;
+	return NULL;
+}
+
+/* Out of the table: gone for everyone. Freeing the leaves can follow without the lock. */
+static void unlink_object(struct object *object, struct hlist_head *freed)
+{
+	hlist_del(&object->node);
+	hlist_add_head(&object->node, freed);
+}
+
+static void free_object(struct object *object)
+{
+	unsigned long i, node = ULONG_MAX;
+	long bytes = sizeof(*object);
+	struct leaf *leaf;
+
+	xa_for_each(&object->leaves, i, leaf) {
+		if (i >> XA_CHUNK_SHIFT != node) {
+			node = i >> XA_CHUNK_SHIFT;
+			bytes += sizeof(struct xa_node);
+		}
+		leaf_free(leaf);
+	}
+	xa_destroy(&object->leaves);
+	uncharge(bytes);
+	kmem_cache_free(object_cache, object);
+}
+
+/* Objects that were detached where memory must not be freed for long: freed by a work item. */
+static HLIST_HEAD(detached);
+static DEFINE_SPINLOCK(detached_lock);
+
+static void free_detached_fn(struct work_struct *work)
+{
+	struct object *object;
+
+	for (;;) {
+		spin_lock_irq(&detached_lock);
+		object = hlist_entry_safe(detached.first, struct object, node);
+		if (object)
+			hlist_del(&object->node);
+		spin_unlock_irq(&detached_lock);
+		if (!object)
+			return;
+		free_object(object);
+		cond_resched();
+	}
+}
+
+static DECLARE_WORK(free_detached, free_detached_fn);
+
+/* O(1): the object is found by nobody from here on, its pages no longer count as held. */
+static void detach(u32 bucket, struct object *object, enum tmem_inval why)
+{
+	struct tmem_where where = { object->id, object->pool, bucket };
+
+	lockdep_assert_held(&buckets[bucket].lock);
+	atomic_long_sub(object->nr_pages, &index_pages);
+	tmem_count_inval(why, object->nr_pages);
+	tmem_ring_flush(&where, 0, VIRTIO_TMEM_TO_END);
+	spin_lock(&detached_lock);
+	unlink_object(object, &detached);
+	spin_unlock(&detached_lock);
+	queue_work(system_unbound_wq, &free_detached);
+}
+
+/* An object whose last page went; nothing of it is at the host that we could name. */
+static void free_empty(struct object *object)
+{
+	hlist_del(&object->node);
+	uncharge(sizeof(*object));
+	kmem_cache_free(object_cache, object);
+}
+
+static struct object *new_object(struct bucket *bucket, const struct tmem_key *key, u32 pool)
+{
+	struct object *object;
+
+	if (!charge(sizeof(*object)))
+		return ERR_PTR(-ENOSPC);
+	object = kmem_cache_alloc(object_cache, GFP_INDEX);
+	if (!object) {
+		uncharge(sizeof(*object));
+		return ERR_PTR(-ENOMEM);
+	}
+	object->ino = key->ino;
+	object->id = atomic64_inc_return(&last_object_id);
+	object->igen = key->igen;
+	object->pool = pool;
+	object->nr_pages = 0;
+	xa_init(&object->leaves);
+	hlist_add_head(&object->node, &bucket->objects);
+	return object;
+}
+
+/* --- leaves -------------------------------------------------------------------------------- */
+
+static unsigned int rank(const struct leaf *leaf, unsigned int bit)
+{
+	return hweight64(leaf->present & (BIT_ULL(bit) - 1));
+}
+
+static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned int class,
+			     const struct leaf *old)
+{
+	long node = old || !alone_in_node(&object->leaves, nr) ? 0 : sizeof(struct xa_node);
+	long bytes = leaf_bytes(class) + node;
+	struct leaf *leaf;
+
+	if (!charge(bytes))
+		return ERR_PTR(-ENOSPC);
+	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
+	if (!leaf)
+		goto nomem;
+	leaf->present = 0;
+	if (old)
+		memcpy(leaf, old, leaf_bytes(old->class));
+	leaf->class = class;
+	if (xa_is_err(xa_store(&object->leaves, nr, leaf, GFP_INDEX))) {
+		kmem_cache_free(leaf_cache[class], leaf);
+		goto nomem;
+	}
+	return leaf;
+nomem:
+	uncharge(bytes);
+	return ERR_PTR(-ENOMEM);
+}
+
+/* Takes the leaf out; the caller frees it. */
+static void remove_leaf(struct object *object, unsigned long nr)
+{
+	xa_erase(&object->leaves, nr);
+	if (alone_in_node(&object->leaves, nr))
+		uncharge(sizeof(struct xa_node));
+}
+
+static int leaf_store(struct object *object, u64 index, u64 entry)
+{
+	unsigned int bit = index & (LEAF_PAGES - 1), nr, at;
+	struct leaf *leaf, *old;
+
+	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+	if (!leaf) {
+		leaf = new_leaf(object, index >> LEAF_SHIFT, 0, NULL);
+		if (IS_ERR(leaf))
+			return PTR_ERR(leaf);
+	}
+	leaf->referenced = 1;
+	at = rank(leaf, bit);
+	if (leaf->present & BIT_ULL(bit)) {
+		leaf->entry[at] = entry;
+		return 0;
+	}
+	nr = hweight64(leaf->present);
+	if (nr == leaf_capacity[leaf->class]) {
+		old = leaf;
+		leaf = new_leaf(object, index >> LEAF_SHIFT, old->class + 1, old);
+		if (IS_ERR(leaf))
+			return PTR_ERR(leaf);
+		leaf_free(old);
+	}
+	memmove(&leaf->entry[at + 1], &leaf->entry[at], (nr - at) * sizeof(u64));
+	leaf->entry[at] = entry;
+	leaf->present |= BIT_ULL(bit);
+	object->nr_pages++;
+	atomic_long_inc(&index_pages);
+	return 0;
+}
+
+/* Erases the pages of @mask; frees the leaf when it is empty. Returns how many there were. */
+static unsigned int leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask)
+{
+	unsigned int erased = hweight64(leaf->present & mask);
+	unsigned int from = 0, to = 0, bit;
+	u64 present = leaf->present;
+
+	if (!erased)
+		return 0;
+	object->nr_pages -= erased;
+	atomic_long_sub(erased, &index_pages);
+	if (!(present & ~mask)) {
+		remove_leaf(object, nr);
+		leaf_free(leaf);
+		return erased;
+	}
+	for (; present; present &= present - 1, from++) {
+		bit = __ffs64(present);
+		if (!(mask & BIT_ULL(bit)))
+			leaf->entry[to++] = leaf->entry[from];
+	}
+	leaf->present &= ~mask;
+	return erased;
+}
+
+/* Bits of leaf @nr that lie within first .. last. */
+static u64 leaf_mask(unsigned long nr, u64 first, u64 last)
+{
+	u64 start = (u64)nr << LEAF_SHIFT;
+	unsigned int low = first > start ? first - start : 0;
+	unsigned int high = min_t(u64, last - start, LEAF_PAGES - 1);
+
+	return GENMASK_ULL(high, low);
+}
+
+/* --- operations ---------------------------------------------------------------------------- */
+
+static bool bypassed(struct tmem_pool *pool, u64 ino)
+{
+	return READ_ONCE(pool->bypass_all) || xa_load(&pool->bypass, ino);
+}
+
+/**
+ * tmem_index_store() - enter a page, or erase it if that cannot be done
+ * @key: pool and inode
+ * @index: page number
+ * @entry: cookie offset and check
+ * @where: set to the object's id and place if 0 is returned
+ *
+ * Return: 0; -ENODEV if the pool is not at the host; -EPERM if the inode is bypassed; -ENOSPC if
+ * the index is full; -ENOMEM. Whenever it is not 0, no entry is left for the page.
+ */
+int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
+		     struct tmem_where *where)
+{
+	u32 nr = bucket_of(key->pool, key->ino);
+	struct bucket *bucket = &buckets[nr];
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+	int err = 0;
+	u32 pool;
+
+	spin_lock_irqsave(&bucket->lock, flags);
+	pool = READ_ONCE(key->pool->id);
+	if (!pool) {
+		err = -ENODEV;
+		goto unlock;
+	}
+	object = find(bucket, key->pool, key->ino);
+	if (object && object->igen != key->igen) {
+		detach(nr, object, TMEM_INVAL_INODE);
+		object = NULL;
+	}
+	if (bypassed(key->pool, key->ino))
+		err = -EPERM;
+	else if (TMEM_INJECT(nomem))
+		err = -ENOMEM;
+	if (!object && !err) {
+		object = new_object(bucket, key, pool);
+		if (IS_ERR(object)) {
+			err = PTR_ERR(object);
+			object = NULL;
+		}
+	}
+	if (object && !err)
+		err = leaf_store(object, index, entry);
+	if (err && object) {
+		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+		if (leaf && leaf_erase(object, index >> LEAF_SHIFT, leaf,
+				       BIT_ULL(index & (LEAF_PAGES - 1))))
+			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
+		if (!object->nr_pages)
+			free_empty(object);
+	} else if (!err) {
+		where->object = object->id;
+		where->pool = pool;
+		where->bucket = nr;
+	}
+unlock:
+	spin_unlock_irqrestore(&bucket->lock, flags);
+	if (err == -ENOSPC)
+		queue_work(system_unbound_wq, &evict_work);
+	return err;
+}
+
+/**
+ * tmem_index_take() - take entries out, to ask the host for their pages
+ * @key: pool and inode
+ * @index: first page number; all of them lie in one leaf (64 pages, aligned)
+ * @nr: number of pages
+ * @want: bit i is set if page @index + i is wanted
+ * @entry: set to the entry of each page, 0 where there is none
+ * @where: set to the object's id and place if anything was taken
+ *
+ * Return: number of entries taken.
+ */
+unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+			     const unsigned long *want, u64 *entry, struct tmem_where *where)
+{
+	u32 bucket_nr = bucket_of(key->pool, key->ino);
+	unsigned int base = index & (LEAF_PAGES - 1);
+	struct bucket *bucket = &buckets[bucket_nr];
+	unsigned int i, taken = 0;
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+	u64 mask = 0;
+
+	memset(entry, 0, nr * sizeof(*entry));
+	spin_lock_irqsave(&bucket->lock, flags);
+	object = find(bucket, key->pool, key->ino);
+	if (!object)
+		goto unlock;
+	if (object->igen != key->igen) {
+		detach(bucket_nr, object, TMEM_INVAL_INODE);
+		goto unlock;
+	}
+	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+	if (!leaf)
+		goto unlock;
+	for_each_set_bit(i, want, nr) {
+		if (!(leaf->present & BIT_ULL(base + i)))
+			continue;
+		entry[i] = leaf->entry[rank(leaf, base + i)];
+		mask |= BIT_ULL(base + i);
+	}
+	if (!mask)
+		goto unlock;
+	where->object = object->id;
+	where->pool = object->pool;
+	where->bucket = bucket_nr;
+	taken = leaf_erase(object, index >> LEAF_SHIFT, leaf, mask);
+	if (!object->nr_pages)
+		free_empty(object);
+unlock:
+	spin_unlock_irqrestore(&bucket->lock, flags);
+	return taken;
+}
+
+/**
+ * tmem_index_erase_offset() - erase a page whose put came to nothing
+ * @nr: bucket of the put
+ * @id: object of the put
+ * @index: page number
+ * @offset: cookie offset; another one is another put's entry, which stays
+ */
+void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
+{
+	unsigned int bit = index & (LEAF_PAGES - 1);
+	struct bucket *bucket = &buckets[nr];
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+
+	spin_lock_irqsave(&bucket->lock, flags);
+	hlist_for_each_entry(object, &bucket->objects, node) {
+		if (object->id != id)
+			continue;
+		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+		if (leaf && leaf->present & BIT_ULL(bit) &&
+		    tmem_entry_offset(leaf->entry[rank(leaf, bit)]) == offset) {
+			leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
+			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
+			if (!object->nr_pages)
+				free_empty(object);
+		}
+		break;
+	}
+	spin_unlock_irqrestore(&bucket->lock, flags);
+}
+
+/**
+ * tmem_invalidate() - erase a range of pages of an inode
+ * @pool: file system
+ * @ino: inode number
+ * @first: first page number
+ * @last: last page number, included
+ * @why: for the counters
+ *
+ * Context: any but NMI. The lock is dropped every 32 leaves; entries that were there at the call are
+ * gone at the return.
+ */
+void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
+		     enum tmem_inval why)
+{
+	u32 nr = bucket_of(pool, ino);
+	struct bucket *bucket = &buckets[nr];
+	struct tmem_where where = { .bucket = nr };
+	unsigned long i, erased = 0;
+	unsigned int budget;
+	struct object *object;
+	unsigned long flags;
+	struct leaf *leaf;
+
+	if (first > last)
+		return;
+	if (!first && last >= TMEM_INDEX_MAX) {
+		tmem_invalidate_inode(pool, ino, why);
+		return;
+	}
+	i = first >> LEAF_SHIFT;
+	do {
+		budget = LEAVES_PER_LOCK;
+		spin_lock_irqsave(&bucket->lock, flags);
+		object = find(bucket, pool, ino);
+		leaf = object ? xa_find(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT) : NULL;
+		while (leaf) {
+			where.object = object->id;
+			where.pool = object->pool;
+			erased += leaf_erase(object, i, leaf, leaf_mask(i, first, last));
+			if (!budget--)
+				break;
+			leaf = xa_find_after(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT);
+		}
+		if (object && !object->nr_pages) {
+			free_empty(object);
+			leaf = NULL;
+		}
+		spin_unlock_irqrestore(&bucket->lock, flags);
+	} while (leaf);
+
+	if (!erased)
+		return;
+	tmem_count_inval(why, erased);
+	tmem_ring_flush(&where, first,
+			last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
+}
+
+/**
+ * tmem_invalidate_inode() - erase all pages of an inode, in constant time
+ * @pool: file system
+ * @ino: inode number
+ * @why: for the counters
+ *
+ * Context: any but NMI.
+ */
+void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
+{
+	u32 nr = bucket_of(pool, ino);
+	struct object *object;
+	unsigned long flags;
+
+	spin_lock_irqsave(&buckets[nr].lock, flags);
+	object = find(&buckets[nr], pool, ino);
+	if (object)
+		detach(nr, object, why);
+	spin_unlock_irqrestore(&buckets[nr].lock, flags);
+}
+
+/**
+ * tmem_bypass() - take no puts for an inode, and erase its pages
+ * @pool: file system
+ * @ino: inode number
+ * @why: for the counters
+ *
+ * Context: any but NMI. If the mark cannot be stored, the pool takes no puts until it is freed.
+ */
+void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
+{
+	u32 nr = bucket_of(pool, ino);
+	struct object *object;
+	unsigned long flags;
+
+	spin_lock_irqsave(&buckets[nr].lock, flags);
+	xa_lock(&pool->bypass);
+	if (!xa_load(&pool->bypass, ino) && !pool->bypass_all) {
+		bool alone = alone_in_node(&pool->bypass, ino);
+
+		if (pool->nr_bypassed >= BYPASSED_MAX ||
+		    xa_is_err(__xa_store(&pool->bypass, ino, xa_mk_value(1), GFP_INDEX))) {
+			WRITE_ONCE(pool->bypass_all, true);
+		} else {
+			pool->nr_bypassed++;
+			if (alone)
+				atomic_long_add(sizeof(struct xa_node), &index_bytes);
+		}
+	}
+	xa_unlock(&pool->bypass);
+	object = find(&buckets[nr], pool, ino);
+	if (object)
+		detach(nr, object, why);
+	spin_unlock_irqrestore(&buckets[nr].lock, flags);
+}
+
+/**
+ * tmem_is_bypassed() - is an inode marked by tmem_bypass()?
+ * @pool: file system
+ * @ino: inode number
+ *
+ * Return: true if puts of it are refused.
+ */
+bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
+{
+	return bypassed(pool, ino);
+}
+
+/**
+ * tmem_unbypass() - take puts for an inode again
+ * @pool: file system
+ * @ino: inode number
+ *
+ * Context: any but NMI.
+ */
+void tmem_unbypass(struct tmem_pool *pool, u64 ino)
+{
+	u32 nr = bucket_of(pool, ino);
+	unsigned long flags;
+
+	spin_lock_irqsave(&buckets[nr].lock, flags);
+	xa_lock(&pool->bypass);
+	if (__xa_erase(&pool->bypass, ino)) {
+		pool->nr_bypassed--;
+		if (alone_in_node(&pool->bypass, ino))
+			uncharge(sizeof(struct xa_node));
+	}
+	xa_unlock(&pool->bypass);
+	spin_unlock_irqrestore(&buckets[nr].lock, flags);
+}
+
+/**
+ * tmem_index_bypass_free() - forget all marks of a pool that nobody uses any more
+ * @pool: file system
+ */
+void tmem_index_bypass_free(struct tmem_pool *pool)
+{
+	unsigned long i, node = ULONG_MAX;
+	void *mark;
+
+	xa_for_each(&pool->bypass, i, mark) {
+		if (i >> XA_CHUNK_SHIFT == node)
+			continue;
+		node = i >> XA_CHUNK_SHIFT;
+		uncharge(sizeof(struct xa_node));
+	}
+	xa_destroy(&pool->bypass);
+}
+
+/**
+ * tmem_held() - which pages could be got
+ * @key: pool and inode
+ * @index: first page number
+ * @nr: number of pages
+ * @held: bitmap of @nr bits: set to the pages that have an entry
+ *
+ * Context: any but NMI.
+ *
+ * Return: number of bits set.
+ */
+unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
+		       unsigned long *held)
+{
+	u32 bucket_nr = bucket_of(key->pool, key->ino);
+	struct bucket *bucket = &buckets[bucket_nr];
+	unsigned int bit, count = 0;
+	unsigned long i, flags;
+	struct object *object;
+	struct leaf *leaf;
+	u64 mask, last;
+
+	bitmap_zero(held, nr);
+	if (!nr || !tmem_online())
+		return 0;
+	last = (u64)index + nr - 1;
+	spin_lock_irqsave(&bucket->lock, flags);
+	object = find(bucket, key->pool, key->ino);
+	if (object && object->igen != key->igen) {
+		detach(bucket_nr, object, TMEM_INVAL_INODE);
+		object = NULL;
+	}
+	if (object) {
+		xa_for_each_range(&object->leaves, i, leaf, index >> LEAF_SHIFT,
+				  last >> LEAF_SHIFT) {
+			mask = leaf->present & leaf_mask(i, index, last);
+			for (; mask; mask &= mask - 1, count++) {
+				bit = __ffs64(mask);
+				__set_bit(((u64)i << LEAF_SHIFT) + bit - index, held);
+			}
+		}
+	}
+	spin_unlock_irqrestore(&bucket->lock, flags);
+	return count;
+}
+
+/* --- sweeping and eviction ----------------------------------------------------------------- */
+
+/* Frees all objects of pool @id, or, if @id is 0, of all pools that are no longer live. */
+static void sweep(u32 id, enum tmem_inval why)
+{
+	struct hlist_node *next;
+	struct object *object;
+	HLIST_HEAD(freed);
+	unsigned long i;
+
+	for (i = 0; i < 1UL << bucket_bits; i++) {
+		spin_lock_irq(&buckets[i].lock);
+		hlist_for_each_entry_safe(object, next, &buckets[i].objects, node) {
+			if (id ? object->pool != id : tmem_pool_live(object->pool))
+				continue;
+			atomic_long_sub(object->nr_pages, &index_pages);
+			tmem_count_inval(why, object->nr_pages);
+			unlink_object(object, &freed);
+		}
+		spin_unlock_irq(&buckets[i].lock);
+		hlist_for_each_entry_safe(object, next, &freed, node) {
+			hlist_del(&object->node);
+			free_object(object);
+		}
+		cond_resched();
+	}
+}
+
+/**
+ * tmem_index_sweep() - free what became unreachable when everything was forgotten
+ *
+ * Context: process, may sleep.
+ */
+void tmem_index_sweep(void)
+{
+	sweep(0, TMEM_INVAL_GENERATION);
+}
+
+/**
+ * tmem_index_drop_pool() - free all objects of a pool that is unreachable
+ * @id: its id
+ *
+ * Context: process, may sleep.
+ */
+void tmem_index_drop_pool(u32 id)
+{
+	sweep(id, TMEM_INVAL_UNMOUNT);
+}
+
+/* One step of the evictor: up to 32 leaves of a bucket, from (@at, @nr) on. False: bucket done. */
+static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
+{
+	struct hlist_node *next;
+	struct object *object;
+	unsigned int budget = LEAVES_PER_LOCK;
+	unsigned long evicted = 0;
+	struct leaf *leaf;
+	bool more = false;
+
+	spin_lock_irq(&bucket->lock);
+	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
+		/* New objects come first in the chain: ids fall along it. */
+		if (object->id > *at)
+			continue;
+		if (object->id < *at)
+			*nr = 0;
+		*at = object->id;
+		leaf = xa_find(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
+		while (leaf) {
+			if (leaf->referenced)
+				leaf->referenced = 0;
+			else
+				evicted += leaf_erase(object, *nr, leaf, ~0ULL);
+			if (!budget--) {
+				(*nr)++;	/* or the next step would find it unreferenced */
+				more = true;
+				break;
+			}
+			leaf = xa_find_after(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
+		}
+		if (!object->nr_pages)
+			free_empty(object);
+		if (more)
+			break;
+	}
+	spin_unlock_irq(&bucket->lock);
+	tmem_count_n(TMEM_STAT_index_evicted, evicted);
+	return more;
+}
+
+/*
+ * The index is full: leaves that were not stored to since the last visit go, oldest first in the
+ * manner of CLOCK, until an eighth is free. The host's copies are found by its own eviction.
+ */
+static void evict_work_fn(struct work_struct *work)
+{
+	unsigned long visits = 2UL << bucket_bits;
+	long low = READ_ONCE(index_limit_bytes) / 8 * 7;
+	unsigned long nr;
+	u64 at;
+
+	for (; visits && atomic_long_read(&index_bytes) > low; visits--) {
+		at = U64_MAX;
+		nr = 0;
+		while (evict_step(&buckets[evict_hand], &at, &nr))
+			cond_resched();
+		evict_hand = (evict_hand + 1) & ((1U << bucket_bits) - 1);
+		cond_resched();
+	}
+}
+
+/* --- set-up -------------------------------------------------------------------------------- */
+
+/**
+ * tmem_index_reserve() - change how much of the module's memory others use
+ * @bytes: added to what the index may not use; negative to give back
+ */
+void tmem_index_reserve(long bytes)
+{
+	WRITE_ONCE(index_limit_bytes, index_limit_bytes - bytes);
+}
+
+/**
+ * tmem_index_bytes() - memory of the index
+ *
+ * Return: bytes, with the hash table.
+ */
+long tmem_index_bytes(void)
+{
+	return atomic_long_read(&index_bytes);
+}
+
+/**
+ * tmem_index_pages() - entries in the index
+ *
+ * Return: pages that the host is believed to hold.
+ */
+long tmem_index_pages(void)
+{
+	return atomic_long_read(&index_pages);
+}
+
+/**
+ * tmem_index_init() - allocate the hash table
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_index_init(void)
+{
+	unsigned long nr, i;
+
+	index_limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
+			    TMEM_BUDGET_FLOOR_BYTES;
+	nr = clamp_t(unsigned long, index_limit_bytes / BYTES_PER_BUCKET, BUCKETS_MIN, BUCKETS_MAX);
+	bucket_bits = ilog2(nr);
+	nr = 1UL << bucket_bits;
+
+	object_cache = kmem_cache_create("tmem_object", sizeof(struct object), 0, 0, NULL);
+	if (!object_cache)
+		return -ENOMEM;
+	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
+		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0, 0, NULL);
+		if (!leaf_cache[i])
+			goto nomem;
+	}
+	buckets = kvmalloc_array(nr, sizeof(*buckets), GFP_KERNEL);
+	if (!buckets)
+		goto nomem;
+	for (i = 0; i < nr; i++) {
+		spin_lock_init(&buckets[i].lock);
+		INIT_HLIST_HEAD(&buckets[i].objects);
+	}
+	atomic_long_set(&index_bytes, nr * sizeof(*buckets));
+	return 0;
+nomem:
+	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++)
+		kmem_cache_destroy(leaf_cache[i]);
+	kmem_cache_destroy(object_cache);
+	return -ENOMEM;
+}
+
+/**
+ * tmem_index_exit() - free the index; all pools were freed before
+ */
+void tmem_index_exit(void)
+{
+	unsigned long i;
+
+	cancel_work_sync(&evict_work);
+	tmem_index_sweep();
+	flush_work(&free_detached);
+	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++)
+		kmem_cache_destroy(leaf_cache[i]);
+	kmem_cache_destroy(object_cache);
+	kvfree(buckets);
+}

@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * State of the module and its counters, readable in /sys/kernel/virtio_tmem/:
+ *	state		one line: "on", "offline: <why>", "off: <why>", "tripped" or "poisoned: <why>"
+ *	hooks		hooks that are live, one bit each
+ *	stats/<counter>	see stats.h; index_pages and memory_bytes are what is held now
+ *
+ * Present with and without a device. Poisoned is for good: until the module is loaded again.
+ */
+#include <linux/kobject.h>
+#include <linux/module.h>
+#include <linux/sysfs.h>
+
+#include "core.h"
+
+#define REASON_BYTES	128
+
+DEFINE_PER_CPU(struct tmem_stats, tmem_stats);
+
+/* Guards all state below; taken with interrupts off, nothing else is taken under it. */
+static DEFINE_SPINLOCK(state_lock);
+static bool online;			/* also read without the lock */
+static bool ready;			/* a device with a backend */
+static bool is_tripped;
+static char poison_reason[REASON_BYTES];
+static char hooks_reason[REASON_BYTES];
+static char offline_reason[REASON_BYTES] = "no device";
+static u64 hooks_live;
+
+static void update_online(void)
+{
+	lockdep_assert_held(&state_lock);
+	WRITE_ONCE(online, ready && !poison_reason[0] && !hooks_reason[0]);
+}
+
+/**
+ * tmem_online() - is a put or a get worth preparing?
+ *
+ * Return: true if there is a device with a backend and nothing is wrong; may change any time.
+ */
+bool tmem_online(void)
+{
+	return READ_ONCE(online);
+}
+
+/**
+ * tmem_state_offline() - there is no device or no backend
+ * @why: for sysfs
+ */
+void tmem_state_offline(const char *why)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&state_lock, flags);
+	ready = false;
+	is_tripped = false;
+	strscpy(offline_reason, why, sizeof(offline_reason));
+	update_online();
+	spin_unlock_irqrestore(&state_lock, flags);
+}
+
+/**
+ * tmem_state_online() - the device has a backend and knows our pools
+ */
+void tmem_state_online(void)
+{
+	unsigned long flags;
+	bool report;
+
+	spin_lock_irqsave(&state_lock, flags);
+	report = !ready;
+	ready = true;
+	update_online();
+	spin_unlock_irqrestore(&state_lock, flags);
+	if (report)
+		tmem_control_report_any();
+}
+
+/**
+ * tmem_state_tripped() - the breaker opened or closed
+ * @tripped: open
+ */
+void tmem_state_tripped(bool tripped)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&state_lock, flags);
+	is_tripped = tripped;
+	spin_unlock_irqrestore(&state_lock, flags);
+	pr_notice_ratelimited("virtio_tmem: %s\n", tripped ?
+			      "answers are late: no gets until the host answers in time" :
+			      "the host answers in time again");
+}
+
+/**
+ * tmem_poison() - a page was wrong: nothing is put or got any more
+ * @why: what found it
+ * @ino: inode number
+ * @index: page number
+ *
+ * Context: any but NMI.
+ */
+void tmem_poison(const char *why, u64 ino, pgoff_t index)
+{
+	unsigned long flags;
+	bool first;
+
+	tmem_count(TMEM_STAT_mismatches);
+	spin_lock_irqsave(&state_lock, flags);
+	first = !poison_reason[0];
+	if (first)
+		scnprintf(poison_reason, sizeof(poison_reason), "%s, inode %llu page %lu", why, ino,
+			  index);
+	update_online();
+	spin_unlock_irqrestore(&state_lock, flags);
+	if (!first)
+		return;
+	pr_crit("virtio_tmem: a page from the host was wrong (%s, inode %llu page %lu): the cache is off until the module is loaded again; check the host\n",
+		why, ino, index);
+	tmem_control_report_any();
+}
+
+/**
+ * tmem_core_set_hooks() - state of the hooks
+ * @live: a bit for each hook that is live
+ * @off_reason: why the module stays off, or NULL
+ */
+void tmem_core_set_hooks(u64 live, const char *off_reason)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&state_lock, flags);
+	hooks_live = live;
+	strscpy(hooks_reason, off_reason ?: "", sizeof(hooks_reason));
+	update_online();
+	spin_unlock_irqrestore(&state_lock, flags);
+	tmem_control_report_any();
+}
+
+/**
+ * tmem_state_report() - state for the host
+ * @hooks: set to the hooks that are live
+ *
+ * Return: VIRTIO_TMEM_R_...
+ */
+u32 tmem_state_report(u64 *hooks)
+{
+	unsigned long flags;
+	u32 state;
+
+	spin_lock_irqsave(&state_lock, flags);
+	*hooks = hooks_live;
+	if (poison_reason[0])
+		state = VIRTIO_TMEM_R_POISONED;
+	else if (hooks_reason[0])
+		state = VIRTIO_TMEM_R_OFF;
+	else if (!ready)
+		state = VIRTIO_TMEM_R_OFFLINE;
+	else if (is_tripped)
+		state = VIRTIO_TMEM_R_TRIPPED;
+	else
+		state = VIRTIO_TMEM_R_ON;
+	spin_unlock_irqrestore(&state_lock, flags);
+	return state;
+}
+
+/* --- counters ------------------------------------------------------------------------------ */
+
+/**
+ * tmem_stat_sum() - sum of neighbouring counters over all CPUs
+ * @first: first counter
+ * @last: last counter, included
+ *
+ * Return: the sum.
+ */
+u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last)
+{
+	u64 sum = 0;
+	int cpu, i;
+
+	for_each_possible_cpu(cpu)
+		for (i = first; i <= last; i++)
+			sum += READ_ONCE(per_cpu_ptr(&tmem_stats, cpu)->count[i]);
+	return sum;
+}
+
+/**
+ * tmem_memory_bytes() - memory that the module holds
+ *
+ * Return: rings, bounce pages and index.
+ */
+long tmem_memory_bytes(void)
+{
+	struct tmem_dev *dev;
+	long bytes = tmem_index_bytes();
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		bytes += dev->memory_bytes;
+	rcu_read_unlock();
+	return bytes;
+}
+
+/* --- sysfs --------------------------------------------------------------------------------- */
+
+struct stat_attribute {
+	struct kobj_attribute attr;
+	enum tmem_stat stat;
+};
+
+static ssize_t stat_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	enum tmem_stat stat = container_of(attr, struct stat_attribute, attr)->stat;
+
+	return sysfs_emit(buf, "%llu\n", tmem_stat_sum(stat, stat));
+}
+
+static ssize_t index_pages_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%ld\n", tmem_index_pages());
+}
+
+static ssize_t memory_bytes_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%ld\n", tmem_memory_bytes());
+}
+
+static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	ssize_t len;
+
+	spin_lock_irq(&state_lock);
+	if (poison_reason[0])
+		len = sysfs_emit(buf, "poisoned: %s\n", poison_reason);
+	else if (hooks_reason[0])
+		len = sysfs_emit(buf, "off: %s\n", hooks_reason);
+	else if (!ready)
+		len = sysfs_emit(buf, "%s: %s\n", rcu_access_pointer(tmem_device) ?
+				 "offline" : "off", offline_reason);
+	else
+		len = sysfs_emit(buf, "%s\n", is_tripped ? "tripped" : "on");
+	spin_unlock_irq(&state_lock);
+	return len;
+}
+
+static ssize_t hooks_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	u64 hooks;
+
+	tmem_state_report(&hooks);
+	return sysfs_emit(buf, "0x%llx\n", hooks);
+}
+
+static struct stat_attribute stat_attributes[] = {
+#define X(name) { __ATTR(name, 0444, stat_show, NULL), TMEM_STAT_##name },
+	TMEM_STATS(X)
+#undef X
+};
+
+static struct kobj_attribute index_pages_attribute = __ATTR_RO(index_pages);
+static struct kobj_attribute memory_bytes_attribute = __ATTR_RO(memory_bytes);
+static struct kobj_attribute state_attribute = __ATTR_RO(state);
+static struct kobj_attribute hooks_attribute = __ATTR_RO(hooks);
+
+static struct attribute *stats_group_attributes[NR_TMEM_STATS + 3] = {
+	&index_pages_attribute.attr,
+	&memory_bytes_attribute.attr,
+};
+
+static const struct attribute_group stats_group = {
+	.name = "stats",
+	.attrs = stats_group_attributes,
+};
+
+static struct attribute *state_group_attributes[] = {
+	&state_attribute.attr,
+	&hooks_attribute.attr,
+	NULL
+};
+
+static const struct attribute_group state_group = {
+	.attrs = state_group_attributes,
+};
+
+static const struct attribute_group *groups[] = {
+	&state_group,
+	&stats_group,
+	NULL
+};
+
+static struct kobject *tmem_kobj;
+
+/**
+ * tmem_sysfs_init() - create /sys/kernel/virtio_tmem
+ *
+ * Return: 0 or an error.
+ */
+int tmem_sysfs_init(void)
+{
+	int i, err;
+
+	for (i = 0; i < NR_TMEM_STATS; i++) {
+		sysfs_attr_init(&stat_attributes[i].attr.attr);
+		stats_group_attributes[2 + i] = &stat_attributes[i].attr.attr;
+	}
+	tmem_kobj = kobject_create_and_add("virtio_tmem", kernel_kobj);
+	if (!tmem_kobj)
+		return -ENOMEM;
+	err = sysfs_create_groups(tmem_kobj, groups);
+	if (err)
+		kobject_put(tmem_kobj);
+	return err;
+}
+
+/**
+ * tmem_sysfs_exit() - remove it
+ */
+void tmem_sysfs_exit(void)
+{
+	sysfs_remove_groups(tmem_kobj, groups);
+	kobject_put(tmem_kobj);
+}

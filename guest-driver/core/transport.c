@@ -1,0 +1,414 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The virtio driver: finds a device, checks that this guest may use it, sets up queues and memory.
+ *
+ * Suspending is removing: everything is forgotten and freed before, and set up again after it, so
+ * that a hibernated image never holds an index. One device a guest.
+ */
+#include <linux/cc_platform.h>
+#include <linux/kthread.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/random.h>
+#include <linux/sched.h>
+#include <linux/slab.h>
+#include <linux/virtio_config.h>
+
+#include "core.h"
+
+/* A batch of puts without indirect descriptors takes up to 11; below this nothing fits. */
+#define QUEUE_SIZE_MIN		16
+
+struct tmem_dev __rcu *tmem_device;
+struct tmem_check_keys tmem_keys;
+
+/* Guards against a second device; held while one is set up or torn down. */
+static DEFINE_MUTEX(setup_lock);
+static bool device_taken;
+
+/**
+ * tmem_dev_get() - take a reference on the device, so that it may be used asleep
+ *
+ * Return: the device or NULL.
+ */
+struct tmem_dev *tmem_dev_get(void)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev && !refcount_inc_not_zero(&dev->users))
+		dev = NULL;
+	rcu_read_unlock();
+	return dev;
+}
+
+/**
+ * tmem_dev_put() - give a reference back
+ * @dev: the device
+ */
+void tmem_dev_put(struct tmem_dev *dev)
+{
+	if (refcount_dec_and_test(&dev->users))
+		complete(&dev->unused);
+}
+
+/* --- queues -------------------------------------------------------------------------------- */
+
+/* Takes what the device answered; vq_lock is held. Returns whether there is work for the feeder. */
+static bool drain(struct tmem_queue *queue)
+{
+	bool feeder = false;
+	struct tmem_req *req;
+	unsigned int len;
+
+	while ((req = virtqueue_get_buf(queue->vq, &len))) {
+		req->used_bytes = len;
+		WRITE_ONCE(queue->stalled, false);
+		if (req->kind == TMEM_REQ_GET) {
+			tmem_get_answered(queue->dev,
+					  container_of(req, struct tmem_get_req, req));
+		} else {
+			smp_store_release(&req->state, TMEM_REQ_DONE);
+			WRITE_ONCE(queue->answered, true);
+		}
+		feeder = true;
+	}
+	return feeder;
+}
+
+/**
+ * tmem_queue_drain() - take what the device answered, without waiting for its interrupt
+ * @queue: the queue
+ */
+void tmem_queue_drain(struct tmem_queue *queue)
+{
+	unsigned long flags;
+	bool feeder;
+
+	spin_lock_irqsave(&queue->vq_lock, flags);
+	feeder = drain(queue);
+	spin_unlock_irqrestore(&queue->vq_lock, flags);
+	if (feeder && current != queue->dev->feeder)
+		wake_up(&queue->dev->feeder_wait);
+}
+
+static void request_vq_callback(struct virtqueue *vq)
+{
+	struct tmem_dev *dev = vq->vdev->priv;
+	struct tmem_queue *queue = &dev->queue[vq->index - 1];
+	unsigned long flags;
+	bool feeder = false;
+
+	spin_lock_irqsave(&queue->vq_lock, flags);
+	do {
+		virtqueue_disable_cb(vq);
+		feeder |= drain(queue);
+	} while (!virtqueue_enable_cb(vq));
+	spin_unlock_irqrestore(&queue->vq_lock, flags);
+	if (feeder)
+		wake_up(&dev->feeder_wait);
+}
+
+static int find_queues(struct tmem_dev *dev)
+{
+	struct virtqueue_info info[1 + VIRTIO_TMEM_REQUEST_QUEUES_MAX] = {
+		{ "control", tmem_control_vq_callback },
+	};
+	struct virtqueue *vqs[1 + VIRTIO_TMEM_REQUEST_QUEUES_MAX];
+	unsigned int i, size;
+	int err;
+
+	for (i = 1; i <= dev->nr_queues; i++)
+		info[i] = (struct virtqueue_info){ "request", request_vq_callback };
+	err = virtio_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info, NULL);
+	if (err) {
+		dev_err(&dev->vdev->dev, "cannot set up %u queues: error %d\n",
+			1 + dev->nr_queues, err);
+		return err;
+	}
+	dev->control_vq = vqs[VIRTIO_TMEM_CONTROL_QUEUE];
+	for (i = 0; i < dev->nr_queues; i++)
+		dev->queue[i].vq = vqs[1 + i];
+	for (i = 0; i <= dev->nr_queues; i++) {
+		size = virtqueue_get_vring_size(vqs[i]);
+		if (size >= QUEUE_SIZE_MIN && size <= VIRTIO_TMEM_QUEUE_SIZE_MAX)
+			continue;
+		dev_err(&dev->vdev->dev, "queue %u has %u descriptors, not %u to %u: not used\n",
+			i, size, QUEUE_SIZE_MIN, VIRTIO_TMEM_QUEUE_SIZE_MAX);
+		dev->vdev->config->del_vqs(dev->vdev);
+		return -EINVAL;
+	}
+	return 0;
+}
+
+/* --- set-up -------------------------------------------------------------------------------- */
+
+/* Why this guest must not use the device, or NULL. */
+static const char *unsuitable(struct virtio_device *vdev)
+{
+	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1))
+		return "the device is a legacy one, without VIRTIO_F_VERSION_1";
+	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM))
+		return "the device is behind an IOMMU (VIRTIO_F_ACCESS_PLATFORM)";
+	if (cc_platform_has(CC_ATTR_GUEST_MEM_ENCRYPT))
+		return "the guest's memory is encrypted";
+	if (PAGE_SIZE != VIRTIO_TMEM_PAGE_SIZE)
+		return "the guest's pages are not of 4096 bytes";
+	return NULL;
+}
+
+static int read_limits(struct tmem_dev *dev)
+{
+	struct virtio_device *vdev = dev->vdev;
+	u16 queues, batch_max;
+	u32 page_size, pools;
+
+	virtio_cread_le(vdev, struct virtio_tmem_config, page_size, &page_size);
+	virtio_cread_le(vdev, struct virtio_tmem_config, num_request_queues, &queues);
+	virtio_cread_le(vdev, struct virtio_tmem_config, batch_max, &batch_max);
+	virtio_cread_le(vdev, struct virtio_tmem_config, pools_max, &pools);
+	if (page_size != VIRTIO_TMEM_PAGE_SIZE || !queues ||
+	    queues > VIRTIO_TMEM_REQUEST_QUEUES_MAX || !batch_max ||
+	    batch_max > VIRTIO_TMEM_BATCH_MAX || !pools || pools > VIRTIO_TMEM_POOLS_MAX) {
+		dev_err(&vdev->dev,
+			"configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u): not used\n",
+			page_size, VIRTIO_TMEM_PAGE_SIZE, queues, VIRTIO_TMEM_REQUEST_QUEUES_MAX,
+			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
+		return -EINVAL;
+	}
+	dev->nr_queues = queues;
+	dev->batch_max = batch_max;
+	dev->pools_max = pools;
+	return 0;
+}
+
+static void free_device(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	for (i = 0; dev->queue && i < dev->nr_queues; i++)
+		tmem_ring_exit(&dev->queue[i]);
+	kfree(dev->queue);
+	tmem_get_exit(dev);
+	tmem_control_exit(dev);
+	kfree(dev);
+}
+
+/* Pages for all rings or for bouncing: so many eighths of the module's memory. */
+static unsigned int share_pages(unsigned int eighths)
+{
+	unsigned long budget_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
+				     TMEM_BUDGET_FLOOR_BYTES;
+
+	return min(budget_bytes / 8 * eighths / PAGE_SIZE, (unsigned long)UINT_MAX);
+}
+
+static int alloc_memory(struct tmem_dev *dev)
+{
+	unsigned int slots, bounce, i;
+	int err;
+
+	slots = clamp(share_pages(TMEM_RING_EIGHTHS) / dev->nr_queues,
+		      TMEM_RING_SLOTS_MIN, TMEM_RING_SLOTS_MAX);
+	bounce = clamp(share_pages(TMEM_BOUNCE_EIGHTHS),
+		       TMEM_BOUNCE_PAGES_MIN, TMEM_BOUNCE_PAGES_MAX);
+	err = tmem_control_init(dev);
+	if (!err)
+		err = tmem_get_init(dev, rounddown(bounce, TMEM_BLOCK_PAGES));
+	if (err)
+		return err;
+	dev->queue = kcalloc(dev->nr_queues, sizeof(*dev->queue), GFP_KERNEL);
+	if (!dev->queue)
+		return -ENOMEM;
+	for (i = 0; i < dev->nr_queues; i++) {
+		struct tmem_queue *queue = &dev->queue[i];
+
+		queue->dev = dev;
+		queue->nr = i;
+		spin_lock_init(&queue->vq_lock);
+		spin_lock_init(&queue->ring_lock);
+	}
+	for (i = 0; i < dev->nr_queues; i++) {
+		err = tmem_ring_init(dev, &dev->queue[i], rounddown(slots, TMEM_BLOCK_PAGES));
+		if (err)
+			return err;
+	}
+	return 0;
+}
+
+static int set_up(struct virtio_device *vdev)
+{
+	const char *why = unsuitable(vdev);
+	struct tmem_dev *dev;
+	int err;
+
+	if (why) {
+		dev_err(&vdev->dev, "not used: %s\n", why);
+		tmem_state_offline(why);
+		return -ENODEV;
+	}
+	dev = kzalloc(sizeof(*dev), GFP_KERNEL);
+	if (!dev)
+		return -ENOMEM;
+	dev->vdev = vdev;
+	refcount_set(&dev->users, 1);
+	init_completion(&dev->unused);
+	init_waitqueue_head(&dev->feeder_wait);
+	/* Far from the end of 64 bits, however often it is renewed; a cookie is never 0. */
+	dev->cookie_base = (get_random_u64() >> 1) | 1;
+	err = read_limits(dev);
+	if (!err)
+		err = alloc_memory(dev);
+	if (err)
+		goto fail;
+	dev->feeder = kthread_create(tmem_feeder, dev, "tmem_feeder");
+	if (IS_ERR(dev->feeder)) {
+		err = PTR_ERR(dev->feeder);
+		goto fail;
+	}
+	/* Reclaim fills the rings and must not starve who empties them. */
+	sched_set_fifo_low(dev->feeder);
+	vdev->priv = dev;
+	err = find_queues(dev);
+	if (err)
+		goto fail_feeder;
+	virtio_device_ready(vdev);
+	tmem_index_reserve(dev->memory_bytes);
+	tmem_pools_device(true);
+	wake_up_process(dev->feeder);
+	rcu_assign_pointer(tmem_device, dev);
+	tmem_control_start(dev);
+	return 0;
+fail_feeder:
+	kthread_stop(dev->feeder);
+fail:
+	free_device(dev);
+	vdev->priv = NULL;
+	return err;
+}
+
+static void tear_down(struct virtio_device *vdev)
+{
+	struct tmem_dev *dev = vdev->priv;
+
+	if (!dev)	/* setting it up again after suspend failed */
+		return;
+	tmem_state_offline("no device");
+	rcu_assign_pointer(tmem_device, NULL);
+	synchronize_rcu();
+	/* Nobody puts now. Gets end at their deadline. */
+	tmem_dev_put(dev);
+	wait_for_completion(&dev->unused);
+	kthread_stop(dev->feeder);
+	tmem_control_stop(dev);
+	/* All buffers are ours again, answered or not. */
+	virtio_reset_device(vdev);
+	vdev->config->del_vqs(vdev);
+	tmem_pools_forget();
+	tmem_pools_device(false);
+	tmem_index_sweep();
+	tmem_index_reserve(-(long)dev->memory_bytes);
+	free_device(dev);
+	vdev->priv = NULL;
+}
+
+static int tmem_probe(struct virtio_device *vdev)
+{
+	int err = -EBUSY;
+
+	mutex_lock(&setup_lock);
+	if (device_taken)
+		dev_err(&vdev->dev, "not used: this guest has a virtio-tmem device already\n");
+	else
+		err = set_up(vdev);
+	if (!err)
+		device_taken = true;
+	mutex_unlock(&setup_lock);
+	return err;
+}
+
+static void tmem_remove(struct virtio_device *vdev)
+{
+	mutex_lock(&setup_lock);
+	tear_down(vdev);
+	device_taken = false;
+	mutex_unlock(&setup_lock);
+}
+
+static void tmem_config_changed(struct virtio_device *vdev)
+{
+	struct tmem_dev *dev = vdev->priv;
+
+	if (dev)
+		tmem_control_resync(dev, false);
+}
+
+#ifdef CONFIG_PM_SLEEP
+static int tmem_freeze(struct virtio_device *vdev)
+{
+	tmem_remove(vdev);
+	return 0;
+}
+
+static int tmem_restore(struct virtio_device *vdev)
+{
+	return tmem_probe(vdev);
+}
+#endif
+
+static const struct virtio_device_id tmem_id_table[] = {
+	{ VIRTIO_ID_TMEM, VIRTIO_DEV_ANY_ID },
+	{ 0 },
+};
+MODULE_DEVICE_TABLE(virtio, tmem_id_table);
+
+static struct virtio_driver tmem_driver = {
+	.driver.name = "virtio_tmem",
+	.id_table = tmem_id_table,
+	.probe = tmem_probe,
+	.remove = tmem_remove,
+	.config_changed = tmem_config_changed,
+#ifdef CONFIG_PM_SLEEP
+	.freeze = tmem_freeze,
+	.restore = tmem_restore,
+#endif
+};
+
+/**
+ * tmem_core_init() - set up index, sysfs and driver
+ *
+ * Return: 0 or an error.
+ */
+int tmem_core_init(void)
+{
+	int err;
+
+	get_random_bytes(&tmem_keys, sizeof(tmem_keys));
+	err = tmem_index_init();
+	if (err)
+		return err;
+	err = tmem_sysfs_init();
+	if (err)
+		goto fail_index;
+	err = register_virtio_driver(&tmem_driver);
+	if (err)
+		goto fail_sysfs;
+	return 0;
+fail_sysfs:
+	tmem_sysfs_exit();
+fail_index:
+	tmem_index_exit();
+	return err;
+}
+
+/**
+ * tmem_core_exit() - undo tmem_core_init(); the hooks are gone and have freed all pools
+ */
+void tmem_core_exit(void)
+{
+	unregister_virtio_driver(&tmem_driver);
+	tmem_sysfs_exit();
+	tmem_pools_exit();
+	tmem_index_exit();
+}

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory, and comes from
+ * there instead of the disk when it is missed.
+ *
+ * core/ talks to the device and knows what it holds; hooks/ sees pages come and go. This file loads
+ * and unloads them: hooks last and first, since they call the core and never the other way.
+ */
+#include <linux/module.h>
+#include <linux/moduleparam.h>
+
+#include "core/core.h"
+#include "tmem.h"
+
+/* A reader that waits longer than this would rather have read the disk. */
+#define DEADLINE_MS_MAX		1000
+/* Spinning longer than a context switch takes is a waste of a vCPU. */
+#define SPIN_US_MAX		1000
+
+static int set_deadline_ms(const char *value, const struct kernel_param *param)
+{
+	return param_set_uint_minmax(value, param, 1, DEADLINE_MS_MAX);
+}
+
+static int set_spin_us(const char *value, const struct kernel_param *param)
+{
+	return param_set_uint_minmax(value, param, 0, SPIN_US_MAX);
+}
+
+static const struct kernel_param_ops deadline_ms_ops = {
+	.set = set_deadline_ms,
+	.get = param_get_uint,
+};
+
+static const struct kernel_param_ops spin_us_ops = {
+	.set = set_spin_us,
+	.get = param_get_uint,
+};
+
+unsigned int tmem_deadline_ms = 20;
+module_param_cb(deadline_ms, &deadline_ms_ops, &tmem_deadline_ms, 0644);
+MODULE_PARM_DESC(deadline_ms, "Longest time that a read waits for the host, in all (1-1000, default 20)");
+
+unsigned int tmem_spin_us = 30;
+module_param_cb(spin_us, &spin_us_ops, &tmem_spin_us, 0644);
+MODULE_PARM_DESC(spin_us, "How much of it is spent polling before sleeping (0-1000, default 30)");
+
+#ifdef TMEM_TEST
+/* Faults for tests: the n'th time, and every n'th after it; 0 is never. */
+unsigned int tmem_inject_ring_full;
+module_param_named(inject_ring_full, tmem_inject_ring_full, uint, 0644);
+MODULE_PARM_DESC(inject_ring_full, "TEST: every n'th put finds the ring full");
+
+unsigned int tmem_inject_nomem;
+module_param_named(inject_nomem, tmem_inject_nomem, uint, 0644);
+MODULE_PARM_DESC(inject_nomem, "TEST: every n'th put finds no memory for the index");
+
+unsigned int tmem_inject_corrupt;
+module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
+MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped before its check");
+
+/**
+ * tmem_inject() - is this the time for a fault?
+ * @calls: how often this was asked at this place
+ * @every: parameter
+ *
+ * Return: true every so often.
+ */
+bool tmem_inject(atomic_t *calls, unsigned int every)
+{
+	return every && !((unsigned int)atomic_inc_return(calls) % every);
+}
+#endif
+
+static int __init tmem_init(void)
+{
+	int err;
+
+	err = tmem_core_init();
+	if (err)
+		return err;
+	err = tmem_hooks_init();
+	if (err)
+		tmem_core_exit();
+	return err;
+}
+
+static void __exit tmem_exit(void)
+{
+	tmem_hooks_exit();
+	tmem_core_exit();
+}
+
+module_init(tmem_init);
+module_exit(tmem_exit);
+
+MODULE_DESCRIPTION("Transcendent memory: page cache in a pool of the host");
+MODULE_VERSION(TMEM_VERSION_STRING);
+MODULE_LICENSE("GPL");
