@@ -1,2 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon.
+//! tmemd: the host daemon of virtio-tmem, as a library and a thin binary.
+//!
+//! One process serves all VMs of a host: a vhost-user connection for each VM, a pool for all.
+//!
+//! | file | its idea |
+//! | --- | --- |
+//! | `config.rs` | what it is told |
+//! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
+//! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
+//! | `memory.rs`, `dirty.rs` | guest memory and the dirty log |
+//! | `worker.rs`, `poller.rs`, `vring.rs` | data workers, how they wait, what they do in a turn |
+//! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
+//! | `vm.rs`, `control.rs`, `janitor.rs` | counters, control interface, background work |
+//!
+//! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
+//! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
+//! the dirty log's map, a VM's report and the pool's own locks, each taken with none of the others.
+
+mod chain;
+pub mod config;
+mod connection;
+mod control;
+mod daemon;
+mod device;
+mod dirty;
+mod execute;
+mod janitor;
+mod memory;
+mod poller;
+pub mod request;
+mod sockets;
+mod vm;
+mod vring;
+mod worker;
+
+pub use config::{Config, ConfigError, VmConfig};
+pub use daemon::{Daemon, StartError};

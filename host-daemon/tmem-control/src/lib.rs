@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control interface of tmemd, `io.virtiotmem.Control`, spoken over varlink on Unix sockets.
+//!
+//! The interface file beside this one is the source; types, client and service stubs are generated
+//! from it. The name is the reverse of no registered domain: it only has to differ from others'.
+//!
+//! Never here: a method that could reach a page's contents, of whatever VM.
+
+/// Generated from `io.virtiotmem.Control.varlink`.
+#[allow(missing_docs, non_camel_case_types, clippy::all)]
+mod generated {
+    include!(concat!(env!("OUT_DIR"), "/io.virtiotmem.Control.rs"));
+}
+
+pub use generated::*;
+
+/// The interface's name.
+pub const INTERFACE: &str = "io.virtiotmem.Control";
+
+/// Where the daemon's control socket is unless told otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/virtio-tmem/control";
+
+/// A client of the control socket at `path`.
+pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
+    let address = format!("unix:{}", path.display());
+    Ok(VarlinkClient::new(varlink::Connection::with_address(
+        &address,
+    )?))
+}

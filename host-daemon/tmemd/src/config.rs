@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the daemon is told: pool, sockets, VMs. Parsed and checked here, with errors that name the
+//! VM, the key and the value, so that nothing later has to doubt them.
+
+use std::fmt;
+use std::path::PathBuf;
+use tmem_pool::Quota;
+
+/// VMs of a daemon at most: four times what it is built for; each may need a thread and some
+/// hundred file descriptors and mappings.
+pub const VMS_MAX: usize = 1024;
+/// Data workers at most: more than memory bandwidth can feed.
+pub const WORKERS_MAX: usize = 64;
+/// Weight of a VM that is told none.
+pub const WEIGHT_DEFAULT: u32 = 100;
+/// Weights go from 0, no share of what is not reserved, to this.
+pub const WEIGHT_MAX: u32 = 10_000;
+/// The smallest pool: below it, metadata of a few VMs is all there is room for.
+pub const POOL_BYTES_MIN: u64 = 1 << 20;
+/// The longest name of a VM or trust domain, in bytes.
+const NAME_BYTES_MAX: usize = 64;
+
+/// Everything that a daemon is started with.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Config {
+    /// Memory of the pool, metadata included.
+    pub pool_size_bytes: u64,
+    /// Data workers.
+    pub workers: usize,
+    /// Socket of the control interface.
+    pub control: PathBuf,
+    /// Socket of its methods that only read.
+    pub control_read_only: Option<PathBuf>,
+    /// The VMs served.
+    pub vms: Vec<VmConfig>,
+}
+
+/// A VM.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VmConfig {
+    /// For people and statistics; unique.
+    pub name: String,
+    /// vhost-user socket; unique.
+    pub socket: PathBuf,
+    /// As libvirt knows it, in lower case; unique.
+    pub uuid: Option<String>,
+    /// VMs of equal domains share equal pages; None shares with nobody.
+    pub trust_domain: Option<String>,
+    /// Its part of the pool.
+    pub quota: Quota,
+}
+
+/// What is wrong with a configuration; a sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError(pub String);
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// Workers if nothing is said: compression is what they do, so no more than half of a large
+/// machine's CPUs, which belong to its VMs.
+pub fn workers_default() -> usize {
+    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+    (cpus / 2).clamp(2, 8)
+}
+
+/// Parses a size: a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
+pub fn parse_size(text: &str) -> Result<u64, ConfigError> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let error = |what: &str| {
+        ConfigError(format!(
+            "{text:?} is not a size: {what}; write a whole number and B, KiB, MiB, GiB or TiB, \
+             as in 512MiB"
+        ))
+    };
+    let shift = match &text[digits.len()..] {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        unit => return Err(error(&format!("{unit:?} is no unit"))),
+    };
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(error("the number is missing or odd"));
+    }
+    let number: u64 = digits.parse().map_err(|_| error("it is too large"))?;
+    number
+        .checked_mul(1 << shift)
+        .ok_or_else(|| error("it is too large"))
+}
+
+/// A name that can stand in a log line, a table and a metric.
+fn parse_name(text: &str) -> Result<String, String> {
+    let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
+    if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(good) {
+        return Err(format!(
+            "must have 1 to {NAME_BYTES_MAX} letters, digits or any of - _ . : @ +"
+        ));
+    }
+    Ok(text.into())
+}
+
+fn parse_uuid(text: &str) -> Result<String, String> {
+    let groups: Vec<&str> = text.split('-').collect();
+    let lengths: Vec<usize> = groups.iter().map(|g| g.len()).collect();
+    let hex = groups
+        .iter()
+        .all(|g| g.bytes().all(|b| b.is_ascii_hexdigit()));
+    if lengths != [8, 4, 4, 4, 12] || !hex {
+        return Err("is not a UUID, as in 01234567-89ab-cdef-0123-456789abcdef".into());
+    }
+    Ok(text.to_ascii_lowercase())
+}
+
+impl std::str::FromStr for VmConfig {
+    type Err = ConfigError;
+
+    /// Parses `socket=PATH,name=NAME[,uuid=...][,trust-domain=...][,reserve=...][,limit=...]
+    /// [,weight=...]`. A path with a comma cannot be given.
+    fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
+        let named = text
+            .split(',')
+            .find_map(|pair| pair.strip_prefix("name="))
+            .map_or_else(|| format!("VM {text:?}"), |name| format!("VM {name:?}"));
+        let fault = |what: String| ConfigError(format!("{named}: {what}"));
+        let (mut name, mut socket, mut uuid, mut trust_domain) = (None, None, None, None);
+        let (mut reserve, mut limit, mut weight) = (None, None, None);
+        for pair in text.split(',') {
+            let Some((key, value)) = pair.split_once('=') else {
+                return Err(fault(format!("{pair:?} is not of the form key=value")));
+            };
+            let fault = |what: String| fault(format!("{key}={value}: {what}"));
+            let twice = match key {
+                "name" => name.replace(parse_name(value).map_err(fault)?).is_some(),
+                "socket" if value.is_empty() => return Err(fault("is empty".into())),
+                "socket" => socket.replace(PathBuf::from(value)).is_some(),
+                "uuid" => uuid.replace(parse_uuid(value).map_err(fault)?).is_some(),
+                "trust-domain" => trust_domain
+                    .replace(parse_name(value).map_err(fault)?)
+                    .is_some(),
+                "reserve" => reserve
+                    .replace(parse_size(value).map_err(|e| fault(e.0))?)
+                    .is_some(),
+                "limit" => limit
+                    .replace(parse_size(value).map_err(|e| fault(e.0))?)
+                    .is_some(),
+                "weight" => {
+                    let number = value.parse().ok().filter(|weight| *weight <= WEIGHT_MAX);
+                    let number = number.ok_or_else(|| {
+                        fault(format!("is not a whole number from 0 to {WEIGHT_MAX}"))
+                    })?;
+                    weight.replace(number).is_some()
+                }
+                _ => {
+                    return Err(fault(
+                        "is no key of a VM; there are socket, name, uuid, trust-domain, reserve, \
+                         limit and weight"
+                            .into(),
+                    ));
+                }
+            };
+            if twice {
+                return Err(fault("is given twice".into()));
+            }
+        }
+        let quota = Quota {
+            reserve_bytes: reserve.unwrap_or(0),
+            limit_bytes: limit,
+            weight: weight.unwrap_or(WEIGHT_DEFAULT),
+        };
+        check_quota(&quota).map_err(&fault)?;
+        Ok(VmConfig {
+            name: name.ok_or_else(|| fault("name=NAME is missing".into()))?,
+            socket: socket.ok_or_else(|| fault("socket=PATH is missing".into()))?,
+            uuid,
+            trust_domain,
+            quota,
+        })
+    }
+}
+
+/// What makes a quota senseless in itself.
+pub fn check_quota(quota: &Quota) -> Result<(), String> {
+    match quota.limit_bytes {
+        Some(limit) if limit < quota.reserve_bytes => Err(format!(
+            "limit={limit} is below reserve={}: it could never use its reserve",
+            quota.reserve_bytes
+        )),
+        _ if quota.weight > WEIGHT_MAX => {
+            Err(format!("weight={} is above {WEIGHT_MAX}", quota.weight))
+        }
+        _ => Ok(()),
+    }
+}
+
+impl Config {
+    /// Checks what no single value shows.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let fault = |what: String| Err(ConfigError(what));
+        if self.pool_size_bytes < POOL_BYTES_MIN {
+            return fault(format!(
+                "a pool of {} bytes is too small: it must have at least {POOL_BYTES_MIN}",
+                self.pool_size_bytes
+            ));
+        }
+        if self.workers == 0 || self.workers > WORKERS_MAX {
+            return fault(format!(
+                "{} workers: there must be 1 to {WORKERS_MAX}",
+                self.workers
+            ));
+        }
+        if self.vms.len() > VMS_MAX {
+            return fault(format!("{} VMs: there can be {VMS_MAX}", self.vms.len()));
+        }
+        for (number, vm) in self.vms.iter().enumerate() {
+            let named = |what: &str| {
+                ConfigError(format!("VM {:?}: another VM has the same {what}", vm.name))
+            };
+            for other in &self.vms[..number] {
+                if other.name == vm.name {
+                    return Err(named("name"));
+                }
+                if vm.uuid.is_some() && other.uuid == vm.uuid {
+                    return Err(named(&format!("uuid={}", vm.uuid.as_deref().unwrap_or(""))));
+                }
+            }
+        }
+        let mut sockets: Vec<&PathBuf> = vec![&self.control];
+        sockets.extend(&self.control_read_only);
+        sockets.extend(self.vms.iter().map(|vm| &vm.socket));
+        for (number, socket) in sockets.iter().enumerate() {
+            if sockets[..number].contains(socket) {
+                return fault(format!("socket {} is given twice", socket.display()));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("7B", 7),
+            ("1KiB", 1024),
+            ("256MiB", 256 << 20),
+            ("3GiB", 3 << 30),
+            ("2TiB", 2 << 40),
+        ] {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for text in [
+            "",
+            "MiB",
+            "-1",
+            "1.5GiB",
+            "1 GiB",
+            "1GB",
+            "1G",
+            "99999999TiB",
+            "0x10",
+            "1é",
+        ] {
+            let error = parse_size(text).expect_err(text).0;
+            assert!(
+                error.contains(&format!("{text:?}")) && error.contains("512MiB"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_vm_in_full() {
+        let vm: VmConfig =
+            "socket=/run/a.sock,name=web-1,uuid=01234567-89AB-cdef-0123-456789abcdef,\
+                            trust-domain=debian,reserve=16MiB,limit=1GiB,weight=7"
+                .parse()
+                .expect("good");
+        assert_eq!(
+            vm,
+            VmConfig {
+                name: "web-1".into(),
+                socket: "/run/a.sock".into(),
+                uuid: Some("01234567-89ab-cdef-0123-456789abcdef".into()),
+                trust_domain: Some("debian".into()),
+                quota: Quota {
+                    reserve_bytes: 16 << 20,
+                    limit_bytes: Some(1 << 30),
+                    weight: 7
+                },
+            }
+        );
+        let vm: VmConfig = "name=a,socket=s".parse().expect("good");
+        assert_eq!(
+            vm.quota,
+            Quota {
+                reserve_bytes: 0,
+                limit_bytes: None,
+                weight: WEIGHT_DEFAULT
+            }
+        );
+        assert_eq!((vm.uuid, vm.trust_domain), (None, None));
+    }
+
+    #[test]
+    fn errors_name_vm_key_and_value() {
+        for (text, parts) in [
+            (
+                "name=a,socket=s,limit=12XB",
+                &["\"a\"", "limit=12XB", "XB"][..],
+            ),
+            (
+                "name=a,socket=s,weight=10001",
+                &["\"a\"", "weight=10001", "10000"],
+            ),
+            ("name=a,socket=s,weight=-1", &["weight=-1"]),
+            ("name=a,socket=s,uuid=123", &["\"a\"", "uuid=123", "UUID"]),
+            (
+                "name=a,socket=s,color=red",
+                &["\"a\"", "color=red", "trust-domain"],
+            ),
+            ("name=a,socket=s,socket=t", &["\"a\"", "socket=t", "twice"]),
+            (
+                "name=a,socket=s,reserve=2MiB,limit=1MiB",
+                &["\"a\"", "1048576", "2097152"],
+            ),
+            ("name=a", &["\"a\"", "socket=PATH"]),
+            ("socket=s", &["socket=s", "name=NAME"]),
+            ("name=a b,socket=s", &["name=a b", "letters"]),
+            ("name=a,socket=", &["socket=", "empty"]),
+            (
+                "name=a,socket=s,trust-domain=",
+                &["trust-domain=", "letters"],
+            ),
+            ("name=a,socket", &["\"socket\"", "key=value"]),
+        ] {
+            let error = text.parse::<VmConfig>().expect_err(text).0;
+            for part in parts {
+                assert!(error.contains(part), "{text}: {error} lacks {part}");
+            }
+        }
+    }
+
+    fn config(vms: &[&str]) -> Config {
+        Config {
+            pool_size_bytes: 64 << 20,
+            workers: 2,
+            control: "/c".into(),
+            control_read_only: Some("/r".into()),
+            vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
+        }
+    }
+
+    #[test]
+    fn whole_configurations() {
+        config(&["name=a,socket=/a", "name=b,socket=/b"])
+            .check()
+            .expect("good");
+        let uuid = "uuid=01234567-89ab-cdef-0123-456789abcdef";
+        for (config, part) in [
+            (
+                config(&["name=a,socket=/a", "name=a,socket=/b"]),
+                "same name",
+            ),
+            (
+                config(&["name=a,socket=/a", "name=b,socket=/a"]),
+                "/a is given twice",
+            ),
+            (config(&["name=a,socket=/c"]), "/c is given twice"),
+            (config(&["name=a,socket=/r"]), "/r is given twice"),
+            (
+                config(&[
+                    &format!("name=a,socket=/a,{uuid}"),
+                    &format!("name=b,socket=/b,{uuid}"),
+                ]),
+                "same uuid",
+            ),
+            (
+                Config {
+                    workers: 0,
+                    ..config(&[])
+                },
+                "0 workers",
+            ),
+            (
+                Config {
+                    workers: 65,
+                    ..config(&[])
+                },
+                "65 workers",
+            ),
+            (
+                Config {
+                    pool_size_bytes: 4096,
+                    ..config(&[])
+                },
+                "4096 bytes",
+            ),
+        ] {
+            let error = config.check().expect_err(part).0;
+            assert!(error.contains(part), "{error}");
+        }
+    }
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control thread of a VM's connection: takes its messages one by one.
+//!
+//! A front end that sends half a message, or nothing, holds up its own thread and nobody else's.
+//! Whatever ends the loop, the tenant is emptied and the vrings are stopped.
+
+use crate::device::Device;
+use crate::janitor::Janitor;
+use crate::vm::{Connected, Vm};
+use crate::worker::Workers;
+use std::os::unix::net::UnixStream;
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+use vhost::vhost_user::{BackendReqHandler, Error};
+
+/// What a connection shares with the daemon.
+#[derive(Clone)]
+pub struct Shared {
+    /// The data workers.
+    pub workers: Arc<Workers>,
+    /// The background thread.
+    pub janitor: Arc<Janitor>,
+    /// Start of the daemon's clock.
+    pub epoch: Instant,
+}
+
+/// Serves a connection to its end.
+pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
+    let name = vm.name();
+    let Some(_connected) = Connected::claim(vm) else {
+        vm.counters
+            .connections_refused
+            .fetch_add(1, Ordering::Relaxed);
+        vm.warn(format_args!(
+            "VM {name}: a second connection to {} is refused: the first one is still there",
+            vm.config.socket.display()
+        ));
+        return;
+    };
+    vm.counters.connections.fetch_add(1, Ordering::Relaxed);
+    // A connection starts empty, whatever was before.
+    vm.tenant.clear();
+    vm.clear_report();
+    let (workers, janitor) = (shared.workers.clone(), shared.janitor.clone());
+    let device = match Device::new(vm.clone(), workers, janitor, shared.epoch) {
+        Ok(device) => Arc::new(Mutex::new(device)),
+        Err(error) => {
+            vm.warn(format_args!(
+                "VM {name}: no generation can be drawn: {error}"
+            ));
+            return;
+        }
+    };
+    tracing::info!(vm = name, "connected");
+    let mut handler = BackendReqHandler::from_stream(stream, device.clone());
+    let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
+        loop {
+            match handler.handle_request() {
+                Ok(()) => {}
+                Err(Error::Disconnected) => return None,
+                Err(error) => {
+                    let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
+                    if !device.take_refused() {
+                        return Some(error);
+                    }
+                }
+            }
+        }
+    }));
+    match end {
+        Ok(None) => tracing::info!(vm = name, "disconnected"),
+        Ok(Some(error)) => vm.warn(format_args!("VM {name}: connection ended: {error}")),
+        Err(_) => tracing::error!(
+            vm = name,
+            "connection ended: a bug, its control thread panicked"
+        ),
+    }
+    device.lock().unwrap_or_else(PoisonError::into_inner).end();
+    shared.janitor.work_may_be_there();
+}

@@ -1,0 +1,312 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control sockets: varlink interface `io.virtiotmem.Control`, whose file is in `tmem-control`.
+//!
+//! A thread per client, with limits on clients, message size and idle time. A read-only socket
+//! answers the methods that only read. Nothing here touches a page.
+
+use crate::config::check_quota;
+use crate::vm::Vm;
+use crate::worker::Workers;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tmem_control as api;
+use tmem_pool::Pool;
+use varlink::{ConnectionHandler, VarlinkService};
+use virtio_tmem as wire;
+
+/// Clients of all control sockets at once: people, an exporter, a bridge, and as many again.
+pub const CLIENTS_MAX: usize = 16;
+/// The longest message that a client may send; the longest method call has some hundred bytes.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
+/// A client that says nothing for so long, or does not take its answer, is let go.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// What a control socket answers from.
+pub struct Service {
+    varlink: VarlinkService,
+}
+
+struct Control {
+    pool: Arc<Pool>,
+    /// In the order of their names.
+    vms: Vec<Arc<Vm>>,
+    workers: Arc<Workers>,
+    epoch: Instant,
+    read_only: bool,
+}
+
+impl Service {
+    /// The service of one socket.
+    pub fn new(
+        pool: Arc<Pool>,
+        mut vms: Vec<Arc<Vm>>,
+        workers: Arc<Workers>,
+        epoch: Instant,
+        read_only: bool,
+    ) -> Service {
+        vms.sort_by(|a, b| a.name().cmp(b.name()));
+        let control = Control {
+            pool,
+            vms,
+            workers,
+            epoch,
+            read_only,
+        };
+        let interface = api::new(Box::new(control));
+        Service {
+            varlink: VarlinkService::new(
+                "virtio-tmem",
+                "tmemd",
+                env!("CARGO_PKG_VERSION"),
+                "https://varlink.org/",
+                vec![Box::new(interface)],
+            ),
+        }
+    }
+}
+
+/// Serves a client to its end.
+pub fn serve(service: &Service, mut stream: &UnixStream) {
+    if stream
+        .set_read_timeout(Some(IDLE))
+        .and(stream.set_write_timeout(Some(IDLE)))
+        .is_err()
+    {
+        return;
+    }
+    let mut message = Vec::new();
+    let mut part = [0u8; 4096];
+    loop {
+        let read = match stream.read(&mut part) {
+            Ok(0) | Err(_) => return,
+            Ok(read) => read,
+        };
+        // One message a time, so that the limit holds for each; clients may send several at once.
+        for piece in part[..read].split_inclusive(|byte| *byte == 0) {
+            message.extend_from_slice(piece);
+            if message.len() > MESSAGE_BYTES_MAX {
+                tracing::warn!("a control client sent more than {MESSAGE_BYTES_MAX} bytes: let go");
+                return;
+            }
+            if message.last() == Some(&0) {
+                let mut answer = Vec::new();
+                let result = service
+                    .varlink
+                    .handle(&mut message.as_slice(), &mut answer, None);
+                // Also after an error: it may have been put into words.
+                if stream.write_all(&answer).is_err() || result.is_err() {
+                    return;
+                }
+                message.clear();
+            }
+        }
+    }
+}
+
+/// varlink integers are signed.
+fn int(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn load(counter: &AtomicU64) -> i64 {
+    int(counter.load(Ordering::Relaxed))
+}
+
+fn quota_of(vm: &Vm) -> api::Quota {
+    let stats = vm.tenant.stats();
+    api::Quota {
+        reserve_bytes: int(stats.reserve_bytes),
+        limit_bytes: stats.limit_bytes.map(int),
+        weight: i64::from(stats.weight),
+    }
+}
+
+fn vm_of(vm: &Vm) -> api::Vm {
+    api::Vm {
+        name: vm.name().into(),
+        uuid: vm.config.uuid.clone(),
+        socket: vm.config.socket.display().to_string(),
+        trust_domain: vm.config.trust_domain.clone(),
+        quota: quota_of(vm),
+        connected: vm.connected.load(Ordering::Acquire),
+    }
+}
+
+fn vm_stats_of(vm: &Vm) -> api::VmStats {
+    let stats = vm.tenant.stats();
+    let counters = &vm.counters;
+    api::VmStats {
+        name: vm.name().into(),
+        connected: vm.connected.load(Ordering::Acquire),
+        connections: load(&counters.connections),
+        connections_refused: load(&counters.connections_refused),
+        queues_stopped: load(&counters.queues_stopped),
+        requests: load(&counters.requests),
+        requests_stale: load(&counters.requests_stale),
+        requests_bad: load(&counters.requests_bad),
+        drain_cut_pages: load(&counters.drain_cut_pages),
+        pages: int(stats.pages),
+        charged_bytes: int(stats.charged_bytes),
+        entitled_bytes: int(stats.entitled_bytes),
+        original_bytes: int(stats.original_bytes),
+        compressed_bytes: int(stats.compressed_bytes),
+        same_filled_pages: int(stats.same_filled_pages),
+        shared_pages: int(stats.shared_pages),
+        puts: int(stats.puts),
+        puts_refused: int(stats.puts_refused),
+        gets: int(stats.gets),
+        hits: int(stats.hits),
+        evictions: int(stats.evictions),
+        flushed_pages: int(stats.flushed_pages),
+        hash_mismatches: int(stats.hash_mismatches),
+        driver: vm.report().map(|report| report_of(&report)),
+    }
+}
+
+/// The guest wrote this: text is made harmless for terminals and logs.
+fn report_of(report: &wire::Report) -> api::DriverReport {
+    let version = report.version.get();
+    let printable = |byte: &u8| {
+        if byte.is_ascii_graphic() {
+            char::from(*byte)
+        } else {
+            '?'
+        }
+    };
+    api::DriverReport {
+        version: format!(
+            "{}.{}.{}",
+            version >> 16,
+            (version >> 8) & 0xff,
+            version & 0xff
+        ),
+        state: match report.state.get() {
+            wire::R_OFF => "off",
+            wire::R_ON => "on",
+            wire::R_OFFLINE => "offline",
+            wire::R_TRIPPED => "tripped",
+            wire::R_POISONED => "poisoned",
+            _ => "unknown",
+        }
+        .into(),
+        kernel: report
+            .kernel
+            .iter()
+            .take_while(|byte| **byte != 0)
+            .map(printable)
+            .collect(),
+        hooks: report.hooks.get() as i64,
+        memory_bytes: int(report.memory_bytes.get()),
+        index_pages: int(report.index_pages.get()),
+        puts: int(report.puts.get()),
+        puts_dropped: int(report.puts_dropped.get()),
+        gets: int(report.gets.get()),
+        hits: int(report.hits.get()),
+        late: int(report.late.get()),
+        mismatches: int(report.mismatches.get()),
+        invalidations: int(report.invalidations.get()),
+    }
+}
+
+impl Control {
+    fn pool_stats(&self) -> api::PoolStats {
+        let stats = self.pool.stats();
+        api::PoolStats {
+            size_bytes: int(stats.size_bytes),
+            held_bytes: int(stats.held_bytes),
+            payload_bytes: int(stats.payload_bytes),
+            metadata_bytes: int(stats.metadata_bytes),
+            tenants: int(stats.tenants),
+            pages: int(stats.pages),
+            original_bytes: int(stats.original_bytes),
+            same_filled_pages: int(stats.same_filled_pages),
+            shared_pages: int(stats.shared_pages),
+            blobs: int(stats.blobs),
+            evictions: int(stats.evictions),
+        }
+    }
+
+    fn daemon_stats(&self) -> api::DaemonStats {
+        let connected = self
+            .vms
+            .iter()
+            .filter(|vm| vm.connected.load(Ordering::Acquire))
+            .count();
+        api::DaemonStats {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: i64::from(std::process::id()),
+            uptime_seconds: int(self.epoch.elapsed().as_secs()),
+            workers: self.workers.count() as i64,
+            vms: self.vms.len() as i64,
+            vms_connected: connected as i64,
+        }
+    }
+
+    fn find(&self, name: &str) -> Option<&Arc<Vm>> {
+        self.vms.iter().find(|vm| vm.name() == name)
+    }
+}
+
+/// A quota of the interface as one of the pool.
+fn pool_quota(quota: &api::Quota) -> Result<tmem_pool::Quota, String> {
+    let bytes = |key: &str, value: i64| {
+        u64::try_from(value).map_err(|_| format!("{key}={value} is negative"))
+    };
+    let quota = tmem_pool::Quota {
+        reserve_bytes: bytes("reserve_bytes", quota.reserve_bytes)?,
+        limit_bytes: quota
+            .limit_bytes
+            .map(|limit| bytes("limit_bytes", limit))
+            .transpose()?,
+        weight: u32::try_from(quota.weight)
+            .map_err(|_| format!("weight={} is out of range", quota.weight))?,
+    };
+    check_quota(&quota)?;
+    Ok(quota)
+}
+
+impl api::VarlinkInterface for Control {
+    fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
+        call.reply(self.vms.iter().map(|vm| vm_of(vm)).collect())
+    }
+
+    fn stats(&self, call: &mut dyn api::Call_Stats, name: Option<String>) -> varlink::Result<()> {
+        let vms = match &name {
+            None => self.vms.iter().map(|vm| vm_stats_of(vm)).collect(),
+            Some(wanted) => match self.find(wanted) {
+                Some(vm) => vec![vm_stats_of(vm)],
+                None => return call.reply_no_such_vm(wanted.clone()),
+            },
+        };
+        call.reply(self.daemon_stats(), self.pool_stats(), vms)
+    }
+
+    fn set_quota(
+        &self,
+        call: &mut dyn api::Call_SetQuota,
+        name: String,
+        quota: api::Quota,
+    ) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("SetQuota".into());
+        }
+        let Some(vm) = self.find(&name) else {
+            return call.reply_no_such_vm(name);
+        };
+        let set = pool_quota(&quota).and_then(|quota| {
+            vm.tenant
+                .set_quota(quota)
+                .map_err(|error| error.to_string())
+        });
+        match set {
+            Ok(()) => {
+                tracing::info!(vm = name, ?quota, "quota changed");
+                call.reply()
+            }
+            Err(reason) => call.reply_bad_quota(name, reason),
+        }
+    }
+}

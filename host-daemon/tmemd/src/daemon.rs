@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The daemon as a value: start it with a configuration, stop it.
+//!
+//! Order of start: pool, tenants, workers, control sockets, and last the VMs' sockets, when it can
+//! serve: a VMM that finds a socket finds a daemon that answers. Order of stop: no new
+//! connections, then the connections, then the workers.
+
+use crate::config::{Config, ConfigError};
+use crate::connection::{self, Shared};
+use crate::control::{self, Service};
+use crate::janitor::Janitor;
+use crate::poller::{consume, signal};
+use crate::sockets::Listener;
+use crate::vm::Vm;
+use crate::worker::Workers;
+use rustix::event::{EventfdFlags, PollFd, PollFlags};
+use std::io;
+use std::net::Shutdown;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tmem_pool::{Pool, PoolConfig, TenantSpec};
+
+/// Pause after a connection could not be accepted for want of descriptors or memory.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Stack of a connection's thread: it does little, and there may be a thousand.
+const CONNECTION_STACK_BYTES: usize = 512 << 10;
+
+/// Why a daemon did not start.
+#[derive(Debug)]
+pub enum StartError {
+    /// The configuration is wrong.
+    Config(ConfigError),
+    /// A VM's reserve does not fit.
+    Admission(tmem_pool::AdmissionError),
+    /// Something of the system failed; the text says which.
+    System(io::Error),
+}
+
+impl std::fmt::Display for StartError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            StartError::Config(error) => error.fmt(f),
+            StartError::Admission(error) => error.fmt(f),
+            StartError::System(error) => error.fmt(f),
+        }
+    }
+}
+
+impl std::error::Error for StartError {}
+
+impl From<io::Error> for StartError {
+    fn from(error: io::Error) -> Self {
+        StartError::System(error)
+    }
+}
+
+/// What a listening socket is for.
+enum Purpose {
+    Vm(Arc<Vm>),
+    Control(Arc<Service>),
+}
+
+/// A connection's socket, to end it, and its thread.
+type Connection = (UnixStream, JoinHandle<()>);
+
+/// A running daemon; dropping it stops it.
+pub struct Daemon {
+    acceptor: Option<JoinHandle<Vec<Connection>>>,
+    stop: Arc<OwnedFd>,
+    workers: Arc<Workers>,
+    janitor: Arc<Janitor>,
+}
+
+impl Daemon {
+    /// Starts a daemon. When this returns, all its sockets are there and it serves.
+    pub fn start(config: Config) -> Result<Daemon, StartError> {
+        config.check().map_err(StartError::Config)?;
+        raise_descriptor_limit();
+        let epoch = Instant::now();
+        let seed = getrandom::u64().map_err(io::Error::other)?;
+        let pool = Arc::new(Pool::new(PoolConfig {
+            size_bytes: config.pool_size_bytes,
+            seed,
+        }));
+        let mut vms = Vec::new();
+        for vm in &config.vms {
+            let spec = TenantSpec {
+                name: vm.name.clone(),
+                trust_domain: vm.trust_domain.clone(),
+                quota: vm.quota,
+            };
+            let tenant = pool.add_tenant(spec).map_err(StartError::Admission)?;
+            vms.push(Arc::new(Vm::new(vm.clone(), tenant)));
+        }
+        let janitor = Janitor::start(pool.clone(), epoch)?;
+        let workers = match Workers::start(config.workers, &janitor) {
+            Ok(workers) => Arc::new(workers),
+            Err(error) => {
+                janitor.stop();
+                return Err(error.into());
+            }
+        };
+        // From here on dropping the daemon cleans up, whatever fails.
+        let stop = Arc::new(
+            rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+                .map_err(io::Error::from)?,
+        );
+        let mut daemon = Daemon {
+            acceptor: None,
+            stop: stop.clone(),
+            workers: workers.clone(),
+            janitor: janitor.clone(),
+        };
+        let mut listeners = Vec::new();
+        let service = |read_only| {
+            Arc::new(Service::new(
+                pool.clone(),
+                vms.clone(),
+                workers.clone(),
+                epoch,
+                read_only,
+            ))
+        };
+        listeners.push((
+            Listener::bind(&config.control)?,
+            Purpose::Control(service(false)),
+        ));
+        if let Some(path) = &config.control_read_only {
+            listeners.push((Listener::bind(path)?, Purpose::Control(service(true))));
+        }
+        for vm in &vms {
+            let listener = Listener::bind(&vm.config.socket)
+                .map_err(|e| io::Error::other(format!("VM {}: {e}", vm.name())))?;
+            listeners.push((listener, Purpose::Vm(vm.clone())));
+        }
+        let shared = Shared {
+            workers,
+            janitor,
+            epoch,
+        };
+        daemon.acceptor = Some(
+            std::thread::Builder::new()
+                .name("acceptor".into())
+                .spawn(move || accept_all(listeners, &shared, &stop))?,
+        );
+        Ok(daemon)
+    }
+
+    /// Stops it: drains, empties the pool of every VM, removes the sockets.
+    pub fn stop(self) {}
+
+    fn end(&mut self) {
+        signal(&self.stop);
+        let connections = match self.acceptor.take().map(JoinHandle::join) {
+            Some(Ok(connections)) => connections,
+            Some(Err(_)) => {
+                tracing::error!("the acceptor panicked");
+                Vec::new()
+            }
+            None => Vec::new(),
+        };
+        for (stream, _) in &connections {
+            // An error means that it has ended already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        for (_, thread) in connections {
+            if thread.join().is_err() {
+                tracing::error!("a connection's thread panicked");
+            }
+        }
+        self.workers.stop();
+        self.janitor.stop();
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Each VM may need 17 queues of 3 descriptors, 64 regions and a socket.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let mut limit = getrlimit(Resource::Nofile);
+    limit.current = limit.maximum;
+    if let Err(error) = setrlimit(Resource::Nofile, limit) {
+        tracing::warn!("the limit of open files cannot be raised: {error}");
+    }
+}
+
+/// Accepts until told to stop; returns the connections there are then. Dropping the listeners
+/// removes their files.
+fn accept_all(
+    listeners: Vec<(Listener, Purpose)>,
+    shared: &Shared,
+    stop: &OwnedFd,
+) -> Vec<Connection> {
+    let mut connections: Vec<Connection> = Vec::new();
+    let clients = Arc::new(Mutex::new(0usize));
+    loop {
+        let mut fds: Vec<PollFd<'_>> = listeners
+            .iter()
+            .map(|(l, _)| PollFd::new(&l.socket, PollFlags::IN))
+            .collect();
+        fds.push(PollFd::new(stop, PollFlags::IN));
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!("cannot wait for connections: {error}");
+                std::thread::sleep(ACCEPT_PAUSE);
+                continue;
+            }
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        if ready.last() == Some(&true) {
+            consume(stop);
+            return connections;
+        }
+        connections.retain(|(_, thread)| !thread.is_finished());
+        for ((listener, purpose), _) in listeners.iter().zip(ready).filter(|(_, ready)| *ready) {
+            let accepted = listener.socket.accept().and_then(|(stream, _)| {
+                stream.set_nonblocking(false)?;
+                spawn(stream, purpose, shared, &clients)
+            });
+            match accepted {
+                Ok(connection) => connections.push(connection),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => {
+                    tracing::warn!("a connection cannot be accepted: {error}");
+                    std::thread::sleep(ACCEPT_PAUSE);
+                }
+            }
+        }
+    }
+}
+
+fn spawn(
+    stream: UnixStream,
+    purpose: &Purpose,
+    shared: &Shared,
+    clients: &Arc<Mutex<usize>>,
+) -> io::Result<Connection> {
+    let handle = stream.try_clone()?;
+    let builder = std::thread::Builder::new().stack_size(CONNECTION_STACK_BYTES);
+    let thread = match purpose {
+        Purpose::Vm(vm) => {
+            let (vm, shared) = (vm.clone(), shared.clone());
+            let builder = builder.name(format!("vm-{}", vm.name()));
+            builder.spawn(move || {
+                // The acceptor has another handle of the socket: the peer must see the end now.
+                let end = stream.try_clone();
+                connection::serve(&vm, stream, &shared);
+                if let Ok(end) = end {
+                    let _ = end.shutdown(Shutdown::Both);
+                }
+            })?
+        }
+        Purpose::Control(service) => {
+            let (service, clients) = (service.clone(), clients.clone());
+            builder.name("control".into()).spawn(move || {
+                let count = || clients.lock().unwrap_or_else(PoisonError::into_inner);
+                *count() += 1;
+                if *count() <= control::CLIENTS_MAX {
+                    control::serve(&service, &stream);
+                } else {
+                    tracing::warn!(
+                        "a control client is refused: there are {} already",
+                        control::CLIENTS_MAX
+                    );
+                }
+                *count() -= 1;
+                let _ = stream.shutdown(Shutdown::Both);
+            })?
+        }
+    };
+    Ok((handle, thread))
+}

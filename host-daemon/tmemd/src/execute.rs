@@ -1,0 +1,311 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Executes a request against a tenant and writes the answer into guest memory.
+//!
+//! Page data passes through buffers of the worker in both directions: the guest can change its
+//! memory at any time, and the pool must never see that. Work is done in slices of
+//! [`SLICE_PAGES`]; once a drain's time is up, what has not begun is refused or missed.
+
+use crate::chain::Chain;
+use crate::memory::GuestMemory;
+use crate::request::{Body, Request};
+use crate::vm::Vm;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+use tmem_pool::{CreateError, GetResult, Page, Put, PutResult, Time};
+use virtio_tmem as wire;
+use virtio_tmem::{GetPage, Resp};
+use vm_memory::GuestMemoryError;
+use zerocopy::IntoBytes;
+
+/// Pages between two looks at the clock of a drain: compressing one takes some µs, so that a slice
+/// is a small part of the 10 ms that a drain may take.
+const SLICE_PAGES: usize = 16;
+
+const RESP_BYTES: usize = size_of::<Resp>();
+const GET_PAGE_BYTES: usize = size_of::<GetPage>();
+
+/// What a request needs beside itself.
+pub struct Context<'a> {
+    /// Whose pages these are.
+    pub vm: &'a Vm,
+    /// The connection's generation.
+    pub generation: u64,
+    /// Start of the daemon's clock.
+    pub epoch: Instant,
+    /// True once a drain waits no longer: what is not begun is refused or missed.
+    pub cut: &'a dyn Fn() -> bool,
+}
+
+impl Context<'_> {
+    fn now(&self) -> Time {
+        Time(self.epoch.elapsed().as_nanos() as u64)
+    }
+}
+
+/// Buffers of a worker for the pages of a GET.
+pub struct PageBuffers {
+    pages: Box<[Page]>,
+}
+
+impl PageBuffers {
+    /// Room for the largest batch.
+    pub fn new() -> Self {
+        PageBuffers {
+            pages: vec![[0; wire::PAGE_SIZE]; wire::BATCH_MAX].into(),
+        }
+    }
+}
+
+impl Default for PageBuffers {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn resp(status: u8) -> Resp {
+    Resp {
+        status,
+        reserved: [0; 7],
+    }
+}
+
+/// Writes an answer that is a status alone; returns the bytes written.
+pub fn answer_status(
+    chain: &Chain,
+    memory: &GuestMemory,
+    status: u8,
+) -> Result<u32, GuestMemoryError> {
+    let wrote = chain.write(memory, 0, resp(status).as_bytes())?;
+    debug_assert!(wrote, "parse made sure that a status fits");
+    Ok(RESP_BYTES as u32)
+}
+
+/// Executes and answers; returns the bytes to report in the used element.
+pub fn execute(
+    context: &Context<'_>,
+    request: &Request<'_>,
+    chain: &Chain,
+    memory: &GuestMemory,
+    buffers: &mut PageBuffers,
+) -> Result<u32, GuestMemoryError> {
+    let stale = request.header.generation != context.generation;
+    if stale {
+        context
+            .vm
+            .counters
+            .requests_stale
+            .fetch_add(1, Ordering::Relaxed);
+    }
+    let pool = request.header.pool;
+    let tenant = &context.vm.tenant;
+    let status = match &request.body {
+        Body::Put { .. } => return put(context, stale, request, chain, memory),
+        Body::Get { .. } => return get(context, stale, request, chain, memory, buffers),
+        _ if stale => wire::S_STALE,
+        Body::Flush { ranges } => {
+            let flush = |range: &wire::Range| {
+                let nr_pages = match range.nr_pages.get() {
+                    wire::TO_END => None,
+                    nr_pages => Some(nr_pages),
+                };
+                tenant.flush(pool, range.object.get(), range.index.get(), nr_pages)
+            };
+            match ranges.iter().try_for_each(flush) {
+                Ok(()) => wire::S_OK,
+                Err(tmem_pool::NoPool) => wire::S_NO_POOL,
+            }
+        }
+        Body::PoolCreate => match tenant.create_pool(pool) {
+            Ok(()) => wire::S_OK,
+            Err(CreateError::Exists) => wire::S_BAD,
+            Err(CreateError::Limit) => wire::S_LIMIT,
+        },
+        Body::PoolDestroy => match tenant.destroy_pool(pool) {
+            Ok(()) => wire::S_OK,
+            Err(tmem_pool::NoPool) => wire::S_NO_POOL,
+        },
+        Body::Report(report) => {
+            context.vm.set_report(**report);
+            wire::S_OK
+        }
+    };
+    answer_status(chain, memory, status)
+}
+
+fn put(
+    context: &Context<'_>,
+    stale: bool,
+    request: &Request<'_>,
+    chain: &Chain,
+    memory: &GuestMemory,
+) -> Result<u32, GuestMemoryError> {
+    let Body::Put { pages, data } = &request.body else {
+        return Ok(0);
+    };
+    let pool = request.header.pool;
+    let mut results = [wire::P_REFUSED; wire::BATCH_MAX];
+    let mut status = if stale { wire::S_STALE } else { wire::S_OK };
+    let mut done = 0;
+    while status == wire::S_OK && done < pages.len() {
+        let end = (done + SLICE_PAGES).min(pages.len());
+        if (context.cut)() {
+            // A refused page leaves nothing behind, not even what was put before.
+            for page in &pages[done..] {
+                let (object, index) = (page.object.get(), page.index.get());
+                if context
+                    .vm
+                    .tenant
+                    .flush(pool, object, index, Some(1))
+                    .is_err()
+                {
+                    status = wire::S_NO_POOL;
+                    break;
+                }
+            }
+            let cut = (pages.len() - done) as u64;
+            context
+                .vm
+                .counters
+                .drain_cut_pages
+                .fetch_add(cut, Ordering::Relaxed);
+            break;
+        }
+        let puts: Vec<Put<'_>> = pages[done..end]
+            .iter()
+            .zip(&data[done..end])
+            .map(|(page, data)| Put {
+                object: page.object.get(),
+                index: page.index.get(),
+                cookie: page.cookie.get(),
+                workingset: page.flags.get() & wire::PUT_WORKINGSET != 0,
+                page: data,
+            })
+            .collect();
+        let mut slice = [PutResult::Refused; SLICE_PAGES];
+        let slice = &mut slice[..puts.len()];
+        match context.vm.tenant.put(context.now(), pool, &puts, slice) {
+            Ok(()) => {
+                for (result, put) in results[done..end].iter_mut().zip(slice) {
+                    *result = match put {
+                        PutResult::Stored => wire::P_STORED,
+                        PutResult::Refused => wire::P_REFUSED,
+                    };
+                }
+            }
+            Err(tmem_pool::NoPool) => status = wire::S_NO_POOL,
+        }
+        done = end;
+    }
+    if status == wire::S_NO_POOL {
+        // The pool went, perhaps between two slices; so did what they stored.
+        results.fill(wire::P_REFUSED);
+    }
+    let mut answer = [0u8; RESP_BYTES + wire::BATCH_MAX];
+    answer[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
+    let bytes = RESP_BYTES + pages.len();
+    answer[RESP_BYTES..bytes].copy_from_slice(&results[..pages.len()]);
+    let wrote = chain.write(memory, 0, &answer[..bytes])?;
+    debug_assert!(wrote, "parse made sure that the answer fits");
+    Ok(bytes as u32)
+}
+
+fn get(
+    context: &Context<'_>,
+    stale: bool,
+    request: &Request<'_>,
+    chain: &Chain,
+    memory: &GuestMemory,
+    buffers: &mut PageBuffers,
+) -> Result<u32, GuestMemoryError> {
+    let Body::Get {
+        object,
+        index,
+        cookies,
+    } = &request.body
+    else {
+        return Ok(0);
+    };
+    let count = cookies.len();
+    let miss = GetPage {
+        cookie: 0.into(),
+        result: wire::P_MISS,
+        reserved: [0; 7],
+    };
+    let mut results = [miss; wire::BATCH_MAX];
+    let mut status = if stale { wire::S_STALE } else { wire::S_OK };
+    let mut done = 0;
+    while status == wire::S_OK && done < count {
+        if (context.cut)() {
+            let cut = (count - done) as u64;
+            context
+                .vm
+                .counters
+                .drain_cut_pages
+                .fetch_add(cut, Ordering::Relaxed);
+            break;
+        }
+        let end = (done + SLICE_PAGES).min(count);
+        let mut wanted = [0u64; SLICE_PAGES];
+        for (wanted, cookie) in wanted.iter_mut().zip(&cookies[done..end]) {
+            *wanted = cookie.get();
+        }
+        let wanted = &wanted[..end - done];
+        let mut slice = [GetResult::Miss; SLICE_PAGES];
+        let slice = &mut slice[..end - done];
+        let out = &mut buffers.pages[done..end];
+        let first = index + done as u64;
+        let got = context.vm.tenant.get(
+            context.now(),
+            request.header.pool,
+            *object,
+            first,
+            wanted,
+            out,
+            slice,
+        );
+        match got {
+            Ok(()) => {
+                for ((result, got), wanted) in results[done..end].iter_mut().zip(slice).zip(wanted)
+                {
+                    // The pool answers no other cookie; looked at here all the same, since a page
+                    // of another put is the one thing that must never leave.
+                    if let GetResult::Hit { cookie } = got
+                        && *cookie == *wanted
+                    {
+                        result.cookie = (*cookie).into();
+                        result.result = wire::P_HIT;
+                    }
+                }
+            }
+            Err(tmem_pool::NoPool) => {
+                status = wire::S_NO_POOL;
+                results.fill(miss);
+            }
+        }
+        done = end;
+    }
+
+    let mut answer = [0u8; RESP_BYTES + wire::BATCH_MAX * GET_PAGE_BYTES];
+    answer[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
+    let data_offset = RESP_BYTES + count * GET_PAGE_BYTES;
+    answer[RESP_BYTES..data_offset].copy_from_slice(results[..count].as_bytes());
+    let mut wrote = chain.write(memory, 0, &answer[..data_offset])?;
+    let mut used_bytes = data_offset;
+    // Neighbouring hits go in one copy; the data of a miss is left as the driver had it.
+    let mut page = 0;
+    while page < count {
+        let hits = results[page..count]
+            .iter()
+            .take_while(|r| r.result == wire::P_HIT)
+            .count();
+        if hits > 0 {
+            let offset = data_offset + page * wire::PAGE_SIZE;
+            let bytes = buffers.pages[page..page + hits].as_flattened();
+            wrote &= chain.write(memory, offset as u64, bytes)?;
+            used_bytes = offset + bytes.len();
+        }
+        page += hits.max(1);
+    }
+    debug_assert!(wrote, "parse made sure that the answer fits");
+    Ok(used_bytes as u32)
+}

@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! tmemd: reads the command line, starts the daemon, waits for a signal.
+
+use clap::Parser;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use tmemd::config::{self, parse_size, workers_default};
+use tmemd::{Config, Daemon, VmConfig};
+
+/// Host daemon of virtio-tmem: keeps pages that guests evict in a pool that all VMs share.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// Memory of the pool, as in 256MiB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pool_size: u64,
+    /// Socket of the control interface
+    #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_SOCKET)]
+    control: PathBuf,
+    /// Socket of the control interface's methods that only read
+    #[arg(long, value_name = "PATH")]
+    control_ro: Option<PathBuf>,
+    /// A VM: socket=PATH,name=NAME[,uuid=UUID][,trust-domain=NAME][,reserve=SIZE][,limit=SIZE]
+    /// [,weight=N]; once for each VM
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    vm: Vec<VmConfig>,
+    /// Threads that move and compress pages
+    #[arg(long, value_name = "N", default_value_t = workers_default())]
+    workers: usize,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
+        .with_target(false)
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::builder()
+                .with_env_var("TMEMD_LOG")
+                .with_default_directive(tracing::level_filters::LevelFilter::INFO.into())
+                .from_env_lossy(),
+        )
+        .init();
+    match run(arguments) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
+    // Before the daemon starts, so that no signal is lost while it does.
+    let mut signals = Signals::new([SIGTERM, SIGINT])?;
+    let config = config::Config {
+        pool_size_bytes: arguments.pool_size,
+        workers: arguments.workers,
+        control: arguments.control,
+        control_read_only: arguments.control_ro,
+        vms: arguments.vm,
+    };
+    let Config {
+        pool_size_bytes,
+        workers,
+        ..
+    } = config;
+    let vms = config.vms.len();
+    let daemon = Daemon::start(config)?;
+    tracing::info!(pool_size_bytes, workers, vms, "serving");
+    if let Some(signal) = signals.forever().next() {
+        tracing::info!(signal, "stopping");
+    }
+    daemon.stop();
+    tracing::info!("stopped");
+    Ok(())
+}

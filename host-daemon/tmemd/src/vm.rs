@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A VM as the daemon knows it: its name, its tenant, its counters.
+//!
+//! It lives as long as the daemon; its storage lives as long as a connection.
+
+use crate::config::VmConfig;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+use tmem_pool::Tenant;
+use virtio_tmem::Report;
+
+/// Counters of a VM, from the daemon's start.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Connections taken.
+    pub connections: AtomicU64,
+    /// Connections closed at once, since there was one already.
+    pub connections_refused: AtomicU64,
+    /// Virtqueues stopped for a fault of the guest or of the VMM.
+    pub queues_stopped: AtomicU64,
+    /// Descriptor chains answered.
+    pub requests: AtomicU64,
+    /// Of these, with another generation.
+    pub requests_stale: AtomicU64,
+    /// Of these, answered BAD or UNSUPPORTED for their shape.
+    pub requests_bad: AtomicU64,
+    /// Pages refused or missed because a drain's time was up.
+    pub drain_cut_pages: AtomicU64,
+}
+
+/// A VM that has a socket.
+pub struct Vm {
+    /// As configured.
+    pub config: VmConfig,
+    /// Its storage.
+    pub tenant: Tenant,
+    /// What happened.
+    pub counters: Counters,
+    /// There is a connection.
+    pub connected: AtomicBool,
+    /// Guards the last report of the driver; never held together with another lock.
+    report: Mutex<Option<Report>>,
+    log_limit: LogLimit,
+}
+
+impl Vm {
+    /// A VM without a connection.
+    pub fn new(config: VmConfig, tenant: Tenant) -> Vm {
+        Vm {
+            config,
+            tenant,
+            counters: Counters::default(),
+            connected: AtomicBool::new(false),
+            report: Mutex::new(None),
+            log_limit: LogLimit::default(),
+        }
+    }
+
+    /// Its name, for messages.
+    pub fn name(&self) -> &str {
+        &self.config.name
+    }
+
+    /// Keeps what the driver reports.
+    pub fn set_report(&self, report: Report) {
+        *self.report.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
+    }
+
+    /// What the driver reported last, on this connection.
+    pub fn report(&self) -> Option<Report> {
+        *self.report.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Forgets the report, when a connection or a generation ends.
+    pub fn clear_report(&self) {
+        *self.report.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    /// Logs a warning about this VM, at a bounded rate: a guest must not fill the host's disk.
+    pub fn warn(&self, message: std::fmt::Arguments<'_>) {
+        match self.log_limit.admit(Instant::now()) {
+            None => {}
+            Some(0) => tracing::warn!(vm = self.name(), "{message}"),
+            Some(left_out) => {
+                tracing::warn!(vm = self.name(), left_out, "{message}");
+            }
+        }
+    }
+}
+
+/// Messages of a VM that are written at once; after them one per [`LOG_PERIOD`].
+const LOG_BURST: u32 = 10;
+/// See [`LOG_BURST`].
+const LOG_PERIOD: Duration = Duration::from_secs(5);
+
+/// A token bucket for messages.
+#[derive(Debug, Default)]
+struct LogLimit {
+    /// Guards (messages spent of the burst, when the last was earned back, messages left out).
+    state: Mutex<(u32, Option<Instant>, u64)>,
+}
+
+impl LogLimit {
+    /// None: leave it out. Some: write it, and this many were left out before it.
+    fn admit(&self, now: Instant) -> Option<u64> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (spent, earned, left_out) = &mut *state;
+        let since = earned.get_or_insert(now);
+        let back = (now.saturating_duration_since(*since).as_secs() / LOG_PERIOD.as_secs()) as u32;
+        if back > 0 {
+            *spent = spent.saturating_sub(back);
+            *since = now;
+        }
+        if *spent >= LOG_BURST {
+            *left_out += 1;
+            return None;
+        }
+        *spent += 1;
+        Some(std::mem::take(left_out))
+    }
+}
+
+/// Sets a flag for as long as it lives.
+pub struct Connected<'a>(&'a Vm);
+
+impl<'a> Connected<'a> {
+    /// None if there is a connection already.
+    pub fn claim(vm: &'a Vm) -> Option<Connected<'a>> {
+        (!vm.connected.swap(true, Ordering::AcqRel)).then_some(Connected(vm))
+    }
+}
+
+impl Drop for Connected<'_> {
+    fn drop(&mut self) {
+        self.0.connected.store(false, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn log_is_limited_and_says_what_it_left_out() {
+        let limit = LogLimit::default();
+        let start = Instant::now();
+        for _ in 0..LOG_BURST {
+            assert_eq!(limit.admit(start), Some(0));
+        }
+        for _ in 0..1000 {
+            assert_eq!(limit.admit(start), None);
+        }
+        assert_eq!(limit.admit(start + LOG_PERIOD), Some(1000));
+        assert_eq!(limit.admit(start + LOG_PERIOD), None);
+    }
+}

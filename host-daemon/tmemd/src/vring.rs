@@ -1,0 +1,450 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One virtqueue: its state, what a worker does in a turn, and how the control thread stops it.
+//!
+//! Two threads know a vring: the worker that it belongs to and the control thread of its
+//! connection. The lock guards everything that may hold a guest address. The worker only ever
+//! tries it, so that a control thread that holds it delays no other VM; the control thread raises
+//! `hold` before it takes it, upon which the worker leaves after the chain it is at. So when the
+//! control thread has the lock, the vring is drained: chains are answered one by one in the order
+//! in which they were made available, and none is ever left half done.
+
+use crate::chain::{Chain, READ_BUFFER_BYTES};
+use crate::execute::{self, Context, PageBuffers};
+use crate::memory::Memory;
+use crate::poller::signal;
+use crate::request::{self, QueueKind, Rejected};
+use crate::vm::Vm;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use virtio_tmem as wire;
+use vm_memory::{Bytes, GuestAddress};
+
+/// Pages of work in a turn: one largest batch, or as many small ones as make that up. A guest
+/// with many queues gets more turns, a guest with large batches does not.
+const TURN_PAGES: u32 = wire::BATCH_MAX as u32;
+
+/// After so long, a drain refuses or misses what the current chain has left to do: half of the
+/// 10 ms that it may take, the other half being for what has begun.
+const DRAIN_CUT: Duration = Duration::from_millis(5);
+
+/// Descriptors are 16 bytes; a used ring has 8 per element and an available ring 2, each with a
+/// head and an event index of 6 in all (virtio 1.3, 2.7).
+const DESCRIPTOR_BYTES: u64 = 16;
+const AVAIL_ELEMENT_BYTES: u64 = 2;
+const USED_ELEMENT_BYTES: u64 = 8;
+const RING_EXTRA_BYTES: u64 = 6;
+
+/// In the flags of an available ring: the driver wants no interrupts.
+const AVAIL_F_NO_INTERRUPT: u16 = 1;
+
+/// What the vrings of a connection share.
+pub struct Link {
+    /// Whose connection it is.
+    pub vm: Arc<Vm>,
+    /// The number that requests must carry; changes only while all vrings are held.
+    pub generation: AtomicU64,
+    /// Start of the daemon's clock.
+    pub epoch: Instant,
+}
+
+/// Ring addresses as the VMM gives them: its own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RingAddresses {
+    /// Descriptor table.
+    pub descriptor: u64,
+    /// Available ring.
+    pub available: u64,
+    /// Used ring.
+    pub used: u64,
+}
+
+/// Guarded by the vring's lock.
+pub struct State {
+    /// Ring indices and addresses.
+    pub queue: Queue,
+    /// The guest's memory; empty while there is none.
+    pub memory: Arc<Memory>,
+    /// As told by the VMM.
+    pub addresses: Option<RingAddresses>,
+    /// What the worker knows the kick by. Present from SET_VRING_KICK to GET_VRING_BASE: the ring
+    /// is started.
+    pub kick: Option<u64>,
+    /// Interrupts the guest.
+    pub call: Option<OwnedFd>,
+    /// Tells the VMM that the ring is broken.
+    pub error: Option<OwnedFd>,
+    /// As told by SET_VRING_ENABLE.
+    pub enabled: bool,
+    /// Rings are in guest memory, and the used index was found to be the base.
+    ready: bool,
+    /// The used index was compared with the base since that was set.
+    synced: bool,
+    /// Why nothing is done until the ring is set up anew.
+    stopped: Option<String>,
+}
+
+/// What a turn leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// Nothing to do before the next kick.
+    Idle,
+    /// There is more.
+    More,
+}
+
+/// Buffers of a worker.
+pub struct Scratch {
+    chain: Chain,
+    readable: Box<[u8]>,
+    pages: PageBuffers,
+}
+
+impl Scratch {
+    /// Buffers for the largest request.
+    pub fn new() -> Scratch {
+        Scratch {
+            chain: Chain::new(),
+            readable: vec![0; READ_BUFFER_BYTES].into(),
+            pages: PageBuffers::new(),
+        }
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A virtqueue.
+pub struct Vring {
+    /// Number within the device; 0 is the control queue.
+    pub index: usize,
+    /// The worker that it belongs to.
+    pub worker: usize,
+    /// It is in the worker's run queue.
+    pub queued: AtomicBool,
+    link: Arc<Link>,
+    hold: AtomicBool,
+    /// Nanoseconds of the daemon's clock at which a drain cuts off; `u64::MAX` while there is none.
+    cut_at_ns: AtomicU64,
+    state: Mutex<State>,
+}
+
+impl Vring {
+    /// A vring that was never set up.
+    pub fn new(index: usize, worker: usize, link: Arc<Link>) -> Vring {
+        let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is a power of two");
+        Vring {
+            index,
+            worker,
+            queued: AtomicBool::new(false),
+            link,
+            hold: AtomicBool::new(false),
+            cut_at_ns: AtomicU64::new(u64::MAX),
+            state: Mutex::new(State {
+                queue,
+                memory: Arc::new(Memory::empty()),
+                addresses: None,
+                kick: None,
+                call: None,
+                error: None,
+                enabled: false,
+                ready: false,
+                synced: false,
+                stopped: None,
+            }),
+        }
+    }
+
+    fn now_ns(&self) -> u64 {
+        self.link.epoch.elapsed().as_nanos() as u64
+    }
+
+    /// First half of holding: the worker leaves at the end of the chain it is at.
+    pub fn raise_hold(&self) {
+        self.cut_at_ns.store(
+            self.now_ns() + DRAIN_CUT.as_nanos() as u64,
+            Ordering::SeqCst,
+        );
+        self.hold.store(true, Ordering::SeqCst);
+    }
+
+    /// Second half: waits for that. The vring is drained as long as the guard lives.
+    pub fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets the worker back in; the caller must have dropped the guard, and must schedule the
+    /// vring afterwards, since the worker ignored kicks meanwhile.
+    pub fn lower_hold(&self) {
+        self.cut_at_ns.store(u64::MAX, Ordering::SeqCst);
+        self.hold.store(false, Ordering::SeqCst);
+    }
+
+    /// Answers some chains, in order.
+    pub fn turn(&self, scratch: &mut Scratch) -> Turn {
+        if self.hold.load(Ordering::SeqCst) {
+            return Turn::Idle;
+        }
+        // Only the control thread holds the lock for longer, and it schedules the vring after it.
+        let Some(mut state) = self.try_lock() else {
+            return Turn::Idle;
+        };
+        if !state.is_running() {
+            return Turn::Idle;
+        }
+        match self.run(&mut state, scratch) {
+            Ok(turn) => turn,
+            Err(reason) => {
+                self.stop(&mut state, reason);
+                Turn::Idle
+            }
+        }
+    }
+
+    /// Stops the queue after a panic in `turn`, which is a bug of the daemon: other queues go on.
+    pub fn stop_after_panic(&self) {
+        let mut state = self.lock();
+        self.stop(
+            &mut state,
+            "a bug in the daemon: its worker panicked".into(),
+        );
+    }
+
+    fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(std::sync::TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(std::sync::TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn run(&self, state: &mut State, scratch: &mut Scratch) -> Result<Turn, String> {
+        let memory = state.memory.clone();
+        let memory = &memory.guest;
+        let ring_fault = |what: &'static str| {
+            move |error: virtio_queue::Error| format!("{what} cannot be accessed: {error}")
+        };
+        state
+            .queue
+            .disable_notification(memory)
+            .map_err(ring_fault("the used ring"))?;
+        let mut budget_pages = TURN_PAGES;
+        let turn = loop {
+            if self.hold.load(Ordering::SeqCst) {
+                break Turn::Idle;
+            }
+            if budget_pages == 0 {
+                break Turn::More;
+            }
+            let chains = state.queue.iter(memory);
+            let Some(descriptors) = chains
+                .map_err(|error| format!("the available ring is broken: {error}"))?
+                .next()
+            else {
+                let more = state.queue.enable_notification(memory);
+                if !more.map_err(ring_fault("the used ring"))? {
+                    break Turn::Idle;
+                }
+                // More came just now. Counted as work, so that the turn ends whatever is done.
+                budget_pages -= 1;
+                state
+                    .queue
+                    .disable_notification(memory)
+                    .map_err(ring_fault("the used ring"))?;
+                continue;
+            };
+            let head = descriptors.head_index();
+            scratch
+                .chain
+                .fill(memory, descriptors)
+                .map_err(|error| error.to_string())?;
+            let (used_bytes, cost_pages) = self.answer(memory, scratch)?;
+            state
+                .queue
+                .add_used(memory, head, used_bytes)
+                .map_err(ring_fault("the used ring"))?;
+            self.link
+                .vm
+                .counters
+                .requests
+                .fetch_add(1, Ordering::Relaxed);
+            // After a lost backend the VMM replays from the last used element: completing out of
+            // order would answer into memory that the driver has reused.
+            if state.queue.next_used() != state.queue.next_avail() {
+                return Err(format!(
+                    "a bug in the daemon: {} chains were taken but {} answered",
+                    state.queue.next_avail(),
+                    state.queue.next_used()
+                ));
+            }
+            budget_pages = budget_pages.saturating_sub(cost_pages);
+            if state.queue.event_idx_enabled() {
+                state.interrupt(memory)?;
+            }
+        };
+        if !state.queue.event_idx_enabled() {
+            state.interrupt(memory)?;
+        }
+        Ok(turn)
+    }
+
+    /// Executes the chain in `scratch`: bytes written and pages of work.
+    fn answer(
+        &self,
+        memory: &crate::memory::GuestMemory,
+        scratch: &mut Scratch,
+    ) -> Result<(u32, u32), String> {
+        let Scratch {
+            chain,
+            readable,
+            pages,
+        } = scratch;
+        let vm = &*self.link.vm;
+        let fault = |error| format!("a buffer of the guest cannot be accessed: {error}");
+        let readable = chain.read(memory, readable).map_err(fault)?;
+        let kind = if self.index == wire::CONTROL_QUEUE {
+            QueueKind::Control
+        } else {
+            QueueKind::Request
+        };
+        let parsed = match request::parse(kind, readable, chain.writable_bytes()) {
+            Ok(_) if chain.is_out_of_order() => Err(Rejected::Status(wire::S_BAD)),
+            parsed => parsed,
+        };
+        match parsed {
+            Ok(request) => {
+                let context = Context {
+                    vm,
+                    generation: self.link.generation.load(Ordering::SeqCst),
+                    epoch: self.link.epoch,
+                    cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
+                };
+                let used = execute::execute(&context, &request, chain, memory, pages);
+                Ok((used.map_err(fault)?, request::cost_pages(&request.body)))
+            }
+            Err(Rejected::Status(status)) => {
+                vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
+                let used = execute::answer_status(chain, memory, status);
+                Ok((used.map_err(fault)?, 1))
+            }
+            Err(Rejected::Unanswerable) => Err(format!(
+                "a request has {} writable bytes, too few for an answer",
+                chain.writable_bytes()
+            )),
+        }
+    }
+
+    fn stop(&self, state: &mut State, reason: String) {
+        let vm = &self.link.vm;
+        vm.counters.queues_stopped.fetch_add(1, Ordering::Relaxed);
+        vm.warn(format_args!(
+            "VM {}: virtqueue {} stopped until the device is reset: {reason}",
+            vm.name(),
+            self.index
+        ));
+        state.stopped = Some(reason);
+        if let Some(error) = &state.error {
+            signal(error);
+        }
+    }
+
+    /// Takes over what the VMM told: finds the rings in guest memory, and when they are there for
+    /// the first time, compares the used index with the base. The caller holds the vring.
+    pub fn configure(&self, state: &mut State) {
+        state.ready = false;
+        let Some(addresses) = state.addresses else {
+            return;
+        };
+        let size = u64::from(state.queue.size());
+        let memory = state.memory.clone();
+        let find = |address, element_bytes, extra_bytes| {
+            memory
+                .guest_address(address, element_bytes * size + extra_bytes)
+                .map(GuestAddress)
+        };
+        let (Some(descriptor), Some(available), Some(used)) = (
+            find(addresses.descriptor, DESCRIPTOR_BYTES, 0),
+            find(addresses.available, AVAIL_ELEMENT_BYTES, RING_EXTRA_BYTES),
+            find(addresses.used, USED_ELEMENT_BYTES, RING_EXTRA_BYTES),
+        ) else {
+            // The VMM adds regions one by one: the ring is ready when all are there.
+            return;
+        };
+        let placed = state
+            .queue
+            .try_set_desc_table_address(descriptor)
+            .and_then(|()| state.queue.try_set_avail_ring_address(available))
+            .and_then(|()| state.queue.try_set_used_ring_address(used));
+        if let Err(error) = placed {
+            self.stop(state, format!("its rings are misplaced: {error}"));
+            return;
+        }
+        state.queue.set_ready(true);
+        if !state.synced && state.kick.is_some() {
+            match state.queue.used_idx(&memory.guest, Ordering::Acquire) {
+                Ok(used) if used.0 == state.queue.next_avail() => {
+                    state.queue.set_next_used(used.0);
+                    state.synced = true;
+                }
+                Ok(used) => {
+                    let base = state.queue.next_avail();
+                    self.stop(
+                        state,
+                        format!(
+                            "the VMM starts it at {base}, but its used index is {}: requests in \
+                             between would never be answered, or be answered twice",
+                            used.0
+                        ),
+                    );
+                    return;
+                }
+                Err(error) => {
+                    self.stop(state, format!("the used ring cannot be accessed: {error}"));
+                    return;
+                }
+            }
+        }
+        state.ready = state.synced;
+    }
+}
+
+impl State {
+    /// A worker may take chains.
+    pub fn is_running(&self) -> bool {
+        self.ready && self.enabled && self.kick.is_some() && self.stopped.is_none()
+    }
+
+    /// Sets where the next chain is taken, and clears a fault: the ring is set up anew.
+    pub fn set_base(&mut self, base: u16) {
+        self.queue.set_next_avail(base);
+        self.queue.set_next_used(base);
+        self.ready = false;
+        self.synced = false;
+        self.stopped = None;
+    }
+
+    fn interrupt(&mut self, memory: &crate::memory::GuestMemory) -> Result<(), String> {
+        let fault = |error: &dyn std::fmt::Display| {
+            format!("the available ring cannot be accessed: {error}")
+        };
+        let mut wanted = self
+            .queue
+            .needs_notification(memory)
+            .map_err(|e| fault(&e))?;
+        if !self.queue.event_idx_enabled() {
+            let flags: u16 = memory
+                .load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed)
+                .map_err(|e| fault(&e))?;
+            wanted = u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0;
+        }
+        if let (true, Some(call)) = (wanted, &self.call) {
+            signal(call);
+        }
+        Ok(())
+    }
+}

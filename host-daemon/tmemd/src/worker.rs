@@ -1,0 +1,172 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The data workers: a fixed number of threads, each an event loop over the kicks of its vrings.
+//!
+//! Vrings with work stand in a run queue and get turns of bounded work, so that none starves
+//! another. A worker never blocks but to wait for kicks: it only tries a vring's lock.
+
+use crate::janitor::Janitor;
+use crate::poller::{Epoll, Poller, consume};
+use crate::vring::{Scratch, Turn, Vring};
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::AssertUnwindSafe;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// A kick and whose it is.
+type Registration = (Arc<OwnedFd>, Arc<Vring>);
+
+/// One worker, as others see it.
+struct Worker {
+    poller: Box<dyn Poller>,
+    /// Guards the kicks by token. Taken alone.
+    registry: Mutex<HashMap<u64, Registration>>,
+    /// Guards vrings to look at without a kick. Taken alone.
+    inbox: Mutex<Vec<Arc<Vring>>>,
+    stop: AtomicBool,
+}
+
+/// All workers.
+pub struct Workers {
+    workers: Vec<Arc<Worker>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+    next_token: AtomicU64,
+    next_worker: AtomicUsize,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Workers {
+    /// Starts `count` workers.
+    pub fn start(count: usize, janitor: &Arc<Janitor>) -> io::Result<Workers> {
+        let mut workers = Workers {
+            workers: Vec::new(),
+            threads: Mutex::new(Vec::new()),
+            next_token: AtomicU64::new(0),
+            next_worker: AtomicUsize::new(0),
+        };
+        for number in 0..count {
+            let worker = Arc::new(Worker {
+                poller: Box::new(Epoll::new()?),
+                registry: Mutex::new(HashMap::new()),
+                inbox: Mutex::new(Vec::new()),
+                stop: AtomicBool::new(false),
+            });
+            let (own, janitor) = (worker.clone(), janitor.clone());
+            let thread = std::thread::Builder::new()
+                .name(format!("worker-{number}"))
+                .spawn(move || own.run(&janitor))?;
+            workers.workers.push(worker);
+            lock(&workers.threads).push(thread);
+        }
+        Ok(workers)
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.workers.len()
+    }
+
+    /// The worker that the first vring of a connection should belong to; the others follow.
+    pub fn assign(&self) -> usize {
+        self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()
+    }
+
+    /// Watches a kick; the token ends it.
+    pub fn register(&self, vring: &Arc<Vring>, kick: Arc<OwnedFd>) -> io::Result<u64> {
+        let worker = &self.workers[vring.worker];
+        let token = self.next_token.fetch_add(1, Ordering::Relaxed);
+        lock(&worker.registry).insert(token, (kick.clone(), vring.clone()));
+        if let Err(error) = worker.poller.add(kick.as_fd(), token) {
+            lock(&worker.registry).remove(&token);
+            return Err(error);
+        }
+        Ok(token)
+    }
+
+    /// Ends watching a kick.
+    pub fn unregister(&self, vring: &Vring, token: u64) {
+        let worker = &self.workers[vring.worker];
+        let registration = lock(&worker.registry).remove(&token);
+        if let Some((kick, _)) = registration
+            && let Err(error) = worker.poller.remove(kick.as_fd())
+        {
+            tracing::error!(
+                "a kick of virtqueue {} cannot be unwatched: {error}",
+                vring.index
+            );
+        }
+    }
+
+    /// Lets the worker look at a vring, kick or none.
+    pub fn schedule(&self, vring: &Arc<Vring>) {
+        let worker = &self.workers[vring.worker];
+        lock(&worker.inbox).push(vring.clone());
+        worker.poller.wake();
+    }
+
+    /// Ends the workers after the turns that they are at.
+    pub fn stop(&self) {
+        for worker in &self.workers {
+            worker.stop.store(true, Ordering::SeqCst);
+            worker.poller.wake();
+        }
+        for thread in lock(&self.threads).drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("a worker panicked outside of a turn");
+            }
+        }
+    }
+}
+
+impl Worker {
+    fn run(&self, janitor: &Janitor) {
+        let mut scratch = Scratch::new();
+        let mut ready = Vec::new();
+        let mut run_queue: VecDeque<Arc<Vring>> = VecDeque::new();
+        while !self.stop.load(Ordering::SeqCst) {
+            if let Err(error) = self.poller.wait(&mut ready, run_queue.is_empty()) {
+                // Cannot happen while its descriptors are open; serving without it is impossible.
+                tracing::error!("a worker cannot wait for kicks and ends: {error}");
+                return;
+            }
+            let mut enqueue = |vring: Arc<Vring>| {
+                if !vring.queued.swap(true, Ordering::SeqCst) {
+                    run_queue.push_back(vring);
+                }
+            };
+            {
+                let registry = lock(&self.registry);
+                for token in &ready {
+                    if let Some((kick, vring)) = registry.get(token) {
+                        consume(kick);
+                        enqueue(vring.clone());
+                    }
+                }
+            }
+            lock(&self.inbox).drain(..).for_each(&mut enqueue);
+            for _ in 0..run_queue.len() {
+                let Some(vring) = run_queue.pop_front() else {
+                    break;
+                };
+                // Cleared before the turn, so that a kick during it is not lost.
+                vring.queued.store(false, Ordering::SeqCst);
+                let turn = std::panic::catch_unwind(AssertUnwindSafe(|| vring.turn(&mut scratch)));
+                match turn {
+                    Ok(Turn::Idle) => {}
+                    Ok(Turn::More) => {
+                        if !vring.queued.swap(true, Ordering::SeqCst) {
+                            run_queue.push_back(vring);
+                        }
+                    }
+                    Err(_) => vring.stop_after_panic(),
+                }
+                janitor.work_may_be_there();
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A real tmemd in a directory of its own, for guests that are not.
+//!
+//! Waits poll for what they wait for, with a bound. A failed test shows the daemon's log.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant, SystemTime};
+
+use tempfile::TempDir;
+use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
+use virtio_tmem as wire;
+
+/// Bound of every wait: a busy machine, a debug build.
+pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+/// tmemd and the VMs that it has sockets for.
+pub struct Daemon {
+    dir: TempDir,
+    vms: Vec<(String, Option<String>)>,
+    pool_size: String,
+    child: Option<Child>,
+    may_die: bool,
+}
+
+impl Daemon {
+    /// Starts one with a roomy pool. A VM is a name and a trust domain.
+    pub fn start(vms: &[(&str, Option<&str>)]) -> Self {
+        Self::with_pool(vms, "512MiB")
+    }
+
+    /// Starts one with a pool of that size.
+    pub fn with_pool(vms: &[(&str, Option<&str>)], pool_size: &str) -> Self {
+        let mut daemon = Self {
+            dir: tempfile::Builder::new()
+                .prefix("tmemd-test")
+                .tempdir()
+                .unwrap(),
+            vms: vms
+                .iter()
+                .map(|(n, d)| ((*n).into(), d.map(Into::into)))
+                .collect(),
+            pool_size: pool_size.into(),
+            child: None,
+            may_die: false,
+        };
+        daemon.spawn();
+        daemon
+    }
+
+    /// Starts it (again) and waits until every VM's socket takes connections.
+    pub fn spawn(&mut self) {
+        assert!(self.child.is_none());
+        let path = self.dir.path();
+        let log = File::options()
+            .append(true)
+            .create(true)
+            .open(path.join("log"))
+            .unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
+        command.args(["--pool-size", &self.pool_size]);
+        command.arg("--control").arg(path.join("control"));
+        for (name, domain) in &self.vms {
+            let socket = self.socket(name);
+            let mut vm = format!("socket={},name={name}", socket.display());
+            if let Some(domain) = domain {
+                vm += &format!(",trust-domain={domain}");
+            }
+            command.args(["--vm", &vm]);
+        }
+        command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log);
+        self.child = Some(command.spawn().unwrap());
+        for (name, _) in self.vms.clone() {
+            let socket = self.socket(&name);
+            self.until("tmemd takes connections", || {
+                UnixStream::connect(&socket).is_ok()
+            });
+        }
+    }
+
+    /// The socket of a VM.
+    pub fn socket(&self, name: &str) -> PathBuf {
+        self.dir.path().join(format!("{name}.sock"))
+    }
+
+    /// kill -9, and dead when it returns.
+    pub fn kill(&mut self) {
+        let mut child = self.child.take().expect("running");
+        child.kill().unwrap();
+        assert_eq!(
+            child.wait().unwrap().signal(),
+            Some(9),
+            "it died before it was killed"
+        );
+    }
+
+    /// Panics with the log if the daemon has ended.
+    pub fn expect_alive(&mut self) {
+        let status = self.child.as_mut().expect("running").try_wait().unwrap();
+        assert_eq!(status, None, "tmemd ended");
+    }
+
+    /// Polls until `check` holds.
+    pub fn until(&mut self, what: &str, mut check: impl FnMut() -> bool) {
+        let deadline = Instant::now() + TIMEOUT;
+        while !check() {
+            self.expect_alive();
+            assert!(Instant::now() < deadline, "waited in vain: {what}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Connects a driver, as often as it takes: the probe of [`Self::spawn`] or the connection
+    /// before may not be over yet, and one at a time is taken.
+    pub fn connect(&mut self, driver: &mut Driver, name: &str) {
+        let socket = self.socket(name);
+        let guest = &mut driver.guest;
+        self.until("the VM's socket is free", || guest.connect(&socket).is_ok());
+        driver.guest.start().unwrap();
+        driver.new_generation().unwrap();
+        driver.settle().unwrap();
+        driver.create_pool().unwrap();
+    }
+
+    /// A connected driver with ordinary memory.
+    pub fn driver(&mut self, name: &str, seed: u64) -> Driver {
+        self.driver_with(
+            guest(name),
+            DriverConfig {
+                seed,
+                ..DriverConfig::default()
+            },
+        )
+    }
+
+    /// A connected driver.
+    pub fn driver_with(&mut self, guest: GuestConfig, config: DriverConfig) -> Driver {
+        let name = guest.name.clone();
+        let mut driver = Driver::new(guest, config).unwrap();
+        self.connect(&mut driver, &name);
+        driver
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        if std::thread::panicking() {
+            let log = fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+            let lines: Vec<&str> = log.lines().collect();
+            let tail = &lines[lines.len().saturating_sub(40)..];
+            eprintln!("--- tmemd's log\n{}", tail.join("\n"));
+        }
+    }
+}
+
+/// An ordinary machine of that name.
+pub fn guest(name: &str) -> GuestConfig {
+    GuestConfig {
+        name: name.into(),
+        ..GuestConfig::default()
+    }
+}
+
+/// The seed of a random test: TMEM_SEED replays, otherwise another each time. Printed.
+pub fn seed(test: &str) -> u64 {
+    let seed = match std::env::var("TMEM_SEED") {
+        Ok(value) => value.parse().expect("TMEM_SEED is a decimal number"),
+        Err(_) => {
+            let now = SystemTime::now()
+                .duration_since(SystemTime::UNIX_EPOCH)
+                .unwrap();
+            now.as_nanos() as u64 & 0xff_ffff
+        }
+    };
+    println!("{test}: TMEM_SEED={seed}");
+    seed
+}
+
+/// Proves that a VM is served: random work, judged.
+pub fn work(driver: &mut Driver, steps: usize) {
+    for _ in 0..steps {
+        driver.step().unwrap();
+    }
+    driver.settle().unwrap();
+}
+
+/// One answered request on each queue.
+pub fn every_queue_answers(driver: &mut Driver) {
+    let pool = driver.pool();
+    for queue in 1..driver.guest.num_queues() {
+        let get = Request::Get {
+            pool,
+            object: 1 << 40,
+            index: 0,
+            cookies: vec![1],
+        };
+        assert!(driver.send(queue, get, vec![]));
+        driver.settle().unwrap();
+    }
+    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    assert!(driver.send(wire::CONTROL_QUEUE, report, vec![]));
+    driver.settle().unwrap();
+}

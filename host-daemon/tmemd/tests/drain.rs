@@ -1,0 +1,343 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Letting go of queues and memory (SPEC.md, "Drain"): when the daemon has answered
+//! GET_VRING_BASE, SET_MEM_TABLE or RESET_DEVICE, what it took is answered, logged and published,
+//! and it never touches that memory again.
+
+mod common;
+
+use std::collections::BTreeSet;
+
+use common::{Daemon, TIMEOUT, guest, seed, work};
+use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
+use vhost::VhostBackend;
+use virtio_tmem as wire;
+
+/// Requests of every size on every queue, not waited for.
+fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
+    for _ in 0..rng.usize(8..24) {
+        let (object, start) = (rng.u64(1..6), rng.u64(..8) * 64);
+        let end = start + rng.u64(1..=64);
+        let _ = match rng.u8(..4) {
+            0 => driver.get(object, start, end),
+            1 => driver.flush(object, start, end),
+            _ => driver.put(object, start, end),
+        };
+    }
+}
+
+/// The daemon takes other work for a while: time for a thread that still holds an address.
+fn time_passes(neighbour: &mut Driver) {
+    work(neighbour, 60);
+}
+
+fn nothing_changes(driver: &Driver, neighbour: &mut Driver, after: &str) {
+    let before = driver.guest.ram().snapshot();
+    time_passes(neighbour);
+    let changed = driver.guest.ram().changed_pages(&before);
+    assert!(
+        changed.is_empty(),
+        "pages {changed:x?} changed after {after}"
+    );
+}
+
+fn slots() -> GuestConfig {
+    GuestConfig {
+        slots: 24,
+        ..guest("a")
+    }
+}
+
+/// Pause and continue with batches in flight.
+#[test]
+fn a_pause_lets_go_and_keeps_the_cache() {
+    let seed = seed("a_pause_lets_go_and_keeps_the_cache");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let config = DriverConfig {
+        seed,
+        window: 24,
+        ..DriverConfig::default()
+    };
+    let mut driver = daemon.driver_with(slots(), config);
+    let mut neighbour = daemon.driver("b", seed + 1);
+    let mut met = 0;
+    for round in 0..25 {
+        burst(&mut driver, &mut rng);
+        let bases = if round % 2 == 0 {
+            driver.guest.stop().unwrap()
+        } else {
+            driver.guest.get_vring_bases().unwrap()
+        };
+        met += driver.guest.in_flight();
+        for (queue, base) in bases.iter().enumerate() {
+            let used = driver.guest.ring(queue).used_idx_in_memory();
+            assert_eq!(used, *base, "queue {queue}: taken and not answered");
+        }
+        nothing_changes(&driver, &mut neighbour, "GET_VRING_BASE");
+        driver.collect().unwrap();
+        let generation = driver.guest.generation();
+        driver.guest.start().unwrap();
+        assert_eq!(
+            driver.guest.generation(),
+            generation,
+            "a pause keeps the generation"
+        );
+        driver.settle().unwrap();
+    }
+    println!(
+        "in flight at the pauses: {met}; {:?}",
+        driver.model.counts()
+    );
+    assert!(met > 0, "no pause met a request in flight");
+    // Kept: a page put before a pause comes back after it.
+    driver.put(9, 0, 64);
+    driver.settle().unwrap();
+    let kept = driver.index().keys().filter(|k| k.object == 9).count();
+    driver.guest.stop().unwrap();
+    driver.guest.start().unwrap();
+    let hits = driver.model.counts().hits;
+    driver.get(9, 0, 64);
+    driver.settle().unwrap();
+    assert_eq!(driver.model.counts().hits - hits, kept as u64);
+}
+
+/// RESET_DEVICE, and the end of a connection, with batches in flight.
+#[test]
+fn a_reset_lets_go() {
+    let seed = seed("a_reset_lets_go");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let config = DriverConfig {
+        seed,
+        window: 24,
+        ..DriverConfig::default()
+    };
+    let mut driver = daemon.driver_with(slots(), config);
+    let mut neighbour = daemon.driver("b", seed + 1);
+    for round in 0..16 {
+        burst(&mut driver, &mut rng);
+        if round % 2 == 0 {
+            driver.guest.frontend().unwrap();
+            vhost::vhost_user::VhostUserFrontend::reset_device(driver.guest.frontend().unwrap())
+                .unwrap();
+            nothing_changes(&driver, &mut neighbour, "RESET_DEVICE");
+            driver.collect().unwrap();
+            driver.reboot().unwrap();
+        } else {
+            driver.hang_up().unwrap();
+            nothing_changes(&driver, &mut neighbour, "the end of the connection");
+            daemon.connect(&mut driver, "a");
+        }
+    }
+    work(&mut driver, 100);
+}
+
+/// The memory map changes under load, as at a hotplug: nothing is lost or late.
+#[test]
+fn the_memory_table_changes_under_load() {
+    let seed = seed("the_memory_table_changes_under_load");
+    for mem_slots in [false, true] {
+        let mut daemon = Daemon::start(&[("a", None)]);
+        let mut driver = daemon.driver_with(
+            GuestConfig {
+                mem_slots,
+                ..slots()
+            },
+            DriverConfig {
+                seed,
+                window: 24,
+                ..DriverConfig::default()
+            },
+        );
+        for round in 0..600 {
+            driver.step().unwrap();
+            if round % 20 == 0 && !mem_slots {
+                driver.guest.set_mem_table().unwrap();
+            }
+        }
+        driver.settle().unwrap();
+        driver.get_all().unwrap();
+        let counts = driver.model.counts();
+        assert!(counts.hits > 100, "{counts:?}");
+    }
+}
+
+/// A region that is taken away with requests in it is never written again.
+#[test]
+fn a_region_that_goes_is_let_go() {
+    let seed = seed("a_region_that_goes_is_let_go");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut neighbour = daemon.driver("b", seed);
+    for _ in 0..6 {
+        // Rings in the first region, buffers in the second.
+        let ram = vec![
+            RamRegion {
+                start: 0,
+                size_bytes: 128 << 10,
+            },
+            RamRegion {
+                start: 1 << 32,
+                size_bytes: 8 << 20,
+            },
+        ];
+        let config = DriverConfig {
+            seed,
+            window: 24,
+            ..DriverConfig::default()
+        };
+        let mut driver = daemon.driver_with(GuestConfig { ram, ..slots() }, config);
+        burst(&mut driver, &mut rng);
+        let regions = driver.guest.ram().vhost_regions();
+        driver
+            .guest
+            .frontend()
+            .unwrap()
+            .set_mem_table(&regions[..1])
+            .unwrap();
+        let before = driver.guest.ram().snapshot();
+        time_passes(&mut neighbour);
+        let changed = driver.guest.ram().changed_pages(&before);
+        let gone: Vec<_> = changed.iter().filter(|&&p| p >= (1 << 32) / 4096).collect();
+        assert!(
+            gone.is_empty(),
+            "pages {gone:x?} of a region that is gone were written"
+        );
+        // Answers to what the daemon took are there and true.
+        driver.collect().unwrap();
+        driver.guest.hang_up().unwrap();
+    }
+    daemon.expect_alive();
+}
+
+/// The device's pages of a set of requests: what it may write, and so must log.
+fn staged(driver: &mut Driver, object: u64) {
+    let pool = driver.pool();
+    let generation = driver.guest.generation();
+    let get = |index: u64, n: u64| {
+        let cookies = (index..index + n)
+            .map(|i| {
+                driver
+                    .index()
+                    .get(&Key {
+                        pool,
+                        object,
+                        index: i,
+                    })
+                    .copied()
+                    .unwrap_or(1)
+            })
+            .collect();
+        Request::Get {
+            pool,
+            object,
+            index,
+            cookies,
+        }
+    };
+    let page = |i: u64| PutPage {
+        object: object + 1,
+        index: i,
+        cookie: 77,
+        flags: 0,
+        page: Content::Text(i).page(),
+    };
+    let put = Request::Put {
+        pool,
+        pages: (0..20).map(page).collect(),
+    };
+    for request in [get(0, 64), put, get(64, 3), get(200, 5)] {
+        driver.guest.add(1, request, generation).unwrap();
+    }
+    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    driver.guest.add(0, report, generation).unwrap();
+}
+
+/// Every page that the daemon changes is in the dirty log: while it runs, at a pause, and after a
+/// new memory table.
+#[test]
+fn the_dirty_log_covers_what_changed() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    for round in 0..6 {
+        let config = GuestConfig {
+            request_queues: 1,
+            ..guest("a")
+        };
+        let mut driver = daemon.driver_with(config, DriverConfig::default());
+        driver.put(5, 0, 64);
+        driver.put(5, 64, 67);
+        driver.settle().unwrap();
+        driver.guest.start_log().unwrap();
+        match round % 3 {
+            1 => driver.guest.set_mem_table().unwrap(),
+            2 => {
+                driver.guest.stop().unwrap();
+                driver.guest.start().unwrap();
+            }
+            _ => {}
+        }
+        staged(&mut driver, 5);
+        let before = driver.guest.ram().snapshot();
+        for queue in 0..2 {
+            driver.guest.publish(queue);
+        }
+        if round >= 3 {
+            driver.guest.stop().unwrap();
+        } else {
+            let used = |d: &Driver| {
+                (0..2)
+                    .map(|q| d.guest.ring(q).in_flight() as u16)
+                    .collect::<Vec<_>>()
+                    == (0..2)
+                        .map(|q| {
+                            let ring = d.guest.ring(q);
+                            ring.used_idx_in_memory().wrapping_sub(
+                                ring.avail_idx_in_memory()
+                                    .wrapping_sub(ring.in_flight() as u16),
+                            )
+                        })
+                        .collect::<Vec<_>>()
+            };
+            daemon.until("all is answered", || used(&driver));
+            // Published is not logged: the mark may follow the index, but not a stop.
+            driver.guest.stop().unwrap();
+        }
+        let changed = driver.guest.ram().changed_pages(&before);
+        let own: BTreeSet<u64> = (0..2)
+            .map(|q| driver.guest.ring(q).layout().avail / 4096)
+            .collect();
+        let log = driver.guest.log().unwrap();
+        let device: Vec<u64> = changed.into_iter().filter(|p| !own.contains(p)).collect();
+        let missing: Vec<_> = device.iter().filter(|&&p| !log.is_dirty(p)).collect();
+        assert!(
+            missing.is_empty(),
+            "round {round}: pages {missing:x?} changed and not logged"
+        );
+        if round < 3 {
+            assert!(
+                device.len() > 64 + 3,
+                "hits were to be written: {}",
+                device.len()
+            );
+        }
+        // And it is a log, not a mark on everything: 5 answers, 136 pages, two used rings.
+        assert!(
+            log.dirty_pages() < 200,
+            "{} pages logged",
+            log.dirty_pages()
+        );
+        let done = driver.guest.poll_all().unwrap();
+        if round < 3 {
+            let hits = done[1]
+                .answer
+                .pages
+                .iter()
+                .filter(|a| a.result == wire::P_HIT)
+                .count();
+            assert_eq!((done.len(), hits), (5, 64));
+        }
+        driver.guest.start().unwrap();
+        driver.guest.drain(TIMEOUT).unwrap();
+        driver.guest.hang_up().unwrap();
+    }
+}

@@ -1,0 +1,363 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Guests that lie: every odd request has the specified answer or stops its queue, does nothing
+//! else, and troubles neither the other queues nor another VM.
+
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use common::{Daemon, TIMEOUT, every_queue_answers, guest, seed, work};
+use tmem_sim::fault::{self, Expect, Target};
+use tmem_sim::requests::REQ_BYTES;
+use tmem_sim::ring::{Desc, F_NEXT, F_WRITE};
+use tmem_sim::{Content, Driver, GuestConfig, Key, PutPage, Request};
+use virtio_tmem as wire;
+
+const VICTIM: u64 = 900;
+
+/// Puts the page that a fault must leave alone.
+fn put_victim(driver: &mut Driver) -> Target {
+    assert!(driver.put(VICTIM, 1, 2));
+    driver.settle().unwrap();
+    let pool = driver.pool();
+    let key = Key {
+        pool,
+        object: VICTIM,
+        index: 1,
+    };
+    let cookie = driver.index()[&key];
+    let queue = driver.queue_of(VICTIM, 1);
+    Target {
+        pool,
+        object: VICTIM,
+        index: 1,
+        cookie,
+        queue,
+    }
+}
+
+fn victim_is_there(driver: &mut Driver, fault: &str) {
+    let hits = driver.model.counts().hits;
+    assert!(driver.get(VICTIM, 1, 2));
+    driver.settle().unwrap();
+    assert_eq!(
+        driver.model.counts().hits,
+        hits + 1,
+        "{fault}: it moved a page"
+    );
+}
+
+/// Whether the queue answers an honest request.
+fn answered(daemon: &mut Daemon, driver: &mut Driver, queue: usize) -> Option<u8> {
+    let other = if queue == 1 { 2 } else { 1 };
+    let used = driver.guest.ring(queue).used_idx_in_memory();
+    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    driver.guest.submit(0, report);
+    let flush = Request::Flush {
+        pool: driver.pool(),
+        ranges: vec![tmem_sim::Range {
+            object: 77,
+            index: 0,
+            nr_pages: 1,
+        }],
+    };
+    // The others answer, several times: the stopped one had its time.
+    for round in 0..20 {
+        let quiet = driver.guest.ring(other).used_idx_in_memory();
+        assert!(driver.guest.submit(other, flush.clone()).is_some());
+        driver.guest.kick(queue);
+        let guest = &driver.guest;
+        daemon.until("another queue answers", || {
+            guest.ring(other).used_idx_in_memory() != quiet
+        });
+        while driver.guest.poll(other).unwrap().is_some() {}
+        if driver.guest.ring(queue).used_idx_in_memory() != used && round > 0 {
+            break;
+        }
+    }
+    (driver.guest.ring(queue).used_idx_in_memory() != used).then_some(0)
+}
+
+/// Every fault of the list, alone.
+#[test]
+fn every_fault_has_its_answer() {
+    let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
+    let config = GuestConfig {
+        ram: vec![
+            tmem_sim::RamRegion {
+                start: 0,
+                size_bytes: 8 << 20,
+            },
+            tmem_sim::RamRegion {
+                start: 1 << 32,
+                size_bytes: 8 << 20,
+            },
+        ],
+        ..guest("liar")
+    };
+    let mut driver = daemon.driver_with(config, Default::default());
+    let mut neighbour = daemon.driver("neighbour", 2);
+    let mut wrong = Vec::new();
+    for fault in fault::all() {
+        let target = put_victim(&mut driver);
+        let queue = fault.send(&mut driver.guest, target);
+        let statuses = match fault.expect {
+            Expect::Status(s) | Expect::Either(s) => s,
+            Expect::Stopped => &[],
+        };
+        let status = if let Expect::Status(_) = fault.expect {
+            match driver.guest.drain(TIMEOUT) {
+                Ok(done) => Some(done[0].answer.status),
+                Err(e) => {
+                    wrong.push(format!("{}: {e}", fault.name));
+                    None
+                }
+            }
+        } else {
+            answered(&mut daemon, &mut driver, queue).and_then(|_| {
+                let done = driver.guest.poll(queue).unwrap();
+                done.map(|d| d.answer.status)
+            })
+        };
+        let right = match status {
+            Some(status) => statuses.contains(&status),
+            None => !matches!(fault.expect, Expect::Status(_)),
+        };
+        if !right {
+            wrong.push(format!(
+                "{}: {status:?}, not {:?}",
+                fault.name, fault.expect
+            ));
+        }
+        neighbour.step().unwrap();
+        if status.is_some() && driver.guest.drain(TIMEOUT).is_ok() {
+            if status != Some(wire::S_OK) {
+                victim_is_there(&mut driver, &fault.name);
+            }
+            every_queue_answers(&mut driver);
+        }
+        // A reset revives a stopped queue.
+        if status.is_none() || status == Some(wire::S_OK) {
+            driver.reboot().unwrap();
+        }
+    }
+    daemon.expect_alive();
+    assert!(
+        wrong.is_empty(),
+        "{} faults:\n{}",
+        wrong.len(),
+        wrong.join("\n")
+    );
+    every_queue_answers(&mut driver);
+    work(&mut neighbour, 100);
+}
+
+/// Memory that changes while the daemon reads it: the daemon lives, neighbours see nothing, and a
+/// hit is always the page of the cookie that comes with it.
+#[test]
+fn requests_that_change_under_its_eyes() {
+    let seed = seed("requests_that_change_under_its_eyes");
+    let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
+    let mut liar = daemon.driver("liar", seed);
+    let mut neighbour = daemon.driver("neighbour", seed + 1);
+    let pool = liar.pool();
+    // Pages that say what their cookie is.
+    let content = |cookie: u64| Content::Noise(cookie);
+    let cookie = |index: u64| 1000 + index;
+    let refill = |liar: &mut Driver| {
+        for start in [0, 64, 128, 192] {
+            let pages = (start..start + 64)
+                .map(|index| PutPage {
+                    object: 1,
+                    index,
+                    cookie: cookie(index),
+                    flags: 0,
+                    page: content(cookie(index)).page(),
+                })
+                .collect();
+            liar.guest.submit(1, Request::Put { pool, pages }).unwrap();
+        }
+        liar.guest.drain(TIMEOUT).unwrap();
+    };
+    let mut hits = 0;
+    for round in 0..40 {
+        refill(&mut liar);
+        let get = Request::Get {
+            pool,
+            object: 1,
+            index: 10,
+            cookies: (10..74).map(cookie).collect(),
+        };
+        let generation = liar.guest.generation();
+        let token = liar.guest.add(1, get, generation).unwrap();
+        let (addr, bytes) = liar.guest.readable_of(token).unwrap();
+        let stop = Arc::new(AtomicBool::new(false));
+        let scribbler = {
+            let (ram, stop) = (liar.guest.ram().clone(), stop.clone());
+            let mut rng = fastrand::Rng::with_seed(seed + round);
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    // Another index and other cookies, most of them of pages that are there.
+                    ram.write(addr + REQ_BYTES as u64 + 8, &rng.u64(..256).to_le_bytes());
+                    let at = rng.u64(..64);
+                    let value = cookie(rng.u64(..256)).to_le_bytes();
+                    ram.write(addr + REQ_BYTES as u64 + 16 + 8 * at, &value);
+                    assert!(REQ_BYTES + 16 + 8 * 64 <= bytes);
+                }
+            })
+        };
+        liar.guest.publish(1);
+        let done = liar.guest.drain(TIMEOUT).unwrap();
+        stop.store(true, Ordering::Relaxed);
+        scribbler.join().unwrap();
+        for answer in &done[0].answer.pages {
+            if answer.result == wire::P_HIT {
+                hits += 1;
+                let page = answer.page.as_ref().unwrap();
+                assert!(
+                    **page == *content(answer.cookie).page(),
+                    "wrong bytes for a cookie"
+                );
+            }
+        }
+        neighbour.step().unwrap();
+    }
+    assert!(hits > 0);
+    work(&mut neighbour, 100);
+    neighbour.get_all().unwrap();
+}
+
+/// Scribbles over everything: rings, descriptors, requests.
+#[test]
+fn memory_that_is_noise() {
+    let seed = seed("memory_that_is_noise");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
+    let mut neighbour = daemon.driver("neighbour", seed + 1);
+    for round in 0..10 {
+        let mut liar = daemon.driver("liar", seed);
+        let layouts: Vec<_> = (0..liar.guest.num_queues())
+            .map(|q| liar.guest.ring(q).layout())
+            .collect();
+        let stop = Arc::new(AtomicBool::new(false));
+        let scribbler = {
+            let (ram, stop) = (liar.guest.ram().clone(), stop.clone());
+            let mut rng = fastrand::Rng::with_seed(seed + round);
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    let l = layouts[rng.usize(..layouts.len())];
+                    let (area, bytes) = match rng.u8(..10) {
+                        0 if round % 2 == 0 => (l.avail, 6 + 2 * u64::from(l.size)),
+                        1 if round % 2 == 0 => (l.used, 6 + 8 * u64::from(l.size)),
+                        2..=5 => (l.desc, 16 * u64::from(l.size)),
+                        _ => (0, 8 << 20),
+                    };
+                    let at = area + rng.u64(..bytes - 8);
+                    let noise = rng.u64(..) >> (8 * rng.u8(..8));
+                    ram.write(at, &noise.to_le_bytes());
+                }
+            })
+        };
+        for _ in 0..200 {
+            let (object, start) = (rng.u64(1..4), rng.u64(..200));
+            if rng.bool() {
+                liar.put(object, start, start + 30);
+            } else {
+                liar.get(object, start, start + 30);
+            }
+            // What it makes of the answers is its own trouble.
+            while let Ok(Some(_)) = liar.guest.poll(rng.usize(..3)) {}
+            neighbour.step().unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+        scribbler.join().unwrap();
+        liar.guest.hang_up().unwrap();
+    }
+    daemon.expect_alive();
+    work(&mut neighbour, 100);
+    neighbour.get_all().unwrap();
+}
+
+/// A guest that kicks, fills its rings round and round and never takes an answer.
+#[test]
+fn answers_that_nobody_takes() {
+    let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
+    let mut liar = daemon.driver("liar", 1);
+    let mut neighbour = daemon.driver("neighbour", 2);
+    let pool = liar.pool();
+    let page = |i: u64| PutPage {
+        object: 1,
+        index: i,
+        cookie: 5,
+        flags: 0,
+        page: Content::Text(i).page(),
+    };
+    let put = Request::Put {
+        pool,
+        pages: (0..8).map(page).collect(),
+    };
+    let encoded = put.encode(liar.guest.generation());
+    let placed = liar.guest.place(&encoded).unwrap();
+    // One chain by hand, made available over and over, up to the size of the ring at a time.
+    let parts: Vec<(u64, usize, bool)> = placed
+        .1
+        .readable
+        .iter()
+        .map(|&(a, n)| (a, n, false))
+        .chain(
+            placed
+                .1
+                .writable
+                .iter()
+                .filter(|w| w.1 > 0)
+                .map(|&(a, n)| (a, n, true)),
+        )
+        .collect();
+    for (i, &(addr, len, writable)) in parts.iter().enumerate() {
+        let next = if i + 1 < parts.len() { F_NEXT } else { 0 };
+        let flags = next | if writable { F_WRITE } else { 0 };
+        let desc = Desc {
+            addr,
+            len: len as u32,
+            flags,
+            next: i as u16 + 1,
+        };
+        liar.guest.ring_mut(1).write_desc(i as u16, desc);
+    }
+    for _ in 0..6 {
+        for _ in 0..128 {
+            liar.guest.ring_mut(1).add_raw(0, vec![], 0);
+        }
+        liar.guest.publish(1);
+        for _ in 0..1000 {
+            liar.guest.kick(1);
+            liar.guest.kick(2);
+        }
+        work(&mut neighbour, 20);
+        let guest = &liar.guest;
+        daemon.until("the ring is through", || {
+            guest.ring(1).used_idx_in_memory() == guest.ring(1).avail_idx_in_memory()
+        });
+    }
+    // Its other queue is served meanwhile, and its pages are there.
+    let get = Request::Get {
+        pool,
+        object: 1,
+        index: 0,
+        cookies: vec![5; 8],
+    };
+    let before = liar.guest.ring(2).used_idx_in_memory();
+    let token = liar.guest.submit(2, get).unwrap();
+    let guest = &liar.guest;
+    daemon.until("the other queue answers", || {
+        guest.ring(2).used_idx_in_memory() != before
+    });
+    let done = liar.guest.poll(2).unwrap().unwrap();
+    assert_eq!(done.token, token);
+    for (i, answer) in done.answer.pages.iter().enumerate() {
+        assert_eq!(answer.result, wire::P_HIT);
+        assert!(**answer.page.as_ref().unwrap() == *Content::Text(i as u64).page());
+    }
+    work(&mut neighbour, 100);
+}

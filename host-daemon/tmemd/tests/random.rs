@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Several guests at once, at random, each with its oracle: no wrong byte, nothing of a neighbour,
+//! nothing of an older generation, whatever QEMU does in between.
+
+mod common;
+
+use common::{Daemon, every_queue_answers, guest, seed, work};
+use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC};
+use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
+
+/// What happens to a machine between two requests.
+fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
+    match rng.u8(..6) {
+        0 => {
+            // Pause and continue, with requests in flight: the cache stays.
+            driver.guest.stop().unwrap();
+            driver.collect().unwrap();
+            driver.guest.start().unwrap();
+            let before = driver.model.generation();
+            driver.new_generation().unwrap();
+            assert_eq!(
+                driver.model.generation(),
+                before,
+                "a pause keeps the generation"
+            );
+        }
+        1 => driver.reboot().unwrap(),
+        2 => {
+            driver.hang_up().unwrap();
+            let name = driver.guest.name().to_string();
+            daemon.connect(driver, &name);
+        }
+        3 => driver.guest.set_mem_table().unwrap(),
+        4 => driver.create_pool().unwrap(),
+        _ => {
+            driver.get_all().unwrap();
+        }
+    }
+}
+
+fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<Driver> {
+    let vms = [
+        ("a", Some("team")),
+        ("b", Some("team")),
+        ("c", None),
+        ("d", None),
+    ];
+    let mut daemon = Daemon::with_pool(&vms, pool_size);
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut drivers: Vec<Driver> = vms
+        .iter()
+        .enumerate()
+        .map(|(i, (name, _))| {
+            let cut = match i {
+                0 => Cut::Natural,
+                1 => Cut::Whole,
+                _ => Cut::Random {
+                    seed: rng.u64(..),
+                    max: 40,
+                },
+            };
+            let mut config = GuestConfig {
+                cut,
+                mem_slots: i == 1,
+                ..guest(name)
+            };
+            if i == 2 {
+                config.features &= !(F_INDIRECT_DESC | F_EVENT_IDX);
+            }
+            let seed = rng.u64(1..1 << 20);
+            daemon.driver_with(
+                config,
+                DriverConfig {
+                    seed,
+                    ..DriverConfig::default()
+                },
+            )
+        })
+        .collect();
+    for _ in 0..steps {
+        let driver = &mut drivers[rng.usize(..vms.len())];
+        if rng.u16(..400) == 0 {
+            event(&mut daemon, driver, &mut rng);
+        } else {
+            driver.step().unwrap();
+        }
+    }
+    for driver in &mut drivers {
+        driver.settle().unwrap();
+        driver.get_all().unwrap();
+        every_queue_answers(driver);
+    }
+    daemon.expect_alive();
+    drivers
+}
+
+/// Thousands of requests of four guests; what the pool has room for comes back.
+#[test]
+fn a_crowd_in_a_roomy_pool() {
+    let drivers = crowd(seed("a_crowd_in_a_roomy_pool"), "512MiB", 12_000);
+    for driver in drivers {
+        let counts = driver.model.counts();
+        println!(
+            "{}: {} requests, {counts:?}",
+            driver.guest.name(),
+            driver.requests()
+        );
+        // A cache that always misses would never be wrong. Losses: flushes that cross a put on
+        // another queue, and drains that ran out of time.
+        assert!(counts.hits > 500, "{counts:?}");
+        assert!(counts.lost * 20 < counts.hits, "{counts:?}");
+    }
+}
+
+/// The same where pages are pushed out all the time.
+#[test]
+fn a_crowd_in_a_tight_pool() {
+    let drivers = crowd(seed("a_crowd_in_a_tight_pool"), "2MiB", 8_000);
+    let lost: u64 = drivers
+        .iter()
+        .map(|d| d.model.counts().lost + d.model.counts().refused)
+        .sum();
+    let hits: u64 = drivers.iter().map(|d| d.model.counts().hits).sum();
+    assert!(lost > 0, "the pool was not tight");
+    assert!(hits > 0);
+}
+
+/// Full batches through the largest rings and the smallest.
+#[test]
+fn batches_and_rings_of_every_size() {
+    let seed = seed("batches_and_rings_of_every_size");
+    let mut daemon = Daemon::start(&[("a", None)]);
+    for (queue_size, request_queues, features_off) in [
+        (1024, 1, F_EVENT_IDX),
+        (256, 4, 0),
+        (8, 3, 0),
+        (128, 1, F_INDIRECT_DESC),
+    ] {
+        let mut config = GuestConfig {
+            queue_size,
+            request_queues,
+            ram: vec![RamRegion {
+                start: 0,
+                size_bytes: 16 << 20,
+            }],
+            ..guest("a")
+        };
+        config.features &= !features_off;
+        let work_config = DriverConfig {
+            seed,
+            batch_max: 64,
+            ..DriverConfig::default()
+        };
+        let mut driver = daemon.driver_with(config, work_config);
+        work(&mut driver, 400);
+        driver.get_all().unwrap();
+        assert!(driver.model.counts().hits > 0);
+        driver.hang_up().unwrap();
+    }
+}

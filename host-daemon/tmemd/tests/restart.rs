@@ -1,0 +1,210 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The daemon dies at any moment and another takes its place: what was in flight is replayed from
+//! the last used element and answered STALE, and nothing old comes back.
+
+mod common;
+
+use common::{Daemon, seed, work};
+use tmem_sim::{Driver, Key, Request};
+use virtio_tmem as wire;
+
+/// kill -9 with requests in flight, again and again.
+#[test]
+fn killed_with_requests_in_flight() {
+    let seed = seed("killed_with_requests_in_flight");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
+    let mut drivers = [daemon.driver("a", seed), daemon.driver("b", seed + 1)];
+    let mut replayed = 0;
+    for round in 0..12 {
+        for _ in 0..rng.usize(50..300) {
+            drivers[rng.usize(..2)].step().unwrap();
+        }
+        for driver in &mut drivers {
+            // In the rings when it dies, whether taken or not.
+            driver.put(round + 1, 0, 64);
+            driver.get(round + 1, 0, 64);
+            driver.put(round + 1, 256, 300);
+        }
+        daemon.kill();
+        for driver in &mut drivers {
+            driver.lose_backend().unwrap();
+            replayed += driver.guest.in_flight();
+        }
+        daemon.spawn();
+        for (driver, name) in drivers.iter_mut().zip(["a", "b"]) {
+            let old: Vec<(Key, u64)> = driver.index().iter().map(|(k, c)| (*k, *c)).collect();
+            let stale = driver.model.counts().stale;
+            let in_flight = driver.guest.in_flight() as u64;
+            daemon.connect(driver, name);
+            assert_eq!(
+                driver.model.counts().stale - stale,
+                in_flight,
+                "each replayed, each STALE"
+            );
+            ask_for_old(driver, &old);
+        }
+    }
+    assert!(replayed > 0, "no kill met a request in flight");
+    for driver in &mut drivers {
+        work(driver, 200);
+        assert!(driver.get_all().unwrap() > 0);
+    }
+}
+
+/// Asks the new device for what the old one held: the oracle allows only misses.
+fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
+    let pool = driver.pool();
+    for (key, cookie) in old.iter().take(50) {
+        let get = Request::Get {
+            pool,
+            object: key.object,
+            index: key.index,
+            cookies: vec![*cookie],
+        };
+        let queue = driver.queue_of(key.object, key.index);
+        while !driver.send(queue, get.clone(), vec![]) {
+            driver.settle().unwrap();
+        }
+    }
+    driver.settle().unwrap();
+}
+
+/// A connection that ends and one that begins: nothing is kept, and the generation is no counter.
+#[test]
+fn a_connection_starts_empty() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let mut generations = vec![driver.model.generation()];
+    for i in 0..10 {
+        driver.put(1, 0, 32);
+        driver.settle().unwrap();
+        let old: Vec<(Key, u64)> = driver.index().iter().map(|(k, c)| (*k, *c)).collect();
+        assert!(old.len() >= 32);
+        if i % 2 == 0 {
+            driver.hang_up().unwrap();
+            daemon.connect(&mut driver, "a");
+        } else {
+            driver.reboot().unwrap();
+        }
+        // The same pool id as before, to be sure that it is the pages that are gone.
+        let pool = old[0].0.pool;
+        let misses = driver.model.counts().misses;
+        driver.send(0, Request::PoolCreate { pool, flags: 0 }, vec![]);
+        driver.settle().unwrap();
+        for (key, cookie) in &old {
+            let Key {
+                pool,
+                object,
+                index,
+            } = *key;
+            let get = Request::Get {
+                pool,
+                object,
+                index,
+                cookies: vec![*cookie],
+            };
+            while !driver.send(driver.queue_of(object, index), get.clone(), vec![]) {
+                driver.settle().unwrap();
+            }
+        }
+        driver.settle().unwrap();
+        assert_eq!(driver.model.counts().misses - misses, old.len() as u64);
+        generations.push(driver.model.generation());
+    }
+    for (i, a) in generations.iter().enumerate() {
+        for b in &generations[i + 1..] {
+            assert!(
+                a.abs_diff(*b) > 1 << 32,
+                "generations {a:#x} and {b:#x} are too close"
+            );
+        }
+    }
+}
+
+/// Whatever else than the generation a request carries is STALE and changes nothing.
+#[test]
+fn another_generation_touches_nothing() {
+    let seed = seed("another_generation_touches_nothing");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", seed);
+    let old = driver.guest.generation();
+    driver.reboot().unwrap();
+    let now = driver.guest.generation();
+    driver.put(1, 0, 16);
+    driver.settle().unwrap();
+    let pool = driver.pool();
+    let (key, cookie) = driver.index().iter().next().map(|(k, c)| (*k, *c)).unwrap();
+    let range = tmem_sim::Range {
+        object: 1,
+        index: 0,
+        nr_pages: wire::TO_END,
+    };
+    let page = tmem_sim::PutPage {
+        object: key.object,
+        index: key.index,
+        cookie: cookie + 1000,
+        flags: 0,
+        page: Box::new([7; 4096]),
+    };
+    let requests = [
+        Request::Put {
+            pool,
+            pages: vec![page],
+        },
+        Request::Get {
+            pool,
+            object: 1,
+            index: key.index,
+            cookies: vec![cookie],
+        },
+        Request::Flush {
+            pool,
+            ranges: vec![range],
+        },
+        Request::PoolDestroy { pool },
+        Request::PoolCreate {
+            pool: pool + 1,
+            flags: 0,
+        },
+    ];
+    for wrong in [
+        0,
+        old,
+        1,
+        u64::MAX,
+        now ^ 1,
+        now ^ (1 << 63),
+        now + 1,
+        rng.u64(..),
+    ] {
+        for request in &requests {
+            let queue = if request.is_control() {
+                0
+            } else {
+                driver.queue_of(1, key.index)
+            };
+            driver.guest.add(queue, request.clone(), wrong).unwrap();
+            driver.guest.publish(queue);
+            let done = driver.guest.drain(common::TIMEOUT).unwrap();
+            let answer = &done[0].answer;
+            assert_eq!(
+                answer.status,
+                wire::S_STALE,
+                "{request:?} of generation {wrong:#x}"
+            );
+            assert!(answer.pages.is_empty());
+        }
+    }
+    // All sixteen are still there, under the pool that was to be destroyed.
+    assert_eq!(driver.get_all().unwrap(), 16);
+    // And the pool that was to be created is not.
+    let get = Request::Get {
+        pool: pool + 1,
+        object: 1,
+        index: 0,
+        cookies: vec![1],
+    };
+    assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
+}

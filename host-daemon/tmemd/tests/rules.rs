@@ -1,0 +1,419 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The rules of SPEC.md one by one, each where nothing else could hide its absence.
+
+mod common;
+
+use common::{Daemon, TIMEOUT, every_queue_answers, guest, work};
+use tmem_sim::{Content, Driver, GuestConfig, GuestError, Key, PutPage, Range, Request};
+use virtio_tmem as wire;
+
+fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: Content) {
+    let pool = driver.pool();
+    let page = PutPage {
+        object,
+        index,
+        cookie,
+        flags: 0,
+        page: content.page(),
+    };
+    let queue = driver.queue_of(object, index);
+    assert!(driver.send(
+        queue,
+        Request::Put {
+            pool,
+            pages: vec![page]
+        },
+        vec![content]
+    ));
+    driver.settle().unwrap();
+    assert_eq!(
+        driver.model.cookie(Key {
+            pool,
+            object,
+            index
+        }),
+        Some(cookie),
+        "stored"
+    );
+}
+
+/// One page by cookie; true for a hit, whose bytes the oracle has compared.
+fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
+    let hits = driver.model.counts().hits;
+    let queue = driver.queue_of(object, index);
+    let get = Request::Get {
+        pool,
+        object,
+        index,
+        cookies: vec![cookie],
+    };
+    assert!(driver.send(queue, get, vec![]));
+    driver.settle().unwrap();
+    driver.model.counts().hits > hits
+}
+
+/// The configuration is within the limits, and no feature is offered that must not be.
+#[test]
+fn configuration_and_features() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let driver = daemon.driver("a", 1);
+    let config = driver.guest.device().unwrap();
+    assert_eq!(config.page_size as usize, wire::PAGE_SIZE);
+    assert_eq!(usize::from(config.batch_max), wire::BATCH_MAX);
+    assert_eq!(config.pools_max as usize, wire::POOLS_MAX);
+    assert!((1..=wire::REQUEST_QUEUES_MAX).contains(&usize::from(config.num_request_queues)));
+    assert_eq!(config.reserved, [0; 3]);
+    assert_ne!(config.generation, 0);
+    let offered = driver.guest.offered_features();
+    for bit in [
+        wire::F_PERSISTENT,
+        wire::F_SHARED,
+        wire::F_RETAIN,
+        wire::F_EVENTS,
+        33,
+        34,
+    ] {
+        assert_eq!(offered & (1 << bit), 0, "feature bit {bit} is offered");
+    }
+    for bit in [26, 28, 29, 30, 32] {
+        assert_ne!(offered & (1 << bit), 0, "feature bit {bit} is not offered");
+    }
+}
+
+/// A cookie is stored and compared in all its 64 bits.
+#[test]
+fn every_bit_of_a_cookie_counts() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let pool = driver.pool();
+    let cookie = 0x0123_4567_89ab_cdef;
+    for bit in 0..64 {
+        put_one(&mut driver, 1, 1, cookie, Content::Noise(bit));
+        assert!(
+            !get_one(&mut driver, pool, 1, 1, cookie ^ (1 << bit)),
+            "bit {bit}"
+        );
+        put_one(&mut driver, 1, 1, cookie ^ (1 << bit), Content::Text(bit));
+        assert!(!get_one(&mut driver, pool, 1, 1, cookie), "bit {bit}");
+    }
+    for cookie in [1, u64::MAX, 1 << 63, 1 << 32] {
+        put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
+        assert!(!get_one(&mut driver, pool, 1, 1, 0), "cookie 0 is nobody's");
+        put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
+        assert!(get_one(&mut driver, pool, 1, 1, cookie));
+        assert!(
+            !get_one(&mut driver, pool, 1, 1, cookie),
+            "a hit removes the page"
+        );
+    }
+}
+
+/// Every bit of pool, object and index names another page.
+#[test]
+fn every_bit_of_a_key_counts() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let pool = driver.pool();
+    put_one(&mut driver, 1 << 20, 1 << 20, 9, Content::Noise(1));
+    for bit in 0..64 {
+        assert!(!get_one(
+            &mut driver,
+            pool,
+            (1 << 20) ^ (1 << bit) | 1,
+            1 << 20,
+            9
+        ));
+    }
+    for bit in 0..wire::INDEX_BITS {
+        assert!(!get_one(
+            &mut driver,
+            pool,
+            1 << 20,
+            (1 << 20) ^ (1 << bit),
+            9
+        ));
+    }
+    driver.create_pool().unwrap();
+    assert!(!get_one(&mut driver, pool + 1, 1 << 20, 1 << 20, 9));
+    assert!(get_one(&mut driver, pool, 1 << 20, 1 << 20, 9));
+    // The ends of the range.
+    let last = (1 << wire::INDEX_BITS) - 1;
+    let pool = driver.pool();
+    put_one(&mut driver, u64::MAX, last, u64::MAX, Content::Noise(2));
+    assert!(get_one(&mut driver, pool, u64::MAX, last, u64::MAX));
+}
+
+/// If a key occurs twice in a put, the later one counts.
+#[test]
+fn the_last_put_counts() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let pool = driver.pool();
+    let contents: Vec<Content> = (0..64).map(Content::Noise).collect();
+    let page = |i: u64| PutPage {
+        object: 1,
+        index: i % 8,
+        cookie: 100 + i,
+        flags: 0,
+        page: contents[i as usize].page(),
+    };
+    let pages = (0..64).map(page).collect();
+    let queue = driver.queue_of(1, 0);
+    assert!(driver.send(queue, Request::Put { pool, pages }, contents.clone()));
+    driver.settle().unwrap();
+    for i in 0..8 {
+        assert!(!get_one(&mut driver, pool, 1, i, 100 + i), "an earlier one");
+    }
+    let pages = (0..64).map(page).collect();
+    assert!(driver.send(queue, Request::Put { pool, pages }, contents));
+    for i in 0..8 {
+        assert!(
+            get_one(&mut driver, pool, 1, i, 100 + 56 + i),
+            "the last one"
+        );
+    }
+}
+
+/// Slow and quick requests of one queue are answered in the order in which they were made: the
+/// ring of the fake guest refuses any other.
+#[test]
+fn answers_come_in_order() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let config = GuestConfig {
+        request_queues: 1,
+        slots: 28,
+        ..guest("a")
+    };
+    let mut driver = daemon.driver_with(config, Default::default());
+    let pool = driver.pool();
+    let page = |i: u64| PutPage {
+        object: 1,
+        index: i,
+        cookie: 1 + i,
+        flags: 0,
+        page: Content::Noise(i).page(),
+    };
+    let put = Request::Put {
+        pool,
+        pages: (0..64).map(page).collect(),
+    };
+    let get = Request::Get {
+        pool,
+        object: 1,
+        index: 0,
+        cookies: (1..=64).collect(),
+    };
+    let quick = Request::Get {
+        pool: 99,
+        object: 1,
+        index: 0,
+        cookies: vec![1],
+    };
+    let flush = Request::Flush {
+        pool,
+        ranges: vec![Range {
+            object: 2,
+            index: 0,
+            nr_pages: wire::TO_END,
+        }],
+    };
+    let generation = driver.guest.generation();
+    for _ in 0..20 {
+        let mut tokens = Vec::new();
+        for i in 0..28 {
+            let request = [&put, &quick, &get, &flush][i % 4].clone();
+            tokens.push(driver.guest.add(1, request, generation).unwrap());
+        }
+        driver.guest.publish(1);
+        let done = driver.guest.drain(TIMEOUT).unwrap();
+        assert_eq!(done.iter().map(|d| d.token).collect::<Vec<_>>(), tokens);
+        // And acted on in that order: each get follows a put of the same pages.
+        for d in done.iter().skip(2).step_by(4) {
+            assert!(d.answer.pages.iter().all(|a| a.result == wire::P_HIT));
+        }
+    }
+}
+
+/// Flushes drop what they name and nothing else.
+#[test]
+fn flushes_drop_what_they_name() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let pool = driver.pool();
+    let flush = |driver: &mut Driver, object, index, nr_pages| {
+        let queue = driver.queue_of(object, index);
+        let ranges = vec![Range {
+            object,
+            index,
+            nr_pages,
+        }];
+        assert!(driver.send(queue, Request::Flush { pool, ranges }, vec![]));
+        driver.settle().unwrap();
+    };
+    let cases = [
+        (10, 1, 10..11),
+        (10, 5, 10..15),
+        (0, 12, 0..12),
+        (20, wire::TO_END, 20..32),
+    ];
+    for (index, nr_pages, dropped) in cases {
+        for object in [1, 2] {
+            for i in 0..32 {
+                put_one(
+                    &mut driver,
+                    object,
+                    i,
+                    500 + i,
+                    Content::Text(object * 100 + i),
+                );
+            }
+        }
+        flush(&mut driver, 1, index, nr_pages);
+        for i in 0..32 {
+            assert_eq!(
+                get_one(&mut driver, pool, 1, i, 500 + i),
+                !dropped.contains(&i),
+                "{i}"
+            );
+            assert!(get_one(&mut driver, pool, 2, i, 500 + i), "another object");
+        }
+    }
+    let end = 1 << wire::INDEX_BITS;
+    put_one(&mut driver, 3, end - 1, 5, Content::Noise(3));
+    flush(&mut driver, 3, 1, end - 1);
+    assert!(!get_one(&mut driver, pool, 3, end - 1, 5));
+}
+
+/// 256 pools and not one more; ids are the driver's; a destroyed pool is empty.
+#[test]
+fn pools_and_their_limit() {
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let mut other = daemon.driver("b", 2);
+    let create = |driver: &mut Driver, pool: u32| {
+        assert!(driver.send(0, Request::PoolCreate { pool, flags: 0 }, vec![]));
+        driver.settle().unwrap();
+        driver.model.pools().contains(&pool)
+    };
+    // The oracle knows which status is due at each step.
+    assert!(create(&mut driver, u32::MAX));
+    for i in 0..254 {
+        assert!(create(&mut driver, 1000 + i * 7919));
+    }
+    assert_eq!(driver.model.pools().len(), wire::POOLS_MAX);
+    assert!(!create(&mut driver, 5), "LIMIT");
+    create(&mut driver, u32::MAX);
+    assert!(create(&mut other, 5), "another VM has pools of its own");
+    put_one(&mut driver, 1, 1, 7, Content::Noise(7));
+    let pool = driver.pool();
+    assert!(driver.send(0, Request::PoolDestroy { pool }, vec![]));
+    driver.settle().unwrap();
+    assert!(!get_one(&mut driver, pool, 1, 1, 7), "NO_POOL");
+    assert!(create(&mut driver, 5), "room again");
+    driver.send(0, Request::PoolDestroy { pool: 5 }, vec![]);
+    driver.settle().unwrap();
+    assert!(create(&mut driver, pool));
+    assert!(!get_one(&mut driver, pool, 1, 1, 7), "a pool begins empty");
+    every_queue_answers(&mut driver);
+}
+
+/// Two VMs of one trust domain and equal ids, cookies and contents: neither reaches the other's.
+#[test]
+fn nothing_of_a_neighbour() {
+    let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
+    let mut a = daemon.driver("a", 1);
+    let mut b = daemon.driver("b", 1);
+    let pool = a.pool();
+    assert_eq!(pool, b.pool());
+    for i in 0..32 {
+        put_one(&mut a, 1, i, 50 + i, Content::Text(i));
+        assert!(!get_one(&mut b, pool, 1, i, 50 + i), "a neighbour's page");
+        put_one(&mut b, 1, i, 50 + i, Content::Text(i));
+    }
+    // A neighbour's generation is as good as any wrong one.
+    let get = Request::Get {
+        pool,
+        object: 1,
+        index: 0,
+        cookies: vec![50],
+    };
+    let generation = a.guest.generation();
+    assert_ne!(generation, b.guest.generation());
+    b.guest.add(1, get, generation).unwrap();
+    b.guest.publish(1);
+    assert_eq!(
+        b.guest.drain(TIMEOUT).unwrap()[0].answer.status,
+        wire::S_STALE
+    );
+    // What one drops, destroys or resets is its own.
+    let ranges = vec![Range {
+        object: 1,
+        index: 0,
+        nr_pages: wire::TO_END,
+    }];
+    let queue = b.queue_of(1, 0);
+    b.send(queue, Request::Flush { pool, ranges }, vec![]);
+    b.settle().unwrap();
+    b.send(0, Request::PoolDestroy { pool }, vec![]);
+    b.settle().unwrap();
+    b.reboot().unwrap();
+    for i in 0..32 {
+        assert!(
+            get_one(&mut a, pool, 1, i, 50 + i),
+            "page {i} went with a neighbour's"
+        );
+    }
+    // A pool that only the neighbour has does not exist.
+    a.create_pool().unwrap();
+    let pool = a.pool();
+    put_one(&mut a, 1, 1, 3, Content::Noise(3));
+    assert!(!b.model.pools().contains(&pool));
+    assert!(!get_one(&mut b, pool, 1, 1, 3), "NO_POOL, says the oracle");
+}
+
+/// One live connection per socket.
+#[test]
+fn a_second_connection_is_refused() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut first = daemon.driver("a", 1);
+    for i in 0..5 {
+        let mut second = Driver::new(guest("a"), Default::default()).unwrap();
+        let error = second.guest.connect(&daemon.socket("a"));
+        assert!(
+            matches!(error, Err(GuestError::Message { .. })),
+            "attempt {i}: {error:?}"
+        );
+        work(&mut first, 30);
+    }
+    first.get_all().unwrap();
+    first.hang_up().unwrap();
+    let mut next = daemon.driver("a", 2);
+    work(&mut next, 30);
+}
+
+/// Memory that another process could cut off under the daemon is refused.
+#[test]
+fn unsealed_memory_is_refused() {
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut neighbour = daemon.driver("b", 2);
+    for mem_slots in [false, true] {
+        let config = GuestConfig {
+            sealed: false,
+            mem_slots,
+            ..guest("a")
+        };
+        let mut driver = Driver::new(config, Default::default()).unwrap();
+        let socket = daemon.socket("a");
+        let unsealed = &mut driver.guest;
+        daemon.until("the socket is free", || unsealed.connect(&socket).is_ok());
+        let error = driver.guest.start();
+        assert!(
+            matches!(error, Err(GuestError::Message { .. })),
+            "{error:?}"
+        );
+        driver.guest.disconnect();
+        work(&mut neighbour, 20);
+    }
+    let mut sealed = daemon.driver("a", 1);
+    work(&mut sealed, 20);
+}
