@@ -116,7 +116,12 @@ class Process:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def _is_the_program(self) -> bool:
-        return not self.alive() or Path(f"/proc/{self.pid}/comm").read_text() != "setpriv\n"
+        # At first it still shows our own command line, then setpriv's.
+        if not self.alive():
+            return True
+        shown = Path(f"/proc/{self.pid}/cmdline").read_bytes()
+        ours = Path("/proc/self/cmdline").read_bytes()
+        return bool(shown) and shown != ours and not shown.startswith(b"setpriv\0")
 
     def _state(self) -> str:
         stat = Path(f"/proc/{self.pid}/stat").read_text()
