@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * User-space properties of core/check.h: the content check and what an index entry packs.
+ *
+ * Seeded: prints the seed, takes one as its argument.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef uint64_t u64;
+typedef uint32_t u32;
+typedef uint8_t u8;
+
+#define READ_ONCE(x) (*(const volatile __typeof__(x) *)&(x))
+
+#include "../core/check.h"
+
+#define PAGE_BYTES	4096
+#define ROUNDS		2000
+#define QUEUES_MAX	16
+
+static u64 rng_state;
+
+/* splitmix64 (Steele, Lea, Flood 2014) */
+static u64 rng(void)
+{
+	u64 z = rng_state += 0x9e3779b97f4a7c15ULL;
+
+	z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ULL;
+	z = (z ^ z >> 27) * 0x94d049bb133111ebULL;
+	return z ^ z >> 31;
+}
+
+static void fill(void *to, size_t bytes)
+{
+	u64 *word = to;
+
+	for (size_t i = 0; i < bytes / sizeof(*word); i++)
+		word[i] = rng();
+}
+
+static int failures;
+
+static void expect(int good, const char *what)
+{
+	if (good)
+		return;
+	fprintf(stderr, "FAILED: %s\n", what);
+	failures++;
+}
+
+/* The formula of the header, word by word. */
+static u32 reference(const struct tmem_check_keys *keys, const void *page)
+{
+	const u8 *byte = page;
+	u64 sum = keys->key[0];
+	u32 word[2];
+
+	for (int i = 0; i < PAGE_BYTES / 8; i++) {
+		memcpy(word, byte + 8 * i, 8);
+		sum += (keys->key[1 + 2 * i] + word[0]) * (keys->key[2 + 2 * i] + word[1]);
+	}
+	return sum >> 40;
+}
+
+static void test_check(void)
+{
+	static u64 page[PAGE_BYTES / 8], copy[PAGE_BYTES / 8 + 2], other[PAGE_BYTES / 8];
+	static struct tmem_check_keys keys;
+	unsigned int same_flip = 0, same_swap = 0, same_random = 0, same_zero = 0;
+
+	for (int round = 0; round < ROUNDS; round++) {
+		unsigned int bit = rng() % (PAGE_BYTES * 8), a, b;
+		u32 check;
+		u64 guard = rng();
+
+		fill(&keys, sizeof(keys));
+		fill(page, sizeof(page));
+		if (round % 4 == 0)	/* mostly zero, as files are */
+			memset(page, 0, PAGE_BYTES - 8 * (rng() % 8));
+		copy[0] = copy[PAGE_BYTES / 8 + 1] = guard;
+		check = tmem_check_copy(&keys, copy + 1, page);
+		expect(!memcmp(copy + 1, page, PAGE_BYTES), "the copy is the page");
+		expect(copy[0] == guard && copy[PAGE_BYTES / 8 + 1] == guard, "no byte beyond");
+		expect(check == tmem_check_page(&keys, page), "copying and checking agree");
+		expect(check == reference(&keys, page), "the check is the formula");
+		expect(check < 1U << TMEM_CHECK_BITS, "the check fits");
+
+		memcpy(other, page, PAGE_BYTES);
+		((u8 *)other)[bit / 8] ^= 1 << bit % 8;
+		same_flip += tmem_check_page(&keys, other) == check;
+
+		memcpy(other, page, PAGE_BYTES);
+		a = rng() % (PAGE_BYTES / 8);
+		b = (a + 1 + rng() % (PAGE_BYTES / 8 - 1)) % (PAGE_BYTES / 8);
+		other[a] = page[b];
+		other[b] = page[a];
+		same_swap += page[a] != page[b] && tmem_check_page(&keys, other) == check;
+
+		fill(other, sizeof(other));
+		same_random += tmem_check_page(&keys, other) == check;
+		memset(other, 0, sizeof(other));
+		same_zero += !!memcmp(page, other, PAGE_BYTES) &&
+			     tmem_check_page(&keys, other) == check;
+	}
+	/* Each is 2^-24 a round: two of one kind would be seen once in 10^8 runs. */
+	expect(same_flip < 2, "another bit gives another check");
+	expect(same_swap < 2, "other places give another check");
+	expect(same_random < 2, "another page gives another check");
+	expect(same_zero < 2, "a zero page gives another check");
+}
+
+static void test_entry(void)
+{
+	for (int round = 0; round < ROUNDS; round++) {
+		unsigned int queues = 1 + rng() % QUEUES_MAX, queue = rng() % queues;
+		u64 seq = rng() % ((TMEM_SEQ_MASK - queue) / queues + 1);
+		u32 check = rng() & ((1U << TMEM_CHECK_BITS) - 1);
+		u64 offset = tmem_cookie_offset(seq, queues, queue);
+		u64 entry = tmem_entry(offset, check);
+
+		expect(offset <= TMEM_SEQ_MASK, "the offset fits");
+		expect(tmem_entry_offset(entry) == offset, "the offset comes back");
+		expect(tmem_entry_check(entry) == check, "the check comes back");
+		expect(tmem_cookie_seq(offset, queues) == seq, "the sequence number comes back");
+		expect(offset % queues == queue, "the queue comes back");
+		expect(tmem_cookie_offset(seq + 1, queues, queue) > offset, "cookies grow");
+	}
+	expect(tmem_entry_offset(tmem_entry(TMEM_SEQ_MASK, 0)) == TMEM_SEQ_MASK, "largest offset");
+	expect(TMEM_SEQ_BITS + TMEM_CHECK_BITS == 64, "an entry is full");
+}
+
+int main(int argc, char **argv)
+{
+	rng_state = argc > 1 ? strtoull(argv[1], NULL, 0) : (u64)time(NULL);
+	printf("check_test: seed %llu\n", (unsigned long long)rng_state);
+	test_check();
+	test_entry();
+	printf("check_test: %s\n", failures ? "FAILED" : "ok");
+	return !!failures;
+}
