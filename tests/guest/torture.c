@@ -243,13 +243,18 @@ static void start_crew(const struct options *opt, struct shared *shared, struct 
 	}
 }
 
-static void between_rounds(const struct options *opt, struct shared *shared)
+static void between_rounds(const struct options *opt, struct shared *shared, struct crew *crew)
 {
 	struct timespec pause = { 0, 1000000 };
 
 	__atomic_store_n(&shared->evictor_pause, 1, __ATOMIC_SEQ_CST);
-	while (opt->evictor && !__atomic_load_n(&shared->evictor_paused, __ATOMIC_SEQ_CST))
+	while (opt->evictor && !__atomic_load_n(&shared->evictor_paused, __ATOMIC_SEQ_CST)) {
+		if (waitpid(crew->evictor, NULL, WNOHANG) == crew->evictor) {
+			printf("TORTURE ERROR: the evictor has died\n");
+			exit(2);
+		}
 		nanosleep(&pause, NULL);
+	}
 	unmount_and_mount(opt);
 	__atomic_store_n(&shared->evictor_pause, 0, __ATOMIC_SEQ_CST);
 }
@@ -285,11 +290,15 @@ static int model_run(const struct options *opt, struct shared *shared)
 	start_crew(opt, shared, &crew);
 	for (unsigned int round = 0; round < opt->rounds && !result; round++) {
 		if (round)
-			between_rounds(opt, shared);
+			between_rounds(opt, shared, &crew);
 		for (unsigned int i = 0; i < opt->jobs; i++)
 			if (write(crew.order[i], "", 1) != 1)
 				result = 2;
 		result = result ? result : wait_round(opt, shared, &crew, start_ns);
+	}
+	if (crew.evictor > 0) {	/* first: it holds the pipes open, too */
+		kill(crew.evictor, SIGKILL);
+		waitpid(crew.evictor, NULL, 0);
 	}
 	for (unsigned int i = 0; i < opt->jobs; i++) {
 		if (result && crew.worker[i] > 0)
@@ -297,10 +306,6 @@ static int model_run(const struct options *opt, struct shared *shared)
 		close(crew.order[i]);
 		if (crew.worker[i] > 0)
 			waitpid(crew.worker[i], NULL, 0);
-	}
-	if (crew.evictor > 0) {
-		kill(crew.evictor, SIGKILL);
-		waitpid(crew.evictor, NULL, 0);
 	}
 	if (!result)
 		verdict(opt, shared, start_ns);

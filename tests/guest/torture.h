@@ -50,6 +50,7 @@ struct file {
 /* Shared by all processes of a run. */
 struct shared {
 	uint32_t report_lock;		/* the first failure talks, the others wait to be ended */
+	uint32_t pressure_lock;
 	uint32_t evictor_pause, evictor_paused;
 	uint64_t ops[JOBS_MAX];
 	uint64_t reads[JOBS_MAX], bytes_checked[JOBS_MAX];
@@ -128,7 +129,7 @@ size_t resident_pages(int fd, size_t size);
 /* torture_env.c */
 void drop_caches(int what);
 void evict(struct worker *w, int what);
-void pressure(struct rng *rng);
+void pressure(struct shared *shared, struct rng *rng);
 bool memcg_init(void);
 bool memcg_reclaim(uint64_t bytes);
 void swap_toggle(struct worker *w);

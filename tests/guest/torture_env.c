@@ -6,13 +6,16 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/mount.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/swap.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -94,28 +97,49 @@ static unsigned long meminfo_kib(const char *field)
 	return value;
 }
 
-/* Takes free memory and a part of what can be reclaimed, touches it, gives it back. */
-void pressure(struct rng *rng)
+static size_t pressure_bytes(unsigned int percent)
 {
-	unsigned int percent = 20 + rng_below(rng, 70);
 	unsigned long free_kib = meminfo_kib("MemFree"), available_kib = meminfo_kib("MemAvailable");
-	unsigned long kib;
-	size_t bytes;
-	uint8_t *p;
+	unsigned long kib = free_kib;
 
 	if (available_kib < PRESSURE_SPARE_KIB + free_kib / 2)
-		return;
-	kib = free_kib + (available_kib > free_kib ? (available_kib - free_kib) * percent / 100 : 0);
+		return 0;
+	if (available_kib > free_kib)
+		kib += (available_kib - free_kib) * percent / 100;
 	if (kib > available_kib - PRESSURE_SPARE_KIB)
 		kib = available_kib - PRESSURE_SPARE_KIB;
-	bytes = kib << 10;
-	p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
-		 -1, 0);
-	if (p == MAP_FAILED)
+	return kib << 10;
+}
+
+/*
+ * Takes free memory and a part of what can be reclaimed, touches it, gives it back; one
+ * process at a time. A child does it, so that an out-of-memory kill takes nobody else.
+ */
+void pressure(struct shared *shared, struct rng *rng)
+{
+	unsigned int percent = 20 + rng_below(rng, 70);
+	size_t bytes;
+	pid_t child;
+	uint8_t *p;
+
+	if (__atomic_exchange_n(&shared->pressure_lock, 1, __ATOMIC_ACQUIRE))
 		return;
-	for (size_t i = 0; i < bytes; i += PAGE)
-		p[i] = 1;
-	munmap(p, bytes);
+	bytes = pressure_bytes(percent);
+	child = bytes ? fork() : -1;
+	if (!child) {
+		prctl(PR_SET_PDEATHSIG, SIGKILL);
+		write_text("/proc/self/oom_score_adj", "1000");
+		p = mmap(NULL, bytes, PROT_READ | PROT_WRITE,
+			 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+		if (p == MAP_FAILED)
+			_exit(0);
+		for (size_t i = 0; i < bytes; i += PAGE)
+			p[i] = 1;
+		_exit(0);
+	}
+	if (child > 0)
+		waitpid(child, NULL, 0);
+	__atomic_store_n(&shared->pressure_lock, 0, __ATOMIC_RELEASE);
 }
 
 /*
@@ -295,20 +319,20 @@ void evictor_run(const struct options *opt, struct shared *shared)
 			nanosleep(&pause, NULL);
 			continue;
 		}
-		switch (rng_below(&rng, 40)) {
+		switch (rng_below(&rng, 400)) {
 		case 0:
-			pressure(&rng);
+			pressure(shared, &rng);
 			break;
-		case 1 ... 2:
+		case 1 ... 20:
 			drop_caches(3);
 			break;
-		case 3 ... 10:
+		case 21 ... 100:
 			drop_caches(1);
 			break;
-		case 11 ... 16:
+		case 101 ... 160:
 			advise_random_file(opt, &rng);
 			break;
-		case 17:
+		case 161 ... 170:
 			sync();
 			break;
 		default:

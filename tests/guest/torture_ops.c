@@ -448,7 +448,7 @@ static bool op_reclaim(struct worker *w, struct file *f)
 static bool op_pressure(struct worker *w, struct file *f)
 {
 	record(w, f, 0, 0, NULL);
-	pressure(&w->rng);
+	pressure(w->shared, &w->rng);
 	return true;
 }
 
