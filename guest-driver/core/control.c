@@ -4,8 +4,8 @@
  * ordered workqueue.
  *
  * Going online follows the device's generation: whenever it is another one than that in use, all
- * that is believed to be held is forgotten, in time that does not depend on how much it is, before a
- * request can carry the new one. Nothing here is waited for by readers or by reclaim.
+ * that is believed to be held is forgotten, in time that does not depend on how much it is, before
+ * a request can carry the new one. Nothing here is waited for by readers or by reclaim.
  */
 #include <linux/slab.h>
 #include <linux/utsname.h>

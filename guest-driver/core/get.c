@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Gets: ask the host for pages whose index entries are taken out, and wait no longer than a deadline.
+ * Gets: ask the host for pages whose index entries are taken out, and wait until a deadline.
  *
  * The device only ever writes to bounce pages, which belong to it until it answers or is reset:
  * a request that nobody waits for any more keeps its pages, so that a late answer cannot land in
@@ -415,8 +415,8 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
  * @pages: destinations, locked by the caller and not uptodate
  * @want: bitmap of @nr bits: the pages to get; on return those that were got
  *
- * Context: process, may sleep up to the deadline in all. A destination that was not got has unspecified
- * content.
+ * Context: process, may sleep up to the deadline in all. A destination that was not got has
+ * unspecified content.
  *
  * Return: number of hits.
  */

@@ -16,10 +16,10 @@
  *    caller's look at the page cache, which saw it removed: a contradiction. So it finds the entry.
  *  - Put and bypass: the mark is set and the object detached in one section; a put that comes later
  *    sees the mark in its own.
- *  - Put and forgetting everything (tmem_pools_forget() sets the ids of all pools to 0): entries hang
- *    from objects that carry the id of their pool, ids are never reused, and a put reads the id under
- *    the lock, so an entry that was made before is unreachable afterwards; the sweep comes later
- *    than the ids' change and visits each bucket under its lock, so it frees all of them.
+ *  - Put and forgetting everything (tmem_pools_forget() sets the ids of all pools to 0): entries
+ *    hang from objects that carry the id of their pool, ids are never reused, and a put reads the
+ *    id under the lock, so an entry that was made before is unreachable afterwards; the sweep comes
+ *    later than the ids' change and visits each bucket under its lock, so it frees all of them.
  *  - Put answered REFUSED and a later put of the same page: erased only if the cookie is the same.
  *
  * Never waits, never fails to erase, and allocates only without waiting.
@@ -28,10 +28,8 @@
 #include <linux/mm.h>
 #include <linux/slab.h>
 
-#include "core.h"
+#include "leaf.h"
 
-#define LEAF_SHIFT		6
-#define LEAF_PAGES		(1 << LEAF_SHIFT)
 /* Leaves handled before the lock is dropped: some 10 us with interrupts off. */
 #define LEAVES_PER_LOCK		32
 /* One bucket for so many bytes of index: with small files one or two objects in each. */
@@ -41,86 +39,20 @@
 /* Bypassed inodes a pool; above, the pool takes no puts. */
 #define BYPASSED_MAX		4096
 
-/*
- * The page is being freed while we run, mostly by reclaim: take the memory from the caches, with
- * some access to reserves (a hundred times as much is being freed) but not to those of the reclaimer.
- */
-#define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
-
-struct leaf {
-	u64 present;		/* bit i: page i of the leaf has an entry */
-	u8 class;
-	u8 referenced;		/* stored to since the evictor last came by */
-	u64 entry[];		/* of the set bits, in their order */
-};
-
-struct object {
-	struct hlist_node node;
-	u64 ino;
-	u64 id;
-	u32 igen;
-	u32 pool;
-	unsigned long nr_pages;
-	struct xarray leaves;
-};
-
 struct bucket {
 	spinlock_t lock;	/* guards everything below, see above */
 	struct hlist_head objects;
 };
 
-static const u8 leaf_capacity[] = { 6, 14, 30, 64 };
-static const char *const leaf_name[] = {
-	"tmem_leaf_6", "tmem_leaf_14", "tmem_leaf_30", "tmem_leaf_64"
-};
-static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
 static struct kmem_cache *object_cache;
 
 static struct bucket *buckets;
 static unsigned int bucket_bits;
-static long index_limit_bytes;
-static atomic_long_t index_bytes;
-static atomic_long_t index_pages;
 static atomic64_t last_object_id;
 static unsigned int evict_hand;
 
 static void evict_work_fn(struct work_struct *work);
 static DECLARE_WORK(evict_work, evict_work_fn);
-
-/* --- memory -------------------------------------------------------------------------------- */
-
-static size_t leaf_bytes(unsigned int class)
-{
-	return sizeof(struct leaf) + leaf_capacity[class] * sizeof(u64);
-}
-
-/* The limit is approached from below by all CPUs at once, and may be passed by one leaf each. */
-static bool charge(long bytes)
-{
-	if (atomic_long_read(&index_bytes) + bytes > READ_ONCE(index_limit_bytes))
-		return false;
-	atomic_long_add(bytes, &index_bytes);
-	return true;
-}
-
-static void uncharge(long bytes)
-{
-	atomic_long_sub(bytes, &index_bytes);
-}
-
-/* An XArray node serves 64 neighbours: charged with the first of them, given back with the last. */
-static bool alone_in_node(struct xarray *xa, unsigned long index)
-{
-	unsigned long first = index & ~(XA_CHUNK_SIZE - 1UL);
-
-	return !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
-}
-
-static void leaf_free(struct leaf *leaf)
-{
-	uncharge(leaf_bytes(leaf->class));
-	kmem_cache_free(leaf_cache[leaf->class], leaf);
-}
 
 /* --- buckets and objects ------------------------------------------------------------------- */
 
@@ -163,19 +95,8 @@ static void unlink_object(struct object *object, struct hlist_head *freed)
 
 static void free_object(struct object *object)
 {
-	unsigned long i, node = ULONG_MAX;
-	long bytes = sizeof(*object);
-	struct leaf *leaf;
-
-	xa_for_each(&object->leaves, i, leaf) {
-		if (i >> XA_CHUNK_SHIFT != node) {
-			node = i >> XA_CHUNK_SHIFT;
-			bytes += sizeof(struct xa_node);
-		}
-		leaf_free(leaf);
-	}
-	xa_destroy(&object->leaves);
-	uncharge(bytes);
+	tmem_leaf_free_all(object);
+	tmem_uncharge(sizeof(*object));
 	kmem_cache_free(object_cache, object);
 }
 
@@ -208,7 +129,7 @@ static void detach(u32 bucket, struct object *object, enum tmem_inval why)
 	struct tmem_where where = { object->id, object->pool, bucket };
 
 	lockdep_assert_held(&buckets[bucket].lock);
-	atomic_long_sub(object->nr_pages, &index_pages);
+	atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
 	tmem_count_inval(why, object->nr_pages);
 	tmem_ring_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
@@ -221,7 +142,7 @@ static void detach(u32 bucket, struct object *object, enum tmem_inval why)
 static void free_empty(struct object *object)
 {
 	hlist_del(&object->node);
-	uncharge(sizeof(*object));
+	tmem_uncharge(sizeof(*object));
 	kmem_cache_free(object_cache, object);
 }
 
@@ -229,11 +150,11 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 {
 	struct object *object;
 
-	if (!charge(sizeof(*object)))
+	if (!tmem_charge(sizeof(*object)))
 		return ERR_PTR(-ENOSPC);
 	object = kmem_cache_alloc(object_cache, GFP_INDEX);
 	if (!object) {
-		uncharge(sizeof(*object));
+		tmem_uncharge(sizeof(*object));
 		return ERR_PTR(-ENOMEM);
 	}
 	object->ino = key->ino;
@@ -244,115 +165,6 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 	xa_init(&object->leaves);
 	hlist_add_head(&object->node, &bucket->objects);
 	return object;
-}
-
-/* --- leaves -------------------------------------------------------------------------------- */
-
-static unsigned int rank(const struct leaf *leaf, unsigned int bit)
-{
-	return hweight64(leaf->present & (BIT_ULL(bit) - 1));
-}
-
-static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned int class,
-			     const struct leaf *old)
-{
-	long node = old || !alone_in_node(&object->leaves, nr) ? 0 : sizeof(struct xa_node);
-	long bytes = leaf_bytes(class) + node;
-	struct leaf *leaf;
-
-	if (!charge(bytes))
-		return ERR_PTR(-ENOSPC);
-	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
-	if (!leaf)
-		goto nomem;
-	leaf->present = 0;
-	if (old)
-		memcpy(leaf, old, leaf_bytes(old->class));
-	leaf->class = class;
-	if (xa_is_err(xa_store(&object->leaves, nr, leaf, GFP_INDEX))) {
-		kmem_cache_free(leaf_cache[class], leaf);
-		goto nomem;
-	}
-	return leaf;
-nomem:
-	uncharge(bytes);
-	return ERR_PTR(-ENOMEM);
-}
-
-/* Takes the leaf out; the caller frees it. */
-static void remove_leaf(struct object *object, unsigned long nr)
-{
-	xa_erase(&object->leaves, nr);
-	if (alone_in_node(&object->leaves, nr))
-		uncharge(sizeof(struct xa_node));
-}
-
-static int leaf_store(struct object *object, u64 index, u64 entry)
-{
-	unsigned int bit = index & (LEAF_PAGES - 1), nr, at;
-	struct leaf *leaf, *old;
-
-	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
-	if (!leaf) {
-		leaf = new_leaf(object, index >> LEAF_SHIFT, 0, NULL);
-		if (IS_ERR(leaf))
-			return PTR_ERR(leaf);
-	}
-	leaf->referenced = 1;
-	at = rank(leaf, bit);
-	if (leaf->present & BIT_ULL(bit)) {
-		leaf->entry[at] = entry;
-		return 0;
-	}
-	nr = hweight64(leaf->present);
-	if (nr == leaf_capacity[leaf->class]) {
-		old = leaf;
-		leaf = new_leaf(object, index >> LEAF_SHIFT, old->class + 1, old);
-		if (IS_ERR(leaf))
-			return PTR_ERR(leaf);
-		leaf_free(old);
-	}
-	memmove(&leaf->entry[at + 1], &leaf->entry[at], (nr - at) * sizeof(u64));
-	leaf->entry[at] = entry;
-	leaf->present |= BIT_ULL(bit);
-	object->nr_pages++;
-	atomic_long_inc(&index_pages);
-	return 0;
-}
-
-/* Erases the pages of @mask; frees the leaf when it is empty. Returns how many there were. */
-static unsigned int leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask)
-{
-	unsigned int erased = hweight64(leaf->present & mask);
-	unsigned int from = 0, to = 0, bit;
-	u64 present = leaf->present;
-
-	if (!erased)
-		return 0;
-	object->nr_pages -= erased;
-	atomic_long_sub(erased, &index_pages);
-	if (!(present & ~mask)) {
-		remove_leaf(object, nr);
-		leaf_free(leaf);
-		return erased;
-	}
-	for (; present; present &= present - 1, from++) {
-		bit = __ffs64(present);
-		if (!(mask & BIT_ULL(bit)))
-			leaf->entry[to++] = leaf->entry[from];
-	}
-	leaf->present &= ~mask;
-	return erased;
-}
-
-/* Bits of leaf @nr that lie within first .. last. */
-static u64 leaf_mask(unsigned long nr, u64 first, u64 last)
-{
-	u64 start = (u64)nr << LEAF_SHIFT;
-	unsigned int low = first > start ? first - start : 0;
-	unsigned int high = min_t(u64, last - start, LEAF_PAGES - 1);
-
-	return GENMASK_ULL(high, low);
 }
 
 /* --- operations ---------------------------------------------------------------------------- */
@@ -406,10 +218,10 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		}
 	}
 	if (object && !err)
-		err = leaf_store(object, index, entry);
+		err = tmem_leaf_store(object, index, entry);
 	if (err && object) {
 		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
-		if (leaf && leaf_erase(object, index >> LEAF_SHIFT, leaf,
+		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
 				       BIT_ULL(index & (LEAF_PAGES - 1))))
 			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
 		if (!object->nr_pages)
@@ -464,7 +276,7 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 	for_each_set_bit(i, want, nr) {
 		if (!(leaf->present & BIT_ULL(base + i)))
 			continue;
-		entry[i] = leaf->entry[rank(leaf, base + i)];
+		entry[i] = leaf->entry[leaf_rank(leaf, base + i)];
 		mask |= BIT_ULL(base + i);
 	}
 	if (!mask)
@@ -472,7 +284,7 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 	where->object = object->id;
 	where->pool = object->pool;
 	where->bucket = bucket_nr;
-	taken = leaf_erase(object, index >> LEAF_SHIFT, leaf, mask);
+	taken = tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask);
 	if (!object->nr_pages)
 		free_empty(object);
 unlock:
@@ -501,8 +313,8 @@ void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 			continue;
 		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
 		if (leaf && leaf->present & BIT_ULL(bit) &&
-		    tmem_entry_offset(leaf->entry[rank(leaf, bit)]) == offset) {
-			leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
+		    tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset) {
+			tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
 			if (!object->nr_pages)
 				free_empty(object);
@@ -520,8 +332,8 @@ void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
  * @last: last page number, included
  * @why: for the counters
  *
- * Context: any but NMI. The lock is dropped every 32 leaves; entries that were there at the call are
- * gone at the return.
+ * Context: any but NMI. The lock is dropped every 32 leaves; entries that were there at the call
+ * are gone at the return.
  */
 void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
 		     enum tmem_inval why)
@@ -550,7 +362,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 		while (leaf) {
 			where.object = object->id;
 			where.pool = object->pool;
-			erased += leaf_erase(object, i, leaf, leaf_mask(i, first, last));
+			erased += tmem_leaf_erase(object, i, leaf, leaf_mask(i, first, last));
 			if (!budget--)
 				break;
 			leaf = xa_find_after(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT);
@@ -607,7 +419,7 @@ void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_lock_irqsave(&buckets[nr].lock, flags);
 	xa_lock(&pool->bypass);
 	if (!xa_load(&pool->bypass, ino) && !pool->bypass_all) {
-		bool alone = alone_in_node(&pool->bypass, ino);
+		bool alone = tmem_alone_in_node(&pool->bypass, ino);
 
 		if (pool->nr_bypassed >= BYPASSED_MAX ||
 		    xa_is_err(__xa_store(&pool->bypass, ino, xa_mk_value(1), GFP_INDEX))) {
@@ -615,7 +427,7 @@ void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 		} else {
 			pool->nr_bypassed++;
 			if (alone)
-				atomic_long_add(sizeof(struct xa_node), &index_bytes);
+				atomic_long_add(sizeof(struct xa_node), &tmem_index_used_bytes);
 		}
 	}
 	xa_unlock(&pool->bypass);
@@ -653,8 +465,8 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino)
 	xa_lock(&pool->bypass);
 	if (__xa_erase(&pool->bypass, ino)) {
 		pool->nr_bypassed--;
-		if (alone_in_node(&pool->bypass, ino))
-			uncharge(sizeof(struct xa_node));
+		if (tmem_alone_in_node(&pool->bypass, ino))
+			tmem_uncharge(sizeof(struct xa_node));
 	}
 	xa_unlock(&pool->bypass);
 	spin_unlock_irqrestore(&buckets[nr].lock, flags);
@@ -673,7 +485,7 @@ void tmem_index_bypass_free(struct tmem_pool *pool)
 		if (i >> XA_CHUNK_SHIFT == node)
 			continue;
 		node = i >> XA_CHUNK_SHIFT;
-		uncharge(sizeof(struct xa_node));
+		tmem_uncharge(sizeof(struct xa_node));
 	}
 	xa_destroy(&pool->bypass);
 }
@@ -739,7 +551,7 @@ static void sweep(u32 id, enum tmem_inval why)
 		hlist_for_each_entry_safe(object, next, &buckets[i].objects, node) {
 			if (id ? object->pool != id : tmem_pool_live(object->pool))
 				continue;
-			atomic_long_sub(object->nr_pages, &index_pages);
+			atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
 			tmem_count_inval(why, object->nr_pages);
 			unlink_object(object, &freed);
 		}
@@ -796,7 +608,7 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 			if (leaf->referenced)
 				leaf->referenced = 0;
 			else
-				evicted += leaf_erase(object, *nr, leaf, ~0ULL);
+				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
 			if (!budget--) {
 				(*nr)++;	/* or the next step would find it unreferenced */
 				more = true;
@@ -821,11 +633,11 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 static void evict_work_fn(struct work_struct *work)
 {
 	unsigned long visits = 2UL << bucket_bits;
-	long low = READ_ONCE(index_limit_bytes) / 8 * 7;
+	long low = READ_ONCE(tmem_index_limit_bytes) / 8 * 7;
 	unsigned long nr;
 	u64 at;
 
-	for (; visits && atomic_long_read(&index_bytes) > low; visits--) {
+	for (; visits && atomic_long_read(&tmem_index_used_bytes) > low; visits--) {
 		at = U64_MAX;
 		nr = 0;
 		while (evict_step(&buckets[evict_hand], &at, &nr))
@@ -843,7 +655,7 @@ static void evict_work_fn(struct work_struct *work)
  */
 void tmem_index_reserve(long bytes)
 {
-	WRITE_ONCE(index_limit_bytes, index_limit_bytes - bytes);
+	WRITE_ONCE(tmem_index_limit_bytes, tmem_index_limit_bytes - bytes);
 }
 
 /**
@@ -853,7 +665,7 @@ void tmem_index_reserve(long bytes)
  */
 long tmem_index_bytes(void)
 {
-	return atomic_long_read(&index_bytes);
+	return atomic_long_read(&tmem_index_used_bytes);
 }
 
 /**
@@ -863,7 +675,7 @@ long tmem_index_bytes(void)
  */
 long tmem_index_pages(void)
 {
-	return atomic_long_read(&index_pages);
+	return atomic_long_read(&tmem_index_nr_pages);
 }
 
 /**
@@ -875,20 +687,17 @@ int tmem_index_init(void)
 {
 	unsigned long nr, i;
 
-	index_limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
+	tmem_index_limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
 			    TMEM_BUDGET_FLOOR_BYTES;
-	nr = clamp_t(unsigned long, index_limit_bytes / BYTES_PER_BUCKET, BUCKETS_MIN, BUCKETS_MAX);
+	nr = clamp_t(unsigned long, tmem_index_limit_bytes / BYTES_PER_BUCKET, BUCKETS_MIN, BUCKETS_MAX);
 	bucket_bits = ilog2(nr);
 	nr = 1UL << bucket_bits;
 
 	object_cache = kmem_cache_create("tmem_object", sizeof(struct object), 0, 0, NULL);
 	if (!object_cache)
 		return -ENOMEM;
-	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
-		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0, 0, NULL);
-		if (!leaf_cache[i])
-			goto nomem;
-	}
+	if (tmem_leaf_init())
+		goto nomem_leaf;
 	buckets = kvmalloc_array(nr, sizeof(*buckets), GFP_KERNEL);
 	if (!buckets)
 		goto nomem;
@@ -896,11 +705,11 @@ int tmem_index_init(void)
 		spin_lock_init(&buckets[i].lock);
 		INIT_HLIST_HEAD(&buckets[i].objects);
 	}
-	atomic_long_set(&index_bytes, nr * sizeof(*buckets));
+	atomic_long_set(&tmem_index_used_bytes, nr * sizeof(*buckets));
 	return 0;
 nomem:
-	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++)
-		kmem_cache_destroy(leaf_cache[i]);
+	tmem_leaf_exit();
+nomem_leaf:
 	kmem_cache_destroy(object_cache);
 	return -ENOMEM;
 }
@@ -910,13 +719,10 @@ nomem:
  */
 void tmem_index_exit(void)
 {
-	unsigned long i;
-
 	cancel_work_sync(&evict_work);
 	tmem_index_sweep();
 	flush_work(&free_detached);
-	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++)
-		kmem_cache_destroy(leaf_cache[i]);
+	tmem_leaf_exit();
 	kmem_cache_destroy(object_cache);
 	kvfree(buckets);
 }

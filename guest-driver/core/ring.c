@@ -3,8 +3,8 @@
  * The put ring of a request queue, and the thread that feeds the virtqueues from it.
  *
  * A put happens under the page cache's lock with interrupts off, so it only copies: into a
- * preallocated slot, whose place follows from the cookie. The slot is the page's home until the host
- * has answered, and its data stay valid until the slot is reserved again, so that a get of a
+ * preallocated slot, whose place follows from the cookie. The slot is the page's home until the
+ * host has answered, and its data stay valid until the slot is reserved again, so that a get of a
  * page that was evicted a moment ago needs no host.
  *
  * A slot's life: reserved (FILLING, cookie 0), copied, entered into the index, READY with its

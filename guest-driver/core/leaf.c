@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Leaves of the index: the entries of 64 neighbouring pages in the least memory.
+ *
+ * A leaf packs its entries, in the order of their pages, in 6, 14, 30 or 64 places and moves to
+ * the next size when it is full: most files are small, and all memory together is bounded. Every
+ * byte is charged before it is allocated, XArray nodes included.
+ */
+#include <linux/mm.h>
+#include <linux/slab.h>
+
+#include "leaf.h"
+
+static const u8 leaf_capacity[] = { 6, 14, 30, 64 };
+static const char *const leaf_name[] = {
+	"tmem_leaf_6", "tmem_leaf_14", "tmem_leaf_30", "tmem_leaf_64"
+};
+static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
+
+/* What the index may use, and uses. */
+long tmem_index_limit_bytes;
+atomic_long_t tmem_index_used_bytes;
+atomic_long_t tmem_index_nr_pages;
+
+static size_t leaf_bytes(unsigned int class)
+{
+	return sizeof(struct leaf) + leaf_capacity[class] * sizeof(u64);
+}
+
+/**
+ * tmem_charge() - count memory of the index before it is allocated
+ * @bytes: how much
+ *
+ * The limit is approached from below by all CPUs at once, and may be passed by one leaf each.
+ *
+ * Return: false if the index is full.
+ */
+bool tmem_charge(long bytes)
+{
+	if (atomic_long_read(&tmem_index_used_bytes) + bytes > READ_ONCE(tmem_index_limit_bytes))
+		return false;
+	atomic_long_add(bytes, &tmem_index_used_bytes);
+	return true;
+}
+
+/**
+ * tmem_uncharge() - count memory of the index that was freed
+ * @bytes: how much
+ */
+void tmem_uncharge(long bytes)
+{
+	atomic_long_sub(bytes, &tmem_index_used_bytes);
+}
+
+/**
+ * tmem_alone_in_node() - would an entry have an XArray node of its own?
+ * @xa: the XArray
+ * @index: place of the entry, which is not there
+ *
+ * A node serves 64 neighbours: it is charged with the first of them and given back with the last.
+ *
+ * Return: true if none of the neighbours is there.
+ */
+bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
+{
+	unsigned long first = index & ~(XA_CHUNK_SIZE - 1UL);
+
+	return !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
+}
+
+static void leaf_free(struct leaf *leaf)
+{
+	tmem_uncharge(leaf_bytes(leaf->class));
+	kmem_cache_free(leaf_cache[leaf->class], leaf);
+}
+
+static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned int class,
+			     const struct leaf *old)
+{
+	long node = old || !tmem_alone_in_node(&object->leaves, nr) ? 0 : sizeof(struct xa_node);
+	long bytes = leaf_bytes(class) + node;
+	struct leaf *leaf;
+
+	if (!tmem_charge(bytes))
+		return ERR_PTR(-ENOSPC);
+	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
+	if (!leaf)
+		goto nomem;
+	leaf->present = 0;
+	if (old)
+		memcpy(leaf, old, leaf_bytes(old->class));
+	leaf->class = class;
+	if (xa_is_err(xa_store(&object->leaves, nr, leaf, GFP_INDEX))) {
+		kmem_cache_free(leaf_cache[class], leaf);
+		goto nomem;
+	}
+	return leaf;
+nomem:
+	tmem_uncharge(bytes);
+	return ERR_PTR(-ENOMEM);
+}
+
+/* Takes the leaf out; the caller frees it. */
+static void remove_leaf(struct object *object, unsigned long nr)
+{
+	xa_erase(&object->leaves, nr);
+	if (tmem_alone_in_node(&object->leaves, nr))
+		tmem_uncharge(sizeof(struct xa_node));
+}
+
+/**
+ * tmem_leaf_store() - enter a page
+ * @object: its object
+ * @index: page number
+ * @entry: what to enter, instead of what was there
+ *
+ * Return: 0; -ENOSPC if the index is full, or -ENOMEM: then what was there still is.
+ */
+int tmem_leaf_store(struct object *object, u64 index, u64 entry)
+{
+	unsigned int bit = index & (LEAF_PAGES - 1), nr, at;
+	struct leaf *leaf, *old;
+
+	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
+	if (!leaf) {
+		leaf = new_leaf(object, index >> LEAF_SHIFT, 0, NULL);
+		if (IS_ERR(leaf))
+			return PTR_ERR(leaf);
+	}
+	leaf->referenced = 1;
+	at = leaf_rank(leaf, bit);
+	if (leaf->present & BIT_ULL(bit)) {
+		leaf->entry[at] = entry;
+		return 0;
+	}
+	nr = hweight64(leaf->present);
+	if (nr == leaf_capacity[leaf->class]) {
+		old = leaf;
+		leaf = new_leaf(object, index >> LEAF_SHIFT, old->class + 1, old);
+		if (IS_ERR(leaf))
+			return PTR_ERR(leaf);
+		leaf_free(old);
+	}
+	memmove(&leaf->entry[at + 1], &leaf->entry[at], (nr - at) * sizeof(u64));
+	leaf->entry[at] = entry;
+	leaf->present |= BIT_ULL(bit);
+	object->nr_pages++;
+	atomic_long_inc(&tmem_index_nr_pages);
+	return 0;
+}
+
+/**
+ * tmem_leaf_erase() - erase pages of a leaf, which is freed when it is empty
+ * @object: its object
+ * @nr: number of the leaf
+ * @leaf: the leaf
+ * @mask: which pages
+ *
+ * Return: how many of them there were.
+ */
+unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask)
+{
+	unsigned int erased = hweight64(leaf->present & mask);
+	unsigned int from = 0, to = 0, bit;
+	u64 present = leaf->present;
+
+	if (!erased)
+		return 0;
+	object->nr_pages -= erased;
+	atomic_long_sub(erased, &tmem_index_nr_pages);
+	if (!(present & ~mask)) {
+		remove_leaf(object, nr);
+		leaf_free(leaf);
+		return erased;
+	}
+	for (; present; present &= present - 1, from++) {
+		bit = __ffs64(present);
+		if (!(mask & BIT_ULL(bit)))
+			leaf->entry[to++] = leaf->entry[from];
+	}
+	leaf->present &= ~mask;
+	return erased;
+}
+
+/**
+ * tmem_leaf_free_all() - free all leaves of an object
+ * @object: the object, which nobody can find any more
+ */
+void tmem_leaf_free_all(struct object *object)
+{
+	unsigned long i, node = ULONG_MAX;
+	struct leaf *leaf;
+
+	xa_for_each(&object->leaves, i, leaf) {
+		if (i >> XA_CHUNK_SHIFT != node) {
+			node = i >> XA_CHUNK_SHIFT;
+			tmem_uncharge(sizeof(struct xa_node));
+		}
+		leaf_free(leaf);
+	}
+	xa_destroy(&object->leaves);
+}
+
+/**
+ * tmem_leaf_init() - create the caches of leaves
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_leaf_init(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
+		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0, 0, NULL);
+		if (!leaf_cache[i]) {
+			tmem_leaf_exit();
+			return -ENOMEM;
+		}
+	}
+	return 0;
+}
+
+/**
+ * tmem_leaf_exit() - destroy them; all leaves were freed
+ */
+void tmem_leaf_exit(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
+		kmem_cache_destroy(leaf_cache[i]);
+		leaf_cache[i] = NULL;
+	}
+}
