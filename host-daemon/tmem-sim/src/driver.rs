@@ -214,6 +214,17 @@ impl Driver {
         Ok(())
     }
 
+    /// Hangs up with requests in flight, which stay in the rings, to be replayed.
+    ///
+    /// # Errors
+    /// As [`FakeGuest::hang_up`] and [`Self::collect`].
+    pub fn hang_up(&mut self) -> Result<(), DriverError> {
+        self.guest.hang_up()?;
+        self.collect()?;
+        self.guest.disconnect();
+        Ok(())
+    }
+
     /// Sends one request and remembers what its answer needs; false without room.
     pub fn send(&mut self, queue: usize, request: Request, contents: Vec<Content>) -> bool {
         match self.guest.submit(queue, request) {
@@ -320,6 +331,8 @@ impl Driver {
             97 => {
                 let mut report = Box::new([0; REPORT_BYTES]);
                 self.rng.fill(&mut *report);
+                let state = self.rng.u32(..=wire::R_POISONED);
+                report[4..8].copy_from_slice(&state.to_le_bytes());
                 self.send(wire::CONTROL_QUEUE, Request::Report(report), vec![])
             }
             98 => self.flush_object(object),

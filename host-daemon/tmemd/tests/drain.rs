@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 use common::{Daemon, TIMEOUT, guest, seed, work};
 use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
 use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
 use virtio_tmem as wire;
 
 /// Requests of every size on every queue, not waited for.
@@ -117,9 +118,7 @@ fn a_reset_lets_go() {
     for round in 0..16 {
         burst(&mut driver, &mut rng);
         if round % 2 == 0 {
-            driver.guest.frontend().unwrap();
-            vhost::vhost_user::VhostUserFrontend::reset_device(driver.guest.frontend().unwrap())
-                .unwrap();
+            driver.guest.frontend().unwrap().reset_device().unwrap();
             nothing_changes(&driver, &mut neighbour, "RESET_DEVICE");
             driver.collect().unwrap();
             driver.reboot().unwrap();
@@ -138,9 +137,16 @@ fn the_memory_table_changes_under_load() {
     let seed = seed("the_memory_table_changes_under_load");
     for mem_slots in [false, true] {
         let mut daemon = Daemon::start(&[("a", None)]);
+        let mut ram = guest("a").ram;
+        // Comes and goes with nothing in it.
+        ram.push(RamRegion {
+            start: 2 << 32,
+            size_bytes: 1 << 20,
+        });
         let mut driver = daemon.driver_with(
             GuestConfig {
                 mem_slots,
+                ram,
                 ..slots()
             },
             DriverConfig {
@@ -151,13 +157,14 @@ fn the_memory_table_changes_under_load() {
         );
         for round in 0..600 {
             driver.step().unwrap();
-            if round % 20 == 0 && !mem_slots {
-                driver.guest.set_mem_table().unwrap();
+            if round % 20 == 0 {
+                driver.guest.set_mem_table_of(2 + round / 20 % 2).unwrap();
             }
         }
         driver.settle().unwrap();
         driver.get_all().unwrap();
         let counts = driver.model.counts();
+        println!("{counts:?}");
         assert!(counts.hits > 100, "{counts:?}");
     }
 }

@@ -1,0 +1,268 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Chains that can be followed and have the wrong sizes.
+
+use super::*;
+
+/// Chains that can be followed and have the wrong sizes.
+pub(super) fn all() -> Vec<Fault> {
+    let mut out = Vec::new();
+    let requests: [(&str, Make); 6] = [
+        ("put", put),
+        ("get", get),
+        ("flush", flush),
+        ("create", create),
+        ("destroy", destroy),
+        ("report", report),
+    ];
+    for (name, make) in requests {
+        out.push(rebuilt(
+            format!("{name}: a readable byte too many"),
+            BAD,
+            make,
+            |_, p| {
+                let mut buffers = whole(p);
+                let at = buffers.iter().position(|b| b.writable).expect("an answer");
+                buffers.insert(
+                    at,
+                    Buffer {
+                        addr: p.table,
+                        len: 1,
+                        writable: false,
+                    },
+                );
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: a readable byte too few"),
+            BAD,
+            make,
+            |_, p| {
+                let mut buffers = whole(p);
+                let at = buffers
+                    .iter()
+                    .rposition(|b| !b.writable)
+                    .expect("a request");
+                buffers[at].len -= 1;
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: no readable byte"),
+            BAD,
+            make,
+            |_, p| whole(p).into_iter().filter(|b| b.writable).collect(),
+        ));
+        out.push(rebuilt(
+            format!("{name}: 23 readable bytes"),
+            BAD,
+            make,
+            |_, p| {
+                let addr = p.readable[0].0;
+                let mut buffers = vec![Buffer {
+                    addr,
+                    len: REQ_BYTES as u32 - 1,
+                    writable: false,
+                }];
+                buffers.extend(whole(p).into_iter().filter(|b| b.writable));
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: a writable byte too many"),
+            BAD,
+            make,
+            |_, p| {
+                let mut buffers = whole(p);
+                buffers.push(Buffer {
+                    addr: p.table,
+                    len: 1,
+                    writable: true,
+                });
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: no room for resp"),
+            Expect::Stopped,
+            make,
+            |_, p| {
+                let mut buffers: Vec<_> = whole(p).into_iter().filter(|b| !b.writable).collect();
+                let (addr, len) = (p.writable[0].0, RESP_BYTES as u32 - 1);
+                buffers.push(Buffer {
+                    addr,
+                    len,
+                    writable: true,
+                });
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: nothing writable"),
+            Expect::Stopped,
+            make,
+            |_, p| whole(p).into_iter().filter(|b| !b.writable).collect(),
+        ));
+        out.push(rebuilt(
+            format!("{name}: writable first"),
+            BAD_OR_STOPPED,
+            make,
+            |_, p| {
+                let mut buffers = whole(p);
+                buffers.rotate_right(p.writable.iter().filter(|w| w.1 > 0).count());
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: readable last"),
+            BAD_OR_STOPPED,
+            make,
+            |_, p| {
+                let mut buffers = whole(p);
+                buffers.push(Buffer {
+                    addr: p.table,
+                    len: 8,
+                    writable: false,
+                });
+                buffers
+            },
+        ));
+    }
+    for (name, make) in &requests[..2] {
+        out.push(rebuilt(
+            format!("{name}: a result byte too few"),
+            BAD,
+            *make,
+            |_, p| {
+                let mut buffers = whole(p);
+                buffers.last_mut().expect("an answer").len -= 1;
+                buffers
+            },
+        ));
+        out.push(rebuilt(
+            format!("{name}: only room for resp"),
+            BAD,
+            *make,
+            |_, p| {
+                let mut buffers: Vec<_> = whole(p).into_iter().filter(|b| !b.writable).collect();
+                let (addr, len) = (p.writable[0].0, RESP_BYTES as u32);
+                buffers.push(Buffer {
+                    addr,
+                    len,
+                    writable: true,
+                });
+                buffers
+            },
+        ));
+    }
+    out.push(rebuilt(
+        "put: page data writable",
+        BAD_OR_STOPPED,
+        put,
+        |_, p| {
+            let mut buffers = whole(p);
+            let data = buffers
+                .iter_mut()
+                .find(|b| b.len as usize == 2 * PAGE)
+                .expect("data");
+            data.writable = true;
+            buffers
+        },
+    ));
+    out.push(rebuilt(
+        "get: page data readable",
+        BAD_OR_STOPPED,
+        get,
+        |_, p| {
+            let mut buffers = whole(p);
+            buffers.last_mut().expect("data").writable = false;
+            buffers
+        },
+    ));
+    // 65 of each, of a shape that would be right if 65 were allowed.
+    out.push(batch_of_65("put of 65 pages", put, |g, p, pages| {
+        let head = Buffer {
+            addr: p.table,
+            len: (REQ_BYTES + 65 * PUT_PAGE_BYTES) as u32,
+            writable: false,
+        };
+        let (req, put_pages) = pages.split_at(REQ_BYTES);
+        g.ram().write(p.table, req);
+        for i in 0..65 {
+            let at = p.table + (REQ_BYTES + i * PUT_PAGE_BYTES) as u64;
+            g.ram().write(at, &put_pages[..PUT_PAGE_BYTES]);
+        }
+        let data = Buffer {
+            addr: p.readable[1].0,
+            len: 13 * PAGE as u32,
+            writable: false,
+        };
+        let answer = Buffer {
+            addr: p.writable[0].0,
+            len: (RESP_BYTES + 65) as u32,
+            writable: true,
+        };
+        [vec![head], vec![data; 5], vec![answer]].concat()
+    }));
+    out.push(batch_of_65("get of 65 pages", get, |g, p, meta| {
+        let readable = (REQ_BYTES + 16 + 65 * 8) as u32;
+        g.ram().write(p.table, &meta[..REQ_BYTES + 16]);
+        let head = Buffer {
+            addr: p.table,
+            len: readable,
+            writable: false,
+        };
+        let resp = Buffer {
+            addr: p.writable[0].0,
+            len: RESP_BYTES as u32,
+            writable: true,
+        };
+        let len = (65 * GET_PAGE_BYTES) as u32;
+        let results = Buffer {
+            addr: p.table + 2048,
+            len,
+            writable: true,
+        };
+        let data = Buffer {
+            addr: p.writable[1].0,
+            len: 13 * PAGE as u32,
+            writable: true,
+        };
+        [vec![head, resp, results], vec![data; 5]].concat()
+    }));
+    out.push(batch_of_65("flush of 65 ranges", flush, |g, p, meta| {
+        g.ram().write(p.table, &meta[..REQ_BYTES]);
+        for i in 0..65 {
+            let at = p.table + (REQ_BYTES + i * 24) as u64;
+            g.ram().write(at, &meta[REQ_BYTES..REQ_BYTES + 24]);
+        }
+        let len = (REQ_BYTES + 65 * 24) as u32;
+        let head = Buffer {
+            addr: p.table,
+            len,
+            writable: false,
+        };
+        let answer = Buffer {
+            addr: p.writable[0].0,
+            len: RESP_BYTES as u32,
+            writable: true,
+        };
+        vec![head, answer]
+    }));
+    out
+}
+
+/// A request whose count is 65 and whose chain agrees.
+fn batch_of_65(
+    name: &str,
+    make: Make,
+    build: fn(&mut FakeGuest, &Placed, &[u8]) -> Vec<Buffer>,
+) -> Fault {
+    rebuilt(name, BAD, make, move |g, p| {
+        let (addr, n) = p.readable[0];
+        let mut meta = vec![0; n];
+        g.ram().read(addr, &mut meta);
+        meta[COUNT..COUNT + 2].copy_from_slice(&65u16.to_le_bytes());
+        build(g, p, &meta)
+    })
+}

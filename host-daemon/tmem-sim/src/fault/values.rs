@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Well-formed chains with a wrong value in a field.
+
+use super::*;
+
+/// Well-formed chains with a wrong value in a field.
+pub(super) fn all() -> Vec<Fault> {
+    let mut out = Vec::new();
+    let requests: [(&str, Make); 6] = [
+        ("put", put),
+        ("get", get),
+        ("flush", flush),
+        ("create", create),
+        ("destroy", destroy),
+        ("report", report),
+    ];
+    for (name, make) in requests {
+        for unknown in [0u16, 4, 15, 19, u16::MAX] {
+            out.push(bent(
+                format!("{name} as type {unknown}"),
+                UNSUPPORTED,
+                make,
+                move |e| e.patch(TYPE, &unknown.to_le_bytes()),
+            ));
+        }
+        out.push(bent(
+            format!("{name} with req.reserved"),
+            REFUSED,
+            make,
+            |e| e.patch(RESERVED + 7, &[1]),
+        ));
+        for generation in [0, 1, u64::MAX] {
+            out.push(bent(
+                format!("{name} of generation {generation}"),
+                STALE,
+                make,
+                move |e| e.patch(GENERATION, &generation.to_le_bytes()),
+            ));
+        }
+        for flip in [0, 31, 32, 63] {
+            out.push(bent(
+                format!("{name}: generation bit {flip}"),
+                STALE,
+                make,
+                move |mut e| {
+                    e.meta[flip / 8] ^= 1 << (flip % 8);
+                    e
+                },
+            ));
+        }
+        let control = !matches!(name, "put" | "get" | "flush");
+        let count = if control { 0u16 } else { 2 };
+        for wrong in [0, 1, 3, 64, 65, u16::MAX]
+            .into_iter()
+            .filter(|&w| w != count)
+        {
+            out.push(bent(
+                format!("{name}: count {wrong}, not {count}"),
+                BAD,
+                make,
+                move |e| e.patch(COUNT, &wrong.to_le_bytes()),
+            ));
+        }
+        if name != "report" {
+            out.push(bent(
+                format!("{name} of pool 0"),
+                BAD_OR_NO_POOL,
+                make,
+                |e| e.patch(POOL, &[0; 4]),
+            ));
+        }
+        if !matches!(name, "report" | "create") {
+            out.push(bent(
+                format!("{name} of no live pool"),
+                NO_POOL,
+                make,
+                |e| e.patch(POOL, &u32::MAX.to_le_bytes()),
+            ));
+        }
+        let other = move |g: &mut FakeGuest, t: Target| {
+            let request = make(t);
+            let encoded = request.encode(g.generation());
+            let queue = if control {
+                t.queue
+            } else {
+                wire::CONTROL_QUEUE
+            };
+            send_encoded(g, queue, request, &encoded)
+        };
+        let name = format!("{name} on the wrong queue");
+        out.push(Fault {
+            name,
+            expect: REFUSED,
+            send: Box::new(other),
+        });
+    }
+    let second = BODY + PUT_PAGE_BYTES;
+    let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
+    let max = u64::MAX.to_le_bytes();
+    // In the second page or range: the first, which is right, must not be carried out either.
+    out.push(bent("put of object 0", BAD, put, move |e| {
+        e.patch(second, &[0; 8])
+    }));
+    out.push(bent("put of index 2^51", BAD, put, move |e| {
+        e.patch(second + 8, &index_end)
+    }));
+    out.push(bent("put of index 2^64 - 1", BAD, put, move |e| {
+        e.patch(second + 8, &max)
+    }));
+    out.push(bent("put of cookie 0", BAD, put, move |e| {
+        e.patch(second + 16, &[0; 8])
+    }));
+    out.push(bent("put with flag 2", REFUSED, put, move |e| {
+        e.patch(second + 24, &[2])
+    }));
+    out.push(bent("put with flag 2^31", REFUSED, put, move |e| {
+        e.patch(second + 27, &[128])
+    }));
+    out.push(bent("put with reserved", REFUSED, put, move |e| {
+        e.patch(second + 28, &[1])
+    }));
+    out.push(bent("get of object 0", BAD, get, |e| {
+        e.patch(BODY, &[0; 8])
+    }));
+    out.push(bent("get of index 2^51", BAD, get, move |e| {
+        e.patch(BODY + 8, &index_end)
+    }));
+    let last = ((1u64 << wire::INDEX_BITS) - 1).to_le_bytes();
+    out.push(bent("get that runs beyond 2^51", BAD, get, move |e| {
+        e.patch(BODY + 8, &last)
+    }));
+    out.push(bent("get that overflows", BAD, get, move |e| {
+        e.patch(BODY + 8, &max)
+    }));
+    out.push(bent("flush of object 0", BAD, flush, |e| {
+        e.patch(BODY + 24, &[0; 8])
+    }));
+    out.push(bent("flush of index 2^51", BAD, flush, move |e| {
+        e.patch(BODY + 24 + 8, &index_end)
+    }));
+    out.push(bent("create with flag 1", UNSUPPORTED, create, |e| {
+        e.patch(BODY, &[1])
+    }));
+    out.push(bent("create with flag 2^31", UNSUPPORTED, create, |e| {
+        e.patch(BODY + 3, &[128])
+    }));
+    out.push(bent("create with reserved", REFUSED, create, |e| {
+        e.patch(BODY + 4, &[1])
+    }));
+    out
+}
