@@ -127,7 +127,8 @@ pub struct Connected<'a>(&'a Vm);
 impl<'a> Connected<'a> {
     /// None if there is a connection already.
     pub fn claim(vm: &'a Vm) -> Option<Connected<'a>> {
-        (!vm.connected.swap(true, Ordering::AcqRel)).then_some(Connected(vm))
+        // Lazily: a value made in vain would be dropped, and so free the place of the first.
+        (!vm.connected.swap(true, Ordering::AcqRel)).then(|| Connected(vm))
     }
 }
 
