@@ -182,3 +182,233 @@ impl Chain {
 
 /// Size of the buffer for [`Chain::read`].
 pub const READ_BUFFER_BYTES: usize = READABLE_BYTES_MAX + 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{Memory, RegionSpec};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use virtio_queue::{Queue, QueueOwnedT, QueueT};
+
+    const NEXT: u16 = 1;
+    const WRITE: u16 = 2;
+    const INDIRECT: u16 = 4;
+    const MEMORY_BYTES: u64 = 1 << 20;
+    const SIZE: u16 = 16;
+    /// Descriptor table, available ring, used ring and an indirect table in guest memory.
+    const TABLE: u64 = 0;
+    const AVAIL: u64 = 0x1000;
+    const USED: u64 = 0x2000;
+    const INDIRECT_TABLE: u64 = 0x3000;
+    const DATA: u64 = 0x10000;
+
+    fn memory() -> Memory {
+        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, MEMORY_BYTES).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let spec = RegionSpec {
+            guest_address: 0,
+            user_address: 0,
+            bytes: MEMORY_BYTES,
+            file_offset: 0,
+        };
+        Memory::empty()
+            .with_region(spec, file.into(), &Default::default())
+            .expect("good")
+    }
+
+    type Descriptor = (u64, u32, u16, u16);
+
+    fn put_table(memory: &GuestMemory, at: u64, descriptors: &[Descriptor]) {
+        for (number, (address, length, flags, next)) in descriptors.iter().enumerate() {
+            let mut bytes = address.to_le_bytes().to_vec();
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend(next.to_le_bytes());
+            memory
+                .write_slice(&bytes, GuestAddress(at + 16 * number as u64))
+                .expect("inside");
+        }
+    }
+
+    /// Walks the chain that begins at the first descriptor.
+    fn fill(
+        memory: &GuestMemory,
+        table: &[Descriptor],
+        indirect: &[Descriptor],
+    ) -> Result<Chain, ChainError> {
+        put_table(memory, TABLE, table);
+        put_table(memory, INDIRECT_TABLE, indirect);
+        memory
+            .write_slice(&[0, 0, 1, 0, 0, 0], GuestAddress(AVAIL))
+            .expect("inside");
+        let mut queue = Queue::new(SIZE).expect("a power of two");
+        queue.set_avail_ring_address(Some(AVAIL as u32), None);
+        queue.set_used_ring_address(Some(USED as u32), None);
+        queue.set_ready(true);
+        let descriptors = queue
+            .iter(memory)
+            .expect("good rings")
+            .next()
+            .expect("one chain");
+        let mut chain = Chain::new();
+        chain.fill(memory, descriptors).map(|()| chain)
+    }
+
+    #[test]
+    fn bytes_are_gathered_and_scattered_over_any_descriptors() {
+        let memory = memory();
+        let memory = &memory.guest;
+        let bytes: Vec<u8> = (0..100).collect();
+        memory
+            .write_slice(&bytes, GuestAddress(DATA))
+            .expect("inside");
+        let table = [
+            (DATA, 3, NEXT, 1),
+            (DATA + 3, 0, NEXT, 2),
+            (DATA + 3, 97, NEXT, 3),
+            (DATA + 0x100, 1, NEXT | WRITE, 4),
+            (DATA + 0x200, 5, NEXT | WRITE, 5),
+            (DATA + 0x300, 4, WRITE, 0),
+        ];
+        for indirect in [false, true] {
+            let chain = if indirect {
+                fill(memory, &[(INDIRECT_TABLE, 96, INDIRECT, 0)], &table)
+            } else {
+                fill(memory, &table, &[])
+            };
+            let chain = chain.expect("good");
+            assert!(!chain.is_out_of_order());
+            assert_eq!(chain.writable_bytes(), 10);
+            let mut buffer = [0; READ_BUFFER_BYTES];
+            assert_eq!(chain.read(memory, &mut buffer).expect("inside"), bytes);
+            assert_eq!(
+                chain.read(memory, &mut [0; 4]).expect("inside"),
+                [0, 1, 2, 3],
+                "bounded"
+            );
+
+            memory
+                .write_slice(&[0; 0x300], GuestAddress(DATA + 0x100))
+                .expect("inside");
+            assert_eq!(chain.write(memory, 0, &[1, 2, 3]).ok(), Some(true));
+            assert_eq!(
+                chain.write(memory, 4, &[5, 6, 7, 8, 9, 10]).ok(),
+                Some(true)
+            );
+            assert_eq!(
+                chain.write(memory, 9, &[1, 1]).ok(),
+                Some(false),
+                "does not fit"
+            );
+            let mut seen = [[0; 6]; 3];
+            for (number, seen) in seen.iter_mut().enumerate() {
+                let at = DATA + 0x100 * (number as u64 + 1);
+                memory.read_slice(seen, GuestAddress(at)).expect("inside");
+            }
+            assert_eq!(
+                seen,
+                [[1, 0, 0, 0, 0, 0], [2, 3, 0, 5, 6, 0], [7, 8, 9, 10, 0, 0]]
+            );
+        }
+    }
+
+    #[test]
+    fn readable_after_writable_is_seen() {
+        let memory = memory();
+        let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
+        assert!(
+            fill(&memory.guest, &table, &[])
+                .expect("walked")
+                .is_out_of_order()
+        );
+    }
+
+    #[test]
+    fn chains_without_an_end_are_broken() {
+        let memory = memory();
+        let good = (DATA, 8, NEXT, 1);
+        let broken: [(&str, &[Descriptor], &[Descriptor]); 9] = [
+            ("a loop", &[good, (DATA, 8, NEXT, 0)], &[]),
+            ("an index beyond the table", &[(DATA, 8, NEXT, SIZE)], &[]),
+            (
+                "a nested table",
+                &[(INDIRECT_TABLE, 16, INDIRECT, 0)],
+                &[(DATA, 16, INDIRECT, 0)],
+            ),
+            (
+                "an odd table",
+                &[(INDIRECT_TABLE, 17, INDIRECT, 0)],
+                &[(DATA, 8, 0, 0)],
+            ),
+            ("an empty table", &[(INDIRECT_TABLE, 0, INDIRECT, 0)], &[]),
+            ("a table elsewhere", &[(MEMORY_BYTES, 16, INDIRECT, 0)], &[]),
+            (
+                "an end beyond the table",
+                &[(INDIRECT_TABLE, 16, INDIRECT, 0)],
+                &[good],
+            ),
+            (
+                "a bad table after a good start",
+                &[good, (MEMORY_BYTES, 16, INDIRECT, 0)],
+                &[],
+            ),
+            (
+                "a huge table",
+                &[(INDIRECT_TABLE, u32::MAX & !15, INDIRECT, 0)],
+                &[(DATA, 8, 0, 0)],
+            ),
+        ];
+        for (what, table, indirect) in broken {
+            let error = fill(&memory.guest, table, indirect).err();
+            assert_eq!(error, Some(ChainError::Broken), "{what}");
+        }
+    }
+
+    #[test]
+    fn more_than_4_gib_is_broken_and_too_many_descriptors_are_too_long() {
+        let memory = memory();
+        let large = u32::MAX;
+        let error = fill(&memory.guest, &[(DATA, 0, NEXT, 1), (0, large, 0, 0)], &[]).err();
+        assert_eq!(
+            error,
+            Some(ChainError::Outside {
+                address: 0,
+                length: large
+            })
+        );
+
+        let count = QUEUE_SIZE_MAX + 1;
+        let table: Vec<Descriptor> = (1..=count)
+            .map(|next| (DATA, 1, if next < count { NEXT } else { 0 }, next))
+            .collect();
+        let whole = [(INDIRECT_TABLE, u32::from(count) * 16, INDIRECT, 0)];
+        assert_eq!(
+            fill(&memory.guest, &whole, &table).err(),
+            Some(ChainError::TooLong)
+        );
+    }
+
+    #[test]
+    fn buffers_outside_of_memory_are_named() {
+        let memory = memory();
+        for (address, length) in [
+            (MEMORY_BYTES, 1),
+            (MEMORY_BYTES - 1, 2),
+            (u64::MAX, 1),
+            (u64::MAX - 1, 16),
+            (1 << 40, 4096),
+        ] {
+            for flags in [0, WRITE] {
+                let error = fill(&memory.guest, &[(address, length, flags, 0)], &[]).err();
+                assert_eq!(error, Some(ChainError::Outside { address, length }));
+            }
+        }
+        let error = ChainError::Outside {
+            address: 0x1000,
+            length: 7,
+        }
+        .to_string();
+        assert!(error.contains("0x1000") && error.contains('7'), "{error}");
+    }
+}

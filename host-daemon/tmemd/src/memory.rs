@@ -170,3 +170,231 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dirty::LogMap;
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use std::os::unix::fs::FileExt;
+    use vm_memory::Bytes;
+
+    const MIB: u64 = 1 << 20;
+
+    fn memfd(bytes: u64, seals: SealFlags) -> File {
+        let file =
+            memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, bytes).expect("its length");
+        fcntl_add_seals(&file, seals).expect("its seals");
+        file.into()
+    }
+
+    fn spec(guest_address: u64, user_address: u64, bytes: u64) -> RegionSpec {
+        RegionSpec {
+            guest_address,
+            user_address,
+            bytes,
+            file_offset: 0,
+        }
+    }
+
+    fn add(memory: &Memory, spec: RegionSpec, file: File) -> Result<Memory, String> {
+        memory
+            .with_region(spec, file, &Arc::default())
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn only_sealed_files_are_mapped() {
+        let empty = Memory::empty();
+        let region = spec(0, 0, MIB);
+        add(&empty, region, memfd(MIB, SealFlags::SHRINK)).expect("sealed");
+        add(
+            &empty,
+            region,
+            memfd(MIB, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL),
+        )
+        .expect("sealed as by QEMU");
+        let ordinary = tempfile::tempfile().expect("file");
+        ordinary.set_len(MIB).expect("its length");
+        for file in [
+            memfd(MIB, SealFlags::empty()),
+            memfd(MIB, SealFlags::GROW),
+            ordinary,
+        ] {
+            let error = add(&empty, region, file).err().expect("not sealed");
+            for part in ["0x0", "F_SEAL_SHRINK", "memory-backend-memfd,share=on"] {
+                assert!(error.contains(part), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn files_must_hold_the_region() {
+        let file = || memfd(MIB, SealFlags::SHRINK);
+        let empty = Memory::empty();
+        let with = |offset, bytes| {
+            add(
+                &empty,
+                RegionSpec {
+                    file_offset: offset,
+                    ..spec(0, 0, bytes)
+                },
+                file(),
+            )
+        };
+        with(4096, MIB - 4096).map(drop).expect("inside");
+        for (offset, bytes) in [(4096, MIB), (0, MIB + 4096), (u64::MAX, MIB), (0, u64::MAX)] {
+            let error = with(offset, bytes).err().expect("outside");
+            assert!(error.contains(&bytes.to_string()), "{error}");
+        }
+    }
+
+    #[test]
+    fn files_must_be_writable() {
+        let seals = SealFlags::SHRINK | SealFlags::FUTURE_WRITE;
+        let error = add(&Memory::empty(), spec(0, 0, MIB), memfd(MIB, seals))
+            .err()
+            .expect("sealed");
+        assert!(error.contains("writable"), "{error}");
+    }
+
+    #[test]
+    fn regions_do_not_overlap_and_are_found_by_both_addresses() {
+        let file = || memfd(MIB, SealFlags::SHRINK);
+        let memory = add(&Memory::empty(), spec(0, 0x7000_0000, MIB), file()).expect("first");
+        let memory = add(&memory, spec(4 * MIB, 0x8000_0000, MIB), file()).expect("second");
+        add(&memory, spec(MIB / 2, 0x9000_0000, MIB), file())
+            .err()
+            .expect("guest addresses");
+        add(&memory, spec(8 * MIB, 0x8000_1000, MIB), file())
+            .err()
+            .expect("VMM addresses");
+        add(&memory, spec(8 * MIB, u64::MAX - 4096, MIB), file())
+            .err()
+            .expect("overflow");
+        add(&memory, spec(u64::MAX - 4095, 0x9000_0000, MIB), file())
+            .err()
+            .expect("overflow");
+
+        assert_eq!(memory.guest_address(0x8000_0010, 16), Some(4 * MIB + 16));
+        assert_eq!(memory.guest_address(0x8000_0000, MIB), Some(4 * MIB));
+        assert_eq!(memory.guest_address(0x8000_0000, MIB + 1), None);
+        assert_eq!(memory.guest_address(0x7fff_ffff, 2), None);
+        assert_eq!(memory.guest_address(0x8000_0000, u64::MAX), None);
+
+        memory
+            .without_region(spec(4 * MIB, 0x8000_0000, 4096))
+            .err()
+            .expect("another length");
+        memory
+            .without_region(spec(4 * MIB, 0x7000_0000, MIB))
+            .err()
+            .expect("another address");
+        let memory = memory
+            .without_region(spec(4 * MIB, 0x8000_0000, MIB))
+            .expect("there");
+        assert_eq!(memory.guest_address(0x8000_0000, 1), None);
+        assert_eq!(memory.guest_address(0x7000_0000, 1), Some(0));
+    }
+
+    #[test]
+    fn there_is_a_limit_of_regions() {
+        let mut memory = Memory::empty();
+        let region = |number: u64| spec(number * MIB, number * MIB, 4096);
+        let file = || memfd(4096, SealFlags::SHRINK);
+        for number in 0..REGIONS_MAX as u64 {
+            memory = add(&memory, region(number), file()).expect("within the limit");
+        }
+        let error = add(&memory, region(REGIONS_MAX as u64), file())
+            .err()
+            .expect("one too many");
+        assert!(error.contains(&REGIONS_MAX.to_string()), "{error}");
+    }
+
+    /// The pages that a log says are dirty.
+    fn dirty_pages(file: &File) -> Vec<u64> {
+        let mut bytes = [0u8; 64];
+        file.read_exact_at(&mut bytes, 0).expect("the log");
+        (0..512)
+            .filter(|page| bytes[page / 8] & (1 << (page % 8)) != 0)
+            .map(|p| p as u64)
+            .collect()
+    }
+
+    #[test]
+    fn every_written_page_is_logged() {
+        let log = Arc::new(DirtyLog::default());
+        let log_file = memfd(64, SealFlags::SHRINK);
+        let memory = Memory::empty()
+            .with_region(spec(MIB, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
+            .expect("good");
+        let guest = &memory.guest;
+        let write = |page: u64| {
+            guest
+                .write_slice(&[1], GuestAddress(page * 4096))
+                .expect("inside")
+        };
+
+        log.set_map(LogMap::new(&log_file, 0, 64).expect("good"));
+        write(256);
+        assert!(dirty_pages(&log_file).is_empty(), "not enabled");
+        log.set_enabled(true);
+        // At the edges of pages: 8 bytes over a border, a whole page, an atomic store.
+        guest
+            .write_slice(&[1; 8], GuestAddress(257 * 4096 - 4))
+            .expect("inside");
+        guest
+            .write_slice(&[1; 4096], GuestAddress(300 * 4096))
+            .expect("inside");
+        guest
+            .store(
+                1u16,
+                GuestAddress(511 * 4096 + 4094),
+                std::sync::atomic::Ordering::Release,
+            )
+            .expect("inside");
+        assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511]);
+        guest
+            .read_slice(&mut [0; 8], GuestAddress(400 * 4096))
+            .expect("inside");
+        assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511], "reading");
+
+        // Another table keeps the log.
+        let memory = memory.without_region(spec(MIB, 0, MIB)).expect("there");
+        let memory = memory
+            .with_region(spec(0, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
+            .expect("good");
+        memory
+            .guest
+            .write_slice(&[1], GuestAddress(0))
+            .expect("inside");
+        assert_eq!(dirty_pages(&log_file), [0, 256, 257, 300, 511]);
+        assert_eq!(log.missed_pages(), 0);
+
+        // Beyond the end of the log: told, not forgotten.
+        let memory = memory
+            .with_region(
+                spec(2 * MIB, 2 * MIB, MIB),
+                memfd(MIB, SealFlags::SHRINK),
+                &log,
+            )
+            .expect("good");
+        memory
+            .guest
+            .write_slice(&[1; 8192], GuestAddress(2 * MIB))
+            .expect("inside");
+        assert_eq!(log.missed_pages(), 2);
+
+        log.set_enabled(false);
+        memory
+            .guest
+            .write_slice(&[1], GuestAddress(8192))
+            .expect("inside");
+        assert_eq!(
+            dirty_pages(&log_file),
+            [0, 256, 257, 300, 511],
+            "not enabled any more"
+        );
+    }
+}

@@ -202,3 +202,287 @@ fn report(rest: &[u8]) -> Result<Body<'_>, Rejected> {
         Ok(Body::Report(report))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use virtio_tmem::{READABLE_BYTES_MAX, shape};
+    use zerocopy::IntoBytes;
+
+    const LAST_INDEX: u64 = (1 << wire::INDEX_BITS) - 1;
+
+    fn req(request_type: u16, count: u16) -> Req {
+        Req {
+            generation: 7.into(),
+            r#type: request_type.into(),
+            count: count.into(),
+            pool: 3.into(),
+            reserved: 0.into(),
+        }
+    }
+
+    fn bytes(parts: &[&[u8]]) -> Vec<u8> {
+        parts.concat()
+    }
+
+    fn put_page(object: u64, index: u64, cookie: u64, flags: u32, reserved: u32) -> PutPage {
+        PutPage {
+            object: object.into(),
+            index: index.into(),
+            cookie: cookie.into(),
+            flags: flags.into(),
+            reserved: reserved.into(),
+        }
+    }
+
+    fn range(object: u64, index: u64, nr_pages: u64) -> Range {
+        Range {
+            object: object.into(),
+            index: index.into(),
+            nr_pages: nr_pages.into(),
+        }
+    }
+
+    /// A good request of each type: queue, type, count, bytes.
+    fn good() -> Vec<(QueueKind, u16, u16, Vec<u8>)> {
+        use QueueKind::{Control, Request};
+        let page = put_page(1, LAST_INDEX, u64::MAX, wire::PUT_WORKINGSET, 0);
+        let get = Get {
+            object: 1.into(),
+            index: (LAST_INDEX - 1).into(),
+        };
+        let all = [
+            (
+                Request,
+                wire::T_PUT,
+                1,
+                bytes(&[page.as_bytes(), &[9; wire::PAGE_SIZE]]),
+            ),
+            (Request, wire::T_GET, 2, bytes(&[get.as_bytes(), &[1; 16]])),
+            (Request, wire::T_FLUSH, 1, range(1, 0, 0).as_bytes().into()),
+            (Control, wire::T_POOL_CREATE, 0, vec![0; 8]),
+            (Control, wire::T_POOL_DESTROY, 0, vec![]),
+            (Control, wire::T_REPORT, 0, vec![0; size_of::<Report>()]),
+        ];
+        all.into_iter()
+            .map(|(queue, t, n, rest)| (queue, t, n, bytes(&[req(t, n).as_bytes(), &rest])))
+            .collect()
+    }
+
+    fn writable(request_type: u16, count: u16) -> u64 {
+        shape(request_type, count)
+            .expect("a good type and count")
+            .writable_bytes as u64
+    }
+
+    #[test]
+    fn good_requests_are_read() {
+        for (queue, t, n, readable) in good() {
+            let request = parse(queue, &readable, writable(t, n)).expect("good");
+            assert_eq!(
+                request.header,
+                Header {
+                    generation: 7,
+                    pool: 3
+                }
+            );
+            match (t, request.body) {
+                (wire::T_PUT, Body::Put { pages, data }) => {
+                    assert_eq!(pages, [put_page(1, LAST_INDEX, u64::MAX, 1, 0)]);
+                    assert_eq!(data, [[9; wire::PAGE_SIZE]]);
+                }
+                (
+                    wire::T_GET,
+                    Body::Get {
+                        object: 1,
+                        index,
+                        cookies,
+                    },
+                ) => {
+                    assert_eq!(index, LAST_INDEX - 1);
+                    assert_eq!(cookies, [U64::new(0x0101_0101_0101_0101); 2]);
+                }
+                (wire::T_FLUSH, Body::Flush { ranges }) => assert_eq!(ranges, [range(1, 0, 0)]),
+                (wire::T_POOL_CREATE, Body::PoolCreate) => {}
+                (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
+                (wire::T_REPORT, Body::Report(_)) => {}
+                (_, body) => panic!("type {t} was read as {body:?}"),
+            }
+        }
+    }
+
+    /// Each part of exactly its size, no byte more or less.
+    #[test]
+    fn other_sizes_are_bad() {
+        for (queue, t, n, readable) in good() {
+            let room = writable(t, n);
+            for length in 0..readable.len() {
+                let short = parse(queue, &readable[..length], room);
+                assert_eq!(short, Err(BAD), "type {t}, {length} bytes");
+            }
+            let long = bytes(&[&readable, &[0]]);
+            assert_eq!(parse(queue, &long, room), Err(BAD), "type {t}");
+            let huge = vec![readable[0]; READABLE_BYTES_MAX + 1];
+            parse(queue, &huge, room).expect_err("too large for any");
+            for room in (size_of::<Resp>() as u64..room).chain([room + 1, u64::MAX]) {
+                assert_eq!(
+                    parse(queue, &readable, room),
+                    Err(BAD),
+                    "type {t}, room {room}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn no_room_for_a_status_is_unanswerable_whatever_is_asked() {
+        for room in 0..size_of::<Resp>() as u64 {
+            for (queue, _, _, readable) in good() {
+                assert_eq!(parse(queue, &readable, room), Err(Rejected::Unanswerable));
+            }
+            assert_eq!(
+                parse(QueueKind::Request, &[], room),
+                Err(Rejected::Unanswerable)
+            );
+        }
+    }
+
+    #[test]
+    fn the_wrong_queue_is_bad() {
+        for (queue, t, n, readable) in good() {
+            let other = match queue {
+                QueueKind::Control => QueueKind::Request,
+                QueueKind::Request => QueueKind::Control,
+            };
+            assert_eq!(
+                parse(other, &readable, writable(t, n)),
+                Err(BAD),
+                "type {t}"
+            );
+        }
+    }
+
+    #[test]
+    fn unknown_types_are_unsupported() {
+        let known = good().iter().map(|(_, t, ..)| *t).collect::<Vec<_>>();
+        for t in (0..=u16::MAX).filter(|t| !known.contains(t)) {
+            let readable = req(t, 1);
+            for queue in [QueueKind::Control, QueueKind::Request] {
+                assert_eq!(
+                    parse(queue, readable.as_bytes(), 8),
+                    Err(UNSUPPORTED),
+                    "type {t}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn headers_out_of_range_are_bad() {
+        for (queue, t, n, mut readable) in good() {
+            let room = writable(t, n);
+            // Reserved, each of its bytes.
+            for byte in 16..24 {
+                readable[byte] = 1;
+                assert_eq!(
+                    parse(queue, &readable, room),
+                    Err(BAD),
+                    "type {t}, byte {byte}"
+                );
+                readable[byte] = 0;
+            }
+            // The pool; a report has none.
+            readable[12..16].fill(0);
+            assert_eq!(
+                parse(queue, &readable, room).is_ok(),
+                t == wire::T_REPORT,
+                "type {t}"
+            );
+            readable[12] = 3;
+            // The count.
+            for count in [n + 1, wire::BATCH_MAX as u16 + 1, u16::MAX] {
+                readable[10..12].copy_from_slice(&count.to_le_bytes());
+                assert_eq!(
+                    parse(queue, &readable, room),
+                    Err(BAD),
+                    "type {t}, count {count}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn put_pages_out_of_range() {
+        let one = |page: PutPage| {
+            // The second of two, so that each is looked at.
+            let pages = [put_page(1, 0, 1, 0, 0), page];
+            let head = req(wire::T_PUT, 2);
+            let all = bytes(&[head.as_bytes(), pages.as_bytes(), &[0; 2 * wire::PAGE_SIZE]]);
+            parse(QueueKind::Request, &all, writable(wire::T_PUT, 2)).map(|_| ())
+        };
+        assert_eq!(one(put_page(u64::MAX, LAST_INDEX, 1, 1, 0)), Ok(()));
+        assert_eq!(one(put_page(0, 0, 1, 0, 0)), Err(BAD), "object 0");
+        assert_eq!(one(put_page(1, LAST_INDEX + 1, 1, 0, 0)), Err(BAD), "index");
+        assert_eq!(one(put_page(1, 0, 0, 0, 0)), Err(BAD), "cookie 0");
+        assert_eq!(one(put_page(1, 0, 1, 0, 1)), Err(BAD), "reserved");
+        assert_eq!(one(put_page(1, 0, 1, 2, 0)), Err(UNSUPPORTED), "flag");
+        assert_eq!(one(put_page(1, 0, 1, 1 << 31, 0)), Err(UNSUPPORTED), "flag");
+    }
+
+    #[test]
+    fn runs_and_ranges_out_of_range() {
+        let get = |object: u64, index: u64| {
+            let get = Get {
+                object: object.into(),
+                index: index.into(),
+            };
+            let all = bytes(&[req(wire::T_GET, 2).as_bytes(), get.as_bytes(), &[1; 16]]);
+            parse(QueueKind::Request, &all, writable(wire::T_GET, 2)).map(|_| ())
+        };
+        assert_eq!(get(1, LAST_INDEX - 1), Ok(()));
+        assert_eq!(
+            get(1, LAST_INDEX),
+            Err(BAD),
+            "the second page is beyond the end"
+        );
+        assert_eq!(get(1, u64::MAX), Err(BAD));
+        assert_eq!(get(0, 0), Err(BAD));
+
+        let flush = |r: Range| {
+            let ranges = [range(1, 0, 1), r];
+            let all = bytes(&[req(wire::T_FLUSH, 2).as_bytes(), ranges.as_bytes()]);
+            parse(QueueKind::Request, &all, 8).map(|_| ())
+        };
+        assert_eq!(flush(range(1, 0, LAST_INDEX + 1)), Ok(()));
+        assert_eq!(flush(range(1, LAST_INDEX, 1)), Ok(()));
+        assert_eq!(flush(range(1, LAST_INDEX, wire::TO_END)), Ok(()));
+        assert_eq!(flush(range(1, LAST_INDEX, 2)), Err(BAD));
+        assert_eq!(flush(range(1, 1, u64::MAX)), Err(BAD), "the sum overflows");
+        assert_eq!(flush(range(1, LAST_INDEX + 1, wire::TO_END)), Err(BAD));
+        assert_eq!(flush(range(0, 0, 1)), Err(BAD));
+    }
+
+    #[test]
+    fn control_requests_out_of_range() {
+        let create = |flags: u32, reserved: u32| {
+            let create = PoolCreate {
+                flags: flags.into(),
+                reserved: reserved.into(),
+            };
+            let all = bytes(&[req(wire::T_POOL_CREATE, 0).as_bytes(), create.as_bytes()]);
+            parse(QueueKind::Control, &all, 8).map(|_| ())
+        };
+        assert_eq!(create(0, 0), Ok(()));
+        assert_eq!(create(1, 0), Err(UNSUPPORTED));
+        assert_eq!(create(0, 1), Err(BAD));
+
+        let report = |state: u32| {
+            let mut rest = [0; size_of::<Report>()];
+            rest[4..8].copy_from_slice(&state.to_le_bytes());
+            let all = bytes(&[req(wire::T_REPORT, 0).as_bytes(), &rest]);
+            parse(QueueKind::Control, &all, 8).map(|_| ())
+        };
+        assert_eq!(report(wire::R_POISONED), Ok(()));
+        assert_eq!(report(wire::R_POISONED + 1), Err(BAD));
+    }
+}
