@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory, and comes from
- * there instead of the disk when it is missed.
+ * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory, and comes
+ * from there instead of the disk when it is missed.
  *
  * core/ talks to the device and knows what it holds; hooks/ sees pages come and go. This file loads
  * and unloads them: hooks last and first, since they call the core and never the other way.

@@ -52,6 +52,7 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 			if (control->req.state == TMEM_REQ_ABANDONED)
 				control->req.state = TMEM_REQ_FREE;
 			else
+				/* Pairs with control_done(). */
 				smp_store_release(&control->req.state, TMEM_REQ_DONE);
 		}
 	} while (!virtqueue_enable_cb(vq));
@@ -72,6 +73,7 @@ static struct tmem_control *free_control(struct tmem_dev *dev)
 
 static bool control_done(struct tmem_control *control)
 {
+	/* The answer was written before: pairs with tmem_control_vq_callback(). */
 	return smp_load_acquire(&control->req.state) == TMEM_REQ_DONE;
 }
 
@@ -187,8 +189,8 @@ static void sync_work_fn(struct work_struct *work)
 		tmem_state_offline("no backend");
 		/*
 		 * First the epoch, so that slots of the old one are not sent; then the index, by
-		 * taking the ids of all pools away; then the generation. Senders read in the opposite
-		 * order: who sees the new generation sees neither old slots nor old entries.
+		 * taking the ids of all pools away; then the generation. Senders read in the
+		 * opposite order: who sees the new generation sees neither old slots nor entries.
 		 */
 		WRITE_ONCE(dev->epoch, dev->epoch + 1);
 		tmem_pools_forget();
@@ -197,7 +199,7 @@ static void sync_work_fn(struct work_struct *work)
 			for (i = 0; i < dev->nr_queues; i++)
 				tmem_ring_renew(&dev->queue[i]);
 		}
-		smp_wmb();
+		smp_wmb();	/* pairs with smp_rmb() in feed() and tmem_get() */
 		if (generation != dev->generation)
 			tmem_count(TMEM_STAT_generation_changes);
 		WRITE_ONCE(dev->generation, generation);
@@ -374,6 +376,7 @@ int tmem_control_init(struct tmem_dev *dev)
  */
 void tmem_control_start(struct tmem_dev *dev)
 {
+	tmem_state_offline("no backend");
 	WRITE_ONCE(dev->stopping, false);
 	tmem_control_resync(dev, false);
 	tmem_control_report_soon(dev);

@@ -52,7 +52,7 @@
 
 /* Ring and bounce memory is allocated in blocks: the largest order that is never costly. */
 #define TMEM_BLOCK_ORDER	3
-#define TMEM_BLOCK_PAGES	(1 << TMEM_BLOCK_ORDER)
+#define TMEM_BLOCK_PAGES	8
 #define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
 
 /* Four full batches keep the host busy while one is prepared and one is answered. */
@@ -158,7 +158,7 @@ struct tmem_queue {
 	struct tmem_dev *dev;
 	unsigned int nr;
 
-	spinlock_t vq_lock;
+	spinlock_t vq_lock;		/* the virtqueue, request states, the next two */
 	struct virtqueue *vq;
 	bool answered;			/* a put or flush batch is DONE */
 	bool stalled;			/* no room in the virtqueue until something is answered */
@@ -167,7 +167,7 @@ struct tmem_queue {
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 
-	spinlock_t ring_lock;
+	spinlock_t ring_lock;		/* head, tail, seq_start, pending flushes */
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* whose cookie offset is queue->nr */
 	u64 next;			/* next to send; written by the feeder only */
@@ -200,7 +200,7 @@ struct tmem_dev {
 	wait_queue_head_t feeder_wait;
 
 	/* Gets. */
-	spinlock_t get_lock;
+	spinlock_t get_lock;		/* all below but get_req and bounce */
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
 	void **bounce;			/* all blocks */
@@ -216,7 +216,7 @@ struct tmem_dev {
 
 	/* Control queue. */
 	struct mutex control_lock;
-	spinlock_t control_vq_lock;
+	spinlock_t control_vq_lock;	/* control_vq, states of its requests */
 	struct virtqueue *control_vq;
 	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
 	wait_queue_head_t control_wait;
@@ -244,7 +244,7 @@ bool tmem_inject(atomic_t *calls, unsigned int every);
 #define TMEM_INJECT(what) \
 	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })
 #else
-#define TMEM_INJECT(what)	false
+#define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* never */
 #endif
 
 /* index.c */

@@ -69,6 +69,7 @@ void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 		get_free(dev, get);
 		return;
 	}
+	/* Pairs with get_done(). */
 	smp_store_release(&get->req.state, TMEM_REQ_DONE);
 	wake_up(&get->wait);
 }
@@ -127,6 +128,7 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 
 static bool get_done(struct tmem_get_req *get)
 {
+	/* The answer was written before: pairs with tmem_get_answered(). */
 	return smp_load_acquire(&get->req.state) == TMEM_REQ_DONE;
 }
 
@@ -448,10 +450,9 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.want = want,
 		.spin_until_ns = now_ns + (u64)tmem_spin_us * NSEC_PER_USEC,
 		.deadline_ns = now_ns + (u64)tmem_deadline_ms * NSEC_PER_MSEC,
-		/* Before the index is read: see tmem_sync_work(). */
 		.generation = READ_ONCE(dev->generation),
 	};
-	smp_rmb();
+	smp_rmb();	/* the generation before the index: pairs with sync_work_fn() */
 	for (from = 0; from < nr; from = to) {
 		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
 		/* Too late to ask for more: these stay in the index. */

@@ -35,7 +35,7 @@
 /* One bucket for so many bytes of index: with small files one or two objects in each. */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
-#define BUCKETS_MAX		(1 << 20)
+#define BUCKETS_MAX		1048576
 /* Bypassed inodes a pool; above, the pool takes no puts. */
 #define BYPASSED_MAX		4096
 
@@ -222,7 +222,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 	if (err && object) {
 		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
 		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
-				       BIT_ULL(index & (LEAF_PAGES - 1))))
+					    BIT_ULL(index & (LEAF_PAGES - 1))))
 			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
 		if (!object->nr_pages)
 			free_empty(object);
@@ -688,8 +688,9 @@ int tmem_index_init(void)
 	unsigned long nr, i;
 
 	tmem_index_limit_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
-			    TMEM_BUDGET_FLOOR_BYTES;
-	nr = clamp_t(unsigned long, tmem_index_limit_bytes / BYTES_PER_BUCKET, BUCKETS_MIN, BUCKETS_MAX);
+				 TMEM_BUDGET_FLOOR_BYTES;
+	nr = clamp_t(unsigned long, tmem_index_limit_bytes / BYTES_PER_BUCKET,
+		     BUCKETS_MIN, BUCKETS_MAX);
 	bucket_bits = ilog2(nr);
 	nr = 1UL << bucket_bits;
 

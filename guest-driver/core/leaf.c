@@ -15,6 +15,7 @@ static const u8 leaf_capacity[] = { 6, 14, 30, 64 };
 static const char *const leaf_name[] = {
 	"tmem_leaf_6", "tmem_leaf_14", "tmem_leaf_30", "tmem_leaf_64"
 };
+
 static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
 
 /* What the index may use, and uses. */

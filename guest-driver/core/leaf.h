@@ -10,7 +10,7 @@
 #include "core.h"
 
 #define LEAF_SHIFT		6
-#define LEAF_PAGES		(1 << LEAF_SHIFT)
+#define LEAF_PAGES		64
 
 /*
  * The page is being freed while we run, mostly by reclaim: take the memory from the caches, with

@@ -32,6 +32,12 @@ static struct tmem_slot *slot_of(struct tmem_queue *queue, u64 seq)
 	return &queue->slot[seq % queue->nr_slots];
 }
 
+static u8 slot_state(const struct tmem_slot *slot)
+{
+	/* Slot and data were written before READY: pairs with put(). */
+	return smp_load_acquire(&slot->state);
+}
+
 static void *data_of(struct tmem_queue *queue, u64 seq)
 {
 	unsigned int nr = seq % queue->nr_slots;
@@ -95,8 +101,7 @@ static bool queue_has_work(struct tmem_queue *queue)
 		return true;
 	if (READ_ONCE(queue->nr_flush) && !READ_ONCE(queue->flushes_in_flight) && !stalled)
 		return true;
-	if (!pending || smp_load_acquire(&slot_of(queue, READ_ONCE(queue->next))->state) ==
-			TMEM_SLOT_FILLING)
+	if (!pending || slot_state(slot_of(queue, READ_ONCE(queue->next))) == TMEM_SLOT_FILLING)
 		return false;
 	if (!READ_ONCE(queue->dev->generation))
 		return true;
@@ -137,14 +142,16 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 		       err == -ENOSPC ? TMEM_STAT_puts_dropped_index_full :
 		       err == -ENODEV ? TMEM_STAT_puts_dropped_pool :
 		       TMEM_STAT_puts_dropped_nomem;
-		smp_store_release(&slot->state, TMEM_SLOT_SKIP);
+		WRITE_ONCE(slot->state, TMEM_SLOT_SKIP);
 	} else {
 		slot->object = where.object;
 		slot->pool = where.pool;
 		slot->bucket = where.bucket;
 		slot->index = index;
 		slot->flags = workingset ? VIRTIO_TMEM_PUT_WORKINGSET : 0;
+		/* Pairs with tmem_ring_copy(). */
 		smp_store_release(&slot->cookie, slot->base + slot->offset);
+		/* Pairs with slot_state(). */
 		smp_store_release(&slot->state, TMEM_SLOT_READY);
 	}
 	wake_feeder(queue);
@@ -206,6 +213,7 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 	u64 seq = READ_ONCE(queue->seq_start) + tmem_cookie_seq(offset, dev->nr_queues);
 	struct tmem_slot *slot = slot_of(queue, seq);
 
+	/* The data were written before: pairs with put(). */
 	if (smp_load_acquire(&slot->cookie) != cookie)
 		return false;
 	copy_page(dst, data_of(queue, seq));
@@ -330,6 +338,12 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 	WRITE_ONCE(queue->puts_in_flight, queue->puts_in_flight - 1);
 }
 
+static bool req_done(const struct tmem_req *req)
+{
+	/* The answer was written before: pairs with drain(). */
+	return smp_load_acquire(&req->state) == TMEM_REQ_DONE;
+}
+
 static void take_answers(struct tmem_queue *queue)
 {
 	unsigned int i;
@@ -338,10 +352,10 @@ static void take_answers(struct tmem_queue *queue)
 	WRITE_ONCE(queue->answered, false);
 	spin_unlock_irq(&queue->vq_lock);
 	for (i = 0; i < TMEM_PUTS_IN_FLIGHT; i++)
-		if (smp_load_acquire(&queue->put[i]->req.state) == TMEM_REQ_DONE)
+		if (req_done(&queue->put[i]->req))
 			put_answered(queue, queue->put[i]);
 	for (i = 0; i < TMEM_FLUSHES_IN_FLIGHT; i++) {
-		if (smp_load_acquire(&queue->flush[i]->req.state) != TMEM_REQ_DONE)
+		if (!req_done(&queue->flush[i]->req))
 			continue;
 		queue->flush[i]->req.state = TMEM_REQ_FREE;
 		WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight - 1);
@@ -437,7 +451,7 @@ static unsigned int count_slots(struct tmem_queue *queue, u64 head, u64 generati
 
 	while (count < queue->dev->batch_max && queue->next + count != head) {
 		slot = slot_of(queue, queue->next + count);
-		state = smp_load_acquire(&slot->state);
+		state = slot_state(slot);
 		if (state == TMEM_SLOT_FILLING)
 			break;
 		if (state == TMEM_SLOT_SKIP || !generation || slot->epoch != epoch) {
@@ -526,13 +540,14 @@ static void feed(struct tmem_queue *queue)
 	 * older epoch never go out with a newer generation.
 	 */
 	generation = READ_ONCE(dev->generation);
-	smp_rmb();
+	smp_rmb();	/* pairs with sync_work_fn() */
 	epoch = READ_ONCE(dev->epoch);
 	/*
 	 * The head before the flushes: one that was noted before a later put of the same page
 	 * also goes out before it.
 	 */
-	head = smp_load_acquire(&queue->head);
+	head = READ_ONCE(queue->head);
+	smp_rmb();	/* pairs with the ring_lock of reserve() and tmem_ring_flush() */
 	while (send_flushes(queue, generation, epoch))
 		;
 	while (send_puts(queue, head, generation, epoch))

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * State of the module and its counters, readable in /sys/kernel/virtio_tmem/:
- *	state		one line: "on", "offline: <why>", "off: <why>", "tripped" or "poisoned: <why>"
+ *	state		one line: on, "offline: <why>", "off: <why>", tripped, "poisoned: <why>"
  *	hooks		hooks that are live, one bit each
- *	stats/<counter>	see stats.h; index_pages and memory_bytes are what is held now
+ *	stats/<counter>	see stats_list.h; index_pages and memory_bytes: what is held now
  *
  * Present with and without a device. Poisoned is for good: until the module is loaded again.
  */
@@ -253,9 +253,9 @@ static ssize_t hooks_show(struct kobject *kobj, struct kobj_attribute *attr, cha
 }
 
 static struct stat_attribute stat_attributes[] = {
-#define X(name) { __ATTR(name, 0444, stat_show, NULL), TMEM_STAT_##name },
-	TMEM_STATS(X)
-#undef X
+#define TMEM_STAT(name) { __ATTR(name, 0444, stat_show, NULL), TMEM_STAT_##name },
+#include "stats_list.h"
+#undef TMEM_STAT
 };
 
 static struct kobj_attribute index_pages_attribute = __ATTR_RO(index_pages);

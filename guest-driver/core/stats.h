@@ -2,8 +2,8 @@
 /*
  * Counters of both halves, one sysfs file each in /sys/kernel/virtio_tmem/stats/.
  *
- * To add one, add a line to TMEM_STATS and call tmem_count(). Counters only grow
- * and are per CPU: no cache line is shared on the put path.
+ * stats_list.h has their names. Counters only grow and are per CPU: no cache line is shared on the
+ * put path.
  */
 #ifndef _TMEM_STATS_H
 #define _TMEM_STATS_H
@@ -12,64 +12,10 @@
 
 #include "../tmem.h"
 
-#define TMEM_STATS(X)			\
-	/* puts: pages accepted into the ring, and why others were not */ \
-	X(puts)				\
-	X(puts_dropped_offline)		\
-	X(puts_dropped_pool)		\
-	X(puts_dropped_bypass)		\
-	X(puts_dropped_ring_full)	\
-	X(puts_dropped_index_full)	\
-	X(puts_dropped_nomem)		\
-	X(puts_dropped_cookies)		\
-	/* what the host made of accepted puts */ \
-	X(puts_stored)			\
-	X(puts_refused)			\
-	X(puts_unanswered)		\
-	/* gets: pages asked of tmem_get(); hits include ring_hits */ \
-	X(gets)				\
-	X(hits)				\
-	X(ring_hits)			\
-	X(misses_index)			\
-	X(misses_offline)		\
-	X(misses_tripped)		\
-	X(misses_bounce)		\
-	X(misses_queue)			\
-	X(misses_late)			\
-	X(misses_host)			\
-	X(misses_answer)		\
-	X(misses_check)			\
-	/* requests */			\
-	X(requests_put)			\
-	X(requests_get)			\
-	X(requests_flush)		\
-	X(late)				\
-	X(stale)			\
-	X(trips)			\
-	X(mismatches)			\
-	X(flushes_dropped)		\
-	X(generation_changes)		\
-	X(index_evicted)		\
-	/* index entries erased, in the order of enum tmem_inval */ \
-	X(invalidations_removed)	\
-	X(invalidations_dirty)		\
-	X(invalidations_truncate)	\
-	X(invalidations_direct)		\
-	X(invalidations_move_ext)	\
-	X(invalidations_inode)		\
-	X(invalidations_unmount)	\
-	X(invalidations_dropped)	\
-	X(invalidations_generation)	\
-	X(invalidations_fadvise)	\
-	/* hooks */			\
-	X(verified_hits)		\
-	X(verify_mismatches)		\
-	X(verify_errors)
-
 enum tmem_stat {
-#define X(name) TMEM_STAT_##name,
-	TMEM_STATS(X)
-#undef X
+#define TMEM_STAT(name) TMEM_STAT_##name,
+#include "stats_list.h"
+#undef TMEM_STAT
 	NR_TMEM_STATS
 };
 

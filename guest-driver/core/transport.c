@@ -69,6 +69,7 @@ static bool drain(struct tmem_queue *queue)
 			tmem_get_answered(queue->dev,
 					  container_of(req, struct tmem_get_req, req));
 		} else {
+			/* Pairs with take_answers(). */
 			smp_store_release(&req->state, TMEM_REQ_DONE);
 			WRITE_ONCE(queue->answered, true);
 		}

@@ -1,0 +1,63 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * The counters, in the order of enum tmem_stat: included with TMEM_STAT() defined. To add one, add
+ * a line here and call tmem_count().
+ */
+
+/* puts: pages accepted into the ring, and why others were not */
+TMEM_STAT(puts)
+TMEM_STAT(puts_dropped_offline)
+TMEM_STAT(puts_dropped_pool)
+TMEM_STAT(puts_dropped_bypass)
+TMEM_STAT(puts_dropped_ring_full)
+TMEM_STAT(puts_dropped_index_full)
+TMEM_STAT(puts_dropped_nomem)
+TMEM_STAT(puts_dropped_cookies)
+
+/* what the host made of accepted puts */
+TMEM_STAT(puts_stored)
+TMEM_STAT(puts_refused)
+TMEM_STAT(puts_unanswered)
+
+/* gets: pages asked of tmem_get(); hits include ring_hits */
+TMEM_STAT(gets)
+TMEM_STAT(hits)
+TMEM_STAT(ring_hits)
+TMEM_STAT(misses_index)
+TMEM_STAT(misses_offline)
+TMEM_STAT(misses_tripped)
+TMEM_STAT(misses_bounce)
+TMEM_STAT(misses_queue)
+TMEM_STAT(misses_late)
+TMEM_STAT(misses_host)
+TMEM_STAT(misses_answer)
+TMEM_STAT(misses_check)
+
+/* requests */
+TMEM_STAT(requests_put)
+TMEM_STAT(requests_get)
+TMEM_STAT(requests_flush)
+TMEM_STAT(late)
+TMEM_STAT(stale)
+TMEM_STAT(trips)
+TMEM_STAT(mismatches)
+TMEM_STAT(flushes_dropped)
+TMEM_STAT(generation_changes)
+TMEM_STAT(index_evicted)
+
+/* index entries erased, in the order of enum tmem_inval */
+TMEM_STAT(invalidations_removed)
+TMEM_STAT(invalidations_dirty)
+TMEM_STAT(invalidations_truncate)
+TMEM_STAT(invalidations_direct)
+TMEM_STAT(invalidations_move_ext)
+TMEM_STAT(invalidations_inode)
+TMEM_STAT(invalidations_unmount)
+TMEM_STAT(invalidations_dropped)
+TMEM_STAT(invalidations_generation)
+TMEM_STAT(invalidations_fadvise)
+
+/* hooks */
+TMEM_STAT(verified_hits)
+TMEM_STAT(verify_mismatches)
+TMEM_STAT(verify_errors)
