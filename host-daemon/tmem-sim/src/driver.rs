@@ -178,6 +178,8 @@ impl Driver {
     /// # Errors
     /// As [`Self::settle`].
     pub fn create_pool(&mut self) -> Result<(), DriverError> {
+        // Requests for a pool that is not there yet must not meet its creation.
+        self.settle()?;
         self.pool = self.pool_next;
         self.pool_next += 1;
         self.send(
@@ -518,13 +520,19 @@ impl Driver {
         true
     }
 
-    /// Gets everything that the index has, judged; returns the hits.
+    /// Gets everything of the pool that the index has, judged; returns the hits.
     ///
     /// # Errors
     /// As [`Self::settle`].
     pub fn get_all(&mut self) -> Result<u64, DriverError> {
         let before = self.model.counts().hits;
-        let mut keys: BTreeSet<Key> = self.index.keys().copied().collect();
+        let pool = self.pool;
+        let mut keys: BTreeSet<Key> = self
+            .index
+            .keys()
+            .filter(|k| k.pool == pool)
+            .copied()
+            .collect();
         while let Some(first) = keys.pop_first() {
             let mut end = first.index + 1;
             while end - first.index < wire::BATCH_MAX as u64

@@ -44,6 +44,9 @@ struct Held {
     content: Content,
     /// Tick at which the put was answered.
     since: u64,
+    /// Tick at which a flush of another queue was seen to have dropped it. A get that was sent
+    /// before that may have been acted on first.
+    dropped: Option<u64>,
 }
 
 /// What was asked, as far as an answer needs it.
@@ -125,7 +128,7 @@ impl Model {
     /// Pages that the device may hold.
     #[must_use]
     pub fn held_pages(&self) -> usize {
-        self.held.len()
+        self.held.values().filter(|h| h.dropped.is_none()).count()
     }
 
     /// Cookie that the device may hold under a key.
@@ -214,10 +217,9 @@ impl Model {
             }
             Request::Report(_) => {}
             Request::Put { .. } => self.judge_put(asked, &done.request, answer)?,
-            Request::Get { .. } => self.judge_get(&done.request, answer)?,
+            Request::Get { .. } => self.judge_get(asked, &done.request, answer)?,
             Request::Flush { pool, ranges } => {
-                let queue = done.queue;
-                let sent = asked.sent;
+                let (queue, sent, now) = (done.queue, asked.sent, self.tick);
                 self.held.retain(|key, held| {
                     let inside = key.pool == *pool
                         && ranges.iter().any(|r| {
@@ -225,8 +227,13 @@ impl Model {
                                 && key.index >= r.index
                                 && (r.nr_pages == wire::TO_END || key.index - r.index < r.nr_pages)
                         });
-                    // A put on another queue has no order with the flush while both are in flight.
-                    !inside || (queue_of(*key) != queue && held.since >= sent)
+                    // A request on another queue has no order with the flush while both are in
+                    // flight.
+                    let same_queue = queue_of(*key) == queue;
+                    if inside && !same_queue && held.since < sent {
+                        held.dropped.get_or_insert(now);
+                    }
+                    !(inside && same_queue)
                 });
             }
         }
@@ -258,6 +265,7 @@ impl Model {
                             cookie: page.cookie,
                             content,
                             since: self.tick,
+                            dropped: None,
                         },
                     );
                 }
@@ -273,7 +281,12 @@ impl Model {
         Ok(())
     }
 
-    fn judge_get(&mut self, request: &Request, answer: &Answer) -> Result<(), Violation> {
+    fn judge_get(
+        &mut self,
+        asked: &Asked,
+        request: &Request,
+        answer: &Answer,
+    ) -> Result<(), Violation> {
         let Request::Get {
             pool,
             object,
@@ -289,15 +302,19 @@ impl Model {
                 object: *object,
                 index: index + i as u64,
             };
-            let held = self.held.get(&key).filter(|h| h.cookie == cookie).copied();
+            let held = self
+                .held
+                .get(&key)
+                .filter(|h| h.cookie == cookie && h.dropped.is_none_or(|at| asked.sent < at))
+                .copied();
             match (got.result, held) {
                 (wire::P_MISS, held) => {
                     if got.cookie != 0 {
                         return Err(self.wrong(format!("a miss of {key:?} with a cookie")));
                     }
                     match held {
-                        Some(_) => self.counts.lost += 1,
-                        None => self.counts.misses += 1,
+                        Some(Held { dropped: None, .. }) => self.counts.lost += 1,
+                        _ => self.counts.misses += 1,
                     }
                 }
                 (wire::P_HIT, Some(held)) => {
@@ -473,6 +490,45 @@ mod tests {
         let asked = m.ask(vec![]);
         m.judge(&asked, &flush, |_| 1).unwrap();
         get(&mut m, 11, Some(B)).expect_err("flushed");
+    }
+
+    /// A get and a flush in flight on two queues: either may come first, whichever is seen first.
+    #[test]
+    fn a_flush_has_no_order_with_a_get_elsewhere() {
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        let range = Range {
+            object: 2,
+            index: 0,
+            nr_pages: wire::TO_END,
+        };
+        let flush = done(
+            Request::Flush {
+                pool: 1,
+                ranges: vec![range],
+            },
+            wire::S_OK,
+            vec![],
+        );
+        let asked_flush = m.ask(vec![]);
+        let asked_get = m.ask(vec![]);
+        m.judge(&asked_flush, &flush, |_| 2).unwrap();
+        assert_eq!(m.held_pages(), 0);
+        get(&mut m, 10, Some(A)).expect_err("sent after the flush was answered");
+        let hit = PageAnswer {
+            result: wire::P_HIT,
+            cookie: 10,
+            page: Some(A.page()),
+        };
+        let get = Request::Get {
+            pool: 1,
+            object: 2,
+            index: 3,
+            cookies: vec![10],
+        };
+        let hit = done(get, wire::S_OK, vec![hit]);
+        m.judge(&asked_get, &hit, |_| 1).unwrap();
+        m.judge(&asked_get, &hit, |_| 1).expect_err("twice");
     }
 
     #[test]
