@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control interface end to end, the sockets' files, and a clean stop, without a VM.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tmem_control::{Quota, VarlinkClientInterface};
+use tmemd::{Config, Daemon, StartError};
+
+/// Long enough for a loaded machine; nothing here is measured.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+fn config(directory: &Path) -> Config {
+    let vm = |name: &str, rest: &str| {
+        let socket = directory.join(format!("{name}.sock"));
+        format!("socket={},name={name}{rest}", socket.display())
+            .parse()
+            .expect("good")
+    };
+    Config {
+        pool_size_bytes: 64 << 20,
+        workers: 2,
+        control: directory.join("control"),
+        control_read_only: Some(directory.join("read-only")),
+        vms: vec![
+            vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),
+            vm("db", ",trust-domain=team,reserve=4MiB,limit=16MiB,weight=7"),
+        ],
+    }
+}
+
+fn sockets(config: &Config) -> Vec<PathBuf> {
+    let mut sockets = vec![config.control.clone()];
+    sockets.extend(config.control_read_only.clone());
+    sockets.extend(config.vms.iter().map(|vm| vm.socket.clone()));
+    sockets
+}
+
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TIMEOUT;
+    while !check() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn list_and_stats_on_both_sockets() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    for socket in &sockets(&config)[..2] {
+        let mut client = tmem_control::connect(socket).expect("connects");
+        let vms = client.list().call().expect("answers").vms;
+        let names: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
+        assert_eq!(names, ["db", "web"]);
+        assert_eq!(vms[0].trust_domain.as_deref(), Some("team"));
+        let quota = Quota {
+            reserve_bytes: 4 << 20,
+            limit_bytes: Some(16 << 20),
+            weight: 7,
+        };
+        assert_eq!(vms[0].quota, quota);
+        assert_eq!(
+            vms[1].uuid.as_deref(),
+            Some("01234567-89ab-cdef-0123-456789abcdef")
+        );
+
+        let stats = client.stats(None).call().expect("answers");
+        assert_eq!(stats.pool.size_bytes, 64 << 20);
+        assert_eq!((stats.daemon.vms, stats.daemon.vms_connected), (2, 0));
+        assert_eq!(stats.daemon.workers, 2);
+        assert_eq!(stats.vms.len(), 2);
+        let stats = client.stats(Some("web".into())).call().expect("answers");
+        assert_eq!(stats.vms.len(), 1);
+        assert_eq!(stats.vms[0].name, "web");
+        let error = client
+            .stats(Some("nobody".into()))
+            .call()
+            .expect_err("unknown");
+        assert!(
+            matches!(error.kind(), tmem_control::ErrorKind::NoSuchVm(Some(args))
+            if args.name == "nobody")
+        );
+    }
+}
+
+#[test]
+fn a_connection_is_counted() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let mut client = tmem_control::connect(&config.control).expect("connects");
+    let mut web = || {
+        client
+            .stats(Some("web".into()))
+            .call()
+            .expect("answers")
+            .vms
+            .remove(0)
+    };
+    let vm = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    until("the VM is connected", || web().connected);
+    let mut second = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    assert_eq!(
+        second.read(&mut [0]).expect("the end"),
+        0,
+        "a second one is closed at once"
+    );
+    assert_eq!((web().connections, web().connections_refused), (1, 1));
+    assert!(web().connected, "the first one is not touched");
+    drop(vm);
+    until("the VM is gone", || !web().connected);
+}
+
+#[test]
+fn only_the_full_socket_changes_quotas() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let mut full = tmem_control::connect(&config.control).expect("connects");
+    let sockets = sockets(&config);
+    let mut read_only = tmem_control::connect(&sockets[1]).expect("connects");
+    let good = Quota {
+        reserve_bytes: 1 << 20,
+        limit_bytes: None,
+        weight: 5,
+    };
+    let error = read_only
+        .set_quota("web".into(), good.clone())
+        .call()
+        .expect_err("read-only");
+    assert!(
+        matches!(error.kind(), tmem_control::ErrorKind::ReadOnlySocket(_)),
+        "{error}"
+    );
+    let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
+        client.list().call().expect("answers").vms[number]
+            .quota
+            .clone()
+    };
+    assert_eq!(quota_of(&mut full, 1).weight, 100);
+    full.set_quota("web".into(), good.clone())
+        .call()
+        .expect("taken");
+    assert_eq!(quota_of(&mut full, 1), good);
+    for bad in [
+        Quota {
+            weight: -1,
+            ..good.clone()
+        },
+        Quota {
+            weight: 1 << 40,
+            ..good.clone()
+        },
+        Quota {
+            reserve_bytes: -1,
+            ..good.clone()
+        },
+        Quota {
+            limit_bytes: Some(1),
+            ..good.clone()
+        },
+        // Beside the 4 MiB of the other VM there is no room for it.
+        Quota {
+            reserve_bytes: 64 << 20,
+            ..good.clone()
+        },
+    ] {
+        let error = full
+            .set_quota("web".into(), bad)
+            .call()
+            .expect_err("senseless");
+        assert!(
+            matches!(error.kind(), tmem_control::ErrorKind::BadQuota(Some(args))
+            if args.name == "web" && !args.reason.is_empty()),
+            "{error}"
+        );
+    }
+    assert_eq!(quota_of(&mut full, 1), good);
+}
+
+/// A client that sends too much, nonsense or half a message harms nobody.
+#[test]
+fn odd_clients_are_let_go() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let half = UnixStream::connect(&config.control).expect("connects");
+    (&half).write_all(b"{\"method\":").expect("sent");
+    let mut client = tmem_control::connect(&config.control).expect("connects");
+    for message in [
+        vec![b'x'; 1 << 20],
+        b"nonsense\0".to_vec(),
+        b"{}\0".to_vec(),
+        b"\0".to_vec(),
+    ] {
+        let mut stream = UnixStream::connect(&config.control).expect("connects");
+        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        // It may be let go before all is sent.
+        let _ = stream.write_all(&message);
+        let _ = stream.read_to_end(&mut Vec::new());
+        assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0, "let go");
+        client.list().call().expect("others are served");
+    }
+    // Two at once, and the second in two parts.
+    let mut stream = UnixStream::connect(&config.control).expect("connects");
+    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    let call = b"{\"method\":\"io.virtiotmem.Control.List\"}\0";
+    stream
+        .write_all(&[call, &call[..9]].concat())
+        .expect("sent");
+    stream.write_all(&call[9..]).expect("sent");
+    let mut answers = Vec::new();
+    while answers.iter().filter(|byte| **byte == 0).count() < 2 {
+        let mut part = [0; 4096];
+        let read = stream.read(&mut part).expect("an answer");
+        assert!(read > 0, "let go");
+        answers.extend_from_slice(&part[..read]);
+    }
+}
+
+#[test]
+fn there_is_a_limit_of_clients() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let clients: Vec<_> = (0..16)
+        .map(|_| UnixStream::connect(&config.control).expect("connects"))
+        .collect();
+    let served = |mut stream: &UnixStream| {
+        let call = b"{\"method\":\"io.virtiotmem.Control.List\"}\0";
+        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        stream.write_all(call).is_ok() && stream.read(&mut [0]).is_ok_and(|read| read > 0)
+    };
+    assert!(clients.iter().all(served));
+    let refused = UnixStream::connect(&config.control).expect("connects");
+    assert!(!served(&refused));
+    drop(clients);
+    until("there is room again", || {
+        served(&UnixStream::connect(&config.control).expect("connects"))
+    });
+}
+
+#[test]
+fn sockets_have_their_modes_and_go_with_the_daemon() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let daemon = Daemon::start(config.clone()).expect("starts");
+    for socket in sockets(&config) {
+        let mode = fs::metadata(&socket).expect("there").permissions().mode();
+        assert_eq!(mode & 0o777, 0o660, "{}", socket.display());
+    }
+    // Clients of all kinds do not hold it up.
+    let control = UnixStream::connect(&config.control).expect("connects");
+    let vm = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    daemon.stop();
+    for mut stream in [control, vm] {
+        // Or reset, if it was not accepted yet.
+        assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
+    }
+    for socket in sockets(&config) {
+        assert!(!socket.exists(), "{}", socket.display());
+    }
+}
+
+#[test]
+fn stale_sockets_are_replaced_and_live_ones_refused() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    for socket in sockets(&config) {
+        drop(UnixListener::bind(socket).expect("binds"));
+    }
+    let daemon = Daemon::start(config.clone()).expect("replaces them");
+    for (number, socket) in sockets(&config).iter().enumerate() {
+        let other = tempfile::tempdir().expect("directory");
+        let mut second = self::config(other.path());
+        match number {
+            0 => second.control = socket.clone(),
+            1 => second.control_read_only = Some(socket.clone()),
+            _ => second.vms[number - 2].socket = socket.clone(),
+        }
+        let error = Daemon::start(second).err().expect("live").to_string();
+        assert!(error.contains(&socket.display().to_string()), "{error}");
+        assert!(socket.exists(), "the first daemon's {}", socket.display());
+    }
+    let mut client = tmem_control::connect(&config.control).expect("connects");
+    client.list().call().expect("the first daemon still serves");
+    drop(daemon);
+
+    fs::write(&config.control, "precious").expect("written");
+    let error = Daemon::start(config.clone())
+        .err()
+        .expect("a file")
+        .to_string();
+    assert!(error.contains("not a socket"), "{error}");
+    assert_eq!(fs::read(&config.control).expect("there"), b"precious");
+}
+
+#[test]
+fn reserves_must_fit() {
+    let directory = tempfile::tempdir().expect("directory");
+    let mut config = config(directory.path());
+    config.vms[0].quota.reserve_bytes = 64 << 20;
+    let error = Daemon::start(config.clone()).err().expect("too much");
+    assert!(matches!(error, StartError::Admission(_)), "{error}");
+    assert!(sockets(&config).iter().all(|socket| !socket.exists()));
+}
+
+fn tmemd(directory: &Path) -> Child {
+    let config = config(directory);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
+    command
+        .args(["--pool-size", "64MiB"])
+        .arg("--control")
+        .arg(&config.control);
+    for vm in &config.vms {
+        let vm = format!("socket={},name={}", vm.socket.display(), vm.name);
+        command.args(["--vm", &vm]);
+    }
+    command.stderr(Stdio::piped()).spawn().expect("runs")
+}
+
+#[test]
+fn signals_end_it_cleanly() {
+    for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
+        let directory = tempfile::tempdir().expect("directory");
+        let config = config(directory.path());
+        let mut child = tmemd(directory.path());
+        until("it serves", || {
+            UnixStream::connect(&config.vms[1].socket).is_ok()
+        });
+        let pid = rustix::process::Pid::from_child(&child);
+        rustix::process::kill_process(pid, signal).expect("sent");
+        assert_eq!(child.wait().expect("ends").code(), Some(0));
+        let mut log = String::new();
+        child
+            .stderr
+            .take()
+            .expect("piped")
+            .read_to_string(&mut log)
+            .expect("UTF-8");
+        assert!(log.contains("serving") && log.contains("stopped"), "{log}");
+        assert_eq!(
+            fs::read_dir(directory.path()).expect("there").count(),
+            0,
+            "no socket is left"
+        );
+    }
+}
+
+#[test]
+fn wrong_arguments_are_named() {
+    for (arguments, part) in [
+        (&["--pool-size", "12XB"][..], "XB"),
+        (
+            &["--pool-size", "64MiB", "--vm", "name=a"][..],
+            "socket=PATH",
+        ),
+        (
+            &["--pool-size", "64MiB", "--control", "/nowhere/at/all"][..],
+            "/nowhere/at/all",
+        ),
+        (&["--pool-size", "64MiB", "--workers", "0"][..], "0 workers"),
+        (&[][..], "--pool-size"),
+    ] {
+        let output = Command::new(env!("CARGO_BIN_EXE_tmemd"))
+            .args(arguments)
+            .output()
+            .expect("runs");
+        let error = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            !output.status.success() && error.contains(part),
+            "{arguments:?}: {error}"
+        );
+    }
+}
