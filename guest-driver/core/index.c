@@ -482,7 +482,7 @@ void tmem_index_bypass_free(struct tmem_pool *pool)
 	void *mark;
 
 	xa_for_each(&pool->bypass, i, mark) {
-		if (i >> XA_CHUNK_SHIFT == node)
+		if (!i || i >> XA_CHUNK_SHIFT == node)
 			continue;
 		node = i >> XA_CHUNK_SHIFT;
 		tmem_uncharge(sizeof(struct xa_node));

@@ -59,14 +59,16 @@ void tmem_uncharge(long bytes)
  * @index: place of the entry, which is not there
  *
  * A node serves 64 neighbours: it is charged with the first of them and given back with the last.
+ * Entry 0 is never charged for one, since alone it needs none, as in every small file: what is not
+ * counted is at most one node an XArray, and those above, one in 64.
  *
  * Return: true if none of the neighbours is there.
  */
 bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 {
-	unsigned long first = index & ~(XA_CHUNK_SIZE - 1UL);
+	unsigned long first = max(index & ~(XA_CHUNK_SIZE - 1UL), 1UL);
 
-	return !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
+	return index && !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
 }
 
 static void leaf_free(struct leaf *leaf)
@@ -193,7 +195,7 @@ void tmem_leaf_free_all(struct object *object)
 	struct leaf *leaf;
 
 	xa_for_each(&object->leaves, i, leaf) {
-		if (i >> XA_CHUNK_SHIFT != node) {
+		if (i && i >> XA_CHUNK_SHIFT != node) {
 			node = i >> XA_CHUNK_SHIFT;
 			tmem_uncharge(sizeof(struct xa_node));
 		}
