@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Stored page contents, one copy of equal pages of a trust domain.
 //!
-//! A blob is immutable and lives as long as an entry refers to it. The dedup table only knows where an
-//! equal page may be: it holds no reference of its own, and whoever finds a blob through it compares
-//! every byte before sharing it. It must never join pages of two domains, nor pages that only hash alike.
+//! A blob is immutable and lives as long as an entry refers to it. The dedup table only knows where
+//! an equal page may be: it holds no reference of its own, and whoever finds a blob through it
+//! compares every byte before sharing it. It must never join pages of two domains, nor pages that
+//! only hash alike.
 //!
-//! Locks: a shard's lock guards that part of the table. It is the innermost lock of the engine, held
-//! for one look-up; no blob may be dropped under it, since the last drop takes it.
+//! Locks: a shard's lock guards that part of the table. It is the innermost lock of the engine,
+//! held for one look-up; no blob may be dropped under it, since the last drop takes it.
 
 use crate::account::Account;
 use crate::codec::{self, COMPRESSED_BYTES_MAX, Corrupt};
@@ -62,8 +63,8 @@ impl Drop for Blob {
         self.store.unlist(self);
         self.store.account.payload_bytes.sub(self.stored_bytes());
         self.store.account.blobs.sub(1);
-        // Always, not only when a VM has left: what an eviction frees today must not lie in the heap
-        // when its VM leaves tomorrow. It is in the cache, so this costs little.
+        // Always, not only when a VM has left: what an eviction frees today must not lie in the
+        // heap when its VM leaves tomorrow. It is in the cache, so this costs little.
         self.data.fill(0);
         optimization_barrier(&*self.data);
     }

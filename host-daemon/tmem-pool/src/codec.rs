@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A page and its stored form: a repeated pattern, lz4, or raw. Pure functions, no state.
 //!
-//! Stored bytes are the host's own, but decompression is bounded all the same: a broken blob gives an
-//! error, never a byte outside the page.
+//! Stored bytes are the host's own, but decompression is bounded all the same: a broken blob gives
+//! an error, never a byte outside the page.
 
 use crate::config::{PAGE_SIZE, Page};
 use std::ffi::c_int;
@@ -10,7 +10,8 @@ use std::ffi::c_int;
 /// Compressed pages above this are kept raw: the rest saves nothing (measured: .0004 of the store).
 pub(crate) const COMPRESSED_BYTES_MAX: usize = 3840;
 
-/// lz4's default. 4 is a fifth faster and costs a tenth more bytes, and bytes are what the pool is for.
+/// lz4's default. 4 is a fifth faster and costs a tenth more bytes, and bytes are what the pool is
+/// for.
 const LZ4_ACCELERATION: c_int = 1;
 
 /// The stored bytes do not decode to a page.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sizes, limits and estimates of the engine, each with its reason, and what a caller configures.
 //!
-//! The metadata estimates are upper bounds from the layouts that they name, so that what a tenant is
-//! charged is never less than what it makes the host hold.
+//! The metadata estimates are upper bounds from the layouts that they name, so that what a tenant
+//! is charged is never less than what it makes the host hold.
 
 use std::mem::size_of;
 
@@ -15,16 +15,19 @@ pub type Page = [u8; PAGE_SIZE];
 /// Pools of one tenant. The wire's VIRTIO_TMEM_POOLS_MAX: a guest has a pool per file system.
 pub const POOLS_PER_TENANT_MAX: usize = 256;
 
-/// Keys of one tenant, live and not yet freed. 2^26 pages are 256 GiB, more than the file cache of any
-/// guest that shrinks; it bounds what same-filled pages, which have no payload, can make the host hold.
+/// Keys of one tenant, live and not yet freed. 2^26 pages are 256 GiB, more than the file cache of
+/// any guest that shrinks; it bounds what same-filled pages, which have no payload, can make the
+/// host hold.
 pub const KEYS_PER_TENANT_MAX: u64 = 1 << 26;
 
-/// Pages of a put that are compressed before the tenant's lock is taken once for all of them. Few, so
-/// that what is prepared but not yet stored stays small; more than one, so that the lock is cheap.
+/// Pages of a put that are compressed before the tenant's lock is taken once for all of them. Few,
+/// so that what is prepared but not yet stored stays small; more than one, so that the lock is
+/// cheap.
 pub(crate) const PUT_GROUP_PAGES: usize = 8;
 
 /// Pages that a put may evict, per page that it brings: a new page needs at most a page and its
-/// metadata, which is what eight same-filled pages are charged, and half of what goes may be shared.
+/// metadata, which is what eight same-filled pages are charged, and half of what goes may be
+/// shared.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
 /// Pages freed or evicted under one hold of a tenant's lock: about 10 µs.
@@ -40,8 +43,8 @@ pub(crate) const POOL_BYTES_PER_DEDUP_SHARD: u64 = 64 << 20;
 /// Dedup shards; beyond it (64 GiB of pool) a shard only gets longer.
 pub(crate) const DEDUP_SHARDS_MAX: usize = 1024;
 
-/// A key entry: index and entry (48 B) in a B-tree whose nodes may be 5/11 full, or in a short vector
-/// that may be half full, with its share of the inner nodes.
+/// A key entry: index and entry (48 B) in a B-tree whose nodes may be 5/11 full, or in a short
+/// vector that may be half full, with its share of the inner nodes.
 pub(crate) const KEY_METADATA_BYTES: u64 = 144;
 
 /// A position in the eviction queue: 32 B in a B-tree that may be 5/11 full.

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The content hash: seeded 128-bit xxh3. It only nominates; bytes decide.
 //!
-//! xxh3 is fast and not collision-resistant: whoever knows the seed can make two pages of one hash. So
-//! no page is ever taken for another because of it, see `blob.rs`.
+//! xxh3 is fast and not collision-resistant: whoever knows the seed can make two pages of one hash.
+//! So no page is ever taken for another because of it, see `blob.rs`.
 
 use crate::config::Page;
 use xxhash_rust::xxh3::xxh3_128_with_seed;

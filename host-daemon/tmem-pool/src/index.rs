@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One tenant's keys: pool, object, index.
 //!
-//! Trees throughout, so that no operation has a worst case far from its usual one, and the guest that
-//! chooses the ids cannot make look-ups long. An object or a pool is taken out in one step, contents
-//! and all. An object without pages and a detached pool do not stay behind.
+//! Trees throughout, so that no operation has a worst case far from its usual one, and the guest
+//! that chooses the ids cannot make look-ups long. An object or a pool is taken out in one step,
+//! contents and all. An object without pages and a detached pool do not stay behind.
 
 use crate::account::Account;
 use crate::entry::{Entry, Gauges};

@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The storage engine of virtio-tmem: pages, keys, tenants and time, and nothing of virtio.
 //!
-//! A [`Pool`] of bounded memory holds compressed copies of pages. Each [`Tenant`], one for a VM, has
-//! pools of objects of pages, sees nothing of the others, and is entitled to a part of the memory. Equal
-//! pages of one trust domain are kept once. Any page may be gone at any time; none may ever come
-//! back with other bytes than were last put with its cookie.
+//! A [`Pool`] of bounded memory holds compressed copies of pages. Each [`Tenant`], one for a VM,
+//! has pools of objects of pages, sees nothing of the others, and is entitled to a part of the
+//! memory. Equal pages of one trust domain are kept once. Any page may be gone at any time; none
+//! may ever come back with other bytes than were last put with its cookie.
 //!
-//! There are no threads, clocks or sources of randomness inside: time is passed in, randomness comes from the seed,
-//! and background work runs in [`Pool::maintain`]. All handles may be used from any thread at once.
+//! There are no threads, clocks or sources of randomness inside: time is passed in, randomness
+//! comes from the seed, and background work runs in [`Pool::maintain`]. All handles may be used
+//! from any thread at once.
 //!
 //! | file | its idea |
 //! | --- | --- |

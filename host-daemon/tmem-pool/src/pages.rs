@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The pages of one object, by index.
 //!
-//! Most files are small: a few pages live in a sorted vector that is as long as they need, more in a
-//! B-tree, whose smallest node would cost a one-page file half a kilobyte.
+//! Most files are small: a few pages live in a sorted vector that is as long as they need, more in
+//! a B-tree, whose smallest node would cost a one-page file half a kilobyte.
 
 use crate::entry::Entry;
 use std::collections::BTreeMap;

@@ -61,8 +61,8 @@ impl Inner {
         self.store.account.held_bytes() + extra_bytes > self.size_bytes.get()
     }
 
-    /// Frees or evicts pages, in at most about `budget` steps, until `extra_bytes` more fit. True if
-    /// they do.
+    /// Frees or evicts pages, in at most about `budget` steps, until `extra_bytes` more fit. True
+    /// if they do.
     pub(crate) fn make_room(&self, extra_bytes: u64, mut budget: usize) -> bool {
         while self.is_over(extra_bytes) {
             let step = budget.min(EVICT_STEP_PAGES);
@@ -78,7 +78,8 @@ impl Inner {
         true
     }
 
-    /// Frees up to `pages` that were detached: those of departed tenants first. Returns the steps made.
+    /// Frees up to `pages` that were detached: those of departed tenants first. Returns the steps
+    /// made.
     fn reap(&self, pages: usize) -> usize {
         let registry = self.read();
         let tenants = registry
@@ -225,16 +226,16 @@ impl Pool {
         Ok(Tenant::new(Arc::clone(inner), tenant))
     }
 
-    /// Changes the size. What is too much is evicted in bounded steps of [`maintain`](Self::maintain)
-    /// and of puts. Below the sum of all reserves, these scale down.
+    /// Changes the size. What is too much is evicted in bounded steps of
+    /// [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, these scale down.
     pub fn resize(&self, size_bytes: u64) {
         let mut registry = self.0.write();
         self.0.size_bytes.set(size_bytes);
         registry.resize(size_bytes);
     }
 
-    /// Background work: freeing what was detached, eviction down to the size and to limits. At most about
-    /// `budget` pages; true if more is left.
+    /// Background work: freeing what was detached, eviction down to the size and to limits. At most
+    /// about `budget` pages; true if more is left.
     pub fn maintain(&self, _now: Time, budget: usize) -> bool {
         let mut left = budget;
         while left > 0 {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What each tenant is entitled to: a pure function of the pool's size and all quotas.
 //!
-//! Reserve first, then a share by weight of what nobody has reserved, capped by the limit; what a cap
-//! leaves over goes to the others, again by weight. A pool smaller than all reserves scales them
-//! down. The sum never exceeds the pool's size.
+//! Reserve first, then a share by weight of what nobody has reserved, capped by the limit; what a
+//! cap leaves over goes to the others, again by weight. A pool smaller than all reserves scales
+//! them down. The sum never exceeds the pool's size.
 
 use crate::config::Quota;
 
@@ -19,8 +19,8 @@ fn mul_div(value: u64, numerator: u64, denominator: u64) -> u64 {
     u64::try_from(result).expect("a share is never more than the whole")
 }
 
-/// Entitlement in bytes of each quota, in their order, in a pool of `size_bytes`. Rounded down: a few
-/// bytes may belong to nobody.
+/// Entitlement in bytes of each quota, in their order, in a pool of `size_bytes`. Rounded down: a
+/// few bytes may belong to nobody.
 pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
     let reserves: Vec<u64> = quotas.iter().map(Quota::usable_reserve_bytes).collect();
     let reserved: u128 = reserves.iter().map(|&r| u128::from(r)).sum();
@@ -38,7 +38,8 @@ pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
         if weights == 0 {
             return entitled;
         }
-        // Everyone whose share passes its limit gets the limit; the rest share anew what they leave.
+        // Everyone whose share passes its limit gets the limit; the rest share anew what they
+        // leave.
         let round_free = free;
         let share = |i: usize| mul_div(round_free, u64::from(quotas[i].weight), weights);
         let room = |i: usize, e: &[u64]| quotas[i].limit_bytes.map_or(u64::MAX, |l| l - e[i]);

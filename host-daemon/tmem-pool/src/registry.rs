@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is in the pool: tenants with their quotas, trust domains, and those that left and are not freed yet.
+//! Who is in the pool: tenants with their quotas, trust domains, and those that left and are not
+//! freed yet.
 //!
 //! It decides admission and sets entitlements; it never touches pages.
 

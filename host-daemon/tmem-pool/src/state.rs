@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! One tenant's keys, queue and counters: all that its lock guards, and every change to it.
 //!
-//! Nothing here compresses, hashes or looks at another tenant. What leaves is handed to the caller in
-//! `freed`, who drops it when the lock is released. Each call is bounded: what may be long (an object, a pool,
-//! everything) is detached in one step and reaped in small ones.
+//! Nothing here compresses, hashes or looks at another tenant. What leaves is handed to the caller
+//! in `freed`, who drops it when the lock is released. Each call is bounded: what may be long (an
+//! object, a pool, everything) is detached in one step and reaped in small ones.
 
 use crate::account::Account;
 use crate::config::{
@@ -140,8 +140,9 @@ impl State {
         true
     }
 
-    /// Evicts this tenant's own pages until a charge fits under its limit, by as many as the largest
-    /// page can need. False: it does not fit; the tenant is far over a limit that was lowered.
+    /// Evicts this tenant's own pages until a charge fits under its limit, by as many as the
+    /// largest page can need. False: it does not fit; the tenant is far over a limit that was
+    /// lowered.
     fn make_room(&mut self, account: &Account, charge_bytes: u64, freed: &mut Vec<Entry>) -> bool {
         const {
             let largest = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
@@ -205,8 +206,8 @@ impl State {
         evicted.max(usize::from(skipped > 0))
     }
 
-    /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. True: there may be
-    /// more.
+    /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. True: there
+    /// may be more.
     pub(crate) fn flush(
         &mut self,
         account: &Account,

@@ -3,7 +3,8 @@
 
 use crate::config::Quota;
 
-/// One tenant. Gauges count what the tenant can still get; `detached_pages` says what else it occupies.
+/// One tenant. Gauges count what the tenant can still get; `detached_pages` says what else it
+/// occupies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TenantStats {
     /// Gauge, pages: keys held.
@@ -15,7 +16,8 @@ pub struct TenantStats {
     pub entitled_bytes: u64,
     /// Gauge, bytes: pages at 4,096 B.
     pub original_bytes: u64,
-    /// Gauge, bytes: stored size of its pages, each counted in full even if shared; same-filled are 0.
+    /// Gauge, bytes: stored size of its pages, each counted in full even if shared; same-filled are
+    /// 0.
     pub compressed_bytes: u64,
     /// Gauge, pages: kept as a pattern.
     pub same_filled_pages: u64,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A tenant's handle: what one VM may do to the pool.
 //!
-//! Hashing, compression, comparison and decompression run with no lock held. The tenant's lock guards its
-//! `State`; a thread holds at most one tenant's lock. Order: registry, tenant, dedup shard.
+//! Hashing, compression, comparison and decompression run with no lock held. The tenant's lock
+//! guards its `State`; a thread holds at most one tenant's lock. Order: registry, tenant, dedup
+//! shard.
 
 use crate::account::Sum;
 use crate::blob::DomainId;
@@ -174,8 +175,8 @@ impl Drop for Handle {
     }
 }
 
-/// One tenant. Clones are handles to the same one; dropping the last drops its pages (freed behind, by
-/// [`Pool::maintain`](crate::Pool::maintain)).
+/// One tenant. Clones are handles to the same one; dropping the last drops its pages (freed behind,
+/// by [`Pool::maintain`](crate::Pool::maintain)).
 #[derive(Clone)]
 pub struct Tenant(Arc<Handle>);
 
@@ -222,9 +223,9 @@ impl Tenant {
     /// Stores pages, in their order: of one key given twice, the later counts. `results` has the
     /// length of `pages`. A refused page leaves nothing under its key.
     ///
-    /// A page that would exceed the tenant's limit evicts the tenant's own oldest ones. A page for which
-    /// the pool has no room evicts, in bounded steps, those of the tenant most above its entitlement.
-    /// It is refused if that does not suffice, and never waits.
+    /// A page that would exceed the tenant's limit evicts the tenant's own oldest ones. A page for
+    /// which the pool has no room evicts, in bounded steps, those of the tenant most above its
+    /// entitlement. It is refused if that does not suffice, and never waits.
     ///
     /// # Errors
     /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
@@ -304,9 +305,10 @@ impl Tenant {
         Ok(())
     }
 
-    /// Gets pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results` have
-    /// one length. A hit removes the page; `out` of a miss is unspecified. Bytes are checked against the
-    /// hash of those that were put: what fails is a miss and counted in `hash_mismatches`.
+    /// Gets pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results`
+    /// have one length. A hit removes the page; `out` of a miss is unspecified. Bytes are checked
+    /// against the hash of those that were put: what fails is a miss and counted in
+    /// `hash_mismatches`.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
@@ -384,8 +386,9 @@ impl Tenant {
         }
     }
 
-    /// Drops pages `index ..` of one object; `nr_pages` None: to its end. The time is in proportion to the
-    /// pages found; a whole object (index 0, to the end) goes in constant time and is freed behind.
+    /// Drops pages `index ..` of one object; `nr_pages` None: to its end. The time is in proportion
+    /// to the pages found; a whole object (index 0, to the end) goes in constant time and is freed
+    /// behind.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -427,8 +430,8 @@ impl Tenant {
         }
     }
 
-    /// Empties the tenant in constant time: pools, objects, pages, which are freed behind. Quota and
-    /// trust domain stay.
+    /// Empties the tenant in constant time: pools, objects, pages, which are freed behind. Quota
+    /// and trust domain stay.
     pub fn clear(&self) {
         self.0.tenant.lock().clear(&self.0.pool.store.account);
     }
@@ -488,7 +491,8 @@ impl Tenant {
         &self.0.pool
     }
 
-    /// The cookie held under (pool, object, index), and the page read into `read`, all left in place.
+    /// The cookie held under (pool, object, index), and the page read into `read`, all left in
+    /// place.
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),

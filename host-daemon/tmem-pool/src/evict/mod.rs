@@ -8,7 +8,8 @@ mod fifo;
 
 pub(crate) use fifo::Fifo;
 
-/// Names one stay of a page in the tenant: grows with each put, never reused, not even after a clear.
+/// Names one stay of a page in the tenant: grows with each put, never reused, not even after a
+/// clear.
 pub(crate) type Token = u64;
 
 /// Where a page is found in the index.

@@ -4,7 +4,6 @@
 use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put, settle};
 use crate::codec::{self, COMPRESSED_BYTES_MAX, Corrupt};
 use crate::entry::Content;
-use crate::evict::Key;
 use crate::{GetResult, PAGE_SIZE, Page, Pool, PoolConfig, PutResult, Quota, Tenant, TenantSpec};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -64,7 +63,8 @@ fn domains_share_nothing() {
 
 #[test]
 fn equal_hashes_are_not_equal_pages() {
-    // Compressed and raw, and one byte of difference at the end, where a short comparison ends early.
+    // Compressed and raw, and one byte of difference at the end, where a short comparison ends
+    // early.
     let mut pages = vec![noise(1), partly_noise(2, 3), partly_noise(3, 6)];
     for at in 0..pages.len() {
         let mut twin = pages[at];
@@ -183,35 +183,6 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
         pool.check_invariants();
     });
     assert_eq!(events.load(Relaxed), 1);
-}
-
-#[test]
-fn a_damaged_copy_is_not_shared() {
-    let pool = new_pool(1 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    let page = noise(1);
-    put(&tenant, 1, 0, 1, &page);
-    tenant.inner().lock(); // The lock is free: damage takes it, too.
-    {
-        let state = tenant.inner().lock();
-        let entry = state
-            .index
-            .get(Key {
-                pool: POOL,
-                object: 1,
-                index: 0,
-            })
-            .unwrap();
-        let Content::Blob(blob) = entry.content() else {
-            panic!("noise is a blob")
-        };
-        let (found, shared) = tenant.pool().store.intern(blob.domain(), 0, &page);
-        assert!(
-            !shared && !Arc::ptr_eq(&found, blob),
-            "found under another hash"
-        );
-    }
-    assert_eq!(get(&tenant, 1, 0, 1), Some(page));
 }
 
 #[test]

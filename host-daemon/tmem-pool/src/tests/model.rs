@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Random operations of several tenants against a model, compared after every step.
 //!
-//! The model holds the last page put under each key. A get may answer that page, with that cookie, or a
-//! miss; after each step every page that the engine holds must be the model's, and every page that the
-//! model has more must have been counted as evicted.
+//! The model holds the last page put under each key. A get may answer that page, with that cookie,
+//! or a miss; after each step every page that the engine holds must be the model's, and every page
+//! that the model has more must have been counted as evicted.
 
 use super::rng::{Rng, for_each_seed};
 use super::{noise, partly_noise, settle};
