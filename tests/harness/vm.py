@@ -102,7 +102,7 @@ class Vm:
             modules=config.modules,
             files=config.files,
         )
-        cmdline = f"console=ttyS0 loglevel=6 oops=panic panic=0 {config.cmdline}"
+        cmdline = f"console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable {config.cmdline}"
         size = config.memory_bytes
         command = [
             str(qemu_binary()), "-name", config.name, "-nodefaults", "-no-user-config",

@@ -44,8 +44,8 @@ def device_vm(
 def query_qmp(vm: Vm) -> None:
     """Asks all that QMP can tell of a virtio device; QEMU must answer, if only 'no'."""
     devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
-    assert "vhost-user-tmem" in devices, devices
-    path = devices["vhost-user-tmem"]
+    assert "virtio-tmem" in devices, devices
+    path = devices["virtio-tmem"]
     status = vm.qmp.execute("x-query-virtio-status", {"path": path})
     assert status["device-id"] == 63
     for queue in range(status["num-vqs"]):
