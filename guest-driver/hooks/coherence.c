@@ -6,6 +6,7 @@
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>
+#include <linux/fs_context.h>
 #include <linux/ftrace.h>
 #include <linux/mm.h>
 #include <linux/pagemap.h>
@@ -121,6 +122,23 @@ void tmem_entry_swapon(struct ftrace_regs *fregs)
 	bypass_inode(file_inode(file), TMEM_INVAL_INODE, true);
 }
 
+/*
+ * A new mount is known before the first file is opened on it. Not coherence:
+ * files that are open for writing when it becomes known are cached only after
+ * they were closed.
+ */
+static int wrap_get_tree(struct fs_context *fc)
+{
+	int err;
+
+	tmem_enter();
+	err = vfs_get_tree(fc);
+	if (!err && fc->root)
+		tmem_fs_mounted(fc->root->d_sb);
+	tmem_leave();
+	return err;
+}
+
 /* The pool goes before anything of the super block does; see tmem_fs_drop(). */
 static void wrap_shutdown_super(struct super_block *sb)
 {
@@ -228,6 +246,7 @@ int tmem_coherence_add(void)
 		{ (unsigned long)truncate_inode_pages_range, TMEM_HOOK_TRUNCATE, NULL,
 		  wrap_truncate },
 		{ (unsigned long)invalidate_inode_pages2_range, TMEM_HOOK_DIRECT, entry_direct },
+		{ (unsigned long)vfs_get_tree, TMEM_HOOK_MOUNT, NULL, wrap_get_tree },
 		{ (unsigned long)generic_shutdown_super, TMEM_HOOK_UNMOUNT, NULL,
 		  wrap_shutdown_super },
 		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, wrap_fadvise },

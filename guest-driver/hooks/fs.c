@@ -3,10 +3,10 @@
  * File systems: which types are served, which of their mounts are known, and
  * which inodes of those may be put and got.
  *
- * A mount gets a pool when the first page of one of its files is seen. Hooks
- * look it up by the address of its super block, in atomic context, under RCU.
- * It leaves before generic_shutdown_super() begins, so an address that is used
- * again finds an empty pool.
+ * A mount gets a pool when it is made, or when a page of one of its files is
+ * seen. Hooks look it up by the address of its super block, in atomic context,
+ * under RCU. It leaves before generic_shutdown_super() begins, so an address
+ * that is used again finds an empty pool.
  *
  * Bypass: an inode that is written below the page cache takes no puts while
  * anyone has it open for writing. Clearing the mark at a put and setting it
@@ -20,6 +20,7 @@
 #include <linux/hashtable.h>
 #include <linux/mm.h>
 #include <linux/module.h>
+#include <linux/mutex.h>
 #include <linux/pagemap.h>
 #include <linux/slab.h>
 #include <linux/workqueue.h>
@@ -41,7 +42,7 @@ struct tmem_fs_type {
 	/* Built in or loaded early: look for mounts of it when this module is loaded. */
 	bool at_load;
 
-	/* Only the discovery work touches these, but for @failed. */
+	/* Written under discovery_lock; @fst and @failed are read without. */
 	struct file_system_type *fst;
 	bool active;
 	bool failed;
@@ -74,6 +75,7 @@ static unsigned int nr_fs;
 
 static unsigned long types_noted;	/* a bit for each entry of tmem_fs_types[] */
 static bool discovery_stopped;
+static DEFINE_MUTEX(discovery_lock);	/* guards: types, targets of ftrace.c, registration */
 static void tmem_discover(struct work_struct *work);
 static DECLARE_WORK(discovery, tmem_discover);
 
@@ -407,22 +409,44 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	smp_store_release(&fs->live, true);
 }
 
-/* s_umount is held for reading and @sb is alive. */
+/* s_umount is held and @sb is alive. */
 static void tmem_fs_seen(struct super_block *sb, void *arg)
 {
+	const struct address_space_operations *aops;
 	struct tmem_fs_type *type = arg;
 
-	if (READ_ONCE(discovery_stopped) || type->failed || !sb->s_bdev || !sb->s_root)
-		return;
+	mutex_lock(&discovery_lock);
+	if (discovery_stopped || type->failed || !sb->s_bdev || !sb->s_root)
+		goto unlock;
 	if (!type->active) {
-		const struct address_space_operations *aops = tmem_fs_aops(sb, type);
-
-		if (!aops)
-			return;
-		tmem_fs_type_activate(type, aops);
+		aops = tmem_fs_aops(sb, type);
+		if (aops)
+			tmem_fs_type_activate(type, aops);
 	}
 	if (type->active)
 		tmem_fs_register(sb, type);
+unlock:
+	mutex_unlock(&discovery_lock);
+}
+
+/**
+ * tmem_fs_mounted - a file system was mounted
+ * @sb: its super block, s_umount held for writing
+ */
+void tmem_fs_mounted(struct super_block *sb)
+{
+	unsigned int i;
+
+	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
+		struct tmem_fs_type *type = &tmem_fs_types[i];
+
+		if (strcmp(sb->s_type->name, type->name))
+			continue;
+		if (READ_ONCE(type->fst))
+			tmem_fs_seen(sb, type);
+		else
+			tmem_fs_note(sb);
+	}
 }
 
 static void tmem_discover(struct work_struct *work)
@@ -437,7 +461,7 @@ static void tmem_discover(struct work_struct *work)
 		if (test_and_clear_bit(i, &types_noted)) {
 			/* Holds the module of the file system until this one goes. */
 			if (!type->fst)
-				type->fst = get_fs_type(type->name);
+				WRITE_ONCE(type->fst, get_fs_type(type->name));
 			if (type->fst)
 				iterate_supers_type(type->fst, tmem_fs_seen, type);
 		}
@@ -472,7 +496,9 @@ int tmem_fs_init(void)
  */
 void tmem_fs_stop(void)
 {
+	mutex_lock(&discovery_lock);
 	WRITE_ONCE(discovery_stopped, true);
+	mutex_unlock(&discovery_lock);
 	cancel_work_sync(&discovery);
 }
 

@@ -7,7 +7,7 @@
  * erases it, since it may become eligible again with other contents. And a hook
  * that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outer first: s_umount, a folio's lock, the i_pages lock,
+ * Lock order, outer first: s_umount, discovery_lock of fs.c, a folio's lock, the i_pages lock,
  * tmem_fs.bypass_lock, the list lock of verify.c, the locks of the core.
  */
 #ifndef _TMEM_HOOKS_H
@@ -27,6 +27,7 @@ enum tmem_hook {
 	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
 	TMEM_HOOK_TRUNCATE,	/* truncate_inode_pages_range() */
 	TMEM_HOOK_DIRECT,	/* invalidate_inode_pages2_range() */
+	TMEM_HOOK_MOUNT,	/* vfs_get_tree() */
 	TMEM_HOOK_UNMOUNT,	/* generic_shutdown_super() */
 	TMEM_HOOK_FADVISE,	/* generic_fadvise() */
 	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
@@ -83,6 +84,7 @@ struct tmem_fs *tmem_fs_find(const struct super_block *sb);
 struct tmem_fs *tmem_fs_get(const struct super_block *sb);
 void tmem_fs_put(struct tmem_fs *fs);
 void tmem_fs_drop(const struct super_block *sb);
+void tmem_fs_mounted(struct super_block *sb);
 void tmem_fs_note(const struct super_block *sb);
 void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
 		    bool sticky);

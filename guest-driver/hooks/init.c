@@ -30,6 +30,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_DIRTY] = "dirty",
 	[TMEM_HOOK_TRUNCATE] = "truncate",
 	[TMEM_HOOK_DIRECT] = "direct",
+	[TMEM_HOOK_MOUNT] = "mount",
 	[TMEM_HOOK_UNMOUNT] = "unmount",
 	[TMEM_HOOK_FADVISE] = "fadvise",
 	[TMEM_HOOK_MOVE_EXT] = "move_ext",
