@@ -355,7 +355,7 @@ mod tests {
             ),
             (
                 "a huge table",
-                &[(INDIRECT_TABLE, u32::MAX & !15, INDIRECT, 0)],
+                &[(INDIRECT_TABLE, !15, INDIRECT, 0)],
                 &[(DATA, 8, 0, 0)],
             ),
         ];

@@ -28,13 +28,12 @@ pub struct Shared {
 
 /// Serves a connection to its end.
 pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
-    let name = vm.name();
     let Some(_connected) = Connected::claim(vm) else {
         vm.counters
             .connections_refused
             .fetch_add(1, Ordering::Relaxed);
         vm.warn(format_args!(
-            "VM {name}: a second connection to {} is refused: the first one is still there",
+            "a second connection to {} is refused: the first one is still there",
             vm.config.socket.display()
         ));
         return;
@@ -47,13 +46,11 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
     let device = match Device::new(vm.clone(), workers, janitor, shared.epoch) {
         Ok(device) => Arc::new(Mutex::new(device)),
         Err(error) => {
-            vm.warn(format_args!(
-                "VM {name}: no generation can be drawn: {error}"
-            ));
+            vm.warn(format_args!("no generation can be drawn: {error}"));
             return;
         }
     };
-    tracing::info!(vm = name, "connected");
+    vm.info(format_args!("connected"));
     let mut handler = BackendReqHandler::from_stream(stream, device.clone());
     let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
         loop {
@@ -70,11 +67,11 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
         }
     }));
     match end {
-        Ok(None) => tracing::info!(vm = name, "disconnected"),
-        Ok(Some(error)) => vm.warn(format_args!("VM {name}: connection ended: {error}")),
+        Ok(None) => vm.info(format_args!("disconnected")),
+        Ok(Some(error)) => vm.warn(format_args!("connection ended: {error}")),
         Err(_) => tracing::error!(
-            vm = name,
-            "connection ended: a bug, its control thread panicked"
+            "VM {}: connection ended: a bug, its control thread panicked",
+            vm.name()
         ),
     }
     device.lock().unwrap_or_else(PoisonError::into_inner).end();

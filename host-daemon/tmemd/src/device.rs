@@ -13,7 +13,7 @@ use crate::vring::{Link, RingAddresses, State, Vring};
 use crate::worker::Workers;
 use rustix::fs::OFlags;
 use std::fs::File;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
@@ -180,8 +180,7 @@ impl Device {
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
-        self.vm()
-            .warn(format_args!("VM {}: {error}", self.vm().name()));
+        self.vm().warn(format_args!("{error}"));
         failed(error)
     }
 
@@ -218,9 +217,8 @@ impl Device {
         let missed = self.log.missed_pages();
         if missed > self.missed_pages {
             self.vm().warn(format_args!(
-                "VM {}: {} written guest pages could not be marked in the dirty log, which is too \
+                "{} written guest pages could not be marked in the dirty log, which is too \
                  short: the migration that is going on must not be completed",
-                self.vm().name(),
                 missed - self.missed_pages
             ));
             self.missed_pages = missed;
@@ -228,12 +226,18 @@ impl Device {
     }
 }
 
-/// Makes an eventfd of the front end safe to use: reading or writing it never waits.
+/// Makes sure that reading and writing a descriptor of the front end never waits: it is an eventfd,
+/// and not, say, a file of a file system that the front end serves itself.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
-    let flags = rustix::fs::fcntl_getfl(&fd).map_err(|e| failed(format!("bad eventfd: {e}")))?;
-    rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK)
-        .map_err(|e| failed(format!("bad eventfd: {e}")))?;
+    let bad = |what: String| failed(format!("not an eventfd: {what}"));
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let target = std::fs::read_link(&link).map_err(|e| bad(format!("{link}: {e}")))?;
+    if target.as_os_str() != "anon_inode:[eventfd]" {
+        return Err(bad(target.display().to_string()));
+    }
+    let flags = rustix::fs::fcntl_getfl(&fd).map_err(|e| bad(e.to_string()))?;
+    rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(|e| bad(e.to_string()))?;
     Ok(fd)
 }
 
@@ -510,5 +514,54 @@ fn single_region(region: &VhostUserSingleMemoryRegion) -> RegionSpec {
         user_address: region.user_addr,
         bytes: region.memory_size,
         file_offset: region.mmap_offset,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, eventfd};
+
+    #[test]
+    fn generations_are_random_and_never_0() {
+        let mut seen = std::collections::HashSet::new();
+        let (mut ones, mut zeros) = (0, 0);
+        for _ in 0..1000 {
+            let generation = new_generation().expect("random");
+            assert_ne!(generation, 0);
+            assert!(seen.insert(generation), "{generation:#x} came twice");
+            (ones, zeros) = (ones | generation, zeros | !generation);
+        }
+        assert_eq!((ones, zeros), (u64::MAX, u64::MAX), "each bit is drawn");
+    }
+
+    #[test]
+    fn only_eventfds_are_kicks_and_calls() {
+        let fd = eventfd(0, EventfdFlags::empty()).expect("eventfd");
+        let other = fd.try_clone().expect("a second handle");
+        let fd = event_fd(fd.into()).expect("an eventfd");
+        // Reading an empty one would wait for ever.
+        crate::poller::consume(&fd);
+        crate::poller::signal(&other);
+        let (reader, _writer) = std::io::pipe().expect("pipe");
+        let file = tempfile::tempfile().expect("file");
+        for odd in [OwnedFd::from(reader).into(), file] {
+            let error = event_fd(odd).expect_err("not an eventfd").to_string();
+            assert!(error.contains("not an eventfd"), "{error}");
+        }
+    }
+
+    #[test]
+    fn nothing_reserved_is_offered() {
+        for bit in [
+            wire::F_PERSISTENT,
+            wire::F_SHARED,
+            wire::F_RETAIN,
+            wire::F_EVENTS,
+        ] {
+            assert_eq!(FEATURES & (1 << bit), 0);
+        }
+        // ACCESS_PLATFORM and RING_PACKED.
+        assert_eq!(FEATURES & (1 << 33 | 1 << 34), 0);
     }
 }

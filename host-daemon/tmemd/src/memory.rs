@@ -7,9 +7,10 @@
 
 use crate::dirty::{DirtyLog, RegionLog};
 use rustix::fs::SealFlags;
+use rustix::mm::Advice;
 use std::fs::File;
 use std::sync::Arc;
-use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::mmap::{MmapRegion, MmapRegionBuilder};
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 /// The guest's physical memory with its dirty log.
@@ -98,6 +99,8 @@ impl Memory {
             .with_mmap_flags(MAP_SHARED_NORESERVE)
             .build()
             .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
+        keep_out_of_dumps(&mapping)
+            .map_err(|e| odd(format!("cannot be kept out of core dumps: {e}")))?;
         let region = GuestRegionMmap::new(mapping, GuestAddress(at))
             .ok_or_else(|| odd("its guest address overflows".into()))?;
         let guest = self
@@ -139,6 +142,18 @@ impl Memory {
             let inside = offset.checked_add(bytes)? <= region.bytes;
             inside.then(|| region.guest_address + offset)
         })
+    }
+}
+
+/// A core dump of the daemon must not hold guests' memory.
+fn keep_out_of_dumps(mapping: &MmapRegion<RegionLog>) -> rustix::io::Result<()> {
+    // SAFETY: the range is the mapping's own, and the advice changes none of its bytes.
+    unsafe {
+        rustix::mm::madvise(
+            mapping.as_ptr().cast(),
+            mapping.size(),
+            Advice::LinuxDontDump,
+        )
     }
 }
 

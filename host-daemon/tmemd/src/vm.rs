@@ -81,10 +81,24 @@ impl Vm {
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         match self.log_limit.admit(Instant::now()) {
             None => {}
-            Some(0) => tracing::warn!(vm = self.name(), "{message}"),
+            Some(0) => tracing::warn!("VM {}: {message}", self.name()),
             Some(left_out) => {
-                tracing::warn!(vm = self.name(), left_out, "{message}");
+                tracing::warn!(
+                    "VM {}: {message} ({left_out} messages left out)",
+                    self.name()
+                );
             }
+        }
+    }
+
+    /// Logs what a VM or its VMM did, at the same rate: it may do so in a loop.
+    pub fn info(&self, message: std::fmt::Arguments<'_>) {
+        if let Some(left_out) = self.log_limit.admit(Instant::now()) {
+            let left_out = match left_out {
+                0 => String::new(),
+                count => format!(" ({count} messages left out)"),
+            };
+            tracing::info!("VM {}: {message}{left_out}", self.name());
         }
     }
 }

@@ -330,7 +330,9 @@ impl Vring {
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
                 let used = execute::answer_status(chain, memory, status);
-                Ok((used.map_err(fault)?, 1))
+                // A bad request may be as large to read as any.
+                let read_pages = (readable.len() / wire::PAGE_SIZE) as u32;
+                Ok((used.map_err(fault)?, 1 + read_pages))
             }
             Err(Rejected::Unanswerable) => Err(format!(
                 "a request has {} writable bytes, too few for an answer",
@@ -343,10 +345,11 @@ impl Vring {
         let vm = &self.link.vm;
         vm.counters.queues_stopped.fetch_add(1, Ordering::Relaxed);
         vm.warn(format_args!(
-            "VM {}: virtqueue {} stopped until the device is reset: {reason}",
-            vm.name(),
+            "virtqueue {} stopped until it is set up anew: {reason}",
             self.index
         ));
+        // The chain that it stopped at was not answered.
+        state.queue.set_next_avail(state.queue.next_used());
         state.stopped = Some(reason);
         if let Some(error) = &state.error {
             signal(error);
