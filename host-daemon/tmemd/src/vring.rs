@@ -451,3 +451,7 @@ impl State {
         Ok(())
     }
 }
+
+#[cfg(test)]
+#[path = "vring_test.rs"]
+mod tests;

@@ -117,6 +117,31 @@ fn a_connection_is_counted() {
     until("the VM is gone", || !web().connected);
 }
 
+/// A front end that sends half a message holds up itself and nobody else, not even the end.
+#[test]
+fn half_a_message_holds_up_nobody() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let daemon = Daemon::start(config.clone()).expect("starts");
+    // GET_FEATURES, version 1, no payload.
+    let message = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    let half = UnixStream::connect(&config.vms[0].socket).expect("connects");
+    (&half).write_all(&message[..7]).expect("sent");
+    let mut other = UnixStream::connect(&config.vms[1].socket).expect("connects");
+    other.set_read_timeout(Some(TIMEOUT)).expect("set");
+    for _ in 0..100 {
+        other.write_all(&message).expect("sent");
+        other.read_exact(&mut [0; 12 + 8]).expect("answered");
+    }
+    (&half).write_all(&message[7..]).expect("sent");
+    half.set_read_timeout(Some(TIMEOUT)).expect("set");
+    (&half)
+        .read_exact(&mut [0; 12 + 8])
+        .expect("answered, now that it is whole");
+    (&half).write_all(&message[..3]).expect("sent");
+    daemon.stop();
+}
+
 #[test]
 fn only_the_full_socket_changes_quotas() {
     let directory = tempfile::tempdir().expect("directory");

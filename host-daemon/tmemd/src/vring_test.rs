@@ -1,0 +1,457 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A vring without a connection: what a turn does, how it is stopped, what a drain leaves.
+
+use super::*;
+use crate::config::VmConfig;
+use crate::memory::RegionSpec;
+use crate::poller::consume;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use tmem_pool::{Pool, PoolConfig, TenantSpec};
+use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, Req};
+use zerocopy::IntoBytes;
+
+const MEMORY_BYTES: u64 = 4 << 20;
+const SIZE: u16 = 256;
+const GENERATION: u64 = 77;
+/// The VMM's address of the guest's first byte, so that the two are not confused.
+const USER: u64 = 0x7000_0000;
+const TABLE: u64 = 0;
+const AVAIL: u64 = 0x2000;
+const USED: u64 = 0x3000;
+/// Requests and answers, one after the other.
+const DATA: u64 = 0x10000;
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+
+struct Guest {
+    vring: Vring,
+    memory: Arc<Memory>,
+    link: Arc<Link>,
+    call: OwnedFd,
+    scratch: Scratch,
+    free: u64,
+    heads: u16,
+    available: u16,
+    _pool: Pool,
+}
+
+/// A ring that the VMM starts at a base while its used index is another.
+fn guest_at(base: u16, used: u16) -> Guest {
+    let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
+    ftruncate(&file, MEMORY_BYTES).expect("its length");
+    fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+    let spec = RegionSpec {
+        guest_address: 0,
+        user_address: USER,
+        bytes: MEMORY_BYTES,
+        file_offset: 0,
+    };
+    let memory = Memory::empty()
+        .with_region(spec, file.into(), &Default::default())
+        .expect("good");
+    let memory = Arc::new(memory);
+
+    let pool = Pool::new(PoolConfig {
+        size_bytes: 64 << 20,
+        seed: 1,
+    });
+    let config: VmConfig = "name=test,socket=none".parse().expect("good");
+    let spec = TenantSpec {
+        name: "test".into(),
+        trust_domain: None,
+        quota: config.quota,
+    };
+    let tenant = pool.add_tenant(spec).expect("fits");
+    tenant.create_pool(1).expect("new");
+    let link = Arc::new(Link {
+        vm: Arc::new(Vm::new(config, tenant)),
+        generation: AtomicU64::new(GENERATION),
+        epoch: Instant::now(),
+    });
+    let vring = Vring::new(1, 0, link.clone());
+    let call = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
+    memory
+        .guest
+        .store(used.to_le(), GuestAddress(USED + 2), Ordering::Release)
+        .expect("inside");
+    {
+        let mut state = vring.lock();
+        state.queue.set_size(SIZE);
+        state.memory = memory.clone();
+        state.set_base(base);
+        state.addresses = Some(RingAddresses {
+            descriptor: USER + TABLE,
+            available: USER + AVAIL,
+            used: USER + USED,
+        });
+        state.kick = Some(0);
+        state.call = Some(call.try_clone().expect("a second handle"));
+        state.enabled = true;
+        vring.configure(&mut state);
+    }
+    let available = base;
+    Guest {
+        vring,
+        memory,
+        link,
+        call,
+        scratch: Scratch::new(),
+        free: DATA,
+        heads: 0,
+        available,
+        _pool: pool,
+    }
+}
+
+fn guest() -> Guest {
+    guest_at(0, 0)
+}
+
+impl Guest {
+    fn descriptor(&self, number: u16, address: u64, length: usize, flags: u16) {
+        let mut bytes = address.to_le_bytes().to_vec();
+        bytes.extend((length as u32).to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend((number + 1).to_le_bytes());
+        let at = GuestAddress(TABLE + 16 * u64::from(number));
+        self.memory.guest.write_slice(&bytes, at).expect("inside");
+    }
+
+    /// Makes a request available; returns where its answer goes.
+    fn send(&mut self, readable: &[u8], writable_bytes: usize) -> u64 {
+        let (request, answer) = (self.free, self.free + readable.len() as u64);
+        self.free = answer + writable_bytes as u64;
+        self.memory
+            .guest
+            .write_slice(readable, GuestAddress(request))
+            .expect("inside");
+        self.descriptor(self.heads, request, readable.len(), NEXT);
+        self.descriptor(self.heads + 1, answer, writable_bytes, WRITE);
+        let slot = AVAIL + 4 + 2 * u64::from(self.available % SIZE);
+        let memory = &self.memory.guest;
+        memory
+            .store(self.heads.to_le(), GuestAddress(slot), Ordering::Release)
+            .expect("inside");
+        self.heads += 2;
+        self.available = self.available.wrapping_add(1);
+        let index = self.available.to_le();
+        memory
+            .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
+            .expect("inside");
+        answer
+    }
+
+    fn put(&mut self, index: u64, count: usize) -> u64 {
+        let mut bytes = req(wire::T_PUT, count).as_bytes().to_vec();
+        for number in 0..count as u64 {
+            let page = PutPage {
+                object: 1.into(),
+                index: (index + number).into(),
+                cookie: (index + number + 1).into(),
+                flags: 0.into(),
+                reserved: 0.into(),
+            };
+            bytes.extend(page.as_bytes());
+        }
+        for number in 0..count {
+            bytes.extend([(index as usize + number) as u8; PAGE_SIZE]);
+        }
+        self.send(&bytes, 8 + count)
+    }
+
+    fn get(&mut self, index: u64, count: usize) -> u64 {
+        let get = Get {
+            object: 1.into(),
+            index: index.into(),
+        };
+        let mut bytes = [req(wire::T_GET, count).as_bytes(), get.as_bytes()].concat();
+        for number in 0..count as u64 {
+            bytes.extend((index + number + 1).to_le_bytes());
+        }
+        self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
+    }
+
+    fn turn(&mut self) -> Turn {
+        self.vring.turn(&mut self.scratch)
+    }
+
+    fn used(&self) -> u16 {
+        let index = self
+            .memory
+            .guest
+            .load(GuestAddress(USED + 2), Ordering::Acquire);
+        u16::from_le(index.expect("inside"))
+    }
+
+    fn bytes(&self, address: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        self.memory
+            .guest
+            .read_slice(&mut bytes, GuestAddress(address))
+            .expect("inside");
+        bytes
+    }
+
+    /// Results of a GET's pages.
+    fn results(&self, answer: u64, count: usize) -> Vec<u8> {
+        self.bytes(answer + 8, count * 16)
+            .chunks(16)
+            .map(|page| page[8])
+            .collect()
+    }
+
+    fn stopped(&self) -> Option<String> {
+        self.vring.lock().stopped.clone()
+    }
+
+    fn interrupted(&self) -> bool {
+        let mut bytes = [0; 8];
+        rustix::io::read(&self.call, &mut bytes).is_ok()
+    }
+}
+
+fn req(request_type: u16, count: usize) -> Req {
+    Req {
+        generation: GENERATION.into(),
+        r#type: request_type.into(),
+        count: (count as u16).into(),
+        pool: 1.into(),
+        reserved: 0.into(),
+    }
+}
+
+#[test]
+fn a_page_goes_and_comes_back() {
+    let mut guest = guest();
+    let (put, get) = (guest.put(5, 3), guest.get(5, 3));
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 2);
+    let expected = [
+        vec![wire::S_OK, 0, 0, 0, 0, 0, 0, 0],
+        vec![wire::P_STORED; 3],
+    ]
+    .concat();
+    assert_eq!(guest.bytes(put, 11), expected);
+    assert_eq!(guest.results(get, 3), [wire::P_HIT; 3]);
+    let data = get + 8 + 3 * 16;
+    for page in 0..3 {
+        assert_eq!(
+            guest.bytes(data + page * 4096, 4096),
+            [5 + page as u8; 4096]
+        );
+    }
+    assert!(guest.interrupted());
+}
+
+#[test]
+fn a_turn_is_bounded() {
+    let mut guest = guest();
+    for index in 0..70 {
+        guest.put(index, 1);
+    }
+    assert_eq!(guest.turn(), Turn::More);
+    assert_eq!(u32::from(guest.used()), TURN_PAGES);
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 70);
+}
+
+#[test]
+fn the_driver_can_suppress_interrupts() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    let flags = AVAIL_F_NO_INTERRUPT.to_le();
+    guest
+        .memory
+        .guest
+        .store(flags, GuestAddress(AVAIL), Ordering::Release)
+        .expect("inside");
+    guest.turn();
+    assert_eq!(guest.used(), 1);
+    assert!(!guest.interrupted());
+}
+
+#[test]
+fn a_held_vring_takes_nothing() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.vring.raise_hold();
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0), "announced");
+    guest.vring.lower_hold();
+    {
+        let _state = guest.vring.lock();
+        assert_eq!(guest.vring.turn(&mut guest.scratch), Turn::Idle, "locked");
+    }
+    assert_eq!(guest.used(), 0);
+    guest.turn();
+    assert_eq!(guest.used(), 1);
+}
+
+/// What is not begun when a drain's time is up is missed, or refused with nothing left behind.
+#[test]
+fn a_drain_cuts() {
+    let mut guest = guest();
+    guest.put(0, 2);
+    guest.turn();
+    // A cut in the past and no hold: the chain is taken, and finds its time up.
+    guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
+    let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
+    guest.turn();
+    guest.vring.lower_hold();
+    assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
+    assert_eq!(guest.results(missed, 1), [wire::P_MISS]);
+    assert_eq!(
+        guest
+            .link
+            .vm
+            .counters
+            .drain_cut_pages
+            .load(Ordering::Relaxed),
+        2
+    );
+    let both = guest.get(0, 2);
+    guest.turn();
+    assert_eq!(
+        guest.results(both, 2),
+        [wire::P_MISS, wire::P_HIT],
+        "0 was dropped, 1 was kept"
+    );
+}
+
+#[test]
+fn another_generation_touches_nothing() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.turn();
+    guest
+        .link
+        .generation
+        .store(GENERATION + 1, Ordering::SeqCst);
+    let (get, put) = (guest.get(0, 1), guest.put(0, 1));
+    guest.turn();
+    assert_eq!(guest.bytes(get, 1), [wire::S_STALE]);
+    assert_eq!(guest.results(get, 1), [wire::P_MISS]);
+    assert_eq!(
+        guest.bytes(put, 9),
+        [wire::S_STALE, 0, 0, 0, 0, 0, 0, 0, wire::P_REFUSED]
+    );
+    guest.link.generation.store(GENERATION, Ordering::SeqCst);
+    let get = guest.get(0, 1);
+    guest.turn();
+    assert_eq!(guest.results(get, 1), [wire::P_HIT]);
+}
+
+/// No room for a status: the queue stops, tells the VMM, and gives the chain back.
+#[test]
+fn an_unanswerable_request_stops_the_queue() {
+    let mut guest = guest();
+    let error = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
+    guest.vring.lock().error = Some(error.try_clone().expect("a second handle"));
+    guest.put(0, 1);
+    guest.send(req(wire::T_POOL_DESTROY, 0).as_bytes(), 7);
+    guest.put(1, 1);
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 1, "what came before it is answered");
+    assert!(
+        guest
+            .stopped()
+            .expect("stopped")
+            .contains("7 writable bytes")
+    );
+    assert!(
+        rustix::io::read(&error, &mut [0; 8]).is_ok(),
+        "the VMM is told"
+    );
+    assert_eq!(
+        (guest.turn(), guest.used()),
+        (Turn::Idle, 1),
+        "it stays stopped"
+    );
+    let mut state = guest.vring.lock();
+    assert_eq!(state.queue.next_avail(), 1, "the base that the VMM gets");
+    state.set_base(1);
+    guest.vring.configure(&mut state);
+    assert!(state.is_running(), "set up anew");
+}
+
+#[test]
+fn more_chains_than_the_ring_has_stop_the_queue() {
+    let mut guest = guest();
+    let index = (SIZE + 1).to_le();
+    guest
+        .memory
+        .guest
+        .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
+        .expect("inside");
+    guest.turn();
+    assert!(guest.stopped().expect("stopped").contains("available ring"));
+}
+
+#[test]
+fn a_base_beside_the_used_index_is_refused() {
+    for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
+        let guest = guest_at(base, used);
+        let reason = guest.stopped().expect("stopped");
+        assert!(reason.contains(&format!("starts it at {base}")), "{reason}");
+    }
+    let mut guest = guest_at(u16::MAX, u16::MAX);
+    guest.put(0, 1);
+    guest.put(1, 1);
+    guest.turn();
+    assert_eq!((guest.stopped(), guest.used()), (None, 1), "over the wrap");
+}
+
+#[test]
+fn rings_outside_of_memory_do_not_run() {
+    let mut guest = guest();
+    {
+        let mut state = guest.vring.lock();
+        state.memory = Arc::new(Memory::empty());
+        guest.vring.configure(&mut state);
+        assert!(!state.is_running(), "no memory yet");
+    }
+    guest.put(0, 1);
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    for odd in [USER + MEMORY_BYTES - 8, USER - 8, u64::MAX] {
+        let mut state = guest.vring.lock();
+        state.memory = guest.memory.clone();
+        state.addresses = Some(RingAddresses {
+            descriptor: USER + TABLE,
+            available: USER + AVAIL,
+            used: odd,
+        });
+        guest.vring.configure(&mut state);
+        assert!(!state.is_running(), "{odd:#x}");
+    }
+    let mut state = guest.vring.lock();
+    state.addresses = Some(RingAddresses {
+        descriptor: USER + TABLE + 1,
+        available: USER + AVAIL,
+        used: USER + USED,
+    });
+    guest.vring.configure(&mut state);
+    assert!(
+        state
+            .stopped
+            .as_ref()
+            .is_some_and(|reason| reason.contains("misplaced"))
+    );
+}
+
+#[test]
+fn a_panic_stops_one_queue() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.vring.stop_after_panic();
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    assert_eq!(
+        guest
+            .link
+            .vm
+            .counters
+            .queues_stopped
+            .load(Ordering::Relaxed),
+        1
+    );
+    consume(&guest.call);
+}
