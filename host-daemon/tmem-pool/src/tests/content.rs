@@ -99,6 +99,27 @@ fn equal_hashes_are_not_equal_pages() {
 }
 
 #[test]
+fn a_collision_that_ends_leaves_the_place_in_the_table() {
+    let config = PoolConfig {
+        size_bytes: 1 << 20,
+        seed: 11,
+    };
+    let pool = Pool::with(config, |_, _| 42, u64::MAX);
+    let tenant = add(&pool, "a", None, OPEN);
+    let (listed, other) = (noise(1), noise(2));
+    put(&tenant, 1, 1, 1, &listed);
+    put(&tenant, 1, 2, 1, &other);
+    assert_eq!(get(&tenant, 1, 2, 1), Some(other));
+    put(&tenant, 1, 3, 1, &listed);
+    assert_eq!(
+        tenant.stats().shared_pages,
+        1,
+        "the first page is no longer found"
+    );
+    pool.check_invariants();
+}
+
+#[test]
 fn a_freed_page_gives_its_place_in_the_table_up() {
     let pool = new_pool(1 << 20);
     let a = add(&pool, "a", None, OPEN);
