@@ -28,7 +28,7 @@
 /* Written in process context, one at a time; an entry below nr_targets never changes. */
 static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
-static bool registered;
+static bool registered, filtered;
 
 /* Tasks inside a replacement. */
 atomic_t tmem_nr_inside = ATOMIC_INIT(0);
@@ -91,6 +91,7 @@ int tmem_ftrace_add(const struct tmem_target *target)
 	targets[nr_targets] = *target;
 	/* Pairs with find_target(). */
 	smp_store_release(&nr_targets, nr_targets + 1);
+	filtered = true;
 	err = ftrace_set_filter_ip(&tmem_ftrace_ops, target->addr, 0, 0);
 	if (err)
 		WRITE_ONCE(nr_targets, nr_targets - 1);
@@ -152,7 +153,10 @@ void tmem_ftrace_stop(void)
 {
 	if (registered && !WARN_ON(unregister_ftrace_function(&tmem_ftrace_ops)))
 		registered = false;
-	ftrace_free_filter(&tmem_ftrace_ops);
+	/* Freeing it twice, after a start that failed, would corrupt the kernel's lists. */
+	if (filtered)
+		ftrace_free_filter(&tmem_ftrace_ops);
+	filtered = false;
 }
 
 /**
