@@ -9,6 +9,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/falloc.h>
+#include <linux/fs.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -174,6 +175,24 @@ bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset,
 			f->size = offset + length;
 	}
 	return true;
+}
+
+/*
+ * A file whose DAX wish is changed leaves the inode cache at its last close, in one go with
+ * its pages; the wish itself means nothing on a disk that cannot do it.
+ */
+bool file_evict_inode(struct worker *w, struct file *f)
+{
+	int flags;
+	bool done;
+
+	if (ioctl(f->fd, FS_IOC_GETFLAGS, &flags))
+		return false;
+	flags ^= FS_DAX_FL;
+	done = !ioctl(f->fd, FS_IOC_SETFLAGS, &flags);
+	file_close(f);
+	file_open(w, f, false);
+	return done;
 }
 
 size_t resident_pages(int fd, size_t size)

@@ -298,6 +298,13 @@ static bool op_reopen(struct worker *w, struct file *f)
 	return true;
 }
 
+/* The kernel forgets the inode with its pages still cached, and reads it anew. */
+static bool op_evict_inode(struct worker *w, struct file *f)
+{
+	record(w, f, 0, 0, NULL);
+	return file_evict_inode(w, f);
+}
+
 /* A new file gets the old one's inode number as a rule. */
 static bool op_recreate(struct worker *w, struct file *f)
 {
@@ -504,6 +511,7 @@ static const struct {
 	{ "reopen", 25, op_reopen, false },
 	{ "recreate", 12, op_recreate, false },
 	{ "rename", 8, op_rename, false },
+	{ "evict-inode", 12, op_evict_inode, false },
 	{ "clone", 12, op_clone, true },
 	{ "copy", 20, op_copy, true },
 	{ "move-ext", 6, op_move_ext, false },

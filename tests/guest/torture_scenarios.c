@@ -12,11 +12,13 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "torture.h"
 
 #define PAGES		24UL	/* of a file that a scenario works on */
+#define SWAPPED_BYTES	(1UL << 20)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
 
 /* Writes the file anew and has reclaim take all of it. */
@@ -145,6 +147,27 @@ static void scenario_clone(struct worker *w, struct file *f, struct file *g)
 	look(w, f);
 }
 
+/*
+ * New content is in the page cache over an old copy when the inode goes, pages and all:
+ * neither read nor reclaim have told of the copy.
+ */
+static void scenario_evict_inode(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	prime(w, f, "overwrite, then inode eviction");
+	begin(w, f, "overwrite whole pages");
+	file_write(w, f, 0, PAGES * PAGE);
+	if (fsync(f->fd))
+		fail(w, f, "fsync");
+	if (!file_evict_inode(w, f))
+		fail(w, f, "FS_IOC_SETFLAGS");
+	if (resident_pages(f->fd, f->size)) {
+		errno = EBUSY;
+		fail(w, f, "the inode was not evicted, the scenario would prove nothing");
+	}
+	look(w, f);
+}
+
 /* The new file has the inode number of the old one as a rule. */
 static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 {
@@ -218,10 +241,27 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
+static uint64_t swap_used_kib(void)
+{
+	char line[300];
+	uint64_t used = 0;
+	FILE *file = fopen("/proc/swaps", "r");
+
+	while (file && fgets(line, sizeof(line), file))
+		sscanf(line, "%*s %*s %*u %lu", &used);
+	if (file)
+		fclose(file);
+	return used;
+}
+
 static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 {
-	(void)f;
+	uint8_t *anonymous = mmap(NULL, SWAPPED_BYTES, PROT_READ | PROT_WRITE,
+				  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
 	(void)g;
+	if (anonymous == MAP_FAILED)
+		fail(w, f, "memory to swap out");
 	for (int i = 0; i < 4; i++) {
 		begin(w, f, "swap");
 		swap_toggle(w);
@@ -229,10 +269,14 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 			errno = EBUSY;
 			fail(w, f, "swap file stays in the page cache");
 		}
-		for (int j = 0; j < 8; j++)	/* anonymous pages go out: the model's own */
-			memcg_reclaim(1 << 20);
+		fill(anonymous, 0, SWAPPED_BYTES, 0xabcdef, w->op);
+		for (int j = 0; j < 64 && swap_used_kib() < SWAPPED_BYTES / 2048; j++)
+			memcg_reclaim(SWAPPED_BYTES);
+		if (swap_used_kib() < SWAPPED_BYTES / 2048)
+			fail(w, f, "nothing was swapped out");
 		swap_toggle(w);
 	}
+	munmap(anonymous, SWAPPED_BYTES);
 }
 
 static const struct {
@@ -247,6 +291,7 @@ static const struct {
 	{ "direct", scenario_direct },
 	{ "move_ext", scenario_move_ext },
 	{ "clone", scenario_clone },
+	{ "evict_inode", scenario_evict_inode },
 	{ "inode", scenario_inode },
 	{ "unmount", scenario_unmount },
 	{ "fadvise", scenario_fadvise },

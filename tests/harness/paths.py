@@ -55,11 +55,15 @@ def host_binary(name: str) -> Path:
 
 
 def guest_program(source: Path, *flags: str) -> Path:
-    """A static program for the guest, compiled from one C file once per content."""
+    """A static program for the guest, compiled once per content.
+
+    Files beside NAME.c that are called NAME_*.c are further parts of it.
+    """
     command = ["gcc", "-static", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", *flags]
     headers = [*sorted(source.parent.glob("*.h")), ROOT / "proto/virtio_tmem.h"]
     digest = hashlib.sha256(repr(command).encode())
-    for path in (source, *headers):
+    parts = sorted(source.parent.glob(f"{source.stem}_*.c"))
+    for path in (source, *parts, *headers):
         digest.update(path.read_bytes())
     folder = cache_dir() / "guest"
     folder.mkdir(exist_ok=True)
@@ -67,6 +71,7 @@ def guest_program(source: Path, *flags: str) -> Path:
     if not program.exists():
         scratch = program.with_suffix(f".{os.getpid()}")
         includes = [f"-I{ROOT / 'proto'}"]
-        subprocess.run([*command, *includes, str(source), "-o", str(scratch)], check=True)
+        files = [str(path) for path in (source, *parts)]
+        subprocess.run([*command, *includes, *files, "-o", str(scratch)], check=True)
         scratch.replace(program)
     return program
