@@ -6,6 +6,7 @@
 mod common;
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use common::{Daemon, TIMEOUT, guest, seed, work};
 use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
@@ -167,6 +168,76 @@ fn the_memory_table_changes_under_load() {
         println!("{counts:?}");
         assert!(counts.hits > 100, "{counts:?}");
     }
+}
+
+/// What a drain has no time for is refused and leaves nothing behind, nor what was there before. The
+/// daemon is stopped in the middle of a batch that a drain waits for, until its time is up.
+#[test]
+fn a_refused_put_leaves_nothing() {
+    let seed = seed("a_refused_put_leaves_nothing");
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver_with(
+        slots(),
+        DriverConfig {
+            seed,
+            ..Default::default()
+        },
+    );
+    let mut refused = 0;
+    for round in 0.. {
+        assert!(
+            round < 1500,
+            "no drain met a batch: {refused} pages refused"
+        );
+        // Every cookie that these pages have in this round.
+        let mut cookies: Vec<(Key, u64)> = Vec::new();
+        driver.put(1, 0, 64);
+        driver.settle().unwrap();
+        for _ in 0..4 {
+            cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
+            driver.put(1, 0, 64);
+        }
+        cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
+        let before = driver.model.counts();
+        let delay = Duration::from_micros(rng.u64(..1500));
+        std::thread::scope(|scope| {
+            let daemon = &daemon;
+            scope.spawn(move || {
+                std::thread::sleep(delay);
+                daemon.freeze(Duration::from_millis(12));
+            });
+            driver.guest.set_mem_table().unwrap();
+        });
+        driver.settle().unwrap();
+        let new = driver.model.counts().refused - before.refused;
+        if new == 0 {
+            continue;
+        }
+        // The oracle allows a hit only for the last cookie of a page that was stored last.
+        for (key, cookie) in cookies {
+            let Key {
+                pool,
+                object,
+                index,
+            } = key;
+            let get = Request::Get {
+                pool,
+                object,
+                index,
+                cookies: vec![cookie],
+            };
+            while !driver.send(driver.queue_of(object, index), get.clone(), vec![]) {
+                driver.settle().unwrap();
+            }
+        }
+        driver.settle().unwrap();
+        refused += new;
+        if refused > 100 {
+            break;
+        }
+    }
+    println!("{refused} pages refused");
 }
 
 /// A region that is taken away with requests in it is never written again.

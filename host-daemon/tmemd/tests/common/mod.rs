@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
+use rustix::process::{Pid, Signal, kill_process};
 use tempfile::TempDir;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
 use virtio_tmem as wire;
@@ -24,7 +25,6 @@ pub struct Daemon {
     vms: Vec<(String, Option<String>)>,
     pool_size: String,
     child: Option<Child>,
-    may_die: bool,
 }
 
 impl Daemon {
@@ -46,7 +46,6 @@ impl Daemon {
                 .collect(),
             pool_size: pool_size.into(),
             child: None,
-            may_die: false,
         };
         daemon.spawn();
         daemon
@@ -99,6 +98,15 @@ impl Daemon {
             Some(9),
             "it died before it was killed"
         );
+    }
+
+    /// Takes the processor from it for so long (SIGSTOP, SIGCONT).
+    pub fn freeze(&self, time: Duration) {
+        let child = self.child.as_ref().expect("running");
+        let pid = Pid::from_child(child);
+        kill_process(pid, Signal::STOP).unwrap();
+        std::thread::sleep(time);
+        kill_process(pid, Signal::CONT).unwrap();
     }
 
     /// Panics with the log if the daemon has ended.
