@@ -37,7 +37,7 @@ class UserDriver:
 
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
-        vm.guest.sh(f"rm -f {LOG}; setsid {PROGRAM} run >{LOG} 2>&1 & echo $! >{PID}")
+        vm.guest.sh(f": >{LOG}; setsid {PROGRAM} run >>{LOG} 2>&1 & echo $! >{PID}")
         self.wait("up")
 
     def lines(self) -> list[str]:
