@@ -234,6 +234,7 @@ impl Vring {
             .disable_notification(memory)
             .map_err(ring_fault("the used ring"))?;
         let mut budget_pages = TURN_PAGES;
+        let mut to_interrupt = false;
         let turn = loop {
             if self.hold.load(Ordering::SeqCst) {
                 break Turn::Idle;
@@ -283,11 +284,14 @@ impl Vring {
                 ));
             }
             budget_pages = budget_pages.saturating_sub(cost_pages);
-            if state.queue.event_idx_enabled() {
+            // The driver says with EVENT_IDX which answer it waits for; otherwise one interrupt
+            // stands for the whole turn.
+            to_interrupt = !state.queue.event_idx_enabled();
+            if !to_interrupt {
                 state.interrupt(memory)?;
             }
         };
-        if !state.queue.event_idx_enabled() {
+        if to_interrupt {
             state.interrupt(memory)?;
         }
         Ok(turn)
@@ -351,6 +355,10 @@ impl Vring {
         // The chain that it stopped at was not answered.
         state.queue.set_next_avail(state.queue.next_used());
         state.stopped = Some(reason);
+        // For what was answered before it.
+        if let Some(call) = &state.call {
+            signal(call);
+        }
         if let Some(error) = &state.error {
             signal(error);
         }

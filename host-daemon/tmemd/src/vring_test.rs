@@ -272,6 +272,46 @@ fn the_driver_can_suppress_interrupts() {
 }
 
 #[test]
+fn nothing_answered_is_no_interrupt() {
+    let mut guest = guest();
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert!(!guest.interrupted());
+    guest.put(0, 1);
+    guest.turn();
+    assert!(guest.interrupted());
+    guest.turn();
+    assert!(!guest.interrupted());
+}
+
+/// With EVENT_IDX the driver names the answer that it waits for.
+#[test]
+fn event_index_decides_on_interrupts() {
+    let mut guest = guest();
+    guest.vring.lock().queue.set_event_idx(true);
+    let wait_for = |guest: &Guest, used: u16| {
+        let at = GuestAddress(AVAIL + 4 + 2 * u64::from(SIZE));
+        guest
+            .memory
+            .guest
+            .store(used.to_le(), at, Ordering::Release)
+            .expect("inside");
+    };
+    wait_for(&guest, 2);
+    for (index, interrupted) in [false, false, true, false].into_iter().enumerate() {
+        guest.put(index as u64, 1);
+        guest.turn();
+        assert_eq!(guest.interrupted(), interrupted, "answer {index}");
+    }
+    let at = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
+    let kick_at: u16 = guest
+        .memory
+        .guest
+        .load(at, Ordering::Acquire)
+        .expect("inside");
+    assert_eq!(u16::from_le(kick_at), 4, "the next chain is to be kicked");
+}
+
+#[test]
 fn a_held_vring_takes_nothing() {
     let mut guest = guest();
     guest.put(0, 1);
@@ -352,6 +392,7 @@ fn an_unanswerable_request_stops_the_queue() {
     guest.put(1, 1);
     assert_eq!(guest.turn(), Turn::Idle);
     assert_eq!(guest.used(), 1, "what came before it is answered");
+    assert!(guest.interrupted(), "and told");
     assert!(
         guest
             .stopped()
