@@ -5,7 +5,7 @@
 KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
-BUILD = $(CURDIR)/build
+BUILD = build
 VENV = $(BUILD)/venv
 PYTEST = $(VENV)/bin/python -m pytest -c tests/pytest.ini tests
 

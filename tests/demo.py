@@ -26,7 +26,7 @@ from harness import disk, kernel, module
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
 from harness.guest import Guest, Job
-from harness.paths import HarnessError
+from harness.paths import HarnessError, host_binary, qemu_binary
 from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 
@@ -116,9 +116,10 @@ def choose(files: list[tuple[Path, int]]) -> list[list[Path]]:
         while size < limit_bytes:
             entry = next(source, None)
             if entry is None:
+                needed = size_text(WORKING_SET_BYTES * (2 - SHARED_FRACTION))
                 raise HarnessError(
-                    f"the trees {', '.join(TREES)} of this machine are too small: "
-                    f"the two working sets need {WORKING_SET_BYTES * (2 - SHARED_FRACTION) / MIB:.0f} MiB"
+                    f"this machine's {', '.join(TREES)} are too small for the demo: "
+                    f"the two working sets need files of {needed}"
                 )
             taken.append(entry[0])
             size += entry[1]
@@ -129,16 +130,31 @@ def choose(files: list[tuple[Path, int]]) -> list[list[Path]]:
     return [common + rest for rest in own]
 
 
-def stage(files: list[Path], folder: Path) -> dict[str, str]:
-    """Copies the files under `folder`; returns each one's SHA-256 by its path in the guest."""
-    sums = {}
-    for path in files:
-        target = folder / path.relative_to("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        content = path.read_bytes()
-        target.write_bytes(content)
-        sums[f"./{path.relative_to('/')}"] = hashlib.sha256(content).hexdigest()
-    return sums
+class Trees:
+    """Copies of the files, one folder for each VM; a file that both have is copied once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done: dict[Path, tuple[Path, str]] = {}
+
+    def stage(self, name: str, files: list[Path]) -> tuple[Path, dict[str, str]]:
+        """Returns the folder, and each file's SHA-256 by its path in the guest."""
+        sums = {}
+        root = self._folder / name
+        for path in files:
+            relative = path.relative_to("/")
+            target = root / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if path in self._done:
+                copy, digest = self._done[path]
+                os.link(copy, target)
+            else:
+                content = path.read_bytes()
+                target.write_bytes(content)
+                digest = hashlib.sha256(content).hexdigest()
+                self._done[path] = (target, digest)
+            sums[f"./{relative}"] = digest
+        return root, sums
 
 
 def guest_sums(guest: Guest) -> dict[str, str]:
@@ -157,7 +173,9 @@ def watch(jobs: dict[str, Job], vms: dict[str, Vm], say: Callable[[str], None]) 
         for name, job in jobs.items():
             done = job.stdout().count(b"\n")
             read = vms[name].block_stat("data")["rd_bytes"]
-            parts.append(f"{name}: round {min(done + 1, ROUNDS)}/{ROUNDS}, {size(read)} from disk")
+            parts.append(
+                f"{name}: round {min(done + 1, ROUNDS)}/{ROUNDS}, {size_text(read)} from disk"
+            )
         say("; ".join(parts))
         time.sleep(1)
 
@@ -197,7 +215,7 @@ def phase(
     return out
 
 
-def size(count: float) -> str:
+def size_text(count: float) -> str:
     """Bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
@@ -212,8 +230,10 @@ def ratio(part: float, whole: float) -> str:
 
 def table(rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-             for row in rows]  # fmt: skip
+    lines = []
+    for label, *cells in rows:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([label.ljust(widths[0]), *right]))
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
@@ -227,14 +247,14 @@ def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
             label,
             f"{max(m.seconds for m in of):.1f} s",
             f"{max(m.rounds[-1] for m in of):.1f} s",
-            size(sum(m.read_bytes for m in of)),
-            f"{hits:,} = {size(hits * 4096)}" if cached else "-",
+            size_text(sum(m.read_bytes for m in of)),
+            f"{hits:,} = {size_text(hits * 4096)}" if cached else "-",
             "equal" if all(m.checksums_equal for m in of) else "DIFFER",
         ]
 
     rows = [head]
-    for name in plain:
-        rows.append(row(f"{name} without", [plain[name]], False))
+    for name, without in plain.items():
+        rows.append(row(f"{name} without", [without], False))
         rows.append(row(f"{name} with", [tmem[name]], True))
     rows.append(row("both without", list(plain.values()), False))
     rows.append(row("both with", list(tmem.values()), True))
@@ -245,8 +265,8 @@ def pool_summary(pool: dict[str, Any]) -> str:
     pages, original, held = pool["pages"], pool["original_bytes"], pool["held_bytes"]
     unique = pool["payload_bytes"]
     return (
-        f"pool: {pages:,} pages = {size(original)} kept in {size(held)} ({ratio(original, held)} to 1), "
-        f"of which {size(unique)} page data;\n"
+        f"pool: {pages:,} pages = {size_text(original)} kept in {size_text(held)} "
+        f"({ratio(original, held)} to 1), of which {size_text(unique)} page data;\n"
         f"      {pool['shared_pages']:,} pages share their copy with an equal one, "
         f"{pool['same_filled_pages']:,} are of one value and take no data"
     )
@@ -290,18 +310,20 @@ How to look around:
 
 def run(json_path: Path | None, keep: bool) -> int:
     progress = Progress()
+    # What is missing is said now, not after minutes.
+    qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
     guest_kernel = kernel.prepare("6.12")
     driver = module.build(guest_kernel)
     with Session() as session:
         progress.step(
-            f"two trees of {size(WORKING_SET_BYTES)} from this machine's /usr, as ext4 disks"
+            f"two trees of {size_text(WORKING_SET_BYTES)} from this machine's /usr, as ext4 disks"
         )
         sums, images = {}, {}
+        trees = Trees(session.folder / "trees")
         for name, files in zip(NAMES, choose(list(walk())), strict=True):
-            tree = session.folder / f"{name}-tree"
-            sums[name] = stage(files, tree)
+            tree, sums[name] = trees.stage(name, files)
             images[name] = disk.ext4(session.folder / f"{name}.img", 2 * WORKING_SET_BYTES, tree)
-            shutil.rmtree(tree)
+        shutil.rmtree(session.folder / "trees")
 
         def machines(daemon: Daemon | None) -> dict[str, Vm]:
             return {
@@ -320,7 +342,9 @@ def run(json_path: Path | None, keep: bool) -> int:
                 for name in NAMES
             }
 
-        progress.step(f"without: two VMs of {size(RAM_BYTES)}, each reads its tree {ROUNDS} times")
+        progress.step(
+            f"without: two VMs of {size_text(RAM_BYTES)}, each reads its tree {ROUNDS} times"
+        )
         vms = machines(None)
         plain = phase(vms, sums, False, progress)
         for vm in vms.values():
