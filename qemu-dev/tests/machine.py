@@ -6,6 +6,7 @@ does while the backend comes, goes or hangs. No firmware, no kernel: a machine t
 """
 
 import json
+import os
 import select
 import socket
 import struct
@@ -71,20 +72,21 @@ class Backend:
 
     def __init__(self, path, *arguments):
         self.events = []
+        self.rest = b""
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "backend.py"), "--socket", str(path), *arguments],
             stdout=subprocess.PIPE,
-            text=True,
         )
         self.wait("listening", lambda event: event.get("event") == "listening")
 
     def read(self):
         """Events so far, without waiting for more."""
         while select.select([self.process.stdout], [], [], 0)[0]:
-            line = self.process.stdout.readline()
-            if not line:
+            data = os.read(self.process.stdout.fileno(), 65536)
+            if not data:
                 break
-            self.events.append(json.loads(line))
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            self.events += map(json.loads, lines)
         return self.events
 
     def wait(self, what, condition):
@@ -96,7 +98,8 @@ class Backend:
         return [event["request"] for event in self.read() if "request" in event]
 
     def generation(self):
-        return [event["generation"] for event in self.read() if "generation" in event][-1]
+        """The one that it tells now; waits for the first connection."""
+        return self.wait("a generation", lambda event: "generation" in event)[-1]["generation"]
 
     def kill(self):
         self.process.kill()
@@ -107,7 +110,7 @@ class Backend:
 class Machine:
     """QEMU, its QMP and qtest connections, and a driver of the device."""
 
-    def __init__(self, binary, folder, *, device="", machine="", memory=None, chardev=None, more=()):
+    def __init__(self, binary, folder, *, board="q35", device="", machine="", memory=None, chardev=None, more=()):
         self.folder = Path(folder)
         self.socket = self.folder / "tmem.sock"
         self.stderr = tempfile.TemporaryFile("w+")
@@ -121,14 +124,16 @@ class Machine:
         listeners = {}
         for name in ("qmp", "qtest"):
             listeners[name] = socket.socket(socket.AF_UNIX)
+            (self.folder / name).unlink(missing_ok=True)
             listeners[name].bind(str(self.folder / name))
             listeners[name].listen(1)
             listeners[name].settimeout(COMMAND_TIMEOUT_S)
         self.process = subprocess.Popen(
             [
                 str(binary),
-                *("-machine", f"q35,accel=qtest{machine}", "-m", "64M", "-smp", "4"),
+                *("-machine", f"{board},accel=qtest{machine}", "-m", "64M", "-smp", "4"),
                 *("-display", "none", "-nodefaults", "-no-user-config"),
+                *("-L", "/usr/share/seabios", "-L", "/usr/share/qemu"),
                 *("-qmp", f"unix:{self.folder}/qmp", "-qtest", f"unix:{self.folder}/qtest"),
                 *("-qtest-log", "/dev/null"),
                 *memory,
@@ -144,6 +149,9 @@ class Machine:
             self.qtest = self.accept(listeners["qtest"])
             self.qmp_line.receive()
             self.qmp("qmp_capabilities")
+        except ConnectionError as error:
+            self.close()
+            raise ConnectionError(self.errors()) from error
         except BaseException:
             self.close()
             raise
@@ -158,7 +166,7 @@ class Machine:
             lambda: select.select([listener], [], [], 0)[0] or self.process.poll() is not None,
         )
         if self.process.poll() is not None:
-            raise ConnectionError(self.errors())
+            raise ConnectionError
         return Line(listener.accept()[0])
 
     def errors(self):

@@ -32,9 +32,14 @@
 #include "exec/cpu-common.h"
 #include "trace.h"
 
-/* First and longest pause after a refused connection; it doubles in between. */
-#define RETRY_MIN_MS 1000
-#define RETRY_MAX_MS 32000
+/*
+ * Pause after a refused connection. A backend that is alive and unfit needs to
+ * be looked at by a person. One that kept the VM waiting until the time-out is
+ * not let near for so many times as long, so that in all a guest is held up for
+ * less than 5 % of the time. After one that died there is no pause to speak of.
+ */
+#define RETRY_UNFIT_MS 1000
+#define RETRY_WAIT_FACTOR 20
 
 /* Feature bits that the device may have, and so must have of its backend. */
 #define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
@@ -128,15 +133,16 @@ static void vhost_user_tmem_drop(VHostUserTmem *s)
 
 /*
  * Tells why a backend is refused, unless that was the last thing told: with a
- * chardev that reconnects the same backend is back within the second.
+ * chardev that reconnects the same backend is soon back. @since_ms is when QEMU
+ * began to wait for it.
  */
-static void vhost_user_tmem_refuse(VHostUserTmem *s, Error *err)
+static void vhost_user_tmem_refuse(VHostUserTmem *s, int64_t since_ms,
+                                   Error *err)
 {
-    int64_t pause_ms = MIN((int64_t)RETRY_MIN_MS << MIN(s->failures, 16),
-                           RETRY_MAX_MS);
+    int64_t now_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
 
-    s->failures++;
-    s->retry_at_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME) + pause_ms;
+    s->retry_at_ms = now_ms + MAX(s->lost ? 0 : RETRY_UNFIT_MS,
+                                  RETRY_WAIT_FACTOR * (now_ms - since_ms));
     if (g_strcmp0(s->last_error, error_get_pretty(err))) {
         g_free(s->last_error);
         s->last_error = g_strdup(error_get_pretty(err));
@@ -233,7 +239,6 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
     }
     vhost_user_tmem_set_generation(s, le64_to_cpu(config.generation));
     g_clear_pointer(&s->last_error, g_free);
-    s->failures = 0;
     trace_vhost_user_tmem_start(s, s->dev.nvqs);
     return true;
 
@@ -266,11 +271,12 @@ static void vhost_user_tmem_stop(VHostUserTmem *s)
 
 static void vhost_user_tmem_update(VHostUserTmem *s)
 {
+    int64_t since_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
     Error *err = NULL;
 
     if (s->running && !s->started && s->connected && !s->lost) {
         if (!vhost_user_tmem_start(s, &err)) {
-            vhost_user_tmem_refuse(s, err);
+            vhost_user_tmem_refuse(s, since_ms, err);
         }
         vhost_user_tmem_notify(s);
     } else if (!s->running && s->started) {
@@ -306,6 +312,7 @@ static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
 
 static void vhost_user_tmem_connect(VHostUserTmem *s)
 {
+    int64_t since_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
     Error *err = NULL;
 
     s->user.chr = &s->chardev;
@@ -321,12 +328,12 @@ static void vhost_user_tmem_connect(VHostUserTmem *s)
     if (vhost_dev_init(&s->dev, &s->user, VHOST_BACKEND_TYPE_USER, 0,
                        &err) < 0) {
         /* vhost_dev_init() has cleaned up. */
-        vhost_user_tmem_refuse(s, err);
+        vhost_user_tmem_refuse(s, since_ms, err);
         return;
     }
     s->connected = true;
     if (!vhost_user_tmem_check(s, &err)) {
-        vhost_user_tmem_refuse(s, err);
+        vhost_user_tmem_refuse(s, since_ms, err);
         return;
     }
     trace_vhost_user_tmem_connect(s);
@@ -408,7 +415,7 @@ static void vhost_user_tmem_probe_done(VHostUserTmem *s)
         msg.flags != (PROBE_VERSION | PROBE_REPLY) ||
         msg.size != sizeof(msg.features)) {
         error_setg(&err, "it does not speak vhost-user");
-        vhost_user_tmem_refuse(s, err);
+        vhost_user_tmem_refuse(s, qemu_clock_get_ms(QEMU_CLOCK_REALTIME), err);
         return;
     }
     vhost_user_tmem_connect(s);

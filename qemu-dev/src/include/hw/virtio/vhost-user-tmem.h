@@ -66,7 +66,6 @@ struct VHostUserTmem {
 
     /* Refusals are told once, and the next attempt is put off. */
     QEMUTimer *retry_timer;
-    unsigned int failures;          /* connections refused in a row */
     int64_t retry_at_ms;            /* realtime clock; no probe before it */
     char *last_error;               /* refusal told last */
 };
