@@ -129,6 +129,7 @@ size_t resident_pages(int fd, size_t size);
 
 /* torture_env.c */
 void drop_caches(int what);
+void settle(void);
 void evict(struct worker *w, int what);
 void pressure(struct shared *shared, struct rng *rng);
 bool memcg_init(void);

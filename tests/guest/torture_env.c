@@ -21,7 +21,7 @@
 
 #include "torture.h"
 
-#define SWAP_BYTES		(2UL << 20)
+#define SWAP_BYTES		(512UL << 10)	/* less than the driver's put ring */
 #define PRESSURE_SPARE_KIB	(40UL << 10)	/* left to the system: no out-of-memory kill */
 #define MEMCG			"/sys/fs/cgroup/torture"
 
@@ -57,6 +57,19 @@ uint64_t driver_stat(const char *name)
 
 	snprintf(path, sizeof(path), "/sys/kernel/virtio_tmem/stats/%s", name);
 	return read_number(path);
+}
+
+/* What was put is with the host, or was given up: the put ring is empty. */
+void settle(void)
+{
+	struct timespec pause = { 0, 2000000 };
+
+	for (int i = 0; i < 1000; i++) {
+		if (driver_stat("puts") <= driver_stat("puts_stored") +
+		    driver_stat("puts_refused") + driver_stat("puts_unanswered"))
+			return;
+		nanosleep(&pause, NULL);
+	}
 }
 
 void drop_caches(int what)
@@ -193,6 +206,7 @@ static void swap_start(struct worker *w)
 	int fd;
 
 	swap_path(w, path, sizeof(path));
+	unlink(path);	/* a file that was swapped to is not cached again */
 	fd = open(path, O_RDWR | O_CREAT, 0600);
 	if (fd < 0)
 		fail(w, NULL, "open %s", path);

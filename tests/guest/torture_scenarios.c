@@ -18,7 +18,7 @@
 #include "torture.h"
 
 #define PAGES		24UL	/* of a file that a scenario works on */
-#define SWAPPED_BYTES	(1UL << 20)	/* anonymous memory, half of which must go out */
+#define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
 
 /* Writes the file anew and has reclaim take all of it. */
@@ -27,10 +27,13 @@ static void prime(struct worker *w, struct file *f, const char *step)
 	w->op++;
 	w->op_name = step;
 	record(w, f, 0, PAGES * PAGE, "written and evicted");
+	evict(w, 1);	/* others first: the driver's put ring must have room for this */
+	settle();
 	file_truncate(w, f, 0);
 	file_write(w, f, 0, PAGES * PAGE);
 	for (int i = 0; i < 20; i++) {
 		evict(w, 1);
+		settle();
 		if (!resident_pages(f->fd, f->size))
 			return;
 	}
@@ -254,8 +257,28 @@ static uint64_t swap_used_kib(void)
 	return used;
 }
 
+/*
+ * The header was read at swapon. Were its page evicted while the file is swapped to, that
+ * alone would tell that the file is not to be cached, and hide what swapon itself tells.
+ */
+static uint8_t *hold_swap_header(struct worker *w)
+{
+	char path[256];
+	uint8_t *header;
+	int fd;
+
+	snprintf(path, sizeof(path), "%s/swapfile", w->dir);
+	fd = open(path, O_RDONLY);
+	header = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, 0);
+	if (fd < 0 || header == MAP_FAILED || mlock(header, PAGE))
+		fail(w, NULL, "lock the header of %s", path);
+	close(fd);
+	return header;
+}
+
 static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 {
+	uint8_t *header;
 	uint8_t *anonymous = mmap(NULL, SWAPPED_BYTES, PROT_READ | PROT_WRITE,
 				  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
@@ -264,17 +287,21 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 		fail(w, f, "memory to swap out");
 	for (int i = 0; i < 4; i++) {
 		begin(w, f, "swap");
+		evict(w, 1);
+		settle();
 		swap_toggle(w);
 		if (!w->swap_checked) {
 			errno = EBUSY;
 			fail(w, f, "swap file stays in the page cache");
 		}
+		header = hold_swap_header(w);
 		fill(anonymous, 0, SWAPPED_BYTES, 0xabcdef, w->op);
 		for (int j = 0; j < 64 && swap_used_kib() < SWAPPED_BYTES / 2048; j++)
 			memcg_reclaim(SWAPPED_BYTES);
 		if (swap_used_kib() < SWAPPED_BYTES / 2048)
 			fail(w, f, "nothing was swapped out");
 		swap_toggle(w);
+		munmap(header, PAGE);
 	}
 	munmap(anonymous, SWAPPED_BYTES);
 }
