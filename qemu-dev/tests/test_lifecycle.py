@@ -116,6 +116,26 @@ def test_backend_killed_and_restarted(machine, backend, up):
         vm.alive()
 
 
+def test_queries_do_not_ask_the_backend(machine, backend):
+    """GET_VRING_BASE, which QEMU sent to learn an index, stops a queue."""
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    assert vm.wait_generation(daemon.generation())
+    before = daemon.requests()
+    daemon.process.send_signal(signal.SIGSTOP)
+    path = [entry["path"] for entry in vm.qmp("x-query-virtio") if entry["name"] == "virtio-tmem"]
+    for queue in range(5):
+        vm.qmp("x-query-virtio-queue-status", path=path[0], queue=queue)
+        vm.qmp("x-query-virtio-vhost-queue-status", path=path[0], queue=queue)
+    vm.status()
+    daemon.process.send_signal(signal.SIGCONT)
+    vm.qmp("stop")
+    daemon.wait("the pause", lambda event: event.get("request") == "GET_VRING_BASE")
+    assert daemon.requests()[len(before)] == "SET_VRING_ENABLE"
+    vm.alive()
+
+
 def test_pause_keeps_the_generation(machine, backend):
     daemon = backend()
     vm = machine()

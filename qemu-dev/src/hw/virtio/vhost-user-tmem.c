@@ -117,7 +117,8 @@ static void vhost_user_tmem_notify(VHostUserTmem *s)
     qemu_bh_schedule(s->bh);
 }
 
-static void vhost_user_tmem_set_generation(VHostUserTmem *s, uint64_t generation)
+static void vhost_user_tmem_set_generation(VHostUserTmem *s,
+                                           uint64_t generation)
 {
     trace_vhost_user_tmem_generation(s, generation);
     s->config.generation = cpu_to_le64(generation);

@@ -31,7 +31,7 @@ struct VHostUserTmem {
 
     /* Properties, fixed from realize on. */
     CharBackend chardev;
-    uint16_t num_queues;            /* request queues; the control queue adds 1 */
+    uint16_t num_queues;            /* request queues, without control */
     uint16_t queue_size;            /* descriptors in each queue */
     uint32_t backend_timeout_ms;    /* longest wait for one answer */
 
