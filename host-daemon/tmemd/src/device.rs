@@ -307,7 +307,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         let max = u32::from(wire::QUEUE_SIZE_MAX);
         if num == 0 || num > max || !num.is_power_of_two() {
             return Err(failed(format!(
-                "virtqueue {index} has {num} descriptors: it must have a power of two, at most {max}"
+                "virtqueue {index} has {num} descriptors: it must have a power of two, at most \
+                 {max}"
             )));
         }
         self.hold_one(index, |vring, state| {
