@@ -60,7 +60,7 @@ class Disk:
             top = f"{self.name}-throttled"
             out += ["-object", f"throttle-group,id={self.name}-limits{limits}"]
             out += ["-blockdev", f"driver=throttle,node-name={top},file={self.node},"
-                    f"throttle-group={self.name}-limits"]  # fmt: skip
+                    f"throttle-group={self.name}-limits,read-only={only}"]  # fmt: skip
         device = f"virtio-blk-pci,drive={top},serial={self.name},id={self.name}"
         return [*out, "-device", device]
 
