@@ -5,9 +5,8 @@
 KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
-BUILD = build
-VENV = $(BUILD)/venv
-PYTEST = $(VENV)/bin/python -m pytest -c tests/pytest.ini tests
+PYTHON = tests/python
+PYTEST = $(PYTHON) -m pytest -c tests/pyproject.toml --rootdir tests
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-all \
@@ -33,8 +32,8 @@ qemu: ## QEMU with the vhost-user-tmem device, in the cache
 module: ## the module for Debian's KERNEL=6.12 cloud kernel: guest-driver/virtio_tmem.ko
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-demo: deps all $(VENV)/ready ## two virtual machines, one pool: without and with the device
-	$(VENV)/bin/python tests/demo.py
+demo: deps all ## two virtual machines, one pool: without and with the device
+	$(PYTHON) tests/demo.py
 
 # ---- tests ------------------------------------------------------------------------------------
 
@@ -42,8 +41,8 @@ check: check-host check-guest ## what must pass before a change lands (under 30 
 
 check-host: deps-test lint test-rust test-driver ## formats, lints, unit and property tests, fake guests
 
-check-guest: deps-test all $(VENV)/ready ## virtual machines: device, driver, torture
-	$(PYTEST) -m 'not long'
+check-guest: deps-test all ## virtual machines: device, driver, torture
+	$(PYTEST) -m 'not long' tests/unit tests/vm
 
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-long` one.
 SHARDS = vm-long qemu-newest
@@ -55,8 +54,8 @@ check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one
 shards:
 	@echo $(SHARDS)
 
-shard-vm-long: deps-test all $(VENV)/ready
-	$(PYTEST) -m long
+shard-vm-long: deps-test all
+	$(PYTEST) -m long tests/unit tests/vm
 
 shard-qemu-newest: deps-test
 	qemu-dev/build --newest
@@ -73,9 +72,10 @@ lint-c:
 lint-shell:
 	git ls-files | xargs -r grep -lE '^#!.*\b(ba)?sh' | xargs -r shellcheck
 
-lint-python: $(VENV)/ready
-	$(VENV)/bin/ruff check tests
-	$(VENV)/bin/ruff format --check tests
+lint-python:
+	$(PYTHON) -m ruff check tests
+	$(PYTHON) -m ruff format --check tests
+	cd tests && ./python -m mypy harness demo.py
 
 lint-licence:
 	scripts/lint-licence
@@ -86,11 +86,6 @@ test-rust:
 test-driver:
 	$(MAKE) -C guest-driver test
 
-$(VENV)/ready: tests/requirements.txt
-	python3 -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
-	touch $@
-
 clean: ## remove what was built here (the cache stays)
-	rm -rf $(BUILD) host-daemon/target
+	rm -rf host-daemon/target
 	$(MAKE) -C guest-driver clean
