@@ -203,6 +203,7 @@ static void sync_work_fn(struct work_struct *work)
 		if (generation != dev->generation)
 			tmem_count(TMEM_STAT_generation_changes);
 		WRITE_ONCE(dev->generation, generation);
+		tmem_breaker_reset(dev);
 		wake_up(&dev->feeder_wait);
 		tmem_index_sweep();
 		tmem_control_report_soon(dev);
@@ -213,9 +214,11 @@ static void sync_work_fn(struct work_struct *work)
 	/* At ESTALE a notification follows, or the next report looks again. */
 	if (err == -ESTALE)
 		return;
-	if (err)
-		dev_notice_ratelimited(&dev->vdev->dev,
-				       "pools are missing at the host (error %d)\n", err);
+	if (err && err != dev->pools_error)
+		dev_notice(&dev->vdev->dev,
+			   "file systems without a pool at the host are not cached: error %d\n",
+			   err);
+	dev->pools_error = err;
 	tmem_state_online();
 }
 

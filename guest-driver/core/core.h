@@ -9,8 +9,8 @@
  *	  queue->ring_lock		ring head and tail, list of pending flushes
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
- * vq_lock and bucket->lock are never held together. mm and file system locks (i_pages)
- * may be held by callers, so nothing above may be held while taking one of those.
+ * control_vq_lock stands alone; vq_lock and bucket->lock are never held together. mm and file
+ * system locks (i_pages) may be held by callers, so nothing above may be held while taking one of those.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
@@ -216,6 +216,7 @@ struct tmem_dev {
 
 	/* Control queue. */
 	struct mutex control_lock;
+	int pools_error;		/* last seen; sync work only */
 	spinlock_t control_vq_lock;	/* control_vq, states of its requests */
 	struct virtqueue *control_vq;
 	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
@@ -304,6 +305,7 @@ void tmem_get_exit(struct tmem_dev *dev);
 void tmem_get_reset(struct tmem_dev *dev);
 void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_breaker_probe(struct tmem_dev *dev);
+void tmem_breaker_reset(struct tmem_dev *dev);
 
 /* transport.c */
 int tmem_transport_init(void);

@@ -217,6 +217,18 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		breaker_note(dev, false);
 }
 
+/**
+ * tmem_breaker_reset() - another backend begins without a record
+ * @dev: the device
+ */
+void tmem_breaker_reset(struct tmem_dev *dev)
+{
+	spin_lock_irq(&dev->get_lock);
+	dev->late_row = 0;
+	WRITE_ONCE(dev->tripped, false);
+	spin_unlock_irq(&dev->get_lock);
+}
+
 /* --- get ----------------------------------------------------------------------------------- */
 
 /* Where a call of tmem_get() stands. */

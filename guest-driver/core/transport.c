@@ -286,6 +286,7 @@ fail_feeder:
 fail:
 	free_device(dev);
 	vdev->priv = NULL;
+	tmem_state_offline("the device could not be set up, see the kernel log");
 	return err;
 }
 
@@ -303,6 +304,8 @@ static void tear_down(struct virtio_device *vdev)
 	wait_for_completion(&dev->unused);
 	kthread_stop(dev->feeder);
 	tmem_control_stop(dev);
+	/* Again, as the sync work may just have come to the opposite. */
+	tmem_state_offline("no device");
 	/* All buffers are ours again, answered or not. */
 	virtio_reset_device(vdev);
 	vdev->config->del_vqs(vdev);
@@ -385,6 +388,8 @@ int tmem_core_init(void)
 {
 	int err;
 
+	/* Bitmaps of 64 pages are passed as unsigned long. */
+	BUILD_BUG_ON(BITS_PER_LONG != 64);
 	get_random_bytes(&tmem_keys, sizeof(tmem_keys));
 	err = tmem_index_init();
 	if (err)
