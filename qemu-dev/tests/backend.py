@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+from pathlib import Path
 
 HEADER = struct.Struct("<III")
 CONFIG = struct.Struct("<QIHHI12x")
@@ -163,8 +164,7 @@ def main():
     args = parser.parse_args()
 
     listener = socket.socket(socket.AF_UNIX)
-    if os.path.exists(args.socket):
-        os.unlink(args.socket)
+    Path(args.socket).unlink(missing_ok=True)
     listener.bind(args.socket)
     listener.listen(8)
     backend = Backend(args)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from machine import Backend, Machine
 
 BUILD = Path(__file__).resolve().parent.parent / "build"

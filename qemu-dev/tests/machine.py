@@ -110,10 +110,21 @@ class Backend:
 class Machine:
     """QEMU, its QMP and qtest connections, and a driver of the device."""
 
-    def __init__(self, binary, folder, *, board="q35", device="", machine="", memory=None, chardev=None, more=()):
+    def __init__(
+        self,
+        binary,
+        folder,
+        *,
+        board="q35",
+        device="",
+        machine="",
+        memory=None,
+        chardev=None,
+        more=(),
+    ):
         self.folder = Path(folder)
         self.socket = self.folder / "tmem.sock"
-        self.stderr = tempfile.TemporaryFile("w+")
+        self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until close()
         if memory is None:
             memory = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"]
             machine += ",memory-backend=mem"
@@ -289,7 +300,8 @@ class Machine:
     def config(self):
         """(generation, page_size, num_request_queues, batch_max, pools_max)"""
         data = b"".join(
-            struct.pack("<I", self.read(self.device_config + offset, 4)) for offset in range(0, 32, 4)
+            struct.pack("<I", self.read(self.device_config + offset, 4))
+            for offset in range(0, 32, 4)
         )
         return CONFIG.unpack(data)
 
@@ -305,9 +317,11 @@ class Machine:
         return wait_for(
             f"generation {expected}",
             lambda: (
-                (value := self.generation()) == expected
-                if expected is not None
-                else self.generation()
-            )
-            or None,
+                (
+                    (value := self.generation()) == expected
+                    if expected is not None
+                    else self.generation()
+                )
+                or None
+            ),
         )

@@ -5,6 +5,7 @@ import signal
 import time
 
 import pytest
+
 from machine import BACKEND_TIMEOUT_MS, wait_for
 
 VERSION_1 = 1 << 32
@@ -183,9 +184,7 @@ def test_reset_makes_a_new_generation(machine, backend, how):
         vm.qmp("system_reset")
         wait_for("the reset", lambda: vm.pci_read(4) & 2 == 0)
         vm.map()
-    daemon.wait(
-        "the reset", lambda event: daemon.requests().count("RESET_DEVICE") > resets
-    )
+    daemon.wait("the reset", lambda event: daemon.requests().count("RESET_DEVICE") > resets)
     vm.driver_up()
     assert vm.generation() == daemon.generation() != first
 
@@ -218,7 +217,7 @@ def test_backend_dies_at_each_message(machine, backend):
         vm.driver_up()
         wait_for(
             "the connection",
-            lambda: daemon.process.poll() is not None or vm.generation(),
+            lambda daemon=daemon: daemon.process.poll() is not None or vm.generation(),
         )
         exercise(vm)
         survived = daemon.process.poll() is None
