@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A VM with the guest driver loaded, its counters, and tests/guest/torture.c in it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+from harness import disk
+from harness.guest import Guest, Job
+from harness.kernel import Kernel
+from harness.paths import TESTS, HarnessError, guest_program
+from harness.session import Session
+from harness.vm import MIB, Config, Tmem, Vm
+from harness.wait import until
+
+MODULE = "/virtio_tmem.ko"
+TORTURE = "/bin/torture"
+SYSFS = "/sys/kernel/virtio_tmem"
+PARAMETERS = "/sys/module/virtio_tmem/parameters"
+WHERE = "/mnt"
+
+# Under TCG a host that is not late by its own measure answers within this.
+DEADLINE_MS = 200
+DISK_BYTES = 512 * MIB
+SETTLE_SECONDS = 30.0
+# From the connection of a daemon until the driver has created its pools.
+ONLINE_SECONDS = 60.0
+
+
+def seed() -> int:
+    """Of this run: TMEM_SEED, or a new one. Print it with whatever uses it."""
+    named = os.environ.get("TMEM_SEED")
+    value = int(named, 0) if named else random.SystemRandom().getrandbits(32)
+    print(f"TMEM_SEED={value}")
+    return value
+
+
+def driver_vm(
+    session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any
+) -> Vm:
+    """A VM with a disk "data" (a blank ext4 unless one is given), the module and torture."""
+    files = {MODULE: module, TORTURE: guest_program(TESTS / "guest/torture.c"), **more.pop("files", {})}
+    name = more.get("name", "vm1")
+    if "disks" not in more:
+        image = disk.ext4(session.folder / f"{name}.img", DISK_BYTES)
+        more["disks"] = [disk.Disk("data", image)]
+    return session.vm(Config(kernel, tmem=tmem, files=files, **more))
+
+
+def load(guest: Guest, parameters: str = "", *, online: bool = True) -> None:
+    """Mounts the data disk, loads the module and waits until it caches."""
+    guest.mount("data", WHERE)
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} {parameters}")
+    if online:
+        wait_state(guest, "on")
+
+
+def state(guest: Guest) -> str:
+    return guest.read(f"{SYSFS}/state")
+
+
+def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> str:
+    """Waits until the driver's state begins so; the error says what it is instead."""
+    last = ""
+
+    def found() -> bool:
+        nonlocal last
+        last = state(guest)
+        return last.startswith(begins)
+
+    try:
+        until(found, seconds, f"driver's state '{begins}'")
+    except HarnessError as error:
+        raise HarnessError(f"{error}; it is '{last}'\n{stats(guest)}") from None
+    return last
+
+
+def set_parameter(guest: Guest, name: str, value: str) -> None:
+    guest.sh(f"echo '{value}' >{PARAMETERS}/{name}")
+
+
+def stats(guest: Guest) -> dict[str, int]:
+    """All counters of the driver."""
+    lines = guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
+    return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+
+
+def settle(guest: Guest) -> dict[str, int]:
+    """Waits until the host has answered all puts; returns the counters."""
+    counters: dict[str, int] = {}
+
+    def settled() -> bool:
+        nonlocal counters
+        counters = stats(guest)
+        answered = sum(counters[f"puts_{how}"] for how in ("stored", "refused", "unanswered"))
+        return counters["puts"] == answered
+
+    until(settled, SETTLE_SECONDS, "the host answers all puts")
+    return counters
+
+
+def evict(guest: Guest, files: list[str]) -> dict[str, int]:
+    """Reads files and has reclaim take them, a few at a time so that the put ring has room."""
+    for path in files:
+        guest.sh(f"cat {path} >/dev/null && sync && echo 1 >/proc/sys/vm/drop_caches", 60)
+        settle(guest)
+    return stats(guest)
+
+
+def checksums(guest: Guest, files: list[str], seconds: float = 120) -> dict[str, str]:
+    """sha256 of each file, read in order."""
+    lines = guest.sh(f"sha256sum {' '.join(files)}", seconds).splitlines()
+    return {path: digest for digest, path in (line.split() for line in lines)}
+
+
+class Torture:
+    """A run of torture in a guest."""
+
+    def __init__(self, guest: Guest, arguments: str, seconds: float = 300) -> None:
+        self.guest = guest
+        self.command = f"{TORTURE} {arguments} {WHERE}"
+        self.job: Job = guest.start(self.command, seconds)
+
+    def finish(self) -> dict[str, int]:
+        """It must find all bytes right; returns the numbers of its last line."""
+        done = self.job.wait()
+        if done.status != 0:
+            raise HarnessError(
+                f"'{self.command}' ended with {done.status}:\n{done.text[-6000:]}\n"
+                f"state {state(self.guest)}\n{stats(self.guest)}"
+            )
+        last = done.text.strip().splitlines()[-1]
+        assert last.startswith("TORTURE ") and last.endswith(" done ok"), last
+        print(last)
+        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", last)}
+
+    def must_mismatch(self) -> str:
+        """It must find a wrong byte; returns what it says of it."""
+        done = self.job.wait()
+        assert done.status == 1, f"'{self.command}' ended with {done.status}:\n{done.text[-6000:]}"
+        assert "TORTURE MISMATCH" in done.text, done.text[-6000:]
+        return done.text

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Random and fixed operations on files never find an old byte; without a hook they do.
+
+Each run prints its seed; TMEM_SEED repeats it. The second half is about the tests as much
+as about the driver: with a hook switched off the same operations must find a wrong byte.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import TORTURE, Torture, driver_vm, load, seed, set_parameter, state, stats, wait_state
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+OPERATIONS = 50_000
+# What torture does with the mount itself needs to know it.
+MOUNT = "--device=/dev/vda --fstype=ext4"
+
+SCENARIOS = [
+    "plain", "dirty", "truncate", "punch", "shift", "direct", "move_ext", "evict_inode", "inode",
+    "unmount", "fadvise", "swap",
+]  # fmt: skip
+
+# Which hooks are off, and the scenario that must find a wrong byte then. A page made dirty
+# and a page removed are told of by two hooks, of which either is enough.
+BROKEN = [
+    ("truncate", "truncate"),
+    ("truncate", "punch"),
+    ("truncate", "shift"),
+    ("direct", "direct"),
+    ("move_ext", "move_ext"),
+    ("swapon", "swap"),
+    ("unmount", "unmount"),
+    ("fadvise", "fadvise"),
+    ("dirty,removed", "evict_inode"),
+]
+
+# Hooks off, under which random operations find a wrong byte soon.
+BROKEN_RANDOM = ["truncate", "direct", "move_ext", "dirty,removed"]
+
+
+def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: int = 2) -> Guest:
+    daemon = session.daemon("vm1", pool_size="128MiB")
+    daemon.start()
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=cpus)
+    guest = vm.start()
+    load(guest, parameters)
+    return guest
+
+
+@pytest.mark.smoke
+def test_random_operations(session: Session, kernel: Kernel, module: Path) -> None:
+    """Workers, an evictor and unmount cycles; the cache has to take part in it."""
+    guest = boot(session, kernel, module, "verify_every=0")
+    numbers = Torture(
+        guest,
+        f"--seed={seed()} --ops={OPERATIONS} --jobs=2 --files=16 --size-max=524288 --rounds=4 {MOUNT}",
+        900,
+    ).finish()
+    assert numbers["ops"] >= OPERATIONS
+    counters = stats(guest)
+    print(counters)
+    assert counters["hits"] > 5000
+    assert counters["mismatches"] == 0
+    for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
+        assert counters[f"invalidations_{why}"] > 0, why
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_random_operations_verified(session: Session, kernel: Kernel, module: Path) -> None:
+    """Every hit is read from disk as well: the driver's own check must agree, too."""
+    guest = boot(session, kernel, module, "verify_every=1")
+    Torture(guest, f"--seed={seed()} --ops=5000 --jobs=2 --files=16 --size-max=524288").finish()
+    counters = stats(guest)
+    assert counters["verified_hits"] > 500
+    assert counters["verify_mismatches"] == 0
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_readers_never_go_back(session: Session, kernel: Kernel, module: Path) -> None:
+    """Buffered and direct writers and readers of the same blocks."""
+    guest = boot(session, kernel, module, "verify_every=0")
+    Torture(guest, f"--seed={seed()} --mode=versions --ops=20000 --mixed").finish()
+    counters = stats(guest)
+    assert counters["hits"] > 100
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_scenarios(session: Session, kernel: Kernel, module: Path) -> None:
+    guest = boot(session, kernel, module, "verify_every=0")
+    for scenario in SCENARIOS:
+        numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_scenarios_without_hooks(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """Each hook is needed: without it the scenario that it is for finds a wrong byte."""
+    guest = boot(session, kernel, test_module, "verify_every=0")
+    for hooks, scenario in BROKEN:
+        set_parameter(guest, "test_hooks_off", hooks)
+        print(hooks, Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch())
+        set_parameter(guest, "test_hooks_off", "")
+        # Leave nothing wrong behind for the next: a new super block and an empty pool.
+        guest.sh("umount /mnt; mount -t ext4 /dev/vda /mnt", 60)
+        Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("hook", ["dirty", "removed"])
+def test_either_of_two_hooks_is_enough(
+    session: Session, kernel: Kernel, test_module: Path, hook: str
+) -> None:
+    guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hook}")
+    Torture(guest, f"--scenario=evict_inode {MOUNT}").finish()
+    Torture(guest, f"--scenario=dirty {MOUNT}").finish()
+
+
+@pytest.mark.parametrize("hooks", BROKEN_RANDOM)
+def test_random_operations_without_hooks(
+    session: Session, kernel: Kernel, test_module: Path, hooks: str
+) -> None:
+    """The random operations see each hook that file contents depend on."""
+    guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hooks}")
+    arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
+    print(Torture(guest, arguments, 600).must_mismatch())
+
+
+@pytest.mark.smoke
+def test_verification_finds_a_missing_hook(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The sample that is read from disk as well switches the cache off, and no byte is wrong."""
+    guest = boot(session, kernel, test_module, "test_hooks_off=direct verify_every=1")
+    Torture(guest, "--scenario=direct").finish()
+    assert "differs from the disk" in wait_state(guest, "poisoned")
+    # Off for good: nothing is put or got any more, and all is right.
+    before = stats(guest)
+    Torture(guest, "--scenario=plain").finish()
+    after = stats(guest)
+    assert after["puts"] == before["puts"]
+    assert after["hits"] == before["hits"]
+    assert guest.run(f"{TORTURE} --scenario=direct /mnt").status == 0
