@@ -24,3 +24,8 @@ pub use memory::{DirtyLog, GuestRam, RamRegion};
 pub use model::{Key, Model, Violation};
 pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, Request};
 pub use ring::{Buffer, Desc, DriverRing, RingError};
+
+/// Compiles the example of the README.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -177,8 +177,12 @@ fn a_refused_put_leaves_nothing() {
     let seed = seed("a_refused_put_leaves_nothing");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
+    let config = GuestConfig {
+        request_queues: 1,
+        ..slots()
+    };
     let mut driver = daemon.driver_with(
-        slots(),
+        config,
         DriverConfig {
             seed,
             ..Default::default()
@@ -190,13 +194,15 @@ fn a_refused_put_leaves_nothing() {
             round < 1500,
             "no drain met a batch: {refused} pages refused"
         );
-        // Every cookie that these pages have in this round.
-        let mut cookies: Vec<(Key, u64)> = Vec::new();
-        driver.put(1, 0, 64);
+        for object in 1..=4 {
+            driver.put(object, 0, 64);
+        }
         driver.settle().unwrap();
-        for _ in 0..4 {
-            cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
-            driver.put(1, 0, 64);
+        // The cookies that a refused put must not leave, then those that it must not store.
+        let mut cookies: Vec<(Key, u64)> = Vec::new();
+        cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
+        for object in 1..=4 {
+            driver.put(object, 0, 64);
         }
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
         let before = driver.model.counts();
