@@ -187,9 +187,6 @@ impl Vring {
 
     /// Answers some chains, in order.
     pub fn turn(&self, scratch: &mut Scratch) -> Turn {
-        if self.hold.load(Ordering::SeqCst) {
-            return Turn::Idle;
-        }
         // Only the control thread holds the lock for longer, and it schedules the vring after it.
         let Some(mut state) = self.try_lock() else {
             return Turn::Idle;
