@@ -9,6 +9,7 @@
 #include <linux/fs_context.h>
 #include <linux/ftrace.h>
 #include <linux/mm.h>
+#include <linux/module.h>
 #include <linux/pagemap.h>
 
 #include "../compat.h"
@@ -221,6 +222,20 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 	return ret;
 }
 
+/*
+ * A person who writes 3 to drop_caches may want an empty cache to measure with.
+ * That drops pages first, which are put, then calls this.
+ */
+static bool drop_caches_flush;
+module_param(drop_caches_flush, bool, 0644);
+MODULE_PARM_DESC(drop_caches_flush, "writing 2 or 3 to drop_caches empties the host's cache, too");
+
+static void entry_drop_slab(struct ftrace_regs *fregs)
+{
+	if (READ_ONCE(drop_caches_flush))
+		tmem_fs_flush_all();
+}
+
 static int wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 {
 	int ret;
@@ -262,5 +277,10 @@ int tmem_coherence_add(void)
 			return err;
 		}
 	}
+	/* Not coherence: without it, the switch has no effect. */
+	err = tmem_ftrace_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
+	if (err)
+		pr_info("virtio_tmem: cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
+			err);
 	return 0;
 }

@@ -172,19 +172,8 @@ static bool tmem_fs_sticky(const struct tmem_fs *fs, u64 ino)
 	return false;
 }
 
-/**
- * tmem_fs_bypass - an inode is about to change below the page cache
- * @fs: its file system
- * @inode: the inode
- * @why: counted
- * @sticky: not only while it is open for writing but until it is evicted
- *
- * Context: any but NMI.
- */
-void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
-		    bool sticky)
+static void bypass_ino(struct tmem_fs *fs, u64 ino, enum tmem_inval why, bool sticky)
 {
-	u64 ino = inode->i_ino;
 	unsigned long flags;
 
 	/* Also where the mark is set already: a get may have come before it. */
@@ -201,6 +190,21 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 	if (!tmem_is_bypassed(fs->pool, ino))
 		tmem_bypass(fs->pool, ino, why);
 	spin_unlock_irqrestore(&fs->bypass_lock, flags);
+}
+
+/**
+ * tmem_fs_bypass - an inode is about to change below the page cache
+ * @fs: its file system
+ * @inode: the inode
+ * @why: counted
+ * @sticky: not only while it is open for writing but until it is evicted
+ *
+ * Context: any but NMI.
+ */
+void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
+		    bool sticky)
+{
+	bypass_ino(fs, inode->i_ino, why, sticky);
 }
 
 /**
@@ -364,17 +368,21 @@ failed:
  * those inodes marked that someone may be changing already, having passed a
  * hook before: all who truncate or write directly hold i_writecount. Only then
  * are puts allowed.
+ *
+ * One that is to be flushed is replaced: the sticky marks live on, as they are
+ * about the page cache.
  */
 static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 {
-	struct tmem_fs *fs;
+	struct tmem_fs *fs, *old;
 	struct inode *inode;
-	bool known;
+	unsigned int i;
 
+	/* s_umount and discovery_lock keep it from being freed. */
 	rcu_read_lock();
-	known = tmem_fs_find(sb);
+	old = tmem_fs_find(sb);
 	rcu_read_unlock();
-	if (known || nr_fs >= TMEM_FS_MAX)
+	if (old ? !READ_ONCE(old->flush) : nr_fs >= TMEM_FS_MAX)
 		return;
 
 	fs = kzalloc(sizeof(*fs), GFP_KERNEL);
@@ -391,12 +399,23 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 		return;
 	}
 	spin_lock_irq(&fs_lock);
-	hash_add_rcu(tmem_fs_hash, &fs->node, (unsigned long)sb);
-	nr_fs++;
+	if (old) {
+		hlist_replace_rcu(&old->node, &fs->node);
+	} else {
+		hash_add_rcu(tmem_fs_hash, &fs->node, (unsigned long)sb);
+		nr_fs++;
+	}
 	spin_unlock_irq(&fs_lock);
 
 	/* Whoever looked before it could be found has finished that look by now. */
 	synchronize_rcu_expedited();
+
+	if (old) {
+		for (i = 0; i < old->nr_sticky; i++)
+			bypass_ino(fs, old->sticky[i], TMEM_INVAL_DIRECT, true);
+		fs->sticky_all |= old->sticky_all;
+		tmem_fs_free(old);
+	}
 
 	spin_lock(&sb->s_inode_list_lock);
 	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
@@ -427,6 +446,33 @@ static void tmem_fs_seen(struct super_block *sb, void *arg)
 		tmem_fs_register(sb, type);
 unlock:
 	mutex_unlock(&discovery_lock);
+}
+
+/**
+ * tmem_fs_flush_all - forget what is held of all file systems
+ *
+ * Nothing is put or got any more when this returns, but for gets that were
+ * begun before; the discovery work then gives each file system an empty pool.
+ *
+ * Context: any but NMI.
+ */
+void tmem_fs_flush_all(void)
+{
+	struct tmem_fs *fs;
+	unsigned int i;
+
+	if (READ_ONCE(discovery_stopped))
+		return;
+	rcu_read_lock();
+	hash_for_each_rcu(tmem_fs_hash, i, fs, node) {
+		WRITE_ONCE(fs->flush, true);
+		WRITE_ONCE(fs->live, false);
+	}
+	rcu_read_unlock();
+	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
+		if (READ_ONCE(tmem_fs_types[i].fst))
+			set_bit(i, &types_noted);
+	schedule_work(&discovery);
 }
 
 /**

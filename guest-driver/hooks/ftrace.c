@@ -19,7 +19,7 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* mm and VFS 5, self-test 1, and 4 for each type of file system. */
+/* mm and VFS 6, self-test 1, and 4 for each type of file system. */
 #define TMEM_TARGETS_MAX 16
 
 /* The traced instruction is the first one or follows ENDBR64; functions are aligned to this. */

@@ -30,6 +30,7 @@ enum tmem_hook {
 	TMEM_HOOK_MOUNT,	/* vfs_get_tree() */
 	TMEM_HOOK_UNMOUNT,	/* generic_shutdown_super() */
 	TMEM_HOOK_FADVISE,	/* generic_fadvise() */
+	TMEM_HOOK_DROP_SLAB,	/* drop_slab(): second half of drop_caches=3 */
 	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
 	TMEM_HOOK_SWAPON,	/* the file system's ->swap_activate */
 	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
@@ -69,6 +70,7 @@ struct tmem_fs {
 	const struct tmem_fs_type *type;
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
+	bool flush;			/* to be forgotten and known anew */
 	refcount_t users;		/* who may sleep with this in hand */
 	struct completion idle;		/* users reached 0 */
 	struct rcu_head rcu;
@@ -84,6 +86,7 @@ struct tmem_fs *tmem_fs_find(const struct super_block *sb);
 struct tmem_fs *tmem_fs_get(const struct super_block *sb);
 void tmem_fs_put(struct tmem_fs *fs);
 void tmem_fs_drop(const struct super_block *sb);
+void tmem_fs_flush_all(void);
 void tmem_fs_mounted(struct super_block *sb);
 void tmem_fs_note(const struct super_block *sb);
 void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,

@@ -33,6 +33,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_MOUNT] = "mount",
 	[TMEM_HOOK_UNMOUNT] = "unmount",
 	[TMEM_HOOK_FADVISE] = "fadvise",
+	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
 	[TMEM_HOOK_MOVE_EXT] = "move_ext",
 	[TMEM_HOOK_SWAPON] = "swapon",
 	[TMEM_HOOK_READAHEAD] = "readahead",
