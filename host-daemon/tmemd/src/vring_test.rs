@@ -480,6 +480,27 @@ fn rings_outside_of_memory_do_not_run() {
 }
 
 #[test]
+fn readable_after_writable_is_bad() {
+    let mut guest = guest();
+    let range = wire::Range {
+        object: 1.into(),
+        index: 0.into(),
+        nr_pages: 1.into(),
+    };
+    let flush = [req(wire::T_FLUSH, 1).as_bytes(), range.as_bytes()].concat();
+    for (turned, status) in [(false, wire::S_OK), (true, wire::S_BAD)] {
+        let head = guest.heads;
+        let answer = guest.send(&flush, 8);
+        if turned {
+            guest.descriptor(head, answer, 8, WRITE | NEXT);
+            guest.descriptor(head + 1, answer - flush.len() as u64, flush.len(), 0);
+        }
+        guest.turn();
+        assert_eq!(guest.bytes(answer, 1), [status]);
+    }
+}
+
+#[test]
 fn a_panic_stops_one_queue() {
     let mut guest = guest();
     guest.put(0, 1);

@@ -327,6 +327,19 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
 }
 
 #[test]
+fn a_socket_of_another_is_not_removed() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let daemon = Daemon::start(config.clone()).expect("starts");
+    // Elsewhere first: the file system may give a freed inode to the next file.
+    let other = directory.path().join("other");
+    let _other = UnixListener::bind(&other).expect("binds");
+    fs::rename(&other, &config.control).expect("replaced");
+    daemon.stop();
+    assert!(config.control.exists());
+}
+
+#[test]
 fn reserves_must_fit() {
     let directory = tempfile::tempdir().expect("directory");
     let mut config = config(directory.path());
