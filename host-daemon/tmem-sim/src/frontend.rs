@@ -71,6 +71,9 @@ pub struct GuestConfig {
     pub cut: Cut,
     /// ADD_MEM_REG instead of SET_MEM_TABLE, where offered.
     pub mem_slots: bool,
+    /// Whether every message asks for an acknowledgement, so that every refusal is heard. QEMU asks
+    /// for that of the memory table only.
+    pub acknowledged: bool,
     /// How long the daemon may take for an answer to a vhost-user message.
     pub reply_timeout: Duration,
 }
@@ -97,6 +100,7 @@ impl Default for GuestConfig {
             slots: 24,
             cut: Cut::Natural,
             mem_slots: false,
+            acknowledged: true,
             reply_timeout: Duration::from_secs(10),
         }
     }
@@ -424,8 +428,7 @@ impl FakeGuest {
             )));
         }
         self.message("SET_OWNER", fe.set_owner())?;
-        if protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
-            // From here on every refusal is heard. QEMU asks for fewer acknowledgements.
+        if protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) && self.config.acknowledged {
             fe.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
         }
         for (i, q) in self.queues.iter().enumerate() {
@@ -520,6 +523,20 @@ impl FakeGuest {
     /// # Errors
     /// When the daemon refuses it.
     pub fn set_mem_table_of(&mut self, count: usize) -> Result<(), GuestError> {
+        let acknowledged = self.config.acknowledged;
+        let link = self.link()?;
+        if link.protocol.contains(VhostUserProtocolFeatures::REPLY_ACK) {
+            link.frontend.set_hdr_flags(VhostUserHeaderFlag::NEED_REPLY);
+        }
+        let done = self.change_mem_table(count);
+        if !acknowledged {
+            let frontend = &self.link()?.frontend;
+            frontend.set_hdr_flags(VhostUserHeaderFlag::empty());
+        }
+        done
+    }
+
+    fn change_mem_table(&mut self, count: usize) -> Result<(), GuestError> {
         let regions = self.ram.vhost_regions();
         let slots = VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS;
         let link = self.link()?;

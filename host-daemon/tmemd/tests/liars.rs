@@ -7,11 +7,11 @@ mod common;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{Daemon, TIMEOUT, every_queue_answers, guest, seed, work};
+use common::{Daemon, TIMEOUT, every_queue_answers, seed, work};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::requests::REQ_BYTES;
 use tmem_sim::ring::{Desc, F_NEXT, F_WRITE};
-use tmem_sim::{Content, Driver, GuestConfig, Key, PutPage, Request};
+use tmem_sim::{Content, Driver, Key, PutPage, Request};
 use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
@@ -48,78 +48,67 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
     );
 }
 
-/// Whether the queue answers an honest request.
-fn answered(daemon: &mut Daemon, driver: &mut Driver, queue: usize) -> Option<u8> {
-    let other = if queue == 1 { 2 } else { 1 };
-    let used = driver.guest.ring(queue).used_idx_in_memory();
-    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
-    driver.guest.submit(0, report);
-    let flush = Request::Flush {
-        pool: driver.pool(),
-        ranges: vec![tmem_sim::Range {
-            object: 77,
-            index: 0,
-            nr_pages: 1,
-        }],
-    };
-    // The others answer, several times: the stopped one had its time.
-    for round in 0..20 {
-        let quiet = driver.guest.ring(other).used_idx_in_memory();
-        assert!(driver.guest.submit(other, flush.clone()).is_some());
-        driver.guest.kick(queue);
+/// The status of the fault's answer, or None once the VMM is told that the queue has stopped.
+fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) -> Option<u8> {
+    let guest = &driver.guest;
+    let mut stopped = false;
+    daemon.until("the fault is answered, or its queue stopped", || {
+        stopped = guest.take_queue_error(queue);
+        stopped || guest.ring(queue).used_idx_in_memory() != used
+    });
+    let answered = guest.ring(queue).used_idx_in_memory() != used;
+    assert!(!(stopped && answered), "both answered and stopped");
+    let done = driver.guest.poll(queue).unwrap();
+    done.map(|d| d.answer.status)
+}
+
+/// One answer on each queue but that one, and none on it.
+fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
+    let silent = driver.guest.ring(stopped).used_idx_in_memory();
+    let pool = driver.pool();
+    for queue in (0..driver.guest.num_queues()).filter(|q| *q != stopped) {
+        let request = match queue {
+            0 => Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES])),
+            _ => Request::Get {
+                pool,
+                object: 77,
+                index: 0,
+                cookies: vec![1],
+            },
+        };
+        let used = driver.guest.ring(queue).used_idx_in_memory();
+        driver.guest.kick(stopped);
+        assert!(driver.guest.submit(queue, request).is_some());
         let guest = &driver.guest;
         daemon.until("another queue answers", || {
-            guest.ring(other).used_idx_in_memory() != quiet
+            guest.ring(queue).used_idx_in_memory() != used
         });
-        while driver.guest.poll(other).unwrap().is_some() {}
-        if driver.guest.ring(queue).used_idx_in_memory() != used && round > 0 {
-            break;
-        }
     }
-    (driver.guest.ring(queue).used_idx_in_memory() != used).then_some(0)
+    assert_eq!(
+        driver.guest.ring(stopped).used_idx_in_memory(),
+        silent,
+        "a stopped queue answers"
+    );
 }
 
 /// Every fault of the list, alone.
 #[test]
 fn every_fault_has_its_answer() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
-    let config = GuestConfig {
-        ram: vec![
-            tmem_sim::RamRegion {
-                start: 0,
-                size_bytes: 8 << 20,
-            },
-            tmem_sim::RamRegion {
-                start: 1 << 32,
-                size_bytes: 8 << 20,
-            },
-        ],
-        ..guest("liar")
-    };
-    let mut driver = daemon.driver_with(config, Default::default());
+    let mut driver = daemon.driver("liar", 1);
     let mut neighbour = daemon.driver("neighbour", 2);
     let mut wrong = Vec::new();
     for fault in fault::all() {
         let target = put_victim(&mut driver);
+        let used: Vec<u16> = (0..driver.guest.num_queues())
+            .map(|q| driver.guest.ring(q).used_idx_in_memory())
+            .collect();
         let queue = fault.send(&mut driver.guest, target);
         let statuses = match fault.expect {
             Expect::Status(s) | Expect::Either(s) => s,
             Expect::Stopped => &[],
         };
-        let status = if let Expect::Status(_) = fault.expect {
-            match driver.guest.drain(TIMEOUT) {
-                Ok(done) => Some(done[0].answer.status),
-                Err(e) => {
-                    wrong.push(format!("{}: {e}", fault.name));
-                    None
-                }
-            }
-        } else {
-            answered(&mut daemon, &mut driver, queue).and_then(|_| {
-                let done = driver.guest.poll(queue).unwrap();
-                done.map(|d| d.answer.status)
-            })
-        };
+        let status = outcome(&mut daemon, &mut driver, queue, used[queue]);
         let right = match status {
             Some(status) => statuses.contains(&status),
             None => !matches!(fault.expect, Expect::Status(_)),
@@ -131,7 +120,9 @@ fn every_fault_has_its_answer() {
             ));
         }
         neighbour.step().unwrap();
-        if status.is_some() && driver.guest.drain(TIMEOUT).is_ok() {
+        if status.is_none() {
+            others_answer(&mut daemon, &mut driver, queue);
+        } else {
             if status != Some(wire::S_OK) {
                 victim_is_there(&mut driver, &fault.name);
             }

@@ -62,6 +62,7 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<Driver> {
             let mut config = GuestConfig {
                 cut,
                 mem_slots: i == 1,
+                acknowledged: i != 0,
                 ..guest(name)
             };
             if i == 2 {
@@ -97,7 +98,7 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<Driver> {
 /// Thousands of requests of four guests; what the pool has room for comes back.
 #[test]
 fn a_crowd_in_a_roomy_pool() {
-    let drivers = crowd(seed("a_crowd_in_a_roomy_pool"), "512MiB", 12_000);
+    let drivers = crowd(seed("a_crowd_in_a_roomy_pool"), "512MiB", 8_000);
     for driver in drivers {
         let counts = driver.model.counts();
         println!(
@@ -107,7 +108,7 @@ fn a_crowd_in_a_roomy_pool() {
         );
         // A cache that always misses would never be wrong. Losses: flushes that cross a put on
         // another queue, and drains that ran out of time.
-        assert!(counts.hits > 500, "{counts:?}");
+        assert!(counts.hits > 300, "{counts:?}");
         assert!(counts.lost * 20 < counts.hits, "{counts:?}");
     }
 }
@@ -115,7 +116,7 @@ fn a_crowd_in_a_roomy_pool() {
 /// The same where pages are pushed out all the time.
 #[test]
 fn a_crowd_in_a_tight_pool() {
-    let drivers = crowd(seed("a_crowd_in_a_tight_pool"), "2MiB", 8_000);
+    let drivers = crowd(seed("a_crowd_in_a_tight_pool"), "2MiB", 5_000);
     let lost: u64 = drivers
         .iter()
         .map(|d| d.model.counts().lost + d.model.counts().refused)
