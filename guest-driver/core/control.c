@@ -215,9 +215,9 @@ static void sync_work_fn(struct work_struct *work)
 	if (err == -ESTALE)
 		return;
 	if (err && err != dev->pools_error)
-		dev_notice(&dev->vdev->dev,
-			   "file systems without a pool at the host are not cached: error %d\n",
-			   err);
+		dev_notice(&dev->vdev->dev, "%s: new file systems are not cached (error %d)\n",
+			   err == -ENOSPC ? "the host takes no more pools" :
+			   "the host does not answer on the control queue", err);
 	dev->pools_error = err;
 	tmem_state_online();
 }
