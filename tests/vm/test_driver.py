@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The whole path: what a guest evicts comes back from the pool, right, or from the disk.
+
+The first tests are the main job; the others are what may happen to guest, VM, module and
+daemon meanwhile. Contents are compared with what the host knows, and a disk that changed
+behind the driver's back must be seen as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from pathlib import Path
+
+import pytest
+from driver import (
+    MODULE,
+    SETTLE_SECONDS,
+    Torture,
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    seed,
+    settle,
+    state,
+    stats,
+    wait_state,
+)
+
+from harness import disk, qcow2
+from harness.daemon import Daemon, Tenant
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import scaled, until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+FILES = 24
+FILE_BYTES = 512 << 10  # 128 pages: one at a time, they fit into the put ring
+# Inodes, extents, bitmaps, directory: what a file system reads beside file contents.
+METADATA_SECTORS = 512
+# A read that takes longer hangs rather than waits, on however slow a machine.
+HANG_SECONDS = 20.0
+
+
+def make_tree(folder: Path, generator: random.Random) -> dict[str, str]:
+    """Files of which half compresses; returns the sha256 of each by its path in the guest."""
+    folder.mkdir()
+    sums = {}
+    for number in range(FILES):
+        noise = generator.randbytes(FILE_BYTES // 2)
+        text = b"".join(b"%016x line of file %d\n" % (i, number) for i in range(FILE_BYTES // 32))
+        content = (noise + text)[: FILE_BYTES - number]  # tails of all lengths
+        (folder / f"f{number:02}").write_bytes(content)
+        sums[f"/mnt/f{number:02}"] = hashlib.sha256(content).hexdigest()
+    return sums
+
+
+def tree_disk(session: Session, name: str = "data") -> tuple[Disk, dict[str, str]]:
+    """A disk with such files. Equal names are equal files."""
+    folder = session.folder / f"tree-{name}"
+    sums = make_tree(folder, random.Random(name))
+    return Disk("data", disk.ext4(session.folder / f"{name}.img", 64 * MIB, folder)), sums
+
+
+def start_daemon(session: Session, *tenants: Tenant | str) -> Daemon:
+    daemon = session.daemon(*(tenants or ("vm1",)), pool_size="128MiB")
+    daemon.start()
+    return daemon
+
+
+def changed_content(path: str) -> bytes:
+    return hashlib.shake_128(path.encode()).digest(FILE_BYTES)
+
+
+def overwrite(guest: Guest, path: str) -> str:
+    """New contents in the file's own blocks; returns their sha256."""
+    content = changed_content(path)
+    guest.put("/tmp/new", content)
+    guest.sh(f"dd if=/tmp/new of={path} bs=4096 conv=notrunc,fsync 2>/dev/null && rm /tmp/new", 60)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_sectors(guest: Guest) -> int:
+    return guest.disk_stat("data").read_sectors
+
+
+@pytest.mark.smoke
+def test_evicted_files_come_back_without_the_disk(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+
+    before = evict(guest, list(sums))
+    pages = sum(-(-(FILE_BYTES - number) // 4096) for number in range(FILES))
+    assert before["index_pages"] >= pages * 9 // 10, "most of it was put"
+    held = before["index_pages"]
+    assert daemon.stats()["pool"]["pages"] >= held
+
+    sectors = read_sectors(guest)
+    assert checksums(guest, list(sums)) == sums
+    after = stats(guest)
+    assert after["hits"] - before["hits"] >= held * 9 // 10
+    missed = pages - (after["hits"] - before["hits"])
+    assert read_sectors(guest) - sectors <= METADATA_SECTORS + missed * 8
+    assert missed <= pages // 10
+    assert after["misses_late"] + after["misses_check"] + after["misses_answer"] == 0
+    # A get takes the page out of the pool: the guest has it again. What was still in the
+    # put ring was not asked for.
+    taken = after["requests_get"] and after["hits"] - after["ring_hits"]
+    assert taken > 0
+    assert daemon.stats()["pool"]["pages"] <= held - taken + pages // 10
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("shared", [True, False], ids=["one-domain", "own-domains"])
+def test_two_guests_with_the_same_files(
+    session: Session, kernel: Kernel, module: Path, shared: bool
+) -> None:
+    domain = "trusting" if shared else None
+    daemon = start_daemon(session, Tenant("vm1", domain), Tenant("vm2", domain))
+    data, sums = tree_disk(session)
+    held = {}
+    guests = {}
+    for name in ("vm1", "vm2"):
+        vm = driver_vm(
+            session,
+            kernel,
+            module,
+            Tmem(daemon.socket(name)),
+            name=name,
+            disks=[Disk("data", data.path, read_only=True)],
+            memory_bytes=192 * MIB,
+        )
+        guests[name] = vm.start()
+        guests[name].sh(f"mkdir -p /mnt && mount -t ext4 -o ro,noload /dev/vda /mnt", 60)
+        guests[name].insmod(MODULE, "deadline_ms=200 verify_every=0")
+        wait_state(guests[name], "on")
+        held[name] = evict(guests[name], list(sums))["index_pages"]
+        assert held[name] > 0
+
+    pool = daemon.stats()["pool"]
+    total = held["vm1"] + held["vm2"]
+    assert pool["pages"] >= total
+    different = pool["blobs"] + pool["same_filled_pages"]
+    if shared:
+        # One copy of each; pages that only one of the two has may add to it.
+        assert different <= total - min(held.values()) * 9 // 10
+    else:
+        assert different >= total
+        assert pool["shared_pages"] == 0
+    for guest in guests.values():
+        assert checksums(guest, list(sums)) == sums
+        assert stats(guest)["hits"] > 0
+
+
+@pytest.mark.smoke
+def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    first, second, *_ = files = list(sums)
+    held = evict(guest, files)["index_pages"]
+
+    vm.pause()
+    vm.resume()
+    sectors = read_sectors(guest)
+    assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
+    kept = stats(guest)
+    assert kept["hits"] >= held // 3
+    assert kept["generation_changes"] == 1
+    assert read_sectors(guest) - sectors <= METADATA_SECTORS
+
+    # Without the module the file changes in place: what is held must be gone.
+    evict(guest, files)
+    guest.sh("rmmod virtio_tmem", 60)
+    sums[first] = overwrite(guest, first)
+    guest.drop_caches()
+    guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+    wait_state(guest, "on")
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] == 0
+
+    # The same over a reboot, with another boot's writes in between.
+    evict(guest, files)
+    guest = vm.reboot()
+    guest.mount("data", "/mnt")
+    sums[second] = overwrite(guest, second)
+    guest.drop_caches()
+    guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+    wait_state(guest, "on")
+    assert daemon.stats()["pool"]["pages"] == 0
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] == 0
+    evict(guest, files)
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] > 0
+
+
+@pytest.mark.smoke
+def test_a_loaded_snapshot_sees_its_own_disk(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon = start_daemon(session)
+    image = qcow2.create(session.folder / "data.qcow2", 128 * MIB)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[Disk("data", image, format="qcow2")],
+        memory_bytes=192 * MIB,
+    )
+    guest = vm.start()
+    guest.sh("mke2fs -q /dev/vda", 60)
+    load(guest, "verify_every=0")
+    old = b"".join(b"old %27d\n" % i for i in range(FILE_BYTES // 32))
+    guest.put("/mnt/f", old)
+    was = hashlib.sha256(old).hexdigest()
+    assert evict(guest, ["/mnt/f"])["index_pages"] > 100
+    vm.save("before")
+
+    new = overwrite(guest, "/mnt/f")
+    assert evict(guest, ["/mnt/f"])["index_pages"] > 100
+    assert checksums(guest, ["/mnt/f"]) == {"/mnt/f": new}
+    assert stats(guest)["hits"] > 100
+    evict(guest, ["/mnt/f"])
+
+    # The guest believes again that the old pages are held; the pool has the new ones.
+    guest = vm.load("before")
+    assert checksums(guest, ["/mnt/f"]) == {"/mnt/f": was}
+    wait_state(guest, "on")
+    assert stats(guest)["hits"] == 0
+    assert evict(guest, ["/mnt/f"])["index_pages"] > 100
+    assert checksums(guest, ["/mnt/f"]) == {"/mnt/f": was}
+    assert stats(guest)["hits"] > 100
+
+
+def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -> int:
+    """Kills and restarts the daemon at random moments until torture has ended."""
+    kills = 0
+    while not torture.job.done():
+        time.sleep(generator.uniform(0.05, 2.5))  # the moment is what is random
+        daemon.kill()
+        time.sleep(generator.uniform(0, 0.5))
+        daemon.start()
+        kills += 1
+    return kills
+
+
+@pytest.mark.smoke
+def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+    number = seed()
+    daemon = start_daemon(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2)
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    torture = Torture(guest, f"--seed={number} --ops=8000 --jobs=2 --files=16 --size-max=524288", 600)
+    kills = daemon_trouble(daemon, torture, random.Random(number))
+    numbers = torture.finish()
+    counters = stats(guest)
+    print(f"{kills} kills", counters)
+    assert kills >= 3
+    assert numbers["longest_read_us"] < scaled(HANG_SECONDS) * 1e6
+    assert counters["mismatches"] == 0
+    assert counters["generation_changes"] > 1
+    assert counters["hits"] > 0
+    # And it works again.
+    wait_state(guest, "on")
+    before = stats(guest)["hits"]
+    Torture(guest, "--scenario=plain").finish()
+    assert stats(guest)["hits"] > before
+
+
+@pytest.mark.smoke
+def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
+    """Late answers are misses, the breaker opens, and closes when the daemon is back."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    files = list(sums)
+    evict(guest, files)
+
+    daemon.pause()
+    sectors = read_sectors(guest)
+    assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
+    assert read_sectors(guest) > sectors, "from disk"
+    counters = stats(guest)
+    assert counters["late"] >= 3
+    assert counters["trips"] == 1
+    assert counters["hits"] == 0
+    assert state(guest) == "tripped"
+    # What is written now must win over what the daemon still holds.
+    changed = files[-1]
+    sums[changed] = overwrite(guest, changed)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    late = stats(guest)["late"]
+    assert checksums(guest, files) == sums, "no gets any more, all from disk"
+    assert stats(guest)["late"] <= late + 1, "but for a probe nobody waits"
+
+    daemon.resume()
+    wait_state(guest, "on")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    assert checksums(guest, files) == sums
+    before = stats(guest)
+    assert before["mismatches"] == 0
+    evict(guest, files[:4])
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] > before["hits"]
+
+
+@pytest.mark.smoke
+def test_daemon_comes_later(session: Session, kernel: Kernel, module: Path) -> None:
+    """Without a daemon the driver says so and does nothing; it starts when one comes."""
+    daemon = session.daemon("vm1")
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0", online=False)
+    files = list(sums)[:6]
+    assert state(guest).startswith("offline: ")
+    for _ in range(2):
+        guest.sh(f"cat {' '.join(files)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+    assert stats(guest)["puts"] == 0
+    daemon.start()
+    wait_state(guest, "on")
+    evict(guest, files)
+    assert checksums(guest, files) == {path: sums[path] for path in files}
+    assert stats(guest)["hits"] > 0
+
+
+def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
+    """A copy of the module with a string changed, as if built with another one."""
+    content = module.read_bytes()
+    assert content.count(old) == 1 and len(old) == len(new)
+    path = session.folder / "patched.ko"
+    path.write_bytes(content.replace(old, new))
+    return path
+
+
+@pytest.mark.smoke
+def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    stranger = patched(module, session, b"\0006.12.\0", b"\0009.99.\0")
+    vm = driver_vm(session, kernel, stranger, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, online=False)
+    files = list(sums)[:6]
+    said = state(guest)
+    assert said.startswith("off: ")
+    assert kernel.release in said
+    assert "allow_untested=1" in said
+    assert said in guest.sh("dmesg").replace("virtio_tmem: ", ""), "in the log, too"
+    guest.sh(f"cat {' '.join(files)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+    assert checksums(guest, files) == {path: sums[path] for path in files}
+    assert stats(guest)["puts"] == 0
+
+    guest.sh("rmmod virtio_tmem", 60)
+    guest.insmod(MODULE, "deadline_ms=200 allow_untested=1")
+    wait_state(guest, "on")
+    evict(guest, files)
+    assert stats(guest)["puts"] > 0
+
+
+@pytest.mark.smoke
+def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
+    """One device a guest: another is left alone, with a reason, and the first one works."""
+    daemon = start_daemon(session, "vm1", "vm2")
+    data, sums = tree_disk(session)
+    second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[data],
+        arguments=["-chardev", second, "-device", "vhost-user-tmem-pci,chardev=tmem2"],
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    assert "has a virtio-tmem device already" in guest.sh("dmesg")
+    files = list(sums)[:4]
+    evict(guest, files)
+    assert checksums(guest, files) == {path: sums[path] for path in files}
+    assert stats(guest)["hits"] > 0
+    guest.sh("rmmod virtio_tmem", 60)
+
+
+@pytest.mark.smoke
+def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> None:
+    """Not cached, no harm: tmpfs, and ext2, whose inodes have the functions of ext4."""
+    daemon = start_daemon(session)
+    data, _ = tree_disk(session)
+    image = disk.blank(session.folder / "other.img", 64 * MIB)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[data, Disk("other", image)],
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    other = f"/dev/{guest.disk('other')}"
+    guest.sh(f"mke2fs -q {other} && mkdir /ext2 /ram && mount -t ext2 {other} /ext2", 60)
+    guest.sh("mount -t tmpfs none /ram")
+    settle(guest)
+    before = stats(guest)["puts"]
+    for place in ("/ext2", "/ram"):
+        content = changed_content(place)
+        guest.put(f"{place}/f", content)
+        for _ in range(2):
+            guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+            found = checksums(guest, [f"{place}/f"])[f"{place}/f"]
+            assert found == hashlib.sha256(content).hexdigest()
+    guest.sh("umount /ext2 /ram")
+    # Reading the directory of commands is no file of these; only /mnt may have been put.
+    assert stats(guest)["puts"] == before
+    assert stats(guest)["hits"] == 0
+
+
+@pytest.mark.smoke
+def test_unload_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+    """The module comes and goes while torture runs: no wrong byte, no oops."""
+    daemon = start_daemon(session)
+    vm: Vm = driver_vm(
+        session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2, tcg_threads="single"
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    torture = Torture(guest, f"--seed={seed()} --ops=4000 --files=16 --size-max=262144", 600)
+    rounds = 0
+    while not torture.job.done() and rounds < 20:
+        until(
+            lambda: stats(guest)["puts"] > 20 or torture.job.done(), SETTLE_SECONDS * 4, "some puts"
+        )
+        guest.sh("rmmod virtio_tmem", 120)
+        guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+        rounds += 1
+    torture.finish()
+    assert rounds >= 2
