@@ -6,11 +6,12 @@
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
  *	index.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	index.c: bucket->lock		all index state of the inodes that hash there
+ *	  detached_lock		objects whose memory is freed later
  *	  queue->ring_lock		ring head and tail, list of pending flushes
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
- * control_vq_lock stands alone; vq_lock and bucket->lock are never held together. mm and file
- * system locks (i_pages) may be held by callers, so nothing above may be held while taking one of those.
+ * control_vq_lock stands alone; vq_lock and bucket->lock are never held together. Callers may hold
+ * mm and file system locks (i_pages), so nothing above may be held while taking one of those.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
