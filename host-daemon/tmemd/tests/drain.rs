@@ -170,8 +170,8 @@ fn the_memory_table_changes_under_load() {
     }
 }
 
-/// What a drain has no time for is refused and leaves nothing behind, nor what was there before. The
-/// daemon is stopped in the middle of a batch that a drain waits for, until its time is up.
+/// What a drain has no time for is refused and leaves nothing behind, nor what was there before.
+/// The daemon is stopped in the middle of a batch that a drain waits for, until its time is up.
 #[test]
 fn a_refused_put_leaves_nothing() {
     let seed = seed("a_refused_put_leaves_nothing");

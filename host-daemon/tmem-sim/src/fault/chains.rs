@@ -159,7 +159,7 @@ pub(super) fn all() -> Vec<Fault> {
             ANYTHING,
             put,
             move |g, _, p| {
-                // 256 descriptors in the table, more than the ring has: a byte each, then the answer.
+                // 256 descriptors, more than the ring has: a byte each, then the answer.
                 let (addr, n) = p.readable[0];
                 let mut inner: Vec<Desc> = (0..255)
                     .map(|i| Desc {
