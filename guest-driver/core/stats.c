@@ -13,7 +13,7 @@
 
 #include "core.h"
 
-#define REASON_BYTES	128
+#define REASON_BYTES	256
 
 DEFINE_PER_CPU(struct tmem_stats, tmem_stats);
 

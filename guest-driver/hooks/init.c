@@ -83,7 +83,7 @@ MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cach
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */
-static char off_reason[160];	/* written once */
+static char off_reason[256];	/* written once */
 static bool probes_on, ftrace_on;
 
 /**

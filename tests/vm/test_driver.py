@@ -356,7 +356,7 @@ def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
 def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
-    stranger = patched(module, session, b"\0006.12.\0", b"\0009.99.\0")
+    stranger = patched(module, session, b"\0Debian\0", b"\0Nobody\0")
     vm = driver_vm(session, kernel, stranger, Tmem(daemon.socket("vm1")), disks=[data])
     guest = vm.start()
     load(guest, online=False)
