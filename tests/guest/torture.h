@@ -69,7 +69,7 @@ struct options {
 	bool evictor;
 	bool replay;
 	unsigned int replay_worker, replay_file;
-	unsigned int readers, writers, seconds_max;
+	unsigned int readers, writers;
 	bool mixed;
 	bool disabled[OPS_MAX];
 };
@@ -92,7 +92,8 @@ uint64_t rng_next(struct rng *rng);
 uint64_t rng_below(struct rng *rng, uint64_t n);
 bool rng_chance(struct rng *rng, unsigned int percent);
 void fill(uint8_t *to, uint64_t position, size_t length, unsigned int owner, uint32_t version);
-void describe(char *text, size_t room, const uint8_t *cell, uint64_t position, uint64_t version_max);
+void describe(char *text, size_t room, const uint8_t *cell, uint64_t position,
+	      uint64_t version_max);
 void record(struct worker *w, struct file *f, uint64_t offset, uint64_t length, const char *note);
 void verify(struct worker *w, struct file *f, const uint8_t *found, uint64_t offset,
 	    size_t length, const char *how);

@@ -39,11 +39,13 @@ def seed() -> int:
     return value
 
 
-def driver_vm(
-    session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any
-) -> Vm:
+def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any) -> Vm:
     """A VM with a disk "data" (a blank ext4 unless one is given), the module and torture."""
-    files = {MODULE: module, TORTURE: guest_program(TESTS / "guest/torture.c"), **more.pop("files", {})}
+    files = {
+        MODULE: module,
+        TORTURE: guest_program(TESTS / "guest/torture.c"),
+        **more.pop("files", {}),
+    }
     name = more.get("name", "vm1")
     if "disks" not in more:
         image = disk.ext4(session.folder / f"{name}.img", DISK_BYTES)

@@ -23,6 +23,7 @@ from driver import (
     evict,
     load,
     seed,
+    set_parameter,
     settle,
     state,
     stats,
@@ -142,7 +143,7 @@ def test_two_guests_with_the_same_files(
             memory_bytes=192 * MIB,
         )
         guests[name] = vm.start()
-        guests[name].sh(f"mkdir -p /mnt && mount -t ext4 -o ro,noload /dev/vda /mnt", 60)
+        guests[name].sh("mkdir -p /mnt && mount -t ext4 -o ro,noload /dev/vda /mnt", 60)
         guests[name].insmod(MODULE, "deadline_ms=200 verify_every=0")
         wait_state(guests[name], "on")
         held[name] = evict(guests[name], list(sums))["index_pages"]
@@ -266,7 +267,9 @@ def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Pa
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2)
     guest = vm.start()
     load(guest, "verify_every=0")
-    torture = Torture(guest, f"--seed={number} --ops=8000 --jobs=2 --files=16 --size-max=524288", 600)
+    torture = Torture(
+        guest, f"--seed={number} --ops=8000 --jobs=2 --files=16 --size-max=524288", 600
+    )
     kills = daemon_trouble(daemon, torture, random.Random(number))
     numbers = torture.finish()
     counters = stats(guest)
@@ -299,7 +302,9 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
     assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
     assert read_sectors(guest) > sectors, "from disk"
     counters = stats(guest)
-    assert counters["late"] >= 3
+    # Nobody waits again after the third reader that waited in vain, however much is read; a
+    # readahead asks for a few runs of pages at once.
+    assert 3 <= counters["late"] <= 3 * 4
     assert counters["trips"] == 1
     assert counters["hits"] == 0
     assert state(guest) == "tripped"
@@ -431,6 +436,28 @@ def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> N
     guest.sh("umount /ext2 /ram")
     # Reading the directory of commands is no file of these; only /mnt may have been put.
     assert stats(guest)["puts"] == before
+    assert stats(guest)["hits"] == 0
+
+
+@pytest.mark.smoke
+def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
+    """drop_caches puts; with the switch, 2 and 3 empty the pool as well."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    files = list(sums)[:4]
+    held = evict(guest, files)["index_pages"]
+    assert held > 100
+    guest.sh("echo 2 >/proc/sys/vm/drop_caches")
+    assert stats(guest)["index_pages"] >= held
+    set_parameter(guest, "drop_caches_flush", "1")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    assert stats(guest)["index_pages"] >= held
+    guest.sh("echo 3 >/proc/sys/vm/drop_caches")
+    assert stats(guest)["index_pages"] == 0
+    assert checksums(guest, files) == {path: sums[path] for path in files}
     assert stats(guest)["hits"] == 0
 
 

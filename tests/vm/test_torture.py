@@ -20,6 +20,8 @@ from harness.vm import Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 OPERATIONS = 50_000
+# Few and small files: the same pages come and go often.
+SMALL = "--files=16 --size-max=524288"
 # What torture does with the mount itself needs to know it.
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
@@ -59,11 +61,8 @@ def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: 
 def test_random_operations(session: Session, kernel: Kernel, module: Path) -> None:
     """Workers, an evictor and unmount cycles; the cache has to take part in it."""
     guest = boot(session, kernel, module, "verify_every=0")
-    numbers = Torture(
-        guest,
-        f"--seed={seed()} --ops={OPERATIONS} --jobs=2 --files=16 --size-max=524288 --rounds=4 {MOUNT}",
-        900,
-    ).finish()
+    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
+    numbers = Torture(guest, arguments, 900).finish()
     assert numbers["ops"] >= OPERATIONS
     counters = stats(guest)
     print(counters)
@@ -78,7 +77,7 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path) -> No
 def test_random_operations_verified(session: Session, kernel: Kernel, module: Path) -> None:
     """Every hit is read from disk as well: the driver's own check must agree, too."""
     guest = boot(session, kernel, module, "verify_every=1")
-    Torture(guest, f"--seed={seed()} --ops=5000 --jobs=2 --files=16 --size-max=524288").finish()
+    Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
     counters = stats(guest)
     assert counters["verified_hits"] > 500
     assert counters["verify_mismatches"] == 0
@@ -135,6 +134,47 @@ def test_random_operations_without_hooks(
     guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     print(Torture(guest, arguments, 600).must_mismatch())
+
+
+@pytest.mark.smoke
+def test_seeds_replay(session: Session, kernel: Kernel, module: Path) -> None:
+    """The same seed is the same operations, cache or none, so a failure can be repeated."""
+    guest = boot(session, kernel, module, "verify_every=0")
+    runs = []
+    for parameters in ("", "--no-evictor"):
+        command = f"{TORTURE} --seed=77 --ops=1500 --jobs=2 {parameters} --replay=1:5 /mnt"
+        lines = guest.sh(command, 120).splitlines()
+        runs.append([line for line in lines if line.startswith("replay: ")])
+        guest.sh("rmmod virtio_tmem || true", 60)
+    assert len(runs[0]) > 10
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.smoke
+def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """A put that finds no room or no memory leaves nothing old behind under its key."""
+    faults = "inject_ring_full=3 inject_nomem=7"
+    guest = boot(session, kernel, test_module, f"verify_every=0 {faults}")
+    Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
+    counters = stats(guest)
+    assert counters["puts_dropped_ring_full"] > 100
+    assert counters["puts_dropped_nomem"] > 100
+    assert counters["hits"] > 100
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_corrupt_pages(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """A page that changed on its way is not used, and nothing is after it."""
+    guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")
+    Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
+    assert state(guest).startswith("poisoned: content check")
+    counters = stats(guest)
+    assert counters["mismatches"] > 0
+    assert counters["misses_check"] > 0
+    # The request that it came with may have brought more, right ones.
+    assert counters["hits"] < 50 + 2 * 64
+    assert "check the host" in guest.sh("dmesg")
 
 
 @pytest.mark.smoke
