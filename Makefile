@@ -70,12 +70,12 @@ lint-c:
 	scripts/lint-c
 
 lint-shell:
-	git ls-files | xargs -r grep -lE '^#!.*\b(ba)?sh' | xargs -r shellcheck
+	git ls-files | xargs -r awk 'FNR == 1 && /^#!.*[\/ ](ba)?sh$$/ { print FILENAME }' | xargs -r shellcheck
 
 lint-python:
-	$(PYTHON) -m ruff check tests
-	$(PYTHON) -m ruff format --check tests
-	cd tests && ./python -m mypy harness demo.py
+	cd tests && ./python -m ruff check . ../qemu-dev/tests
+	cd tests && ./python -m ruff format --check . ../qemu-dev/tests
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py conftest.py kernel unit vm
 
 lint-licence:
 	scripts/lint-licence
