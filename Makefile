@@ -6,7 +6,7 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
 PYTHON = tests/python
-PYTEST = $(PYTHON) -m pytest -c tests/pyproject.toml --rootdir tests
+PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-all \
@@ -42,22 +42,28 @@ check: check-host check-guest ## what must pass before a change lands (under 30 
 check-host: deps-test lint test-rust test-driver ## formats, lints, unit and property tests, fake guests
 
 check-guest: deps-test all ## virtual machines: device, driver, torture
-	$(PYTEST) -m 'not long' tests/unit tests/vm
+	$(PYTEST) -m smoke
 
-# Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-long` one.
-SHARDS = vm-long qemu-newest
+# Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-1` one.
+# Each takes less than 20 minutes on two cores.
+VM_SHARDS = vm-1 vm-2 vm-3
+SHARDS = $(VM_SHARDS) qemu-life qemu-newest
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
 
 .PHONY: $(addprefix shard-,$(SHARDS)) shards
-shards:
+shards: ## names of the shards
 	@echo $(SHARDS)
 
-shard-vm-long: deps-test all
-	$(PYTEST) -m long tests/unit tests/vm
+$(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
+	$(PYTEST) --shard $*/$(words $(VM_SHARDS))
+
+shard-qemu-life: deps-test qemu
+	QEMU=$$(qemu-dev/build --print) $(PYTHON) -m pytest qemu-dev/tests
 
 shard-qemu-newest: deps-test
+	scripts/deps newest
 	qemu-dev/build --newest
 
 lint: lint-rust lint-c lint-shell lint-python lint-licence
