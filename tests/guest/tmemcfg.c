@@ -287,6 +287,9 @@ static void info(void)
 	int queues = get16(FIELD(num_queues));
 
 	say("status %u", get8(FIELD(device_status)));
+	/* As a driver does before it looks any further: sizes may be set only then. */
+	if (!get8(FIELD(device_status)))
+		set8(FIELD(device_status), VIRTIO_CONFIG_S_ACKNOWLEDGE);
 	say("features 0x%016" PRIx64, offered_features());
 	say("queues %d", queues);
 	for (int i = 0; i < queues; i++) {

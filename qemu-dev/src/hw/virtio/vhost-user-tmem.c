@@ -501,11 +501,28 @@ static uint64_t vhost_user_tmem_get_features(VirtIODevice *vdev,
     return features & TMEM_FEATURES;
 }
 
+/*
+ * From 10.0.13 on until 11.1 every queue has the largest size there is when it
+ * is added and after a reset. So what the property says is set when the driver
+ * first shows itself; it can look at queues only after that.
+ */
+static void vhost_user_tmem_set_queue_sizes(VHostUserTmem *s)
+{
+    unsigned int i;
+
+    for (i = 0; i < vhost_user_tmem_num_virtqs(s); i++) {
+        virtio_queue_set_num(VIRTIO_DEVICE(s), i, s->queue_size);
+    }
+}
+
 static void vhost_user_tmem_set_status(VirtIODevice *vdev, uint8_t status)
 {
     VHostUserTmem *s = VHOST_USER_TMEM(vdev);
     bool running = virtio_device_should_start(vdev, status);
 
+    if (status && !(status & VIRTIO_CONFIG_S_FEATURES_OK)) {
+        vhost_user_tmem_set_queue_sizes(s);
+    }
     if (running && !s->running) {
         /* What a restored guest believes may be wrong, backend or none. */
         vhost_user_tmem_notify(s);
@@ -515,25 +532,10 @@ static void vhost_user_tmem_set_status(VirtIODevice *vdev, uint8_t status)
 }
 
 /* RESET_DEVICE is sent before this, by virtio_reset(). */
-/*
- * virtio_add_queue() gives every queue the largest size there is from 10.0.13 on
- * until 11.1, and so does a reset: what the property says is set again.
- */
-static void vhost_user_tmem_set_queue_sizes(VirtIODevice *vdev)
-{
-    VHostUserTmem *s = VHOST_USER_TMEM(vdev);
-    unsigned int i;
-
-    for (i = 0; i < vhost_user_tmem_num_virtqs(s); i++) {
-        virtio_queue_set_num(vdev, i, s->queue_size);
-    }
-}
-
 static void vhost_user_tmem_reset(VirtIODevice *vdev)
 {
     VHostUserTmem *s = VHOST_USER_TMEM(vdev);
 
-    vhost_user_tmem_set_queue_sizes(vdev);
     vhost_user_tmem_set_generation(s, 0);
     s->notify = false;
 }
@@ -667,7 +669,6 @@ static void vhost_user_tmem_realize(DeviceState *dev, Error **errp)
         s->virtqs[i] = virtio_add_queue(vdev, s->queue_size,
                                         vhost_user_tmem_handle_output);
     }
-    vhost_user_tmem_set_queue_sizes(vdev);
 
     s->bh = qemu_bh_new_guarded(vhost_user_tmem_bh, s,
                                 &dev->mem_reentrancy_guard);
