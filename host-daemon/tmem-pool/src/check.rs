@@ -79,7 +79,6 @@ impl Found {
             live <= queued && queued <= live + detached,
             "queue {queued}, live {live}"
         );
-        self.pools += state.index.pools.len() as u64;
         let counters = state.counters;
         let came = counters.puts - counters.puts_refused;
         let went = counters.replaced_pages
@@ -108,6 +107,7 @@ impl Found {
     /// Recounts the gauges at every level; in a live index, each page has its place in the queue.
     fn index(&mut self, index: &Index, domain: DomainId, queue: Option<&dyn Policy>) -> Gauges {
         let mut all = Gauges::default();
+        self.pools += index.pools.len() as u64;
         for (&pool_id, pool) in &index.pools {
             let mut in_pool = Gauges::default();
             for (&object_id, object) in &pool.objects {

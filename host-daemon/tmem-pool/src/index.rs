@@ -84,13 +84,20 @@ impl Index {
     }
 
     /// Takes a whole object out; its pages stay accounted until they are freed.
-    pub(crate) fn detach_object(&mut self, pool_id: u32, id: u64) -> Option<Index> {
+    pub(crate) fn detach_object(
+        &mut self,
+        account: &Account,
+        pool_id: u32,
+        id: u64,
+    ) -> Option<Index> {
         let pool = self.pools.get_mut(&pool_id)?;
         let object = pool.objects.remove(&id)?;
         let gauges = object.gauges;
         pool.gauges.sub(gauges);
         self.gauges.sub(gauges);
         let objects = BTreeMap::from([(id, object)]);
+        // It needs a pool's nodes around it until it is freed.
+        account.pools.add(1);
         let pool = PoolIndex {
             incarnation: pool.incarnation,
             objects,
@@ -102,7 +109,7 @@ impl Index {
         })
     }
 
-    /// Takes a whole pool out.
+    /// Takes a whole pool out; like its pages it stays accounted until it is freed.
     pub(crate) fn detach_pool(&mut self, id: u32) -> Option<Index> {
         let pool = self.pools.remove(&id)?;
         let gauges = pool.gauges;
@@ -119,6 +126,7 @@ impl Index {
             let (&pool_id, pool) = self.pools.first_key_value()?;
             let Some((&object_id, object)) = pool.objects.first_key_value() else {
                 self.pools.remove(&pool_id);
+                account.pools.sub(1);
                 continue;
             };
             let index = object

@@ -226,8 +226,9 @@ impl State {
             return Ok(false);
         };
         if (index, last) == (0, u64::MAX) && object.gauges.pages > DETACH_PAGES_MIN {
-            let detached = self.index.detach_object(pool_id, object_id);
-            self.bury(detached.expect("the object was found above"), None);
+            let detached = self.index.detach_object(account, pool_id, object_id);
+            let detached = detached.expect("the object was found above");
+            self.bury(account, detached, None);
             return Ok(false);
         }
         for _ in 0..pages_max {
@@ -255,20 +256,24 @@ impl State {
     /// Ends a pool at once; its pages are freed behind.
     pub(crate) fn destroy_pool(&mut self, account: &Account, id: u32) -> Result<(), NoPool> {
         let detached = self.index.detach_pool(id).ok_or(NoPool)?;
-        account.pools.sub(1);
-        self.bury(detached, None);
+        self.bury(account, detached, None);
         Ok(())
     }
 
     /// Ends all pools at once; their pages are freed behind.
     pub(crate) fn clear(&mut self, account: &Account) {
         let index = std::mem::take(&mut self.index);
-        account.pools.sub(index.pools.len() as u64);
         let policy = std::mem::replace(&mut self.policy, Box::new(Fifo::default()));
-        self.bury(index, Some(policy));
+        self.bury(account, index, Some(policy));
     }
 
-    fn bury(&mut self, index: Index, policy: Option<Box<dyn Policy>>) {
+    fn bury(&mut self, account: &Account, index: Index, policy: Option<Box<dyn Policy>>) {
+        // What holds nothing goes at once: a guest may make and end empty pools, and its VMM may
+        // reset it, faster than anyone frees behind it. There are few pools.
+        if index.gauges.pages == 0 && policy.as_ref().is_none_or(|policy| policy.len() == 0) {
+            account.pools.sub(index.pools.len() as u64);
+            return;
+        }
         self.counters.flushed_pages += u64::from(index.gauges.pages);
         self.detached.add(index.gauges);
         self.dead.push_back(Dead { index, policy });

@@ -399,6 +399,24 @@ impl Tenant {
         index: u64,
         nr_pages: Option<u64>,
     ) -> Result<(), NoPool> {
+        self.flush_some(pool, object, index, nr_pages, &mut { usize::MAX })
+            .map(|_| ())
+    }
+
+    /// A [`flush`](Self::flush) in steps, for callers that others wait for: it drops at most
+    /// `budget` pages and lowers it by as many. True: all is dropped; false: the budget is spent,
+    /// and the same call with a new one goes on.
+    ///
+    /// # Errors
+    /// The tenant has no such pool.
+    pub fn flush_some(
+        &self,
+        pool: u32,
+        object: u64,
+        index: u64,
+        nr_pages: Option<u64>,
+        budget: &mut usize,
+    ) -> Result<bool, NoPool> {
         let Handle {
             pool: engine,
             tenant,
@@ -406,7 +424,7 @@ impl Tenant {
         let incarnation = tenant.lock().incarnation(pool)?;
         let last = match nr_pages {
             None => u64::MAX,
-            Some(0) => return Ok(()),
+            Some(0) => return Ok(true),
             Some(nr_pages) => index.saturating_add(nr_pages - 1),
         };
         let range = Range {
@@ -420,12 +438,14 @@ impl Tenant {
             let mut state = tenant.lock();
             // A pool that ended meanwhile has nothing to drop; a new one of its id is not meant.
             if state.incarnation(pool) != Ok(incarnation) {
-                return Ok(());
+                return Ok(true);
             }
-            let more = state.flush(&engine.store.account, range, LOCKED_PAGES_MAX, &mut freed)?;
+            let pages_max = LOCKED_PAGES_MAX.min(*budget);
+            let more = state.flush(&engine.store.account, range, pages_max, &mut freed)?;
             drop(state);
-            if !more {
-                return Ok(());
+            *budget -= freed.len();
+            if !more || *budget == 0 {
+                return Ok(!more);
             }
         }
     }

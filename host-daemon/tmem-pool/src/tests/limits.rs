@@ -2,7 +2,7 @@
 //! What happens at a limit: whose pages go, what is refused, what is freed behind.
 
 use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put, settle};
-use crate::config::EVICTIONS_PER_PUT_PAGE;
+use crate::config::{EVICTIONS_PER_PUT_PAGE, TENANT_METADATA_BYTES};
 use crate::{
     AdmissionError, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult,
     Quota, Tenant, TenantSpec, Time,
@@ -435,4 +435,57 @@ fn an_object_detached_before_a_clear_is_freed_as_well() {
     pool.resize(0);
     settle(&pool);
     assert_eq!((tenant.stats().evictions, pool.stats().blobs), (40, 0));
+}
+
+/// A guest can make and end pools faster than they would be freed behind.
+#[test]
+fn empty_pools_leave_nothing_to_free() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    for id in 2..100 {
+        tenant.create_pool(id).unwrap();
+        tenant.destroy_pool(id).unwrap();
+        tenant.clear();
+    }
+    assert!(!tenant.inner().has_dead());
+    pool.check_invariants();
+}
+
+/// What a pool with a page in it takes is counted until it is free.
+#[test]
+fn an_ended_pool_is_held_until_it_is_freed() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    assert_eq!(fill(&tenant, 1, 1), 1);
+    let held_bytes = pool.stats().held_bytes;
+    tenant.destroy_pool(POOL).unwrap();
+    assert_eq!(pool.stats().held_bytes, held_bytes);
+    settle(&pool);
+    assert_eq!(pool.stats().payload_bytes, 0);
+    assert_eq!(pool.stats().metadata_bytes, TENANT_METADATA_BYTES);
+}
+
+#[test]
+fn a_flush_can_be_done_in_steps() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    assert_eq!(fill(&tenant, 1, 200), 200);
+    let mut steps = 0;
+    loop {
+        let mut budget = 30;
+        let before = tenant.stats().pages;
+        let done = tenant.flush_some(POOL, 1, 1, None, &mut budget).unwrap();
+        let dropped = before - tenant.stats().pages;
+        assert_eq!(dropped, 30 - budget as u64);
+        steps += 1;
+        if done {
+            break;
+        }
+        assert_eq!(budget, 0, "not done, so it was spent");
+    }
+    assert_eq!((steps, tenant.stats().pages), (7, 1));
+    // Nothing is left to do, and nothing left to do it with.
+    assert_eq!(tenant.flush_some(POOL, 2, 1, None, &mut 0), Ok(true));
+    assert_eq!(tenant.flush_some(POOL, 1, 0, None, &mut 0), Ok(false));
+    pool.check_invariants();
 }
