@@ -59,6 +59,7 @@ pub struct Chain {
     writable: Vec<Buffer>,
     readable_bytes: u64,
     writable_bytes: u64,
+    descriptors: u32,
     readable_after_writable: bool,
 }
 
@@ -81,12 +82,14 @@ impl Chain {
         self.readable.clear();
         self.writable.clear();
         (self.readable_bytes, self.writable_bytes) = (0, 0);
+        self.descriptors = 0;
         self.readable_after_writable = false;
         let mut more = true;
         for (number, descriptor) in descriptors.enumerate() {
             if number >= usize::from(QUEUE_SIZE_MAX) {
                 return Err(ChainError::TooLong);
             }
+            self.descriptors += 1;
             more = descriptor.has_next();
             let (address, length) = (descriptor.addr(), descriptor.len());
             if length == 0 {
@@ -121,6 +124,11 @@ impl Chain {
         } else {
             Ok(())
         }
+    }
+
+    /// Descriptors, empty ones included.
+    pub fn descriptors(&self) -> u32 {
+        self.descriptors
     }
 
     /// Bytes of the writable part.

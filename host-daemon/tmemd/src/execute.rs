@@ -21,6 +21,10 @@ use zerocopy::IntoBytes;
 /// is a small part of the 10 ms that a drain may take.
 const SLICE_PAGES: usize = 16;
 
+/// Pages that a FLUSH drops in one turn of its vring. Each takes about 1 µs, so that this takes as
+/// long as a batch of puts; a range may hold millions, which would hold up other VMs and a drain.
+const FLUSH_PAGES_MAX: usize = 512;
+
 const RESP_BYTES: usize = size_of::<Resp>();
 const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 
@@ -80,14 +84,15 @@ pub fn answer_status(
     Ok(RESP_BYTES as u32)
 }
 
-/// Executes and answers; returns the bytes to report in the used element.
+/// Executes and answers; returns the bytes to report in the used element. None: a FLUSH that drops
+/// much has dropped a part and is not answered; executing it again goes on.
 pub fn execute(
     context: &Context<'_>,
     request: &Request<'_>,
     chain: &Chain,
     memory: &GuestMemory,
     buffers: &mut PageBuffers,
-) -> Result<u32, GuestMemoryError> {
+) -> Result<Option<u32>, GuestMemoryError> {
     let stale = request.header.generation != context.generation;
     if stale {
         context
@@ -99,21 +104,33 @@ pub fn execute(
     let pool = request.header.pool;
     let tenant = &context.vm.tenant;
     let status = match &request.body {
-        Body::Put { .. } => return put(context, stale, request, chain, memory),
-        Body::Get { .. } => return get(context, stale, request, chain, memory, buffers),
+        Body::Put { .. } => return put(context, stale, request, chain, memory).map(Some),
+        Body::Get { .. } => {
+            return get(context, stale, request, chain, memory, buffers).map(Some);
+        }
         _ if stale => wire::S_STALE,
         Body::Flush { ranges } => {
-            let flush = |range: &wire::Range| {
+            let mut budget = FLUSH_PAGES_MAX;
+            let mut flush = |range: &wire::Range| {
                 let nr_pages = match range.nr_pages.get() {
                     wire::TO_END => None,
                     nr_pages => Some(nr_pages),
                 };
-                tenant.flush(pool, range.object.get(), range.index.get(), nr_pages)
+                let (object, index) = (range.object.get(), range.index.get());
+                tenant.flush_some(pool, object, index, nr_pages, &mut budget)
             };
-            match ranges.iter().try_for_each(flush) {
-                Ok(()) => wire::S_OK,
-                Err(tmem_pool::NoPool) => wire::S_NO_POOL,
+            let mut status = wire::S_OK;
+            for range in *ranges {
+                match flush(range) {
+                    Ok(true) => {}
+                    Ok(false) => return Ok(None),
+                    Err(tmem_pool::NoPool) => {
+                        status = wire::S_NO_POOL;
+                        break;
+                    }
+                }
             }
+            status
         }
         Body::PoolCreate => match tenant.create_pool(pool) {
             Ok(()) => wire::S_OK,
@@ -129,7 +146,7 @@ pub fn execute(
             wire::S_OK
         }
     };
-    answer_status(chain, memory, status)
+    answer_status(chain, memory, status).map(Some)
 }
 
 fn put(

@@ -26,6 +26,10 @@ use vm_memory::{Bytes, GuestAddress};
 /// with many queues gets more turns, a guest with large batches does not.
 const TURN_PAGES: u32 = wire::BATCH_MAX as u32;
 
+/// Descriptors whose walk counts as the work of a page, in time: a request needs two, but a guest may
+/// cut the smallest into as many as a queue has.
+const DESCRIPTORS_PER_PAGE: u32 = 64;
+
 /// After so long, a drain refuses or misses what the current chain has left to do: half of the
 /// 10 ms that it may take, the other half being for what has begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
@@ -262,6 +266,11 @@ impl Vring {
                 .fill(memory, descriptors)
                 .map_err(|error| error.to_string())?;
             let (used_bytes, cost_pages) = self.answer(memory, scratch)?;
+            let Some(used_bytes) = used_bytes else {
+                // It is not taken: the next turn, or whoever has the ring then, begins it anew.
+                state.queue.set_next_avail(state.queue.next_used());
+                break Turn::More;
+            };
             state
                 .queue
                 .add_used(memory, head, used_bytes)
@@ -280,7 +289,8 @@ impl Vring {
                     state.queue.next_used()
                 ));
             }
-            budget_pages = budget_pages.saturating_sub(cost_pages);
+            let walk_pages = scratch.chain.descriptors() / DESCRIPTORS_PER_PAGE;
+            budget_pages = budget_pages.saturating_sub(cost_pages + walk_pages);
             // The driver says with EVENT_IDX which answer it waits for; otherwise one interrupt
             // stands for the whole turn.
             to_interrupt = !state.queue.event_idx_enabled();
@@ -294,12 +304,13 @@ impl Vring {
         Ok(turn)
     }
 
-    /// Executes the chain in `scratch`: bytes written and pages of work.
+    /// Executes the chain in `scratch`: bytes written, None if it has to be executed again, and
+    /// pages of work.
     fn answer(
         &self,
         memory: &crate::memory::GuestMemory,
         scratch: &mut Scratch,
-    ) -> Result<(u32, u32), String> {
+    ) -> Result<(Option<u32>, u32), String> {
         let Scratch {
             chain,
             readable,
@@ -333,7 +344,7 @@ impl Vring {
                 let used = execute::answer_status(chain, memory, status);
                 // A bad request may be as large to read as any.
                 let read_pages = (readable.len() / wire::PAGE_SIZE) as u32;
-                Ok((used.map_err(fault)?, 1 + read_pages))
+                Ok((Some(used.map_err(fault)?), 1 + read_pages))
             }
             Err(Rejected::Unanswerable) => Err(format!(
                 "a request has {} writable bytes, too few for an answer",

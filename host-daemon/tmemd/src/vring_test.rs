@@ -23,6 +23,7 @@ const USED: u64 = 0x3000;
 const DATA: u64 = 0x10000;
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
 
 struct Guest {
     vring: Vring,
@@ -128,18 +129,28 @@ impl Guest {
             .expect("inside");
         self.descriptor(self.heads, request, readable.len(), NEXT);
         self.descriptor(self.heads + 1, answer, writable_bytes, WRITE);
+        self.offer(2);
+        answer
+    }
+
+    /// Makes a chain available that stands in an indirect table.
+    fn send_indirect(&mut self, table: u64, descriptors: usize) {
+        self.descriptor(self.heads, table, 16 * descriptors, INDIRECT);
+        self.offer(1);
+    }
+
+    fn offer(&mut self, descriptors: u16) {
         let slot = AVAIL + 4 + 2 * u64::from(self.available % SIZE);
         let memory = &self.memory.guest;
         memory
             .store(self.heads.to_le(), GuestAddress(slot), Ordering::Release)
             .expect("inside");
-        self.heads += 2;
+        self.heads += descriptors;
         self.available = self.available.wrapping_add(1);
         let index = self.available.to_le();
         memory
             .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
             .expect("inside");
-        answer
     }
 
     fn put(&mut self, index: u64, count: usize) -> u64 {
@@ -253,6 +264,96 @@ fn a_turn_is_bounded() {
     assert_eq!(guest.turn(), Turn::More);
     assert_eq!(u32::from(guest.used()), TURN_PAGES);
     assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 70);
+}
+
+/// A flush drops what its range holds, which may be the whole pool: other VMs, and whoever wants
+/// the ring, wait for a part of it only.
+#[test]
+fn a_flush_of_much_takes_many_turns() {
+    let mut guest = guest();
+    let page = [7; PAGE_SIZE];
+    for index in 0..3000 {
+        let put = tmem_pool::Put {
+            object: 1,
+            index,
+            cookie: index + 1,
+            workingset: false,
+            page: &page,
+        };
+        let mut stored = [tmem_pool::PutResult::Refused];
+        let tenant = &guest.link.vm.tenant;
+        tenant
+            .put(tmem_pool::Time(0), 1, &[put], &mut stored)
+            .expect("a live pool");
+        assert_eq!(stored, [tmem_pool::PutResult::Stored]);
+    }
+    let range = wire::Range {
+        object: 1.into(),
+        index: 1.into(),
+        nr_pages: wire::TO_END.into(),
+    };
+    let flush = [req(wire::T_FLUSH, 1).as_bytes(), range.as_bytes()].concat();
+    let answer = guest.send(&flush, 8);
+    let get = guest.get(5, 1);
+    let mut held = 3000;
+    let mut turns = 0;
+    while guest.turn() == Turn::More {
+        turns += 1;
+        let (before, now) = (held, guest.link.vm.tenant.stats().pages);
+        assert!(now < before && before - now <= 600, "{before} to {now}");
+        held = now;
+        if turns == 2 {
+            let state = guest.vring.lock();
+            assert_eq!(
+                (state.queue.next_avail(), guest.used()),
+                (0, 0),
+                "not taken"
+            );
+        }
+    }
+    assert!(turns >= 5, "{turns} turns");
+    assert_eq!(guest.link.vm.tenant.stats().pages, 1, "index 0 stays");
+    assert_eq!(guest.used(), 2);
+    assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
+    assert_eq!(guest.results(get, 1), [wire::P_MISS]);
+}
+
+/// Descriptors cost as well: a guest may cut a small request into a thousand.
+#[test]
+fn a_turn_of_long_chains_is_shorter() {
+    let mut guest = guest();
+    for _ in 0..70 {
+        let table = guest.free;
+        let (request, answer) = (table + 16 * 200, table + 16 * 200 + 24);
+        guest.free = answer + 8;
+        guest
+            .memory
+            .guest
+            .write_slice(
+                req(wire::T_POOL_DESTROY, 0).as_bytes(),
+                GuestAddress(request),
+            )
+            .expect("inside");
+        for number in 0..200u16 {
+            let (address, length, flags) = match number {
+                0 => (request, 24u32, NEXT),
+                199 => (answer, 8, WRITE),
+                _ => (request, 0, NEXT),
+            };
+            let mut bytes = address.to_le_bytes().to_vec();
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend((number + 1).to_le_bytes());
+            let at = GuestAddress(table + 16 * u64::from(number));
+            guest.memory.guest.write_slice(&bytes, at).expect("inside");
+        }
+        guest.send_indirect(table, 200);
+    }
+    assert_eq!(guest.turn(), Turn::More);
+    let answered = u32::from(guest.used());
+    assert!((1..=TURN_PAGES / 4).contains(&answered), "{answered}");
+    while guest.turn() == Turn::More {}
     assert_eq!(guest.used(), 70);
 }
 
