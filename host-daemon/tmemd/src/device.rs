@@ -8,6 +8,7 @@
 use crate::dirty::{DirtyLog, LogMap};
 use crate::janitor::Janitor;
 use crate::memory::{Memory, REGIONS_MAX, RegionSpec, check_file};
+use crate::poller::signal;
 use crate::vm::Vm;
 use crate::vring::{Link, RingAddresses, State, Vring};
 use crate::worker::Workers;
@@ -379,7 +380,14 @@ impl VhostUserBackendReqHandlerMut for Device {
 
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let fd = file.map(event_fd).transpose()?;
-        self.hold_one(u32::from(index), |_, state| state.call = fd)
+        self.hold_one(u32::from(index), |_, state| {
+            // A daemon that was killed may have published answers and not interrupted for them.
+            // With EVENT_IDX no later answer would: the driver would wait for ever.
+            if let Some(call) = &fd {
+                signal(call);
+            }
+            state.call = fd;
+        })
     }
 
     fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {

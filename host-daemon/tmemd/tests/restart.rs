@@ -6,7 +6,9 @@ mod common;
 
 use common::{Daemon, seed, work};
 use tmem_sim::{Driver, Key, Request};
+use vhost::VhostBackend;
 use virtio_tmem as wire;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// kill -9 with requests in flight, again and again.
 #[test]
@@ -207,4 +209,18 @@ fn another_generation_touches_nothing() {
         cookies: vec![1],
     };
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
+}
+
+/// A daemon that died between an answer and its interrupt leaves a driver that waits: its successor
+/// interrupts whoever gives it a call descriptor.
+#[test]
+fn a_new_daemon_interrupts_for_what_the_old_one_answered() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let call = EventFd::new(EFD_NONBLOCK).unwrap();
+    for queue in 0..driver.guest.num_queues() {
+        let frontend = driver.guest.frontend().unwrap();
+        frontend.set_vring_call(queue, &call).unwrap();
+        daemon.until("the driver is interrupted", || call.read().is_ok());
+    }
 }
