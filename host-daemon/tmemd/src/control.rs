@@ -17,7 +17,7 @@ use tmem_pool::Pool;
 use varlink::{ConnectionHandler, VarlinkService};
 use virtio_tmem as wire;
 
-/// Clients of all control sockets at once: people, an exporter, a bridge, and as many again.
+/// Clients of a control socket at once: people, an exporter, a bridge, and as many again.
 pub const CLIENTS_MAX: usize = 16;
 /// The longest message that a client may send; the longest method call has some hundred bytes.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;

@@ -61,7 +61,9 @@ impl From<io::Error> for StartError {
 /// What a listening socket is for.
 enum Purpose {
     Vm(Arc<Vm>),
-    Control(Arc<Service>),
+    /// With the number of its clients, so that those of the read-only socket cannot take the places
+    /// of the other's.
+    Control(Arc<Service>, Arc<Mutex<usize>>),
 }
 
 /// A connection's socket, to end it, and its thread.
@@ -127,10 +129,11 @@ impl Daemon {
         };
         listeners.push((
             Listener::bind(&config.control)?,
-            Purpose::Control(service(false)),
+            Purpose::Control(service(false), Arc::default()),
         ));
         if let Some(path) = &config.control_read_only {
-            listeners.push((Listener::bind(path)?, Purpose::Control(service(true))));
+            let purpose = Purpose::Control(service(true), Arc::default());
+            listeners.push((Listener::bind(path)?, purpose));
         }
         for vm in &vms {
             let listener = Listener::bind(&vm.config.socket)
@@ -201,7 +204,6 @@ fn accept_all(
     stop: &OwnedFd,
 ) -> Vec<Connection> {
     let mut connections: Vec<Connection> = Vec::new();
-    let clients = Arc::new(Mutex::new(0usize));
     loop {
         let mut fds: Vec<PollFd<'_>> = listeners
             .iter()
@@ -225,7 +227,7 @@ fn accept_all(
         for ((listener, purpose), _) in listeners.iter().zip(ready).filter(|(_, ready)| *ready) {
             let accepted = listener.socket.accept().and_then(|(stream, _)| {
                 stream.set_nonblocking(false)?;
-                spawn(stream, purpose, shared, &clients)
+                spawn(stream, purpose, shared)
             });
             match accepted {
                 Ok(connection) => connections.push(connection),
@@ -239,12 +241,7 @@ fn accept_all(
     }
 }
 
-fn spawn(
-    stream: UnixStream,
-    purpose: &Purpose,
-    shared: &Shared,
-    clients: &Arc<Mutex<usize>>,
-) -> io::Result<Connection> {
+fn spawn(stream: UnixStream, purpose: &Purpose, shared: &Shared) -> io::Result<Connection> {
     let handle = stream.try_clone()?;
     let builder = std::thread::Builder::new().stack_size(CONNECTION_STACK_BYTES);
     let thread = match purpose {
@@ -260,7 +257,7 @@ fn spawn(
                 }
             })?
         }
-        Purpose::Control(service) => {
+        Purpose::Control(service, clients) => {
             let (service, clients) = (service.clone(), clients.clone());
             builder.name("control".into()).spawn(move || {
                 let count = || clients.lock().unwrap_or_else(PoisonError::into_inner);

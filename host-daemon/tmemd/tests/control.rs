@@ -266,6 +266,9 @@ fn there_is_a_limit_of_clients() {
     assert!(clients.iter().all(served));
     let refused = UnixStream::connect(&config.control).expect("connects");
     assert!(!served(&refused));
+    // Those who may only read cannot keep out those who may do more, nor the other way round.
+    let other = config.control_read_only.as_ref().expect("configured");
+    assert!(served(&UnixStream::connect(other).expect("connects")));
     drop(clients);
     until("there is room again", || {
         served(&UnixStream::connect(&config.control).expect("connects"))
