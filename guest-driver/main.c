@@ -59,6 +59,14 @@ unsigned int tmem_inject_corrupt;
 module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
 MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped before its check");
 
+unsigned long tmem_test_index_bytes;
+module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
+MODULE_PARM_DESC(test_index_bytes, "TEST: the most that the index may use, its table included; 0 is as much as there is");
+
+unsigned long tmem_test_cookies;
+module_param_named(test_cookies, tmem_test_cookies, ulong, 0444);
+MODULE_PARM_DESC(test_cookies, "TEST: puts of a queue until its cookies are used up; 0 is all there are");
+
 /**
  * tmem_inject() - is this the time for a fault?
  * @calls: how often this was asked at this place

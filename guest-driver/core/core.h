@@ -242,6 +242,8 @@ extern unsigned int tmem_spin_us;
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
 extern unsigned int tmem_inject_corrupt;
+extern unsigned long tmem_test_index_bytes;
+extern unsigned long tmem_test_cookies;
 bool tmem_inject(atomic_t *calls, unsigned int every);
 #define TMEM_INJECT(what) \
 	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })

@@ -633,7 +633,7 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 static void evict_work_fn(struct work_struct *work)
 {
 	unsigned long visits = 2UL << bucket_bits;
-	long low = READ_ONCE(tmem_index_limit_bytes) / 8 * 7;
+	long low = tmem_index_limit() / 8 * 7;
 	unsigned long nr;
 	u64 at;
 

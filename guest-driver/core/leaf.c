@@ -29,6 +29,23 @@ static size_t leaf_bytes(unsigned int class)
 }
 
 /**
+ * tmem_index_limit() - how much memory the index may use now
+ *
+ * Return: bytes.
+ */
+long tmem_index_limit(void)
+{
+	long bytes = READ_ONCE(tmem_index_limit_bytes);
+#ifdef TMEM_TEST
+	long test_bytes = READ_ONCE(tmem_test_index_bytes);
+
+	if (test_bytes)
+		bytes = min(bytes, test_bytes);
+#endif
+	return bytes;
+}
+
+/**
  * tmem_charge() - count memory of the index before it is allocated
  * @bytes: how much
  *
@@ -38,7 +55,7 @@ static size_t leaf_bytes(unsigned int class)
  */
 bool tmem_charge(long bytes)
 {
-	if (atomic_long_read(&tmem_index_used_bytes) + bytes > READ_ONCE(tmem_index_limit_bytes))
+	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
 		return false;
 	atomic_long_add(bytes, &tmem_index_used_bytes);
 	return true;

@@ -41,6 +41,7 @@ extern atomic_long_t tmem_index_nr_pages;
 
 int tmem_leaf_init(void);
 void tmem_leaf_exit(void);
+long tmem_index_limit(void);
 bool tmem_charge(long bytes);
 void tmem_uncharge(long bytes);
 bool tmem_alone_in_node(struct xarray *xa, unsigned long index);

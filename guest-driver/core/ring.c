@@ -615,8 +615,14 @@ void tmem_ring_reset(struct tmem_queue *queue)
  */
 void tmem_ring_renew(struct tmem_queue *queue)
 {
+	u64 begin = 0;
+
+#ifdef TMEM_TEST
+	if (tmem_test_cookies)
+		begin = TMEM_SEQ_MASK / queue->dev->nr_queues - tmem_test_cookies;
+#endif
 	spin_lock_irq(&queue->ring_lock);
-	WRITE_ONCE(queue->seq_start, queue->head);
+	WRITE_ONCE(queue->seq_start, queue->head - begin);
 	spin_unlock_irq(&queue->ring_lock);
 }
 
@@ -655,6 +661,7 @@ int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue, unsigned int 
 			return -ENOMEM;
 		queue->flush[i]->req.kind = TMEM_REQ_FLUSH;
 	}
+	tmem_ring_renew(queue);
 	dev->memory_bytes += nr_slots * (PAGE_SIZE + sizeof(*queue->slot)) +
 			     TMEM_FLUSH_PENDING * sizeof(*queue->pending) +
 			     TMEM_PUTS_IN_FLIGHT * sizeof(*queue->put[0]) +
