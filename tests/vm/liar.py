@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A vhost-user backend that serves puts and gets, and lies as a test tells it to.
+
+It is what tmemd must never be: a device whose answers are wrong in one chosen way. It runs in a
+thread of the test, which changes `lie` at any time and reads what was asked. Slow and small: a
+dict of pages, one connection, one reset after the other.
+
+Layouts are those of proto/virtio_tmem.h and of QEMU's docs/interop/vhost-user.rst.
+"""
+
+from __future__ import annotations
+
+import array
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+PAGE = 4096
+POLL_MS = 2  # also looks at the rings then, so that no kick can be missed
+
+HEADER = struct.Struct("<III")
+CONFIG = struct.Struct("<QIHHI12x")
+REGION = struct.Struct("<QQQQ")
+DESCRIPTOR = struct.Struct("<QIHH")
+REQUEST = struct.Struct("<QHHIQ")
+PUT_PAGE = struct.Struct("<QQQII")
+GET_PAGE = struct.Struct("<QB7x")
+RANGE = struct.Struct("<QQQ")
+
+# VERSION_1, EVENT_IDX, INDIRECT_DESC, PROTOCOL_FEATURES; then MQ, REPLY_ACK, CONFIG, RESET_DEVICE.
+FEATURES = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 30
+PROTOCOL_FEATURES = 1 << 0 | 1 << 3 | 1 << 9 | 1 << 13
+QUEUES = 17
+
+NEXT, WRITE, INDIRECT = 1, 2, 4
+T_PUT, T_GET, T_FLUSH = 1, 2, 3
+OK, STALE, UNKNOWN_STATUS = 1, 2, 77
+STORED, HIT, MISS, UNKNOWN_RESULT = 65, 67, 68, 99
+
+LIES_OF_GETS = (
+    "cookie", "short-nothing", "short-status", "short-results", "short-page", "status", "result",
+    "silent", "stale",
+)  # fmt: skip
+LIES_OF_PUTS = ("put-status", "put-short", "put-result", "put-silent", "put-stale")
+# And: "content" (right in all but the page), "late" (no get is answered until the next lie, then
+# wrongly), "token" (a used element that names no request).
+
+DAMAGE = bytes(byte ^ 0xFF for byte in range(256))
+
+Key = tuple[int, int, int]
+
+
+@dataclass
+class Ring:
+    """A virtqueue, as far as it was set up."""
+
+    size: int = 0
+    addresses: tuple[int, int, int] = (0, 0, 0)  # descriptors, used, available: of QEMU
+    kick: int = -1
+    call: int = -1
+    enabled: bool = False
+    next: int = 0  # available entries taken, mod 2^16
+    held: int = 0  # of those that wait, how many were there while the lie was "late"
+
+
+@dataclass
+class Chain:
+    head: int
+    readable: bytes
+    writable: list[tuple[int, int]] = field(default_factory=list)  # guest address, length
+
+
+class Liar:
+    """Listens at `path` while in a `with` statement."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lie = ""
+        self.lies_told = 0
+        self._pages: dict[Key, tuple[int, bytes]] = {}
+        self._generation = 0
+        self._regions: list[tuple[int, int, memoryview]] = []  # guest, QEMU, memory
+        self._rings = [Ring() for _ in range(QUEUES)]
+        self._end = threading.Event()
+        self._error: BaseException | None = None
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(path))
+        self._listener.listen(1)
+        self._thread = threading.Thread(target=self._main, name="liar")
+
+    def __enter__(self) -> Liar:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+        self._listener.close()
+        if self._error:
+            raise self._error
+
+    # Connections and messages
+
+    def _main(self) -> None:
+        try:
+            while not self._end.is_set():
+                if select.select([self._listener], [], [], 0.1)[0]:
+                    connection, _ = self._listener.accept()
+                    with connection:
+                        self._serve(connection)
+        except BaseException as error:  # noqa: BLE001 - raised in the test's thread
+            self._error = error
+
+    def _serve(self, connection: socket.socket) -> None:
+        self._reset()
+        try:
+            while not self._end.is_set():
+                poll = select.poll()
+                poll.register(connection, select.POLLIN)
+                for ring in self._rings:
+                    if ring.kick >= 0:
+                        poll.register(ring.kick, select.POLLIN)
+                ready = [number for number, _ in poll.poll(POLL_MS)]
+                for number in ready:
+                    if number != connection.fileno():
+                        os.eventfd_read(number)
+                if connection.fileno() in ready and not self._message(connection):
+                    return
+                for ring in self._rings:
+                    self._work(ring)
+        except (ConnectionError, BrokenPipeError):
+            pass  # QEMU ended, or was reset; the next connection begins anew
+        finally:
+            self._rings = [Ring() for _ in range(QUEUES)]
+            self._regions = []
+
+    def _reset(self) -> None:
+        self._generation = int.from_bytes(os.urandom(8), "little") | 1
+        self._pages = {}
+
+    def _message(self, connection: socket.socket) -> bool:
+        data, ancillary, _, _ = connection.recvmsg(HEADER.size, socket.CMSG_SPACE(64 * 4))
+        fds = array.array("i")
+        for _, _, content in ancillary:
+            fds.frombytes(content)
+        if len(data) < HEADER.size:
+            return False
+        request, flags, size = HEADER.unpack(data)
+        payload = b""
+        while len(payload) < size:
+            payload += connection.recv(size - len(payload))
+        reply = self._answer(request, payload, list(fds))
+        if reply is None and flags & 8:
+            reply = struct.pack("<Q", 0)
+        if reply is not None:
+            connection.sendall(HEADER.pack(request, 1 | 4, len(reply)) + reply)
+        return True
+
+    def _answer(self, request: int, payload: bytes, fds: list[int]) -> bytes | None:
+        """Of the messages that have a reply of their own, the reply."""
+        if request == 24:  # GET_CONFIG
+            offset, size, flags = struct.unpack_from("<III", payload)
+            config = CONFIG.pack(self._generation, PAGE, 0, 64, 256)[offset : offset + size]
+            return struct.pack("<III", offset, size, flags) + config.ljust(size, b"\0")
+        if request == 11:  # GET_VRING_BASE
+            index = struct.unpack_from("<I", payload)[0]
+            base = self._rings[index].next
+            self._rings[index] = Ring()
+            return struct.pack("<II", index, base)
+        numbers = {1: FEATURES, 15: PROTOCOL_FEATURES, 17: QUEUES}  # GET_...
+        if request in numbers:
+            return struct.pack("<Q", numbers[request])
+        self._set(request, payload, fds)
+        return None
+
+    def _set(self, request: int, payload: bytes, fds: list[int]) -> None:
+        ring = self._rings[payload[0]] if 8 <= request <= 18 and payload else Ring()
+        if request == 34:  # RESET_DEVICE
+            self._reset()
+        elif request == 5:  # SET_MEM_TABLE
+            self._regions = []
+            for number, fd in enumerate(fds):
+                guest, size, user, offset = REGION.unpack_from(payload, 8 + number * REGION.size)
+                self._regions.append((guest, user, memoryview(mmap.mmap(fd, size, offset=offset))))
+        elif request == 8:  # SET_VRING_NUM
+            ring.size = struct.unpack_from("<II", payload)[1]
+        elif request == 9:  # SET_VRING_ADDR
+            ring.addresses = struct.unpack_from("<8xQQQ", payload)
+        elif request == 10:  # SET_VRING_BASE
+            ring.next = struct.unpack_from("<II", payload)[1]
+        elif request == 12:  # SET_VRING_KICK
+            ring.kick, fds = fds[0], []
+        elif request == 13 and fds:  # SET_VRING_CALL
+            ring.call, fds = fds[0], []
+        elif request == 18:  # SET_VRING_ENABLE
+            ring.enabled = struct.unpack_from("<II", payload)[1] == 1
+        for fd in fds:
+            os.close(fd)
+
+    # Guest memory and rings
+
+    def _memory(self, address: int, length: int, *, user: bool = False) -> memoryview:
+        for guest, qemu, memory in self._regions:
+            offset = address - (qemu if user else guest)
+            if offset >= 0 and offset + length <= len(memory):
+                return memory[offset : offset + length]
+        raise AssertionError(f"the driver names {length} bytes at {address:#x}, not its memory")
+
+    def _u16(self, address: int) -> memoryview:
+        """One aligned 16-bit access, as a ring's index needs it."""
+        return self._memory(address, 2, user=True).cast("H")
+
+    def _work(self, ring: Ring) -> None:
+        if not ring.enabled or ring.kick < 0:
+            return
+        descriptors, used, available = ring.addresses
+        limit = self._u16(available + 2)[0]
+        if self.lie == "late":
+            ring.held = (limit - ring.next) & 0xFFFF
+        done = 0
+        while ring.next != limit:
+            place = available + 4 + ring.next % ring.size * 2
+            chain = self._chain(descriptors, self._u16(place)[0])
+            kind = REQUEST.unpack_from(chain.readable)[1]
+            if kind == T_GET and self.lie == "late":
+                break
+            lie = "content" if ring.held and kind == T_GET else self.lie
+            length = self._execute(chain, lie)
+            head = chain.head
+            if lie == "token" and kind == T_GET:
+                head = (head + ring.size // 2) % ring.size
+                self.lies_told += 1
+            element = used + 4 + ring.next % ring.size * 8
+            self._memory(element, 8, user=True)[:] = struct.pack("<II", head, length)
+            ring.next = (ring.next + 1) & 0xFFFF
+            ring.held = max(0, ring.held - 1)
+            self._u16(used + 2)[0] = ring.next
+            done += 1
+        self._u16(used + 4 + ring.size * 8)[0] = ring.next  # kick at the next one
+        if done and ring.call >= 0:
+            os.eventfd_write(ring.call, 1)
+
+    def _chain(self, table: int, head: int) -> Chain:
+        descriptor = DESCRIPTOR.unpack(self._memory(table + head * 16, 16, user=True))
+        user, number = True, head
+        chain = Chain(head, b"")
+        if descriptor[2] & INDIRECT:
+            table, user, number = descriptor[0], False, 0
+        readable = []
+        while True:
+            where, length, flags, following = DESCRIPTOR.unpack(
+                self._memory(table + number * 16, 16, user=user)
+            )
+            if flags & WRITE:
+                chain.writable.append((where, length))
+            else:
+                readable.append(bytes(self._memory(where, length)))
+            if not flags & NEXT:
+                break
+            number = following
+        chain.readable = b"".join(readable)
+        return chain
+
+    def _write(self, chain: Chain, content: bytes) -> None:
+        offset = 0
+        for where, length in chain.writable:
+            part = content[offset : offset + length]
+            self._memory(where, len(part))[:] = part
+            offset += len(part)
+
+    # Requests: each returns the length that the used element gets
+
+    def _execute(self, chain: Chain, lie: str) -> int:
+        _, kind, count, pool, _ = REQUEST.unpack_from(chain.readable)
+        body = chain.readable[REQUEST.size :]
+        if kind == T_PUT:
+            return self._put(chain, body, count, pool, lie)
+        if kind == T_GET:
+            return self._get(chain, body, count, pool, lie)
+        if kind == T_FLUSH:
+            self._flush(body, count, pool)
+        self._write(chain, bytes([OK]) + bytes(7))
+        return 8
+
+    def _put(self, chain: Chain, body: bytes, count: int, pool: int, lie: str) -> int:
+        for number in range(count):
+            object_, index, cookie, _, _ = PUT_PAGE.unpack_from(body, number * PUT_PAGE.size)
+            start = count * PUT_PAGE.size + number * PAGE
+            self._pages[pool, object_, index] = (cookie, body[start : start + PAGE])
+        length = 8 + count
+        if lie not in LIES_OF_PUTS:
+            self._write(chain, bytes([OK]) + bytes(7) + bytes([STORED] * count))
+            return length
+        self.lies_told += 1
+        if lie == "put-silent":
+            return length
+        status = {"put-status": UNKNOWN_STATUS, "put-stale": STALE}.get(lie, OK)
+        result = UNKNOWN_RESULT if lie == "put-result" else STORED
+        self._write(chain, bytes([status]) + bytes(7) + bytes([result] * count))
+        return 8 if lie == "put-short" else length
+
+    def _get(self, chain: Chain, body: bytes, count: int, pool: int, lie: str) -> int:
+        object_, index = struct.unpack_from("<QQ", body)
+        wanted = struct.unpack_from(f"<{count}Q", body, 16)
+        results, pages = [], []
+        hits = 0
+        for number, cookie in enumerate(wanted):
+            stored, page = self._pages.pop((pool, object_, index + number), (0, bytes(PAGE)))
+            hit = cookie != 0 and stored == cookie
+            hits += hit
+            results.append([cookie if hit else 0, HIT if hit else MISS])
+            pages.append(page)
+        length = 8 + count * (GET_PAGE.size + PAGE)
+        status = OK
+        if hits and (lie in LIES_OF_GETS or lie == "content"):
+            self.lies_told += 1
+            # Whatever is wrong with the answer, the page is, too: it must not be used.
+            spared = count - 1 if lie == "short-page" else 0
+            pages = [page if i < spared else page.translate(DAMAGE) for i, page in enumerate(pages)]
+            if lie == "silent":
+                return length
+            if lie == "cookie":
+                results = [[cookie + 1, result] for cookie, result in results]
+            if lie == "result":
+                results = [[cookie, UNKNOWN_RESULT] for cookie, _ in results]
+            status = {"status": UNKNOWN_STATUS, "stale": STALE}.get(lie, OK)
+            length = {
+                "short-nothing": 0,
+                "short-status": 8,
+                "short-results": 8 + count * GET_PAGE.size,
+                "short-page": length - 1,
+            }.get(lie, length)
+        head = bytes([status]) + bytes(7) + b"".join(GET_PAGE.pack(*each) for each in results)
+        self._write(chain, head + b"".join(pages))
+        return length
+
+    def _flush(self, body: bytes, count: int, pool: int) -> None:
+        for number in range(count):
+            object_, index, nr_pages = RANGE.unpack_from(body, number * RANGE.size)
+            end = index + nr_pages if nr_pages else 1 << 64
+            for key in [key for key in self._pages if key[:2] == (pool, object_)]:
+                if index <= key[2] < end:
+                    del self._pages[key]

@@ -1,0 +1,421 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The driver's core when something is wrong: with memory, the daemon, the device, the machine.
+
+Whatever it is, no wrong byte: contents are compared with what the host wrote to the disk. Beyond
+that each test looks for the trace of the check it is about, which must have caught the fault and
+not a later one: an answer with a wrong cookie counts as such and does not reach the content check.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import (
+    MODULE,
+    SYSFS,
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    set_parameter,
+    settle,
+    state,
+    stats,
+    wait_state,
+)
+from liar import LIES_OF_GETS, LIES_OF_PUTS, Liar
+from test_driver import FILE_BYTES, start_daemon, tree_disk
+
+from harness.daemon import Daemon
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem
+from harness.wait import until
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+
+DEADLINE = "deadline_ms=200 verify_every=0"
+DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
+PAGES = FILE_BYTES // 4096  # of a file
+
+
+def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
+    """Unloads the module, if it is there, and loads it."""
+    guest.sh("if grep -q ^virtio_tmem /proc/modules; then rmmod virtio_tmem; fi", 60)
+    guest.insmod(MODULE, f"{DEADLINE} {parameters}")
+    wait_state(guest, until_state)
+
+
+def drop_pages(guest: Guest) -> None:
+    """Has reclaim take all clean pages."""
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
+
+
+def check_works(guest: Guest, sums: dict[str, str]) -> None:
+    """What is evicted comes back from the host, right, but for the last pages: from the ring."""
+    before = evict(guest, list(sums))
+    assert checksums(guest, list(sums)) == sums
+    after = stats(guest)
+    assert after["hits"] - before["hits"] > PAGES * len(sums) // 2
+    assert after["ring_hits"] - before["ring_hits"] < after["hits"] - before["hits"]
+
+
+def budget(guest: Guest) -> int:
+    """What the driver may use: 1 % of RAM and 2 MiB."""
+    kib = int(guest.sh("grep ^MemTotal: /proc/meminfo").split()[1])
+    return kib * 1024 // 100 + 2 * MIB
+
+
+def devices(guest: Guest) -> tuple[list[str], list[str]]:
+    """Names of the tmem devices that the driver has, and of those that it has not."""
+    names = guest.sh("grep -l 0x003f /sys/bus/virtio/devices/*/device").split()
+    found = sorted(path.split("/")[-2] for path in names)
+    bound = [name for name in found if guest.run(f"test -e {DRIVER}/{name}").status == 0]
+    return bound, [name for name in found if name not in bound]
+
+
+def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> None:
+    data, sums = tree_disk(session)
+    guest = driver_vm(session, kernel, module, None, disks=[data]).start()
+    guest.mount("data", "/mnt")
+    for _ in range(2):
+        reload(guest, until_state="off")
+        assert state(guest) == "off: no device"
+        for _ in range(2):
+            assert checksums(guest, list(sums)[:8]) == dict(list(sums.items())[:8])
+            drop_pages(guest)
+        counters = stats(guest)
+        assert counters["puts"] == counters["gets"] == counters["index_pages"] == 0
+        assert counters["memory_bytes"] < budget(guest) // 8, "no rings, no bounce pages"
+    guest.sh("rmmod virtio_tmem")
+    assert guest.run(f"test -e {SYSFS}").status != 0
+    assert guest.sh("grep tmem /proc/slabinfo || true") == ""
+
+
+def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
+    """It is refused as busy, harms nothing, and is taken once the first one is gone."""
+    daemon = start_daemon(session, "vm1", "vm2")
+    data, sums = tree_disk(session)
+    files = dict(list(sums.items())[:8])
+    second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[data],
+        arguments=["-chardev", second, "-device", "vhost-user-tmem-pci,chardev=tmem2"],
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    (first,), (other,) = devices(guest)
+    assert f"{other}: not used: this guest has a virtio-tmem device already" in guest.sh("dmesg")
+    refused = guest.run(f"echo {other} >{DRIVER}/bind")
+    assert refused.status != 0
+    assert b"busy" in refused.stderr
+    check_works(guest, files)
+
+    with_device = stats(guest)["memory_bytes"]
+    guest.sh(f"echo {first} >{DRIVER}/unbind", 60)
+    assert state(guest) == "off: no device"
+    assert stats(guest)["index_pages"] == 0
+    assert stats(guest)["memory_bytes"] < with_device // 8
+    assert checksums(guest, list(files)) == files
+    guest.sh(f"echo {other} >{DRIVER}/bind")
+    wait_state(guest, "on")
+    check_works(guest, files)
+    assert devices(guest) == ([other], [first])
+
+
+def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
+    """The daemon stops, readers wait in vain, the breaker opens."""
+    before = stats(guest)
+    daemon.pause()
+    assert checksums(guest, list(sums)) == sums
+    after = stats(guest)
+    assert after["trips"] == before["trips"] + 1
+    assert after["late"] - before["late"] >= 3
+    assert state(guest) == "tripped"
+
+
+def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """Injected faults, limits reached, and answers that come too late."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    files = dict(list(sums.items())[:8])
+    vm = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+
+    # While nothing is got, pages are in the cache and in the index. A put that is dropped then
+    # erases its key. Bounce pages that late answers hold come back: 4 rounds would use them up.
+    for fault in ("ring_full", "nomem", "ring_full", "nomem"):
+        evict(guest, list(files))
+        trip(guest, daemon, files)
+        before = stats(guest)
+        assert before["index_pages"] > PAGES * 4, "most of them were not asked for"
+        set_parameter(guest, f"inject_{fault}", "1")
+        drop_pages(guest)
+        after = stats(guest)
+        dropped = f"puts_dropped_{fault}"
+        assert after[dropped] - before[dropped] >= PAGES * len(files)
+        assert after["puts"] == before["puts"]
+        assert after["index_pages"] == 0
+        set_parameter(guest, f"inject_{fault}", "0")
+        daemon.resume()
+        wait_state(guest, "on")
+        sectors = guest.disk_stat("data").read_sectors
+        assert checksums(guest, list(files)) == files
+        assert guest.disk_stat("data").read_sectors - sectors >= PAGES * len(files) * 8
+        assert stats(guest)["hits"] == after["hits"]
+        check_works(guest, files)
+    counters = stats(guest)
+    assert counters["misses_bounce"] + counters["mismatches"] == 0
+
+    check_index_limit(guest, sums)
+    check_cookies(guest, sums)
+    check_corruption(guest, files)
+
+
+def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
+    """The index stays within its limit by forgetting what is oldest."""
+    reload(guest)
+    empty = stats(guest)["memory_bytes"]
+    ((name,), _) = devices(guest)
+    guest.sh(f"echo {name} >{DRIVER}/unbind", 60)
+    table = stats(guest)["memory_bytes"]
+    guest.sh(f"echo {name} >{DRIVER}/bind")
+    wait_state(guest, "on")
+    limit = 12288  # a third of what the files need
+    set_parameter(guest, "test_index_bytes", str(table + limit))
+    for path in sums:
+        counters = evict(guest, [path])
+        assert counters["memory_bytes"] <= empty + limit
+    assert counters["puts_dropped_index_full"] > 0
+    assert counters["index_evicted"] > 0
+    assert 0 < counters["index_pages"] < PAGES * len(sums) // 2
+    last = list(sums)[-1:]
+    assert checksums(guest, last) == {last[0]: sums[last[0]]}
+    assert stats(guest)["hits"] > PAGES // 4, "what came last is there"
+    assert checksums(guest, list(sums)) == sums
+    set_parameter(guest, "test_index_bytes", "0")
+    check_works(guest, sums)
+
+
+def check_cookies(guest: Guest, sums: dict[str, str]) -> None:
+    """Cookies that are used up are renewed: everything is forgotten, and goes on."""
+    reload(guest, "test_cookies=500")
+    for path in sums:
+        evict(guest, [path])
+        wait_state(guest, "on")
+    counters = stats(guest)
+    assert counters["puts_dropped_cookies"] > 0
+    assert counters["invalidations_generation"] > PAGES
+    assert counters["generation_changes"] == 1
+    assert 0 < counters["index_pages"] <= 500
+    assert checksums(guest, list(sums)) == sums
+    assert stats(guest)["hits"] > 0
+    for path in list(sums)[:4]:
+        evict(guest, [path])
+        assert checksums(guest, [path]) == {path: sums[path]}
+    counters = stats(guest)
+    assert counters["mismatches"] == 0
+    assert counters["hits"] > PAGES
+    assert state(guest) == "on"
+
+
+def check_corruption(guest: Guest, files: dict[str, str]) -> None:
+    """A page that changed on its way ends the cache until the module is loaded again."""
+    reload(guest)
+    evict(guest, list(files))
+    set_parameter(guest, "inject_corrupt", "100")
+    assert checksums(guest, list(files)) == files
+    set_parameter(guest, "inject_corrupt", "0")
+    counters = stats(guest)
+    assert counters["misses_check"] == counters["mismatches"] > 0
+    assert state(guest).startswith("poisoned: content check, inode ")
+    drop_pages(guest)
+    assert checksums(guest, list(files)) == files
+    after = stats(guest)
+    assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
+    # A device that comes anew is no reason to trust it.
+    ((name,), _) = devices(guest)
+    guest.sh(f"echo {name} >{DRIVER}/unbind && echo {name} >{DRIVER}/bind", 60)
+    assert state(guest).startswith("poisoned: content check, inode ")
+    reload(guest)
+    check_works(guest, files)
+
+
+@pytest.mark.parametrize(
+    ("memory", "queues"), [(128 * MIB, 1), (3072 * MIB, 16)], ids=["small", "large"]
+)
+def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, queues: int) -> None:
+    """The driver's memory is bounded in guests of all sizes, also when the index is full."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1"), num_queues=queues),
+        disks=[data],
+        memory_bytes=memory,
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    limit = budget(guest)
+    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "room for an index"
+    check_works(guest, dict(list(sums.items())[:8]))
+    if memory < 256 * MIB:
+        # Holes: pages without a disk, more than the index has room for.
+        guest.sh("truncate -s 4G /mnt/holes")
+        job = guest.start("while cat /mnt/holes >/dev/null; do :; done", 120)
+
+        def full() -> bool:
+            counters = stats(guest)
+            assert counters["memory_bytes"] <= limit
+            return counters["index_evicted"] > 0
+
+        until(full, 100, "the index is full")
+        job.kill()
+        job.wait()
+    assert stats(guest)["memory_bytes"] <= limit
+    assert checksums(guest, list(sums)) == sums
+
+
+def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> dict[str, int]:
+    """Lets the device lie while files go out, or come back; returns what counters grew by."""
+    told = liar.lies_told
+    if lie in LIES_OF_PUTS:
+        drop_pages(guest)
+        before = settle(guest)
+        liar.lie = lie
+        evict(guest, list(sums))
+        assert stats(guest)["index_pages"] == 0, "what was not stored is not asked for"
+    else:
+        before = evict(guest, list(sums))
+        liar.lie = lie
+    assert checksums(guest, list(sums)) == sums, lie
+    liar.lie = ""
+    assert liar.lies_told > told
+    after = stats(guest)
+    return {name: after[name] - before[name] for name in after}
+
+
+def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
+    """No answer is believed: no wrong byte, and each lie is caught where it should be."""
+    data, sums = tree_disk(session)
+    files = dict(list(sums.items())[:8])
+    with Liar(session.folder / "liar") as liar:
+        vm = driver_vm(session, kernel, module, Tmem(liar.path), disks=[data])
+        guest = vm.start()
+        load(guest, "verify_every=0")
+        check_works(guest, files)
+        for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
+            grown = tell(guest, liar, lie, files)
+            print(lie, {name: value for name, value in grown.items() if value})
+            assert state(guest) == "on", lie
+            if lie in LIES_OF_PUTS:
+                assert grown["puts_unanswered"] > 0, lie
+                assert grown["puts_stored"] == 0, lie
+            else:
+                assert grown["misses_answer"] > 0, lie
+                assert grown["hits"] == grown["ring_hits"] or lie == "short-page", lie
+            assert grown["mismatches"] == 0, lie
+            # It has to be believed when it is right.
+            check_works(guest, files)
+
+        # Answers that come after the deadline are lies, and land nowhere.
+        told = liar.lies_told
+        for _ in range(3):
+            evict(guest, list(files))
+            liar.lie = "late"
+            assert checksums(guest, list(files)) == files
+            assert state(guest) == "tripped"
+            liar.lie = ""
+            wait_state(guest, "on")
+            assert checksums(guest, list(files)) == files
+            check_works(guest, files)
+        assert liar.lies_told >= told + 3 * 3
+        assert stats(guest)["misses_bounce"] == 0
+
+        # A used element that names no request ends the queue, not the guest.
+        evict(guest, list(files))
+        liar.lie = "token"
+        assert checksums(guest, list(files)) == files
+        liar.lie = ""
+        drop_pages(guest)
+        assert checksums(guest, list(files)) == files
+        reload(guest)
+        check_works(guest, files)
+
+        # Right in everything but the page itself.
+        grown = tell(guest, liar, "content", files)
+        assert grown["mismatches"] == grown["misses_check"] > 0
+        assert state(guest).startswith("poisoned: content check")
+        drop_pages(guest)
+        assert checksums(guest, list(files)) == files
+        reload(guest)
+        check_works(guest, files)
+
+
+def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
+    """Suspended is forgotten; awake it starts anew."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    files = dict(list(sums.items())[:8])
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    evict(guest, list(files))
+    assert daemon.stats()["pool"]["pages"] > PAGES
+    before = stats(guest)
+    mark = vm.qmp.events_seen()
+    job = guest.start("echo mem >/sys/power/state", 60)
+    vm.qmp.wait_event("SUSPEND", 30, mark)
+    vm.qmp.execute("system_wakeup")
+    job.wait().check()
+    wait_state(guest, "on")
+    after = stats(guest)
+    assert after["index_pages"] == 0
+    assert after["generation_changes"] == before["generation_changes"] + 1
+    assert daemon.stats()["pool"]["pages"] == 0
+    assert checksums(guest, list(files)) == files
+    assert stats(guest)["hits"] == before["hits"]
+    check_works(guest, files)
+    guest.sh("rmmod virtio_tmem", 60)
+
+
+def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
+    """The module goes at any time: under load, and with a daemon that does not answer."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2, disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    job = guest.start(
+        f"while :; do cat {' '.join(sums)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches; done", 120
+    )
+    for _ in range(5):
+        until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+        reload(guest)
+
+    def reported() -> bool:
+        (vm1,) = daemon.stats()["vms"]
+        driver = vm1["driver"]
+        return bool(driver and driver["state"] == "on" and driver["kernel"] == kernel.release)
+
+    until(reported, 30, "the daemon knows of the driver")
+    # Puts, flushes and gets are under way when it stops.
+    until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+    daemon.pause()
+    guest.sh("rmmod virtio_tmem", 60)
+    daemon.resume()
+    job.kill()
+    job.wait()
+    assert checksums(guest, list(sums)) == sums
+    reload(guest)
+    settle(guest)
+    check_works(guest, sums)
