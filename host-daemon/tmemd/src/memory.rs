@@ -91,7 +91,7 @@ impl Memory {
         let mapping = MmapRegionBuilder::new_with_bitmap(bytes, region_log)
             .with_file_offset(FileOffset::new(file, spec.file_offset))
             .with_mmap_prot(PROT_READ_WRITE)
-            .with_mmap_flags(MAP_SHARED_NORESERVE)
+            .with_mmap_flags(MAP_SHARED)
             .build()
             .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
         keep_out_of_dumps(&mapping)
@@ -154,8 +154,9 @@ fn keep_out_of_dumps(mapping: &MmapRegion<RegionLog>) -> rustix::io::Result<()> 
 
 const PROT_READ_WRITE: i32 =
     (rustix::mm::ProtFlags::READ.bits() | rustix::mm::ProtFlags::WRITE.bits()) as i32;
-const MAP_SHARED_NORESERVE: i32 =
-    (rustix::mm::MapFlags::SHARED.bits() | rustix::mm::MapFlags::NORESERVE.bits()) as i32;
+/// Not NORESERVE, which for huge pages means that touching one may end the daemon when there is none
+/// left; for others it makes no difference.
+const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
 
 /// Checks that a mapping of the bytes can never lose its file: the file is sealed against
 /// shrinking and is long enough.
@@ -267,6 +268,20 @@ mod tests {
             .err()
             .expect("sealed");
         assert!(error.contains("writable"), "{error}");
+    }
+
+    /// Touching one would be a SIGBUS.
+    #[test]
+    fn huge_pages_that_are_not_there_are_not_mapped() {
+        let more_than_any_host_has = 1 << 45;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        let file = memfd_create("test", flags).expect("memfd");
+        ftruncate(&file, more_than_any_host_has).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let region = spec(0, 0, more_than_any_host_has);
+        let error = add(&Memory::empty(), region, file.into());
+        let error = error.err().expect("not enough huge pages");
+        assert!(error.contains("cannot be mapped"), "{error}");
     }
 
     #[test]
