@@ -16,7 +16,7 @@ use rustix::fs::OFlags;
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::Instant;
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::*;
@@ -48,6 +48,10 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::RESET_DEVICE)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
+/// Memory tables of a connection that the janitor may have yet to unmap. A front end that changes
+/// its table faster unmaps the others itself: they count against limits that all VMs share.
+const DISCARDED_MAX: usize = 4;
+
 /// A number that no guest can have seen before: random and never 0.
 pub fn new_generation() -> std::io::Result<u64> {
     loop {
@@ -65,6 +69,8 @@ pub struct Device {
     workers: Arc<Workers>,
     janitor: Arc<Janitor>,
     memory: Arc<Memory>,
+    /// Given to the janitor.
+    discarded: Vec<Weak<Memory>>,
     log: Arc<DirtyLog>,
     missed_pages: u64,
     /// The front end's wish was refused in a way that it can live with: the connection stays.
@@ -105,6 +111,7 @@ impl Device {
             workers,
             janitor,
             memory,
+            discarded: Vec::new(),
             log,
             missed_pages: 0,
             refused: false,
@@ -167,7 +174,7 @@ impl Device {
         }
     }
 
-    /// Puts a new memory table under all vrings; the old one is unmapped later, by nobody used.
+    /// Puts a new memory table under all vrings; the old one, used by nobody, is unmapped later.
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
         self.hold(&self.vrings, |states| {
@@ -177,7 +184,11 @@ impl Device {
             }
         });
         let old = std::mem::replace(&mut self.memory, memory);
-        self.janitor.discard(old);
+        self.discarded.retain(|table| table.strong_count() > 0);
+        if self.discarded.len() < DISCARDED_MAX {
+            self.discarded.push(Arc::downgrade(&old));
+            self.janitor.discard(old);
+        }
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
@@ -530,6 +541,7 @@ fn single_region(region: &VhostUserSingleMemoryRegion) -> RegionSpec {
 mod tests {
     use super::*;
     use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
     #[test]
     fn generations_are_random_and_never_0() {
@@ -542,6 +554,47 @@ mod tests {
             (ones, zeros) = (ones | generation, zeros | !generation);
         }
         assert_eq!((ones, zeros), (u64::MAX, u64::MAX), "each bit is drawn");
+    }
+
+    /// The regions of one name that this process has mapped.
+    fn mapped(name: &str) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        maps.lines().filter(|line| line.contains(name)).count()
+    }
+
+    #[test]
+    fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
+        let pool = tmem_pool::Pool::new(tmem_pool::PoolConfig {
+            size_bytes: 1 << 20,
+            seed: 1,
+        });
+        let config: crate::config::VmConfig = "name=test,socket=none".parse().expect("good");
+        let spec = tmem_pool::TenantSpec {
+            name: "test".into(),
+            trust_domain: None,
+            quota: config.quota,
+        };
+        let tenant = pool.add_tenant(spec).expect("fits");
+        let epoch = Instant::now();
+        let janitor = Janitor::start(Arc::new(pool), epoch).expect("starts");
+        let workers = Arc::new(Workers::start(1, &janitor).expect("start"));
+        // One that has much else to do.
+        janitor.stop();
+        let vm = Arc::new(Vm::new(config, tenant));
+        let mut device = Device::new(vm, workers.clone(), janitor, epoch).expect("random");
+        let name = "tmemd-changes-in-a-loop";
+        let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, 4096).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
+        for _ in 0..50 {
+            let file = file.try_clone().expect("another handle").into();
+            device
+                .set_mem_table(&[region], vec![file], None)
+                .expect("good");
+        }
+        assert_eq!(mapped(name), DISCARDED_MAX, "and the first table was empty");
+        workers.stop();
     }
 
     #[test]
