@@ -186,9 +186,8 @@ static void bypass_ino(struct tmem_fs *fs, u64 ino, enum tmem_inval why, bool st
 		else
 			fs->sticky_all = true;
 	}
-	/* A marked inode holds nothing: cheap for those that only write directly. */
-	if (!tmem_is_bypassed(fs->pool, ino))
-		tmem_bypass(fs->pool, ino, why);
+	/* Even if it counts as marked: in a pool without room for marks, it may hold pages. */
+	tmem_bypass(fs->pool, ino, why);
 	spin_unlock_irqrestore(&fs->bypass_lock, flags);
 }
 

@@ -20,6 +20,7 @@
 #define PAGES		24UL	/* of a file that a scenario works on */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
+#define MANY_FILES	4200	/* more than the driver keeps marks for, see BYPASSED_MAX there */
 
 /* Writes the file anew and has reclaim take all of it. */
 static void prime(struct worker *w, struct file *f, const char *step)
@@ -123,6 +124,31 @@ static void scenario_direct(struct worker *w, struct file *f, struct file *g)
 	begin(w, f, "direct write");
 	file_write_direct(w, f, 2 * PAGE, 8 * PAGE);
 	look(w, f);
+}
+
+/* With so many files written directly that the driver has no mark for one more. */
+static void scenario_direct_many(struct worker *w, struct file *f, struct file *g)
+{
+	char path[256];
+	int fd;
+
+	prime(w, g, "direct writes to many files");
+	prime(w, f, "direct writes to many files");
+	for (int i = 0; i < MANY_FILES; i++) {
+		snprintf(path, sizeof(path), "%s/many%d", w->dir, i);
+		fd = open(path, O_CREAT | O_WRONLY | O_DIRECT, 0600);
+		if (fd < 0 || pwrite(fd, w->buffer, PAGE, 0) != PAGE)
+			fail(w, NULL, "direct write to %s", path);
+		close(fd);
+	}
+	begin(w, f, "direct write");
+	file_write_direct(w, f, 2 * PAGE, 8 * PAGE);
+	look(w, f);
+	look(w, g);
+	for (int i = 0; i < MANY_FILES; i++) {
+		snprintf(path, sizeof(path), "%s/many%d", w->dir, i);
+		unlink(path);
+	}
 }
 
 static void scenario_move_ext(struct worker *w, struct file *f, struct file *g)
@@ -316,6 +342,7 @@ static const struct {
 	{ "punch", scenario_punch },
 	{ "shift", scenario_shift },
 	{ "direct", scenario_direct },
+	{ "direct_many", scenario_direct_many },
 	{ "move_ext", scenario_move_ext },
 	{ "clone", scenario_clone },
 	{ "evict_inode", scenario_evict_inode },

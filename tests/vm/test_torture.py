@@ -28,6 +28,7 @@ MOUNT = "--device=/dev/vda --fstype=ext4"
 SCENARIOS = [
     "plain", "dirty", "truncate", "punch", "shift", "direct", "move_ext", "evict_inode", "inode",
     "unmount", "fadvise", "swap",
+    "direct_many",  # last: nothing is put after it
 ]  # fmt: skip
 
 # Which hooks are off, and the scenario that must find a wrong byte then. A page made dirty
