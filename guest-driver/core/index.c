@@ -38,6 +38,8 @@
 #define BUCKETS_MAX		1048576
 /* Bypassed inodes a pool; above, the pool takes no puts. */
 #define BYPASSED_MAX		4096
+/* The same if the marks of all pools would take more than this part of the index's memory. */
+#define BYPASS_DIVISOR		4
 
 struct bucket {
 	spinlock_t lock;	/* guards everything below, see above */
@@ -48,8 +50,10 @@ static struct kmem_cache *object_cache;
 
 static struct bucket *buckets;
 static unsigned int bucket_bits;
+static long table_bytes;
 static atomic64_t last_object_id;
 static unsigned int evict_hand;
+static atomic_long_t bypass_bytes;	/* of the marks; part of tmem_index_used_bytes */
 
 static void evict_work_fn(struct work_struct *work);
 static DECLARE_WORK(evict_work, evict_work_fn);
@@ -402,6 +406,19 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_unlock_irqrestore(&buckets[nr].lock, flags);
 }
 
+/* Marks come before entries, which make room for them: their memory is not asked for but taken. */
+static void charge_marks(long bytes)
+{
+	atomic_long_add(bytes, &bypass_bytes);
+	atomic_long_add(bytes, &tmem_index_used_bytes);
+}
+
+static bool room_for_mark(long bytes)
+{
+	return atomic_long_read(&bypass_bytes) + bytes <=
+	       (tmem_index_limit() - table_bytes) / BYPASS_DIVISOR;
+}
+
 /**
  * tmem_bypass() - take no puts for an inode, and erase its pages
  * @pool: file system
@@ -409,6 +426,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
  * @why: for the counters
  *
  * Context: any but NMI. If the mark cannot be stored, the pool takes no puts until it is freed.
+ * Marks may push the index over its limit for the time until the evictor, woken here, has run.
  */
 void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 {
@@ -419,15 +437,14 @@ void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_lock_irqsave(&buckets[nr].lock, flags);
 	xa_lock(&pool->bypass);
 	if (!xa_load(&pool->bypass, ino) && !pool->bypass_all) {
-		bool alone = tmem_alone_in_node(&pool->bypass, ino);
+		long bytes = tmem_alone_in_node(&pool->bypass, ino) ? sizeof(struct xa_node) : 0;
 
-		if (pool->nr_bypassed >= BYPASSED_MAX ||
+		if (pool->nr_bypassed >= BYPASSED_MAX || !room_for_mark(bytes) ||
 		    xa_is_err(__xa_store(&pool->bypass, ino, xa_mk_value(1), GFP_INDEX))) {
 			WRITE_ONCE(pool->bypass_all, true);
 		} else {
 			pool->nr_bypassed++;
-			if (alone)
-				atomic_long_add(sizeof(struct xa_node), &tmem_index_used_bytes);
+			charge_marks(bytes);
 		}
 	}
 	xa_unlock(&pool->bypass);
@@ -435,6 +452,8 @@ void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	if (object)
 		detach(nr, object, why);
 	spin_unlock_irqrestore(&buckets[nr].lock, flags);
+	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
+		queue_work(system_unbound_wq, &evict_work);
 }
 
 /**
@@ -466,7 +485,7 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino)
 	if (__xa_erase(&pool->bypass, ino)) {
 		pool->nr_bypassed--;
 		if (tmem_alone_in_node(&pool->bypass, ino))
-			tmem_uncharge(sizeof(struct xa_node));
+			charge_marks(-(long)sizeof(struct xa_node));
 	}
 	xa_unlock(&pool->bypass);
 	spin_unlock_irqrestore(&buckets[nr].lock, flags);
@@ -485,7 +504,7 @@ void tmem_index_bypass_free(struct tmem_pool *pool)
 		if (!i || i >> XA_CHUNK_SHIFT == node)
 			continue;
 		node = i >> XA_CHUNK_SHIFT;
-		tmem_uncharge(sizeof(struct xa_node));
+		charge_marks(-(long)sizeof(struct xa_node));
 	}
 	xa_destroy(&pool->bypass);
 }
@@ -706,7 +725,8 @@ int tmem_index_init(void)
 		spin_lock_init(&buckets[i].lock);
 		INIT_HLIST_HEAD(&buckets[i].objects);
 	}
-	atomic_long_set(&tmem_index_used_bytes, nr * sizeof(*buckets));
+	table_bytes = nr * sizeof(*buckets);
+	atomic_long_set(&tmem_index_used_bytes, table_bytes);
 	return 0;
 nomem:
 	tmem_leaf_exit();
