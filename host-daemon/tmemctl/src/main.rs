@@ -10,6 +10,7 @@ use std::io::Write;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 use table::{Align, percent, ratio, size, table};
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
@@ -21,6 +22,10 @@ struct Arguments {
     /// Control socket of the daemon; the read-only one does as well
     #[arg(long, global = true, value_name = "PATH", default_value = api::DEFAULT_SOCKET)]
     socket: PathBuf,
+    /// Seconds to wait for the daemon, from 1
+    #[arg(long, global = true, value_name = "N", default_value_t = 10,
+          value_parser = clap::value_parser!(u64).range(1..=3600))]
+    timeout: u64,
     /// Print JSON, as the daemon says it
     #[arg(long, global = true)]
     json: bool,
@@ -43,8 +48,7 @@ enum Command {
 struct Failure(String, u8);
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match run(&arguments) {
+    match run_in_time(Arguments::parse()) {
         Ok(text) => match std::io::stdout().write_all(text.as_bytes()) {
             Ok(()) => ExitCode::SUCCESS,
             // A reader that has seen enough, such as head.
@@ -58,6 +62,27 @@ fn main() -> ExitCode {
 fn fail(Failure(message, code): Failure) -> ExitCode {
     eprintln!("tmemctl: {message}");
     ExitCode::from(code)
+}
+
+/// A daemon that hangs keeps its sockets, and connecting, too, may wait for it.
+fn run_in_time(arguments: Arguments) -> Result<String, Failure> {
+    let (socket, timeout) = (arguments.socket.clone(), arguments.timeout);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        // Nobody listens any more if it is too late.
+        let _ = sender.send(run(&arguments));
+    });
+    let answer = receiver.recv_timeout(Duration::from_secs(timeout));
+    answer.unwrap_or_else(|_| {
+        Err(Failure(
+            format!(
+                "the daemon at {} did not answer within {timeout} s: it hangs or is stopped, or \
+                 the host is overloaded (--timeout waits longer)",
+                socket.display()
+            ),
+            3,
+        ))
+    })
 }
 
 fn run(arguments: &Arguments) -> Result<String, Failure> {

@@ -152,3 +152,17 @@ fn errors_name_the_socket_and_what_to_do() {
     drop(UnixListener::bind(&control).expect("binds"));
     fails(&tmemctl(&control, &["list"]), 3, &[&path, "was killed"]);
 }
+
+#[test]
+fn a_daemon_that_hangs_is_not_waited_for() {
+    let directory = tempfile::tempdir().expect("directory");
+    let control = directory.path().join("control");
+    let _nobody_accepts = UnixListener::bind(&control).expect("binds");
+    let path = control.display().to_string();
+    fails(
+        &tmemctl(&control, &["list", "--timeout", "1"]),
+        3,
+        &[&path, "did not answer", "--timeout"],
+    );
+    fails(&tmemctl(&control, &["list", "--timeout", "0"]), 2, &["0"]);
+}
