@@ -240,6 +240,9 @@ impl Device {
 
 /// Makes sure that reading and writing a descriptor of the front end never waits: it is an eventfd,
 /// and not, say, a file of a file system that the front end serves itself.
+///
+/// The flag belongs to the open file, which the front end shares: one that clears it and keeps the
+/// counter full can still make a worker wait in a write. Reading is safe, see `poller::consume`.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
     let bad = |what: String| failed(format!("not an eventfd: {what}"));

@@ -7,7 +7,8 @@
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};
-use std::io;
+use rustix::io::ReadWriteFlags;
+use std::io::{self, IoSliceMut};
 use std::os::fd::{BorrowedFd, OwnedFd};
 
 /// Waits for any of many file descriptors to be readable.
@@ -91,7 +92,42 @@ pub fn signal(fd: &OwnedFd) {
     let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
 }
 
-/// Takes all signals from an eventfd.
+/// Takes all signals from an eventfd. It never waits, whatever the peer does with the flags of the
+/// file that it shares, or takes away between the poll and the read.
 pub fn consume(fd: &OwnedFd) {
-    let _ = rustix::io::read(fd, &mut [0u8; 8]);
+    let mut count = [0u8; 8];
+    let mut buffers = [IoSliceMut::new(&mut count)];
+    let _ = rustix::io::preadv2(fd, &mut buffers, NO_OFFSET, ReadWriteFlags::NOWAIT);
+}
+
+/// -1: at the file's position, of which an eventfd has none.
+const NO_OFFSET: u64 = u64::MAX;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn consuming_takes_all_and_never_waits() {
+        // As a front end can make it at any time: it would wait in an ordinary read.
+        let fd = rustix::event::eventfd(3, EventfdFlags::CLOEXEC).expect("eventfd");
+        let (sender, done) = mpsc::channel();
+        std::thread::spawn(move || {
+            consume(&fd);
+            let mut polled = [rustix::event::PollFd::new(
+                &fd,
+                rustix::event::PollFlags::IN,
+            )];
+            let now = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            let left = rustix::event::poll(&mut polled, Some(&now)).expect("poll");
+            consume(&fd);
+            sender.send(left).expect("waited for");
+        });
+        let left = done.recv_timeout(std::time::Duration::from_secs(30));
+        assert_eq!(left, Ok(0), "signals left, or it waits");
+    }
 }
