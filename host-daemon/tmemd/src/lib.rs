@@ -9,7 +9,8 @@
 //! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
 //! | `memory.rs`, `dirty.rs` | guest memory and the dirty log |
-//! | `worker.rs`, `poller.rs`, `vring.rs` | data workers, how they wait, what they do in a turn |
+//! | `worker.rs`, `poller.rs` | data workers, how they wait |
+//! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
 //! | `vm.rs`, `control.rs`, `janitor.rs` | counters, control interface, background work |
 //!
@@ -29,6 +30,7 @@ mod janitor;
 mod memory;
 mod poller;
 pub mod request;
+mod run_queue;
 mod sockets;
 mod vm;
 mod vring;

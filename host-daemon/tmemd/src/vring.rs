@@ -22,8 +22,8 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
 use vm_memory::{Bytes, GuestAddress};
 
-/// Pages of work in a turn: one largest batch, or as many small ones as make that up. A guest
-/// with many queues gets more turns, a guest with large batches does not.
+/// Pages of work in a turn: one largest batch, or as many small ones as make that up. Turns go round
+/// by VM, so that neither large batches nor many queues get a guest more than another.
 const TURN_PAGES: u32 = wire::BATCH_MAX as u32;
 
 /// Descriptors whose walk counts as the work of a page, in time: a request needs two, but a guest may
@@ -162,6 +162,11 @@ impl Vring {
                 stopped: None,
             }),
         }
+    }
+
+    /// Tells the vrings of one VM from those of others.
+    pub fn owner(&self) -> usize {
+        Arc::as_ptr(&self.link.vm) as usize
     }
 
     fn now_ns(&self) -> u64 {

@@ -618,3 +618,12 @@ fn a_panic_stops_one_queue() {
     );
     consume(&guest.call);
 }
+
+/// What turns go round by.
+#[test]
+fn the_vrings_of_a_vm_have_one_owner() {
+    let (one, other) = (guest(), guest());
+    let second = Vring::new(2, 0, one.link.clone());
+    assert_eq!(one.vring.owner(), second.owner());
+    assert_ne!(one.vring.owner(), other.vring.owner());
+}

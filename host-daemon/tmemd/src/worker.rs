@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The data workers: a fixed number of threads, each an event loop over the kicks of its vrings.
 //!
-//! Vrings with work stand in a run queue and get turns of bounded work, so that none starves
-//! another. A worker never blocks but to wait for kicks: it only tries a vring's lock.
+//! Vrings with work stand in a run queue and get turns of bounded work, VM by VM, so that none
+//! starves another. A worker never blocks but to wait for kicks: it only tries a vring's lock.
 
 use crate::janitor::Janitor;
 use crate::poller::{Epoll, Poller, consume};
+use crate::run_queue::RunQueue;
 use crate::vring::{Scratch, Turn, Vring};
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::AssertUnwindSafe;
@@ -127,7 +128,7 @@ impl Worker {
     fn run(&self, janitor: &Janitor) {
         let mut scratch = Scratch::new();
         let mut ready = Vec::new();
-        let mut run_queue: VecDeque<Arc<Vring>> = VecDeque::new();
+        let mut run_queue: RunQueue<Arc<Vring>> = RunQueue::new();
         while !self.stop.load(Ordering::SeqCst) {
             if let Err(error) = self.poller.wait(&mut ready, run_queue.is_empty()) {
                 // Cannot happen while its descriptors are open; serving without it is impossible.
@@ -136,7 +137,7 @@ impl Worker {
             }
             let mut enqueue = |vring: Arc<Vring>| {
                 if !vring.queued.swap(true, Ordering::SeqCst) {
-                    run_queue.push_back(vring);
+                    run_queue.push(vring.owner(), vring);
                 }
             };
             {
@@ -149,8 +150,9 @@ impl Worker {
                 }
             }
             lock(&self.inbox).drain(..).for_each(&mut enqueue);
-            for _ in 0..run_queue.len() {
-                let Some(vring) = run_queue.pop_front() else {
+            // Then look who else has come.
+            for _ in 0..run_queue.owners() {
+                let Some(vring) = run_queue.pop() else {
                     break;
                 };
                 // Cleared before the turn, so that a kick during it is not lost.
@@ -160,7 +162,7 @@ impl Worker {
                     Ok(Turn::Idle) => {}
                     Ok(Turn::More) => {
                         if !vring.queued.swap(true, Ordering::SeqCst) {
-                            run_queue.push_back(vring);
+                            run_queue.push(vring.owner(), vring);
                         }
                     }
                     Err(_) => vring.stop_after_panic(),
