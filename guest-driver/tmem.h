@@ -79,15 +79,18 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino);
 unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		       unsigned long *held);
 
+/* When a reader that starts to wait for the host now has waited long enough, by ktime_get_ns(). */
+u64 tmem_get_deadline_ns(void);
+
 /*
- * Process context, may sleep up to the deadline in all, however many pages. Asks for each page i of
+ * Process context, may sleep until @deadline_ns, however many pages. Asks for each page i of
  * @index .. @index + @nr - 1 whose bit is set in @want, copies it into pages[i] (locked by the
  * caller, not uptodate) and leaves the bit set; clears the bit of a miss, whose pages[i] then has
  * unspecified content. Each entry asked for is erased from the index first. Returns the number of
  * hits. Content check and cookie were compared.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-		      struct page **pages, unsigned long *want);
+		      struct page **pages, unsigned long *want, u64 deadline_ns);
 
 /* A page was proved wrong: switch the cache off until the module is loaded again, and say so. */
 void tmem_poison(const char *why, u64 ino, pgoff_t index);

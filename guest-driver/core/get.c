@@ -204,7 +204,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		get->out.get.object = cpu_to_le64(1);
 		get->out.get.index = 0;
 		get->out.cookie[0] = 0;
-		deadline_ns = ktime_get_ns() + (u64)tmem_deadline_ms * NSEC_PER_MSEC;
+		deadline_ns = tmem_get_deadline_ns();
 		if (get_submit(dev, get, generation, 1)) {
 			get_free(dev, get);
 			return;
@@ -348,6 +348,9 @@ static void ask(struct get_call *call, struct tmem_queue *queue, const struct tm
 
 	if (call->nr_burst == GET_BURST)
 		finish_burst(call);
+	why = TMEM_STAT_misses_late;
+	if (call->late)
+		goto no;
 	why = TMEM_STAT_misses_bounce;
 	get = get_alloc(dev, count);
 	if (!get)
@@ -422,20 +425,31 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 }
 
 /**
+ * tmem_get_deadline_ns() - until when may a reader wait that begins now?
+ *
+ * Return: a time of ktime_get_ns().
+ */
+u64 tmem_get_deadline_ns(void)
+{
+	return ktime_get_ns() + (u64)READ_ONCE(tmem_deadline_ms) * NSEC_PER_MSEC;
+}
+
+/**
  * tmem_get() - get pages back
  * @key: pool and inode
  * @index: page number of the first page
  * @nr: number of pages
  * @pages: destinations, locked by the caller and not uptodate
  * @want: bitmap of @nr bits: the pages to get; on return those that were got
+ * @deadline_ns: from tmem_get_deadline_ns(); once it has passed nothing is asked for
  *
- * Context: process, may sleep up to the deadline in all. A destination that was not got has
- * unspecified content.
+ * Context: process, may sleep until the deadline. A destination that was not got has unspecified
+ * content.
  *
  * Return: number of hits.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
-		      struct page **pages, unsigned long *want)
+		      struct page **pages, unsigned long *want, u64 deadline_ns)
 {
 	unsigned int wanted = bitmap_weight(want, nr), from, to;
 	enum tmem_stat why = TMEM_STAT_misses_offline;
@@ -453,7 +467,10 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 	if (READ_ONCE(dev->tripped))
 		goto put;
 
+	why = TMEM_STAT_misses_late;
 	now_ns = ktime_get_ns();
+	if (now_ns >= deadline_ns)
+		goto put;
 	call = (struct get_call){
 		.dev = dev,
 		.key = key,
@@ -461,7 +478,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.pages = pages,
 		.want = want,
 		.spin_until_ns = now_ns + (u64)tmem_spin_us * NSEC_PER_USEC,
-		.deadline_ns = now_ns + (u64)tmem_deadline_ms * NSEC_PER_MSEC,
+		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),
 	};
 	smp_rmb();	/* the generation before the index: pairs with sync_work_fn() */

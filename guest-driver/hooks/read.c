@@ -39,6 +39,7 @@ struct tmem_read {
 	struct tmem_key key;
 	loff_t isize_bytes;
 	pgoff_t end;		/* first page wholly beyond the end of the file */
+	u64 deadline_ns;	/* of all gets together */
 };
 
 static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
@@ -185,7 +186,7 @@ static void read_run(const struct tmem_read *rd, const struct readahead_control 
 		folio = folio_at(rd, base + i);
 		run_add(run, rd, folio, i - first);
 	}
-	tmem_get(&rd->key, base + first, nr, run->pages, run->want);
+	tmem_get(&rd->key, base + first, nr, run->pages, run->want, rd->deadline_ns);
 
 	for (i = first; i < end;) {
 		unsigned int folio_pages;
@@ -282,6 +283,7 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 	run = kmalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
 	if (!run)
 		goto original;
+	rd.deadline_ns = tmem_get_deadline_ns();
 
 	for (;;) {
 		nr = trim_window(&rd, base, nr, held);
@@ -334,7 +336,8 @@ int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 		run = kzalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
 	if (run) {
 		run_add(run, &rd, folio, 0);
-		tmem_get(&rd.key, folio->index, nr, run->pages, run->want);
+		tmem_get(&rd.key, folio->index, nr, run->pages, run->want,
+			 tmem_get_deadline_ns());
 		hit = run_done(run, &rd, folio, 0);
 	}
 	if (hit)
