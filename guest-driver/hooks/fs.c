@@ -75,9 +75,18 @@ static unsigned int nr_fs;
 
 static unsigned long types_noted;	/* a bit for each entry of tmem_fs_types[] */
 static bool discovery_stopped;
-static DEFINE_MUTEX(discovery_lock);	/* guards: types, targets of ftrace.c, registration */
+/* Guards types, targets of ftrace.c, registration of file systems, and found. */
+static DEFINE_MUTEX(discovery_lock);
 static void tmem_discover(struct work_struct *work);
-static DECLARE_WORK(discovery, tmem_discover);
+static DECLARE_DELAYED_WORK(discovery, tmem_discover);
+static unsigned int found;		/* types activated and file systems registered */
+static unsigned int fruitless;		/* discoveries in a row that found nothing */
+
+/*
+ * A file system that cannot be served is noted with each of its pages, and looking at it takes
+ * s_inode_list_lock for as long as it has inodes: after so many times once a second only.
+ */
+#define TMEM_FRUITLESS_MAX 16
 
 /**
  * tmem_fs_find - the file system of a super block
@@ -302,7 +311,8 @@ void tmem_fs_note(const struct super_block *sb)
 		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
 			continue;
 		if (!test_and_set_bit(i, &types_noted))
-			schedule_work(&discovery);
+			schedule_delayed_work(&discovery,
+					      READ_ONCE(fruitless) < TMEM_FRUITLESS_MAX ? 0 : HZ);
 	}
 }
 
@@ -357,6 +367,7 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 		}
 	}
 	type->active = true;
+	found++;
 	return;
 failed:
 	WRITE_ONCE(type->failed, true);
@@ -405,6 +416,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 		nr_fs++;
 	}
 	spin_unlock_irq(&fs_lock);
+	found++;
 
 	/* Whoever looked before it could be found has finished that look by now. */
 	synchronize_rcu_expedited();
@@ -471,7 +483,7 @@ void tmem_fs_flush_all(void)
 	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
 		if (READ_ONCE(tmem_fs_types[i].fst))
 			set_bit(i, &types_noted);
-	schedule_work(&discovery);
+	mod_delayed_work(system_wq, &discovery, 0);
 }
 
 /**
@@ -496,8 +508,8 @@ void tmem_fs_mounted(struct super_block *sb)
 
 static void tmem_discover(struct work_struct *work)
 {
+	unsigned int found_before = READ_ONCE(found), i;
 	bool all_active = true;
-	unsigned int i;
 
 	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
 		struct tmem_fs_type *type = &tmem_fs_types[i];
@@ -512,6 +524,10 @@ static void tmem_discover(struct work_struct *work)
 		}
 		all_active &= type->active || type->failed;
 	}
+	if (READ_ONCE(found) != found_before)
+		WRITE_ONCE(fruitless, 0);
+	else if (fruitless < TMEM_FRUITLESS_MAX)
+		WRITE_ONCE(fruitless, fruitless + 1);
 	/* Known functions report new mounts from here on; until then pages added do. */
 	tmem_probe_new_mounts(!all_active);
 }
@@ -528,9 +544,9 @@ int tmem_fs_init(void)
 	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
 		if (tmem_fs_types[i].at_load)
 			set_bit(i, &types_noted);
-	schedule_work(&discovery);
+	schedule_delayed_work(&discovery, 0);
 	/* So that a cache that can work does when insmod returns. */
-	flush_work(&discovery);
+	flush_delayed_work(&discovery);
 	return 0;
 }
 
@@ -544,7 +560,7 @@ void tmem_fs_stop(void)
 	mutex_lock(&discovery_lock);
 	WRITE_ONCE(discovery_stopped, true);
 	mutex_unlock(&discovery_lock);
-	cancel_work_sync(&discovery);
+	cancel_delayed_work_sync(&discovery);
 }
 
 /**
@@ -557,7 +573,7 @@ void tmem_fs_exit(void)
 	unsigned int i;
 
 	/* A last note may have passed the check just before. */
-	cancel_work_sync(&discovery);
+	cancel_delayed_work_sync(&discovery);
 	hash_for_each_safe(tmem_fs_hash, i, next, fs, node) {
 		hash_del_rcu(&fs->node);
 		tmem_fs_free(fs);
