@@ -294,8 +294,6 @@ static void tear_down(struct virtio_device *vdev)
 {
 	struct tmem_dev *dev = vdev->priv;
 
-	if (!dev)	/* setting it up again after suspend failed */
-		return;
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
@@ -335,8 +333,13 @@ static int tmem_probe(struct virtio_device *vdev)
 static void tmem_remove(struct virtio_device *vdev)
 {
 	mutex_lock(&setup_lock);
-	tear_down(vdev);
-	device_taken = false;
+	if (vdev->priv) {
+		tear_down(vdev);
+		device_taken = false;
+	} else {
+		/* Setting it up again after suspend failed; virtio expects a reset all the same. */
+		virtio_reset_device(vdev);
+	}
 	mutex_unlock(&setup_lock);
 }
 
