@@ -203,14 +203,21 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     assert checksums(guest, list(sums)) == sums
 
     # Marks of files that are written directly count, too: these are too many of them, one in 64
-    # neighbours. The file system is not cached then, until it is mounted again.
+    # neighbours, for an index that is just full. The file system is not cached then, until it is
+    # mounted again.
     guest.sh("mkdir /mnt/d && for i in $(seq 3000); do : >/mnt/d/$i; done", 60)
-    before = evict(guest, last)
+    set_parameter(guest, "inject_nomem", "1")
+    drop_pages(guest)
+    set_parameter(guest, "inject_nomem", "0")
+    before = evict(guest, list(sums)[:6])
+    bound = before["memory_bytes"]
     assert before["puts_dropped_bypass"] == 0
+    assert empty < bound < empty + limit
+    set_parameter(guest, "test_index_bytes", str(table + bound - empty))
     write = "dd if=/dev/zero bs=4096 count=1 oflag=direct 2>/dev/null"
     guest.sh(f"for i in $(seq 1 64 3000); do {write} of=/mnt/d/$i; done", 60)
-    bound = empty + limit
     until(lambda: stats(guest)["memory_bytes"] <= bound, 10, "the index makes room for marks")
+    assert stats(guest)["index_pages"] < before["index_pages"]
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     after = evict(guest, last)
     assert after["puts_dropped_bypass"] >= PAGES
