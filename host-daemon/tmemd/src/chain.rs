@@ -6,9 +6,13 @@
 //! addresses live only as long as the vring is locked.
 
 use crate::memory::GuestMemory;
+use crate::peer::{HungUp, Peer};
 use virtio_queue::DescriptorChain;
-use virtio_tmem::{QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
-use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, Permissions};
+use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
+
+/// Bytes that are written after one look at the front end: some µs of copying.
+const SLICE_BYTES: usize = 16 * PAGE_SIZE;
 
 /// Why a chain cannot be followed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,6 +47,27 @@ impl std::fmt::Display for ChainError {
                  all in the memory that the VMM shares"
             ),
         }
+    }
+}
+
+/// Why an answer was not written, or not to its end.
+#[derive(Debug)]
+pub enum WriteError {
+    /// Nobody waits for it, and the memory may be something else by now.
+    HungUp,
+    /// It cannot be accessed.
+    Memory(GuestMemoryError),
+}
+
+impl From<HungUp> for WriteError {
+    fn from(_: HungUp) -> Self {
+        WriteError::HungUp
+    }
+}
+
+impl From<GuestMemoryError> for WriteError {
+    fn from(error: GuestMemoryError) -> Self {
+        WriteError::Memory(error)
     }
 }
 
@@ -147,7 +172,7 @@ impl Chain {
         &self,
         memory: &GuestMemory,
         into: &'a mut [u8],
-    ) -> Result<&'a [u8], vm_memory::GuestMemoryError> {
+    ) -> Result<&'a [u8], GuestMemoryError> {
         let mut filled = 0;
         for buffer in &self.readable {
             let wanted = (buffer.length as usize).min(into.len() - filled);
@@ -157,16 +182,34 @@ impl Chain {
         Ok(&into[..filled])
     }
 
-    /// Copies bytes to an offset of the writable part; false if they do not fit.
+    /// Copies bytes to an offset of the writable part, as long as the front end is there; false if
+    /// they do not fit.
     pub fn write(
+        &self,
+        memory: &GuestMemory,
+        peer: &Peer,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<bool, WriteError> {
+        if offset + bytes.len() as u64 > self.writable_bytes {
+            return Ok(false);
+        }
+        for (number, slice) in bytes.chunks(SLICE_BYTES).enumerate() {
+            peer.look()?;
+            let offset = offset + (number * SLICE_BYTES) as u64;
+            if !self.write_slice(memory, offset, slice)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn write_slice(
         &self,
         memory: &GuestMemory,
         offset: u64,
         bytes: &[u8],
-    ) -> Result<bool, vm_memory::GuestMemoryError> {
-        if offset + bytes.len() as u64 > self.writable_bytes {
-            return Ok(false);
-        }
+    ) -> Result<bool, GuestMemoryError> {
         let (mut skip, mut rest) = (offset, bytes);
         for buffer in &self.writable {
             let length = u64::from(buffer.length);
@@ -196,6 +239,7 @@ mod tests {
     use super::*;
     use crate::memory::{Memory, RegionSpec};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use std::os::unix::net::UnixStream;
     use virtio_queue::{Queue, QueueOwnedT, QueueT};
 
     const NEXT: u16 = 1;
@@ -299,13 +343,15 @@ mod tests {
             memory
                 .write_slice(&[0; 0x300], GuestAddress(DATA + 0x100))
                 .expect("inside");
-            assert_eq!(chain.write(memory, 0, &[1, 2, 3]).ok(), Some(true));
+            let (own, _front_end) = UnixStream::pair().expect("sockets");
+            let peer = Peer::new(own);
+            assert_eq!(chain.write(memory, &peer, 0, &[1, 2, 3]).ok(), Some(true));
             assert_eq!(
-                chain.write(memory, 4, &[5, 6, 7, 8, 9, 10]).ok(),
+                chain.write(memory, &peer, 4, &[5, 6, 7, 8, 9, 10]).ok(),
                 Some(true)
             );
             assert_eq!(
-                chain.write(memory, 9, &[1, 1]).ok(),
+                chain.write(memory, &peer, 9, &[1, 1]).ok(),
                 Some(false),
                 "does not fit"
             );

@@ -6,6 +6,7 @@
 
 use crate::device::Device;
 use crate::janitor::Janitor;
+use crate::peer::Peer;
 use crate::vm::{Connected, Vm};
 use crate::worker::Workers;
 use std::os::unix::net::UnixStream;
@@ -43,10 +44,13 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
     vm.tenant.clear();
     vm.clear_report();
     let (workers, janitor) = (shared.workers.clone(), shared.janitor.clone());
-    let device = match Device::new(vm.clone(), workers, janitor, shared.epoch) {
+    let device = stream
+        .try_clone()
+        .and_then(|same| Device::new(vm.clone(), Peer::new(same), workers, janitor, shared.epoch));
+    let device = match device {
         Ok(device) => Arc::new(Mutex::new(device)),
         Err(error) => {
-            vm.warn(format_args!("no generation can be drawn: {error}"));
+            vm.warn(format_args!("a connection cannot be served: {error}"));
             return;
         }
     };

@@ -8,6 +8,7 @@
 use crate::dirty::{DirtyLog, LogMap};
 use crate::janitor::Janitor;
 use crate::memory::{Memory, REGIONS_MAX, RegionSpec, check_file};
+use crate::peer::Peer;
 use crate::poller::signal;
 use crate::vm::Vm;
 use crate::vring::{Link, RingAddresses, State, Vring};
@@ -85,6 +86,7 @@ impl Device {
     /// An empty device with a new generation. The tenant must be empty.
     pub fn new(
         vm: Arc<Vm>,
+        peer: Peer,
         workers: Arc<Workers>,
         janitor: Arc<Janitor>,
         epoch: Instant,
@@ -92,6 +94,7 @@ impl Device {
         let log = Arc::new(DirtyLog::default());
         let link = Arc::new(Link {
             vm,
+            peer,
             generation: AtomicU64::new(new_generation()?),
             epoch,
         });
@@ -584,7 +587,9 @@ mod tests {
         // One that has much else to do.
         janitor.stop();
         let vm = Arc::new(Vm::new(config, tenant));
-        let mut device = Device::new(vm, workers.clone(), janitor, epoch).expect("random");
+        let (own, _front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
+        let peer = Peer::new(own);
+        let mut device = Device::new(vm, peer, workers.clone(), janitor, epoch).expect("random");
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
         ftruncate(&file, 4096).expect("its length");

@@ -5,8 +5,9 @@
 //! memory at any time, and the pool must never see that. Work is done in slices of
 //! [`SLICE_PAGES`]; once a drain's time is up, what has not begun is refused or missed.
 
-use crate::chain::Chain;
+use crate::chain::{Chain, WriteError};
 use crate::memory::GuestMemory;
+use crate::peer::Peer;
 use crate::request::{Body, Request};
 use crate::vm::Vm;
 use std::sync::atomic::Ordering;
@@ -14,7 +15,6 @@ use std::time::Instant;
 use tmem_pool::{CreateError, GetResult, Page, Put, PutResult, Time};
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, Resp};
-use vm_memory::GuestMemoryError;
 use zerocopy::IntoBytes;
 
 /// Pages between two looks at the clock of a drain: compressing one takes some µs, so that a slice
@@ -32,6 +32,8 @@ const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 pub struct Context<'a> {
     /// Whose pages these are.
     pub vm: &'a Vm,
+    /// Who waits for the answer.
+    pub peer: &'a Peer,
     /// The connection's generation.
     pub generation: u64,
     /// Start of the daemon's clock.
@@ -77,9 +79,10 @@ fn resp(status: u8) -> Resp {
 pub fn answer_status(
     chain: &Chain,
     memory: &GuestMemory,
+    peer: &Peer,
     status: u8,
-) -> Result<u32, GuestMemoryError> {
-    let wrote = chain.write(memory, 0, resp(status).as_bytes())?;
+) -> Result<u32, WriteError> {
+    let wrote = chain.write(memory, peer, 0, resp(status).as_bytes())?;
     debug_assert!(wrote, "parse made sure that a status fits");
     Ok(RESP_BYTES as u32)
 }
@@ -92,7 +95,7 @@ pub fn execute(
     chain: &Chain,
     memory: &GuestMemory,
     buffers: &mut PageBuffers,
-) -> Result<Option<u32>, GuestMemoryError> {
+) -> Result<Option<u32>, WriteError> {
     let stale = request.header.generation != context.generation;
     if stale {
         context
@@ -146,7 +149,7 @@ pub fn execute(
             wire::S_OK
         }
     };
-    answer_status(chain, memory, status).map(Some)
+    answer_status(chain, memory, context.peer, status).map(Some)
 }
 
 fn put(
@@ -155,7 +158,7 @@ fn put(
     request: &Request<'_>,
     chain: &Chain,
     memory: &GuestMemory,
-) -> Result<u32, GuestMemoryError> {
+) -> Result<u32, WriteError> {
     let Body::Put { pages, data } = &request.body else {
         return Ok(0);
     };
@@ -221,7 +224,7 @@ fn put(
     answer[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
     let bytes = RESP_BYTES + pages.len();
     answer[RESP_BYTES..bytes].copy_from_slice(&results[..pages.len()]);
-    let wrote = chain.write(memory, 0, &answer[..bytes])?;
+    let wrote = chain.write(memory, context.peer, 0, &answer[..bytes])?;
     debug_assert!(wrote, "parse made sure that the answer fits");
     Ok(bytes as u32)
 }
@@ -233,7 +236,7 @@ fn get(
     chain: &Chain,
     memory: &GuestMemory,
     buffers: &mut PageBuffers,
-) -> Result<u32, GuestMemoryError> {
+) -> Result<u32, WriteError> {
     let Body::Get {
         object,
         index,
@@ -306,7 +309,7 @@ fn get(
     answer[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
     let data_offset = RESP_BYTES + count * GET_PAGE_BYTES;
     answer[RESP_BYTES..data_offset].copy_from_slice(results[..count].as_bytes());
-    let mut wrote = chain.write(memory, 0, &answer[..data_offset])?;
+    let mut wrote = chain.write(memory, context.peer, 0, &answer[..data_offset])?;
     let mut used_bytes = data_offset;
     // Neighbouring hits go in one copy; the data of a miss is left as the driver had it.
     let mut page = 0;
@@ -318,7 +321,7 @@ fn get(
         if hits > 0 {
             let offset = data_offset + page * wire::PAGE_SIZE;
             let bytes = buffers.pages[page..page + hits].as_flattened();
-            wrote &= chain.write(memory, offset as u64, bytes)?;
+            wrote &= chain.write(memory, context.peer, offset as u64, bytes)?;
             used_bytes = offset + bytes.len();
         }
         page += hits.max(1);

@@ -9,6 +9,7 @@
 //! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
 //! | `memory.rs`, `dirty.rs` | guest memory and the dirty log |
+//! | `peer.rs` | whether that memory is still the guest's: the front end is there |
 //! | `worker.rs`, `poller.rs` | data workers, how they wait |
 //! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
@@ -28,6 +29,7 @@ mod dirty;
 mod execute;
 mod janitor;
 mod memory;
+mod peer;
 mod poller;
 pub mod request;
 mod run_queue;

@@ -8,9 +8,10 @@
 //! control thread has the lock, the vring is drained: chains are answered one by one in the order
 //! in which they were made available, and none is ever left half done.
 
-use crate::chain::{Chain, READ_BUFFER_BYTES};
+use crate::chain::{Chain, READ_BUFFER_BYTES, WriteError};
 use crate::execute::{self, Context, PageBuffers};
 use crate::memory::Memory;
+use crate::peer::{HungUp, Peer};
 use crate::poller::signal;
 use crate::request::{self, QueueKind, Rejected};
 use crate::vm::Vm;
@@ -48,6 +49,8 @@ const AVAIL_F_NO_INTERRUPT: u16 = 1;
 pub struct Link {
     /// Whose connection it is.
     pub vm: Arc<Vm>,
+    /// Its VMM.
+    pub peer: Peer,
     /// The number that requests must carry; changes only while all vrings are held.
     pub generation: AtomicU64,
     /// Start of the daemon's clock.
@@ -97,6 +100,26 @@ pub enum Turn {
     Idle,
     /// There is more.
     More,
+}
+
+/// Why a turn ended before its time.
+enum Halt {
+    /// The memory may no longer be the guest's.
+    HungUp,
+    /// A fault of the guest, of the VMM or of the daemon.
+    Fault(String),
+}
+
+impl From<HungUp> for Halt {
+    fn from(_: HungUp) -> Self {
+        Halt::HungUp
+    }
+}
+
+impl From<String> for Halt {
+    fn from(reason: String) -> Self {
+        Halt::Fault(reason)
+    }
 }
 
 /// Buffers of a worker.
@@ -205,8 +228,15 @@ impl Vring {
         }
         match self.run(&mut state, scratch) {
             Ok(turn) => turn,
-            Err(reason) => {
+            Err(Halt::Fault(reason)) => {
                 self.stop(&mut state, reason);
+                Turn::Idle
+            }
+            Err(Halt::HungUp) => {
+                // Until the control thread, which is yet to hear of it, lets go of the memory.
+                let answered = state.queue.next_used();
+                state.queue.set_next_avail(answered);
+                state.stopped = Some("the front end hung up".into());
                 Turn::Idle
             }
         }
@@ -229,12 +259,14 @@ impl Vring {
         }
     }
 
-    fn run(&self, state: &mut State, scratch: &mut Scratch) -> Result<Turn, String> {
+    fn run(&self, state: &mut State, scratch: &mut Scratch) -> Result<Turn, Halt> {
         let memory = state.memory.clone();
         let memory = &memory.guest;
         let ring_fault = |what: &'static str| {
             move |error: virtio_queue::Error| format!("{what} cannot be accessed: {error}")
         };
+        let peer = &self.link.peer;
+        peer.look()?;
         state
             .queue
             .disable_notification(memory)
@@ -253,6 +285,7 @@ impl Vring {
                 .map_err(|error| format!("the available ring is broken: {error}"))?
                 .next()
             else {
+                // One load after the last look.
                 let more = state.queue.enable_notification(memory);
                 if !more.map_err(ring_fault("the used ring"))? {
                     break Turn::Idle;
@@ -263,6 +296,7 @@ impl Vring {
                     .queue
                     .disable_notification(memory)
                     .map_err(ring_fault("the used ring"))?;
+                peer.look()?;
                 continue;
             };
             let head = descriptors.head_index();
@@ -276,6 +310,7 @@ impl Vring {
                 state.queue.set_next_avail(state.queue.next_used());
                 break Turn::More;
             };
+            peer.look()?;
             state
                 .queue
                 .add_used(memory, head, used_bytes)
@@ -288,11 +323,11 @@ impl Vring {
             // After a lost backend the VMM replays from the last used element: completing out of
             // order would answer into memory that the driver has reused.
             if state.queue.next_used() != state.queue.next_avail() {
-                return Err(format!(
+                return Err(Halt::Fault(format!(
                     "a bug in the daemon: {} chains were taken but {} answered",
                     state.queue.next_avail(),
                     state.queue.next_used()
-                ));
+                )));
             }
             let walk_pages = scratch.chain.descriptors() / DESCRIPTORS_PER_PAGE;
             budget_pages = budget_pages.saturating_sub(cost_pages + walk_pages);
@@ -302,6 +337,8 @@ impl Vring {
             if !to_interrupt {
                 state.interrupt(memory)?;
             }
+            // For the next chain, or for the wish to be kicked.
+            peer.look()?;
         };
         if to_interrupt {
             state.interrupt(memory)?;
@@ -315,15 +352,22 @@ impl Vring {
         &self,
         memory: &crate::memory::GuestMemory,
         scratch: &mut Scratch,
-    ) -> Result<(Option<u32>, u32), String> {
+    ) -> Result<(Option<u32>, u32), Halt> {
         let Scratch {
             chain,
             readable,
             pages,
         } = scratch;
         let vm = &*self.link.vm;
-        let fault = |error| format!("a buffer of the guest cannot be accessed: {error}");
-        let readable = chain.read(memory, readable).map_err(fault)?;
+        let fault = |error| match error {
+            WriteError::HungUp => Halt::HungUp,
+            WriteError::Memory(error) => {
+                Halt::Fault(format!("a buffer of the guest cannot be accessed: {error}"))
+            }
+        };
+        let readable = chain
+            .read(memory, readable)
+            .map_err(|error| fault(error.into()))?;
         let kind = if self.index == wire::CONTROL_QUEUE {
             QueueKind::Control
         } else {
@@ -337,6 +381,7 @@ impl Vring {
             Ok(request) => {
                 let context = Context {
                     vm,
+                    peer: &self.link.peer,
                     generation: self.link.generation.load(Ordering::SeqCst),
                     epoch: self.link.epoch,
                     cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
@@ -346,15 +391,15 @@ impl Vring {
             }
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
-                let used = execute::answer_status(chain, memory, status);
+                let used = execute::answer_status(chain, memory, &self.link.peer, status);
                 // A bad request may be as large to read as any.
                 let read_pages = (readable.len() / wire::PAGE_SIZE) as u32;
                 Ok((Some(used.map_err(fault)?), 1 + read_pages))
             }
-            Err(Rejected::Unanswerable) => Err(format!(
+            Err(Rejected::Unanswerable) => Err(Halt::Fault(format!(
                 "a request has {} writable bytes, too few for an answer",
                 chain.writable_bytes()
-            )),
+            ))),
         }
     }
 

@@ -4,9 +4,11 @@
 use super::*;
 use crate::config::VmConfig;
 use crate::memory::RegionSpec;
+use crate::peer::Peer;
 use crate::poller::consume;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use std::os::unix::net::UnixStream;
 use tmem_pool::{Pool, PoolConfig, TenantSpec};
 use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, Req};
 use zerocopy::IntoBytes;
@@ -29,6 +31,7 @@ struct Guest {
     vring: Vring,
     memory: Arc<Memory>,
     link: Arc<Link>,
+    _front_end: UnixStream,
     call: OwnedFd,
     scratch: Scratch,
     free: u64,
@@ -65,8 +68,10 @@ fn guest_at(base: u16, used: u16) -> Guest {
     };
     let tenant = pool.add_tenant(spec).expect("fits");
     tenant.create_pool(1).expect("new");
+    let (own, front_end) = UnixStream::pair().expect("sockets");
     let link = Arc::new(Link {
         vm: Arc::new(Vm::new(config, tenant)),
+        peer: Peer::new(own),
         generation: AtomicU64::new(GENERATION),
         epoch: Instant::now(),
     });
@@ -96,6 +101,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         vring,
         memory,
         link,
+        _front_end: front_end,
         call,
         scratch: Scratch::new(),
         free: DATA,
@@ -426,6 +432,72 @@ fn a_held_vring_takes_nothing() {
     assert_eq!(guest.used(), 0);
     guest.turn();
     assert_eq!(guest.used(), 1);
+}
+
+/// Each thing that an answer leaves in guest memory is preceded by a look of its own.
+#[test]
+fn after_a_hang_up_nothing_is_touched() {
+    const PAGES: usize = 20;
+    let stages = [
+        // Looks that find the front end there: status, pages written, used index, kick wished at.
+        (0, [0, 0, 1, 1]),
+        (1, [0, 0, 1, 1]),
+        (2, [1, 0, 1, 1]),
+        (3, [1, 16, 1, 1]),
+        (4, [1, PAGES, 1, 1]),
+        (5, [1, PAGES, 2, 1]),
+        (6, [1, PAGES, 2, 2]),
+    ];
+    for (looks, expected) in stages {
+        let mut guest = guest();
+        guest.vring.lock().queue.set_event_idx(true);
+        guest.put(1, PAGES);
+        assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 1));
+        consume(&guest.call);
+        let answer = guest.get(1, PAGES);
+        let all = |guest: &Guest| guest.bytes(0, MEMORY_BYTES as usize);
+        let before = all(&guest);
+        guest.link.peer.hang_up_after(looks);
+        assert_eq!(guest.turn(), Turn::Idle);
+        let results = guest.results(answer, PAGES);
+        let data = guest.bytes(answer + 8 + 16 * PAGES as u64, PAGES * PAGE_SIZE);
+        let kick_at = guest.bytes(USED + 4 + 8 * u64::from(SIZE), 2);
+        let seen = [
+            usize::from(results == [wire::P_HIT; PAGES]),
+            data.chunks(PAGE_SIZE).filter(|page| page[4095] > 0).count(),
+            usize::from(guest.used()),
+            usize::from(kick_at[0]),
+        ];
+        assert_eq!(seen, expected, "{looks} looks");
+        if looks < 2 {
+            assert!(before == all(&guest), "{looks} looks");
+        }
+        assert_eq!(guest.stopped().is_some(), looks < 6, "{looks} looks");
+        let stopped = guest
+            .link
+            .vm
+            .counters
+            .queues_stopped
+            .load(Ordering::Relaxed);
+        assert_eq!(stopped, 0, "nobody's fault");
+        // And for good.
+        guest.link.peer.hang_up_after(usize::MAX);
+        guest.put(50, 1);
+        let offered = all(&guest);
+        guest.turn();
+        assert_eq!(offered == all(&guest), looks < 6, "{looks} looks");
+    }
+}
+
+/// Without EVENT_IDX the first thing that a turn does is to write.
+#[test]
+fn after_a_hang_up_no_flag_is_set() {
+    let mut guest = guest();
+    guest.put(1, 1);
+    let before = guest.bytes(0, MEMORY_BYTES as usize);
+    guest.link.peer.hang_up_after(0);
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
 }
 
 /// What is not begun when a drain's time is up is missed, or refused with nothing left behind.

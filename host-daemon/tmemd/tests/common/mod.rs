@@ -109,6 +109,31 @@ impl Daemon {
         kill_process(pid, Signal::CONT).unwrap();
     }
 
+    /// Takes the processor from it until [`Self::resume`]; none of its threads runs any more when
+    /// this returns.
+    pub fn suspend(&mut self) {
+        let pid = Pid::from_child(self.child.as_ref().expect("running"));
+        kill_process(pid, Signal::STOP).unwrap();
+        let tasks = format!("/proc/{pid}/task");
+        // The state follows the name, which stands in brackets.
+        let stopped = |task: fs::DirEntry| {
+            fs::read_to_string(task.path().join("stat")).is_ok_and(|stat| {
+                stat.rsplit_once(')')
+                    .is_some_and(|(_, s)| s.starts_with(" T"))
+            })
+        };
+        self.until("all threads stop", || {
+            let mut tasks = fs::read_dir(&tasks).unwrap().map(Result::unwrap);
+            tasks.all(stopped)
+        });
+    }
+
+    /// Ends [`Self::suspend`].
+    pub fn resume(&self) {
+        let pid = Pid::from_child(self.child.as_ref().expect("running"));
+        kill_process(pid, Signal::CONT).unwrap();
+    }
+
     /// Panics with the log if the daemon has ended.
     pub fn expect_alive(&mut self) {
         let status = self.child.as_mut().expect("running").try_wait().unwrap();

@@ -1,0 +1,137 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A daemon that is stopped while its front end hangs up: when it continues, the memory that it
+//! still maps is used for something else, and not a byte of it may change.
+//!
+//! QEMU gives up on a daemon that does not answer, and the guest goes on without it: it may reset
+//! the device, or reboot, and use the memory of rings and buffers for anything.
+
+mod common;
+
+use common::Daemon;
+use std::sync::atomic::Ordering;
+use tmem_sim::requests::PAGE;
+use tmem_sim::ring::{F_NEXT, F_WRITE};
+use tmem_sim::{Desc, Driver, FakeGuest, Request};
+
+/// Each is a race of the daemon's workers with its control thread, which the workers would win in
+/// some.
+const ROUNDS: u64 = 60;
+
+/// Chains that each ring then seems to hold.
+const CHAINS: u16 = 16;
+
+/// Pages that each of these chains asks for.
+const CHAIN_PAGES: u64 = 2;
+
+/// What all other memory then holds.
+const CANARY: u8 = 0xa5;
+
+/// Fills all memory with canaries, and leaves in each request queue's ring what a daemon that
+/// looked at it would take for requests: pages that it holds would go where canaries are.
+fn overwrite(driver: &Driver) {
+    let (guest, ram) = (&driver.guest, driver.guest.ram());
+    let index = |queue| guest.ring(queue).used_idx_in_memory();
+    let indices: Vec<u16> = (0..guest.num_queues()).map(index).collect();
+    let regions = common::guest("a").ram;
+    for region in &regions {
+        for at in (0..region.size_bytes).step_by(PAGE) {
+            ram.write(region.start + at, &[CANARY; PAGE]);
+        }
+    }
+    // The rings are in the first region.
+    let mut free = regions[1].start;
+    let mut take = |bytes: usize| {
+        free += bytes as u64;
+        free - bytes as u64
+    };
+    for (queue, used) in indices.iter().enumerate().skip(1) {
+        let ring = guest.ring(queue);
+        let layout = ring.layout();
+        let store = |at, value| ram.store_u16(at, value, Ordering::Release);
+        for number in 0..CHAINS {
+            let request = get(driver, queue as u64, u64::from(number) * CHAIN_PAGES);
+            let encoded = request.encode(driver.model.generation());
+            let readable = encoded.meta.len();
+            let writable = encoded.answer_meta_bytes + encoded.answer_data_bytes;
+            let (from, to) = (take(readable), take(writable));
+            ram.write(from, &encoded.meta);
+            let head = 2 * number;
+            let desc = |addr, bytes: usize, flags, next| Desc {
+                addr,
+                len: bytes as u32,
+                flags,
+                next,
+            };
+            ring.write_desc(head, desc(from, readable, F_NEXT, head + 1));
+            ring.write_desc(head + 1, desc(to, writable, F_WRITE, 0));
+            let entry = u64::from(used.wrapping_add(number) % layout.size);
+            store(layout.avail + 4 + 2 * entry, head);
+        }
+        store(layout.avail, 0);
+        store(layout.avail + 2, used.wrapping_add(CHAINS));
+        store(layout.used, 0);
+        store(layout.used + 2, *used);
+    }
+}
+
+/// A request for pages that the daemon holds.
+fn get(driver: &Driver, object: u64, first: u64) -> Request {
+    let cookie = |(key, cookie): (&tmem_sim::Key, &u64)| {
+        let asked = key.object == object && (first..first + CHAIN_PAGES).contains(&key.index);
+        asked.then_some((key.index, *cookie))
+    };
+    let mut cookies: Vec<(u64, u64)> = driver.index().iter().filter_map(cookie).collect();
+    cookies.sort_unstable();
+    assert_eq!(cookies.len() as u64, CHAIN_PAGES, "held");
+    Request::Get {
+        pool: driver.pool(),
+        object,
+        index: first,
+        cookies: cookies.into_iter().map(|(_, cookie)| cookie).collect(),
+    }
+}
+
+#[test]
+fn stopped_while_the_front_end_hangs_up() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let socket = daemon.socket("a");
+    let mut probe = FakeGuest::new(common::guest("a")).unwrap();
+    let mut changed = Vec::new();
+    for round in 0..ROUNDS {
+        let mut driver = daemon.driver("a", round);
+        let queues = driver.guest.num_queues();
+        for object in 1..queues as u64 {
+            driver.put(object, 0, u64::from(CHAINS) * CHAIN_PAGES);
+        }
+        driver.settle().unwrap();
+
+        daemon.suspend();
+        for queue in 1..queues {
+            let request = get(&driver, queue as u64, 0);
+            driver.guest.submit(queue, request).expect("room");
+        }
+        driver.put(40, 0, 2);
+        driver.put(41, 300, 302);
+        (0..queues).for_each(|queue| driver.guest.kick(queue));
+        driver.guest.disconnect();
+        overwrite(&driver);
+        let before = driver.guest.ram().snapshot();
+        daemon.resume();
+
+        // One connection a VM: it takes another when it has let go of the first one's memory.
+        daemon.until("the daemon notices", || probe.connect(&socket).is_ok());
+        probe.disconnect();
+        let pages = driver.guest.ram().changed_pages(&before);
+        if !pages.is_empty() {
+            changed.push((round, pages));
+        }
+    }
+    assert!(
+        changed.is_empty(),
+        "in {} of {ROUNDS} rounds the daemon wrote to memory that it had lost: {changed:x?}",
+        changed.len()
+    );
+    // And whoever comes then is served.
+    let mut driver = daemon.driver("a", ROUNDS);
+    common::work(&mut driver, 100);
+}
