@@ -9,12 +9,22 @@
 //!
 //! What remains is the time between a look and the access that follows it: a daemon that is
 //! stopped just there, for as long as the VMM waits, still writes what it was about to write, at
-//! most a slice of an answer. No look of the daemon can close that. Never here: what to do about it.
+//! most a slice of an answer. And for [`GOOD_FOR`] a look is not repeated. No look of the daemon
+//! can close the first; only a VMM that waits for the daemon's end can. Never here: what to do
+//! about a hang-up.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// How long a look is good for, since a small request takes not much longer than a system call.
+/// In that time no VMM gets from closing a connection over running its guest again to a guest that
+/// has freed the memory and uses it for something else. A daemon that is stopped between two looks
+/// sees at the second that time has gone by.
+const GOOD_FOR: Duration = Duration::from_micros(5);
 
 /// The front end's end of a connection is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,9 +36,12 @@ pub struct HungUp;
 /// down, so that the front end sees the end before the last of them is closed.
 pub struct Peer {
     socket: OwnedFd,
+    epoch: Instant,
+    /// When a look began that found it there, by `now_ns`. Whichever worker looked.
+    seen_at_ns: AtomicU64,
     /// So many looks find it there.
     #[cfg(test)]
-    looks: std::sync::atomic::AtomicUsize,
+    looks: AtomicU64,
 }
 
 impl Peer {
@@ -36,29 +49,44 @@ impl Peer {
     pub fn new(stream: UnixStream) -> Peer {
         Peer {
             socket: stream.into(),
+            epoch: Instant::now(),
+            seen_at_ns: 0.into(),
             #[cfg(test)]
-            looks: usize::MAX.into(),
+            looks: u64::MAX.into(),
         }
+    }
+
+    /// Starts where 0 is too long ago to be good.
+    fn now_ns(&self) -> u64 {
+        (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }
 
     /// Finds out whether it is still there; never waits. A hang-up is never taken back.
     pub fn look(&self) -> Result<(), HungUp> {
         #[cfg(test)]
         {
-            use std::sync::atomic::Ordering;
             let left = self.looks.load(Ordering::SeqCst);
             self.looks
                 .store(left.checked_sub(1).ok_or(HungUp)?, Ordering::SeqCst);
         }
+        // From before the look: the daemon may be stopped after it.
+        let now_ns = self.now_ns();
+        let seen_ago_ns = now_ns.saturating_sub(self.seen_at_ns.load(Ordering::Relaxed));
+        if seen_ago_ns < GOOD_FOR.as_nanos() as u64 {
+            return Ok(());
+        }
         // HUP and ERR are told unasked.
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
-        let now = Timespec {
+        let no_wait = Timespec {
             tv_sec: 0,
             tv_nsec: 0,
         };
         loop {
-            match poll(&mut fds, Some(&now)) {
-                Ok(0) => return Ok(()),
+            match poll(&mut fds, Some(&no_wait)) {
+                Ok(0) => {
+                    self.seen_at_ns.store(now_ns, Ordering::Relaxed);
+                    return Ok(());
+                }
                 Err(Errno::INTR) => {}
                 // Who cannot look must not touch.
                 Ok(_) | Err(_) => return Err(HungUp),
@@ -68,8 +96,8 @@ impl Peer {
 
     /// Lets it hang up between a look and the next: so many find it there.
     #[cfg(test)]
-    pub fn hang_up_after(&self, looks: usize) {
-        self.looks.store(looks, std::sync::atomic::Ordering::SeqCst);
+    pub fn hang_up_after(&self, looks: u64) {
+        self.looks.store(looks, Ordering::SeqCst);
     }
 }
 
@@ -85,14 +113,27 @@ mod tests {
         (Peer::new(own), same, other)
     }
 
+    /// A look when the one before is no longer good.
+    fn look(peer: &Peer) -> Result<(), HungUp> {
+        std::thread::sleep(2 * GOOD_FOR);
+        peer.look()
+    }
+
+    #[test]
+    fn the_first_look_is_one() {
+        let (own, other) = UnixStream::pair().expect("sockets");
+        drop(other);
+        assert_eq!(Peer::new(own).look(), Err(HungUp));
+    }
+
     #[test]
     fn messages_are_no_hang_up() {
         let (peer, _own, mut other) = pair();
-        assert_eq!(peer.look(), Ok(()));
+        assert_eq!(look(&peer), Ok(()));
         other.write_all(b"unread").expect("room");
-        assert_eq!(peer.look(), Ok(()));
+        assert_eq!(look(&peer), Ok(()));
         drop(other);
-        assert_eq!(peer.look(), Err(HungUp), "unread messages or none");
+        assert_eq!(look(&peer), Err(HungUp), "unread messages or none");
     }
 
     #[test]
@@ -100,18 +141,18 @@ mod tests {
         for how in [Shutdown::Write, Shutdown::Both] {
             let (peer, _own, other) = pair();
             other.shutdown(how).expect("connected");
-            assert_eq!(peer.look(), Err(HungUp), "{how:?}");
-            assert_eq!(peer.look(), Err(HungUp), "{how:?}: for good");
+            assert_eq!(look(&peer), Err(HungUp), "{how:?}");
+            assert_eq!(look(&peer), Err(HungUp), "{how:?}: for good");
         }
         let (peer, own, other) = pair();
         let other_handle = other.try_clone().expect("a second handle");
         drop(other);
-        assert_eq!(peer.look(), Ok(()), "another handle is open");
+        assert_eq!(look(&peer), Ok(()), "another handle is open");
         drop(other_handle);
-        assert_eq!(peer.look(), Err(HungUp));
+        assert_eq!(look(&peer), Err(HungUp));
         drop(own);
         let (peer, own, _other) = pair();
         own.shutdown(Shutdown::Both).expect("connected");
-        assert_eq!(peer.look(), Err(HungUp), "by this daemon");
+        assert_eq!(look(&peer), Err(HungUp), "by this daemon");
     }
 }

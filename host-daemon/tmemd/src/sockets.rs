@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Listening Unix sockets: those of a dead daemon are replaced, those of a live one are refused.
 
+use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
@@ -59,7 +60,16 @@ impl Listener {
             rustix::net::bind(&socket, &address)?;
             Ok(socket)
         });
-        let socket = bound.map_err(|errno| at(path, io::Error::from(errno)))?;
+        let socket = bound.map_err(|errno| match path.parent() {
+            Some(folder) if errno == Errno::NOENT => at(
+                path,
+                format_args!(
+                    "there is no directory {}: create it, or choose another path",
+                    folder.display()
+                ),
+            ),
+            _ => at(path, io::Error::from(errno)),
+        })?;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(SOCKET_MODE))
             .map_err(|e| at(path, e))?;
         rustix::net::listen(&socket, BACKLOG).map_err(|e| at(path, io::Error::from(e)))?;

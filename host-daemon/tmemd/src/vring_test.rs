@@ -481,7 +481,7 @@ fn after_a_hang_up_nothing_is_touched() {
             .load(Ordering::Relaxed);
         assert_eq!(stopped, 0, "nobody's fault");
         // And for good.
-        guest.link.peer.hang_up_after(usize::MAX);
+        guest.link.peer.hang_up_after(u64::MAX);
         guest.put(50, 1);
         let offered = all(&guest);
         guest.turn();

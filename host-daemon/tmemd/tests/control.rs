@@ -405,7 +405,7 @@ fn wrong_arguments_are_named() {
         ),
         (
             &["--pool-size", "64MiB", "--control", "/nowhere/at/all"][..],
-            "/nowhere/at/all",
+            "/nowhere/at/all: there is no directory /nowhere/at: create it",
         ),
         (&["--pool-size", "64MiB", "--workers", "0"][..], "0 workers"),
         (&[][..], "--pool-size"),
