@@ -280,12 +280,13 @@ impl Vring {
             if budget_pages == 0 {
                 break Turn::More;
             }
+            // For the next chain, or for the wish to be kicked.
+            peer.look()?;
             let chains = state.queue.iter(memory);
             let Some(descriptors) = chains
                 .map_err(|error| format!("the available ring is broken: {error}"))?
                 .next()
             else {
-                // One load after the last look.
                 let more = state.queue.enable_notification(memory);
                 if !more.map_err(ring_fault("the used ring"))? {
                     break Turn::Idle;
@@ -296,7 +297,6 @@ impl Vring {
                     .queue
                     .disable_notification(memory)
                     .map_err(ring_fault("the used ring"))?;
-                peer.look()?;
                 continue;
             };
             let head = descriptors.head_index();
@@ -337,8 +337,6 @@ impl Vring {
             if !to_interrupt {
                 state.interrupt(memory)?;
             }
-            // For the next chain, or for the wish to be kicked.
-            peer.look()?;
         };
         if to_interrupt {
             state.interrupt(memory)?;
