@@ -136,12 +136,17 @@ class Vm:
             return (self._folder / "qmp").exists() and (self._folder / "agent").exists()
 
         until(listening, 20, f"{self.name}: QEMU opens its sockets")
-        try:
-            self._qmp = Qmp(self._folder / "qmp", self.name)
-        except QmpError:
-            # Most often it has just refused its options; its own words say more.
-            until(lambda: not process.alive(), 5, f"{self.name}: QEMU ends or gives QMP")
+
+        def greeted() -> Qmp | None:
+            # Between bind and listen a socket is there and refuses; a QEMU that has just refused
+            # its options is about to end, and its own words say more.
             process.expect_alive()
+            try:
+                return Qmp(self._folder / "qmp", self.name)
+            except QmpError:
+                return None
+
+        self._qmp = until(greeted, 20, f"{self.name}: QEMU gives QMP")
 
     def start(self) -> Guest:
         """Launches and boots; returns the guest when its agent answers."""

@@ -59,6 +59,27 @@ def load(guest: Guest, parameters: str = "", *, online: bool = True) -> None:
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} {parameters}")
     if online:
         wait_state(guest, "on")
+        wait_served(guest)
+
+
+def wait_served(guest: Guest) -> None:
+    """Waits until the mount takes puts.
+
+    The driver learns of a file system from its first regular file, which a new one does not
+    have, and creates its pool at the host in the background.
+    """
+    probe = f"{WHERE}/.served"
+
+    def served() -> bool:
+        guest.sh(
+            f"dd if=/dev/zero of={probe} bs=64k count=1 2>/dev/null && sync"
+            " && echo 1 >/proc/sys/vm/drop_caches"
+        )
+        return stats(guest)["puts"] > 0
+
+    until(served, ONLINE_SECONDS, f"the driver serves {WHERE}")
+    guest.sh(f"rm {probe} && sync")
+    settle(guest)
 
 
 def state(guest: Guest) -> str:
