@@ -464,23 +464,28 @@ mod tests {
         assert_eq!(m.held_pages(), 0);
     }
 
-    #[test]
-    fn a_flush_takes_what_came_before_it() {
-        let mut m = model();
-        put(&mut m, 10, A, wire::P_STORED).unwrap();
+    /// An answered flush of all pages of the object under test.
+    fn flush_object() -> Done {
         let range = Range {
             object: 2,
             index: 0,
             nr_pages: wire::TO_END,
         };
-        let flush = done(
+        done(
             Request::Flush {
                 pool: 1,
                 ranges: vec![range],
             },
             wire::S_OK,
             vec![],
-        );
+        )
+    }
+
+    #[test]
+    fn a_flush_takes_what_came_before_it() {
+        let mut m = model();
+        put(&mut m, 10, A, wire::P_STORED).unwrap();
+        let flush = flush_object();
         let asked = m.ask(vec![]);
         // Stored after the flush was sent, on another queue: no order, both answers are right.
         put(&mut m, 11, B, wire::P_STORED).unwrap();
@@ -497,19 +502,7 @@ mod tests {
     fn a_flush_has_no_order_with_a_get_elsewhere() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
-        let range = Range {
-            object: 2,
-            index: 0,
-            nr_pages: wire::TO_END,
-        };
-        let flush = done(
-            Request::Flush {
-                pool: 1,
-                ranges: vec![range],
-            },
-            wire::S_OK,
-            vec![],
-        );
+        let flush = flush_object();
         let asked_flush = m.ask(vec![]);
         let asked_get = m.ask(vec![]);
         m.judge(&asked_flush, &flush, |_| 2).unwrap();
