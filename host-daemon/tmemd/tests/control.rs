@@ -404,8 +404,8 @@ fn wrong_arguments_are_named() {
             "socket=PATH",
         ),
         (
-            &["--pool-size", "64MiB", "--control", "/nowhere/at/all"][..],
-            "/nowhere/at/all: there is no directory /nowhere/at: create it",
+            &["--pool-size", "64MiB", "--control", "/missing/at/all"][..],
+            "/missing/at/all: there is no directory /missing/at: create it",
         ),
         (&["--pool-size", "64MiB", "--workers", "0"][..], "0 workers"),
         (&[][..], "--pool-size"),
