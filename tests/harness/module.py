@@ -16,7 +16,7 @@ from harness.paths import ROOT, HarnessError, cache_dir
 MODULE = "virtio_tmem.ko"
 SUFFIXES = (".c", ".h", ".S", ".mk")
 NAMES = ("Makefile", "Kbuild")
-BUILDS_KEPT = 6  # per kernel; a developer's edits would pile up
+BUILDS_KEPT = 16  # per kernel; edits and branches would pile up
 
 
 def build(kernel: Kernel, *, test: bool = False) -> Path:
