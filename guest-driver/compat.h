@@ -43,6 +43,13 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 	rac->_batch_count = 0;
 }
 
+/* 6.10 on knows the source of a trace event's string from its declaration. */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 10, 0)
+#define tmem_assign_str(dst, src) __assign_str(dst, src)
+#else
+#define tmem_assign_str(dst, src) __assign_str(dst)
+#endif
+
 /* The series of the headers this was built with, as KERNEL_VERSION(major, minor, 0). */
 #define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)
 

@@ -270,7 +270,7 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 			     const unsigned long *want, u64 *entry, struct tmem_where *where);
 void tmem_index_sweep(void);
 void tmem_index_bypass_free(struct tmem_pool *pool);
-void tmem_index_drop_pool(u32 id);
+void tmem_index_drop_pool(u32 id, const char *name);
 void tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
 
 /* pool.c */
@@ -284,8 +284,10 @@ struct tmem_pool {
 	bool bypass_all;		/* a mark could not be stored; under a bucket lock */
 	unsigned int nr_bypassed;	/* under the lock of bypass */
 	struct xarray bypass;		/* by inode number */
+	struct rcu_head rcu;
 };
 
+const char *tmem_pool_name(u32 id);
 bool tmem_pool_live(u32 id);
 void tmem_pools_device(bool present);
 void tmem_pools_forget(void);

@@ -15,6 +15,7 @@
 #include <linux/sched.h>
 #include <linux/slab.h>
 
+#include "../trace.h"
 #include "core.h"
 
 /* Requests that one call has with the host at a time: 4 MiB, the largest readahead in use. */
@@ -223,13 +224,27 @@ void tmem_breaker_probe(struct tmem_dev *dev)
  */
 void tmem_breaker_reset(struct tmem_dev *dev)
 {
+	bool was;
+
 	spin_lock_irq(&dev->get_lock);
 	dev->late_row = 0;
+	was = dev->tripped;
 	WRITE_ONCE(dev->tripped, false);
 	spin_unlock_irq(&dev->get_lock);
+	if (was)
+		trace_tmem_breaker(false);
 }
 
 /* --- get ----------------------------------------------------------------------------------- */
+
+/* @begin_ns: 0 if nobody wanted to know when the call began. */
+static void trace_get(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
+		      unsigned int hits, u64 begin_ns)
+{
+	if (begin_ns && trace_tmem_get_enabled())
+		trace_tmem_get(key->pool->name, key->ino, index, wanted, hits,
+			       div_u64(ktime_get_ns() - begin_ns, NSEC_PER_USEC));
+}
 
 /* Where a call of tmem_get() stands. */
 struct get_call {
@@ -453,6 +468,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 {
 	unsigned int wanted = bitmap_weight(want, nr), from, to;
 	enum tmem_stat why = TMEM_STAT_misses_offline;
+	u64 begin_ns = trace_tmem_get_enabled() ? ktime_get_ns() : 0;
 	struct get_call call;
 	struct tmem_dev *dev;
 	u64 now_ns;
@@ -498,12 +514,14 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 	if (call.late || call.asked)
 		breaker_note(dev, call.late);
 	tmem_dev_put(dev);
+	trace_get(key, index, wanted, call.hits, begin_ns);
 	return call.hits;
 put:
 	tmem_dev_put(dev);
 none:
 	bitmap_zero(want, nr);
 	tmem_count_n(why, wanted);
+	trace_get(key, index, wanted, 0, begin_ns);
 	return 0;
 }
 

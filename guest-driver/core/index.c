@@ -28,6 +28,7 @@
 #include <linux/mm.h>
 #include <linux/slab.h>
 
+#include "../trace.h"
 #include "leaf.h"
 
 /* Leaves handled before the lock is dropped: some 10 us with interrupts off. */
@@ -57,6 +58,16 @@ static atomic_long_t bypass_bytes;	/* of the marks; part of tmem_index_used_byte
 
 static void evict_work_fn(struct work_struct *work);
 static DECLARE_WORK(evict_work, evict_work_fn);
+
+/* Entries of an object were erased; under its bucket's lock. */
+static void note_erased(const struct object *object, u64 first, u64 last, unsigned long pages,
+			enum tmem_inval why)
+{
+	tmem_count_inval(why, pages);
+	if (pages && trace_tmem_invalidate_enabled())
+		trace_tmem_invalidate(tmem_pool_name(object->pool), object->ino, first, last, pages,
+				      tmem_inval_name(why));
+}
 
 /* --- buckets and objects ------------------------------------------------------------------- */
 
@@ -134,7 +145,7 @@ static void detach(u32 bucket, struct object *object, enum tmem_inval why)
 
 	lockdep_assert_held(&buckets[bucket].lock);
 	atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
-	tmem_count_inval(why, object->nr_pages);
+	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
 	tmem_ring_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
 	unlink_object(object, &detached);
@@ -227,7 +238,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
 		if (leaf && tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf,
 					    BIT_ULL(index & (LEAF_PAGES - 1))))
-			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
+			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 		if (!object->nr_pages)
 			free_empty(object);
 	} else if (!err) {
@@ -319,7 +330,7 @@ void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 		if (leaf && leaf->present & BIT_ULL(bit) &&
 		    tmem_entry_offset(leaf->entry[leaf_rank(leaf, bit)]) == offset) {
 			tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
-			tmem_count_inval(TMEM_INVAL_DROPPED, 1);
+			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 			if (!object->nr_pages)
 				free_empty(object);
 		}
@@ -381,6 +392,8 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 	if (!erased)
 		return;
 	tmem_count_inval(why, erased);
+	trace_tmem_invalidate(pool->name, ino, first, min_t(u64, last, TMEM_INDEX_MAX), erased,
+			      tmem_inval_name(why));
 	tmem_ring_flush(&where, first,
 			last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
 }
@@ -557,13 +570,16 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 
 /* --- sweeping and eviction ----------------------------------------------------------------- */
 
-/* Frees all objects of pool @id, or, if @id is 0, of all pools that are no longer live. */
-static void sweep(u32 id, enum tmem_inval why)
+/*
+ * Frees all objects of pool @id, or, if @id is 0, of all pools that are no longer live. Returns how
+ * many pages they had.
+ */
+static unsigned long sweep(u32 id, enum tmem_inval why)
 {
+	unsigned long i, erased = 0;
 	struct hlist_node *next;
 	struct object *object;
 	HLIST_HEAD(freed);
-	unsigned long i;
 
 	for (i = 0; i < 1UL << bucket_bits; i++) {
 		spin_lock_irq(&buckets[i].lock);
@@ -572,6 +588,7 @@ static void sweep(u32 id, enum tmem_inval why)
 				continue;
 			atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
 			tmem_count_inval(why, object->nr_pages);
+			erased += object->nr_pages;
 			unlink_object(object, &freed);
 		}
 		spin_unlock_irq(&buckets[i].lock);
@@ -581,6 +598,7 @@ static void sweep(u32 id, enum tmem_inval why)
 		}
 		cond_resched();
 	}
+	return erased;
 }
 
 /**
@@ -590,18 +608,27 @@ static void sweep(u32 id, enum tmem_inval why)
  */
 void tmem_index_sweep(void)
 {
-	sweep(0, TMEM_INVAL_GENERATION);
+	unsigned long erased = sweep(0, TMEM_INVAL_GENERATION);
+
+	if (erased)
+		trace_tmem_invalidate("*", 0, 0, TMEM_INDEX_MAX, erased,
+				      tmem_inval_name(TMEM_INVAL_GENERATION));
 }
 
 /**
  * tmem_index_drop_pool() - free all objects of a pool that is unreachable
  * @id: its id
+ * @name: its name
  *
  * Context: process, may sleep.
  */
-void tmem_index_drop_pool(u32 id)
+void tmem_index_drop_pool(u32 id, const char *name)
 {
-	sweep(id, TMEM_INVAL_UNMOUNT);
+	unsigned long erased = sweep(id, TMEM_INVAL_UNMOUNT);
+
+	if (erased)
+		trace_tmem_invalidate(name, 0, 0, TMEM_INDEX_MAX, erased,
+				      tmem_inval_name(TMEM_INVAL_UNMOUNT));
 }
 
 /* One step of the evictor: up to 32 leaves of a bucket, from (@at, @nr) on. False: bucket done. */

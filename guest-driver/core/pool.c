@@ -51,7 +51,7 @@ static void free_dead(void)
 
 	list_for_each_entry_safe(pool, next, &tmem_pools_dead, list) {
 		list_del(&pool->list);
-		kfree(pool);
+		kfree_rcu(pool, rcu);
 	}
 }
 
@@ -93,7 +93,7 @@ void tmem_pool_free(struct tmem_pool *pool)
 	pool->freed = true;
 	list_move_tail(&pool->list, &tmem_pools_dead);
 	if (id)
-		tmem_index_drop_pool(id);
+		tmem_index_drop_pool(id, pool->name);
 	tmem_index_bypass_free(pool);
 	if (!have_device)
 		free_dead();
@@ -110,6 +110,21 @@ void tmem_pool_free(struct tmem_pool *pool)
 bool tmem_pool_live(u32 id)
 {
 	return xa_load(&tmem_pools_live, id);
+}
+
+/**
+ * tmem_pool_name() - name of a pool, for who has only its id
+ * @id: pool id
+ *
+ * Context: any but NMI; the caller holds the RCU read lock or a spinlock while it uses the name.
+ *
+ * Return: the name, or "?" when the id is no longer in use.
+ */
+const char *tmem_pool_name(u32 id)
+{
+	struct tmem_pool *pool = xa_load(&tmem_pools_live, id);
+
+	return pool ? pool->name : "?";
 }
 
 /**
@@ -169,7 +184,7 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 	pool->burnt_id = 0;
 	if (pool->freed) {
 		list_del(&pool->list);
-		kfree(pool);
+		kfree_rcu(pool, rcu);
 	}
 	return 0;
 }

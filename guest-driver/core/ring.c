@@ -22,6 +22,7 @@
 #include <linux/kthread.h>
 #include <linux/slab.h>
 
+#include "../trace.h"
 #include "core.h"
 
 /* Data blocks a batch touches: one more than it fills, as it may start within one. */
@@ -188,9 +189,12 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 	}
 	if (taken) {
 		tmem_count(TMEM_STAT_puts);
+		trace_tmem_put(key->pool->name, key->ino, index, workingset,
+			       tmem_stat_name(TMEM_STAT_puts));
 		return true;
 	}
 	tmem_count(why);
+	trace_tmem_put(key->pool->name, key->ino, index, workingset, tmem_stat_name(why));
 	tmem_invalidate(key->pool, key->ino, index, index, TMEM_INVAL_DROPPED);
 	if (why == TMEM_STAT_puts_dropped_cookies)
 		tmem_control_resync_any(true);

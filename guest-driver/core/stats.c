@@ -11,6 +11,7 @@
 #include <linux/module.h>
 #include <linux/sysfs.h>
 
+#include "../trace.h"
 #include "core.h"
 
 #define REASON_BYTES	256
@@ -87,6 +88,7 @@ void tmem_state_tripped(bool tripped)
 	spin_lock_irqsave(&state_lock, flags);
 	is_tripped = tripped;
 	spin_unlock_irqrestore(&state_lock, flags);
+	trace_tmem_breaker(tripped);
 	pr_notice_ratelimited("virtio_tmem: %s\n", tripped ?
 			      "answers are late: no gets until the host answers in time" :
 			      "the host answers in time again");
@@ -106,6 +108,7 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index)
 	bool first;
 
 	tmem_count(TMEM_STAT_mismatches);
+	trace_tmem_poison(why, ino, index);
 	spin_lock_irqsave(&state_lock, flags);
 	first = !poison_reason[0];
 	if (first)

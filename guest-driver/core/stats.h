@@ -23,6 +23,9 @@ struct tmem_stats {
 	unsigned long count[NR_TMEM_STATS];
 };
 
+/* As in stats_list.h; trace.c. */
+extern const char *const tmem_stat_names[NR_TMEM_STATS];
+
 DECLARE_PER_CPU(struct tmem_stats, tmem_stats);
 
 /* Any context. */
@@ -41,6 +44,16 @@ static inline void tmem_count_inval(enum tmem_inval why, unsigned long n)
 	BUILD_BUG_ON(TMEM_STAT_invalidations_fadvise - TMEM_STAT_invalidations_removed !=
 		     NR_TMEM_INVAL - 1);
 	tmem_count_n(TMEM_STAT_invalidations_removed + why, n);
+}
+
+static inline const char *tmem_stat_name(enum tmem_stat stat)
+{
+	return tmem_stat_names[stat];
+}
+
+static inline const char *tmem_inval_name(enum tmem_inval why)
+{
+	return tmem_stat_names[TMEM_STAT_invalidations_removed + why];
 }
 
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);

@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The tracepoints' own code, and the names that they share with the counters.
+ */
+#include "core.h"
+
+#define CREATE_TRACE_POINTS
+#include "../trace.h"
+
+const char *const tmem_stat_names[NR_TMEM_STATS] = {
+#define TMEM_STAT(name) __stringify(name),
+#include "stats_list.h"
+#undef TMEM_STAT
+};

@@ -1,0 +1,134 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Tracepoints, in /sys/kernel/tracing/events/virtio_tmem/. Off, each is a jump that is not taken.
+ *
+ * A reason is the name of the counter that grew with the event, as in stats_list.h, so that both
+ * can be laid side by side. A pool has the name of its block device.
+ */
+#undef TRACE_SYSTEM
+#define TRACE_SYSTEM virtio_tmem
+
+#if !defined(_TMEM_TRACE_H) || defined(TRACE_HEADER_MULTI_READ)
+#define _TMEM_TRACE_H
+
+#include <linux/tracepoint.h>
+
+#include "compat.h"
+
+/* A page was offered: taken if the reason is "puts". */
+TRACE_EVENT(tmem_put,
+	TP_PROTO(const char *pool, u64 ino, u64 index, bool workingset, const char *reason),
+	TP_ARGS(pool, ino, index, workingset, reason),
+	TP_STRUCT__entry(
+		__field(u64, ino)
+		__field(u64, index)
+		__field(bool, workingset)
+		__string(pool, pool)
+		__string(reason, reason)
+	),
+	TP_fast_assign(
+		__entry->ino = ino;
+		__entry->index = index;
+		__entry->workingset = workingset;
+		tmem_assign_str(pool, pool);
+		tmem_assign_str(reason, reason);
+	),
+	TP_printk("pool=%s ino=%llu index=%llu workingset=%d reason=%s",
+		  __get_str(pool), __entry->ino, __entry->index, __entry->workingset,
+		  __get_str(reason))
+);
+
+/* A call that asked for pages ended. It began wait_us ago, most of which it waited for the host. */
+TRACE_EVENT(tmem_get,
+	TP_PROTO(const char *pool, u64 ino, u64 index, unsigned int wanted, unsigned int hits,
+		 u64 wait_us),
+	TP_ARGS(pool, ino, index, wanted, hits, wait_us),
+	TP_STRUCT__entry(
+		__field(u64, ino)
+		__field(u64, index)
+		__field(unsigned int, wanted)
+		__field(unsigned int, hits)
+		__field(u64, wait_us)
+		__string(pool, pool)
+	),
+	TP_fast_assign(
+		__entry->ino = ino;
+		__entry->index = index;
+		__entry->wanted = wanted;
+		__entry->hits = hits;
+		__entry->wait_us = wait_us;
+		tmem_assign_str(pool, pool);
+	),
+	TP_printk("pool=%s ino=%llu index=%llu wanted=%u hits=%u wait_us=%llu",
+		  __get_str(pool), __entry->ino, __entry->index, __entry->wanted, __entry->hits,
+		  __entry->wait_us)
+);
+
+/*
+ * Entries were erased: pages of them within first .. last of an inode. Inode 0 is all inodes of the
+ * pool, pool "*" all pools. Nothing is traced when nothing was held.
+ */
+TRACE_EVENT(tmem_invalidate,
+	TP_PROTO(const char *pool, u64 ino, u64 first, u64 last, unsigned long pages,
+		 const char *reason),
+	TP_ARGS(pool, ino, first, last, pages, reason),
+	TP_STRUCT__entry(
+		__field(u64, ino)
+		__field(u64, first)
+		__field(u64, last)
+		__field(unsigned long, pages)
+		__string(pool, pool)
+		__string(reason, reason)
+	),
+	TP_fast_assign(
+		__entry->ino = ino;
+		__entry->first = first;
+		__entry->last = last;
+		__entry->pages = pages;
+		tmem_assign_str(pool, pool);
+		tmem_assign_str(reason, reason);
+	),
+	TP_printk("pool=%s ino=%llu first=%llu last=%llu pages=%lu reason=%s",
+		  __get_str(pool), __entry->ino, __entry->first, __entry->last, __entry->pages,
+		  __get_str(reason))
+);
+
+/* Open: answers are late, nothing is asked for until one is in time. */
+TRACE_EVENT(tmem_breaker,
+	TP_PROTO(bool open),
+	TP_ARGS(open),
+	TP_STRUCT__entry(
+		__field(bool, open)
+	),
+	TP_fast_assign(
+		__entry->open = open;
+	),
+	TP_printk("%s", __entry->open ? "open" : "closed")
+);
+
+/* A page was wrong, and the cache is off until the module is loaded again. */
+TRACE_EVENT(tmem_poison,
+	TP_PROTO(const char *reason, u64 ino, u64 index),
+	TP_ARGS(reason, ino, index),
+	TP_STRUCT__entry(
+		__field(u64, ino)
+		__field(u64, index)
+		__string(reason, reason)
+	),
+	TP_fast_assign(
+		__entry->ino = ino;
+		__entry->index = index;
+		tmem_assign_str(reason, reason);
+	),
+	TP_printk("ino=%llu index=%llu reason=%s", __entry->ino, __entry->index,
+		  __get_str(reason))
+);
+
+#endif /* _TMEM_TRACE_H */
+
+/* Found through an -I of Kbuild: the same in the repository and in a DKMS tree. */
+#undef TRACE_INCLUDE_PATH
+#define TRACE_INCLUDE_PATH .
+#undef TRACE_INCLUDE_FILE
+#define TRACE_INCLUDE_FILE trace
+#include <trace/define_trace.h>

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The guest driver's list of sysfs files says what there is, all of it and no more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+DRIVER = ROOT / "guest-driver"
+ABI = DRIVER / "ABI/sysfs-kernel-virtio_tmem"
+SYSFS = "/sys/kernel/virtio_tmem"
+PARAMETERS = "/sys/module/virtio_tmem/parameters"
+
+
+def documented(text: str) -> dict[str, str]:
+    """Each file of the list, and its description."""
+    found: dict[str, str] = {}
+    for block in re.split(r"\n\n+", text):
+        fields = dict(re.findall(r"^(\w+):\t+(.+(?:\n\t\t.+)*)$", block, re.MULTILINE))
+        if "What" in fields:
+            assert fields["What"] not in found, f"{fields['What']} is there twice"
+            found[fields["What"]] = fields.get("Description", "")
+    return found
+
+
+def without_tests(source: str) -> str:
+    """A source without what only TMEM_TEST has."""
+    kept: list[str] = []
+    hidden: list[bool] = []  # one for each open #if
+    for line in source.splitlines():
+        if re.match(r"#\s*if", line):
+            hidden.append("TMEM_TEST" in line and "ifdef" in line)
+        elif re.match(r"#\s*else", line):
+            hidden[-1] = False
+        elif re.match(r"#\s*endif", line):
+            hidden.pop()
+        elif not any(hidden):
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def sources() -> list[str]:
+    folders = (DRIVER, DRIVER / "core", DRIVER / "hooks")
+    return [without_tests(path.read_text()) for folder in folders for path in folder.glob("*.c")]
+
+
+def counters() -> set[str]:
+    text = (DRIVER / "core/stats_list.h").read_text()
+    return set(re.findall(r"^TMEM_STAT\((\w+)\)$", text, re.MULTILINE))
+
+
+def attributes() -> set[str]:
+    found: set[str] = set()
+    for source in sources():
+        found |= set(re.findall(r"__ATTR_(?:RO|RW|WO)\((\w+)\)", source))
+    return found
+
+
+def parameters() -> set[str]:
+    found: set[str] = set()
+    for source in sources():
+        found |= set(re.findall(r"^module_param(?:_cb|_named)?\((\w+),", source, re.MULTILINE))
+    return found
+
+
+def last_names(files: dict[str, str], under: str) -> set[str]:
+    return {Path(name).name for name in files if name.startswith(under + "/")}
+
+
+def test_every_file_has_its_line_and_every_line_its_file() -> None:
+    files = documented(ABI.read_text())
+    assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
+    assert last_names(files, SYSFS) == counters() | attributes()
+    assert last_names(files, PARAMETERS) == parameters()
+    assert all(name.startswith((SYSFS, PARAMETERS)) for name in files)
+    for name in counters():
+        assert f"{SYSFS}/stats/{name}" in files
+
+
+def test_every_line_says_something() -> None:
+    files = documented(ABI.read_text())
+    empty = [name for name, text in files.items() if len(text.split()) < 4]
+    assert not empty
+    texts = list(files.values())
+    assert len(set(texts)) == len(texts), "two files with the same description"
+
+
+def test_the_list_is_read_right() -> None:
+    text = "What:\t\t/a\nDescription:\tOne\n\t\ttwo.\n\nWhat:\t\t/b\n"
+    assert documented(text) == {"/a": "One\n\t\ttwo.", "/b": ""}
+    assert without_tests("a\n#ifdef TMEM_TEST\nb\n#else\nc\n#endif\nd") == "a\nc\nd"

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The driver's tracepoints: each event is seen in tracefs, with fields that are true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from driver import (
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    set_parameter,
+    settle,
+    state,
+    stats,
+    wait_state,
+)
+from test_driver import start_daemon, tree_disk
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+from harness.wait import until
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+
+TRACING = "/sys/kernel/tracing"
+EVENTS = f"{TRACING}/events/virtio_tmem"
+
+
+def trace_on(guest: Guest, buffer_kib: int = 8192) -> None:
+    guest.sh(f"echo {buffer_kib} >{TRACING}/buffer_size_kb && echo 1 >{EVENTS}/enable")
+
+
+def clear(guest: Guest) -> None:
+    guest.sh(f"echo >{TRACING}/trace")
+
+
+def events(guest: Guest, name: str) -> list[dict[str, str]]:
+    """What was traced of one event since the last clear(): its fields, "" is all text after it."""
+    found = []
+    for line in guest.get(f"{TRACING}/trace").decode().splitlines():
+        match = re.search(rf": {name}: (.*)$", line)
+        if match:
+            fields = dict(word.split("=", 1) for word in match[1].split() if "=" in word)
+            found.append(fields | {"": match[1]})
+    return found
+
+
+def file_on_disk(guest: Guest, path: str) -> str:
+    """Its inode number; none of its pages is in memory."""
+    ino = guest.sh(f"stat -c %i {path}").strip()
+    guest.sh("sync && echo 3 >/proc/sys/vm/drop_caches", 60)
+    settle(guest)
+    return ino
+
+
+def test_put_and_get(session: Session, kernel: Kernel, module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    path = next(iter(sums))
+    pool = guest.disk("data")
+    ino = file_on_disk(guest, path)
+    trace_on(guest)
+    before = stats(guest)
+    after = evict(guest, [path])
+    puts = [put for put in events(guest, "tmem_put") if put["ino"] == ino]
+    assert all(put["pool"] == pool for put in puts)
+    taken = [put for put in puts if put["reason"] == "puts"]
+    assert 100 < len(taken) <= after["puts"] - before["puts"]
+    assert {int(put["index"]) for put in taken} <= set(range(128))
+    assert {put["workingset"] for put in puts} <= {"0", "1"}
+
+    clear(guest)
+    before = stats(guest)
+    assert checksums(guest, [path]) == {path: sums[path]}
+    after = stats(guest)
+    gets = [get for get in events(guest, "tmem_get") if get["ino"] == ino]
+    assert sum(int(get["wanted"]) for get in gets) == after["gets"] - before["gets"] > 100
+    assert sum(int(get["hits"]) for get in gets) == after["hits"] - before["hits"] > 100
+    assert all(get["pool"] == pool and int(get["index"]) < 128 for get in gets)
+    # Beyond the deadline nobody waits; a call also copies and checks, hence the second.
+    assert all(int(get["wait_us"]) <= 1_200_000 for get in gets)
+    assert any(int(get["wait_us"]) > 0 for get in gets)
+
+
+def test_invalidate(session: Session, kernel: Kernel, module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    path, other = list(sums)[:2]
+    pool = guest.disk("data")
+    ino = file_on_disk(guest, path)
+
+    # Some pages of what is held are cut off, then the rest goes with the file.
+    evict(guest, [path])
+    trace_on(guest)
+    before = stats(guest)
+    guest.sh(f"truncate -s 500K {path}")
+    after = stats(guest)
+    cut = after["invalidations_truncate"] - before["invalidations_truncate"]
+    (gone,) = events(guest, "tmem_invalidate")
+    assert gone["reason"] == "invalidations_truncate"
+    assert (gone["pool"], gone["ino"], gone["pages"]) == (pool, ino, str(cut))
+    assert int(gone["first"]) == 500 * 1024 // 4096 and int(gone["last"]) >= 127
+    clear(guest)
+    before = after
+    guest.sh(f"rm {path} && sync")
+    deleted = [gone for gone in events(guest, "tmem_invalidate") if gone["ino"] == ino]
+    total = sum(int(gone["pages"]) for gone in deleted)
+    assert total == before["index_pages"] - stats(guest)["index_pages"] > 50
+    assert {gone["reason"] for gone in deleted} <= {
+        "invalidations_inode",
+        "invalidations_truncate",
+    }
+
+    # Unmounting is one event.
+    evict(guest, [other])
+    held = stats(guest)["index_pages"]
+    clear(guest)
+    guest.sh("umount /mnt", 60)
+    (gone,) = [gone for gone in events(guest, "tmem_invalidate") if gone["ino"] == "0"]
+    assert (gone["pool"], gone["reason"]) == (pool, "invalidations_unmount")
+    assert int(gone["pages"]) == held > 100
+
+
+def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    evict(guest, list(sums)[:12])
+    trace_on(guest)
+
+    daemon.pause()
+    try:
+        for path in list(sums)[:8]:
+            guest.sh(f"cat {path} >/dev/null", 60)
+            if state(guest) == "tripped":
+                break
+        assert state(guest) == "tripped"
+        assert [event[""] for event in events(guest, "tmem_breaker")] == ["open"]
+    finally:
+        daemon.resume()
+    wait_state(guest, "on")
+    until(
+        lambda: [event[""] for event in events(guest, "tmem_breaker")] == ["open", "closed"],
+        10,
+        "the breaker's second event",
+    )
+
+    # Full ring: why a page was not taken is told.
+    set_parameter(guest, "inject_ring_full", "1")
+    clear(guest)
+    last = list(sums)[-1]
+    guest.sh(f"cat {last} >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
+    reasons = {put["reason"] for put in events(guest, "tmem_put")}
+    assert reasons == {"puts_dropped_ring_full"}
+    set_parameter(guest, "inject_ring_full", "0")
+
+
+def test_poison(session: Session, kernel: Kernel, test_module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    path = next(iter(sums))
+    ino = guest.sh(f"stat -c %i {path}").strip()
+    evict(guest, [path])
+    trace_on(guest)
+    set_parameter(guest, "inject_corrupt", "1")
+    assert checksums(guest, [path]) == {path: sums[path]}
+    poisons = events(guest, "tmem_poison")
+    assert poisons and len(poisons) == stats(guest)["mismatches"]
+    assert all(poison["ino"] == ino and int(poison["index"]) < 128 for poison in poisons)
+    assert all("reason=content check" in poison[""] for poison in poisons)
+    wait_state(guest, "poisoned")
