@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Every difference between kernel series that hooks/ has to know, and nothing
- * else: no other file of the driver asks for LINUX_VERSION_CODE.
+ * Every difference between kernel series that the driver has to know, and
+ * nothing else: no other file of it asks for LINUX_VERSION_CODE.
  */
 #ifndef _TMEM_COMPAT_H
 #define _TMEM_COMPAT_H
@@ -9,6 +9,9 @@
 #include <linux/ftrace.h>
 #include <linux/pagemap.h>
 #include <linux/version.h>
+#include <linux/virtio.h>
+#include <linux/virtio_config.h>
+#include <linux/writeback.h>	/* filemap_dirty_folio(), until 6.2 */
 
 /* 6.1 has the older name of the setter and no accessor for arguments. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
@@ -48,6 +51,39 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 #define tmem_assign_str(dst, src) __assign_str(dst, src)
 #else
 #define tmem_assign_str(dst, src) __assign_str(dst)
+#endif
+
+/* Until 6.11 names and callbacks of virtqueues were arrays of their own. */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 11, 0)
+struct virtqueue_info {
+	const char *name;
+	vq_callback_t *callback;
+};
+
+/* As many as a device has at most: one for control, and its request queues. */
+#define TMEM_COMPAT_VQS_MAX 17
+
+static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
+				struct virtqueue **vqs, const struct virtqueue_info *info)
+{
+	vq_callback_t *callbacks[TMEM_COMPAT_VQS_MAX];
+	const char *names[TMEM_COMPAT_VQS_MAX];
+	unsigned int i;
+
+	if (nr > TMEM_COMPAT_VQS_MAX)
+		return -EINVAL;
+	for (i = 0; i < nr; i++) {
+		callbacks[i] = info[i].callback;
+		names[i] = info[i].name;
+	}
+	return virtio_find_vqs(vdev, nr, vqs, callbacks, names, NULL);
+}
+#else
+static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
+				struct virtqueue **vqs, struct virtqueue_info *info)
+{
+	return virtio_find_vqs(vdev, nr, vqs, info, NULL);
+}
 #endif
 
 /* The series of the headers this was built with, as KERNEL_VERSION(major, minor, 0). */

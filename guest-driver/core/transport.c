@@ -14,6 +14,7 @@
 #include <linux/slab.h>
 #include <linux/virtio_config.h>
 
+#include "../compat.h"
 #include "core.h"
 
 /* A batch of puts without indirect descriptors takes up to 11; below this nothing fits. */
@@ -122,7 +123,7 @@ static int find_queues(struct tmem_dev *dev)
 
 	for (i = 1; i <= dev->nr_queues; i++)
 		info[i] = (struct virtqueue_info){ "request", request_vq_callback };
-	err = virtio_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info, NULL);
+	err = tmem_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info);
 	if (err) {
 		dev_err(&dev->vdev->dev, "cannot set up %u queues: error %d\n",
 			1 + dev->nr_queues, err);

@@ -57,12 +57,25 @@ static bool ext4_mapping_ok(const struct address_space *mapping)
 	return mapping->a_ops->migrate_folio == buffer_migrate_folio;
 }
 
+/*
+ * What exchanges blocks below the page cache (clone, exchange-range, swapext) locks out readers and
+ * empties the range by truncation first. Pages of a realtime volume are as others.
+ */
+static bool xfs_mapping_ok(const struct address_space *mapping)
+{
+	return mapping->a_ops->migrate_folio == filemap_migrate_folio;
+}
+
 static struct tmem_fs_type tmem_fs_types[] = {
 	{
 		.name = "ext4",
 		.mapping_ok = ext4_mapping_ok,
 		.symbols = { { "ext4_move_extents", TMEM_HOOK_MOVE_EXT, tmem_entry_move_ext } },
 		.at_load = true,
+	},
+	{
+		.name = "xfs",
+		.mapping_ok = xfs_mapping_ok,
 	},
 };
 

@@ -18,6 +18,7 @@ static const struct {
 	unsigned int series;	/* of the headers it was built with */
 	const char *vendor;	/* somewhere in uname -v */
 } tested_kernels[] = {
+	{ "6.1.", KERNEL_VERSION(6, 1, 0), "Debian" },
 	{ "6.12.", KERNEL_VERSION(6, 12, 0), "Debian" },
 };
 

@@ -25,7 +25,7 @@
  */
 #define TMEM_PUT_MIN_BYTES 4096
 
-static bool folio_ok(const struct folio *folio)
+static bool folio_ok(struct folio *folio)
 {
 	if (!folio_test_uptodate(folio) || folio_test_dirty(folio) ||
 	    folio_test_writeback(folio) || folio_test_private_2(folio) ||

@@ -124,6 +124,7 @@ void file_truncate(struct worker *w, struct file *f, size_t size);
 bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset, size_t length);
 bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,
 		   uint64_t donor_page, uint64_t pages);
+bool file_exchange(struct worker *w, struct file *f, struct file *g, uint64_t page, uint64_t pages);
 bool file_evict_inode(struct worker *w, struct file *f);
 void model_resize(struct file *f, size_t size);
 size_t resident_pages(int fd, size_t size);

@@ -27,6 +27,14 @@ struct move_extent {
 };
 #define EXT4_IOC_MOVE_EXT _IOWR('f', 15, struct move_extent)
 
+/* fs/xfs/libxfs/xfs_fs.h of 6.10 on */
+struct exchange_range {
+	int32_t file1_fd;
+	uint32_t pad;
+	uint64_t file1_offset, file2_offset, length, flags;
+};
+#define XFS_IOC_EXCHANGE_RANGE _IOW('X', 129, struct exchange_range)
+
 void file_path(const struct worker *w, const struct file *f, char *path, size_t room)
 {
 	snprintf(path, room, "%s/%s", w->dir, f->name);
@@ -247,5 +255,34 @@ bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint
 		fail(w, from, "EXT4_IOC_MOVE_EXT");
 	}
 	memset(donor->model + donor_page * PAGE, 0, move.moved_len * PAGE);
+	return true;
+}
+
+/*
+ * Exchanges the same range of two files, which both then have. False, and nothing done,
+ * where the file system cannot.
+ */
+bool file_exchange(struct worker *w, struct file *f, struct file *g, uint64_t page, uint64_t pages)
+{
+	struct exchange_range range = {
+		.file1_fd = g->fd, .file1_offset = page * PAGE, .file2_offset = page * PAGE,
+		.length = pages * PAGE,
+	};
+	uint8_t *other;
+
+	if ((page + pages) * PAGE > f->size || (page + pages) * PAGE > g->size)
+		return false;
+	if (ioctl(f->fd, XFS_IOC_EXCHANGE_RANGE, &range)) {
+		if (errno == ENOTTY || errno == EOPNOTSUPP)
+			return false;
+		fail(w, f, "XFS_IOC_EXCHANGE_RANGE");
+	}
+	other = malloc(pages * PAGE);
+	if (!other)
+		fail(w, f, "malloc");
+	memcpy(other, f->model + page * PAGE, pages * PAGE);
+	memcpy(f->model + page * PAGE, g->model + page * PAGE, pages * PAGE);
+	memcpy(g->model + page * PAGE, other, pages * PAGE);
+	free(other);
 	return true;
 }

@@ -414,6 +414,16 @@ static bool op_move_ext(struct worker *w, struct file *f)
 	return true;
 }
 
+static bool op_exchange(struct worker *w, struct file *f)
+{
+	struct file *g = draw_other(w, f);
+	struct range r = draw_pages(w, f->limit < g->limit ? f->limit : g->limit);
+
+	record(w, f, r.offset, r.length, "exchanged");
+	record(w, g, r.offset, r.length, "exchanged");
+	return file_exchange(w, f, g, r.offset / PAGE, r.length / PAGE);
+}
+
 /* --- cache and disk ------------------------------------------------------------------------ */
 
 static bool op_fadvise(struct worker *w, struct file *f)
@@ -515,6 +525,7 @@ static const struct {
 	{ "clone", 12, op_clone, true },
 	{ "copy", 20, op_copy, true },
 	{ "move-ext", 6, op_move_ext, false },
+	{ "exchange", 8, op_exchange, false },
 	{ "fadvise", 30, op_fadvise, false },
 	{ "evict", 60, op_evict, false },
 	{ "reclaim", 20, op_reclaim, false },

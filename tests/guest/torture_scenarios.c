@@ -176,6 +176,19 @@ static void scenario_clone(struct worker *w, struct file *f, struct file *g)
 	look(w, f);
 }
 
+static void scenario_exchange(struct worker *w, struct file *f, struct file *g)
+{
+	prime(w, f, "exchange");
+	prime(w, g, "exchange");
+	begin(w, f, "exchange of ranges");
+	if (!file_exchange(w, f, g, 2, PAGES - 4)) {
+		errno = EOPNOTSUPP;
+		fail(w, f, "XFS_IOC_EXCHANGE_RANGE was not done");
+	}
+	look(w, f);
+	look(w, g);
+}
+
 /*
  * New content is in the page cache over an old copy when the inode goes, pages and all:
  * neither read nor reclaim have told of the copy.
@@ -345,6 +358,7 @@ static const struct {
 	{ "direct_many", scenario_direct_many },
 	{ "move_ext", scenario_move_ext },
 	{ "clone", scenario_clone },
+	{ "exchange", scenario_exchange },
 	{ "evict_inode", scenario_evict_inode },
 	{ "inode", scenario_inode },
 	{ "unmount", scenario_unmount },

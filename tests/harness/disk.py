@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,80 @@ def ext4(path: Path, size_bytes: int, tree: Path | None = None, *options: str) -
         command += ["-d", str(tree)]
     _run([*command, str(path)])
     return path
+
+
+def xfs(path: Path, size_bytes: int, *options: str) -> Path:
+    """A raw xfs image with features that the oldest kernel under test can mount."""
+    blank(path, size_bytes)
+    _run(["mkfs.xfs", "-q", "-f", *options, str(path)])
+    return path
+
+
+# Offsets in the superblock, bytes, and the bit that allows XFS_IOC_EXCHANGE_RANGE (Linux 6.10):
+# fs/xfs/libxfs/xfs_format.h. Older mkfs.xfs cannot set it.
+_XFS_SECTOR_BYTES = 512
+_XFS_FEATURES_INCOMPAT_AT = 216
+_XFS_CRC_AT = 224
+_XFS_INCOMPAT_EXCHRANGE = 1 << 6
+
+
+def xfs_allow_exchange(path: Path) -> None:
+    """Makes an xfs image one that exchanges ranges of files; kernels before 6.10 refuse it then."""
+    with open(path, "r+b") as file:
+        sector = bytearray(file.read(_XFS_SECTOR_BYTES))
+        if sector[:4] != b"XFSB":
+            raise HarnessError(f"{path}: no xfs")
+        (features,) = struct.unpack_from(">I", sector, _XFS_FEATURES_INCOMPAT_AT)
+        features |= _XFS_INCOMPAT_EXCHRANGE
+        struct.pack_into(">I", sector, _XFS_FEATURES_INCOMPAT_AT, features)
+        struct.pack_into("<I", sector, _XFS_CRC_AT, 0)
+        struct.pack_into("<I", sector, _XFS_CRC_AT, _crc32c(sector))
+        file.seek(0)
+        file.write(sector)
+
+
+def _crc32c(data: bytes | bytearray) -> int:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """A kind of file system under test: how it is made and mounted."""
+
+    kind: str
+    make_options: tuple[str, ...] = ()
+    mount_options: str = ""
+    # Operations of the torture that are left out.
+    left_out: tuple[str, ...] = ()
+    exchange: bool = False
+
+    def make(self, path: Path, size_bytes: int) -> Path:
+        if self.kind == "xfs":
+            xfs(path, size_bytes, *self.make_options)
+            if self.exchange:
+                xfs_allow_exchange(path)
+            return path
+        return ext4(path, size_bytes, None, *self.make_options)
+
+
+# What the driver serves, by the names that tests use. With blocks smaller than a page a stock
+# kernel without any module returns wrong bytes after EXT4_IOC_MOVE_EXT, so it is left out there.
+FILE_SYSTEMS = {
+    "ext4": FileSystem("ext4"),
+    "ext4-1k": FileSystem("ext4", ("-b", "1024"), left_out=("move-ext",)),
+    "ext4-writeback": FileSystem("ext4", mount_options="data=writeback"),
+    "ext4-nojournal": FileSystem("ext4", ("-O", "^has_journal")),
+    "ext4-bigalloc": FileSystem("ext4", ("-O", "bigalloc", "-C", "16384")),
+    "xfs": FileSystem("xfs", ("-m", "reflink=1")),
+    "xfs-1k": FileSystem("xfs", ("-b", "size=1024", "-m", "reflink=1")),
+    "xfs-exchange": FileSystem("xfs", ("-m", "reflink=1"), exchange=True),
+    "xfs-noreflink": FileSystem("xfs", ("-m", "reflink=0")),
+}
 
 
 def _run(command: list[str]) -> None:

@@ -30,6 +30,15 @@ class Series:
 
 
 SERIES = {
+    "6.1": Series(
+        "bookworm-security",
+        (
+            r"linux-image-6\.1\.0-[0-9]+-cloud-amd64-unsigned",
+            r"linux-headers-6\.1\.0-[0-9]+-cloud-amd64",
+            r"linux-headers-6\.1\.0-[0-9]+-common",
+            r"linux-kbuild-6\.1",
+        ),
+    ),
     "6.12": Series(
         "bookworm-security",
         (

@@ -27,6 +27,7 @@ BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
 TROUBLE = re.compile(
     r"Kernel panic|BUG:|Oops|general protection|WARNING: |rcu_\w+ detected stalls"
     r"|blocked for more than|soft lockup|Bad page state|Internal error|EXT4-fs error"
+    r"|XFS .*[Cc]orruption"
 )
 
 

@@ -53,9 +53,15 @@ def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None,
     return session.vm(Config(kernel, tmem=tmem, files=files, **more))
 
 
-def load(guest: Guest, parameters: str = "", *, online: bool = True) -> None:
+def load(
+    guest: Guest,
+    parameters: str = "",
+    *,
+    online: bool = True,
+    fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
+) -> None:
     """Mounts the data disk, loads the module and waits until it caches."""
-    guest.mount("data", WHERE)
+    guest.mount("data", WHERE, fs.kind, fs.mount_options)
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} {parameters}")
     if online:
         wait_state(guest, "on")

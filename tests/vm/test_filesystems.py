@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The torture on each kind of file system that the driver serves.
+
+test_torture.py has the same on a plain ext4 in depth; here what differs between file
+systems must not matter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import DISK_BYTES, Torture, driver_vm, load, seed, state, stats
+
+from harness import disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+SCENARIOS = ["plain", "dirty", "truncate", "punch", "direct", "inode", "unmount", "fadvise", "swap"]
+SMALL = "--files=16 --size-max=524288"
+
+# Where blocks change below the page cache on xfs, and the hook that sees it.
+XFS_BROKEN = ["clone", "exchange", "punch"]
+
+
+def boot(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    name: str,
+    parameters: str = "verify_every=0",
+) -> Guest:
+    fs = disk.FILE_SYSTEMS[name]
+    daemon = session.daemon("vm1", pool_size="128MiB")
+    daemon.start()
+    image = fs.make(session.folder / "data.img", DISK_BYTES)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        cpus=2,
+        memory_bytes=320 << 20,
+        disks=[disk.Disk("data", image)],
+        modules=["xfs"] if fs.kind == "xfs" else [],
+    )
+    guest = vm.start()
+    load(guest, parameters, fs=fs)
+    return guest
+
+
+def mounted(name: str) -> str:
+    """What the torture has to know to unmount and mount again."""
+    fs = disk.FILE_SYSTEMS[name]
+    options = f" --mount-options={fs.mount_options}" if fs.mount_options else ""
+    return f"--device=/dev/vda --fstype={fs.kind}{options}"
+
+
+def random_operations(guest: Guest, name: str, operations: int) -> None:
+    fs = disk.FILE_SYSTEMS[name]
+    left_out = " ".join(f"--no-{kind}" for kind in fs.left_out)
+    arguments = f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2 {left_out}"
+    numbers = Torture(guest, f"{arguments} {mounted(name)}", 900).finish()
+    assert numbers["ops"] >= operations
+    counters = stats(guest)
+    print(counters)
+    assert counters["hits"] > operations // 20
+    assert counters["mismatches"] == 0
+    assert state(guest) == "on"
+
+
+def skip_unless_mountable(kernel: Kernel, name: str) -> None:
+    series = tuple(int(part) for part in kernel.series.split("."))
+    if disk.FILE_SYSTEMS[name].exchange and series < (6, 10):
+        pytest.skip(f"Linux {kernel.series} has no XFS_IOC_EXCHANGE_RANGE")
+
+
+@pytest.mark.smoke
+def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
+    """The short form: random operations, and each scenario."""
+    guest = boot(session, kernel, module, "xfs")
+    random_operations(guest, "xfs", 6_000)
+    for scenario in (*SCENARIOS, "clone"):
+        numbers = Torture(guest, f"--scenario={scenario} {mounted('xfs')}").finish()
+        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+
+
+@pytest.mark.parametrize("name", sorted(disk.FILE_SYSTEMS))
+def test_random_operations(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+    skip_unless_mountable(kernel, name)
+    guest = boot(session, kernel, module, name)
+    random_operations(guest, name, 20_000)
+    Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
+    for scenario in SCENARIOS:
+        if scenario == "swap" and name in ("ext4-bigalloc", "ext4-1k", "xfs-1k"):
+            continue
+        numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
+        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+
+
+@pytest.mark.parametrize("name", sorted(disk.FILE_SYSTEMS))
+def test_random_operations_verified(
+    session: Session, kernel: Kernel, module: Path, name: str
+) -> None:
+    """Every hit is read from disk as well: the driver's own check must agree, too."""
+    skip_unless_mountable(kernel, name)
+    guest = boot(session, kernel, module, name, "verify_every=1")
+    random_operations(guest, name, 5_000)
+    assert stats(guest)["verified_hits"] > 100
+
+
+@pytest.mark.parametrize("scenario", XFS_BROKEN)
+def test_xfs_without_hooks(
+    session: Session, kernel: Kernel, test_module: Path, scenario: str
+) -> None:
+    """Clone and exchange are seen by the truncation that they begin with, and by nothing else."""
+    name = "xfs-exchange" if scenario == "exchange" else "xfs"
+    skip_unless_mountable(kernel, name)
+    guest = boot(session, kernel, test_module, name, "verify_every=0 test_hooks_off=truncate")
+    print(Torture(guest, f"--scenario={scenario} {mounted(name)}").must_mismatch())
+    guest.sh("echo '' >/sys/module/virtio_tmem/parameters/test_hooks_off")
+    guest.sh("umount /mnt; mount -t xfs /dev/vda /mnt", 60)
+    Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
