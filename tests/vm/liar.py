@@ -17,6 +17,8 @@ import select
 import socket
 import struct
 import threading
+import time
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +69,7 @@ class Ring:
     enabled: bool = False
     next: int = 0  # available entries taken, mod 2^16
     held: int = 0  # of those that wait, how many were there while the lie was "late"
+    arrived: deque[float] = field(default_factory=deque)  # when each of those that wait came
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Liar:
         self.path = path
         self.lie = ""
         self.lies_told = 0
+        self.delay_seconds = 0.0  # of each answer, right as it may be
         self._pages: dict[Key, tuple[int, bytes]] = {}
         self._generation = 0
         self._regions: list[tuple[int, int, memoryview]] = []  # guest, QEMU, memory
@@ -228,8 +232,10 @@ class Liar:
         limit = self._u16(available + 2)[0]
         if self.lie == "late":
             ring.held = (limit - ring.next) & 0xFFFF
+        now = time.monotonic()
+        ring.arrived.extend([now] * (((limit - ring.next) & 0xFFFF) - len(ring.arrived)))
         done = 0
-        while ring.next != limit:
+        while ring.next != limit and ring.arrived[0] + self.delay_seconds <= now:
             place = available + 4 + ring.next % ring.size * 2
             chain = self._chain(descriptors, self._u16(place)[0])
             kind = REQUEST.unpack_from(chain.readable)[1]
@@ -244,6 +250,7 @@ class Liar:
             element = used + 4 + ring.next % ring.size * 8
             self._memory(element, 8, user=True)[:] = struct.pack("<II", head, length)
             ring.next = (ring.next + 1) & 0xFFFF
+            ring.arrived.popleft()
             ring.held = max(0, ring.held - 1)
             self._u16(used + 2)[0] = ring.next
             done += 1
