@@ -6,6 +6,7 @@
 #ifndef _TMEM_COMPAT_H
 #define _TMEM_COMPAT_H
 
+#include <linux/fs.h>
 #include <linux/ftrace.h>
 #include <linux/pagemap.h>
 #include <linux/version.h>
@@ -85,6 +86,16 @@ static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
 	return virtio_find_vqs(vdev, nr, vqs, info, NULL);
 }
 #endif
+
+/* Whose user ids an inode has: those of a mount since 6.3, of a user namespace before. */
+static inline bool tmem_owner_or_capable(const struct file *file)
+{
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)
+	return inode_owner_or_capable(file_mnt_user_ns((struct file *)file), file_inode(file));
+#else
+	return inode_owner_or_capable(file_mnt_idmap(file), file_inode(file));
+#endif
+}
 
 /* The series of the headers this was built with, as KERNEL_VERSION(major, minor, 0). */
 #define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)

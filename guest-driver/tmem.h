@@ -73,6 +73,18 @@ bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
 void tmem_unbypass(struct tmem_pool *pool, u64 ino);
 
 /*
+ * A wish that pages of the inode are not put, of as many as there is room for. tmem_policy_forbid()
+ * erases what is held, and may fail. Kept until forgotten or the pool is freed.
+ */
+bool tmem_policy_never(const struct tmem_key *key);
+int tmem_policy_forbid(const struct tmem_key *key);
+void tmem_policy_forget(struct tmem_pool *pool, u64 ino);
+void tmem_policy_move(struct tmem_pool *to, struct tmem_pool *from);
+
+/* Any context but NMI. How many pages of the inode the index has. */
+unsigned long tmem_held_pages(const struct tmem_key *key);
+
+/*
  * Any context but NMI. Sets bit i of @held if the index has page @index + i; the bitmap has @nr
  * bits and is cleared first. Returns how many. No exit to the host.
  */

@@ -268,6 +268,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where);
 unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 			     const unsigned long *want, u64 *entry, struct tmem_where *where);
+void tmem_index_make_room(void);
 void tmem_index_sweep(void);
 void tmem_index_bypass_free(struct tmem_pool *pool);
 void tmem_index_drop_pool(u32 id, const char *name);
@@ -284,6 +285,7 @@ struct tmem_pool {
 	bool bypass_all;		/* a mark could not be stored; under a bucket lock */
 	unsigned int nr_bypassed;	/* under the lock of bypass */
 	struct xarray bypass;		/* by inode number */
+	struct tmem_policies *policies;
 	struct rcu_head rcu;
 };
 
@@ -293,6 +295,10 @@ void tmem_pools_device(bool present);
 void tmem_pools_forget(void);
 int tmem_pools_create(struct tmem_dev *dev, u64 generation);
 void tmem_pools_exit(void);
+
+/* policy.c */
+int tmem_policy_init(struct tmem_pool *pool);
+void tmem_policy_free(struct tmem_pool *pool);
 
 /* ring.c */
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue, unsigned int nr_slots);

@@ -196,8 +196,9 @@ static bool bypassed(struct tmem_pool *pool, u64 ino)
  * @entry: cookie offset and check
  * @where: set to the object's id and place if 0 is returned
  *
- * Return: 0; -ENODEV if the pool is not at the host; -EPERM if the inode is bypassed; -ENOSPC if
- * the index is full; -ENOMEM. Whenever it is not 0, no entry is left for the page.
+ * Return: 0; -ENODEV if the pool is not at the host; -EPERM if the inode is bypassed; -EACCES if a
+ * policy forbids it; -ENOSPC if the index is full; -ENOMEM. Whenever it is not 0, no entry is left
+ * for the page.
  */
 int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where)
@@ -223,6 +224,8 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 	}
 	if (bypassed(key->pool, key->ino))
 		err = -EPERM;
+	else if (tmem_policy_never(key))
+		err = -EACCES;
 	else if (TMEM_INJECT(nomem))
 		err = -ENOMEM;
 	if (!object && !err) {
@@ -419,6 +422,15 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_unlock_irqrestore(&buckets[nr].lock, flags);
 }
 
+/**
+ * tmem_index_make_room() - something took memory of the index without asking
+ */
+void tmem_index_make_room(void)
+{
+	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
+		queue_work(system_unbound_wq, &evict_work);
+}
+
 /* Marks come before entries, which make room for them: their memory is not asked for but taken. */
 static void charge_marks(long bytes)
 {
@@ -465,8 +477,7 @@ void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	if (object)
 		detach(nr, object, why);
 	spin_unlock_irqrestore(&buckets[nr].lock, flags);
-	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
-		queue_work(system_unbound_wq, &evict_work);
+	tmem_index_make_room();
 }
 
 /**
@@ -566,6 +577,27 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 	}
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	return count;
+}
+
+/**
+ * tmem_held_pages() - how many pages of an inode could be got
+ * @key: pool and inode
+ *
+ * Context: any but NMI.
+ *
+ * Return: number of pages.
+ */
+unsigned long tmem_held_pages(const struct tmem_key *key)
+{
+	struct bucket *bucket = &buckets[bucket_of(key->pool, key->ino)];
+	struct object *object;
+	unsigned long flags, nr;
+
+	spin_lock_irqsave(&bucket->lock, flags);
+	object = find(bucket, key->pool, key->ino);
+	nr = object && object->igen == key->igen ? object->nr_pages : 0;
+	spin_unlock_irqrestore(&bucket->lock, flags);
+	return nr;
 }
 
 /* --- sweeping and eviction ----------------------------------------------------------------- */

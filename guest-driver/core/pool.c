@@ -35,6 +35,10 @@ struct tmem_pool *tmem_pool_new(const char *name)
 
 	if (!pool)
 		return NULL;
+	if (tmem_policy_init(pool)) {
+		kfree(pool);
+		return NULL;
+	}
 	strscpy(pool->name, name, sizeof(pool->name));
 	xa_init(&pool->bypass);
 	mutex_lock(&tmem_pools_lock);
@@ -95,6 +99,7 @@ void tmem_pool_free(struct tmem_pool *pool)
 	if (id)
 		tmem_index_drop_pool(id, pool->name);
 	tmem_index_bypass_free(pool);
+	tmem_policy_free(pool);
 	if (!have_device)
 		free_dead();
 	mutex_unlock(&tmem_pools_lock);

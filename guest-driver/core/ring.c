@@ -140,6 +140,7 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
 	err = tmem_index_store(key, index, tmem_entry(slot->offset, check), &where);
 	if (err) {
 		*why = err == -EPERM ? TMEM_STAT_puts_dropped_bypass :
+		       err == -EACCES ? TMEM_STAT_puts_dropped_policy :
 		       err == -ENOSPC ? TMEM_STAT_puts_dropped_index_full :
 		       err == -ENODEV ? TMEM_STAT_puts_dropped_pool :
 		       TMEM_STAT_puts_dropped_nomem;
@@ -177,7 +178,10 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 	unsigned long flags;
 	bool taken = false;
 
-	if (tmem_online() && index <= TMEM_INDEX_MAX) {
+	if (tmem_policy_never(key)) {
+		/* Before the copy; the look that counts is that of tmem_index_store(). */
+		why = TMEM_STAT_puts_dropped_policy;
+	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
 		/* A slot being filled holds up those behind it: nothing may come between. */
 		local_irq_save(flags);
 		rcu_read_lock();

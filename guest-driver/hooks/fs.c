@@ -273,6 +273,8 @@ void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
 
 	if (!inode->i_nlink || !tmem_fs_inode_ok(fs, inode))
 		tmem_invalidate_inode(fs->pool, ino, TMEM_INVAL_INODE);
+	if (!inode->i_nlink)
+		tmem_policy_forget(fs->pool, ino);
 
 	if (!tmem_is_bypassed(fs->pool, ino))
 		return;
@@ -312,13 +314,15 @@ bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
  * @sb: its super block
  *
  * Context: any.
+ * Return: true if it will be looked at.
  */
-void tmem_fs_note(const struct super_block *sb)
+bool tmem_fs_note(const struct super_block *sb)
 {
+	bool noted = false;
 	unsigned int i;
 
 	if (!sb->s_bdev || READ_ONCE(discovery_stopped))
-		return;
+		return false;
 	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
 		if (READ_ONCE(tmem_fs_types[i].failed) ||
 		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
@@ -326,7 +330,9 @@ void tmem_fs_note(const struct super_block *sb)
 		if (!test_and_set_bit(i, &types_noted))
 			schedule_delayed_work(&discovery,
 					      READ_ONCE(fruitless) < TMEM_FRUITLESS_MAX ? 0 : HZ);
+		noted = true;
 	}
+	return noted;
 }
 
 /* A regular file's operations are those of all regular files of the type. */
@@ -438,6 +444,9 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 		for (i = 0; i < old->nr_sticky; i++)
 			bypass_ino(fs, old->sticky[i], TMEM_INVAL_DIRECT, true);
 		fs->sticky_all |= old->sticky_all;
+		mutex_lock(&tmem_policy_lock);
+		tmem_policy_move(fs->pool, old->pool);
+		mutex_unlock(&tmem_policy_lock);
 		tmem_fs_free(old);
 	}
 

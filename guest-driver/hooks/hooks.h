@@ -7,8 +7,8 @@
  * erases it, since it may become eligible again with other contents. And a hook
  * that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outer first: s_umount, discovery_lock of fs.c, a folio's lock, the i_pages lock,
- * tmem_fs.bypass_lock, the list lock of verify.c, the locks of the core.
+ * Lock order, outer first: s_umount, discovery_lock of fs.c, tmem_policy_lock, a folio's lock, the
+ * i_pages lock, tmem_fs.bypass_lock, the list lock of verify.c, the locks of the core.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -16,6 +16,7 @@
 #include <linux/completion.h>
 #include <linux/ftrace.h>
 #include <linux/fs.h>
+#include <linux/mutex.h>
 #include <linux/refcount.h>
 #include <linux/spinlock.h>
 
@@ -88,7 +89,7 @@ void tmem_fs_put(struct tmem_fs *fs);
 void tmem_fs_drop(const struct super_block *sb);
 void tmem_fs_flush_all(void);
 void tmem_fs_mounted(struct super_block *sb);
-void tmem_fs_note(const struct super_block *sb);
+bool tmem_fs_note(const struct super_block *sb);
 void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
 		    bool sticky);
 bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode);
@@ -181,6 +182,12 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 void tmem_verify_void_fs(const struct tmem_fs *fs);
 int tmem_verify_init(void);
 void tmem_verify_exit(void);
+
+/* --- device.c ------------------------------------------------------------------------------ */
+
+extern struct mutex tmem_policy_lock;
+void tmem_device_init(void);
+void tmem_device_exit(void);
 
 /* --- selftest.c ---------------------------------------------------------------------------- */
 

@@ -207,6 +207,7 @@ int tmem_hooks_init(void)
 	}
 	WRITE_ONCE(tmem_hooks_on, true);
 	tmem_fs_init();
+	tmem_device_init();
 	return 0;
 }
 
@@ -215,6 +216,7 @@ int tmem_hooks_init(void)
  */
 void tmem_hooks_exit(void)
 {
+	tmem_device_exit();
 	hooks_down();
 	/* Verifications look at folios only, but their file systems are compared. */
 	tmem_verify_exit();

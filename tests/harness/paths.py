@@ -60,7 +60,8 @@ def guest_program(source: Path, *flags: str) -> Path:
     Files beside NAME.c that are called NAME_*.c are further parts of it.
     """
     command = ["gcc", "-static", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", *flags]
-    headers = [*sorted(source.parent.glob("*.h")), ROOT / "proto/virtio_tmem.h"]
+    interfaces = [ROOT / "proto/virtio_tmem.h", ROOT / "guest-driver/virtio_tmem_ioctl.h"]
+    headers = [*sorted(source.parent.glob("*.h")), *interfaces]
     digest = hashlib.sha256(repr(command).encode())
     parts = sorted(source.parent.glob(f"{source.stem}_*.c"))
     for path in (source, *parts, *headers):

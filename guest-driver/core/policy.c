@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Files whose pages are never put, because somebody said so.
+ *
+ * A mark is an inode number and the generation of the inode, so that the number's next owner is not
+ * meant. It is set before what is held is erased, and a put looks at it under the lock that the
+ * erasing takes: the put comes before and is erased, or comes after and sees the mark.
+ *
+ * A policy is a wish, not coherence: unlike tmem_bypass(), setting one may fail.
+ */
+#include <linux/slab.h>
+
+#include "leaf.h"
+
+/* Files of one file system; some 40 KiB if they are neighbours, as those of one directory are. */
+#define POLICIES_MAX		65536
+/* All marks together may take this part of the index's memory: spread, each has 576 bytes. */
+#define POLICY_DIVISOR		8
+
+struct tmem_policies {
+	struct xarray never;	/* inode number: its generation */
+	unsigned int nr;	/* under the lock of never; read without */
+};
+
+static atomic_long_t policy_bytes;	/* part of tmem_index_used_bytes */
+
+static void charge(long bytes)
+{
+	atomic_long_add(bytes, &policy_bytes);
+	atomic_long_add(bytes, &tmem_index_used_bytes);
+}
+
+static bool room_for(long bytes)
+{
+	return atomic_long_read(&policy_bytes) + bytes <= tmem_index_limit() / POLICY_DIVISOR;
+}
+
+/**
+ * tmem_policy_init() - no policies
+ * @pool: a new file system
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_policy_init(struct tmem_pool *pool)
+{
+	pool->policies = kzalloc(sizeof(*pool->policies), GFP_KERNEL);
+	if (!pool->policies)
+		return -ENOMEM;
+	xa_init(&pool->policies->never);
+	return 0;
+}
+
+/**
+ * tmem_policy_free() - forget all policies of a pool that nobody uses any more
+ * @pool: file system
+ */
+void tmem_policy_free(struct tmem_pool *pool)
+{
+	unsigned long i, node = ULONG_MAX;
+	void *mark;
+
+	xa_for_each(&pool->policies->never, i, mark) {
+		if (!i || i >> XA_CHUNK_SHIFT == node)
+			continue;
+		node = i >> XA_CHUNK_SHIFT;
+		charge(-(long)sizeof(struct xa_node));
+	}
+	xa_destroy(&pool->policies->never);
+	kfree(pool->policies);
+}
+
+/**
+ * tmem_policy_never() - does a policy forbid to put the inode's pages?
+ * @key: pool and inode
+ *
+ * Return: true if so.
+ */
+bool tmem_policy_never(const struct tmem_key *key)
+{
+	struct tmem_policies *policies = READ_ONCE(key->pool->policies);
+
+	return READ_ONCE(policies->nr) &&
+	       xa_load(&policies->never, key->ino) == xa_mk_value(key->igen);
+}
+
+/**
+ * tmem_policy_forget() - back to the default; also for an inode that is deleted
+ * @pool: file system
+ * @ino: inode number
+ *
+ * Context: any but NMI; cannot fail.
+ */
+void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
+{
+	struct tmem_policies *policies = READ_ONCE(pool->policies);
+	unsigned long flags;
+
+	if (!READ_ONCE(policies->nr))
+		return;
+	xa_lock_irqsave(&policies->never, flags);
+	if (__xa_erase(&policies->never, ino)) {
+		WRITE_ONCE(policies->nr, policies->nr - 1);
+		if (tmem_alone_in_node(&policies->never, ino))
+			charge(-(long)sizeof(struct xa_node));
+	}
+	xa_unlock_irqrestore(&policies->never, flags);
+}
+
+/**
+ * tmem_policy_forbid() - put no page of an inode from here on, and erase what is held
+ * @key: pool and inode
+ *
+ * Context: any but NMI.
+ *
+ * Return: 0, -ENOSPC if there are too many, or -ENOMEM.
+ */
+int tmem_policy_forbid(const struct tmem_key *key)
+{
+	struct tmem_policies *policies = READ_ONCE(key->pool->policies);
+	unsigned long flags;
+	long bytes = 0;
+	int err = 0;
+	bool fresh;
+
+	xa_lock_irqsave(&policies->never, flags);
+	fresh = !xa_load(&policies->never, key->ino);
+	if (fresh && tmem_alone_in_node(&policies->never, key->ino))
+		bytes = sizeof(struct xa_node);
+	if (fresh && (policies->nr >= POLICIES_MAX || !room_for(bytes)))
+		err = -ENOSPC;
+	else
+		err = xa_err(__xa_store(&policies->never, key->ino, xa_mk_value(key->igen),
+					GFP_INDEX));
+	if (!err && fresh) {
+		WRITE_ONCE(policies->nr, policies->nr + 1);
+		charge(bytes);
+	}
+	xa_unlock_irqrestore(&policies->never, flags);
+	if (err)
+		return err;
+	tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
+	tmem_index_make_room();
+	return 0;
+}
+
+/**
+ * tmem_policy_move() - a pool is replaced by an empty one: the policies stay
+ * @to: the new pool; its own policies so far are lost
+ * @from: the old pool, which is not used for puts any more
+ *
+ * Context: process; no tmem_policy_forbid() runs for either.
+ */
+void tmem_policy_move(struct tmem_pool *to, struct tmem_pool *from)
+{
+	struct tmem_policies *policies = from->policies;
+
+	/* Whoever still looks at the old pool finds some policies, and no puts. */
+	WRITE_ONCE(from->policies, to->policies);
+	WRITE_ONCE(to->policies, policies);
+}

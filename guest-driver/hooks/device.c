@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * /dev/virtio_tmem: what may be asked and said about one file, see virtio_tmem_ioctl.h.
+ *
+ * Everybody may open it; the right to a file is that of its owner. A file in hand keeps its file
+ * system mounted, and an open device keeps the module loaded.
+ */
+#include <linux/file.h>
+#include <linux/miscdevice.h>
+#include <linux/module.h>
+#include <linux/mutex.h>
+#include <linux/pagemap.h>
+#include <linux/uaccess.h>
+
+#include "../compat.h"
+#include "../virtio_tmem_ioctl.h"
+#include "hooks.h"
+
+/*
+ * Setting a policy finds the file system under it: tmem_fs_register(), which replaces pools, either
+ * moves the policy along or has it set in the new one.
+ */
+DEFINE_MUTEX(tmem_policy_lock);
+
+static int file_get(const struct tmem_key *key, const struct inode *inode,
+		    struct virtio_tmem_file *req)
+{
+	req->policy = tmem_policy_never(key) ? VIRTIO_TMEM_POLICY_NEVER :
+					       VIRTIO_TMEM_POLICY_DEFAULT;
+	req->cached_pages = READ_ONCE(inode->i_mapping->nrpages);
+	req->held_pages = tmem_held_pages(key);
+	return 0;
+}
+
+static int file_set(const struct tmem_key *key, u32 policy)
+{
+	switch (policy) {
+	case VIRTIO_TMEM_POLICY_DEFAULT:
+		tmem_policy_forget(key->pool, key->ino);
+		return 0;
+	case VIRTIO_TMEM_POLICY_NEVER:
+		return tmem_policy_forbid(key);
+	default:
+		return -EINVAL;
+	}
+}
+
+static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file *req)
+{
+	struct inode *inode = file_inode(file);
+	struct tmem_key key;
+	struct tmem_fs *fs;
+	int err;
+
+	if (!S_ISREG(inode->i_mode) || req->reserved)
+		return -EINVAL;
+	if (!tmem_owner_or_capable(file))
+		return -EPERM;
+	if (mutex_lock_killable(&tmem_policy_lock))
+		return -EINTR;
+	fs = tmem_fs_get(inode->i_sb);
+	if (fs) {
+		tmem_fs_key(fs, inode, &key);
+		err = cmd == VIRTIO_TMEM_IOC_GET ? file_get(&key, inode, req) :
+						   file_set(&key, req->policy);
+		tmem_fs_put(fs);
+	} else {
+		err = tmem_fs_note(inode->i_sb) ? -EAGAIN : -EOPNOTSUPP;
+	}
+	mutex_unlock(&tmem_policy_lock);
+	return err;
+}
+
+static long device_ioctl(struct file *device, unsigned int cmd, unsigned long arg)
+{
+	void __user *user = (void __user *)arg;
+	struct virtio_tmem_file req;
+	struct file *file;
+	int err;
+
+	if (cmd != VIRTIO_TMEM_IOC_GET && cmd != VIRTIO_TMEM_IOC_SET)
+		return -ENOTTY;
+	if (copy_from_user(&req, user, sizeof(req)))
+		return -EFAULT;
+	file = fget(req.fd);
+	if (!file)
+		return -EBADF;
+	err = file_do(file, cmd, &req);
+	fput(file);
+	if (!err && cmd == VIRTIO_TMEM_IOC_GET && copy_to_user(user, &req, sizeof(req)))
+		err = -EFAULT;
+	return err;
+}
+
+static const struct file_operations device_fops = {
+	.owner = THIS_MODULE,
+	.unlocked_ioctl = device_ioctl,
+	.compat_ioctl = compat_ptr_ioctl,
+};
+
+static struct miscdevice device = {
+	.minor = MISC_DYNAMIC_MINOR,
+	.name = "virtio_tmem",
+	.fops = &device_fops,
+	.mode = 0666,
+};
+
+static bool registered;
+
+/**
+ * tmem_device_init() - create the device; the hooks are live
+ *
+ * Without it the cache works all the same.
+ */
+void tmem_device_init(void)
+{
+	int err = misc_register(&device);
+
+	if (err)
+		pr_warn("virtio_tmem: no %s: error %d\n", VIRTIO_TMEM_DEVICE, err);
+	else
+		registered = true;
+}
+
+/**
+ * tmem_device_exit() - remove it; nobody has it open
+ */
+void tmem_device_exit(void)
+{
+	if (registered)
+		misc_deregister(&device);
+	registered = false;
+}

@@ -1,0 +1,755 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * tmem-guest: look at the virtio-tmem driver of this guest, and tell it about files.
+ *
+ * A tree is walked with openat() and without following a link, one directory held open for each
+ * level. A file that is replaced between two steps is refused, never mistaken for another.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <getopt.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../virtio_tmem_ioctl.h"
+
+#define SYSFS		"/sys/kernel/virtio_tmem"
+#define MODULE		"/sys/module/virtio_tmem"
+
+/* Exit statuses; those of --help. The first failure decides. */
+enum {
+	EXIT_OK = 0,
+	EXIT_SOME = 1,		/* something else went wrong */
+	EXIT_USAGE = 2,
+	EXIT_NO_DRIVER = 3,
+	EXIT_NOT_SERVED = 4,
+	EXIT_NOT_OWNER = 5,
+};
+
+/* Directories within one another; each holds a file descriptor, of which there are 1,024. */
+#define DEPTH_MAX	256
+/* Names are shown up to this length; longer ones are walked all the same. */
+#define PATH_BYTES	16384
+/* A file system that was just mounted: how often, and how long apart, to ask again. */
+#define AGAIN_TIMES	40
+#define AGAIN_MS	50
+/* Who waits longer than this wants to know that it goes on. */
+#define PROGRESS_AFTER_S	3
+#define PROGRESS_EVERY_S	2
+#define COUNTERS_MAX	256
+#define NAME_BYTES	64
+
+#define __printf(format_at, first) __attribute__((format(printf, format_at, first)))
+
+static bool json;
+static int status;
+
+static const char usage_text[] =
+"usage: tmem-guest [--json] COMMAND [ARGUMENT...]\n"
+"\n"
+"Looks at the virtio-tmem driver of this guest, whose page cache has a second\n"
+"part in a pool of the host, and tells it about files.\n"
+"\n"
+"  status                      is it on, and if not, why\n"
+"  stats [--watch[=SECONDS]]   its counters\n"
+"  drop PATH...                drop files from page cache and pool\n"
+"  policy PATH... [never|default]\n"
+"                              whether files may go into the pool\n"
+"\n"
+"  --json                      one JSON object on standard output\n"
+"  --help                      after a command: about that command\n"
+"\n"
+"Exit status: 0 done; 1 some of it failed; 2 wrong usage; 3 the driver is not\n"
+"loaded or off; 4 not a file system that it serves; 5 not the owner of a file.\n";
+
+static const char status_text[] =
+"usage: tmem-guest status [--json]\n"
+"\n"
+"Shows the driver's state and what it uses. The state is one of\n"
+"  on         pages go to the host and come back\n"
+"  tripped    the host answers late: reads go to the disk until it is in time\n"
+"  offline    the host has no daemon for this guest at the moment\n"
+"  off        the driver does not work here; the reason follows\n"
+"  poisoned   a page from the host was wrong: off until the module is loaded again\n"
+"\n"
+"Exit status: 0 if on or tripped, otherwise 3.\n";
+
+static const char stats_text[] =
+"usage: tmem-guest stats [--watch[=SECONDS]] [--json]\n"
+"\n"
+"Shows the driver's counters, whose meaning is in ABI/sysfs-kernel-virtio_tmem.\n"
+"With --watch again every SECONDS (1 unless given, 0.1 to 3600) until interrupted:\n"
+"those that changed, and by how much a second; with --json all of them, one\n"
+"object a line.\n";
+
+static const char drop_text[] =
+"usage: tmem-guest drop PATH... [--json]\n"
+"\n"
+"Drops files from this guest's page cache and from the pool of the host; of a\n"
+"directory all files below it. What was written to them goes to the disk first.\n"
+"Pages that are in use, as by mmap(), stay. Symbolic links are not followed and\n"
+"other file systems not entered. Who is not root drops what is his own.\n"
+"\n"
+"Shows how many files and pages it was.\n";
+
+static const char policy_text[] =
+"usage: tmem-guest policy PATH... [never|default] [--json]\n"
+"\n"
+"never     pages of the file do not go into the pool of the host, and those that\n"
+"          are there are erased\n"
+"default   pages of the file go there when they are evicted\n"
+"\n"
+"Of a directory, all files that are below it now; later ones begin with default.\n"
+"A policy stays until it is changed, the file is deleted, its file system is\n"
+"unmounted or the module is unloaded; it is not stored on disk. Without a policy\n"
+"it is shown. A path with the name of a policy is written ./never.\n"
+"Symbolic links are not followed and other file systems not entered. Who is not\n"
+"root has a say about what is his own.\n";
+
+/* --- output -------------------------------------------------------------------------------- */
+
+static void __printf(2, 3) fail(int code, const char *fmt, ...)
+{
+	va_list args;
+
+	if (status == EXIT_OK)
+		status = code;
+	fputs("tmem-guest: ", stderr);
+	va_start(args, fmt);
+	vfprintf(stderr, fmt, args);
+	va_end(args);
+	fputc('\n', stderr);
+}
+
+/* Length of the UTF-8 sequence at s, or 0 if it is none. */
+static int utf8_bytes(const unsigned char *s)
+{
+	int n = s[0] >= 0xc2 && s[0] <= 0xdf ? 2 : s[0] >= 0xe0 && s[0] <= 0xef ? 3 :
+		s[0] >= 0xf0 && s[0] <= 0xf4 ? 4 : 0;
+	int i;
+
+	for (i = 1; i < n; i++)
+		if ((s[i] & 0xc0) != 0x80)
+			return 0;
+	if ((s[0] == 0xe0 && s[1] < 0xa0) || (s[0] == 0xed && s[1] > 0x9f) ||
+	    (s[0] == 0xf0 && s[1] < 0x90) || (s[0] == 0xf4 && s[1] > 0x8f))
+		return 0;
+	return n;
+}
+
+/* A byte that is no UTF-8 becomes a lone surrogate, as Python's "surrogateescape" has it. */
+static void json_string(const char *text)
+{
+	const unsigned char *s = (const unsigned char *)text;
+	int n;
+
+	putchar('"');
+	while (*s) {
+		n = *s >= 0x80 ? utf8_bytes(s) : 1;
+		if (!n)
+			printf("\\udc%02x", *s);
+		else if (*s == '"' || *s == '\\')
+			printf("\\%c", *s);
+		else if (*s < 0x20 || *s == 0x7f)
+			printf("\\u%04x", *s);
+		else
+			fwrite(s, 1, n, stdout);
+		s += n ? n : 1;
+	}
+	putchar('"');
+}
+
+static double now_s(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec + now.tv_nsec / 1e9;
+}
+
+static void sleep_s(double seconds)
+{
+	struct timespec time = { (time_t)seconds, (seconds - (time_t)seconds) * 1e9 };
+
+	nanosleep(&time, NULL);
+}
+
+/* --- the driver's files -------------------------------------------------------------------- */
+
+/* Reads one line. Returns false if there is no such file. */
+static bool read_line(const char *folder, const char *name, char *line, size_t bytes)
+{
+	char path[PATH_MAX];
+	FILE *file;
+	bool found;
+
+	snprintf(path, sizeof(path), "%s/%s", folder, name);
+	file = fopen(path, "re");
+	if (!file)
+		return false;
+	found = fgets(line, bytes, file);
+	if (!found)
+		line[0] = '\0';
+	line[strcspn(line, "\n")] = '\0';
+	fclose(file);
+	return true;
+}
+
+static bool driver_state(char *state, size_t bytes)
+{
+	if (read_line(SYSFS, "state", state, bytes))
+		return true;
+	fail(EXIT_NO_DRIVER, "the module is not loaded: try modprobe virtio_tmem");
+	return false;
+}
+
+struct counter {
+	char name[NAME_BYTES];
+	unsigned long long value;
+};
+
+static int by_name(const void *a, const void *b)
+{
+	return strcmp(((const struct counter *)a)->name, ((const struct counter *)b)->name);
+}
+
+/* All counters, by name. */
+static int read_counters(struct counter *counters)
+{
+	DIR *folder = opendir(SYSFS "/stats");
+	struct dirent *entry;
+	char line[32];
+	int nr = 0;
+
+	if (!folder) {
+		fail(EXIT_NO_DRIVER, "the module is not loaded: try modprobe virtio_tmem");
+		return -1;
+	}
+	while (nr < COUNTERS_MAX && (entry = readdir(folder))) {
+		if (entry->d_name[0] == '.' || strlen(entry->d_name) >= NAME_BYTES ||
+		    !read_line(SYSFS "/stats", entry->d_name, line, sizeof(line)))
+			continue;
+		snprintf(counters[nr].name, NAME_BYTES, "%s", entry->d_name);
+		counters[nr++].value = strtoull(line, NULL, 10);
+	}
+	closedir(folder);
+	qsort(counters, nr, sizeof(*counters), by_name);
+	return nr;
+}
+
+static unsigned long long counter(const struct counter *counters, int nr, const char *name)
+{
+	struct counter key = { .value = 0 }, *found;
+
+	snprintf(key.name, sizeof(key.name), "%s", name);
+	found = bsearch(&key, counters, nr, sizeof(key), by_name);
+	return found ? found->value : 0;
+}
+
+/* --- status and stats ---------------------------------------------------------------------- */
+
+static void do_status(void)
+{
+	static struct counter counters[COUNTERS_MAX];
+	static const char *const shown[] = {
+		"index_pages", "memory_bytes", "puts", "gets", "hits", "trips", "mismatches"
+	};
+	char line[512], version[64] = "unknown", hooks[64] = "0x0", *reason;
+	unsigned int i;
+	int nr;
+
+	if (!driver_state(line, sizeof(line)))
+		return;
+	nr = read_counters(counters);
+	if (nr < 0)
+		return;
+	read_line(MODULE, "version", version, sizeof(version));
+	read_line(SYSFS, "hooks", hooks, sizeof(hooks));
+	reason = strstr(line, ": ");
+	if (reason) {
+		*reason = '\0';
+		reason += 2;
+	}
+	if (json) {
+		printf("{\"state\": ");
+		json_string(line);
+		printf(", \"reason\": ");
+		if (reason)
+			json_string(reason);
+		else
+			printf("null");
+		printf(", \"version\": ");
+		json_string(version);
+		printf(", \"hooks\": ");
+		json_string(hooks);
+		for (i = 0; i < sizeof(shown) / sizeof(*shown); i++)
+			printf(", \"%s\": %llu", shown[i], counter(counters, nr, shown[i]));
+		printf("}\n");
+	} else {
+		printf("state         %s%s%s\n", line, reason ? ": " : "", reason ? reason : "");
+		printf("version       %s\n", version);
+		printf("hooks         %s\n", hooks);
+		for (i = 0; i < sizeof(shown) / sizeof(*shown); i++)
+			printf("%-13s %llu\n", shown[i], counter(counters, nr, shown[i]));
+	}
+	if (strcmp(line, "on") && strcmp(line, "tripped") && status == EXIT_OK)
+		status = EXIT_NO_DRIVER;
+}
+
+static void show_counters(const struct counter *counters, int nr)
+{
+	int i;
+
+	if (!json) {
+		for (i = 0; i < nr; i++)
+			printf("%-26s %llu\n", counters[i].name, counters[i].value);
+		return;
+	}
+	putchar('{');
+	for (i = 0; i < nr; i++) {
+		printf("%s", i ? ", " : "");
+		json_string(counters[i].name);
+		printf(": %llu", counters[i].value);
+	}
+	printf("}\n");
+}
+
+static void show_changes(const struct counter *old, int nr_old, const struct counter *new, int nr,
+			 double seconds)
+{
+	bool none = true;
+	int i;
+
+	for (i = 0; i < nr; i++) {
+		double change = (double)new[i].value - (double)counter(old, nr_old, new[i].name);
+
+		if (!change)
+			continue;
+		printf("%-26s %16llu %+14.1f/s\n", new[i].name, new[i].value,
+		       change / seconds);
+		none = false;
+	}
+	puts(none ? "(no change)\n" : "");
+}
+
+static void do_stats(double every_s)
+{
+	static struct counter counters[2][COUNTERS_MAX];
+	int nr[2], turn = 0;
+	double then, now;
+
+	nr[0] = read_counters(counters[0]);
+	if (nr[0] < 0)
+		return;
+	then = now_s();
+	show_counters(counters[0], nr[0]);
+	while (every_s > 0) {
+		if (fflush(stdout))
+			return;
+		sleep_s(every_s);
+		turn = !turn;
+		nr[turn] = read_counters(counters[turn]);
+		if (nr[turn] < 0)
+			return;
+		now = now_s();
+		if (json)
+			show_counters(counters[turn], nr[turn]);
+		else
+			show_changes(counters[!turn], nr[!turn], counters[turn], nr[turn],
+				     now - then);
+		then = now;
+	}
+}
+
+/* --- walking a tree ------------------------------------------------------------------------ */
+
+static struct {
+	int device;			/* of the driver */
+	char path[PATH_BYTES];		/* where the walk is, for messages */
+	struct statx top;		/* what was named */
+	bool (*visit)(int fd);		/* false: go no further */
+	unsigned long long files;
+	unsigned long long errors;
+	double begin_s, shown_s;
+} walk;
+
+static struct {
+	unsigned long long cached, pool, kept;
+} dropped;
+
+static struct {
+	bool set;
+	__u32 policy;
+	unsigned long long never, normal, cached, held;
+} policy;
+
+static void __printf(2, 3) walk_fail(int code, const char *fmt, ...)
+{
+	char why[256];
+	va_list args;
+
+	va_start(args, fmt);
+	vsnprintf(why, sizeof(why), fmt, args);
+	va_end(args);
+	walk.errors++;
+	fail(code, "%s: %s", walk.path, why);
+}
+
+static void open_failed(void)
+{
+	if (errno == EACCES || errno == EPERM)
+		walk_fail(EXIT_NOT_OWNER, "no permission to read it: be its owner, or root");
+	else if (errno == ELOOP)
+		walk_fail(EXIT_SOME, "is a symbolic link, which is not followed: name what it points to");
+	else
+		walk_fail(EXIT_SOME, "%s", strerror(errno));
+}
+
+/* Asks the driver. What it answers to a first file goes for all of the file system. */
+static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *go_on)
+{
+	static const struct timespec again = { .tv_nsec = AGAIN_MS * 1000000L };
+	int i, err = 0;
+
+	file->fd = fd;
+	for (i = 0; i < AGAIN_TIMES; i++) {
+		err = ioctl(walk.device, cmd, file) ? errno : 0;
+		if (err != EAGAIN)
+			break;
+		nanosleep(&again, NULL);
+	}
+	*go_on = true;
+	switch (err) {
+	case 0:
+		return true;
+	case EPERM:
+		walk_fail(EXIT_NOT_OWNER, "belongs to somebody else: be its owner, or root");
+		break;
+	case EAGAIN:
+	case EOPNOTSUPP:
+		walk_fail(EXIT_NOT_SERVED,
+			  "is on a file system that the driver does not serve (see its README)");
+		*go_on = false;
+		break;
+	case ENOSPC:
+		walk_fail(EXIT_SOME,
+			  "there is no room for another file with a policy: set others to default first");
+		*go_on = false;
+		break;
+	default:
+		walk_fail(EXIT_SOME, "%s", strerror(err));
+	}
+	return false;
+}
+
+static void progress(void)
+{
+	double now = now_s();
+
+	if (now - walk.begin_s < PROGRESS_AFTER_S || now - walk.shown_s < PROGRESS_EVERY_S)
+		return;
+	walk.shown_s = now;
+	fprintf(stderr, "tmem-guest: %llu files so far, at %s\n", walk.files, walk.path);
+}
+
+static bool same_mount(const struct statx *st)
+{
+	if (st->stx_dev_major != walk.top.stx_dev_major ||
+	    st->stx_dev_minor != walk.top.stx_dev_minor)
+		return false;
+#ifdef STATX_MNT_ID
+	if (st->stx_mask & walk.top.stx_mask & STATX_MNT_ID)
+		return st->stx_mnt_id == walk.top.stx_mnt_id;
+#endif
+	return true;
+}
+
+static int stat_at(int folder, const char *name, int flags, struct statx *st)
+{
+	unsigned int mask = STATX_TYPE | STATX_INO;
+
+#ifdef STATX_MNT_ID
+	mask |= STATX_MNT_ID;
+#endif
+	return statx(folder, name, flags | AT_SYMLINK_NOFOLLOW | AT_NO_AUTOMOUNT, mask, st);
+}
+
+static bool walk_folder(int fd, unsigned int depth);
+
+/* One name in a directory. Only files and directories are opened: a FIFO's writer would notice. */
+static bool walk_entry(int folder, const char *name, unsigned int depth)
+{
+	struct statx before, st;
+	bool top = !depth, go_on = true;
+	int fd;
+
+	if (stat_at(folder, name, 0, &before)) {
+		/* Deleted since the directory was read. */
+		if (top || errno != ENOENT)
+			open_failed();
+		return true;
+	}
+	if (!S_ISREG(before.stx_mode) && !S_ISDIR(before.stx_mode)) {
+		if (top && S_ISLNK(before.stx_mode)) {
+			errno = ELOOP;
+			open_failed();
+		} else if (top) {
+			walk_fail(EXIT_SOME, "is neither a file nor a directory");
+		}
+		return true;
+	}
+	if (top)
+		walk.top = before;
+	if (!same_mount(&before))
+		return true;
+	fd = openat(folder, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+	if (fd < 0) {
+		if (top || errno != ENOENT)
+			open_failed();
+		return true;
+	}
+	if (stat_at(fd, "", AT_EMPTY_PATH, &st)) {
+		open_failed();
+	} else if (!same_mount(&st) || (st.stx_mode & S_IFMT) != (before.stx_mode & S_IFMT)) {
+		walk_fail(EXIT_SOME, "was replaced meanwhile: left out");
+	} else if (S_ISREG(st.stx_mode)) {
+		walk.files++;
+		go_on = walk.visit(fd);
+		progress();
+	} else {
+		return walk_folder(fd, depth);
+	}
+	close(fd);
+	return go_on;
+}
+
+/* All that is in a directory; closes it. */
+static bool walk_folder(int fd, unsigned int depth)
+{
+	size_t end = strlen(walk.path);
+	struct dirent *entry;
+	bool go_on = true;
+	DIR *folder;
+
+	if (depth >= DEPTH_MAX) {
+		walk_fail(EXIT_SOME, "is %d directories deep: name it by itself", DEPTH_MAX);
+		close(fd);
+		return true;
+	}
+	folder = fdopendir(fd);
+	if (!folder) {
+		open_failed();
+		close(fd);
+		return true;
+	}
+	while (go_on) {
+		errno = 0;
+		entry = readdir(folder);
+		if (!entry) {
+			if (errno)
+				open_failed();
+			break;
+		}
+		if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, ".."))
+			continue;
+		snprintf(walk.path + end, sizeof(walk.path) - end, "%s%s",
+			 end && walk.path[end - 1] == '/' ? "" : "/", entry->d_name);
+		go_on = walk_entry(fd, entry->d_name, depth + 1);
+		walk.path[end] = '\0';
+	}
+	closedir(folder);
+	return go_on;
+}
+
+/* False if there is no driver to speak to. */
+static bool walk_all(char **paths, int nr, bool (*visit)(int fd))
+{
+	char state[512];
+	int i;
+
+	if (!driver_state(state, sizeof(state)))
+		return false;
+	walk.device = open(VIRTIO_TMEM_DEVICE, O_RDWR | O_CLOEXEC);
+	if (walk.device < 0) {
+		fail(EXIT_NO_DRIVER, "%s: %s; the driver's state is \"%s\"", VIRTIO_TMEM_DEVICE,
+		     strerror(errno), state);
+		return false;
+	}
+	walk.visit = visit;
+	walk.begin_s = now_s();
+	for (i = 0; i < nr; i++) {
+		snprintf(walk.path, sizeof(walk.path), "%s", paths[i]);
+		walk_entry(AT_FDCWD, paths[i], 0);
+	}
+	close(walk.device);
+	return true;
+}
+
+/* --- drop ---------------------------------------------------------------------------------- */
+
+static bool drop_file(int fd)
+{
+	struct virtio_tmem_file before = {}, after = {};
+	bool go_on;
+	int err;
+
+	if (!ask(fd, VIRTIO_TMEM_IOC_GET, &before, &go_on))
+		return go_on;
+	/* Dirty pages cannot be dropped; clean ones cost nothing here, and no flush of the disk. */
+	if (before.cached_pages &&
+	    sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |
+				      SYNC_FILE_RANGE_WAIT_AFTER)) {
+		walk_fail(EXIT_SOME, "cannot be written back: %s", strerror(errno));
+		return true;
+	}
+	/* Also where nothing was there a moment ago. The driver erases what is held of the file. */
+	err = posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+	if (err) {
+		walk_fail(EXIT_SOME, "cannot be dropped: %s", strerror(err));
+		return true;
+	}
+	if (!ask(fd, VIRTIO_TMEM_IOC_GET, &after, &go_on))
+		return go_on;
+	if (before.cached_pages > after.cached_pages)
+		dropped.cached += before.cached_pages - after.cached_pages;
+	if (before.held_pages > after.held_pages)
+		dropped.pool += before.held_pages - after.held_pages;
+	dropped.kept += after.cached_pages + after.held_pages;
+	return true;
+}
+
+static void do_drop(char **paths, int nr)
+{
+	unsigned long long bytes;
+
+	if (!walk_all(paths, nr, drop_file))
+		return;
+	bytes = (dropped.cached + dropped.pool) * sysconf(_SC_PAGESIZE);
+	if (json)
+		printf("{\"files\": %llu, \"cached_pages\": %llu, \"pool_pages\": %llu, \"bytes\": %llu, \"kept_pages\": %llu, \"errors\": %llu}\n",
+		       walk.files, dropped.cached, dropped.pool, bytes, dropped.kept,
+		       walk.errors);
+	else
+		printf("%llu files: dropped %llu pages from the page cache and %llu from the pool (%llu bytes); %llu stay in use\n",
+		       walk.files, dropped.cached, dropped.pool, bytes, dropped.kept);
+}
+
+/* --- policy -------------------------------------------------------------------------------- */
+
+static bool policy_file(int fd)
+{
+	struct virtio_tmem_file file = { .policy = policy.policy };
+	bool go_on;
+
+	if (policy.set && !ask(fd, VIRTIO_TMEM_IOC_SET, &file, &go_on))
+		return go_on;
+	if (!ask(fd, VIRTIO_TMEM_IOC_GET, &file, &go_on))
+		return go_on;
+	if (file.policy == VIRTIO_TMEM_POLICY_NEVER)
+		policy.never++;
+	else
+		policy.normal++;
+	policy.cached += file.cached_pages;
+	policy.held += file.held_pages;
+	return true;
+}
+
+static void do_policy(char **paths, int nr)
+{
+	if (nr > 1 && (!strcmp(paths[nr - 1], "never") || !strcmp(paths[nr - 1], "default"))) {
+		policy.set = true;
+		policy.policy = !strcmp(paths[--nr], "never") ? VIRTIO_TMEM_POLICY_NEVER :
+								VIRTIO_TMEM_POLICY_DEFAULT;
+	}
+	if (!walk_all(paths, nr, policy_file))
+		return;
+	if (json)
+		printf("{\"files\": %llu, \"never\": %llu, \"default\": %llu, \"cached_pages\": %llu, \"pool_pages\": %llu, \"errors\": %llu}\n",
+		       walk.files, policy.never, policy.normal, policy.cached, policy.held,
+		       walk.errors);
+	else
+		printf("%llu files: %llu never, %llu default; %llu pages in the page cache, %llu in the pool\n",
+		       walk.files, policy.never, policy.normal, policy.cached, policy.held);
+}
+
+/* --- command line -------------------------------------------------------------------------- */
+
+static int usage(const char *text)
+{
+	fputs(text, stderr);
+	return EXIT_USAGE;
+}
+
+static bool parse_seconds(const char *text, double *seconds)
+{
+	char *end;
+
+	*seconds = 1;
+	if (!text)
+		return true;
+	*seconds = strtod(text, &end);
+	return end != text && !*end && *seconds >= 0.1 && *seconds <= 3600;
+}
+
+int main(int argc, char **argv)
+{
+	static const struct option options[] = {
+		{ "json", no_argument, NULL, 'j' },
+		{ "help", no_argument, NULL, 'h' },
+		{ "watch", optional_argument, NULL, 'w' },
+		{ NULL }
+	};
+	const char *command, *text = usage_text;
+	bool help = false, watch = false;
+	double every_s = 0;
+	int option, nr;
+
+	while ((option = getopt_long(argc, argv, "h", options, NULL)) != -1) {
+		if (option == 'j')
+			json = true;
+		else if (option == 'h')
+			help = true;
+		else if (option == 'w' && parse_seconds(optarg, &every_s))
+			watch = true;
+		else
+			return usage(usage_text);
+	}
+	command = optind < argc ? argv[optind++] : "";
+	nr = argc - optind;
+	if (!strcmp(command, "status"))
+		text = status_text;
+	else if (!strcmp(command, "stats"))
+		text = stats_text;
+	else if (!strcmp(command, "drop"))
+		text = drop_text;
+	else if (!strcmp(command, "policy"))
+		text = policy_text;
+	if (help) {
+		fputs(text, stdout);
+		return EXIT_OK;
+	}
+	if (text == usage_text || (watch && text != stats_text) ||
+	    (text == status_text || text == stats_text ? nr : !nr))
+		return usage(text);
+
+	if (text == status_text)
+		do_status();
+	else if (text == stats_text)
+		do_stats(every_s);
+	else if (text == drop_text)
+		do_drop(argv + optind, nr);
+	else
+		do_policy(argv + optind, nr);
+	if ((fflush(stdout) || ferror(stdout)) && status == EXIT_OK)
+		fail(EXIT_SOME, "standard output: %s", strerror(errno));
+	return status;
+}
