@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What happens to a guest while it caches: it crashes, runs out of memory, loses processors."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+from driver import (
+    MODULE,
+    TORTURE,
+    WHERE,
+    Torture,
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    seed,
+    state,
+    stats,
+    wait_state,
+)
+from test_driver import overwrite, start_daemon, tree_disk
+
+from harness.kernel import Kernel
+from harness.paths import TESTS, guest_program
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+PRESSURE = "/bin/pressure"
+# Two files of this size are twice the memory of the guest that writes them.
+PRESSURE_MIB = 128
+SMALL_GUEST = 128 * MIB
+CPUS = 4
+
+
+def crash(vm: Vm, how: str) -> None:
+    """Ends the guest's kernel where it stands: nothing is written back, nothing unbound."""
+    mark = vm.qmp.events_seen()
+    vm.guest.start(f"echo {how} >/proc/sysrq-trigger")
+    vm.qmp.wait_event("RESET", 60, mark)
+    vm.connect()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("how", ["b", "c"], ids=["reset", "panic"])
+def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None:
+    """A crash under load, and a reboot on the same disk: nothing from before is ever read."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(
+        session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data], cmdline="panic=1"
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    files = list(sums)
+    first, second = files[:2]
+    held = evict(guest, files)["index_pages"]
+    assert held > 100
+    assert daemon.stats()["pool"]["pages"] > 0
+    sums[first] = overwrite(guest, first)
+
+    guest.start(f"{TORTURE} --ops=100000 --files=16 --size-max=262144 {WHERE}", 300)
+    before = stats(guest)["puts"]
+    until(lambda: stats(guest)["puts"] > before + 50, 60, "puts under load")
+    if how == "c":
+        vm.expect_trouble()
+    crash(vm, how)
+
+    # This boot changes a file in place before the driver is there to see it.
+    guest = vm.guest
+    guest.mount("data", WHERE)
+    sums[second] = overwrite(guest, second)
+    guest.drop_caches()
+    guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+    wait_state(guest, "on")
+    assert daemon.stats()["pool"]["pages"] == 0, "nothing is kept for a guest that was reset"
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] == 0
+    evict(guest, files)
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] > 100
+
+
+def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> None:
+    """Files twice as large as memory, written and mapped: no kill, no wrong byte."""
+    daemon = start_daemon(session)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        cpus=2,
+        memory_bytes=SMALL_GUEST,
+        files={PRESSURE: guest_program(TESTS / "guest/pressure.c")},
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    before = stats(guest)
+    done = guest.run(f"{PRESSURE} {WHERE} {PRESSURE_MIB}", 600)
+    assert done.status == 0, (done.text, done.stderr, stats(guest))
+    after = stats(guest)
+    print({name: after[name] - before[name] for name in after if after[name] != before[name]})
+    log = guest.sh("dmesg")
+    assert "Out of memory" not in log and "oom-kill" not in log
+    assert "page allocation failure" not in log
+    # It was reclaimed from and read again, and what was written over was forgotten.
+    assert after["puts"] - before["puts"] > PRESSURE_MIB
+    assert after["hits"] > before["hits"]
+    assert after["invalidations_dirty"] > before["invalidations_dirty"]
+    assert after["mismatches"] == 0
+    assert state(guest) == "on"
+
+
+def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
+    """Processors are taken away and given back under load; the last one is always another."""
+    number = seed()
+    generator = random.Random(number)
+    daemon = start_daemon(session)
+    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=CPUS)
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    arguments = f"--seed={number} --ops=8000 --jobs=2 --files=16 --size-max=262144"
+    torture = Torture(guest, arguments, 600)
+    changes = 0
+    online = set(range(CPUS))
+    while not torture.job.done():
+        # The first one of a PC cannot be taken away.
+        cpu = generator.randrange(1, CPUS)
+        value = int(cpu not in online)
+        guest.sh(f"echo {value} >/sys/devices/system/cpu/cpu{cpu}/online", 120)
+        online ^= {cpu}
+        changes += 1
+        time.sleep(generator.uniform(0, 0.2))  # the moment is what is random
+    torture.finish()
+    assert changes >= 10
+    for cpu in set(range(CPUS)) - online:
+        guest.sh(f"echo 1 >/sys/devices/system/cpu/cpu{cpu}/online", 120)
+    counters = stats(guest)
+    print(f"{changes} changes", counters)
+    assert counters["hits"] > 100
+    assert counters["mismatches"] == 0
+    wait_state(guest, "on")
+    Torture(guest, "--scenario=plain").finish()
+    assert stats(guest)["hits"] > counters["hits"]
