@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "torture.h"
@@ -20,6 +21,7 @@
 #define PAGES		24UL	/* of a file that a scenario works on */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
+#define DONTCACHE	0x80	/* RWF_DONTCACHE, since 6.14: not in every libc's headers */
 #define MANY_FILES	4200	/* more than the driver keeps marks for, see BYPASSED_MAX there */
 
 /* Writes the file anew and has reclaim take all of it. */
@@ -283,6 +285,51 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
+/* All of the file, four pages at a time: what is cached for that goes at once. */
+static void read_dontcache(struct worker *w, struct file *f)
+{
+	struct iovec vector = { w->buffer, 4 * PAGE };
+
+	for (uint64_t at = 0; at < PAGES * PAGE; at += 4 * PAGE) {
+		ssize_t got = preadv2(f->fd, &vector, 1, at, DONTCACHE);
+
+		if (got < 0 && errno == EOPNOTSUPP) {
+			puts("TORTURE SKIP: preadv2 does not know RWF_DONTCACHE");
+			fflush(stdout);
+			_exit(3);
+		}
+		if (got != (ssize_t)(4 * PAGE))
+			fail(w, f, "preadv2 at %lu", at);
+		if (memcmp(w->buffer, f->model + at, got)) {
+			printf("TORTURE MISMATCH scenario=dontcache: read at %lu\n", at);
+			fflush(stdout);
+			_exit(1);
+		}
+	}
+}
+
+static void scenario_dontcache(struct worker *w, struct file *f, struct file *g)
+{
+	struct iovec vector = { w->buffer, 8 * PAGE };
+
+	(void)g;
+	prime(w, f, "dontcache");
+	read_dontcache(w, f);
+	look(w, f);
+	read_dontcache(w, f);
+	for (int i = 0; i < 8; i++) {
+		prime(w, f, "dontcache write");
+		begin(w, f, "dontcache write");
+		fill(w->buffer, 4 * PAGE, 8 * PAGE, owner_of(w, f), w->op);
+		memcpy(f->model + 4 * PAGE, w->buffer, 8 * PAGE);
+		if (pwritev2(f->fd, &vector, 1, 4 * PAGE, DONTCACHE) != (ssize_t)(8 * PAGE))
+			fail(w, f, "pwritev2");
+		read_dontcache(w, f);
+		look(w, f);
+		read_dontcache(w, f);
+	}
+}
+
 static uint64_t swap_used_kib(void)
 {
 	char line[300];
@@ -363,6 +410,7 @@ static const struct {
 	{ "inode", scenario_inode },
 	{ "unmount", scenario_unmount },
 	{ "fadvise", scenario_fadvise },
+	{ "dontcache", scenario_dontcache },
 	{ "swap", scenario_swap },
 };
 

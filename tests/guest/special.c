@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * Files that are not to be cached, and what they need of ioctls:
+ *
+ *   special encrypt DIR		files made in DIR from now on are encrypted
+ *   special verity FILE		FILE is fs-verity from now on
+ *   special quotafile FILE		an empty quota file of users, padded (see below)
+ *   special quotaon|quotaoff DIR FILE	user quotas of the file system at DIR
+ *   special loop-direct DEVICE		a loop device goes around the page cache below it
+ *   special same FILE			cached and direct reads agree; 1 if not
+ */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/fscrypt.h>
+#include <linux/fsverity.h>
+#include <linux/loop.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/quota.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define PAGE		4096UL
+#define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
+/*
+ * The kernel uses a part of it, and lets it be longer than its header says. So long, since
+ * files of one page are not cached anyway.
+ */
+#define QUOTA_BYTES	(16 * PAGE)
+
+static int fail(const char *what)
+{
+	perror(what);
+	return 2;
+}
+
+static int encrypt(const char *dir)
+{
+	struct {
+		struct fscrypt_add_key_arg arg;
+		uint8_t raw[64];
+	} key = {
+		.arg.key_spec.type = FSCRYPT_KEY_SPEC_TYPE_IDENTIFIER,
+		.arg.raw_size = sizeof(key.raw),
+	};
+	struct fscrypt_policy_v2 policy = {
+		.version = FSCRYPT_POLICY_V2,
+		.contents_encryption_mode = FSCRYPT_MODE_AES_256_XTS,
+		.filenames_encryption_mode = FSCRYPT_MODE_AES_256_CTS,
+		.flags = FSCRYPT_POLICY_FLAGS_PAD_32,
+	};
+	int fd = open(dir, O_RDONLY | O_DIRECTORY);
+
+	for (unsigned int i = 0; i < sizeof(key.raw); i++)
+		key.arg.raw[i] = i * 37 + 1;
+	if (fd < 0 || ioctl(fd, FS_IOC_ADD_ENCRYPTION_KEY, &key))
+		return fail("FS_IOC_ADD_ENCRYPTION_KEY");
+	memcpy(policy.master_key_identifier, key.arg.key_spec.u.identifier,
+	       sizeof(policy.master_key_identifier));
+	if (ioctl(fd, FS_IOC_SET_ENCRYPTION_POLICY, &policy))
+		return fail("FS_IOC_SET_ENCRYPTION_POLICY");
+	return 0;
+}
+
+static int verity(const char *path)
+{
+	struct fsverity_enable_arg arg = {
+		.version = 1, .hash_algorithm = FS_VERITY_HASH_ALG_SHA256, .block_size = PAGE,
+	};
+	int fd = open(path, O_RDONLY);
+
+	if (fd < 0 || ioctl(fd, FS_IOC_ENABLE_VERITY, &arg))
+		return fail("FS_IOC_ENABLE_VERITY");
+	return 0;
+}
+
+/* Format 2, revision 0: header, information, an empty root at block 1 of 1 KiB blocks. */
+static int quota_file(const char *path)
+{
+	uint32_t head[] = { 0xd9c01f11, 0, 604800, 604800, 0, 2, 0, 0 };
+	uint8_t *content = calloc(1, QUOTA_BYTES);
+	int fd = open(path, O_CREAT | O_TRUNC | O_WRONLY, 0600);
+
+	if (!content || fd < 0)
+		return fail(path);
+	memcpy(content, head, sizeof(head));
+	if (write(fd, content, QUOTA_BYTES) != (ssize_t)QUOTA_BYTES || fsync(fd))
+		return fail(path);
+	return 0;
+}
+
+static int quota(const char *dir, int command, char *path)
+{
+	int fd = open(dir, O_RDONLY | O_DIRECTORY);
+
+	if (fd < 0 || syscall(SYS_quotactl_fd, fd, QCMD(command, USRQUOTA), QFMT_VFS_V0, path)) {
+		/* Old style, by device, which is named as the file system's in the tests. */
+		if (quotactl(QCMD(command, USRQUOTA), "/dev/vda", QFMT_VFS_V0, path))
+			return fail("quotactl");
+	}
+	return 0;
+}
+
+static int loop_direct(const char *path)
+{
+	int fd = open(path, O_RDWR);
+
+	if (fd < 0 || ioctl(fd, LOOP_SET_DIRECT_IO, 1UL))
+		return fail("LOOP_SET_DIRECT_IO");
+	return 0;
+}
+
+static int same(const char *path)
+{
+	int cached = open(path, O_RDONLY), direct = open(path, O_RDONLY | O_DIRECT);
+	uint8_t *a = aligned_alloc(PAGE, PAGE), *b = aligned_alloc(PAGE, PAGE);
+	ssize_t got;
+
+	if (cached < 0 || direct < 0 || !a || !b)
+		return fail(path);
+	for (off_t at = 0; (got = pread(cached, a, PAGE, at)) > 0; at += PAGE) {
+		if (pread(direct, b, PAGE, at) != got)
+			return fail("direct read");
+		if (memcmp(a, b, got)) {
+			printf("MISMATCH %s: page %ld\n", path, at / (long)PAGE);
+			return 1;
+		}
+	}
+	return got ? fail("read") : 0;
+}
+
+int main(int argc, char **argv)
+{
+	if (argc == 3 && !strcmp(argv[1], "encrypt"))
+		return encrypt(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "verity"))
+		return verity(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "quotafile"))
+		return quota_file(argv[2]);
+	if (argc == 4 && !strcmp(argv[1], "quotaon"))
+		return quota(argv[2], Q_QUOTAON, argv[3]);
+	if (argc == 4 && !strcmp(argv[1], "quotaoff"))
+		return quota(argv[2], Q_QUOTAOFF, argv[3]);
+	if (argc == 3 && !strcmp(argv[1], "loop-direct"))
+		return loop_direct(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "same"))
+		return same(argv[2]);
+	fputs("usage: see the top of special.c\n", stderr);
+	return 2;
+}

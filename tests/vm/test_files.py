@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Files that are more than their bytes: excluded ones, and those below a loop device."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from driver import (
+    TORTURE,
+    WHERE,
+    Torture,
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    seed,
+    settle,
+    state,
+    stats,
+)
+from test_driver import changed_content, start_daemon
+
+from harness import disk
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import TESTS, HarnessError, guest_program
+from harness.session import Session
+from harness.vm import MIB, Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+SPECIAL = "/bin/special"
+FILE_PAGES = 128  # of changed_content()
+
+
+def there(kernel: Kernel, *modules: str) -> list[str]:
+    """Those of the modules that the kernel has; newer ones have made a part of some."""
+    found = []
+    for name in modules:
+        try:
+            kernel.module_files([name])
+        except HarnessError:
+            continue
+        found.append(name)
+    return found
+
+
+def boot(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    *,
+    options: str = "",
+    modules: Sequence[str] = (),
+    mount: str = "",
+) -> Guest:
+    """A guest with an ext4 of these features, its module loaded."""
+    daemon = start_daemon(session)
+    features = ["-O", options] if options else []
+    image = disk.ext4(session.folder / "data.img", 256 * MIB, None, *features)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        cpus=2,
+        disks=[Disk("data", image)],
+        modules=there(kernel, *modules),
+        files={SPECIAL: guest_program(TESTS / "guest/special.c")},
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    if mount:
+        guest.sh(f"mount -o remount,{mount} {WHERE}")
+    return guest
+
+
+def make(guest: Guest, path: str) -> dict[str, str]:
+    content = changed_content(path)
+    guest.put(path, content)
+    guest.sh("sync")
+    return {path: hashlib.sha256(content).hexdigest()}
+
+
+def check_not_cached(guest: Guest, sums: dict[str, str]) -> None:
+    """Evicted and read again twice: no put, no hit, the right bytes."""
+    settle(guest)
+    before = stats(guest)
+    for _ in range(2):
+        guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+        assert checksums(guest, list(sums)) == sums
+    after = stats(guest)
+    assert after["puts"] == before["puts"]
+    assert after["hits"] == before["hits"]
+
+
+def check_cached(guest: Guest, sums: dict[str, str]) -> None:
+    evict(guest, list(sums))
+    before = stats(guest)["hits"]
+    assert checksums(guest, list(sums)) == sums
+    assert stats(guest)["hits"] - before > FILE_PAGES // 2
+
+
+@pytest.mark.smoke
+def test_encrypted_files(session: Session, kernel: Kernel, module: Path) -> None:
+    """The page cache has them in the clear; the host must not."""
+    guest = boot(session, kernel, module, options="encrypt", modules=["xts", "cts"])
+    guest.sh(f"mkdir {WHERE}/secret && {SPECIAL} encrypt {WHERE}/secret")
+    plain = make(guest, f"{WHERE}/plain")
+    check_cached(guest, plain)
+    guest.sh(f"rm {WHERE}/plain")
+    check_not_cached(guest, make(guest, f"{WHERE}/secret/f"))
+
+
+@pytest.mark.smoke
+def test_verity_files(session: Session, kernel: Kernel, module: Path) -> None:
+    """A file is cached until it is fs-verity, and nothing of it is held afterwards."""
+    guest = boot(session, kernel, module, options="verity")
+    sums = make(guest, f"{WHERE}/f")
+    check_cached(guest, sums)
+    held = evict(guest, list(sums))["index_pages"]
+    assert held >= FILE_PAGES // 2
+    guest.sh(f"{SPECIAL} verity {WHERE}/f", 60)
+    assert checksums(guest, list(sums)) == sums
+    check_not_cached(guest, sums)
+    assert stats(guest)["index_pages"] <= held - FILE_PAGES // 2
+
+
+@pytest.mark.smoke
+def test_quota_file(session: Session, kernel: Kernel, module: Path) -> None:
+    """The kernel writes a quota file below the page cache of its inode."""
+    guest = boot(session, kernel, module, modules=["quota_v2"], mount="usrquota")
+    path = f"{WHERE}/aquota.user"
+    guest.sh(f"{SPECIAL} quotafile {path}")
+    settle(guest)
+    before = evict(guest, [path])
+    assert before["index_pages"] > 0
+    guest.sh(f"{SPECIAL} quotaon {WHERE} {path}")
+    owners = " ".join(str(owner) for owner in range(1000, 1040))
+    guest.sh(f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60)
+    # Read while quotas are on: nothing that was held is found, and nothing found is kept.
+    settle(guest)
+    before = stats(guest)
+    guest.sh(f"cat {path} >/dev/null; sync; echo 1 >/proc/sys/vm/drop_caches")
+    after = stats(guest)
+    assert after["hits"] == before["hits"]
+    assert after["puts"] == before["puts"]
+    guest.sh(f"{SPECIAL} quotaoff {WHERE} {path} && sync")
+    guest.sh(f"{SPECIAL} same {path}")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    guest.sh(f"{SPECIAL} same {path}")
+    assert any(guest.get(path)[2048:]), "the kernel wrote to it"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
+def test_loop_device(session: Session, kernel: Kernel, module: Path, direct: bool) -> None:
+    """A file system in a file of a cached one: both are evicted, neither goes back."""
+    number = seed()
+    guest = boot(session, kernel, module, modules=["loop"])
+    image = f"{WHERE}/image"
+    guest.sh(f"truncate -s 96M {image} && mkdir /inner && losetup /dev/loop0 {image}")
+    if direct:
+        guest.sh(f"{SPECIAL} loop-direct /dev/loop0")
+    # As ext4, without a journal: what the guest's busybox can make.
+    guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 120)
+    before = stats(guest)
+    arguments = "--ops=8000 --jobs=2 --files=16 --size-max=262144 --rounds=2"
+    done = guest.run(
+        f"{TORTURE} --seed={number} {arguments} --device=/dev/loop0 --fstype=ext4 /inner", 600
+    )
+    assert done.status == 0, (done.text[-4000:], stats(guest))
+    outer = f"{WHERE}/beside"
+    check_cached(guest, make(guest, outer))
+    guest.sh("umount /inner && sync && losetup -d /dev/loop0", 60)
+    guest.sh(f"{SPECIAL} same {image}", 120)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    guest.sh(f"{SPECIAL} same {image}", 120)
+    after = stats(guest)
+    assert after["puts"] - before["puts"] > 1000
+    assert after["mismatches"] == 0
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_large_direct_requests(session: Session, kernel: Kernel, module: Path) -> None:
+    """One direct write over all that is held of a file, and direct reads beside cached ones."""
+    guest = boot(session, kernel, module)
+    path, mib = f"{WHERE}/large", 8
+    for turn in range(3):
+        new = f"{turn}".encode()
+        content = b"".join(
+            hashlib.shake_128(new + bytes([part])).digest(MIB) for part in range(mib)
+        )
+        guest.put("/tmp/new", content)
+        option = "oflag=direct conv=notrunc" if turn else "conv=fsync"
+        guest.sh(f"dd if=/tmp/new of={path} bs={mib}M count=1 {option} 2>/dev/null", 120)
+        right = {path: hashlib.sha256(content).hexdigest()}
+        assert checksums(guest, [path]) == right
+        for _ in range(2):
+            guest.sh(f"dd if={path} bs=1M count=4 of=/dev/null 2>/dev/null; sync")
+            evict(guest, [path])
+            assert checksums(guest, [path]) == right
+        direct = guest.sh(f"dd if={path} bs={mib}M iflag=direct 2>/dev/null | sha256sum", 60)
+        assert direct.split()[0] == right[path]
+        evict(guest, [path])
+    counters = stats(guest)
+    assert counters["hits"] > mib * 256 // 2
+    assert counters["invalidations_direct"] > 0
+
+
+def test_dontcache(session: Session, kernel: Kernel, module: Path) -> None:
+    """RWF_DONTCACHE: pages that go as soon as they were used, beside others that stay."""
+    guest = boot(session, kernel, module)
+    done = guest.run(f"{TORTURE} --scenario=dontcache {WHERE}", 120)
+    if found := re.search(r"TORTURE SKIP: (.*)", done.text):
+        pytest.skip(f"kernel {kernel.release}: {found[1]}")
+    assert done.status == 0, done.text
+    Torture(guest, "--scenario=dontcache").finish()
+    assert stats(guest)["hits"] > 0
+
+
+@pytest.mark.smoke
+def test_swap_file(session: Session, kernel: Kernel, module: Path) -> None:
+    """Nothing of a swap file is put, and what was held of it goes when it becomes one."""
+    guest = boot(session, kernel, module)
+    path = f"{WHERE}/swap"
+    sums = make(guest, path)
+    held = evict(guest, list(sums))["index_pages"]
+    assert held >= FILE_PAGES // 2
+    guest.sh(f"mkswap {path} && sync && swapon {path}")
+    assert stats(guest)["index_pages"] <= held - FILE_PAGES // 2
+    settle(guest)
+    before = stats(guest)["puts"]
+    guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+    assert stats(guest)["puts"] == before
+    guest.sh(f"swapoff {path}")
+    guest.sh(f"{SPECIAL} same {path}")
