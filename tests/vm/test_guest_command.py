@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +16,18 @@ from driver import (
     driver_vm,
     evict,
     load,
+    set_parameter,
+    settle,
     stats,
 )
 from test_driver import FILE_BYTES, start_daemon, tree_disk
 
+from harness import disk
 from harness.guest import Guest, Result
 from harness.kernel import Kernel
 from harness.paths import ROOT, guest_program
 from harness.session import Session
-from harness.vm import Tmem
+from harness.vm import MIB, Tmem
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -209,3 +214,101 @@ def test_who_may_and_what_cannot_be(session: Session, kernel: Kernel, module: Pa
     guest.sh(f"echo x >{WHERE}/below/file")
     answer = say(guest, f"drop {WHERE}")
     assert answer["errors"] == 0 and answer["files"] == len(sums)
+
+
+def test_policies_are_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
+    guest, sums = start(session, kernel, test_module)
+    guest.sh(f"mkdir {WHERE}/d && cd {WHERE}/d && for i in $(seq 400); do echo >$i; done; sync", 60)
+    # An eighth of that is one node of 64 inode numbers, and what is left is none.
+    set_parameter(guest, "test_index_bytes", "8192")
+    refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "no room")
+    answer = say(guest, f"policy {WHERE}/d")
+    assert 0 < answer["never"] <= 128
+    # Taken back, there is room again: nothing of it leaks.
+    for _ in range(3):
+        assert say(guest, f"policy {WHERE}/d default")["never"] == 0
+        path = next(iter(sums))
+        assert say(guest, f"policy {path} never")["never"] == 1
+        guest.sh(f"{COMMAND} policy {path} default")
+    refused(guest, f"policy {WHERE}/d never", SOME, "no room")
+    assert say(guest, f"policy {WHERE}/d")["never"] == answer["never"]
+    # With the file system its marks go, too.
+    guest.sh(f"umount {WHERE}", 60)
+    guest.mount("data", WHERE)
+    assert say(guest, f"policy {WHERE}/d")["never"] == 0
+    assert say(guest, f"policy {WHERE}/d/1 never")["never"] == 1
+
+
+SMALL_BYTES = 64 << 10
+GROUPS, GROUP_FILES = 16, 16
+TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096  # 16 MiB that do not compress
+POOL = "37MiB"  # two trees, not three
+
+
+def three_trees(folder: Path, generator: random.Random) -> Path:
+    for name in (f"{tree}/{group:02}" for tree in "abc" for group in range(GROUPS)):
+        (folder / name).mkdir(parents=True)
+        for number in range(GROUP_FILES):
+            (folder / name / f"{number:02}").write_bytes(generator.randbytes(SMALL_BYTES))
+    return folder
+
+
+def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
+    """Reads and evicts all files of a tree, in groups that the put ring has room for."""
+    for group in range(GROUPS):
+        guest.sh(f"cat {WHERE}/{name}/{group:02}/* >/dev/null", 60)
+        if evict_last or group < GROUPS - 1:
+            guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+            settle(guest)
+
+
+@pytest.mark.parametrize("drop", [True, False], ids=["dropped", "control"])
+def test_a_tree_that_is_dropped_leaves_room(
+    session: Session, kernel: Kernel, module: Path, drop: bool
+) -> None:
+    """The experiment of 2013: of three trees the second is known to be of no use any more."""
+    daemon = session.daemon("vm1", pool_size=POOL)
+    daemon.start()
+    tree = three_trees(session.folder / "trees", random.Random("three trees"))
+    image = disk.ext4(session.folder / "data.img", 128 * MIB, tree)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[disk.Disk("data", image)],
+        files=command(),
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    read_tree(guest, "a")
+    read_tree(guest, "b", evict_last=False)
+    if drop:
+        answer = say(guest, f"drop {WHERE}/b")
+        print(answer)
+        assert (answer["files"], answer["errors"]) == (GROUPS * GROUP_FILES, 0)
+        # The last group was still in the page cache, the others in the pool.
+        assert answer["cached_pages"] == TREE_PAGES // GROUPS
+        assert answer["pool_pages"] >= TREE_PAGES * (GROUPS - 1) // GROUPS * 9 // 10
+        assert answer["kept_pages"] == 0
+        assert answer["bytes"] == 4096 * (answer["cached_pages"] + answer["pool_pages"])
+    else:
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+        settle(guest)
+    read_tree(guest, "c")
+
+    before, sectors = stats(guest), guest.disk_stat("data").read_sectors
+    guest.sh(f"cat {WHERE}/a/*/* >/dev/null", 120)
+    hits = stats(guest)["hits"] - before["hits"]
+    sectors = guest.disk_stat("data").read_sectors - sectors
+    print(f"a again: {hits} of {TREE_PAGES} pages from the pool, {sectors} sectors read")
+    if drop:
+        assert hits >= TREE_PAGES * 95 // 100
+        assert sectors <= TREE_PAGES * 8 // 10
+    else:
+        assert hits <= TREE_PAGES // 2
+        assert sectors >= TREE_PAGES * 8 // 2
+    guest.sh(f"cd {WHERE} && find a b c -type f -exec sha256sum {{}} + >/tmp/sums", 120)
+    for line in guest.get("/tmp/sums").decode().splitlines():
+        digest, path = line.split()
+        assert hashlib.sha256((tree / path).read_bytes()).hexdigest() == digest, path
