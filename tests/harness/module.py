@@ -47,7 +47,7 @@ def _sources() -> list[Path]:
     """Everything that goes into the module; the copy keeps the folders' layout."""
     found = [ROOT / "proto/virtio_tmem.h"]
     for path in (ROOT / "guest-driver").rglob("*"):
-        generated = path.name.endswith(".mod.c")
+        generated = path.name.endswith(".mod.c") or "build" in path.relative_to(ROOT).parts
         wanted = path.suffix in SUFFIXES or path.name in NAMES
         if wanted and not generated and path.is_file():
             found.append(path)
