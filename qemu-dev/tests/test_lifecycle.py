@@ -175,7 +175,7 @@ def test_reset_makes_a_new_generation(machine, backend, how):
     daemon = backend()
     vm = machine()
     vm.driver_up()
-    first = vm.generation()
+    first = vm.wait_generation(daemon.generation())
     resets = daemon.requests().count("RESET_DEVICE")
     if how == "driver":
         vm.reset()
@@ -193,7 +193,7 @@ def test_loadvm(machine, backend, folder):
     daemon = backend()
     vm = machine()
     vm.driver_up()
-    first = vm.generation()
+    first = vm.wait_generation(daemon.generation())
     state = folder / "migration"
     vm.qmp("stop")
     vm.qmp("migrate", uri=f"exec:cat > {state}")
