@@ -52,7 +52,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="put a file")
     add("--modules", default="", help="further kernel modules to load, e.g. xfs")
     add("--cmdline", default="", help="added to the kernel's command line")
-    add("--tcg-threads", default="multi", choices=("multi", "single"))
+    add("--tcg-threads", choices=("multi", "single"), help="default: what the kernel bears")
     add("--cmd", action="append", default=[], help="run and exit with its status")
     add("--seconds", type=float, default=300, help="time-out of a command")
     add("--keep", action="store_true", help="keep the folder with images and logs")

@@ -66,7 +66,7 @@ class Config:
     files: Mapping[str, Path] = field(default_factory=dict)
     cmdline: str = ""
     machine: str = "q35"
-    tcg_threads: str = "multi"
+    tcg_threads: str | None = None  # "multi" or "single"; None: what the kernel bears
     memory_backend: str = "memory-backend-memfd,share=on"
     arguments: Sequence[str] = ()
 
@@ -93,8 +93,9 @@ class Vm:
         config = self.config
         accelerator = os.environ.get("TMEM_ACCEL", "tcg")
         if accelerator == "tcg":
+            threads = config.tcg_threads or config.kernel.tcg_threads
             # la57 off: a fifth level of page tables only costs time under TCG.
-            processor = ["-accel", f"tcg,thread={config.tcg_threads}", "-cpu", "max,la57=off"]
+            processor = ["-accel", f"tcg,thread={threads}", "-cpu", "max,la57=off"]
         else:
             processor = ["-accel", accelerator, "-cpu", "host"]
         image = initramfs.build(

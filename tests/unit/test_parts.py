@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import initramfs, wait
+from harness import initramfs, toolchain, wait
 from harness.kernel import Kernel
 from harness.paths import HarnessError
 from harness.process import Process
@@ -35,6 +35,29 @@ def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
     assert [path.name for path in files] == ["a.ko", "b.ko", "c-top.ko"]
     with pytest.raises(HarnessError, match="no module 'absent'"):
         kernel.module_files(["absent"])
+
+
+def test_programs_run_in_a_loader_beside_them(tmp_path: Path) -> None:
+    """As those of a newer Debian do; its loader and C library are this machine's here."""
+    tools, scratch, final = (tmp_path / name for name in ("tools", "new", "kernel here"))
+    loader = tools / toolchain.LOADER
+    loader.parent.mkdir(parents=True)
+    loader.symlink_to(Path("/lib64/ld-linux-x86-64.so.2").resolve())
+    scratch.mkdir()
+    source = b"""#include <stdio.h>
+int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
+    command = ["gcc", "-x", "c", "-o", str(scratch / "tool"), "-"]
+    subprocess.run(command, input=source, check=True)
+    (scratch / "link").symlink_to("tool")
+    (scratch / "lib.so.1").write_bytes((scratch / "tool").read_bytes())
+    toolchain.wrap_programs(scratch, final, tools)
+    scratch.rename(final)
+    assert (final / "lib.so.1").read_bytes().startswith(b"\x7fELF")
+    said = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
+    assert said.stdout == f"{final}/link a  b 2"
+    # Not by the loader that the program asks for.
+    loader.unlink()
+    assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0
 
 
 def test_archive_is_what_cpio_reads(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A compiler of another Debian release, extracted in the cache, for kernels of that release.
+
+A kernel's headers come with programs (objtool, modpost, ...) that need their release's C library,
+and want its compiler. Here is neither a chroot nor anything that needs privileges: each program is
+replaced by a line of shell that runs it through the dynamic loader beside it, with the libraries
+beside it. So they work on any x86-64 machine, whatever C library that has.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+from harness.paths import ROOT, HarnessError, cache_dir
+
+# The compiler and what it and a kernel's own programs load. Of GCC's packages those that
+# compile C; of the libraries no more than the programs name.
+PACKAGES = {
+    "trixie": (
+        "gcc-14-x86-64-linux-gnu", "cpp-14-x86-64-linux-gnu", "libgcc-14-dev",
+        "binutils-x86-64-linux-gnu", "libbinutils", "libctf0", "libctf-nobfd0", "libsframe1",
+        "libjansson4", "pahole", "libbpf1", "libdw1t64", "libelf1t64", "libc6", "libgcc-s1",
+        "libstdc\\+\\+6", "libgmp10", "libisl23", "libmpc3", "libmpfr6", "libzstd1", "zlib1g",
+        "liblzma5", "libbz2-1\\.0", "libssl3t64",
+    ),
+}  # fmt: skip
+
+TRIPLE = "x86_64-linux-gnu"
+LOADER = f"usr/lib/{TRIPLE}/ld-linux-x86-64.so.2"
+# In an ELF file that is a program this is the request for the loader, in its first page.
+INTERPRETER = b"/lib64/ld-linux-x86-64.so.2\0"
+PAGE_BYTES = 4096
+REAL = ".elf"  # what is added to a replaced program's name
+
+
+def prepare(suite: str) -> Path:
+    """Returns the root of a suite's compiler, fetched and extracted if it is not in the cache."""
+    base = cache_dir() / "toolchain"
+    base.mkdir(exist_ok=True)
+    root = base / suite
+    with open(base / f"{suite}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not root.is_dir():
+            _fetch(suite, base, root)
+        return root
+
+
+def _fetch(suite: str, base: Path, root: Path) -> None:
+    debs, scratch = base / f"{suite}.debs", base / f"{suite}.root"
+    for folder in (debs, scratch):
+        shutil.rmtree(folder, ignore_errors=True)
+    fetch(suite, PACKAGES[suite], debs, scratch)
+    wrap_programs(scratch, root, root)
+    # GCC looks here for the assembler, and then wherever PATH says.
+    for folder in scratch.glob(f"usr/libexec/gcc/{TRIPLE}/*"):
+        (folder / "as").symlink_to(root / f"usr/bin/{TRIPLE}-as")
+    scratch.rename(root)
+    shutil.rmtree(debs)
+
+
+def fetch(suite: str, packages: tuple[str, ...], debs: Path, root: Path) -> None:
+    """Fetches packages of a suite into `debs` and extracts them into `root`."""
+    command = [str(ROOT / "scripts/debian-fetch"), "--suite", suite, "--dest", str(debs)]
+    done = subprocess.run([*command, *packages], check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise HarnessError(f"packages of {suite} could not be fetched: {' '.join(packages)}")
+    for deb in done.stdout.split():
+        subprocess.run(["dpkg", "-x", deb, str(root)], check=True)
+
+
+def wrap_programs(scratch: Path, final: Path, toolchain: Path) -> None:
+    """Has all programs under `scratch`, which is to become `final`, run in the toolchain's loader.
+
+    `final` and `toolchain` may be the same.
+    """
+    libraries = f"{toolchain}/usr/lib/{TRIPLE}"
+    for path in sorted(scratch.rglob("*")):
+        if path.is_symlink() or not path.is_file() or ".so" in path.name:
+            continue
+        with open(path, "rb") as file:
+            head = file.read(PAGE_BYTES)
+        if not head.startswith(b"\x7fELF") or INTERPRETER not in head:
+            continue
+        path.rename(path.with_name(path.name + REAL))
+        real = final / path.relative_to(scratch).with_name(path.name + REAL)
+        words = [f"{toolchain}/{LOADER}", "--library-path", libraries, "--argv0"]
+        # $0: programs look for their parts from where they were called.
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$0" {shlex.quote(str(real))} "$@"\n')
+        path.chmod(0o755)
+
+
+def kernel_variables(toolchain: Path) -> str:
+    """For a header tree's .kernelvariables: its compiler is the toolchain's."""
+    tools = f"{toolchain}/usr/bin"
+    return f"override CROSS_COMPILE = {tools}/{TRIPLE}-\noverride PAHOLE = {tools}/pahole\n"
