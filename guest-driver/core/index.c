@@ -566,9 +566,10 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 		object = NULL;
 	}
 	if (object) {
-		xa_for_each_range(&object->leaves, i, leaf, index >> LEAF_SHIFT,
-				  last >> LEAF_SHIFT) {
-			mask = leaf->present & leaf_mask(i, index, last);
+		/* One to nine of them: looking for the next costs more than looking each up. */
+		for (i = index >> LEAF_SHIFT; i <= last >> LEAF_SHIFT; i++) {
+			leaf = xa_load(&object->leaves, i);
+			mask = leaf ? leaf->present & leaf_mask(i, index, last) : 0;
 			for (; mask; mask &= mask - 1, count++) {
 				bit = __ffs64(mask);
 				__set_bit(((u64)i << LEAF_SHIFT) + bit - index, held);
