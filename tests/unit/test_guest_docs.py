@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What the pages about the guest driver list is what its sources have, all of it and no more."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_abi import DRIVER, without_tests
+
+from harness import kernel
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+SUPPORT = ROOT / "docs/guest-support.md"
+README = DRIVER / "README.md"
+
+
+def table(page: Path, name: str) -> list[list[str]]:
+    """The rows of the table that follows the comment with its name, without the heading."""
+    text = page.read_text()
+    found = re.search(rf"^<!-- table: {name} -->\n((?:\|.*\|\n)+)", text, re.MULTILINE)
+    assert found, f"{page.name}: no table '{name}'"
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in found[1].splitlines()
+    ]
+    assert len(rows) > 2 and set("".join(rows[1])) <= set("-: ")
+    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': rows of different length"
+    return rows[2:]
+
+
+def code(cell: str) -> str:
+    """The text between the backquotes that a cell begins with."""
+    found = re.match(r"`([^`]+)`", cell)
+    assert found, f"not in backquotes: {cell}"
+    return found[1]
+
+
+def source(path: str) -> str:
+    """Without what tests have, and with strings that were cut in two joined."""
+    text = without_tests((DRIVER / path).read_text())
+    return re.sub(r'"\s*\n\s*"', "", text)
+
+
+def all_sources() -> str:
+    paths = [*DRIVER.glob("*.c"), *DRIVER.glob("*/*.c")]
+    return "\n".join(source(str(path.relative_to(DRIVER))) for path in paths)
+
+
+def kernels_of_source() -> list[tuple[str, str, str]]:
+    """Beginning of the release, series as "6.1", vendor: the rows of tested_kernels[]."""
+    entry = r'\{ "([^"]+)", KERNEL_VERSION\((\d+), (\d+), 0\), "([^"]+)" \},'
+    body = source("hooks/init.c").split("tested_kernels[] = {", 1)[1].split("\n};", 1)[0]
+    found = re.findall(entry, body)
+    assert len(found) == body.count("KERNEL_VERSION") > 1
+    return [(release, f"{major}.{minor}", vendor) for release, major, minor, vendor in found]
+
+
+def test_kernels() -> None:
+    rows = table(SUPPORT, "kernels")
+    assert sorted((code(row[1]), code(row[2])) for row in rows) == sorted(
+        (release, vendor) for release, _, vendor in kernels_of_source()
+    )
+    for release, series, _ in kernels_of_source():
+        assert release == f"{series}."
+        assert series in kernel.SERIES, f"{series} is listed as tested, but no test can boot it"
+
+
+def test_project_page_names_the_kernels() -> None:
+    (row,) = re.findall(r"^\| guest kernels \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    now, later = row.split("|")[2:4]
+    for _, series, vendor in kernels_of_source():
+        assert vendor in now
+        assert re.search(rf"\b{re.escape(series)}\b", now), f"README.md: {series} is missing"
+        assert not re.search(rf"\b{re.escape(series)}\b", later)
+
+
+def test_file_systems() -> None:
+    body = source("hooks/fs.c").split("tmem_fs_types[] = {", 1)[1].split("\n};", 1)[0]
+    types = re.findall(r'\.name = "(\w+)"', body)
+    assert "ext4" in types
+    assert [code(row[0]) for row in table(SUPPORT, "file systems")] == types
+    (row,) = re.findall(r"^\| file systems \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert set(re.findall(r"[\w]+", row.split("|")[2])) >= set(types)
+
+
+def test_inode_flags() -> None:
+    (expression,) = re.findall(r"const unsigned int never = ([^;]+);", source("hooks/fs.c"))
+    flags = [flag.strip() for flag in expression.split("|")]
+    assert "S_ENCRYPTED" in flags
+    assert sorted(code(row[1]) for row in table(SUPPORT, "inode flags")) == sorted(flags)
+
+
+def test_messages() -> None:
+    """What a user is told to look for is what the driver says."""
+    sources = all_sources()
+    messages = [code(row[0]) for row in table(SUPPORT, "messages")]
+    messages += re.findall(r"refused: `([^`]+)`", SUPPORT.read_text())
+    assert len(messages) > 10
+    for message in messages:
+        assert message in sources, f"no source of the driver says: {message}"
+
+
+def defined() -> dict[str, int]:
+    """Numbers that the driver's sources and the protocol's header define."""
+    texts = [path.read_text() for path in (*DRIVER.glob("*.[ch]"), *DRIVER.glob("*/*.[ch]"))]
+    texts.append((ROOT / "proto/virtio_tmem.h").read_text())
+    found: dict[str, int] = {}
+    for name, value in re.findall(r"^#define (\w+)\s+(\d+)\b", "\n".join(texts), re.MULTILINE):
+        assert found.setdefault(name, int(value)) == int(value), f"{name} has two values"
+    return found
+
+
+@pytest.mark.parametrize("name", ["memory", "time"])
+def test_bounds(name: str) -> None:
+    values = defined()
+    stated: list[tuple[str, str]] = []
+    for _, _, names in table(README, name):
+        stated += re.findall(r"`(\w+)` (\d+)", names)
+        assert names.count("`") == 2 * len(re.findall(r"`(\w+)` (\d+)", names))
+    assert len(stated) > 4
+    assert [(what, values.get(what)) for what, _ in stated] == [
+        (what, int(value)) for what, value in stated
+    ]
+
+
+def test_bounds_in_the_text() -> None:
+    values = defined()
+    stated = re.findall(r"\(`([A-Z]\w+)` (\d+)\)", README.read_text())
+    assert len(stated) > 1
+    assert all(values[what] == int(value) for what, value in stated)
+
+
+def parameters() -> dict[str, tuple[str, str, bool]]:
+    """Default, type and whether it can be written, of each parameter in the sources."""
+    text = all_sources()
+    found: dict[str, tuple[str, str, bool]] = {}
+    for how, arguments in re.findall(r"^module_param(|_cb|_named)\(([^)]*)\);", text, re.MULTILINE):
+        words = [word.strip() for word in arguments.split(",")]
+        variable = {"": words[0], "_named": words[1], "_cb": words[2].lstrip("&")}[how]
+        (declared,) = re.findall(
+            rf"^(?:static )?([\w ]+?) {variable}(?: = ([^;]+))?;", text, re.MULTILINE
+        )
+        kind, value = declared
+        if kind == "bool":
+            value = {"": "N", "false": "N", "true": "Y"}[value]
+        found[words[0]] = (value or "0", kind, int(words[-1], 8) & 0o200 != 0)
+    return found
+
+
+def test_parameters() -> None:
+    rows = table(README, "parameters")
+    assert {code(row[0]): (row[3], row[4] == "yes") for row in rows} == {
+        name: (value, live) for name, (value, _, live) in parameters().items()
+    }
+    values = defined()
+    for row in rows:
+        upper = values.get(f"{code(row[0]).upper()}_MAX")
+        if upper is not None:
+            assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), f"{row[0]}: range"
+        assert row[4] in ("yes", "no")
+
+
+def test_tracepoints() -> None:
+    text = (DRIVER / "trace.h").read_text()
+    events: dict[str, set[str]] = {}
+    for name, body in re.findall(r"TRACE_EVENT\((\w+),\n(.*?)\n\);", text, re.DOTALL):
+        events[name] = set(re.findall(r"__field\([\w ]+, (\w+)\)", body))
+        events[name] |= set(re.findall(r"__string\((\w+), ", body))
+    assert events["tmem_breaker"] == {"open"}
+    rows = table(README, "tracepoints")
+    assert {code(row[0]): set(re.findall(r"`(\w+)`", row[2])) for row in rows} == events
+
+
+def test_counters_that_are_named() -> None:
+    """Names of counters in the driver's page are counters."""
+    listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/stats.c"))
+    section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
+    cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
+    names = re.findall(r"`(\w+)[*`]", "\n".join(cells))
+    assert len(names) > 8
+    for name in names:
+        assert re.search(rf"\b{name}", listed), f"no counter {name}"
+
+
+def test_links() -> None:
+    """Files and headings that the guest's pages point to are there."""
+    for page in (SUPPORT, README, ROOT / "docs/secure-boot.md"):
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+            path = (page.parent / target).resolve() if target else page
+            assert path.exists(), f"{page.name}: no {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+                assert anchor in slugs, f"{page.name}: no heading #{anchor} in {target}"
+
+
+def test_tables_are_read_right(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: t -->\n| a | b |\n| --- | --- |\n| `x` y | 1 |\n| `z\\|` | 2 |\n")
+    assert [code(row[0]) for row in table(page, "t")] == ["x", "z\\|"]

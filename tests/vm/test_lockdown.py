@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Kernels that ask for signatures or are locked down: what docs/secure-boot.md says of them."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import DEADLINE_MS, MODULE, WHERE, checksums, driver_vm, evict, stats, wait_served
+from test_driver import start_daemon
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import ROOT
+from harness.session import Session
+from harness.vm import Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+LOCKDOWN = "/sys/kernel/security/lockdown"
+ENFORCE = "/sys/module/module/parameters/sig_enforce"
+FILES = 4
+FILE_BYTES = 1 << 20
+
+
+def documented() -> list[tuple[str, str]]:
+    """What insmod and the kernel say, row by row."""
+    text = (ROOT / "docs/secure-boot.md").read_text()
+    lines = text.split("<!-- table: refusals -->\n", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines]
+    return [(row[2], row[3]) for row in rows]
+
+
+def lock_down(guest: Guest, mode: str) -> None:
+    guest.sh(
+        f"mount -t securityfs securityfs /sys/kernel/security; echo {mode} >{LOCKDOWN}"
+        f" && grep '\\[{mode}\\]' {LOCKDOWN}"
+    )
+
+
+def sign(kernel: Kernel, module: Path, folder: Path) -> Path:
+    """Signed with a key that nobody knows."""
+    key, certificate, signed = folder / "key", folder / "certificate", folder / "signed.ko"
+    command = [
+        "openssl", "req", "-new", "-x509", "-nodes", "-subj", "/CN=nobody", "-newkey", "rsa:2048",
+        "-keyout", str(key), "-outform", "DER", "-out", str(certificate),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    tool = kernel.kdir / "scripts/sign-file"
+    command = [str(tool), "sha256", str(key), str(certificate), str(module), str(signed)]
+    subprocess.run(command, check=True)
+    return signed
+
+
+@pytest.mark.smoke
+def test_messages(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    tmp_path: Path,
+    expect_error: Callable[[Callable[[], object]], str],
+) -> None:
+    signed = sign(kernel, module, tmp_path)
+    # First what can be undone by unloading, then what lasts until the next boot.
+    (unsigned_row, unknown_row, locked_row, loads_row) = documented()
+    guest = driver_vm(session, kernel, module, None, files={"/signed.ko": signed}).start()
+
+    def said(after: int) -> str:
+        return "\n".join(guest.sh("dmesg").splitlines()[after:])
+
+    def refused(path: str, row: tuple[str, str]) -> None:
+        lines = len(guest.sh("dmesg").splitlines())
+        assert row[0] in expect_error(lambda: guest.insmod(path))
+        assert row[1] in said(lines)
+        assert "virtio_tmem" not in guest.sh("cat /proc/modules")
+
+    guest.insmod(MODULE)
+    assert loads_row[1] in guest.sh("dmesg")
+    assert int(guest.read("/proc/sys/kernel/tainted")) & (4096 | 8192) == 4096 | 8192
+    guest.sh("rmmod virtio_tmem")
+    lock_down(guest, "integrity")
+    refused(MODULE, locked_row)
+    guest.sh(f"echo 1 >{ENFORCE}")
+    refused(MODULE, unsigned_row)
+    refused("/signed.ko", unknown_row)
+
+
+@pytest.mark.smoke
+def test_hooks_found_under_lockdown(session: Session, kernel: Kernel, module: Path) -> None:
+    """Loaded before, since no test has a trusted key; all of ext4 is found and hooked after."""
+    daemon = start_daemon(session)
+    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2).start()
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=1")
+    before = int(guest.read("/sys/kernel/virtio_tmem/hooks"), 16)
+    lock_down(guest, "confidentiality")
+    guest.mount("data", WHERE)
+    wait_served(guest)
+    assert int(guest.read("/sys/kernel/virtio_tmem/hooks"), 16) > before
+
+    files = [f"{WHERE}/{i}" for i in range(FILES)]
+    for path in files:
+        guest.sh(f"dd if=/dev/urandom of={path} bs={FILE_BYTES} count=1 2>/dev/null")
+    guest.sh("sync")
+    sums = checksums(guest, files)
+    evict(guest, files)
+    hits = stats(guest)["hits"]
+    assert checksums(guest, files) == sums
+    assert stats(guest)["hits"] - hits > FILES * FILE_BYTES // 4096 // 2
+
+    done = guest.run("echo 1 >/sys/kernel/tracing/events/virtio_tmem/enable")
+    assert done.status != 0 and b"Operation not permitted" in done.stderr
