@@ -8,6 +8,7 @@
  *	index.c: bucket->lock		all index state of the inodes that hash there
  *	  detached_lock		objects whose memory is freed later
  *	  queue->ring_lock		ring head and tail, list of pending flushes
+ *	    dev->block_lock		free blocks of slots
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
  * control_vq_lock stands alone; vq_lock and bucket->lock are never held together. Callers may hold
@@ -45,9 +46,10 @@
 /* The rings take 3/8 of it, bounce pages 1/8, the index what is left. */
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
-/* Above 4 full batches in flight and as many waiting, a larger ring only hides a slow host. */
-#define TMEM_RING_SLOTS_MAX	1024
-#define TMEM_RING_SLOTS_MIN	16
+/* Slots of all queues together: a larger ring only hides a slow host; numbers of blocks are u16. */
+#define TMEM_RING_SLOTS_MAX	4096
+/* A block for each queue, and one to share. */
+#define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
 #define TMEM_BOUNCE_PAGES_MIN	64
 
@@ -168,14 +170,13 @@ struct tmem_queue {
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 
-	spinlock_t ring_lock;		/* head, tail, seq_start, pending flushes */
+	spinlock_t ring_lock;		/* head, tail, seq_start, map, pending flushes */
 	u64 head;			/* next sequence number to reserve */
 	u64 seq_start;			/* whose cookie offset is queue->nr */
 	u64 next;			/* next to send; written by the feeder only */
 	u64 tail;			/* oldest slot not free; feeder only writes */
-	unsigned int nr_slots;
-	struct tmem_slot *slot;
-	void **block;			/* nr_slots / TMEM_BLOCK_PAGES */
+	unsigned int owned;		/* blocks from tail to head; dev->block_lock */
+	u16 *map;			/* which block: by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
 };
@@ -195,6 +196,15 @@ struct tmem_dev {
 	unsigned int pools_max;
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
+
+	/* Slots and data of the put rings of all queues. */
+	unsigned int nr_blocks;
+	struct tmem_slot *slot;
+	void **block;
+	spinlock_t block_lock;		/* the next three */
+	u16 *free;			/* ring of free blocks, oldest first */
+	unsigned int first_free;
+	unsigned int nr_free;
 
 	/* Feeder thread of all request queues. */
 	struct task_struct *feeder;
@@ -301,9 +311,10 @@ int tmem_policy_init(struct tmem_pool *pool);
 void tmem_policy_free(struct tmem_pool *pool);
 
 /* ring.c */
-int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue, unsigned int nr_slots);
+int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots);
+void tmem_slots_exit(struct tmem_dev *dev);
+int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_ring_exit(struct tmem_queue *queue);
-void tmem_ring_reset(struct tmem_queue *queue);
 struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst);
 void tmem_ring_renew(struct tmem_queue *queue);

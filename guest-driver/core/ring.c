@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The put ring of a request queue, and the thread that feeds the virtqueues from it.
+ * The put rings of the request queues, and the thread that feeds the virtqueues from them.
  *
  * A put happens under the page cache's lock with interrupts off, so it only copies: into a
  * preallocated slot, whose place follows from the cookie. The slot is the page's home until the
  * host has answered, and its data stay valid until the slot is reserved again, so that a get of a
  * page that was evicted a moment ago needs no host.
+ *
+ * Reclaim takes neighbours together, and neighbours go to one queue: so the slots are not divided
+ * among the queues but shared, in blocks of TMEM_BLOCK_PAGES. A queue takes a block when it has
+ * filled the last one, and gives it back when all its slots are free. queue->map has the blocks of
+ * a queue, by sequence number; what it says of a block given back stays, and is right until the
+ * block is taken again, which the cookie tells.
  *
  * A slot's life: reserved (FILLING, cookie 0), copied, entered into the index, READY with its
  * cookie; sent in a batch; answered, FREE; the tail moves over free slots in order. A put that
@@ -28,9 +34,28 @@
 /* Data blocks a batch touches: one more than it fills, as it may start within one. */
 #define BATCH_SGS	(TMEM_BATCH_BLOCKS + 1)
 
+/*
+ * A queue takes another block only while it has less than so many times what is free: alone it may
+ * have 8/9 of all, and one that the host does not serve leaves something to the others.
+ */
+#define SHARE_OF_FREE	8
+
+/* Where slot and data of a sequence number are; seldom of another one, as the cookie tells. */
+static unsigned int place_of(struct tmem_queue *queue, u64 seq)
+{
+	unsigned int block = READ_ONCE(queue->map[seq / TMEM_BLOCK_PAGES % queue->dev->nr_blocks]);
+
+	return block * TMEM_BLOCK_PAGES + seq % TMEM_BLOCK_PAGES;
+}
+
+static void *data_at(struct tmem_dev *dev, unsigned int place)
+{
+	return dev->block[place / TMEM_BLOCK_PAGES] + place % TMEM_BLOCK_PAGES * PAGE_SIZE;
+}
+
 static struct tmem_slot *slot_of(struct tmem_queue *queue, u64 seq)
 {
-	return &queue->slot[seq % queue->nr_slots];
+	return &queue->dev->slot[place_of(queue, seq)];
 }
 
 static u8 slot_state(const struct tmem_slot *slot)
@@ -41,9 +66,38 @@ static u8 slot_state(const struct tmem_slot *slot)
 
 static void *data_of(struct tmem_queue *queue, u64 seq)
 {
-	unsigned int nr = seq % queue->nr_slots;
+	return data_at(queue->dev, place_of(queue, seq));
+}
 
-	return queue->block[nr / TMEM_BLOCK_PAGES] + nr % TMEM_BLOCK_PAGES * PAGE_SIZE;
+/* The slots from head on need a block. */
+static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
+{
+	bool taken = false;
+
+	lockdep_assert_held(&queue->ring_lock);
+	spin_lock(&dev->block_lock);
+	if (queue->owned < SHARE_OF_FREE * dev->nr_free) {
+		WRITE_ONCE(queue->map[queue->head / TMEM_BLOCK_PAGES % dev->nr_blocks],
+			   dev->free[dev->first_free]);
+		dev->first_free = (dev->first_free + 1) % dev->nr_blocks;
+		dev->nr_free--;
+		queue->owned++;
+		taken = true;
+	}
+	spin_unlock(&dev->block_lock);
+	return taken;
+}
+
+/* All slots of the block before @seq are free. Used again last: until then its pages are hits. */
+static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
+{
+	lockdep_assert_held(&queue->ring_lock);
+	spin_lock(&dev->block_lock);
+	dev->free[(dev->first_free + dev->nr_free) % dev->nr_blocks] =
+		queue->map[(seq / TMEM_BLOCK_PAGES - 1) % dev->nr_blocks];
+	dev->nr_free++;
+	queue->owned--;
+	spin_unlock(&dev->block_lock);
 }
 
 /**
@@ -68,23 +122,27 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 				 enum tmem_stat *why)
 {
 	struct tmem_slot *slot = NULL;
+	unsigned int place;
 	u64 offset;
 
 	spin_lock(&queue->ring_lock);
 	offset = tmem_cookie_offset(queue->head - queue->seq_start, dev->nr_queues, queue->nr);
-	if (queue->head - queue->tail >= queue->nr_slots || TMEM_INJECT(ring_full)) {
-		*why = TMEM_STAT_puts_dropped_ring_full;
-	} else if (offset > TMEM_SEQ_MASK) {
+	if (offset > TMEM_SEQ_MASK) {
 		*why = TMEM_STAT_puts_dropped_cookies;
+	} else if (TMEM_INJECT(ring_full) ||
+		   (!(queue->head % TMEM_BLOCK_PAGES) && !take_block(dev, queue))) {
+		*why = TMEM_STAT_puts_dropped_ring_full;
 	} else {
-		slot = slot_of(queue, queue->head);
-		*data = data_of(queue, queue->head);
-		slot->state = TMEM_SLOT_FILLING;
+		place = place_of(queue, queue->head);
+		slot = &dev->slot[place];
+		*data = data_at(dev, place);
+		WRITE_ONCE(slot->state, TMEM_SLOT_FILLING);
 		WRITE_ONCE(slot->cookie, 0);
 		slot->offset = offset;
 		slot->base = dev->cookie_base;
 		slot->epoch = READ_ONCE(dev->epoch);
-		WRITE_ONCE(queue->head, queue->head + 1);
+		/* The map and the state before it: pairs with queue_has_work() and feed(). */
+		smp_store_release(&queue->head, queue->head + 1);
 	}
 	spin_unlock(&queue->ring_lock);
 	/* No data before the zero: pairs with smp_rmb() in tmem_ring_copy(). */
@@ -94,7 +152,8 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 
 static bool queue_has_work(struct tmem_queue *queue)
 {
-	u64 pending = READ_ONCE(queue->head) - READ_ONCE(queue->next);
+	/* Pairs with reserve(). */
+	u64 pending = smp_load_acquire(&queue->head) - READ_ONCE(queue->next);
 	unsigned int in_flight = READ_ONCE(queue->puts_in_flight);
 	bool stalled = READ_ONCE(queue->stalled);
 
@@ -219,12 +278,13 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 	u64 offset = tmem_entry_offset(entry);
 	u64 cookie = READ_ONCE(dev->cookie_base) + offset;
 	u64 seq = READ_ONCE(queue->seq_start) + tmem_cookie_seq(offset, dev->nr_queues);
-	struct tmem_slot *slot = slot_of(queue, seq);
+	unsigned int place = place_of(queue, seq);
+	struct tmem_slot *slot = &dev->slot[place];
 
 	/* The data were written before: pairs with put(). */
 	if (smp_load_acquire(&slot->cookie) != cookie)
 		return false;
-	copy_page(dst, data_of(queue, seq));
+	copy_page(dst, data_at(dev, place));
 	/* The data before the second look: pairs with smp_wmb() in reserve(). */
 	smp_rmb();
 	return READ_ONCE(slot->cookie) == cookie;
@@ -281,8 +341,12 @@ static void free_slots(struct tmem_queue *queue)
 
 	while (tail != queue->next && slot_of(queue, tail)->state == TMEM_SLOT_FREE)
 		tail++;
+	if (tail == queue->tail)
+		return;
 	spin_lock_irq(&queue->ring_lock);
-	queue->tail = tail;
+	while (queue->tail != tail)
+		if (!(++queue->tail % TMEM_BLOCK_PAGES))
+			give_block(queue->dev, queue, queue->tail);
 	spin_unlock_irq(&queue->ring_lock);
 }
 
@@ -511,7 +575,7 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 			.cookie = cpu_to_le64(slot->base + slot->offset),
 			.flags = cpu_to_le32(slot->flags),
 		};
-		if (!i || !((slot - queue->slot) % TMEM_BLOCK_PAGES))
+		if (!i || !((batch->first + i) % TMEM_BLOCK_PAGES))
 			sg_set_buf(&out[++nr], data_of(queue, batch->first + i), PAGE_SIZE);
 		else
 			out[nr].length += PAGE_SIZE;
@@ -554,8 +618,7 @@ static void feed(struct tmem_queue *queue)
 	 * The head before the flushes: one that was noted before a later put of the same page
 	 * also goes out before it.
 	 */
-	head = READ_ONCE(queue->head);
-	smp_rmb();	/* pairs with the ring_lock of reserve() and tmem_ring_flush() */
+	head = smp_load_acquire(&queue->head);	/* pairs with reserve() */
 	while (send_flushes(queue, generation, epoch))
 		;
 	while (send_puts(queue, head, generation, epoch))
@@ -595,29 +658,6 @@ int tmem_feeder(void *data)
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_ring_reset() - after a device reset, drop what was in flight and in the ring
- * @queue: the queue; nothing else uses it now, and the index was forgotten
- */
-void tmem_ring_reset(struct tmem_queue *queue)
-{
-	unsigned int i;
-
-	for (i = 0; i < TMEM_PUTS_IN_FLIGHT; i++)
-		queue->put[i]->req.state = TMEM_REQ_FREE;
-	for (i = 0; i < TMEM_FLUSHES_IN_FLIGHT; i++)
-		queue->flush[i]->req.state = TMEM_REQ_FREE;
-	for (i = 0; i < queue->nr_slots; i++)
-		queue->slot[i].state = TMEM_SLOT_FREE;
-	queue->puts_in_flight = 0;
-	queue->flushes_in_flight = 0;
-	queue->nr_flush = 0;
-	queue->answered = false;
-	queue->stalled = false;
-	queue->next = queue->head;
-	queue->tail = queue->head;
-}
-
-/**
  * tmem_ring_renew() - let the cookie offsets of a queue begin at 0 again
  * @queue: the queue; all pools were forgotten before
  */
@@ -635,28 +675,65 @@ void tmem_ring_renew(struct tmem_queue *queue)
 }
 
 /**
- * tmem_ring_init() - allocate the ring of a queue
+ * tmem_slots_init() - allocate the slots that all queues share
  * @dev: the device; its memory_bytes grow
- * @queue: the queue
- * @nr_slots: size, a multiple of TMEM_BLOCK_PAGES
+ * @nr_slots: how many, a multiple of TMEM_BLOCK_PAGES
  *
- * Return: 0 or -ENOMEM, after which tmem_ring_exit() is due as well.
+ * Return: 0 or -ENOMEM, after which tmem_slots_exit() is due as well.
  */
-int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue, unsigned int nr_slots)
+int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 {
 	unsigned int i;
 
-	queue->nr_slots = nr_slots;
-	queue->slot = kvcalloc(nr_slots, sizeof(*queue->slot), GFP_KERNEL);
-	queue->block = kcalloc(nr_slots / TMEM_BLOCK_PAGES, sizeof(*queue->block), GFP_KERNEL);
-	queue->pending = kvcalloc(TMEM_FLUSH_PENDING, sizeof(*queue->pending), GFP_KERNEL);
-	if (!queue->slot || !queue->block || !queue->pending)
+	spin_lock_init(&dev->block_lock);
+	dev->nr_blocks = nr_slots / TMEM_BLOCK_PAGES;
+	dev->slot = kvcalloc(nr_slots, sizeof(*dev->slot), GFP_KERNEL);
+	dev->block = kcalloc(dev->nr_blocks, sizeof(*dev->block), GFP_KERNEL);
+	dev->free = kcalloc(dev->nr_blocks, sizeof(*dev->free), GFP_KERNEL);
+	if (!dev->slot || !dev->block || !dev->free)
 		return -ENOMEM;
-	for (i = 0; i < nr_slots / TMEM_BLOCK_PAGES; i++) {
-		queue->block[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
-		if (!queue->block[i])
+	for (i = 0; i < dev->nr_blocks; i++) {
+		dev->block[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
+		if (!dev->block[i])
 			return -ENOMEM;
+		dev->free[i] = i;
 	}
+	dev->nr_free = dev->nr_blocks;
+	dev->memory_bytes += nr_slots * (PAGE_SIZE + sizeof(*dev->slot)) +
+			     dev->nr_blocks * (sizeof(*dev->block) + sizeof(*dev->free));
+	return 0;
+}
+
+/**
+ * tmem_slots_exit() - free them
+ * @dev: the device; it was reset
+ */
+void tmem_slots_exit(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	for (i = 0; dev->block && i < dev->nr_blocks; i++)
+		free_pages((unsigned long)dev->block[i], TMEM_BLOCK_ORDER);
+	kfree(dev->free);
+	kfree(dev->block);
+	kvfree(dev->slot);
+}
+
+/**
+ * tmem_ring_init() - allocate the ring of a queue
+ * @dev: the device; its memory_bytes grow
+ * @queue: the queue; the slots are there
+ *
+ * Return: 0 or -ENOMEM, after which tmem_ring_exit() is due as well.
+ */
+int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
+{
+	unsigned int i;
+
+	queue->map = kcalloc(dev->nr_blocks, sizeof(*queue->map), GFP_KERNEL);
+	queue->pending = kvcalloc(TMEM_FLUSH_PENDING, sizeof(*queue->pending), GFP_KERNEL);
+	if (!queue->map || !queue->pending)
+		return -ENOMEM;
 	for (i = 0; i < TMEM_PUTS_IN_FLIGHT; i++) {
 		queue->put[i] = kzalloc(sizeof(*queue->put[i]), GFP_KERNEL);
 		if (!queue->put[i])
@@ -670,7 +747,7 @@ int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue, unsigned int 
 		queue->flush[i]->req.kind = TMEM_REQ_FLUSH;
 	}
 	tmem_ring_renew(queue);
-	dev->memory_bytes += nr_slots * (PAGE_SIZE + sizeof(*queue->slot)) +
+	dev->memory_bytes += dev->nr_blocks * sizeof(*queue->map) +
 			     TMEM_FLUSH_PENDING * sizeof(*queue->pending) +
 			     TMEM_PUTS_IN_FLIGHT * sizeof(*queue->put[0]) +
 			     TMEM_FLUSHES_IN_FLIGHT * sizeof(*queue->flush[0]);
@@ -685,13 +762,10 @@ void tmem_ring_exit(struct tmem_queue *queue)
 {
 	unsigned int i;
 
-	for (i = 0; queue->block && i < queue->nr_slots / TMEM_BLOCK_PAGES; i++)
-		free_pages((unsigned long)queue->block[i], TMEM_BLOCK_ORDER);
 	for (i = 0; i < TMEM_PUTS_IN_FLIGHT; i++)
 		kfree(queue->put[i]);
 	for (i = 0; i < TMEM_FLUSHES_IN_FLIGHT; i++)
 		kfree(queue->flush[i]);
 	kvfree(queue->pending);
-	kfree(queue->block);
-	kvfree(queue->slot);
+	kfree(queue->map);
 }

@@ -192,6 +192,7 @@ static void free_device(struct tmem_dev *dev)
 	for (i = 0; dev->queue && i < dev->nr_queues; i++)
 		tmem_ring_exit(&dev->queue[i]);
 	kfree(dev->queue);
+	tmem_slots_exit(dev);
 	tmem_get_exit(dev);
 	tmem_control_exit(dev);
 	kfree(dev);
@@ -211,13 +212,15 @@ static int alloc_memory(struct tmem_dev *dev)
 	unsigned int slots, bounce, i;
 	int err;
 
-	slots = clamp(share_pages(TMEM_RING_EIGHTHS) / dev->nr_queues,
-		      TMEM_RING_SLOTS_MIN, TMEM_RING_SLOTS_MAX);
+	slots = clamp_t(unsigned int, share_pages(TMEM_RING_EIGHTHS),
+			TMEM_RING_SLOTS_MIN, TMEM_RING_SLOTS_MAX);
 	bounce = clamp(share_pages(TMEM_BOUNCE_EIGHTHS),
 		       TMEM_BOUNCE_PAGES_MIN, TMEM_BOUNCE_PAGES_MAX);
 	err = tmem_control_init(dev);
 	if (!err)
 		err = tmem_get_init(dev, rounddown(bounce, TMEM_BLOCK_PAGES));
+	if (!err)
+		err = tmem_slots_init(dev, rounddown(slots, TMEM_BLOCK_PAGES));
 	if (err)
 		return err;
 	dev->queue = kcalloc(dev->nr_queues, sizeof(*dev->queue), GFP_KERNEL);
@@ -232,7 +235,7 @@ static int alloc_memory(struct tmem_dev *dev)
 		spin_lock_init(&queue->ring_lock);
 	}
 	for (i = 0; i < dev->nr_queues; i++) {
-		err = tmem_ring_init(dev, &dev->queue[i], rounddown(slots, TMEM_BLOCK_PAGES));
+		err = tmem_ring_init(dev, &dev->queue[i]);
 		if (err)
 			return err;
 	}
