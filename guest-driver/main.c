@@ -45,6 +45,32 @@ unsigned int tmem_spin_us = 30;
 module_param_cb(spin_us, &spin_us_ops, &tmem_spin_us, 0644);
 MODULE_PARM_DESC(spin_us, "How much of it is spent polling before sleeping (0-1000, default 30)");
 
+static const char *const admission_names[] = { "off", "adaptive" };
+
+static int set_admission(const char *value, const struct kernel_param *param)
+{
+	int nr = sysfs_match_string(admission_names, value);
+
+	if (nr < 0)
+		return nr;
+	WRITE_ONCE(tmem_admission, nr);
+	return 0;
+}
+
+static int get_admission(char *buffer, const struct kernel_param *param)
+{
+	return sysfs_emit(buffer, "%s\n", admission_names[READ_ONCE(tmem_admission)]);
+}
+
+static const struct kernel_param_ops admission_ops = {
+	.set = set_admission,
+	.get = get_admission,
+};
+
+bool tmem_admission = true;
+module_param_cb(admission, &admission_ops, NULL, 0644);
+MODULE_PARM_DESC(admission, "Which pages are put once the host does not keep all: adaptive (default): those evicted before; off: all");
+
 #ifdef TMEM_TEST
 /* Faults for tests: the n'th time, and every n'th after it; 0 is never. */
 unsigned int tmem_inject_ring_full;

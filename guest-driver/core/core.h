@@ -11,8 +11,9 @@
  *	    dev->block_lock		free blocks of slots
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
- * control_vq_lock stands alone; vq_lock and bucket->lock are never held together. Callers may hold
- * mm and file system locks (i_pages), so nothing above may be held while taking one of those.
+ * control_vq_lock and the lock of admit.c stand alone; vq_lock and bucket->lock are never held
+ * together. Callers may hold mm and file system locks (i_pages), so nothing above may be held
+ * while taking one of those.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
@@ -47,7 +48,7 @@
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
 /* Slots of all queues together: a larger ring only hides a slow host; numbers of blocks are u16. */
-#define TMEM_RING_SLOTS_MAX	4096
+#define TMEM_RING_SLOTS_MAX	2048
 /* A block for each queue, and one to share. */
 #define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
@@ -71,6 +72,7 @@
 
 #define TMEM_INDEX_MAX		((1ULL << VIRTIO_TMEM_INDEX_BITS) - 1)
 
+struct tmem_admit;
 struct tmem_dev;
 struct tmem_queue;
 
@@ -210,6 +212,8 @@ struct tmem_dev {
 	struct task_struct *feeder;
 	wait_queue_head_t feeder_wait;
 
+	struct tmem_admit *admit;
+
 	/* Gets. */
 	spinlock_t get_lock;		/* all below but get_req and bounce */
 	struct tmem_get_req **get_req;
@@ -219,6 +223,9 @@ struct tmem_dev {
 	void **bounce_free;		/* stack of free ones */
 	unsigned int nr_bounce_free;
 	unsigned int late_row;		/* calls that were late since one was not; get_lock */
+	u64 slow_ns;			/* waits of slow calls, less what leaked; get_lock */
+	u64 slow_at_ns;			/* when it last leaked; get_lock */
+	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
 	bool tripped;			/* written under get_lock */
 
 	/* Users that may sleep: tmem_get() and the probe of the breaker. */
@@ -248,6 +255,7 @@ void tmem_dev_put(struct tmem_dev *dev);
 /* main.c: module parameters. */
 extern unsigned int tmem_deadline_ms;
 extern unsigned int tmem_spin_us;
+extern bool tmem_admission;
 #ifdef TMEM_TEST
 extern unsigned int tmem_inject_ring_full;
 extern unsigned int tmem_inject_nomem;
@@ -320,6 +328,12 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 void tmem_ring_renew(struct tmem_queue *queue);
 void tmem_ring_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
 int tmem_feeder(void *data);
+
+/* admit.c */
+int tmem_admit_init(struct tmem_dev *dev);
+void tmem_admit_exit(struct tmem_dev *dev);
+bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, bool workingset);
+void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);
 
 /* get.c */
 int tmem_get_init(struct tmem_dev *dev, unsigned int bounce_pages);

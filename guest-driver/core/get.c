@@ -4,8 +4,15 @@
  *
  * The device only ever writes to bounce pages, which belong to it until it answers or is reset:
  * a request that nobody waits for any more keeps its pages, so that a late answer cannot land in
- * memory that was given away. When all are with the device, gets are misses. Three calls in a row
- * that were late open the breaker: no more gets until a probe is answered in time.
+ * memory that was given away. When all are with the device, gets are misses.
+ *
+ * What readers wait is bounded twice. A call, which is one readahead window, waits no longer than
+ * its deadline. And the breaker opens, so that nothing is asked for until a probe is answered
+ * quickly, after LATE_ROW_MAX calls in a row that were late, or when the waits of slow calls, those
+ * of more than a quarter of the deadline, have filled a bucket of WAIT_BUDGET deadlines which
+ * empties at WAIT_BUDGET per WAIT_PERIOD deadlines. By default: readers of the device that wait
+ * for a slow host do so for 200 ms and one deadline more together, and for no more than 200 ms in
+ * each second after that.
  *
  * Never trusts an answer: length, status, result, cookie and, on the destination page itself, the
  * content check must be right. A page whose check is wrong switches the cache off for good.
@@ -22,6 +29,11 @@
 #define GET_BURST		16
 /* Calls in a row that were late before gets stop. */
 #define LATE_ROW_MAX		3
+/* A call that waits longer than this part of the deadline is slow: no faster than a disk. */
+#define SLOW_DIVISOR		4
+/* In deadlines: what slow calls may wait together, and in which time. */
+#define WAIT_BUDGET		10
+#define WAIT_PERIOD		50
 
 /* --- requests and bounce blocks ------------------------------------------------------------ */
 
@@ -158,33 +170,61 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 
 /* --- breaker ------------------------------------------------------------------------------- */
 
-static void breaker_note(struct tmem_dev *dev, bool late)
+static u64 deadline_span_ns(void)
 {
-	bool was, is;
+	return (u64)READ_ONCE(tmem_deadline_ms) * NSEC_PER_MSEC;
+}
+
+/* Returns whether the breaker was open. */
+static bool breaker_close(struct tmem_dev *dev)
+{
+	bool was;
 
 	spin_lock_irq(&dev->get_lock);
 	was = dev->tripped;
-	if (!late)
-		dev->late_row = 0;
-	else if (dev->late_row < LATE_ROW_MAX)
-		dev->late_row++;
-	is = dev->late_row >= LATE_ROW_MAX;
-	WRITE_ONCE(dev->tripped, is);
+	dev->late_row = 0;
+	dev->slow_ns = 0;
+	WRITE_ONCE(dev->tripped, false);
 	spin_unlock_irq(&dev->get_lock);
-	if (was == is)
+	return was;
+}
+
+/* A call asked the host and waited so long, in vain or not. */
+static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
+{
+	u64 span_ns = deadline_span_ns(), now_ns = ktime_get_ns(), leaked_ns;
+	bool slow = waited_ns > span_ns / SLOW_DIVISOR, opens = false;
+
+	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
+	if (slow)
+		tmem_count(TMEM_STAT_slow);
+	spin_lock_irq(&dev->get_lock);
+	if (waited_ns > dev->wait_max_ns)
+		WRITE_ONCE(dev->wait_max_ns, waited_ns);
+	dev->late_row = late ? dev->late_row + 1 : 0;
+	leaked_ns = div_u64((now_ns - dev->slow_at_ns) * WAIT_BUDGET, WAIT_PERIOD);
+	dev->slow_at_ns = now_ns;
+	dev->slow_ns -= min(dev->slow_ns, leaked_ns);
+	if (slow)
+		dev->slow_ns += waited_ns;
+	if (!dev->tripped) {
+		opens = dev->late_row >= LATE_ROW_MAX || dev->slow_ns > span_ns * WAIT_BUDGET;
+		WRITE_ONCE(dev->tripped, opens);
+	}
+	spin_unlock_irq(&dev->get_lock);
+	if (!opens)
 		return;
-	if (is)
-		tmem_count(TMEM_STAT_trips);
-	tmem_state_tripped(is);
+	tmem_count(TMEM_STAT_trips);
+	tmem_state_tripped(true);
 	tmem_control_report_soon(dev);
 }
 
 /**
- * tmem_breaker_probe() - if the breaker is open, try whether the host answers in time again
+ * tmem_breaker_probe() - if the breaker is open, try whether the host answers quickly again
  * @dev: the device
  *
  * Context: process, sleeps up to the deadline. The probe asks each queue for one page of object 1
- * with cookie 0, which no put has: any answer will do.
+ * with cookie 0, which no put has: any answer will do that is not a slow one.
  */
 void tmem_breaker_probe(struct tmem_dev *dev)
 {
@@ -205,7 +245,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		get->out.get.object = cpu_to_le64(1);
 		get->out.get.index = 0;
 		get->out.cookie[0] = 0;
-		deadline_ns = tmem_get_deadline_ns();
+		deadline_ns = ktime_get_ns() + deadline_span_ns() / SLOW_DIVISOR;
 		if (get_submit(dev, get, generation, 1)) {
 			get_free(dev, get);
 			return;
@@ -214,8 +254,10 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		if (!late)
 			get_free(dev, get);
 	}
-	if (!late)
-		breaker_note(dev, false);
+	if (late || !breaker_close(dev))
+		return;
+	tmem_state_tripped(false);
+	tmem_control_report_soon(dev);
 }
 
 /**
@@ -224,14 +266,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
  */
 void tmem_breaker_reset(struct tmem_dev *dev)
 {
-	bool was;
-
-	spin_lock_irq(&dev->get_lock);
-	dev->late_row = 0;
-	was = dev->tripped;
-	WRITE_ONCE(dev->tripped, false);
-	spin_unlock_irq(&dev->get_lock);
-	if (was)
+	if (breaker_close(dev))
 		trace_tmem_breaker(false);
 }
 
@@ -256,11 +291,13 @@ struct get_call {
 	u64 generation;
 	u64 spin_until_ns;
 	u64 deadline_ns;
+	u64 waited_ns;
 	struct tmem_get_req *burst[GET_BURST];
 	unsigned int burst_first[GET_BURST];
 	unsigned int burst_count[GET_BURST];
 	unsigned int nr_burst;
 	unsigned int hits;
+	unsigned int lost;	/* the host said so */
 	bool late;
 	bool asked;		/* the host, and an answer came in time */
 };
@@ -305,8 +342,10 @@ static void take_page(struct get_call *call, struct tmem_get_req *get, unsigned 
 	    get->req.used_bytes < offsetof(typeof(get->in), page[get->count]))
 		goto no;
 	result = READ_ONCE(get->in.page[nr].result);
-	if (result == VIRTIO_TMEM_P_MISS)
+	if (result == VIRTIO_TMEM_P_MISS) {
 		why = TMEM_STAT_misses_host;
+		call->lost++;
+	}
 	if (result != VIRTIO_TMEM_P_HIT || get->req.used_bytes < needed ||
 	    READ_ONCE(get->in.page[nr].cookie) != get->out.cookie[nr])
 		goto no;
@@ -324,11 +363,16 @@ static void finish_burst(struct get_call *call)
 {
 	struct tmem_get_req *get;
 	unsigned int b, nr;
+	u64 since_ns;
+	bool answered;
 	u8 status;
 
 	for (b = 0; b < call->nr_burst; b++) {
 		get = call->burst[b];
-		if (!get_wait(get, call->spin_until_ns, call->deadline_ns)) {
+		since_ns = ktime_get_ns();
+		answered = get_wait(get, call->spin_until_ns, call->deadline_ns);
+		call->waited_ns += ktime_get_ns() - since_ns;
+		if (!answered) {
 			/* From here on the request is not ours: count and first were noted. */
 			for (nr = 0; nr < call->burst_count[b]; nr++)
 				miss(call, call->burst_first[b] + nr, TMEM_STAT_misses_late);
@@ -446,7 +490,7 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
  */
 u64 tmem_get_deadline_ns(void)
 {
-	return ktime_get_ns() + (u64)READ_ONCE(tmem_deadline_ms) * NSEC_PER_MSEC;
+	return ktime_get_ns() + deadline_span_ns();
 }
 
 /**
@@ -512,7 +556,8 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 	}
 	finish_burst(&call);
 	if (call.late || call.asked)
-		breaker_note(dev, call.late);
+		breaker_note(dev, call.late, call.waited_ns);
+	tmem_admit_learn(dev, call.hits, call.lost);
 	tmem_dev_put(dev);
 	trace_get(key, index, wanted, call.hits, begin_ns);
 	return call.hits;
@@ -543,8 +588,6 @@ void tmem_get_reset(struct tmem_dev *dev)
 	}
 	memcpy(dev->bounce_free, dev->bounce, dev->nr_bounce * sizeof(*dev->bounce));
 	dev->nr_bounce_free = dev->nr_bounce;
-	dev->late_row = 0;
-	dev->tripped = false;
 }
 
 /**

@@ -711,6 +711,8 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
  */
 static void evict_work_fn(struct work_struct *work)
 {
+	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
+	struct tmem_dev *dev;
 	unsigned long visits = 2UL << bucket_bits;
 	long low = tmem_index_limit() / 8 * 7;
 	unsigned long nr;
@@ -724,6 +726,12 @@ static void evict_work_fn(struct work_struct *work)
 		evict_hand = (evict_hand + 1) & ((1U << bucket_bits) - 1);
 		cond_resched();
 	}
+	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		tmem_admit_learn(dev, 0, evicted);
+	rcu_read_unlock();
 }
 
 /* --- set-up -------------------------------------------------------------------------------- */

@@ -20,6 +20,11 @@
  * A get reads slots without a lock: cookie, data, cookie again. Since a new put sets the cookie
  * to 0 before it touches the data, an unchanged cookie means that the data are whole.
  *
+ * How long a put waits in the ring: there is no timer. The put wakes the feeder, a real-time
+ * thread, which sends what there is at once if none of the queue's put batches are with the host,
+ * and otherwise a full batch at once and a smaller one as soon as one of those is answered: the
+ * feeder's wake-up and one answer of the host at most.
+ *
  * Every way a put can end other than STORED erases its index entry, if that is still its own. Never
  * waits for room: a full ring drops the put and erases the key.
  */
@@ -245,7 +250,9 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 		local_irq_save(flags);
 		rcu_read_lock();
 		dev = rcu_dereference(tmem_device);
-		if (dev)
+		if (dev && !tmem_admit(dev, key, index, workingset))
+			why = TMEM_STAT_puts_skipped_admission;
+		else if (dev)
 			taken = put(dev, key, index, page, workingset, &why);
 		rcu_read_unlock();
 		local_irq_restore(flags);

@@ -3,7 +3,9 @@
  * State of the module and its counters, readable in /sys/kernel/virtio_tmem/:
  *	state		one line: on, "offline: <why>", "off: <why>", tripped, "poisoned: <why>"
  *	hooks		hooks that are live, one bit each
- *	stats/<counter>	see stats_list.h; index_pages and memory_bytes: what is held now
+ *	stats/<counter>	see stats_list.h
+ *	stats/index_pages, index_bytes, memory_bytes: what is held now; index_bytes has its table
+ *	stats/wait_max_us: the longest that a call waited for this device
  *
  * Present with and without a device. Poisoned is for good: until the module is loaded again.
  */
@@ -229,6 +231,24 @@ static ssize_t memory_bytes_show(struct kobject *kobj, struct kobj_attribute *at
 	return sysfs_emit(buf, "%ld\n", tmem_memory_bytes());
 }
 
+static ssize_t index_bytes_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%ld\n", tmem_index_bytes());
+}
+
+static ssize_t wait_max_us_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	struct tmem_dev *dev;
+	u64 wait_ns = 0;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		wait_ns = READ_ONCE(dev->wait_max_ns);
+	rcu_read_unlock();
+	return sysfs_emit(buf, "%llu\n", div_u64(wait_ns, NSEC_PER_USEC));
+}
+
 static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
 	ssize_t len;
@@ -262,13 +282,20 @@ static struct stat_attribute stat_attributes[] = {
 };
 
 static struct kobj_attribute index_pages_attribute = __ATTR_RO(index_pages);
+static struct kobj_attribute index_bytes_attribute = __ATTR_RO(index_bytes);
 static struct kobj_attribute memory_bytes_attribute = __ATTR_RO(memory_bytes);
+static struct kobj_attribute wait_max_us_attribute = __ATTR_RO(wait_max_us);
 static struct kobj_attribute state_attribute = __ATTR_RO(state);
 static struct kobj_attribute hooks_attribute = __ATTR_RO(hooks);
 
-static struct attribute *stats_group_attributes[NR_TMEM_STATS + 3] = {
+/* Those that are no counters, and the end. */
+#define NR_GAUGES 4
+
+static struct attribute *stats_group_attributes[NR_GAUGES + NR_TMEM_STATS + 1] = {
 	&index_pages_attribute.attr,
+	&index_bytes_attribute.attr,
 	&memory_bytes_attribute.attr,
+	&wait_max_us_attribute.attr,
 };
 
 static const struct attribute_group stats_group = {
@@ -305,7 +332,7 @@ int tmem_sysfs_init(void)
 
 	for (i = 0; i < NR_TMEM_STATS; i++) {
 		sysfs_attr_init(&stat_attributes[i].attr.attr);
-		stats_group_attributes[2 + i] = &stat_attributes[i].attr.attr;
+		stats_group_attributes[NR_GAUGES + i] = &stat_attributes[i].attr.attr;
 	}
 	tmem_kobj = kobject_create_and_add("virtio_tmem", kernel_kobj);
 	if (!tmem_kobj)

@@ -65,7 +65,11 @@ static bool drain(struct tmem_queue *queue)
 
 	while ((req = virtqueue_get_buf(queue->vq, &len))) {
 		req->used_bytes = len;
-		WRITE_ONCE(queue->stalled, false);
+		/* Any answer makes room for what the feeder could not send. */
+		if (queue->stalled) {
+			WRITE_ONCE(queue->stalled, false);
+			feeder = true;
+		}
 		if (req->kind == TMEM_REQ_GET) {
 			tmem_get_answered(queue->dev,
 					  container_of(req, struct tmem_get_req, req));
@@ -73,8 +77,8 @@ static bool drain(struct tmem_queue *queue)
 			/* Pairs with take_answers(). */
 			smp_store_release(&req->state, TMEM_REQ_DONE);
 			WRITE_ONCE(queue->answered, true);
+			feeder = true;
 		}
-		feeder = true;
 	}
 	return feeder;
 }
@@ -193,6 +197,7 @@ static void free_device(struct tmem_dev *dev)
 		tmem_ring_exit(&dev->queue[i]);
 	kfree(dev->queue);
 	tmem_slots_exit(dev);
+	tmem_admit_exit(dev);
 	tmem_get_exit(dev);
 	tmem_control_exit(dev);
 	kfree(dev);
@@ -217,6 +222,8 @@ static int alloc_memory(struct tmem_dev *dev)
 	bounce = clamp(share_pages(TMEM_BOUNCE_EIGHTHS),
 		       TMEM_BOUNCE_PAGES_MIN, TMEM_BOUNCE_PAGES_MAX);
 	err = tmem_control_init(dev);
+	if (!err)
+		err = tmem_admit_init(dev);
 	if (!err)
 		err = tmem_get_init(dev, rounddown(bounce, TMEM_BLOCK_PAGES));
 	if (!err)

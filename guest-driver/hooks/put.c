@@ -17,6 +17,7 @@
 #include <linux/pagemap.h>
 #include <linux/tracepoint.h>
 
+#include "../core/stats.h"
 #include "hooks.h"
 
 /*
@@ -49,19 +50,28 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	unsigned long i;
 	bool workingset;
 
-	if (!READ_ONCE(tmem_hooks_on) || !tmem_online())
-		return 0;
-	if (!tmem_fs_inode_ok(fs, inode)) {
-		tmem_invalidate_inode(fs->pool, inode->i_ino, TMEM_INVAL_INODE);
+	if (!READ_ONCE(tmem_hooks_on) || !tmem_online()) {
+		tmem_count_n(TMEM_STAT_puts_skipped_offline, nr);
 		return 0;
 	}
-	if (isize <= TMEM_PUT_MIN_BYTES || mapping_exiting(folio->mapping) || !folio_ok(folio) ||
-	    !tmem_fs_may_put(fs, inode))
+	if (!tmem_fs_inode_ok(fs, inode)) {
+		tmem_invalidate_inode(fs->pool, inode->i_ino, TMEM_INVAL_INODE);
+		tmem_count_n(TMEM_STAT_puts_skipped_inode, nr);
 		return 0;
-
+	}
 	end = DIV_ROUND_UP_ULL(isize, PAGE_SIZE);
-	if (folio->index >= end)
+	if (isize <= TMEM_PUT_MIN_BYTES || folio->index >= end) {
+		tmem_count_n(TMEM_STAT_puts_skipped_size, nr);
 		return 0;
+	}
+	if (mapping_exiting(folio->mapping) || !folio_ok(folio)) {
+		tmem_count_n(TMEM_STAT_puts_skipped_folio, nr);
+		return 0;
+	}
+	if (!tmem_fs_may_put(fs, inode)) {
+		tmem_count_n(TMEM_STAT_puts_skipped_marked, nr);
+		return 0;
+	}
 	nr = min(nr, end - folio->index);
 	workingset = folio_test_workingset(folio) || folio_test_active(folio);
 	tmem_fs_key(fs, inode, &key);

@@ -86,6 +86,7 @@ class Liar:
         self.path = path
         self.lie = ""
         self.lies_told = 0
+        self.gets = 0
         self.delay_seconds = 0.0  # of each answer, right as it may be
         self._pages: dict[Key, tuple[int, bytes]] = {}
         self._generation = 0
@@ -294,6 +295,7 @@ class Liar:
         if kind == T_PUT:
             return self._put(chain, body, count, pool, lie)
         if kind == T_GET:
+            self.gets += 1
             return self._get(chain, body, count, pool, lie)
         if kind == T_FLUSH:
             self._flush(body, count, pool)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What a reader waits for a host that does not answer: one deadline, however many requests."""
+"""What readers wait for a host that is slow: a deadline per readahead, a budget in all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from driver import (
     load,
     set_parameter,
     settle,
+    state,
     stats,
     wait_state,
 )
+from liar import Liar
 from test_driver import start_daemon
 
 from harness.kernel import Kernel
 from harness.session import Session
 from harness.vm import Tmem
+from harness.wait import until
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
 
@@ -62,3 +65,51 @@ def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_modul
     assert checksums(guest, [FILE]) == sums
     daemon.resume()
     wait_state(guest, "on")
+
+
+def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
+    """Answers that are slow but never late open the breaker, too; only quick ones close it."""
+    deadline_ms, slow_seconds = 500, 0.18
+    # As in core/get.c: ten deadlines, of which a fiftieth part a deadline leaks away.
+    budget_us, leak = deadline_ms * 1000 * 10, 10 / 50
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
+        load(guest, "verify_every=0")
+        set_parameter(guest, "deadline_ms", str(deadline_ms))
+        guest.sh("echo 64 >/sys/block/vda/queue/read_ahead_kb")
+        guest.sh(f"dd if=/dev/urandom of={FILE} bs=1M count=6; sync")
+        sums = checksums(guest, [FILE])
+        # The last pages stay in the put ring, from where they need no host.
+        for name in (FILE, FILLER):
+            guest.sh(f"test -e {name} || dd if=/dev/urandom of={name} bs=1M count=16; sync")
+            for part in range(16):
+                guest.sh(f"dd if={name} of=/dev/null bs=1M count=1 skip={part}")
+                guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+                before = settle(guest)
+        assert before["index_pages"] > 4 * 256
+
+        liar.delay_seconds = slow_seconds
+        begun = float(guest.read("/proc/uptime").split()[0])
+        assert checksums(guest, [FILE]) == sums
+        elapsed_us = (float(guest.read("/proc/uptime").split()[0]) - begun) * 1e6
+        after = stats(guest)
+        grown = {name: after[name] - before[name] for name in after}
+        assert state(guest) == "tripped"
+        assert grown["trips"] == 1
+        assert grown["late"] < 3, "late answers did not do it"
+        assert grown["misses_tripped"] > 0
+        assert grown["slow"] * slow_seconds * 1e6 <= grown["waits_us"]
+        assert budget_us <= grown["waits_us"]
+        assert grown["waits_us"] <= budget_us + elapsed_us * leak + 2 * deadline_ms * 1000
+        assert after["wait_max_us"] >= slow_seconds * 1e6
+
+        # A probe that is answered as slowly leaves it open.
+        seen = liar.gets
+        until(lambda: liar.gets >= seen + 2, 30, "two probes")
+        assert state(guest) == "tripped"
+        liar.delay_seconds = 0.0
+        wait_state(guest, "on")
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+        after = settle(guest)
+        assert checksums(guest, [FILE]) == sums
+        assert stats(guest)["requests_get"] > after["requests_get"]

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A stream that is read once does not flush what is useful out of a pool that is too small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import checksums, driver_vm, load, set_parameter, settle
+from test_driver import start_daemon
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+PAGES_MIB = 256
+POOL = "24MiB"
+USEFUL_MIB = 8
+STREAM_MIB = 40
+USEFUL = "/mnt/useful"
+STREAMS = [f"/mnt/s{number}" for number in range(3)]
+
+
+def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
+    """Reads the file and has it evicted, in steps that the put ring has room for."""
+    counters = {}
+    for part in range(size_mib):
+        guest.sh(
+            f"dd if={path} of=/dev/null bs=1M count=1 skip={part} 2>/dev/null;"
+            " echo 1 >/proc/sys/vm/drop_caches"
+        )
+        counters = settle(guest)
+    return counters
+
+
+def hits_after_stream(guest: Guest, stream: str) -> int:
+    """Hits of the useful file, read before and after a stream that is read once, in pages."""
+    read_and_drop(guest, USEFUL, USEFUL_MIB)
+    before = read_and_drop(guest, stream, STREAM_MIB)
+    after = read_and_drop(guest, USEFUL, USEFUL_MIB)
+    print(stream, {k: after[k] - before[k] for k in after if after[k] != before[k]})
+    return after["hits"] - before["hits"]
+
+
+def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
+    daemon = session.daemon("vm1", pool_size=POOL)
+    daemon.start()
+    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
+    # The files are there before the driver is, which sees the streams for the first time.
+    guest.mount("data", "/mnt")
+    for path, size_mib in ((USEFUL, USEFUL_MIB), *((path, STREAM_MIB) for path in STREAMS)):
+        guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null", 60)
+    sums = checksums(guest, [USEFUL])
+    guest.sh("sync; umount /mnt; echo 1 >/proc/sys/vm/drop_caches", 60)
+    load(guest, "verify_every=0")
+    useful = USEFUL_MIB * PAGES_MIB
+    stream = STREAM_MIB * PAGES_MIB
+
+    # Without the filter the stream takes the place of what is useful.
+    set_parameter(guest, "admission", "off")
+    assert hits_after_stream(guest, STREAMS[0]) < useful // 2
+    before = settle(guest)
+    assert before["puts_skipped_admission"] == 0
+
+    # What that lost has engaged it; the useful pages are known again.
+    set_parameter(guest, "admission", "adaptive")
+    assert hits_after_stream(guest, STREAMS[1]) > useful * 3 // 4
+    after = settle(guest)
+    assert stream // 2 < after["puts_skipped_admission"] <= stream + PAGES_MIB
+    # What was evicted twice is taken: the filter learns.
+    read_and_drop(guest, STREAMS[1], USEFUL_MIB)
+    again = settle(guest)
+    assert again["puts_skipped_admission"] == after["puts_skipped_admission"]
+
+    # It was the filter that did it.
+    set_parameter(guest, "admission", "off")
+    assert hits_after_stream(guest, STREAMS[2]) < useful // 2
+    assert settle(guest)["puts_skipped_admission"] == after["puts_skipped_admission"]
+    assert checksums(guest, [USEFUL]) == sums
+
+
+def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) -> None:
+    """What fits into the pool is all put, however much of it is new."""
+    daemon = start_daemon(session)
+    guest = driver_vm(
+        session, kernel, module, Tmem(daemon.socket("vm1")), memory_bytes=256 * MIB
+    ).start()
+    load(guest, "verify_every=0")
+    guest.sh("dd if=/dev/urandom of=/mnt/s0 bs=1M count=32 2>/dev/null; sync")
+    for _ in range(2):
+        counters = read_and_drop(guest, "/mnt/s0", 32)
+    assert counters["puts_skipped_admission"] == 0
+    assert counters["hits"] > 32 * PAGES_MIB // 2
