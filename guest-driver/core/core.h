@@ -61,6 +61,11 @@
 
 /* Four full batches keep the host busy while one is prepared and one is answered. */
 #define TMEM_PUTS_IN_FLIGHT	4
+/*
+ * How long puts that do not fill a batch wait for more while others are with the host. One that is
+ * well answers sooner; a few ticks, so that a slow one does not get a request for each page.
+ */
+#define TMEM_PUT_DELAY_MS	10
 #define TMEM_FLUSHES_IN_FLIGHT	2
 /* Ranges remembered for the host; more are dropped, and its eviction finds them. */
 #define TMEM_FLUSH_PENDING	256
@@ -177,6 +182,8 @@ struct tmem_queue {
 	u64 seq_start;			/* whose cookie offset is queue->nr */
 	u64 next;			/* next to send; written by the feeder only */
 	u64 tail;			/* oldest slot not free; feeder only writes */
+	bool kick_armed;		/* puts wait, until kick_at at most; feeder only writes */
+	unsigned long kick_at;		/* in jiffies */
 	unsigned int owned;		/* blocks from tail to head; dev->block_lock */
 	u16 *map;			/* which block: by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;

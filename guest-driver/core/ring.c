@@ -20,10 +20,10 @@
  * A get reads slots without a lock: cookie, data, cookie again. Since a new put sets the cookie
  * to 0 before it touches the data, an unchanged cookie means that the data are whole.
  *
- * How long a put waits in the ring: there is no timer. The put wakes the feeder, a real-time
- * thread, which sends what there is at once if none of the queue's put batches are with the host,
- * and otherwise a full batch at once and a smaller one as soon as one of those is answered: the
- * feeder's wake-up and one answer of the host at most.
+ * How long a put waits in the ring: the put wakes the feeder, a real-time thread, which sends what
+ * there is at once if none of the queue's put batches are with the host, and otherwise a full batch
+ * at once, and a smaller one when all those are answered or after TMEM_PUT_DELAY_MS, whichever
+ * comes first. Only with TMEM_PUTS_IN_FLIGHT batches at the host does it wait for an answer.
  *
  * Every way a put can end other than STORED erases its index entry, if that is still its own. Never
  * waits for room: a full ring drops the put and erases the key.
@@ -170,9 +170,11 @@ static bool queue_has_work(struct tmem_queue *queue)
 		return false;
 	if (!READ_ONCE(queue->dev->generation))
 		return true;
-	/* As Nagle: small batches only while the host has nothing else to do. */
-	return !stalled && (!in_flight || (pending >= queue->dev->batch_max &&
-					   in_flight < TMEM_PUTS_IN_FLIGHT));
+	if (stalled || in_flight >= TMEM_PUTS_IN_FLIGHT)
+		return false;
+	/* As Nagle: small batches only while the host has nothing else to do, or after a while. */
+	return !in_flight || pending >= queue->dev->batch_max || !READ_ONCE(queue->kick_armed) ||
+	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }
 
 static void wake_feeder(struct tmem_queue *queue)
@@ -547,18 +549,31 @@ static unsigned int count_slots(struct tmem_queue *queue, u64 head, u64 generati
 	return count;
 }
 
+/* When puts that are less than a batch, and are left waiting, go out all the same. */
+static void arm_kick(struct tmem_queue *queue)
+{
+	/* Pairs with reserve(). */
+	if (smp_load_acquire(&queue->head) == queue->next) {
+		WRITE_ONCE(queue->kick_armed, false);
+	} else if (!queue->kick_armed) {
+		WRITE_ONCE(queue->kick_at, jiffies + msecs_to_jiffies(TMEM_PUT_DELAY_MS));
+		WRITE_ONCE(queue->kick_armed, true);
+	}
+}
+
 /* Sends one batch of puts. Returns whether there may be more to send. */
 static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 epoch)
 {
 	unsigned int count = count_slots(queue, head, generation, epoch), i, nr = 0;
 	struct tmem_put_batch *batch = free_put_batch(queue);
+	bool due = queue->kick_armed && time_after_eq(jiffies, queue->kick_at);
 	struct scatterlist out[1 + BATCH_SGS], in;
 	struct tmem_slot *slot;
 	int err;
 
-	/* A part of a batch waits while others are with the host. */
+	/* A part of a batch waits while others are with the host, but not for long. */
 	if (!count || !batch || (queue->puts_in_flight && count < queue->dev->batch_max &&
-				 queue->next + count == head))
+				 queue->next + count == head && !due))
 		return false;
 	slot = slot_of(queue, queue->next);
 	batch->first = queue->next;
@@ -602,6 +617,8 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	}
 	tmem_count(TMEM_STAT_requests_put);
 	WRITE_ONCE(queue->next, queue->next + count);
+	/* What comes after these began to wait later. */
+	WRITE_ONCE(queue->kick_armed, false);
 	return true;
 }
 
@@ -630,6 +647,7 @@ static void feed(struct tmem_queue *queue)
 		;
 	while (send_puts(queue, head, generation, epoch))
 		;
+	arm_kick(queue);
 	free_slots(queue);
 }
 
@@ -641,6 +659,24 @@ static bool feeder_has_work(struct tmem_dev *dev)
 		if (queue_has_work(&dev->queue[i]))
 			return true;
 	return false;
+}
+
+/* How long the feeder may sleep if nobody wakes it, in jiffies: until puts have waited enough. */
+static long feeder_patience(struct tmem_dev *dev)
+{
+	long patience = MAX_SCHEDULE_TIMEOUT;
+	struct tmem_queue *queue;
+	unsigned int i;
+
+	for (i = 0; i < dev->nr_queues; i++) {
+		queue = &dev->queue[i];
+		/* With no room at the host it is an answer that ends the wait. */
+		if (!queue->kick_armed || queue->puts_in_flight >= TMEM_PUTS_IN_FLIGHT ||
+		    READ_ONCE(queue->stalled))
+			continue;
+		patience = min(patience, max((long)(queue->kick_at - jiffies), 1L));
+	}
+	return patience;
 }
 
 /**
@@ -655,7 +691,9 @@ int tmem_feeder(void *data)
 	unsigned int i;
 
 	while (!kthread_should_stop()) {
-		wait_event_idle(dev->feeder_wait, kthread_should_stop() || feeder_has_work(dev));
+		wait_event_idle_timeout(dev->feeder_wait,
+					kthread_should_stop() || feeder_has_work(dev),
+					feeder_patience(dev));
 		for (i = 0; i < dev->nr_queues; i++)
 			feed(&dev->queue[i]);
 	}
