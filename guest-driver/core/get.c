@@ -192,7 +192,7 @@ static bool breaker_close(struct tmem_dev *dev)
 /* A call asked the host and waited so long, in vain or not. */
 static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 {
-	u64 span_ns = deadline_span_ns(), now_ns = ktime_get_ns(), leaked_ns;
+	u64 span_ns = deadline_span_ns(), now_ns, leaked_ns;
 	bool slow = waited_ns > span_ns / SLOW_DIVISOR, opens = false;
 
 	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
@@ -202,6 +202,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	if (waited_ns > dev->wait_max_ns)
 		WRITE_ONCE(dev->wait_max_ns, waited_ns);
 	dev->late_row = late ? dev->late_row + 1 : 0;
+	/* Under the lock, or another's later one could have come before. */
+	now_ns = ktime_get_ns();
 	leaked_ns = div_u64((now_ns - dev->slow_at_ns) * WAIT_BUDGET, WAIT_PERIOD);
 	dev->slow_at_ns = now_ns;
 	dev->slow_ns -= min(dev->slow_ns, leaked_ns);
