@@ -134,28 +134,31 @@ def test_bounds_in_the_text() -> None:
     assert all(values[what] == int(value) for what, value in stated)
 
 
-def parameters() -> dict[str, tuple[str, str, bool]]:
-    """Default, type and whether it can be written, of each parameter in the sources."""
+def parameters() -> dict[str, tuple[str, bool]]:
+    """Default and whether it can be written, of each parameter in the sources."""
     text = all_sources()
-    found: dict[str, tuple[str, str, bool]] = {}
+    found: dict[str, tuple[str, bool]] = {}
     for how, arguments in re.findall(r"^module_param(|_cb|_named)\(([^)]*)\);", text, re.MULTILINE):
         words = [word.strip() for word in arguments.split(",")]
         variable = {"": words[0], "_named": words[1], "_cb": words[2].lstrip("&")}[how]
+        if variable == "NULL":  # the value has a form of its own, the description says which
+            (about,) = re.findall(rf"MODULE_PARM_DESC\({words[0]},\s+\"(.*)\"\);", text)
+            (value,) = re.findall(r"(\w+) \(default\)", about)
+            found[words[0]] = (value, int(words[-1], 8) & 0o200 != 0)
+            continue
         (declared,) = re.findall(
             rf"^(?:static )?([\w ]+?) {variable}(?: = ([^;]+))?;", text, re.MULTILINE
         )
         kind, value = declared
         if kind == "bool":
             value = {"": "N", "false": "N", "true": "Y"}[value]
-        found[words[0]] = (value or "0", kind, int(words[-1], 8) & 0o200 != 0)
+        found[words[0]] = (value or "0", int(words[-1], 8) & 0o200 != 0)
     return found
 
 
 def test_parameters() -> None:
     rows = table(README, "parameters")
-    assert {code(row[0]): (row[3], row[4] == "yes") for row in rows} == {
-        name: (value, live) for name, (value, _, live) in parameters().items()
-    }
+    assert {code(row[0]): (row[3], row[4] == "yes") for row in rows} == parameters()
     values = defined()
     for row in rows:
         upper = values.get(f"{code(row[0]).upper()}_MAX")
@@ -186,16 +189,37 @@ def test_counters_that_are_named() -> None:
         assert re.search(rf"\b{name}", listed), f"no counter {name}"
 
 
+def test_differences_between_kernels() -> None:
+    text = (DRIVER / "compat.h").read_text()
+    versions = {
+        f"{major}.{minor}"
+        for major, minor in re.findall(
+            r"^#if.*KERNEL_VERSION\((\d+), (\d+), 0\)", text, re.MULTILINE
+        )
+    }
+    rows = table(ROOT / "docs/ARCHITECTURE.md", "compat")
+    assert {row[1] for row in rows} == versions
+    for row in rows:
+        for name in re.findall(r"`(\w+)\(\)`", row[2]):
+            assert re.search(rf"\b{name}\b", text), f"compat.h has no {name}()"
+
+
+def check_links(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.name}: no {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
+            assert anchor in slugs, f"{page.name}: no heading #{anchor} in {target}"
+
+
 def test_links() -> None:
     """Files and headings that the guest's pages point to are there."""
-    for page in (SUPPORT, README, ROOT / "docs/secure-boot.md"):
-        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
-            path = (page.parent / target).resolve() if target else page
-            assert path.exists(), f"{page.name}: no {target}"
-            if anchor:
-                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
-                slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
-                assert anchor in slugs, f"{page.name}: no heading #{anchor} in {target}"
+    for name in ("guest-support", "secure-boot", "ARCHITECTURE"):
+        check_links(ROOT / f"docs/{name}.md")
+    check_links(README)
+    check_links(ROOT / "README.md")
 
 
 def test_tables_are_read_right(tmp_path: Path) -> None:
