@@ -59,6 +59,8 @@ def test_package_has_what_the_build_needs(tmp_path: Path) -> None:
     for path in ("dkms.conf", "Kbuild", "Makefile", "proto/virtio_tmem.h", "core/ring.c"):
         assert f"{source}/{path}" in names
     assert "./usr/sbin/tmem-guest" in names
+    for name in ("README.md", "sysfs-kernel-virtio_tmem", "guest-support.md", "secure-boot.md"):
+        assert f"./usr/share/doc/virtio-tmem-dkms/{name}" in names
     assert not [name for name in names if name.endswith((".o", ".ko", ".mod.c"))]
 
 
