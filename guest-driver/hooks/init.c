@@ -123,6 +123,9 @@ static bool kernel_tested(void)
 	const struct new_utsname *uts = init_utsname();
 	unsigned int i;
 
+	/* Debian has these series for other processors, too. */
+	if (!IS_ENABLED(CONFIG_X86_64))
+		return false;
 	for (i = 0; i < ARRAY_SIZE(tested_kernels); i++) {
 		if (!strncmp(uts->release, tested_kernels[i].release,
 			     strlen(tested_kernels[i].release)) &&
@@ -194,6 +197,11 @@ static int hooks_up(void)
  */
 int tmem_hooks_init(void)
 {
+	/* A put takes locks with interrupts off, under the page cache's: on such a kernel they sleep. */
+	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
+		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
+		return 0;
+	}
 	if (!kernel_tested() && !allow_untested) {
 		tmem_hooks_off("kernel %s (%s) is not tested; allow_untested=1 uses it anyway",
 			       init_utsname()->release, init_utsname()->version);
