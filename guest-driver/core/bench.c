@@ -28,7 +28,7 @@
 #define BENCH_LOOKUPS		64
 /* Puts with interrupts off: a quarter of the smallest batch that the host is sent at once. */
 #define BENCH_PUTS		16
-/* Attempts at a put that finds the ring full or the pool not at the host yet, a millisecond each. */
+/* Attempts at a put that finds the ring full or no pool at the host yet, a millisecond each. */
 #define BENCH_PATIENCE		10000
 /* The inode whose pages are held, and one that has none. */
 #define BENCH_INO		12
@@ -122,7 +122,8 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		/* Used, or the compiler would leave the check out. */
 		bench->check += tmem_check_copy(&tmem_keys, to, from);
 		t[2] = get_cycles();
-		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from, false);
+		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
+			       false);
 		t[3] = get_cycles();
 		local_irq_restore(flags);
 		if (!put) {

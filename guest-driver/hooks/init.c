@@ -197,7 +197,7 @@ static int hooks_up(void)
  */
 int tmem_hooks_init(void)
 {
-	/* A put takes locks with interrupts off, under the page cache's: on such a kernel they sleep. */
+	/* A put takes locks with interrupts off: on such a kernel they sleep. */
 	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
 		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
 		return 0;
