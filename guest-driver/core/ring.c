@@ -144,7 +144,7 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 		WRITE_ONCE(slot->state, TMEM_SLOT_FILLING);
 		WRITE_ONCE(slot->cookie, 0);
 		slot->offset = offset;
-		slot->base = dev->cookie_base;
+		slot->base = READ_ONCE(dev->cookie_base);
 		slot->epoch = READ_ONCE(dev->epoch);
 		/* The map and the state before it: pairs with queue_has_work() and feed(). */
 		smp_store_release(&queue->head, queue->head + 1);
@@ -425,6 +425,12 @@ static bool req_done(const struct tmem_req *req)
 	return smp_load_acquire(&req->state) == TMEM_REQ_DONE;
 }
 
+/* Only the feeder frees a request; beside it drain() makes one that is SENT a DONE one. */
+static bool req_free(const struct tmem_req *req)
+{
+	return READ_ONCE(req->state) == TMEM_REQ_FREE;
+}
+
 static void take_answers(struct tmem_queue *queue)
 {
 	unsigned int i;
@@ -449,7 +455,7 @@ static struct tmem_flush_batch *free_flush_batch(struct tmem_queue *queue)
 	unsigned int i;
 
 	for (i = 0; i < TMEM_FLUSHES_IN_FLIGHT; i++)
-		if (queue->flush[i]->req.state == TMEM_REQ_FREE)
+		if (req_free(&queue->flush[i]->req))
 			return queue->flush[i];
 	return NULL;
 }
@@ -517,7 +523,7 @@ static struct tmem_put_batch *free_put_batch(struct tmem_queue *queue)
 	unsigned int i;
 
 	for (i = 0; i < TMEM_PUTS_IN_FLIGHT; i++)
-		if (queue->put[i]->req.state == TMEM_REQ_FREE)
+		if (req_free(&queue->put[i]->req))
 			return queue->put[i];
 	return NULL;
 }

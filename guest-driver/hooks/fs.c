@@ -42,7 +42,7 @@ struct tmem_fs_type {
 	/* Built in or loaded early: look for mounts of it when this module is loaded. */
 	bool at_load;
 
-	/* Written under discovery_lock; @fst and @failed are read without. */
+	/* Written under discovery_lock; all are read without, too. */
 	struct file_system_type *fst;
 	bool active;
 	bool failed;
@@ -206,7 +206,7 @@ static void bypass_ino(struct tmem_fs *fs, u64 ino, enum tmem_inval why, bool st
 		if (fs->nr_sticky < TMEM_STICKY_MAX)
 			fs->sticky[fs->nr_sticky++] = ino;
 		else
-			fs->sticky_all = true;
+			WRITE_ONCE(fs->sticky_all, true);
 	}
 	/* Even if it counts as marked: in a pool without room for marks, it may hold pages. */
 	tmem_bypass(fs->pool, ino, why);
@@ -385,7 +385,7 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 			goto failed;
 		}
 	}
-	type->active = true;
+	WRITE_ONCE(type->active, true);
 	found++;
 	return;
 failed:
@@ -411,7 +411,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	rcu_read_lock();
 	old = tmem_fs_find(sb);
 	rcu_read_unlock();
-	if (old ? !READ_ONCE(old->flush) : nr_fs >= TMEM_FS_MAX)
+	if (old ? !READ_ONCE(old->flush) : READ_ONCE(nr_fs) >= TMEM_FS_MAX)
 		return;
 
 	fs = kzalloc(sizeof(*fs), GFP_KERNEL);
@@ -544,7 +544,7 @@ static void tmem_discover(struct work_struct *work)
 			if (type->fst)
 				iterate_supers_type(type->fst, tmem_fs_seen, type);
 		}
-		all_active &= type->active || type->failed;
+		all_active &= READ_ONCE(type->active) || READ_ONCE(type->failed);
 	}
 	if (READ_ONCE(found) != found_before)
 		WRITE_ONCE(fruitless, 0);
