@@ -9,7 +9,7 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-all \
+.PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-all check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust test-driver clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -47,17 +47,25 @@ check-guest: deps-test all ## virtual machines: device, driver, torture
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-1` one.
 # Each takes less than 20 minutes on two cores.
 VM_SHARDS = vm-1 vm-2 vm-3
+# Kernels that check themselves, built from source first: most of the shard's time.
+CHECKING = debug
 SHARDS = $(VM_SHARDS) qemu-life qemu-newest
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
 
-.PHONY: $(addprefix shard-,$(SHARDS)) shards
+CHECKED = $(addprefix kernel-,$(CHECKING))
+.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKED)) shards
 shards: ## names of the shards
 	@echo $(SHARDS)
 
 $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 	$(PYTEST) --shard $*/$(words $(VM_SHARDS))
+
+$(addprefix shard-,$(addprefix kernel-,$(CHECKING))): shard-kernel-%: deps-test all
+	cd tests && ./python -m pytest --kernel $* vm/test_debug_kernel.py
+
+check-kernel-debug: shard-kernel-debug ## the torture on a kernel with lockdep, KASAN and kmemleak
 
 shard-qemu-life: deps-test qemu
 	QEMU=$$(qemu-dev/build --print) $(PYTHON) -m pytest qemu-dev/tests

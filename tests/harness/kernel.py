@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness import toolchain
+from harness import debug_kernel, toolchain
 from harness.paths import HarnessError, cache_dir
 
 
@@ -75,6 +75,10 @@ SERIES = {
 }
 
 
+# All that prepare() knows.
+NAMES = (*SERIES, *debug_kernel.KINDS)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """An extracted kernel. `release` is what `uname -r` says in the guest."""
@@ -86,7 +90,7 @@ class Kernel:
     @property
     def tcg_threads(self) -> str:
         """How QEMU's TCG may run several virtual processors of it."""
-        return SERIES[self.series].tcg_threads
+        return SERIES[self.series].tcg_threads if self.series in SERIES else "multi"
 
     @property
     def vmlinuz(self) -> Path:
@@ -158,16 +162,16 @@ def _module_name(path: str) -> str:
 
 def prepare(series: str, *, update: bool = False) -> Kernel:
     """Returns the kernel of a series, fetched and extracted if it is not in the cache."""
-    if series not in SERIES:
-        raise HarnessError(f"unknown kernel series '{series}': one of {', '.join(SERIES)}")
+    if series not in NAMES:
+        raise HarnessError(f"unknown kernel series '{series}': one of {', '.join(NAMES)}")
     base = cache_dir() / "kernel"
     base.mkdir(exist_ok=True)
     current = base / f"{series}.json"
     with open(base / f"{series}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not update and (kernel := _recorded(current)):
+        if not update and (kernel := _recorded(current)) and _current(kernel):
             return kernel
-        kernel = _fetch(series, base)
+        kernel = (_build if series in debug_kernel.KINDS else _fetch)(series, base)
         record = {"series": series, "release": kernel.release, "root": kernel.root.name}
         scratch = current.with_suffix(".new")
         scratch.write_text(json.dumps(record) + "\n")
@@ -181,6 +185,17 @@ def _recorded(current: Path) -> Kernel | None:
     record = json.loads(current.read_text())
     kernel = Kernel(record["series"], record["release"], current.parent / record["root"])
     return kernel if kernel.kdir.is_dir() else None
+
+
+def _build(series: str, base: Path) -> Kernel:
+    root = base / f"{series}-{debug_kernel.fingerprint(series)}"
+    return Kernel(series, debug_kernel.build(series, root), root)
+
+
+def _current(kernel: Kernel) -> bool:
+    if kernel.series not in debug_kernel.KINDS:
+        return True
+    return kernel.root.name.endswith(debug_kernel.fingerprint(kernel.series))
 
 
 def _fetch(series: str, base: Path) -> Kernel:

@@ -26,7 +26,7 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
             raise HarnessError(f"TMEM_KO={named}: no such file")
         return Path(named)
     sources = _sources()
-    digest = hashlib.sha256(f"{kernel.release} {test}".encode())
+    digest = hashlib.sha256(f"{kernel.root.name} {test}".encode())
     for path in sources:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     base = cache_dir() / "module" / kernel.release

@@ -34,7 +34,7 @@ MODULE_PATH = "/virtio_tmem.ko"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/run-vm", description=__doc__)
     add = parser.add_argument
-    add("--kernel", default="6.12", choices=sorted(kernel.SERIES), help="kernel series")
+    add("--kernel", default="6.12", choices=sorted(kernel.NAMES), help="kernel series")
     add("--memory", default=256, type=int, metavar="MIB", help="guest memory")
     add("--cpus", default=1, type=int)
     add("--disk-size", default=512, type=int, metavar="MIB", help="of the disk at /mnt")

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Kernels that check themselves, built from Debian's kernel source package in the cache.
+
+`tests/debug-kernel/base.config` is what the VMs need; a fragment of the kind ("debug",
+"kcsan") adds the checks. Kept are the bootable image and a tree to build modules in, not
+the sources. A build takes 10 to 15 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import toolchain
+from harness.paths import TESTS, HarnessError, cache_dir
+
+# The source package of the series that the stock kernels' tests use most.
+SUITE = "bookworm-security"
+SOURCE_PACKAGE = r"linux-source-6\.12"
+
+FRAGMENTS = TESTS / "debug-kernel"
+KINDS = ("debug", "kcsan")
+
+
+def fingerprint(kind: str) -> str:
+    """Of the configuration: another one is another kernel."""
+    digest = hashlib.sha256()
+    for path in (FRAGMENTS / "base.config", FRAGMENTS / f"{kind}.config"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def build(kind: str, root: Path) -> str:
+    """Builds a kernel of this kind into `root`, laid out like Debian's packages.
+
+    Returns its release, as `uname -r` says it.
+    """
+    work = cache_dir() / "kernel" / f"{kind}.work"
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(root, ignore_errors=True)
+    work.mkdir(parents=True)
+    _say(f"fetching the source of a kernel to build as '{kind}'")
+    source = _unpack(work)
+    version = _make(source, "kernelversion").strip()
+
+    config = work / "all.config"
+    parts = [(FRAGMENTS / f"{name}.config").read_text() for name in ("base", kind)]
+    parts.append(f'CONFIG_LOCALVERSION="-tmem-{kind}"\n')
+    config.write_text("".join(parts))
+    out = work / "out"
+    out.mkdir()
+    arguments = [
+        f"O={out}",
+        f"KCONFIG_ALLCONFIG={config}",
+        # The driver asks where a kernel comes from.
+        f"KBUILD_BUILD_TIMESTAMP=Debian source {version}",
+        "KBUILD_BUILD_USER=tmem",
+        "KBUILD_BUILD_HOST=tests",
+    ]
+    _make(source, *arguments, "allnoconfig")
+    _check(config, out / ".config")
+    _say(f"building Linux {version} '{kind}': 10 to 15 minutes on two cores, once")
+    _make(source, *arguments, f"-j{os.cpu_count() or 1}", "bzImage", "modules")
+    release = _make(source, *arguments, "-s", "kernelrelease").strip()
+
+    (root / "boot").mkdir(parents=True)
+    shutil.copy2(out / "arch/x86/boot/bzImage", root / f"boot/vmlinuz-{release}")
+    modules = root / "lib/modules" / release
+    (modules / "kernel").mkdir(parents=True)
+    (modules / "modules.dep").touch()
+    shutil.copy2(out / "modules.builtin", modules)
+    headers = root / f"usr/src/linux-headers-{release}"
+    headers.mkdir(parents=True)
+    installer = f"$(srctree)/scripts/package/install-extmod-build {headers}"
+    _make(source, *arguments, "run-command", f"KBUILD_RUN_COMMAND={installer}")
+    shutil.copy2(out / ".config", headers)
+    shutil.rmtree(work)
+    return release
+
+
+def _unpack(work: Path) -> Path:
+    toolchain.fetch(SUITE, (SOURCE_PACKAGE,), work / "debs", work / "deb")
+    (archive,) = (work / "deb/usr/src").glob("linux-source-*.tar.xz")
+    source = work / "source"
+    source.mkdir()
+    subprocess.run(
+        ["tar", "-xJf", str(archive), "-C", str(source), "--strip-components=1"], check=True
+    )
+    shutil.rmtree(work / "deb")
+    shutil.rmtree(work / "debs")
+    return source
+
+
+def _make(source: Path, *arguments: str) -> str:
+    # make's own variables of a caller (make check) are not for the kernel's build.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    environment.pop("MFLAGS", None)
+    command = ["make", "--no-print-directory", "-C", str(source), *arguments]
+    done = subprocess.run(
+        command,
+        check=False,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    if done.returncode != 0:
+        raise HarnessError(f"{' '.join(command)} failed:\n{done.stderr[-8192:]}")
+    return done.stdout
+
+
+def _check(wanted: Path, got: Path) -> None:
+    """What the configuration asks for and a dependency denied would silently check nothing."""
+    have = set(got.read_text().splitlines())
+    asked = [line for line in wanted.read_text().splitlines() if line.endswith("=y")]
+    if missing := [line for line in asked if line not in have]:
+        raise HarnessError(f"the kernel's configuration did not take {', '.join(missing)}")
+
+
+def _say(text: str) -> None:
+    print(f"tests/kernel: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The torture on kernels that check themselves: `--kernel debug` and `--kernel kcsan`.
+
+A report of lockdep, KASAN or the like on the console fails the test that ran (TROUBLE in
+harness/vm.py), in this file or any other; leaks and data races are asked for here. The last
+tests commit a fault of each kind and see that it is reported.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from driver import (
+    DISK_BYTES,
+    MODULE,
+    WHERE,
+    Torture,
+    driver_vm,
+    load,
+    seed,
+    set_parameter,
+    state,
+    stats,
+    wait_state,
+)
+
+from harness import debug_kernel, disk
+from harness.daemon import Daemon
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, TROUBLE, Tmem, Vm
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs", "checking")
+
+# Shadow memory, quarantine, records of locks and allocations.
+MEMORY_BYTES = 768 * MIB
+# All of this file, and the build of a kernel before it, in the time of a shard.
+OPERATIONS = 4_000
+VERSIONS = 1_500
+# Without those that take long here: the random operations unmount as well.
+SCENARIOS = ["plain", "dirty", "truncate", "punch", "direct", "inode", "fadvise"]
+SMALL = "--files=16 --size-max=262144"
+# kmemleak reports objects of 5 s (MSECS_MIN_AGE) and older that it did not find again.
+LEAK_AGE_SECONDS = 6
+LEAK_SECONDS = 60.0
+KMEMLEAK = "/sys/kernel/debug/kmemleak"
+KCSAN = "/sys/kernel/debug/kcsan"
+# A frame in the module, or in one that is no longer loaded.
+OUR_FRAME = re.compile(r"\[virtio_tmem\]|\] 0x[0-9a-f]+$", re.MULTILINE)
+# One report of KCSAN, between lines of "=".
+RACE = re.compile(r"BUG: KCSAN: .*?(?=={20,}|\Z)", re.DOTALL)
+# The head of each of its stacks: the access, whose stack is indented.
+STACK = re.compile(r"(?:read|write|race)\b[^\n]*:\n((?:[^\n]*\n){2})")
+
+# What the module's test_bug commits on which kernel, and what that says. The last one of "debug"
+# ends the watch over locks.
+FAULTS = {
+    "debug": {
+        "sleep": "BUG: sleeping function called from invalid context",
+        "order": "WARNING: possible circular locking dependency",
+        "overflow": "BUG: KASAN: slab-out-of-bounds in bug_overflow",
+    },
+    "kcsan": {"race": "BUG: KCSAN: data-race in race"},
+}
+
+
+@pytest.fixture
+def checking(kernel: Kernel) -> None:
+    if kernel.series not in debug_kernel.KINDS:
+        pytest.skip(f"Linux {kernel.series} does not check itself: --kernel debug, --kernel kcsan")
+
+
+class Machine:
+    """A VM with the driver loaded, and what its kernel found."""
+
+    def __init__(self, session: Session, kernel: Kernel, module: Path, name: str = "ext4") -> None:
+        self.fs = disk.FILE_SYSTEMS[name]
+        self.daemon: Daemon = session.daemon("vm1", pool_size="128MiB")
+        self.daemon.start()
+        image = self.fs.make(session.folder / "data.img", DISK_BYTES)
+        self.vm: Vm = driver_vm(
+            session,
+            kernel,
+            module,
+            Tmem(self.daemon.socket("vm1")),
+            cpus=2,
+            memory_bytes=MEMORY_BYTES,
+            disks=[disk.Disk("data", image)],
+        )
+        self.guest: Guest = self.vm.start()
+        if kernel.series == "kcsan":
+            self.guest.sh(f"echo on >{KCSAN}")
+        load(self.guest, "verify_every=100", fs=self.fs)
+
+    @property
+    def mounted(self) -> str:
+        """What the torture has to know to unmount and mount again."""
+        return f"--device=/dev/vda --fstype={self.fs.kind}"
+
+    def random_operations(self, operations: int, more: str = "") -> Torture:
+        return Torture(
+            self.guest, f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 {more}", 900
+        )
+
+    def leaks(self) -> str:
+        """What kmemleak says of the module."""
+        if self.guest.run(f"test -e {KMEMLEAK}").status != 0:
+            return ""
+        self.guest.sh(f"echo scan >{KMEMLEAK}; echo scan >{KMEMLEAK}", 300)
+        reports = self.guest.sh(f"cat {KMEMLEAK}", 60).split("unreferenced object")
+        return "".join(report for report in reports if OUR_FRAME.search(report))
+
+    def races(self) -> list[str]:
+        """KCSAN's reports of the module, or of functions that it called itself."""
+        console = self.vm.console.read_text(errors="replace").replace("\r", "")
+        found = RACE.findall(console)
+        print(f"{len(found)} races: {[report.splitlines()[0] for report in found]}")
+        return [
+            report
+            for report in found
+            if any("[virtio_tmem]" in head for head in STACK.findall(report))
+        ]
+
+    def nothing_found(self) -> None:
+        print(stats(self.guest))
+        assert state(self.guest) == "on"
+        self.guest.sh(f"sleep {LEAK_AGE_SECONDS}")  # what is younger is not reported
+        assert self.leaks() == ""
+        assert self.races() == []
+        self.vm.check_console()
+
+
+@pytest.mark.parametrize("name", ["ext4", "xfs"])
+def test_torture(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+    """All operations, and each hook's own."""
+    machine = Machine(session, kernel, module, name)
+    machine.random_operations(OPERATIONS, f"--rounds=2 {machine.mounted}").finish()
+    Torture(
+        machine.guest, f"--seed={seed()} --mode=versions --ops={VERSIONS} --mixed", 900
+    ).finish()
+    assert stats(machine.guest)["hits"] > OPERATIONS // 20
+    for scenario in SCENARIOS + (["move_ext"] if name == "ext4" else []):
+        Torture(machine.guest, f"--scenario={scenario} {machine.mounted}").finish()
+    machine.guest.sh(
+        f"dd if=/dev/zero of={WHERE}/swap bs=64k count=16 2>/dev/null && mkswap {WHERE}/swap"
+        f" && swapon {WHERE}/swap && swapoff {WHERE}/swap && rm {WHERE}/swap",
+        60,
+    )
+    machine.nothing_found()
+
+
+def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
+    """Generations end, and what belongs to them is freed."""
+    machine = Machine(session, kernel, module)
+    guest = machine.guest
+    torture = machine.random_operations(OPERATIONS // 2)
+    for _ in range(2):
+        before = stats(guest)["hits"]
+        until(lambda seen=before: stats(guest)["hits"] > seen, 120, "hits")  # type: ignore[misc]
+        machine.daemon.kill()
+        machine.daemon.start()
+        wait_state(guest, "on")
+    driver = "/sys/bus/virtio/drivers/virtio_tmem"
+    device = guest.sh(f"basename $(ls -d {driver}/virtio*)").strip()
+    for _ in range(2):
+        guest.sh(f"echo {device} >{driver}/unbind; echo {device} >{driver}/bind", 120)
+        wait_state(guest, "on")
+    torture.finish()
+    machine.nothing_found()
+
+
+def test_module_comes_and_goes(session: Session, kernel: Kernel, module: Path) -> None:
+    """Under load; nothing of it stays behind."""
+    machine = Machine(session, kernel, module)
+    guest = machine.guest
+    torture = machine.random_operations(OPERATIONS // 2)
+    for _ in range(3):
+        until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "puts")
+        guest.sh("rmmod virtio_tmem", 120)
+        guest.insmod(MODULE, "deadline_ms=200")
+        wait_state(guest, "on")
+    torture.finish()
+    machine.nothing_found()
+
+
+def test_faults_are_seen(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """The checks that the others rely on are there."""
+    machine = Machine(session, kernel, test_module)
+    machine.vm.expect_trouble()
+
+    def console() -> str:
+        return machine.vm.console.read_text(errors="replace")
+
+    def commit(fault: str) -> None:
+        set_parameter(machine.guest, "test_bug", fault)
+
+    if kernel.series == "debug":
+        commit("leak")
+        until(lambda: "bug_leak" in machine.leaks(), LEAK_SECONDS, "kmemleak's report")
+        assert not TROUBLE.search(console())
+    for fault, report in FAULTS[kernel.series].items():
+        before = len(console())
+        commit(fault)
+        until(lambda words=report: words in console(), 60, f"'{report}' on the console")  # type: ignore[misc]
+        if fault == "race":
+            assert machine.races() != []
+        else:
+            assert TROUBLE.search(console(), before)
