@@ -54,6 +54,8 @@ void tmem_pool_free(struct tmem_pool *pool);
 /*
  * Any context but NMI, interrupts on or off; never waits. Copies the page into the put ring and
  * enters it into the index. A put that is not taken erases the key. Returns whether it was taken.
+ * The page is on its way to the host at once, or within TMEM_PUT_DELAY_MS (10 ms, in ticks) while
+ * the host is busy with others, unless it has as many batches as it can have: see core/ring.c.
  * @workingset: the page was active.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);
@@ -91,7 +93,17 @@ unsigned long tmem_held_pages(const struct tmem_key *key);
 unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		       unsigned long *held);
 
-/* When a reader that starts to wait for the host now has waited long enough, by ktime_get_ns(). */
+/*
+ * When a reader that starts to wait for the host now has waited long enough, by ktime_get_ns().
+ *
+ * So long waits, at most, one readahead window, or one folio of a fault; D is deadline_ms. A
+ * read(2) of any length that meets slow answers, those that take more than D / 4, late or not,
+ * waits for them 11 D at most (220 ms unless set otherwise), and in the long run no more than a
+ * fifth of its time: then the breaker is open, and everything comes from the disk until a probe is
+ * answered within D / 4. See core/get.c. A reader that must not sleep (RWF_NOWAIT, io_uring's
+ * first attempt) does not wait at all where the kernel lets hooks/read.c know of it: in the
+ * readahead that a miss starts, from 6.12 on; not in the one that a marked page starts.
+ */
 u64 tmem_get_deadline_ns(void);
 
 /*

@@ -10,9 +10,10 @@
  * its deadline. And the breaker opens, so that nothing is asked for until a probe is answered
  * quickly, after LATE_ROW_MAX calls in a row that were late, or when the waits of slow calls, those
  * of more than a quarter of the deadline, have filled a bucket of WAIT_BUDGET deadlines which
- * empties at WAIT_BUDGET per WAIT_PERIOD deadlines. By default: readers of the device that wait
- * for a slow host do so for 200 ms and one deadline more together, and for no more than 200 ms in
- * each second after that.
+ * empties at WAIT_BUDGET per WAIT_PERIOD deadlines. It is not probed before half of that is free
+ * again, since a probe may be quick where pages are not. By default: readers that come one after
+ * the other wait for a slow host for 200 ms and one deadline more together, and for no more than
+ * 200 ms in each second after that; each reader beside them adds a deadline at most.
  *
  * Never trusts an answer: length, status, result, cookie and, on the destination page itself, the
  * content check must be right. A page whose check is wrong switches the cache off for good.
@@ -175,15 +176,39 @@ static u64 deadline_span_ns(void)
 	return (u64)READ_ONCE(tmem_deadline_ms) * NSEC_PER_MSEC;
 }
 
-/* Returns whether the breaker was open. */
-static bool breaker_close(struct tmem_dev *dev)
+/* What slow calls waited, less what has leaked until now. */
+static u64 slow_ns(struct tmem_dev *dev)
+{
+	/* Under the lock, or another's later one could have come before. */
+	u64 now_ns = ktime_get_ns(), leaked_ns;
+
+	lockdep_assert_held(&dev->get_lock);
+	leaked_ns = div_u64((now_ns - dev->slow_at_ns) * WAIT_BUDGET, WAIT_PERIOD);
+	dev->slow_at_ns = now_ns;
+	dev->slow_ns -= min(dev->slow_ns, leaked_ns);
+	return dev->slow_ns;
+}
+
+static bool may_probe(struct tmem_dev *dev)
+{
+	bool may;
+
+	spin_lock_irq(&dev->get_lock);
+	may = dev->tripped && slow_ns(dev) <= deadline_span_ns() * WAIT_BUDGET / 2;
+	spin_unlock_irq(&dev->get_lock);
+	return may;
+}
+
+/* @anew: nothing is known of the host yet. Returns whether the breaker was open. */
+static bool breaker_close(struct tmem_dev *dev, bool anew)
 {
 	bool was;
 
 	spin_lock_irq(&dev->get_lock);
 	was = dev->tripped;
 	dev->late_row = 0;
-	dev->slow_ns = 0;
+	if (anew)
+		dev->slow_ns = 0;
 	WRITE_ONCE(dev->tripped, false);
 	spin_unlock_irq(&dev->get_lock);
 	return was;
@@ -192,7 +217,7 @@ static bool breaker_close(struct tmem_dev *dev)
 /* A call asked the host and waited so long, in vain or not. */
 static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 {
-	u64 span_ns = deadline_span_ns(), now_ns, leaked_ns;
+	u64 span_ns = deadline_span_ns();
 	bool slow = waited_ns > span_ns / SLOW_DIVISOR, opens = false;
 
 	tmem_count_n(TMEM_STAT_waits_us, div_u64(waited_ns, NSEC_PER_USEC));
@@ -202,15 +227,10 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	if (waited_ns > dev->wait_max_ns)
 		WRITE_ONCE(dev->wait_max_ns, waited_ns);
 	dev->late_row = late ? dev->late_row + 1 : 0;
-	/* Under the lock, or another's later one could have come before. */
-	now_ns = ktime_get_ns();
-	leaked_ns = div_u64((now_ns - dev->slow_at_ns) * WAIT_BUDGET, WAIT_PERIOD);
-	dev->slow_at_ns = now_ns;
-	dev->slow_ns -= min(dev->slow_ns, leaked_ns);
 	if (slow)
-		dev->slow_ns += waited_ns;
+		dev->slow_ns = slow_ns(dev) + waited_ns;
 	if (!dev->tripped) {
-		opens = dev->late_row >= LATE_ROW_MAX || dev->slow_ns > span_ns * WAIT_BUDGET;
+		opens = dev->late_row >= LATE_ROW_MAX || slow_ns(dev) > span_ns * WAIT_BUDGET;
 		WRITE_ONCE(dev->tripped, opens);
 	}
 	spin_unlock_irq(&dev->get_lock);
@@ -236,7 +256,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 	unsigned int i;
 	u64 deadline_ns;
 
-	if (!READ_ONCE(dev->tripped) || !generation)
+	if (!generation || !may_probe(dev))
 		return;
 	for (i = 0; i < dev->nr_queues && !late; i++) {
 		get = get_alloc(dev, 1);
@@ -256,7 +276,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		if (!late)
 			get_free(dev, get);
 	}
-	if (late || !breaker_close(dev))
+	if (late || !breaker_close(dev, false))
 		return;
 	tmem_state_tripped(false);
 	tmem_control_report_soon(dev);
@@ -268,7 +288,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
  */
 void tmem_breaker_reset(struct tmem_dev *dev)
 {
-	if (breaker_close(dev))
+	if (breaker_close(dev, true))
 		trace_tmem_breaker(false);
 }
 

@@ -40,6 +40,9 @@ TMEM_STAT(misses_host)
 TMEM_STAT(misses_answer)
 TMEM_STAT(misses_check)
 
+/* readaheads that were left to the disk, as their reader must not wait */
+TMEM_STAT(reads_nowait)
+
 /* requests */
 TMEM_STAT(requests_put)
 TMEM_STAT(requests_get)

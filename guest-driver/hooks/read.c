@@ -19,6 +19,7 @@
 #include <linux/slab.h>
 
 #include "../compat.h"
+#include "../core/stats.h"
 #include "hooks.h"
 
 /* Readahead is looked at in pieces of this size; the kernel's own largest step is 2 MiB. */
@@ -42,6 +43,17 @@ struct tmem_read {
 	u64 deadline_ns;	/* of all gets together */
 };
 
+/*
+ * Is this on behalf of a reader that must not sleep, by RWF_NOWAIT or as io_uring reads at first?
+ * The flags of its request do not get here, but from 6.12 on the page cache forbids such a task
+ * I/O for memory while it asks for readahead. Kernel threads that live with that, as a loop
+ * device's, are not meant: they wait for the disk as well.
+ */
+static bool must_not_wait(void)
+{
+	return (current->flags & (PF_MEMALLOC_NOIO | PF_KTHREAD)) == PF_MEMALLOC_NOIO;
+}
+
 static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 {
 	struct inode *inode = mapping->host;
@@ -56,6 +68,10 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 	/* Pairs with tmem_fs_register(). */
 	if (!smp_load_acquire(&rd->fs->live) || !tmem_online())
 		goto put;
+	if (must_not_wait()) {
+		tmem_count(TMEM_STAT_reads_nowait);
+		goto put;
+	}
 	if (!tmem_fs_inode_ok(rd->fs, inode)) {
 		tmem_invalidate_inode(rd->fs->pool, inode->i_ino, TMEM_INVAL_INODE);
 		goto put;
