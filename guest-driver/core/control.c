@@ -19,6 +19,9 @@
 /* How often an open breaker is probed. */
 #define PROBE_PERIOD_MS		1000
 
+/* From the preparation of a hibernation to its end: the device counts as one without a backend. */
+static bool hibernating;
+
 struct tmem_control {
 	struct tmem_req req;
 	struct {
@@ -180,13 +183,13 @@ static u64 read_generation(struct tmem_dev *dev)
 static void sync_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(work, struct tmem_dev, sync_work);
-	bool renew = xchg(&dev->renew, false);
-	u64 generation = read_generation(dev);
+	bool renew = xchg(&dev->renew, false), asleep = READ_ONCE(hibernating);
+	u64 generation = asleep ? 0 : read_generation(dev);
 	unsigned int i;
 	int err;
 
 	if (generation != dev->generation || renew) {
-		tmem_state_offline("no backend");
+		tmem_state_offline(asleep ? "hibernation" : "no backend");
 		/*
 		 * First the epoch, so that slots of the old one are not sent; then the index, by
 		 * taking the ids of all pools away; then the generation. Senders read in the
@@ -252,6 +255,25 @@ void tmem_control_resync_any(bool renew)
 	if (dev)
 		tmem_control_resync(dev, renew);
 	rcu_read_unlock();
+}
+
+/**
+ * tmem_control_hibernate() - forget everything and stay off, or return to service
+ * @begin: which of the two
+ *
+ * Context: process, may sleep for as long as a control request is waited for.
+ */
+void tmem_control_hibernate(bool begin)
+{
+	struct tmem_dev *dev;
+
+	WRITE_ONCE(hibernating, begin);
+	dev = tmem_dev_get();
+	if (!dev)
+		return;
+	tmem_control_resync(dev, false);
+	flush_work(&dev->sync_work);
+	tmem_dev_put(dev);
 }
 
 /* --- report -------------------------------------------------------------------------------- */

@@ -362,6 +362,7 @@ void tmem_control_vq_callback(struct virtqueue *vq);
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool);
 void tmem_control_resync(struct tmem_dev *dev, bool renew);
 void tmem_control_resync_any(bool renew);
+void tmem_control_hibernate(bool begin);
 void tmem_control_report_soon(struct tmem_dev *dev);
 void tmem_control_report_any(void);
 void tmem_control_start(struct tmem_dev *dev);

@@ -4,7 +4,8 @@
  *
  * A leaf packs its entries, in the order of their pages, in 6, 14, 30 or 64 places and moves to
  * the next size when it is full: most files are small, and all memory together is bounded. Every
- * byte is charged before it is allocated, XArray nodes included.
+ * byte is charged before it is allocated, XArray nodes included; what the slab allocator cannot use
+ * is not.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
@@ -230,6 +231,9 @@ int tmem_leaf_init(void)
 {
 	unsigned int i;
 
+	BUILD_BUG_ON(sizeof(struct leaf) + LEAF_PAGES * sizeof(u64) +
+		     DIV_ROUND_UP(sizeof(struct xa_node), XA_CHUNK_SIZE) >
+		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
 	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
 		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0, 0, NULL);
 		if (!leaf_cache[i]) {

@@ -18,6 +18,12 @@
  */
 #define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
 
+/*
+ * Stated in docs and sysfs: bytes of index for a page held of a file that is read in order, which
+ * are its entry and its share of leaf, XArray node and what the slab allocator cannot use.
+ */
+#define TMEM_INDEX_PAGE_BYTES	9
+
 struct leaf {
 	u64 present;		/* bit i: page i of the leaf has an entry */
 	u8 class;

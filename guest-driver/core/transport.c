@@ -2,8 +2,10 @@
 /*
  * The virtio driver: finds a device, checks that this guest may use it, sets up queues and memory.
  *
- * Suspending is removing: everything is forgotten and freed before, and set up again after it, so
- * that a hibernated image never holds an index. One device a guest.
+ * Suspending is removing: everything is forgotten and freed before, and set up again after it.
+ * Around a hibernation nothing is held, from before the first task is frozen until the last one
+ * runs again: an image never holds an index, and what is done while it is written or read fills
+ * none. One device a guest.
  */
 #include <linux/cc_platform.h>
 #include <linux/kthread.h>
@@ -12,6 +14,7 @@
 #include <linux/random.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
+#include <linux/suspend.h>
 #include <linux/virtio_config.h>
 
 #include "../compat.h"
@@ -393,6 +396,25 @@ static struct virtio_driver tmem_driver = {
 #endif
 };
 
+static int pm_notify(struct notifier_block *block, unsigned long event, void *unused)
+{
+	switch (event) {
+	case PM_HIBERNATION_PREPARE:
+	case PM_RESTORE_PREPARE:
+		tmem_control_hibernate(true);
+		break;
+	case PM_POST_HIBERNATION:
+	case PM_POST_RESTORE:
+		tmem_control_hibernate(false);
+		break;
+	}
+	return NOTIFY_DONE;
+}
+
+static struct notifier_block pm_block = {
+	.notifier_call = pm_notify,
+};
+
 /**
  * tmem_core_init() - set up index, sysfs and driver
  *
@@ -411,10 +433,15 @@ int tmem_core_init(void)
 	err = tmem_sysfs_init();
 	if (err)
 		goto fail_index;
-	err = register_virtio_driver(&tmem_driver);
+	err = register_pm_notifier(&pm_block);
 	if (err)
 		goto fail_sysfs;
+	err = register_virtio_driver(&tmem_driver);
+	if (err)
+		goto fail_pm;
 	return 0;
+fail_pm:
+	unregister_pm_notifier(&pm_block);
 fail_sysfs:
 	tmem_sysfs_exit();
 fail_index:
@@ -428,6 +455,7 @@ fail_index:
 void tmem_core_exit(void)
 {
 	unregister_virtio_driver(&tmem_driver);
+	unregister_pm_notifier(&pm_block);
 	tmem_sysfs_exit();
 	tmem_pools_exit();
 	tmem_index_exit();

@@ -8,6 +8,7 @@ not a later one: an answer with a wrong cookie counts as such and does not reach
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,12 @@ from driver import (
 from liar import LIES_OF_GETS, LIES_OF_PUTS, Liar
 from test_driver import FILE_BYTES, start_daemon, tree_disk
 
+from harness import disk
 from harness.daemon import Daemon
+from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
+from harness.paths import ROOT
 from harness.session import Session
 from harness.vm import MIB, Tmem
 from harness.wait import until
@@ -313,6 +317,42 @@ def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, que
     assert checksums(guest, list(sums)) == sums
 
 
+def slab_bytes(guest: Guest, cache: str) -> int:
+    """What a slab cache takes now, with what it cannot use."""
+    slabs, order = (
+        int(guest.sh(f"cat /sys/kernel/slab/{cache}/{name}").split()[0])
+        for name in ("slabs", "order")
+    )
+    return slabs * 4096 << order
+
+
+def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
+    """A page held costs what core/leaf.h says, as counted and as allocated."""
+    source = (ROOT / "guest-driver/core/leaf.h").read_text()
+    found = re.search(r"#define TMEM_INDEX_PAGE_BYTES\s+(\d+)", source)
+    assert found
+    stated = int(found[1])
+    daemon = start_daemon(session)
+    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
+    load(guest, "verify_every=0")
+    before = stats(guest)
+    slab_before = slab_bytes(guest, "tmem_leaf_64")
+    # Holes, in steps that the put ring has room for.
+    mib = 128
+    guest.sh(f"truncate -s {mib}M /mnt/holes")
+    read = "dd if=/mnt/holes of=/dev/null bs=1M count=1 skip=$i 2>/dev/null"
+    drop = "echo 1 >/proc/sys/vm/drop_caches"
+    guest.sh(f"i=0; while [ $i -lt {mib} ]; do {read}; {drop}; i=$((i+1)); done", 120)
+    after = settle(guest)
+    pages = after["index_pages"] - before["index_pages"]
+    assert pages > mib * 256 * 9 // 10
+    counted = (after["index_bytes"] - before["index_bytes"]) / pages
+    allocated = (slab_bytes(guest, "tmem_leaf_64") - slab_before) / pages
+    print(f"{pages} pages, {counted:.2f} bytes counted, {allocated:.2f} allocated for leaves")
+    assert 8 < counted <= stated
+    assert 8 < allocated <= stated
+
+
 def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> dict[str, int]:
     """Lets the device lie while files go out, or come back; returns what counters grew by."""
     told = liar.lies_told
@@ -410,6 +450,55 @@ def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
     assert after["index_pages"] == 0
     assert after["generation_changes"] == before["generation_changes"] + 1
     assert daemon.stats()["pool"]["pages"] == 0
+    assert checksums(guest, list(files)) == files
+    assert stats(guest)["hits"] == before["hits"]
+    check_works(guest, files)
+    guest.sh("rmmod virtio_tmem", 60)
+
+
+def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
+    """Nothing is held from the preparation of a hibernation until the guest runs again."""
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    files = dict(list(sums.items())[:8])
+    swap = Disk("swap", disk.blank(session.folder / "swap.img", 512 * MIB))
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[data, swap],
+        cmdline="hibernate=nocompress",
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    # It does not begin without swap: prepared and given up, with the same generation.
+    evict(guest, list(files))
+    before = stats(guest)
+    assert before["index_pages"] > PAGES
+    assert guest.run("echo disk >/sys/power/state").status != 0
+    wait_state(guest, "on")
+    after = stats(guest)
+    assert after["index_pages"] == 0
+    assert after["generation_changes"] == before["generation_changes"] + 2
+    assert checksums(guest, list(files)) == files
+    assert stats(guest)["hits"] == before["hits"]
+    check_works(guest, files)
+
+    device = guest.disk("swap")
+    guest.sh(f"mkswap /dev/{device} && swapon /dev/{device}")
+    # Says where, and looks for an image, which is not there yet.
+    guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
+    guest.sh("echo test_resume >/sys/power/disk")
+    evict(guest, list(files))
+    before = stats(guest)
+    assert before["index_pages"] > PAGES
+    guest.sh("echo disk >/sys/power/state", 300)
+    wait_state(guest, "on")
+    after = stats(guest)
+    # Of the image, which was made when all was forgotten.
+    assert after["index_pages"] == 0
+    assert after["puts"] == before["puts"]
     assert checksums(guest, list(files)) == files
     assert stats(guest)["hits"] == before["hits"]
     check_works(guest, files)
