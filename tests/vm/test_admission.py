@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import checksums, driver_vm, load, set_parameter, settle
+from driver import checksums, driver_vm, load, set_parameter, settle, stats, wait_state
 from test_driver import start_daemon
 
 from harness.guest import Guest
@@ -94,3 +94,47 @@ def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) 
         counters = read_and_drop(guest, "/mnt/s0", 32)
     assert counters["puts_skipped_admission"] == 0
     assert counters["hits"] > 32 * PAGES_MIB // 2
+
+
+@pytest.mark.smoke
+def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
+    """Each reason for not taking a page has a counter, and only that one counts."""
+    daemon = start_daemon(session)
+    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
+    load(guest, "verify_every=0")
+    pages = 8 * PAGES_MIB
+    for name in ("file", "swap"):
+        guest.sh(f"dd if=/dev/urandom of=/mnt/{name} bs=1M count=2 2>/dev/null")
+    guest.sh(f"dd if=/dev/urandom of=/mnt/large bs=4096 count={pages} 2>/dev/null")
+    guest.sh("echo small >/mnt/small; sync; mkswap /mnt/swap; sync")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    counters = settle(guest)
+
+    def evict(path: str) -> dict[str, int]:
+        """What counters of puts grew by when the file was read and evicted."""
+        nonlocal counters
+        guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
+        before, counters = counters, stats(guest)
+        grown = {k: counters[k] - before[k] for k in counters if k.startswith("puts")}
+        print(path, grown)
+        return {k: n for k, n in grown.items() if n and not k.startswith("puts_stored")}
+
+    assert evict("/mnt/small") == {"puts_skipped_size": 1}
+    guest.sh("swapon /mnt/swap")
+    assert set(evict("/mnt/swap")) == {"puts_skipped_inode"}
+    guest.sh("swapoff /mnt/swap")
+    writer = guest.start("sleep 1000 >>/mnt/file", 1000)
+    guest.sh("dd if=/dev/zero of=/mnt/file bs=4096 count=1 conv=notrunc oflag=direct 2>/dev/null")
+    assert set(evict("/mnt/file")) == {"puts_skipped_marked"}
+    writer.kill()
+    writer.wait()
+    daemon.pause()
+    assert set(evict("/mnt/large")) == {"puts", "puts_dropped_ring_full"}
+    daemon.resume()
+    counters = settle(guest)
+    daemon.kill()
+    wait_state(guest, "offline")
+    counters = stats(guest)
+    grown = evict("/mnt/large")
+    assert set(grown) == {"puts_skipped_offline"}
+    assert grown["puts_skipped_offline"] >= pages
