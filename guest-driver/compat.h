@@ -8,6 +8,7 @@
 
 #include <linux/fs.h>
 #include <linux/ftrace.h>
+#include <linux/kobject.h>
 #include <linux/pagemap.h>
 #include <linux/version.h>
 #include <linux/virtio.h>
@@ -96,6 +97,15 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 	return inode_owner_or_capable(file_mnt_idmap(file), file_inode(file));
 #endif
 }
+
+/* A kobject's type may be const since 6.2. */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
+#define tmem_kobject_init_and_add(kobj, ktype, parent, ...) \
+	kobject_init_and_add(kobj, (void *)(ktype), parent, __VA_ARGS__)
+#else
+#define tmem_kobject_init_and_add(kobj, ktype, parent, ...) \
+	kobject_init_and_add(kobj, ktype, parent, __VA_ARGS__)
+#endif
 
 /* The series of the headers this was built with, as KERNEL_VERSION(major, minor, 0). */
 #define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)

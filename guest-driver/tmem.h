@@ -31,6 +31,7 @@ enum tmem_inval {
 	TMEM_INVAL_DROPPED,	/* a put of the key was refused or dropped */
 	TMEM_INVAL_GENERATION,	/* device reset, backend lost or replaced */
 	TMEM_INVAL_FADVISE,	/* POSIX_FADV_DONTNEED */
+	TMEM_INVAL_OFF,		/* the file system was switched off */
 	NR_TMEM_INVAL
 };
 
@@ -48,6 +49,15 @@ bool tmem_online(void);
 
 /* Process context. The device learns of the pool when it is online, again after each generation. */
 struct tmem_pool *tmem_pool_new(const char *name);
+/*
+ * Process context. Empties it: what was put before is found by nobody. The pool and its marks stay;
+ * unless the caller keeps hooks from putting, new pages come in at once.
+ */
+void tmem_pool_empty(struct tmem_pool *pool);
+/* Process context. Pages held of it, counted by a walk through the whole index. */
+unsigned long tmem_pool_pages(struct tmem_pool *pool);
+/* Did marks of tmem_bypass() overflow, so that the pool takes no puts? */
+bool tmem_pool_overflowed(const struct tmem_pool *pool);
 /* Empties it at once; memory is freed behind. No other call with this pool may be running. */
 void tmem_pool_free(struct tmem_pool *pool);
 
@@ -121,6 +131,9 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index);
 
 /* Hook state for the report and sysfs: one bit per live hook; reason is NULL when all is well. */
 void tmem_core_set_hooks(u64 live, const char *off_reason);
+
+/* /sys/kernel/virtio_tmem, from tmem_core_init() to tmem_core_exit(). */
+extern struct kobject *tmem_kobj;
 
 /* virtio driver, index, ring, sysfs. */
 int tmem_core_init(void);

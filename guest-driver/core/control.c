@@ -307,7 +307,7 @@ static void send_report(struct tmem_dev *dev, u64 generation)
 		.mismatches = cpu_to_le64(tmem_stat_sum(TMEM_STAT_mismatches,
 							TMEM_STAT_mismatches)),
 		.invalidations = cpu_to_le64(tmem_stat_sum(TMEM_STAT_invalidations_removed,
-							   TMEM_STAT_invalidations_fadvise)),
+							   TMEM_STAT_invalidations_off)),
 	};
 	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));
 	if (control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0, sizeof(*report)) ==

@@ -652,16 +652,40 @@ void tmem_index_sweep(void)
  * tmem_index_drop_pool() - free all objects of a pool that is unreachable
  * @id: its id
  * @name: its name
+ * @why: for the counters
  *
  * Context: process, may sleep.
  */
-void tmem_index_drop_pool(u32 id, const char *name)
+void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 {
-	unsigned long erased = sweep(id, TMEM_INVAL_UNMOUNT);
+	unsigned long erased = sweep(id, why);
 
 	if (erased)
-		trace_tmem_invalidate(name, 0, 0, TMEM_INDEX_MAX, erased,
-				      tmem_inval_name(TMEM_INVAL_UNMOUNT));
+		trace_tmem_invalidate(name, 0, 0, TMEM_INDEX_MAX, erased, tmem_inval_name(why));
+}
+
+/**
+ * tmem_index_pool_pages() - count the entries of a pool
+ * @id: its id
+ *
+ * Context: process, may sleep: looks at each bucket.
+ *
+ * Return: pages; those that come or go meanwhile may be counted or not.
+ */
+unsigned long tmem_index_pool_pages(u32 id)
+{
+	unsigned long i, pages = 0;
+	struct object *object;
+
+	for (i = 0; i < 1UL << bucket_bits; i++) {
+		spin_lock_irq(&buckets[i].lock);
+		hlist_for_each_entry(object, &buckets[i].objects, node)
+			if (object->pool == id)
+				pages += object->nr_pages;
+		spin_unlock_irq(&buckets[i].lock);
+		cond_resched();
+	}
+	return pages;
 }
 
 /* One step of the evictor: up to 32 leaves of a bucket, from (@at, @nr) on. False: bucket done. */

@@ -97,13 +97,61 @@ void tmem_pool_free(struct tmem_pool *pool)
 	pool->freed = true;
 	list_move_tail(&pool->list, &tmem_pools_dead);
 	if (id)
-		tmem_index_drop_pool(id, pool->name);
+		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_UNMOUNT);
 	tmem_index_bypass_free(pool);
 	tmem_policy_free(pool);
 	if (!have_device)
 		free_dead();
 	mutex_unlock(&tmem_pools_lock);
 	tmem_control_resync_any(false);
+}
+
+/**
+ * tmem_pool_empty() - forget all pages of a file system that stays
+ * @pool: the pool, which other calls may be using
+ *
+ * As tmem_pools_forget() for one pool: without its id no entry is reachable. The host frees the
+ * pages when the sync work has the old id destroyed, and the pool gets a new one.
+ *
+ * Context: process, may sleep, but not for the device.
+ */
+void tmem_pool_empty(struct tmem_pool *pool)
+{
+	u32 id;
+
+	mutex_lock(&tmem_pools_lock);
+	id = pool->id;
+	bury(pool);
+	if (id)
+		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_OFF);
+	mutex_unlock(&tmem_pools_lock);
+	tmem_control_resync_any(false);
+}
+
+/**
+ * tmem_pool_pages() - how many pages of a file system could be got
+ * @pool: the pool
+ *
+ * Context: process, may sleep: looks at the whole index.
+ *
+ * Return: number of pages.
+ */
+unsigned long tmem_pool_pages(struct tmem_pool *pool)
+{
+	u32 id = READ_ONCE(pool->id);
+
+	return id ? tmem_index_pool_pages(id) : 0;
+}
+
+/**
+ * tmem_pool_overflowed() - were there too many inodes to be marked by tmem_bypass()?
+ * @pool: the pool
+ *
+ * Return: true if the pool takes no puts any more.
+ */
+bool tmem_pool_overflowed(const struct tmem_pool *pool)
+{
+	return READ_ONCE(pool->bypass_all);
 }
 
 /**

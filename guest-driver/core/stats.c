@@ -319,7 +319,7 @@ static const struct attribute_group *groups[] = {
 	NULL
 };
 
-static struct kobject *tmem_kobj;
+struct kobject *tmem_kobj;
 
 /**
  * tmem_sysfs_init() - create /sys/kernel/virtio_tmem

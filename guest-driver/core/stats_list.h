@@ -20,6 +20,8 @@ TMEM_STAT(puts_skipped_inode)
 TMEM_STAT(puts_skipped_size)
 TMEM_STAT(puts_skipped_folio)
 TMEM_STAT(puts_skipped_marked)
+TMEM_STAT(puts_skipped_off)
+TMEM_STAT(puts_skipped_large)
 
 /* what the host made of accepted puts */
 TMEM_STAT(puts_stored)
@@ -68,6 +70,7 @@ TMEM_STAT(invalidations_unmount)
 TMEM_STAT(invalidations_dropped)
 TMEM_STAT(invalidations_generation)
 TMEM_STAT(invalidations_fadvise)
+TMEM_STAT(invalidations_off)
 
 /* hooks */
 TMEM_STAT(verified_hits)

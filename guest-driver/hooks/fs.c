@@ -27,27 +27,6 @@
 
 #include "hooks.h"
 
-/* Functions below the page cache that no operations table leads to. */
-struct tmem_fs_symbol {
-	const char *name;
-	enum tmem_hook hook;
-	void (*entry)(struct ftrace_regs *fregs);
-};
-
-struct tmem_fs_type {
-	const char *name;
-	/* Does this mapping keep its data where the hooks expect it? */
-	bool (*mapping_ok)(const struct address_space *mapping);
-	struct tmem_fs_symbol symbols[2];
-	/* Built in or loaded early: look for mounts of it when this module is loaded. */
-	bool at_load;
-
-	/* Written under discovery_lock; all are read without, too. */
-	struct file_system_type *fst;
-	bool active;
-	bool failed;
-};
-
 /*
  * With data=journal (by mount or by file) a clean page may have its newest
  * content in the journal only; such inodes have another way of migrating.
@@ -66,7 +45,7 @@ static bool xfs_mapping_ok(const struct address_space *mapping)
 	return mapping->a_ops->migrate_folio == filemap_migrate_folio;
 }
 
-static struct tmem_fs_type tmem_fs_types[] = {
+struct tmem_fs_type tmem_fs_types[] = {
 	{
 		.name = "ext4",
 		.mapping_ok = ext4_mapping_ok,
@@ -77,7 +56,10 @@ static struct tmem_fs_type tmem_fs_types[] = {
 		.name = "xfs",
 		.mapping_ok = xfs_mapping_ok,
 	},
+	{}
 };
+
+#define NR_FS_TYPES (ARRAY_SIZE(tmem_fs_types) - 1)
 
 /* More mounts than this are not served. */
 #define TMEM_FS_MAX 64
@@ -88,6 +70,8 @@ static unsigned int nr_fs;
 
 static unsigned long types_noted;	/* a bit for each entry of tmem_fs_types[] */
 static bool discovery_stopped;
+/* Guards tmem_fs_type.off, tmem_mount.off, and tmem_fs.live being set by them. */
+static DEFINE_MUTEX(switch_lock);
 /* Guards types, targets of ftrace.c, registration of file systems, and found. */
 static DEFINE_MUTEX(discovery_lock);
 static void tmem_discover(struct work_struct *work);
@@ -156,6 +140,15 @@ static void tmem_fs_free(struct tmem_fs *fs)
 	kfree_rcu(fs, rcu);
 }
 
+/* The same, with what sysfs shows of it; it is in the table no longer. */
+static void tmem_fs_remove(struct tmem_fs *fs)
+{
+	struct tmem_mount *mount = fs->mount;
+
+	tmem_fs_free(fs);
+	tmem_mount_free(mount);
+}
+
 /**
  * tmem_fs_drop - forget a file system that is about to be shut down
  * @sb: its super block
@@ -178,7 +171,7 @@ void tmem_fs_drop(const struct super_block *sb)
 		return;
 	WRITE_ONCE(fs->live, false);
 	synchronize_rcu_expedited();
-	tmem_fs_free(fs);
+	tmem_fs_remove(fs);
 }
 
 /* Caller holds bypass_lock. */
@@ -233,7 +226,8 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
  * @fs: its file system
  * @inode: the inode
  *
- * A mark that is set after this said yes makes tmem_put() refuse.
+ * The caller found it live, so that the marks are set. A mark that is set after
+ * this said yes makes tmem_put() refuse.
  *
  * Context: any but NMI.
  */
@@ -243,8 +237,7 @@ bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
 	unsigned long flags;
 	bool ok = true;
 
-	/* Pairs with tmem_fs_register(): live means that the marks are set. */
-	if (!smp_load_acquire(&fs->live) || READ_ONCE(fs->sticky_all))
+	if (READ_ONCE(fs->sticky_all))
 		return false;
 	if (likely(!tmem_is_bypassed(fs->pool, ino)))
 		return true;
@@ -323,7 +316,7 @@ bool tmem_fs_note(const struct super_block *sb)
 
 	if (!sb->s_bdev || READ_ONCE(discovery_stopped))
 		return false;
-	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
+	for (i = 0; i < NR_FS_TYPES; i++) {
 		if (READ_ONCE(tmem_fs_types[i].failed) ||
 		    strcmp(sb->s_type->name, tmem_fs_types[i].name))
 			continue;
@@ -399,11 +392,14 @@ failed:
  * are puts allowed.
  *
  * One that is to be flushed is replaced: the sticky marks live on, as they are
- * about the page cache.
+ * about the page cache. If there were too many, each inode is marked that may
+ * have been one: that has pages cached, or that someone may be changing. The
+ * others have nothing that the disk does not.
  */
 static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 {
 	struct tmem_fs *fs, *old;
+	bool lost_marks = false;
 	struct inode *inode;
 	unsigned int i;
 
@@ -423,7 +419,13 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	init_completion(&fs->idle);
 	spin_lock_init(&fs->bypass_lock);
 	fs->pool = tmem_pool_new(sb->s_id);
-	if (IS_ERR_OR_NULL(fs->pool)) {
+	if (!fs->pool) {
+		kfree(fs);
+		return;
+	}
+	fs->mount = old ? old->mount : tmem_mount_new(sb, type);
+	if (!fs->mount) {
+		tmem_pool_free(fs->pool);
 		kfree(fs);
 		return;
 	}
@@ -443,7 +445,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	if (old) {
 		for (i = 0; i < old->nr_sticky; i++)
 			bypass_ino(fs, old->sticky[i], TMEM_INVAL_DIRECT, true);
-		fs->sticky_all |= old->sticky_all;
+		lost_marks = old->sticky_all;
 		mutex_lock(&tmem_policy_lock);
 		tmem_policy_move(fs->pool, old->pool);
 		mutex_unlock(&tmem_policy_lock);
@@ -452,13 +454,20 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 
 	spin_lock(&sb->s_inode_list_lock);
 	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
-		if (S_ISREG(inode->i_mode) && atomic_read(&inode->i_writecount) > 0)
-			tmem_fs_bypass(fs, inode, TMEM_INVAL_DIRECT, IS_SWAPFILE(inode));
+		bool writers = atomic_read(&inode->i_writecount) > 0;
+		bool suspect = lost_marks && (writers || READ_ONCE(inode->i_data.nrpages));
+
+		if (S_ISREG(inode->i_mode) && (writers || suspect))
+			tmem_fs_bypass(fs, inode, TMEM_INVAL_DIRECT,
+				       suspect || IS_SWAPFILE(inode));
 	}
 	spin_unlock(&sb->s_inode_list_lock);
 
-	/* After the marks above; read_begin() and tmem_fs_may_put() look at it first. */
-	smp_store_release(&fs->live, true);
+	mutex_lock(&switch_lock);
+	if (!type->off && !fs->mount->off)
+		/* After the marks above; read_begin() and put_folio() look at it first. */
+		smp_store_release(&fs->live, true);
+	mutex_unlock(&switch_lock);
 }
 
 /* s_umount is held and @sb is alive. */
@@ -502,7 +511,7 @@ void tmem_fs_flush_all(void)
 		WRITE_ONCE(fs->live, false);
 	}
 	rcu_read_unlock();
-	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
+	for (i = 0; i < NR_FS_TYPES; i++)
 		if (READ_ONCE(tmem_fs_types[i].fst))
 			set_bit(i, &types_noted);
 	mod_delayed_work(system_wq, &discovery, 0);
@@ -516,7 +525,7 @@ void tmem_fs_mounted(struct super_block *sb)
 {
 	unsigned int i;
 
-	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
+	for (i = 0; i < NR_FS_TYPES; i++) {
 		struct tmem_fs_type *type = &tmem_fs_types[i];
 
 		if (strcmp(sb->s_type->name, type->name))
@@ -528,12 +537,113 @@ void tmem_fs_mounted(struct super_block *sb)
 	}
 }
 
+/**
+ * tmem_fs_switch - switch file systems off or on
+ * @type: all mounts of this type, also those to come; or NULL
+ * @mount: if not, this one
+ * @on: on or off; a mount is served if neither it nor its type is off
+ *
+ * Off: when this returns nothing is held and nothing is put or got, but for
+ * gets whose request is on its way, which end by their deadline. Hooks go on
+ * to mark who writes directly.
+ *
+ * On: the discovery work gives each an empty pool and marks anew. That is also
+ * the way out for one that had too many marks.
+ *
+ * Context: process, may sleep, but not for s_umount or discovery_lock.
+ */
+void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on)
+{
+	bool *off = mount ? &mount->off : &type->off;
+	struct tmem_fs *fs, *chosen[TMEM_FS_MAX];
+	unsigned int i, nr = 0;
+
+	mutex_lock(&switch_lock);
+	if (on && !*off) {
+		mutex_unlock(&switch_lock);
+		return;
+	}
+	WRITE_ONCE(*off, !on);
+	/* No more than are counted, and none that is being replaced. */
+	spin_lock_irq(&fs_lock);
+	hash_for_each(tmem_fs_hash, i, fs, node) {
+		if (mount ? fs->mount != mount : fs->type != type)
+			continue;
+		WRITE_ONCE(fs->live, false);
+		if (on)
+			WRITE_ONCE(fs->flush, true);
+		refcount_inc(&fs->users);
+		chosen[nr++] = fs;
+	}
+	spin_unlock_irq(&fs_lock);
+	mutex_unlock(&switch_lock);
+
+	/* Who found it live before has put, and entered it, by now. */
+	if (!on && nr)
+		synchronize_rcu_expedited();
+	for (i = 0; i < nr; i++) {
+		if (!on)
+			tmem_pool_empty(chosen[i]->pool);
+		tmem_fs_put(chosen[i]);
+	}
+	if (!on || !nr || READ_ONCE(discovery_stopped))
+		return;
+	set_bit((mount ? mount->type : type) - tmem_fs_types, &types_noted);
+	mod_delayed_work(system_wq, &discovery, 0);
+}
+
+/**
+ * tmem_fs_state - what keeps a mount from being cached, if anything
+ * @mount: the mount
+ *
+ * Return: one line.
+ */
+const char *tmem_fs_state(const struct tmem_mount *mount)
+{
+	const char *state = "on";
+	struct tmem_fs *fs;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(mount->sb);
+	if (READ_ONCE(mount->off) || READ_ONCE(mount->type->off))
+		state = "off";
+	else if (!fs || !READ_ONCE(fs->live))
+		state = "starting";
+	else if (READ_ONCE(fs->sticky_all))
+		state = "blocked: too many files changed below the page cache";
+	else if (tmem_pool_overflowed(fs->pool))
+		state = "blocked: too many files open for direct writes";
+	rcu_read_unlock();
+	return state;
+}
+
+/**
+ * tmem_fs_pages - how many pages are held of a mount
+ * @mount: the mount
+ *
+ * Context: process, may sleep; walks through the index.
+ */
+unsigned long tmem_fs_pages(const struct tmem_mount *mount)
+{
+	struct tmem_fs *fs = tmem_fs_get(mount->sb);
+	unsigned long pages;
+
+	if (!fs)
+		return 0;
+	pages = tmem_pool_pages(fs->pool);
+	tmem_fs_put(fs);
+	return pages;
+}
+
 static void tmem_discover(struct work_struct *work)
 {
 	unsigned int found_before = READ_ONCE(found), i;
 	bool all_active = true;
 
-	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++) {
+	/* Noted at the last moment: the hooks may be gone, and nothing may join a tracepoint. */
+	if (READ_ONCE(discovery_stopped))
+		return;
+	for (i = 0; i < NR_FS_TYPES; i++) {
 		struct tmem_fs_type *type = &tmem_fs_types[i];
 
 		/* Cleared first: what is noted from here on is looked at again. */
@@ -563,7 +673,7 @@ int tmem_fs_init(void)
 {
 	unsigned int i;
 
-	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
+	for (i = 0; i < NR_FS_TYPES; i++)
 		if (tmem_fs_types[i].at_load)
 			set_bit(i, &types_noted);
 	schedule_delayed_work(&discovery, 0);
@@ -594,13 +704,15 @@ void tmem_fs_exit(void)
 	struct tmem_fs *fs;
 	unsigned int i;
 
-	/* A last note may have passed the check just before. */
-	cancel_delayed_work_sync(&discovery);
 	hash_for_each_safe(tmem_fs_hash, i, next, fs, node) {
+		spin_lock_irq(&fs_lock);
 		hash_del_rcu(&fs->node);
-		tmem_fs_free(fs);
+		spin_unlock_irq(&fs_lock);
+		tmem_fs_remove(fs);
 	}
-	for (i = 0; i < ARRAY_SIZE(tmem_fs_types); i++)
+	/* A last note, or a mount's switch, may have passed the check just before. */
+	cancel_delayed_work_sync(&discovery);
+	for (i = 0; i < NR_FS_TYPES; i++)
 		if (tmem_fs_types[i].fst)
 			module_put(tmem_fs_types[i].fst->owner);
 }

@@ -7,8 +7,10 @@
  * erases it, since it may become eligible again with other contents. And a hook
  * that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outer first: s_umount, discovery_lock of fs.c, tmem_policy_lock, a folio's lock, the
- * i_pages lock, tmem_fs.bypass_lock, the list lock of verify.c, the locks of the core.
+ * Lock order, outer first: s_umount, discovery_lock of fs.c, tmem_policy_lock or switch_lock of
+ * fs.c, a folio's lock, the i_pages lock, tmem_fs.bypass_lock, the list lock of verify.c, the
+ * locks of the core. Being inside a file of mounts.c counts as a lock below s_umount and
+ * discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -16,7 +18,9 @@
 #include <linux/completion.h>
 #include <linux/ftrace.h>
 #include <linux/fs.h>
+#include <linux/kobject.h>
 #include <linux/mutex.h>
+#include <linux/percpu.h>
 #include <linux/refcount.h>
 #include <linux/spinlock.h>
 
@@ -64,11 +68,56 @@ static inline bool tmem_hook_off(enum tmem_hook hook)
  */
 #define TMEM_STICKY_MAX 64
 
+/* Functions below the page cache that no operations table leads to. */
+struct tmem_fs_symbol {
+	const char *name;
+	enum tmem_hook hook;
+	void (*entry)(struct ftrace_regs *fregs);
+};
+
+/* A kind of file system that is served; tmem_fs_types[] ends with one without a name. */
+struct tmem_fs_type {
+	const char *name;
+	/* Does this mapping keep its data where the hooks expect it? */
+	bool (*mapping_ok)(const struct address_space *mapping);
+	struct tmem_fs_symbol symbols[2];
+	/* Built in or loaded early: look for mounts of it when this module is loaded. */
+	bool at_load;
+
+	/* Written under discovery_lock; all are read without, too. */
+	struct file_system_type *fst;
+	bool active;
+	bool failed;
+
+	bool off;			/* by the operator; switch_lock of fs.c */
+	struct kobject *kobj;		/* mounts.c */
+};
+
+extern struct tmem_fs_type tmem_fs_types[];
+
+struct tmem_mount_counts {
+	unsigned long puts, gets, hits;
+};
+
+/*
+ * What sysfs shows of a mount, from when it is registered until it is unmounted. A struct tmem_fs
+ * may be replaced meanwhile.
+ */
+struct tmem_mount {
+	struct kobject kobj;
+	struct completion released;
+	const struct super_block *sb;	/* compared, never followed */
+	struct tmem_fs_type *type;
+	struct tmem_mount_counts __percpu *counts;
+	bool off;			/* by the operator; switch_lock of fs.c */
+};
+
 /* A mounted file system. */
 struct tmem_fs {
 	struct hlist_node node;		/* RCU; writers hold fs_lock */
 	const struct super_block *sb;	/* compared, never followed */
 	const struct tmem_fs_type *type;
+	struct tmem_mount *mount;	/* outlives this */
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
 	bool flush;			/* to be forgotten and known anew */
@@ -95,6 +144,9 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
+void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
+const char *tmem_fs_state(const struct tmem_mount *mount);
+unsigned long tmem_fs_pages(const struct tmem_mount *mount);
 int tmem_fs_init(void);
 void tmem_fs_stop(void);
 void tmem_fs_exit(void);
@@ -106,6 +158,14 @@ static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *ino
 	key->ino = inode->i_ino;
 	key->igen = inode->i_generation;
 }
+
+/* --- mounts.c ------------------------------------------------------------------------------ */
+
+struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type);
+void tmem_mount_free(struct tmem_mount *mount);
+int tmem_mounts_init(void);
+void tmem_mounts_stop(void);
+void tmem_mounts_exit(void);
 
 /* --- put.c --------------------------------------------------------------------------------- */
 

@@ -193,10 +193,14 @@ static int hooks_up(void)
 /**
  * tmem_hooks_init - bring the hooks up
  *
- * Return: 0, also when the cache stays off.
+ * Return: 0, also when the cache stays off; -ENOMEM.
  */
 int tmem_hooks_init(void)
 {
+	int err = tmem_mounts_init();
+
+	if (err)
+		return err;
 	/* A put takes locks with interrupts off: on such a kernel they sleep. */
 	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
 		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
@@ -225,8 +229,11 @@ int tmem_hooks_init(void)
 void tmem_hooks_exit(void)
 {
 	tmem_device_exit();
+	/* No more switching of file system types; those of mounts go with them. */
+	tmem_mounts_stop();
 	hooks_down();
 	/* Verifications look at folios only, but their file systems are compared. */
 	tmem_verify_exit();
 	tmem_fs_exit();
+	tmem_mounts_exit();
 }

@@ -45,9 +45,9 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 {
 	unsigned long nr = min_t(unsigned long, folio_nr_pages(folio), TMEM_FOLIO_MAX_PAGES);
 	loff_t isize = i_size_read(inode);
+	unsigned long i, taken = 0;
 	struct tmem_key key;
 	pgoff_t end;
-	unsigned long i;
 	bool workingset;
 
 	if (!READ_ONCE(tmem_hooks_on) || !tmem_online()) {
@@ -68,15 +68,24 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		tmem_count_n(TMEM_STAT_puts_skipped_folio, nr);
 		return 0;
 	}
+	/* Pairs with tmem_fs_register(): live means that the marks are set. */
+	if (!smp_load_acquire(&fs->live)) {
+		tmem_count_n(TMEM_STAT_puts_skipped_off, nr);
+		return 0;
+	}
 	if (!tmem_fs_may_put(fs, inode)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_marked, nr);
 		return 0;
 	}
-	nr = min(nr, end - folio->index);
+	end = min(end - folio->index, folio_nr_pages(folio));
+	if (end > nr)
+		tmem_count_n(TMEM_STAT_puts_skipped_large, end - nr);
+	nr = min(nr, end);
 	workingset = folio_test_workingset(folio) || folio_test_active(folio);
 	tmem_fs_key(fs, inode, &key);
 	for (i = 0; i < nr; i++)
-		tmem_put(&key, folio->index + i, folio_page(folio, i), workingset);
+		taken += tmem_put(&key, folio->index + i, folio_page(folio, i), workingset);
+	this_cpu_add(fs->mount->counts->puts, taken);
 	return nr;
 }
 

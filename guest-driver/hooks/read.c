@@ -112,6 +112,18 @@ static void zero_beyond_eof(const struct tmem_read *rd, struct folio *folio)
 		folio_zero_segment(folio, left_bytes, size_bytes);
 }
 
+/* @nr pages of the run, from @index on. */
+static void run_get(struct tmem_run *run, const struct tmem_read *rd, pgoff_t index,
+		    unsigned int nr)
+{
+	struct tmem_mount_counts __percpu *counts = rd->fs->mount->counts;
+	unsigned int wanted = bitmap_weight(run->want, nr), hits;
+
+	hits = tmem_get(&rd->key, index, nr, run->pages, run->want, rd->deadline_ns);
+	this_cpu_add(counts->gets, wanted);
+	this_cpu_add(counts->hits, hits);
+}
+
 /* A folio to be filled, whose first page is page @at of the run. */
 static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		    unsigned int at)
@@ -202,7 +214,7 @@ static void read_run(const struct tmem_read *rd, const struct readahead_control 
 		folio = folio_at(rd, base + i);
 		run_add(run, rd, folio, i - first);
 	}
-	tmem_get(&rd->key, base + first, nr, run->pages, run->want, rd->deadline_ns);
+	run_get(run, rd, base + first, nr);
 
 	for (i = first; i < end;) {
 		unsigned int folio_pages;
@@ -352,8 +364,8 @@ int tmem_wrap_read_folio(struct file *file, struct folio *folio)
 		run = kzalloc(sizeof(*run), GFP_NOFS | __GFP_NORETRY | __GFP_NOWARN);
 	if (run) {
 		run_add(run, &rd, folio, 0);
-		tmem_get(&rd.key, folio->index, nr, run->pages, run->want,
-			 tmem_get_deadline_ns());
+		rd.deadline_ns = tmem_get_deadline_ns();
+		run_get(run, &rd, folio->index, nr);
 		hit = run_done(run, &rd, folio, 0);
 	}
 	if (hit)

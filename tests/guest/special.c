@@ -8,6 +8,8 @@
  *   special quotaon|quotaoff DIR FILE	user quotas of the file system at DIR
  *   special loop-direct DEVICE		a loop device goes around the page cache below it
  *   special same FILE			cached and direct reads agree; 1 if not
+ *   special move-ext FILE DONOR	exchange the blocks of two ext4 files of the same size
+ *   special direct DIR COUNT		make so many files by a direct write each
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -133,6 +135,51 @@ static int same(const char *path)
 	return got ? fail("read") : 0;
 }
 
+/* Not in any uapi header. */
+struct move_extent {
+	uint32_t reserved;
+	uint32_t donor_fd;
+	uint64_t orig_start;
+	uint64_t donor_start;
+	uint64_t len;
+	uint64_t moved_len;
+};
+
+#define EXT4_IOC_MOVE_EXT _IOWR('f', 15, struct move_extent)
+
+static int move_ext(const char *path, const char *donor)
+{
+	int fd = open(path, O_RDWR);
+	struct move_extent move = { .donor_fd = open(donor, O_RDWR) };
+	struct stat st;
+
+	if (fd < 0 || fstat(fd, &st))
+		return fail(path);
+	move.len = st.st_size / PAGE;
+	if (ioctl(fd, EXT4_IOC_MOVE_EXT, &move) || move.moved_len != move.len)
+		return fail("EXT4_IOC_MOVE_EXT");
+	return 0;
+}
+
+static int direct(const char *dir, unsigned long count)
+{
+	uint8_t *page = aligned_alloc(PAGE, PAGE);
+	char path[256];
+
+	if (!page)
+		return fail("memory");
+	memset(page, 1, PAGE);
+	for (unsigned long i = 0; i < count; i++) {
+		int fd;
+
+		snprintf(path, sizeof(path), "%s/direct%lu", dir, i);
+		fd = open(path, O_CREAT | O_WRONLY | O_DIRECT, 0600);
+		if (fd < 0 || write(fd, page, PAGE) != (ssize_t)PAGE || close(fd))
+			return fail(path);
+	}
+	return 0;
+}
+
 int main(int argc, char **argv)
 {
 	if (argc == 3 && !strcmp(argv[1], "encrypt"))
@@ -149,6 +196,10 @@ int main(int argc, char **argv)
 		return loop_direct(argv[2]);
 	if (argc == 3 && !strcmp(argv[1], "same"))
 		return same(argv[2]);
+	if (argc == 4 && !strcmp(argv[1], "move-ext"))
+		return move_ext(argv[2], argv[3]);
+	if (argc == 4 && !strcmp(argv[1], "direct"))
+		return direct(argv[2], strtoul(argv[3], NULL, 0));
 	fputs("usage: see the top of special.c\n", stderr);
 	return 2;
 }

@@ -13,6 +13,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -187,6 +188,49 @@ static void scenario_exchange(struct worker *w, struct file *f, struct file *g)
 		errno = EOPNOTSUPP;
 		fail(w, f, "XFS_IOC_EXCHANGE_RANGE was not done");
 	}
+	look(w, f);
+	look(w, g);
+}
+
+/* fs/xfs/libxfs/xfs_fs.h, as far as the kernel looks at it */
+struct swapext {
+	int64_t version, target_fd, donor_fd, offset, length;
+	char pad[16];
+	struct {
+		uint64_t unused1[7];
+		struct {
+			int64_t s;
+			int32_t ns, pad;
+		} mtime, ctime;
+		uint64_t unused2[6];
+	} stat;
+};
+#define XFS_IOC_SWAPEXT _IOWR('X', 109, struct swapext)
+
+/* All blocks of two files of equal size are exchanged, as xfs_fsr has it done. */
+static void scenario_swapext(struct worker *w, struct file *f, struct file *g)
+{
+	uint8_t other[PAGES * PAGE];
+	struct swapext swap = {
+		.target_fd = f->fd, .donor_fd = g->fd, .length = PAGES * PAGE,
+	};
+	struct stat st;
+
+	prime(w, f, "swapext");
+	prime(w, g, "swapext");
+	begin(w, f, "swapext");
+	begin(w, g, "swapext");
+	if (fstat(f->fd, &st))
+		fail(w, f, "fstat");
+	swap.stat.mtime.s = st.st_mtim.tv_sec;
+	swap.stat.mtime.ns = st.st_mtim.tv_nsec;
+	swap.stat.ctime.s = st.st_ctim.tv_sec;
+	swap.stat.ctime.ns = st.st_ctim.tv_nsec;
+	if (ioctl(f->fd, XFS_IOC_SWAPEXT, &swap))
+		fail(w, f, "XFS_IOC_SWAPEXT");
+	memcpy(other, f->model, sizeof(other));
+	memcpy(f->model, g->model, sizeof(other));
+	memcpy(g->model, other, sizeof(other));
 	look(w, f);
 	look(w, g);
 }
@@ -406,6 +450,7 @@ static const struct {
 	{ "move_ext", scenario_move_ext },
 	{ "clone", scenario_clone },
 	{ "exchange", scenario_exchange },
+	{ "swapext", scenario_swapext },
 	{ "evict_inode", scenario_evict_inode },
 	{ "inode", scenario_inode },
 	{ "unmount", scenario_unmount },

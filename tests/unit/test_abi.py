@@ -16,6 +16,7 @@ DRIVER = ROOT / "guest-driver"
 ABI = DRIVER / "ABI/sysfs-kernel-virtio_tmem"
 SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
+MOUNT = f"{SYSFS}/mounts/<major:minor>"
 
 
 def documented(text: str) -> dict[str, str]:
@@ -76,11 +77,15 @@ def last_names(files: dict[str, str], under: str) -> set[str]:
 def test_every_file_has_its_line_and_every_line_its_file() -> None:
     files = documented(ABI.read_text())
     assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
+    files.pop(MOUNT)  # a folder
     assert last_names(files, SYSFS) == counters() | attributes()
     assert last_names(files, PARAMETERS) == parameters()
     assert all(name.startswith((SYSFS, PARAMETERS)) for name in files)
     for name in counters():
         assert f"{SYSFS}/stats/{name}" in files
+    mounts = (DRIVER / "hooks/mounts.c").read_text()
+    assert last_names(files, MOUNT) == set(re.findall(r"__ATTR_R[OW]\((\w+)\)", mounts))
+    assert f"{SYSFS}/fs/<type>/enabled" in files
 
 
 def test_every_line_says_something() -> None:

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Switches and counters of file systems, in /sys/kernel/virtio_tmem/:
+ *	fs/<type>/enabled	all mounts of a type, also those to come
+ *	mounts/<major:minor>/	one mount: enabled, state, puts, gets, hits, held_pages
+ *
+ * A mount's directory goes before its super block does. sysfs waits for those who are inside one of
+ * its files and answers ENODEV to those who only have it open, so nothing here is used after it was
+ * freed. But it means that no file here may wait for s_umount or for discovery_lock.
+ */
+#include <linux/fs.h>
+#include <linux/kdev_t.h>
+#include <linux/kobject.h>
+#include <linux/percpu.h>
+#include <linux/slab.h>
+#include <linux/sysfs.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+static struct kobject *mounts_kobj, *types_kobj;
+
+static struct tmem_mount *mount_of(struct kobject *kobj)
+{
+	return container_of(kobj, struct tmem_mount, kobj);
+}
+
+static struct tmem_fs_type *type_of(const struct kobject *kobj)
+{
+	struct tmem_fs_type *type;
+
+	for (type = tmem_fs_types; type->name; type++)
+		if (!strcmp(type->name, kobject_name(kobj)))
+			break;
+	return type;
+}
+
+/* --- of a mount ---------------------------------------------------------------------------- */
+
+static ssize_t enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%d\n", !READ_ONCE(mount_of(kobj)->off));
+}
+
+static ssize_t enabled_store(struct kobject *kobj, struct kobj_attribute *attr, const char *buf,
+			     size_t count)
+{
+	bool on;
+	int err = kstrtobool(buf, &on);
+
+	if (err)
+		return err;
+	tmem_fs_switch(NULL, mount_of(kobj), on);
+	return count;
+}
+
+static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%s\n", tmem_fs_state(mount_of(kobj)));
+}
+
+static ssize_t held_pages_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%lu\n", tmem_fs_pages(mount_of(kobj)));
+}
+
+/* @at: offset of the counter in struct tmem_mount_counts */
+static ssize_t emit_count(struct kobject *kobj, size_t at, char *buf)
+{
+	struct tmem_mount *mount = mount_of(kobj);
+	unsigned long sum = 0;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		sum += READ_ONCE(*(unsigned long *)((u8 *)per_cpu_ptr(mount->counts, cpu) + at));
+	return sysfs_emit(buf, "%lu\n", sum);
+}
+
+static ssize_t puts_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return emit_count(kobj, offsetof(struct tmem_mount_counts, puts), buf);
+}
+
+static ssize_t gets_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return emit_count(kobj, offsetof(struct tmem_mount_counts, gets), buf);
+}
+
+static ssize_t hits_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return emit_count(kobj, offsetof(struct tmem_mount_counts, hits), buf);
+}
+
+static struct kobj_attribute enabled_attribute = __ATTR_RW(enabled);
+static struct kobj_attribute state_attribute = __ATTR_RO(state);
+static struct kobj_attribute puts_attribute = __ATTR_RO(puts);
+static struct kobj_attribute gets_attribute = __ATTR_RO(gets);
+static struct kobj_attribute hits_attribute = __ATTR_RO(hits);
+static struct kobj_attribute held_pages_attribute = __ATTR_RO(held_pages);
+
+static struct attribute *mount_attrs[] = {
+	&enabled_attribute.attr,
+	&state_attribute.attr,
+	&puts_attribute.attr,
+	&gets_attribute.attr,
+	&hits_attribute.attr,
+	&held_pages_attribute.attr,
+	NULL
+};
+ATTRIBUTE_GROUPS(mount);
+
+static void mount_release(struct kobject *kobj)
+{
+	complete(&mount_of(kobj)->released);
+}
+
+static const struct kobj_type mount_ktype = {
+	.release = mount_release,
+	.sysfs_ops = &kobj_sysfs_ops,
+	.default_groups = mount_groups,
+};
+
+/**
+ * tmem_mount_new - make a mount's directory
+ * @sb: its super block
+ * @type: kind of file system
+ *
+ * Return: NULL if it cannot be made; the mount is not served then, as it could not be switched off.
+ */
+struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type)
+{
+	struct tmem_mount *mount = kzalloc(sizeof(*mount), GFP_KERNEL);
+
+	if (!mount)
+		return NULL;
+	mount->sb = sb;
+	mount->type = type;
+	init_completion(&mount->released);
+	mount->counts = alloc_percpu(struct tmem_mount_counts);
+	if (!mount->counts) {
+		kfree(mount);
+		return NULL;
+	}
+	if (tmem_kobject_init_and_add(&mount->kobj, &mount_ktype, mounts_kobj, "%u:%u",
+				      MAJOR(sb->s_dev), MINOR(sb->s_dev))) {
+		tmem_mount_free(mount);
+		return NULL;
+	}
+	return mount;
+}
+
+/**
+ * tmem_mount_free - remove it; no hook has it any more
+ * @mount: from tmem_mount_new()
+ *
+ * Waits for those who are inside one of its files.
+ */
+void tmem_mount_free(struct tmem_mount *mount)
+{
+	kobject_del(&mount->kobj);
+	kobject_put(&mount->kobj);
+	/* mount_release() is code of this module, and may be called by another task. */
+	wait_for_completion(&mount->released);
+	free_percpu(mount->counts);
+	kfree(mount);
+}
+
+/* --- of a type ----------------------------------------------------------------------------- */
+
+static ssize_t type_enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%d\n", !READ_ONCE(type_of(kobj)->off));
+}
+
+static ssize_t type_enabled_store(struct kobject *kobj, struct kobj_attribute *attr,
+				  const char *buf, size_t count)
+{
+	bool on;
+	int err = kstrtobool(buf, &on);
+
+	if (err)
+		return err;
+	tmem_fs_switch(type_of(kobj), NULL, on);
+	return count;
+}
+
+static struct kobj_attribute type_enabled_attribute =
+	__ATTR(enabled, 0644, type_enabled_show, type_enabled_store);
+
+/**
+ * tmem_mounts_init - make the directories of all types
+ *
+ * Return: 0 or -ENOMEM.
+ */
+int tmem_mounts_init(void)
+{
+	struct tmem_fs_type *type;
+
+	mounts_kobj = kobject_create_and_add("mounts", tmem_kobj);
+	types_kobj = kobject_create_and_add("fs", tmem_kobj);
+	if (!mounts_kobj || !types_kobj)
+		goto nomem;
+	for (type = tmem_fs_types; type->name; type++) {
+		type->kobj = kobject_create_and_add(type->name, types_kobj);
+		if (!type->kobj || sysfs_create_file(type->kobj, &type_enabled_attribute.attr))
+			goto nomem;
+	}
+	return 0;
+nomem:
+	tmem_mounts_stop();
+	tmem_mounts_exit();
+	return -ENOMEM;
+}
+
+/**
+ * tmem_mounts_stop - remove the directories of types
+ */
+void tmem_mounts_stop(void)
+{
+	struct tmem_fs_type *type;
+
+	for (type = tmem_fs_types; type->name; type++) {
+		kobject_put(type->kobj);
+		type->kobj = NULL;
+	}
+	kobject_put(types_kobj);
+	types_kobj = NULL;
+}
+
+/**
+ * tmem_mounts_exit - remove the rest; all mounts are gone
+ */
+void tmem_mounts_exit(void)
+{
+	kobject_put(mounts_kobj);
+	mounts_kobj = NULL;
+}

@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Switches and counters of single mounts in sysfs; read-only and remounted file systems."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import pytest
+from driver import (
+    DISK_BYTES,
+    SYSFS,
+    TORTURE,
+    WHERE,
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    seed,
+    settle,
+    state,
+    stats,
+)
+from test_driver import FILE_BYTES, changed_content, overwrite, start_daemon, tree_disk
+
+from harness import disk
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import ROOT, TESTS, guest_program
+from harness.session import Session
+from harness.vm import MIB, Tmem
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+SPECIAL = "/bin/special"
+OTHER = "/other"
+ABI = ROOT / "guest-driver/ABI/sysfs-kernel-virtio_tmem"
+STARTS_SECONDS = 30.0
+FILE_PAGES = FILE_BYTES // 4096
+FILES = 4
+# TMEM_STICKY_MAX and BYPASSED_MAX of the driver: above, the mount takes no puts.
+STICKY_MAX = 64
+BYPASSED_MAX = 4096
+# The smallest swap file that mkswap takes is 10 pages; files of one page are not cached.
+SWAP_BYTES = 64 << 10
+
+
+class Mount:
+    """A mount's folder in sysfs."""
+
+    def __init__(self, guest: Guest, where: str) -> None:
+        self.guest = guest
+        device = guest.sh(f"awk '$5 == \"{where}\" {{ print $3 }}' /proc/self/mountinfo").strip()
+        self.path = f"{SYSFS}/mounts/{device}"
+
+    def read(self, name: str) -> str:
+        return self.guest.read(f"{self.path}/{name}")
+
+    def count(self, name: str) -> int:
+        return int(self.read(name))
+
+    def counts(self) -> dict[str, int]:
+        return {name: self.count(name) for name in ("puts", "gets", "hits", "held_pages")}
+
+    def switch(self, on: bool) -> None:
+        self.guest.sh(f"echo {int(on)} >{self.path}/enabled")
+        assert self.count("enabled") == on
+        if not on:
+            assert self.read("state") == "off"
+
+    def wait(self, state_begins: str = "on") -> None:
+        def found() -> bool:
+            return self.read("state").startswith(state_begins)
+
+        until(found, STARTS_SECONDS, f"{self.path} says '{state_begins}'")
+
+
+def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
+    """A guest with an ext4 at /mnt and what else is named, mounted by its name."""
+    daemon = start_daemon(session)
+    image = disk.ext4(session.folder / "data.img", DISK_BYTES)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        cpus=2,
+        disks=[Disk("data", image), *more.values()],
+        files={SPECIAL: guest_program(TESTS / "guest/special.c")},
+    )
+    guest = vm.start()
+    for name in more:
+        guest.mount(name, f"/{name}")
+    load(guest, "verify_every=0")
+    return guest
+
+
+def make(guest: Guest, where: str, begin: int = 0) -> dict[str, str]:
+    """A few files; returns their sha256."""
+    sums = {}
+    for number in range(begin, begin + FILES):
+        path = f"{where}/made{number}"
+        content = changed_content(path)
+        guest.put(path, content)
+        sums[path] = hashlib.sha256(content).hexdigest()
+    guest.sh("sync")
+    return sums
+
+
+def check_cached(guest: Guest, sums: dict[str, str]) -> None:
+    """What is evicted comes back, right, and not from the disk."""
+    evict(guest, list(sums))
+    before = stats(guest)["hits"]
+    assert checksums(guest, list(sums)) == sums
+    assert stats(guest)["hits"] - before > len(sums) * FILE_PAGES // 2
+
+
+@pytest.mark.smoke
+def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Path) -> None:
+    other = disk.ext4(session.folder / "other.img", 64 * MIB)
+    guest = boot(session, kernel, module, other=Disk("other", other))
+    here, there = make(guest, WHERE), make(guest, OTHER)
+    both = [*here, *there]
+    evict(guest, both)
+    mount, beside = Mount(guest, WHERE), Mount(guest, OTHER)
+    mount.wait()
+    beside.wait()
+    evict(guest, both)
+    listed = set(guest.sh(f"ls {mount.path}").split())
+    assert listed == set(re.findall(r"/mounts/<major:minor>/(\w+)$", ABI.read_text(), re.M))
+
+    held, held_beside = mount.count("held_pages"), beside.count("held_pages")
+    assert min(held, held_beside) > FILES * FILE_PAGES // 2
+    assert stats(guest)["index_pages"] == held + held_beside
+
+    mount.switch(False)
+    assert mount.count("held_pages") == 0, "when the write has returned"
+    assert beside.count("held_pages") == held_beside
+    counters = stats(guest)
+    assert counters["index_pages"] == held_beside
+    assert counters["invalidations_off"] >= held
+    before, before_beside = mount.counts(), beside.counts()
+    # Changed in place meanwhile, so that anything kept would be wrong.
+    changed = next(iter(here))
+    here[changed] = overwrite(guest, changed)
+    for _ in range(2):
+        assert checksums(guest, both) == {**here, **there}
+        evict(guest, both)
+    assert mount.counts() == before
+    after_beside = beside.counts()
+    for name in ("puts", "gets", "hits"):
+        assert after_beside[name] > before_beside[name]
+
+    mount.switch(True)
+    mount.wait()
+    assert mount.count("held_pages") == 0
+    assert checksums(guest, list(here)) == here
+    assert mount.counts() == before, "it begins empty"
+    check_cached(guest, here)
+    after = mount.counts()
+    assert after["hits"] - before["hits"] > FILES * FILE_PAGES // 2
+    assert after["gets"] >= after["hits"]
+    assert state(guest) == "on"
+
+
+@pytest.mark.smoke
+def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path) -> None:
+    other = disk.ext4(session.folder / "other.img", 64 * MIB)
+    guest = boot(session, kernel, module, other=Disk("other", other))
+    sums = {**make(guest, WHERE), **make(guest, OTHER)}
+    evict(guest, list(sums))
+    types = guest.sh(f"ls {SYSFS}/fs").split()
+    assert set(types) == {"ext4", "xfs"}
+    assert stats(guest)["index_pages"] > 0
+
+    guest.sh(f"echo 0 >{SYSFS}/fs/ext4/enabled")
+    assert guest.read(f"{SYSFS}/fs/ext4/enabled") == "0"
+    assert stats(guest)["index_pages"] == 0
+    # Those to come, too.
+    guest.sh(f"umount {OTHER}")
+    guest.mount("other", OTHER)
+    settle(guest)
+    before = stats(guest)
+    for _ in range(2):
+        assert checksums(guest, list(sums)) == sums
+        guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    after = stats(guest)
+    assert (after["puts"], after["hits"]) == (before["puts"], before["hits"])
+    mounts = Mount(guest, WHERE), Mount(guest, OTHER)
+    assert [mount.read("state") for mount in mounts] == ["off", "off"]
+
+    # One of them stays off when its type is on again.
+    mounts[1].switch(False)
+    guest.sh(f"echo 1 >{SYSFS}/fs/ext4/enabled")
+    mounts[0].wait()
+    assert mounts[1].read("state") == "off"
+    here = {path: digest for path, digest in sums.items() if path.startswith(WHERE)}
+    check_cached(guest, here)
+    assert mounts[1].counts() == {"puts": 0, "gets": 0, "hits": 0, "held_pages": 0}
+    refused = guest.run(f"echo maybe >{SYSFS}/fs/ext4/enabled")
+    assert refused.status != 0
+
+
+@pytest.mark.smoke
+def test_a_mount_goes_while_its_files_are_open(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """Open, being read and being written to, at unmount and at the module's end."""
+    other = disk.ext4(session.folder / "other.img", 64 * MIB)
+    guest = boot(session, kernel, module, other=Disk("other", other))
+    sums = make(guest, OTHER)
+    evict(guest, list(sums))
+    path, kept = Mount(guest, OTHER).path, Mount(guest, WHERE).path
+    # A shell's read from a file that is gone fails, as its first read did not.
+    guest.sh(
+        f'exec 3<{path}/state 4<{path}/puts && read -r said <&3 && [ "$said" = on ]'
+        f" && umount {OTHER} && ! [ -e {path} ] && ! cat <&4 2>/dev/null",
+        60,
+    )
+    busy = guest.start(
+        f"while ! [ -e /tmp/stop ]; do for f in {SYSFS}/mounts/*/*; do cat $f; echo 0 >$f;"
+        " echo 1 >$f; done >/dev/null 2>&1; done",
+        300,
+    )
+    for _ in range(6):
+        guest.mount("other", OTHER)
+        guest.sh(f"cat {OTHER}/made* >/dev/null && echo 1 >/proc/sys/vm/drop_caches")
+        guest.sh(f"umount {OTHER}", 60)
+    guest.sh(f"exec 3<{kept}/hits && rmmod virtio_tmem && ! cat <&3 2>/dev/null", 120)
+    guest.sh("touch /tmp/stop")
+    busy.wait()
+    guest.mount("other", OTHER)
+    assert checksums(guest, list(sums)) == sums
+
+
+def test_switching_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+    number = seed()
+    guest = boot(session, kernel, module)
+    evict(guest, list(make(guest, WHERE)))
+    mount = Mount(guest, WHERE)
+    mount.wait()
+    guest.sh(f"rm {WHERE}/made*")
+    job = guest.start(
+        f"{TORTURE} --seed={number} --ops=12000 --jobs=2 --files=16 --size-max=524288 {WHERE}", 600
+    )
+    turns = 0
+    while not job.done():
+        guest.sh(f"echo {turns % 2} >{mount.path}/enabled")
+        turns += 1
+    done = job.wait()
+    assert done.status == 0, (done.text[-4000:], stats(guest))
+    counters = stats(guest)
+    print(turns, counters)
+    assert turns > 4
+    assert counters["invalidations_off"] > 0
+    assert counters["hits"] > 0
+    assert counters["mismatches"] == 0
+    mount.switch(False)
+    mount.switch(True)
+    mount.wait()
+    check_cached(guest, make(guest, WHERE))
+
+
+@pytest.mark.smoke
+def test_too_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None:
+    """More files changed below the page cache than are remembered: nothing is put, until the
+    mount is switched off and on. What may be one of them then is not put all the same."""
+    guest = boot(session, kernel, module)
+    new, old = f"{WHERE}/new", f"{WHERE}/old"
+    sums = make(guest, WHERE)
+    check_cached(guest, sums)
+    for path in (new, old):
+        guest.put(path, changed_content(path))
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    mount = Mount(guest, WHERE)
+    swapped = " ".join(f"{WHERE}/swap{number}" for number in range(STICKY_MAX + 1))
+    guest.sh(
+        f"for f in {swapped}; do dd if=/dev/zero of=$f bs={SWAP_BYTES} count=1 2>/dev/null"
+        " && mkswap $f >/dev/null && swapon $f && swapoff $f || exit 1; done",
+        120,
+    )
+    assert mount.read("state").startswith("blocked: ")
+    before = mount.count("puts")
+    assert checksums(guest, list(sums)) == sums
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    assert mount.count("puts") == before
+
+    # The page cache has the donor's old content, the disk has the other file's.
+    assert checksums(guest, [old])[old] == hashlib.sha256(changed_content(old)).hexdigest()
+    guest.sh(f"{SPECIAL} move-ext {new} {old}")
+    guest.sh(f"rm {swapped}")
+    mount.switch(False)
+    mount.switch(True)
+    mount.wait()
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    # As the disk has it: the blocks that a donor gets count as not written.
+    right = {new: changed_content(new), old: bytes(FILE_BYTES)}
+    for path, content in right.items():
+        assert checksums(guest, [path]) == {path: hashlib.sha256(content).hexdigest()}
+    check_cached(guest, sums)
+
+
+@pytest.mark.smoke
+def test_too_many_direct_writes(session: Session, kernel: Kernel, module: Path) -> None:
+    guest = boot(session, kernel, module)
+    sums = make(guest, WHERE)
+    check_cached(guest, sums)
+    mount = Mount(guest, WHERE)
+    guest.sh(f"mkdir {WHERE}/d && {SPECIAL} direct {WHERE}/d {BYPASSED_MAX + 1}", 240)
+    assert mount.read("state").startswith("blocked: ")
+    before = mount.count("puts")
+    assert checksums(guest, list(sums)) == sums
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    assert mount.count("puts") == before
+    mount.switch(False)
+    mount.switch(True)
+    mount.wait()
+    check_cached(guest, sums)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_read_only_and_remounted(session: Session, kernel: Kernel, module: Path, kind: str) -> None:
+    """A read-only mount is cached; over rw and back to ro no file is other than it was left."""
+    daemon = start_daemon(session)
+    if kind == "ext4":
+        data, _ = tree_disk(session)
+    else:
+        data = Disk("data", disk.xfs(session.folder / "data.img", DISK_BYTES))
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[data],
+        modules=["xfs"] if kind == "xfs" else [],
+    )
+    guest = vm.start()
+    guest.mount("data", WHERE, kind)
+    guest.sh(f"rm -rf {WHERE}/f*")
+    sums = make(guest, WHERE)
+    guest.sh(f"umount {WHERE}")
+    fs = disk.FileSystem(kind, mount_options="ro")
+    load(guest, "verify_every=0", online=False, fs=fs)
+
+    def puts() -> int:
+        return evict(guest, list(sums))["puts"]
+
+    until(lambda: puts() > 0, STARTS_SECONDS, "a read-only mount is served")
+    mount = Mount(guest, WHERE)
+    guest.sh(f"! touch {WHERE}/refused 2>/dev/null")
+    check_cached(guest, sums)
+    assert mount.count("hits") > 0
+
+    evict(guest, list(sums))
+    guest.sh(f"mount -o remount,rw {WHERE}")
+    cut, gone, *changed = list(sums)
+    for path in changed:
+        sums[path] = overwrite(guest, path)
+    guest.sh(f"truncate -s 10000 {cut} && rm {gone}")
+    sums[cut] = hashlib.sha256(changed_content(cut)[:10000]).hexdigest()
+    sums.pop(gone)
+    before = mount.count("puts")
+    evict(guest, changed)
+    assert mount.count("puts") > before
+    guest.sh(f"sync && mount -o remount,ro {WHERE}")
+    assert checksums(guest, list(sums)) == sums
+    check_cached(guest, {path: sums[path] for path in changed})
+    assert mount.read("state") == "on"
+    assert stats(guest)["mismatches"] == 0
