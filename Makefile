@@ -9,7 +9,8 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-all check-kernel-debug \
+.PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-guest-long check-all \
+	check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust test-driver clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -43,6 +44,11 @@ check-host: deps-test lint test-rust test-driver ## formats, lints, unit and pro
 
 check-guest: deps-test all ## virtual machines: device, driver, torture
 	$(PYTEST) -m smoke
+
+DURATION ?= 2h
+KERNELS ?= $(KERNEL)
+check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (KERNELS=6.12)
+	cd tests && PYTHONPATH=vm ./python long.py --duration $(DURATION) --kernels $(KERNELS)
 
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-1` one.
 # Each takes less than 20 minutes on two cores.
@@ -89,7 +95,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py conftest.py kernel unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py long.py conftest.py kernel unit vm
 
 lint-licence:
 	scripts/lint-licence

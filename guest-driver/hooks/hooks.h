@@ -49,12 +49,24 @@ extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
 #ifdef TMEM_TEST
 /* Bits of hooks that shall do nothing, so that tests see what they are for. */
 extern unsigned long tmem_test_hooks_off;
+/* Bits of hooks whose calls the self-test misses, as on a kernel that does not make them. */
+extern unsigned long tmem_test_selftest_blind;
 static inline bool tmem_hook_off(enum tmem_hook hook)
 {
 	return READ_ONCE(tmem_test_hooks_off) & BIT(hook);
 }
+
+static inline bool tmem_selftest_blind(enum tmem_hook hook)
+{
+	return READ_ONCE(tmem_test_selftest_blind) & BIT(hook);
+}
 #else
 static inline bool tmem_hook_off(enum tmem_hook hook)
+{
+	return false;
+}
+
+static inline bool tmem_selftest_blind(enum tmem_hook hook)
 {
 	return false;
 }

@@ -43,7 +43,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 };
 
 #ifdef TMEM_TEST
-unsigned long tmem_test_hooks_off;
+unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
 
 /* A list of names from tmem_hook_names[], separated by commas; empty for none. */
 static int set_hooks_off(const char *val, const struct kernel_param *kp)
@@ -64,21 +64,23 @@ static int set_hooks_off(const char *val, const struct kernel_param *kp)
 	}
 	kfree(list);
 	if (!err)
-		WRITE_ONCE(tmem_test_hooks_off, mask);
+		WRITE_ONCE(*(unsigned long *)kp->arg, mask);
 	return err;
 }
 
 static int get_hooks_off(char *buffer, const struct kernel_param *kp)
 {
-	return sysfs_emit(buffer, "%#lx\n", tmem_test_hooks_off);
+	return sysfs_emit(buffer, "%#lx\n", *(unsigned long *)kp->arg);
 }
 
 static const struct kernel_param_ops hooks_off_ops = {
 	.set = set_hooks_off,
 	.get = get_hooks_off,
 };
-module_param_cb(test_hooks_off, &hooks_off_ops, NULL, 0644);
+module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
 MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cache is wrong then");
+module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
+MODULE_PARM_DESC(test_selftest_blind, "names of hooks that the self-test shall not see called");
 #endif
 
 bool tmem_hooks_on;

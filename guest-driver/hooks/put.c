@@ -11,6 +11,13 @@
  * this. Truncation and direct writes that come for this page wait for it to
  * leave i_pages, then erase (coherence.c). Eviction sets AS_EXITING and passes
  * through the i_pages lock before it erases.
+ *
+ * Made dirty and removed, which of them? A copy is looked for only for a folio
+ * that is not uptodate. As a rule that is one just added, after the one with
+ * newer content was removed. But a folio written in part and clean again can
+ * lose its note of what is uptodate and stay, as when it is split: it is read
+ * again, and only its having become dirty tells that a copy is old. So made
+ * dirty is what coherence rests on, and removed is a second line behind it.
  */
 #include <linux/mm.h>
 #include <linux/page-flags.h>

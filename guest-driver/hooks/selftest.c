@@ -37,7 +37,7 @@ static pgoff_t dirty_index;
  */
 void tmem_selftest_saw_removed(const struct folio *folio)
 {
-	if (folio->index >= SELFTEST_PAGES)
+	if (folio->index >= SELFTEST_PAGES || tmem_selftest_blind(TMEM_HOOK_REMOVED))
 		return;
 	if (folio_ref_count(folio))
 		atomic_inc(&removed_seen);
@@ -51,6 +51,8 @@ void tmem_selftest_saw_removed(const struct folio *folio)
  */
 void tmem_selftest_saw_dirty(const struct folio *folio)
 {
+	if (tmem_selftest_blind(TMEM_HOOK_DIRTY))
+		return;
 	dirty_index = folio->index;
 	atomic_inc(&dirty_seen);
 }
@@ -61,7 +63,8 @@ void tmem_selftest_saw_dirty(const struct folio *folio)
  */
 void tmem_selftest_saw_call(enum tmem_hook hook)
 {
-	set_bit(hook, &calls_seen);
+	if (!tmem_selftest_blind(hook))
+		set_bit(hook, &calls_seen);
 }
 
 static noinline void selftest_readahead(struct readahead_control *rac)

@@ -4,6 +4,7 @@
  *
  *   special encrypt DIR		files made in DIR from now on are encrypted
  *   special verity FILE		FILE is fs-verity from now on
+ *   special journal FILE		the data of FILE goes through the journal from now on
  *   special quotafile FILE		an empty quota file of users, padded (see below)
  *   special quotaon|quotaoff DIR FILE	user quotas of the file system at DIR
  *   special loop-direct DEVICE		a loop device goes around the page cache below it
@@ -13,6 +14,7 @@
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <linux/fscrypt.h>
 #include <linux/fsverity.h>
 #include <linux/loop.h>
@@ -77,6 +79,18 @@ static int verity(const char *path)
 
 	if (fd < 0 || ioctl(fd, FS_IOC_ENABLE_VERITY, &arg))
 		return fail("FS_IOC_ENABLE_VERITY");
+	return 0;
+}
+
+static int journal(const char *path)
+{
+	int fd = open(path, O_RDONLY), flags;
+
+	if (fd < 0 || ioctl(fd, FS_IOC_GETFLAGS, &flags))
+		return fail("FS_IOC_GETFLAGS");
+	flags |= FS_JOURNAL_DATA_FL;
+	if (ioctl(fd, FS_IOC_SETFLAGS, &flags))
+		return fail("FS_IOC_SETFLAGS");
 	return 0;
 }
 
@@ -186,6 +200,8 @@ int main(int argc, char **argv)
 		return encrypt(argv[2]);
 	if (argc == 3 && !strcmp(argv[1], "verity"))
 		return verity(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "journal"))
+		return journal(argv[2]);
 	if (argc == 3 && !strcmp(argv[1], "quotafile"))
 		return quota_file(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "quotaon"))

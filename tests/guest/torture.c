@@ -40,8 +40,9 @@ static void usage(FILE *to)
 	      "  --no-OP           without an operation, as named in the reports\n"
 	      "  --replay=W:F      print each operation of worker W on file F\n"
 	      "  --mode=versions   readers and writers of the same blocks instead\n"
-	      "  --readers=N --writers=N [--mixed]\n"
-	      "                    their numbers (2, 2); with a file written both ways\n"
+	      "  --readers=N --writers=N --direct-readers=N [--mixed]\n"
+	      "                    their numbers (2, 2), and how many of the readers read from the\n"
+	      "                    disk (0); with a file written both ways\n"
 	      "  --scenario=NAME   one short fixed sequence of operations instead; --list names them\n",
 	      to);
 }
@@ -87,6 +88,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		{ "mount-options", 1, NULL, 'O' }, { "no-evictor", 0, NULL, 'e' },
 		{ "replay", 1, NULL, 'R' }, { "mode", 1, NULL, 'M' }, { "scenario", 1, NULL, 'S' },
 		{ "readers", 1, NULL, 'x' }, { "writers", 1, NULL, 'y' }, { "mixed", 0, NULL, 'z' },
+		{ "direct-readers", 1, NULL, 'D' },
 		{ "list", 0, NULL, 'l' }, { "help", 0, NULL, 'h' }, { 0 },
 	};
 	int c;
@@ -108,6 +110,9 @@ static void parse(struct options *opt, int argc, char **argv)
 		case 'S': opt->mode = optarg; break;
 		case 'x': opt->readers = number("readers", optarg, JOBS_MAX); break;
 		case 'y': opt->writers = number("writers", optarg, JOBS_MAX); break;
+		case 'D':
+			opt->direct_readers = number("direct-readers", optarg, JOBS_MAX);
+			break;
 		case 'z': opt->mixed = true; break;
 		case 'R':
 			opt->replay = sscanf(optarg, "%u:%u", &opt->replay_worker,
@@ -127,6 +132,10 @@ static void parse(struct options *opt, int argc, char **argv)
 	    !opt->readers) {
 		fprintf(stderr, "torture: at least 16 files, 1 job, 1 round, 1 reader and a size of "
 			"%lu are needed\n", 64 * PAGE);
+		exit(2);
+	}
+	if (opt->direct_readers > opt->readers) {
+		fprintf(stderr, "torture: --direct-readers are some of the --readers\n");
 		exit(2);
 	}
 	if (opt->rounds > 1 && (!opt->device || !opt->fstype)) {

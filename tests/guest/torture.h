@@ -70,6 +70,7 @@ struct options {
 	bool replay;
 	unsigned int replay_worker, replay_file;
 	unsigned int readers, writers;
+	unsigned int direct_readers;	/* the last ones of the readers */
 	bool mixed;
 	bool disabled[OPS_MAX];
 };

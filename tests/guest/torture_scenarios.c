@@ -20,6 +20,8 @@
 #include "torture.h"
 
 #define PAGES		24UL	/* of a file that a scenario works on */
+#define SPLIT_BLOCK	1024UL	/* the least block size of ext4 and xfs here */
+#define SPLIT_PAGES	8UL	/* of the large folio; a power of two */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
 #define DONTCACHE	0x80	/* RWF_DONTCACHE, since 6.14: not in every libc's headers */
@@ -79,6 +81,25 @@ static void scenario_dirty(struct worker *w, struct file *f, struct file *g)
 	begin(w, g, "overwrite parts of pages");
 	file_write(w, g, 100, 2 * PAGE);
 	look(w, g);
+}
+
+/*
+ * A large folio of which all but the first block is written (blocks smaller than pages) is not
+ * uptodate; which blocks are right is noted beside it. Punching a page out of it splits it, and the
+ * note is gone: the rest stays in the page cache, is removed at no time, and is read again.
+ */
+static void scenario_split(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	prime(w, f, "split");
+	begin(w, f, "overwrite all but the first block");
+	file_write(w, f, SPLIT_BLOCK, SPLIT_PAGES * PAGE);
+	if (fsync(f->fd))
+		fail(w, f, "fsync");
+	begin(w, f, "punch");
+	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+		       (SPLIT_PAGES - 2) * PAGE, PAGE);
+	look(w, f);
 }
 
 static void scenario_truncate(struct worker *w, struct file *f, struct file *g)
@@ -442,6 +463,7 @@ static const struct {
 } scenarios[] = {
 	{ "plain", scenario_plain },
 	{ "dirty", scenario_dirty },
+	{ "split", scenario_split },
 	{ "truncate", scenario_truncate },
 	{ "punch", scenario_punch },
 	{ "shift", scenario_shift },

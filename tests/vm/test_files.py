@@ -22,7 +22,7 @@ from driver import (
     state,
     stats,
 )
-from test_driver import changed_content, start_daemon
+from test_driver import changed_content, overwrite, start_daemon
 
 from harness import disk
 from harness.disk import Disk
@@ -157,7 +157,6 @@ def test_quota_file(session: Session, kernel: Kernel, module: Path) -> None:
     assert any(guest.get(path)[2048:]), "the kernel wrote to it"
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 def test_loop_device(session: Session, kernel: Kernel, module: Path, direct: bool) -> None:
     """A file system in a file of a cached one: both are evicted, neither goes back."""
@@ -241,3 +240,106 @@ def test_swap_file(session: Session, kernel: Kernel, module: Path) -> None:
     assert stats(guest)["puts"] == before
     guest.sh(f"swapoff {path}")
     guest.sh(f"{SPECIAL} same {path}")
+
+
+@pytest.mark.smoke
+def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
+    """One file system at three places: one cache, which lasts as long as the last of them."""
+    guest = boot(session, kernel, module)
+    device = f"/dev/{guest.disk('data')}"
+    again, bound = "/again", "/bound"
+    guest.sh(f"mkdir {again} {bound} && mount -t ext4 {device} {again}")
+    guest.sh(f"mount -o bind {WHERE} {bound}")
+    places = (WHERE, again, bound)
+    (digest,) = make(guest, f"{WHERE}/f").values()
+    for place in places:
+        check_cached(guest, {f"{place}/f": digest})
+    # Written at each place, found at the others.
+    for number, place in enumerate(places):
+        evict(guest, [f"{WHERE}/f"])
+        content = changed_content(f"{number}")
+        guest.put("/tmp/new", content)
+        guest.sh(f"dd if=/tmp/new of={place}/f bs=4096 conv=notrunc 2>/dev/null")
+        digest = hashlib.sha256(content).hexdigest()
+        for other in places:
+            check_cached(guest, {f"{other}/f": digest})
+    # Only the last unmount ends it.
+    held = evict(guest, [f"{WHERE}/f"])["index_pages"]
+    assert held >= FILE_PAGES // 2
+    guest.sh(f"umount {WHERE} && umount {bound}")
+    before = stats(guest)
+    assert before["index_pages"] == held
+    assert checksums(guest, [f"{again}/f"]) == {f"{again}/f": digest}
+    assert stats(guest)["hits"] - before["hits"] > FILE_PAGES // 2
+    evict(guest, [f"{again}/f"])
+    guest.sh(f"umount {again}", 60)
+    before = stats(guest)
+    assert before["index_pages"] == 0
+    guest.mount("data", WHERE)
+    assert checksums(guest, [f"{WHERE}/f"]) == {f"{WHERE}/f": digest}
+    assert stats(guest)["hits"] == before["hits"]
+
+
+@pytest.mark.smoke
+def test_small_files(session: Session, kernel: Kernel, module: Path) -> None:
+    """A file of one page may live in its inode, and changes there without its page being dirty."""
+    guest = boot(session, kernel, module, options="inline_data")
+    for size in (100, 4096):
+        path = f"{WHERE}/small{size}"
+        for turn in range(2):
+            content = changed_content(f"{size} {turn}")[:size]
+            guest.put("/tmp/new", content)
+            guest.sh(f"dd if=/tmp/new of={path} bs=4096 conv=notrunc 2>/dev/null; sync")
+            check_not_cached(guest, {path: hashlib.sha256(content).hexdigest()})
+    check_cached(guest, make(guest, f"{WHERE}/large"))
+
+
+@pytest.mark.smoke
+def test_journalled_data(session: Session, kernel: Kernel, module: Path) -> None:
+    """With data in the journal a clean page may be newer than the disk."""
+    guest = boot(session, kernel, module)
+    # A file alone can have it only where allocation is not delayed.
+    guest.sh(f"umount {WHERE}", 60)
+    guest.mount("data", WHERE, "ext4", "nodelalloc")
+    path = f"{WHERE}/f"
+    sums = make(guest, path)
+    check_cached(guest, sums)
+    held = evict(guest, [path])["index_pages"]
+    assert held >= FILE_PAGES // 2
+    guest.sh(f"{SPECIAL} journal {path}")
+    check_not_cached(guest, sums)
+    sums = {path: overwrite(guest, path)}
+    check_not_cached(guest, sums)
+    assert stats(guest)["index_pages"] <= held - FILE_PAGES // 2
+    check_cached(guest, make(guest, f"{WHERE}/other"))
+    guest.sh(f"umount {WHERE}", 60)
+    guest.mount("data", WHERE, "ext4", "data=journal")
+    check_not_cached(guest, make(guest, f"{WHERE}/third"))
+
+
+@pytest.mark.smoke
+def test_write_error(session: Session, kernel: Kernel, module: Path) -> None:
+    """Pages that could not be written are clean, and the disk has something else."""
+    guest = boot(session, kernel, module, modules=["loop"])
+    # A disk whose new blocks cannot be written: a sparse file where there is no room left.
+    guest.sh("mkdir /narrow /inner && mount -t tmpfs -o size=32m none /narrow")
+    guest.sh("truncate -s 64M /narrow/image && losetup /dev/loop0 /narrow/image")
+    guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 60)
+    path = "/inner/f"
+    sums = make(guest, path)
+    check_cached(guest, sums)
+    held = evict(guest, [path])["index_pages"]
+    assert held >= FILE_PAGES // 2
+    guest.sh("dd if=/dev/zero of=/narrow/fill bs=64k 2>/dev/null; true", 60)
+    before = stats(guest)
+    guest.put("/tmp/new", changed_content("new"))
+    guest.sh(f"dd if=/tmp/new of={path} bs=4096 seek=4096 conv=notrunc 2>/dev/null; sync", 60)
+    assert "I/O error" in guest.sh("dmesg")
+    guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
+    after = stats(guest)
+    assert after["puts"] == before["puts"]
+    assert after["index_pages"] <= held - FILE_PAGES // 2
+    # What had been written before is still right, and now comes from the disk.
+    old = guest.sh(f"dd if={path} bs=4096 count={FILE_PAGES} 2>/dev/null | sha256sum").split()[0]
+    assert old == sums[path]
+    assert stats(guest)["hits"] == after["hits"]

@@ -10,7 +10,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import TORTURE, Torture, driver_vm, load, seed, set_parameter, state, stats, wait_state
+from driver import (
+    TORTURE,
+    WHERE,
+    Torture,
+    driver_vm,
+    evict,
+    load,
+    seed,
+    set_parameter,
+    state,
+    stats,
+    wait_state,
+)
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -26,13 +38,14 @@ SMALL = "--files=16 --size-max=524288"
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
 SCENARIOS = [
-    "plain", "dirty", "truncate", "punch", "shift", "direct", "move_ext", "evict_inode", "inode",
-    "unmount", "fadvise", "swap",
+    "plain", "dirty", "split", "truncate", "punch", "shift", "direct", "move_ext", "evict_inode",
+    "inode", "unmount", "fadvise", "swap",
     "direct_many",  # last: nothing is put after it
 ]  # fmt: skip
 
 # Which hooks are off, and the scenario that must find a wrong byte then. A page made dirty
-# and a page removed are told of by two hooks, of which either is enough.
+# and a page removed are told of by two hooks, of which either is enough in this one; what the
+# first alone is for is in test_filesystems.
 BROKEN = [
     ("truncate", "truncate"),
     ("truncate", "punch"),
@@ -89,7 +102,8 @@ def test_random_operations_verified(session: Session, kernel: Kernel, module: Pa
 def test_readers_never_go_back(session: Session, kernel: Kernel, module: Path) -> None:
     """Buffered and direct writers and readers of the same blocks."""
     guest = boot(session, kernel, module, "verify_every=0")
-    Torture(guest, f"--seed={seed()} --mode=versions --ops=20000 --mixed").finish()
+    arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
+    Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()
     counters = stats(guest)
     assert counters["hits"] > 100
     assert state(guest) == "on"
@@ -125,6 +139,23 @@ def test_either_of_two_hooks_is_enough(
     guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hook}")
     Torture(guest, f"--scenario=evict_inode {MOUNT}").finish()
     Torture(guest, f"--scenario=dirty {MOUNT}").finish()
+
+
+@pytest.mark.smoke
+def test_dirty_pages_are_forgotten(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """A page made dirty is forgotten at once, not when it is evicted: the room is of use."""
+    guest = boot(session, kernel, test_module, "verify_every=0")
+    path, pages = f"{WHERE}/f", 64
+    guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} conv=fsync 2>/dev/null")
+    for hook_off in (False, True):
+        set_parameter(guest, "test_hooks_off", "dirty" if hook_off else "")
+        before = evict(guest, [path])
+        assert before["index_pages"] >= pages
+        guest.sh(f"dd if=/dev/zero of={path} bs=4096 count={pages} conv=notrunc 2>/dev/null")
+        after = stats(guest)
+        forgotten = 0 if hook_off else pages
+        assert before["index_pages"] - after["index_pages"] == forgotten
+        assert after["invalidations_dirty"] - before["invalidations_dirty"] == forgotten
 
 
 @pytest.mark.parametrize("hooks", BROKEN_RANDOM)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""fio for the guest, built from Debian's source package into the cache.
+
+A static program: the packaged one needs two dozen libraries that a busybox guest has not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tarfile
+from pathlib import Path
+
+from harness.paths import ROOT, HarnessError, cache_dir
+
+SUITE = "bookworm"
+# Nothing of the machine beyond the C library, so that the program is the same everywhere.
+CONFIGURE = (
+    "--build-static", "--disable-native", "--disable-shm", "--disable-numa", "--disable-rdma",
+    "--disable-rados", "--disable-rbd", "--disable-gfapi", "--disable-http", "--disable-pmem",
+    "--disable-tcmalloc", "--disable-libnfs", "--disable-libzbc", "--disable-xnvme",
+    "--disable-dfs",
+)  # fmt: skip
+
+
+def program() -> Path:
+    """The fio of the cache; fetched and built at the first use, which takes a minute or two."""
+    folder = cache_dir() / "fio"
+    folder.mkdir(exist_ok=True)
+    built = folder / "fio"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.is_file():
+            _build(folder, built)
+    return built
+
+
+def _build(folder: Path, built: Path) -> None:
+    scratch = folder / "source"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    fetch = [str(ROOT / "scripts/debian-fetch"), "--source", "--suite", SUITE]
+    fetch += ["--dest", str(scratch), "fio"]
+    if subprocess.run(fetch, check=False, stdout=subprocess.DEVNULL).returncode != 0:
+        raise HarnessError(f"fio: the source package of {SUITE} could not be fetched")
+    # Debian's patches are about its documentation and paths of installed files.
+    (archive,) = scratch.glob("fio_*.orig.tar.[gx]z")
+    with tarfile.open(archive) as tar:
+        tar.extractall(scratch, filter="data")
+    (tree,) = (path.parent for path in scratch.glob("*/configure"))
+    # make's own variables of a caller are not for this build.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
+    environment.pop("MFLAGS", None)
+    for command in (
+        ["./configure", *CONFIGURE],
+        ["make", f"-j{os.cpu_count()}", "fio"],
+        ["strip", "fio"],
+    ):
+        done = subprocess.run(
+            command, check=False, cwd=tree, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise HarnessError(f"fio: {' '.join(command)} failed:\n{done.stdout[-4096:]}")
+    (tree / "fio").replace(built)
+    shutil.rmtree(scratch)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The torture for as long as told: `make check-guest-long DURATION=2h`.
+
+Turn after turn on a new VM with the next file system and the next kernel: random operations,
+readers that must not go back, the fixed scenarios; every other turn each hit is read from disk as
+well. Each run has a new seed, which is printed. The first failure ends it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from driver import Torture, state, stats
+from test_filesystems import SCENARIOS, SMALL, boot, mounted
+
+from harness import disk, module
+from harness import kernel as kernels
+from harness.paths import HarnessError
+from harness.session import Session
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+PROGRESS_SECONDS = 60.0
+POLL_SECONDS = 0.2
+# Runs of a few minutes under emulation: what remains of one is how late the whole ends.
+RANDOM_OPERATIONS = 20_000
+VERSIONS_OPERATIONS = 10_000
+RUN_SECONDS = 1800.0  # one that takes longer hangs
+# Of a module that was built for tests.
+HOOKS_OFF = "test_hooks_off="
+
+
+class Progress:
+    """The time that is left, and a line about it every minute."""
+
+    def __init__(self, seconds: float) -> None:
+        self.start = time.monotonic()
+        self.end = self.start + seconds
+        self.runs = 0
+        self.operations = 0
+        self.hits = 0
+        self._next = self.start + PROGRESS_SECONDS
+
+    def over(self) -> bool:
+        return time.monotonic() >= self.end
+
+    def tick(self, doing: str) -> None:
+        if time.monotonic() < self._next:
+            return
+        self._next += PROGRESS_SECONDS
+        self.line(doing)
+
+    def line(self, doing: str) -> None:
+        gone, whole = time.monotonic() - self.start, self.end - self.start
+        print(
+            f"long: {gone / 60:.0f} of {whole / 60:.0f} min, {self.runs} runs, "
+            f"{self.operations} operations, {self.hits} hits; {doing}",
+            flush=True,
+        )
+
+
+def duration(text: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}': a number and s, m, h or d, such as 2h")
+    return float(found[1]) * UNITS[found[2] or "s"]
+
+
+def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
+    """What torture runs with, each with a new seed."""
+    left_out = " ".join(f"--no-{kind}" for kind in disk.FILE_SYSTEMS[name].left_out)
+    yield (
+        f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
+        f"--rounds=3 {left_out} {mounted(name)}"
+    )
+    yield (
+        f"--seed={generator.getrandbits(32)} --mode=versions --ops={VERSIONS_OPERATIONS} --mixed "
+        "--readers=4 --direct-readers=2"
+    )
+    for scenario in SCENARIOS:
+        # Swap files on these need options of mkswap and of the file that the torture does not give.
+        if scenario != "swap" or not re.search("1k|bigalloc", name):
+            yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {mounted(name)}"
+
+
+def mountable(kernel: kernels.Kernel, name: str) -> bool:
+    """XFS_IOC_EXCHANGE_RANGE, and file systems that allow it, came with Linux 6.10."""
+    series = tuple(int(part) for part in kernel.series.split("."))
+    return not disk.FILE_SYSTEMS[name].exchange or series >= (6, 10)
+
+
+def turn(
+    kernel: kernels.Kernel,
+    name: str,
+    parameters: str,
+    progress: Progress,
+    generator: random.Random,
+) -> None:
+    """One VM; raises HarnessError, or AssertionError, at the first thing that is wrong."""
+    where = f"kernel {kernel.release}, {name}, {parameters}"
+    ko = module.build(kernel, test=HOOKS_OFF in parameters)
+    with Session() as session:
+        command = "no command"
+        try:
+            guest = boot(session, kernel, ko, name, parameters)
+            for arguments in arguments_of_a_turn(name, generator):
+                if progress.over():
+                    break
+                command = f"torture {arguments}"
+                print(f"long: {where}: {command}", flush=True)
+                torture = Torture(guest, arguments, RUN_SECONDS)
+                while not torture.job.done():
+                    progress.tick(f"{where}: {command}")
+                    time.sleep(POLL_SECONDS)
+                numbers = torture.finish()
+                progress.runs += 1
+                progress.operations += numbers.get("ops", 0)
+                progress.hits += numbers.get("hits", 0)
+                counters = stats(guest)
+                assert counters["mismatches"] + counters["verify_mismatches"] == 0, counters
+                assert state(guest) == "on", state(guest)
+            session.check_consoles()
+        except (HarnessError, AssertionError):
+            print(f"{session.report()}\nlong: FAILED: {where}: {command}", flush=True)
+            raise
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--duration", type=duration, default=duration("2h"), help="such as 90m")
+    parser.add_argument(
+        "--kernels", default="6.12", help=f"of {', '.join(kernels.SERIES)}; commas between them"
+    )
+    parser.add_argument(
+        "--file-systems", default=",".join(disk.FILE_SYSTEMS), help="default: %(default)s"
+    )
+    parser.add_argument("--seed", type=lambda text: int(text, 0), help="of all seeds")
+    parser.add_argument(
+        "--hooks-off",
+        metavar="NAMES",
+        help="the driver without these hooks, as 'direct': proves that a run finds a wrong byte",
+    )
+    options = parser.parse_args(arguments)
+    names = options.file_systems.split(",")
+    if unknown := set(names) - set(disk.FILE_SYSTEMS):
+        parser.error(f"no file system {', '.join(sorted(unknown))}")
+    prepared = [kernels.prepare(series) for series in options.kernels.split(",")]
+    seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
+    print(f"long: --seed={seed}", flush=True)
+    generator = random.Random(seed)
+    progress = Progress(options.duration)
+    turns = [
+        (name, kernel)
+        for name, kernel in itertools.product(names, prepared)
+        if mountable(kernel, name)
+    ]
+    if not turns:
+        parser.error("no kernel mounts any of these file systems")
+    for number, (name, kernel) in enumerate(itertools.cycle(turns)):
+        if progress.over():
+            break
+        parameters = f"verify_every={(number // len(prepared)) % 2}"
+        if options.hooks_off:
+            parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"
+        try:
+            turn(kernel, name, parameters, progress, generator)
+        except (HarnessError, AssertionError) as error:
+            print(f"long: {error}", file=sys.stderr)
+            return 1
+    progress.line("no wrong byte")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

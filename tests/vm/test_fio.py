@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""fio's own verification: a checker that nobody here wrote.
+
+Each block that it writes has a header with a number drawn from its seed, so a block of an earlier
+run with another seed is one that it knows to be wrong.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import WHERE, driver_vm, load, seed, settle, state, stats
+
+from harness import disk, fio
+from harness.guest import Guest, Result
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+FIO = "/bin/fio"
+FILE_SYSTEMS = ["ext4", "xfs"]
+# It must not tell the kernel to drop the file: that is an invalidation, and nothing would come
+# back from the cache. Its state is not kept, since the seed makes each run what it is.
+COMMON = (
+    "--name=f --size=12m --fallocate=none --invalidate=0 --verify=crc32c --verify_fatal=1"
+    " --verify_state_save=0 --eta=never --minimal"
+)
+# How it reads and writes; the last works through a shared mapping.
+RUNS = [
+    "--ioengine=psync --rw=randwrite --bs=4k",
+    "--ioengine=io_uring --iodepth=16 --rw=randwrite --bs=16k --verify_backlog=64",
+    "--ioengine=psync --rw=randrw --bs=4k-64k --bs_unaligned --verify_backlog=32",
+    "--ioengine=mmap --rw=randwrite --bs=8k",
+]
+DIRECT = "--ioengine=io_uring --iodepth=8 --rw=randwrite --bs=8k"
+
+
+def boot(session: Session, kernel: Kernel, module: Path, name: str) -> Guest:
+    daemon = session.daemon("vm1", pool_size="128MiB")
+    daemon.start()
+    image = disk.FILE_SYSTEMS[name].make(session.folder / "data.img", 512 << 20)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        cpus=2,
+        disks=[disk.Disk("data", image)],
+        modules=["xfs"] if disk.FILE_SYSTEMS[name].kind == "xfs" else [],
+        files={FIO: fio.program()},
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0", fs=disk.FILE_SYSTEMS[name])
+    return guest
+
+
+def run(guest: Guest, arguments: str) -> Result:
+    return guest.run(f"cd {WHERE} && {FIO} {COMMON} {arguments} 2>&1", 300)
+
+
+def right(done: Result) -> None:
+    assert done.status == 0 and "verify:" not in done.text, done.text[-4000:]
+
+
+def evict_all(guest: Guest) -> None:
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
+    settle(guest)
+
+
+@pytest.mark.parametrize("name", FILE_SYSTEMS)
+def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+    """Buffered, mapped and asynchronous writes over each other, read again while evicted."""
+    number = seed()
+    guest = boot(session, kernel, module, name)
+    evictor = guest.start(
+        "while :; do sync; echo 1 >/proc/sys/vm/drop_caches; sleep 0.1; done", 900
+    )
+    for turn, arguments in enumerate(RUNS * 2):
+        right(run(guest, f"--randseed={number + turn} {arguments}"))
+    evictor.kill()
+    evictor.wait()
+    # Direct writes, which are then read through the page cache.
+    for turn in range(2):
+        draw = f"--randseed={number + 100 + turn} {DIRECT}"
+        evict_all(guest)
+        right(run(guest, f"{draw} --direct=1 --do_verify=0"))
+        right(run(guest, f"{draw} --direct=0 --verify_only"))
+        evict_all(guest)
+        right(run(guest, f"{draw} --direct=0 --verify_only"))
+    counters = stats(guest)
+    print(counters)
+    assert counters["hits"] > 1000
+    assert counters["mismatches"] == 0
+    assert state(guest) == "on"

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A kernel that does not call a hook gets no cache.
+
+The module for tests hides a hook's calls from the self-test at load, as on such a kernel; what
+comes of it must be a cache that is off, with a reason that names the hook, and right bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import MODULE, checksums, driver_vm, load, state, stats
+from test_driver import start_daemon, tree_disk
+
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+
+# A parameter of the module, and what the state must name.
+BLIND = [
+    ("test_hooks_off=selftest", "a function was not redirected"),
+    ("test_selftest_blind=dirty", "writeback_dirty_folio"),
+    ("test_selftest_blind=removed", "mm_filemap_delete_from_page_cache"),
+    ("test_selftest_blind=direct", "invalidate_inode_pages2_range"),
+    ("test_selftest_blind=truncate", "truncate_inode_pages_range"),
+    ("test_selftest_blind=unmount", "generic_shutdown_super"),
+]
+
+
+def test_each_hook_is_missed(session: Session, kernel: Kernel, test_module: Path) -> None:
+    daemon = start_daemon(session)
+    data, sums = tree_disk(session)
+    vm = driver_vm(
+        session,
+        kernel,
+        test_module,
+        Tmem(daemon.socket("vm1")),
+        disks=[data],
+        tcg_threads="single",  # for loading and unloading, see test_unload_under_load
+    )
+    guest = vm.start()
+    load(guest, BLIND[0][0], online=False)
+    for parameter, words in BLIND:
+        if parameter != BLIND[0][0]:
+            guest.sh("rmmod virtio_tmem", 60)
+            guest.insmod(MODULE, parameter)
+        found = state(guest)
+        assert found.startswith("off: self-test: "), (parameter, found)
+        assert words in found, (parameter, found)
+        for _ in range(2):
+            guest.drop_caches()
+            first = dict(list(sums.items())[:2])
+            assert checksums(guest, list(first)) == first
+        counters = stats(guest)
+        assert counters["puts"] + counters["hits"] == 0
+    # Nothing is wrong with this kernel.
+    guest.sh("rmmod virtio_tmem", 60)
+    guest.sh("umount /mnt")
+    load(guest, "verify_every=0")
