@@ -9,8 +9,8 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo check check-host check-guest check-guest-long check-all \
-	check-kernel-debug \
+.PHONY: all help deps deps-test daemon qemu module demo bench-guest check check-host check-guest \
+	check-guest-long check-all check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust test-driver clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -35,6 +35,9 @@ module: ## the module for Debian's KERNEL=6.12 cloud kernel: guest-driver/virtio
 
 demo: deps all ## two virtual machines, one pool: without and with the device
 	$(PYTHON) tests/demo.py
+
+bench-guest: deps all ## what the guest driver costs and gains; JSON=FILE for the figures
+	$(PYTHON) tests/bench_guest.py
 
 # ---- tests ------------------------------------------------------------------------------------
 
@@ -95,7 +98,7 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py long.py conftest.py kernel unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py long.py conftest.py kernel unit vm
 
 lint-licence:
 	scripts/lint-licence

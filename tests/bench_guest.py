@@ -1,0 +1,739 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What the guest driver costs and gains: `make bench-guest`, docs/benchmarks/guest.md.
+
+Two guests run side by side on the same disks, one with the device and the driver and one without.
+They take turns, so that whatever the machine does besides meets both; figures are ratios of
+medians. Their clock is the TSC, which is the host's in both. Two more guests run under QEMU's
+-icount, where the TSC counts the instructions that the guest executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from demo import Progress, table
+from harness import disk, kernel, module
+from harness.daemon import Daemon
+from harness.disk import Disk
+from harness.guest import DiskStat, Guest
+from harness.kernel import Kernel
+from harness.paths import TESTS, HarnessError, guest_program, host_binary, qemu_binary
+from harness.session import Session
+from harness.vm import MIB, Config, Tmem, Vm
+from harness.wait import until
+
+SEED = 2026  # of file contents, random reads and resampling
+PAGE_BYTES = 4096
+SECTOR_BYTES = 512
+
+RAM_BYTES = 192 * MIB
+POOL_SIZE = "512MiB"
+STREAM_BYTES = 320 * MIB  # more than the RAM, so that most of it is evicted while it is read
+SET_BYTES = 240 * MIB  # more than the RAM, less than RAM and pool
+CACHED_BYTES = 32 * MIB  # stays in the page cache beside anything
+BATCH_BYTES = 1 * MIB  # dropped at once, it fits the put ring: every page is put
+UNHOOKED_BYTES = 64 * MIB
+DISK_BYTES = 768 * MIB
+UNHOOKED_DISK_BYTES = 112 * MIB
+TOUCH_MIB = 64  # of memory taken from the page cache
+RANDOM_READS = 3000  # a second of the throttled disk
+
+# Repetitions. A stream takes some three seconds, other things less.
+REPEAT_STREAM = 20
+REPEAT_REREAD = 7
+REPEAT_UNHOOKED = 25
+REPEAT_RECLAIM = 31
+REPEAT_MICRO = 9
+REPEAT_ICOUNT = 5  # instruction counts hardly differ
+
+RESAMPLES = 2000
+STREAM_MAX = 1.05
+UNHOOKED_MAX = 1.05
+SECONDS = 300  # give up on one step that takes longer
+
+MODULE = "/virtio_tmem.ko"
+TEST_MODULE = "/virtio_tmem_test.ko"
+BENCH = "/bin/bench"
+SYSFS = "/sys/kernel/virtio_tmem"
+MICRO = "/sys/module/virtio_tmem/parameters/test_bench"
+# Emulated guests are ten times slower than hardware: so deadline and polling are longer.
+PARAMETERS = "deadline_ms=200 spin_us=300"
+# Where instructions are counted, those spent polling are the host's time and not the driver's work.
+PARAMETERS_ICOUNT = "deadline_ms=200 spin_us=0"
+DATA, UNHOOKED = "/data", "/unhooked"
+# Not on the driver's list, and the hardest case: its functions are those of ext4, so redirected.
+UNHOOKED_KIND = "ext3"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure of the report. `met`: None where there is no target."""
+
+    key: str
+    what: str
+    value: float
+    unit: str = "ratio"
+    target: str = "reported"
+    met: bool | None = None
+    interval: tuple[float, float] | None = None
+
+    def cells(self) -> list[str]:
+        low_high = f"{self.interval[0]:.3f}-{self.interval[1]:.3f}" if self.interval else ""
+        verdict = {None: "", True: "met", False: "MISSED"}[self.met]
+        value = f"{self.value:.4f}" if self.unit == "ratio" else f"{self.value:,.0f}"
+        return [self.what, self.key, value, self.unit, low_high, self.target, verdict]
+
+
+@dataclass
+class Paired:
+    """Ticks of the same thing done in both guests, in turns."""
+
+    cached: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+
+    def ratio(self) -> float:
+        """Median with by median without."""
+        return statistics.median(self.cached) / statistics.median(self.plain)
+
+    def interval(self) -> tuple[float, float]:
+        """95 % of resampled pairs have their ratio in it (percentile bootstrap)."""
+        source = random.Random(SEED)
+        pairs = list(zip(self.cached, self.plain, strict=True))
+        ratios = []
+        for _ in range(RESAMPLES):
+            some = source.choices(pairs, k=len(pairs))
+            ratios.append(
+                statistics.median(pair[0] for pair in some)
+                / statistics.median(pair[1] for pair in some)
+            )
+        ratios.sort()
+        return ratios[int(RESAMPLES * 0.025)], ratios[int(RESAMPLES * 0.975)]
+
+
+def contents(path: Path, size_bytes: int, source: random.Random) -> None:
+    """Pages that are all different and that lz4 halves."""
+    with open(path, "wb") as file:
+        for _ in range(size_bytes // MIB):
+            noise = source.randbytes(MIB // 2)
+            half = PAGE_BYTES // 2
+            file.write(
+                b"".join(noise[at : at + half] + bytes(half) for at in range(0, len(noise), half))
+            )
+
+
+def make_disks(folder: Path) -> tuple[Path, Path]:
+    """The ext4 image with the files, and one of a file system that is not hooked."""
+    tree = folder / "tree"
+    tree.mkdir()
+    source = random.Random(SEED)
+    sizes = {"stream": STREAM_BYTES, "set": SET_BYTES, "cached": CACHED_BYTES, "batch": BATCH_BYTES}
+    for name, size_bytes in sizes.items():
+        contents(tree / name, size_bytes, source)
+    data = disk.ext4(folder / "data.img", DISK_BYTES, tree)
+    for name in sizes:
+        (tree / name).unlink()
+    contents(tree / "file", UNHOOKED_BYTES, source)
+    contents(tree / "batch", BATCH_BYTES, source)
+    other = disk.ext4(folder / "other.img", UNHOOKED_DISK_BYTES, tree, "-t", UNHOOKED_KIND)
+    shutil.rmtree(tree)
+    return data, other
+
+
+class Machine:
+    """A guest of the benchmark."""
+
+    def __init__(self, vm: Vm, cached: bool, icount: bool) -> None:
+        self.vm = vm
+        self.cached = cached
+        self.icount = icount
+
+    @property
+    def guest(self) -> Guest:
+        return self.vm.guest
+
+    def bench(self, arguments: str) -> int:
+        """Runs tests/guest/bench.c; returns ticks."""
+        return int(self.guest.sh(f"{BENCH} {arguments}", SECONDS).split()[1])
+
+    def processor_ns(self, arguments: str) -> int:
+        """The same; returns processor time, with that of the kernel's threads that reclaim and put.
+
+        Under -icount, where a nanosecond is an instruction, that is what the load executed.
+        """
+
+        def threads() -> int:
+            find = "grep -lxE 'kswapd0|tmem_feeder' /proc/[0-9]*/comm"
+            paths = self.guest.sh(f"{find} | sed s/comm/schedstat/ | xargs cat")
+            return sum(int(line.split()[0]) for line in paths.splitlines())
+
+        before = threads()
+        own = int(self.guest.sh(f"{BENCH} {arguments}", SECONDS).split()[2])
+        self.settle()
+        return own + threads() - before
+
+    def stat(self, name: str) -> int:
+        return int(self.guest.read(f"{SYSFS}/stats/{name}"))
+
+    def load(self, path: str) -> None:
+        self.guest.insmod(path, PARAMETERS_ICOUNT if self.icount else PARAMETERS)
+
+    def mount(self) -> None:
+        self.guest.mount("data", DATA, options="ro")
+        self.serve()
+
+    def remount(self) -> None:
+        """Afterwards nothing of the disk is in the page cache or the pool."""
+        self.guest.sh(f"umount {DATA}", SECONDS)
+        self.mount()
+
+    def serve(self) -> None:
+        """Waits until the driver takes pages of the mount."""
+        if not self.cached:
+            return
+
+        def served() -> bool:
+            before = self.stat("puts")
+            self.bench(f"seq {DATA}/batch")
+            self.bench("drop")
+            return self.stat("puts") > before
+
+        until(served, 60, f"{self.vm.name}: the driver serves {DATA}")
+        self.settle()
+
+    def settle(self) -> None:
+        """Waits until the host has answered all puts."""
+        if not self.cached:
+            return
+        ends = ("puts_stored", "puts_refused", "puts_unanswered")
+
+        def settled() -> bool:
+            return self.stat("puts") == sum(self.stat(name) for name in ends)
+
+        until(settled, 60, f"{self.vm.name}: the host answers all puts")
+
+    def drop(self) -> None:
+        self.bench("drop")
+        self.settle()
+
+    def disk_stat(self) -> DiskStat:
+        return self.guest.disk_stat("data")
+
+
+class Both:
+    """The guest with the driver and the one without."""
+
+    def __init__(self, cached: Machine, plain: Machine) -> None:
+        self.cached = cached
+        self.plain = plain
+
+    def in_turns(
+        self,
+        repeat: int,
+        measure: Callable[[Machine, int], float],
+        say: Callable[[int], None] | None = None,
+    ) -> Paired:
+        """Measures both so often; who is first changes each time."""
+        out = Paired()
+        for number in range(repeat):
+            order = [(self.cached, out.cached), (self.plain, out.plain)]
+            for machine, ticks in order if number % 2 else reversed(order):
+                ticks.append(measure(machine, number))
+            if say:
+                say(number + 1)
+        return out
+
+
+class Bench:
+    """One run. Each step appends its rows."""
+
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self.session = session
+        self.progress = progress
+        self.rows: list[Row] = []
+        self.shown = 0
+        self.details: dict[str, object] = {}
+        self.kernel: Kernel = kernel.prepare("6.12")
+        self.release = module.build(self.kernel)
+        self.test = module.build(self.kernel, test=True)
+        progress.step("disks: ext4 of 3,000 IOPS and 125 MB/s, ext3 without a limit")
+        self.data, self.other = make_disks(session.folder)
+
+    def machine(self, name: str, daemon: Daemon | None, *, icount: bool) -> Machine:
+        throttle = None if icount else disk.CLOUD_VOLUME
+        config = Config(
+            kernel=self.kernel,
+            name=name,
+            memory_bytes=RAM_BYTES,
+            disks=[
+                Disk("data", self.data, read_only=True, throttle=throttle),
+                Disk("other", self.other, read_only=True),
+            ],
+            tmem=Tmem(daemon.socket(name)) if daemon else None,
+            files={
+                MODULE: self.release,
+                TEST_MODULE: self.test,
+                BENCH: guest_program(TESTS / "guest/bench.c"),
+            },
+            tcg_threads="single" if icount else "multi",
+            arguments=["-icount", "shift=0"] if icount else [],
+        )
+        return Machine(self.session.vm(config), daemon is not None, icount)
+
+    def both(self, suffix: str, path: str, *, icount: bool) -> Both:
+        """Boots both guests and mounts everything."""
+        daemon = self.session.daemon(f"with{suffix}", pool_size=POOL_SIZE)
+        daemon.start()
+        pair = Both(
+            self.machine(f"with{suffix}", daemon, icount=icount),
+            self.machine(f"without{suffix}", None, icount=icount),
+        )
+        for machine in (pair.cached, pair.plain):
+            machine.vm.start()
+            if machine.cached:
+                machine.load(path)
+            machine.guest.mount("other", UNHOOKED, UNHOOKED_KIND, "ro")
+            machine.mount()
+        return pair
+
+    def show_new(self) -> None:
+        """The figures of the last step, for who does not want to wait."""
+        for row in self.rows[self.shown :]:
+            self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
+        self.shown = len(self.rows)
+
+    def saying(self, what: str, repeat: int) -> Callable[[int], None]:
+        return lambda number: self.progress.show(f"{what}: {number} of {repeat}")
+
+    # Steps
+
+    def stream(self, pair: Both) -> None:
+        self.progress.step(f"stream of {STREAM_BYTES // MIB} MiB, {REPEAT_STREAM} times each")
+        gets = 0
+
+        def measure(machine: Machine, _: int) -> float:
+            nonlocal gets
+            machine.remount()
+            before = machine.stat("gets") if machine.cached else 0
+            ticks = machine.bench(f"seq {DATA}/stream")
+            gets += machine.stat("gets") - before if machine.cached else 0
+            return ticks
+
+        paired = pair.in_turns(REPEAT_STREAM, measure, self.saying("stream", REPEAT_STREAM))
+        if gets:
+            raise HarnessError(f"the stream was to have nothing reusable, and asked {gets} times")
+        low, high = paired.interval()
+        self.rows.append(
+            Row(
+                "stream_ratio",
+                "stream larger than RAM, nothing reusable: time with / without",
+                paired.ratio(),
+                target=f"upper bound of 95 % <= {STREAM_MAX}",
+                met=high <= STREAM_MAX,
+                interval=(low, high),
+            )
+        )
+
+    def reread(self, pair: Both) -> None:
+        self.progress.step(f"re-reads of {SET_BYTES // MIB} MiB, {REPEAT_REREAD} times each")
+        sectors = Paired()
+        cache_ticks: list[float] = []
+        hits: list[int] = []
+        # Fills RAM and pool; the first thousand hits are also read from disk, to compare them.
+        for machine in (pair.cached, pair.plain):
+            machine.remount()
+            for _ in range(3):
+                machine.bench(f"seq {DATA}/set")
+        before_all = self.counters(pair.cached)
+
+        def measure(machine: Machine, _: int) -> float:
+            before, hits_before = machine.disk_stat(), 0
+            if machine.cached:
+                hits_before = machine.stat("hits")
+            ticks = machine.bench(f"seq {DATA}/set")
+            read = (machine.disk_stat() - before).read_sectors
+            (sectors.cached if machine.cached else sectors.plain).append(read)
+            if machine.cached:
+                hits.append(machine.stat("hits") - hits_before)
+            return ticks
+
+        paired = pair.in_turns(REPEAT_REREAD, measure, self.saying("re-read", REPEAT_REREAD))
+        self.details["reread_counters"] = self.counters(pair.cached, before_all)
+        total = Paired([float(sum(sectors.cached))], [float(sum(sectors.plain))])
+
+        # Beside it, the same amount from the page cache of the same guest.
+        pair.cached.bench(f"seq {DATA}/cached")
+        pair.cached.bench(f"seq {DATA}/cached")
+        for _ in range(REPEAT_REREAD):
+            cache_ticks.append(pair.cached.bench(f"seq {DATA}/cached"))
+        fraction = (statistics.median(cache_ticks) / CACHED_BYTES) / (
+            statistics.median(paired.cached) / SET_BYTES
+        )
+        pool_share = statistics.median(hits) * PAGE_BYTES / SET_BYTES
+        self.details["reread_pool_share"] = pool_share
+        self.rows += [
+            Row(
+                "reread_sectors_ratio",
+                "re-read of a set that fits RAM + pool: disk sectors with / without",
+                total.ratio(),
+                target="<= 0.01",
+                met=total.ratio() <= 0.01,
+            ),
+            Row(
+                "reread_pagecache_fraction",
+                f"its rate by the page cache's ({pool_share:.0%} from the pool)",
+                fraction,
+                target=">= 0.3",
+                met=fraction >= 0.3,
+            ),
+            Row(
+                "reread_speedup",
+                "its rate with / without",
+                1 / paired.ratio(),
+            ),
+        ]
+
+    def random_reads(self, pair: Both) -> None:
+        self.progress.step(f"random reads of 4 KiB, {RANDOM_READS} times {REPEAT_REREAD} each")
+        for machine in (pair.cached, pair.plain):
+            machine.bench(f"rand {DATA}/set {RANDOM_READS} {SEED}")
+        before = self.counters(pair.cached)
+        paired = pair.in_turns(
+            REPEAT_REREAD,
+            lambda machine, number: machine.bench(f"rand {DATA}/set {RANDOM_READS} {number}"),
+            self.saying("random reads", REPEAT_REREAD),
+        )
+        self.details["random_counters"] = self.counters(pair.cached, before)
+        speedup = 1 / paired.ratio()
+        low, high = paired.interval()
+        self.rows.append(
+            Row(
+                "reread_rand_speedup",
+                "random 4 KiB re-reads, disk of 3,000 IOPS: time without / with",
+                speedup,
+                target=">= 2",
+                met=speedup >= 2,
+                interval=(1 / high, 1 / low),
+            )
+        )
+
+    def reclaim(self, pair: Both) -> None:
+        self.progress.step(f"reclaim of clean pages, {REPEAT_RECLAIM} times each")
+
+        def dropped(machine: Machine, _: int) -> float:
+            return self.dropped(machine, DATA)
+
+        for machine in (pair.cached, pair.plain):
+            machine.drop()
+        drop = pair.in_turns(REPEAT_RECLAIM, dropped)
+
+        def touched(machine: Machine, _: int) -> float:
+            machine.bench(f"seq {DATA}/set")
+            machine.settle()
+            return machine.bench(f"touch {TOUCH_MIB}")
+
+        touch = pair.in_turns(REPEAT_REREAD, touched, self.saying("reclaim", REPEAT_REREAD))
+        self.rows += [
+            Row(
+                "reclaim_ratio",
+                "reclaim of clean pages, all of them put: time with / without",
+                drop.ratio(),
+                target="reported (TCG)",
+                interval=drop.interval(),
+            ),
+            Row(
+                "pressure_ratio",
+                f"taking {TOUCH_MIB} MiB of memory from a full page cache: with / without",
+                touch.ratio(),
+                target="reported (TCG)",
+                interval=touch.interval(),
+            ),
+        ]
+
+    def dropped(self, machine: Machine, where: str) -> int:
+        """Ticks to drop the pages of a file, less those to find that none is left."""
+        machine.bench(f"seq {where}/batch")
+        before = machine.stat("puts") if machine.cached else 0
+        ticks = machine.bench("drop")
+        if machine.cached and where == DATA:
+            self.all_put(machine.stat("puts") - before)
+        machine.settle()
+        return ticks - machine.bench("drop")
+
+    @staticmethod
+    def all_put(puts: int) -> None:
+        """What was measured is nothing if the ring had no room."""
+        if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
+            raise HarnessError(f"reclaim put {puts} of {BATCH_BYTES // PAGE_BYTES} pages")
+
+    def unhooked(self, pair: Both) -> None:
+        self.progress.step(f"a file system that is not hooked, {REPEAT_UNHOOKED} times each")
+
+        def measure(machine: Machine, _: int) -> float:
+            machine.drop()
+            return machine.bench(f"seq {UNHOOKED}/file")
+
+        for machine in (pair.cached, pair.plain):
+            measure(machine, 0)
+        paired = pair.in_turns(REPEAT_UNHOOKED, measure, self.saying("reading", REPEAT_UNHOOKED))
+        low, high = paired.interval()
+        self.rows.append(
+            Row(
+                "unhooked_ratio",
+                "reading a file system that is not hooked: time with / without",
+                paired.ratio(),
+                target=f"1 within 95 %, or <= {UNHOOKED_MAX}",
+                met=low <= 1 or high <= UNHOOKED_MAX,
+                interval=(low, high),
+            )
+        )
+
+    def micro(self, machine: Machine, repeat: int) -> dict[str, float]:
+        """Medians of the driver's own micro-benchmarks: ticks each, without loop and clock."""
+        runs: dict[str, list[float]] = {}
+        for _ in range(repeat):
+            machine.bench(f"seq {DATA}/cached")
+            machine.guest.sh(f"echo {DATA}/cached >{MICRO}", SECONDS)
+            for line in machine.guest.read(MICRO).splitlines():
+                name, median, most, operations = line.split()
+                runs.setdefault(name, []).append(int(median) / int(operations))
+                runs.setdefault(f"{name}_max", []).append(int(most) / int(operations))
+        out = {name: statistics.median(values) for name, values in runs.items()}
+        for name in ("xa_load", "miss_inode", "miss_far", "miss_near"):
+            out[name] -= out["empty"]
+        return out
+
+    def micro_time(self, pair: Both) -> None:
+        self.progress.step(f"look-ups that miss, {REPEAT_MICRO} times")
+        machine = pair.cached
+        machine.guest.sh("rmmod virtio_tmem", SECONDS)
+        machine.load(TEST_MODULE)
+        machine.serve()
+        out = self.micro(machine, REPEAT_MICRO)
+        self.details["micro_ticks"] = out
+        worst = max(out[name] for name in ("miss_inode", "miss_far", "miss_near"))
+        ratio = worst / out["xa_load"]
+        self.rows.append(
+            Row(
+                "miss_ratio",
+                "index miss, the dearest kind, by a page cache look-up (xa_load): time",
+                ratio,
+                target="<= 2",
+                met=ratio <= 2,
+            )
+        )
+
+    def instructions(self) -> None:
+        self.progress.step("guest instructions (QEMU -icount)")
+        pair = self.both("2", TEST_MODULE, icount=True)
+        out = self.micro(pair.cached, REPEAT_ICOUNT)
+        self.details["micro_instructions"] = out
+        worst = max(out[name] for name in ("miss_inode", "miss_far", "miss_near"))
+        pages = BATCH_BYTES // PAGE_BYTES
+
+        def dropped(where: str) -> Callable[[Machine, int], float]:
+            return lambda machine, _: self.dropped(machine, where) / pages
+
+        for machine in (pair.cached, pair.plain):
+            machine.remount()
+            for _ in range(2):
+                machine.bench(f"seq {DATA}/set")
+        before = self.counters(pair.cached)
+        set_pages = SET_BYTES // PAGE_BYTES
+        reread = pair.in_turns(
+            2, lambda machine, _: machine.processor_ns(f"seq {DATA}/set") / set_pages
+        )
+        self.details["icount_reread_counters"] = self.counters(pair.cached, before)
+        for _ in range(2):
+            pair.plain.bench(f"seq {DATA}/cached")
+        from_cache = pair.plain.processor_ns(f"seq {DATA}/cached") / (CACHED_BYTES // PAGE_BYTES)
+        for machine in (pair.cached, pair.plain):
+            machine.drop()
+        hooked = pair.in_turns(REPEAT_ICOUNT, dropped(DATA))
+        other = pair.in_turns(REPEAT_ICOUNT, dropped(UNHOOKED))
+        put = statistics.median(hooked.cached) - statistics.median(hooked.plain)
+        unhooked = statistics.median(other.cached) - statistics.median(other.plain)
+        beyond = out["put"] - out["copy_check"]
+        self.rows += [
+            Row(
+                "miss_instructions_ratio",
+                "the same in guest instructions",
+                worst / out["xa_load"],
+                target="<= 2",
+                met=worst <= 2 * out["xa_load"],
+            ),
+            Row(
+                "put_instructions",
+                "a put beyond copy and content check, median",
+                beyond,
+                "instructions",
+                "stated",
+            ),
+            Row(
+                "put_instructions_max",
+                "  largest (wakes the feeder, grows the index)",
+                out["put_max"] - out["copy_check"],
+                "instructions",
+                "stated",
+            ),
+            Row(
+                "put_copy_instructions",
+                "  its copy with content check",
+                out["copy_check"],
+                "instructions",
+                "stated",
+            ),
+            Row(
+                "copy_instructions",
+                "  a bare copy_page()",
+                out["copy"],
+                "instructions",
+                "reported",
+            ),
+            Row(
+                "reclaim_put_instructions",
+                "reclaim of a page: what all the driver does adds",
+                put,
+                "instructions",
+                "reported",
+            ),
+            Row(
+                "reclaim_instructions",
+                "  without the driver",
+                statistics.median(hooked.plain),
+                "instructions",
+                "reported",
+            ),
+            Row(
+                "reread_instructions",
+                "a page re-read with the driver (reclaim, put, get), all of its path",
+                statistics.median(reread.cached),
+                "instructions",
+                "reported",
+            ),
+            Row(
+                "reread_instructions_without",
+                "  without, from disk",
+                statistics.median(reread.plain),
+                "instructions",
+                "reported",
+            ),
+            Row(
+                "pagecache_instructions",
+                "  from the page cache",
+                from_cache,
+                "instructions",
+                "reported",
+            ),
+            Row(
+                "unhooked_instructions",
+                "added to reclaim of a page where the file system is not hooked",
+                unhooked,
+                "instructions",
+                "reported",
+            ),
+        ]
+        pair.cached.vm.check_console()
+        pair.plain.vm.check_console()
+
+    @staticmethod
+    def counters(machine: Machine, before: dict[str, int] | None = None) -> dict[str, int]:
+        """The driver's counters that are not 0, or what was added to them."""
+        lines = machine.guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
+        now = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+        old = before or {}
+        return {name: value - old.get(name, 0) for name, value in now.items() if value}
+
+    def run(self, only: list[str]) -> None:
+        steps: dict[str, Callable[[Both], None]] = {
+            "stream": self.stream,
+            "reread": self.reread,
+            "random": self.random_reads,
+            "reclaim": self.reclaim,
+            "unhooked": self.unhooked,
+            "miss": self.micro_time,
+        }
+        wanted = [name for name in steps if not only or name in only]
+        if wanted:
+            pair = self.both("1", MODULE, icount=False)
+            for name in wanted:
+                steps[name](pair)
+                self.show_new()
+            for machine in (pair.cached, pair.plain):
+                machine.vm.check_console()
+                machine.vm.stop()
+        if not only or "instructions" in only:
+            self.instructions()
+            self.show_new()
+        self.progress.step("done")
+
+
+def machine_text() -> str:
+    """What ran it."""
+    model = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return f"{os.cpu_count()} processors, {model}, Linux {platform.release()}"
+
+
+REMARK = """
+Processors are emulated (TCG) unless TMEM_ACCEL says otherwise: guest work takes some ten times as
+long as on hardware, disks do not, and an emulated copy of a page is many instructions instead of
+one. Sectors, counts and instructions are what hardware would see; times of guest work are not."""
+
+
+def report(bench: Bench) -> str:
+    head = ["", "key", "value", "unit", "95 %", "target", ""]
+    return table([head, *(row.cells() for row in bench.rows)])
+
+
+def write_json(path: Path, bench: Bench) -> None:
+    out: dict[str, object] = {}
+    for row in bench.rows:
+        if not math.isfinite(row.value):
+            raise HarnessError(f"{row.key} is {row.value}")
+        out[row.key] = round(row.value, 5)
+    out["intervals"] = {row.key: row.interval for row in bench.rows if row.interval}
+    out["missed"] = [row.key for row in bench.rows if row.met is False]
+    out["machine"] = machine_text()
+    out["accelerator"] = os.environ.get("TMEM_ACCEL", "tcg")
+    out["kernel"] = bench.kernel.release
+    out["details"] = bench.details
+    path.write_text(json.dumps(out, indent=2) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures there; also JSON=PATH")
+    parser.add_argument("--only", nargs="*", default=[], help="steps: stream reread random ...")
+    arguments = parser.parse_args()
+    json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
+    try:
+        # What is missing is said now, not after minutes.
+        qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
+        with Session() as session:
+            bench = Bench(session, Progress())
+            bench.run(arguments.only)
+            print(f"\n{machine_text()}; guest {bench.kernel.release}\n\n{report(bench)}\n{REMARK}")
+            if json_path:
+                write_json(json_path, bench)
+    except HarnessError as error:
+        print(f"\nbench-guest: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
