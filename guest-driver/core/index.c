@@ -22,10 +22,16 @@
  *    later than the ids' change and visits each bucket under its lock, so it frees all of them.
  *  - Put answered REFUSED and a later put of the same page: erased only if the cookie is the same.
  *
+ * Who only wants to know whether asking is worth while (tmem_held()) looks without the lock:
+ * objects and leaves are of caches whose memory stays of that kind while RCU readers run, so that
+ * the look finds an old, a new or an unrelated one, never something else. An answer that is wrong
+ * costs a read from disk, or a get that finds nothing to take under the lock.
+ *
  * Never waits, never fails to erase, and allocates only without waiting.
  */
 #include <linux/hash.h>
 #include <linux/mm.h>
+#include <linux/rculist.h>
 #include <linux/slab.h>
 
 #include "../trace.h"
@@ -104,14 +110,14 @@ static struct object *find(struct bucket *bucket, const struct tmem_pool *pool, 
 /* Out of the table: gone for everyone. Freeing the leaves can follow without the lock. */
 static void unlink_object(struct object *object, struct hlist_head *freed)
 {
-	hlist_del(&object->node);
-	hlist_add_head(&object->node, freed);
+	hlist_del_rcu(&object->node);
+	hlist_add_head_rcu(&object->node, freed);
 }
 
 static void free_object(struct object *object)
 {
 	tmem_leaf_free_all(object);
-	tmem_uncharge(sizeof(*object));
+	tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
 	kmem_cache_free(object_cache, object);
 }
 
@@ -127,7 +133,7 @@ static void free_detached_fn(struct work_struct *work)
 		spin_lock_irq(&detached_lock);
 		object = hlist_entry_safe(detached.first, struct object, node);
 		if (object)
-			hlist_del(&object->node);
+			hlist_del_rcu(&object->node);
 		spin_unlock_irq(&detached_lock);
 		if (!object)
 			return;
@@ -156,8 +162,8 @@ static void detach(u32 bucket, struct object *object, enum tmem_inval why)
 /* An object whose last page went; nothing of it is at the host that we could name. */
 static void free_empty(struct object *object)
 {
-	hlist_del(&object->node);
-	tmem_uncharge(sizeof(*object));
+	hlist_del_rcu(&object->node);
+	tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
 	kmem_cache_free(object_cache, object);
 }
 
@@ -165,20 +171,21 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 {
 	struct object *object;
 
-	if (!tmem_charge(sizeof(*object)))
+	if (!tmem_charge(sizeof(*object) + TMEM_SLAB_LINK))
 		return ERR_PTR(-ENOSPC);
 	object = kmem_cache_alloc(object_cache, GFP_INDEX);
 	if (!object) {
-		tmem_uncharge(sizeof(*object));
+		tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
 		return ERR_PTR(-ENOMEM);
 	}
-	object->ino = key->ino;
 	object->id = atomic64_inc_return(&last_object_id);
-	object->igen = key->igen;
-	object->pool = pool;
+	/* A reader that still looks at what was freed here before may see them. */
+	WRITE_ONCE(object->ino, key->ino);
+	WRITE_ONCE(object->igen, key->igen);
+	WRITE_ONCE(object->pool, pool);
 	object->nr_pages = 0;
 	xa_init(&object->leaves);
-	hlist_add_head(&object->node, &bucket->objects);
+	hlist_add_head_rcu(&object->node, &bucket->objects);
 	return object;
 }
 
@@ -533,6 +540,34 @@ void tmem_index_bypass_free(struct tmem_pool *pool)
 	xa_destroy(&pool->bypass);
 }
 
+/* An inode number that is used again: what is held is the old inode's. */
+static void drop_stale(const struct tmem_key *key)
+{
+	u32 nr = bucket_of(key->pool, key->ino);
+	struct object *object;
+	unsigned long flags;
+
+	spin_lock_irqsave(&buckets[nr].lock, flags);
+	object = find(&buckets[nr], key->pool, key->ino);
+	if (object && object->igen != key->igen)
+		detach(nr, object, TMEM_INVAL_INODE);
+	spin_unlock_irqrestore(&buckets[nr].lock, flags);
+}
+
+/* As find(), without the lock: the object may be gone, or another one, at any moment. */
+static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
+{
+	u32 id = READ_ONCE(pool->id);
+	struct object *object;
+
+	if (!id)
+		return NULL;
+	hlist_for_each_entry_rcu(object, &bucket->objects, node)
+		if (READ_ONCE(object->ino) == ino && READ_ONCE(object->pool) == id)
+			return object;
+	return NULL;
+}
+
 /**
  * tmem_held() - which pages could be got
  * @key: pool and inode
@@ -540,43 +575,46 @@ void tmem_index_bypass_free(struct tmem_pool *pool)
  * @nr: number of pages
  * @held: bitmap of @nr bits: set to the pages that have an entry
  *
- * Context: any but NMI.
+ * Context: any but NMI. Takes no lock, so that a miss costs as little as one in the page cache: the
+ * answer may be wrong in either way for pages that are put or erased meanwhile.
  *
  * Return: number of bits set.
  */
 unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		       unsigned long *held)
 {
-	u32 bucket_nr = bucket_of(key->pool, key->ino);
-	struct bucket *bucket = &buckets[bucket_nr];
+	struct bucket *bucket = &buckets[bucket_of(key->pool, key->ino)];
 	unsigned int bit, count = 0;
-	unsigned long i, flags;
 	struct object *object;
+	bool stale = false;
 	struct leaf *leaf;
+	unsigned long i;
 	u64 mask, last;
 
 	bitmap_zero(held, nr);
 	if (!nr || !tmem_online())
 		return 0;
 	last = (u64)index + nr - 1;
-	spin_lock_irqsave(&bucket->lock, flags);
-	object = find(bucket, key->pool, key->ino);
-	if (object && object->igen != key->igen) {
-		detach(bucket_nr, object, TMEM_INVAL_INODE);
+	rcu_read_lock();
+	object = look(bucket, key->pool, key->ino);
+	if (object && READ_ONCE(object->igen) != key->igen) {
+		stale = true;
 		object = NULL;
 	}
 	if (object) {
 		/* One to nine of them: looking for the next costs more than looking each up. */
 		for (i = index >> LEAF_SHIFT; i <= last >> LEAF_SHIFT; i++) {
 			leaf = xa_load(&object->leaves, i);
-			mask = leaf ? leaf->present & leaf_mask(i, index, last) : 0;
+			mask = leaf ? READ_ONCE(leaf->present) & leaf_mask(i, index, last) : 0;
 			for (; mask; mask &= mask - 1, count++) {
 				bit = __ffs64(mask);
 				__set_bit(((u64)i << LEAF_SHIFT) + bit - index, held);
 			}
 		}
 	}
-	spin_unlock_irqrestore(&bucket->lock, flags);
+	rcu_read_unlock();
+	if (stale)
+		drop_stale(key);
 	return count;
 }
 
@@ -626,7 +664,7 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 		}
 		spin_unlock_irq(&buckets[i].lock);
 		hlist_for_each_entry_safe(object, next, &freed, node) {
-			hlist_del(&object->node);
+			hlist_del_rcu(&object->node);
 			free_object(object);
 		}
 		cond_resched();
@@ -805,7 +843,8 @@ int tmem_index_init(void)
 	bucket_bits = ilog2(nr);
 	nr = 1UL << bucket_bits;
 
-	object_cache = kmem_cache_create("tmem_object", sizeof(struct object), 0, 0, NULL);
+	object_cache = kmem_cache_create("tmem_object", sizeof(struct object), 0,
+					 SLAB_TYPESAFE_BY_RCU, NULL);
 	if (!object_cache)
 		return -ENOMEM;
 	if (tmem_leaf_init())

@@ -91,7 +91,7 @@ bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 
 static void leaf_free(struct leaf *leaf)
 {
-	tmem_uncharge(leaf_bytes(leaf->class));
+	tmem_uncharge(leaf_bytes(leaf->class) + TMEM_SLAB_LINK);
 	kmem_cache_free(leaf_cache[leaf->class], leaf);
 }
 
@@ -99,7 +99,7 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned i
 			     const struct leaf *old)
 {
 	long node = old || !tmem_alone_in_node(&object->leaves, nr) ? 0 : sizeof(struct xa_node);
-	long bytes = leaf_bytes(class) + node;
+	long bytes = leaf_bytes(class) + TMEM_SLAB_LINK + node;
 	struct leaf *leaf;
 
 	if (!tmem_charge(bytes))
@@ -107,10 +107,12 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned i
 	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
 	if (!leaf)
 		goto nomem;
-	leaf->present = 0;
-	if (old)
-		memcpy(leaf, old, leaf_bytes(old->class));
+	/* A reader that still looks at what was freed here before may see it. */
+	WRITE_ONCE(leaf->present, old ? old->present : 0);
 	leaf->class = class;
+	leaf->referenced = 1;
+	if (old)
+		memcpy(leaf->entry, old->entry, leaf_capacity[old->class] * sizeof(u64));
 	if (xa_is_err(xa_store(&object->leaves, nr, leaf, GFP_INDEX))) {
 		kmem_cache_free(leaf_cache[class], leaf);
 		goto nomem;
@@ -164,7 +166,7 @@ int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 	}
 	memmove(&leaf->entry[at + 1], &leaf->entry[at], (nr - at) * sizeof(u64));
 	leaf->entry[at] = entry;
-	leaf->present |= BIT_ULL(bit);
+	WRITE_ONCE(leaf->present, leaf->present | BIT_ULL(bit));
 	object->nr_pages++;
 	atomic_long_inc(&tmem_index_nr_pages);
 	return 0;
@@ -199,7 +201,7 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 		if (!(mask & BIT_ULL(bit)))
 			leaf->entry[to++] = leaf->entry[from];
 	}
-	leaf->present &= ~mask;
+	WRITE_ONCE(leaf->present, leaf->present & ~mask);
 	return erased;
 }
 
@@ -231,11 +233,13 @@ int tmem_leaf_init(void)
 {
 	unsigned int i;
 
-	BUILD_BUG_ON(sizeof(struct leaf) + LEAF_PAGES * sizeof(u64) +
+	BUILD_BUG_ON(sizeof(struct leaf) + LEAF_PAGES * sizeof(u64) + TMEM_SLAB_LINK +
 		     DIV_ROUND_UP(sizeof(struct xa_node), XA_CHUNK_SIZE) >
 		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
 	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
-		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0, 0, NULL);
+		/* Read without a lock by tmem_held(). */
+		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0,
+						  SLAB_TYPESAFE_BY_RCU, NULL);
 		if (!leaf_cache[i]) {
 			tmem_leaf_exit();
 			return -ENOMEM;

@@ -24,6 +24,12 @@
  */
 #define TMEM_INDEX_PAGE_BYTES	9
 
+/*
+ * The slab allocator keeps its list of free objects beside them, not in them, where readers may
+ * still look at one that was freed.
+ */
+#define TMEM_SLAB_LINK		((long)sizeof(void *))
+
 struct leaf {
 	u64 present;		/* bit i: page i of the leaf has an entry */
 	u8 class;
