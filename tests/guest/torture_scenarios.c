@@ -24,6 +24,7 @@
 #define SPLIT_PAGES	8UL	/* of the large folio; a power of two */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
+#define MIN_BLOCK	1024UL	/* of a file system */
 #define DONTCACHE	0x80	/* RWF_DONTCACHE, since 6.14: not in every libc's headers */
 #define MANY_FILES	4200	/* more than the driver keeps marks for, see BYPASSED_MAX there */
 
@@ -297,15 +298,20 @@ static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 /* The bytes on the disk change between two mounts. */
 static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 {
-	int blocks[PAGES], device;
+	/* FIBMAP counts in blocks of the file system; none is smaller. */
+	int blocks[PAGES * PAGE / MIN_BLOCK], bytes, device;
+	unsigned int nr;
 
 	(void)g;
+	if (ioctl(f->fd, FIGETBSZ, &bytes) || bytes < (int)MIN_BLOCK || bytes > (int)PAGE)
+		fail(w, f, "FIGETBSZ");
+	nr = PAGES * PAGE / bytes;
 	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
 		prime(w, f, "unmount");
-		for (unsigned int i = 0; i < PAGES; i++) {
+		for (unsigned int i = 0; i < nr; i++) {
 			blocks[i] = i;
 			if (ioctl(f->fd, FIBMAP, &blocks[i]) || !blocks[i])
-				fail(w, f, "FIBMAP of page %u", i);
+				fail(w, f, "FIBMAP of block %u", i);
 		}
 		worker_close(w);
 		unmount(w->opt);
@@ -313,11 +319,11 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 		device = open(w->opt->device, O_RDWR | O_DIRECT);
 		if (device < 0)
 			fail(w, f, "open %s", w->opt->device);
-		for (unsigned int i = 0; i < PAGES; i++) {
-			fill(w->buffer, i * PAGE, PAGE, owner_of(w, f), w->op);
-			if (pwrite(device, w->buffer, PAGE, blocks[i] * PAGE) != PAGE)
+		fill(f->model, 0, PAGES * PAGE, owner_of(w, f), w->op);
+		for (unsigned int i = 0; i < nr; i++) {
+			memcpy(w->buffer, f->model + i * bytes, bytes);
+			if (pwrite(device, w->buffer, bytes, (off_t)blocks[i] * bytes) != bytes)
 				fail(w, f, "write %s", w->opt->device);
-			memcpy(f->model + i * PAGE, w->buffer, PAGE);
 		}
 		fsync(device);
 		close(device);

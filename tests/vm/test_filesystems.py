@@ -104,8 +104,6 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path, name:
     random_operations(guest, name, 20_000)
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
     for scenario in SCENARIOS:
-        if scenario == "swap" and name in ("ext4-bigalloc", "ext4-1k", "xfs-1k"):
-            continue
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
         assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
 
