@@ -10,19 +10,26 @@ import pytest
 
 from harness import kernel as kernels
 from harness import module as modules
+from harness import shards
 from harness.kernel import Kernel
 from harness.paths import HarnessError, host_binary, qemu_binary
 from harness.session import Session
 
 SESSION = pytest.StashKey[Session]()
 FAILED = pytest.StashKey[bool]()
+TOOK = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel", default="6.12", help="kernel series of the guests")
-    parser.addoption("--shard", help="K/N: of all tests, by name, the K-th of N parts")
+    parser.addoption("--shard", help="K/N: the K-th of N parts, which take equally long")
+    parser.addoption(
+        "--durations-to", type=Path, help="a file, as tests/durations.txt, to note durations in"
+    )
 
 
+# Last: of what -m and -k have left.
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     shard = config.getoption("--shard")
     if not shard:
@@ -30,11 +37,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part, _, of = shard.partition("/")
     if not (part.isdigit() and of.isdigit() and 1 <= int(part) <= int(of)):
         raise pytest.UsageError(f"--shard {shard}: expected K/N with 1 <= K <= N")
-    # By position in the sorted names: stable, and each test is in exactly one shard.
-    names = sorted(item.nodeid for item in items)
-    mine = set(names[int(part) - 1 :: int(of)])
+    names = [item.nodeid for item in items]
+    mine = set(shards.split(names, shards.read(), int(of))[int(part) - 1])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in mine])
     items[:] = [item for item in items if item.nodeid in mine]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if path := session.config.getoption("--durations-to"):
+        shards.write(path, session.config.stash.get(TOOK, {}))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -42,6 +53,9 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    # Without what is built before the first test.
+    if report.when == "call" and report.passed:
+        item.config.stash.setdefault(TOOK, {})[item.nodeid] = report.duration
     if report.failed:
         item.stash[FAILED] = True
         if session := item.stash.get(SESSION, None):
