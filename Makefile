@@ -55,7 +55,7 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-6.12-1` one.
 # Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
-# with the others, all that boots a VM.
+# with the others, all but what is about QEMU and the tests themselves.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
 # Kernels that check themselves, built from source first: most of the shard's time.
 CHECKING = debug
@@ -71,8 +71,10 @@ shards: ## names of the shards
 
 # vm-6.1-2 is the second of as many parts as there are names with 6.1.
 kernel_of = $(firstword $(subst -, ,$1))
+ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness snapshot)
 $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
-	$(PYTEST) --kernel $(call kernel_of,$*) $(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke") \
+	$(PYTEST) --kernel $(call kernel_of,$*) \
+		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \
 		--shard $(lastword $(subst -, ,$*))/$(words $(filter vm-$(call kernel_of,$*)-%,$(VM_SHARDS)))
 
 $(addprefix shard-,$(addprefix kernel-,$(CHECKING))): shard-kernel-%: deps-test all
