@@ -52,18 +52,36 @@ static void expect(int good, const char *what)
 	failures++;
 }
 
-/* The formula of the header, word by word. */
+/* a * b added to the number in sum[], digits of 32 bits, as on paper. */
+static void add_product(u32 sum[4], u64 a, u64 b)
+{
+	for (int i = 0; i < 4; i++) {
+		u64 part = (i & 1 ? a >> 32 : (u32)a) * (i & 2 ? b >> 32 : (u32)b);
+		u64 carry = 0;
+
+		for (int at = (i & 1) + (i >> 1), digit = 0; at < 4; at++, digit++) {
+			carry += sum[at] + (digit == 0 ? (u32)part : digit == 1 ? part >> 32 : 0);
+			sum[at] = carry;
+			carry >>= 32;
+		}
+	}
+}
+
+/* The formulas of the header, without numbers of 128 bits. */
 static u32 reference(const struct tmem_check_keys *keys, const void *page)
 {
+	const u64 *key = keys->key + PAGE_BYTES / 8;
 	const u8 *byte = page;
-	u64 sum = keys->key[0];
-	u32 word[2];
+	u32 sum[4] = { 0 };
+	u64 word[2], end;
 
-	for (int i = 0; i < PAGE_BYTES / 8; i++) {
-		memcpy(word, byte + 8 * i, 8);
-		sum += (keys->key[1 + 2 * i] + word[0]) * (keys->key[2 + 2 * i] + word[1]);
+	for (int i = 0; i < PAGE_BYTES / 8; i += 2) {
+		memcpy(word, byte + 8 * i, 16);
+		add_product(sum, keys->key[i] + word[0], keys->key[i + 1] + word[1]);
 	}
-	return sum >> 40;
+	end = key[0] + (key[1] + sum[0]) * (key[2] + sum[1]) +
+	      (key[3] + sum[2]) * (key[4] + sum[3]);
+	return end >> 40;
 }
 
 static void test_check(void)
