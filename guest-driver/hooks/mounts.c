@@ -157,7 +157,9 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
  */
 void tmem_mount_free(struct tmem_mount *mount)
 {
-	kobject_del(&mount->kobj);
+	/* It is not there if there was no memory for it, or another of its name. */
+	if (mount->kobj.state_in_sysfs)
+		kobject_del(&mount->kobj);
 	kobject_put(&mount->kobj);
 	/* mount_release() is code of this module, and may be called by another task. */
 	wait_for_completion(&mount->released);
