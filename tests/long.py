@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The torture for as long as told: `make check-guest-long DURATION=2h`.
 
-Turn after turn on a new VM with the next file system and the next kernel: random operations,
+Turn after turn on a new VM with another file system or another kernel: random operations,
 readers that must not go back, the fixed scenarios; every other turn each hit is read from disk as
 well. Each run has a new seed, which is printed. The first failure ends it.
 """
@@ -161,10 +161,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not turns:
         parser.error("no kernel mounts any of these file systems")
+    generator.shuffle(turns)  # so that short runs come to all of them, too
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break
-        parameters = f"verify_every={(number // len(prepared)) % 2}"
+        # Each other one, and the others when it is their turn again.
+        parameters = f"verify_every={(number + number // len(turns)) % 2}"
         if options.hooks_off:
             parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"
         try:
