@@ -109,7 +109,9 @@ def check_cached(guest: Guest, sums: dict[str, str]) -> None:
 @pytest.mark.smoke
 def test_encrypted_files(session: Session, kernel: Kernel, module: Path) -> None:
     """The page cache has them in the clear; the host must not."""
-    guest = boot(session, kernel, module, options="encrypt", modules=["xts", "cts"])
+    guest = boot(
+        session, kernel, module, options="encrypt", modules=["ecb", "xts", "cts", "sha512_generic"]
+    )
     guest.sh(f"mkdir {WHERE}/secret && {SPECIAL} encrypt {WHERE}/secret")
     plain = make(guest, f"{WHERE}/plain")
     check_cached(guest, plain)
