@@ -8,6 +8,7 @@
  *   special quotafile FILE		an empty quota file of users, padded (see below)
  *   special quotaon|quotaoff DIR FILE	user quotas of the file system at DIR
  *   special loop-direct DEVICE		a loop device goes around the page cache below it
+ *   special map FILE		FILE to standard output, through a mapping and page by page
  *   special same FILE			cached and direct reads agree; 1 if not
  *   special move-ext FILE DONOR	exchange the blocks of two ext4 files of the same size
  *   special direct DIR COUNT		make so many files by a direct write each
@@ -23,6 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/quota.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -130,6 +132,27 @@ static int loop_direct(const char *path)
 	return 0;
 }
 
+static int map(const char *path)
+{
+	int fd = open(path, O_RDONLY);
+	uint8_t buffer[PAGE], *where;
+	struct stat st;
+
+	if (fd < 0 || fstat(fd, &st))
+		return fail(path);
+	where = mmap(NULL, st.st_size, PROT_READ, MAP_SHARED, fd, 0);
+	if (where == MAP_FAILED || madvise(where, st.st_size, MADV_RANDOM))
+		return fail("mmap");
+	for (off_t at = 0; at < st.st_size; at += PAGE) {
+		size_t left = st.st_size - at, length = left < PAGE ? left : PAGE;
+
+		memcpy(buffer, where + at, length);
+		if (fwrite(buffer, 1, length, stdout) != length)
+			return fail("write");
+	}
+	return fflush(stdout) ? fail("write") : 0;
+}
+
 static int same(const char *path)
 {
 	int cached = open(path, O_RDONLY), direct = open(path, O_RDONLY | O_DIRECT);
@@ -210,6 +233,8 @@ int main(int argc, char **argv)
 		return quota(argv[2], Q_QUOTAOFF, argv[3]);
 	if (argc == 3 && !strcmp(argv[1], "loop-direct"))
 		return loop_direct(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "map"))
+		return map(argv[2]);
 	if (argc == 3 && !strcmp(argv[1], "same"))
 		return same(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "move-ext"))

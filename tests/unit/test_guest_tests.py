@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The page about the guest driver's tests names tests that are there, and every hook has one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_abi import DRIVER
+from test_guest_docs import code, table
+
+from harness import kernel
+from harness.paths import ROOT, TESTS
+
+pytestmark = pytest.mark.smoke
+
+PAGE = ROOT / "docs/guest-tests.md"
+NAME = r"`(test_\w+)::(test_\w+)`"
+
+
+def vm_tests() -> set[tuple[str, str]]:
+    """File and function of each VM test."""
+    return {
+        (path.stem, name)
+        for path in (TESTS / "vm").glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+
+
+def test_promises_have_tests() -> None:
+    there = vm_tests()
+    rows = table(PAGE, "tests")
+    assert len(rows) > 30
+    for what, test, kernels in rows:
+        if test.startswith("`make "):
+            (target,) = re.findall(r"`make ([\w-]+)", test)
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            continue
+        named = re.findall(NAME, test)
+        assert named and set(named) <= there, f"{what}: no {named}"
+        assert set(re.findall(r"\b[67]\.\d+\b", kernels)) <= {*kernel.SERIES, "6.10"}
+
+
+def test_each_hook_has_a_test() -> None:
+    source = (DRIVER / "hooks/init.c").read_text()
+    names = re.findall(r'^\t\[TMEM_HOOK_\w+\] = "(\w+)",$', source, re.MULTILINE)
+    assert len(names) > 10
+    rows = {code(row[0]): row[1] for row in table(PAGE, "hooks")}
+    assert sorted(rows) == sorted(names)
+    there = vm_tests()
+    for hook, text in rows.items():
+        named = re.findall(NAME, text)
+        assert named, f"{hook}: no test is named"
+        for file, name in named:
+            assert (file, name) in there, f"{hook}: no {file}::{name}"
+            text_of_file = (TESTS / f"vm/{file}.py").read_text()
+            # A hook with a switch of its own is not left out but switched on.
+            mark = "drop_caches_flush" if hook == "drop_slab" else rf"\b{hook}\b"
+            assert re.search(mark, text_of_file), f"{file} does not leave out {hook}"
+
+
+def test_all_tests_of_the_text_are_there() -> None:
+    named = set(re.findall(NAME, PAGE.read_text()))
+    assert len(named) > 30
+    assert named <= vm_tests()

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Hooks that no byte depends on: what each is for, which is lost without it and nothing else.
+
+Those that coherence rests on are left out one by one in test_torture and test_filesystems.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import WHERE, evict, set_parameter, settle, state, stats
+from test_files import FILE_PAGES, SPECIAL, boot, make
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+# The hook of a way to read, and commands that read so.
+READERS = [("readahead", "cat"), ("read_folio", f"{SPECIAL} map")]
+
+
+@pytest.mark.parametrize(("hook", "reader"), READERS)
+def test_ways_to_read(
+    session: Session, kernel: Kernel, test_module: Path, hook: str, reader: str
+) -> None:
+    """Without it, what is read that way comes from the disk; what the host has does no harm."""
+    guest = boot(session, kernel, test_module)
+    path = f"{WHERE}/f"
+    (digest,) = make(guest, path).values()
+    for off in (True, False):
+        set_parameter(guest, "test_hooks_off", hook if off else "")
+        for _ in range(2):
+            before = evict(guest, [path])
+            found = guest.sh(f"{reader} {path} | sha256sum").split()[0]
+            after = stats(guest)
+            assert found == digest
+            hits = after["hits"] - before["hits"]
+            assert hits == 0 if off else hits > FILE_PAGES // 2
+    assert state(guest) == "on"
+
+
+def puts_of_an_open_file(guest: Guest) -> int:
+    """A file is opened for writing as the first of a mount; how much of it is then put?"""
+    device = f"/dev/{guest.disk('data')}"
+    path, other = f"{WHERE}/f", f"{WHERE}/other"
+    guest.sh(f"umount {WHERE} && mount -t ext4 {device} {WHERE}", 60)
+    pid = guest.sh(f"exec 3<>{path}; sleep 10000 >/dev/null 2>&1 & echo $!").strip()
+    begun = stats(guest)["puts"]
+
+    def served() -> bool:
+        evict(guest, [other])
+        return stats(guest)["puts"] > begun
+
+    until(served, 60, f"the driver serves {WHERE}")
+    before = settle(guest)["puts"]
+    put = evict(guest, [path])["puts"] - before
+    guest.sh(f"kill {pid}")
+    return put
+
+
+def test_a_mount_is_seen_at_once(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """Known later, a file that was open for writing by then is not cached until it is closed."""
+    guest = boot(session, kernel, test_module)
+    make(guest, f"{WHERE}/f")
+    make(guest, f"{WHERE}/other")
+    assert puts_of_an_open_file(guest) > FILE_PAGES // 2
+    set_parameter(guest, "test_hooks_off", "mount")
+    assert puts_of_an_open_file(guest) == 0
+    evict(guest, [f"{WHERE}/f"])
+    before = evict(guest, [f"{WHERE}/f"])["hits"]
+    assert evict(guest, [f"{WHERE}/f"])["hits"] - before > FILE_PAGES // 2, "closed: it is cached"
