@@ -23,6 +23,10 @@
 #define CELL		16	/* bytes of a stamp, see torture_model.c */
 #define OPS_MAX		64	/* kinds of operation */
 
+#ifndef RWF_DONTCACHE
+#define RWF_DONTCACHE	0x80	/* since 6.14: not in every libc's headers */
+#endif
+
 struct rng {
 	uint64_t state;
 };
@@ -118,9 +122,11 @@ void file_path(const struct worker *w, const struct file *f, char *path, size_t 
 int file_direct(struct worker *w, struct file *f);
 void file_read(struct worker *w, struct file *f, uint64_t offset, size_t length);
 void file_read_direct(struct worker *w, struct file *f, uint64_t offset, size_t length);
+bool file_read_dontcache(struct worker *w, struct file *f, uint64_t offset, size_t length);
 void file_scan(struct worker *w, struct file *f, size_t chunk);
 void file_write(struct worker *w, struct file *f, uint64_t offset, size_t length);
 void file_write_direct(struct worker *w, struct file *f, uint64_t offset, size_t length);
+bool file_write_dontcache(struct worker *w, struct file *f, uint64_t offset, size_t length);
 void file_truncate(struct worker *w, struct file *f, size_t size);
 bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset, size_t length);
 bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,

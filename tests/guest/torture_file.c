@@ -15,6 +15,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include "torture.h"
@@ -91,16 +92,23 @@ int file_direct(struct worker *w, struct file *f)
 	return f->direct_fd;
 }
 
-static void timed_read(struct worker *w, struct file *f, int fd, uint8_t *to, uint64_t offset,
-		       size_t length, const char *how)
+/* Returns false where the kernel does not know a flag, and has read without. */
+static bool timed_read(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length,
+		       int flags, const char *how)
 {
+	struct iovec vector = { w->buffer, length };
 	size_t want = offset >= f->size ? 0 : f->size - offset;
+	bool known = true;
 	uint64_t start = now_ns(), took;
 	ssize_t got;
 
 	if (want > length)
 		want = length;
-	got = pread(fd, to, length, offset);
+	got = preadv2(fd, &vector, 1, offset, flags);
+	if (got < 0 && flags && errno == EOPNOTSUPP) {
+		known = false;
+		got = preadv2(fd, &vector, 1, offset, 0);
+	}
 	took = now_ns() - start;
 	if (got < 0)
 		fail(w, f, "%s at %lu+%zu", how, offset, length);
@@ -111,17 +119,24 @@ static void timed_read(struct worker *w, struct file *f, int fd, uint8_t *to, ui
 		w->shared->longest_read_ns[w->id] = took;
 		w->shared->longest_read_op[w->id] = w->op;
 	}
-	verify(w, f, to, offset, want, how);
+	verify(w, f, w->buffer, offset, want, how);
+	return known;
 }
 
 void file_read(struct worker *w, struct file *f, uint64_t offset, size_t length)
 {
-	timed_read(w, f, f->fd, w->buffer, offset, length, "buffered");
+	timed_read(w, f, f->fd, offset, length, 0, "buffered");
 }
 
 void file_read_direct(struct worker *w, struct file *f, uint64_t offset, size_t length)
 {
-	timed_read(w, f, file_direct(w, f), w->buffer, offset, length, "direct");
+	timed_read(w, f, file_direct(w, f), offset, length, 0, "direct");
+}
+
+/* Pages that this brings into the page cache go when it has copied them. */
+bool file_read_dontcache(struct worker *w, struct file *f, uint64_t offset, size_t length)
+{
+	return timed_read(w, f, f->fd, offset, length, RWF_DONTCACHE, "uncached");
 }
 
 /* The whole file in chunks, as readahead sees it. */
@@ -131,12 +146,22 @@ void file_scan(struct worker *w, struct file *f, size_t chunk)
 		file_read(w, f, at, chunk);
 }
 
-static void timed_write(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length)
+/* Returns false where the kernel does not know a flag, and has written without. */
+static bool write_all(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length,
+		      int flags)
 {
+	bool known = true;
+
 	fill(w->buffer, offset, length, owner_of(w, f), w->op);
 	for (size_t done = 0; done < length;) {
-		ssize_t got = pwrite(fd, w->buffer + done, length - done, offset + done);
+		struct iovec vector = { w->buffer + done, length - done };
+		ssize_t got = pwritev2(fd, &vector, 1, offset + done, flags);
 
+		if (got < 0 && flags && errno == EOPNOTSUPP) {
+			known = false;
+			flags = 0;
+			continue;
+		}
 		if (got <= 0)
 			fail(w, f, "write at %lu+%zu", offset, length);
 		done += got;
@@ -144,16 +169,23 @@ static void timed_write(struct worker *w, struct file *f, int fd, uint64_t offse
 	memcpy(f->model + offset, w->buffer, length);
 	if (offset + length > f->size)
 		f->size = offset + length;
+	return known;
 }
 
 void file_write(struct worker *w, struct file *f, uint64_t offset, size_t length)
 {
-	timed_write(w, f, f->fd, offset, length);
+	write_all(w, f, f->fd, offset, length, 0);
 }
 
 void file_write_direct(struct worker *w, struct file *f, uint64_t offset, size_t length)
 {
-	timed_write(w, f, file_direct(w, f), offset, length);
+	write_all(w, f, file_direct(w, f), offset, length, 0);
+}
+
+/* Pages that this brings into the page cache go when they have been written back. */
+bool file_write_dontcache(struct worker *w, struct file *f, uint64_t offset, size_t length)
+{
+	return write_all(w, f, f->fd, offset, length, RWF_DONTCACHE);
 }
 
 void file_truncate(struct worker *w, struct file *f, size_t size)

@@ -119,6 +119,14 @@ static bool op_direct_read(struct worker *w, struct file *f)
 	return true;
 }
 
+static bool op_dontcache_read(struct worker *w, struct file *f)
+{
+	struct range r = draw_range(w, f->size);
+
+	record(w, f, r.offset, r.length, NULL);
+	return file_read_dontcache(w, f, r.offset, r.length);
+}
+
 /* Also what the kernel promises of the last page: zeroes behind the end. */
 static bool op_mmap_read(struct worker *w, struct file *f)
 {
@@ -172,6 +180,14 @@ static bool op_direct_write(struct worker *w, struct file *f)
 	record(w, f, r.offset, r.length, NULL);
 	file_write_direct(w, f, r.offset, r.length);
 	return true;
+}
+
+static bool op_dontcache_write(struct worker *w, struct file *f)
+{
+	struct range r = draw_range(w, f->limit);
+
+	record(w, f, r.offset, r.length, NULL);
+	return file_write_dontcache(w, f, r.offset, r.length);
 }
 
 static bool op_mmap_write(struct worker *w, struct file *f)
@@ -508,9 +524,11 @@ static const struct {
 	{ "scan", 60, op_scan, true },
 	{ "sparse-read", 60, op_sparse_read, true },
 	{ "direct-read", 30, op_direct_read, true },
+	{ "dontcache-read", 30, op_dontcache_read, true },
 	{ "mmap-read", 70, op_mmap_read, true },
 	{ "write", 110, op_write, false },
 	{ "direct-write", 45, op_direct_write, false },
+	{ "dontcache-write", 25, op_dontcache_write, false },
 	{ "mmap-write", 50, op_mmap_write, true },
 	{ "truncate", 35, op_truncate, false },
 	{ "punch", 25, op_punch, true },

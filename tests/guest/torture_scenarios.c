@@ -25,7 +25,7 @@
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
 #define MIN_BLOCK	1024UL	/* of a file system */
-#define DONTCACHE	0x80	/* RWF_DONTCACHE, since 6.14: not in every libc's headers */
+#define HUGE		(2UL << 20)	/* the largest folio of a file on x86 */
 #define MANY_FILES	4200	/* more than the driver keeps marks for, see BYPASSED_MAX there */
 
 /* Writes the file anew and has reclaim take all of it. */
@@ -362,7 +362,7 @@ static void read_dontcache(struct worker *w, struct file *f)
 	struct iovec vector = { w->buffer, 4 * PAGE };
 
 	for (uint64_t at = 0; at < PAGES * PAGE; at += 4 * PAGE) {
-		ssize_t got = preadv2(f->fd, &vector, 1, at, DONTCACHE);
+		ssize_t got = preadv2(f->fd, &vector, 1, at, RWF_DONTCACHE);
 
 		if (got < 0 && errno == EOPNOTSUPP) {
 			puts("TORTURE SKIP: preadv2 does not know RWF_DONTCACHE");
@@ -393,12 +393,87 @@ static void scenario_dontcache(struct worker *w, struct file *f, struct file *g)
 		begin(w, f, "dontcache write");
 		fill(w->buffer, 4 * PAGE, 8 * PAGE, owner_of(w, f), w->op);
 		memcpy(f->model + 4 * PAGE, w->buffer, 8 * PAGE);
-		if (pwritev2(f->fd, &vector, 1, 4 * PAGE, DONTCACHE) != (ssize_t)(8 * PAGE))
+		if (pwritev2(f->fd, &vector, 1, 4 * PAGE, RWF_DONTCACHE) != (ssize_t)(8 * PAGE))
 			fail(w, f, "pwritev2");
 		read_dontcache(w, f);
 		look(w, f);
 		read_dontcache(w, f);
 	}
+}
+
+/* A file of --size-max, written at once, so in folios as large as the file system makes. */
+static void prime_large(struct worker *w, struct file *f, const char *step)
+{
+	begin(w, f, step);
+	file_truncate(w, f, 0);
+	file_write(w, f, 0, f->limit);
+	for (int i = 0; resident_pages(f->fd, f->size); i++) {
+		if (i == 20) {
+			errno = EBUSY;
+			fail(w, f, "pages stay in the page cache, the scenario would prove nothing");
+		}
+		evict(w, 1);
+		settle();
+	}
+}
+
+/* Through a mapping for which the kernel reads in folios of 2 MiB, of which a part is held. */
+static void read_huge(struct worker *w, struct file *f)
+{
+	uint8_t *room = mmap(NULL, f->limit + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	uint8_t *map = room + (-(uintptr_t)room & (HUGE - 1));
+
+	if (room == MAP_FAILED ||
+	    mmap(map, f->size, PROT_READ, MAP_SHARED | MAP_FIXED, f->fd, 0) == MAP_FAILED)
+		fail(w, f, "mmap");
+	madvise(map, f->size, MADV_HUGEPAGE);
+	verify(w, f, map, 0, f->size, "mapped huge");
+	munmap(room, f->limit + HUGE);
+}
+
+static void look_large(struct worker *w, struct file *f)
+{
+	file_scan(w, f, 32 * PAGE);
+	evict(w, 1);
+	settle();
+	read_huge(w, f);
+	evict(w, 1);
+	settle();
+	file_scan(w, f, HUGE);
+	evict(w, 1);
+	settle();
+	file_read(w, f, 0, f->size);
+}
+
+/* Nothing of a folio may be found that is older than what was done to another part of it. */
+static void scenario_large(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	f = &w->files[7];	/* its limit is the largest */
+	prime_large(w, f, "large");
+	look_large(w, f);
+	prime_large(w, f, "large, parts overwritten");
+	file_write(w, f, 70 * PAGE + 5, PAGE);
+	file_write(w, f, 3 * PAGE, PAGE);
+	look_large(w, f);
+	prime_large(w, f, "large, parts written directly");
+	file_write_direct(w, f, 40 * PAGE, 60 * PAGE);
+	look_large(w, f);
+	file_close(f);		/* written directly, it is not put before */
+	file_open(w, f, false);
+	prime_large(w, f, "large, a hole punched");
+	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 9 * PAGE + 5, 80 * PAGE);
+	look_large(w, f);
+	prime_large(w, f, "large, a hole punched while cached");
+	file_read(w, f, 0, f->size);
+	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 9 * PAGE + 5, 80 * PAGE);
+	look_large(w, f);
+	prime_large(w, f, "large, cut and grown");
+	file_truncate(w, f, f->limit - 500 * PAGE + 7);
+	file_truncate(w, f, f->limit);
+	look_large(w, f);
+	file_truncate(w, f, 30 * PAGE - 1);
+	look_large(w, f);
 }
 
 static uint64_t swap_used_kib(void)
@@ -484,6 +559,7 @@ static const struct {
 	{ "unmount", scenario_unmount },
 	{ "fadvise", scenario_fadvise },
 	{ "dontcache", scenario_dontcache },
+	{ "large", scenario_large },
 	{ "swap", scenario_swap },
 };
 
