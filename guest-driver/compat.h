@@ -10,9 +10,11 @@
 #include <linux/ftrace.h>
 #include <linux/kobject.h>
 #include <linux/pagemap.h>
+#include <linux/pgtable.h>
 #include <linux/version.h>
 #include <linux/virtio.h>
 #include <linux/virtio_config.h>
+#include <linux/workqueue.h>
 #include <linux/writeback.h>	/* filemap_dirty_folio(), until 6.2 */
 
 /* 6.1 has the older name of the setter and no accessor for arguments. */
@@ -47,6 +49,34 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 	rac->_nr_pages = 0;
 	rac->_batch_count = 0;
 }
+
+/*
+ * Since 6.17 the folios of a stream grow by two orders from one readahead to the next, up to the
+ * length of the readahead. Here: no further than to @order. A stream grows from below, so one that
+ * has the order of a huge page was asked for (MADV_HUGEPAGE), and is left alone.
+ *
+ * The state is that of the open file. Its threads change it without a lock, as this does: at worst
+ * one readahead has smaller or larger folios.
+ */
+static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned int order)
+{
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 17, 0)
+	unsigned int step = 2, now;
+
+	if (!rac->ra)
+		return;
+	now = READ_ONCE(rac->ra->order);
+	if (now < PMD_SHIFT - PAGE_SHIFT && now + step > order)
+		WRITE_ONCE(rac->ra->order, order > step ? order - step : 0);
+#endif
+}
+
+/* 6.17 on has other names for the system's work queues, and warns of the older ones in 7.2. */
+#if LINUX_VERSION_CODE < KERNEL_VERSION(6, 17, 0)
+#define tmem_system_wq system_unbound_wq
+#else
+#define tmem_system_wq system_dfl_wq
+#endif
 
 /* 6.10 on knows the source of a trace event's string from its declaration. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 10, 0)

@@ -34,6 +34,7 @@
 #include <linux/rculist.h>
 #include <linux/slab.h>
 
+#include "../compat.h"
 #include "../trace.h"
 #include "leaf.h"
 
@@ -156,7 +157,7 @@ static void detach(u32 bucket, struct object *object, enum tmem_inval why)
 	spin_lock(&detached_lock);
 	unlink_object(object, &detached);
 	spin_unlock(&detached_lock);
-	queue_work(system_unbound_wq, &free_detached);
+	queue_work(tmem_system_wq, &free_detached);
 }
 
 /* An object whose last page went; nothing of it is at the host that we could name. */
@@ -259,7 +260,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	if (err == -ENOSPC)
-		queue_work(system_unbound_wq, &evict_work);
+		queue_work(tmem_system_wq, &evict_work);
 	return err;
 }
 
@@ -435,7 +436,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 void tmem_index_make_room(void)
 {
 	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
-		queue_work(system_unbound_wq, &evict_work);
+		queue_work(tmem_system_wq, &evict_work);
 }
 
 /* Marks come before entries, which make room for them: their memory is not asked for but taken. */

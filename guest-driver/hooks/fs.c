@@ -25,6 +25,7 @@
 #include <linux/slab.h>
 #include <linux/workqueue.h>
 
+#include "../compat.h"
 #include "hooks.h"
 
 /*
@@ -514,7 +515,7 @@ void tmem_fs_flush_all(void)
 	for (i = 0; i < NR_FS_TYPES; i++)
 		if (READ_ONCE(tmem_fs_types[i].fst))
 			set_bit(i, &types_noted);
-	mod_delayed_work(system_wq, &discovery, 0);
+	mod_delayed_work(tmem_system_wq, &discovery, 0);
 }
 
 /**

@@ -14,6 +14,7 @@
  */
 #include <linux/bitmap.h>
 #include <linux/highmem.h>
+#include <linux/log2.h>
 #include <linux/mm.h>
 #include <linux/pagemap.h>
 #include <linux/slab.h>
@@ -305,6 +306,11 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 		mapping->a_ops->readahead(rac);
 		goto leave;
 	}
+	/*
+	 * A folio of which not all can be put is never got. Readahead of 8 MiB, which is what 7.2
+	 * does on virtio-blk, would make nearly all of a stream's folios so large.
+	 */
+	tmem_rac_limit_order(rac, ilog2(TMEM_FOLIO_MAX_PAGES));
 	nr = min(left, TMEM_WINDOW_PAGES);
 	if (!left || (!tmem_held(&rd.key, base, nr, held) && nr == left))
 		goto original;

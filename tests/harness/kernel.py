@@ -88,6 +88,12 @@ class Kernel:
     root: Path
 
     @property
+    def version(self) -> tuple[int, int]:
+        """(6, 12) of a release of 6.12."""
+        major, minor = self.release.split(".")[:2]
+        return int(major), int(minor)
+
+    @property
     def tcg_threads(self) -> str:
         """How QEMU's TCG may run several virtual processors of it."""
         return SERIES[self.series].tcg_threads if self.series in SERIES else "multi"

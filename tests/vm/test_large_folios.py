@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Folios of many pages: of one, a bounded number is put, and one is got whole or not at all."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from driver import Torture, checksums, settle, state, stats
+from test_filesystems import boot
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+
+# From which series on a file system writes in folios of up to 2 MiB.
+LARGE_WRITES = {"ext4": (6, 16), "xfs": (6, 6)}
+HUGE_ORDER = 9
+# TMEM_FOLIO_MAX_PAGES of the driver: copied with interrupts off.
+PUT_MAX, PUT_MAX_ORDER = 64, 6
+# From here on readahead keeps the order of a stream's folios where the driver can limit it.
+STREAMS_LIMITED = (6, 17)
+PAGES = 16 * 256
+
+CGROUPS = "/sys/fs/cgroup"
+GROUP = f"{CGROUPS}/reader"
+TRACING = "/sys/kernel/tracing"
+REMOVED = f"{TRACING}/events/filemap/mm_filemap_delete_from_page_cache"
+
+
+@pytest.fixture(params=["ext4", "xfs"])
+def file_system(request: pytest.FixtureRequest, kernel: Kernel) -> str:
+    name = str(request.param)
+    if kernel.version < LARGE_WRITES[name]:
+        pytest.skip(f"{name} of Linux {kernel.series} does not write in large folios")
+    return name
+
+
+def watch_evictions(guest: Guest) -> None:
+    guest.sh(f"echo >{TRACING}/trace && echo 1 >{REMOVED}/enable")
+
+
+def orders_evicted(guest: Guest, path: str) -> list[int]:
+    """Orders of the folios of a file that left the page cache since watch_evictions()."""
+    guest.sh(f"echo 0 >{REMOVED}/enable")
+    ino = int(guest.sh(f"stat -c %i {path}"))
+    trace = guest.get(f"{TRACING}/trace").decode()
+    found = re.findall(r"ino ([0-9a-f]+) .*order=(\d+)", trace)
+    return [int(order) for number, order in found if int(number, 16) == ino]
+
+
+def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_system: str) -> None:
+    """Of an evicted folio of 512 pages 64 are put."""
+    guest = boot(session, kernel, module, file_system)
+    path = "/mnt/large"
+    guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
+    sums = checksums(guest, [path])
+    before = settle(guest)
+    watch_evictions(guest)
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    settle(guest)
+    orders = orders_evicted(guest, path)
+    assert orders.count(HUGE_ORDER) >= 4, f"no large folios to see: {orders}"
+    bound = sum(min(1 << order, PUT_MAX) for order in orders)
+    taken = stats(guest)["puts"] - before["puts"]
+    # Other files may be put, too.
+    assert bound // 2 <= taken <= bound + PUT_MAX
+    # What was held comes back, and the rest from the disk.
+    assert checksums(guest, [path]) == sums
+    assert state(guest) == "on"
+
+
+def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
+    """What the group's processes read goes, no more at once than the put ring takes."""
+    for _ in range(mebibytes):
+        # Fails where less could be had.
+        guest.sh(f"echo 1M >{GROUP}/memory.reclaim 2>/dev/null || true", 60)
+        settle(guest)
+
+
+def test_streams_are_put_whole(
+    session: Session, kernel: Kernel, module: Path, file_system: str
+) -> None:
+    """Folios of a file that is read grow no larger than what is put of one, and got."""
+    if kernel.version < STREAMS_LIMITED:
+        pytest.skip(f"Linux {kernel.series} keeps no order of a stream that could be limited")
+    guest = boot(session, kernel, module, file_system)
+    path = "/mnt/large"
+    guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
+    settle(guest)
+    # What 7.2 itself does on virtio-blk: room for folios of 2 MiB.
+    guest.sh("echo 8192 >/sys/block/vda/queue/read_ahead_kb")
+    guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS} && mkdir {GROUP}")
+    guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control")
+    read = f"sh -c 'echo $$ >{GROUP}/cgroup.procs && sha256sum {path}'"
+    expected = guest.sh(read, 60)
+    watch_evictions(guest)
+    reclaim_slowly(guest, 24)
+    orders = orders_evicted(guest, path)
+    assert sum(1 << order for order in orders) > PAGES * 9 // 10, orders
+    assert max(orders) == PUT_MAX_ORDER, orders
+    before = stats(guest)
+    assert guest.sh(read, 60) == expected
+    hits = stats(guest)["hits"] - before["hits"]
+    assert hits > PAGES * 9 // 10
+
+
+@pytest.mark.parametrize("verify", [0, 1])
+def test_parts_of_folios(
+    session: Session, kernel: Kernel, module: Path, file_system: str, verify: int
+) -> None:
+    """What is done to a part of a large folio, and folios of which a part is held."""
+    guest = boot(session, kernel, module, file_system, f"verify_every={verify}")
+    Torture(guest, "--scenario=large --size-max=8388608").finish()
+    counters = stats(guest)
+    assert counters["hits" if not verify else "verified_hits"] > 100
+    assert counters["verify_mismatches"] == 0
+    assert state(guest) == "on"
