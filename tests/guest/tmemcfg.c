@@ -31,6 +31,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -162,8 +163,8 @@ static void find_device(void)
 static volatile uint8_t *map_bar(int number)
 {
 	static volatile uint8_t *mapped[6];
+	struct stat status;
 	char path[512];
-	off_t length;
 	int fd;
 
 	if (number > 5)
@@ -174,8 +175,10 @@ static volatile uint8_t *map_bar(int number)
 	fd = open(path, O_RDWR | O_SYNC);
 	if (fd < 0)
 		die("%s: %s", path, strerror(errno));
-	length = lseek(fd, 0, SEEK_END);
-	mapped[number] = mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	/* Not lseek(), which 6.1 answers from another inode, of no size. */
+	if (fstat(fd, &status))
+		die("%s: %s", path, strerror(errno));
+	mapped[number] = mmap(NULL, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 	if (mapped[number] == MAP_FAILED)
 		die("mmap %s: %s", path, strerror(errno));
 	close(fd);

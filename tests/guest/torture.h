@@ -137,6 +137,7 @@ void model_resize(struct file *f, size_t size);
 size_t resident_pages(int fd, size_t size);
 
 /* torture_env.c */
+bool write_text(const char *path, const char *text);
 void drop_caches(int what);
 void settle(void);
 void evict(struct worker *w, int what);

@@ -25,7 +25,7 @@
 #define PRESSURE_SPARE_KIB	(40UL << 10)	/* left to the system: no out-of-memory kill */
 #define MEMCG			"/sys/fs/cgroup/torture"
 
-static bool write_text(const char *path, const char *text)
+bool write_text(const char *path, const char *text)
 {
 	int fd = open(path, O_WRONLY);
 	bool ok;

@@ -493,7 +493,9 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
     evict(guest, list(files))
     before = stats(guest)
     assert before["index_pages"] > PAGES
-    guest.sh("echo disk >/sys/power/state", 300)
+    done = guest.run("echo disk >/sys/power/state", 300)
+    # Before 6.4 this way back fails, once the image is written: the swap is in use.
+    assert (done.status == 0) == (kernel.version >= (6, 4)), done
     wait_state(guest, "on")
     after = stats(guest)
     # Of the image, which was made when all was forgotten.
