@@ -19,6 +19,9 @@ use virtio_tmem as wire;
 /// Bound of every wait: a busy machine, a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Looks at a daemon, one after the other, that find it idle before it is taken to be.
+const IDLE_LOOKS: u32 = 5;
+
 /// tmemd and the VMs that it has sockets for.
 pub struct Daemon {
     dir: TempDir,
@@ -110,22 +113,29 @@ impl Daemon {
     }
 
     /// Takes the processor from it until [`Self::resume`]; none of its threads runs any more when
-    /// this returns.
+    /// this returns. It has nothing to do then: an answer that the guest has seen may not be the
+    /// last that a worker writes for it.
     pub fn suspend(&mut self) {
         let pid = Pid::from_child(self.child.as_ref().expect("running"));
-        kill_process(pid, Signal::STOP).unwrap();
         let tasks = format!("/proc/{pid}/task");
         // The state follows the name, which stands in brackets.
-        let stopped = |task: fs::DirEntry| {
-            fs::read_to_string(task.path().join("stat")).is_ok_and(|stat| {
-                stat.rsplit_once(')')
-                    .is_some_and(|(_, s)| s.starts_with(" T"))
+        let all_are = |state: &str| {
+            let mut tasks = fs::read_dir(&tasks).unwrap().map(Result::unwrap);
+            tasks.all(|task| {
+                fs::read_to_string(task.path().join("stat")).is_ok_and(|stat| {
+                    stat.rsplit_once(')')
+                        .is_some_and(|(_, rest)| rest.starts_with(&format!(" {state}")))
+                })
             })
         };
-        self.until("all threads stop", || {
-            let mut tasks = fs::read_dir(&tasks).unwrap().map(Result::unwrap);
-            tasks.all(stopped)
+        // More than once, since one that waits for a lock sleeps, too.
+        let mut idle = 0;
+        self.until("all threads sleep", || {
+            idle = if all_are("S") { idle + 1 } else { 0 };
+            idle == IDLE_LOOKS
         });
+        kill_process(pid, Signal::STOP).unwrap();
+        self.until("all threads stop", || all_are("T"));
     }
 
     /// Ends [`Self::suspend`].
