@@ -62,10 +62,12 @@
 /* Four full batches keep the host busy while one is prepared and one is answered. */
 #define TMEM_PUTS_IN_FLIGHT	4
 /*
- * How long puts that do not fill a batch wait for more while others are with the host. One that is
- * well answers sooner; a few ticks, so that a slow one does not get a request for each page.
+ * How long puts that do not fill a batch wait for more: a few ticks, so that evicting now and then
+ * does not mean a request for each page, and little beside what a page waits before it is wanted.
  */
 #define TMEM_PUT_DELAY_MS	10
+/* Parts of batches that wait, in all queues, leave half of the slots to a burst of puts. */
+#define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2
 /* Ranges remembered for the host; more are dropped, and its eviction finds them. */
 #define TMEM_FLUSH_PENDING	256
@@ -202,6 +204,7 @@ struct tmem_dev {
 
 	unsigned int nr_queues;
 	unsigned int batch_max;
+	unsigned int batch_full;	/* so many puts are sent without waiting for more */
 	unsigned int pools_max;
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;

@@ -20,10 +20,11 @@
  * A get reads slots without a lock: cookie, data, cookie again. Since a new put sets the cookie
  * to 0 before it touches the data, an unchanged cookie means that the data are whole.
  *
- * How long a put waits in the ring: the put wakes the feeder, a real-time thread, which sends what
- * there is at once if none of the queue's put batches are with the host, and otherwise a full batch
- * at once, and a smaller one when all those are answered or after TMEM_PUT_DELAY_MS, whichever
- * comes first. Only with TMEM_PUTS_IN_FLIGHT batches at the host does it wait for an answer.
+ * How long a put waits in the ring: a full batch is sent at once, by the feeder, a real-time
+ * thread; a smaller one after TMEM_PUT_DELAY_MS. A request costs as much as many copies, and
+ * reclaim takes more than a page: sent one by one, as the host answers, they would cost more than
+ * all else. Nobody misses what waits, since a get finds it here. Only with TMEM_PUTS_IN_FLIGHT
+ * batches at the host does the feeder wait for an answer.
  *
  * Every way a put can end other than STORED erases its index entry, if that is still its own. Never
  * waits for room: a full ring drops the put and erases the key.
@@ -172,8 +173,8 @@ static bool queue_has_work(struct tmem_queue *queue)
 		return true;
 	if (stalled || in_flight >= TMEM_PUTS_IN_FLIGHT)
 		return false;
-	/* As Nagle: small batches only while the host has nothing else to do, or after a while. */
-	return !in_flight || pending >= queue->dev->batch_max || !READ_ONCE(queue->kick_armed) ||
+	/* The first of a batch wakes the feeder, too: it sets the time. */
+	return pending >= queue->dev->batch_full || !READ_ONCE(queue->kick_armed) ||
 	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }
 
@@ -577,9 +578,9 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	struct tmem_slot *slot;
 	int err;
 
-	/* A part of a batch waits while others are with the host, but not for long. */
-	if (!count || !batch || (queue->puts_in_flight && count < queue->dev->batch_max &&
-				 queue->next + count == head && !due))
+	/* A part of a batch waits for the rest, but not for long. */
+	if (!count || !batch || (count < queue->dev->batch_full && queue->next + count == head &&
+				 !due))
 		return false;
 	slot = slot_of(queue, queue->next);
 	batch->first = queue->next;

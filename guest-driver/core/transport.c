@@ -224,6 +224,8 @@ static int alloc_memory(struct tmem_dev *dev)
 			TMEM_RING_SLOTS_MIN, TMEM_RING_SLOTS_MAX);
 	bounce = clamp(share_pages(TMEM_BOUNCE_EIGHTHS),
 		       TMEM_BOUNCE_PAGES_MIN, TMEM_BOUNCE_PAGES_MAX);
+	dev->batch_full = clamp_t(unsigned int, slots / (TMEM_WAITING_DIVISOR * dev->nr_queues),
+				  1, dev->batch_max);
 	err = tmem_control_init(dev);
 	if (!err)
 		err = tmem_admit_init(dev);
