@@ -130,6 +130,9 @@ static const struct kobj_type mount_ktype = {
 struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type)
 {
 	struct tmem_mount *mount = kzalloc(sizeof(*mount), GFP_KERNEL);
+	/* Where a test has mounts end unseen, old ones of the same device are still there. */
+	const char *format = tmem_hook_off(TMEM_HOOK_UNMOUNT) ? "%u:%u-%u" : "%u:%u";
+	static unsigned int serial;	/* under the lock of discovery */
 
 	if (!mount)
 		return NULL;
@@ -141,8 +144,8 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 		kfree(mount);
 		return NULL;
 	}
-	if (tmem_kobject_init_and_add(&mount->kobj, &mount_ktype, mounts_kobj, "%u:%u",
-				      MAJOR(sb->s_dev), MINOR(sb->s_dev))) {
+	if (tmem_kobject_init_and_add(&mount->kobj, &mount_ktype, mounts_kobj, format,
+				      MAJOR(sb->s_dev), MINOR(sb->s_dev), ++serial)) {
 		tmem_mount_free(mount);
 		return NULL;
 	}

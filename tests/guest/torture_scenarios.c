@@ -9,12 +9,16 @@
 #include <fcntl.h>
 #include <linux/falloc.h>
 #include <linux/fs.h>
+#include <linux/membarrier.h>
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "torture.h"
@@ -306,6 +310,28 @@ static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
+/*
+ * A super block is freed after a grace period, by work on the processor that let go of it. Only
+ * what is allocated there afterwards is likely to get its address.
+ */
+static void stay_here(void)
+{
+	cpu_set_t set;
+
+	CPU_ZERO(&set);
+	CPU_SET(sched_getcpu(), &set);
+	if (sched_setaffinity(0, sizeof(set), &set))
+		perror("sched_setaffinity");	/* less likely, that is all */
+}
+
+static void wait_for_free(void)
+{
+	struct timespec pause = { 0, 10000000 };
+
+	syscall(SYS_membarrier, MEMBARRIER_CMD_GLOBAL, 0, 0);
+	nanosleep(&pause, NULL);
+}
+
 /* The bytes on the disk change between two mounts. */
 static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 {
@@ -317,6 +343,7 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	if (ioctl(f->fd, FIGETBSZ, &bytes) || bytes < (int)MIN_BLOCK || bytes > (int)PAGE)
 		fail(w, f, "FIGETBSZ");
 	nr = PAGES * PAGE / bytes;
+	stay_here();
 	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
 		prime(w, f, "unmount");
 		for (unsigned int i = 0; i < nr; i++) {
@@ -338,6 +365,7 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 		}
 		fsync(device);
 		close(device);
+		wait_for_free();
 		mount_again(w->opt);
 		worker_open(w, false);
 		look(w, f);

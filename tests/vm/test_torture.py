@@ -53,9 +53,9 @@ BROKEN = [
     ("direct", "direct"),
     ("move_ext", "move_ext"),
     ("swapon", "swap"),
-    ("unmount", "unmount"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
+    ("unmount", "unmount"),  # last: mounts that are no more stay behind, and their names
 ]
 
 # Hooks off, under which random operations find a wrong byte soon.
