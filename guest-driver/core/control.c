@@ -51,7 +51,7 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 	do {
 		virtqueue_disable_cb(vq);
 		while ((control = virtqueue_get_buf(vq, &len))) {
-			control->req.used_bytes = len;
+			tmem_req_used(&control->req, len);
 			if (control->req.state == TMEM_REQ_ABANDONED)
 				control->req.state = TMEM_REQ_FREE;
 			else
@@ -95,6 +95,7 @@ static u8 control_send(struct tmem_dev *dev, struct tmem_control *control, u64 g
 		.pool = cpu_to_le32(pool),
 	};
 	control->resp.status = VIRTIO_TMEM_S_UNANSWERED;
+	control->req.room_bytes = sizeof(control->resp);
 	sg_init_one(&out, &control->out, sizeof(control->out.hdr) + body_bytes);
 	sg_init_one(&in, &control->resp, sizeof(control->resp));
 

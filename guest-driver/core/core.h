@@ -95,8 +95,15 @@ enum tmem_req_state { TMEM_REQ_FREE, TMEM_REQ_SENT, TMEM_REQ_ABANDONED, TMEM_REQ
 struct tmem_req {
 	enum tmem_req_kind kind;
 	enum tmem_req_state state;
-	u32 used_bytes;			/* of the writable part, as the device says */
+	u32 room_bytes;			/* of the writable part */
+	u32 used_bytes;			/* of it, as the device says; 0 if it says more than that */
 };
+
+/* A length that cannot be is as good as none: nothing of the answer is looked at. */
+static inline void tmem_req_used(struct tmem_req *req, u32 len)
+{
+	req->used_bytes = len <= req->room_bytes ? len : 0;
+}
 
 /* A page in the put ring: its data is the block page of the same number. */
 enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };

@@ -118,6 +118,7 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 		.pool = cpu_to_le32(pool),
 	};
 	memset(&get->in, VIRTIO_TMEM_S_UNANSWERED, sizeof(get->in));
+	get->req.room_bytes = offsetof(typeof(get->in), page[count]) + count * PAGE_SIZE;
 	sg_init_one(&out, &get->out, offsetof(typeof(get->out), cookie[count]));
 	sg_init_table(in, 1 + get->nr_blocks);
 	sg_set_buf(&in[0], &get->in, offsetof(typeof(get->in), page[count]));

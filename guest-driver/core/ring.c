@@ -499,6 +499,7 @@ static bool send_flushes(struct tmem_queue *queue, u64 generation, u32 epoch)
 		.pool = cpu_to_le32(pool),
 	};
 	batch->resp.status = VIRTIO_TMEM_S_UNANSWERED;
+	batch->req.room_bytes = sizeof(batch->resp);
 	sg_init_one(&out, &batch->out, sizeof(batch->out.hdr) + count * sizeof(*batch->out.range));
 	sg_init_one(&in, &batch->resp, sizeof(batch->resp));
 	WRITE_ONCE(queue->flushes_in_flight, queue->flushes_in_flight + 1);
@@ -593,6 +594,7 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	};
 	batch->in.resp.status = VIRTIO_TMEM_S_UNANSWERED;
 	memset(batch->in.result, VIRTIO_TMEM_S_UNANSWERED, sizeof(batch->in.result));
+	batch->req.room_bytes = sizeof(batch->in.resp) + count;
 	sg_init_table(out, ARRAY_SIZE(out));
 	sg_set_buf(&out[0], &batch->out,
 		   sizeof(batch->out.hdr) + count * sizeof(*batch->out.page));

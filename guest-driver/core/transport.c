@@ -67,7 +67,7 @@ static bool drain(struct tmem_queue *queue)
 	unsigned int len;
 
 	while ((req = virtqueue_get_buf(queue->vq, &len))) {
-		req->used_bytes = len;
+		tmem_req_used(req, len);
 		/* Any answer makes room for what the feeder could not send. */
 		if (queue->stalled) {
 			WRITE_ONCE(queue->stalled, false);

@@ -41,17 +41,28 @@ PROTOCOL_FEATURES = 1 << 0 | 1 << 3 | 1 << 9 | 1 << 13
 QUEUES = 17
 
 NEXT, WRITE, INDIRECT = 1, 2, 4
-T_PUT, T_GET, T_FLUSH = 1, 2, 3
-OK, STALE, UNKNOWN_STATUS = 1, 2, 77
-STORED, HIT, MISS, UNKNOWN_RESULT = 65, 67, 68, 99
+T_PUT, T_GET, T_FLUSH, T_POOL_CREATE = 1, 2, 3, 16
+OK, STALE, LIMIT, UNKNOWN_STATUS = 1, 2, 6, 77
+PUT_WORKINGSET = 1
+STORED, REFUSED, HIT, MISS, UNKNOWN_RESULT = 65, 66, 67, 68, 99
 
 LIES_OF_GETS = (
-    "cookie", "short-nothing", "short-status", "short-results", "short-page", "status", "result",
-    "silent", "stale",
+    "cookie", "short-nothing", "short-status", "short-results", "short-page", "long", "longest",
+    "status", "result", "silent", "stale",
 )  # fmt: skip
-LIES_OF_PUTS = ("put-status", "put-short", "put-result", "put-silent", "put-stale")
+LIES_OF_PUTS = (
+    "put-status", "put-short", "put-long", "put-result", "put-refused", "put-silent", "put-stale",
+)  # fmt: skip
+LIES_OF_POOLS = (
+    "pool-status",
+    "pool-short",
+    "pool-long",
+    "pool-silent",
+    "pool-stale",
+    "pool-limit",
+)
 # And: "content" (right in all but the page), "late" (no get is answered until the next lie, then
-# wrongly), "token" (a used element that names no request).
+# wrongly), "token" and "token-beyond" (a used element that names no request, or cannot).
 
 DAMAGE = bytes(byte ^ 0xFF for byte in range(256))
 
@@ -87,6 +98,8 @@ class Liar:
         self.lie = ""
         self.lies_told = 0
         self.gets = 0
+        self.puts = 0  # pages
+        self.puts_workingset = 0  # of them, those with the hint
         self.delay_seconds = 0.0  # of each answer, right as it may be
         self.quick_probes = False  # but not of gets of cookie 0
         self._pages: dict[Key, tuple[int, bytes]] = {}
@@ -248,8 +261,9 @@ class Liar:
             lie = "content" if ring.held and kind == T_GET else self.lie
             length = self._execute(chain, lie)
             head = chain.head
-            if lie == "token" and kind == T_GET:
-                head = (head + ring.size // 2) % ring.size
+            if lie in ("token", "token-beyond") and kind == T_GET:
+                head = head + ring.size // 2
+                head = head % ring.size if lie == "token" else head + ring.size
                 self.lies_told += 1
             element = used + 4 + ring.next % ring.size * 8
             self._memory(element, 8, user=True)[:] = struct.pack("<II", head, length)
@@ -308,13 +322,24 @@ class Liar:
             return self._get(chain, body, count, pool, lie)
         if kind == T_FLUSH:
             self._flush(body, count, pool)
+        if kind == T_POOL_CREATE and lie in LIES_OF_POOLS:
+            return self._pool(chain, lie)
         self._write(chain, bytes([OK]) + bytes(7))
         return 8
 
+    def _pool(self, chain: Chain, lie: str) -> int:
+        self.lies_told += 1
+        status = {"pool-status": UNKNOWN_STATUS, "pool-stale": STALE, "pool-limit": LIMIT}
+        if lie != "pool-silent":
+            self._write(chain, bytes([status.get(lie, OK)]) + bytes(7))
+        return {"pool-short": 7, "pool-long": 9}.get(lie, 8)
+
     def _put(self, chain: Chain, body: bytes, count: int, pool: int, lie: str) -> int:
         for number in range(count):
-            object_, index, cookie, _, _ = PUT_PAGE.unpack_from(body, number * PUT_PAGE.size)
+            object_, index, cookie, flags, _ = PUT_PAGE.unpack_from(body, number * PUT_PAGE.size)
             start = count * PUT_PAGE.size + number * PAGE
+            self.puts += 1
+            self.puts_workingset += flags & PUT_WORKINGSET
             self._pages[pool, object_, index] = (cookie, body[start : start + PAGE])
         length = 8 + count
         if lie not in LIES_OF_PUTS:
@@ -324,9 +349,9 @@ class Liar:
         if lie == "put-silent":
             return length
         status = {"put-status": UNKNOWN_STATUS, "put-stale": STALE}.get(lie, OK)
-        result = UNKNOWN_RESULT if lie == "put-result" else STORED
+        result = {"put-result": UNKNOWN_RESULT, "put-refused": REFUSED}.get(lie, STORED)
         self._write(chain, bytes([status]) + bytes(7) + bytes([result] * count))
-        return 8 if lie == "put-short" else length
+        return {"put-short": 8, "put-long": length + 1}.get(lie, length)
 
     def _get(self, chain: Chain, body: bytes, count: int, pool: int, lie: str) -> int:
         object_, index = struct.unpack_from("<QQ", body)
@@ -358,6 +383,8 @@ class Liar:
                 "short-status": 8,
                 "short-results": 8 + count * GET_PAGE.size,
                 "short-page": length - 1,
+                "long": length + 1,
+                "longest": 0xFFFFFFFF,
             }.get(lie, length)
         head = bytes([status]) + bytes(7) + b"".join(GET_PAGE.pack(*each) for each in results)
         self._write(chain, head + b"".join(pages))

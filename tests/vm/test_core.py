@@ -25,7 +25,7 @@ from driver import (
     stats,
     wait_state,
 )
-from liar import LIES_OF_GETS, LIES_OF_PUTS, Liar
+from liar import LIES_OF_GETS, LIES_OF_POOLS, LIES_OF_PUTS, Liar
 from test_driver import FILE_BYTES, start_daemon, tree_disk
 
 from harness import disk
@@ -386,7 +386,8 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
             print(lie, {name: value for name, value in grown.items() if value})
             assert state(guest) == "on", lie
             if lie in LIES_OF_PUTS:
-                assert grown["puts_unanswered"] > 0, lie
+                why = "puts_refused" if lie == "put-refused" else "puts_unanswered"
+                assert grown[why] == grown["puts"] > 0, lie
                 assert grown["puts_stored"] == 0, lie
             else:
                 assert grown["misses_answer"] > 0, lie
@@ -410,14 +411,17 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["misses_bounce"] == 0
 
         # A used element that names no request ends the queue, not the guest.
-        evict(guest, list(files))
-        liar.lie = "token"
-        assert checksums(guest, list(files)) == files
-        liar.lie = ""
-        drop_pages(guest)
-        assert checksums(guest, list(files)) == files
-        reload(guest)
-        check_works(guest, files)
+        for lie in ("token", "token-beyond"):
+            told = liar.lies_told
+            evict(guest, list(files))
+            liar.lie = lie
+            assert checksums(guest, list(files)) == files
+            liar.lie = ""
+            assert liar.lies_told > told
+            drop_pages(guest)
+            assert checksums(guest, list(files)) == files
+            reload(guest)
+            check_works(guest, files)
 
         # Right in everything but the page itself.
         grown = tell(guest, liar, "content", files)
@@ -427,6 +431,47 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
         assert checksums(guest, list(files)) == files
         reload(guest)
         check_works(guest, files)
+
+
+def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
+    """Has files evicted and reads them, right, until the counter grows."""
+    before = stats(guest)[counter]
+
+    def grown() -> bool:
+        drop_pages(guest)
+        assert checksums(guest, list(sums)) == sums
+        return stats(guest)[counter] > before
+
+    until(grown, 60, f"{counter} grows")
+
+
+def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
+    """A pool that the device does not clearly have takes no puts, until it has."""
+    data, sums = tree_disk(session)
+    files = dict(list(sums.items())[:8])
+    with Liar(session.folder / "liar") as liar:
+        vm = driver_vm(session, kernel, module, Tmem(liar.path), disks=[data])
+        guest = vm.start()
+        load(guest, "verify_every=0")
+        for lie in LIES_OF_POOLS:
+            guest.sh("umount /mnt", 60)
+            told, before = liar.lies_told, stats(guest)
+            liar.lie = lie
+            guest.mount("data", "/mnt")
+
+            read_until(guest, files, "puts_dropped_pool")
+            while liar.lies_told == told:  # bounded by the wait in it
+                read_until(guest, files, "puts_dropped_pool")
+            drop_pages(guest)
+            assert checksums(guest, list(files)) == files
+            after = stats(guest)
+            assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), lie
+            assert after["index_pages"] == 0, lie
+            liar.lie = ""
+        # It is asked again without being told to.
+        read_until(guest, files, "puts")
+        check_works(guest, files)
+        assert stats(guest)["mismatches"] == 0
 
 
 def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
