@@ -39,6 +39,11 @@ def seed() -> int:
     return value
 
 
+def version(kernel: Kernel) -> tuple[int, ...]:
+    """(6, 12), say."""
+    return tuple(int(part) for part in kernel.release.split("-")[0].split(".")[:2])
+
+
 def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any) -> Vm:
     """A VM with a disk "data" (a blank ext4 unless one is given), the module and torture."""
     files = {

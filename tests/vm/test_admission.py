@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 from driver import checksums, driver_vm, load, set_parameter, settle, stats, wait_state
+from liar import Liar
 from test_driver import start_daemon
 
+from harness import disk
+from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
 from harness.vm import MIB, Tmem
+from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -97,10 +101,36 @@ def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) 
 
 
 @pytest.mark.smoke
+def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
+    """Pages that were used again travel with a hint, those that were used once without."""
+    pages = PAGES_MIB
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
+        load(guest, "verify_every=0")
+        guest.sh("for f in once twice; do dd if=/dev/urandom of=/mnt/$f bs=1M count=1; done; sync")
+        for path, times in (("/mnt/once", 1), ("/mnt/twice", 3)):
+            guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+            settle(guest)
+            puts, hints = liar.puts, liar.puts_workingset
+            # Not by readahead alone: each page is read, and no two reads are one.
+            read = f"dd if={path} of=/dev/null bs=4096 2>/dev/null"
+            guest.sh(f"for i in $(seq {times}); do {read}; done; echo 1 >/proc/sys/vm/drop_caches")
+            settle(guest)
+            assert liar.puts - puts >= pages
+            hints = liar.puts_workingset - hints
+            assert hints == 0 if times == 1 else hints >= pages * 9 // 10
+
+
+@pytest.mark.smoke
 def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
     """Each reason for not taking a page has a counter, and only that one counts."""
     daemon = start_daemon(session)
-    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
+    disks = [
+        Disk("data", disk.ext4(session.folder / "data.img", 64 * MIB)),
+        Disk("fine", disk.ext4(session.folder / "fine.img", 64 * MIB, None, "-b", "1024")),
+    ]
+    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=disks).start()
+    guest.mount("fine", "/fine")
     load(guest, "verify_every=0")
     pages = 8 * PAGES_MIB
     for name in ("file", "swap"):
@@ -118,6 +148,20 @@ def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
         grown = {k: counters[k] - before[k] for k in counters if k.startswith("puts")}
         print(path, grown)
         return {k: n for k, n in grown.items() if n and not k.startswith("puts_stored")}
+
+    def fine_served() -> bool:
+        before = stats(guest)["puts"]
+        guest.sh("dd if=/dev/zero of=/fine/probe bs=64k count=1 2>/dev/null; sync")
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+        return stats(guest)["puts"] > before
+
+    until(fine_served, 30, "the driver serves /fine")
+    # A block of a page that was not read: the others have no content, also when it is clean.
+    guest.sh("dd if=/dev/urandom of=/fine/part bs=4096 count=3 2>/dev/null; sync")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    guest.sh("dd if=/dev/zero of=/fine/part bs=1024 count=1 conv=notrunc 2>/dev/null; sync")
+    counters = settle(guest)
+    assert evict("/dev/null") == {"puts_skipped_folio": 1}
 
     assert evict("/mnt/small") == {"puts_skipped_size": 1}
     guest.sh("swapon /mnt/swap")

@@ -16,6 +16,7 @@ from driver import (
     settle,
     state,
     stats,
+    version,
     wait_state,
 )
 from liar import Liar
@@ -36,10 +37,11 @@ FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
 
 
-def hold(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
-    """Makes a file and has it evicted, in steps that the put ring has room for."""
+def hold(guest: Guest, path: str, size_mib: int, *, anew: bool = True) -> dict[str, int]:
+    """Makes a file, or takes it as it is, and has it evicted, in steps that the ring can take."""
     counters = {}
-    guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null; sync")
+    if anew:
+        guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     for part in range(size_mib):
         guest.sh(
@@ -89,7 +91,7 @@ def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_modul
 @pytest.mark.smoke
 def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
     """Readers that must not sleep do not wait for the host, which would be in time."""
-    if tuple(int(part) for part in kernel.series.split(".")) < (6, 12):
+    if version(kernel) < (6, 12):
         pytest.skip("the kernel does not show who must not wait")
     pages = 1024
     with Liar(session.folder / "liar") as liar:

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What one read(2) gets and waits for: partial hits, slow devices, no room to ask."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from driver import (
+    DEADLINE_MS,
+    checksums,
+    driver_vm,
+    load,
+    seed,
+    set_parameter,
+    settle,
+    stats,
+    version,
+    wait_state,
+)
+from liar import Liar
+from test_deadline import FILE, FILLER, hold
+from test_driver import start_daemon
+
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Tmem
+from harness.wait import scaled
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+MIB_PAGES = 256
+SECTORS = 8  # of a page
+# Extents of the file: what a file system may read beside its contents.
+METADATA_SECTORS = 64
+SILENT_SECONDS = 1e9
+LARGE_FOLIOS = (6, 16)  # of ext4
+
+
+def runs(generator: random.Random, pages: int) -> list[tuple[int, int]]:
+    """Non-empty runs of pages (first, count) with gaps between them, short and long ones."""
+    found = []
+    at = generator.randrange(3)
+    while at < pages:
+        count = min(generator.choice((1, 1, 2, 3, 16, 64, 100)), pages - at)
+        found.append((at, count))
+        at += count + generator.choice((1, 1, 2, 3, 16, 64, 100))
+    return found
+
+
+def direct_sum(guest: Guest, path: str) -> str:
+    """What the disk has."""
+    return guest.sh(f"dd if={path} bs=1M iflag=direct 2>/dev/null | sha256sum").split()[0]
+
+
+@pytest.mark.parametrize("readahead_kib", [0, pytest.param(128, marks=pytest.mark.smoke), 4096])
+def test_partial_hits(
+    session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
+) -> None:
+    """Of a file that is held in pieces the disk reads those that are not held, and no others."""
+    number = seed()
+    size_mib = 6
+    pages = size_mib * MIB_PAGES
+    daemon = start_daemon(session)
+    guest = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1"))).start()
+    load(guest, "verify_every=0")
+    empty = hold(guest, FILLER, 4)["index_pages"]
+    held = hold(guest, FILE, size_mib)["index_pages"]
+    for _ in range(5):  # a host that is busy may refuse some
+        if held - empty == pages:
+            break
+        held = hold(guest, FILE, size_mib, anew=False)["index_pages"]
+    assert held - empty == pages
+    # Pages made dirty are no longer held, and their next put is dropped.
+    guest.sh(f"dd if={FILE} of=/tmp/copy bs=1M iflag=direct 2>/dev/null")
+    lost = runs(random.Random(number), pages)
+    guest.put(
+        "/tmp/rewrite",
+        "".join(
+            f"dd if=/tmp/copy of={FILE} conv=notrunc bs=4096 skip={at} seek={at} count={count}\n"
+            for at, count in lost
+        ).encode(),
+    )
+    guest.sh("sh /tmp/rewrite 2>/dev/null; sync", 60)
+    set_parameter(guest, "inject_ring_full", "1")
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    set_parameter(guest, "inject_ring_full", "0")
+    missing = sum(count for _, count in lost)
+    before = settle(guest)
+    assert before["index_pages"] - empty == pages - missing
+
+    guest.sh(f"echo {readahead_kib} >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+    sectors = guest.disk_stat("data").read_sectors
+    found = guest.sh(f"sha256sum {FILE}", 60).split()[0]
+    sectors = guest.disk_stat("data").read_sectors - sectors
+    after = stats(guest)
+    hits = after["hits"] - before["hits"]
+    read = (pages - hits) * SECTORS
+    assert read <= sectors <= read + METADATA_SECTORS
+    if version(kernel) >= LARGE_FOLIOS:
+        # One that is held in part is read whole.
+        assert 0 < hits <= pages - missing
+    else:
+        assert hits == pages - missing
+        assert after["index_pages"] == empty
+    assert found == guest.sh("sha256sum /tmp/copy").split()[0] == direct_sum(guest, FILE)
+
+
+@pytest.mark.smoke
+def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) -> None:
+    """One read(2) of many windows waits as tmem.h says, for a device that is silent or slow."""
+    deadline_us = DEADLINE_MS * 1000
+    bound_us = 11 * deadline_us
+    size_mib = 16
+    windows = size_mib * 8  # of 128 KiB
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
+        load(guest, "verify_every=0")
+        # A large read(2) has windows as large as the disk's largest request.
+        queue = f"/sys/block/{guest.disk('data')}/queue"
+        guest.sh(f"echo 128 >{queue}/read_ahead_kb; echo 128 >{queue}/max_sectors_kb")
+        hold(guest, FILE, size_mib)
+        right = direct_sum(guest, FILE)
+        # In deadlines: no answer, one that is late, one that is just in time.
+        for delay in (SILENT_SECONDS, 1.5, 0.6):
+            before = hold(guest, FILLER, 4)
+            assert before["index_pages"] > size_mib * MIB_PAGES * 9 // 10
+            liar.delay_seconds = delay * deadline_us / 1e6
+            began, ended = guest.sh(
+                "cut -d' ' -f1 /proc/uptime;"
+                f" dd if={FILE} of=/tmp/read bs={size_mib}M count=1 2>/dev/null;"
+                " cut -d' ' -f1 /proc/uptime",
+                120,
+            ).split()
+            after = stats(guest)
+            grown = {name: after[name] - before[name] for name in after}
+            took_us = (float(ended) - float(began)) * 1e6
+            print(delay, f"{took_us:.0f} us", {k: v for k, v in grown.items() if v})
+            assert grown["trips"] == 1
+            assert grown["misses_tripped"] > windows // 2 * 32, "the rest came from the disk"
+            waits_us = grown["waits_us"]
+            assert 2 * deadline_us < waits_us <= bound_us + (took_us - waits_us) / 5
+            assert after["wait_max_us"] < deadline_us + scaled(0.2) * 1e6
+            assert took_us < bound_us + scaled(2.0) * 1e6
+            assert guest.sh("sha256sum </tmp/read").split()[0] == right
+            liar.delay_seconds = 0.0
+            wait_state(guest, "on")
+            hold(guest, FILE, size_mib, anew=False)
+
+
+@pytest.mark.smoke
+def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
+    """With all requests or bounce pages at a silent device a reader goes to the disk at once."""
+    readers, pages = 48, 32  # more than there are requests; one readahead each
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_vm(session, kernel, module, Tmem(liar.path), cpus=2).start()
+        load(guest, "verify_every=0")
+        # Long enough for all of them to come while the first one waits.
+        set_parameter(guest, "deadline_ms", "1000")
+        guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+        files = [f"/mnt/r{number}" for number in range(readers)]
+        for path in files:
+            guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} 2>/dev/null")
+        guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+        sums = checksums(guest, files)
+        for _ in range(2):
+            guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+            settle(guest)
+            for first in range(0, readers, 8):
+                some = " ".join(files[first : first + 8])
+                guest.sh(f"cat {some} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+                settle(guest)
+            before = hold(guest, FILLER, 4)
+            assert before["index_pages"] >= readers * pages * 9 // 10
+            liar.delay_seconds = SILENT_SECONDS
+            guest.sh(f"for f in {' '.join(files)}; do cat $f >$f.read & done; wait", 120)
+            after = stats(guest)
+            grown = {name: after[name] - before[name] for name in after}
+            print({k: v for k, v in grown.items() if v})
+            assert grown["misses_bounce"] > 0
+            assert grown["misses_late"] > 0
+            read = checksums(guest, [f"{path}.read" for path in files])
+            assert {path.removesuffix(".read"): found for path, found in read.items()} == sums
+            # They come back when it answers.
+            liar.delay_seconds = 0.0
+            wait_state(guest, "on")
+            guest.sh("rm /mnt/*.read")
+            settle(guest)
+        assert stats(guest)["mismatches"] == 0
