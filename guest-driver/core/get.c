@@ -10,10 +10,11 @@
  * its deadline. And the breaker opens, so that nothing is asked for until a probe is answered
  * quickly, after LATE_ROW_MAX calls in a row that were late, or when the waits of slow calls, those
  * of more than a quarter of the deadline, have filled a bucket of WAIT_BUDGET deadlines which
- * empties at WAIT_BUDGET per WAIT_PERIOD deadlines. It is not probed before half of that is free
- * again, since a probe may be quick where pages are not. By default: readers that come one after
- * the other wait for a slow host for 200 ms and one deadline more together, and for no more than
- * 200 ms in each second after that; each reader beside them adds a deadline at most.
+ * empties at WAIT_BUDGET per WAIT_PERIOD deadlines, but not while one waits. It is not probed
+ * before half of that is free again, since a probe may be quick where pages are not. By default:
+ * readers that come one after the other wait for a slow host for 200 ms and one deadline more
+ * together, and for no more than a fifth of what else they take; each reader beside them adds a
+ * deadline at most.
  *
  * Never trusts an answer: length, status, result, cookie and, on the destination page itself, the
  * content check must be right. A page whose check is wrong switches the cache off for good.
@@ -228,8 +229,11 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	if (waited_ns > dev->wait_max_ns)
 		WRITE_ONCE(dev->wait_max_ns, waited_ns);
 	dev->late_row = late ? dev->late_row + 1 : 0;
-	if (slow)
+	if (slow) {
+		/* Nothing leaks while one waits, or one read could wait for more than is stated. */
+		dev->slow_at_ns = min(dev->slow_at_ns + waited_ns, ktime_get_ns());
 		dev->slow_ns = slow_ns(dev) + waited_ns;
+	}
 	if (!dev->tripped) {
 		opens = dev->late_row >= LATE_ROW_MAX || slow_ns(dev) > span_ns * WAIT_BUDGET;
 		WRITE_ONCE(dev->tripped, opens);
