@@ -20,6 +20,7 @@ static const struct {
 } tested_kernels[] = {
 	{ "6.1.", KERNEL_VERSION(6, 1, 0), "Debian" },
 	{ "6.12.", KERNEL_VERSION(6, 12, 0), "Debian" },
+	{ "7.2.", KERNEL_VERSION(7, 2, 0), "Debian" },
 };
 
 static bool allow_untested;
