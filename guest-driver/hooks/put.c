@@ -50,7 +50,8 @@ static bool folio_ok(struct folio *folio)
 static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 			       struct folio *folio)
 {
-	unsigned long nr = min_t(unsigned long, folio_nr_pages(folio), TMEM_FOLIO_MAX_PAGES);
+	unsigned long all = folio_nr_pages(folio);
+	unsigned long nr = min_t(unsigned long, all, TMEM_FOLIO_MAX_PAGES);
 	loff_t isize = i_size_read(inode);
 	unsigned long i, taken = 0;
 	struct tmem_key key;
@@ -58,33 +59,33 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	bool workingset;
 
 	if (!READ_ONCE(tmem_hooks_on) || !tmem_online()) {
-		tmem_count_n(TMEM_STAT_puts_skipped_offline, nr);
+		tmem_count_n(TMEM_STAT_puts_skipped_offline, all);
 		return 0;
 	}
 	if (!tmem_fs_inode_ok(fs, inode)) {
 		tmem_invalidate_inode(fs->pool, inode->i_ino, TMEM_INVAL_INODE);
-		tmem_count_n(TMEM_STAT_puts_skipped_inode, nr);
+		tmem_count_n(TMEM_STAT_puts_skipped_inode, all);
 		return 0;
 	}
 	end = DIV_ROUND_UP_ULL(isize, PAGE_SIZE);
 	if (isize <= TMEM_PUT_MIN_BYTES || folio->index >= end) {
-		tmem_count_n(TMEM_STAT_puts_skipped_size, nr);
+		tmem_count_n(TMEM_STAT_puts_skipped_size, all);
 		return 0;
 	}
 	if (mapping_exiting(folio->mapping) || !folio_ok(folio)) {
-		tmem_count_n(TMEM_STAT_puts_skipped_folio, nr);
+		tmem_count_n(TMEM_STAT_puts_skipped_folio, all);
 		return 0;
 	}
 	/* Pairs with tmem_fs_register(): live means that the marks are set. */
 	if (!smp_load_acquire(&fs->live)) {
-		tmem_count_n(TMEM_STAT_puts_skipped_off, nr);
+		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
 		return 0;
 	}
 	if (!tmem_fs_may_put(fs, inode)) {
-		tmem_count_n(TMEM_STAT_puts_skipped_marked, nr);
+		tmem_count_n(TMEM_STAT_puts_skipped_marked, all);
 		return 0;
 	}
-	end = min(end - folio->index, folio_nr_pages(folio));
+	end = min(end - folio->index, all);
 	if (end > nr)
 		tmem_count_n(TMEM_STAT_puts_skipped_large, end - nr);
 	nr = min(nr, end);

@@ -148,7 +148,7 @@ def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) 
             guest.sh(f"cat {path} >/dev/null", 60)
             if state(guest) == "tripped":
                 break
-        assert state(guest) == "tripped"
+        assert state(guest) == "tripped", stats(guest)
         assert [event[""] for event in events(guest, "tmem_breaker")] == ["open"]
     finally:
         daemon.resume()
