@@ -3,7 +3,7 @@
 
 `tests/debug-kernel/base.config` is what the VMs need; a fragment of the kind ("debug",
 "kcsan") adds the checks. Kept are the bootable image and a tree to build modules in, not
-the sources. A build takes 10 to 15 minutes on two cores.
+the sources. A build takes 13 minutes of one core.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def build(kind: str, root: Path) -> str:
     ]
     _make(source, *arguments, "allnoconfig")
     _check(config, out / ".config")
-    _say(f"building Linux {version} '{kind}': 10 to 15 minutes on two cores, once")
+    _say(f"building Linux {version} '{kind}', once: 13 minutes of one core, shared by all")
     _make(source, *arguments, f"-j{os.cpu_count() or 1}", "bzImage", "modules")
     release = _make(source, *arguments, "-s", "kernelrelease").strip()
 

@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    DEADLINE_MS,
     DISK_BYTES,
     MODULE,
+    PARAMETERS,
+    SYSFS,
     WHERE,
     Torture,
     driver_vm,
@@ -25,6 +28,7 @@ from driver import (
     stats,
     wait_state,
 )
+from test_guest_command import COMMAND, SOME, command
 
 from harness import debug_kernel, disk
 from harness.daemon import Daemon
@@ -39,16 +43,25 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs", "checking")
 # Shadow memory, quarantine, records of locks and allocations.
 MEMORY_BYTES = 768 * MIB
 # All of this file, and the build of a kernel before it, in the time of a shard.
-OPERATIONS = 4_000
-VERSIONS = 1_500
+OPERATIONS = 3_000
+VERSIONS = 1_000
+# Of all that can be turned, and hits between two.
+TURNS = 8
+HITS = 50
 # Without those that take long here: the random operations unmount as well.
 SCENARIOS = ["plain", "dirty", "truncate", "punch", "direct", "inode", "fadvise"]
 SMALL = "--files=16 --size-max=262144"
+# More than the driver's ring keeps of what it has sent: hits come from the host.
+LARGE_OPERATIONS = 1_000
+LARGE = "--files=24 --size-max=2097152"
 # kmemleak reports objects of 5 s (MSECS_MIN_AGE) and older that it did not find again.
 LEAK_AGE_SECONDS = 6
 LEAK_SECONDS = 60.0
 KMEMLEAK = "/sys/kernel/debug/kmemleak"
 KCSAN = "/sys/kernel/debug/kcsan"
+# It watches one access in so many, for so long: by default 4,000 and 80 µs, for machines that run
+# longer and faster than these.
+KCSAN_SETTINGS = {"skip_watch": 400, "udelay_task": 200}
 # A frame in the module, or in one that is no longer loaded.
 OUR_FRAME = re.compile(r"\[virtio_tmem\]|\] 0x[0-9a-f]+$", re.MULTILINE)
 # One report of KCSAN, between lines of "=".
@@ -90,9 +103,12 @@ class Machine:
             cpus=2,
             memory_bytes=MEMORY_BYTES,
             disks=[disk.Disk("data", image)],
+            files=command(),
         )
         self.guest: Guest = self.vm.start()
         if kernel.series == "kcsan":
+            for setting, value in KCSAN_SETTINGS.items():
+                self.guest.sh(f"echo {value} >/sys/module/kcsan/parameters/{setting}")
             self.guest.sh(f"echo on >{KCSAN}")
         load(self.guest, "verify_every=100", fs=self.fs)
 
@@ -101,9 +117,9 @@ class Machine:
         """What the torture has to know to unmount and mount again."""
         return f"--device=/dev/vda --fstype={self.fs.kind}"
 
-    def random_operations(self, operations: int, more: str = "") -> Torture:
+    def random_operations(self, operations: int, files: str = SMALL, more: str = "") -> Torture:
         return Torture(
-            self.guest, f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 {more}", 900
+            self.guest, f"--seed={seed()} --ops={operations} {files} --jobs=2 {more}", 900
         )
 
     def leaks(self) -> str:
@@ -138,7 +154,10 @@ class Machine:
 def test_torture(session: Session, kernel: Kernel, module: Path, name: str) -> None:
     """All operations, and each hook's own."""
     machine = Machine(session, kernel, module, name)
-    machine.random_operations(OPERATIONS, f"--rounds=2 {machine.mounted}").finish()
+    machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
+    machine.random_operations(LARGE_OPERATIONS, LARGE).finish()
+    print(counters := stats(machine.guest))
+    assert counters["hits"] - counters["ring_hits"] > LARGE_OPERATIONS // 4
     Torture(
         machine.guest, f"--seed={seed()} --mode=versions --ops={VERSIONS} --mixed", 900
     ).finish()
@@ -157,7 +176,7 @@ def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module:
     """Generations end, and what belongs to them is freed."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
-    torture = machine.random_operations(OPERATIONS // 2)
+    torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(2):
         before = stats(guest)["hits"]
         until(lambda seen=before: stats(guest)["hits"] > seen, 120, "hits")  # type: ignore[misc]
@@ -169,6 +188,53 @@ def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module:
     for _ in range(2):
         guest.sh(f"echo {device} >{driver}/unbind; echo {device} >{driver}/bind", 120)
         wait_state(guest, "on")
+    torture.finish()
+    machine.nothing_found()
+
+
+def test_all_that_can_be_turned(session: Session, kernel: Kernel, module: Path) -> None:
+    """Switches, parameters, counters, events and the command, while files come and go."""
+    machine = Machine(session, kernel, module)
+    guest = machine.guest
+    trace = "/sys/kernel/tracing/events/virtio_tmem/enable"
+    # The command says that a file went away meanwhile.
+    turn = f"""
+        set -e
+        grep -r . {SYSFS} >/dev/null
+        echo 1 >{trace}
+        echo off >{PARAMETERS}/admission
+        echo 1 >{PARAMETERS}/verify_every
+        echo 1 >{PARAMETERS}/deadline_ms
+        echo 0 >{PARAMETERS}/spin_us
+        {COMMAND} policy {WHERE} never >/dev/null || test $? = {SOME}
+        echo Y >{PARAMETERS}/drop_caches_flush
+        echo 3 >/proc/sys/vm/drop_caches
+        echo 0 >{SYSFS}/fs/ext4/enabled
+        grep -r . {SYSFS} >/dev/null
+        echo 0 >{trace}
+        echo adaptive >{PARAMETERS}/admission
+        echo 100 >{PARAMETERS}/verify_every
+        echo 1 >{SYSFS}/fs/ext4/enabled
+        for mount in {SYSFS}/mounts/*; do
+            echo 0 >$mount/enabled
+            echo 1 >$mount/enabled
+        done
+        {COMMAND} drop {WHERE} >/dev/null || test $? = {SOME}
+        {COMMAND} policy {WHERE} default >/dev/null || test $? = {SOME}
+        echo N >{PARAMETERS}/drop_caches_flush
+        echo {DEADLINE_MS} >{PARAMETERS}/deadline_ms
+        echo 30 >{PARAMETERS}/spin_us
+    """
+    torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
+    for _ in range(TURNS):
+        before = stats(guest)["hits"]
+        until(
+            lambda seen=before: stats(guest)["hits"] > seen + HITS or torture.job.done(),  # type: ignore[misc]
+            120,
+            "hits",
+        )
+        guest.sh(turn, 120)
+        wait_state(guest, "on")  # the short deadline may have opened the breaker
     torture.finish()
     machine.nothing_found()
 
