@@ -56,7 +56,7 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-6.12-1` one.
 # Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
 # with the others, all but what is about QEMU and the tests themselves.
-VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
+VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
 SHARDS = $(VM_SHARDS) qemu-life qemu-newest
 # Kernels that check themselves, built from source if they are not in the cache; not in turn yet:
 # how long each takes from an empty cache was not measured on a quiet machine.

@@ -31,7 +31,8 @@ from harness.vm import Tmem
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-OPERATIONS = 50_000
+# A minute and a half. Each file system has 20,000, and `make check-guest-long` as many as told.
+OPERATIONS = 25_000
 # Few and small files: the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
 # What torture does with the mount itself needs to know it.
@@ -80,7 +81,7 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path) -> No
     assert numbers["ops"] >= OPERATIONS
     counters = stats(guest)
     print(counters)
-    assert counters["hits"] > 5000
+    assert counters["hits"] > OPERATIONS // 10
     assert counters["mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
         assert counters[f"invalidations_{why}"] > 0, why
