@@ -140,6 +140,8 @@ def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) 
     guest = vm.start()
     load(guest, "verify_every=0")
     evict(guest, list(sums)[:12])
+    # As 6.12 has it: with the 8 MiB of 7.2 too few calls are late to open the breaker.
+    guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
     trace_on(guest)
 
     daemon.pause()
