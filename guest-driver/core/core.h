@@ -239,6 +239,7 @@ struct tmem_dev {
 	unsigned int nr_bounce;
 	void **bounce_free;		/* stack of free ones */
 	unsigned int nr_bounce_free;
+	unsigned int nr_kept;		/* blocks that the host has and nobody waits for */
 	unsigned int late_row;		/* calls that were late since one was not; get_lock */
 	u64 slow_ns;			/* waits of slow calls, less what leaked; get_lock */
 	u64 slow_at_ns;			/* when it last leaked; get_lock */

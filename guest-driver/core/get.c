@@ -8,7 +8,8 @@
  *
  * What readers wait is bounded twice. A call, which is one readahead window, waits no longer than
  * its deadline. And the breaker opens, so that nothing is asked for until a probe is answered
- * quickly, after LATE_ROW_MAX calls in a row that were late, or when the waits of slow calls, those
+ * quickly, after LATE_ROW_MAX calls in a row that were late, when the host keeps half of the bounce
+ * pages, as it can after a single call for a large window, or when the waits of slow calls, those
  * of more than a quarter of the deadline, have filled a bucket of WAIT_BUDGET deadlines which
  * empties at WAIT_BUDGET per WAIT_PERIOD deadlines, but not while one waits. It is not probed
  * before half of that is free again, since a probe may be quick where pages are not. By default:
@@ -33,6 +34,8 @@
 #define LATE_ROW_MAX		3
 /* A call that waits longer than this part of the deadline is slow: no faster than a disk. */
 #define SLOW_DIVISOR		4
+/* The breaker also opens when more than this part of the bounce pages are with the host in vain. */
+#define KEPT_DIVISOR		2
 /* In deadlines: what slow calls may wait together, and in which time. */
 #define WAIT_BUDGET		10
 #define WAIT_PERIOD		50
@@ -58,6 +61,12 @@ static struct tmem_get_req *get_alloc(struct tmem_dev *dev, unsigned int nr_page
 	return get;
 }
 
+/* So much of what gets are asked with is at a host that does not answer that others have none. */
+static bool host_keeps(struct tmem_dev *dev)
+{
+	return READ_ONCE(dev->nr_kept) > dev->nr_bounce / KEPT_DIVISOR;
+}
+
 static void get_free(struct tmem_dev *dev, struct tmem_get_req *get)
 {
 	unsigned long flags;
@@ -81,6 +90,9 @@ void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 {
 	lockdep_assert_held(&get->queue->vq_lock);
 	if (get->req.state == TMEM_REQ_ABANDONED) {
+		spin_lock(&dev->get_lock);
+		WRITE_ONCE(dev->nr_kept, dev->nr_kept - get->nr_blocks);
+		spin_unlock(&dev->get_lock);
 		get_free(dev, get);
 		return;
 	}
@@ -93,12 +105,17 @@ void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 static bool get_abandon(struct tmem_get_req *get)
 {
 	struct tmem_queue *queue = get->queue;
+	struct tmem_dev *dev = queue->dev;
 	bool done;
 
 	spin_lock_irq(&queue->vq_lock);
 	done = get->req.state == TMEM_REQ_DONE;
-	if (!done)
+	if (!done) {
 		get->req.state = TMEM_REQ_ABANDONED;
+		spin_lock(&dev->get_lock);
+		WRITE_ONCE(dev->nr_kept, dev->nr_kept + get->nr_blocks);
+		spin_unlock(&dev->get_lock);
+	}
 	spin_unlock_irq(&queue->vq_lock);
 	return done;
 }
@@ -196,7 +213,8 @@ static bool may_probe(struct tmem_dev *dev)
 	bool may;
 
 	spin_lock_irq(&dev->get_lock);
-	may = dev->tripped && slow_ns(dev) <= deadline_span_ns() * WAIT_BUDGET / 2;
+	may = dev->tripped && !host_keeps(dev) &&
+	      slow_ns(dev) <= deadline_span_ns() * WAIT_BUDGET / 2;
 	spin_unlock_irq(&dev->get_lock);
 	return may;
 }
@@ -235,7 +253,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		dev->slow_ns = slow_ns(dev) + waited_ns;
 	}
 	if (!dev->tripped) {
-		opens = dev->late_row >= LATE_ROW_MAX || slow_ns(dev) > span_ns * WAIT_BUDGET;
+		opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
+			slow_ns(dev) > span_ns * WAIT_BUDGET;
 		WRITE_ONCE(dev->tripped, opens);
 	}
 	spin_unlock_irq(&dev->get_lock);
@@ -615,6 +634,7 @@ void tmem_get_reset(struct tmem_dev *dev)
 	}
 	memcpy(dev->bounce_free, dev->bounce, dev->nr_bounce * sizeof(*dev->bounce));
 	dev->nr_bounce_free = dev->nr_bounce;
+	dev->nr_kept = 0;
 }
 
 /**

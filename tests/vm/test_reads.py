@@ -150,6 +150,32 @@ def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) 
             hold(guest, FILE, size_mib, anew=False)
 
 
+def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
+    """One readahead that leaves nothing to ask with is all that waits for a silent device."""
+    size_mib = 16
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
+        load(guest, "verify_every=0")
+        queue = f"/sys/block/{guest.disk('data')}/queue"
+        guest.sh(f"echo 8192 >{queue}/read_ahead_kb")
+        hold(guest, FILE, size_mib)
+        right = direct_sum(guest, FILE)
+        before = hold(guest, FILLER, 4)
+        assert before["index_pages"] > size_mib * MIB_PAGES * 9 // 10
+        liar.delay_seconds = SILENT_SECONDS
+        guest.sh(f"dd if={FILE} of=/tmp/read bs={size_mib}M count=1 2>/dev/null", 120)
+        after = stats(guest)
+        grown = {name: after[name] - before[name] for name in after}
+        print({k: v for k, v in grown.items() if v})
+        assert grown["trips"] == 1
+        assert 0 < grown["slow"] <= 2
+        # Nobody asks whether it is well again before it has given back what it has.
+        assert wait_state(guest, "tripped")
+        assert guest.sh("sha256sum </tmp/read").split()[0] == right
+        liar.delay_seconds = 0.0
+        wait_state(guest, "on")
+
+
 @pytest.mark.smoke
 def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
     """With all requests or bounce pages at a silent device a reader goes to the disk at once."""
