@@ -66,11 +66,6 @@
  * does not mean a request for each page, and little beside what a page waits before it is wanted.
  */
 #define TMEM_PUT_DELAY_MS	10
-/*
- * A host that has nothing else to do gets so many at once: enough that the request costs less than
- * its copies, few enough that a burst is on its way before the ring is full.
- */
-#define TMEM_BATCH_IDLE		16
 /* Parts of batches that wait, in all queues, leave half of the slots to a burst of puts. */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2

@@ -21,11 +21,10 @@
  * to 0 before it touches the data, an unchanged cookie means that the data are whole.
  *
  * How long a put waits in the ring: a full batch is sent at once, by the feeder, a real-time
- * thread; so is a quarter of one if no batch is with the host; what is less waits
- * TMEM_PUT_DELAY_MS.
- * A request costs as much as many copies, and reclaim takes more than a page: sent one by one, as
- * the host answers, they would cost more than all else. Nobody misses what waits, since a get finds
- * it here. Only with TMEM_PUTS_IN_FLIGHT batches at the host does the feeder wait for an answer.
+ * thread; a smaller one after TMEM_PUT_DELAY_MS. A request costs as much as many copies, and
+ * reclaim takes more than a page: sent one by one, as the host answers, they would cost more than
+ * all else. Nobody misses what waits, since a get finds it here. Only with TMEM_PUTS_IN_FLIGHT
+ * batches at the host does the feeder wait for an answer.
  *
  * Every way a put can end other than STORED erases its index entry, if that is still its own. Never
  * waits for room: a full ring drops the put and erases the key.
@@ -157,14 +156,6 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 	return slot;
 }
 
-/* So many puts go out without waiting for more. */
-static unsigned int enough(const struct tmem_queue *queue, unsigned int in_flight)
-{
-	unsigned int full = queue->dev->batch_full;
-
-	return in_flight ? full : min_t(unsigned int, full, TMEM_BATCH_IDLE);
-}
-
 static bool queue_has_work(struct tmem_queue *queue)
 {
 	/* Pairs with reserve(). */
@@ -183,7 +174,7 @@ static bool queue_has_work(struct tmem_queue *queue)
 	if (stalled || in_flight >= TMEM_PUTS_IN_FLIGHT)
 		return false;
 	/* The first of a batch wakes the feeder, too: it sets the time. */
-	return pending >= enough(queue, in_flight) || !READ_ONCE(queue->kick_armed) ||
+	return pending >= queue->dev->batch_full || !READ_ONCE(queue->kick_armed) ||
 	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }
 
@@ -589,8 +580,8 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	int err;
 
 	/* A part of a batch waits for the rest, but not for long. */
-	if (!count || !batch || (count < enough(queue, queue->puts_in_flight) &&
-				 queue->next + count == head && !due))
+	if (!count || !batch || (count < queue->dev->batch_full && queue->next + count == head &&
+				 !due))
 		return false;
 	slot = slot_of(queue, queue->next);
 	batch->first = queue->next;
