@@ -65,7 +65,7 @@ void tmem_pool_free(struct tmem_pool *pool);
  * Any context but NMI, interrupts on or off; never waits. Copies the page into the put ring and
  * enters it into the index. A put that is not taken erases the key. Returns whether it was taken.
  * The page is on its way to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in
- * ticks), unless the host has as many batches as it can have: see core/ring.c.
+ * ticks), unless the host has as many batches as it can have: see core/feeder.c.
  * @workingset: the page was active.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);

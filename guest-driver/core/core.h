@@ -81,7 +81,11 @@
 
 struct tmem_admit;
 struct tmem_dev;
+struct tmem_flush_batch;
+struct tmem_flush_range;
+struct tmem_put_batch;
 struct tmem_queue;
+struct tmem_slot;
 
 enum tmem_req_kind { TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_GET, TMEM_REQ_CONTROL };
 
@@ -104,53 +108,6 @@ static inline void tmem_req_used(struct tmem_req *req, u32 len)
 {
 	req->used_bytes = len <= req->room_bytes ? len : 0;
 }
-
-/* A page in the put ring: its data is the block page of the same number. */
-enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
-
-struct tmem_slot {
-	u64 cookie;		/* 0 while the data may change: read without a lock by gets */
-	u64 object;
-	u64 index;
-	u64 base;		/* cookie = base + offset */
-	u64 offset;		/* as in the index entry */
-	u32 pool;
-	u32 bucket;		/* of the index, to find the entry again */
-	u32 epoch;		/* dev->epoch at the put */
-	u32 flags;		/* VIRTIO_TMEM_PUT_... */
-	u8 state;		/* enum tmem_slot_state */
-};
-
-struct tmem_put_batch {
-	struct tmem_req req;
-	u64 first;		/* sequence number of the first slot */
-	unsigned int count;
-	struct {
-		struct virtio_tmem_req hdr;
-		struct virtio_tmem_put_page page[VIRTIO_TMEM_BATCH_MAX];
-	} out;
-	struct {
-		struct virtio_tmem_resp resp;
-		u8 result[VIRTIO_TMEM_BATCH_MAX];
-	} in;
-};
-
-struct tmem_flush_range {
-	u64 object;
-	u64 index;
-	u64 nr_pages;
-	u32 pool;
-	u32 epoch;
-};
-
-struct tmem_flush_batch {
-	struct tmem_req req;
-	struct {
-		struct virtio_tmem_req hdr;
-		struct virtio_tmem_range range[VIRTIO_TMEM_BATCH_MAX];
-	} out;
-	struct virtio_tmem_resp resp;
-};
 
 struct tmem_get_req {
 	struct tmem_req req;
@@ -346,6 +303,10 @@ struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst);
 void tmem_ring_renew(struct tmem_queue *queue);
 void tmem_ring_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
+
+/* feeder.c */
+int tmem_feeder_init(struct tmem_dev *dev, struct tmem_queue *queue);
+void tmem_feeder_exit(struct tmem_queue *queue);
 int tmem_feeder(void *data);
 
 /* admit.c */

@@ -196,8 +196,10 @@ static void free_device(struct tmem_dev *dev)
 {
 	unsigned int i;
 
-	for (i = 0; dev->queue && i < dev->nr_queues; i++)
+	for (i = 0; dev->queue && i < dev->nr_queues; i++) {
+		tmem_feeder_exit(&dev->queue[i]);
 		tmem_ring_exit(&dev->queue[i]);
+	}
 	kfree(dev->queue);
 	tmem_slots_exit(dev);
 	tmem_admit_exit(dev);
@@ -248,6 +250,8 @@ static int alloc_memory(struct tmem_dev *dev)
 	}
 	for (i = 0; i < dev->nr_queues; i++) {
 		err = tmem_ring_init(dev, &dev->queue[i]);
+		if (!err)
+			err = tmem_feeder_init(dev, &dev->queue[i]);
 		if (err)
 			return err;
 	}
