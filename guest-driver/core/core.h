@@ -261,12 +261,16 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where);
 unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 			     const unsigned long *want, u64 *entry, struct tmem_where *where);
-void tmem_index_make_room(void);
-void tmem_index_sweep(void);
-void tmem_index_bypass_free(struct tmem_pool *pool);
-void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why);
 unsigned long tmem_index_pool_pages(u32 id);
 void tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
+
+/* bypass.c */
+void tmem_bypass_free(struct tmem_pool *pool);
+
+/* evict.c */
+void tmem_index_make_room(void);
+void tmem_index_sweep(void);
+void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why);
 
 /* pool.c */
 struct tmem_pool {

@@ -29,42 +29,24 @@
  *
  * Never waits, never fails to erase, and allocates only without waiting.
  */
-#include <linux/hash.h>
 #include <linux/mm.h>
-#include <linux/rculist.h>
 #include <linux/slab.h>
 
 #include "../compat.h"
 #include "../trace.h"
-#include "leaf.h"
+#include "index.h"
 
-/* Leaves handled before the lock is dropped: some 10 us with interrupts off. */
-#define LEAVES_PER_LOCK		32
 /* One bucket for so many bytes of index: with small files one or two objects in each. */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
 #define BUCKETS_MAX		1048576
-/* Bypassed inodes a pool; above, the pool takes no puts. */
-#define BYPASSED_MAX		4096
-/* The same if the marks of all pools would take more than this part of the index's memory. */
-#define BYPASS_DIVISOR		4
-
-struct bucket {
-	spinlock_t lock;	/* guards everything below, see above */
-	struct hlist_head objects;
-};
 
 static struct kmem_cache *object_cache;
 
-static struct bucket *buckets;
-static unsigned int bucket_bits;
-static long table_bytes;
 static atomic64_t last_object_id;
-static unsigned int evict_hand;
-static atomic_long_t bypass_bytes;	/* of the marks; part of tmem_index_used_bytes */
 
-static void evict_work_fn(struct work_struct *work);
-static DECLARE_WORK(evict_work, evict_work_fn);
+struct bucket *tmem_buckets;
+unsigned int tmem_bucket_bits;
 
 /* Entries of an object were erased; under its bucket's lock. */
 static void note_erased(const struct object *object, u64 first, u64 last, unsigned long pages,
@@ -78,11 +60,6 @@ static void note_erased(const struct object *object, u64 first, u64 last, unsign
 
 /* --- buckets and objects ------------------------------------------------------------------- */
 
-static u32 bucket_of(const struct tmem_pool *pool, u64 ino)
-{
-	return hash_64(ino * GOLDEN_RATIO_64 + pool->serial, bucket_bits);
-}
-
 /**
  * tmem_index_bucket() - where an inode hashes to
  * @key: the inode
@@ -94,28 +71,11 @@ u32 tmem_index_bucket(const struct tmem_key *key)
 	return bucket_of(key->pool, key->ino);
 }
 
-static struct object *find(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
-{
-	u32 id = READ_ONCE(pool->id);
-	struct object *object;
-
-	lockdep_assert_held(&bucket->lock);
-	if (!id)
-		return NULL;
-	hlist_for_each_entry(object, &bucket->objects, node)
-		if (object->ino == ino && object->pool == id)
-			return object;
-	return NULL;
-}
-
-/* Out of the table: gone for everyone. Freeing the leaves can follow without the lock. */
-static void unlink_object(struct object *object, struct hlist_head *freed)
-{
-	hlist_del_rcu(&object->node);
-	hlist_add_head_rcu(&object->node, freed);
-}
-
-static void free_object(struct object *object)
+/**
+ * tmem_object_free() - free an object and its leaves
+ * @object: the object, which nobody can find any more
+ */
+void tmem_object_free(struct object *object)
 {
 	tmem_leaf_free_all(object);
 	tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
@@ -138,19 +98,24 @@ static void free_detached_fn(struct work_struct *work)
 		spin_unlock_irq(&detached_lock);
 		if (!object)
 			return;
-		free_object(object);
+		tmem_object_free(object);
 		cond_resched();
 	}
 }
 
 static DECLARE_WORK(free_detached, free_detached_fn);
 
-/* O(1): the object is found by nobody from here on, its pages no longer count as held. */
-static void detach(u32 bucket, struct object *object, enum tmem_inval why)
+/**
+ * tmem_object_detach() - take an object with all its pages out of the index, in constant time
+ * @bucket: where it hashes to; locked
+ * @object: the object, which nobody finds from here on; its pages no longer count as held
+ * @why: for the counters
+ */
+void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 {
 	struct tmem_where where = { object->id, object->pool, bucket };
 
-	lockdep_assert_held(&buckets[bucket].lock);
+	lockdep_assert_held(&tmem_buckets[bucket].lock);
 	atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
 	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
 	tmem_ring_flush(&where, 0, VIRTIO_TMEM_TO_END);
@@ -160,8 +125,11 @@ static void detach(u32 bucket, struct object *object, enum tmem_inval why)
 	queue_work(tmem_system_wq, &free_detached);
 }
 
-/* An object whose last page went; nothing of it is at the host that we could name. */
-static void free_empty(struct object *object)
+/**
+ * tmem_object_free_empty() - free an object whose last page went
+ * @object: the object, its bucket is locked; nothing of it is at the host that we could name
+ */
+void tmem_object_free_empty(struct object *object)
 {
 	hlist_del_rcu(&object->node);
 	tmem_uncharge(sizeof(*object) + TMEM_SLAB_LINK);
@@ -192,11 +160,6 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 
 /* --- operations ---------------------------------------------------------------------------- */
 
-static bool bypassed(struct tmem_pool *pool, u64 ino)
-{
-	return READ_ONCE(pool->bypass_all) || xa_load(&pool->bypass, ino);
-}
-
 /**
  * tmem_index_store() - enter a page, or erase it if that cannot be done
  * @key: pool and inode
@@ -212,7 +175,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where)
 {
 	u32 nr = bucket_of(key->pool, key->ino);
-	struct bucket *bucket = &buckets[nr];
+	struct bucket *bucket = &tmem_buckets[nr];
 	struct object *object;
 	unsigned long flags;
 	struct leaf *leaf;
@@ -225,9 +188,9 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		err = -ENODEV;
 		goto unlock;
 	}
-	object = find(bucket, key->pool, key->ino);
+	object = find_object(bucket, key->pool, key->ino);
 	if (object && object->igen != key->igen) {
-		detach(nr, object, TMEM_INVAL_INODE);
+		tmem_object_detach(nr, object, TMEM_INVAL_INODE);
 		object = NULL;
 	}
 	if (bypassed(key->pool, key->ino))
@@ -251,7 +214,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 					    BIT_ULL(index & (LEAF_PAGES - 1))))
 			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 		if (!object->nr_pages)
-			free_empty(object);
+			tmem_object_free_empty(object);
 	} else if (!err) {
 		where->object = object->id;
 		where->pool = pool;
@@ -260,7 +223,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	if (err == -ENOSPC)
-		queue_work(tmem_system_wq, &evict_work);
+		tmem_evict_start();
 	return err;
 }
 
@@ -280,7 +243,7 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 {
 	u32 bucket_nr = bucket_of(key->pool, key->ino);
 	unsigned int base = index & (LEAF_PAGES - 1);
-	struct bucket *bucket = &buckets[bucket_nr];
+	struct bucket *bucket = &tmem_buckets[bucket_nr];
 	unsigned int i, taken = 0;
 	struct object *object;
 	unsigned long flags;
@@ -289,11 +252,11 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 
 	memset(entry, 0, nr * sizeof(*entry));
 	spin_lock_irqsave(&bucket->lock, flags);
-	object = find(bucket, key->pool, key->ino);
+	object = find_object(bucket, key->pool, key->ino);
 	if (!object)
 		goto unlock;
 	if (object->igen != key->igen) {
-		detach(bucket_nr, object, TMEM_INVAL_INODE);
+		tmem_object_detach(bucket_nr, object, TMEM_INVAL_INODE);
 		goto unlock;
 	}
 	leaf = xa_load(&object->leaves, index >> LEAF_SHIFT);
@@ -312,7 +275,7 @@ unsigned int tmem_index_take(const struct tmem_key *key, pgoff_t index, unsigned
 	where->bucket = bucket_nr;
 	taken = tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, mask);
 	if (!object->nr_pages)
-		free_empty(object);
+		tmem_object_free_empty(object);
 unlock:
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	return taken;
@@ -328,7 +291,7 @@ unlock:
 void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 {
 	unsigned int bit = index & (LEAF_PAGES - 1);
-	struct bucket *bucket = &buckets[nr];
+	struct bucket *bucket = &tmem_buckets[nr];
 	struct object *object;
 	unsigned long flags;
 	struct leaf *leaf;
@@ -343,7 +306,7 @@ void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 			tmem_leaf_erase(object, index >> LEAF_SHIFT, leaf, BIT_ULL(bit));
 			note_erased(object, index, index, 1, TMEM_INVAL_DROPPED);
 			if (!object->nr_pages)
-				free_empty(object);
+				tmem_object_free_empty(object);
 		}
 		break;
 	}
@@ -365,7 +328,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 		     enum tmem_inval why)
 {
 	u32 nr = bucket_of(pool, ino);
-	struct bucket *bucket = &buckets[nr];
+	struct bucket *bucket = &tmem_buckets[nr];
 	struct tmem_where where = { .bucket = nr };
 	unsigned long i, erased = 0;
 	unsigned int budget;
@@ -383,7 +346,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 	do {
 		budget = LEAVES_PER_LOCK;
 		spin_lock_irqsave(&bucket->lock, flags);
-		object = find(bucket, pool, ino);
+		object = find_object(bucket, pool, ino);
 		leaf = object ? xa_find(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT) : NULL;
 		while (leaf) {
 			where.object = object->id;
@@ -394,7 +357,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 			leaf = xa_find_after(&object->leaves, &i, last >> LEAF_SHIFT, XA_PRESENT);
 		}
 		if (object && !object->nr_pages) {
-			free_empty(object);
+			tmem_object_free_empty(object);
 			leaf = NULL;
 		}
 		spin_unlock_irqrestore(&bucket->lock, flags);
@@ -423,122 +386,11 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	struct object *object;
 	unsigned long flags;
 
-	spin_lock_irqsave(&buckets[nr].lock, flags);
-	object = find(&buckets[nr], pool, ino);
+	spin_lock_irqsave(&tmem_buckets[nr].lock, flags);
+	object = find_object(&tmem_buckets[nr], pool, ino);
 	if (object)
-		detach(nr, object, why);
-	spin_unlock_irqrestore(&buckets[nr].lock, flags);
-}
-
-/**
- * tmem_index_make_room() - something took memory of the index without asking
- */
-void tmem_index_make_room(void)
-{
-	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
-		queue_work(tmem_system_wq, &evict_work);
-}
-
-/* Marks come before entries, which make room for them: their memory is not asked for but taken. */
-static void charge_marks(long bytes)
-{
-	atomic_long_add(bytes, &bypass_bytes);
-	atomic_long_add(bytes, &tmem_index_used_bytes);
-}
-
-static bool room_for_mark(long bytes)
-{
-	return atomic_long_read(&bypass_bytes) + bytes <=
-	       (tmem_index_limit() - table_bytes) / BYPASS_DIVISOR;
-}
-
-/**
- * tmem_bypass() - take no puts for an inode, and erase its pages
- * @pool: file system
- * @ino: inode number
- * @why: for the counters
- *
- * Context: any but NMI. If the mark cannot be stored, the pool takes no puts until it is freed.
- * Marks may push the index over its limit for the time until the evictor, woken here, has run.
- */
-void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
-{
-	u32 nr = bucket_of(pool, ino);
-	struct object *object;
-	unsigned long flags;
-
-	spin_lock_irqsave(&buckets[nr].lock, flags);
-	xa_lock(&pool->bypass);
-	if (!xa_load(&pool->bypass, ino) && !pool->bypass_all) {
-		long bytes = tmem_alone_in_node(&pool->bypass, ino) ? sizeof(struct xa_node) : 0;
-
-		if (pool->nr_bypassed >= BYPASSED_MAX || !room_for_mark(bytes) ||
-		    xa_is_err(__xa_store(&pool->bypass, ino, xa_mk_value(1), GFP_INDEX))) {
-			WRITE_ONCE(pool->bypass_all, true);
-		} else {
-			pool->nr_bypassed++;
-			charge_marks(bytes);
-		}
-	}
-	xa_unlock(&pool->bypass);
-	object = find(&buckets[nr], pool, ino);
-	if (object)
-		detach(nr, object, why);
-	spin_unlock_irqrestore(&buckets[nr].lock, flags);
-	tmem_index_make_room();
-}
-
-/**
- * tmem_is_bypassed() - is an inode marked by tmem_bypass()?
- * @pool: file system
- * @ino: inode number
- *
- * Return: true if puts of it are refused.
- */
-bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
-{
-	return bypassed(pool, ino);
-}
-
-/**
- * tmem_unbypass() - take puts for an inode again
- * @pool: file system
- * @ino: inode number
- *
- * Context: any but NMI.
- */
-void tmem_unbypass(struct tmem_pool *pool, u64 ino)
-{
-	u32 nr = bucket_of(pool, ino);
-	unsigned long flags;
-
-	spin_lock_irqsave(&buckets[nr].lock, flags);
-	xa_lock(&pool->bypass);
-	if (__xa_erase(&pool->bypass, ino)) {
-		pool->nr_bypassed--;
-		if (tmem_alone_in_node(&pool->bypass, ino))
-			charge_marks(-(long)sizeof(struct xa_node));
-	}
-	xa_unlock(&pool->bypass);
-	spin_unlock_irqrestore(&buckets[nr].lock, flags);
-}
-
-/**
- * tmem_index_bypass_free() - forget all marks of a pool that nobody uses any more
- * @pool: file system
- */
-void tmem_index_bypass_free(struct tmem_pool *pool)
-{
-	unsigned long i, node = ULONG_MAX;
-	void *mark;
-
-	xa_for_each(&pool->bypass, i, mark) {
-		if (!i || i >> XA_CHUNK_SHIFT == node)
-			continue;
-		node = i >> XA_CHUNK_SHIFT;
-		charge_marks(-(long)sizeof(struct xa_node));
-	}
-	xa_destroy(&pool->bypass);
+		tmem_object_detach(nr, object, why);
+	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
 }
 
 /* An inode number that is used again: what is held is the old inode's. */
@@ -548,14 +400,14 @@ static void drop_stale(const struct tmem_key *key)
 	struct object *object;
 	unsigned long flags;
 
-	spin_lock_irqsave(&buckets[nr].lock, flags);
-	object = find(&buckets[nr], key->pool, key->ino);
+	spin_lock_irqsave(&tmem_buckets[nr].lock, flags);
+	object = find_object(&tmem_buckets[nr], key->pool, key->ino);
 	if (object && object->igen != key->igen)
-		detach(nr, object, TMEM_INVAL_INODE);
-	spin_unlock_irqrestore(&buckets[nr].lock, flags);
+		tmem_object_detach(nr, object, TMEM_INVAL_INODE);
+	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
 }
 
-/* As find(), without the lock: the object may be gone, or another one, at any moment. */
+/* As find_object(), without the lock: the object may be gone, or another one, at any moment. */
 static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
 {
 	u32 id = READ_ONCE(pool->id);
@@ -584,7 +436,7 @@ static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, 
 unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		       unsigned long *held)
 {
-	struct bucket *bucket = &buckets[bucket_of(key->pool, key->ino)];
+	struct bucket *bucket = &tmem_buckets[bucket_of(key->pool, key->ino)];
 	unsigned int bit, count = 0;
 	struct object *object;
 	bool stale = false;
@@ -629,78 +481,15 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
  */
 unsigned long tmem_held_pages(const struct tmem_key *key)
 {
-	struct bucket *bucket = &buckets[bucket_of(key->pool, key->ino)];
+	struct bucket *bucket = &tmem_buckets[bucket_of(key->pool, key->ino)];
 	struct object *object;
 	unsigned long flags, nr;
 
 	spin_lock_irqsave(&bucket->lock, flags);
-	object = find(bucket, key->pool, key->ino);
+	object = find_object(bucket, key->pool, key->ino);
 	nr = object && object->igen == key->igen ? object->nr_pages : 0;
 	spin_unlock_irqrestore(&bucket->lock, flags);
 	return nr;
-}
-
-/* --- sweeping and eviction ----------------------------------------------------------------- */
-
-/*
- * Frees all objects of pool @id, or, if @id is 0, of all pools that are no longer live. Returns how
- * many pages they had.
- */
-static unsigned long sweep(u32 id, enum tmem_inval why)
-{
-	unsigned long i, erased = 0;
-	struct hlist_node *next;
-	struct object *object;
-	HLIST_HEAD(freed);
-
-	for (i = 0; i < 1UL << bucket_bits; i++) {
-		spin_lock_irq(&buckets[i].lock);
-		hlist_for_each_entry_safe(object, next, &buckets[i].objects, node) {
-			if (id ? object->pool != id : tmem_pool_live(object->pool))
-				continue;
-			atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
-			tmem_count_inval(why, object->nr_pages);
-			erased += object->nr_pages;
-			unlink_object(object, &freed);
-		}
-		spin_unlock_irq(&buckets[i].lock);
-		hlist_for_each_entry_safe(object, next, &freed, node) {
-			hlist_del_rcu(&object->node);
-			free_object(object);
-		}
-		cond_resched();
-	}
-	return erased;
-}
-
-/**
- * tmem_index_sweep() - free what became unreachable when everything was forgotten
- *
- * Context: process, may sleep.
- */
-void tmem_index_sweep(void)
-{
-	unsigned long erased = sweep(0, TMEM_INVAL_GENERATION);
-
-	if (erased)
-		trace_tmem_invalidate("*", 0, 0, TMEM_INDEX_MAX, erased,
-				      tmem_inval_name(TMEM_INVAL_GENERATION));
-}
-
-/**
- * tmem_index_drop_pool() - free all objects of a pool that is unreachable
- * @id: its id
- * @name: its name
- * @why: for the counters
- *
- * Context: process, may sleep.
- */
-void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
-{
-	unsigned long erased = sweep(id, why);
-
-	if (erased)
-		trace_tmem_invalidate(name, 0, 0, TMEM_INDEX_MAX, erased, tmem_inval_name(why));
 }
 
 /**
@@ -716,85 +505,15 @@ unsigned long tmem_index_pool_pages(u32 id)
 	unsigned long i, pages = 0;
 	struct object *object;
 
-	for (i = 0; i < 1UL << bucket_bits; i++) {
-		spin_lock_irq(&buckets[i].lock);
-		hlist_for_each_entry(object, &buckets[i].objects, node)
+	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
+		spin_lock_irq(&tmem_buckets[i].lock);
+		hlist_for_each_entry(object, &tmem_buckets[i].objects, node)
 			if (object->pool == id)
 				pages += object->nr_pages;
-		spin_unlock_irq(&buckets[i].lock);
+		spin_unlock_irq(&tmem_buckets[i].lock);
 		cond_resched();
 	}
 	return pages;
-}
-
-/* One step of the evictor: up to 32 leaves of a bucket, from (@at, @nr) on. False: bucket done. */
-static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
-{
-	struct hlist_node *next;
-	struct object *object;
-	unsigned int budget = LEAVES_PER_LOCK;
-	unsigned long evicted = 0;
-	struct leaf *leaf;
-	bool more = false;
-
-	spin_lock_irq(&bucket->lock);
-	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
-		/* New objects come first in the chain: ids fall along it. */
-		if (object->id > *at)
-			continue;
-		if (object->id < *at)
-			*nr = 0;
-		*at = object->id;
-		leaf = xa_find(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
-		while (leaf) {
-			if (leaf->referenced)
-				leaf->referenced = 0;
-			else
-				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
-			if (!budget--) {
-				(*nr)++;	/* or the next step would find it unreferenced */
-				more = true;
-				break;
-			}
-			leaf = xa_find_after(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
-		}
-		if (!object->nr_pages)
-			free_empty(object);
-		if (more)
-			break;
-	}
-	spin_unlock_irq(&bucket->lock);
-	tmem_count_n(TMEM_STAT_index_evicted, evicted);
-	return more;
-}
-
-/*
- * The index is full: leaves that were not stored to since the last visit go, oldest first in the
- * manner of CLOCK, until an eighth is free. The host's copies are found by its own eviction.
- */
-static void evict_work_fn(struct work_struct *work)
-{
-	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
-	struct tmem_dev *dev;
-	unsigned long visits = 2UL << bucket_bits;
-	long low = tmem_index_limit() / 8 * 7;
-	unsigned long nr;
-	u64 at;
-
-	for (; visits && atomic_long_read(&tmem_index_used_bytes) > low; visits--) {
-		at = U64_MAX;
-		nr = 0;
-		while (evict_step(&buckets[evict_hand], &at, &nr))
-			cond_resched();
-		evict_hand = (evict_hand + 1) & ((1U << bucket_bits) - 1);
-		cond_resched();
-	}
-	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev)
-		tmem_admit_learn(dev, 0, evicted);
-	rcu_read_unlock();
 }
 
 /* --- set-up -------------------------------------------------------------------------------- */
@@ -841,8 +560,8 @@ int tmem_index_init(void)
 				 TMEM_BUDGET_FLOOR_BYTES;
 	nr = clamp_t(unsigned long, tmem_index_limit_bytes / BYTES_PER_BUCKET,
 		     BUCKETS_MIN, BUCKETS_MAX);
-	bucket_bits = ilog2(nr);
-	nr = 1UL << bucket_bits;
+	tmem_bucket_bits = ilog2(nr);
+	nr = 1UL << tmem_bucket_bits;
 
 	object_cache = kmem_cache_create("tmem_object", sizeof(struct object), 0,
 					 SLAB_TYPESAFE_BY_RCU, NULL);
@@ -850,15 +569,14 @@ int tmem_index_init(void)
 		return -ENOMEM;
 	if (tmem_leaf_init())
 		goto nomem_leaf;
-	buckets = kvmalloc_array(nr, sizeof(*buckets), GFP_KERNEL);
-	if (!buckets)
+	tmem_buckets = kvmalloc_array(nr, sizeof(*tmem_buckets), GFP_KERNEL);
+	if (!tmem_buckets)
 		goto nomem;
 	for (i = 0; i < nr; i++) {
-		spin_lock_init(&buckets[i].lock);
-		INIT_HLIST_HEAD(&buckets[i].objects);
+		spin_lock_init(&tmem_buckets[i].lock);
+		INIT_HLIST_HEAD(&tmem_buckets[i].objects);
 	}
-	table_bytes = nr * sizeof(*buckets);
-	atomic_long_set(&tmem_index_used_bytes, table_bytes);
+	atomic_long_set(&tmem_index_used_bytes, tmem_table_bytes());
 	return 0;
 nomem:
 	tmem_leaf_exit();
@@ -872,10 +590,10 @@ nomem_leaf:
  */
 void tmem_index_exit(void)
 {
-	cancel_work_sync(&evict_work);
+	tmem_evict_stop();
 	tmem_index_sweep();
 	flush_work(&free_detached);
 	tmem_leaf_exit();
 	kmem_cache_destroy(object_cache);
-	kvfree(buckets);
+	kvfree(tmem_buckets);
 }

@@ -98,7 +98,7 @@ void tmem_pool_free(struct tmem_pool *pool)
 	list_move_tail(&pool->list, &tmem_pools_dead);
 	if (id)
 		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_UNMOUNT);
-	tmem_index_bypass_free(pool);
+	tmem_bypass_free(pool);
 	tmem_policy_free(pool);
 	if (!have_device)
 		free_dead();

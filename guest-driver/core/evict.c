@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * What goes out of the index without being named: the objects of pools that are gone, and, when the
+ * index is full, the leaves that were not stored to for longest.
+ *
+ * Walks the table bucket by bucket, since nothing else has all objects: a list of them would cost
+ * memory and a lock for each put. Never long in the way of a put: a bucket's lock is held for some
+ * leaves, or to unlink what is freed without it.
+ */
+#include "../compat.h"
+#include "../trace.h"
+#include "index.h"
+
+static void evict_work_fn(struct work_struct *work);
+static DECLARE_WORK(evict_work, evict_work_fn);
+
+static unsigned int evict_hand;		/* of the work item: the bucket it comes to next */
+
+/*
+ * Frees all objects of pool @id, or, if @id is 0, of all pools that are no longer live. Returns how
+ * many pages they had.
+ */
+static unsigned long sweep(u32 id, enum tmem_inval why)
+{
+	unsigned long i, erased = 0;
+	struct hlist_node *next;
+	struct object *object;
+	HLIST_HEAD(freed);
+
+	for (i = 0; i < 1UL << tmem_bucket_bits; i++) {
+		spin_lock_irq(&tmem_buckets[i].lock);
+		hlist_for_each_entry_safe(object, next, &tmem_buckets[i].objects, node) {
+			if (id ? object->pool != id : tmem_pool_live(object->pool))
+				continue;
+			atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
+			tmem_count_inval(why, object->nr_pages);
+			erased += object->nr_pages;
+			unlink_object(object, &freed);
+		}
+		spin_unlock_irq(&tmem_buckets[i].lock);
+		hlist_for_each_entry_safe(object, next, &freed, node) {
+			hlist_del_rcu(&object->node);
+			tmem_object_free(object);
+		}
+		cond_resched();
+	}
+	return erased;
+}
+
+/**
+ * tmem_index_sweep() - free what became unreachable when everything was forgotten
+ *
+ * Context: process, may sleep.
+ */
+void tmem_index_sweep(void)
+{
+	unsigned long erased = sweep(0, TMEM_INVAL_GENERATION);
+
+	if (erased)
+		trace_tmem_invalidate("*", 0, 0, TMEM_INDEX_MAX, erased,
+				      tmem_inval_name(TMEM_INVAL_GENERATION));
+}
+
+/**
+ * tmem_index_drop_pool() - free all objects of a pool that is unreachable
+ * @id: its id
+ * @name: its name
+ * @why: for the counters
+ *
+ * Context: process, may sleep.
+ */
+void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
+{
+	unsigned long erased = sweep(id, why);
+
+	if (erased)
+		trace_tmem_invalidate(name, 0, 0, TMEM_INDEX_MAX, erased, tmem_inval_name(why));
+}
+
+/* One step of the evictor: up to 32 leaves of a bucket, from (@at, @nr) on. False: bucket done. */
+static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
+{
+	struct hlist_node *next;
+	struct object *object;
+	unsigned int budget = LEAVES_PER_LOCK;
+	unsigned long evicted = 0;
+	struct leaf *leaf;
+	bool more = false;
+
+	spin_lock_irq(&bucket->lock);
+	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
+		/* New objects come first in the chain: ids fall along it. */
+		if (object->id > *at)
+			continue;
+		if (object->id < *at)
+			*nr = 0;
+		*at = object->id;
+		leaf = xa_find(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
+		while (leaf) {
+			if (leaf->referenced)
+				leaf->referenced = 0;
+			else
+				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
+			if (!budget--) {
+				(*nr)++;	/* or the next step would find it unreferenced */
+				more = true;
+				break;
+			}
+			leaf = xa_find_after(&object->leaves, nr, ULONG_MAX, XA_PRESENT);
+		}
+		if (!object->nr_pages)
+			tmem_object_free_empty(object);
+		if (more)
+			break;
+	}
+	spin_unlock_irq(&bucket->lock);
+	tmem_count_n(TMEM_STAT_index_evicted, evicted);
+	return more;
+}
+
+/*
+ * The index is full: leaves that were not stored to since the last visit go, oldest first in the
+ * manner of CLOCK, until an eighth is free. The host's copies are found by its own eviction.
+ */
+static void evict_work_fn(struct work_struct *work)
+{
+	unsigned long evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted);
+	struct tmem_dev *dev;
+	unsigned long visits = 2UL << tmem_bucket_bits;
+	long low = tmem_index_limit() / 8 * 7;
+	unsigned long nr;
+	u64 at;
+
+	for (; visits && atomic_long_read(&tmem_index_used_bytes) > low; visits--) {
+		at = U64_MAX;
+		nr = 0;
+		while (evict_step(&tmem_buckets[evict_hand], &at, &nr))
+			cond_resched();
+		evict_hand = (evict_hand + 1) & ((1U << tmem_bucket_bits) - 1);
+		cond_resched();
+	}
+	evicted = tmem_stat_sum(TMEM_STAT_index_evicted, TMEM_STAT_index_evicted) - evicted;
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		tmem_admit_learn(dev, 0, evicted);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_evict_start() - the index is full
+ *
+ * Context: any but NMI.
+ */
+void tmem_evict_start(void)
+{
+	queue_work(tmem_system_wq, &evict_work);
+}
+
+/**
+ * tmem_evict_stop() - wait for the evictor; nothing starts it any more
+ */
+void tmem_evict_stop(void)
+{
+	cancel_work_sync(&evict_work);
+}
+
+/**
+ * tmem_index_make_room() - something took memory of the index without asking
+ */
+void tmem_index_make_room(void)
+{
+	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
+		tmem_evict_start();
+}

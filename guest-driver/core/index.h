@@ -1,0 +1,71 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Inside of the index: the table of objects, for index.c (one inode by name), bypass.c (inodes that
+ * are not put) and evict.c (whatever has to go). What a put needs of it is inline.
+ *
+ * Objects in the table are touched under the lock of their bucket, and never without.
+ */
+#ifndef _TMEM_INDEX_H
+#define _TMEM_INDEX_H
+
+#include <linux/hash.h>
+#include <linux/rculist.h>
+
+#include "leaf.h"
+
+/* Leaves handled before the lock is dropped: some 10 us with interrupts off. */
+#define LEAVES_PER_LOCK		32
+
+struct bucket {
+	spinlock_t lock;	/* guards everything below, see index.c */
+	struct hlist_head objects;
+};
+
+extern struct bucket *tmem_buckets;
+extern unsigned int tmem_bucket_bits;
+
+void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why);
+void tmem_object_free(struct object *object);
+void tmem_object_free_empty(struct object *object);
+void tmem_evict_start(void);
+void tmem_evict_stop(void);
+
+/* Memory of the table. */
+static inline long tmem_table_bytes(void)
+{
+	return (long)sizeof(struct bucket) << tmem_bucket_bits;
+}
+
+static inline u32 bucket_of(const struct tmem_pool *pool, u64 ino)
+{
+	return hash_64(ino * GOLDEN_RATIO_64 + pool->serial, tmem_bucket_bits);
+}
+
+static inline struct object *find_object(struct bucket *bucket, const struct tmem_pool *pool,
+					 u64 ino)
+{
+	u32 id = READ_ONCE(pool->id);
+	struct object *object;
+
+	lockdep_assert_held(&bucket->lock);
+	if (!id)
+		return NULL;
+	hlist_for_each_entry(object, &bucket->objects, node)
+		if (object->ino == ino && object->pool == id)
+			return object;
+	return NULL;
+}
+
+/* Out of the table: gone for everyone. Freeing the leaves can follow without the lock. */
+static inline void unlink_object(struct object *object, struct hlist_head *freed)
+{
+	hlist_del_rcu(&object->node);
+	hlist_add_head_rcu(&object->node, freed);
+}
+
+static inline bool bypassed(struct tmem_pool *pool, u64 ino)
+{
+	return READ_ONCE(pool->bypass_all) || xa_load(&pool->bypass, ino);
+}
+
+#endif /* _TMEM_INDEX_H */
