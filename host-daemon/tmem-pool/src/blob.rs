@@ -1,188 +1,362 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Stored page contents, one copy of equal pages of a trust domain.
+//! Stored page contents: raw as they came, then compressed, one copy of equal pages of a trust
+//! domain.
 //!
-//! A blob is immutable and lives as long as an entry refers to it. The dedup table only knows where
-//! an equal page may be: it holds no reference of its own, and whoever finds a blob through it
-//! compares every byte before sharing it. It must never join pages of two domains, nor pages that
-//! only hash alike.
+//! A blob is named by the number of its place in the heap, and lives as long as it has references,
+//! which are counted: entries have one each, and so has whoever works on it. The table of equal
+//! pages only knows where one may be and holds no reference; whoever finds a blob through it
+//! compares every byte before sharing it. It never joins pages of two domains, nor pages that only
+//! hash alike.
 //!
-//! Locks: a shard's lock guards that part of the table. It is the innermost lock of the engine,
-//! held for one look-up; no blob may be dropped under it, since the last drop takes it.
+//! Locks: those of the table (dedup.rs), which are never held together with one of the heap.
 
-use crate::account::Account;
-use crate::codec::{self, COMPRESSED_BYTES_MAX, Corrupt};
-use crate::config::{DEDUP_SHARDS_MAX, PAGE_SIZE, POOL_BYTES_PER_DEDUP_SHARD, Page};
-use std::collections::hash_map::Entry as Slot;
-use std::collections::{HashMap, HashSet};
-use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use zeroize::optimization_barrier;
+use crate::codec::{self, Buffer, Corrupt, DENSER_BYTES, Denser};
+use crate::config::{PAGE_SIZE, Page};
+use crate::dedup::{Dedup, Links};
+use crate::entry::Content;
+use crate::hash::{HashFn, check_bits, table_bits};
+use crate::heap::{Handle, Heap, Zeroed};
+use std::io;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// A trust domain; never reused.
-pub(crate) type DomainId = u64;
+pub(crate) type DomainId = u32;
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct DedupKey {
-    domain: DomainId,
-    // Two halves instead of u128, whose alignment would cost a slot 8 bytes.
-    hash: [u64; 2],
-}
-
-/// The stored form of one page's contents.
+/// What the store keeps for a blob beside its bytes.
 #[derive(Debug)]
-pub(crate) struct Blob {
-    data: Box<[u8]>,
-    key: DedupKey,
-    store: Arc<Store>,
+pub(crate) struct Record {
+    /// Of the page.
+    hash: AtomicU64,
+    refs: AtomicU32,
+    /// Of a listed blob, plus 1; 0: not listed.
+    domain: AtomicU32,
+    /// Of the table.
+    next: AtomicU32,
+    /// What the page took when it was first compressed, which is what it is charged, and in the
+    /// highest bits what the sweep has found.
+    first: AtomicU32,
 }
 
-impl Blob {
-    /// Stored bytes, which is what the page is charged.
-    pub(crate) fn stored_bytes(&self) -> u64 {
-        self.data.len() as u64
-    }
+/// Field `first`: the sweep passed it once.
+const SEEN: u32 = 1 << 30;
+/// And a second time: it is as dense as it gets.
+const DENSE: u32 = 1 << 31;
+const FIRST_BYTES: u32 = SEEN - 1;
 
-    pub(crate) fn read(&self, out: &mut Page) -> Result<(), Corrupt> {
-        codec::decompress(&self.data, out)
-    }
+// SAFETY: atomics.
+unsafe impl Zeroed for Record {}
 
-    pub(crate) fn domain(&self) -> DomainId {
-        self.key.domain
-    }
+/// More references than this are not given: an equal page is stored again.
+const REFS_MAX: u32 = 1 << 31;
 
-    fn equals(&self, page: &Page) -> bool {
-        if self.data.len() == PAGE_SIZE {
-            return *self.data == page[..];
-        }
-        let mut mine = [0; PAGE_SIZE];
-        self.read(&mut mine).is_ok() && mine == *page
-    }
-}
-
-impl Drop for Blob {
-    fn drop(&mut self) {
-        self.store.unlist(self);
-        self.store.account.payload_bytes.sub(self.stored_bytes());
-        self.store.account.blobs.sub(1);
-        // Always, not only when a VM has left: what an eviction frees today must not lie in the
-        // heap when its VM leaves tomorrow. It is in the cache, so this costs little.
-        self.data.fill(0);
-        optimization_barrier(&*self.data);
-    }
-}
-
-const POISONED: &str = "a panic under a dedup shard's lock left it unknown";
-
-type Shard = HashMap<DedupKey, Weak<Blob>>;
-
-/// All blobs' accounting and the table that finds equal ones.
+/// All blobs, and the table that finds equal ones.
 #[derive(Debug)]
 pub(crate) struct Store {
-    pub(crate) account: Account,
-    shards: Box<[Mutex<Shard>]>,
+    pub heap: Heap<Record>,
+    hash: HashFn,
+    seed: u64,
+    dedup: Dedup,
+}
+
+/// A page's final form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Settled {
+    /// A blob comes with a reference of its own.
+    pub content: Content,
+    pub stored_bytes: usize,
+    /// An equal page was there already.
+    pub shared: bool,
 }
 
 impl Store {
-    /// `size_bytes` is the pool's, to choose the number of shards.
-    pub(crate) fn new(size_bytes: u64) -> Store {
-        let wanted = size_bytes.div_ceil(POOL_BYTES_PER_DEDUP_SHARD);
-        let shards = wanted.clamp(1, DEDUP_SHARDS_MAX as u64).next_power_of_two();
-        Store {
-            account: Account::default(),
-            shards: (0..shards).map(|_| Mutex::default()).collect(),
-        }
+    /// For up to `bytes_max` of stored bytes.
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub(crate) fn new(bytes_max: u64, hash: HashFn, seed: u64) -> io::Result<Store> {
+        let heap = Heap::new(bytes_max)?;
+        Ok(Store {
+            hash,
+            seed,
+            dedup: Dedup::new(heap.handles_max())?,
+            heap,
+        })
     }
 
-    /// Finds an equal page's blob in the domain or makes one. True: it was found.
-    pub(crate) fn intern(
-        self: &Arc<Store>,
-        domain: DomainId,
-        hash: u128,
-        page: &Page,
-    ) -> (Arc<Blob>, bool) {
-        let key = DedupKey {
-            domain,
-            hash: [hash as u64, (hash >> 64) as u64],
-        };
-        let candidate = self.shard(&key).get(&key).and_then(Weak::upgrade);
-        if let Some(blob) = candidate.filter(|blob| blob.equals(page)) {
-            return (blob, true);
-        }
-        let mut buffer = [0; COMPRESSED_BYTES_MAX];
-        let data: Box<[u8]> = codec::compress(page, &mut buffer).into();
-        self.account.payload_bytes.add(data.len() as u64);
-        self.account.blobs.add(1);
-        let blob = Arc::new(Blob {
-            data,
-            key,
-            store: Arc::clone(self),
+    /// Memory of the table.
+    pub(crate) fn metadata_bytes(&self) -> u64 {
+        self.dedup.bytes()
+    }
+
+    // ---- references ---------------------------------------------------------------------------
+
+    fn record(&self, blob: u32) -> &Record {
+        self.heap.extra(Handle(blob))
+    }
+
+    /// Stores a page as it is. Returns the blob, with one reference, and the check of its bytes.
+    /// None: that would take more than `frames_bytes_max` of memory.
+    pub(crate) fn put_raw(&self, page: &Page, frames_bytes_max: u64) -> Option<(u32, u32)> {
+        let Handle(blob) = self.heap.store(page, frames_bytes_max)?;
+        // Of the copy: what the guest does to the page meanwhile is no matter.
+        let hash = self.heap.read(Handle(blob), |copy| {
+            let copy = copy.try_into().expect("a raw blob is a page");
+            (self.hash)(copy, self.seed)
         });
-        self.list(&blob);
-        (blob, false)
+        let record = self.record(blob);
+        record.hash.store(table_bits(hash), Relaxed);
+        record.domain.store(0, Relaxed);
+        record.refs.store(1, Relaxed);
+        Some((blob, check_bits(hash)))
     }
 
-    fn shard(&self, key: &DedupKey) -> MutexGuard<'_, Shard> {
-        // The low half picks the slot within the shard, and a power of two of shards.
-        let shard = key.hash[1] as usize & (self.shards.len() - 1);
-        self.shards[shard].lock().expect(POISONED)
+    /// One more reference for a holder of one. False: it has as many as it may.
+    pub(crate) fn share(&self, blob: u32) -> bool {
+        let refs = &self.record(blob).refs;
+        let more = |refs| (refs > 0 && refs < REFS_MAX).then_some(refs + 1);
+        refs.fetch_update(Acquire, Relaxed, more).is_ok()
     }
 
-    /// Makes a new blob findable. One place for each hash, so that probing is bounded: a page that
-    /// collides with a live one is stored and not shared.
-    fn list(&self, blob: &Arc<Blob>) {
-        match self.shard(&blob.key).entry(blob.key) {
-            Slot::Vacant(slot) => {
-                slot.insert(Arc::downgrade(blob));
-            }
-            Slot::Occupied(mut slot) if slot.get().strong_count() == 0 => {
-                slot.insert(Arc::downgrade(blob));
-            }
-            Slot::Occupied(_) => {}
+    /// Gives a reference up. With the last one the bytes go.
+    pub(crate) fn release(&self, blob: u32) {
+        // Release: whoever frees it does so after our reads.
+        if self.record(blob).refs.fetch_sub(1, AcqRel) == 1 {
+            self.unlist(blob);
+            self.heap.free(Handle(blob));
         }
     }
 
-    fn unlist(&self, blob: &Blob) {
-        let mut shard = self.shard(&blob.key);
-        if let Slot::Occupied(slot) = shard.entry(blob.key)
-            && std::ptr::eq(slot.get().as_ptr(), blob)
-        {
-            slot.remove();
-            // Give memory back after a shrink; a quarter, so that growing again is not next.
-            if shard.capacity() > 64 && shard.len() < shard.capacity() / 4 {
-                let len = shard.len();
-                shard.shrink_to(len * 2);
-            }
+    /// Brings what is known of a blob into the cache.
+    pub(crate) fn prefetch(&self, content: Content) {
+        if let Content::Raw(blob) | Content::Blob(blob) = content {
+            self.heap.prefetch(Handle(blob));
         }
     }
 
-    /// What the table lists is among the live blobs and in its place.
-    pub(crate) fn check_listed(&self, live: &HashSet<*const Blob>) {
-        for shard in &self.shards {
-            for (key, blob) in &*shard.lock().expect(POISONED) {
-                assert!(
-                    live.contains(&blob.as_ptr()),
-                    "the dedup table lists a freed blob"
-                );
-                // Not the last reference, an entry has one: nothing is dropped under the lock.
-                let blob = blob.upgrade().expect("no call is in progress");
-                assert_eq!(blob.key, *key, "place in the dedup table");
+    /// And the beginning of its bytes, and where it is listed.
+    pub(crate) fn prefetch_bytes(&self, content: Content) {
+        if let Content::Raw(blob) | Content::Blob(blob) = content {
+            self.heap.prefetch_bytes(Handle(blob));
+            self.dedup.prefetch(self.hash(blob));
+        }
+    }
+
+    /// Gives up what an entry had.
+    pub(crate) fn release_content(&self, content: Content) {
+        match content {
+            Content::Same(_) => {}
+            Content::Raw(blob) | Content::Blob(blob) => self.release(blob),
+        }
+    }
+
+    /// Restores a page for a holder of a reference. `out` is unspecified after an error.
+    pub(crate) fn read(&self, content: Content, check: u32, out: &mut Page) -> Result<(), Corrupt> {
+        match content {
+            Content::Same(pattern) => codec::fill(pattern, out),
+            Content::Raw(blob) | Content::Blob(blob) => {
+                self.heap
+                    .read(Handle(blob), |bytes| codec::decode(bytes, out))?;
             }
+        }
+        if check_bits((self.hash)(out, self.seed)) == check {
+            Ok(())
+        } else {
+            Err(Corrupt)
+        }
+    }
+
+    // ---- final forms --------------------------------------------------------------------------
+
+    /// Finds the final form of a raw blob, of which the caller has a reference and keeps it. None:
+    /// there is no memory for it now.
+    pub(crate) fn settle(
+        &self,
+        raw: u32,
+        domain: DomainId,
+        frames_bytes_max: u64,
+        buffer: &mut Buffer,
+    ) -> Option<Settled> {
+        self.heap.read(Handle(raw), |page| {
+            let page: &Page = page.try_into().expect("a raw blob is a page");
+            if let Some(pattern) = codec::same_filled(page) {
+                return Some(Settled {
+                    content: Content::Same(pattern),
+                    stored_bytes: 0,
+                    shared: false,
+                });
+            }
+            let hash = self.record(raw).hash.load(Relaxed);
+            if let Some(blob) = self.find_equal(domain, hash, page, buffer) {
+                return Some(Settled {
+                    content: Content::Blob(blob),
+                    stored_bytes: self.first_bytes(blob),
+                    shared: true,
+                });
+            }
+            let (blob, stored_bytes) = match codec::encode(page, buffer) {
+                Some(bytes) => {
+                    let Handle(blob) = self.heap.store(bytes, frames_bytes_max)?;
+                    let record = self.record(blob);
+                    record.hash.store(hash, Relaxed);
+                    record.domain.store(0, Relaxed);
+                    record.refs.store(1, Relaxed);
+                    (blob, bytes.len())
+                }
+                // It stays where it is.
+                None => self.share(raw).then_some((raw, PAGE_SIZE))?,
+            };
+            self.record(blob).first.store(stored_bytes as u32, Relaxed);
+            self.list(blob, domain, hash);
+            Some(Settled {
+                content: Content::Blob(blob),
+                stored_bytes,
+                shared: false,
+            })
+        })
+    }
+
+    fn first_bytes(&self, blob: u32) -> usize {
+        (self.record(blob).first.load(Relaxed) & FIRST_BYTES) as usize
+    }
+
+    /// Looks at a place in the heap whose turn it is in the sweep. A blob that is found a second
+    /// time has been there for a whole sweep: it is made denser, if that gains something. True: it
+    /// was worked on.
+    pub(crate) fn sweep(
+        &self,
+        blob: u32,
+        frames_bytes_max: u64,
+        denser: &mut Denser,
+        buffer: &mut Buffer,
+    ) -> bool {
+        // With a reference it stays what it is.
+        if !self.share(blob) {
+            return false;
+        }
+        let record = self.record(blob);
+        let first = record.first.load(Relaxed);
+        let listed = record.domain.load(Relaxed) != 0;
+        let mut worked = false;
+        if listed && first & DENSE == 0 && DENSER_BYTES.contains(&self.first_bytes(blob)) {
+            record
+                .first
+                .fetch_or(if first & SEEN == 0 { SEEN } else { DENSE }, Relaxed);
+            worked = first & SEEN != 0;
+        }
+        if worked {
+            let handle = Handle(blob);
+            let len = self.heap.len(handle);
+            let mut page = [0; PAGE_SIZE];
+            let decoded = self
+                .heap
+                .read(handle, |bytes| codec::decode(bytes, &mut page));
+            if decoded.is_ok()
+                && let Some(bytes) = denser.encode(&page, buffer, len)
+                && !self.heap.replace(handle, bytes, frames_bytes_max)
+            {
+                // Another time.
+                record.first.fetch_and(!DENSE, Relaxed);
+            }
+        }
+        self.release(blob);
+        worked
+    }
+
+    /// A reference to a blob of the domain with these bytes.
+    fn find_equal(
+        &self,
+        domain: DomainId,
+        hash: u64,
+        page: &Page,
+        buffer: &mut Buffer,
+    ) -> Option<u32> {
+        let chain = self.dedup.lock(hash);
+        let found = chain.find(self, |blob| self.is_listed_as(blob, domain, hash));
+        // Under the lock: the last to release a blob takes it out before it frees it.
+        let blob = found.filter(|&blob| self.share(blob))?;
+        drop(chain);
+        let other = buffer.page();
+        let decoded = self
+            .heap
+            .read(Handle(blob), |bytes| codec::decode(bytes, other));
+        if decoded.is_ok() && other == page {
+            return Some(blob);
+        }
+        self.release(blob);
+        None
+    }
+
+    // ---- table --------------------------------------------------------------------------------
+
+    fn is_listed_as(&self, blob: u32, domain: DomainId, hash: u64) -> bool {
+        let record = self.record(blob);
+        record.hash.load(Relaxed) == hash && record.domain.load(Relaxed) == domain + 1
+    }
+
+    /// Makes a blob findable. One place for each hash of a domain, so that probing is bounded: a
+    /// page that collides with one that is there is stored and not shared.
+    fn list(&self, blob: u32, domain: DomainId, hash: u64) {
+        let chain = self.dedup.lock(hash);
+        let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
+        if found.is_none() {
+            self.record(blob).domain.store(domain + 1, Relaxed);
+            self.dedup.add(self, chain, blob);
+        }
+    }
+
+    /// The caller gave the last reference up.
+    fn unlist(&self, blob: u32) {
+        if self.record(blob).domain.load(Relaxed) != 0 {
+            self.dedup.remove(self, blob);
+            self.record(blob).domain.store(0, Relaxed);
+        }
+    }
+
+    // ---- invariants ---------------------------------------------------------------------------
+
+    /// `refs`, by blob, are all there are; the table lists live ones only, in their places.
+    pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
+        assert_eq!(self.heap.stats().blobs, refs.len() as u64, "blobs");
+        for (&blob, &(_, refs)) in refs {
+            let counted = self.record(blob).refs.load(Relaxed);
+            assert_eq!(counted, refs, "references of a blob");
+        }
+        let mut listed = 0;
+        self.dedup.check(self, |blob| {
+            let (domain, _) = refs.get(&blob).expect("a listed blob has references");
+            let hash = self.hash(blob);
+            assert!(
+                self.is_listed_as(blob, *domain, hash),
+                "domain of a listed blob"
+            );
+            listed += 1;
+        });
+        let said = refs
+            .keys()
+            .filter(|&&blob| self.record(blob).domain.load(Relaxed) != 0);
+        assert_eq!(listed, said.count(), "listed blobs");
+    }
+
+    /// Changes a stored byte, as a bad memory cell would.
+    #[cfg(test)]
+    pub(crate) fn damage(&self, content: Content, at: usize) {
+        if let Content::Raw(blob) | Content::Blob(blob) = content {
+            self.heap.damage(Handle(blob), at);
         }
     }
 }
 
-#[cfg(test)]
-impl Blob {
-    /// A damaged copy, as a bad memory cell would leave it.
-    pub(crate) fn damaged(&self, at: usize) -> Blob {
-        let mut data = self.data.clone();
-        let at = at % data.len();
-        data[at] ^= 0x10;
-        self.store.account.payload_bytes.add(data.len() as u64);
-        self.store.account.blobs.add(1);
-        Blob {
-            data,
-            key: self.key,
-            store: Arc::clone(&self.store),
-        }
+impl Links for Store {
+    fn hash(&self, blob: u32) -> u64 {
+        self.record(blob).hash.load(Relaxed)
+    }
+
+    fn next(&self, blob: u32) -> u32 {
+        self.record(blob).next.load(Relaxed)
+    }
+
+    fn set_next(&self, blob: u32, next: u32) {
+        self.record(blob).next.store(next, Relaxed);
     }
 }

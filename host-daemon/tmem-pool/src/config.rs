@@ -1,10 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes, limits and estimates of the engine, each with its reason, and what a caller configures.
-//!
-//! The metadata estimates are upper bounds from the layouts that they name, so that what a tenant
-//! is charged is never less than what it makes the host hold.
-
-use std::mem::size_of;
+//! Sizes and limits of the engine, each with its reason, and what a caller configures.
 
 /// Bytes of a page. The device knows no other size.
 pub const PAGE_SIZE: usize = 4096;
@@ -18,12 +13,23 @@ pub const POOLS_PER_TENANT_MAX: usize = 256;
 /// Keys of one tenant, live and not yet freed. 2^26 pages are 256 GiB, more than the file cache of
 /// any guest that shrinks; it bounds what same-filled pages, which have no payload, can make the
 /// host hold.
-pub const KEYS_PER_TENANT_MAX: u64 = 1 << 26;
+pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 
-/// Pages of a put that are compressed before the tenant's lock is taken once for all of them. Few,
-/// so that what is prepared but not yet stored stays small; more than one, so that the lock is
-/// cheap.
-pub(crate) const PUT_GROUP_PAGES: usize = 8;
+/// Raw pages that a tenant may have, at least: four full batches, as many as a guest has in flight.
+pub(crate) const RAW_PAGES_MIN: u32 = 256;
+
+/// And at most: 8 MiB, which one core compresses in some 10 ms.
+pub(crate) const RAW_PAGES_MAX: u32 = 2048;
+
+/// In between, so much of its entitlement. It depends on quotas only, not on what others do.
+pub(crate) const RAW_PART: u64 = 16;
+
+/// Raw pages that a worker takes from a tenant at a time: few, since the tenant that is next waits
+/// for them; more than one, so that the lock is cheap.
+pub(crate) const SETTLE_PAGES: usize = 8;
+
+/// Pages that are copied before the tenant's lock is taken once for all of them.
+pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
 /// Pages that a put may evict, per page that it brings: a new page needs at most a page and its
 /// metadata, which is what eight same-filled pages are charged, and half of what goes may be
@@ -36,43 +42,41 @@ pub(crate) const EVICT_STEP_PAGES: usize = 16;
 /// Queue positions of pages that are gone already which one search for a victim may skip.
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
-/// A dedup shard is meant for so many bytes of pool, so that growing its table stays below a
-/// millisecond (at the usual 2:1 that is 32,768 blobs).
-pub(crate) const POOL_BYTES_PER_DEDUP_SHARD: u64 = 64 << 20;
+/// Kept free for what indexes take between two looks at the size: a block of each kind of record,
+/// and a ghost that doubles.
+pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
 
-/// Dedup shards; beyond it (64 GiB of pool) a shard only gets longer.
-pub(crate) const DEDUP_SHARDS_MAX: usize = 1024;
+/// And so much of the size.
+pub(crate) const INDEX_ROOM_PART: u64 = 256;
 
-/// A key entry: index and entry (48 B) in a B-tree whose nodes may be 5/11 full, or in a short
-/// vector that may be half full, with its share of the inner nodes.
-pub(crate) const KEY_METADATA_BYTES: u64 = 144;
-
-/// A position in the eviction queue: 32 B in a B-tree that may be 5/11 full.
-pub(crate) const QUEUE_METADATA_BYTES: u64 = 80;
-
-/// An object: id, gauges and the head of its pages (64 B) in a B-tree, and its allocation.
-pub(crate) const OBJECT_METADATA_BYTES: u64 = 176;
-
-/// A blob's record with its reference counts (64 B), and what the heap adds to two allocations.
-pub(crate) const BLOB_METADATA_BYTES: u64 = 96;
-
-/// A slot in the dedup table, the share of empty ones included.
-pub(crate) const DEDUP_SLOT_BYTES: u64 = 80;
-
-/// A pool of a tenant, with the first nodes of its trees.
-pub(crate) const POOL_METADATA_BYTES: u64 = 1024;
-
-/// A tenant, with its record, names and the first nodes of its trees.
-pub(crate) const TENANT_METADATA_BYTES: u64 = 4096;
+/// A tenant, with its record, names and the tables of its objects.
+pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
 /// What each page is charged beside its compressed size: all that one page in an object of its own,
-/// with a blob of its own, makes the host hold. Most pages cost half of it; charging less would let
-/// a tenant of one-page objects hold more than its share of the pool.
-pub const PAGE_METADATA_CHARGE_BYTES: u64 = KEY_METADATA_BYTES
-    + QUEUE_METADATA_BYTES
-    + OBJECT_METADATA_BYTES
-    + BLOB_METADATA_BYTES
-    + DEDUP_SLOT_BYTES;
+/// with a blob of its own, makes the host hold: entry (32 B), two nodes (176), object and its place
+/// (64), blob with its place (40), and a little. Most pages cost a quarter of it; charging less
+/// would let a tenant of one-page objects hold more than its share of the pool.
+pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
+
+/// The orders of eviction that there are; see `evict/`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PolicyKind {
+    /// The page put longest ago.
+    Fifo,
+    /// What was put for the first time goes early.
+    #[default]
+    S3Fifo,
+}
+
+/// A blob is cold when it has been there for one to two of these. Ten minutes: what a guest takes
+/// back sooner is spared the slower decompression.
+pub(crate) const SWEEP_NS: u64 = 600_000_000_000;
+
+/// Places of the heap that one step of the sweep looks at.
+pub(crate) const SWEEP_STEP: u32 = 256;
+
+/// Pages that it makes denser at most: less than a millisecond.
+pub(crate) const SWEEP_PAGES: usize = 32;
 
 /// Monotonic time in nanoseconds, passed in by the caller so that a simulator owns it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -83,8 +87,12 @@ pub struct Time(pub u64);
 pub struct PoolConfig {
     /// Memory the pool may hold, metadata included.
     pub size_bytes: u64,
+    /// No resize goes beyond it: address space is reserved for as much.
+    pub size_max_bytes: u64,
     /// Seeds the content hash; random per process in production, fixed in tests.
     pub seed: u64,
+    /// Which page of a tenant goes first.
+    pub policy: PolicyKind,
 }
 
 /// How much of the pool a tenant is entitled to. Pages are charged their compressed size at first

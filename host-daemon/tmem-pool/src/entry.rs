@@ -1,135 +1,121 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the index keeps for one page: its cookie, where its contents are, and what was charged.
+//! What the index keeps for one page, in 32 bytes: cookie, where the contents are, what to check
+//! them against, what was charged, and its place in the tree and in the queue.
 
-use crate::blob::{Blob, DomainId, Store};
-use crate::codec::{self, Corrupt};
-use crate::config::{PAGE_METADATA_CHARGE_BYTES, Page};
-use crate::evict::Token;
-use crate::hash;
-use std::sync::Arc;
+use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
+use crate::index::{Hook, Id, Record};
 
-/// Contents of a page.
-#[derive(Debug)]
+/// Where the contents of a page are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// The page repeats these bytes; there is no blob.
-    Same([u8; 8]),
-    /// Compressed or raw, perhaps shared with other entries of the trust domain.
-    Blob(Arc<Blob>),
+    /// The page repeats these four bytes: nothing is stored.
+    Same(u32),
+    /// As it came, in this slot of the nursery.
+    Raw(u32),
+    /// In this blob, perhaps shared with other entries of the trust domain.
+    Blob(u32),
 }
 
-/// A page made ready outside all locks.
-#[derive(Debug)]
-pub(crate) struct Prepared {
-    pub content: Content,
-    /// Bits of the page's hash, to check what a get returns.
-    pub check: u32,
-    /// An equal page was found.
-    pub shared: bool,
-}
-
-impl Prepared {
-    pub(crate) fn new(
-        store: &Arc<Store>,
-        domain: DomainId,
-        hash: hash::HashFn,
-        seed: u64,
-        page: &Page,
-    ) -> Prepared {
-        let hash = hash(page, seed);
-        let check = hash::check_bits(hash);
-        if let Some(pattern) = codec::same_filled(page) {
-            return Prepared {
-                content: Content::Same(pattern),
-                check,
-                shared: false,
-            };
-        }
-        let (blob, shared) = store.intern(domain, hash, page);
-        Prepared {
-            content: Content::Blob(blob),
-            check,
-            shared,
-        }
-    }
-
-    /// What a tenant pays for it, whoever else holds the same page.
-    pub(crate) fn charge_bytes(&self) -> u64 {
-        PAGE_METADATA_CHARGE_BYTES + self.content.stored_bytes()
-    }
-}
-
-impl Content {
-    fn stored_bytes(&self) -> u64 {
-        match self {
-            Content::Same(_) => 0,
-            Content::Blob(blob) => blob.stored_bytes(),
-        }
-    }
-}
-
-/// A page in the index.
-#[derive(Debug)]
+/// A page in the index. `prev` and `next` belong to the policy's queues.
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Entry {
     pub cookie: u64,
-    pub token: Token,
-    content: Content,
-    check: u32,
-    shared: bool,
+    pub hook: Hook,
+    pub prev: Id,
+    pub next: Id,
+    /// Bits of the page's hash, to check what a get returns.
+    pub check: u32,
+    content: u32,
+    bits: u32,
 }
 
+const _: () = assert!(size_of::<Entry>() == 32);
+
+// Fields of `bits`: stored bytes, kind of content, found equal, the policy's.
+const STORED_BITS: u32 = 13;
+const STORED: u32 = (1 << STORED_BITS) - 1;
+const _: () = assert!(PAGE_SIZE as u32 <= STORED);
+const KIND_SHIFT: u32 = STORED_BITS;
+const KIND: u32 = 3 << KIND_SHIFT;
+const KIND_SAME: u32 = 0;
+const KIND_RAW: u32 = 1 << KIND_SHIFT;
+const KIND_BLOB: u32 = 2 << KIND_SHIFT;
+const SHARED: u32 = 1 << 15;
+const POLICY_SHIFT: u32 = 16;
+const POLICY: u32 = 0xff << POLICY_SHIFT;
+
 impl Entry {
-    pub(crate) fn new(prepared: Prepared, cookie: u64, token: Token) -> Entry {
-        let Prepared {
-            content,
-            check,
-            shared,
-        } = prepared;
-        Entry {
+    /// `stored_bytes` is what the page is charged, beside its metadata; `shared`: an equal page was
+    /// there already.
+    pub(crate) fn new(
+        cookie: u64,
+        check: u32,
+        content: Content,
+        stored_bytes: usize,
+        shared: bool,
+    ) -> Entry {
+        let mut entry = Entry {
             cookie,
-            token,
-            content,
             check,
-            shared,
+            ..Entry::default()
+        };
+        entry.set_content(content, stored_bytes, shared);
+        entry
+    }
+
+    pub(crate) fn content(&self) -> Content {
+        match self.bits & KIND {
+            KIND_SAME => Content::Same(self.content),
+            KIND_RAW => Content::Raw(self.content),
+            _ => Content::Blob(self.content),
         }
+    }
+
+    /// The same page in another form.
+    pub(crate) fn set_content(&mut self, content: Content, stored_bytes: usize, shared: bool) {
+        debug_assert!(stored_bytes <= PAGE_SIZE);
+        let (kind, value) = match content {
+            Content::Same(pattern) => (KIND_SAME, pattern),
+            Content::Raw(slot) => (KIND_RAW, slot),
+            Content::Blob(blob) => (KIND_BLOB, blob),
+        };
+        let shared = if shared { SHARED } else { 0 };
+        self.content = value;
+        self.bits = self.bits & POLICY | kind | stored_bytes as u32 | shared;
+    }
+
+    /// Bits that the policy keeps for the page.
+    pub(crate) fn policy_bits(&self) -> u8 {
+        (self.bits >> POLICY_SHIFT) as u8
+    }
+
+    pub(crate) fn set_policy_bits(&mut self, bits: u8) {
+        self.bits = self.bits & !POLICY | u32::from(bits) << POLICY_SHIFT;
     }
 
     /// What it adds to its tenant's gauges.
     pub(crate) fn gauges(&self) -> Gauges {
+        let kind = |wanted| u32::from(self.bits & KIND == wanted);
         Gauges {
             pages: 1,
-            compressed_bytes: self.content.stored_bytes(),
-            same_filled_pages: matches!(self.content, Content::Same(_)).into(),
-            shared_pages: self.shared.into(),
-        }
-    }
-
-    /// Restores the page and checks it. `out` is unspecified after an error.
-    pub(crate) fn read(
-        &self,
-        hash: hash::HashFn,
-        seed: u64,
-        out: &mut Page,
-    ) -> Result<(), Corrupt> {
-        match &self.content {
-            Content::Same(pattern) => codec::fill(*pattern, out),
-            Content::Blob(blob) => blob.read(out)?,
-        }
-        if hash::check_bits(hash(out, seed)) == self.check {
-            Ok(())
-        } else {
-            Err(Corrupt)
+            same_filled_pages: kind(KIND_SAME),
+            raw_pages: kind(KIND_RAW),
+            shared_pages: u32::from(self.bits & SHARED != 0),
+            stored_bytes: (self.bits & STORED).into(),
         }
     }
 }
 
-impl Entry {
-    #[cfg(test)]
-    pub(crate) fn content_mut(&mut self) -> &mut Content {
-        &mut self.content
+impl Record for Entry {
+    fn next_free(&self) -> Id {
+        self.next
     }
 
-    pub(crate) fn content(&self) -> &Content {
-        &self.content
+    fn set_free(&mut self, next: Id) {
+        *self = Entry {
+            next,
+            ..Entry::default()
+        };
     }
 }
 
@@ -138,26 +124,30 @@ impl Entry {
 pub(crate) struct Gauges {
     pub pages: u32,
     pub same_filled_pages: u32,
+    /// In the nursery.
+    pub raw_pages: u32,
     pub shared_pages: u32,
-    pub compressed_bytes: u64,
+    pub stored_bytes: u64,
 }
 
 impl Gauges {
     pub(crate) fn add(&mut self, other: Gauges) {
         self.pages += other.pages;
         self.same_filled_pages += other.same_filled_pages;
+        self.raw_pages += other.raw_pages;
         self.shared_pages += other.shared_pages;
-        self.compressed_bytes += other.compressed_bytes;
+        self.stored_bytes += other.stored_bytes;
     }
 
     pub(crate) fn sub(&mut self, other: Gauges) {
         self.pages -= other.pages;
         self.same_filled_pages -= other.same_filled_pages;
+        self.raw_pages -= other.raw_pages;
         self.shared_pages -= other.shared_pages;
-        self.compressed_bytes -= other.compressed_bytes;
+        self.stored_bytes -= other.stored_bytes;
     }
 
     pub(crate) fn charged_bytes(&self) -> u64 {
-        self.compressed_bytes + u64::from(self.pages) * PAGE_METADATA_CHARGE_BYTES
+        self.stored_bytes + u64::from(self.pages) * PAGE_METADATA_CHARGE_BYTES
     }
 }

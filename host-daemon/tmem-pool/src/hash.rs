@@ -19,3 +19,8 @@ pub(crate) fn page_hash(page: &Page, seed: u64) -> u128 {
 pub(crate) fn check_bits(hash: u128) -> u32 {
     hash as u32
 }
+
+/// The bits of a hash by which equal pages are looked for: others than the check's.
+pub(crate) fn table_bits(hash: u128) -> u64 {
+    (hash >> 64) as u64
+}

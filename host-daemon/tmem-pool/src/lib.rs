@@ -6,34 +6,42 @@
 //! memory. Equal pages of one trust domain are kept once. Any page may be gone at any time; none
 //! may ever come back with other bytes than were last put with its cookie.
 //!
+//! A put copies the page and is answered. Background work, which runs in [`Pool::maintain`] on
+//! whatever threads call it, then finds equal pages, compresses, and makes cold pages denser.
+//!
 //! There are no threads, clocks or sources of randomness inside: time is passed in, randomness
-//! comes from the seed, and background work runs in [`Pool::maintain`]. All handles may be used
-//! from any thread at once.
+//! comes from the seed. All handles may be used from any thread at once.
 //!
 //! | file | its idea |
 //! | --- | --- |
-//! | `config.rs` | sizes, limits and estimates with their reasons |
-//! | `pool.rs`, `registry.rs` | all tenants, whose pages go when it is full; admission |
+//! | `config.rs` | sizes and limits with their reasons |
+//! | `pool.rs`, `registry.rs` | all tenants, whose pages go when it is full; background work; admission |
 //! | `tenant.rs`, `state.rs` | one tenant: what runs outside its lock, what under it |
-//! | `index.rs`, `pages.rs`, `entry.rs` | keys and what is kept for each |
-//! | `blob.rs`, `codec.rs`, `hash.rs` | stored contents, each equal page once |
+//! | `index/`, `entry.rs` | keys and what is kept for each |
+//! | `blob.rs`, `dedup.rs` | stored contents, each equal page once |
+//! | `heap/` | memory for stored bytes, which compacts and is given back |
+//! | `codec.rs`, `hash.rs` | forms of a page |
 //! | `evict/` | order of eviction, one file for each policy |
+//! | `gain.rs` | what more memory would bring a tenant |
 //! | `check.rs`, `tests/` | invariants; a model that knows what each get may answer |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
 //!
-//! Lock order: registry, then at most one tenant, then one dedup shard.
+//! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
+//! heap: a class's, free spans.
 
 mod account;
 mod blob;
 mod check;
 mod codec;
 mod config;
+mod dedup;
 mod entry;
 mod error;
 mod evict;
+mod gain;
 mod hash;
+mod heap;
 mod index;
-mod pages;
 mod pool;
 mod quota;
 mod registry;
@@ -45,9 +53,10 @@ mod tests;
 
 pub use config::{
     KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page,
-    PoolConfig, Quota, TenantSpec, Time,
+    PolicyKind, PoolConfig, Quota, TenantSpec, Time,
 };
 pub use error::{AdmissionError, CreateError, NoPool};
+pub use gain::GAIN_PERCENT;
 pub use pool::Pool;
 pub use stats::{PoolStats, TenantStats};
-pub use tenant::{GetResult, Put, PutResult, Tenant};
+pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

@@ -4,28 +4,60 @@
 //! Locks: the registry's guards membership and quotas, is taken for reading by those who look for
 //! a victim and for writing when tenants come, go or change. It is the outermost lock.
 
-use crate::account::Sum;
-use crate::blob::Store;
+use crate::account::{Account, Sum};
+use crate::blob::{DomainId, Settled, Store};
+use crate::codec::{Buffer, Denser};
 use crate::config::{
-    EVICT_STEP_PAGES, KEYS_PER_TENANT_MAX, PAGE_SIZE, PoolConfig, Quota, TenantSpec, Time,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
+    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, PoolConfig, Quota, SWEEP_NS, SWEEP_PAGES,
+    SWEEP_STEP, TENANT_METADATA_BYTES, TenantSpec, Time,
 };
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{self, HashFn};
 use crate::registry::Registry;
-use crate::state::Reason;
+use crate::state::{Freed, Reason};
 use crate::stats::PoolStats;
 use crate::tenant::{self, Tenant};
 use std::fmt;
-use std::sync::{Arc, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+
+/// What tenants are made with.
+pub(crate) struct Made {
+    pub seed: u64,
+    pub keys_per_tenant_max: u32,
+    pub policy: PolicyKind,
+}
 
 pub(crate) struct Inner {
-    pub store: Arc<Store>,
+    pub store: Store,
+    pub account: Account,
     pub size_bytes: Sum,
-    pub seed: u64,
-    pub hash: HashFn,
-    keys_per_tenant_max: u64,
+    size_max_bytes: u64,
+    made: Made,
+    /// Whose raw pages are next: they take turns.
+    turn: AtomicUsize,
+    /// Guards the sweep. Taken alone.
+    sweep: Mutex<Sweep>,
     registry: RwLock<Registry>,
+}
+
+/// Places that a sweep which began then should have passed by now.
+fn due_by(begun: Time, now: Time, places: u32) -> u32 {
+    let elapsed_ns = now.0.saturating_sub(begun.0);
+    let due = u128::from(places) * u128::from(elapsed_ns) / u128::from(SWEEP_NS);
+    due.min(places.into()) as u32
+}
+
+/// Passes all blobs in a time, again and again; see [`Store::sweep`].
+struct Sweep {
+    begun: Time,
+    /// Place that is next.
+    next: u32,
+    denser: Denser,
+    buffer: Buffer,
 }
 
 const POISONED: &str = "a panic under the registry's lock left it unknown";
@@ -53,29 +85,96 @@ impl Inner {
 
     pub(crate) fn depart(&self, tenant: &Arc<tenant::Inner>) {
         if self.write().depart(tenant) {
-            self.store.account.tenants.sub(1);
+            self.forgotten(tenant);
         }
     }
 
-    fn is_over(&self, extra_bytes: u64) -> bool {
-        self.store.account.held_bytes() + extra_bytes > self.size_bytes.get()
+    // ---- room ---------------------------------------------------------------------------------
+
+    fn metadata_bytes(&self) -> u64 {
+        self.store.metadata_bytes()
+            + self.store.heap.table_bytes()
+            + self.account.index_bytes.get()
+            + self.account.tenants.get() * TENANT_METADATA_BYTES
     }
 
-    /// Frees or evicts pages, in at most about `budget` steps, until `extra_bytes` more fit. True
-    /// if they do.
-    pub(crate) fn make_room(&self, extra_bytes: u64, mut budget: usize) -> bool {
-        while self.is_over(extra_bytes) {
-            let step = budget.min(EVICT_STEP_PAGES);
-            let mut done = self.reap(step);
-            if done == 0 {
-                done = self.evict(step);
-            }
-            if done == 0 {
-                return false;
-            }
-            budget = budget.saturating_sub(done);
+    fn held_bytes(&self) -> u64 {
+        self.store.heap.frames_bytes() + self.metadata_bytes()
+    }
+
+    /// What is left of the size for stored bytes.
+    fn frames_bytes_max(&self) -> u64 {
+        let size_bytes = self.size_bytes.get();
+        let room_bytes = INDEX_ROOM_BYTES + size_bytes / INDEX_ROOM_PART;
+        size_bytes.saturating_sub(self.metadata_bytes() + room_bytes)
+    }
+
+    /// More is used than there may be. Frames without anything in them do not count: they go when
+    /// others are wanted.
+    fn is_over(&self) -> bool {
+        self.store.heap.busy_bytes() > self.frames_bytes_max()
+    }
+
+    /// The pool has room for index entries: they do not take it from others.
+    pub(crate) fn has_index_room(&self) -> bool {
+        !self.is_over()
+    }
+
+    pub(crate) fn release_all(&self, freed: Freed) {
+        for content in freed {
+            self.store.release_content(content);
         }
-        true
+    }
+
+    /// Does up to `steps` of what makes room, and lowers it by as many: frees what was detached,
+    /// moves blobs together if much lies between them, or else evicts. False: there is nothing, or
+    /// no step is left.
+    fn room_step(&self, steps: &mut usize) -> bool {
+        let step = EVICT_STEP_PAGES.min(*steps);
+        if step == 0 {
+            return false;
+        }
+        let mut done = self.reap(step);
+        if done == 0 && self.store.heap.is_sparse() {
+            done = self.store.heap.compact(step);
+        }
+        if done == 0 {
+            done = self.evict(step);
+        }
+        *steps = steps.saturating_sub(done);
+        done > 0
+    }
+
+    /// Copies a page into the store. None: there is no room, nor was any made in up to `steps`
+    /// steps.
+    pub(crate) fn put_raw(&self, page: &Page, steps: &mut usize) -> Option<(u32, u32)> {
+        loop {
+            if let Some(raw) = self.store.put_raw(page, self.frames_bytes_max()) {
+                return Some(raw);
+            }
+            if !self.room_step(steps) {
+                return None;
+            }
+        }
+    }
+
+    /// Finds the final form of a raw page, and makes room for it.
+    pub(crate) fn settle(
+        &self,
+        blob: u32,
+        domain: DomainId,
+        buffer: &mut Buffer,
+    ) -> Option<Settled> {
+        let mut steps = EVICTIONS_PER_PUT_PAGE;
+        loop {
+            let frames_bytes_max = self.frames_bytes_max();
+            if let Some(settled) = self.store.settle(blob, domain, frames_bytes_max, buffer) {
+                return Some(settled);
+            }
+            if !self.room_step(&mut steps) {
+                return None;
+            }
+        }
     }
 
     /// Frees up to `pages` that were detached: those of departed tenants first. Returns the steps
@@ -90,13 +189,19 @@ impl Inner {
             return 0;
         };
         drop(registry);
-        let mut freed = Vec::with_capacity(pages);
-        let steps = tenant.lock().reap(&self.store.account, pages, &mut freed);
-        drop(freed);
+        let mut freed = Freed::with_capacity(pages);
+        let steps = tenant.lock(&self.account).reap(pages, &mut freed);
+        self.release_all(freed);
         if !tenant.has_dead() {
             self.forget(&tenant);
         }
         steps
+    }
+
+    /// Nothing is left of it.
+    fn forgotten(&self, tenant: &tenant::Inner) {
+        self.account.tenants.sub(1);
+        tenant.forgotten(&self.account);
     }
 
     /// Removes a tenant that left and is empty.
@@ -110,14 +215,11 @@ impl Inner {
             return;
         }
         let mut registry = self.write();
-        let before = registry.departed.len();
-        registry
-            .departed
-            .retain(|departed| !Arc::ptr_eq(departed, tenant));
-        self.store
-            .account
-            .tenants
-            .sub((before - registry.departed.len()) as u64);
+        let departed = &mut registry.departed;
+        if let Some(at) = departed.iter().position(|other| Arc::ptr_eq(other, tenant)) {
+            departed.swap_remove(at);
+            self.forgotten(tenant);
+        }
     }
 
     /// Evicts up to `pages` of the tenant most above its entitlement. Returns the steps made.
@@ -132,10 +234,10 @@ impl Inner {
     }
 
     fn evict_from(&self, tenant: &tenant::Inner, pages: usize, reason: Reason) -> usize {
-        let mut freed = Vec::with_capacity(pages);
-        tenant
-            .lock()
-            .evict(&self.store.account, pages, reason, &mut freed)
+        let mut freed = Freed::with_capacity(pages);
+        let steps = tenant.lock(&self.account).evict(pages, reason, &mut freed);
+        self.release_all(freed);
+        steps
     }
 
     /// A tenant above its own limit, as it can be when that was lowered.
@@ -148,24 +250,81 @@ impl Inner {
         over.map(|member| Arc::clone(&member.tenant))
     }
 
+    /// Settles some raw pages of the tenant whose turn it is. Returns how many.
+    fn settle_step(&self) -> usize {
+        let tenant = {
+            let registry = self.read();
+            let members = &registry.members;
+            let turn = self.turn.fetch_add(1, Relaxed);
+            let order = (0..members.len()).map(|i| &members[(turn + i) % members.len()].tenant);
+            order.into_iter().find(|tenant| tenant.has_raw()).cloned()
+        };
+        tenant.and_then(|tenant| tenant.settle(self)).unwrap_or(0)
+    }
+
+    /// Goes on with the sweep, as far as it should be by now. Returns how many places were looked at.
+    fn sweep_step(&self, now: Time) -> usize {
+        // Whoever finds another at it has nothing to do here.
+        let Ok(mut sweep) = self.sweep.try_lock() else {
+            return 0;
+        };
+        let Sweep {
+            begun,
+            next,
+            denser,
+            buffer,
+        } = &mut *sweep;
+        let places = self.store.heap.places();
+        let due = due_by(*begun, now, places);
+        let (first, mut worked) = (*next, 0);
+        while *next < due && *next - first < SWEEP_STEP && worked < SWEEP_PAGES {
+            let frames_bytes_max = self.frames_bytes_max();
+            let dense = self.store.sweep(*next, frames_bytes_max, denser, buffer);
+            worked += usize::from(dense);
+            *next += 1;
+        }
+        let looked = *next - first;
+        if *next >= places {
+            (*begun, *next) = (now, 1);
+            // Frames that were of use in all this time are taken again soon enough.
+            self.store.heap.release_idle();
+        }
+        looked as usize
+    }
+
     /// One step of background work. 0: nothing is left to do.
-    fn maintain_step(&self, pages: usize) -> usize {
+    fn maintain_step(&self, now: Time, pages: usize) -> usize {
+        // Raw pages first: until they are settled they take twice the room, and then others are
+        // refused.
+        let settled = self.settle_step();
+        if settled > 0 {
+            return settled;
+        }
         let reaped = self.reap(pages);
         if reaped > 0 {
             return reaped;
         }
-        if self.is_over(0) {
-            let evicted = self.evict(pages.min(EVICT_STEP_PAGES));
-            if evicted > 0 {
-                return evicted;
+        let mut steps = pages;
+        if self.is_over() && self.room_step(&mut steps) {
+            return pages - steps;
+        }
+        if self.held_bytes() > self.size_bytes.get() {
+            self.store.heap.release_idle();
+        }
+        if let Some(tenant) = self.over_limit() {
+            // One page at a time, so as not to go below the limit.
+            return self.evict_from(&tenant, 1, Reason::Limit);
+        }
+        if self.store.heap.is_sparse() {
+            let moved = self.store.heap.compact(pages);
+            if moved > 0 {
+                return moved;
             }
         }
-        // One page at a time, so as not to go below the limit.
-        self.over_limit()
-            .map_or(0, |tenant| self.evict_from(&tenant, 1, Reason::Limit))
+        self.sweep_step(now)
     }
 
-    fn has_work(&self) -> bool {
+    fn has_work(&self, now: Time) -> bool {
         let registry = self.read();
         let members = || registry.members.iter().map(|member| &member.tenant);
         let dead = registry
@@ -174,9 +333,14 @@ impl Inner {
             .chain(members())
             .any(|t| t.has_dead());
         let evictable = || members().any(|tenant| tenant.charged_bytes.get() > 0);
-        let over = self.is_over(0) && evictable();
+        let raw = members().any(|tenant| tenant.has_raw());
+        let over = self.is_over() && evictable();
         drop(registry);
-        dead || over || self.over_limit().is_some()
+        let sweep_is_late = self
+            .sweep
+            .try_lock()
+            .is_ok_and(|sweep| sweep.next < due_by(sweep.begun, now, self.store.heap.places()));
+        dead || raw || over || sweep_is_late || self.over_limit().is_some()
     }
 }
 
@@ -194,23 +358,47 @@ impl fmt::Debug for Pool {
 
 impl Pool {
     /// An empty pool without tenants.
-    pub fn new(config: PoolConfig) -> Pool {
+    ///
+    /// # Errors
+    /// The system has not the address space for its largest size.
+    pub fn new(config: PoolConfig) -> io::Result<Pool> {
         Pool::with(config, hash::page_hash, KEYS_PER_TENANT_MAX)
     }
 
     /// Another hash and limit, for tests.
-    pub(crate) fn with(config: PoolConfig, hash: HashFn, keys_per_tenant_max: u64) -> Pool {
-        let PoolConfig { size_bytes, seed } = config;
+    pub(crate) fn with(
+        config: PoolConfig,
+        hash: HashFn,
+        keys_per_tenant_max: u32,
+    ) -> io::Result<Pool> {
+        let PoolConfig {
+            size_bytes,
+            size_max_bytes,
+            seed,
+            policy,
+        } = config;
+        let size_max_bytes = size_max_bytes.max(size_bytes);
         let size = Sum::default();
         size.set(size_bytes);
-        Pool(Arc::new(Inner {
-            store: Arc::new(Store::new(size_bytes)),
+        Ok(Pool(Arc::new(Inner {
+            store: Store::new(size_max_bytes, hash, seed)?,
+            account: Account::default(),
             size_bytes: size,
-            seed,
-            hash,
-            keys_per_tenant_max,
+            size_max_bytes,
+            made: Made {
+                seed,
+                keys_per_tenant_max,
+                policy,
+            },
+            turn: AtomicUsize::new(0),
+            sweep: Mutex::new(Sweep {
+                begun: Time(0),
+                next: 1,
+                denser: Denser::new(),
+                buffer: Buffer::new(),
+            }),
             registry: RwLock::new(Registry::new(size_bytes)),
-        }))
+        })))
     }
 
     /// Adds a tenant without pools.
@@ -219,64 +407,68 @@ impl Pool {
     /// Its reserve does not fit beside those of the others.
     pub fn add_tenant(&self, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
         let inner = &self.0;
-        let make =
-            |spec: &TenantSpec, domain| tenant::Inner::new(spec, domain, inner.keys_per_tenant_max);
+        let make = |spec: &TenantSpec, domain| tenant::Inner::new(spec, domain, &inner.made);
         let tenant = inner.write().add(spec, make)?;
-        inner.store.account.tenants.add(1);
+        inner.account.tenants.add(1);
         Ok(Tenant::new(Arc::clone(inner), tenant))
     }
 
-    /// Changes the size. What is too much is evicted in bounded steps of
-    /// [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, these scale down.
+    /// Changes the size, to the largest one at most. What is too much is evicted in bounded steps
+    /// of [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, these scale
+    /// down.
     pub fn resize(&self, size_bytes: u64) {
+        let size_bytes = size_bytes.min(self.0.size_max_bytes);
         let mut registry = self.0.write();
         self.0.size_bytes.set(size_bytes);
         registry.resize(size_bytes);
     }
 
-    /// Background work: freeing what was detached, eviction down to the size and to limits. At most
-    /// about `budget` pages; true if more is left.
-    pub fn maintain(&self, _now: Time, budget: usize) -> bool {
+    /// Background work: final forms of raw pages, freeing what was detached, eviction down to the
+    /// size and to limits. At most about `budget` pages; true if more is left. Any number of
+    /// threads may do it at once.
+    pub fn maintain(&self, now: Time, budget: usize) -> bool {
         let mut left = budget;
         while left > 0 {
-            let done = self.0.maintain_step(left.min(EVICT_STEP_PAGES));
+            let done = self.0.maintain_step(now, left.min(EVICT_STEP_PAGES));
             if done == 0 {
                 return false;
             }
             left = left.saturating_sub(done);
         }
-        self.0.has_work()
+        self.0.has_work(now)
     }
 
     /// Gauges and counters as of now; those of different tenants are not of one instant.
     pub fn stats(&self) -> PoolStats {
         let registry = self.0.read();
-        let account = &self.0.store.account;
+        let heap = self.0.store.heap.stats();
         let mut stats = PoolStats {
             size_bytes: self.0.size_bytes.get(),
-            payload_bytes: account.payload_bytes.get(),
-            metadata_bytes: account.metadata_bytes(),
+            payload_bytes: heap.payload_bytes,
+            frames_bytes: heap.frames_bytes,
+            metadata_bytes: self.0.metadata_bytes(),
             tenants: registry.members.len() as u64,
-            blobs: account.blobs.get(),
+            blobs: heap.blobs,
             reserved_bytes: registry.reserved_bytes(),
             departed_tenants: registry.departed.len() as u64,
             ..PoolStats::default()
         };
-        stats.held_bytes = stats.payload_bytes + stats.metadata_bytes;
+        stats.held_bytes = stats.frames_bytes + stats.metadata_bytes;
         stats.add_counters(registry.gone);
         let mut detached = Gauges::default();
         for member in &registry.members {
-            let state = member.tenant.lock();
+            let state = member.tenant.lock(&self.0.account);
             let gauges = state.index.gauges;
             stats.pages += u64::from(gauges.pages);
             stats.same_filled_pages += u64::from(gauges.same_filled_pages);
-            stats.compressed_bytes += gauges.compressed_bytes;
+            stats.raw_pages += u64::from(gauges.raw_pages);
+            stats.compressed_bytes += gauges.stored_bytes;
             stats.charged_bytes += gauges.charged_bytes();
-            detached.add(state.detached);
+            detached.add(state.index.detached);
             stats.add_counters(state.counters);
         }
         for departed in &registry.departed {
-            detached.add(departed.lock().detached);
+            detached.add(departed.lock(&self.0.account).index.detached);
         }
         stats.detached_pages = detached.pages.into();
         let with_blob = stats.pages + stats.detached_pages

@@ -71,7 +71,7 @@ impl Registry {
                 domain.id
             }
         };
-        self.next_domain += u64::from(id == fresh);
+        self.next_domain += u32::from(id == fresh);
         let tenant = Arc::new(make(&spec, id));
         let member = Member {
             tenant: Arc::clone(&tenant),
@@ -101,11 +101,9 @@ impl Registry {
             }
         }
         self.entitle();
-        let state = member.tenant.lock();
-        self.gone.add(state.counters);
+        self.gone.add(member.tenant.counters());
         // Someone short of room may have freed everything already, and will not look again.
-        let freed = state.dead.is_empty();
-        drop(state);
+        let freed = !member.tenant.has_dead();
         if !freed {
             self.departed.push(member.tenant);
         }
@@ -123,7 +121,7 @@ impl Registry {
             .iter_mut()
             .find(|member| Arc::ptr_eq(&member.tenant, tenant));
         member.expect("a tenant with a handle is a member").quota = quota;
-        tenant.lock().limit_bytes = quota.limit_bytes.unwrap_or(u64::MAX);
+        tenant.set_limit(quota.limit_bytes);
         self.entitle();
         Ok(())
     }
@@ -181,7 +179,7 @@ impl Registry {
             .iter()
             .zip(entitlements(self.size_bytes, &quotas))
         {
-            member.tenant.entitled_bytes.set(bytes);
+            member.tenant.entitle(bytes);
         }
     }
 }

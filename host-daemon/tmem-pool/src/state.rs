@@ -1,46 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One tenant's keys, queue and counters: all that its lock guards, and every change to it.
+//! One tenant's keys, queues and counters: all that its lock guards, and every change to it.
 //!
-//! Nothing here compresses, hashes or looks at another tenant. What leaves is handed to the caller
-//! in `freed`, who drops it when the lock is released. Each call is bounded: what may be long (an
-//! object, a pool, everything) is detached in one step and reaped in small ones.
+//! Nothing here copies, compresses, hashes contents or looks at another tenant. References that
+//! are given up are handed to the caller in `freed`, who releases them when it has let go of the
+//! lock. Each call is bounded: what may be long (an object, a pool, everything) is detached in one
+//! step and removed in small ones.
 
-use crate::account::Account;
+use crate::blob::Settled;
+use crate::config::PolicyKind;
 use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, KEY_METADATA_BYTES, OBJECT_METADATA_BYTES, PAGE_METADATA_CHARGE_BYTES,
-    PAGE_SIZE, POOLS_PER_TENANT_MAX, QUEUE_METADATA_BYTES, STALE_SKIPS_MAX,
+    EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
+    STALE_SKIPS_MAX,
 };
-use crate::entry::{Entry, Gauges, Prepared};
+use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
-use crate::evict::{Fifo, Key, Policy, Token};
-use crate::index::{Index, PoolIndex};
+use crate::evict::{self, Arrival, Leave, Policy};
+use crate::gain::Gain;
+#[cfg(test)]
+use crate::index::Key;
+use crate::index::{Id, Index, PoolRef};
 use crate::stats::Counters;
 use std::collections::VecDeque;
 
 /// An object of at most so many pages is freed by the flush itself, a larger one behind.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
-/// What was detached and is not freed yet.
-#[derive(Debug)]
-pub(crate) struct Dead {
-    pub index: Index,
-    /// The queue that goes with it, if everything was detached.
-    pub policy: Option<Box<dyn Policy>>,
-}
+/// Pages of a flush whose hashes are looked at one by one; of more, the keys that are followed.
+const FLUSH_HASHES_MAX: u64 = 64;
+
+/// Raw pages, and places in the queue of pages that were and no longer are, per raw page allowed.
+const RAW_QUEUE_PART: usize = 2;
 
 /// See the file's comment.
 #[derive(Debug)]
 pub(crate) struct State {
     pub index: Index,
     pub policy: Box<dyn Policy>,
-    pub dead: VecDeque<Dead>,
-    /// Of all that is in `dead`.
-    pub detached: Gauges,
+    /// Entries, and their blobs, that came as raw ones: oldest first. Some no longer are.
+    raw: VecDeque<(Id, u32)>,
+    pub raw_max: u32,
     pub limit_bytes: u64,
-    pub keys_max: u64,
+    pub gain: Gain,
     pub counters: Counters,
-    next_token: Token,
-    next_incarnation: u64,
 }
 
 /// Why pages are evicted.
@@ -52,18 +53,31 @@ pub(crate) enum Reason {
     Pool,
 }
 
+/// A page to store, raw so far.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NewPage {
+    pub object: u64,
+    pub index: u64,
+    pub cookie: u64,
+    pub workingset: bool,
+    pub blob: u32,
+    pub check: u32,
+}
+
+/// References that the caller releases.
+pub(crate) type Freed = Vec<Content>;
+
 impl State {
-    pub(crate) fn new(limit_bytes: u64, keys_max: u64) -> State {
+    /// `seed` for the index.
+    pub(crate) fn new(seed: u64, keys_max: u32, limit_bytes: u64, policy: PolicyKind) -> State {
         State {
-            index: Index::default(),
-            policy: Box::new(Fifo::default()),
-            dead: VecDeque::new(),
-            detached: Gauges::default(),
+            index: Index::new(seed, keys_max),
+            policy: evict::policy(policy),
+            raw: VecDeque::new(),
+            raw_max: 0,
             limit_bytes,
-            keys_max,
+            gain: Gain::default(),
             counters: Counters::default(),
-            next_token: 0,
-            next_incarnation: 0,
         }
     }
 
@@ -71,260 +85,342 @@ impl State {
         self.index.gauges.charged_bytes()
     }
 
-    pub(crate) fn create_pool(&mut self, account: &Account, id: u32) -> Result<(), CreateError> {
-        if self.index.pools.contains_key(&id) {
+    /// Memory of keys and queues.
+    pub(crate) fn bytes(&self) -> u64 {
+        let raw = self.raw.capacity() * size_of::<(Id, u32)>();
+        self.index.bytes() + self.policy.bytes() + self.gain.bytes() + raw as u64
+    }
+
+    // ---- pools --------------------------------------------------------------------------------
+
+    pub(crate) fn create_pool(&mut self, nr: u32) -> Result<(), CreateError> {
+        if self.index.pool(nr).is_some() {
             return Err(CreateError::Exists);
         }
-        if self.index.pools.len() >= POOLS_PER_TENANT_MAX {
+        if self.index.nr_pools() >= POOLS_PER_TENANT_MAX {
             return Err(CreateError::Limit);
         }
-        let incarnation = self.next_incarnation;
-        self.next_incarnation += 1;
-        self.index.pools.insert(
-            id,
-            PoolIndex {
-                incarnation,
-                ..PoolIndex::default()
-            },
-        );
-        account.pools.add(1);
+        self.index.create_pool(nr).map_err(|_| CreateError::Limit)
+    }
+
+    pub(crate) fn pool(&self, nr: u32) -> Result<PoolRef, NoPool> {
+        self.index.pool(nr).ok_or(NoPool)
+    }
+
+    /// Ends a pool at once; its pages are freed behind.
+    pub(crate) fn destroy_pool(&mut self, nr: u32) -> Result<(), NoPool> {
+        let pool = self.pool(nr)?;
+        let before = self.index.gauges.pages;
+        self.index.detach_pool(pool);
+        self.gain.drop_where(|key| key.pool == nr);
+        self.counters.flushed_pages += u64::from(before - self.index.gauges.pages);
         Ok(())
     }
 
-    /// Tells this pool from an earlier or later one of the same id.
-    pub(crate) fn incarnation(&self, pool: u32) -> Result<u64, NoPool> {
-        self.index
-            .pools
-            .get(&pool)
-            .map(|pool| pool.incarnation)
-            .ok_or(NoPool)
+    /// Ends all pools at once; their pages are freed behind.
+    pub(crate) fn clear(&mut self) {
+        self.counters.flushed_pages += u64::from(self.index.gauges.pages);
+        self.index.detach_all();
+        self.gain.drop_where(|_| true);
     }
 
-    /// Stores a page over whatever was held under its key. False: refused, and nothing is held.
+    // ---- pages --------------------------------------------------------------------------------
+
+    /// Pages that it has room for, if it has not room for all.
+    fn room_pages(&self) -> u64 {
+        match self.counters.evictions {
+            0 => u64::MAX,
+            _ => self.index.gauges.pages.into(),
+        }
+    }
+
+    fn remove(&mut self, id: Id, leave: Leave) -> Entry {
+        let key = if leave == Leave::Dropped {
+            None
+        } else {
+            self.index.key(id)
+        };
+        let (leave, key_hash) = match key {
+            Some(key) => (leave, self.index.key_hash(key)),
+            None => (Leave::Dropped, 0),
+        };
+        self.policy
+            .remove(&mut self.index.entries, id, leave, key_hash);
+        self.index.remove(id)
+    }
+
+    /// Stores a page over whatever was held under its key. False: refused, and nothing is held; the
+    /// blob is in `freed` then. `room`: the pool has some for the index.
     pub(crate) fn put(
         &mut self,
-        account: &Account,
-        size_bytes: u64,
+        pool: PoolRef,
         put: NewPage,
-        freed: &mut Vec<Entry>,
+        room: bool,
+        freed: &mut Freed,
     ) -> bool {
         let NewPage {
-            key,
+            object,
+            index,
             cookie,
             workingset,
-            prepared,
+            blob,
+            check,
         } = put;
         self.counters.puts += 1;
-        if let Some(old) = self.index.remove_if(account, key, |_| true) {
-            self.policy.remove(old.token);
-            self.counters.replaced_pages += 1;
-            freed.push(old);
+        self.drop_page(pool, object, index, freed);
+        let key = self.index.key_of(pool, object, index);
+        let key_hash = self.index.key_hash(key);
+        let room_pages = self.room_pages();
+        self.gain.put(key, key_hash, room_pages);
+        let content = Content::Raw(blob);
+        if room && self.raw_room() > 0 && self.make_room(freed) {
+            let entry = Entry::new(cookie, check, content, PAGE_SIZE, false);
+            if let Ok(id) = self.index.insert(pool, object, index, entry) {
+                let arrival = Arrival {
+                    key_hash,
+                    workingset,
+                };
+                self.policy.insert(&mut self.index.entries, id, arrival);
+                self.raw.push_back((id, blob));
+                return true;
+            }
         }
-        let keys = u64::from(self.index.gauges.pages) + u64::from(self.detached.pages);
-        let held_bytes = account.held_bytes()
-            + KEY_METADATA_BYTES
-            + QUEUE_METADATA_BYTES
-            + OBJECT_METADATA_BYTES;
-        let fits = keys < self.keys_max
-            && held_bytes <= size_bytes
-            && self.make_room(account, prepared.charge_bytes(), freed);
-        if !fits {
-            self.counters.puts_refused += 1;
-            return false;
-        }
-        let token = self.next_token;
-        self.next_token += 1;
-        self.index
-            .insert(account, key, Entry::new(prepared, cookie, token));
-        self.policy.insert(token, key, workingset);
-        true
+        self.counters.puts_refused += 1;
+        freed.push(content);
+        false
     }
 
-    /// Evicts this tenant's own pages until a charge fits under its limit, by as many as the
-    /// largest page can need. False: it does not fit; the tenant is far over a limit that was
-    /// lowered.
-    fn make_room(&mut self, account: &Account, charge_bytes: u64, freed: &mut Vec<Entry>) -> bool {
-        const {
-            let largest = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
-            assert!(largest.div_ceil(PAGE_METADATA_CHARGE_BYTES) <= EVICTIONS_PER_PUT_PAGE as u64);
+    /// A page that is refused without having been copied: what is held under its key goes.
+    pub(crate) fn refuse(&mut self, pool: PoolRef, object: u64, index: u64, freed: &mut Freed) {
+        self.counters.puts += 1;
+        self.counters.puts_refused += 1;
+        self.drop_page(pool, object, index, freed);
+    }
+
+    fn drop_page(&mut self, pool: PoolRef, object: u64, index: u64, freed: &mut Freed) {
+        let old = self.index.find(pool, object, index);
+        if old != 0 {
+            freed.push(self.remove(old, Leave::Dropped).content());
+            self.counters.replaced_pages += 1;
         }
-        let Some(room_bytes) = self.limit_bytes.checked_sub(charge_bytes) else {
+    }
+
+    /// Evicts this tenant's own pages until a raw page fits under its limit, by as many as it can
+    /// need. False: it does not fit; the tenant is far over a limit that was lowered.
+    fn make_room(&mut self, freed: &mut Freed) -> bool {
+        const RAW_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
+        const {
+            assert!(
+                RAW_CHARGE.div_ceil(PAGE_METADATA_CHARGE_BYTES) <= EVICTIONS_PER_PUT_PAGE as u64
+            );
+        }
+        let Some(room_bytes) = self.limit_bytes.checked_sub(RAW_CHARGE) else {
             return false;
         };
         for _ in 0..EVICTIONS_PER_PUT_PAGE {
             if self.charged_bytes() <= room_bytes {
                 return true;
             }
-            self.evict(account, 1, Reason::Limit, freed);
+            self.evict(1, Reason::Limit, freed);
         }
         self.charged_bytes() <= room_bytes
     }
 
-    /// Takes the page out if it is held with this cookie.
-    pub(crate) fn take(&mut self, account: &Account, key: Key, cookie: u64) -> Option<Entry> {
-        self.counters.gets += 1;
-        let mut other_cookie = false;
-        let entry = self.index.remove_if(account, key, |entry| {
-            other_cookie = entry.cookie != cookie;
-            !other_cookie
-        });
-        self.counters.cookie_mismatches += u64::from(other_cookie);
-        if let Some(entry) = &entry {
-            self.policy.remove(entry.token);
+    /// Takes pages `index ..` out that are held with the cookies asked for; their references are
+    /// the caller's.
+    pub(crate) fn take(
+        &mut self,
+        pool: PoolRef,
+        object: u64,
+        index: u64,
+        cookies: &[u64],
+        taken: &mut [Option<Entry>],
+        ids: &mut [Id],
+    ) {
+        self.counters.gets += cookies.len() as u64;
+        self.index.find_run(pool, object, index, ids);
+        let room_pages = self.room_pages();
+        for (nth, (&id, taken)) in ids.iter().zip(taken).enumerate() {
+            let held = id != 0 && self.index.entries[id].cookie == cookies[nth];
+            self.counters.cookie_mismatches += u64::from(id != 0 && !held);
+            if held {
+                *taken = Some(self.remove(id, Leave::Got));
+            }
+            let key = self.index.key_of(pool, object, index + nth as u64);
+            let key_hash = self.index.key_hash(key);
+            self.gain.get(key_hash, held, room_pages);
         }
-        entry
     }
 
-    /// Evicts up to `pages`. Returns the steps made; 0: there is nothing to evict.
-    pub(crate) fn evict(
-        &mut self,
-        account: &Account,
-        pages: usize,
-        reason: Reason,
-        freed: &mut Vec<Entry>,
-    ) -> usize {
+    /// Evicts up to `pages`. Returns the steps made, detached pages that were freed on the way
+    /// included; 0: there is nothing.
+    pub(crate) fn evict(&mut self, pages: usize, reason: Reason, freed: &mut Freed) -> usize {
         let (mut evicted, mut skipped) = (0, 0);
         while evicted < pages && skipped < STALE_SKIPS_MAX {
-            let Some((token, key)) = self.policy.pop_victim() else {
+            let Some(id) = self.policy.victim(&mut self.index.entries) else {
                 break;
             };
-            let Some(entry) = self
-                .index
-                .remove_if(account, key, |entry| entry.token == token)
-            else {
-                // Detached: it is freed with its object.
-                skipped += 1;
-                continue;
-            };
-            freed.push(entry);
-            evicted += 1;
+            let live = self.index.key(id).is_some();
+            freed.push(self.remove(id, Leave::Evicted).content());
+            evicted += usize::from(live);
+            skipped += usize::from(!live);
         }
         self.counters.evictions += evicted as u64;
         if reason == Reason::Limit {
             self.counters.evictions_limit += evicted as u64;
         }
-        evicted.max(usize::from(skipped > 0))
+        evicted + skipped
     }
 
     /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. True: there
     /// may be more.
     pub(crate) fn flush(
         &mut self,
-        account: &Account,
+        pool: PoolRef,
         range: Range,
         pages_max: usize,
-        freed: &mut Vec<Entry>,
-    ) -> Result<bool, NoPool> {
+        freed: &mut Freed,
+    ) -> bool {
         let Range {
-            pool: pool_id,
-            object: object_id,
+            object,
             mut index,
             last,
         } = range;
-        let pool = self.index.pools.get(&pool_id).ok_or(NoPool)?;
-        let Some(object) = pool.objects.get(&object_id) else {
-            return Ok(false);
-        };
-        if (index, last) == (0, u64::MAX) && object.gauges.pages > DETACH_PAGES_MIN {
-            let detached = self.index.detach_object(account, pool_id, object_id);
-            let detached = detached.expect("the object was found above");
-            self.bury(account, detached, None);
-            return Ok(false);
+        self.forget_gain(pool, range);
+        if self.index.object_pages(pool, object) == 0 {
+            return false;
+        }
+        if (index, last) == (0, u64::MAX)
+            && self.index.object_pages(pool, object) > DETACH_PAGES_MIN
+        {
+            self.counters.flushed_pages += u64::from(self.index.detach_object(pool, object));
+            return false;
         }
         for _ in 0..pages_max {
-            let pool = &self.index.pools[&pool_id];
-            let next = pool
-                .objects
-                .get(&object_id)
-                .and_then(|o| o.pages.next(index, last));
-            let Some(at) = next else { return Ok(false) };
-            index = at;
-            let key = Key {
-                pool: pool_id,
-                object: object_id,
-                index,
-            };
-            let entry = self.index.remove_if(account, key, |_| true);
-            let entry = entry.expect("the page was found above");
-            self.policy.remove(entry.token);
-            self.counters.flushed_pages += 1;
-            freed.push(entry);
-        }
-        Ok(true)
-    }
-
-    /// Ends a pool at once; its pages are freed behind.
-    pub(crate) fn destroy_pool(&mut self, account: &Account, id: u32) -> Result<(), NoPool> {
-        let detached = self.index.detach_pool(id).ok_or(NoPool)?;
-        self.bury(account, detached, None);
-        Ok(())
-    }
-
-    /// Ends all pools at once; their pages are freed behind.
-    pub(crate) fn clear(&mut self, account: &Account) {
-        let index = std::mem::take(&mut self.index);
-        let policy = std::mem::replace(&mut self.policy, Box::new(Fifo::default()));
-        self.bury(account, index, Some(policy));
-    }
-
-    fn bury(&mut self, account: &Account, index: Index, policy: Option<Box<dyn Policy>>) {
-        // What holds nothing goes at once: a guest may make and end empty pools, and its VMM may
-        // reset it, faster than anyone frees behind it. There are few pools.
-        if index.gauges.pages == 0 && policy.as_ref().is_none_or(|policy| policy.len() == 0) {
-            account.pools.sub(index.pools.len() as u64);
-            return;
-        }
-        self.counters.flushed_pages += u64::from(index.gauges.pages);
-        self.detached.add(index.gauges);
-        self.dead.push_back(Dead { index, policy });
-    }
-
-    /// Frees up to `pages` of what was detached. Returns the steps made; 0: nothing is left.
-    pub(crate) fn reap(
-        &mut self,
-        account: &Account,
-        pages: usize,
-        freed: &mut Vec<Entry>,
-    ) -> usize {
-        let mut steps = 0;
-        while steps < pages {
-            let Some(dead) = self.dead.front_mut() else {
-                break;
-            };
-            steps += 1;
-            if let Some(entry) = dead.index.pop(account) {
-                dead.policy
-                    .as_mut()
-                    .unwrap_or(&mut self.policy)
-                    .remove(entry.token);
-                self.detached.sub(entry.gauges());
-                freed.push(entry);
-            } else if dead
-                .policy
-                .as_mut()
-                .and_then(|policy| policy.pop_victim())
-                .is_none()
-            {
-                self.dead.pop_front();
+            match self.index.next(pool, object, index) {
+                Some((at, id)) if at <= last => {
+                    index = at;
+                    freed.push(self.remove(id, Leave::Dropped).content());
+                    self.counters.flushed_pages += 1;
+                }
+                _ => return false,
             }
         }
-        steps
+        true
     }
-}
 
-/// A page to store.
-pub(crate) struct NewPage {
-    pub key: Key,
-    pub cookie: u64,
-    pub workingset: bool,
-    pub prepared: Prepared,
+    /// What is flushed is not asked for again, also if it is not here any more.
+    fn forget_gain(
+        &mut self,
+        pool: PoolRef,
+        Range {
+            object,
+            index,
+            last,
+        }: Range,
+    ) {
+        if last - index >= FLUSH_HASHES_MAX {
+            let pool = self.index.key_of(pool, object, index).pool;
+            self.gain.drop_where(|key| {
+                (key.pool, key.object) == (pool, object) && (index..=last).contains(&key.index)
+            });
+            return;
+        }
+        for index in index..=last {
+            let key = self.index.key_of(pool, object, index);
+            let key_hash = self.index.key_hash(key);
+            self.gain.drop_page(key_hash);
+        }
+    }
+
+    /// Frees up to `steps` pages of what was detached. Returns the steps made; 0: nothing is left.
+    pub(crate) fn reap(&mut self, steps: usize, freed: &mut Freed) -> usize {
+        let mut done = 0;
+        while done < steps {
+            let Some(id) = self.index.any_detached(&mut done) else {
+                break;
+            };
+            freed.push(self.remove(id, Leave::Dropped).content());
+            done += 1;
+        }
+        done
+    }
+
+    // ---- raw pages ----------------------------------------------------------------------------
+
+    pub(crate) fn has_raw(&self) -> bool {
+        !self.raw.is_empty()
+    }
+
+    /// How many more raw pages it may have.
+    pub(crate) fn raw_room(&self) -> usize {
+        let raw = self.index.gauges.raw_pages + self.index.detached.raw_pages;
+        let queue = RAW_QUEUE_PART * self.raw_max as usize;
+        let room = self.raw_max.saturating_sub(raw) as usize;
+        room.min(queue.saturating_sub(self.raw.len()))
+    }
+
+    /// The next page that is still raw. Its reference stays with the entry.
+    pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
+        while let Some((id, blob)) = self.raw.pop_front() {
+            if self.is_raw(id, blob) {
+                return Some((id, blob));
+            }
+        }
+        self.raw.shrink_to(64);
+        None
+    }
+
+    /// One that found no memory.
+    pub(crate) fn raw_again(&mut self, id: Id, blob: u32) {
+        self.raw.push_front((id, blob));
+    }
+
+    /// It may also be another page under the same numbers, which is as good.
+    fn is_raw(&self, id: Id, blob: u32) -> bool {
+        self.index
+            .entries
+            .get(id)
+            .is_some_and(|entry| entry.content() == Content::Raw(blob))
+    }
+
+    /// Gives a raw page its final form, or gives that up if the page has left meanwhile.
+    pub(crate) fn settle(&mut self, (id, blob): (Id, u32), settled: Settled, freed: &mut Freed) {
+        let Settled {
+            content,
+            stored_bytes,
+            shared,
+        } = settled;
+        if !self.is_raw(id, blob) {
+            freed.push(content);
+            return;
+        }
+        freed.push(Content::Raw(blob));
+        self.index
+            .change(id, |entry| entry.set_content(content, stored_bytes, shared));
+    }
 }
 
 /// Pages `index ..= last` of an object.
 #[derive(Clone, Copy)]
 pub(crate) struct Range {
-    pub pool: u32,
     pub object: u64,
     pub index: u64,
     pub last: u64,
+}
+
+#[cfg(test)]
+impl State {
+    /// Where a page is, all left in place.
+    pub(crate) fn peek(
+        &self,
+        Key {
+            pool,
+            object,
+            index,
+        }: Key,
+    ) -> Option<Id> {
+        let id = self.index.find(self.index.pool(pool)?, object, index);
+        (id != 0).then_some(id)
+    }
 }

@@ -21,6 +21,8 @@ pub struct TenantStats {
     pub compressed_bytes: u64,
     /// Gauge, pages: kept as a pattern.
     pub same_filled_pages: u64,
+    /// Gauge, pages: as they came, waiting for their final form.
+    pub raw_pages: u64,
     /// Gauge, pages: found equal to one that was there when they were put. The other may have gone.
     pub shared_pages: u64,
     /// Counter, pages: put, stored or not.
@@ -43,6 +45,9 @@ pub struct TenantStats {
     pub replaced_pages: u64,
     /// Counter, pages: held under another cookie than the one asked for.
     pub cookie_mismatches: u64,
+    /// Counter, pages, about: misses that would have been hits with so much more room, in the order
+    /// of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
+    pub gain_hits: [u64; 3],
     /// Gauge, pages: dropped and not yet freed. They still occupy the pool.
     pub detached_pages: u64,
     /// Gauge: live pools.
@@ -60,8 +65,10 @@ pub struct TenantStats {
 pub struct PoolStats {
     /// Gauge, bytes: what it may hold, metadata included.
     pub size_bytes: u64,
-    /// Gauge, bytes: what it holds, detached pages included: `payload_bytes + metadata_bytes`.
+    /// Gauge, bytes: what it holds, detached pages included: `frames_bytes + metadata_bytes`.
     pub held_bytes: u64,
+    /// Gauge, bytes: memory for stored contents, used or not.
+    pub frames_bytes: u64,
     /// Gauge, bytes: stored contents, each copy once. Exact.
     pub payload_bytes: u64,
     /// Gauge, bytes: estimate of everything else, from above.
@@ -74,6 +81,8 @@ pub struct PoolStats {
     pub original_bytes: u64,
     /// Gauge, pages: kept as a pattern.
     pub same_filled_pages: u64,
+    /// Gauge, pages: as they came, waiting for their final form.
+    pub raw_pages: u64,
     /// Gauge, pages: keys, detached ones included, that need no blob of their own since others have
     /// the same.
     pub shared_pages: u64,

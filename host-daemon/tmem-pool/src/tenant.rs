@@ -1,26 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A tenant's handle: what one VM may do to the pool.
 //!
-//! Hashing, compression, comparison and decompression run with no lock held. The tenant's lock
-//! guards its `State`; a thread holds at most one tenant's lock. Order: registry, tenant, dedup
-//! shard.
+//! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
+//! lock guards its `State`; a thread holds at most one tenant's lock. Order: registry, tenant.
 
-use crate::account::Sum;
-use crate::blob::DomainId;
+use crate::account::{Account, Sum};
+use crate::blob::{DomainId, Store};
+use crate::codec::Buffer;
 use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, KEY_METADATA_BYTES, OBJECT_METADATA_BYTES, PAGE_SIZE, PUT_GROUP_PAGES,
-    Page, QUEUE_METADATA_BYTES, Quota, TenantSpec, Time,
+    EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota, RAW_PAGES_MAX, RAW_PAGES_MIN,
+    RAW_PART, SETTLE_PAGES, TenantSpec, Time,
 };
-use crate::entry::{Entry, Prepared};
+use crate::entry::{Content, Entry};
 use crate::error::{AdmissionError, CreateError, NoPool};
-use crate::evict::Key;
+#[cfg(test)]
+use crate::index::Key;
+use crate::index::{Id, PoolRef};
 use crate::pool;
-use crate::state::{NewPage, Range, State};
-use crate::stats::TenantStats;
+use crate::state::{Freed, NewPage, Range, State};
+use crate::stats::{Counters, TenantStats};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Pages of which a get fetches the beginning before it is their turn.
+const GET_AHEAD: usize = 3;
 
 /// Pages that a get or a flush handles under one hold of the lock.
 const LOCKED_PAGES_MAX: usize = 64;
@@ -69,23 +74,35 @@ pub(crate) struct Inner {
     state: Mutex<State>,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
-    /// Steps of reaping are left.
+    /// Memory of keys and queues.
+    index_bytes: Sum,
+    /// It no longer counts: set under the lock.
+    forgotten: AtomicBool,
+    /// Detached pages are left.
     has_dead: AtomicBool,
+    /// Raw pages are left.
+    has_raw: AtomicBool,
     mismatch_logged: AtomicBool,
 }
 
 impl Inner {
-    pub(crate) fn new(spec: &TenantSpec, domain: DomainId, keys_max: u64) -> Inner {
+    pub(crate) fn new(spec: &TenantSpec, domain: DomainId, made: &pool::Made) -> Inner {
+        let limit_bytes = spec.quota.limit_bytes.unwrap_or(u64::MAX);
         Inner {
             name: spec.name.clone(),
             domain,
             state: Mutex::new(State::new(
-                spec.quota.limit_bytes.unwrap_or(u64::MAX),
-                keys_max,
+                made.seed,
+                made.keys_per_tenant_max,
+                limit_bytes,
+                made.policy,
             )),
             charged_bytes: Sum::default(),
             entitled_bytes: Sum::default(),
+            index_bytes: Sum::default(),
+            forgotten: AtomicBool::new(false),
             has_dead: AtomicBool::new(false),
+            has_raw: AtomicBool::new(false),
             mismatch_logged: AtomicBool::new(false),
         }
     }
@@ -103,30 +120,92 @@ impl Inner {
         self.has_dead.load(Relaxed)
     }
 
+    /// Some pages are raw, or were when someone last looked.
+    pub(crate) fn has_raw(&self) -> bool {
+        self.has_raw.load(Relaxed)
+    }
+
     /// How far it is above its entitlement, in bytes; negative below.
     pub(crate) fn excess_bytes(&self) -> i128 {
         i128::from(self.charged_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
 
-    pub(crate) fn lock(&self) -> Locked<'_> {
-        let state = self
-            .state
-            .lock()
-            .expect("a panic under a tenant's lock left it unknown");
+    /// What follows from it: how many raw pages it may have.
+    pub(crate) fn entitle(&self, bytes: u64) {
+        self.entitled_bytes.set(bytes);
+        let raw = bytes / RAW_PART / PAGE_SIZE as u64;
+        let raw = raw.clamp(RAW_PAGES_MIN.into(), RAW_PAGES_MAX.into());
+        self.state.lock().expect(POISONED).raw_max = raw as u32;
+    }
+
+    pub(crate) fn set_limit(&self, limit_bytes: Option<u64>) {
+        self.state.lock().expect(POISONED).limit_bytes = limit_bytes.unwrap_or(u64::MAX);
+    }
+
+    /// Nothing is left of it, but what others may be looking at just now.
+    pub(crate) fn forgotten(&self, account: &Account) {
+        let _state = self.state.lock().expect(POISONED);
+        self.forgotten.store(true, Relaxed);
+        account.index_bytes.sub(self.index_bytes.get());
+    }
+
+    pub(crate) fn counters(&self) -> Counters {
+        self.state.lock().expect(POISONED).counters
+    }
+
+    pub(crate) fn lock<'a>(&'a self, account: &'a Account) -> Locked<'a> {
         Locked {
             tenant: self,
-            state,
+            account,
+            state: self.state.lock().expect(POISONED),
         }
     }
 
+    /// Gives up to [`SETTLE_PAGES`] raw pages their final form. Returns how many; None: there was
+    /// no memory for one.
+    pub(crate) fn settle(&self, engine: &pool::Inner) -> Option<usize> {
+        let mut work = [(0, 0); SETTLE_PAGES];
+        let mut nr = 0;
+        let mut state = self.lock(&engine.account);
+        while nr < SETTLE_PAGES
+            && let Some((id, blob)) = state.next_raw()
+        {
+            // A second reference, so that the page stays whole if it leaves meanwhile.
+            if engine.store.share(blob) {
+                work[nr] = (id, blob);
+                nr += 1;
+            }
+        }
+        drop(state);
+        let work = &work[..nr];
+        let mut settled = [None; SETTLE_PAGES];
+        let mut buffer = Buffer::new();
+        for (&(_, blob), settled) in work.iter().zip(&mut settled) {
+            *settled = engine.settle(blob, self.domain, &mut buffer);
+        }
+        let mut freed = Freed::new();
+        let mut state = self.lock(&engine.account);
+        // The last first, so that those without memory keep their order.
+        for (&(id, blob), settled) in work.iter().zip(settled).rev() {
+            match settled {
+                Some(settled) => state.settle((id, blob), settled, &mut freed),
+                None => state.raw_again(id, blob),
+            }
+            freed.push(Content::Raw(blob));
+        }
+        drop(state);
+        engine.release_all(freed);
+        let failed = settled[..nr].iter().any(Option::is_none);
+        (!failed).then_some(nr)
+    }
+
     /// Says so once: a broken host would say it at every get.
-    fn log_mismatch(&self, key: Key) {
+    fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
                 tenant = %self.name,
-                pool = key.pool,
-                object = key.object,
-                index = key.index,
+                object,
+                index,
                 "a stored page failed its check and was answered as a miss: this host's memory or \
                  the engine is at fault; further ones are only counted"
             );
@@ -134,9 +213,12 @@ impl Inner {
     }
 }
 
+const POISONED: &str = "a panic under a tenant's lock left it unknown";
+
 /// A tenant's state under its lock; the mirrors are brought up to date at the end.
 pub(crate) struct Locked<'a> {
     tenant: &'a Inner,
+    account: &'a Account,
     state: MutexGuard<'a, State>,
 }
 
@@ -155,10 +237,35 @@ impl DerefMut for Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        self.tenant.charged_bytes.set(self.state.charged_bytes());
-        self.tenant
-            .has_dead
-            .store(!self.state.dead.is_empty(), Relaxed);
+        let Locked {
+            tenant,
+            account,
+            state,
+        } = self;
+        tenant.charged_bytes.set(state.charged_bytes());
+        tenant.has_dead.store(state.index.has_detached(), Relaxed);
+        tenant.has_raw.store(state.has_raw(), Relaxed);
+        let (before, now) = (tenant.index_bytes.get(), state.bytes());
+        if before != now && !tenant.forgotten.load(Relaxed) {
+            tenant.index_bytes.set(now);
+            account.index_bytes.change(before, now);
+        }
+    }
+}
+
+/// What a get has taken out, to be freed when it is dropped: better when the guest has its answer,
+/// since it is a fifth of the work.
+#[derive(Debug)]
+pub struct Spent<'a> {
+    store: &'a Store,
+    contents: Freed,
+}
+
+impl Drop for Spent<'_> {
+    fn drop(&mut self) {
+        for &content in &self.contents {
+            self.store.release_content(content);
+        }
     }
 }
 
@@ -168,9 +275,15 @@ struct Handle {
     tenant: Arc<Inner>,
 }
 
+impl Handle {
+    fn lock(&self) -> Locked<'_> {
+        self.tenant.lock(&self.pool.account)
+    }
+}
+
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.tenant.lock().clear(&self.pool.store.account);
+        self.lock().clear();
         self.pool.depart(&self.tenant);
     }
 }
@@ -203,10 +316,7 @@ impl Tenant {
     /// # Errors
     /// `Exists` if a live pool of the tenant has the id, `Limit` if it has too many.
     pub fn create_pool(&self, id: u32) -> Result<(), CreateError> {
-        self.0
-            .tenant
-            .lock()
-            .create_pool(&self.0.pool.store.account, id)
+        self.0.lock().create_pool(id)
     }
 
     /// Ends a pool and its pages in constant time; they are freed behind.
@@ -214,18 +324,17 @@ impl Tenant {
     /// # Errors
     /// The tenant has no such pool.
     pub fn destroy_pool(&self, id: u32) -> Result<(), NoPool> {
-        self.0
-            .tenant
-            .lock()
-            .destroy_pool(&self.0.pool.store.account, id)
+        self.0.lock().destroy_pool(id)
     }
 
     /// Stores pages, in their order: of one key given twice, the later counts. `results` has the
     /// length of `pages`. A refused page leaves nothing under its key.
     ///
-    /// A page that would exceed the tenant's limit evicts the tenant's own oldest ones. A page for
-    /// which the pool has no room evicts, in bounded steps, those of the tenant most above its
-    /// entitlement. It is refused if that does not suffice, and never waits.
+    /// Pages are copied here, and get their final form in
+    /// [`Pool::maintain`](crate::Pool::maintain). A page is refused if the tenant has too many
+    /// that wait for it. A page that would exceed the tenant's limit evicts the tenant's own
+    /// oldest ones. A page for which the pool has no room evicts, in bounded steps, those of the
+    /// tenant most above its entitlement. It is refused if that does not suffice, and never waits.
     ///
     /// # Errors
     /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
@@ -241,12 +350,12 @@ impl Tenant {
     ) -> Result<(), NoPool> {
         assert_eq!(pages.len(), results.len(), "a result for each page");
         results.fill(PutResult::Refused);
-        let incarnation = self.0.tenant.lock().incarnation(pool)?;
+        let pool = self.0.lock().pool(pool)?;
         let groups = pages
             .chunks(PUT_GROUP_PAGES)
             .zip(results.chunks_mut(PUT_GROUP_PAGES));
         for (pages, group_results) in groups {
-            if let Err(NoPool) = self.put_group(pool, incarnation, pages, group_results) {
+            if !self.put_group(pool, pages, group_results) {
                 results.fill(PutResult::Refused);
                 return Err(NoPool);
             }
@@ -254,55 +363,46 @@ impl Tenant {
         Ok(())
     }
 
-    fn put_group(
-        &self,
-        pool: u32,
-        incarnation: u64,
-        pages: &[Put<'_>],
-        results: &mut [PutResult],
-    ) -> Result<(), NoPool> {
-        let Handle {
-            pool: engine,
-            tenant,
-        } = &*self.0;
-        let mut prepared: [Option<Prepared>; PUT_GROUP_PAGES] = Default::default();
-        for (put, prepared) in pages.iter().zip(&mut prepared) {
-            let store = &engine.store;
-            *prepared = Some(Prepared::new(
-                store,
-                tenant.domain,
-                engine.hash,
-                engine.seed,
-                put.page,
-            ));
+    /// False: the pool has ended.
+    fn put_group(&self, pool: PoolRef, pages: &[Put<'_>], results: &mut [PutResult]) -> bool {
+        let engine = &self.0.pool;
+        // What would be refused is not copied.
+        let raw_room = self.0.lock().raw_room();
+        let mut raw = [None; PUT_GROUP_PAGES];
+        let mut steps = pages.len() * EVICTIONS_PER_PUT_PAGE;
+        for (put, raw) in pages.iter().zip(&mut raw).take(raw_room) {
+            *raw = engine.put_raw(put.page, &mut steps);
         }
-        let key_bytes = KEY_METADATA_BYTES + QUEUE_METADATA_BYTES + OBJECT_METADATA_BYTES;
-        let budget = pages.len() * EVICTIONS_PER_PUT_PAGE;
-        engine.make_room(pages.len() as u64 * key_bytes, budget);
-
-        let mut freed = Vec::new();
-        let mut state = tenant.lock();
-        if state.incarnation(pool) != Ok(incarnation) {
-            return Err(NoPool);
-        }
-        let size_bytes = engine.size_bytes.get();
-        for ((put, prepared), result) in pages.iter().zip(prepared).zip(results) {
+        let has_index_room = engine.has_index_room();
+        let mut freed = Freed::new();
+        let mut state = self.0.lock();
+        let live = state.index.is_live(pool);
+        for ((put, raw), result) in pages.iter().zip(raw).zip(results) {
+            let Some((blob, check)) = raw else {
+                if live {
+                    state.refuse(pool, put.object, put.index, &mut freed);
+                }
+                continue;
+            };
+            if !live {
+                freed.push(Content::Raw(blob));
+                continue;
+            }
             let page = NewPage {
-                key: Key {
-                    pool,
-                    object: put.object,
-                    index: put.index,
-                },
+                object: put.object,
+                index: put.index,
                 cookie: put.cookie,
                 workingset: put.workingset,
-                prepared: prepared.expect("each page was prepared"),
+                blob,
+                check,
             };
-            if state.put(&engine.store.account, size_bytes, page, &mut freed) {
+            if state.put(pool, page, has_index_room, &mut freed) {
                 *result = PutResult::Stored;
             }
         }
         drop(state);
-        Ok(())
+        engine.release_all(freed);
+        live
     }
 
     /// Gets pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results`
@@ -326,11 +426,15 @@ impl Tenant {
         cookies: &[u64],
         out: &mut [Page],
         results: &mut [GetResult],
-    ) -> Result<(), NoPool> {
+    ) -> Result<Spent<'_>, NoPool> {
         assert_eq!(cookies.len(), out.len(), "a page for each cookie");
         assert_eq!(cookies.len(), results.len(), "a result for each cookie");
         results.fill(GetResult::Miss);
-        self.0.tenant.lock().incarnation(pool)?;
+        let pool = self.0.lock().pool(pool)?;
+        let mut spent = Spent {
+            store: &self.0.pool.store,
+            contents: Freed::with_capacity(cookies.len()),
+        };
         let mut index = Some(index);
         let chunks = cookies
             .chunks(LOCKED_PAGES_MAX)
@@ -339,48 +443,72 @@ impl Tenant {
         for ((cookies, out), results) in chunks {
             let Some(first) = index else { break };
             self.get_chunk(
-                Key {
-                    pool,
-                    object,
-                    index: first,
-                },
+                pool,
+                (object, first),
                 cookies,
                 out,
                 results,
+                &mut spent.contents,
             );
             index = first.checked_add(cookies.len() as u64);
         }
-        Ok(())
+        Ok(spent)
     }
 
-    fn get_chunk(&self, first: Key, cookies: &[u64], out: &mut [Page], results: &mut [GetResult]) {
+    fn get_chunk(
+        &self,
+        pool: PoolRef,
+        (object, index): (u64, u64),
+        cookies: &[u64],
+        out: &mut [Page],
+        results: &mut [GetResult],
+        spent: &mut Freed,
+    ) {
         let Handle {
             pool: engine,
             tenant,
         } = &*self.0;
-        let keys = (first.index..=u64::MAX).map(|index| Key { index, ..first });
+        // Beyond the last page number there is nothing.
+        let nr = (u64::MAX - index)
+            .saturating_add(1)
+            .min(cookies.len() as u64) as usize;
         let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
-        let mut state = tenant.lock();
-        for ((cookie, key), taken) in cookies.iter().zip(keys.clone()).zip(&mut taken) {
-            *taken = state.take(&engine.store.account, key, *cookie);
+        let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
+        let mut state = self.0.lock();
+        if state.index.is_live(pool) {
+            let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
+            state.take(pool, object, index, &cookies[..nr], taken, ids);
         }
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
-        for (((entry, key), out), result) in taken.into_iter().zip(keys).zip(out).zip(results) {
+        // All that is known of the pages first, then the pages, a few ahead of their turn.
+        for entry in taken.iter().flatten() {
+            engine.store.prefetch(entry.content());
+        }
+        let mut ahead = taken.iter().flatten();
+        for entry in ahead.by_ref().take(GET_AHEAD) {
+            engine.store.prefetch_bytes(entry.content());
+        }
+        for (i, entry) in taken.iter().enumerate() {
             let Some(entry) = entry else { continue };
-            if entry.read(engine.hash, engine.seed, out).is_ok() {
-                *result = GetResult::Hit {
+            if let Some(entry) = ahead.next() {
+                engine.store.prefetch_bytes(entry.content());
+            }
+            let content = entry.content();
+            if engine.store.read(content, entry.check, &mut out[i]).is_ok() {
+                results[i] = GetResult::Hit {
                     cookie: entry.cookie,
                 };
                 hits += 1;
             } else {
-                tenant.log_mismatch(key);
+                tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
             }
+            spent.push(content);
         }
         if hits + mismatches > 0 {
-            let mut state = tenant.lock();
+            let mut state = self.0.lock();
             state.counters.hits += hits;
             state.counters.hash_mismatches += mismatches;
         }
@@ -417,33 +545,29 @@ impl Tenant {
         nr_pages: Option<u64>,
         budget: &mut usize,
     ) -> Result<bool, NoPool> {
-        let Handle {
-            pool: engine,
-            tenant,
-        } = &*self.0;
-        let incarnation = tenant.lock().incarnation(pool)?;
+        let pool = self.0.lock().pool(pool)?;
         let last = match nr_pages {
             None => u64::MAX,
             Some(0) => return Ok(true),
             Some(nr_pages) => index.saturating_add(nr_pages - 1),
         };
         let range = Range {
-            pool,
             object,
             index,
             last,
         };
         loop {
-            let mut freed = Vec::new();
-            let mut state = tenant.lock();
+            let mut freed = Freed::new();
+            let mut state = self.0.lock();
             // A pool that ended meanwhile has nothing to drop; a new one of its id is not meant.
-            if state.incarnation(pool) != Ok(incarnation) {
+            if !state.index.is_live(pool) {
                 return Ok(true);
             }
             let pages_max = LOCKED_PAGES_MAX.min(*budget);
-            let more = state.flush(&engine.store.account, range, pages_max, &mut freed)?;
+            let more = state.flush(pool, range, pages_max, &mut freed);
             drop(state);
             *budget -= freed.len();
+            self.0.pool.release_all(freed);
             if !more || *budget == 0 {
                 return Ok(!more);
             }
@@ -453,7 +577,7 @@ impl Tenant {
     /// Empties the tenant in constant time: pools, objects, pages, which are freed behind. Quota
     /// and trust domain stay.
     pub fn clear(&self) {
-        self.0.tenant.lock().clear(&self.0.pool.store.account);
+        self.0.lock().clear();
     }
 
     /// Changes the quota. Pages above a lower limit go in steps of
@@ -472,15 +596,16 @@ impl Tenant {
             tenant,
         } = &*self.0;
         let quota = engine.quota(tenant);
-        let state = tenant.lock();
+        let state = self.0.lock();
         let (gauges, counters) = (state.index.gauges, state.counters);
         let mut stats = TenantStats {
             pages: gauges.pages.into(),
             charged_bytes: gauges.charged_bytes(),
             entitled_bytes: tenant.entitled_bytes.get(),
             original_bytes: u64::from(gauges.pages) * PAGE_SIZE as u64,
-            compressed_bytes: gauges.compressed_bytes,
+            compressed_bytes: gauges.stored_bytes,
             same_filled_pages: gauges.same_filled_pages.into(),
+            raw_pages: gauges.raw_pages.into(),
             shared_pages: gauges.shared_pages.into(),
             puts: counters.puts,
             puts_refused: counters.puts_refused,
@@ -492,8 +617,9 @@ impl Tenant {
             evictions_limit: counters.evictions_limit,
             replaced_pages: counters.replaced_pages,
             cookie_mismatches: counters.cookie_mismatches,
-            detached_pages: state.detached.pages.into(),
-            pools: state.index.pools.len() as u64,
+            gain_hits: state.gain.hits,
+            detached_pages: state.index.detached.pages.into(),
+            pools: state.index.nr_pools() as u64,
             ..TenantStats::default()
         };
         stats.set_quota(quota);
@@ -516,18 +642,18 @@ impl Tenant {
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),
-        read: Option<(crate::hash::HashFn, u64, &mut Page)>,
+        read: Option<&mut Page>,
     ) -> Option<u64> {
-        let state = self.0.tenant.lock();
-        let entry = state.index.get(Key {
+        let state = self.0.lock();
+        let key = Key {
             pool,
             object,
             index,
-        })?;
-        if let Some((hash, seed, out)) = read {
-            entry
-                .read(hash, seed, out)
-                .expect("a stored page passes its check");
+        };
+        let entry = &state.index.entries[state.peek(key)?];
+        if let Some(out) = read {
+            let read = self.0.pool.store.read(entry.content(), entry.check, out);
+            read.expect("a stored page passes its check");
         }
         Some(entry.cookie)
     }

@@ -29,6 +29,24 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Stack of a connection's thread: it does little, and there may be a thousand.
 const CONNECTION_STACK_BYTES: usize = 512 << 10;
 
+/// Threads for background work, at most: compression by so many is faster than guests put.
+const JANITORS_MAX: usize = 8;
+
+/// A quarter of the processors: what is left over is the guests'.
+fn janitors() -> usize {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    processors.div_ceil(4).min(JANITORS_MAX)
+}
+
+fn host_memory_bytes() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:"));
+    let kib = total.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+    kib.map_or(0, |kib| kib << 10)
+}
+
 /// Why a daemon did not start.
 #[derive(Debug)]
 pub enum StartError {
@@ -84,10 +102,14 @@ impl Daemon {
         raise_descriptor_limit();
         let epoch = Instant::now();
         let seed = getrandom::u64().map_err(io::Error::other)?;
-        let pool = Arc::new(Pool::new(PoolConfig {
+        let pool = Pool::new(PoolConfig {
             size_bytes: config.pool_size_bytes,
+            // No more than the host has can be given to it.
+            size_max_bytes: host_memory_bytes(),
             seed,
-        }));
+            policy: Default::default(),
+        })?;
+        let pool = Arc::new(pool);
         let mut vms = Vec::new();
         for vm in &config.vms {
             let spec = TenantSpec {
@@ -98,7 +120,7 @@ impl Daemon {
             let tenant = pool.add_tenant(spec).map_err(StartError::Admission)?;
             vms.push(Arc::new(Vm::new(vm.clone(), tenant)));
         }
-        let janitor = Janitor::start(pool.clone(), epoch)?;
+        let janitor = Janitor::start(pool.clone(), epoch, janitors())?;
         let workers = match Workers::start(config.workers, &janitor) {
             Ok(workers) => Arc::new(workers),
             Err(error) => {

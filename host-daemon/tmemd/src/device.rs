@@ -572,8 +572,11 @@ mod tests {
     fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
         let pool = tmem_pool::Pool::new(tmem_pool::PoolConfig {
             size_bytes: 1 << 20,
+            size_max_bytes: 0,
             seed: 1,
-        });
+            policy: Default::default(),
+        })
+        .expect("address space");
         let config: crate::config::VmConfig = "name=test,socket=none".parse().expect("good");
         let spec = tmem_pool::TenantSpec {
             name: "test".into(),
@@ -582,7 +585,7 @@ mod tests {
         };
         let tenant = pool.add_tenant(spec).expect("fits");
         let epoch = Instant::now();
-        let janitor = Janitor::start(Arc::new(pool), epoch).expect("starts");
+        let janitor = Janitor::start(Arc::new(pool), epoch, 1).expect("starts");
         let workers = Arc::new(Workers::start(1, &janitor).expect("start"));
         // One that has much else to do.
         janitor.stop();

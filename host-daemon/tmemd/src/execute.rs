@@ -284,7 +284,8 @@ fn get(
             slice,
         );
         match got {
-            Ok(()) => {
+            Ok(spent) => {
+                drop(spent);
                 for ((result, got), wanted) in results[done..end].iter_mut().zip(slice).zip(wanted)
                 {
                     // The pool answers no other cookie; looked at here all the same, since a page

@@ -37,7 +37,7 @@ struct Guest {
     free: u64,
     heads: u16,
     available: u16,
-    _pool: Pool,
+    pool: Pool,
 }
 
 /// A ring that the VMM starts at a base while its used index is another.
@@ -58,8 +58,11 @@ fn guest_at(base: u16, used: u16) -> Guest {
 
     let pool = Pool::new(PoolConfig {
         size_bytes: 64 << 20,
+        size_max_bytes: 0,
         seed: 1,
-    });
+        policy: Default::default(),
+    })
+    .expect("address space");
     let config: VmConfig = "name=test,socket=none".parse().expect("good");
     let spec = TenantSpec {
         name: "test".into(),
@@ -107,7 +110,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         free: DATA,
         heads: 0,
         available,
-        _pool: pool,
+        pool,
     }
 }
 
@@ -293,6 +296,9 @@ fn a_flush_of_much_takes_many_turns() {
             .put(tmem_pool::Time(0), 1, &[put], &mut stored)
             .expect("a live pool");
         assert_eq!(stored, [tmem_pool::PutResult::Stored]);
+        if index % 64 == 0 {
+            while guest.pool.maintain(tmem_pool::Time(0), 64) {}
+        }
     }
     let range = wire::Range {
         object: 1.into(),

@@ -1,34 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! First in, first out: the page put longest ago goes first.
 //!
-//! Since a hit takes a page out and a later put brings it in again, this is least recently used as
-//! far as the host can see. Tokens grow, so a tree by token is the queue; unlike a ring it never
-//! has to be copied to grow, and a page leaves its middle at once.
+//! Since a hit takes a page out and a later put brings it in again, this is also least recently
+//! used, as far as the host can see.
 
-use super::{Key, Policy, Token};
-use std::collections::BTreeMap;
+use super::queue::Queue;
+use super::{Arrival, Leave, Policy};
+use crate::index::{Entries, Id};
 
 #[derive(Debug, Default)]
-pub(crate) struct Fifo(BTreeMap<Token, Key>);
+pub(super) struct Fifo(Queue);
 
 impl Policy for Fifo {
-    fn insert(&mut self, token: Token, key: Key, _workingset: bool) {
-        self.0.insert(token, key);
+    fn insert(&mut self, entries: &mut Entries, id: Id, _arrival: Arrival) {
+        self.0.push(entries, id);
     }
 
-    fn remove(&mut self, token: Token) {
-        self.0.remove(&token);
+    fn remove(&mut self, entries: &mut Entries, id: Id, _leave: Leave, _key_hash: u64) {
+        self.0.remove(entries, id);
     }
 
-    fn pop_victim(&mut self) -> Option<(Token, Key)> {
-        self.0.pop_first()
+    fn victim(&mut self, _entries: &mut Entries) -> Option<Id> {
+        self.0.head()
     }
 
-    fn len(&self) -> usize {
-        self.0.len()
+    fn bytes(&self) -> u64 {
+        0
     }
 
-    fn key(&self, token: Token) -> Option<Key> {
-        self.0.get(&token).copied()
+    fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id)) {
+        self.0.check(entries, page);
     }
 }

@@ -1,41 +1,66 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Which page of a tenant goes first. One file for each policy.
 //!
-//! A policy orders one tenant's pages and knows nothing of other tenants, sizes or contents. It is
-//! called under the tenant's lock, so each call takes bounded time.
+//! A policy orders one tenant's pages and knows nothing of other tenants, sizes or contents. Its
+//! queues run through the entries themselves. It is called under the tenant's lock, so each call
+//! takes bounded time.
+//!
+//! A get takes its page out, and the guest puts it again when it has no room for it any more. So
+//! nothing is ever used while it is in a queue: reuse shows as a put of a page that was got not
+//! long ago.
 
 mod fifo;
+mod ghost;
+mod queue;
+mod s3fifo;
 
-pub(crate) use fifo::Fifo;
+use crate::config::PolicyKind;
+use crate::index::{Entries, Id};
 
-/// Names one stay of a page in the tenant: grows with each put, never reused, not even after a
-/// clear.
-pub(crate) type Token = u64;
+/// What is known of a page that was put.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arrival {
+    /// Of its key; another run has other ones.
+    pub key_hash: u64,
+    /// The guest's hint that it was active there.
+    pub workingset: bool,
+}
 
-/// Where a page is found in the index.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Key {
-    pub object: u64,
-    pub index: u64,
-    pub pool: u32,
+/// Why a page leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leave {
+    /// The guest got it.
+    Got,
+    /// The policy chose it.
+    Evicted,
+    /// Anything else: its key means nothing any more, or another content.
+    Dropped,
+}
+
+/// A policy of this kind, without pages.
+pub(crate) fn policy(kind: PolicyKind) -> Box<dyn Policy> {
+    match kind {
+        PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
+        PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::default()),
+    }
 }
 
 /// An order of eviction.
 pub(crate) trait Policy: Send + std::fmt::Debug {
-    /// A page was stored. `workingset` is the guest's hint that it was active there.
-    fn insert(&mut self, token: Token, key: Key, workingset: bool);
+    /// An entry was made.
+    fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival);
 
-    /// A page left: a hit, a flush, a replacement. An unknown token is ignored: the page may be one
-    /// that was detached before the tenant was cleared.
-    fn remove(&mut self, token: Token);
+    /// An entry is about to be removed. The hash of its key is wanted for pages got and evicted
+    /// only.
+    fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64);
 
-    /// Takes out the page that should go next. It may be one that was detached from the index and
-    /// not freed yet.
-    fn pop_victim(&mut self) -> Option<(Token, Key)>;
+    /// The page that should go next, which the caller then removes. It may be one that was detached
+    /// from the index.
+    fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
 
-    /// Pages in it, for the invariants.
-    fn len(&self) -> usize;
+    /// Memory held beside the entries.
+    fn bytes(&self) -> u64;
 
-    /// The page of a token that is in it, for the invariants.
-    fn key(&self, token: Token) -> Option<Key>;
+    /// Calls `page` with each entry in it, for the invariants.
+    fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id));
 }

@@ -5,7 +5,7 @@ mod content;
 mod limits;
 mod model;
 mod quotas;
-mod rng;
+pub(crate) mod rng;
 mod threads;
 
 use crate::{
@@ -23,11 +23,26 @@ const OPEN: Quota = Quota {
 /// The pool that single pages of these tests live in.
 const POOL: u32 = 1;
 
-fn new_pool(size_bytes: u64) -> Pool {
-    Pool::new(PoolConfig {
+fn config(size_bytes: u64) -> PoolConfig {
+    PoolConfig {
         size_bytes,
+        size_max_bytes: 64 << 20,
         seed: 11,
-    })
+        policy: Default::default(),
+    }
+}
+
+fn new_pool(size_bytes: u64) -> Pool {
+    Pool::new(config(size_bytes)).unwrap()
+}
+
+/// Gives all raw pages of a tenant their final form.
+fn settle_raw(tenant: &Tenant) {
+    while tenant
+        .inner()
+        .settle(tenant.pool())
+        .is_some_and(|pages| pages > 0)
+    {}
 }
 
 fn add(pool: &Pool, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
@@ -43,6 +58,7 @@ fn add(pool: &Pool, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
     tenant
 }
 
+/// Puts a page and gives it its final form.
 fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let mut results = [PutResult::Stored];
     let put = Put {
@@ -53,6 +69,7 @@ fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> Pu
         page,
     };
     tenant.put(Time(0), POOL, &[put], &mut results).unwrap();
+    settle_raw(tenant);
     results[0]
 }
 

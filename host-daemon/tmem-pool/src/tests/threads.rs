@@ -188,6 +188,10 @@ fn threads() {
         drop(tenants);
         settle(&pool);
         let stats = pool.stats();
-        assert_eq!((stats.held_bytes, stats.tenants), (0, 0), "{stats:?}");
+        assert_eq!(
+            (stats.blobs, stats.payload_bytes, stats.tenants),
+            (0, 0, 0),
+            "{stats:?}"
+        );
     });
 }

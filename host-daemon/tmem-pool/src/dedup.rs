@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Where equal pages may be: a hash table of blobs that grows one bucket at a time.
+//!
+//! Linear hashing (Litwin, VLDB 1980): with N buckets, N between 2^k and 2^(k+1), those that were
+//! split already go by one more bit of the hash than the others. So nobody ever waits for a table
+//! to be moved to a larger one, and it is as large as what it lists. Buckets are chains through the
+//! blobs' records. It shrinks in the same way.
+//!
+//! Locks: buckets share LOCKS of them; a bucket and the one that it is split into or joined with
+//! share one. `grow` is outside of them and says who changes N.
+
+use crate::heap::{Table, Zeroed};
+use std::io;
+use std::sync::atomic::AtomicU32;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Mutex, MutexGuard};
+
+/// A power of two, and the least number of buckets.
+const LOCKS: u32 = 1024;
+
+/// Blobs that a bucket may have on average before the next is split.
+const LOAD: u32 = 1;
+
+/// Blobs of a chain that are looked at: more come only from hashes that collide, which nobody can
+/// choose without the seed.
+const PROBES_MAX: usize = 32;
+
+const POISONED: &str = "a panic under a lock of the table left it unknown";
+
+/// Of a blob: what chains it.
+pub(crate) trait Links {
+    /// Its hash. The table takes the lower half.
+    fn hash(&self, blob: u32) -> u64;
+    /// Next of its chain; 0: none. Accessed under the bucket's lock only.
+    fn next(&self, blob: u32) -> u32;
+    /// Changes it.
+    fn set_next(&self, blob: u32, next: u32);
+}
+
+/// First blob of a chain.
+#[derive(Debug)]
+pub(crate) struct Bucket(AtomicU32);
+
+// SAFETY: 0 is none.
+unsafe impl Zeroed for Bucket {}
+
+#[derive(Debug)]
+pub(crate) struct Dedup {
+    buckets: Table<Bucket>,
+    /// N. Changed under `grow` and the lock of the bucket in question, so it does not change for a
+    /// hash while its bucket's lock is held.
+    nr_buckets: AtomicU32,
+    nr_blobs: AtomicU32,
+    locks: Box<[Mutex<()>]>,
+    grow: Mutex<()>,
+}
+
+/// A locked bucket.
+pub(crate) struct Chain<'a> {
+    bucket: &'a Bucket,
+    _lock: MutexGuard<'a, ()>,
+}
+
+impl Dedup {
+    /// For up to so many blobs.
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub(crate) fn new(blobs_max: usize) -> io::Result<Dedup> {
+        Ok(Dedup {
+            buckets: Table::reserve(blobs_max.max(LOCKS as usize))?,
+            nr_buckets: AtomicU32::new(LOCKS),
+            nr_blobs: AtomicU32::new(0),
+            locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
+            grow: Mutex::default(),
+        })
+    }
+
+    /// Memory of the buckets in use.
+    pub(crate) fn bytes(&self) -> u64 {
+        u64::from(self.nr_buckets.load(Relaxed)) * size_of::<Bucket>() as u64
+    }
+
+    /// The bucket of a hash.
+    fn bucket_of(&self, hash: u64) -> u32 {
+        let nr = self.nr_buckets.load(Relaxed);
+        let bucket = hash as u32 & (nr.next_power_of_two() - 1);
+        if bucket < nr {
+            bucket
+        } else {
+            // Not split yet.
+            bucket & (nr.next_power_of_two() / 2 - 1)
+        }
+    }
+
+    fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
+        // All buckets that a hash can be in have it in common.
+        self.locks[(hash as u32 % LOCKS) as usize]
+            .lock()
+            .expect(POISONED)
+    }
+
+    /// The chain in which a blob of this hash is, if it is listed.
+    pub(crate) fn lock(&self, hash: u64) -> Chain<'_> {
+        let lock = self.lock_of(hash);
+        Chain {
+            bucket: self.buckets.get(self.bucket_of(hash)),
+            _lock: lock,
+        }
+    }
+
+    /// Brings the bucket of a hash into the cache.
+    pub(crate) fn prefetch(&self, hash: u64) {
+        self.buckets.prefetch(self.bucket_of(hash));
+    }
+
+    /// Lists a blob that is not.
+    pub(crate) fn add(&self, links: &impl Links, chain: Chain<'_>, blob: u32) {
+        links.set_next(blob, chain.bucket.0.load(Relaxed));
+        chain.bucket.0.store(blob, Relaxed);
+        drop(chain);
+        self.nr_blobs.fetch_add(1, Relaxed);
+        self.fit(links);
+    }
+
+    /// Takes a listed blob out.
+    pub(crate) fn remove(&self, links: &impl Links, blob: u32) {
+        let chain = self.lock(links.hash(blob));
+        let next = links.next(blob);
+        let mut at = chain.bucket.0.load(Relaxed);
+        if at == blob {
+            chain.bucket.0.store(next, Relaxed);
+        } else {
+            while links.next(at) != blob {
+                at = links.next(at);
+            }
+            links.set_next(at, next);
+        }
+        drop(chain);
+        self.nr_blobs.fetch_sub(1, Relaxed);
+        self.fit(links);
+    }
+
+    /// Splits or joins a bucket, if that is due and nobody else does it.
+    fn fit(&self, links: &impl Links) {
+        let (nr, blobs) = (self.nr_buckets.load(Relaxed), self.nr_blobs.load(Relaxed));
+        if blobs > nr.saturating_mul(LOAD) && (nr as usize) < self.buckets.capacity() {
+            if let Ok(_grow) = self.grow.try_lock() {
+                self.split(links);
+            }
+        } else if nr > LOCKS
+            && blobs < nr / 2 * LOAD
+            && let Ok(_grow) = self.grow.try_lock()
+        {
+            // Two for each blob that goes, so that it keeps up.
+            self.join(links);
+            self.join(links);
+        }
+    }
+
+    fn split(&self, links: &impl Links) {
+        let new = self.nr_buckets.load(Relaxed);
+        let half = (new + 1).next_power_of_two() / 2;
+        let old = new - half;
+        let _lock = self.lock_of(old.into());
+        let mut chains = [0; 2];
+        let mut blob = self.buckets.get(old).0.load(Relaxed);
+        while blob != 0 {
+            let next = links.next(blob);
+            let chain = &mut chains[usize::from(links.hash(blob) as u32 & half != 0)];
+            links.set_next(blob, *chain);
+            *chain = blob;
+            blob = next;
+        }
+        for (bucket, chain) in [old, new].into_iter().zip(chains) {
+            self.buckets.get(bucket).0.store(chain, Relaxed);
+        }
+        self.nr_buckets.store(new + 1, Relaxed);
+    }
+
+    fn join(&self, links: &impl Links) {
+        let new = self.nr_buckets.load(Relaxed) - 1;
+        if new < LOCKS {
+            return;
+        }
+        let half = (new + 1).next_power_of_two() / 2;
+        let old = self.buckets.get(new - half);
+        let _lock = self.lock_of(new.into());
+        let gone = self.buckets.get(new);
+        let mut blob = gone.0.load(Relaxed);
+        gone.0.store(0, Relaxed);
+        while blob != 0 {
+            let next = links.next(blob);
+            links.set_next(blob, old.0.load(Relaxed));
+            old.0.store(blob, Relaxed);
+            blob = next;
+        }
+        self.nr_buckets.store(new, Relaxed);
+    }
+
+    /// Calls `listed` with each blob and asserts that it is where it is looked for.
+    pub(crate) fn check(&self, links: &impl Links, mut listed: impl FnMut(u32)) {
+        let mut blobs = 0;
+        for bucket in 0..self.nr_buckets.load(Relaxed) {
+            let mut blob = self.buckets.get(bucket).0.load(Relaxed);
+            while blob != 0 {
+                assert_eq!(self.bucket_of(links.hash(blob)), bucket, "bucket of a blob");
+                listed(blob);
+                blobs += 1;
+                blob = links.next(blob);
+            }
+        }
+        assert_eq!(blobs, self.nr_blobs.load(Relaxed), "listed blobs");
+    }
+}
+
+impl Chain<'_> {
+    /// The first blob that is the wanted one.
+    pub(crate) fn find(&self, links: &impl Links, wanted: impl Fn(u32) -> bool) -> Option<u32> {
+        let mut blob = self.bucket.0.load(Relaxed);
+        for _ in 0..PROBES_MAX {
+            if blob == 0 || wanted(blob) {
+                break;
+            }
+            blob = links.next(blob);
+        }
+        (blob != 0 && wanted(blob)).then_some(blob)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::rng::{Rng, for_each_seed};
+    use std::collections::BTreeSet;
+
+    struct Blobs(Vec<(AtomicU32, u64)>);
+
+    impl Links for Blobs {
+        fn hash(&self, blob: u32) -> u64 {
+            self.0[blob as usize].1
+        }
+
+        fn next(&self, blob: u32) -> u32 {
+            self.0[blob as usize].0.load(Relaxed)
+        }
+
+        fn set_next(&self, blob: u32, next: u32) {
+            self.0[blob as usize].0.store(next, Relaxed);
+        }
+    }
+
+    #[test]
+    fn a_table_is_a_set() {
+        const BLOBS: u32 = 20_000;
+        for_each_seed("a_table_is_a_set", 4, |seed| {
+            let mut rng = Rng::new(seed);
+            let hash = |i: u32, rng: &mut Rng| {
+                if i.is_multiple_of(100) {
+                    u64::from(i % 700)
+                } else {
+                    rng.next()
+                }
+            };
+            let blobs = (0..BLOBS).map(|i| (AtomicU32::new(0), hash(i, &mut rng)));
+            let blobs = Blobs(blobs.collect());
+            let table = Dedup::new(BLOBS as usize).expect("address space");
+            let mut listed = BTreeSet::new();
+            for step in 0..60_000 {
+                let blob = 1 + rng.below(u64::from(BLOBS) - 1) as u32;
+                let found = table
+                    .lock(blobs.hash(blob))
+                    .find(&blobs, |other| other == blob);
+                // Collisions make long chains, in which not all is found.
+                if !blob.is_multiple_of(100) {
+                    assert_eq!(found.is_some(), listed.contains(&blob));
+                }
+                // Grows to nearly all, then shrinks.
+                let add = rng.below(60_000) > step;
+                if add && listed.insert(blob) {
+                    table.add(&blobs, table.lock(blobs.hash(blob)), blob);
+                } else if !add && listed.remove(&blob) {
+                    table.remove(&blobs, blob);
+                }
+                if step % 4000 == 0 {
+                    let mut found = BTreeSet::new();
+                    table.check(&blobs, |blob| assert!(found.insert(blob)));
+                    assert_eq!(found, listed);
+                }
+            }
+            for blob in listed {
+                table.remove(&blobs, blob);
+            }
+            table.check(&blobs, |_| panic!("nothing is left"));
+            assert_eq!(table.bytes(), u64::from(LOCKS) * 4);
+        });
+    }
+}

@@ -1,0 +1,217 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What more memory would bring a tenant: how many of its misses would have been hits.
+//!
+//! Spatial sampling as in SHARDS (Waldspurger et al., FAST 2015): of all keys those are followed
+//! whose hash has so many zero bits, which are as many as memory allows. Of these it keeps, in the
+//! order of their puts, what the guest put and neither got nor flushed, also what was evicted since.
+//! When the guest asks for one, those put after it tell how large a cache that evicts the oldest
+//! first would have had to be.
+//!
+//! It costs most operations one look at a hash.
+
+use crate::index::Key;
+use std::collections::{BTreeMap, HashMap};
+
+/// Keys that are followed, 100 B each.
+const SAMPLES_MAX: usize = 1024;
+
+/// How much more memory, in percent.
+pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
+
+/// Bits of a key's hash that decide: not those that the ghost takes.
+const HASH_SHIFT: u32 = 16;
+
+#[derive(Debug, Default)]
+pub(crate) struct Gain {
+    /// One key in 2^shift is followed.
+    shift: u32,
+    next_put: u64,
+    /// By the order of puts, with the hash of the key.
+    puts: BTreeMap<u64, (Key, u64)>,
+    by_hash: HashMap<u64, u64>,
+    /// Misses that would have been hits, for each of `GAIN_PERCENT`.
+    pub hits: [u64; GAIN_PERCENT.len()],
+}
+
+impl Gain {
+    fn is_sampled(&self, key_hash: u64) -> bool {
+        key_hash >> HASH_SHIFT & ((1 << self.shift) - 1) == 0
+    }
+
+    /// Memory held.
+    pub(crate) fn bytes(&self) -> u64 {
+        (self.by_hash.capacity() * 24 + self.puts.len() * 80) as u64
+    }
+
+    /// A page was put, and held or not. `room_pages` are as many as the tenant has room for.
+    pub(crate) fn put(&mut self, key: Key, key_hash: u64, room_pages: u64) {
+        if !self.is_sampled(key_hash) {
+            return;
+        }
+        let put = self.next_put;
+        self.next_put += 1;
+        if let Some(before) = self.by_hash.insert(key_hash, put) {
+            self.puts.remove(&before);
+        }
+        self.puts.insert(put, (key, key_hash));
+        // Twice as much would have lost them, too.
+        while (self.puts.len() as u64) << self.shift > room_pages.saturating_mul(2)
+            && let Some((_, (_, hash))) = self.puts.pop_first()
+        {
+            self.by_hash.remove(&hash);
+        }
+        while self.puts.len() > SAMPLES_MAX {
+            self.shift += 1;
+            let (puts, by_hash) = (std::mem::take(&mut self.puts), &mut self.by_hash);
+            let mask = (1u64 << self.shift) - 1;
+            self.puts = puts
+                .into_iter()
+                .filter(|(_, (_, hash))| {
+                    let stays = hash >> HASH_SHIFT & mask == 0;
+                    if !stays {
+                        by_hash.remove(hash);
+                    }
+                    stays
+                })
+                .collect();
+        }
+    }
+
+    /// A page was asked for.
+    pub(crate) fn get(&mut self, key_hash: u64, hit: bool, room_pages: u64) {
+        if !self.is_sampled(key_hash) {
+            return;
+        }
+        let Some(put) = self.by_hash.remove(&key_hash) else {
+            return;
+        };
+        self.puts.remove(&put);
+        if hit {
+            return;
+        }
+        // A page that was put and never held fits into less: more would not have helped.
+        let after = (self.puts.range(put..).count() as u64) << self.shift;
+        for (hits, percent) in self.hits.iter_mut().zip(GAIN_PERCENT) {
+            if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
+                *hits += 1 << self.shift;
+            }
+        }
+    }
+
+    /// A page means nothing any more.
+    pub(crate) fn drop_page(&mut self, key_hash: u64) {
+        if self.is_sampled(key_hash)
+            && let Some(put) = self.by_hash.remove(&key_hash)
+        {
+            self.puts.remove(&put);
+        }
+    }
+
+    /// Nor do all for which `gone` is true. Takes a step for each key that is followed.
+    pub(crate) fn drop_where(&mut self, gone: impl Fn(Key) -> bool) {
+        let by_hash = &mut self.by_hash;
+        self.puts.retain(|_, (key, hash)| {
+            let gone = gone(*key);
+            if gone {
+                by_hash.remove(hash);
+            }
+            !gone
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::rng::{Rng, for_each_seed};
+    use std::collections::{BTreeMap, HashMap};
+
+    /// First in, first out, exclusive: hits with room for so many pages.
+    #[derive(Default)]
+    struct Cache {
+        room: usize,
+        puts: BTreeMap<u64, u64>,
+        by_key: HashMap<u64, u64>,
+        hits: u64,
+    }
+
+    impl Cache {
+        fn get(&mut self, key: u64) -> bool {
+            let put = self.by_key.remove(&key);
+            put.map(|put| self.puts.remove(&put));
+            self.hits += u64::from(put.is_some());
+            put.is_some()
+        }
+
+        fn put(&mut self, key: u64, now: u64) {
+            self.by_key.insert(key, now);
+            self.puts.insert(now, key);
+            if self.puts.len() > self.room {
+                let (_, oldest) = self.puts.pop_first().expect("it has one");
+                self.by_key.remove(&oldest);
+            }
+        }
+    }
+
+    #[test]
+    fn it_tells_what_larger_caches_have() {
+        for_each_seed("gain", 2, |seed| {
+            let mut rng = Rng::new(seed);
+            let room = 2000;
+            let rooms = [0, 25, 50, 100].map(|percent| room * (100 + percent) / 100);
+            let mut caches = rooms.map(|room| Cache {
+                room,
+                ..Cache::default()
+            });
+            let mut gain = Gain::default();
+            for now in 0..150_000 {
+                // Some pages come back much sooner than others.
+                let span = [1_000, 6_000, 20_000][rng.below(3) as usize];
+                let nr = rng.below(span);
+                let key = Key {
+                    pool: 1,
+                    object: 1,
+                    index: nr,
+                };
+                let hash = xxhash_rust::xxh3::xxh3_64_with_seed(&nr.to_le_bytes(), seed);
+                // The guest misses it, and evicts it some time later.
+                let hits = caches.each_mut().map(|cache| cache.get(nr));
+                gain.get(hash, hits[0], room as u64);
+                for cache in &mut caches {
+                    cache.put(nr, now);
+                }
+                gain.put(key, hash, room as u64);
+                assert!(gain.puts.len() <= SAMPLES_MAX && gain.by_hash.len() == gain.puts.len());
+            }
+            for (i, estimate) in gain.hits.into_iter().enumerate() {
+                let more = caches[i + 1].hits - caches[0].hits;
+                let error = estimate.abs_diff(more) as f64 / more as f64;
+                println!("+{} %: {more} more hits, said {estimate}", GAIN_PERCENT[i]);
+                assert!(
+                    error < 0.15,
+                    "+{} %: {more}, said {estimate}",
+                    GAIN_PERCENT[i]
+                );
+            }
+        });
+    }
+
+    #[test]
+    fn what_is_dropped_is_not_followed() {
+        let mut gain = Gain::default();
+        let key = |index| Key {
+            pool: 1,
+            object: 1,
+            index,
+        };
+        (0..10).for_each(|index| gain.put(key(index), index << HASH_SHIFT, 100));
+        gain.drop_page(3 << HASH_SHIFT);
+        gain.drop_where(|key| key.index >= 5);
+        assert_eq!(gain.puts.len(), 4);
+        for index in 0..10 {
+            gain.get(index << HASH_SHIFT, false, 0);
+        }
+        // Each is still there, and fits into no room at all.
+        assert_eq!((gain.hits, gain.puts.len()), ([0; 3], 0));
+    }
+}

@@ -1,0 +1,807 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory for stored bytes, of all tenants, which can be given back to the system.
+//!
+//! Bytes lie in slots of size classes (class.rs), slots in spans, spans in one reserved region
+//! (region.rs). Who stores gets a handle, since compaction moves bytes from sparse spans to full
+//! ones. A freed slot is zero before anyone else can have it; a span without used slots is zero
+//! throughout, and beyond a few its frames go back to the system.
+//!
+//! A handle's word is the only thing that readers and compaction share: place, length and number
+//! of readers in one atomic. A reader adds itself and learns the place in the same step; compaction
+//! copies, which bytes that never change allow at any time, and then replaces the word only if it
+//! is still the one without readers. So whoever reads keeps the bytes where they are, without
+//! keeping anyone waiting, and who comes later finds the new place.
+//!
+//! Never: a lock of more than one class; bytes copied in or out under one, but for compaction.
+//!
+//! Locks: a class's guards its lists, and of its spans and their slots all that is not bytes. The
+//! lock of free spans is inside it.
+
+mod class;
+mod region;
+
+use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES, SPAN_FRAMES_MAX};
+use self::region::{FRAME_BYTES, Region, prefetch};
+pub(crate) use self::region::{Table, Zeroed};
+use crate::config::PAGE_SIZE;
+use std::cell::Cell;
+use std::io;
+use std::slice;
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
+use std::sync::atomic::{AtomicU32, AtomicU64};
+use std::sync::{Mutex, MutexGuard};
+use zeroize::optimization_barrier;
+
+/// Frames of free spans that stay, so that a store after a free does not fault: 16 MiB, which is
+/// what raw pages of a few busy tenants come and go in.
+const IDLE_FRAMES_MAX: u64 = 4096;
+
+/// Cache lines of a blob that are fetched ahead: the processor's own prefetching needs a few to
+/// begin.
+const PREFETCH_LINES: usize = 4;
+
+/// Handles that a class takes at a time.
+const HANDLES_STEP: u32 = 64;
+
+/// Spans of a class are listed by how full they are, in so many steps: the fullest are filled,
+/// the emptiest are emptied.
+const GROUPS: usize = 8;
+
+/// Below this part of busy frames in bytes, compaction is worth trying: filled is about 0.965.
+const SPARSE: (u64, u64) = (19, 20);
+
+/// Spans that one step of compaction tries in vain, since readers hold slots of them.
+const COMPACT_TRIES: usize = 4;
+
+const POISONED: &str = "a panic under a lock of the heap left it unknown";
+
+// ---- words ------------------------------------------------------------------------------------
+
+const PINS_BITS: u32 = 14;
+const LEN_BITS: u32 = 12;
+const SLOT_BITS: u32 = 10;
+const SPAN_BITS: u32 = 28;
+const _: () = assert!(PINS_BITS + LEN_BITS + SLOT_BITS + SPAN_BITS == u64::BITS);
+const _: () = assert!(1 << SLOT_BITS >= SLOTS_MAX && 1 << LEN_BITS >= PAGE_SIZE);
+const PINS: u64 = (1 << PINS_BITS) - 1;
+
+/// Where a handle's bytes are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    span: u32,
+    slot: u16,
+    len: usize,
+}
+
+impl Place {
+    fn of(word: u64) -> Place {
+        let word = word >> PINS_BITS;
+        Place {
+            len: (word & ((1 << LEN_BITS) - 1)) as usize + 1,
+            slot: (word >> LEN_BITS & ((1 << SLOT_BITS) - 1)) as u16,
+            span: (word >> (LEN_BITS + SLOT_BITS)) as u32,
+        }
+    }
+
+    /// Without readers.
+    fn word(self) -> u64 {
+        let len = self.len as u64 - 1;
+        let at = u64::from(self.span) << SLOT_BITS | u64::from(self.slot);
+        (at << LEN_BITS | len) << PINS_BITS
+    }
+}
+
+/// Names stored bytes. It is the caller who sees to it that nobody uses it when it is freed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Handle(pub u32);
+
+/// Header of a used slot: its handle. Of a free one: the next free slot, plus 1.
+const USED: u32 = 1 << 31;
+
+// ---- spans ------------------------------------------------------------------------------------
+
+/// A span of frames. Number 0 is none. Guarded by the lock of its class, or of the free spans.
+#[derive(Debug)]
+struct Span {
+    /// Frames that may have memory.
+    frames: Cell<u8>,
+    /// First free slot, plus 1; 0 if there is none below `fresh`.
+    free: Cell<u16>,
+    /// Slots from here on were never used.
+    fresh: Cell<u16>,
+    used: Cell<u16>,
+    prev: Cell<u32>,
+    next: Cell<u32>,
+    /// The header of a slot without.
+    raw_header: Cell<u32>,
+}
+
+// SAFETY: all zero is a span with nothing in it.
+unsafe impl Zeroed for Span {}
+// SAFETY: the cells are accessed only under the locks that guard them.
+unsafe impl Sync for Span {}
+
+#[derive(Debug)]
+struct ClassState {
+    class: Class,
+    /// First span of each group; full ones are in none.
+    heads: [u32; GROUPS],
+    spans: u32,
+    used_slots: u32,
+    /// Free handles: the words are a list.
+    free_handle: u32,
+}
+
+#[derive(Debug, Default)]
+struct FreeSpans {
+    /// With 1, 2, ... frames, all zero.
+    idle: [u32; SPAN_FRAMES_MAX],
+    /// Without frames.
+    bare: u32,
+}
+
+// ---- heap -------------------------------------------------------------------------------------
+
+/// A handle's word, and what the heap's user keeps with it.
+#[derive(Debug)]
+struct Record<X> {
+    word: AtomicU64,
+    extra: X,
+}
+
+// SAFETY: so are its fields.
+unsafe impl<X: Zeroed> Zeroed for Record<X> {}
+
+/// See the file's comment. Each handle comes with an `X`, which the heap never looks at: all zero
+/// at first, and later what the handle's last user left.
+#[derive(Debug)]
+pub(crate) struct Heap<X> {
+    data: Region,
+    spans: Table<Span>,
+    handles: Table<Record<X>>,
+    classes: Classes,
+    states: Box<[Mutex<ClassState>]>,
+    free_spans: Mutex<FreeSpans>,
+    /// From here on spans were never used; changed under the lock of free spans.
+    fresh_span: AtomicU64,
+    fresh_handle: AtomicU32,
+    frames: AtomicU64,
+    /// Of them, those of free spans; changed under the lock of free spans.
+    idle_frames: AtomicU64,
+    payload_bytes: AtomicU64,
+    blobs: AtomicU64,
+}
+
+/// What a heap holds, as of about now.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct HeapStats {
+    /// Bytes stored.
+    pub payload_bytes: u64,
+    /// Handles in use.
+    pub blobs: u64,
+    /// Memory for slots, used and free.
+    pub frames_bytes: u64,
+    /// Memory for handles and spans, as much as ever was needed.
+    pub table_bytes: u64,
+}
+
+impl<X: Zeroed> Heap<X> {
+    /// An empty heap that will not have more than `bytes_max` of frames.
+    ///
+    /// # Errors
+    /// The system has not the address space, 8 times as much and a little.
+    pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
+        // A span has one frame at least; 0 is none.
+        let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
+        // As many as slots: few pages compress to less than 256 B.
+        let handles = (bytes_max / 256 + u64::from(HANDLES_STEP) * 256).min(u64::from(USED - 1));
+        let classes = Classes::new();
+        let states = (0..classes.len()).map(|nr| {
+            Mutex::new(ClassState {
+                class: classes.get(nr as u8),
+                heads: [0; GROUPS],
+                spans: 0,
+                used_slots: 0,
+                free_handle: 0,
+            })
+        });
+        Ok(Heap {
+            data: Region::reserve(spans * SPAN_BYTES)?,
+            spans: Table::reserve(spans)?,
+            handles: Table::reserve(handles as usize)?,
+            states: states.collect(),
+            classes,
+            free_spans: Mutex::default(),
+            fresh_span: AtomicU64::new(1),
+            fresh_handle: AtomicU32::new(1),
+            frames: AtomicU64::new(0),
+            idle_frames: AtomicU64::new(0),
+            payload_bytes: AtomicU64::new(0),
+            blobs: AtomicU64::new(0),
+        })
+    }
+
+    /// Stores 1 to 4,096 bytes. None: that would take memory beyond `frames_bytes_max`.
+    pub(crate) fn store(&self, bytes: &[u8], frames_bytes_max: u64) -> Option<Handle> {
+        assert!((1..=PAGE_SIZE).contains(&bytes.len()));
+        let nr = self.classes.for_len(bytes.len());
+        let mut state = self.lock(nr);
+        let handle = self.take_handle(&mut state)?;
+        let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
+            self.give_handle(&mut state, handle);
+            return None;
+        };
+        self.set_header(&state.class, span, slot, USED | handle);
+        let place = Place {
+            span,
+            slot,
+            len: bytes.len(),
+        };
+        // Pinned: compaction leaves it where it is while it is written.
+        self.word(handle).store(place.word() + 1, Relaxed);
+        let at = self.bytes_at(&state.class, place);
+        drop(state);
+        // SAFETY: the slot is ours and holds as many; nobody reads it before it is returned.
+        unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        unpin(self.word(handle));
+        self.payload_bytes.fetch_add(bytes.len() as u64, Relaxed);
+        self.blobs.fetch_add(1, Relaxed);
+        Some(Handle(handle))
+    }
+
+    /// Calls `read` with the bytes.
+    pub(crate) fn read<R>(&self, handle: Handle, read: impl FnOnce(&[u8]) -> R) -> R {
+        struct Unpin<'a>(&'a AtomicU64);
+        impl Drop for Unpin<'_> {
+            fn drop(&mut self) {
+                unpin(self.0);
+            }
+        }
+        let place = self.pin(handle.0);
+        let _unpin = Unpin(self.word(handle.0));
+        let at = self.bytes_at(&self.class_of(place), place);
+        // SAFETY: written before the handle was given out, and neither moved nor freed: pinned,
+        // and the handle is borrowed.
+        read(unsafe { slice::from_raw_parts(at, place.len) })
+    }
+
+    /// Bytes stored under the handle.
+    pub(crate) fn len(&self, handle: Handle) -> usize {
+        Place::of(self.word(handle.0).load(Relaxed)).len
+    }
+
+    /// Frees and zeroes the bytes.
+    pub(crate) fn free(&self, handle: Handle) {
+        let Handle(handle) = handle;
+        // For compaction; nobody else has the handle.
+        let place = self.pin(handle);
+        let mut state = self.lock(self.classes.for_len(place.len));
+        self.give_bytes(&mut state, place);
+        self.give_handle(&mut state, handle);
+        drop(state);
+        self.payload_bytes.fetch_sub(place.len as u64, Relaxed);
+        self.blobs.fetch_sub(1, Relaxed);
+    }
+
+    /// Replaces bytes by others that mean the same to readers. The caller sees to it that the handle
+    /// is not freed meanwhile. False: someone reads it, or that would take memory beyond
+    /// `frames_bytes_max`.
+    pub(crate) fn replace(&self, handle: Handle, bytes: &[u8], frames_bytes_max: u64) -> bool {
+        assert!((1..=PAGE_SIZE).contains(&bytes.len()));
+        let Handle(handle) = handle;
+        let nr = self.classes.for_len(bytes.len());
+        let mut state = self.lock(nr);
+        let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
+            return false;
+        };
+        // The word says otherwise: compaction leaves both slots alone until it agrees.
+        self.set_header(&state.class, span, slot, USED | handle);
+        let new = Place {
+            span,
+            slot,
+            len: bytes.len(),
+        };
+        let at = self.bytes_at(&state.class, new);
+        drop(state);
+        // SAFETY: the slot is ours and holds as many; nobody reads it before the word says so.
+        unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
+        let unread = |word| (word & PINS == 0).then(|| new.word());
+        let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);
+        let gone = replaced.map_or(new, Place::of);
+        self.give_bytes(&mut self.lock(self.classes.for_len(gone.len)), gone);
+        if replaced.is_ok() {
+            self.payload_bytes.fetch_add(bytes.len() as u64, Relaxed);
+            self.payload_bytes.fetch_sub(gone.len as u64, Relaxed);
+        }
+        replaced.is_ok()
+    }
+
+    /// Moves bytes together, up to about `slots` of them, until no class has a span to spare.
+    /// Returns how many were moved; 0: nothing is left to do, or readers are in the way.
+    pub(crate) fn compact(&self, slots: usize) -> usize {
+        let mut moved = 0;
+        for nr in 0..self.classes.len() as u8 {
+            while moved < slots {
+                let mut state = self.lock(nr);
+                let Some(done) = self.compact_span(&mut state) else {
+                    break;
+                };
+                moved += done;
+                if done == 0 {
+                    break;
+                }
+            }
+        }
+        moved
+    }
+
+    /// So much lies between the bytes that compaction may gain something.
+    pub(crate) fn is_sparse(&self) -> bool {
+        self.payload_bytes.load(Relaxed) / SPARSE.0 < self.busy_bytes() / SPARSE.1
+    }
+
+    /// Frames that compaction could free.
+    #[cfg(test)]
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        let spare = (0..self.classes.len() as u8).map(|nr| {
+            let state = self.lock(nr);
+            u64::from(state.spare_spans()) * u64::from(state.class.frames) * FRAME_BYTES as u64
+        });
+        spare.sum()
+    }
+
+    /// Numbers of handles are below it.
+    pub(crate) fn places(&self) -> u32 {
+        self.fresh_handle.load(Relaxed)
+    }
+
+    /// Handles that ever were in use at a time, and a few.
+    fn handles_used(&self) -> u64 {
+        self.fresh_handle.load(Relaxed).into()
+    }
+
+    /// Memory for slots, used and free.
+    pub(crate) fn frames_bytes(&self) -> u64 {
+        self.frames.load(Relaxed) * FRAME_BYTES as u64
+    }
+
+    /// The part of it that has something in it.
+    pub(crate) fn busy_bytes(&self) -> u64 {
+        let frames = self.frames.load(Relaxed);
+        frames.saturating_sub(self.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
+    }
+
+    /// Memory for handles and spans, as much as ever was needed.
+    pub(crate) fn table_bytes(&self) -> u64 {
+        let spans = self.fresh_span.load(Relaxed);
+        spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<Record<X>>() as u64
+    }
+
+    #[cfg(test)]
+    pub(crate) fn damage(&self, Handle(handle): Handle, at: usize) {
+        let place = self.pin(handle);
+        let bytes = self.bytes_at(&self.class_of(place), place);
+        // SAFETY: a byte of the slot; the test has no reader of it.
+        unsafe { *bytes.add(at % place.len) ^= 0x10 };
+        unpin(self.word(handle));
+    }
+
+    /// As of about now.
+    pub(crate) fn stats(&self) -> HeapStats {
+        HeapStats {
+            payload_bytes: self.payload_bytes.load(Relaxed),
+            blobs: self.blobs.load(Relaxed),
+            frames_bytes: self.frames_bytes(),
+            table_bytes: self.table_bytes(),
+        }
+    }
+
+    // ---- handles ------------------------------------------------------------------------------
+
+    fn word(&self, handle: u32) -> &AtomicU64 {
+        &self.handles.get(handle).word
+    }
+
+    /// What the user keeps with a handle.
+    pub(crate) fn extra(&self, Handle(handle): Handle) -> &X {
+        &self.handles.get(handle).extra
+    }
+
+    /// Brings what a handle says into the cache.
+    pub(crate) fn prefetch(&self, Handle(handle): Handle) {
+        self.handles.prefetch(handle);
+    }
+
+    /// Brings the beginning of the bytes into the cache; the processor finds the rest.
+    pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
+        let place = Place::of(self.word(handle).load(Relaxed));
+        let at = self.bytes_at(&self.class_of(place), place);
+        for line in 0..PREFETCH_LINES {
+            prefetch(at.wrapping_add(line * 64));
+        }
+    }
+
+    /// Handles that there may be.
+    pub(crate) fn handles_max(&self) -> usize {
+        self.handles.capacity()
+    }
+
+    fn take_handle(&self, state: &mut ClassState) -> Option<u32> {
+        if state.free_handle == 0 {
+            let first = self.fresh_handle.fetch_add(HANDLES_STEP, Relaxed);
+            let end = first.checked_add(HANDLES_STEP)?;
+            if end as usize > self.handles.capacity() || end >= USED {
+                self.fresh_handle.fetch_sub(HANDLES_STEP, Relaxed);
+                return None;
+            }
+            for handle in first..end {
+                self.give_handle(state, handle);
+            }
+        }
+        let handle = state.free_handle;
+        state.free_handle = self.word(handle).load(Relaxed) as u32;
+        Some(handle)
+    }
+
+    fn give_handle(&self, state: &mut ClassState, handle: u32) {
+        let next = u64::from(state.free_handle);
+        self.word(handle).store(next, Relaxed);
+        state.free_handle = handle;
+    }
+
+    fn pin(&self, handle: u32) -> Place {
+        // Acquire: the bytes, if compaction has just moved them.
+        let before = self.word(handle).fetch_add(1, Acquire);
+        assert!(before & PINS < PINS, "too many readers of one blob");
+        Place::of(before)
+    }
+
+    // ---- slots --------------------------------------------------------------------------------
+
+    fn lock(&self, nr: u8) -> MutexGuard<'_, ClassState> {
+        self.states[usize::from(nr)].lock().expect(POISONED)
+    }
+
+    /// The class of a used slot.
+    fn class_of(&self, place: Place) -> Class {
+        self.classes.get(self.classes.for_len(place.len))
+    }
+
+    /// A span, of which the caller holds the lock.
+    fn span(&self, span: u32) -> &Span {
+        self.spans.get(span)
+    }
+
+    fn slot_at(&self, class: &Class, span: u32, slot: u16) -> *mut u8 {
+        let offset = usize::from(slot) * usize::from(class.slot_bytes);
+        self.data.at(span as usize * SPAN_BYTES + offset).as_ptr()
+    }
+
+    fn bytes_at(&self, class: &Class, place: Place) -> *mut u8 {
+        let at = self.slot_at(class, place.span, place.slot);
+        // SAFETY: a slot is longer than its header.
+        unsafe { at.add(class.header_bytes.into()) }
+    }
+
+    fn header(&self, class: &Class, span: u32, slot: u16) -> u32 {
+        if class.header_bytes == 0 {
+            return self.span(span).raw_header.get();
+        }
+        let at = self.slot_at(class, span, slot);
+        // SAFETY: in the region, aligned as slots are, and accessed only under the class's lock.
+        unsafe { at.cast::<u32>().read() }
+    }
+
+    fn set_header(&self, class: &Class, span: u32, slot: u16, header: u32) {
+        if class.header_bytes == 0 {
+            self.span(span).raw_header.set(header);
+            return;
+        }
+        let at = self.slot_at(class, span, slot);
+        // SAFETY: as in header().
+        unsafe { at.cast::<u32>().write(header) };
+    }
+
+    fn take_slot(&self, state: &mut ClassState, bytes_max: u64) -> Option<(u32, u16)> {
+        let span = match state.heads.iter().rev().find(|&&span| span != 0) {
+            Some(&span) => span,
+            None => {
+                let span = self.take_span(state.class.frames, bytes_max)?;
+                state.spans += 1;
+                self.list(state, span);
+                span
+            }
+        };
+        Some((span, self.take_slot_of(state, span)))
+    }
+
+    /// A slot of a span that is not full.
+    fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u16 {
+        let class = state.class;
+        self.unlist(state, span);
+        let s = self.span(span);
+        let slot = if let Some(slot) = s.free.get().checked_sub(1) {
+            s.free.set(self.header(&class, span, slot) as u16);
+            slot
+        } else {
+            s.fresh.replace(s.fresh.get() + 1)
+        };
+        s.used.set(s.used.get() + 1);
+        state.used_slots += 1;
+        self.list(state, span);
+        slot
+    }
+
+    /// Zeroes and frees a slot that nobody reads any more. Under the lock: compaction may be copying
+    /// it, in vain.
+    fn give_bytes(&self, state: &mut ClassState, place: Place) {
+        // SAFETY: as the caller says.
+        unsafe { zero(self.bytes_at(&state.class, place), place.len) };
+        self.give_slot(state, place.span, place.slot);
+    }
+
+    fn give_slot(&self, state: &mut ClassState, span: u32, slot: u16) {
+        let class = state.class;
+        self.unlist(state, span);
+        let s = self.span(span);
+        self.set_header(&class, span, slot, s.free.get().into());
+        s.free.set(slot + 1);
+        s.used.set(s.used.get() - 1);
+        state.used_slots -= 1;
+        if s.used.get() == 0 {
+            state.spans -= 1;
+            self.give_span(&class, span);
+        } else {
+            self.list(state, span);
+        }
+    }
+
+    // ---- lists of a class ---------------------------------------------------------------------
+
+    /// Into the list of its group; a full one into none.
+    fn list(&self, state: &mut ClassState, span: u32) {
+        let s = self.span(span);
+        let Some(group) = state.group(s.used.get()) else {
+            return;
+        };
+        let next = std::mem::replace(&mut state.heads[group], span);
+        s.prev.set(0);
+        s.next.set(next);
+        if next != 0 {
+            self.span(next).prev.set(span);
+        }
+    }
+
+    fn unlist(&self, state: &mut ClassState, span: u32) {
+        let s = self.span(span);
+        let Some(group) = state.group(s.used.get()) else {
+            return;
+        };
+        let (prev, next) = (s.prev.get(), s.next.get());
+        if prev == 0 {
+            state.heads[group] = next;
+        } else {
+            self.span(prev).next.set(next);
+        }
+        if next != 0 {
+            self.span(next).prev.set(prev);
+        }
+    }
+
+    // ---- spans --------------------------------------------------------------------------------
+
+    fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
+        let frames_max = bytes_max / FRAME_BYTES as u64;
+        let mut free = self.free_spans.lock().expect(POISONED);
+        let busy = self.frames.load(Relaxed) - self.idle_frames.load(Relaxed);
+        if busy + u64::from(frames) > frames_max {
+            return None;
+        }
+        let span = match self.take_idle(&mut free, frames) {
+            Some(span) => span,
+            None => {
+                // Idle spans of other lengths make room.
+                while self.frames.load(Relaxed) + u64::from(frames) > frames_max {
+                    let other = (1..=SPAN_FRAMES_MAX as u8).rev();
+                    let span = other
+                        .into_iter()
+                        .find_map(|f| self.take_idle(&mut free, f))?;
+                    self.release(&mut free, span);
+                }
+                self.take_bare(&mut free, frames)?
+            }
+        };
+        drop(free);
+        let s = self.span(span);
+        s.free.set(0);
+        s.fresh.set(0);
+        Some(span)
+    }
+
+    fn take_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        let head = &mut free.idle[usize::from(frames) - 1];
+        let span = *head;
+        if span == 0 {
+            return None;
+        }
+        *head = self.span(span).next.get();
+        self.idle_frames.fetch_sub(frames.into(), Relaxed);
+        Some(span)
+    }
+
+    fn take_bare(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        let span = if free.bare != 0 {
+            let next = self.span(free.bare).next.get();
+            std::mem::replace(&mut free.bare, next)
+        } else {
+            let fresh = self.fresh_span.load(Relaxed);
+            if fresh >= self.spans.capacity() as u64 {
+                return None;
+            }
+            self.fresh_span.store(fresh + 1, Relaxed);
+            fresh as u32
+        };
+        self.span(span).frames.set(frames);
+        self.frames.fetch_add(frames.into(), Relaxed);
+        Some(span)
+    }
+
+    /// A span without used slots, all of which are zero but for their headers.
+    fn give_span(&self, class: &Class, span: u32) {
+        let s = self.span(span);
+        for slot in 0..s.fresh.get() {
+            self.set_header(class, span, slot, 0);
+        }
+        let mut free = self.free_spans.lock().expect(POISONED);
+        if self.idle_frames.load(Relaxed) < IDLE_FRAMES_MAX {
+            let head = &mut free.idle[usize::from(class.frames) - 1];
+            s.next.set(std::mem::replace(head, span));
+            self.idle_frames.fetch_add(class.frames.into(), Relaxed);
+        } else {
+            self.release(&mut free, span);
+        }
+    }
+
+    /// Gives the frames of idle spans back to the system, one span under each hold of the lock.
+    pub(crate) fn release_idle(&self) {
+        for frames in 1..=SPAN_FRAMES_MAX as u8 {
+            loop {
+                let mut free = self.free_spans.lock().expect(POISONED);
+                let Some(span) = self.take_idle(&mut free, frames) else {
+                    break;
+                };
+                self.release(&mut free, span);
+            }
+        }
+    }
+
+    /// Gives the frames of a span, which is in no list, back to the system. A few µs under the
+    /// locks: it is not often that a span empties.
+    fn release(&self, free: &mut FreeSpans, span: u32) {
+        let s = self.span(span);
+        let frames = s.frames.replace(0);
+        // SAFETY: no slot of the span is used, and no one can take one until it is listed.
+        unsafe {
+            self.data.release(
+                span as usize * SPAN_BYTES,
+                usize::from(frames) * FRAME_BYTES,
+            );
+        }
+        self.frames.fetch_sub(frames.into(), Relaxed);
+        s.next.set(std::mem::replace(&mut free.bare, span));
+    }
+
+    // ---- compaction ---------------------------------------------------------------------------
+
+    /// Empties the sparsest span of a class that has one to spare. None: it has none.
+    fn compact_span(&self, state: &mut ClassState) -> Option<usize> {
+        if state.spare_spans() == 0 {
+            return None;
+        }
+        let mut source = *state.heads.iter().find(|&&span| span != 0)?;
+        for _ in 0..COMPACT_TRIES {
+            let moved = self.empty_span(state, source);
+            if moved > 0 {
+                return Some(moved);
+            }
+            source = self.span(source).next.get();
+            if source == 0 {
+                break;
+            }
+        }
+        Some(0)
+    }
+
+    fn empty_span(&self, state: &mut ClassState, source: u32) -> usize {
+        let class = state.class;
+        let mut moved = 0;
+        for slot in 0..self.span(source).fresh.get() {
+            let header = self.header(&class, source, slot);
+            if header & USED == 0 {
+                continue;
+            }
+            // With a span to spare there is a slot elsewhere.
+            let Some(target) = self.fullest_but(state, source) else {
+                break;
+            };
+            let handle = header & !USED;
+            // Acquire: what was written before it was unpinned.
+            let word = self.word(handle).load(Acquire);
+            if word & PINS != 0 {
+                continue;
+            }
+            let from = Place::of(word);
+            if (from.span, from.slot) != (source, slot) {
+                // One of the two that a handle has while its bytes are replaced.
+                continue;
+            }
+            let to = Place {
+                span: target,
+                slot: self.take_slot_of(state, target),
+                len: from.len,
+            };
+            let (old, new) = (self.bytes_at(&class, from), self.bytes_at(&class, to));
+            // SAFETY: two slots of one class; the old one's bytes do not change: it is freed under
+            // the lock that we hold.
+            unsafe { new.copy_from_nonoverlapping(old, from.len) };
+            let replaced = self
+                .word(handle)
+                .compare_exchange(word, to.word(), AcqRel, Relaxed)
+                .is_ok();
+            let gone = if replaced { from } else { to };
+            if replaced {
+                self.set_header(&class, to.span, to.slot, USED | handle);
+                moved += 1;
+            }
+            let last = replaced && self.span(source).used.get() == 1;
+            // Nobody reads it: it is new, or it had no reader when it was replaced.
+            self.give_bytes(state, gone);
+            if last {
+                break;
+            }
+        }
+        moved
+    }
+
+    fn fullest_but(&self, state: &ClassState, source: u32) -> Option<u32> {
+        for &head in state.heads.iter().rev() {
+            if head != 0 && head != source {
+                return Some(head);
+            }
+            if head == source && self.span(head).next.get() != 0 {
+                return Some(self.span(head).next.get());
+            }
+        }
+        None
+    }
+}
+
+impl ClassState {
+    fn group(&self, used: u16) -> Option<usize> {
+        (used < self.class.slots)
+            .then(|| usize::from(used) * GROUPS / usize::from(self.class.slots))
+    }
+
+    /// Spans that would be free if all used slots were moved together.
+    fn spare_spans(&self) -> u32 {
+        self.spans - self.used_slots.div_ceil(self.class.slots.into())
+    }
+}
+
+fn unpin(word: &AtomicU64) {
+    // Release: our reads come before compaction frees the place, our writes before it copies.
+    word.fetch_sub(1, Release);
+}
+
+/// # Safety
+/// Nobody else accesses the bytes.
+unsafe fn zero(at: *mut u8, len: usize) {
+    // SAFETY: as the caller says.
+    unsafe {
+        at.write_bytes(0, len);
+        optimization_barrier(slice::from_raw_parts(at, len));
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The heap against a model of what it was given, alone and with readers beside compaction.
+
+use super::*;
+use crate::tests::rng::{Rng, for_each_seed};
+use std::sync::atomic::AtomicBool;
+
+const BYTES_MAX: u64 = if cfg!(miri) { 1 << 20 } else { 64 << 20 };
+
+/// Bytes that tell whose they are, at each place.
+fn bytes_of(id: u64, len: usize) -> Vec<u8> {
+    (0..len)
+        .map(|i| (id.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (i % 8 * 8)) as u8 ^ i as u8)
+        .collect()
+}
+
+fn len_of(rng: &mut Rng) -> usize {
+    match rng.below(8) {
+        0 => PAGE_SIZE,
+        1 => 1 + rng.below(64) as usize,
+        _ => 1 + rng.below(3840) as usize,
+    }
+}
+
+impl Heap<()> {
+    /// Recounts everything; no other call is running.
+    fn check(&self, live: usize) {
+        let (mut used, mut frames, mut spans) = (0, 0, 0);
+        for nr in 0..self.classes.len() as u8 {
+            let state = self.lock(nr);
+            let mut partly = 0;
+            for (group, &head) in state.heads.iter().enumerate() {
+                let (mut at, mut prev) = (head, 0);
+                while at != 0 {
+                    let s = self.span(at);
+                    assert_eq!(s.prev.get(), prev, "links");
+                    assert_eq!(state.group(s.used.get()), Some(group), "group");
+                    let mut headers = 0;
+                    for slot in 0..s.fresh.get() {
+                        let header = self.header(&state.class, at, slot);
+                        if header & USED != 0 {
+                            let word = self.word(header & !USED).load(Relaxed);
+                            let place = Place::of(word);
+                            assert_eq!(word & PINS, 0, "readers");
+                            assert_eq!((place.span, place.slot), (at, slot), "place");
+                            headers += 1;
+                        }
+                    }
+                    assert_eq!(headers, s.used.get(), "used slots");
+                    partly += u32::from(s.used.get());
+                    (prev, at) = (at, s.next.get());
+                }
+            }
+            assert_eq!(
+                (state.used_slots - partly) % u32::from(state.class.slots),
+                0
+            );
+            used += state.used_slots;
+            spans += state.spans;
+        }
+        assert_eq!(used as usize, live, "slots");
+        assert_eq!(self.blobs.load(Relaxed) as usize, live, "blobs");
+        let free = self.free_spans.lock().expect(POISONED);
+        let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
+        for (&head, frames) in free.idle.iter().zip(1..) {
+            let mut at = head;
+            while at != 0 {
+                idle += 1;
+                idle_frames += u64::from(frames);
+                assert_eq!(self.span(at).frames.get(), frames);
+                let s = self.span(at);
+                for i in 0..usize::from(s.frames.get()) * FRAME_BYTES {
+                    let byte = self.data.at(at as usize * SPAN_BYTES + i);
+                    // SAFETY: in the region, and no other call is running.
+                    assert_eq!(unsafe { byte.read() }, 0, "an idle span is zero");
+                }
+                at = s.next.get();
+            }
+        }
+        let mut at = free.bare;
+        while at != 0 {
+            bare += 1;
+            assert_eq!(self.span(at).frames.get(), 0);
+            at = self.span(at).next.get();
+        }
+        assert_eq!(self.idle_frames.load(Relaxed), idle_frames, "idle frames");
+        let fresh = self.fresh_span.load(Relaxed) as u32;
+        assert_eq!(spans + idle + bare, fresh - 1, "spans");
+        for span in 1..fresh {
+            frames += u64::from(self.span(span).frames.get());
+        }
+        assert_eq!(self.frames.load(Relaxed), frames, "frames");
+    }
+}
+
+#[test]
+fn stores_what_it_is_given() {
+    let (seeds, steps) = if cfg!(miri) { (1, 300) } else { (16, 20_000) };
+    for_each_seed("heap", seeds, |seed| {
+        let mut rng = Rng::new(seed);
+        let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+        let mut live: Vec<(Handle, u64, usize)> = Vec::new();
+        let max = [BYTES_MAX, BYTES_MAX / 16, 1 << 16][rng.below(3) as usize];
+        let mut refused = 0;
+        for id in 0..steps {
+            // Grows, then shrinks, by turns.
+            let store = rng.below(10) < if id / 2000 % 2 == 0 { 7 } else { 3 };
+            if store {
+                let len = len_of(&mut rng);
+                match heap.store(&bytes_of(id, len), max) {
+                    Some(handle) => live.push((handle, id, len)),
+                    None => refused += 1,
+                }
+            } else if !live.is_empty() {
+                let at = rng.below(live.len() as u64) as usize;
+                let (handle, id, len) = live.swap_remove(at);
+                heap.read(handle, |bytes| assert_eq!(bytes, bytes_of(id, len)));
+                heap.free(handle);
+            }
+            if rng.one_in(8) && !live.is_empty() {
+                let at = rng.below(live.len() as u64) as usize;
+                let (handle, new_len) = (live[at].0, len_of(&mut rng));
+                if heap.replace(handle, &bytes_of(id, new_len), max) {
+                    (live[at].1, live[at].2) = (id, new_len);
+                }
+            }
+            if rng.one_in(500) {
+                heap.compact(rng.below(2000) as usize);
+                if rng.one_in(4) {
+                    heap.release_idle();
+                }
+                heap.check(live.len());
+            }
+            assert!(heap.stats().frames_bytes <= max);
+        }
+        for (handle, id, len) in &live {
+            assert_eq!(heap.len(*handle), *len);
+            heap.read(*handle, |bytes| assert_eq!(bytes, bytes_of(*id, *len)));
+        }
+        let payload: usize = live.iter().map(|(_, _, len)| len).sum();
+        assert_eq!(heap.stats().payload_bytes, payload as u64);
+        while heap.compact(1000) > 0 {}
+        assert_eq!(heap.spare_bytes(), 0, "nobody reads: all can be moved");
+        heap.check(live.len());
+        println!("refused {refused}, live {}, {:?}", live.len(), heap.stats());
+        for (handle, id, len) in live {
+            heap.read(handle, |bytes| assert_eq!(bytes, bytes_of(id, len)));
+            heap.free(handle);
+        }
+        heap.release_idle();
+        heap.check(0);
+        assert_eq!(heap.stats().frames_bytes, 0, "all is given back");
+    });
+}
+
+#[test]
+fn reads_beside_compaction() {
+    let steps = if cfg!(miri) { 40 } else { 20_000 };
+    for_each_seed("heap-threads", if cfg!(miri) { 1 } else { 4 }, |seed| {
+        let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..3)
+                .map(|worker| {
+                    let (heap, mut rng) = (&heap, Rng::new(seed * 8 + worker));
+                    scope.spawn(move || {
+                        let mut live: Vec<(Handle, u64, usize)> = Vec::new();
+                        for step in 0..steps {
+                            let id = worker << 32 | step;
+                            let len = len_of(&mut rng).min(200) + 2000 * (id as usize % 2);
+                            if live.len() < 30 || rng.one_in(2) {
+                                let handle = heap.store(&bytes_of(id, len), BYTES_MAX);
+                                live.push((handle.expect("room"), id, len));
+                            } else {
+                                let at = rng.below(live.len() as u64) as usize;
+                                let (handle, id, len) = live.swap_remove(at);
+                                heap.read(handle, |b| assert_eq!(b, bytes_of(id, len)));
+                                heap.free(handle);
+                            }
+                            if !live.is_empty() {
+                                let at = rng.below(live.len() as u64) as usize;
+                                if rng.one_in(3) {
+                                    let len = len_of(&mut rng).min(200);
+                                    let bytes = bytes_of(live[at].1, len);
+                                    // Nobody else reads it, and compaction does not hold it.
+                                    assert!(heap.replace(live[at].0, &bytes, BYTES_MAX));
+                                    live[at].2 = len;
+                                }
+                                let (handle, id, len) = &live[at];
+                                heap.read(*handle, |b| assert_eq!(b, bytes_of(*id, *len)));
+                            }
+                        }
+                        for (handle, id, len) in live {
+                            heap.read(handle, |b| assert_eq!(b, bytes_of(id, len)));
+                            heap.free(handle);
+                        }
+                    })
+                })
+                .collect();
+            let (heap, over) = (&heap, &over);
+            let compactor = scope.spawn(move || {
+                let mut moved = 0;
+                while !over.load(Relaxed) {
+                    moved += heap.compact(16);
+                    std::thread::yield_now();
+                }
+                moved
+            });
+            for worker in workers {
+                worker.join().expect("a worker's assertions");
+            }
+            over.store(true, Relaxed);
+            let moved = compactor.join().expect("the compactor's assertions");
+            assert!(cfg!(miri) || moved > 0, "nothing was ever moved");
+        });
+        heap.check(0);
+    });
+}
+
+#[test]
+fn efficiency_after_churn_and_after_deleting_half() {
+    // Sizes as lz4 leaves real pages: shares of the bands of the store's measurements.
+    fn len(rng: &mut Rng) -> usize {
+        let (low, high) = match rng.below(100) {
+            0..11 => (200, 1024),
+            11..46 => (1024, 2048),
+            46..78 => (2048, 3072),
+            78..94 => (3072, 3840),
+            _ => return PAGE_SIZE,
+        };
+        (low + rng.below(high - low)) as usize
+    }
+    let blobs = if cfg!(miri) { 100 } else { 32_768 };
+    let heap = Heap::<()>::new(512 << 20).expect("address space");
+    let mut rng = Rng::new(1);
+    let bytes = vec![1; PAGE_SIZE];
+    let store = |rng: &mut Rng| heap.store(&bytes[..len(rng)], 512 << 20).expect("room");
+    let mut live: Vec<Handle> = (0..blobs).map(|_| store(&mut rng)).collect();
+    let ratio = || {
+        let stats = heap.stats();
+        stats.payload_bytes as f64 / heap.busy_bytes() as f64
+    };
+    let filled = ratio();
+    for _ in 0..8 * blobs {
+        let at = rng.below(blobs) as usize;
+        let new = store(&mut rng);
+        heap.free(std::mem::replace(&mut live[at], new));
+        if rng.one_in(1000) {
+            heap.compact(100);
+        }
+    }
+    let churned = ratio();
+    while heap.compact(1000) > 0 {}
+    heap.release_idle();
+    let compacted = ratio();
+    for handle in live.split_off(blobs as usize / 2) {
+        heap.free(handle);
+    }
+    let halved = ratio();
+    while heap.compact(1000) > 0 {}
+    heap.release_idle();
+    println!(
+        "payload / memory: filled {filled:.3}, after churn {churned:.3} (compacted {compacted:.3}), \
+         after deleting half {halved:.3}, compacted {:.3}",
+        ratio()
+    );
+    if !cfg!(miri) {
+        assert!(churned >= 0.94 && ratio() >= 0.94);
+    }
+    for handle in live {
+        heap.free(handle);
+    }
+}

@@ -1,0 +1,581 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One tenant's keys: pool, object, page.
+//!
+//! An object has a tree of its pages (tree.rs) and is found by a seeded hash of pool and number, so
+//! the guest that chooses the numbers cannot make look-ups long. Records are named by numbers
+//! (arena.rs), since they are found from many sides: an entry knows its place in the tree, by which
+//! the policy that evicts it finds everything else.
+//!
+//! An object, a pool or everything is detached in constant time: from then on nothing is found
+//! under its keys, and it counts in `detached` instead of `gauges`. What was detached is taken
+//! apart later, entry by entry, by whoever removes one. An object without pages does not stay
+//! behind; nor does a detached pool without objects.
+//!
+//! Never: memory that the caller did not ask for. What is not there is an error that leaves all as
+//! it was.
+
+mod arena;
+mod tree;
+
+pub(crate) use arena::{Full, Id, Record};
+pub(crate) use tree::Hook;
+
+use crate::entry::{Entry, Gauges};
+use arena::Arena;
+use hashbrown::HashTable;
+use std::collections::BTreeMap;
+use tree::Nodes;
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+/// Tables of objects, each of which grows by itself. With as many objects as a tenant may have
+/// pages, moving one table to twice its size takes a few milliseconds, which only that tenant waits.
+const MAP_SHARDS: usize = 256;
+
+/// All entries of a tenant.
+pub(crate) type Entries = Arena<Entry>;
+
+/// Where a page is found, in the guest's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Key {
+    pub object: u64,
+    pub index: u64,
+    pub pool: u32,
+}
+
+/// Names a pool of the tenant and no later one of the same number, until it is detached.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PoolRef {
+    id: Id,
+    serial: u64,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Pool {
+    nr: u32,
+    detached: bool,
+    serial: u64,
+    /// First of its objects.
+    objects: Id,
+    /// Of detached pools, and of free records.
+    next: Id,
+    gauges: Gauges,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Object {
+    nr: u64,
+    /// 0: detached by itself.
+    pool: Id,
+    root: Id,
+    /// Of the pool's objects, or of detached ones.
+    prev: Id,
+    next: Id,
+    gauges: Gauges,
+}
+
+impl Record for Pool {
+    fn next_free(&self) -> Id {
+        self.next
+    }
+
+    fn set_free(&mut self, next: Id) {
+        self.next = next;
+    }
+}
+
+impl Record for Object {
+    fn next_free(&self) -> Id {
+        self.next
+    }
+
+    fn set_free(&mut self, next: Id) {
+        self.next = next;
+    }
+}
+
+/// See the file's comment.
+#[derive(Debug)]
+pub(crate) struct Index {
+    /// Of all that can be found.
+    pub gauges: Gauges,
+    /// Of all that was detached and is not removed yet.
+    pub detached: Gauges,
+    pub entries: Entries,
+    nodes: Nodes,
+    objects: Arena<Object>,
+    pools: Arena<Pool>,
+    /// Live pools by number.
+    live: BTreeMap<u32, Id>,
+    /// Objects of all pools, detached ones included.
+    map: Box<[HashTable<Id>]>,
+    seed: u64,
+    next_serial: u64,
+    detached_pools: Id,
+    detached_objects: Id,
+}
+
+impl Index {
+    /// An empty one for up to `keys_max` pages, detached ones included. The seed is not known to
+    /// the guest.
+    pub(crate) fn new(seed: u64, keys_max: u32) -> Index {
+        Index {
+            gauges: Gauges::default(),
+            detached: Gauges::default(),
+            entries: Arena::new(keys_max),
+            // A tree has fewer than two for each page.
+            nodes: Arena::new(keys_max.saturating_mul(2).min(Hook::NODES_MAX)),
+            objects: Arena::new(keys_max),
+            pools: Arena::new(u32::MAX),
+            live: BTreeMap::new(),
+            map: (0..MAP_SHARDS).map(|_| HashTable::new()).collect(),
+            seed,
+            next_serial: 0,
+            detached_pools: 0,
+            detached_objects: 0,
+        }
+    }
+
+    /// Live pools.
+    pub(crate) fn nr_pools(&self) -> usize {
+        self.live.len()
+    }
+
+    /// Memory held, but for the pools' tree: they are few.
+    pub(crate) fn bytes(&self) -> u64 {
+        let shards = self.map.iter().map(|shard| shard.allocation_size() as u64);
+        self.entries.bytes()
+            + self.nodes.bytes()
+            + self.objects.bytes()
+            + self.pools.bytes()
+            + shards.sum::<u64>()
+    }
+
+    // ---- pools --------------------------------------------------------------------------------
+
+    /// The pool of this number, if it is live.
+    pub(crate) fn pool(&self, nr: u32) -> Option<PoolRef> {
+        self.live.get(&nr).map(|&id| PoolRef {
+            id,
+            serial: self.pools[id].serial,
+        })
+    }
+
+    /// A pool that was found is still live.
+    pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
+        // A serial is never used again, and a free record's number may be another pool's.
+        self.live.values().any(|&id| id == pool.id) && self.pools[pool.id].serial == pool.serial
+    }
+
+    /// An empty pool under a number that no live one has.
+    pub(crate) fn create_pool(&mut self, nr: u32) -> Result<(), Full> {
+        debug_assert!(!self.live.contains_key(&nr));
+        let serial = self.next_serial;
+        let id = self.pools.insert(Pool {
+            nr,
+            serial,
+            ..Pool::default()
+        })?;
+        self.next_serial += 1;
+        self.live.insert(nr, id);
+        Ok(())
+    }
+
+    /// Detaches a live pool.
+    pub(crate) fn detach_pool(&mut self, pool: PoolRef) {
+        let id = pool.id;
+        self.live.remove(&self.pools[id].nr);
+        let record = &mut self.pools[id];
+        if record.objects == 0 {
+            self.pools.remove(id);
+            return;
+        }
+        record.detached = true;
+        record.next = self.detached_pools;
+        self.detached_pools = id;
+        let gauges = record.gauges;
+        self.gauges.sub(gauges);
+        self.detached.add(gauges);
+    }
+
+    /// Detaches all pools.
+    pub(crate) fn detach_all(&mut self) {
+        while let Some((&nr, _)) = self.live.first_key_value() {
+            let pool = self.pool(nr).expect("it is live");
+            self.detach_pool(pool);
+        }
+    }
+
+    // ---- objects ------------------------------------------------------------------------------
+
+    fn hash(seed: u64, pool: Id, nr: u64) -> u64 {
+        let mut key = [0; 12];
+        key[..4].copy_from_slice(&pool.to_le_bytes());
+        key[4..].copy_from_slice(&nr.to_le_bytes());
+        xxh3_64_with_seed(&key, seed)
+    }
+
+    fn shard(hash: u64) -> usize {
+        // A table takes its bits from both ends.
+        (hash >> 24) as usize % MAP_SHARDS
+    }
+
+    fn object(&self, pool: PoolRef, nr: u64) -> Option<Id> {
+        let hash = Index::hash(self.seed, pool.id, nr);
+        let same = |&id: &Id| {
+            let object = &self.objects[id];
+            object.nr == nr && object.pool == pool.id
+        };
+        self.map[Index::shard(hash)].find(hash, same).copied()
+    }
+
+    fn new_object(&mut self, pool: PoolRef, nr: u64) -> Result<Id, Full> {
+        let hash = Index::hash(self.seed, pool.id, nr);
+        let (objects, seed) = (&self.objects, self.seed);
+        let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
+        self.map[Index::shard(hash)]
+            .try_reserve(1, rehash)
+            .map_err(|_| Full)?;
+        let id = self.objects.insert(Object {
+            nr,
+            pool: pool.id,
+            ..Object::default()
+        })?;
+        let objects = &self.objects;
+        let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
+        self.map[Index::shard(hash)].insert_unique(hash, id, rehash);
+        self.link(id);
+        Ok(id)
+    }
+
+    fn head(&mut self, pool: Id) -> &mut Id {
+        if pool == 0 {
+            &mut self.detached_objects
+        } else {
+            &mut self.pools[pool].objects
+        }
+    }
+
+    /// Into the list of its pool.
+    fn link(&mut self, id: Id) {
+        let pool = self.objects[id].pool;
+        let next = std::mem::replace(self.head(pool), id);
+        self.objects[id].prev = 0;
+        self.objects[id].next = next;
+        if next != 0 {
+            self.objects[next].prev = id;
+        }
+    }
+
+    fn unlink(&mut self, id: Id) {
+        let Object {
+            pool, prev, next, ..
+        } = self.objects[id];
+        if prev == 0 {
+            *self.head(pool) = next;
+        } else {
+            self.objects[prev].next = next;
+        }
+        if next != 0 {
+            self.objects[next].prev = prev;
+        }
+    }
+
+    /// Makes it be found no more.
+    fn unmap(&mut self, id: Id) {
+        let Object { pool, nr, .. } = self.objects[id];
+        let hash = Index::hash(self.seed, pool, nr);
+        let shard = &mut self.map[Index::shard(hash)];
+        let found = shard.find_entry(hash, |&other| other == id);
+        found.expect("each object of a pool is in the map").remove();
+        if shard.is_empty() {
+            *shard = HashTable::new();
+        }
+    }
+
+    /// Pages of an object.
+    pub(crate) fn object_pages(&self, pool: PoolRef, nr: u64) -> u32 {
+        self.object(pool, nr)
+            .map_or(0, |id| self.objects[id].gauges.pages)
+    }
+
+    /// Detaches an object, if there is one. Returns its pages.
+    pub(crate) fn detach_object(&mut self, pool: PoolRef, nr: u64) -> u32 {
+        let Some(id) = self.object(pool, nr) else {
+            return 0;
+        };
+        self.unmap(id);
+        self.unlink(id);
+        self.objects[id].pool = 0;
+        self.link(id);
+        let gauges = self.objects[id].gauges;
+        self.pools[pool.id].gauges.sub(gauges);
+        self.gauges.sub(gauges);
+        self.detached.add(gauges);
+        gauges.pages
+    }
+
+    // ---- pages --------------------------------------------------------------------------------
+
+    /// The entry of a page, or 0.
+    pub(crate) fn find(&self, pool: PoolRef, object: u64, index: u64) -> Id {
+        let object = self.object(pool, object);
+        object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))
+    }
+
+    /// The entries of pages `index ..`, one for each place of `found`, 0 where there is none. The
+    /// last page must have a number.
+    pub(crate) fn find_run(&self, pool: PoolRef, object: u64, index: u64, found: &mut [Id]) {
+        match self.object(pool, object) {
+            Some(id) => self.nodes.find_run(self.objects[id].root, index, found),
+            None => found.fill(0),
+        }
+    }
+
+    /// The first page of the object from `index` on, and its entry.
+    pub(crate) fn next(&self, pool: PoolRef, object: u64, index: u64) -> Option<(u64, Id)> {
+        let id = self.object(pool, object)?;
+        self.nodes.next(self.objects[id].root, index)
+    }
+
+    /// Adds a page that the pool, which is live, has not. After an error all is as before.
+    pub(crate) fn insert(
+        &mut self,
+        pool: PoolRef,
+        object: u64,
+        index: u64,
+        entry: Entry,
+    ) -> Result<Id, Full> {
+        let gauges = entry.gauges();
+        let id = self.entries.insert(entry)?;
+        match self.insert_entry(pool, object, index, id) {
+            Ok(object) => {
+                self.objects[object].gauges.add(gauges);
+                self.pools[pool.id].gauges.add(gauges);
+                self.gauges.add(gauges);
+                Ok(id)
+            }
+            Err(full) => {
+                self.entries.remove(id);
+                Err(full)
+            }
+        }
+    }
+
+    fn insert_entry(&mut self, pool: PoolRef, nr: u64, index: u64, entry: Id) -> Result<Id, Full> {
+        let object = match self.object(pool, nr) {
+            Some(object) => object,
+            None => self.new_object(pool, nr)?,
+        };
+        let mut root = self.objects[object].root;
+        let hook = self.nodes.hang(&mut root, object, index, entry);
+        self.objects[object].root = root;
+        if hook.is_err() && root == 0 {
+            self.free_object(object);
+        }
+        self.entries[entry].hook = hook?;
+        Ok(object)
+    }
+
+    /// Removes a page, detached or not, and what is empty then.
+    pub(crate) fn remove(&mut self, id: Id) -> Entry {
+        let entry = self.entries.remove(id);
+        let (object, _) = self.nodes.place(entry.hook);
+        let mut root = self.objects[object].root;
+        self.nodes.unhook(&mut root, entry.hook);
+        self.objects[object].root = root;
+        self.sub(object, entry.gauges());
+        if root == 0 {
+            self.free_object(object);
+        }
+        entry
+    }
+
+    fn sub(&mut self, object: Id, gauges: Gauges) {
+        let object = &mut self.objects[object];
+        object.gauges.sub(gauges);
+        let mut detached = true;
+        if object.pool != 0 {
+            let pool = &mut self.pools[object.pool];
+            pool.gauges.sub(gauges);
+            detached = pool.detached;
+        }
+        if detached {
+            self.detached.sub(gauges);
+        } else {
+            self.gauges.sub(gauges);
+        }
+    }
+
+    /// An object without pages.
+    fn free_object(&mut self, id: Id) {
+        if self.objects[id].pool != 0 {
+            self.unmap(id);
+        }
+        self.unlink(id);
+        self.objects.remove(id);
+    }
+
+    /// Gives a page another content: the gauges follow.
+    pub(crate) fn change(&mut self, id: Id, change: impl FnOnce(&mut Entry)) {
+        let before = self.entries[id].gauges();
+        change(&mut self.entries[id]);
+        let after = self.entries[id].gauges();
+        let (object, _) = self.nodes.place(self.entries[id].hook);
+        self.sub(object, before);
+        let object = &mut self.objects[object];
+        object.gauges.add(after);
+        let mut detached = true;
+        if object.pool != 0 {
+            let pool = &mut self.pools[object.pool];
+            pool.gauges.add(after);
+            detached = pool.detached;
+        }
+        if detached {
+            self.detached.add(after);
+        } else {
+            self.gauges.add(after);
+        }
+    }
+
+    /// The page's key; None if it is detached.
+    pub(crate) fn key(&self, id: Id) -> Option<Key> {
+        let (object, index) = self.nodes.place(self.entries[id].hook);
+        let object = &self.objects[object];
+        if object.pool == 0 || self.pools[object.pool].detached {
+            return None;
+        }
+        Some(Key {
+            pool: self.pools[object.pool].nr,
+            object: object.nr,
+            index,
+        })
+    }
+
+    /// Any page that was detached. On the way, detached pools that are empty go, which are as many
+    /// steps as are added to `steps`.
+    pub(crate) fn any_detached(&mut self, steps: &mut usize) -> Option<Id> {
+        loop {
+            let mut object = self.detached_objects;
+            if object == 0 {
+                let pool = self.detached_pools;
+                if pool == 0 {
+                    return None;
+                }
+                object = self.pools[pool].objects;
+                if object == 0 {
+                    self.detached_pools = self.pools[pool].next;
+                    self.pools.remove(pool);
+                    *steps += 1;
+                    continue;
+                }
+            }
+            let (_, id) = self
+                .nodes
+                .next(self.objects[object].root, 0)
+                .expect("an object has a page");
+            return Some(id);
+        }
+    }
+
+    /// Something is detached.
+    pub(crate) fn has_detached(&self) -> bool {
+        self.detached_objects != 0 || self.detached_pools != 0
+    }
+
+    /// The key of a page of a live pool.
+    pub(crate) fn key_of(&self, pool: PoolRef, object: u64, index: u64) -> Key {
+        Key {
+            pool: self.pools[pool.id].nr,
+            object,
+            index,
+        }
+    }
+
+    /// For the policy: the same for the same page, and not known to the guest.
+    pub(crate) fn key_hash(&self, key: Key) -> u64 {
+        let mut bytes = [0; 20];
+        bytes[..4].copy_from_slice(&key.pool.to_le_bytes());
+        bytes[4..12].copy_from_slice(&key.object.to_le_bytes());
+        bytes[12..].copy_from_slice(&key.index.to_le_bytes());
+        xxh3_64_with_seed(&bytes, self.seed)
+    }
+
+    // ---- invariants ---------------------------------------------------------------------------
+
+    /// Recounts everything and calls `page` with each entry.
+    ///
+    /// # Panics
+    /// If something is not as it is said to be.
+    pub(crate) fn check(&self, mut page: impl FnMut(Id, &Entry)) {
+        let (mut objects, mut nodes, mut pages) = (0, 0, 0);
+        let mut check_list = |head: Id, pool: Id| {
+            let (mut sum, mut prev, mut id) = (Gauges::default(), 0, head);
+            while id != 0 {
+                let object = &self.objects[id];
+                assert_eq!(
+                    (object.pool, object.prev),
+                    (pool, prev),
+                    "links of an object"
+                );
+                let mut in_object = Gauges::default();
+                nodes += self.nodes.check(object.root, id, &mut |_, entry_id, hook| {
+                    let entry = &self.entries[entry_id];
+                    assert_eq!(entry.hook, hook, "place of an entry");
+                    in_object.add(entry.gauges());
+                    pages += 1;
+                    page(entry_id, entry);
+                });
+                assert!(
+                    in_object.pages > 0,
+                    "object {} stayed behind empty",
+                    object.nr
+                );
+                assert_eq!(in_object, object.gauges, "gauges of object {}", object.nr);
+                sum.add(in_object);
+                objects += 1;
+                (prev, id) = (id, object.next);
+            }
+            sum
+        };
+        let (mut live, mut detached, mut pools) = (Gauges::default(), Gauges::default(), 0);
+        for (&nr, &id) in &self.live {
+            let pool = &self.pools[id];
+            assert!(pool.nr == nr && !pool.detached, "pool {nr}");
+            let sum = check_list(pool.objects, id);
+            assert_eq!(sum, pool.gauges, "gauges of pool {nr}");
+            live.add(sum);
+            pools += 1;
+        }
+        let mut id = self.detached_pools;
+        while id != 0 {
+            let pool = &self.pools[id];
+            assert!(pool.detached, "pool {}", pool.nr);
+            let sum = check_list(pool.objects, id);
+            assert_eq!(sum, pool.gauges, "gauges of pool {}", pool.nr);
+            detached.add(sum);
+            pools += 1;
+            id = pool.next;
+        }
+        detached.add(check_list(self.detached_objects, 0));
+        assert_eq!((live, detached), (self.gauges, self.detached), "gauges");
+        let counted = (pools, objects, nodes, pages);
+        let held = (
+            self.pools.len(),
+            self.objects.len(),
+            self.nodes.len(),
+            self.entries.len(),
+        );
+        assert_eq!(counted, held, "pools, objects, nodes and entries");
+        let mapped: usize = self.map.iter().map(HashTable::len).sum();
+        let mut by_itself = 0;
+        let mut id = self.detached_objects;
+        while id != 0 {
+            by_itself += 1;
+            id = self.objects[id].next;
+        }
+        assert_eq!(mapped as u32, objects - by_itself, "objects in the map");
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The index against plain maps.
+
+use super::*;
+use crate::entry::Content;
+use crate::tests::rng::{Rng, for_each_seed};
+use std::collections::BTreeSet;
+
+const KEYS_MAX: u32 = 400;
+
+#[derive(Default)]
+struct Model {
+    pools: BTreeMap<u32, BTreeMap<(u64, u64), Id>>,
+    detached: BTreeSet<Id>,
+}
+
+fn entry(rng: &mut Rng) -> Entry {
+    let (cookie, check) = (rng.next(), rng.next() as u32);
+    let content = match rng.below(3) {
+        0 => Content::Same(check),
+        1 => Content::Raw(check),
+        _ => Content::Blob(check),
+    };
+    Entry::new(
+        cookie,
+        check,
+        content,
+        rng.below(4097) as usize,
+        rng.one_in(3),
+    )
+}
+
+fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
+    let nr = rng.below(4) as u32;
+    let object = rng.below(6) * 0x1_0000_0001;
+    let page = rng.below(70) + if rng.one_in(4) { 1 << 50 } else { 0 };
+    assert_eq!(index.pool(nr).is_some(), model.pools.contains_key(&nr));
+    let Some(pool) = index.pool(nr) else {
+        index.create_pool(nr).unwrap();
+        model.pools.insert(nr, BTreeMap::new());
+        return;
+    };
+    assert!(index.is_live(pool));
+    let pages = model.pools.get_mut(&nr).unwrap();
+    let held = pages.get(&(object, page)).copied().unwrap_or(0);
+    assert_eq!(index.find(pool, object, page), held);
+    let range = pages.range((object, page)..=(object, u64::MAX));
+    let next = range.map(|(&(_, page), &id)| (page, id)).next();
+    assert_eq!(index.next(pool, object, page), next);
+    match rng.below(100) {
+        0 => {
+            index.detach_pool(pool);
+            assert!(!index.is_live(pool) && index.pool(nr).is_none());
+            model
+                .detached
+                .extend(model.pools.remove(&nr).unwrap().into_values());
+        }
+        1 => {
+            index.detach_all();
+            for (_, pages) in std::mem::take(&mut model.pools) {
+                model.detached.extend(pages.into_values());
+            }
+        }
+        2..5 => {
+            let whole = pages.range((object, 0)..=(object, u64::MAX));
+            let whole: Vec<_> = whole.map(|(&key, &id)| (key, id)).collect();
+            assert_eq!(index.object_pages(pool, object), whole.len() as u32);
+            assert_eq!(index.detach_object(pool, object), whole.len() as u32);
+            for (key, id) in whole {
+                pages.remove(&key);
+                model.detached.insert(id);
+            }
+        }
+        5..20 => {
+            if let Some(id) = index.any_detached(&mut 0) {
+                assert!(model.detached.remove(&id));
+                assert_eq!(index.key(id), None);
+                index.remove(id);
+            }
+        }
+        20..60 if held == 0 => {
+            let entry = entry(rng);
+            let full = index.entries.len() == KEYS_MAX;
+            match index.insert(pool, object, page, entry) {
+                Ok(id) => {
+                    pages.insert((object, page), id);
+                }
+                Err(Full) => assert!(full),
+            }
+        }
+        60..80 if held != 0 => index.change(held, |at| {
+            let hook = at.hook;
+            *at = entry(rng);
+            at.hook = hook;
+        }),
+        80..90 if held != 0 => {
+            let key = Key {
+                pool: nr,
+                object,
+                index: page,
+            };
+            assert_eq!(index.key(held), Some(key));
+            index.remove(held);
+            pages.remove(&(object, page));
+        }
+        _ => {
+            // The policy evicts a page that it does not know to be detached.
+            if let Some(id) = model.detached.pop_last() {
+                index.remove(id);
+            }
+        }
+    }
+}
+
+#[test]
+fn an_index_is_a_map_of_maps() {
+    for_each_seed("an_index_is_a_map_of_maps", 20, |seed| {
+        let mut rng = Rng::new(seed);
+        let mut index = Index::new(seed, KEYS_MAX);
+        let mut model = Model::default();
+        for _ in 0..2000 {
+            step(&mut rng, &mut index, &mut model);
+            let mut ids = BTreeSet::new();
+            index.check(|id, _| assert!(ids.insert(id)));
+            let live = model.pools.values().flat_map(|pages| pages.values());
+            assert_eq!(ids, live.chain(&model.detached).copied().collect());
+            assert_eq!(index.detached.pages as usize, model.detached.len());
+        }
+        index.detach_all();
+        while let Some(id) = index.any_detached(&mut 0) {
+            index.remove(id);
+        }
+        assert_eq!((index.bytes(), index.has_detached()), (0, false));
+    });
+}
+
+#[test]
+fn bytes_per_page() {
+    let bytes_per_page = |objects: u64, pages: u64, apart: u64| {
+        let mut index = Index::new(1, 1 << 22);
+        index.create_pool(1).unwrap();
+        let pool = index.pool(1).unwrap();
+        for object in 0..objects {
+            for page in 0..pages {
+                let entry = Entry::new(0, 0, Content::Same(0), 0, false);
+                index.insert(pool, object, page * apart, entry).unwrap();
+            }
+        }
+        index.bytes() as f64 / (objects * pages) as f64
+    };
+    for (name, objects, pages, apart, most) in [
+        ("a large file", 1, 1 << 18, 1, 39.0),
+        ("files of 64 pages", 1 << 12, 64, 1, 41.0),
+        ("files of 4 pages", 1 << 16, 4, 1, 80.0),
+        ("files of a page", 1 << 18, 1, 1, 200.0),
+        ("pages far apart", 1, 1 << 18, 1 << 20, 220.0),
+    ] {
+        let bytes = bytes_per_page(objects, pages, apart);
+        println!("{name}: {bytes:.1} B a page");
+        assert!(bytes < most, "{name}: {bytes:.1} B a page");
+    }
+}

@@ -1,0 +1,381 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which entry each page of an object has: a radix tree over page numbers.
+//!
+//! A node has a child for each value of four bits of the number; those of level 0 are entries. A
+//! node with one child only is left out (as in a Patricia tree, Morrison 1968), so that pages far
+//! apart cost two nodes each at most, whatever numbers a guest chooses, and a look-up passes 13
+//! nodes at most. Neighbours lie in one node, which is what readahead and reclaim ask for; a range
+//! is walked in proportion to what it holds.
+
+use super::arena::{Arena, Full, Id, Record};
+
+/// Bits of the page number that one node tells apart.
+const NODE_BITS: u32 = 4;
+const FANOUT: usize = 1 << NODE_BITS;
+
+/// A node. `parent` 0 is the object's root.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Node {
+    /// Page number of the first page that it can hold.
+    first: u64,
+    parent: Id,
+    /// The object that it belongs to.
+    pub object: Id,
+    /// Nodes of level n tell the bits from 4 n on apart.
+    level: u8,
+    nr_children: u8,
+    children: [Id; FANOUT],
+}
+
+impl Record for Node {
+    fn next_free(&self) -> Id {
+        self.parent
+    }
+
+    fn set_free(&mut self, next: Id) {
+        self.parent = next;
+    }
+}
+
+/// Where an entry hangs: a node of level 0 and the child of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Hook(u32);
+
+impl Hook {
+    /// Nodes that a hook can name: as many as a tenant may have keys.
+    pub(crate) const NODES_MAX: u32 = u32::MAX >> NODE_BITS;
+
+    fn new(node: Id, child: usize) -> Hook {
+        debug_assert!(node <= Hook::NODES_MAX && child < FANOUT);
+        Hook(node << NODE_BITS | child as u32)
+    }
+
+    fn node(self) -> Id {
+        self.0 >> NODE_BITS
+    }
+
+    fn child(self) -> usize {
+        self.0 as usize % FANOUT
+    }
+}
+
+/// All nodes of a tenant's trees. A tree is named by its root, which the object keeps; 0 is empty.
+pub(crate) type Nodes = Arena<Node>;
+
+impl Node {
+    /// Bits that all its pages have in common are those from here on.
+    fn shift(&self) -> u32 {
+        (u32::from(self.level) + 1) * NODE_BITS
+    }
+
+    fn covers(&self, index: u64) -> bool {
+        (index ^ self.first).checked_shr(self.shift()).unwrap_or(0) == 0
+    }
+
+    fn child_of(&self, index: u64) -> usize {
+        (index >> (u32::from(self.level) * NODE_BITS)) as usize % FANOUT
+    }
+
+    fn last(&self) -> u64 {
+        self.first
+            | 1u64
+                .checked_shl(self.shift())
+                .map_or(u64::MAX, |size| size - 1)
+    }
+}
+
+impl Nodes {
+    /// The node of level 0 that holds the page, or would.
+    fn leaf(&self, root: Id, index: u64) -> Option<Id> {
+        let mut at = root;
+        while at != 0 {
+            let node = &self[at];
+            if !node.covers(index) {
+                return None;
+            }
+            if node.level == 0 {
+                return Some(at);
+            }
+            at = node.children[node.child_of(index)];
+        }
+        None
+    }
+
+    /// The page's entry, or 0.
+    pub(crate) fn find(&self, root: Id, index: u64) -> Id {
+        self.leaf(root, index).map_or(0, |leaf| {
+            let node = &self[leaf];
+            node.children[node.child_of(index)]
+        })
+    }
+
+    /// The entries of pages `index ..`, one for each place of `found`, 0 where there is none. The
+    /// last page must have a number.
+    pub(crate) fn find_run(&self, root: Id, index: u64, found: &mut [Id]) {
+        let mut done = 0;
+        while done < found.len() {
+            let index = index + done as u64;
+            let child = index as usize % FANOUT;
+            let nr = (FANOUT - child).min(found.len() - done);
+            let part = &mut found[done..done + nr];
+            match self.leaf(root, index) {
+                Some(leaf) => part.copy_from_slice(&self[leaf].children[child..child + nr]),
+                None => part.fill(0),
+            }
+            done += nr;
+        }
+    }
+
+    /// The first page from `index` on and its entry.
+    pub(crate) fn next(&self, root: Id, index: u64) -> Option<(u64, Id)> {
+        if root == 0 {
+            return None;
+        }
+        let node = &self[root];
+        if index > node.last() {
+            return None;
+        }
+        let index = index.max(node.first);
+        (node.child_of(index)..FANOUT).find_map(|child| {
+            let id = node.children[child];
+            if id != 0 && node.level == 0 {
+                return Some((node.first + child as u64, id));
+            }
+            self.next(id, index)
+        })
+    }
+
+    /// The object, and the page number, of the entry that hangs there.
+    pub(crate) fn place(&self, hook: Hook) -> (Id, u64) {
+        let node = &self[hook.node()];
+        (node.object, node.first + hook.child() as u64)
+    }
+
+    /// Hangs an entry up under a page that has none. After an error all is as before.
+    pub(crate) fn hang(
+        &mut self,
+        root: &mut Id,
+        object: Id,
+        index: u64,
+        entry: Id,
+    ) -> Result<Hook, Full> {
+        let (mut parent, mut at) = (0, *root);
+        while at != 0 {
+            let node = &mut self[at];
+            if !node.covers(index) {
+                break;
+            }
+            let child = node.child_of(index);
+            if node.level == 0 {
+                debug_assert_eq!(node.children[child], 0, "page {index} has an entry");
+                node.children[child] = entry;
+                node.nr_children += 1;
+                return Ok(Hook::new(at, child));
+            }
+            (parent, at) = (at, node.children[child]);
+        }
+        let mut leaf = Node {
+            first: index - index % FANOUT as u64,
+            parent,
+            object,
+            level: 0,
+            nr_children: 1,
+            ..Node::default()
+        };
+        let child = leaf.child_of(index);
+        leaf.children[child] = entry;
+        let leaf = self.insert(leaf)?;
+        let mut top = leaf;
+        if at != 0 {
+            // Another stands where the leaf should: a new node above both.
+            top = match self.join(parent, at, leaf) {
+                Ok(top) => top,
+                Err(full) => {
+                    self.remove(leaf);
+                    return Err(full);
+                }
+            };
+        }
+        if parent == 0 {
+            *root = top;
+        } else {
+            let parent = &mut self[parent];
+            let child = parent.child_of(index);
+            parent.nr_children += u8::from(parent.children[child] == 0);
+            parent.children[child] = top;
+        }
+        Ok(Hook::new(leaf, child))
+    }
+
+    /// A node below `parent` whose children are these two.
+    fn join(&mut self, parent: Id, a: Id, b: Id) -> Result<Id, Full> {
+        let firsts = [self[a].first, self[b].first];
+        let differ = u64::BITS - 1 - (firsts[0] ^ firsts[1]).leading_zeros();
+        let mut node = Node {
+            parent,
+            object: self[a].object,
+            level: (differ / NODE_BITS) as u8,
+            nr_children: 2,
+            ..Node::default()
+        };
+        let below = 1u64
+            .checked_shl(node.shift())
+            .map_or(u64::MAX, |size| size - 1);
+        node.first = firsts[0] & !below;
+        for (first, id) in firsts.into_iter().zip([a, b]) {
+            let child = node.child_of(first);
+            node.children[child] = id;
+        }
+        let id = self.insert(node)?;
+        self[a].parent = id;
+        self[b].parent = id;
+        Ok(id)
+    }
+
+    /// Takes down the entry that hangs there.
+    pub(crate) fn unhook(&mut self, root: &mut Id, hook: Hook) {
+        let leaf = hook.node();
+        let node = &mut self[leaf];
+        debug_assert_ne!(node.children[hook.child()], 0);
+        node.children[hook.child()] = 0;
+        node.nr_children -= 1;
+        if node.nr_children > 0 {
+            return;
+        }
+        let Node { parent, first, .. } = self.remove(leaf);
+        if parent == 0 {
+            *root = 0;
+            return;
+        }
+        let node = &mut self[parent];
+        let child = node.child_of(first);
+        node.children[child] = 0;
+        node.nr_children -= 1;
+        if node.nr_children > 1 {
+            return;
+        }
+        let left = node.children.into_iter().find(|&id| id != 0);
+        let left = left.expect("a node above others has two at least");
+        let Node { parent, first, .. } = self.remove(parent);
+        self[left].parent = parent;
+        if parent == 0 {
+            *root = left;
+        } else {
+            let node = &mut self[parent];
+            let child = node.child_of(first);
+            node.children[child] = left;
+        }
+    }
+
+    /// Walks a whole tree and asserts that it is one. Returns its nodes.
+    pub(crate) fn check(&self, root: Id, object: Id, page: &mut impl FnMut(u64, Id, Hook)) -> u32 {
+        if root == 0 {
+            return 0;
+        }
+        assert_eq!(self[root].parent, 0, "the root has a parent");
+        self.check_node(root, object, page)
+    }
+
+    fn check_node(&self, at: Id, object: Id, page: &mut impl FnMut(u64, Id, Hook)) -> u32 {
+        let node = &self[at];
+        assert_eq!(node.object, object, "a node of another object");
+        let children = node.children.iter().filter(|&&id| id != 0).count();
+        assert_eq!(
+            children,
+            usize::from(node.nr_children),
+            "children of a node"
+        );
+        assert!(children > usize::from(node.level > 0), "a node for nothing");
+        let mut nodes = 1;
+        for (child, &id) in node.children.iter().enumerate().filter(|(_, id)| **id != 0) {
+            if node.level == 0 {
+                page(node.first + child as u64, id, Hook::new(at, child));
+                continue;
+            }
+            let below = &self[id];
+            assert_eq!(below.parent, at, "a node's parent");
+            assert!(below.level < node.level, "levels fall");
+            assert!(node.covers(below.first) && node.child_of(below.first) == child);
+            nodes += self.check_node(id, object, page);
+        }
+        nodes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::rng::{Rng, for_each_seed};
+    use std::collections::BTreeMap;
+
+    const OBJECT: Id = 7;
+
+    /// Page numbers as files have them, and as nobody would choose them.
+    fn index(rng: &mut Rng) -> u64 {
+        match rng.below(4) {
+            0 => rng.below(40),
+            1 => (1 << 20) + rng.below(300),
+            2 => rng.next() >> rng.below(64),
+            _ => u64::MAX - rng.below(40),
+        }
+    }
+
+    #[test]
+    fn a_tree_is_a_map() {
+        for_each_seed("a_tree_is_a_map", 20, |seed| {
+            let mut rng = Rng::new(seed);
+            let mut nodes = Nodes::new(1 << 20);
+            let (mut root, mut hooks) = (0, BTreeMap::new());
+            for step in 1..2000 {
+                let at = index(&mut rng);
+                // Grows, then shrinks to nothing.
+                if rng.below(2000) > step {
+                    hooks.entry(at).or_insert_with(|| {
+                        let hook = nodes.hang(&mut root, OBJECT, at, step as Id).unwrap();
+                        assert_eq!(nodes.place(hook), (OBJECT, at));
+                        (step as Id, hook)
+                    });
+                } else if let Some((&at, _)) = hooks.range(at..).next() {
+                    let (_, hook) = hooks.remove(&at).unwrap();
+                    nodes.unhook(&mut root, hook);
+                }
+                let entry = |at| hooks.get(&at).map_or(0, |(id, _)| *id);
+                assert_eq!(nodes.find(root, at), entry(at));
+                let next = hooks.range(at..).next().map(|(at, (id, _))| (*at, *id));
+                assert_eq!(nodes.next(root, at), next);
+                if step % 100 == 0 {
+                    let mut found = [1; 64];
+                    let first = at.min(u64::MAX - 63);
+                    nodes.find_run(root, first, &mut found);
+                    assert!((0..64).all(|i| found[i as usize] == entry(first + i)));
+                    let mut all = BTreeMap::new();
+                    let used = nodes.check(root, OBJECT, &mut |at, id, hook| {
+                        all.insert(at, (id, hook));
+                    });
+                    assert_eq!((all, used), (hooks.clone(), nodes.len()));
+                    assert!(used as usize <= 2 * hooks.len());
+                }
+            }
+            for (_, hook) in hooks.into_values() {
+                nodes.unhook(&mut root, hook);
+            }
+            assert_eq!((root, nodes.len(), nodes.bytes()), (0, 0, 0));
+        });
+    }
+
+    #[test]
+    fn without_room_nothing_changes() {
+        let mut nodes = Nodes::new(2);
+        let mut root = 0;
+        let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();
+        // A leaf would fit, but not the node above both.
+        assert_eq!(nodes.hang(&mut root, OBJECT, 1 << 40, 2), Err(Full));
+        assert_eq!(
+            nodes.check(root, OBJECT, &mut |at, id, hook| {
+                assert_eq!((at, id, hook), (5, 1, a));
+            }),
+            1
+        );
+        assert_eq!(nodes.len(), 1);
+    }
+}
