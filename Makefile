@@ -9,7 +9,7 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench-guest check check-host check-guest \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest \
 	check-guest-long check-all check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust test-driver clean
 
@@ -35,6 +35,9 @@ module: ## the module for Debian's KERNEL=6.12 cloud kernel: guest-driver/virtio
 
 demo: deps all ## two virtual machines, one pool: without and with the device
 	$(PYTHON) tests/demo.py
+
+bench: deps ## what the engine costs beside its codec, its memory and zram; ARGS="--json" for the figures
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- engine $(ARGS)
 
 bench-guest: deps all ## what the guest driver costs and gains; JSON=FILE for the figures
 	$(PYTHON) tests/bench_guest.py
