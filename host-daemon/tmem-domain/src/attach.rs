@@ -1,0 +1,288 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Puts the device into a domain and takes it out.
+//!
+//! attach goes step by step, each over the text that the one before it left, and each changes only
+//! what is not as it should be. So a second time it changes nothing, also in a text that libvirt has
+//! written anew meanwhile.
+
+use crate::cache::Cache;
+use crate::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
+use crate::pci::free_address;
+use crate::read::unchangeable;
+use crate::read::{CHARDEV_ID, Domain, argument_nodes, our_arguments, property, qemu_arguments};
+use crate::undo::{self, Change};
+use crate::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
+use roxmltree::{Document, Node};
+
+/// How long QEMU waits between attempts to reach the daemon. A second: a restart of the daemon is
+/// hardly longer, and a host with many VMs and no daemon is not kept busy.
+const RECONNECT_MS: u32 = 1000;
+
+/// What to attach.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The quota to note.
+    pub cache: Cache,
+    /// Folder of the VM's socket.
+    pub socket_folder: String,
+    /// An emulator that has the device; None leaves the domain's own.
+    pub emulator: Option<String>,
+}
+
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            cache: Cache::default(),
+            socket_folder: SOCKET_FOLDER.into(),
+            emulator: None,
+        }
+    }
+}
+
+/// The domain's text with the device, or why that cannot be.
+pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
+    let domain = Domain::parse(text)?;
+    options.cache.check()?;
+    if domain.device.as_ref().is_some_and(|device| !device.ours) {
+        return Err(Error(format!(
+            "domain {} has a {DEVICE} that was put in by hand: take it out of <qemu:commandline> \
+             first",
+            domain.name
+        )));
+    }
+    let mut edit = Edit::start(text)?;
+    edit.memory()?;
+    if let Some(emulator) = &options.emulator {
+        edit.emulator(emulator)?;
+    }
+    let socket = format!("{}/{}.sock", options.socket_folder, domain.uuid);
+    edit.device(&socket)?;
+    edit.metadata(&options.cache)?;
+    Ok(edit.text)
+}
+
+/// The domain's text without the device and without all that attach changed.
+pub fn detach(text: &str) -> Result<String, Error> {
+    Domain::parse(text)?;
+    let mut text = text.to_string();
+    let document = Document::parse(&text)?;
+    let root = document.root_element();
+    let changes = undo::read(metadata(root, UNDO_NAMESPACE))?;
+    let mut splices: Vec<Splice> = [CACHE_NAMESPACE, UNDO_NAMESPACE]
+        .into_iter()
+        .filter_map(|namespace| metadata(root, namespace))
+        .map(edit::remove)
+        .collect();
+    if let Some(places) = our_arguments(&qemu_arguments(root)) {
+        let nodes = argument_nodes(root);
+        let values = places.into_iter().flat_map(|at| [nodes[at], nodes[at + 1]]);
+        splices.extend(values.map(edit::remove));
+    }
+    text = apply(&text, splices);
+    for change in changes.iter().rev() {
+        text = undo::revert(&text, change)?;
+    }
+    Ok(text)
+}
+
+/// A text on its way, and what was changed so far, by earlier attaches too.
+struct Edit {
+    text: String,
+    changes: Vec<Change>,
+}
+
+impl Edit {
+    fn start(text: &str) -> Result<Edit, Error> {
+        let document = Document::parse(text)?;
+        unchangeable(document.root_element())?;
+        let changes = undo::read(metadata(document.root_element(), UNDO_NAMESPACE))?;
+        Ok(Edit {
+            text: text.into(),
+            changes,
+        })
+    }
+
+    /// Puts an element into the one at `parent`, behind its last child or, if that is the root,
+    /// behind the last of the children named.
+    fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
+        let document = Document::parse(&self.text)?;
+        let root = document.root_element();
+        let node = match parent {
+            "" => Some(root),
+            path => find(root, path),
+        };
+        let node = node.ok_or_else(|| Error(format!("the domain has no <{parent}>")))?;
+        let behind = match after {
+            [] => node.last_element_child(),
+            names => node
+                .children()
+                .rfind(|c| names.iter().any(|n| c.has_tag_name(*n))),
+        };
+        let (splices, opened) = edit::insert(node, behind, &[element.into()]);
+        if opened {
+            self.changes.push(Change::Opened(parent.into()));
+        }
+        self.text = apply(&self.text, splices);
+        Ok(())
+    }
+
+    /// The same, noted as made, if there is none yet.
+    fn ensure(&mut self, path: &str, after: &[&str], element: &str) -> Result<(), Error> {
+        if find(Document::parse(&self.text)?.root_element(), path).is_some() {
+            return Ok(());
+        }
+        let parent = path.rsplit_once('/').map_or("", |(parent, _)| parent);
+        self.insert(parent, after, element)?;
+        self.changes.push(Change::Made(path.into()));
+        Ok(())
+    }
+
+    /// Sets an attribute that must be there, or the text of an element.
+    fn set(&mut self, path: &str, attribute: Option<&str>, new: &str) -> Result<(), Error> {
+        let document = Document::parse(&self.text)?;
+        let node = find(document.root_element(), path);
+        let (place, value) = node
+            .and_then(|n| undo::value(n, attribute))
+            .ok_or_else(|| {
+                Error(format!(
+                    "the domain's <{path}> lacks {}",
+                    attribute.unwrap_or("its value")
+                ))
+            })?;
+        if value == new {
+            return Ok(());
+        }
+        // Of several changes of one value the first knows what it was.
+        let first = self.changes.iter_mut().find_map(|change| match change {
+            Change::Was {
+                path: at,
+                attribute: name,
+                new: last,
+                ..
+            } if at == path && name.as_deref() == attribute && *last == value => Some(last),
+            _ => None,
+        });
+        match first {
+            Some(last) => *last = new.into(),
+            None => self.changes.push(Change::Was {
+                path: path.into(),
+                attribute: attribute.map(Into::into),
+                old: self.text[place.clone()].into(),
+                new: new.into(),
+            }),
+        }
+        self.text = apply(&self.text, vec![Splice(place, escape(new))]);
+        Ok(())
+    }
+
+    /// Memory that the daemon can map: shared, in a memfd.
+    fn memory(&mut self) -> Result<(), Error> {
+        let sizes = ["maxMemory", "memory", "currentMemory"];
+        let before = ["name", "uuid", "title", "description", "metadata"];
+        let after: Vec<&str> = sizes.into_iter().chain(before).collect();
+        self.ensure(
+            "memoryBacking",
+            &after,
+            "<memoryBacking>\n  </memoryBacking>",
+        )?;
+        self.ensure("memoryBacking/source", &[], "<source type='memfd'/>")?;
+        self.set("memoryBacking/source", Some("type"), "memfd")?;
+        self.ensure("memoryBacking/access", &[], "<access mode='shared'/>")?;
+        self.set("memoryBacking/access", Some("mode"), "shared")
+    }
+
+    fn emulator(&mut self, path: &str) -> Result<(), Error> {
+        self.ensure("devices/emulator", &[], "<emulator></emulator>")?;
+        self.set("devices/emulator", None, path)
+    }
+
+    /// The arguments for QEMU. A device that is there keeps its address.
+    fn device(&mut self, socket: &str) -> Result<(), Error> {
+        let document = Document::parse(&self.text)?;
+        let root = document.root_element();
+        let arguments = qemu_arguments(root);
+        let places = our_arguments(&arguments);
+        let address = match places {
+            None => free_address(root)?,
+            Some([_, device]) => {
+                let kept = |key| property(&arguments[device + 1], key);
+                match (kept("bus"), kept("addr")) {
+                    (Some(bus), Some(slot)) => format!("bus={bus},addr={slot}"),
+                    _ => free_address(root)?,
+                }
+            }
+        };
+        let path = socket.replace(',', ",,");
+        let values = [
+            format!("socket,id={CHARDEV_ID},path={path},reconnect-ms={RECONNECT_MS}"),
+            format!("{DEVICE},id={CHARDEV_ID}0,chardev={CHARDEV_ID},{address}"),
+        ];
+        if let Some(places) = places {
+            let nodes = argument_nodes(root);
+            let splices = places.iter().zip(&values).filter_map(|(at, value)| {
+                let node = nodes[at + 1];
+                let place = node.attribute_node("value")?.range_value();
+                (node.attribute("value") != Some(value)).then(|| Splice(place, escape(value)))
+            });
+            self.text = apply(&self.text, splices.collect());
+            return Ok(());
+        }
+        // The namespace is declared where it is used, so that the root's tag stays as it is.
+        let commandline =
+            format!("<qemu:commandline xmlns:qemu='{QEMU_NAMESPACE}'>\n  </qemu:commandline>");
+        self.ensure("qemu:commandline", &[], &commandline)?;
+        let document = Document::parse(&self.text)?;
+        let commandline = child(document.root_element(), "qemu:commandline")
+            .ok_or_else(|| Error("the domain has no <qemu:commandline>".into()))?;
+        let prefix = commandline.lookup_prefix(QEMU_NAMESPACE).unwrap_or("");
+        let name = if prefix.is_empty() {
+            "arg".into()
+        } else {
+            format!("{prefix}:arg")
+        };
+        let [chardev, device] = values;
+        let elements = ["-chardev".into(), chardev, "-device".into(), device]
+            .map(|value: String| format!("<{name} value='{}'/>", escape(&value)));
+        let behind = children(commandline, "qemu:arg").last();
+        let (splices, opened) = edit::insert(commandline, behind, &elements);
+        if opened {
+            self.changes.push(Change::Opened("qemu:commandline".into()));
+        }
+        self.text = apply(&self.text, splices);
+        Ok(())
+    }
+
+    /// The quota, and the note, last of all.
+    fn metadata(&mut self, cache: &Cache) -> Result<(), Error> {
+        let before = ["name", "uuid", "genid", "title", "description"];
+        self.ensure("metadata", &before, "<metadata>\n  </metadata>")?;
+        let document = Document::parse(&self.text)?;
+        let root = document.root_element();
+        let node = child(root, "metadata").ok_or_else(|| Error("no <metadata>".into()))?;
+        let indent = indent_within(node);
+        let noted = metadata(root, UNDO_NAMESPACE);
+        let there = metadata(root, CACHE_NAMESPACE);
+        let same = there.is_some_and(|node| Cache::of(node).as_ref() == Ok(cache));
+        let mut splices = Vec::new();
+        let mut fresh = Vec::new();
+        let mut place = |node: Option<Node<'_, '_>>, element: String| match node {
+            Some(node) => splices.push(Splice(node.range(), element)),
+            None => fresh.push(element),
+        };
+        if !same {
+            place(there, cache.to_element(indent));
+        }
+        // An empty tag will be opened by what follows; the note must know that before.
+        if self.text[..node.range().end].ends_with("/>") {
+            self.changes.push(Change::Opened("metadata".into()));
+        }
+        if undo::read(noted)? != self.changes {
+            place(noted, undo::write(&self.changes, indent));
+        }
+        if !fresh.is_empty() {
+            splices.extend(edit::insert(node, node.last_element_child(), &fresh).0);
+        }
+        self.text = apply(&self.text, splices);
+        Ok(())
+    }
+}

@@ -1,0 +1,261 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The metadata element with a VM's quota: parsed with reasons for what is refused, and written.
+
+use crate::edit::escape;
+use crate::size::{scale, write_size};
+use crate::{CACHE_NAMESPACE, CACHE_PREFIX, Error};
+use roxmltree::Node;
+
+/// The largest weight, as the daemon has it.
+pub const WEIGHT_MAX: u32 = 10_000;
+/// The longest name of a trust domain, as the daemon has it.
+const NAME_BYTES_MAX: usize = 64;
+
+/// What a domain says of its cache. What it leaves out is the daemon's default.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cache {
+    /// Never holds more bytes than these.
+    pub limit: Option<u64>,
+    /// Entitled to these bytes before others share the rest.
+    pub reserve: Option<u64>,
+    /// Its share of what nobody has reserved.
+    pub weight: Option<u32>,
+    /// VMs of the same domain share equal pages.
+    pub trust_domain: Option<String>,
+    /// The VM must not start without its cache.
+    pub required: bool,
+}
+
+impl Cache {
+    /// Says what makes no sense.
+    pub fn check(&self) -> Result<(), Error> {
+        let fault = |what: String| Err(Error(what));
+        if let (Some(limit), Some(reserve)) = (self.limit, self.reserve)
+            && limit < reserve
+        {
+            let (limit, limit_unit) = write_size(limit);
+            let (reserve, reserve_unit) = write_size(reserve);
+            return fault(format!(
+                "a limit of {limit} {limit_unit} is below the reserve of {reserve} {reserve_unit}, \
+                 which could never be used: raise the limit or lower the reserve"
+            ));
+        }
+        if self.weight.is_some_and(|weight| weight > WEIGHT_MAX) {
+            return fault(format!(
+                "a weight of {} is not one of 0 to {WEIGHT_MAX}",
+                self.weight.unwrap_or(0)
+            ));
+        }
+        let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
+        match &self.trust_domain {
+            Some(name)
+                if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(good) =>
+            {
+                fault(format!(
+                    "{name:?} cannot be a trust domain: a name has 1 to {NAME_BYTES_MAX} letters, \
+                     digits or any of - _ . : @ +"
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Parses the element, with or without the namespace: libvirt hands it out without.
+    pub fn parse(text: &str) -> Result<Cache, Error> {
+        Cache::of(roxmltree::Document::parse(text)?.root_element())
+    }
+
+    pub(crate) fn of(element: Node<'_, '_>) -> Result<Cache, Error> {
+        let fault = |what: String| Error(format!("the domain's <cache> metadata: {what}"));
+        let namespace = element.tag_name().namespace();
+        if element.tag_name().name() != "cache"
+            || namespace.is_some_and(|name| name != CACHE_NAMESPACE)
+        {
+            return Err(fault(format!(
+                "<{}> stands in its place",
+                element.tag_name().name()
+            )));
+        }
+        let mut cache = Cache::default();
+        for attribute in element.attributes() {
+            cache.required = match (attribute.name(), attribute.value()) {
+                ("required", "yes") => true,
+                ("required", "no") => false,
+                (name, value) => {
+                    return Err(fault(format!(
+                        "{name}={value:?} is not understood; there is required=\"yes\" or \"no\""
+                    )));
+                }
+            };
+        }
+        let mut seen: Vec<&str> = Vec::new();
+        for child in element.children() {
+            if !child.is_element() {
+                let text = child.text().unwrap_or("").trim();
+                if child.is_text() && !text.is_empty() {
+                    return Err(fault(format!("{text:?} stands outside of its elements")));
+                }
+                continue;
+            }
+            let name = child.tag_name().name();
+            let text = child.text().unwrap_or("").trim();
+            let within = |what: String| fault(format!("<{name}>: {what}"));
+            if seen.contains(&name) {
+                return Err(within("is there twice".into()));
+            }
+            seen.push(name);
+            if child.tag_name().namespace() != namespace || child.children().any(|c| c.is_element())
+            {
+                return Err(within("is not understood".into()));
+            }
+            let sized = matches!(name, "limit" | "reserve");
+            if let Some(other) = child
+                .attributes()
+                .find(|attribute| !sized || attribute.name() != "unit")
+            {
+                return Err(within(format!("has no attribute {}", other.name())));
+            }
+            let bytes = || scale(text, child.attribute("unit").unwrap_or("KiB")).map_err(within);
+            match name {
+                "limit" => cache.limit = Some(bytes()?),
+                "reserve" => cache.reserve = Some(bytes()?),
+                "weight" => {
+                    let weight = text.parse().ok().filter(|weight| *weight <= WEIGHT_MAX);
+                    cache.weight = Some(weight.ok_or_else(|| {
+                        within(format!(
+                            "{text:?} is not a whole number from 0 to {WEIGHT_MAX}"
+                        ))
+                    })?);
+                }
+                "trustdomain" => cache.trust_domain = Some(text.into()),
+                _ => {
+                    return Err(within(
+                        "is not understood; there are limit, reserve, weight and trustdomain"
+                            .into(),
+                    ));
+                }
+            }
+        }
+        cache.check().map_err(|error| fault(error.0))?;
+        Ok(cache)
+    }
+
+    /// The element as `virsh metadata --set` takes it: without its namespace, which is given beside.
+    pub fn to_metadata(&self) -> String {
+        self.write("", "", 0)
+    }
+
+    /// The element as it stands in a domain, to be indented by so many blanks.
+    pub(crate) fn to_element(&self, indent: usize) -> String {
+        let namespace = format!(" xmlns:{CACHE_PREFIX}=\"{CACHE_NAMESPACE}\"");
+        self.write(&format!("{CACHE_PREFIX}:"), &namespace, indent)
+    }
+
+    fn write(&self, prefix: &str, namespace: &str, indent: usize) -> String {
+        let required = if self.required { "yes" } else { "no" };
+        let head = format!("<{prefix}cache{namespace} required=\"{required}\"");
+        let size = |name: &str, bytes: Option<u64>| {
+            let (number, unit) = write_size(bytes?);
+            Some(format!(
+                "<{prefix}{name} unit=\"{unit}\">{number}</{prefix}{name}>"
+            ))
+        };
+        let children = [
+            size("limit", self.limit),
+            size("reserve", self.reserve),
+            self.weight
+                .map(|weight| format!("<{prefix}weight>{weight}</{prefix}weight>")),
+            self.trust_domain.as_deref().map(|name| {
+                format!(
+                    "<{prefix}trustdomain>{}</{prefix}trustdomain>",
+                    escape(name)
+                )
+            }),
+        ];
+        let children: String = children
+            .into_iter()
+            .flatten()
+            .map(|child| format!("\n{:indent$}  {child}", ""))
+            .collect();
+        if children.is_empty() {
+            return format!("{head}/>");
+        }
+        format!("{head}>{children}\n{:indent$}</{prefix}cache>", "")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read() {
+        let caches = [
+            Cache::default(),
+            Cache {
+                limit: Some(2 << 30),
+                reserve: Some(4097),
+                weight: Some(0),
+                trust_domain: Some("web.1".into()),
+                required: true,
+            },
+        ];
+        for cache in caches {
+            assert_eq!(Cache::parse(&cache.to_metadata()), Ok(cache.clone()));
+            assert_eq!(Cache::parse(&cache.to_element(4)), Ok(cache));
+        }
+    }
+
+    #[test]
+    fn sizes_without_a_unit_are_kib_as_everywhere_in_a_domain() {
+        let cache = Cache::parse("<cache><limit>2048</limit></cache>").expect("good");
+        assert_eq!(cache.limit, Some(2 << 20));
+        let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>").expect("good");
+        assert_eq!(cache.limit, Some(1 << 30));
+    }
+
+    #[test]
+    fn nonsense_is_refused_with_a_reason() {
+        for (text, parts) in [
+            (
+                "<cache><limit>1</limit><reserve>2</reserve></cache>",
+                &["limit of 1 KiB", "reserve of 2 KiB"][..],
+            ),
+            (
+                "<cache><limit unit='XiB'>1</limit></cache>",
+                &["<limit>", "XiB"],
+            ),
+            ("<cache><limit>1.5</limit></cache>", &["<limit>", "1.5"]),
+            ("<cache><limit>-1</limit></cache>", &["<limit>", "-1"]),
+            ("<cache><limit/></cache>", &["<limit>", "whole number"]),
+            (
+                "<cache><weight>10001</weight></cache>",
+                &["<weight>", "10001", "10000"],
+            ),
+            (
+                "<cache><weight unit='KiB'>1</weight></cache>",
+                &["<weight>", "unit"],
+            ),
+            ("<cache><size>1</size></cache>", &["<size>", "trustdomain"]),
+            (
+                "<cache><limit>1</limit><limit>1</limit></cache>",
+                &["<limit>", "twice"],
+            ),
+            ("<cache required='perhaps'/>", &["required", "perhaps"]),
+            (
+                "<cache><trustdomain>a b</trustdomain></cache>",
+                &["\"a b\""],
+            ),
+            ("<cache><trustdomain/></cache>", &["\"\""]),
+            ("<cache>1GiB</cache>", &["1GiB"]),
+            ("<quota/>", &["<quota>"]),
+            ("<cache xmlns='urn:other'/>", &["in its place"]),
+            ("<cache", &["not the XML"]),
+        ] {
+            let error = Cache::parse(text).expect_err(text).0;
+            for part in parts {
+                assert!(error.contains(part), "{text}: {error} lacks {part}");
+            }
+        }
+    }
+}

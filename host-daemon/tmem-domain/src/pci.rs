@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A free PCI address for a device that libvirt does not know of.
+//!
+//! libvirt hands out slots from below, so the device takes one from above: a device that is plugged
+//! in later meets it only on a full bus.
+
+use crate::Error;
+use crate::edit::{child, find};
+use crate::read::qemu_arguments;
+use roxmltree::Node;
+use std::collections::HashSet;
+
+/// Slots of the root bus of an i440FX in the order of preference. Below 3 are the chip set and
+/// mostly a display.
+const SLOTS_PCI: std::ops::RangeInclusive<u8> = 3..=31;
+/// Those of a Q35: above are USB and the chip set, below libvirt's root ports.
+const SLOTS_PCIE: std::ops::RangeInclusive<u8> = 3..=23;
+
+/// QEMU's name of the root bus and its slots that may be had.
+fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusive<u8>), Error> {
+    let devices = child(root, "devices");
+    let controllers = devices.into_iter().flat_map(|node| node.children());
+    let model = controllers
+        .filter(|node| {
+            node.has_tag_name("controller")
+                && node.attribute("type") == Some("pci")
+                && node.attribute("index") == Some("0")
+        })
+        .find_map(|node| node.attribute("model"));
+    let machine = find(root, "os/type").and_then(|node| node.attribute("machine"));
+    match (model, machine) {
+        (Some("pci-root"), _) => Ok(("pci.0", SLOTS_PCI)),
+        (Some("pcie-root"), _) => Ok(("pcie.0", SLOTS_PCIE)),
+        (None, Some(machine)) if machine.contains("q35") => Ok(("pcie.0", SLOTS_PCIE)),
+        (None, Some(machine)) if machine == "pc" || machine.starts_with("pc-i440fx") => {
+            Ok(("pci.0", SLOTS_PCI))
+        }
+        (None, machine) => Err(Error(format!(
+            "the machine {} has no PCI bus that is known here: use a pc or q35 machine",
+            machine.map_or("without a type".into(), |machine| format!("{machine:?}"))
+        ))),
+        (Some(model), _) => Err(Error(format!(
+            "the domain's first PCI controller is a {model:?}: use a pc or q35 machine"
+        ))),
+    }
+}
+
+/// A number of libvirt's or QEMU's, `0x1f` or `31`.
+fn number(text: &str) -> Option<u32> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u32::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// Slots of the root bus that the domain's devices and its arguments to QEMU take.
+fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
+    let devices = child(root, "devices");
+    let devices = devices.into_iter().flat_map(|node| node.children());
+    // Only a device's own address: below <source> is one of the host's.
+    let addresses = devices
+        .filter(Node::is_element)
+        .filter_map(|device| child(device, "address"));
+    let of_devices = addresses
+        .filter(|address| address.attribute("type") == Some("pci"))
+        .filter(|address| address.attribute("bus").and_then(number).unwrap_or(0) == 0)
+        .filter_map(|address| address.attribute("slot").and_then(number));
+    let arguments = qemu_arguments(root);
+    let of_arguments = arguments.iter().filter_map(|argument| {
+        let property = |key: &str| {
+            let mut pairs = argument.split(',').filter_map(|pair| pair.split_once('='));
+            pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
+        };
+        let slot = property("addr")?.split('.').next()?;
+        // QEMU reads these without 0x as hexadecimal.
+        let slot = u32::from_str_radix(slot.trim_start_matches("0x"), 16).ok()?;
+        property("bus").is_none_or(|on| on == bus).then_some(slot)
+    });
+    of_devices.chain(of_arguments).collect()
+}
+
+/// Bus and slot as QEMU's properties, such as `bus=pci.0,addr=0x1f`.
+pub fn free_address(root: Node<'_, '_>) -> Result<String, Error> {
+    let (bus, slots) = root_bus(root)?;
+    let taken = taken(root, bus);
+    let free = slots.rev().find(|slot| !taken.contains(&u32::from(*slot)));
+    match free {
+        Some(slot) => Ok(format!("bus={bus},addr={slot:#04x}")),
+        None => Err(Error(format!(
+            "all slots of the bus {bus} are taken: move a device to another bus"
+        ))),
+    }
+}

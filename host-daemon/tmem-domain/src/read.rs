@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a domain's XML says that matters here.
+
+use crate::cache::Cache;
+use crate::edit::{child, children, find, metadata};
+use crate::{CACHE_NAMESPACE, DEVICE, Error};
+use roxmltree::{Document, Node};
+
+/// id of the device's socket in QEMU; by it a device of ours is known.
+pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
+
+/// A domain, read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Domain {
+    /// Its name.
+    pub name: String,
+    /// Its UUID in lower case.
+    pub uuid: String,
+    /// The emulator, if it names one.
+    pub emulator: Option<String>,
+    /// The device, if it has one.
+    pub device: Option<Device>,
+    /// Its quota, None if it says nothing.
+    pub cache: Option<Result<Cache, Error>>,
+    /// Why the daemon could not map its memory.
+    pub memory: Result<(), Error>,
+}
+
+/// The device as libvirt passes it on to QEMU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Device {
+    /// Path of its socket.
+    pub socket: String,
+    /// It has the form that attach gives it.
+    pub ours: bool,
+}
+
+impl Domain {
+    /// Reads a domain's XML.
+    pub fn parse(text: &str) -> Result<Domain, Error> {
+        Domain::of(&Document::parse(text)?)
+    }
+
+    pub(crate) fn of(document: &Document<'_>) -> Result<Domain, Error> {
+        let root = document.root_element();
+        if !root.has_tag_name("domain") {
+            return Err(Error(format!(
+                "this is not the XML of a domain: it is a <{}>",
+                root.tag_name().name()
+            )));
+        }
+        let text = |path| find(root, path).and_then(|node| node.text()).map(str::trim);
+        let must = |path| {
+            text(path).filter(|text| !text.is_empty()).ok_or_else(|| {
+                Error(format!(
+                    "the domain has no <{path}>: give what libvirt prints"
+                ))
+            })
+        };
+        Ok(Domain {
+            name: must("name")?.into(),
+            uuid: must("uuid")?.to_ascii_lowercase(),
+            emulator: text("devices/emulator").map(Into::into),
+            device: device(root),
+            cache: metadata(root, CACHE_NAMESPACE).map(Cache::of),
+            memory: memory(root),
+        })
+    }
+}
+
+/// Arguments that libvirt passes on to QEMU.
+pub(crate) fn qemu_arguments(root: Node<'_, '_>) -> Vec<String> {
+    argument_nodes(root)
+        .iter()
+        .map(|node| node.attribute("value").unwrap_or("").into())
+        .collect()
+}
+
+/// Their elements.
+pub(crate) fn argument_nodes<'a, 'input: 'a>(root: Node<'a, 'input>) -> Vec<Node<'a, 'input>> {
+    children(root, "qemu:commandline")
+        .flat_map(|commandline| children(commandline, "qemu:arg"))
+        .collect()
+}
+
+/// A QEMU option's value; a comma in it is doubled.
+pub(crate) fn property(options: &str, key: &str) -> Option<String> {
+    let options = options.replace(",,", "\0");
+    let mut pairs = options.split(',').filter_map(|pair| pair.split_once('='));
+    let (_, value) = pairs.find(|(name, _)| *name == key)?;
+    Some(value.replace('\0', ","))
+}
+
+/// Positions of `-chardev` and `-device` among the arguments, for a device of ours.
+pub(crate) fn our_arguments(arguments: &[String]) -> Option<[usize; 2]> {
+    let is = |at: usize, option: &str, id: &str| {
+        arguments[at] == option
+            && arguments
+                .get(at + 1)
+                .is_some_and(|value| property(value, id).as_deref() == Some(CHARDEV_ID))
+    };
+    let chardev = (0..arguments.len()).find(|at| is(*at, "-chardev", "id"))?;
+    let device = (0..arguments.len()).find(|at| is(*at, "-device", "chardev"))?;
+    Some([chardev, device])
+}
+
+fn device(root: Node<'_, '_>) -> Option<Device> {
+    let arguments = qemu_arguments(root);
+    let after = |option: &str, good: &dyn Fn(&str) -> bool| {
+        let mut pairs = arguments.windows(2);
+        pairs
+            .find(|pair| pair[0] == option && good(&pair[1]))
+            .map(|pair| pair[1].clone())
+    };
+    let device = after("-device", &|value| value.split(',').next() == Some(DEVICE))?;
+    let id = property(&device, "chardev")?;
+    let chardev = after("-chardev", &|value| {
+        property(value, "id").as_ref() == Some(&id)
+    })?;
+    Some(Device {
+        socket: property(&chardev, "path").unwrap_or_default(),
+        ours: id == CHARDEV_ID,
+    })
+}
+
+/// The daemon maps a VM's memory. It must be shared, and of a kind that nobody can cut short: a
+/// memfd, which QEMU seals.
+fn memory(root: Node<'_, '_>) -> Result<(), Error> {
+    let attribute = |path, name| find(root, path).and_then(|node| node.attribute(name));
+    let change = "run tmemctl attach, which changes it";
+    match attribute("memoryBacking/access", "mode") {
+        Some("shared") => {}
+        mode => {
+            return Err(Error(format!(
+                "its memory is not shared: <memoryBacking> has {}; {change}",
+                mode.map_or("no <access mode='shared'/>".into(), |mode| format!(
+                    "<access mode='{mode}'/>"
+                ))
+            )));
+        }
+    }
+    match attribute("memoryBacking/source", "type") {
+        Some("memfd") => {}
+        source => {
+            return Err(Error(format!(
+                "its memory is not in a memfd: <memoryBacking> has {}; {change}",
+                source.map_or("no <source type='memfd'/>".into(), |source| format!(
+                    "<source type='{source}'/>"
+                ))
+            )));
+        }
+    }
+    unchangeable(root)
+}
+
+/// What attach cannot set right.
+pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
+    if let Some(kind) = root
+        .attribute("type")
+        .filter(|k| !["kvm", "qemu"].contains(k))
+    {
+        return Err(Error(format!("it is a {kind:?} domain, not one of QEMU's")));
+    }
+    if let Some(security) = child(root, "launchSecurity") {
+        return Err(Error(format!(
+            "its memory is encrypted (<launchSecurity type='{}'>), so the host cannot read what the \
+             guest would put",
+            security.attribute("type").unwrap_or("")
+        )));
+    }
+    let numa = find(root, "cpu/numa");
+    let cells = numa.into_iter().flat_map(|numa| numa.children());
+    for cell in cells.filter(|cell| cell.has_tag_name("cell")) {
+        if let Some(access) = cell.attribute("memAccess").filter(|a| *a != "shared") {
+            return Err(Error(format!(
+                "NUMA cell {} has memAccess='{access}': make it shared, or leave it out",
+                cell.attribute("id").unwrap_or("?")
+            )));
+        }
+    }
+    Ok(())
+}

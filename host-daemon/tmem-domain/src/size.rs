@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Sizes with units as libvirt writes them: `unit='KiB'` beside a number, KiB if there is none.
+
+/// Bytes of a unit. As in libvirt case does not matter, `K` is `KiB`, and `KB` is 1,000 bytes.
+fn unit_bytes(unit: &str) -> Option<u64> {
+    let unit = unit.to_ascii_lowercase();
+    if matches!(unit.as_str(), "b" | "byte" | "bytes") {
+        return Some(1);
+    }
+    let (letter, rest) = unit.split_at_checked(1)?;
+    let power = "kmgtpe".find(letter)? as u32 + 1;
+    match rest {
+        "" | "ib" => Some(1024_u64.pow(power)),
+        "b" => Some(1000_u64.pow(power)),
+        _ => None,
+    }
+}
+
+/// Bytes of a number and its unit.
+pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
+    let bytes = unit_bytes(unit).ok_or_else(|| {
+        format!("{unit:?} is no unit of libvirt's: write bytes, KiB, MiB, GiB or TiB")
+    })?;
+    if number.is_empty() || !number.bytes().all(|byte| byte.is_ascii_digit()) {
+        return Err(format!("{number:?} is not a whole number"));
+    }
+    number
+        .parse::<u64>()
+        .ok()
+        .and_then(|number| number.checked_mul(bytes))
+        .filter(|bytes| i64::try_from(*bytes).is_ok())
+        .ok_or_else(|| format!("{number} {unit} is too large"))
+}
+
+/// Parses a size of the command line, such as `2GiB`. The unit is a must, except for 0: virsh takes
+/// a bare number as KiB, the daemon as bytes.
+pub fn parse_size(text: &str) -> Result<u64, String> {
+    let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = &text[number.len()..];
+    let fault = |what: String| format!("{text:?} is not a size: {what}");
+    match (number.trim_end(), unit) {
+        ("0", "") => Ok(0),
+        (_, "") => Err(fault("the unit is missing, as in 512MiB or 2GiB".into())),
+        (number, unit) => scale(number, unit).map_err(fault),
+    }
+}
+
+/// A size as libvirt writes it: the number and its unit, KiB unless that is not exact.
+pub fn write_size(bytes: u64) -> (u64, &'static str) {
+    if bytes.is_multiple_of(1024) {
+        (bytes / 1024, "KiB")
+    } else {
+        (bytes, "bytes")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_are_libvirts() {
+        for (unit, bytes) in [
+            ("b", 1),
+            ("bytes", 1),
+            ("KB", 1000),
+            ("k", 1024),
+            ("KiB", 1024),
+            ("MB", 1_000_000),
+            ("M", 1 << 20),
+            ("mib", 1 << 20),
+            ("GiB", 1 << 30),
+            ("TiB", 1 << 40),
+        ] {
+            assert_eq!(scale("3", unit), Ok(3 * bytes), "{unit}");
+        }
+        for unit in ["", "KiBs", "bit", "XiB", "Ki", "é", "i"] {
+            assert!(scale("3", unit).is_err(), "{unit}");
+        }
+    }
+
+    #[test]
+    fn sizes_of_the_command_line() {
+        assert_eq!(parse_size("2GiB"), Ok(2 << 30));
+        assert_eq!(parse_size("512 MiB"), Ok(512 << 20));
+        assert_eq!(parse_size("0"), Ok(0));
+        for text in ["", "2", "GiB", "-1GiB", "1.5GiB", "2GiBi", "9999999TiB"] {
+            let error = parse_size(text).expect_err(text);
+            assert!(error.contains(&format!("{text:?}")), "{error}");
+        }
+    }
+
+    #[test]
+    fn written_sizes_are_exact() {
+        assert_eq!(write_size(2 << 30), (2 << 20, "KiB"));
+        assert_eq!(write_size(1025), (1025, "bytes"));
+    }
+}

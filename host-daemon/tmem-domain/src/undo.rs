@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The note in a domain's metadata of what attach changed, so that detach takes back just that.
+//!
+//! What somebody changed since stays: an element that is no longer empty is not removed, a value
+//! that is no longer the one that was set is not replaced.
+
+use crate::edit::{self, Splice, apply, escape};
+use crate::{Error, UNDO_NAMESPACE};
+use roxmltree::{Document, Node};
+use std::ops::Range;
+
+/// Prefix of the note's elements.
+const PREFIX: &str = "tmem-undo";
+
+/// One change; paths lead from the root, see [`edit::find`].
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// An element was put in.
+    Made(String),
+    /// An empty-element tag was opened to hold something.
+    Opened(String),
+    /// An attribute, or without one the text, of an element had another value: the old one as it was
+    /// written, with its entities.
+    Was {
+        path: String,
+        attribute: Option<String>,
+        old: String,
+        new: String,
+    },
+}
+
+/// The note as an element to be indented by so many blanks.
+pub fn write(changes: &[Change], indent: usize) -> String {
+    let mut text = format!("<{PREFIX}:undo xmlns:{PREFIX}=\"{UNDO_NAMESPACE}\">");
+    for change in changes {
+        text += &format!("\n{:indent$}  ", "");
+        text += &match change {
+            Change::Made(path) => format!("<{PREFIX}:made path=\"{path}\"/>"),
+            Change::Opened(path) => format!("<{PREFIX}:opened path=\"{path}\"/>"),
+            Change::Was {
+                path,
+                attribute,
+                old,
+                new,
+            } => {
+                let attribute = attribute.as_deref();
+                let attribute = attribute.map_or(String::new(), |a| format!(" attribute=\"{a}\""));
+                let (old, new) = (escape(old), escape(new));
+                format!(
+                    "<{PREFIX}:was path=\"{path}\"{attribute} new=\"{new}\">{old}</{PREFIX}:was>"
+                )
+            }
+        };
+    }
+    text + &format!("\n{:indent$}</{PREFIX}:undo>", "")
+}
+
+/// What a note says; of no note nothing.
+pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
+    let elements = note.into_iter().flat_map(|note| note.children());
+    elements
+        .filter(Node::is_element)
+        .map(|element| {
+            let path = element.attribute("path").unwrap_or("").to_string();
+            match element.tag_name().name() {
+                "made" => Ok(Change::Made(path)),
+                "opened" => Ok(Change::Opened(path)),
+                "was" => Ok(Change::Was {
+                    path,
+                    attribute: element.attribute("attribute").map(Into::into),
+                    old: element.text().unwrap_or("").into(),
+                    new: element.attribute("new").unwrap_or("").into(),
+                }),
+                name => Err(Error(format!(
+                    "the domain's note of what attach changed has <{name}>, which this tmemctl \
+                     does not know: use the one that attached it"
+                ))),
+            }
+        })
+        .collect()
+}
+
+/// Takes a change back, if it is still there.
+pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
+    let document = Document::parse(text)?;
+    let find = |path| edit::find(document.root_element(), path);
+    let splices = match change {
+        Change::Made(path) => match find(path) {
+            Some(node) if edit::is_blank(node) => vec![edit::remove(node)],
+            _ => vec![],
+        },
+        Change::Opened(path) => match find(path) {
+            Some(node) if edit::is_blank(node) => edit::close(node),
+            _ => vec![],
+        },
+        Change::Was {
+            path,
+            attribute,
+            old,
+            new,
+        } => match find(path).and_then(|node| value(node, attribute.as_deref())) {
+            Some((place, now)) if now == *new => vec![Splice(place, old.clone())],
+            _ => vec![],
+        },
+    };
+    Ok(apply(text, splices))
+}
+
+/// The place of an attribute's value, or of an element's text, and what it says.
+pub fn value(node: Node<'_, '_>, attribute: Option<&str>) -> Option<(Range<usize>, String)> {
+    let Some(name) = attribute else {
+        let place = edit::inside(node)?;
+        return Some((place, node.text().unwrap_or("").trim().into()));
+    };
+    let attribute = node.attribute_node(name)?;
+    Some((attribute.range_value(), attribute.value().into()))
+}

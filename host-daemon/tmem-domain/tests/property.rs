@@ -1,0 +1,292 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Domains made up at random: what attach and detach promise of each of them.
+//!
+//! `TMEM_SEED` replays one seed, which a failure prints.
+
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use tmem_domain::{Cache, Domain, Options, attach, detach};
+
+/// Domains tried in a run.
+const ROUNDS: u64 = 500;
+
+/// One of several, by chance.
+fn one<'a>(rng: &mut fastrand::Rng, from: &[&'a str]) -> &'a str {
+    from[rng.usize(..from.len())]
+}
+
+/// What people and programs put between elements.
+fn filler(rng: &mut fastrand::Rng) -> String {
+    let tag = rng.u32(..);
+    match rng.u8(..8) {
+        0 => format!("<!-- mine {tag}: <memoryBacking/> & \"more\" -->"),
+        1 => format!("<?keep this='{tag}>'?>"),
+        2 => "\n\t ".into(),
+        3 => "\r\n".into(),
+        _ => "\n  ".into(),
+    }
+}
+
+/// An attribute's quotes are a matter of taste.
+fn quoted(rng: &mut fastrand::Rng, value: &str) -> String {
+    let quote = one(rng, &["'", "\""]);
+    format!("{quote}{value}{quote}")
+}
+
+/// A device that takes a slot of the root bus, unless it has its address elsewhere.
+fn device(rng: &mut fastrand::Rng, slots: &mut Vec<u8>) -> String {
+    let slot = rng.u8(1..=31);
+    let mac = rng.u32(..);
+    match rng.u8(..3) {
+        0 => {
+            slots.push(slot);
+            format!(
+                "<interface type='network'><source network='a&amp;b &#60;{mac}&gt;'/>\
+                 <address type={} domain='0x0000' bus='0x00' slot={} function='0x0'/></interface>",
+                quoted(rng, "pci"),
+                quoted(rng, &format!("{slot:#04x}"))
+            )
+        }
+        1 => format!(
+            "<hostdev mode='subsystem' type='pci' managed='yes'><source><address domain='0x0000' \
+             bus='0x00' slot='{slot:#04x}' function='0x0'/></source><address type='pci' bus='0x05' \
+             slot='0x00'/></hostdev>"
+        ),
+        _ => format!(
+            "<disk type='file' \n device = 'disk' ><target dev='vd{mac}'/><![CDATA[</disk>&]]></disk>"
+        ),
+    }
+}
+
+struct Made {
+    text: String,
+    slots: Vec<u8>,
+}
+
+fn memory_backing(rng: &mut fastrand::Rng) -> String {
+    let source = one(
+        rng,
+        &[
+            "",
+            "<source type='memfd'/>",
+            "<source type=\"anonymous\" />",
+            "<source type='file'/>",
+        ],
+    );
+    let access = one(
+        rng,
+        &[
+            "",
+            "<access mode='shared'/>",
+            "<access  mode = \"pri&#118;ate\"/>",
+        ],
+    );
+    let rest = one(rng, &["", "<hugepages/>", "<locked/><!-- keep -->"]);
+    match rng.u8(..5) {
+        0 => String::new(),
+        1 => "<memoryBacking/>".into(),
+        2 => "<memoryBacking note='a>b' />".into(),
+        _ => format!(
+            "<memoryBacking>{}{source}{rest}{access}{}</memoryBacking>",
+            filler(rng),
+            filler(rng)
+        ),
+    }
+}
+
+fn commandline(rng: &mut fastrand::Rng, slots: &mut Vec<u8>) -> (String, &'static str) {
+    let slot = rng.u8(1..=31);
+    let argument = format!("edu,bus=pcie.0,addr={slot:x}");
+    match rng.u8(..5) {
+        0 | 1 => (String::new(), ""),
+        2 => ("<qemu:commandline/>".into(), "qemu"),
+        3 => {
+            slots.push(slot);
+            (
+                format!(
+                    "<qemu:commandline>{}<qemu:arg value='-device'/><qemu:arg \
+                     value='{argument}'/><qemu:env name='A' value='b'/></qemu:commandline>",
+                    filler(rng)
+                ),
+                "qemu",
+            )
+        }
+        _ => {
+            slots.push(slot);
+            (
+                format!(
+                    "<q:commandline><q:arg value='-device'/><q:arg value=\"{argument}\"/></q:commandline >"
+                ),
+                "q",
+            )
+        }
+    }
+}
+
+fn domain(rng: &mut fastrand::Rng) -> Made {
+    let mut slots = Vec::new();
+    let (commandline, prefix) = commandline(rng, &mut slots);
+    let namespace = match prefix {
+        "" => String::new(),
+        prefix => format!(
+            " xmlns:{prefix}={}",
+            quoted(rng, "http://libvirt.org/schemas/domain/qemu/1.0")
+        ),
+    };
+    let mut devices = String::new();
+    if rng.bool() {
+        devices += &format!(
+            "<emulator>{}</emulator>",
+            one(rng, &["/usr/bin/qemu-system-x86_64", " /opt/q&amp;a ", ""])
+        );
+    }
+    for _ in 0..rng.u8(..6) {
+        devices += &filler(rng);
+        devices += &device(rng, &mut slots);
+    }
+    let metadata = match rng.u8(..4) {
+        0 => String::new(),
+        1 => "<metadata/>".into(),
+        2 => format!("<metadata>{}</metadata>", filler(rng)),
+        _ => "<metadata><os:id xmlns:os='urn:os' v='cache'/><cache xmlns='urn:other'/></metadata>"
+            .into(),
+    };
+    let mut parts = vec![
+        "<name>v&amp;m</name>".to_string(),
+        "<uuid>01234567-89AB-cdef-0123-456789abcdef</uuid>".into(),
+        metadata,
+        "<memory unit='KiB'>1048576</memory>".into(),
+        memory_backing(rng),
+        format!(
+            "<os><type arch='x86_64' machine={}>hvm</type></os>",
+            quoted(rng, "pc-q35-7.2")
+        ),
+        format!("<devices>{devices}</devices>"),
+        commandline,
+    ];
+    if rng.bool() {
+        rng.shuffle(&mut parts);
+    }
+    let mut text = one(
+        rng,
+        &[
+            "",
+            "<?xml version='1.0'?>\n",
+            "<!-- WARNING: edit with virsh -->\n",
+        ],
+    )
+    .to_string();
+    text += &format!("<domain{namespace} type={}>", quoted(rng, "kvm"));
+    for part in parts {
+        text += &filler(rng);
+        text += &part;
+    }
+    text += &filler(rng);
+    Made {
+        text: text + "</domain>\n",
+        slots,
+    }
+}
+
+fn options(rng: &mut fastrand::Rng) -> Options {
+    let reserve = rng.bool().then(|| rng.u64(..1 << 30));
+    Options {
+        cache: Cache {
+            limit: rng
+                .bool()
+                .then(|| reserve.unwrap_or(0) + rng.u64(..1 << 30)),
+            reserve,
+            weight: rng.bool().then(|| rng.u32(..=10_000)),
+            trust_domain: rng.bool().then(|| "web.1".into()),
+            required: rng.bool(),
+        },
+        socket_folder: one(rng, &["/run/virtio-tmem", "/srv/a,b & 'c'"]).into(),
+        emulator: rng
+            .bool()
+            .then(|| one(rng, &["/opt/qemu", "/opt/q<a>"]).into()),
+    }
+}
+
+/// `part` with pieces put in anywhere and nothing taken out.
+fn is_within(part: &str, whole: &str) -> bool {
+    let mut rest = whole.bytes();
+    part.bytes().all(|byte| rest.any(|other| other == byte))
+}
+
+fn check(seed: u64) {
+    let rng = &mut fastrand::Rng::with_seed(seed);
+    let made = domain(rng);
+    let options = options(rng);
+    let attached = attach(&made.text, &options).expect("can be attached");
+
+    // It is what was asked for.
+    let read = Domain::parse(&attached).expect("is a domain");
+    let device = read.device.expect("has the device");
+    assert_eq!(read.memory, Ok(()));
+    assert_eq!(read.cache, Some(Ok(options.cache.clone())));
+    assert!(device.ours);
+    let socket = "01234567-89ab-cdef-0123-456789abcdef.sock";
+    assert_eq!(device.socket, format!("{}/{socket}", options.socket_folder));
+    if options.emulator.is_some() {
+        assert_eq!(read.emulator, options.emulator);
+    }
+    let slot = attached
+        .split("bus=pcie.0,addr=0x")
+        .nth(1)
+        .expect("an address");
+    let slot = u8::from_str_radix(&slot[..2], 16).expect("a slot");
+    assert!(
+        !made.slots.contains(&slot),
+        "slot {slot} of {:?}",
+        made.slots
+    );
+
+    // Nothing else is touched: all that was there is still there, but for three values.
+    let known = [
+        "anonymous",
+        "'file'",
+        "pri&#118;ate",
+        "/usr/bin/qemu-system-x86_64",
+        " /opt/q&amp;a ",
+    ];
+    if !known.iter().any(|value| made.text.contains(value)) {
+        let opened = ["<memoryBacking", "<metadata", "<qemu:commandline"];
+        let mut before = made.text.clone();
+        for tag in opened {
+            for end in ["/>", " note='a>b' />"] {
+                before = before.replace(
+                    &format!("{tag}{end}"),
+                    &format!("{tag}{}", end.replace("/>", ">")),
+                );
+            }
+        }
+        assert!(is_within(&before, &attached));
+    }
+
+    // A second time changes nothing; other wishes leave what is undone the same.
+    assert_eq!(attach(&attached, &options).as_ref(), Ok(&attached));
+    let other = self::options(rng);
+    let changed = attach(&attached, &other).expect("can be changed");
+    assert_eq!(attach(&changed, &other).as_ref(), Ok(&changed));
+
+    for text in [&attached, &changed, &made.text] {
+        assert_eq!(detach(text).as_ref(), Ok(&made.text));
+    }
+}
+
+#[test]
+fn attach_and_detach_keep_their_promises() {
+    let first = match std::env::var("TMEM_SEED") {
+        Ok(seed) => return check(seed.parse().expect("TMEM_SEED is a number")),
+        Err(_) => fastrand::u64(..),
+    };
+    println!("seeds from {first}");
+    for seed in (0..ROUNDS).map(|round| first.wrapping_add(round)) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| check(seed))) {
+            println!(
+                "TMEM_SEED={seed}\n{}",
+                domain(&mut fastrand::Rng::with_seed(seed)).text
+            );
+            resume_unwind(panic);
+        }
+    }
+}

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Domains that cannot have the device, and those that somebody changed after attach.
+
+use tmem_domain::{Cache, Domain, Options, attach, detach};
+
+fn domain(inside: &str) -> String {
+    format!(
+        "<domain type='kvm'>\n  <name>a</name>\n  <uuid>01234567-89ab-cdef-0123-456789abcdef</uuid>\n  \
+         <os>\n    <type machine='pc-i440fx-7.2'>hvm</type>\n  </os>\n{inside}</domain>\n"
+    )
+}
+
+const DEVICES: &str =
+    "  <devices>\n    <emulator>/usr/bin/qemu-system-x86_64</emulator>\n  </devices>\n";
+
+#[test]
+fn what_cannot_be_is_refused_with_a_reason() {
+    let by_hand = "<q:commandline xmlns:q='http://libvirt.org/schemas/domain/qemu/1.0'><q:arg \
+                   value='-chardev'/><q:arg value='socket,id=c,path=/a'/><q:arg \
+                   value='-device'/><q:arg value='vhost-user-tmem-pci,chardev=c'/></q:commandline>";
+    let full: String = (3..32)
+        .map(|slot| format!("<disk><address type='pci' bus='0x00' slot='{slot:#04x}'/></disk>"))
+        .collect();
+    for (text, parts) in [
+        (domain(by_hand), &["domain a", "by hand"][..]),
+        (
+            domain("<launchSecurity type='sev'/>"),
+            &["encrypted", "'sev'"],
+        ),
+        (
+            domain("<cpu><numa><cell id='1' memAccess='private'/></numa></cpu>"),
+            &["cell 1", "private"],
+        ),
+        (
+            domain(&format!("<devices>{full}</devices>")),
+            &["pci.0", "taken"],
+        ),
+        (
+            domain(DEVICES).replace("pc-i440fx-7.2", "microvm"),
+            &["\"microvm\"", "q35"],
+        ),
+        (domain(DEVICES).replace("'kvm'", "'xen'"), &["\"xen\""]),
+        (domain(DEVICES).replace("<name>a</name>", ""), &["<name>"]),
+        ("<network/>".into(), &["<network>"]),
+        ("<domain>".into(), &["not the XML"]),
+    ] {
+        let error = attach(&text, &Options::default()).expect_err(&text).0;
+        for part in parts {
+            assert!(error.contains(part), "{text}: {error} lacks {part}");
+        }
+    }
+    let options = Options {
+        cache: Cache {
+            limit: Some(1 << 20),
+            reserve: Some(2 << 20),
+            ..Cache::default()
+        },
+        ..Options::default()
+    };
+    let error = attach(&domain(DEVICES), &options).expect_err("nonsense").0;
+    assert!(
+        error.contains("1024 KiB") && error.contains("2048 KiB"),
+        "{error}"
+    );
+}
+
+#[test]
+fn memory_that_the_daemon_cannot_map_has_a_reason() {
+    for (backing, part) in [
+        ("", "no <access mode='shared'/>"),
+        (
+            "<memoryBacking><access mode='private'/></memoryBacking>",
+            "mode='private'",
+        ),
+        (
+            "<memoryBacking><access mode='shared'/></memoryBacking>",
+            "no <source type='memfd'/>",
+        ),
+        (
+            "<memoryBacking><source type='file'/><access mode='shared'/></memoryBacking>",
+            "type='file'",
+        ),
+    ] {
+        let error = Domain::parse(&domain(backing)).expect("good").memory;
+        let error = error.expect_err(backing).0;
+        assert!(
+            error.contains(part) && error.contains("tmemctl attach"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn the_highest_free_slot_is_taken_and_kept() {
+    let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
+    assert!(attached.contains("bus=pci.0,addr=0x1f"), "{attached}");
+    let plugged = attached.replace(
+        "  </devices>",
+        "    <rng><address type='pci' bus='0x00' slot='0x1e'/></rng>\n  </devices>",
+    );
+    assert_eq!(attach(&plugged, &Options::default()), Ok(plugged));
+}
+
+#[test]
+fn a_clone_gets_a_socket_of_its_own() {
+    let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
+    let uuid = "fedcba98-89ab-cdef-0123-456789abcdef";
+    let head = "<uuid>";
+    let clone = attached.replace(
+        &format!("{head}01234567-89ab"),
+        &format!("{head}fedcba98-89ab"),
+    );
+    let socket = |text: &str| {
+        Domain::parse(text)
+            .expect("good")
+            .device
+            .expect("one")
+            .socket
+    };
+    assert_eq!(socket(&clone), socket(&attached));
+    let again = attach(&clone, &Options::default()).expect("good");
+    assert_eq!(socket(&again), format!("/run/virtio-tmem/{uuid}.sock"));
+}
+
+#[test]
+fn what_somebody_changed_since_stays() {
+    let options = Options {
+        emulator: Some("/opt/qemu".into()),
+        ..Options::default()
+    };
+    let attached = attach(&domain(DEVICES), &options).expect("good");
+    let changed = attached.replace("/opt/qemu<", "/opt/newer<").replace(
+        "    <source type='memfd'/>",
+        "    <hugepages/>\n    <source type='memfd'/>",
+    );
+    assert_ne!(changed, attached);
+    let left = detach(&changed).expect("good");
+    let expected = domain(DEVICES)
+        .replace("/usr/bin/qemu-system-x86_64", "/opt/newer")
+        .replace(
+            "-456789abcdef</uuid>",
+            "-456789abcdef</uuid>\n  <memoryBacking>\n    <hugepages/>\n  </memoryBacking>",
+        );
+    assert_eq!(left, expected);
+}
+
+#[test]
+fn a_quota_set_by_virsh_is_replaced_and_the_rest_still_undone() {
+    let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
+    let element = "<tmem:cache xmlns:tmem=\"urn:virtio-tmem:cache:1\" required=\"no\"/>";
+    assert!(attached.contains(element), "{attached}");
+    let set = attached.replace(
+        element,
+        "<t:cache xmlns:t='urn:virtio-tmem:cache:1'><t:limit>7</t:limit></t:cache>",
+    );
+    let cache = Domain::parse(&set)
+        .expect("good")
+        .cache
+        .expect("one")
+        .expect("good");
+    assert_eq!(cache.limit, Some(7 << 10));
+    assert_eq!(detach(&set), Ok(domain(DEVICES)));
+    assert_eq!(attach(&set, &Options::default()), Ok(attached));
+}
