@@ -123,6 +123,13 @@ class Paired:
         return ratios[int(RESAMPLES * 0.025)], ratios[int(RESAMPLES * 0.975)]
 
 
+def bounded(key: str, what: str, paired: Paired, most: float) -> Row:
+    """A ratio that must not exceed `most`, whatever in its interval is true."""
+    interval = paired.interval()
+    target = f"upper bound of 95 % <= {most}"
+    return Row(key, what, paired.ratio(), target=target, met=interval[1] <= most, interval=interval)
+
+
 def contents(path: Path, size_bytes: int, source: random.Random) -> None:
     """Pages that are all different and that lz4 halves."""
     with open(path, "wb") as file:
@@ -334,17 +341,8 @@ class Bench:
         paired = pair.in_turns(REPEAT_STREAM, measure, self.saying("stream", REPEAT_STREAM))
         if gets:
             raise HarnessError(f"the stream was to have nothing reusable, and asked {gets} times")
-        low, high = paired.interval()
-        self.rows.append(
-            Row(
-                "stream_ratio",
-                "stream larger than RAM, nothing reusable: time with / without",
-                paired.ratio(),
-                target=f"upper bound of 95 % <= {STREAM_MAX}",
-                met=high <= STREAM_MAX,
-                interval=(low, high),
-            )
-        )
+        what = "stream larger than RAM, nothing reusable: time with / without"
+        self.rows.append(bounded("stream_ratio", what, paired, STREAM_MAX))
 
     def reread(self, pair: Both) -> None:
         self.progress.step(f"re-reads of {SET_BYTES // MIB} MiB, {REPEAT_REREAD} times each")
@@ -494,17 +492,8 @@ class Bench:
         for machine in (pair.cached, pair.plain):
             measure(machine, 0)
         paired = pair.in_turns(REPEAT_UNHOOKED, measure, self.saying("reading", REPEAT_UNHOOKED))
-        low, high = paired.interval()
-        self.rows.append(
-            Row(
-                "unhooked_ratio",
-                "reading a file system that is not hooked: time with / without",
-                paired.ratio(),
-                target=f"upper bound of 95 % <= {UNHOOKED_MAX}",
-                met=high <= UNHOOKED_MAX,
-                interval=(low, high),
-            )
-        )
+        what = "reading a file system that is not hooked: time with / without"
+        self.rows.append(bounded("unhooked_ratio", what, paired, UNHOOKED_MAX))
 
     def micro(self, machine: Machine, repeat: int) -> dict[str, float]:
         """Medians of the driver's own micro-benchmarks: ticks each, without loop and clock."""

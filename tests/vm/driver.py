@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 import random
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from harness import disk
+from harness.daemon import Daemon, Tenant
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
 from harness.paths import TESTS, HarnessError, guest_program
@@ -44,6 +46,12 @@ def version(kernel: Kernel) -> tuple[int, ...]:
     return tuple(int(part) for part in kernel.release.split("-")[0].split(".")[:2])
 
 
+def start_daemon(session: Session, *tenants: Tenant | str) -> Daemon:
+    daemon = session.daemon(*(tenants or ("vm1",)), pool_size="128MiB")
+    daemon.start()
+    return daemon
+
+
 def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any) -> Vm:
     """A VM with a disk "data" (a blank ext4 unless one is given), the module and torture."""
     files = {
@@ -71,6 +79,28 @@ def load(
     if online:
         wait_state(guest, "on")
         wait_served(guest)
+
+
+def driver_guest(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    tmem: Tmem | None = None,
+    *,
+    parameters: str = "verify_every=0",
+    fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
+    **more: Any,
+) -> Guest:
+    """Such a VM, whose driver caches: its device is `tmem`, or that of a daemon of its own."""
+    if tmem is None:
+        tmem = Tmem(start_daemon(session).socket("vm1"))
+    if "disks" not in more:
+        image = fs.make(session.folder / "data.img", DISK_BYTES)
+        more["disks"] = [disk.Disk("data", image)]
+    more.setdefault("modules", ["xfs"] if fs.kind == "xfs" else [])
+    guest = driver_vm(session, kernel, module, tmem, **more).start()
+    load(guest, parameters, fs=fs)
+    return guest
 
 
 def wait_served(guest: Guest) -> None:
@@ -121,6 +151,13 @@ def stats(guest: Guest) -> dict[str, int]:
     """All counters of the driver."""
     lines = guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
     return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
+
+
+def growth(before: dict[str, int], after: dict[str, int]) -> Counter[str]:
+    """By how much each counter changed; it has those that did, and 0 for all others."""
+    return Counter(
+        {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    )
 
 
 def settle(guest: Guest) -> dict[str, int]:

@@ -6,9 +6,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import checksums, driver_vm, load, set_parameter, settle, stats, wait_state
+from driver import (
+    checksums,
+    driver_guest,
+    driver_vm,
+    growth,
+    load,
+    set_parameter,
+    settle,
+    start_daemon,
+    stats,
+    wait_state,
+)
 from liar import Liar
-from test_driver import start_daemon
 
 from harness import disk
 from harness.disk import Disk
@@ -45,7 +55,7 @@ def hits_after_stream(guest: Guest, stream: str) -> int:
     read_and_drop(guest, USEFUL, USEFUL_MIB)
     before = read_and_drop(guest, stream, STREAM_MIB)
     after = read_and_drop(guest, USEFUL, USEFUL_MIB)
-    print(stream, {k: after[k] - before[k] for k in after if after[k] != before[k]})
+    print(stream, growth(before, after))
     return after["hits"] - before["hits"]
 
 
@@ -105,8 +115,7 @@ def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
     """Pages that were used again travel with a hint, those that were used once without."""
     pages = PAGES_MIB
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path))
         guest.sh("for f in once twice; do dd if=/dev/urandom of=/mnt/$f bs=1M count=1; done; sync")
         for path, times in (("/mnt/once", 1), ("/mnt/twice", 3)):
             guest.sh("echo 1 >/proc/sys/vm/drop_caches")

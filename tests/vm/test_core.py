@@ -9,6 +9,7 @@ not a later one: an answer with a wrong cookie counts as such and does not reach
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,20 @@ from driver import (
     MODULE,
     SYSFS,
     checksums,
+    driver_guest,
     driver_vm,
     evict,
+    growth,
     load,
     set_parameter,
     settle,
+    start_daemon,
     state,
     stats,
     wait_state,
 )
 from liar import LIES_OF_GETS, LIES_OF_POOLS, LIES_OF_PUTS, Liar
-from test_driver import FILE_BYTES, start_daemon, tree_disk
+from test_driver import FILE_BYTES, tree_disk
 
 from harness import disk
 from harness.daemon import Daemon
@@ -332,9 +336,7 @@ def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
     found = re.search(r"#define TMEM_INDEX_PAGE_BYTES\s+(\d+)", source)
     assert found
     stated = int(found[1])
-    daemon = start_daemon(session)
-    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
-    load(guest, "verify_every=0")
+    guest = driver_guest(session, kernel, module)
     before = stats(guest)
     slab_before = slab_bytes(guest, "tmem_leaf_64")
     # Holes, in steps that the put ring has room for.
@@ -353,7 +355,7 @@ def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
     assert 8 < allocated <= stated
 
 
-def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> dict[str, int]:
+def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[str]:
     """Lets the device lie while files go out, or come back; returns what counters grew by."""
     told = liar.lies_told
     if lie in LIES_OF_PUTS:
@@ -368,8 +370,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> dict[str, 
     assert checksums(guest, list(sums)) == sums, lie
     liar.lie = ""
     assert liar.lies_told > told
-    after = stats(guest)
-    return {name: after[name] - before[name] for name in after}
+    return growth(before, stats(guest))
 
 
 def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
@@ -377,13 +378,11 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
     with Liar(session.folder / "liar") as liar:
-        vm = driver_vm(session, kernel, module, Tmem(liar.path), disks=[data])
-        guest = vm.start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         check_works(guest, files)
         for lie in (*LIES_OF_GETS, *LIES_OF_PUTS):
             grown = tell(guest, liar, lie, files)
-            print(lie, {name: value for name, value in grown.items() if value})
+            print(lie, grown)
             assert state(guest) == "on", lie
             if lie in LIES_OF_PUTS:
                 why = "puts_refused" if lie == "put-refused" else "puts_unanswered"
@@ -450,9 +449,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
     with Liar(session.folder / "liar") as liar:
-        vm = driver_vm(session, kernel, module, Tmem(liar.path), disks=[data])
-        guest = vm.start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         for lie in LIES_OF_POOLS:
             guest.sh("umount /mnt", 60)
             told, before = liar.lies_told, stats(guest)

@@ -9,18 +9,18 @@ import pytest
 from driver import (
     DEADLINE_MS,
     checksums,
-    driver_vm,
+    driver_guest,
     evict,
-    load,
+    growth,
     set_parameter,
     settle,
+    start_daemon,
     state,
     stats,
     version,
     wait_state,
 )
 from liar import Liar
-from test_driver import start_daemon
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -56,8 +56,7 @@ def hold(guest: Guest, path: str, size_mib: int, *, anew: bool = True) -> dict[s
 def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_module: Path) -> None:
     """Every second page is held, so that one readahead needs many requests."""
     daemon = start_daemon(session)
-    guest = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1"))).start()
-    load(guest, "verify_every=0")
+    guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")))
     guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
     guest.sh(f"dd if=/dev/urandom of={FILE} bs=4096 count={PAGES}; sync")
     sums = checksums(guest, [FILE])
@@ -96,8 +95,7 @@ def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
     pages = 1024
     with Liar(session.folder / "liar") as liar:
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}
-        guest = driver_vm(session, kernel, module, Tmem(liar.path), files=files).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), files=files)
         hold(guest, FILE, pages // 256)
         # More than the put ring has room for.
         before = hold(guest, FILLER, 4)
@@ -122,8 +120,7 @@ def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
     # As in core/get.c: ten deadlines, of which a fiftieth part a deadline leaks away.
     budget_us, leak = deadline_ms * 1000 * 10, 10 / 50
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path))
         set_parameter(guest, "deadline_ms", str(deadline_ms))
         guest.sh("echo 64 >/sys/block/vda/queue/read_ahead_kb")
         hold(guest, FILE, 6)
@@ -141,7 +138,7 @@ def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
         assert checksums(guest, [FILE]) == sums
         elapsed_us = (float(guest.read("/proc/uptime").split()[0]) - begun) * 1e6
         after = stats(guest)
-        grown = {name: after[name] - before[name] for name in after}
+        grown = growth(before, after)
         assert grown["trips"] > 0
         assert grown["late"] < 3, "late answers did not do it"
         assert grown["misses_tripped"] > 0

@@ -26,6 +26,7 @@ from driver import (
     seed,
     set_parameter,
     settle,
+    start_daemon,
     state,
     stats,
     wait_state,
@@ -68,12 +69,6 @@ def tree_disk(session: Session, name: str = "data") -> tuple[Disk, dict[str, str
     folder = session.folder / f"tree-{name}"
     sums = make_tree(folder, random.Random(name))
     return Disk("data", disk.ext4(session.folder / f"{name}.img", 64 * MIB, folder)), sums
-
-
-def start_daemon(session: Session, *tenants: Tenant | str) -> Daemon:
-    daemon = session.daemon(*(tenants or ("vm1",)), pool_size="128MiB")
-    daemon.start()
-    return daemon
 
 
 def changed_content(path: str) -> bytes:

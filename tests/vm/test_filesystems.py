@@ -12,13 +12,12 @@ import random
 from pathlib import Path
 
 import pytest
-from driver import DISK_BYTES, Torture, driver_vm, load, seed, settle, state, stats
+from driver import Torture, driver_guest, seed, settle, state, stats
 
 from harness import disk
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import Tmem
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -42,23 +41,15 @@ def boot(
     name: str,
     parameters: str = "verify_every=0",
 ) -> Guest:
-    fs = disk.FILE_SYSTEMS[name]
-    daemon = session.daemon("vm1", pool_size="128MiB")
-    daemon.start()
-    image = fs.make(session.folder / "data.img", DISK_BYTES)
-    vm = driver_vm(
+    return driver_guest(
         session,
         kernel,
         module,
-        Tmem(daemon.socket("vm1")),
+        parameters=parameters,
+        fs=disk.FILE_SYSTEMS[name],
         cpus=2,
         memory_bytes=320 << 20,
-        disks=[disk.Disk("data", image)],
-        modules=["xfs"] if fs.kind == "xfs" else [],
     )
-    guest = vm.start()
-    load(guest, parameters, fs=fs)
-    return guest
 
 
 def mounted(name: str) -> str:

@@ -10,13 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import WHERE, driver_vm, load, seed, set_parameter, settle, state, stats
+from driver import WHERE, driver_guest, seed, set_parameter, settle, state, stats
 
 from harness import disk, fio
 from harness.guest import Guest, Result
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import Tmem
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -42,22 +41,8 @@ BUFFERED = "--ioengine=psync --rw=randwrite --bs=8k --verify_only"
 
 
 def boot(session: Session, kernel: Kernel, module: Path, name: str) -> Guest:
-    daemon = session.daemon("vm1", pool_size="128MiB")
-    daemon.start()
-    image = disk.FILE_SYSTEMS[name].make(session.folder / "data.img", 512 << 20)
-    vm = driver_vm(
-        session,
-        kernel,
-        module,
-        Tmem(daemon.socket("vm1")),
-        cpus=2,
-        disks=[disk.Disk("data", image)],
-        modules=["xfs"] if disk.FILE_SYSTEMS[name].kind == "xfs" else [],
-        files={FIO: fio.program()},
-    )
-    guest = vm.start()
-    load(guest, "verify_every=0", fs=disk.FILE_SYSTEMS[name])
-    return guest
+    fs, files = disk.FILE_SYSTEMS[name], {FIO: fio.program()}
+    return driver_guest(session, kernel, module, fs=fs, cpus=2, files=files)
 
 
 def run(guest: Guest, arguments: str) -> Result:

@@ -18,9 +18,10 @@ from driver import (
     load,
     set_parameter,
     settle,
+    start_daemon,
     stats,
 )
-from test_driver import FILE_BYTES, start_daemon, tree_disk
+from test_driver import FILE_BYTES, tree_disk
 
 from harness import disk
 from harness.guest import Guest, Result

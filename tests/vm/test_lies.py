@@ -12,18 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from driver import (
-    Torture,
-    checksums,
-    driver_vm,
-    evict,
-    load,
-    seed,
-    settle,
-    state,
-    stats,
-    wait_state,
-)
+from driver import Torture, checksums, driver_guest, evict, seed, settle, state, stats, wait_state
 from liar import LIES_OF_GETS, LIES_OF_PUTS, Liar
 from test_core import check_works, drop_pages, reload
 from test_driver import tree_disk
@@ -72,9 +61,7 @@ def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) 
     """Each answer is right and late, or none comes; the breaker opens, and closes afterwards."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
-        vm = driver_vm(session, kernel, module, Tmem(liar.path), disks=[data])
-        guest = vm.start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
         check_works(guest, sums)
         for delay in (SLOW_SECONDS, SILENT_SECONDS):
             read_without_answers(guest, liar, sums, delay)
@@ -102,8 +89,7 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
     generator = random.Random(number)
     lies = ("", *LIES_OF_GETS, *LIES_OF_PUTS, "late")
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path), cpus=2).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         torture = Torture(guest, f"--seed={number} {LOAD}", 900)
         told: set[str] = set()
         while not torture.job.done():
@@ -134,8 +120,7 @@ def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Pat
     """One wrong page switches the cache off, and no reader has seen it."""
     number = seed()
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path), cpus=2).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         torture = Torture(guest, f"--seed={number} {LOAD}", 900)
         until(lambda: stats(guest)["hits"] > 20 or torture.job.done(), 120, "hits under load")
         assert not torture.job.done()

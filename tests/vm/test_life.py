@@ -16,13 +16,15 @@ from driver import (
     checksums,
     driver_vm,
     evict,
+    growth,
     load,
     seed,
+    start_daemon,
     state,
     stats,
     wait_state,
 )
-from test_driver import overwrite, start_daemon, tree_disk
+from test_driver import overwrite, tree_disk
 
 from harness.kernel import Kernel
 from harness.paths import TESTS, guest_program
@@ -105,7 +107,7 @@ def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> Non
     done = guest.run(f"{PRESSURE} {WHERE} {PRESSURE_MIB}", 600)
     assert done.status == 0, (done.text, done.stderr, stats(guest))
     after = stats(guest)
-    print({name: after[name] - before[name] for name in after if after[name] != before[name]})
+    print(growth(before, after))
     log = guest.sh("dmesg")
     assert "Out of memory" not in log and "oom-kill" not in log
     assert "page allocation failure" not in log

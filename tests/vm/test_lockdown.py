@@ -8,8 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from driver import DEADLINE_MS, MODULE, WHERE, checksums, driver_vm, evict, stats, wait_served
-from test_driver import start_daemon
+from driver import (
+    DEADLINE_MS,
+    MODULE,
+    WHERE,
+    checksums,
+    driver_vm,
+    evict,
+    start_daemon,
+    stats,
+    wait_served,
+)
 
 from harness.guest import Guest
 from harness.kernel import Kernel

@@ -14,15 +14,18 @@ from driver import (
     TORTURE,
     WHERE,
     checksums,
+    driver_guest,
     driver_vm,
     evict,
     load,
     seed,
     settle,
+    start_daemon,
     state,
     stats,
 )
-from test_driver import FILE_BYTES, changed_content, overwrite, start_daemon, tree_disk
+from test_driver import FILE_BYTES, changed_content, overwrite, tree_disk
+from test_files import FILE_PAGES, SPECIAL, check_cached
 
 from harness import disk
 from harness.disk import Disk
@@ -35,11 +38,9 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-SPECIAL = "/bin/special"
 OTHER = "/other"
 ABI = ROOT / "guest-driver/ABI/sysfs-kernel-virtio_tmem"
 STARTS_SECONDS = 30.0
-FILE_PAGES = FILE_BYTES // 4096
 FILES = 4
 # TMEM_STICKY_MAX and BYPASSED_MAX of the driver: above, the mount takes no puts.
 STICKY_MAX = 64
@@ -80,42 +81,30 @@ class Mount:
 
 def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
     """A guest with an ext4 at /mnt and what else is named, mounted by its name."""
-    daemon = start_daemon(session)
     image = disk.ext4(session.folder / "data.img", DISK_BYTES)
-    vm = driver_vm(
+    guest = driver_guest(
         session,
         kernel,
         module,
-        Tmem(daemon.socket("vm1")),
         cpus=2,
         disks=[Disk("data", image), *more.values()],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
     )
-    guest = vm.start()
     for name in more:
         guest.mount(name, f"/{name}")
-    load(guest, "verify_every=0")
     return guest
 
 
-def make(guest: Guest, where: str, begin: int = 0) -> dict[str, str]:
+def make(guest: Guest, where: str) -> dict[str, str]:
     """A few files; returns their sha256."""
     sums = {}
-    for number in range(begin, begin + FILES):
+    for number in range(FILES):
         path = f"{where}/made{number}"
         content = changed_content(path)
         guest.put(path, content)
         sums[path] = hashlib.sha256(content).hexdigest()
     guest.sh("sync")
     return sums
-
-
-def check_cached(guest: Guest, sums: dict[str, str]) -> None:
-    """What is evicted comes back, right, and not from the disk."""
-    evict(guest, list(sums))
-    before = stats(guest)["hits"]
-    assert checksums(guest, list(sums)) == sums
-    assert stats(guest)["hits"] - before > len(sums) * FILE_PAGES // 2
 
 
 @pytest.mark.smoke

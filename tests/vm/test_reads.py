@@ -10,8 +10,8 @@ import pytest
 from driver import (
     DEADLINE_MS,
     checksums,
-    driver_vm,
-    load,
+    driver_guest,
+    growth,
     seed,
     set_parameter,
     settle,
@@ -21,7 +21,6 @@ from driver import (
 )
 from liar import Liar
 from test_deadline import FILE, FILLER, hold
-from test_driver import start_daemon
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -63,9 +62,7 @@ def test_partial_hits(
     number = seed()
     size_mib = 6
     pages = size_mib * MIB_PAGES
-    daemon = start_daemon(session)
-    guest = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1"))).start()
-    load(guest, "verify_every=0")
+    guest = driver_guest(session, kernel, test_module)
     empty = hold(guest, FILLER, 4)["index_pages"]
     held = hold(guest, FILE, size_mib)["index_pages"]
     for _ in range(5):  # a host that is busy may refuse some
@@ -116,8 +113,7 @@ def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) 
     size_mib = 16
     windows = size_mib * 8  # of 128 KiB
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path))
         # A large read(2) has windows as large as the disk's largest request.
         queue = f"/sys/block/{guest.disk('data')}/queue"
         guest.sh(f"echo 128 >{queue}/read_ahead_kb; echo 128 >{queue}/max_sectors_kb")
@@ -135,9 +131,9 @@ def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) 
                 120,
             ).split()
             after = stats(guest)
-            grown = {name: after[name] - before[name] for name in after}
+            grown = growth(before, after)
             took_us = (float(ended) - float(began)) * 1e6
-            print(delay, f"{took_us:.0f} us", {k: v for k, v in grown.items() if v})
+            print(delay, f"{took_us:.0f} us", grown)
             assert grown["trips"] == 1
             assert grown["misses_tripped"] > windows // 2 * 32, "the rest came from the disk"
             waits_us = grown["waits_us"]
@@ -154,8 +150,7 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
     """One readahead that leaves nothing to ask with is all that waits for a silent device."""
     size_mib = 16
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path)).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path))
         queue = f"/sys/block/{guest.disk('data')}/queue"
         guest.sh(f"echo 8192 >{queue}/read_ahead_kb")
         hold(guest, FILE, size_mib)
@@ -165,8 +160,8 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
         liar.delay_seconds = SILENT_SECONDS
         guest.sh(f"dd if={FILE} of=/tmp/read bs={size_mib}M count=1 2>/dev/null", 120)
         after = stats(guest)
-        grown = {name: after[name] - before[name] for name in after}
-        print({k: v for k, v in grown.items() if v})
+        grown = growth(before, after)
+        print(grown)
         assert grown["trips"] == 1
         assert 0 < grown["slow"] <= 2
         # Nobody asks whether it is well again before it has given back what it has.
@@ -181,8 +176,7 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
     """With all requests or bounce pages at a silent device a reader goes to the disk at once."""
     readers, pages = 48, 32  # more than there are requests; one readahead each
     with Liar(session.folder / "liar") as liar:
-        guest = driver_vm(session, kernel, module, Tmem(liar.path), cpus=2).start()
-        load(guest, "verify_every=0")
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         # Long enough for all of them to come while the first one waits.
         set_parameter(guest, "deadline_ms", "1000")
         guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
@@ -203,8 +197,8 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
             liar.delay_seconds = SILENT_SECONDS
             guest.sh(f"for f in {' '.join(files)}; do cat $f >$f.read & done; wait", 120)
             after = stats(guest)
-            grown = {name: after[name] - before[name] for name in after}
-            print({k: v for k, v in grown.items() if v})
+            grown = growth(before, after)
+            print(grown)
             assert grown["misses_bounce"] > 0
             assert grown["misses_late"] > 0
             read = checksums(guest, [f"{path}.read" for path in files])

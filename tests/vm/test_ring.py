@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from driver import SYSFS, checksums, driver_vm, load, settle, stats
-from test_driver import start_daemon
+from driver import SYSFS, checksums, driver_vm, load, settle, start_daemon, stats
 
 from harness.guest import Guest
 from harness.kernel import Kernel

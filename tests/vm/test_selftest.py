@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import MODULE, checksums, driver_vm, load, state, stats
-from test_driver import start_daemon, tree_disk
+from driver import MODULE, checksums, driver_vm, load, start_daemon, state, stats
+from test_driver import tree_disk
 
 from harness.kernel import Kernel
 from harness.session import Session

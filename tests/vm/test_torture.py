@@ -14,9 +14,8 @@ from driver import (
     TORTURE,
     WHERE,
     Torture,
-    driver_vm,
+    driver_guest,
     evict,
-    load,
     seed,
     set_parameter,
     state,
@@ -27,7 +26,6 @@ from driver import (
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import Tmem
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -64,12 +62,7 @@ BROKEN_RANDOM = ["truncate", "direct", "move_ext", "dirty,removed"]
 
 
 def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: int = 2) -> Guest:
-    daemon = session.daemon("vm1", pool_size="128MiB")
-    daemon.start()
-    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=cpus)
-    guest = vm.start()
-    load(guest, parameters)
-    return guest
+    return driver_guest(session, kernel, module, parameters=parameters, cpus=cpus)
 
 
 @pytest.mark.smoke

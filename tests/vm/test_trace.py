@@ -14,11 +14,12 @@ from driver import (
     load,
     set_parameter,
     settle,
+    start_daemon,
     state,
     stats,
     wait_state,
 )
-from test_driver import start_daemon, tree_disk
+from test_driver import tree_disk
 
 from harness.guest import Guest
 from harness.kernel import Kernel
