@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemctl: asks the daemon over its control socket and prints what it says.
+//! tmemctl: asks the daemon over its control socket and prints what it says; puts the device into
+//! libvirt's domains.
 //!
-//! Exit codes: 0 done, 1 the daemon refused or answered nonsense, 2 wrong usage, 3 no daemon.
+//! Exit codes: 0 done, 1 the daemon or libvirt refused or answered nonsense, 2 wrong usage, 3 no
+//! daemon, or no libvirt.
 
+#[cfg(feature = "libvirt")]
+mod libvirt;
 mod table;
 
 use clap::{Parser, Subcommand};
@@ -42,6 +46,15 @@ enum Command {
         /// Only this VM, in full
         vm: Option<String>,
     },
+    /// Put the device into a libvirt domain, or change what attach gave it
+    #[cfg(feature = "libvirt")]
+    Attach(libvirt::AttachArguments),
+    /// Take the device out of a libvirt domain, and all that attach changed
+    #[cfg(feature = "libvirt")]
+    Detach(libvirt::DetachArguments),
+    /// Get or set the quota of a libvirt domain
+    #[cfg(feature = "libvirt")]
+    Tune(libvirt::TuneArguments),
 }
 
 /// What went wrong: a sentence and an exit code.
@@ -86,6 +99,13 @@ fn run_in_time(arguments: Arguments) -> Result<String, Failure> {
 }
 
 fn run(arguments: &Arguments) -> Result<String, Failure> {
+    #[cfg(feature = "libvirt")]
+    match &arguments.command {
+        Command::Attach(attach) => return libvirt::attach(attach),
+        Command::Detach(detach) => return libvirt::detach(detach),
+        Command::Tune(tune) => return libvirt::tune(tune, &arguments.socket),
+        Command::List | Command::Stats { .. } => {}
+    }
     let mut client = connect(&arguments.socket)?;
     let failed = |error: api::Error| refused(&arguments.socket, &error);
     let json = |value: Result<String, serde_json::Error>| {
@@ -111,6 +131,8 @@ fn run(arguments: &Arguments) -> Result<String, Failure> {
                 (vms, _) => Ok(overview(&reply.daemon, &reply.pool, vms)),
             }
         }
+        #[cfg(feature = "libvirt")]
+        Command::Attach(_) | Command::Detach(_) | Command::Tune(_) => Ok(String::new()),
     }
 }
 

@@ -1,0 +1,431 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! attach, detach and tune: what tmemctl does to a domain, through libvirt.
+//!
+//! What is shown is libvirt's XML without its secrets, what is written has them.
+
+use crate::{Failure, connect as connect_daemon, refused};
+use clap::Args;
+use similar::TextDiff;
+use std::path::Path;
+use std::process::Command;
+use tmem_control as api;
+use tmem_control::VarlinkClientInterface;
+use tmem_domain::{CACHE_NAMESPACE, CACHE_PREFIX, Cache, DEVICE, Options, WEIGHT_MAX};
+use tmem_domain::{parse_size, write_size};
+use virt::connect::Connect;
+use virt::domain::Domain;
+use virt::error::{Error, ErrorNumber};
+use virt_sys as sys;
+
+/// Lines around a change that are shown with it.
+const DIFF_CONTEXT_LINES: usize = 2;
+
+/// Weight of a VM that is told none, as the daemon has it.
+const WEIGHT_DEFAULT: u32 = 100;
+
+/// Which domain, and where.
+#[derive(Args)]
+pub struct Target {
+    /// Name or UUID of the domain
+    domain: String,
+    /// libvirt to talk to
+    #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
+    connect: String,
+}
+
+/// What changes only if it is given.
+#[derive(Args)]
+pub struct QuotaArguments {
+    /// Never holds more than this, as in 2GiB; none: all that the pool has
+    #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
+    limit: Option<SizeOrNone>,
+    /// Entitled to this before others share the rest
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    reserve: Option<u64>,
+    /// Share of what nobody has reserved
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=i64::from(WEIGHT_MAX)))]
+    weight: Option<u32>,
+}
+
+#[derive(Clone, Copy)]
+struct SizeOrNone(Option<u64>);
+
+fn size_or_none(text: &str) -> Result<SizeOrNone, String> {
+    match text {
+        "none" => Ok(SizeOrNone(None)),
+        size => parse_size(size).map(|size| SizeOrNone(Some(size))),
+    }
+}
+
+/// Look before it is written.
+#[derive(Args)]
+pub struct Look {
+    /// Show what would change, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Print the whole new XML, and change nothing
+    #[arg(long)]
+    print_xml: bool,
+}
+
+/// Options of attach.
+#[derive(Args)]
+pub struct AttachArguments {
+    #[command(flatten)]
+    target: Target,
+    #[command(flatten)]
+    quota: QuotaArguments,
+    /// VMs of one trust domain share equal pages, and may learn of each other's; none: with nobody
+    #[arg(long, value_name = "NAME|none")]
+    trust_domain: Option<String>,
+    /// The VM must not start without its cache
+    #[arg(long, overrides_with = "not_required")]
+    required: bool,
+    /// The VM starts without its cache if it has to (the default)
+    #[arg(long)]
+    not_required: bool,
+    /// A QEMU that has the device, if the domain's own has not
+    #[arg(long, value_name = "PATH")]
+    emulator: Option<String>,
+    /// Folder of the daemon's sockets for VMs; default: /run/virtio-tmem
+    #[arg(long, value_name = "PATH")]
+    socket_folder: Option<String>,
+    #[command(flatten)]
+    look: Look,
+}
+
+/// Options of detach.
+#[derive(Args)]
+pub struct DetachArguments {
+    #[command(flatten)]
+    target: Target,
+    #[command(flatten)]
+    look: Look,
+}
+
+/// Options of tune.
+#[derive(Args)]
+pub struct TuneArguments {
+    #[command(flatten)]
+    target: Target,
+    #[command(flatten)]
+    quota: QuotaArguments,
+    /// The running VM
+    #[arg(long)]
+    live: bool,
+    /// The next start
+    #[arg(long)]
+    config: bool,
+    /// The running VM if it runs, else the next start (the default)
+    #[arg(long, conflicts_with_all = ["live", "config"])]
+    current: bool,
+}
+
+impl From<tmem_domain::Error> for Failure {
+    fn from(error: tmem_domain::Error) -> Failure {
+        Failure(error.0, 1)
+    }
+}
+
+impl QuotaArguments {
+    fn is_empty(&self) -> bool {
+        self.limit.is_none() && self.reserve.is_none() && self.weight.is_none()
+    }
+
+    /// What is given replaces what was.
+    fn apply(&self, cache: &mut Cache) {
+        if let Some(SizeOrNone(limit)) = self.limit {
+            cache.limit = limit;
+        }
+        cache.reserve = self.reserve.or(cache.reserve);
+        cache.weight = self.weight.or(cache.weight);
+    }
+}
+
+impl Target {
+    fn failure(&self, what: &str, error: &Error) -> Failure {
+        Failure(
+            format!("domain {}: {what}: {}", self.domain, error.message()),
+            1,
+        )
+    }
+
+    fn open(&self, read_only: bool) -> Result<(Connect, Domain), Failure> {
+        // libvirt would print each error as well.
+        virt::error::clear_error_callback();
+        let uri = Some(self.connect.as_str());
+        let connection = match read_only {
+            true => Connect::open_read_only(uri),
+            false => Connect::open(uri),
+        };
+        let connection = connection.map_err(|error| {
+            let what = format!(
+                "cannot connect to libvirt at {}: {}",
+                self.connect,
+                error.message()
+            );
+            Failure(what, 3)
+        })?;
+        let domain = Domain::lookup_by_name(&connection, &self.domain)
+            .or_else(|_| Domain::lookup_by_uuid_string(&connection, &self.domain))
+            .map_err(|_| {
+                let what = format!(
+                    "libvirt at {} has no domain {:?}: see virsh list --all",
+                    self.connect, self.domain
+                );
+                Failure(what, 1)
+            })?;
+        Ok((connection, domain))
+    }
+
+    /// The XML of the next start, with libvirt's secrets or without.
+    fn config(&self, domain: &Domain, secure: bool) -> Result<String, Failure> {
+        let secure = if secure {
+            sys::VIR_DOMAIN_XML_SECURE
+        } else {
+            0
+        };
+        domain
+            .get_xml_desc(sys::VIR_DOMAIN_XML_INACTIVE | secure)
+            .map_err(|error| self.failure("its XML cannot be read", &error))
+    }
+
+    /// Changes the XML of the next start.
+    fn change(
+        &self,
+        look: &Look,
+        done: &str,
+        change: impl Fn(&str) -> Result<String, Failure>,
+    ) -> Result<String, Failure> {
+        let (connection, domain) = self.open(false)?;
+        let failed = |error: Error| self.failure("its state cannot be read", &error);
+        if !domain.is_persistent().map_err(failed)? {
+            return Err(Failure(
+                format!(
+                    "domain {} is transient: it has no XML for a next start; give the device in the \
+                     XML that it is created from",
+                    self.domain
+                ),
+                1,
+            ));
+        }
+        let shown = self.config(&domain, false)?;
+        let new = change(&shown)?;
+        if look.print_xml {
+            return Ok(new);
+        }
+        if new == shown {
+            return Ok(format!("domain {}: nothing to change\n", self.domain));
+        }
+        let diff = TextDiff::from_lines(&shown, &new);
+        let diff = diff
+            .unified_diff()
+            .context_radius(DIFF_CONTEXT_LINES)
+            .to_string();
+        if look.dry_run {
+            return Ok(diff);
+        }
+        let new = change(&self.config(&domain, true)?)?;
+        Domain::define_xml(&connection, &new)
+            .map_err(|error| self.failure("libvirt refuses the change", &error))?;
+        let mut text = format!("{diff}\ndomain {}: {done}\n", self.domain);
+        if domain.is_active().map_err(failed)? {
+            text += "It runs: this applies at its next start (a reboot from inside is none).\n";
+        }
+        if domain.has_managed_save(0).map_err(failed)? {
+            text += "It has a saved state, which is restored as it was: this applies after the next \
+                     shutdown and start.\n";
+        }
+        Ok(text)
+    }
+}
+
+/// Puts the device into the domain.
+pub fn attach(arguments: &AttachArguments) -> Result<String, Failure> {
+    let target = &arguments.target;
+    target.change(&arguments.look, "the device is attached", |xml| {
+        let before = tmem_domain::Domain::parse(xml)?;
+        // What is not given stays as it was; nonsense does not.
+        let mut cache = before.cache.and_then(Result::ok).unwrap_or_default();
+        arguments.quota.apply(&mut cache);
+        match arguments.trust_domain.as_deref() {
+            Some("none") => cache.trust_domain = None,
+            Some(name) => cache.trust_domain = Some(name.into()),
+            None => {}
+        }
+        cache.required = arguments.required || cache.required && !arguments.not_required;
+        check_emulator(arguments, before.emulator.as_deref())?;
+        let device = before.device.filter(|device| device.ours);
+        let folder = device.and_then(|device| Some(device.socket.rsplit_once('/')?.0.into()));
+        let folder = arguments.socket_folder.clone().or(folder);
+        let options = Options {
+            cache,
+            socket_folder: folder.unwrap_or_else(|| tmem_domain::SOCKET_FOLDER.into()),
+            emulator: arguments.emulator.clone(),
+        };
+        tmem_domain::attach(xml, &options)
+            .map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))
+    })
+}
+
+/// Takes it out.
+pub fn detach(arguments: &DetachArguments) -> Result<String, Failure> {
+    arguments
+        .target
+        .change(&arguments.look, "the device is detached", |xml| {
+            Ok(tmem_domain::detach(xml)?)
+        })
+}
+
+/// A QEMU without the device would not start the VM. That of another host cannot be asked.
+fn check_emulator(arguments: &AttachArguments, domains: Option<&str>) -> Result<(), Failure> {
+    let remote = arguments.target.connect.split_once("://");
+    if remote.is_some_and(|(_, rest)| !rest.starts_with('/')) {
+        return Ok(());
+    }
+    let named = arguments.emulator.as_deref();
+    let Some(emulator) = named.or(domains) else {
+        return Ok(());
+    };
+    let failure = |what: String| Err(Failure(format!("emulator {emulator}: {what}"), 1));
+    if !Path::new(emulator).is_absolute() {
+        return failure("libvirt wants its whole path".into());
+    }
+    let hint = "name one that has it with --emulator (qemu-dev/build --full makes it)";
+    match Command::new(emulator).args(["-device", "help"]).output() {
+        Err(error) => failure(format!("it cannot be run ({error}): {hint}")),
+        Ok(output) if String::from_utf8_lossy(&output.stdout).contains(DEVICE) => Ok(()),
+        Ok(_) => failure(format!("it has no device {DEVICE}: {hint}")),
+    }
+}
+
+/// Gets or sets a quota, in virsh's manner.
+pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<String, Failure> {
+    let target = &arguments.target;
+    let (_connection, domain) = target.open(arguments.quota.is_empty())?;
+    let active = domain
+        .is_active()
+        .map_err(|error| target.failure("its state cannot be read", &error))?;
+    if arguments.live && !active {
+        return Err(Failure(
+            format!("domain {} does not run: leave out --live", target.domain),
+            1,
+        ));
+    }
+    let live = arguments.live || (active && !arguments.config);
+    let config = arguments.config || !live;
+    let level = |live: bool| match live {
+        true => sys::VIR_DOMAIN_AFFECT_LIVE,
+        false => sys::VIR_DOMAIN_AFFECT_CONFIG,
+    };
+    if arguments.quota.is_empty() {
+        if live && config {
+            let what = "--live and --config together say nothing to print: name one".into();
+            return Err(Failure(what, 2));
+        }
+        return Ok(print(&noted(target, &domain, level(live))??));
+    }
+    // All is checked before anything is written.
+    let mut changes = Vec::new();
+    for live in [true, false]
+        .into_iter()
+        .filter(|l| if *l { live } else { config })
+    {
+        // Values may heal what somebody else broke.
+        let mut cache = noted(target, &domain, level(live))?.unwrap_or_default();
+        arguments.quota.apply(&mut cache);
+        cache.check()?;
+        changes.push((level(live), cache));
+    }
+    let mut text = String::new();
+    if live {
+        let uuid = domain
+            .get_uuid_string()
+            .map_err(|error| target.failure("its UUID cannot be read", &error))?;
+        text = tell_daemon(socket, &target.domain, &uuid, &changes[0].1)?;
+    }
+    for (level, cache) in changes {
+        domain
+            .set_metadata(
+                sys::VIR_DOMAIN_METADATA_ELEMENT as i32,
+                Some(&cache.to_metadata()),
+                Some(CACHE_PREFIX),
+                Some(CACHE_NAMESPACE),
+                level,
+            )
+            .map_err(|error| target.failure("libvirt refuses the quota", &error))?;
+    }
+    Ok(text)
+}
+
+/// What the domain's metadata says: not there, there and nonsense, or a quota.
+fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, Failure>, Failure> {
+    let kind = sys::VIR_DOMAIN_METADATA_ELEMENT as i32;
+    match domain.get_metadata(kind, Some(CACHE_NAMESPACE), level) {
+        Ok(text) => Ok(Cache::parse(&text)
+            .map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))),
+        Err(error) if error.code() == ErrorNumber::NoDomainMetadata => Err(Failure(
+            format!(
+                "domain {} says nothing of a cache: tmemctl attach gives it one",
+                target.domain
+            ),
+            1,
+        )),
+        Err(error) => Err(target.failure("its metadata cannot be read", &error)),
+    }
+}
+
+fn print(cache: &Cache) -> String {
+    let size = |bytes: u64| {
+        let (number, unit) = write_size(bytes);
+        format!("{number} {unit}")
+    };
+    let rows = [
+        ("limit", cache.limit.map_or("unlimited".into(), size)),
+        ("reserve", size(cache.reserve.unwrap_or(0))),
+        ("weight", cache.weight.unwrap_or(WEIGHT_DEFAULT).to_string()),
+        (
+            "trust_domain",
+            cache.trust_domain.clone().unwrap_or_else(|| "-".into()),
+        ),
+        (
+            "required",
+            if cache.required { "yes" } else { "no" }.to_string(),
+        ),
+    ];
+    rows.iter()
+        .map(|(key, value)| format!("{key:<15}: {value}\n"))
+        .collect()
+}
+
+/// The running VM's quota is the daemon's. Only a daemon that refuses stops the change: one that is
+/// away, or does not know the VM, will be told when both are there.
+fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result<String, Failure> {
+    let later = |why: String| Ok(format!("noted, but not in force yet: {why}\n"));
+    let mut client = match connect_daemon(socket) {
+        Ok(client) => client,
+        Err(Failure(why, _)) => return later(why),
+    };
+    let vms = match client.list().call() {
+        Ok(reply) => reply.vms,
+        Err(error) => return later(refused(socket, &error).0),
+    };
+    let Some(vm) = vms.into_iter().find(|vm| vm.uuid.as_deref() == Some(uuid)) else {
+        return later(format!("the daemon has no VM with the UUID {uuid}"));
+    };
+    let int = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+    let quota = api::Quota {
+        reserve_bytes: int(cache.reserve.unwrap_or(0)),
+        limit_bytes: cache.limit.map(int),
+        weight: i64::from(cache.weight.unwrap_or(WEIGHT_DEFAULT)),
+    };
+    match client.set_quota(vm.name, quota).call() {
+        Ok(_) => Ok(String::new()),
+        Err(error) => match error.kind() {
+            api::ErrorKind::BadQuota(Some(reason)) => {
+                Err(Failure(format!("domain {domain}: {}", reason.reason), 1))
+            }
+            _ => later(refused(socket, &error).0),
+        },
+    }
+}
