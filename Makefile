@@ -9,7 +9,7 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt \
 	check-guest-long check-all check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust test-driver clean
 
@@ -51,6 +51,9 @@ check-host: deps-test lint test-rust test-driver ## formats, lints, unit and pro
 check-guest: deps-test all ## virtual machines: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
 
+check-libvirt: deps-test all ## domains of a stock libvirtd: attach, start, hits, quota, detach
+	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_libvirt.py
+
 DURATION ?= 2h
 KERNELS ?= $(KERNEL)
 check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (KERNELS=6.12)
@@ -75,7 +78,7 @@ shards: ## names of the shards that take turns in .ci/run
 
 # vm-6.1-2 is the second of as many parts as there are names with 6.1.
 kernel_of = $(firstword $(subst -, ,$1))
-ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness snapshot)
+ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness libvirt snapshot)
 $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 	$(PYTEST) --kernel $(call kernel_of,$*) \
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \

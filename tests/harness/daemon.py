@@ -20,6 +20,7 @@ class Tenant:
 
     name: str
     trust_domain: str | None = None
+    uuid: str | None = None
 
 
 @dataclass
@@ -61,8 +62,9 @@ class Daemon:
         command = [str(host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
         for tenant in self.tenants:
-            domain = f",trust-domain={tenant.trust_domain}" if tenant.trust_domain else ""
-            command += ["--vm", f"socket={self.socket(tenant.name)},name={tenant.name}{domain}"]
+            more = f",trust-domain={tenant.trust_domain}" if tenant.trust_domain else ""
+            more += f",uuid={tenant.uuid}" if tenant.uuid else ""
+            command += ["--vm", f"socket={self.socket(tenant.name)},name={tenant.name}{more}"]
         process = Process("tmemd", [*command, *self.options], self.log, self.environment)
         self._process = process
 

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A stock libvirtd of its own: nothing of the machine's libvirt is read, written or seen.
+
+It runs in a mount namespace where its folders are private ones. Its sockets are where both sides
+see them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from harness import initramfs
+from harness.channel import Channel
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import HarnessError, host_binary, qemu_binary
+from harness.process import Process, tail
+from harness.vm import BOOT_SECONDS, TROUBLE
+from harness.wait import Deadline, scaled, until
+
+# No cgroups, labels or owners: the machine may be a container, and kernel and disks are not ours.
+QEMU_CONF = """\
+user = "root"
+group = "root"
+security_driver = "none"
+namespaces = []
+cgroup_controllers = []
+dynamic_ownership = 0
+remember_owner = 0
+stdio_handler = "file"
+"""
+
+# What libvirtd keeps on the machine, each replaced by a folder of ours.
+FOLDERS = (
+    "/etc/libvirt",
+    "/run/libvirt",
+    "/var/lib/libvirt",
+    "/var/log/libvirt",
+    "/var/cache/libvirt",
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a program ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+def run(command: list[str | Path], stdin: str | None = None) -> Run:
+    """Runs a program to its end."""
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, input=stdin, timeout=scaled(60)
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+class Libvirt:
+    """libvirtd with virsh and tmemctl that talk to it. `control` is tmemd's socket."""
+
+    def __init__(self, folder: Path, control: Path) -> None:
+        self.folder = folder
+        self.log = folder / "libvirtd.log"
+        self.uri = f"qemu+unix:///system?socket={folder}/sockets/libvirt-sock"
+        self._control = control
+        self._process: Process | None = None
+
+    def hooks(self) -> Path:
+        """The folder that is its /etc/libvirt/hooks/qemu.d; before start()."""
+        path = self.folder / "etc-libvirt/hooks/qemu.d"
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def start(self) -> None:
+        """Starts it and waits until it answers."""
+        for program in ("libvirtd", "virsh", "unshare"):
+            if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
+                raise HarnessError(f"no {program}: scripts/deps test installs what tests need")
+        binds = []
+        for place in FOLDERS:
+            own = self.folder / place.strip("/").replace("/", "-")
+            own.mkdir(parents=True, exist_ok=True)
+            binds.append(f"mkdir -p {place} && mount --bind {own} {place}")
+        sockets = self.folder / "sockets"
+        sockets.mkdir(exist_ok=True)
+        (self.folder / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
+        conf = self.folder / "libvirtd.conf"
+        conf.write_text(
+            f'unix_sock_dir = "{sockets}"\nauth_unix_rw = "none"\nauth_unix_ro = "none"\n'
+        )
+        script = " && ".join([*binds, f"exec libvirtd -f {conf} -p {self.folder}/libvirtd.pid"])
+        command = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script]
+        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+        self._process = process = Process("libvirtd", command, self.log, {"PATH": path})
+
+        def answers() -> bool:
+            process.expect_alive()
+            return self._virsh("version").status == 0
+
+        until(answers, 60, "libvirtd answers")
+
+    def _virsh(self, *words: str | Path, stdin: str | None = None) -> Run:
+        return run(["virsh", "--quiet", "--connect", self.uri, *words], stdin)
+
+    def virsh(self, *words: str | Path, stdin: str | None = None) -> str:
+        """What virsh prints; fails with what it complains of."""
+        done = self._virsh(*words, stdin=stdin)
+        if done.status != 0:
+            raise HarnessError(f"virsh {words}: {done.stderr}\n{self.report()}")
+        return done.stdout
+
+    def virsh_refused(self, *words: str) -> str:
+        """What virsh complains of; fails if it does not."""
+        done = self._virsh(*words)
+        if done.status == 0:
+            raise HarnessError(f"virsh {words} was to fail: {done.stdout}")
+        return done.stderr
+
+    def tmemctl_run(self, command: str, domain: str, *words: str | Path) -> Run:
+        return run(
+            [host_binary("tmemctl"), "--socket", self._control, command, "--connect", self.uri,
+             domain, *words]
+        )  # fmt: skip
+
+    def tmemctl(self, command: str, domain: str, *words: str | Path) -> str:
+        """What tmemctl prints; fails with what it complains of."""
+        done = self.tmemctl_run(command, domain, *words)
+        if done.status != 0 or done.stderr:
+            raise HarnessError(f"tmemctl {command} {words}: {done.status} {done.stderr}")
+        return done.stdout
+
+    def refused(self, command: str, domain: str, *words: str | Path) -> str:
+        """What tmemctl complains of, with status 1; fails if it does not."""
+        done = self.tmemctl_run(command, domain, *words)
+        if done.status != 1:
+            raise HarnessError(f"tmemctl {command} {words}: {done.status} {done.stdout}")
+        return done.stderr
+
+    def config(self, domain: str) -> str:
+        """The XML of the next start, as libvirt writes it."""
+        return self.virsh("dumpxml", "--inactive", domain)
+
+    def stop(self) -> None:
+        """Ends all domains and then libvirtd."""
+        if not self._process:
+            return
+        try:
+            if self._process.alive():
+                for uuid in self._virsh("list", "--uuid").stdout.split():
+                    self._virsh("destroy", uuid)
+        finally:
+            self._process.kill()
+
+    def report(self) -> str:
+        """Its last words, for a failed test's report."""
+        logs = [self.log, *sorted((self.folder / "var-log-libvirt").glob("qemu/*.log"))]
+        return "\n".join(f"--- {path.name}\n{tail(path)}" for path in logs)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A domain to be: a TCG guest of the harness, with agent, console and one disk."""
+
+    name: str
+    uuid: str
+    kernel: Kernel
+    folder: Path
+    disk: Disk
+    files: dict[str, Path]
+    emulator: Path
+
+    @property
+    def console(self) -> Path:
+        return self.folder / "console.log"
+
+    @property
+    def agent(self) -> Path:
+        return self.folder / "agent"
+
+    def xml(self, memory_mib: int = 256) -> str:
+        """Its XML, with what libvirt does not know passed on to QEMU: where firmware is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        image = initramfs.build(self.kernel, self.folder / "initramfs", files=self.files)
+        command = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable"
+        folders = ("/usr/share/seabios", "/usr/share/qemu")
+        arguments = "".join(
+            f"<qemu:arg value='-L'/><qemu:arg value='{folder}'/>" for folder in folders
+        )
+        return f"""
+<domain type='qemu' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>
+  <name>{self.name}</name>
+  <uuid>{self.uuid}</uuid>
+  <title>not to be touched &amp; kept</title>
+  <memory unit='MiB'>{memory_mib}</memory>
+  <vcpu>1</vcpu>
+  <os>
+    <type arch='x86_64' machine='q35'>hvm</type>
+    <kernel>{escape(str(self.kernel.vmlinuz))}</kernel>
+    <initrd>{escape(str(image))}</initrd>
+    <cmdline>{command}</cmdline>
+  </os>
+  <features><acpi/></features>
+  <cpu mode='maximum'><feature policy='disable' name='la57'/></cpu>
+  <on_poweroff>destroy</on_poweroff>
+  <devices>
+    <emulator>{escape(str(self.emulator))}</emulator>
+    <controller type='usb' model='none'/>
+    <memballoon model='none'/>
+    <serial type='file'><source path='{escape(str(self.console))}'/></serial>
+    <channel type='unix'>
+      <source mode='bind' path='{escape(str(self.agent))}'/>
+      <target type='virtio' name='tmem.agent'/>
+    </channel>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='raw'/>
+      <source file='{escape(str(self.disk.path))}'/>
+      <target dev='vda' bus='virtio'/>
+      <serial>{self.disk.name}</serial>
+    </disk>
+  </devices>
+  <qemu:commandline>{arguments}</qemu:commandline>
+</domain>
+"""
+
+    def connect(self) -> Guest:
+        """Waits until the guest is up."""
+        deadline = Deadline(BOOT_SECONDS, f"{self.name}: the guest's agent answers")
+        until(self.agent.exists, 20, f"{self.name}: QEMU opens the agent's socket")
+        return Guest(Channel(self.agent, deadline, self._check), self._check)
+
+    def _check(self) -> None:
+        if self.console.exists():
+            text = self.console.read_text(errors="replace")
+            if found := TROUBLE.search(text):
+                raise HarnessError(f"{self.name}: on its console:\n{text[found.start() :][:4096]}")
+
+
+def emulator_link(folder: Path) -> Path:
+    """The same emulator under another name."""
+    link = folder / "qemu-system-x86_64"
+    link.symlink_to(qemu_binary())
+    return link

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The device and its quota in domains of a stock libvirtd, by tmemctl attach, detach and tune."""
+
+from __future__ import annotations
+
+import os
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from driver import MODULE, checksums, evict, load, stats
+from test_driver import tree_disk
+
+from harness.daemon import Daemon, Tenant
+from harness.disk import Disk
+from harness.kernel import Kernel
+from harness.libvirt import Libvirt, Machine, emulator_link, run
+from harness.paths import ROOT, qemu_binary
+from harness.session import Session
+
+pytestmark = [
+    pytest.mark.smoke,
+    pytest.mark.usefixtures("qemu", "host_programs"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="libvirtd's folders can be replaced by root only"),
+]
+
+UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
+SCHEMA = ROOT / "docs/libvirt-metadata.rng"
+NAMESPACE = "urn:virtio-tmem:cache:1"
+
+
+@pytest.fixture
+def libvirt(session: Session) -> Iterator[Libvirt]:
+    libvirt = Libvirt(session.folder / "libvirt", session.folder / "tmemd0/control")
+    libvirt.start()
+    try:
+        yield libvirt
+    finally:
+        libvirt.stop()
+
+
+@pytest.fixture
+def tree(session: Session) -> tuple[Disk, dict[str, str]]:
+    return tree_disk(session)
+
+
+@pytest.fixture
+def machine(
+    session: Session, kernel: Kernel, module: Path, tree: tuple[Disk, dict[str, str]]
+) -> Machine:
+    folder = session.folder / "vm"
+    folder.mkdir()
+    files = {MODULE: module}
+    return Machine("web 1", UUID, kernel, folder, tree[0], files, emulator_link(folder))
+
+
+def define(libvirt: Libvirt, machine: Machine) -> str:
+    """Defines the domain, twice: libvirt puts devices that it adds itself into their order then."""
+    xml = machine.folder / "domain.xml"
+    xml.write_text(machine.xml())
+    libvirt.virsh("define", xml)
+    xml.write_text(libvirt.config(machine.name))
+    libvirt.virsh("define", xml)
+    return libvirt.config(machine.name)
+
+
+def meaning(element: ET.Element) -> tuple[object, ...]:
+    """An element without what has no meaning: blanks, and the order of children and attributes."""
+    children = sorted((meaning(child) for child in element), key=repr)
+    text = (element.text or "").strip()
+    return (element.tag, sorted(element.attrib.items()), text, children)
+
+
+def arguments(xml: str) -> list[str]:
+    """What is passed on to QEMU, in order."""
+    name = "{http://libvirt.org/schemas/domain/qemu/1.0}arg"
+    return [arg.attrib["value"] for arg in ET.fromstring(xml).iter(name)]
+
+
+def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> None:
+    """What libvirt says of a domain is the same as before, and in between what it should be."""
+    before = define(libvirt, machine)
+    options = ("--socket-folder", machine.folder, "--limit", "64MiB", "--emulator", qemu_binary())
+
+    shown = libvirt.tmemctl("attach", machine.name, *options, "--dry-run")
+    printed = libvirt.tmemctl("attach", machine.name, *options, "--print-xml")
+    assert libvirt.config(machine.name) == before, "looking changes nothing"
+
+    done = libvirt.tmemctl("attach", machine.name, *options)
+    assert done.startswith(shown) and "the device is attached" in done
+    attached = libvirt.config(machine.name)
+    took, given = ET.fromstring(attached), ET.fromstring(printed)
+    assert meaning(took) == meaning(given), "libvirt took all of it"
+    assert arguments(attached) == arguments(printed)
+    assert arguments(attached)[: len(arguments(before))] == arguments(before)
+    for part in ("+    <source type='memfd'/>", "+    <access mode='shared'/>", "vhost-user-tmem"):
+        assert part in shown
+    # Nothing that was there is gone but the emulator.
+    assert [line for line in shown.splitlines() if re.match("-(?!--)", line)] == [
+        f"-    <emulator>{machine.emulator}</emulator>"
+    ]
+    assert str(qemu_binary()) in attached
+
+    again = libvirt.tmemctl("attach", UUID)
+    assert "nothing to change" in again, "what is not given stays as it was"
+    assert libvirt.config(machine.name) == attached
+    changed = libvirt.tmemctl("attach", machine.name, *options, "--weight", "7", "--dry-run")
+    assert [line for line in changed.splitlines() if re.match("[-+](?![-+])", line)] == [
+        "+      <tmem:weight>7</tmem:weight>"
+    ]
+
+    assert "the device is detached" in libvirt.tmemctl("detach", machine.name)
+    assert libvirt.config(machine.name) == before, "detach undoes attach"
+    assert "nothing to change" in libvirt.tmemctl("detach", machine.name)
+
+
+def test_wrong_turns_have_answers(libvirt: Libvirt, machine: Machine) -> None:
+    before = define(libvirt, machine)
+    words = libvirt.refused("attach", machine.name, "--emulator", "/bin/true")
+    assert "/bin/true" in words and "vhost-user-tmem-pci" in words and "--emulator" in words
+    words = libvirt.refused("attach", machine.name, "--limit", "1MiB", "--reserve", "2MiB")
+    assert "1024 KiB" in words and "2048 KiB" in words
+    words = libvirt.refused("attach", "nobody")
+    assert '"nobody"' in words and "virsh list --all" in words
+    words = libvirt.refused("tune", machine.name)
+    assert "tmemctl attach" in words
+    done = libvirt.tmemctl_run("attach", machine.name, "--limit", "1XiB")
+    assert done.status == 2 and '"XiB"' in done.stderr
+    assert libvirt.config(machine.name) == before
+
+
+def metadata(libvirt: Libvirt, level: str) -> str:
+    return libvirt.virsh("metadata", UUID, NAMESPACE, level)
+
+
+def test_from_attach_to_hits_and_back(
+    session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
+) -> None:
+    """attach, start, pages come back from the host, the quota of the running VM, detach."""
+    _, sums = tree
+    daemon = session.daemon(Tenant(UUID, uuid=UUID), pool_size="128MiB")
+    before = define(libvirt, machine)
+    libvirt.tmemctl("attach", machine.name, "--socket-folder", daemon.folder, "--reserve", "1MiB")
+
+    daemon.start()
+    libvirt.virsh("start", machine.name)
+    guest = machine.connect()
+    try:
+        load(guest, "verify_every=0")
+        held = evict(guest, list(sums))["index_pages"]
+        assert held > 0
+        hits = stats(guest)["hits"]
+        assert checksums(guest, list(sums)) == sums
+        assert stats(guest)["hits"] - hits >= held // 2
+        assert daemon.stats()["vms"][0]["hits"] > 0
+
+        check_quota(libvirt, daemon, machine)
+    finally:
+        guest.close()
+    done = libvirt.tmemctl("detach", machine.name)
+    assert "It runs: this applies at its next start" in done
+    assert daemon.stats()["vms"][0]["connected"], "the running VM keeps its device"
+    libvirt.virsh("destroy", machine.name)
+    assert libvirt.config(machine.name) == before
+    libvirt.virsh("start", machine.name)
+    guest = machine.connect()
+    try:
+        assert guest.run("grep -l 0x003f /sys/bus/virtio/devices/*/device").status != 0
+    finally:
+        guest.close()
+
+
+def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
+    """A running VM's quota, by tmemctl and by virsh."""
+
+    def quota() -> dict[str, int | None]:
+        return dict(daemon.list()["vms"][0]["quota"])
+
+    name = machine.name
+    assert libvirt.tmemctl("tune", name, "--limit", "2MiB", "--live", "--config") == ""
+    assert quota() == {"reserve_bytes": 1 << 20, "limit_bytes": 2 << 20, "weight": 100}
+    vm = daemon.stats()["vms"][0]
+    assert vm["charged_bytes"] <= 2 << 20, "what it held above the limit is gone"
+    for level in ("--live", "--config"):
+        assert "limit          : 2048 KiB\n" in libvirt.tmemctl("tune", name, level)
+        document = machine.folder / "metadata.xml"
+        text = metadata(libvirt, level)
+        document.write_text(text.replace("<cache", f'<cache xmlns="{NAMESPACE}"', 1))
+        valid = run(["xmllint", "--noout", "--relaxng", SCHEMA, document])
+        assert valid.status == 0, valid.stderr
+
+    words = libvirt.refused("tune", name, "--limit", "512KiB", "--live")
+    assert "512 KiB is below the reserve of 1024 KiB" in words
+    words = libvirt.refused("tune", name, "--limit", "none", "--reserve", "1TiB", "--live")
+    assert "1099511627776" in words, "a reserve above the pool is the daemon's to refuse"
+    assert quota()["limit_bytes"] == 2 << 20
+    assert "limit          : 2048 KiB\n" in libvirt.tmemctl("tune", name, "--live")
+
+    # Behind its back: tune says what is wrong, and heals it.
+    wrong = "<cache><limit unit='XiB'>1</limit></cache>"
+    libvirt.virsh("metadata", name, NAMESPACE, "--config", "--key", "tmem", "--set", wrong)
+    assert '"XiB"' in libvirt.refused("tune", name, "--config")
+    libvirt.tmemctl("tune", name, "--limit", "none", "--weight", "7", "--config")
+    assert "limit          : unlimited\n" in libvirt.tmemctl("tune", name, "--config")
+    assert "limit          : 2048 KiB\n" in libvirt.tmemctl("tune", name, "--live")
+    document = machine.folder / "wrong.xml"
+    document.write_text(wrong.replace("<cache", f'<cache xmlns="{NAMESPACE}"', 1))
+    assert run(["xmllint", "--noout", "--relaxng", SCHEMA, document]).status != 0
