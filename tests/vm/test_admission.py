@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    PARAMETERS,
     checksums,
     driver_guest,
     driver_vm,
@@ -191,3 +192,16 @@ def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
     grown = evict("/mnt/large")
     assert set(grown) == {"puts_skipped_offline"}
     assert grown["puts_skipped_offline"] >= pages
+
+
+def test_offline(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """The hooks do not put while there is no device; who does all the same is refused, and
+    counted beside them: here the driver's own benchmark, which then has nothing to measure."""
+    guest = driver_vm(session, kernel, test_module, None).start()
+    load(guest, "verify_every=0", online=False)
+    guest.sh("dd if=/dev/urandom of=/mnt/file bs=4096 count=4 2>/dev/null")
+    before = stats(guest)
+    assert guest.run(f"echo /mnt/file >{PARAMETERS}/test_bench", 120).status != 0
+    grown = {k: n for k, n in growth(before, stats(guest)).items() if k.startswith("puts")}
+    assert set(grown) == {"puts_dropped_offline"}
+    assert grown["puts_dropped_offline"] > 0

@@ -11,6 +11,7 @@ from driver import (
     DEADLINE_MS,
     checksums,
     driver_guest,
+    evict,
     growth,
     seed,
     set_parameter,
@@ -25,7 +26,7 @@ from test_deadline import FILE, FILLER, hold
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
-from harness.vm import Tmem
+from harness.vm import MIB, Tmem
 from harness.wait import scaled
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
@@ -209,3 +210,42 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
             guest.sh("rm /mnt/*.read")
             settle(guest)
         assert stats(guest)["mismatches"] == 0
+
+
+@pytest.mark.smoke
+def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) -> None:
+    """A queue that is full of requests without an answer sends a reader to the disk at once."""
+    pages = 32  # of one readahead
+    whole = "/mnt/whole"
+    with Liar(session.folder / "liar") as liar:
+        # The shortest queue, which the requests of one readahead fill; and more than twice as many
+        # bounce pages as they take, or it would be those that are missing.
+        tmem = Tmem(liar.path, num_queues=1, queue_size=pages // 2)
+        guest = driver_guest(session, kernel, module, tmem, memory_bytes=768 * MIB)
+        for path in (FILE, whole):
+            guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} 2>/dev/null; sync")
+        sums = checksums(guest, [FILE, whole])
+        evict(guest, [FILE, whole])
+        hold(guest, FILLER, 8)
+        # Every second page is in the put ring again; the others are a request each.
+        readahead = f"/sys/block/{guest.disk('data')}/queue/read_ahead_kb"
+        guest.sh(f"echo 0 >{readahead}")
+        read = f"dd if={FILE} of=/dev/null bs=4096 count=1 skip=$i 2>/dev/null"
+        guest.sh(f"for i in $(seq 0 2 {pages - 1}); do {read}; done")
+        guest.sh(f"echo 1 >/proc/sys/vm/drop_caches; echo 128 >{readahead}")
+        before = settle(guest)
+
+        liar.delay_seconds = SILENT_SECONDS
+        guest.sh(f"dd if={FILE} of=/dev/null bs=128k count=1 2>/dev/null")
+        assert checksums(guest, [FILE, whole]) == sums
+        after = stats(guest)
+        grown = growth(before, after)
+        print(grown)
+        assert grown["ring_hits"] == grown["misses_late"] == grown["requests_get"] == pages // 2
+        assert grown["misses_queue"] == pages
+        assert grown["slow"] == 1, "nobody waited for what could not be asked"
+        liar.delay_seconds = 0.0
+        evict(guest, [whole])
+        before = hold(guest, FILLER, 8)
+        assert checksums(guest, [whole]) == {whole: sums[whole]}
+        assert stats(guest)["hits"] - before["hits"] == pages, "it has room again"

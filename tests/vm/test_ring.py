@@ -7,7 +7,17 @@ import re
 from pathlib import Path
 
 import pytest
-from driver import SYSFS, checksums, driver_vm, load, settle, start_daemon, stats
+from driver import (
+    SYSFS,
+    checksums,
+    driver_guest,
+    driver_vm,
+    growth,
+    load,
+    settle,
+    start_daemon,
+    stats,
+)
 
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -33,6 +43,12 @@ def stated(name: str) -> int:
 
 
 IN_FLIGHT = stated("TMEM_PUTS_IN_FLIGHT")
+# Ranges that the host is still to forget: those that wait, and those that it may have.
+FLUSHES_WAIT = stated("TMEM_FLUSH_PENDING")
+FLUSHES_SENT = stated("TMEM_FLUSHES_IN_FLIGHT") * BATCH_PAGES
+MANY = "/mnt/many"
+MANY_FILES = 600
+MANY_AT_ONCE = 50  # of two pages each: they fit the ring
 
 
 def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> None:
@@ -102,3 +118,32 @@ def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> Non
     daemon.resume()
     after = settle(guest)
     assert after["puts_stored"] - before["puts_stored"] == after["puts"] - before["puts"]
+
+
+def test_too_many_flushes(session: Session, kernel: Kernel, module: Path) -> None:
+    """Of what goes while the host is silent it is told as much as there is room for, and the
+    rest is counted; nothing of it is found in either case."""
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"), num_queues=1)
+    guest = driver_guest(session, kernel, module, tmem)
+    guest.sh(f"mkdir {MANY}")
+    empty = settle(guest)["index_pages"]
+    for first in range(1, MANY_FILES, MANY_AT_ONCE):
+        some = f"$(seq {first} {first + MANY_AT_ONCE - 1})"
+        guest.sh(
+            f"for i in {some}; do printf %08192d $i >{MANY}/$i; done; sync;"
+            " echo 1 >/proc/sys/vm/drop_caches"
+        )
+        settle(guest)
+    before = stats(guest)
+    assert before["index_pages"] - empty >= 2 * MANY_FILES * 9 // 10
+    daemon.pause()
+    guest.sh(f"for i in $(seq {MANY_FILES}); do : >{MANY}/$i; done", 60)
+    after = stats(guest)
+    daemon.resume()
+    grown = growth(before, after)
+    print(grown)
+    assert after["index_pages"] == empty
+    least = MANY_FILES * 9 // 10 - FLUSHES_WAIT - FLUSHES_SENT
+    assert least <= grown["flushes_dropped"] <= MANY_FILES - FLUSHES_WAIT
+    assert guest.sh(f"cat {MANY}/* | wc -c").strip() == "0"
