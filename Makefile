@@ -24,8 +24,8 @@ deps: ## install the Debian packages that building needs (as root; else name the
 deps-test:
 	@scripts/deps test
 
-daemon: ## tmemd and tmemctl, in host-daemon/target/release
-	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl
+daemon: ## tmemd, tmemctl and tmem-hook, in host-daemon/target/release
+	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook
 
 qemu: ## QEMU with the vhost-user-tmem device, in the cache
 	qemu-dev/build

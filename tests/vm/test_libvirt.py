@@ -34,6 +34,7 @@ NAMESPACE = "urn:virtio-tmem:cache:1"
 @pytest.fixture
 def libvirt(session: Session) -> Iterator[Libvirt]:
     libvirt = Libvirt(session.folder / "libvirt", session.folder / "tmemd0/control")
+    libvirt.install_hook()
     libvirt.start()
     try:
         yield libvirt
@@ -146,6 +147,8 @@ def test_from_attach_to_hits_and_back(
 
     daemon.start()
     libvirt.virsh("start", machine.name)
+    quota = daemon.list()["vms"][0]["quota"]
+    assert quota["reserve_bytes"] == 1 << 20, "the hook tells the daemon what the domain notes"
     guest = machine.connect()
     try:
         load(guest, "verify_every=0")
@@ -208,3 +211,49 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     document = machine.folder / "wrong.xml"
     document.write_text(wrong.replace("<cache", f'<cache xmlns="{NAMESPACE}"', 1))
     assert run(["xmllint", "--noout", "--relaxng", SCHEMA, document]).status != 0
+
+
+def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+    """A start is stopped only if the domain says so; a running VM never ends for the hook."""
+    define(libvirt, machine)
+    name = machine.name
+    folder = session.folder / "tmemd0"
+    attach = ("attach", name, "--socket-folder", folder)
+    libvirt.tmemctl(*attach, "--required")
+    words = libvirt.virsh_refused("start", name)
+    assert "which the domain requires" in words and f"{folder}/control" in words
+
+    daemon = session.daemon(Tenant(UUID, uuid=UUID), pool_size="8MiB")
+    assert daemon.folder == folder
+    daemon.start()
+    libvirt.tmemctl(*attach, "--reserve", "1TiB")
+    words = libvirt.virsh_refused("start", name)
+    assert "refuses its quota" in words and "1099511627776" in words
+    libvirt.tmemctl(*attach, "--reserve", "0", "--trust-domain", "team")
+    words = libvirt.virsh_refused("start", name)
+    assert "its trust domain is team, but the daemon has it in none" in words
+    libvirt.tmemctl("attach", name, "--trust-domain", "none", "--socket-folder", machine.folder)
+    words = libvirt.virsh_refused("start", name)
+    assert str(machine.folder) in words and "copy of another domain" in words
+    libvirt.tmemctl(*attach)
+    private = machine.folder / "private.xml"
+    private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))
+    libvirt.virsh("define", private)
+    words = libvirt.virsh_refused("start", name)
+    assert "its memory is not shared" in words and "tmemctl attach" in words
+    libvirt.tmemctl(*attach)
+
+    # A daemon that hangs holds up a start for seconds, not for good.
+    daemon.pause()
+    assert "did not answer within 2 s" in libvirt.virsh_refused("start", name)
+    daemon.resume()
+    libvirt.virsh("start", name)
+    daemon.kill()
+    libvirt.restart()
+    # libvirtd is back, tmemd is not. What was killed could not be destroyed.
+    assert libvirt.virsh("domstate", name).strip() == "running"
+    libvirt.virsh("destroy", name)
+
+    libvirt.tmemctl(*attach, "--not-required")
+    libvirt.virsh("start", name)
+    assert libvirt.virsh("domstate", name).strip() == "running"

@@ -27,3 +27,17 @@ pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
         &address,
     )?))
 }
+
+/// Weight of a VM that is told none.
+pub const WEIGHT_DEFAULT: u32 = 100;
+
+/// A quota as the interface has it; what is left out is the daemon's default.
+pub fn quota(reserve_bytes: Option<u64>, limit_bytes: Option<u64>, weight: Option<u32>) -> Quota {
+    // varlink integers are signed.
+    let int = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
+    Quota {
+        reserve_bytes: int(reserve_bytes.unwrap_or(0)),
+        limit_bytes: limit_bytes.map(int),
+        weight: i64::from(weight.unwrap_or(WEIGHT_DEFAULT)),
+    }
+}

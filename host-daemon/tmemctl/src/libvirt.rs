@@ -20,9 +20,6 @@ use virt_sys as sys;
 /// Lines around a change that are shown with it.
 const DIFF_CONTEXT_LINES: usize = 2;
 
-/// Weight of a VM that is told none, as the daemon has it.
-const WEIGHT_DEFAULT: u32 = 100;
-
 /// Which domain, and where.
 #[derive(Args)]
 pub struct Target {
@@ -383,7 +380,10 @@ fn print(cache: &Cache) -> String {
     let rows = [
         ("limit", cache.limit.map_or("unlimited".into(), size)),
         ("reserve", size(cache.reserve.unwrap_or(0))),
-        ("weight", cache.weight.unwrap_or(WEIGHT_DEFAULT).to_string()),
+        (
+            "weight",
+            cache.weight.unwrap_or(api::WEIGHT_DEFAULT).to_string(),
+        ),
         (
             "trust_domain",
             cache.trust_domain.clone().unwrap_or_else(|| "-".into()),
@@ -413,12 +413,7 @@ fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result
     let Some(vm) = vms.into_iter().find(|vm| vm.uuid.as_deref() == Some(uuid)) else {
         return later(format!("the daemon has no VM with the UUID {uuid}"));
     };
-    let int = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
-    let quota = api::Quota {
-        reserve_bytes: int(cache.reserve.unwrap_or(0)),
-        limit_bytes: cache.limit.map(int),
-        weight: i64::from(cache.weight.unwrap_or(WEIGHT_DEFAULT)),
-    };
+    let quota = api::quota(cache.reserve, cache.limit, cache.weight);
     match client.set_quota(vm.name, quota).call() {
         Ok(_) => Ok(String::new()),
         Err(error) => match error.kind() {
