@@ -339,12 +339,15 @@ def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
     guest = driver_guest(session, kernel, module)
     before = stats(guest)
     slab_before = slab_bytes(guest, "tmem_leaf_64")
-    # Holes, in steps that the put ring has room for.
+    # Holes, in steps that the put ring has room for, so that leaves are full.
     mib = 128
     guest.sh(f"truncate -s {mib}M /mnt/holes")
     read = "dd if=/mnt/holes of=/dev/null bs=1M count=1 skip=$i 2>/dev/null"
     drop = "echo 1 >/proc/sys/vm/drop_caches"
-    guest.sh(f"i=0; while [ $i -lt {mib} ]; do {read}; {drop}; i=$((i+1)); done", 120)
+    answered = "$(($(cat puts_stored) + $(cat puts_refused) + $(cat puts_unanswered)))"
+    settled = f"until [ $(cat puts) -eq {answered} ]; do :; done"
+    step = f"{read}; {drop}; {settled}"
+    guest.sh(f"cd {SYSFS}/stats; i=0; while [ $i -lt {mib} ]; do {step}; i=$((i+1)); done", 300)
     after = settle(guest)
     pages = after["index_pages"] - before["index_pages"]
     assert pages > mib * 256 * 9 // 10
