@@ -59,9 +59,8 @@ def mounted(name: str) -> str:
     return f"--device=/dev/vda --fstype={fs.kind}{options}"
 
 
-def random_operations(guest: Guest, name: str, operations: int) -> None:
-    fs = disk.FILE_SYSTEMS[name]
-    left_out = " ".join(f"--no-{kind}" for kind in fs.left_out)
+def random_operations(guest: Guest, kernel: Kernel, name: str, operations: int) -> None:
+    left_out = disk.left_out(kernel.series, name)
     arguments = f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2 {left_out}"
     numbers = Torture(guest, f"{arguments} {mounted(name)}", 900).finish()
     assert numbers["ops"] >= operations
@@ -82,7 +81,7 @@ def skip_unless_mountable(kernel: Kernel, name: str) -> None:
 def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
     """The short form: random operations, and each scenario."""
     guest = boot(session, kernel, module, "xfs")
-    random_operations(guest, "xfs", 6_000)
+    random_operations(guest, kernel, "xfs", 6_000)
     for scenario in (*SCENARIOS, "clone", "swapext"):
         numbers = Torture(guest, f"--scenario={scenario} {mounted('xfs')}").finish()
         assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
@@ -92,7 +91,7 @@ def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
 def test_random_operations(session: Session, kernel: Kernel, module: Path, name: str) -> None:
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name)
-    random_operations(guest, name, 20_000)
+    random_operations(guest, kernel, name, 20_000)
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
@@ -106,7 +105,7 @@ def test_random_operations_verified(
     """Every hit is read from disk as well: the driver's own check must agree, too."""
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name, "verify_every=1")
-    random_operations(guest, name, 5_000)
+    random_operations(guest, kernel, name, 5_000)
     assert stats(guest)["verified_hits"] > 100
 
 
