@@ -1,12 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! tmem-bench: what virtio-tmem costs beside what it cannot do without.
 //!
-//! Everything is a ratio of two things measured by turns in one run, since times say more of the
-//! machine than of the program.
+//! Everything measured is a ratio of two things, by turns in one run, since times say more of the
+//! machine than of the program. Replays of traces measure no time: they count hits.
 
 mod corpus;
 mod engine;
 mod measure;
+mod replay;
+#[cfg(test)]
+mod replay_test;
 
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -24,6 +27,8 @@ struct Args {
 enum Command {
     /// The storage engine beside copying, hashing and lz4 alone, on pages of this machine's files.
     Engine(EngineArgs),
+    /// Hit ratios of all policies over pool sizes, on traces that tmemd recorded.
+    Replay(replay::Args),
 }
 
 /// What the engine is measured with.
@@ -47,8 +52,11 @@ struct EngineArgs {
 }
 
 fn main() -> ExitCode {
-    let Command::Engine(args) = Args::parse().command;
-    match engine::run(&args) {
+    let done = match Args::parse().command {
+        Command::Engine(args) => engine::run(&args),
+        Command::Replay(args) => replay::run(&args),
+    };
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("tmem-bench: {error}");

@@ -63,9 +63,25 @@ pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 pub enum PolicyKind {
     /// The page put longest ago.
     Fifo,
+    /// The page used longest ago, which with pages that leave when they are used is the same.
+    Lru,
     /// What was put for the first time goes early.
     #[default]
     S3Fifo,
+}
+
+impl PolicyKind {
+    /// All there are.
+    pub const ALL: [PolicyKind; 3] = [PolicyKind::Fifo, PolicyKind::Lru, PolicyKind::S3Fifo];
+
+    /// For tables and files.
+    pub fn name(self) -> &'static str {
+        match self {
+            PolicyKind::Fifo => "fifo",
+            PolicyKind::Lru => "lru",
+            PolicyKind::S3Fifo => "s3fifo",
+        }
+    }
 }
 
 /// A blob is cold when it has been there for one to two of these. Ten minutes: what a guest takes

@@ -42,7 +42,7 @@ const KIND_RAW: u32 = 1 << KIND_SHIFT;
 const KIND_BLOB: u32 = 2 << KIND_SHIFT;
 const SHARED: u32 = 1 << 15;
 const POLICY_SHIFT: u32 = 16;
-const POLICY: u32 = 0xff << POLICY_SHIFT;
+const POLICY: u32 = 0xffff << POLICY_SHIFT;
 
 impl Entry {
     /// `stored_bytes` is what the page is charged, beside its metadata; `shared`: an equal page was
@@ -85,11 +85,11 @@ impl Entry {
     }
 
     /// Bits that the policy keeps for the page.
-    pub(crate) fn policy_bits(&self) -> u8 {
-        (self.bits >> POLICY_SHIFT) as u8
+    pub(crate) fn policy_bits(&self) -> u16 {
+        (self.bits >> POLICY_SHIFT) as u16
     }
 
-    pub(crate) fn set_policy_bits(&mut self, bits: u8) {
+    pub(crate) fn set_policy_bits(&mut self, bits: u16) {
         self.bits = self.bits & !POLICY | u32::from(bits) << POLICY_SHIFT;
     }
 

@@ -23,6 +23,7 @@
 //! | `codec.rs`, `hash.rs` | forms of a page |
 //! | `evict/` | order of eviction, one file for each policy |
 //! | `gain.rs` | what more memory would bring a tenant |
+//! | `trace.rs`, `replay.rs` | what guests asked, to be kept; the same through another policy or size |
 //! | `check.rs`, `tests/` | invariants; a model that knows what each get may answer |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
 //!
@@ -45,11 +46,13 @@ mod index;
 mod pool;
 mod quota;
 mod registry;
+pub mod replay;
 mod state;
 mod stats;
 mod tenant;
 #[cfg(test)]
 mod tests;
+pub mod trace;
 
 pub use config::{
     KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page,

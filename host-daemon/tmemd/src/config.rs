@@ -17,6 +17,8 @@ pub const WEIGHT_DEFAULT: u32 = 100;
 pub const WEIGHT_MAX: u32 = 10_000;
 /// The smallest pool: below it, metadata of a few VMs is all there is room for.
 pub const POOL_BYTES_MIN: u64 = 1 << 20;
+/// A trace ends at this size if it is told none: some ten million events.
+pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
 /// The longest name of a VM or trust domain, in bytes.
 const NAME_BYTES_MAX: usize = 64;
 
@@ -33,6 +35,17 @@ pub struct Config {
     pub control_read_only: Option<PathBuf>,
     /// The VMs served.
     pub vms: Vec<VmConfig>,
+    /// Where to record what guests ask, if at all.
+    pub trace: Option<TraceConfig>,
+}
+
+/// A trace to record.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TraceConfig {
+    /// Its file, which is not there yet.
+    pub path: PathBuf,
+    /// It ends there.
+    pub bytes_max: u64,
 }
 
 /// A VM.
@@ -359,6 +372,7 @@ mod tests {
             control: "/c".into(),
             control_read_only: Some("/r".into()),
             vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
+            trace: None,
         }
     }
 

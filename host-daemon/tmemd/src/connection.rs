@@ -41,8 +41,7 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
     };
     vm.counters.connections.fetch_add(1, Ordering::Relaxed);
     // A connection starts empty, whatever was before.
-    vm.tenant.clear();
-    vm.clear_report();
+    vm.clear();
     let (workers, janitor) = (shared.workers.clone(), shared.janitor.clone());
     let device = stream
         .try_clone()

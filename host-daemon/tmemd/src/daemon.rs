@@ -10,6 +10,7 @@ use crate::connection::{self, Shared};
 use crate::control::{self, Service};
 use crate::janitor::Janitor;
 use crate::poller::{consume, signal};
+use crate::recorder::{Recorder, Tap};
 use crate::sockets::Listener;
 use crate::vm::Vm;
 use crate::worker::Workers;
@@ -93,6 +94,7 @@ pub struct Daemon {
     stop: Arc<OwnedFd>,
     workers: Arc<Workers>,
     janitor: Arc<Janitor>,
+    recorder: Option<Arc<Recorder>>,
 }
 
 impl Daemon {
@@ -110,15 +112,20 @@ impl Daemon {
             policy: Default::default(),
         })?;
         let pool = Arc::new(pool);
+        let recorder = match &config.trace {
+            Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),
+            None => None,
+        };
         let mut vms = Vec::new();
-        for vm in &config.vms {
+        for (number, vm) in (0..).zip(&config.vms) {
             let spec = TenantSpec {
                 name: vm.name.clone(),
                 trust_domain: vm.trust_domain.clone(),
                 quota: vm.quota,
             };
             let tenant = pool.add_tenant(spec).map_err(StartError::Admission)?;
-            vms.push(Arc::new(Vm::new(vm.clone(), tenant)));
+            let tap = recorder.clone().map(|recorder| Tap::new(recorder, number));
+            vms.push(Arc::new(Vm::new(vm.clone(), tenant, tap)));
         }
         let janitor = Janitor::start(pool.clone(), epoch, janitors())?;
         let workers = match Workers::start(config.workers, &janitor) {
@@ -138,6 +145,7 @@ impl Daemon {
             stop: stop.clone(),
             workers: workers.clone(),
             janitor: janitor.clone(),
+            recorder,
         };
         let mut listeners = Vec::new();
         let service = |read_only| {
@@ -199,6 +207,9 @@ impl Daemon {
         }
         self.workers.stop();
         self.janitor.stop();
+        if let Some(recorder) = &self.recorder {
+            recorder.finish();
+        }
     }
 }
 

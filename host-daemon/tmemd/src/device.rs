@@ -204,8 +204,7 @@ impl Device {
         let generation = new_generation().map_err(Error::ReqHandlerError)?;
         self.hold(&self.vrings, |states| {
             states.iter_mut().for_each(|state| state.enabled = false);
-            self.vm().tenant.clear();
-            self.vm().clear_report();
+            self.vm().clear();
             self.link.generation.store(generation, Ordering::SeqCst);
         });
         self.janitor.work_may_be_there();
@@ -221,8 +220,7 @@ impl Device {
                 state.memory = Arc::new(Memory::empty());
                 (state.call, state.error) = (None, None);
             }
-            self.vm().tenant.clear();
-            self.vm().clear_report();
+            self.vm().clear();
         });
         let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty()));
         self.janitor.discard(old);
@@ -589,7 +587,7 @@ mod tests {
         let workers = Arc::new(Workers::start(1, &janitor).expect("start"));
         // One that has much else to do.
         janitor.stop();
-        let vm = Arc::new(Vm::new(config, tenant));
+        let vm = Arc::new(Vm::new(config, tenant, None));
         let (own, _front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
         let peer = Peer::new(own);
         let mut device = Device::new(vm, peer, workers.clone(), janitor, epoch).expect("random");

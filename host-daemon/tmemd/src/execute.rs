@@ -120,7 +120,11 @@ pub fn execute(
                     nr_pages => Some(nr_pages),
                 };
                 let (object, index) = (range.object.get(), range.index.get());
-                tenant.flush_some(pool, object, index, nr_pages, &mut budget)
+                let done = tenant.flush_some(pool, object, index, nr_pages, &mut budget);
+                if let (Some(tap), Ok(true)) = (&context.vm.tap, done) {
+                    tap.flush(pool, object, index, nr_pages);
+                }
+                done
             };
             let mut status = wire::S_OK;
             for range in *ranges {
@@ -141,7 +145,12 @@ pub fn execute(
             Err(CreateError::Limit) => wire::S_LIMIT,
         },
         Body::PoolDestroy => match tenant.destroy_pool(pool) {
-            Ok(()) => wire::S_OK,
+            Ok(()) => {
+                if let Some(tap) = &context.vm.tap {
+                    tap.destroy_pool(pool);
+                }
+                wire::S_OK
+            }
             Err(tmem_pool::NoPool) => wire::S_NO_POOL,
         },
         Body::Report(report) => {
@@ -205,6 +214,9 @@ fn put(
         let slice = &mut slice[..puts.len()];
         match context.vm.tenant.put(context.now(), pool, &puts, slice) {
             Ok(()) => {
+                if let Some(tap) = &context.vm.tap {
+                    tap.put(pool, &puts, slice);
+                }
                 for (result, put) in results[done..end].iter_mut().zip(slice) {
                     *result = match put {
                         PutResult::Stored => wire::P_STORED,
@@ -286,6 +298,10 @@ fn get(
         match got {
             Ok(spent) => {
                 drop(spent);
+                if let Some(tap) = &context.vm.tap {
+                    let hits = slice.iter().map(|result| *result != GetResult::Miss);
+                    tap.get(request.header.pool, *object, first, hits);
+                }
                 for ((result, got), wanted) in results[done..end].iter_mut().zip(slice).zip(wanted)
                 {
                     // The pool answers no other cookie; looked at here all the same, since a page

@@ -14,10 +14,12 @@
 //! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
 //! | `vm.rs`, `control.rs`, `janitor.rs` | counters, control interface, background work |
+//! | `recorder.rs` | what guests ask, into a file |
 //!
 //! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
 //! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
-//! the dirty log's map, a VM's report and the pool's own locks, each taken with none of the others.
+//! the dirty log's map, a VM's report, a trace and the pool's own locks, each taken with none of the
+//! others.
 
 mod chain;
 pub mod config;
@@ -31,6 +33,7 @@ mod janitor;
 mod memory;
 mod peer;
 mod poller;
+mod recorder;
 pub mod request;
 mod run_queue;
 mod sockets;
@@ -38,5 +41,5 @@ mod vm;
 mod vring;
 mod worker;
 
-pub use config::{Config, ConfigError, VmConfig};
+pub use config::{Config, ConfigError, TraceConfig, VmConfig};
 pub use daemon::{Daemon, StartError};

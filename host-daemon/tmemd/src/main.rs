@@ -29,6 +29,13 @@ struct Arguments {
     /// Threads that move and compress pages
     #[arg(long, value_name = "N", default_value_t = workers_default())]
     workers: usize,
+    /// Record what guests ask, without contents and names, to a new file
+    #[arg(long, value_name = "PATH")]
+    trace: Option<PathBuf>,
+    /// The trace ends at this size
+    #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "trace",
+          default_value = config::TRACE_BYTES_DEFAULT)]
+    trace_max: u64,
 }
 
 fn main() -> ExitCode {
@@ -62,6 +69,10 @@ fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
         control: arguments.control,
         control_read_only: arguments.control_ro,
         vms: arguments.vm,
+        trace: arguments.trace.map(|path| config::TraceConfig {
+            path,
+            bytes_max: arguments.trace_max,
+        }),
     };
     let Config {
         pool_size_bytes,

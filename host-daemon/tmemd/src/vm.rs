@@ -4,6 +4,7 @@
 //! It lives as long as the daemon; its storage lives as long as a connection.
 
 use crate::config::VmConfig;
+use crate::recorder::Tap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -35,6 +36,8 @@ pub struct Vm {
     pub config: VmConfig,
     /// Its storage.
     pub tenant: Tenant,
+    /// Where what it asks is recorded.
+    pub tap: Option<Tap>,
     /// What happened.
     pub counters: Counters,
     /// There is a connection.
@@ -46,10 +49,11 @@ pub struct Vm {
 
 impl Vm {
     /// A VM without a connection.
-    pub fn new(config: VmConfig, tenant: Tenant) -> Vm {
+    pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>) -> Vm {
         Vm {
             config,
             tenant,
+            tap,
             counters: Counters::default(),
             connected: AtomicBool::new(false),
             report: Mutex::new(None),
@@ -62,6 +66,16 @@ impl Vm {
         &self.config.name
     }
 
+    /// Forgets all its pages, in constant time, and what its driver reported: a connection or a
+    /// generation begins or ends.
+    pub fn clear(&self) {
+        self.tenant.clear();
+        if let Some(tap) = &self.tap {
+            tap.clear();
+        }
+        self.clear_report();
+    }
+
     /// Keeps what the driver reports.
     pub fn set_report(&self, report: Report) {
         *self.report.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
@@ -72,8 +86,7 @@ impl Vm {
         *self.report.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets the report, when a connection or a generation ends.
-    pub fn clear_report(&self) {
+    fn clear_report(&self) {
         *self.report.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 

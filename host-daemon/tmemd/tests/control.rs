@@ -30,6 +30,7 @@ fn config(directory: &Path) -> Config {
             vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),
             vm("db", ",trust-domain=team,reserve=4MiB,limit=16MiB,weight=7"),
         ],
+        trace: None,
     }
 }
 

@@ -1,8 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! First in, first out: the page put longest ago goes first.
-//!
-//! Since a hit takes a page out and a later put brings it in again, this is also least recently
-//! used, as far as the host can see.
 
 use super::queue::Queue;
 use super::{Arrival, Leave, Policy};

@@ -11,6 +11,7 @@
 
 mod fifo;
 mod ghost;
+mod lru;
 mod queue;
 mod s3fifo;
 
@@ -41,6 +42,7 @@ pub(crate) enum Leave {
 pub(crate) fn policy(kind: PolicyKind) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
+        PolicyKind::Lru => Box::new(lru::Lru::default()),
         PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::default()),
     }
 }

@@ -95,7 +95,7 @@ fn settle(pool: &Pool) {
 }
 
 /// Incompressible.
-fn noise(seed: u64) -> Page {
+pub(crate) fn noise(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let mut page = [0; PAGE_SIZE];
     page.as_chunks_mut::<8>()

@@ -7,7 +7,7 @@
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -27,6 +27,7 @@ pub struct Daemon {
     dir: TempDir,
     vms: Vec<(String, Option<String>)>,
     pool_size: String,
+    arguments: Vec<String>,
     child: Option<Child>,
 }
 
@@ -38,6 +39,15 @@ impl Daemon {
 
     /// Starts one with a pool of that size.
     pub fn with_pool(vms: &[(&str, Option<&str>)], pool_size: &str) -> Self {
+        Self::with_arguments(vms, pool_size, |_| Vec::new())
+    }
+
+    /// Starts one with more arguments, which may name files in its directory.
+    pub fn with_arguments(
+        vms: &[(&str, Option<&str>)],
+        pool_size: &str,
+        arguments: impl FnOnce(&Path) -> Vec<String>,
+    ) -> Self {
         let mut daemon = Self {
             dir: tempfile::Builder::new()
                 .prefix("tmemd-test")
@@ -48,8 +58,10 @@ impl Daemon {
                 .map(|(n, d)| ((*n).into(), d.map(Into::into)))
                 .collect(),
             pool_size: pool_size.into(),
+            arguments: Vec::new(),
             child: None,
         };
+        daemon.arguments = arguments(daemon.dir.path());
         daemon.spawn();
         daemon
     }
@@ -75,6 +87,7 @@ impl Daemon {
             command.args(["--vm", &vm]);
         }
         command
+            .args(&self.arguments)
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);
@@ -101,6 +114,18 @@ impl Daemon {
             Some(9),
             "it died before it was killed"
         );
+    }
+
+    /// SIGTERM, and a clean end when it returns.
+    pub fn terminate(&mut self) {
+        let mut child = self.child.take().expect("running");
+        kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
+        assert!(child.wait().unwrap().success());
+    }
+
+    /// A file in its directory.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
     }
 
     /// Takes the processor from it for so long (SIGSTOP, SIGCONT).

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The recorder: what guests asked is in the file, in that order, and nothing else is.
+
+mod common;
+
+use common::Daemon;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use tmem_pool::trace::{Event, ObjectKey, Op, Reader};
+use tmem_sim::{Content, Driver, PutPage, Range, Request};
+
+/// Looks like nothing else in a file.
+const OBJECT: u64 = 0x1357_9bdf_0246_8ace;
+const INDEX: u64 = 0x0011_2233_4455;
+
+fn recording(bytes_max: &str) -> Daemon {
+    let vms = [("a", None), ("b", None)];
+    Daemon::with_arguments(&vms, "64MiB", |folder| {
+        let trace = folder.join("trace").to_str().unwrap().to_owned();
+        ["--trace", &trace, "--trace-max", bytes_max]
+            .map(String::from)
+            .into()
+    })
+}
+
+fn put(driver: &mut Driver, object: u64, index: u64, contents: &[Content]) {
+    let page = |(content, index): (&Content, u64)| PutPage {
+        object,
+        index,
+        cookie: 7,
+        flags: 0,
+        page: content.page(),
+    };
+    let put = Request::Put {
+        pool: driver.pool(),
+        pages: contents.iter().zip(index..).map(page).collect(),
+    };
+    let queue = driver.queue_of(object, index);
+    assert!(driver.send(queue, put, contents.to_vec()));
+    driver.settle().unwrap();
+}
+
+fn get(driver: &mut Driver, object: u64, index: u64, pages: usize) {
+    let get = Request::Get {
+        pool: driver.pool(),
+        object,
+        index,
+        cookies: vec![7; pages],
+    };
+    let queue = driver.queue_of(object, index);
+    assert!(driver.send(queue, get, vec![]));
+    driver.settle().unwrap();
+}
+
+fn flush(driver: &mut Driver, object: u64, index: u64, nr_pages: u64) {
+    let flush = Request::Flush {
+        pool: driver.pool(),
+        ranges: vec![Range {
+            object,
+            index,
+            nr_pages,
+        }],
+    };
+    let queue = driver.queue_of(object, index);
+    assert!(driver.send(queue, flush, vec![]));
+    driver.settle().unwrap();
+}
+
+fn read(bytes: &[u8]) -> Vec<Event> {
+    Reader::new(bytes).unwrap().map(Result::unwrap).collect()
+}
+
+#[test]
+fn what_was_asked_is_written() {
+    let mut daemon = recording("1MiB");
+    let mut driver = daemon.driver("b", 1);
+    let contents = [Content::Noise(1), Content::Noise(2), Content::SameFilled(0)];
+    put(&mut driver, OBJECT, INDEX, &contents);
+    get(&mut driver, OBJECT, INDEX + 1, 3);
+    flush(&mut driver, OBJECT, INDEX, 2);
+    flush(&mut driver, OBJECT, 0, virtio_tmem::TO_END);
+    put(&mut driver, OBJECT + 1, INDEX, &contents[..1]);
+    drop(driver);
+    daemon.terminate();
+
+    let path = daemon.path("trace");
+    assert_eq!(
+        fs::metadata(&path).unwrap().permissions().mode() & 0o777,
+        0o600
+    );
+    let bytes = fs::read(&path).unwrap();
+    let events = read(&bytes);
+    assert!(events.is_sorted_by_key(|event| event.time_us));
+    // A connection begins and ends empty, and so does the probe of the test's start.
+    let mut ops = events.iter().filter(|event| event.tenant == 1);
+    let mut ops = ops
+        .by_ref()
+        .map(|event| event.op)
+        .skip_while(|op| *op == Op::Clear);
+    let Some(Op::Put {
+        object,
+        page,
+        size,
+        workingset: false,
+    }) = ops.next()
+    else {
+        panic!("{events:?}");
+    };
+    assert_eq!(size.bytes(), 4096);
+    let rest: Vec<Op> = ops.collect();
+    let got = |page, hit| Op::Get { object, page, hit };
+    assert!(matches!(rest[0], Op::Put { object: o, page: p, .. } if (o, p) == (object, page + 1)));
+    assert!(matches!(rest[1], Op::Put { page: p, size, .. } if (p, size.bytes()) == (page + 2, 0)));
+    assert_eq!(
+        rest[2..5],
+        [
+            got(page + 1, true),
+            got(page + 2, true),
+            got(page + 3, false)
+        ]
+    );
+    let nr_pages = Some(2);
+    assert_eq!(
+        rest[5..7],
+        [
+            Op::Flush {
+                object,
+                page,
+                nr_pages
+            },
+            Op::FlushObject(object)
+        ]
+    );
+    assert!(matches!(rest[7], Op::Put { object: o, .. } if o != object && o.pool == object.pool));
+    assert!(
+        rest[8..].iter().all(|op| *op == Op::Clear) && rest.len() > 8,
+        "{rest:?}"
+    );
+
+    // Neither numbers nor contents.
+    assert_ne!(object, ObjectKey::default());
+    for secret in [
+        &OBJECT.to_le_bytes()[..5],
+        &INDEX.to_le_bytes()[..5],
+        &contents[0].page()[..8],
+    ] {
+        assert!(!bytes.windows(secret.len()).any(|window| window == secret));
+    }
+}
+
+#[test]
+fn it_ends_at_its_size() {
+    let mut daemon = recording("1000B");
+    let mut driver = daemon.driver("a", 1);
+    for index in 1..=100 {
+        put(
+            &mut driver,
+            index * index,
+            index * 9,
+            &[Content::SameFilled(1), Content::SameFilled(1)],
+        );
+    }
+    drop(driver);
+    daemon.terminate();
+    let bytes = fs::read(daemon.path("trace")).unwrap();
+    assert!((900..=1000).contains(&bytes.len()), "{} bytes", bytes.len());
+    assert!(read(&bytes).len() > 50);
+}
+
+#[test]
+fn a_file_that_is_there_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let trace = folder.path().join("trace");
+    fs::write(&trace, "mine").unwrap();
+    let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_tmemd"));
+    command
+        .args(["--pool-size", "64MiB", "--control"])
+        .arg(folder.path().join("control"));
+    let output = command.arg("--trace").arg(&trace).output().unwrap();
+    let log = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(
+        !output.status.success() && log.contains(trace.to_str().unwrap()),
+        "{log}"
+    );
+    assert_eq!(fs::read(&trace).unwrap(), b"mine");
+}

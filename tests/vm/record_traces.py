@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Records the traces in tests/traces, with the real driver: not a test, and not run as one.
+
+`TMEM_TRACES=DIR ./python -m pytest vm/record_traces.py` writes DIR/NAME.trace.zst, for those names
+that `-k` selects. The pool is larger than what the guest reads, so that the driver's admission
+filter, which waits for pages that the host lost, lets all pages pass: the replay decides what a
+smaller one would have lost. What is random has a fixed seed; what reclaim takes when has none.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import WHERE, Torture, driver_vm, load, settle, stats
+
+from harness import disk, fio
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+SEED = 2026
+GUEST_BYTES = 128 * MIB  # some 60 MiB of it hold the page cache
+DISK_BYTES = 512 * MIB
+FIO = "/bin/fio"
+SECONDS = 600
+
+
+def compressible(generator: random.Random, size: int) -> bytes:
+    """Noise and zeros: blocks of 16 pages that shrink to anything from nothing to themselves."""
+    parts = []
+    while size > 0:
+        noise = generator.choice((0, 512, 1024, 1500, 2048, 3072, 4096))
+        pages = min(size // 4096, 16)
+        parts += [generator.randbytes(noise) + bytes(4096 - noise) for _ in range(pages)]
+        size -= pages * 4096
+    return b"".join(parts)
+
+
+def file_of(mib: int) -> Callable[[Path, random.Random], None]:
+    def fill(folder: Path, generator: random.Random) -> None:
+        (folder / "file").write_bytes(compressible(generator, mib * MIB))
+
+    return fill
+
+
+def trees(**files: int) -> Callable[[Path, random.Random], None]:
+    """Folders with so many files each, of 16 to 512 KiB."""
+
+    def fill(folder: Path, generator: random.Random) -> None:
+        for name, number in files.items():
+            (folder / name).mkdir()
+            for nth in range(number):
+                size = 16384 << generator.randrange(6)
+                (folder / name / f"f{nth:04}").write_bytes(compressible(generator, size))
+
+    return fill
+
+
+def nothing(_folder: Path, _generator: random.Random) -> None:
+    pass
+
+
+def read_tree(guest: Guest, name: str) -> None:
+    guest.sh(f"find {WHERE}/{name} -type f -print0 | xargs -0 cat >/dev/null", SECONDS)
+
+
+def loop(guest: Guest) -> None:
+    """One file, larger than the page cache, from end to end, again and again."""
+    for _ in range(4):
+        guest.sh(f"cat {WHERE}/file >/dev/null", SECONDS)
+
+
+def zipf(guest: Guest) -> None:
+    """Single pages at random, some much more often than others."""
+    guest.sh(
+        f"{FIO} --name=f --filename={WHERE}/file --rw=randread --random_distribution=zipf:0.8"
+        f" --bs=4k --ioengine=psync --invalidate=0 --fadvise_hint=0 --number_ios=90000"
+        f" --randseed={SEED} --eta=never --minimal",
+        SECONDS,
+    )
+
+
+def mixed(guest: Guest) -> None:
+    """The same, with a stream of another file through it now and then."""
+    for nth in range(3):
+        guest.sh(
+            f"{FIO} --name=f --filename={WHERE}/hot/f --rw=randread --bs=4k --ioengine=psync"
+            f" --random_distribution=zipf:0.9 --invalidate=0 --fadvise_hint=0 --number_ios=24000"
+            f" --randseed={SEED + nth} --eta=never --minimal",
+            SECONDS,
+        )
+        guest.sh(f"cat {WHERE}/stream{nth} >/dev/null", SECONDS)
+
+
+def fill_mixed(folder: Path, generator: random.Random) -> None:
+    (folder / "hot").mkdir()
+    (folder / "hot/f").write_bytes(compressible(generator, 80 * MIB))
+    for nth in range(3):
+        (folder / f"stream{nth}").write_bytes(compressible(generator, 64 * MIB))
+
+
+def demo(guest: Guest) -> None:
+    """A tree larger than the page cache, all of it, over and over."""
+    for _ in range(3):
+        read_tree(guest, "tree")
+
+
+def three(guest: Guest) -> None:
+    """One tree in each round, one in every second, one in every fourth."""
+    for turn in range(8):
+        for name, every in (("often", 1), ("sometimes", 2), ("seldom", 4)):
+            if turn % every == 0:
+                read_tree(guest, name)
+
+
+def torture(guest: Guest) -> None:
+    """Random file operations of two workers beside a process that evicts."""
+    Torture(guest, f"--seed={SEED} --ops=8000 --files=16 --size-max=524288 --jobs=2").finish()
+
+
+RUNS: dict[str, tuple[Callable[[Path, random.Random], None], Callable[[Guest], None]]] = {
+    "loop": (file_of(128), loop),
+    "zipf": (file_of(192), zipf),
+    "mixed": (fill_mixed, mixed),
+    "demo": (trees(tree=600), demo),
+    "three": (trees(often=150, sometimes=250, seldom=250), three),
+    "torture": (nothing, torture),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_record(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+    if "TMEM_TRACES" not in os.environ:
+        pytest.skip("TMEM_TRACES=DIR says where to")
+    fill, work = RUNS[name]
+    folder = session.folder / "files"
+    folder.mkdir()
+    fill(folder, random.Random(SEED))
+    image = disk.ext4(session.folder / "data.img", DISK_BYTES, folder)
+    trace = session.folder / "trace"
+    daemon = session.daemon("vm1", pool_size="512MiB", options=["--trace", str(trace)])
+    daemon.start()
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        memory_bytes=GUEST_BYTES,
+        disks=[Disk("data", image)],
+        files={FIO: fio.program()} if work in (zipf, mixed) else {},
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    work(guest)
+    print(settle(guest))
+    print({key: value for key, value in stats(guest).items() if value})
+    vm.stop()
+    daemon.terminate()
+    into = Path(os.environ["TMEM_TRACES"]) / f"{name}.trace.zst"
+    subprocess.run(["zstd", "--ultra", "-22", "-q", "-f", str(trace), "-o", str(into)], check=True)
+    print(trace.stat().st_size, into.stat().st_size)
