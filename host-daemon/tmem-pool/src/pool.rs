@@ -423,6 +423,11 @@ impl Pool {
         registry.resize(size_bytes);
     }
 
+    /// Memory that it holds, metadata included.
+    pub fn held_bytes(&self) -> u64 {
+        self.0.held_bytes()
+    }
+
     /// Background work: final forms of raw pages, freeing what was detached, eviction down to the
     /// size and to limits. At most about `budget` pages; true if more is left. Any number of
     /// threads may do it at once.

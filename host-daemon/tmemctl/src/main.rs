@@ -244,9 +244,17 @@ fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::VmStat
             or_dash(vm.driver.as_ref().map(|driver| driver.state.as_str())),
         ]
     };
+    let shrunk = if pool.size_bytes < pool.configured_bytes {
+        format!(
+            "; smaller than its {} since the host is short of memory",
+            size(pool.configured_bytes)
+        )
+    } else {
+        String::new()
+    };
     format!(
         "daemon  {} pid {}, up {} s, {} workers, {} of {} VMs connected\n\
-         pool    {} of {} held ({}): {} of pages, {} of metadata\n\
+         pool    {} of {} held ({}): {} of pages, {} of metadata{}\n\
          \x20       {} pages of {}, {} per byte held; {} same-filled, {} shared, {} evicted\n\n{}",
         daemon.version,
         daemon.pid,
@@ -259,6 +267,7 @@ fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::VmStat
         percent(pool.held_bytes, pool.size_bytes),
         size(pool.payload_bytes),
         size(pool.metadata_bytes),
+        shrunk,
         pool.pages,
         size(pool.original_bytes),
         ratio(pool.original_bytes, pool.held_bytes),

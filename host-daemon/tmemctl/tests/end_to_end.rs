@@ -28,6 +28,7 @@ fn host() -> Host {
             vm("web"),
             vm("db,trust-domain=team,reserve=1MiB,limit=8MiB,weight=7"),
         ],
+        pressure: None,
         trace: None,
     };
     let daemon = Daemon::start(config).expect("starts");

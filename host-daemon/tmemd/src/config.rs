@@ -2,6 +2,7 @@
 //! What the daemon is told: pool, sockets, VMs. Parsed and checked here, with errors that name the
 //! VM, the key and the value, so that nothing later has to doubt them.
 
+use crate::pressure;
 use std::fmt;
 use std::path::PathBuf;
 use tmem_pool::Quota;
@@ -35,8 +36,21 @@ pub struct Config {
     pub control_read_only: Option<PathBuf>,
     /// The VMs served.
     pub vms: Vec<VmConfig>,
+    /// The pool gives way to the host; None: it never does.
+    pub pressure: Option<PressureConfig>,
     /// Where to record what guests ask, if at all.
     pub trace: Option<TraceConfig>,
+}
+
+/// When the pool gives way to the host's other users of memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PressureConfig {
+    /// So much should be available on the host.
+    pub host_free_min_bytes: u64,
+    /// Where the host tells what is.
+    pub meminfo: PathBuf,
+    /// Where the host, or a control group, tells how long tasks waited for memory.
+    pub stalls: Option<PathBuf>,
 }
 
 /// A trace to record.
@@ -80,6 +94,12 @@ impl std::error::Error for ConfigError {}
 pub fn workers_default() -> usize {
     let cpus = std::thread::available_parallelism().map_or(1, usize::from);
     (cpus / 2).clamp(2, 8)
+}
+
+/// Memory to leave available if nothing is said: a 32nd of the host's, in which the kernel still
+/// reclaims without haste, but no more than 1 GiB, which outlasts the second between two looks.
+pub fn host_free_min_default() -> u64 {
+    (pressure::host_memory_bytes() / 32).min(1 << 30)
 }
 
 /// Parses a size: a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
@@ -372,6 +392,7 @@ mod tests {
             control: "/c".into(),
             control_read_only: Some("/r".into()),
             vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
+            pressure: None,
             trace: None,
         }
     }

@@ -5,6 +5,7 @@
 //! answers the methods that only read. Nothing here touches a page.
 
 use crate::config::check_quota;
+use crate::pressure;
 use crate::vm::Vm;
 use crate::worker::Workers;
 use std::io::{Read, Write};
@@ -34,6 +35,10 @@ struct Control {
     /// In the order of their names.
     vms: Vec<Arc<Vm>>,
     workers: Arc<Workers>,
+    /// The pool's size while the host has enough.
+    configured_bytes: u64,
+    /// Of its size, away from there and back.
+    steps: Arc<pressure::Counters>,
     epoch: Instant,
     read_only: bool,
 }
@@ -44,6 +49,7 @@ impl Service {
         pool: Arc<Pool>,
         mut vms: Vec<Arc<Vm>>,
         workers: Arc<Workers>,
+        (configured_bytes, steps): (u64, Arc<pressure::Counters>),
         epoch: Instant,
         read_only: bool,
     ) -> Service {
@@ -52,6 +58,8 @@ impl Service {
             pool,
             vms,
             workers,
+            configured_bytes,
+            steps,
             epoch,
             read_only,
         };
@@ -216,6 +224,9 @@ impl Control {
         let stats = self.pool.stats();
         api::PoolStats {
             size_bytes: int(stats.size_bytes),
+            configured_bytes: int(self.configured_bytes),
+            host_shrinks: load(&self.steps.shrinks),
+            host_grows: load(&self.steps.grows),
             held_bytes: int(stats.held_bytes),
             payload_bytes: int(stats.payload_bytes),
             metadata_bytes: int(stats.metadata_bytes),

@@ -10,6 +10,7 @@ use crate::connection::{self, Shared};
 use crate::control::{self, Service};
 use crate::janitor::Janitor;
 use crate::poller::{consume, signal};
+use crate::pressure::{self, Watcher, host_memory_bytes};
 use crate::recorder::{Recorder, Tap};
 use crate::sockets::Listener;
 use crate::vm::Vm;
@@ -37,15 +38,6 @@ const JANITORS_MAX: usize = 8;
 fn janitors() -> usize {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     processors.div_ceil(4).min(JANITORS_MAX)
-}
-
-fn host_memory_bytes() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let total = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemTotal:"));
-    let kib = total.and_then(|text| text.trim().strip_suffix(" kB")?.parse::<u64>().ok());
-    kib.map_or(0, |kib| kib << 10)
 }
 
 /// Why a daemon did not start.
@@ -95,6 +87,7 @@ pub struct Daemon {
     workers: Arc<Workers>,
     janitor: Arc<Janitor>,
     recorder: Option<Arc<Recorder>>,
+    watcher: Option<Watcher>,
 }
 
 impl Daemon {
@@ -146,13 +139,26 @@ impl Daemon {
             workers: workers.clone(),
             janitor: janitor.clone(),
             recorder,
+            watcher: None,
         };
+        let steps: Arc<pressure::Counters> = Arc::default();
+        if let Some(pressure) = &config.pressure {
+            let watcher = Watcher::start(
+                pressure.clone(),
+                pool.clone(),
+                config.pool_size_bytes,
+                janitor.clone(),
+                steps.clone(),
+            )?;
+            daemon.watcher = Some(watcher);
+        }
         let mut listeners = Vec::new();
         let service = |read_only| {
             Arc::new(Service::new(
                 pool.clone(),
                 vms.clone(),
                 workers.clone(),
+                (config.pool_size_bytes, steps.clone()),
                 epoch,
                 read_only,
             ))
@@ -204,6 +210,9 @@ impl Daemon {
             if thread.join().is_err() {
                 tracing::error!("a connection's thread panicked");
             }
+        }
+        if let Some(watcher) = &self.watcher {
+            watcher.stop();
         }
         self.workers.stop();
         self.janitor.stop();

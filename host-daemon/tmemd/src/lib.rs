@@ -14,6 +14,7 @@
 //! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
 //! | `vm.rs`, `control.rs`, `janitor.rs` | counters, control interface, background work |
+//! | `pressure.rs` | the pool gives way when the host is short of memory |
 //! | `recorder.rs` | what guests ask, into a file |
 //!
 //! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
@@ -33,6 +34,7 @@ mod janitor;
 mod memory;
 mod peer;
 mod poller;
+pub mod pressure;
 mod recorder;
 pub mod request;
 mod run_queue;
@@ -41,5 +43,5 @@ mod vm;
 mod vring;
 mod worker;
 
-pub use config::{Config, ConfigError, TraceConfig, VmConfig};
+pub use config::{Config, ConfigError, PressureConfig, TraceConfig, VmConfig};
 pub use daemon::{Daemon, StartError};

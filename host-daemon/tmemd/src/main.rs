@@ -29,6 +29,14 @@ struct Arguments {
     /// Threads that move and compress pages
     #[arg(long, value_name = "N", default_value_t = workers_default())]
     workers: usize,
+    /// Memory that the pool leaves available on the host, as in 2GiB; default: a 32nd of the host, at most 1GiB
+    #[arg(long, value_name = "SIZE", value_parser = parse_size,
+          default_value_t = config::host_free_min_default(), hide_default_value = true)]
+    host_free_min: u64,
+    /// How long tasks wait for memory, for which the pool gives way, too: the host's file, that of a
+    /// control group, or "none"
+    #[arg(long, value_name = "PATH", default_value = "/proc/pressure/memory")]
+    memory_pressure: PathBuf,
     /// Record what guests ask, without contents and names, to a new file
     #[arg(long, value_name = "PATH")]
     trace: Option<PathBuf>,
@@ -63,12 +71,20 @@ fn main() -> ExitCode {
 fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
     // Before the daemon starts, so that no signal is lost while it does.
     let mut signals = Signals::new([SIGTERM, SIGINT])?;
+    let stalls = Some(arguments.memory_pressure).filter(|path| path.as_os_str() != "none");
     let config = config::Config {
         pool_size_bytes: arguments.pool_size,
         workers: arguments.workers,
         control: arguments.control,
         control_read_only: arguments.control_ro,
         vms: arguments.vm,
+        pressure: (arguments.host_free_min > 0 || stalls.is_some()).then(|| {
+            config::PressureConfig {
+                host_free_min_bytes: arguments.host_free_min,
+                meminfo: "/proc/meminfo".into(),
+                stalls,
+            }
+        }),
         trace: arguments.trace.map(|path| config::TraceConfig {
             path,
             bytes_max: arguments.trace_max,

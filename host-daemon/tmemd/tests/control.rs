@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tmem_control::{Quota, VarlinkClientInterface};
-use tmemd::{Config, Daemon, StartError};
+use tmemd::{Config, Daemon, PressureConfig, StartError};
 
 /// Long enough for a loaded machine; nothing here is measured.
 const TIMEOUT: Duration = Duration::from_secs(30);
@@ -30,6 +30,7 @@ fn config(directory: &Path) -> Config {
             vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),
             vm("db", ",trust-domain=team,reserve=4MiB,limit=16MiB,weight=7"),
         ],
+        pressure: None,
         trace: None,
     }
 }
@@ -421,4 +422,50 @@ fn wrong_arguments_are_named() {
             "{arguments:?}: {error}"
         );
     }
+}
+
+/// What the host says is files in the test's directory here: a machine of its own to make short of
+/// memory is more than a test has.
+#[test]
+fn the_pool_gives_way_to_the_host_and_comes_back() {
+    let directory = tempfile::tempdir().expect("directory");
+    let path = |name: &str| directory.path().join(name);
+    // At once, as the kernel does it.
+    let host = |available: u64, stall_us: u64| {
+        let meminfo = format!("MemAvailable:   {} kB\n", available >> 10);
+        let pressure = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={stall_us}\n");
+        for (name, text) in [("meminfo", meminfo), ("pressure", pressure)] {
+            fs::write(path("new"), text).expect("written");
+            fs::rename(path("new"), path(name)).expect("renamed");
+        }
+    };
+    host(1 << 30, 0);
+    let config = Config {
+        pressure: Some(PressureConfig {
+            host_free_min_bytes: 256 << 20,
+            meminfo: path("meminfo"),
+            stalls: Some(path("pressure")),
+        }),
+        ..config(directory.path())
+    };
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let mut client = tmem_control::connect(&config.control).expect("connects");
+    let mut pool = || client.stats(None).call().expect("answers").pool;
+    assert_eq!((pool().size_bytes, pool().host_shrinks), (64 << 20, 0));
+
+    host((256 << 20) - (1 << 20), 0);
+    until("the pool shrinks", || pool().size_bytes < 64 << 20);
+    until("down to the least", || pool().size_bytes == 1 << 20);
+    assert!(pool().host_shrinks >= 1);
+    assert_eq!((pool().configured_bytes, pool().host_grows), (64 << 20, 0));
+
+    host(1 << 30, 0);
+    until("it begins to grow", || pool().host_grows > 0);
+    let size_bytes = pool().size_bytes;
+    // A quarter of the time in waits.
+    let begun = Instant::now();
+    until("waits are noticed", || {
+        host(1 << 30, begun.elapsed().as_micros() as u64 / 4);
+        pool().size_bytes < size_bytes
+    });
 }

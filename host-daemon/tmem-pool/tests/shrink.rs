@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A pool that is told to be smaller gives its memory back, in work that is bounded by what goes.
+
+use std::fs;
+use tmem_pool::{
+    PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, Time,
+};
+
+const MIB: u64 = 1 << 20;
+const PAGES: u64 = 24_000;
+/// Of one call of maintain, as the daemon's janitor makes them, but smaller.
+const BUDGET: usize = 64;
+
+/// Compresses to anything from 100 B to nothing less than itself, in no order.
+fn page(nth: u64) -> Page {
+    let mut page = [nth as u8; PAGE_SIZE];
+    let mut x = nth.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let noise = 100 + (x >> 33) as usize % PAGE_SIZE;
+    for byte in page.iter_mut().take(noise) {
+        x = x
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        *byte = (x >> 56) as u8;
+    }
+    page
+}
+
+fn fill(pool: &Pool, tenant: &Tenant) {
+    for nth in 0..PAGES {
+        let page = page(nth);
+        let put = Put {
+            object: nth % 100,
+            index: nth,
+            cookie: 1,
+            workingset: nth % 3 == 0,
+            page: &page,
+        };
+        let mut results = [PutResult::Refused];
+        tenant.put(Time(0), 1, &[put], &mut results).unwrap();
+        assert_eq!(results, [PutResult::Stored]);
+        if nth % 64 == 0 {
+            while pool.maintain(Time(0), BUDGET) {}
+        }
+    }
+    while pool.maintain(Time(0), BUDGET) {}
+}
+
+/// Of this process, in memory.
+fn resident_bytes() -> u64 {
+    let statm = fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
+    pages * PAGE_SIZE as u64
+}
+
+#[test]
+fn memory_goes_back_in_bounded_work() {
+    let pool = Pool::new(PoolConfig {
+        size_bytes: 96 * MIB,
+        size_max_bytes: 0,
+        seed: 5,
+        policy: Default::default(),
+    })
+    .unwrap();
+    let quota = Quota {
+        reserve_bytes: 0,
+        limit_bytes: None,
+        weight: 1,
+    };
+    let spec = TenantSpec {
+        name: "a".into(),
+        trust_domain: None,
+        quota,
+    };
+    let tenant = pool.add_tenant(spec).unwrap();
+    tenant.create_pool(1).unwrap();
+    fill(&pool, &tenant);
+    for part in [3, 5, 10, 40] {
+        let before = pool.stats();
+        let resident_before = resident_bytes();
+        let size_bytes = before.held_bytes / part * (part - 1);
+        pool.resize(size_bytes);
+        let mut calls = 0;
+        while pool.stats().held_bytes > size_bytes {
+            calls += 1;
+            pool.maintain(Time(0), BUDGET);
+            assert!(calls < 10_000, "it does not go below {size_bytes} B");
+        }
+        let after = pool.stats();
+        let evicted = after.evictions - before.evictions;
+        let resident_gone = resident_before.saturating_sub(resident_bytes());
+        let gone = before.held_bytes - after.held_bytes;
+        let steps = calls * BUDGET as u64;
+        println!(
+            "1/{part}: {gone} B less held, {resident_gone} B less resident; {evicted} pages evicted of {}, \
+             {steps} steps",
+            before.pages
+        );
+        // What goes is about the part of the pages that the size loses: none are lost in vain.
+        assert!(
+            evicted <= before.pages * 3 / 2 / part + 512,
+            "{evicted} pages evicted"
+        );
+        // Each page takes a step to evict and one blob beside it a step to move.
+        assert!(
+            steps <= 3 * evicted + 1024,
+            "{steps} steps for {evicted} pages"
+        );
+        assert!(
+            resident_gone + 2 * MIB >= gone,
+            "{resident_gone} of {gone} B"
+        );
+    }
+}
