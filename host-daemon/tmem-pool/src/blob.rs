@@ -14,10 +14,10 @@ use crate::codec::{self, Buffer, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
-use crate::hash::{HashFn, check_bits, table_bits};
+use crate::hash::{HashFn, check_bits, place_bits, table_bits};
 use crate::heap::{Handle, Heap, Zeroed};
 use std::io;
-use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// A trust domain; never reused.
@@ -84,6 +84,11 @@ impl Store {
         })
     }
 
+    /// All of its memory is never swapped.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.heap.is_locked() && self.dedup.is_locked()
+    }
+
     /// Memory of the table.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         self.dedup.bytes()
@@ -107,7 +112,8 @@ impl Store {
         let record = self.record(blob);
         record.hash.store(table_bits(hash), Relaxed);
         record.domain.store(0, Relaxed);
-        record.refs.store(1, Relaxed);
+        // Release: the sweep may take a reference of any blob that has some.
+        record.refs.store(1, Release);
         Some((blob, check_bits(hash)))
     }
 
@@ -200,7 +206,7 @@ impl Store {
                     let record = self.record(blob);
                     record.hash.store(hash, Relaxed);
                     record.domain.store(0, Relaxed);
-                    record.refs.store(1, Relaxed);
+                    record.refs.store(1, Release);
                     (blob, bytes.len())
                 }
                 // It stays where it is.
@@ -271,7 +277,7 @@ impl Store {
         page: &Page,
         buffer: &mut Buffer,
     ) -> Option<u32> {
-        let chain = self.dedup.lock(hash);
+        let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |blob| self.is_listed_as(blob, domain, hash));
         // Under the lock: the last to release a blob takes it out before it frees it.
         let blob = found.filter(|&blob| self.share(blob))?;
@@ -297,7 +303,7 @@ impl Store {
     /// Makes a blob findable. One place for each hash of a domain, so that probing is bounded: a
     /// page that collides with one that is there is stored and not shared.
     fn list(&self, blob: u32, domain: DomainId, hash: u64) {
-        let chain = self.dedup.lock(hash);
+        let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
         if found.is_none() {
             self.record(blob).domain.store(domain + 1, Relaxed);
@@ -322,10 +328,13 @@ impl Store {
             let counted = self.record(blob).refs.load(Relaxed);
             assert_eq!(counted, refs, "references of a blob");
         }
+        let payload = refs.keys().map(|&blob| self.heap.len(Handle(blob)) as u64);
+        let said = self.heap.stats().payload_bytes;
+        assert_eq!(payload.sum::<u64>(), said, "payload");
         let mut listed = 0;
         self.dedup.check(self, |blob| {
             let (domain, _) = refs.get(&blob).expect("a listed blob has references");
-            let hash = self.hash(blob);
+            let hash = self.record(blob).hash.load(Relaxed);
             assert!(
                 self.is_listed_as(blob, *domain, hash),
                 "domain of a listed blob"
@@ -349,7 +358,9 @@ impl Store {
 
 impl Links for Store {
     fn hash(&self, blob: u32) -> u64 {
-        self.record(blob).hash.load(Relaxed)
+        let record = self.record(blob);
+        let domain = record.domain.load(Relaxed).wrapping_sub(1);
+        place_bits(record.hash.load(Relaxed), domain)
     }
 
     fn next(&self, blob: u32) -> u32 {

@@ -76,6 +76,11 @@ impl Dedup {
         })
     }
 
+    /// The memory is never swapped.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.buckets.is_locked()
+    }
+
     /// Memory of the buckets in use.
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.nr_buckets.load(Relaxed)) * size_of::<Bucket>() as u64

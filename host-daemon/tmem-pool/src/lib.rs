@@ -26,6 +26,7 @@
 //! | `trace.rs`, `replay.rs` | what guests asked, to be kept; the same through another policy or size |
 //! | `check.rs`, `tests/` | invariants; a model that knows what each get may answer |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
+//! | `fail.rs` | where tests let memory run out |
 //!
 //! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
 //! heap: a class's, free spans.
@@ -39,6 +40,7 @@ mod dedup;
 mod entry;
 mod error;
 mod evict;
+mod fail;
 mod gain;
 mod hash;
 mod heap;

@@ -25,6 +25,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// What tenants are made with.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Made {
     pub seed: u64,
     pub keys_per_tenant_max: u32,
@@ -39,10 +40,15 @@ pub(crate) struct Inner {
     made: Made,
     /// Whose raw pages are next: they take turns.
     turn: AtomicUsize,
-    /// Guards the sweep. Taken alone.
+    /// Counts steps of background work.
+    chores: AtomicUsize,
+    /// Guards the sweep. Only ever tried; those of the store are taken under it.
     sweep: Mutex<Sweep>,
     registry: RwLock<Registry>,
 }
+
+/// While there are raw pages, one step in so many is for everything else.
+const CHORES_EVERY: usize = 4;
 
 /// Places that a sweep which began then should have passed by now.
 fn due_by(begun: Time, now: Time, places: u32) -> u32 {
@@ -104,15 +110,20 @@ impl Inner {
 
     /// What is left of the size for stored bytes.
     fn frames_bytes_max(&self) -> u64 {
-        let size_bytes = self.size_bytes.get();
-        let room_bytes = INDEX_ROOM_BYTES + size_bytes / INDEX_ROOM_PART;
-        size_bytes.saturating_sub(self.metadata_bytes() + room_bytes)
+        let taken_bytes = self.metadata_bytes() + self.index_room_bytes();
+        self.size_bytes.get().saturating_sub(taken_bytes)
+    }
+
+    fn index_room_bytes(&self) -> u64 {
+        INDEX_ROOM_BYTES + self.size_bytes.get() / INDEX_ROOM_PART
     }
 
     /// More is used than there may be. Frames without anything in them do not count: they go when
     /// others are wanted.
     fn is_over(&self) -> bool {
-        self.store.heap.busy_bytes() > self.frames_bytes_max()
+        // Metadata alone may be too much: those of same-filled pages, after a resize.
+        let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
+        used_bytes.saturating_add(self.index_room_bytes()) > self.size_bytes.get()
     }
 
     /// The pool has room for index entries: they do not take it from others.
@@ -295,11 +306,21 @@ impl Inner {
     /// One step of background work. 0: nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize) -> usize {
         // Raw pages first: until they are settled they take twice the room, and then others are
-        // refused.
+        // refused. But guests can put as fast as they are settled, and the rest must go on.
         let settled = self.settle_step();
-        if settled > 0 {
+        let turn = self.chores.fetch_add(1, Relaxed);
+        if settled > 0 && !turn.is_multiple_of(CHORES_EVERY) {
             return settled;
         }
+        let done = settled + self.chore(pages);
+        if done == 0 {
+            return self.sweep_step(now);
+        }
+        done
+    }
+
+    /// One step of what is not new pages. 0: nothing is left to do.
+    fn chore(&self, pages: usize) -> usize {
         let reaped = self.reap(pages);
         if reaped > 0 {
             return reaped;
@@ -316,12 +337,9 @@ impl Inner {
             return self.evict_from(&tenant, 1, Reason::Limit);
         }
         if self.store.heap.is_sparse() {
-            let moved = self.store.heap.compact(pages);
-            if moved > 0 {
-                return moved;
-            }
+            return self.store.heap.compact(pages);
         }
-        self.sweep_step(now)
+        0
     }
 
     fn has_work(&self, now: Time) -> bool {
@@ -340,7 +358,9 @@ impl Inner {
             .sweep
             .try_lock()
             .is_ok_and(|sweep| sweep.next < due_by(sweep.begun, now, self.store.heap.places()));
-        dead || raw || over || sweep_is_late || self.over_limit().is_some()
+        let heap = &self.store.heap;
+        let sparse = heap.is_sparse() && heap.has_spare();
+        dead || raw || over || sparse || sweep_is_late || self.over_limit().is_some()
     }
 }
 
@@ -391,6 +411,7 @@ impl Pool {
                 policy,
             },
             turn: AtomicUsize::new(0),
+            chores: AtomicUsize::new(0),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
                 next: 1,
@@ -487,6 +508,12 @@ impl Pool {
 }
 
 impl Pool {
+    /// What the pool holds is never swapped: the system let it lock its address space, which is some
+    /// nine times its largest size.
+    pub fn is_locked(&self) -> bool {
+        self.0.store.is_locked()
+    }
+
     pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.0
     }

@@ -81,6 +81,26 @@ impl State {
         }
     }
 
+    /// Empties it without a look at what it holds, since a panic left that unknown: no key is found
+    /// any more. The memory of its pages is lost, since references may have been given up or not.
+    pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
+        self.index.abandon(keys_max);
+        self.policy = evict::policy(policy);
+        self.raw = VecDeque::new();
+        self.gain = Gain::default();
+        let Counters {
+            puts,
+            puts_refused,
+            hits,
+            evictions,
+            replaced_pages,
+            hash_mismatches,
+            ..
+        } = self.counters;
+        let else_gone = puts_refused + hits + evictions + replaced_pages + hash_mismatches;
+        self.counters.flushed_pages = puts.saturating_sub(else_gone);
+    }
+
     pub(crate) fn charged_bytes(&self) -> u64 {
         self.index.gauges.charged_bytes()
     }
@@ -337,7 +357,7 @@ impl State {
     pub(crate) fn reap(&mut self, steps: usize, freed: &mut Freed) -> usize {
         let mut done = 0;
         while done < steps {
-            let Some(id) = self.index.any_detached(&mut done) else {
+            let Some(id) = self.index.any_detached(&mut done, steps) else {
                 break;
             };
             freed.push(self.remove(id, Leave::Dropped).content());

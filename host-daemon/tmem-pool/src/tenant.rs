@@ -3,6 +3,9 @@
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
 //! lock guards its `State`; a thread holds at most one tenant's lock. Order: registry, tenant.
+//!
+//! A panic under a tenant's lock empties that tenant: what it held is not known any more, and others
+//! have work to do under the same lock, which must not end them.
 
 use crate::account::{Account, Sum};
 use crate::blob::{DomainId, Store};
@@ -72,6 +75,7 @@ pub(crate) struct Inner {
     name: String,
     domain: DomainId,
     state: Mutex<State>,
+    made: pool::Made,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
     /// Memory of keys and queues.
@@ -97,6 +101,7 @@ impl Inner {
                 limit_bytes,
                 made.policy,
             )),
+            made: *made,
             charged_bytes: Sum::default(),
             entitled_bytes: Sum::default(),
             index_bytes: Sum::default(),
@@ -135,30 +140,52 @@ impl Inner {
         self.entitled_bytes.set(bytes);
         let raw = bytes / RAW_PART / PAGE_SIZE as u64;
         let raw = raw.clamp(RAW_PAGES_MIN.into(), RAW_PAGES_MAX.into());
-        self.state.lock().expect(POISONED).raw_max = raw as u32;
+        self.state().raw_max = raw as u32;
     }
 
     pub(crate) fn set_limit(&self, limit_bytes: Option<u64>) {
-        self.state.lock().expect(POISONED).limit_bytes = limit_bytes.unwrap_or(u64::MAX);
+        self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
     /// Nothing is left of it, but what others may be looking at just now.
     pub(crate) fn forgotten(&self, account: &Account) {
-        let _state = self.state.lock().expect(POISONED);
+        let _state = self.state();
         self.forgotten.store(true, Relaxed);
         account.index_bytes.sub(self.index_bytes.get());
     }
 
     pub(crate) fn counters(&self) -> Counters {
-        self.state.lock().expect(POISONED).counters
+        self.state().counters
     }
 
     pub(crate) fn lock<'a>(&'a self, account: &'a Account) -> Locked<'a> {
         Locked {
             tenant: self,
             account,
-            state: self.state.lock().expect(POISONED),
+            state: self.state(),
+            unwinding: std::thread::panicking(),
         }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|poisoned| {
+            let mut state = poisoned.into_inner();
+            let pages = state.index.gauges.pages;
+            tracing::error!(
+                tenant = %self.name,
+                pages,
+                "a bug in the engine: a panic left this tenant's pages unknown; they are dropped, and \
+                 their memory is lost until the next start"
+            );
+            let pool::Made {
+                keys_per_tenant_max,
+                policy,
+                ..
+            } = self.made;
+            state.abandon(keys_per_tenant_max, policy);
+            self.state.clear_poison();
+            state
+        })
     }
 
     /// Gives up to [`SETTLE_PAGES`] raw pages their final form. Returns how many; None: there was
@@ -213,13 +240,13 @@ impl Inner {
     }
 }
 
-const POISONED: &str = "a panic under a tenant's lock left it unknown";
-
 /// A tenant's state under its lock; the mirrors are brought up to date at the end.
 pub(crate) struct Locked<'a> {
     tenant: &'a Inner,
     account: &'a Account,
     state: MutexGuard<'a, State>,
+    /// It was taken while a panic unwinds.
+    unwinding: bool,
 }
 
 impl Deref for Locked<'_> {
@@ -241,7 +268,12 @@ impl Drop for Locked<'_> {
             tenant,
             account,
             state,
+            unwinding,
         } = self;
+        if std::thread::panicking() && !*unwinding {
+            // Whoever takes the lock next empties the tenant.
+            return;
+        }
         tenant.charged_bytes.set(state.charged_bytes());
         tenant.has_dead.store(state.index.has_detached(), Relaxed);
         tenant.has_raw.store(state.has_raw(), Relaxed);

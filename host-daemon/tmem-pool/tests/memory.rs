@@ -142,6 +142,23 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
         policy: Default::default(),
     })
     .unwrap();
+    // Heap, its spans and handles, the table of equal pages.
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
+    let flags: Vec<Vec<&str>> = flags
+        .map(|flags| flags.split_whitespace().collect())
+        .collect();
+    // What the kernel maps for its clock is not dumped either; "io" marks it.
+    let ours = |flags: &&Vec<&str>| flags.contains(&"dd") && !flags.contains(&"io");
+    let regions = flags.iter().filter(ours);
+    let (locked, swapped): (Vec<_>, Vec<_>) = regions.partition(|flags| flags.contains(&"lo"));
+    println!(
+        "{} regions are locked, {} are not",
+        locked.len(),
+        swapped.len()
+    );
+    assert!(!locked.is_empty() || !swapped.is_empty());
+    assert_eq!(pool.is_locked(), swapped.is_empty(), "{flags:?}");
     let add = || {
         let quota = Quota {
             reserve_bytes: 0,

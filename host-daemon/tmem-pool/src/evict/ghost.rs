@@ -6,6 +6,8 @@
 //! page that it never saw once in two thousand times, which a policy can bear. It grows and
 //! shrinks with what the tenant holds, and forgets when it does.
 
+use crate::fail;
+
 /// Fingerprints of a bucket: a quarter of a cache line.
 const WAYS: usize = 8;
 
@@ -42,7 +44,7 @@ impl Ghost {
             return;
         }
         let mut buckets = Vec::new();
-        if buckets.try_reserve_exact(wanted).is_ok() {
+        if !fail::memory() && buckets.try_reserve_exact(wanted).is_ok() {
             buckets.resize(wanted, [0; WAYS]);
             self.buckets = buckets;
         }

@@ -14,8 +14,8 @@
 //!
 //! Never: a lock of more than one class; bytes copied in or out under one, but for compaction.
 //!
-//! Locks: a class's guards its lists, and of its spans and their slots all that is not bytes. The
-//! lock of free spans is inside it.
+//! Locks: a class's guards its lists, and of its spans and their slots all that is not bytes. Those of
+//! free spans and of spare handles are inside it, and never held together.
 
 mod class;
 mod region;
@@ -24,6 +24,7 @@ use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES, SPAN_FRAMES_MAX};
 use self::region::{FRAME_BYTES, Region, prefetch};
 pub(crate) use self::region::{Table, Zeroed};
 use crate::config::PAGE_SIZE;
+use crate::fail;
 use std::cell::Cell;
 use std::io;
 use std::slice;
@@ -40,8 +41,17 @@ const IDLE_FRAMES_MAX: u64 = 4096;
 /// begin.
 const PREFETCH_LINES: usize = 4;
 
-/// Handles that a class takes at a time.
+/// Handles that a class takes at a time. It keeps fewer than twice as many: a handle that one class
+/// has no use for is another's, or whoever fills the pool with one length after the other would leave
+/// none for anybody.
 const HANDLES_STEP: u32 = 64;
+
+/// Handles of the smallest heap: some for each class.
+const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
+
+/// Frames of other lengths that are given back to the system, beyond those that are needed, when a
+/// span is taken: what is more goes later, since the one who asks waits under two locks.
+const RELEASE_FRAMES_MAX: u64 = 64;
 
 /// Spans of a class are listed by how full they are, in so many steps: the fullest are filled,
 /// the emptiest are emptied.
@@ -130,6 +140,7 @@ struct ClassState {
     used_slots: u32,
     /// Free handles: the words are a list.
     free_handle: u32,
+    free_handles: u32,
 }
 
 #[derive(Debug, Default)]
@@ -164,6 +175,10 @@ pub(crate) struct Heap<X> {
     free_spans: Mutex<FreeSpans>,
     /// From here on spans were never used; changed under the lock of free spans.
     fresh_span: AtomicU64,
+    /// Free handles that no class has, in lists of HANDLES_STEP: the first of each, of which the
+    /// upper half of the word is the next list's first. It also guards changes of `fresh_handle`.
+    spare_handles: Mutex<u32>,
+    /// From here on handles were never used.
     fresh_handle: AtomicU32,
     frames: AtomicU64,
     /// Of them, those of free spans; changed under the lock of free spans.
@@ -194,7 +209,7 @@ impl<X: Zeroed> Heap<X> {
         // A span has one frame at least; 0 is none.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
         // As many as slots: few pages compress to less than 256 B.
-        let handles = (bytes_max / 256 + u64::from(HANDLES_STEP) * 256).min(u64::from(USED - 1));
+        let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
         let classes = Classes::new();
         let states = (0..classes.len()).map(|nr| {
             Mutex::new(ClassState {
@@ -203,6 +218,7 @@ impl<X: Zeroed> Heap<X> {
                 spans: 0,
                 used_slots: 0,
                 free_handle: 0,
+                free_handles: 0,
             })
         });
         Ok(Heap {
@@ -213,6 +229,7 @@ impl<X: Zeroed> Heap<X> {
             classes,
             free_spans: Mutex::default(),
             fresh_span: AtomicU64::new(1),
+            spare_handles: Mutex::new(0),
             fresh_handle: AtomicU32::new(1),
             frames: AtomicU64::new(0),
             idle_frames: AtomicU64::new(0),
@@ -340,6 +357,16 @@ impl<X: Zeroed> Heap<X> {
         self.payload_bytes.load(Relaxed) / SPARSE.0 < self.busy_bytes() / SPARSE.1
     }
 
+    /// Compaction could free a span.
+    pub(crate) fn has_spare(&self) -> bool {
+        (0..self.classes.len() as u8).any(|nr| self.lock(nr).spare_spans() > 0)
+    }
+
+    /// All of its memory is never swapped.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.data.is_locked() && self.spans.is_locked() && self.handles.is_locked()
+    }
+
     /// Frames that compaction could free.
     #[cfg(test)]
     pub(crate) fn spare_bytes(&self) -> u64 {
@@ -428,18 +455,12 @@ impl<X: Zeroed> Heap<X> {
 
     fn take_handle(&self, state: &mut ClassState) -> Option<u32> {
         if state.free_handle == 0 {
-            let first = self.fresh_handle.fetch_add(HANDLES_STEP, Relaxed);
-            let end = first.checked_add(HANDLES_STEP)?;
-            if end as usize > self.handles.capacity() || end >= USED {
-                self.fresh_handle.fetch_sub(HANDLES_STEP, Relaxed);
-                return None;
-            }
-            for handle in first..end {
-                self.give_handle(state, handle);
-            }
+            state.free_handle = self.take_handles()?;
+            state.free_handles = HANDLES_STEP;
         }
         let handle = state.free_handle;
         state.free_handle = self.word(handle).load(Relaxed) as u32;
+        state.free_handles -= 1;
         Some(handle)
     }
 
@@ -447,6 +468,53 @@ impl<X: Zeroed> Heap<X> {
         let next = u64::from(state.free_handle);
         self.word(handle).store(next, Relaxed);
         state.free_handle = handle;
+        state.free_handles += 1;
+        if state.free_handles == 2 * HANDLES_STEP {
+            self.give_handles(state);
+        }
+    }
+
+    /// A list of spare handles, or of new ones.
+    fn take_handles(&self) -> Option<u32> {
+        if fail::memory() {
+            return None;
+        }
+        let mut spare = self.spare_handles.lock().expect(POISONED);
+        let first = *spare;
+        if first != 0 {
+            let word = self.word(first);
+            *spare = (word.load(Relaxed) >> u32::BITS) as u32;
+            word.store(word.load(Relaxed) & u64::from(u32::MAX), Relaxed);
+            return Some(first);
+        }
+        let first = self.fresh_handle.load(Relaxed);
+        let end = first.checked_add(HANDLES_STEP)?;
+        if end as usize > self.handles.capacity() || end >= USED {
+            return None;
+        }
+        self.fresh_handle.store(end, Relaxed);
+        drop(spare);
+        for handle in first..end - 1 {
+            self.word(handle).store(u64::from(handle) + 1, Relaxed);
+        }
+        Some(first)
+    }
+
+    /// The half of a class's free handles that it used last: they are in the cache.
+    fn give_handles(&self, state: &mut ClassState) {
+        let first = state.free_handle;
+        let mut last = first;
+        for _ in 1..HANDLES_STEP {
+            last = self.word(last).load(Relaxed) as u32;
+        }
+        state.free_handle = self.word(last).load(Relaxed) as u32;
+        state.free_handles -= HANDLES_STEP;
+        self.word(last).store(0, Relaxed);
+        let mut spare = self.spare_handles.lock().expect(POISONED);
+        let list = u64::from(*spare) << u32::BITS;
+        let word = self.word(first);
+        word.store(word.load(Relaxed) | list, Relaxed);
+        *spare = first;
     }
 
     fn pin(&self, handle: u32) -> Place {
@@ -601,7 +669,14 @@ impl<X: Zeroed> Heap<X> {
             Some(span) => span,
             None => {
                 // Idle spans of other lengths make room.
-                while self.frames.load(Relaxed) + u64::from(frames) > frames_max {
+                let before = self.frames.load(Relaxed);
+                loop {
+                    let now = self.frames.load(Relaxed);
+                    let released = before - now;
+                    let enough = u64::from(frames) + RELEASE_FRAMES_MAX;
+                    if now + u64::from(frames) <= frames_max || released >= enough {
+                        break;
+                    }
                     let other = (1..=SPAN_FRAMES_MAX as u8).rev();
                     let span = other
                         .into_iter()
@@ -630,6 +705,9 @@ impl<X: Zeroed> Heap<X> {
     }
 
     fn take_bare(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        if fail::memory() {
+            return None;
+        }
         let span = if free.bare != 0 {
             let next = self.span(free.bare).next.get();
             std::mem::replace(&mut free.bare, next)

@@ -12,6 +12,7 @@ use std::ptr::NonNull;
 pub(crate) struct Region {
     base: NonNull<u8>,
     len: usize,
+    locked: bool,
 }
 
 // SAFETY: a Region owns its addresses; who may touch which bytes is up to its users.
@@ -23,6 +24,11 @@ impl Region {
     /// Bytes that can be used.
     pub(crate) fn len(&self) -> usize {
         self.len
+    }
+
+    /// It is never swapped.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.locked
     }
 
     /// The address at `offset`, which lies within.
@@ -50,18 +56,17 @@ mod system {
             let len = len.max(1).next_multiple_of(super::FRAME_BYTES);
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
             // SAFETY: a new anonymous mapping at an address that the kernel chooses.
-            let base = unsafe {
+            let (base, locked) = unsafe {
                 let base =
                     mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
                 // A huge page would bring memory that nobody asked for.
                 madvise(base, len, Advice::LinuxNoHugepage).ok();
                 madvise(base, len, Advice::LinuxDontDump)?;
                 // Locked as it comes. Whether the limit suffices, the caller's set-up decides.
-                mlock_with(base, len, MlockFlags::ONFAULT).ok();
-                base
+                (base, mlock_with(base, len, MlockFlags::ONFAULT).is_ok())
             };
             let base = NonNull::new(base.cast()).expect("the kernel never maps address 0");
-            Ok(Region { base, len })
+            Ok(Region { base, len, locked })
         }
 
         /// Gives whole frames back to the system. They read as zero when they are touched again.
@@ -110,7 +115,8 @@ mod system {
             // SAFETY: the size is not 0.
             let base = unsafe { alloc_zeroed(layout(len)) };
             let base = NonNull::new(base).ok_or(io::ErrorKind::OutOfMemory)?;
-            Ok(Region { base, len })
+            let locked = false;
+            Ok(Region { base, len, locked })
         }
 
         pub(crate) unsafe fn release(&self, offset: usize, len: usize) {
@@ -177,6 +183,11 @@ impl<T: Zeroed> Table<T> {
             region: Region::reserve(capacity * size_of::<T>())?,
             records: PhantomData,
         })
+    }
+
+    /// They are never swapped.
+    pub(crate) fn is_locked(&self) -> bool {
+        self.region.is_locked()
     }
 
     /// Records that there is room for.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The heap against a model of what it was given, alone and with readers beside compaction.
 
+use super::class::HEADER_BYTES;
 use super::*;
 use crate::tests::rng::{Rng, for_each_seed};
 use std::sync::atomic::AtomicBool;
@@ -22,9 +23,9 @@ fn len_of(rng: &mut Rng) -> usize {
     }
 }
 
-impl Heap<()> {
+impl<X: Zeroed> Heap<X> {
     /// Recounts everything; no other call is running.
-    fn check(&self, live: usize) {
+    pub(crate) fn check(&self, live: usize) {
         let (mut used, mut frames, mut spans) = (0, 0, 0);
         for nr in 0..self.classes.len() as u8 {
             let state = self.lock(nr);
@@ -60,6 +61,31 @@ impl Heap<()> {
         }
         assert_eq!(used as usize, live, "slots");
         assert_eq!(self.blobs.load(Relaxed) as usize, live, "blobs");
+        let mut handles = live;
+        for state in &self.states {
+            let state = state.lock().expect(POISONED);
+            let (mut at, mut nr) = (state.free_handle, 0);
+            while at != 0 {
+                nr += 1;
+                at = self.word(at).load(Relaxed) as u32;
+            }
+            assert_eq!(nr, state.free_handles, "a class's free handles");
+            assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr}");
+            handles += nr as usize;
+        }
+        let mut first = *self.spare_handles.lock().expect(POISONED);
+        while first != 0 {
+            let word = self.word(first).load(Relaxed);
+            let (mut at, mut nr) = (word as u32, 1);
+            while at != 0 {
+                nr += 1;
+                at = self.word(at).load(Relaxed) as u32;
+            }
+            assert_eq!(nr, HANDLES_STEP, "a list of spare handles");
+            handles += nr as usize;
+            first = (word >> u32::BITS) as u32;
+        }
+        assert_eq!(handles + 1, self.places() as usize, "handles");
         let free = self.free_spans.lock().expect(POISONED);
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
@@ -151,6 +177,54 @@ fn stores_what_it_is_given() {
         heap.check(0);
         assert_eq!(heap.stats().frames_bytes, 0, "all is given back");
     });
+}
+
+#[test]
+fn handles_of_one_length_serve_all_others() {
+    const BYTES: u64 = 1 << 20;
+    let heap = Heap::<()>::new(BYTES).expect("address space");
+    let bytes = [1; PAGE_SIZE];
+    // All the memory in one length after the other, many times as many handles as there are.
+    let (mut stored, mut seen) = (0, 0);
+    for len in (300..PAGE_SIZE)
+        .rev()
+        .step_by(if cfg!(miri) { 900 } else { 16 })
+    {
+        let store = || heap.store(&bytes[..len], BYTES);
+        let live: Vec<Handle> = std::iter::from_fn(store).collect();
+        let least = BYTES as usize * 8 / 10 / (len + HEADER_BYTES).next_multiple_of(16);
+        assert!(live.len() >= least, "{} of length {len}", live.len());
+        stored += live.len();
+        seen = seen.max(live.len());
+        live.into_iter().for_each(|handle| heap.free(handle));
+        heap.check(0);
+    }
+    println!("{stored} stored with {} handles", heap.places());
+    assert!(cfg!(miri) || stored > 2 * heap.handles_max());
+    // Each class may keep some.
+    let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
+    assert!(heap.places() as usize <= seen + kept);
+}
+
+#[test]
+fn whoever_takes_a_span_gives_few_back() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let page = [1; PAGE_SIZE];
+    let nr = if cfg!(miri) { 100 } else { 1000 };
+    let store = || heap.store(&page, BYTES_MAX).expect("room");
+    let live: Vec<Handle> = (0..nr).map(|_| store()).collect();
+    live.into_iter().for_each(|handle| heap.free(handle));
+    // The pool has become smaller meanwhile.
+    let most = 8 * FRAME_BYTES as u64;
+    let small = heap.store(&page[..100], most).expect("room");
+    let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
+    assert!(
+        left < nr && left >= nr - RELEASE_FRAMES_MAX - 16,
+        "{left} frames"
+    );
+    heap.free(small);
+    heap.release_idle();
+    heap.check(0);
 }
 
 #[test]

@@ -4,6 +4,7 @@
 //!
 //! Number 0 is none. Memory goes back when the last record does, all of it at once.
 
+use crate::fail;
 use std::ops::{Index, IndexMut};
 
 /// Names a record of an arena; 0 names none.
@@ -84,7 +85,7 @@ impl<T: Record> Arena<T> {
 
     /// A record for this value.
     pub(crate) fn insert(&mut self, value: T) -> Result<Id, Full> {
-        if self.used == self.used_max {
+        if self.used == self.used_max || fail::memory() {
             return Err(Full);
         }
         let id = self.free;

@@ -21,6 +21,7 @@ pub(crate) use arena::{Full, Id, Record};
 pub(crate) use tree::Hook;
 
 use crate::entry::{Entry, Gauges};
+use crate::fail;
 use arena::Arena;
 use hashbrown::HashTable;
 use std::collections::BTreeMap;
@@ -230,6 +231,9 @@ impl Index {
 
     fn new_object(&mut self, pool: PoolRef, nr: u64) -> Result<Id, Full> {
         let hash = Index::hash(self.seed, pool.id, nr);
+        if fail::memory() {
+            return Err(Full);
+        }
         let (objects, seed) = (&self.objects, self.seed);
         let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
         self.map[Index::shard(hash)]
@@ -451,10 +455,10 @@ impl Index {
         })
     }
 
-    /// Any page that was detached. On the way, detached pools that are empty go, which are as many
-    /// steps as are added to `steps`.
-    pub(crate) fn any_detached(&mut self, steps: &mut usize) -> Option<Id> {
-        loop {
+    /// Any page that was detached. On the way, detached pools that are empty go, each of which adds
+    /// a step to `steps`. None: there is no page, or that was the last of `steps_max`.
+    pub(crate) fn any_detached(&mut self, steps: &mut usize, steps_max: usize) -> Option<Id> {
+        while *steps < steps_max {
             let mut object = self.detached_objects;
             if object == 0 {
                 let pool = self.detached_pools;
@@ -475,6 +479,15 @@ impl Index {
                 .expect("an object has a page");
             return Some(id);
         }
+        None
+    }
+
+    /// Forgets all that is there, without a look at it: a panic left it unknown.
+    pub(crate) fn abandon(&mut self, keys_max: u32) {
+        let next_serial = self.next_serial + 1;
+        *self = Index::new(self.seed, keys_max);
+        // Those who found a pool before will not find another in its place.
+        self.next_serial = next_serial;
     }
 
     /// Something is detached.

@@ -72,7 +72,7 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
             }
         }
         5..20 => {
-            if let Some(id) = index.any_detached(&mut 0) {
+            if let Some(id) = index.any_detached(&mut 0, 1000) {
                 assert!(model.detached.remove(&id));
                 assert_eq!(index.key(id), None);
                 index.remove(id);
@@ -127,7 +127,7 @@ fn an_index_is_a_map_of_maps() {
             assert_eq!(index.detached.pages as usize, model.detached.len());
         }
         index.detach_all();
-        while let Some(id) = index.any_detached(&mut 0) {
+        while let Some(id) = index.any_detached(&mut 0, 1000) {
             index.remove(id);
         }
         assert_eq!((index.bytes(), index.has_detached()), (0, false));

@@ -6,6 +6,7 @@ use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, se
 use crate::codec::{self, Buffer, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::entry::Content;
+use crate::hash::place_bits;
 use crate::index::Key;
 use crate::{GetResult, PAGE_SIZE, Page, Pool, PutResult, Quota, Tenant, TenantSpec, Time};
 use std::sync::Arc;
@@ -62,6 +63,28 @@ fn domains_share_nothing() {
         "pages of a domain that ended"
     );
     settle(&pool);
+}
+
+#[test]
+fn a_page_is_found_however_many_other_domains_have_it() {
+    let pool = new_pool(4 << 20);
+    let tenants: Vec<Tenant> = (0..100).map(|_| add(&pool, "vm", None, OPEN)).collect();
+    let page = partly_noise(1, 4);
+    for index in 0..2 {
+        for tenant in &tenants {
+            put(tenant, 1, index, 1, &page);
+        }
+    }
+    let shared = tenants.iter().map(|tenant| tenant.stats().shared_pages);
+    assert_eq!(shared.sum::<u64>(), 100);
+    pool.check_invariants();
+    let mut places: Vec<u64> = (0..100).map(|domain| place_bits(1, domain)).collect();
+    places.sort_unstable_by_key(|place| *place as u32 % 4096);
+    places.dedup_by_key(|place| *place as u32 % 4096);
+    assert!(
+        places.len() > 90,
+        "one domain's pages lengthen another's chains"
+    );
 }
 
 #[test]

@@ -3,6 +3,7 @@
 
 use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, settle};
 use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, TENANT_METADATA_BYTES};
+use crate::state::Reason;
 use crate::{
     AdmissionError, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Pool, Put, PutResult, Quota,
     Tenant, TenantSpec, Time,
@@ -129,6 +130,110 @@ fn keys_are_limited_even_if_they_hold_nothing() {
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
     settle(&pool);
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
+}
+
+#[test]
+fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
+    let pool = new_pool(8 << 20);
+    let (leaves, shrinks, stays) = (
+        add(&pool, "a", None, OPEN),
+        add(&pool, "b", None, OPEN),
+        add(&pool, "c", None, OPEN),
+    );
+    fill(&leaves, 1, 64);
+    fill(&shrinks, 1, 64);
+    drop(leaves);
+    shrinks.set_quota(limited(32 * NOISE_CHARGE)).unwrap();
+    let (page, mut results) = (partly_noise(1, 4), [Stored; 64]);
+    for round in 0..64 {
+        let puts = [0; 64].map(|_: u8| Put {
+            object: 1,
+            index: 0,
+            cookie: 1,
+            workingset: false,
+            page: &page,
+        });
+        let puts: Vec<Put<'_>> = puts
+            .into_iter()
+            .zip(round * 64..)
+            .map(|(put, index)| Put { index, ..put })
+            .collect();
+        stays.put(Time(0), POOL, &puts, &mut results).unwrap();
+        assert_eq!(results, [Stored; 64]);
+        // As much as came, so that there are always some that wait.
+        pool.maintain(Time(0), 32);
+        pool.maintain(Time(0), 32);
+    }
+    assert!(stays.stats().raw_pages > 0, "the test asks for nothing");
+    let stats = pool.stats();
+    assert_eq!((stats.detached_pages, stats.departed_tenants), (0, 0));
+    assert!(shrinks.stats().charged_bytes <= 32 * NOISE_CHARGE);
+}
+
+#[test]
+fn a_resize_takes_pages_that_are_only_metadata() {
+    let pool = new_pool(16 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    for index in 0..20_000 {
+        // Far apart, so that each has nodes of its own.
+        assert_eq!(put(&tenant, index, 0, 1, &[0; PAGE_SIZE]), Stored);
+    }
+    settle(&pool);
+    let held_bytes = pool.stats().held_bytes;
+    assert!(held_bytes > 2 << 20, "{held_bytes}");
+    pool.resize(1 << 20);
+    settle(&pool);
+    let stats = pool.stats();
+    assert!(stats.held_bytes <= 1 << 20, "{stats:?}");
+}
+
+#[test]
+fn maintain_says_so_while_blobs_can_be_moved_together() {
+    let pool = new_pool(32 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    for index in 0..4_000 {
+        assert_eq!(put(&tenant, 1, index, 1, &partly_noise(index, 3)), Stored);
+    }
+    for index in (0..4_000).filter(|index| index % 4 != 0) {
+        tenant.flush(POOL, 1, index, Some(1)).unwrap();
+    }
+    let heap = &tenant.pool().store.heap;
+    assert!(heap.is_sparse() && heap.has_spare());
+    settle(&pool);
+    assert!(
+        !(heap.is_sparse() && heap.has_spare()),
+        "{:?}",
+        heap.stats()
+    );
+}
+
+#[test]
+fn empty_pools_are_freed_in_steps_too() {
+    let pool = new_pool(4 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    for nr in 0..200 {
+        tenant.create_pool(10 + nr).unwrap();
+        let mut results = [Stored];
+        let put = Put {
+            object: 1,
+            index: 0,
+            cookie: 1,
+            workingset: false,
+            page: &[0; PAGE_SIZE],
+        };
+        tenant.put(Time(0), 10 + nr, &[put], &mut results).unwrap();
+        tenant.destroy_pool(10 + nr).unwrap();
+    }
+    // Eviction finds their pages, and leaves the pools behind.
+    let (mut state, mut freed) = (tenant.inner().lock(&tenant.pool().account), Vec::new());
+    assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
+    assert_eq!(state.reap(16, &mut freed), 16);
+    assert!(state.index.has_detached());
+    while state.reap(16, &mut freed) > 0 {}
+    assert!(!state.index.has_detached());
+    drop(state);
+    tenant.pool().release_all(freed);
+    settle(&pool);
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! Tests that look inside the engine. What the public interface shows is tested in `tests/`.
 
 mod content;
+mod faults;
 mod limits;
 mod model;
 mod quotas;

@@ -5,15 +5,17 @@
 //! or a miss; after each step every page that the engine holds must be the model's, and every page
 //! that the model has more must have been counted as evicted.
 
-use super::rng::{Rng, for_each_seed};
+use super::rng::{Rng, for_each_seed, for_each_seed_from};
 use super::{noise, partly_noise, settle};
 use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, SETTLE_PAGES};
+use crate::fail;
 use crate::hash::{self, HashFn};
 use crate::{
-    AdmissionError, CreateError, GetResult, NoPool, PAGE_SIZE, Page, Pool, PoolConfig, Put,
-    PutResult, Quota, Tenant, TenantSpec, Time,
+    AdmissionError, CreateError, GetResult, NoPool, PAGE_SIZE, Page, PolicyKind, Pool, PoolConfig,
+    Put, PutResult, Quota, Tenant, TenantSpec, Time,
 };
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant, SystemTime};
 
 const STEPS: u64 = 1000;
 /// Contents are compared in so many steps once, keys in each: reading is what takes long.
@@ -39,6 +41,8 @@ struct World {
     tenants: Vec<Modelled>,
     cookie: u64,
     names: u64,
+    /// One request for memory in so many fails; 0: none.
+    fails_one_in: u64,
     hits: u64,
     evictions: u64,
 }
@@ -60,14 +64,18 @@ fn corpus(seed: u64) -> Vec<Page> {
 }
 
 impl World {
-    fn new(seed: u64, hash: HashFn) -> World {
+    fn new(seed: u64, hash: HashFn, fails_one_in: u64) -> World {
         let mut rng = Rng::new(seed);
         let size_bytes = (192 << 10) + rng.below(512 << 10);
         let config = PoolConfig {
             size_bytes,
             size_max_bytes: 16 << 20,
             seed,
-            policy: Default::default(),
+            policy: if rng.one_in(4) {
+                PolicyKind::Fifo
+            } else {
+                PolicyKind::S3Fifo
+            },
         };
         let pool = Pool::with(config, hash, KEYS_MAX).unwrap();
         let corpus = corpus(seed);
@@ -80,6 +88,7 @@ impl World {
             tenants,
             cookie,
             names,
+            fails_one_in,
             hits: 0,
             evictions: 0,
         }
@@ -155,7 +164,9 @@ impl World {
             _ => {
                 let before = self.pool.stats();
                 let budget = self.rng.below(100) as usize;
+                fail::one_in(self.fails_one_in, budget as u64);
                 let more = self.pool.maintain(Time(0), budget);
+                fail::one_in(0, 0);
                 let after = self.pool.stats();
                 let evicted = after.evictions - before.evictions;
                 let freed = before.detached_pages - after.detached_pages;
@@ -216,7 +227,9 @@ impl World {
         let mut results = vec![PutResult::Stored; pages.len()];
         let before = (self.pool.stats(), self.tenants[at].tenant.stats());
         let vm = &mut self.tenants[at];
+        fail::one_in(self.fails_one_in, self.cookie);
         let answer = vm.tenant.put(Time(0), pool, &pages, &mut results);
+        fail::one_in(0, 0);
         let after = (self.pool.stats(), vm.tenant.stats());
         if !vm.pools.contains(&pool) {
             assert_eq!(answer, Err(NoPool));
@@ -365,6 +378,10 @@ impl World {
     /// What the engine holds is the model's, and what it lacks was evicted.
     fn compare(&mut self, contents: bool, after_put: bool) {
         self.pool.check_invariants();
+        if contents {
+            let heap = &self.pool.inner().store.heap;
+            heap.check(self.pool.stats().blobs as usize);
+        }
         for vm in &mut self.tenants {
             let (engine, corpus) = (vm.tenant.pool(), &self.corpus);
             let before = vm.pages.len();
@@ -396,15 +413,12 @@ impl World {
         }
     }
 
-    fn run(&mut self) {
+    /// Returns hits and evictions.
+    fn run(&mut self) -> (u64, u64) {
         for step in 0..STEPS {
             let put = self.step();
             self.compare(step % CONTENTS_EVERY == 0, put);
         }
-        assert!(
-            self.hits > 0 && self.evictions > 0,
-            "a seed that tests nothing"
-        );
         self.tenants.clear();
         settle(&self.pool);
         let stats = self.pool.stats();
@@ -413,18 +427,61 @@ impl World {
             (0, 0, 0),
             "{stats:?}"
         );
+        (self.hits, self.evictions)
     }
+}
+
+fn page_hash_one_bit(page: &Page, _: u64) -> u128 {
+    u128::from(page[0] & 1)
+}
+
+fn model(seed: u64, hash: HashFn, fails_one_in: u64) {
+    let (hits, evictions) = World::new(seed, hash, fails_one_in).run();
+    assert!(hits > 0 && evictions > 0, "a seed that tests nothing");
 }
 
 #[test]
 fn a_get_returns_the_last_put_or_a_miss() {
-    for_each_seed("model", 8, |seed| World::new(seed, hash::page_hash).run());
+    for_each_seed("model", 6, |seed| model(seed, hash::page_hash, 0));
 }
 
 #[test]
 fn so_it_does_when_hashes_collide() {
     // Equal bytes still hash alike; different ones nearly always do, too.
-    for_each_seed("model with collisions", 4, |seed| {
-        World::new(seed, |page, _| u128::from(page[0] & 1)).run();
+    for_each_seed("model with collisions", 3, |seed| {
+        model(seed, page_hash_one_bit, 0);
     });
+}
+
+#[test]
+fn so_it_does_when_memory_is_not_given() {
+    for_each_seed("model without memory", 4, |seed| {
+        model(seed, hash::page_hash, [3, 20][seed as usize % 2]);
+    });
+}
+
+/// `make fuzz`: with new seeds, for as many seconds as `TMEM_SECONDS` says. `TMEM_SEED` replays one.
+#[test]
+#[ignore = "runs as long as it is told"]
+fn fuzz() {
+    let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
+        text.parse().expect("TMEM_SECONDS is a number of seconds")
+    });
+    let since_1970 = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let first = since_1970.expect("a clock").as_secs() << 16;
+    let (end, mut runs) = (Instant::now() + Duration::from_secs(seconds), 0);
+    while Instant::now() < end {
+        for_each_seed_from(first + runs, "fuzz", 1, |seed| {
+            let mut rng = Rng::new(seed);
+            let hash = if rng.one_in(4) {
+                page_hash_one_bit
+            } else {
+                hash::page_hash
+            };
+            let fails_one_in = [0, 0, 5, 50][rng.below(4) as usize];
+            World::new(seed, hash, fails_one_in).run();
+        });
+        runs += 1;
+    }
+    println!("{runs} runs of {STEPS} steps");
 }

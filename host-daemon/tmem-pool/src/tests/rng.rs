@@ -35,6 +35,11 @@ impl Rng {
 /// Runs a test with each of `count` seeds, of `TMEM_SEEDS` if that is set, or with the one of
 /// `TMEM_SEED`.
 pub fn for_each_seed(name: &str, count: u64, test: impl Fn(u64)) {
+    for_each_seed_from(1, name, count, test);
+}
+
+/// The same with seeds `first ..`.
+pub fn for_each_seed_from(first: u64, name: &str, count: u64, test: impl Fn(u64)) {
     let number = |name: &str| -> Option<u64> {
         let text = std::env::var(name).ok()?;
         Some(
@@ -44,7 +49,7 @@ pub fn for_each_seed(name: &str, count: u64, test: impl Fn(u64)) {
     };
     let given = number("TMEM_SEED");
     let count = number("TMEM_SEEDS").unwrap_or(count);
-    let seeds: Vec<u64> = given.map_or_else(|| (1..=count).collect(), |seed| vec![seed]);
+    let seeds: Vec<u64> = given.map_or_else(|| (first..first + count).collect(), |seed| vec![seed]);
     for seed in seeds {
         println!("{name}: TMEM_SEED={seed}");
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| test(seed))) {

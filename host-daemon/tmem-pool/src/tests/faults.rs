@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Faults of the engine itself: a panic under a tenant's lock is that tenant's alone.
+
+use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put};
+use crate::{GetResult, NoPool, PAGE_SIZE, Put, PutResult, Quota, Tenant, Time};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// As a bug would, in the middle of a request.
+fn panic_under_the_lock(tenant: &Tenant) {
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let mut state = tenant.inner().lock(&tenant.pool().account);
+        state.index.gauges.pages += 1;
+        panic!("a bug");
+    }));
+    assert!(panicked.is_err());
+}
+
+#[test]
+fn a_panic_is_the_trouble_of_one_tenant() {
+    let pool = new_pool(1 << 20);
+    let (broken, other) = (
+        add(&pool, "a", Some("web"), OPEN),
+        add(&pool, "b", Some("web"), OPEN),
+    );
+    let page = partly_noise(1, 4);
+    for tenant in [&broken, &other] {
+        assert_eq!(put(tenant, 1, 1, 1, &page), PutResult::Stored);
+    }
+    assert_eq!(put(&broken, 1, 2, 1, &noise(1)), PutResult::Stored);
+    panic_under_the_lock(&broken);
+    // Whatever looks at all tenants goes on.
+    pool.resize(900 << 10);
+    while pool.maintain(Time(0), 64) {}
+    other
+        .set_quota(Quota {
+            reserve_bytes: 4096,
+            ..OPEN
+        })
+        .unwrap();
+    assert_eq!(pool.stats().pages, 1);
+    assert_eq!(get(&other, 1, 1, 1), Some(page));
+    // Also whoever needs room, which the broken one has most of.
+    for index in 0..400 {
+        assert_eq!(put(&other, 2, index, 1, &noise(index)), PutResult::Stored);
+    }
+
+    // The broken one is empty, and works.
+    let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
+    let answer = broken.get(Time(0), POOL, 1, 1, &[1, 1], &mut out, &mut results);
+    assert_eq!(answer.map(drop), Err(NoPool));
+    assert_eq!((broken.stats().pages, broken.stats().charged_bytes), (0, 0));
+    broken.create_pool(POOL).unwrap();
+    assert_eq!(get(&broken, 1, 1, 1), None);
+    assert_eq!(put(&broken, 1, 1, 2, &page), PutResult::Stored);
+    assert_eq!(get(&broken, 1, 1, 2), Some(page));
+    // It panics again, and leaves.
+    panic_under_the_lock(&broken);
+    drop(broken);
+    while pool.maintain(Time(0), 64) {}
+    assert_eq!(
+        (pool.stats().tenants, pool.stats().departed_tenants),
+        (1, 0)
+    );
+}
+
+#[test]
+fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
+    let pool = new_pool(1 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    let account = &tenant.pool().account;
+    let found = tenant.inner().lock(account).pool(POOL).unwrap();
+    panic_under_the_lock(&tenant);
+    // It has the first place among the tenant's pools, as the other had.
+    tenant.create_pool(POOL + 1).unwrap();
+    let state = tenant.inner().lock(account);
+    assert!(!state.index.is_live(found));
+    assert!(state.index.is_live(state.pool(POOL + 1).unwrap()));
+}
+
+#[test]
+fn a_put_while_a_panic_unwinds_is_a_put() {
+    // As when a handle is dropped then: what is told to others must be right all the same.
+    let pool = new_pool(1 << 20);
+    struct AtTheEnd(Tenant);
+    impl Drop for AtTheEnd {
+        fn drop(&mut self) {
+            let mut results = [PutResult::Refused];
+            let page = noise(1);
+            let put = Put {
+                object: 1,
+                index: 1,
+                cookie: 1,
+                workingset: false,
+                page: &page,
+            };
+            self.0.put(Time(0), POOL, &[put], &mut results).unwrap();
+        }
+    }
+    let tenant = add(&pool, "a", None, OPEN);
+    let panicked = catch_unwind(AssertUnwindSafe(|| {
+        let _end = AtTheEnd(tenant.clone());
+        panic!("elsewhere");
+    }));
+    assert!(panicked.is_err());
+    pool.check_invariants();
+    assert_eq!(tenant.stats().pages, 1);
+}
