@@ -104,6 +104,12 @@ impl Daemon {
             seed,
             policy: Default::default(),
         })?;
+        if !pool.is_locked() {
+            tracing::warn!(
+                "pages of guests can be swapped: the system does not let this process lock memory; set \
+                 its limit (LimitMEMLOCK=, RLIMIT_MEMLOCK) to infinity, since address space counts"
+            );
+        }
         let pool = Arc::new(pool);
         let recorder = match &config.trace {
             Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),

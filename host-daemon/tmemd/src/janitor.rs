@@ -2,6 +2,7 @@
 //! The threads for what nobody should wait for: the pool's background work and unmapping memory.
 
 use crate::memory::Memory;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -35,6 +36,18 @@ impl Janitor {
     /// # Errors
     /// The system has none; those that were started have ended.
     pub fn start(pool: Arc<Pool>, epoch: Instant, threads: usize) -> std::io::Result<Arc<Janitor>> {
+        Janitor::start_with(threads, move || {
+            let now = Time(epoch.elapsed().as_nanos() as u64);
+            pool.maintain(now, MAINTAIN_PAGES)
+        })
+    }
+
+    /// `maintain` does some work and tells whether more is left.
+    fn start_with(
+        threads: usize,
+        maintain: impl Fn() -> bool + Send + Sync + 'static,
+    ) -> std::io::Result<Arc<Janitor>> {
+        let maintain = Arc::new(maintain);
         let janitor = Arc::new(Janitor {
             work: AtomicBool::new(false),
             stop: AtomicBool::new(false),
@@ -42,10 +55,10 @@ impl Janitor {
             threads: Mutex::new(Vec::new()),
         });
         for _ in 0..threads {
-            let (own, pool) = (janitor.clone(), pool.clone());
+            let (own, maintain) = (janitor.clone(), maintain.clone());
             let thread = std::thread::Builder::new()
                 .name("janitor".into())
-                .spawn(move || own.run(&pool, epoch));
+                .spawn(move || own.run(&*maintain));
             match thread {
                 Ok(thread) => janitor.handles().push(thread),
                 Err(error) => {
@@ -61,14 +74,20 @@ impl Janitor {
         self.threads.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run(&self, pool: &Pool, epoch: Instant) {
+    fn run(&self, maintain: &dyn Fn() -> bool) {
         while !self.stop.load(Ordering::SeqCst) {
             self.work.store(false, Ordering::SeqCst);
             let garbage =
                 std::mem::take(&mut *self.garbage.lock().unwrap_or_else(PoisonError::into_inner));
             drop(garbage);
-            let now = Time(epoch.elapsed().as_nanos() as u64);
-            if !pool.maintain(now, MAINTAIN_PAGES) {
+            let Ok(more) = catch_unwind(AssertUnwindSafe(maintain)) else {
+                // Without this work no VM has room soon. A panic that comes again and again must not
+                // fill the log.
+                tracing::error!("a bug in the engine: background work panicked; it goes on");
+                std::thread::park_timeout(PERIOD);
+                continue;
+            };
+            if !more {
                 std::thread::sleep(PERIOD_MIN);
                 if !self.work.load(Ordering::SeqCst) {
                     std::thread::park_timeout(PERIOD);
@@ -106,5 +125,30 @@ impl Janitor {
                 tracing::error!("a janitor panicked");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc;
+
+    #[test]
+    fn a_panic_does_not_end_it() {
+        let (tell, told) = mpsc::channel();
+        let tell = Mutex::new(tell);
+        let calls = std::sync::atomic::AtomicUsize::new(0);
+        let maintain = move || {
+            let call = calls.fetch_add(1, Ordering::SeqCst);
+            assert!(call > 0, "the first call panics");
+            let tell = tell.lock().unwrap_or_else(PoisonError::into_inner);
+            // An error: the test has seen enough.
+            let _ = tell.send(call);
+            false
+        };
+        let janitor = Janitor::start_with(1, maintain).expect("a thread");
+        let call = told.recv_timeout(Duration::from_secs(60));
+        assert_eq!(call, Ok(1), "nobody works any more");
+        janitor.stop();
     }
 }
