@@ -14,48 +14,50 @@ use crate::codec::{self, Buffer, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
-use crate::hash::{HashFn, check_bits, place_bits, table_bits};
+use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
 use crate::heap::{Handle, Heap, Zeroed};
 use std::io;
+use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64};
 
 /// A trust domain; never reused.
 pub(crate) type DomainId = u32;
 
-/// What the store keeps for a blob beside its bytes.
+/// What the store keeps for a blob beside its bytes: with the heap's word it is 24 B.
 #[derive(Debug)]
 pub(crate) struct Record {
     /// Of the page.
-    hash: AtomicU64,
-    refs: AtomicU32,
+    hash: AtomicU32,
     /// Of a listed blob, plus 1; 0: not listed.
     domain: AtomicU32,
     /// Of the table.
     next: AtomicU32,
-    /// What the page took when it was first compressed, which is what it is charged, and in the
-    /// highest bits what the sweep has found.
-    first: AtomicU32,
+    /// References in the lower half, then what the page took when it was first compressed, which is
+    /// what it is charged, and what the sweep has found.
+    state: AtomicU32,
 }
 
-/// Field `first`: the sweep passed it once.
-const SEEN: u32 = 1 << 30;
+const REFS: u32 = (1 << 16) - 1;
+/// More references than this are not given: an equal page is stored again. Enough for all that a
+/// few hundred VMs have in common.
+const REFS_MAX: u32 = 1 << 15;
+const FIRST_SHIFT: u32 = 16;
+const FIRST_BYTES: u32 = (1 << 13) - 1;
+const _: () = assert!(PAGE_SIZE as u32 <= FIRST_BYTES);
+/// The sweep passed it once.
+const SEEN: u32 = 1 << 29;
 /// And a second time: it is as dense as it gets.
-const DENSE: u32 = 1 << 31;
-const FIRST_BYTES: u32 = SEEN - 1;
+const DENSE: u32 = 1 << 30;
 
 // SAFETY: atomics.
 unsafe impl Zeroed for Record {}
-
-/// More references than this are not given: an equal page is stored again.
-const REFS_MAX: u32 = 1 << 31;
 
 /// All blobs, and the table that finds equal ones.
 #[derive(Debug)]
 pub(crate) struct Store {
     pub heap: Heap<Record>,
     hash: HashFn,
-    seed: u64,
+    hasher: PageHash,
     dedup: Dedup,
 }
 
@@ -78,7 +80,7 @@ impl Store {
         let heap = Heap::new(bytes_max)?;
         Ok(Store {
             hash,
-            seed,
+            hasher: PageHash::new(seed),
             dedup: Dedup::new(heap.handles_max())?,
             heap,
         })
@@ -107,27 +109,27 @@ impl Store {
         // Of the copy: what the guest does to the page meanwhile is no matter.
         let hash = self.heap.read(Handle(blob), |copy| {
             let copy = copy.try_into().expect("a raw blob is a page");
-            (self.hash)(copy, self.seed)
+            (self.hash)(&self.hasher, copy)
         });
         let record = self.record(blob);
         record.hash.store(table_bits(hash), Relaxed);
         record.domain.store(0, Relaxed);
         // Release: the sweep may take a reference of any blob that has some.
-        record.refs.store(1, Release);
+        record.state.store(1, Release);
         Some((blob, check_bits(hash)))
     }
 
     /// One more reference for a holder of one. False: it has as many as it may.
     pub(crate) fn share(&self, blob: u32) -> bool {
-        let refs = &self.record(blob).refs;
-        let more = |refs| (refs > 0 && refs < REFS_MAX).then_some(refs + 1);
-        refs.fetch_update(Acquire, Relaxed, more).is_ok()
+        let more = |state| (1..REFS_MAX).contains(&(state & REFS)).then_some(state + 1);
+        let state = &self.record(blob).state;
+        state.fetch_update(Acquire, Relaxed, more).is_ok()
     }
 
     /// Gives a reference up. With the last one the bytes go.
     pub(crate) fn release(&self, blob: u32) {
         // Release: whoever frees it does so after our reads.
-        if self.record(blob).refs.fetch_sub(1, AcqRel) == 1 {
+        if self.record(blob).state.fetch_sub(1, AcqRel) & REFS == 1 {
             self.unlist(blob);
             self.heap.free(Handle(blob));
         }
@@ -165,7 +167,7 @@ impl Store {
                     .read(Handle(blob), |bytes| codec::decode(bytes, out))?;
             }
         }
-        if check_bits((self.hash)(out, self.seed)) == check {
+        if check_bits((self.hash)(&self.hasher, out)) == check {
             Ok(())
         } else {
             Err(Corrupt)
@@ -206,13 +208,15 @@ impl Store {
                     let record = self.record(blob);
                     record.hash.store(hash, Relaxed);
                     record.domain.store(0, Relaxed);
-                    record.refs.store(1, Release);
+                    record.state.store(1, Release);
                     (blob, bytes.len())
                 }
                 // It stays where it is.
                 None => self.share(raw).then_some((raw, PAGE_SIZE))?,
             };
-            self.record(blob).first.store(stored_bytes as u32, Relaxed);
+            // Until now it was 0.
+            let first = (stored_bytes as u32) << FIRST_SHIFT;
+            self.record(blob).state.fetch_or(first, Relaxed);
             self.list(blob, domain, hash);
             Some(Settled {
                 content: Content::Blob(blob),
@@ -223,7 +227,7 @@ impl Store {
     }
 
     fn first_bytes(&self, blob: u32) -> usize {
-        (self.record(blob).first.load(Relaxed) & FIRST_BYTES) as usize
+        (self.record(blob).state.load(Relaxed) >> FIRST_SHIFT & FIRST_BYTES) as usize
     }
 
     /// Looks at a place in the heap whose turn it is in the sweep. A blob that is found a second
@@ -241,14 +245,14 @@ impl Store {
             return false;
         }
         let record = self.record(blob);
-        let first = record.first.load(Relaxed);
+        let state = record.state.load(Relaxed);
         let listed = record.domain.load(Relaxed) != 0;
         let mut worked = false;
-        if listed && first & DENSE == 0 && DENSER_BYTES.contains(&self.first_bytes(blob)) {
+        if listed && state & DENSE == 0 && DENSER_BYTES.contains(&self.first_bytes(blob)) {
+            worked = state & SEEN != 0;
             record
-                .first
-                .fetch_or(if first & SEEN == 0 { SEEN } else { DENSE }, Relaxed);
-            worked = first & SEEN != 0;
+                .state
+                .fetch_or(if worked { DENSE } else { SEEN }, Relaxed);
         }
         if worked {
             let handle = Handle(blob);
@@ -262,7 +266,7 @@ impl Store {
                 && !self.heap.replace(handle, bytes, frames_bytes_max)
             {
                 // Another time.
-                record.first.fetch_and(!DENSE, Relaxed);
+                record.state.fetch_and(!DENSE, Relaxed);
             }
         }
         self.release(blob);
@@ -273,7 +277,7 @@ impl Store {
     fn find_equal(
         &self,
         domain: DomainId,
-        hash: u64,
+        hash: u32,
         page: &Page,
         buffer: &mut Buffer,
     ) -> Option<u32> {
@@ -295,14 +299,14 @@ impl Store {
 
     // ---- table --------------------------------------------------------------------------------
 
-    fn is_listed_as(&self, blob: u32, domain: DomainId, hash: u64) -> bool {
+    fn is_listed_as(&self, blob: u32, domain: DomainId, hash: u32) -> bool {
         let record = self.record(blob);
         record.hash.load(Relaxed) == hash && record.domain.load(Relaxed) == domain + 1
     }
 
     /// Makes a blob findable. One place for each hash of a domain, so that probing is bounded: a
     /// page that collides with one that is there is stored and not shared.
-    fn list(&self, blob: u32, domain: DomainId, hash: u64) {
+    fn list(&self, blob: u32, domain: DomainId, hash: u32) {
         let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
         if found.is_none() {
@@ -325,7 +329,7 @@ impl Store {
     pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
         assert_eq!(self.heap.stats().blobs, refs.len() as u64, "blobs");
         for (&blob, &(_, refs)) in refs {
-            let counted = self.record(blob).refs.load(Relaxed);
+            let counted = self.record(blob).state.load(Relaxed) & REFS;
             assert_eq!(counted, refs, "references of a blob");
         }
         let payload = refs.keys().map(|&blob| self.heap.len(Handle(blob)) as u64);

@@ -20,7 +20,7 @@
 //! | `index/`, `entry.rs` | keys and what is kept for each |
 //! | `blob.rs`, `dedup.rs` | stored contents, each equal page once |
 //! | `heap/` | memory for stored bytes, which compacts and is given back |
-//! | `codec.rs`, `hash.rs` | forms of a page |
+//! | `codec.rs`, `hash.rs`, `hash/` | forms of a page |
 //! | `evict/` | order of eviction, one file for each policy |
 //! | `gain.rs` | what more memory would bring a tenant |
 //! | `trace.rs`, `replay.rs` | what guests asked, to be kept; the same through another policy or size |
@@ -62,6 +62,7 @@ pub use config::{
 };
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use gain::GAIN_PERCENT;
+pub use hash::PageHash;
 pub use pool::Pool;
 pub use stats::{PoolStats, TenantStats};
 pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

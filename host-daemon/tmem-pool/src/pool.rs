@@ -14,14 +14,14 @@ use crate::config::{
 };
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
-use crate::hash::{self, HashFn};
+use crate::hash::{HashFn, PageHash};
 use crate::registry::Registry;
 use crate::state::{Freed, Reason};
 use crate::stats::PoolStats;
 use crate::tenant::{self, Tenant};
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 /// What tenants are made with.
@@ -42,6 +42,8 @@ pub(crate) struct Inner {
     turn: AtomicUsize,
     /// Counts steps of background work.
     chores: AtomicUsize,
+    /// A sweep has ended since all was moved together: there are holes that are worth no hurry.
+    compact_all: AtomicBool,
     /// Guards the sweep. Only ever tried; those of the store are taken under it.
     sweep: Mutex<Sweep>,
     registry: RwLock<Registry>,
@@ -299,6 +301,7 @@ impl Inner {
             (*begun, *next) = (now, 1);
             // Frames that were of use in all this time are taken again soon enough.
             self.store.heap.release_idle();
+            self.compact_all.store(true, Relaxed);
         }
         looked as usize
     }
@@ -336,8 +339,12 @@ impl Inner {
             // One page at a time, so as not to go below the limit.
             return self.evict_from(&tenant, 1, Reason::Limit);
         }
-        if self.store.heap.is_sparse() {
-            return self.store.heap.compact(pages);
+        if self.store.heap.is_sparse() || self.compact_all.load(Relaxed) {
+            let moved = self.store.heap.compact(pages);
+            if moved == 0 {
+                self.compact_all.store(false, Relaxed);
+            }
+            return moved;
         }
         0
     }
@@ -359,7 +366,8 @@ impl Inner {
             .try_lock()
             .is_ok_and(|sweep| sweep.next < due_by(sweep.begun, now, self.store.heap.places()));
         let heap = &self.store.heap;
-        let sparse = heap.is_sparse() && heap.has_spare();
+        let compact = self.compact_all.load(Relaxed) || heap.is_sparse();
+        let sparse = compact && heap.has_spare();
         dead || raw || over || sparse || sweep_is_late || self.over_limit().is_some()
     }
 }
@@ -382,7 +390,7 @@ impl Pool {
     /// # Errors
     /// The system has not the address space for its largest size.
     pub fn new(config: PoolConfig) -> io::Result<Pool> {
-        Pool::with(config, hash::page_hash, KEYS_PER_TENANT_MAX)
+        Pool::with(config, PageHash::of, KEYS_PER_TENANT_MAX)
     }
 
     /// Another hash and limit, for tests.
@@ -412,6 +420,7 @@ impl Pool {
             },
             turn: AtomicUsize::new(0),
             chores: AtomicUsize::new(0),
+            compact_all: AtomicBool::new(false),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
                 next: 1,

@@ -164,6 +164,10 @@ impl State {
             Some(key) => (leave, self.index.key_hash(key)),
             None => (Leave::Dropped, 0),
         };
+        self.remove_as(id, leave, key_hash)
+    }
+
+    fn remove_as(&mut self, id: Id, leave: Leave, key_hash: u64) -> Entry {
         self.policy
             .remove(&mut self.index.entries, id, leave, key_hash);
         self.index.remove(id)
@@ -263,11 +267,11 @@ impl State {
         for (nth, (&id, taken)) in ids.iter().zip(taken).enumerate() {
             let held = id != 0 && self.index.entries[id].cookie == cookies[nth];
             self.counters.cookie_mismatches += u64::from(id != 0 && !held);
-            if held {
-                *taken = Some(self.remove(id, Leave::Got));
-            }
             let key = self.index.key_of(pool, object, index + nth as u64);
             let key_hash = self.index.key_hash(key);
+            if held {
+                *taken = Some(self.remove_as(id, Leave::Got, key_hash));
+            }
             self.gain.get(key_hash, held, room_pages);
         }
     }

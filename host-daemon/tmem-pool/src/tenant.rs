@@ -207,7 +207,11 @@ impl Inner {
         let work = &work[..nr];
         let mut settled = [None; SETTLE_PAGES];
         let mut buffer = Buffer::new();
-        for (&(_, blob), settled) in work.iter().zip(&mut settled) {
+        for (nth, (&(_, blob), settled)) in work.iter().zip(&mut settled).enumerate() {
+            // It comes while this one is compressed.
+            if let Some(&(_, next)) = work.get(nth + 1) {
+                engine.store.prefetch_bytes(Content::Raw(next));
+            }
             *settled = engine.settle(blob, self.domain, &mut buffer);
         }
         let mut freed = Freed::new();

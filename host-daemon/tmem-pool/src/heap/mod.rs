@@ -44,7 +44,7 @@ const PREFETCH_LINES: usize = 4;
 /// Handles that a class takes at a time. It keeps fewer than twice as many: a handle that one class
 /// has no use for is another's, or whoever fills the pool with one length after the other would leave
 /// none for anybody.
-const HANDLES_STEP: u32 = 64;
+const HANDLES_STEP: u32 = 16;
 
 /// Handles of the smallest heap: some for each class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;

@@ -109,6 +109,8 @@ pub(crate) struct Index {
     live: BTreeMap<u32, Id>,
     /// Objects of all pools, detached ones included.
     map: Box<[HashTable<Id>]>,
+    /// Memory of all these tables: kept, since it is asked for at every operation.
+    map_bytes: u64,
     seed: u64,
     next_serial: u64,
     detached_pools: Id,
@@ -129,6 +131,7 @@ impl Index {
             pools: Arena::new(u32::MAX),
             live: BTreeMap::new(),
             map: (0..MAP_SHARDS).map(|_| HashTable::new()).collect(),
+            map_bytes: 0,
             seed,
             next_serial: 0,
             detached_pools: 0,
@@ -143,12 +146,11 @@ impl Index {
 
     /// Memory held, but for the pools' tree: they are few.
     pub(crate) fn bytes(&self) -> u64 {
-        let shards = self.map.iter().map(|shard| shard.allocation_size() as u64);
         self.entries.bytes()
             + self.nodes.bytes()
             + self.objects.bytes()
             + self.pools.bytes()
-            + shards.sum::<u64>()
+            + self.map_bytes
     }
 
     // ---- pools --------------------------------------------------------------------------------
@@ -236,9 +238,11 @@ impl Index {
         }
         let (objects, seed) = (&self.objects, self.seed);
         let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
-        self.map[Index::shard(hash)]
-            .try_reserve(1, rehash)
-            .map_err(|_| Full)?;
+        let shard = &mut self.map[Index::shard(hash)];
+        let before = shard.allocation_size();
+        let reserved = shard.try_reserve(1, rehash);
+        self.map_bytes += (shard.allocation_size() - before) as u64;
+        reserved.map_err(|_| Full)?;
         let id = self.objects.insert(Object {
             nr,
             pool: pool.id,
@@ -292,6 +296,7 @@ impl Index {
         let found = shard.find_entry(hash, |&other| other == id);
         found.expect("each object of a pool is in the map").remove();
         if shard.is_empty() {
+            self.map_bytes -= shard.allocation_size() as u64;
             *shard = HashTable::new();
         }
     }
@@ -580,6 +585,8 @@ impl Index {
         );
         assert_eq!(counted, held, "pools, objects, nodes and entries");
         let mapped: usize = self.map.iter().map(HashTable::len).sum();
+        let map_bytes: usize = self.map.iter().map(HashTable::allocation_size).sum();
+        assert_eq!(map_bytes as u64, self.map_bytes, "memory of the map");
         let mut by_itself = 0;
         let mut id = self.detached_objects;
         while id != 0 {

@@ -365,15 +365,6 @@ fn cold_pages_become_denser() {
 }
 
 #[test]
-fn the_seed_is_used() {
-    let page = noise(1);
-    assert_ne!(
-        crate::hash::page_hash(&page, 1),
-        crate::hash::page_hash(&page, 2)
-    );
-}
-
-#[test]
 fn names_are_told() {
     let pool = new_pool(1000);
     let quota = Quota {

@@ -118,7 +118,7 @@ fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
 
 #[test]
 fn keys_are_limited_even_if_they_hold_nothing() {
-    let pool = Pool::with(config(64 << 20), crate::hash::page_hash, 100).unwrap();
+    let pool = Pool::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
     let tenant = add(&pool, "a", None, OPEN);
     let stored = (0..150)
         .filter(|&i| put(&tenant, i, 0, 1, &[0; PAGE_SIZE]) == Stored)

@@ -9,7 +9,7 @@ use super::rng::{Rng, for_each_seed, for_each_seed_from};
 use super::{noise, partly_noise, settle};
 use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, SETTLE_PAGES};
 use crate::fail;
-use crate::hash::{self, HashFn};
+use crate::hash::{HashFn, PageHash};
 use crate::{
     AdmissionError, CreateError, GetResult, NoPool, PAGE_SIZE, Page, PolicyKind, Pool, PoolConfig,
     Put, PutResult, Quota, Tenant, TenantSpec, Time,
@@ -431,7 +431,7 @@ impl World {
     }
 }
 
-fn page_hash_one_bit(page: &Page, _: u64) -> u128 {
+fn one_bit(_: &PageHash, page: &Page) -> u128 {
     u128::from(page[0] & 1)
 }
 
@@ -442,21 +442,21 @@ fn model(seed: u64, hash: HashFn, fails_one_in: u64) {
 
 #[test]
 fn a_get_returns_the_last_put_or_a_miss() {
-    for_each_seed("model", 6, |seed| model(seed, hash::page_hash, 0));
+    for_each_seed("model", 6, |seed| model(seed, PageHash::of, 0));
 }
 
 #[test]
 fn so_it_does_when_hashes_collide() {
     // Equal bytes still hash alike; different ones nearly always do, too.
     for_each_seed("model with collisions", 3, |seed| {
-        model(seed, page_hash_one_bit, 0);
+        model(seed, one_bit, 0);
     });
 }
 
 #[test]
 fn so_it_does_when_memory_is_not_given() {
     for_each_seed("model without memory", 4, |seed| {
-        model(seed, hash::page_hash, [3, 20][seed as usize % 2]);
+        model(seed, PageHash::of, [3, 20][seed as usize % 2]);
     });
 }
 
@@ -473,11 +473,7 @@ fn fuzz() {
     while Instant::now() < end {
         for_each_seed_from(first + runs, "fuzz", 1, |seed| {
             let mut rng = Rng::new(seed);
-            let hash = if rng.one_in(4) {
-                page_hash_one_bit
-            } else {
-                hash::page_hash
-            };
+            let hash = if rng.one_in(4) { one_bit } else { PageHash::of };
             let fails_one_in = [0, 0, 5, 50][rng.below(4) as usize];
             World::new(seed, hash, fails_one_in).run();
         });
