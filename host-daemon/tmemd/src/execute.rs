@@ -12,7 +12,7 @@ use crate::request::{Body, Request};
 use crate::vm::Vm;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
-use tmem_pool::{CreateError, GetResult, Page, Put, PutResult, Time};
+use tmem_pool::{CreateError, GetResult, Page, Put, PutResult, Spent, Time};
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, Resp};
 use zerocopy::IntoBytes;
@@ -29,9 +29,9 @@ const RESP_BYTES: usize = size_of::<Resp>();
 const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 
 /// What a request needs beside itself.
-pub struct Context<'a> {
+pub struct Context<'vm, 'a> {
     /// Whose pages these are.
-    pub vm: &'a Vm,
+    pub vm: &'vm Vm,
     /// Who waits for the answer.
     pub peer: &'a Peer,
     /// The connection's generation.
@@ -42,7 +42,7 @@ pub struct Context<'a> {
     pub cut: &'a dyn Fn() -> bool,
 }
 
-impl Context<'_> {
+impl Context<'_, '_> {
     fn now(&self) -> Time {
         Time(self.epoch.elapsed().as_nanos() as u64)
     }
@@ -88,13 +88,15 @@ pub fn answer_status(
 }
 
 /// Executes and answers; returns the bytes to report in the used element. None: a FLUSH that drops
-/// much has dropped a part and is not answered; executing it again goes on.
-pub fn execute(
-    context: &Context<'_>,
+/// much has dropped a part and is not answered; executing it again goes on. What a GET has taken out
+/// is in `spent`, to be freed once the guest has its answer.
+pub fn execute<'vm>(
+    context: &Context<'vm, '_>,
     request: &Request<'_>,
     chain: &Chain,
     memory: &GuestMemory,
     buffers: &mut PageBuffers,
+    spent: &mut Vec<Spent<'vm>>,
 ) -> Result<Option<u32>, WriteError> {
     let stale = request.header.generation != context.generation;
     if stale {
@@ -109,7 +111,7 @@ pub fn execute(
     let status = match &request.body {
         Body::Put { .. } => return put(context, stale, request, chain, memory).map(Some),
         Body::Get { .. } => {
-            return get(context, stale, request, chain, memory, buffers).map(Some);
+            return get(context, stale, request, chain, memory, buffers, spent).map(Some);
         }
         _ if stale => wire::S_STALE,
         Body::Flush { ranges } => {
@@ -162,7 +164,7 @@ pub fn execute(
 }
 
 fn put(
-    context: &Context<'_>,
+    context: &Context<'_, '_>,
     stale: bool,
     request: &Request<'_>,
     chain: &Chain,
@@ -241,13 +243,14 @@ fn put(
     Ok(bytes as u32)
 }
 
-fn get(
-    context: &Context<'_>,
+fn get<'vm>(
+    context: &Context<'vm, '_>,
     stale: bool,
     request: &Request<'_>,
     chain: &Chain,
     memory: &GuestMemory,
     buffers: &mut PageBuffers,
+    spent: &mut Vec<Spent<'vm>>,
 ) -> Result<u32, WriteError> {
     let Body::Get {
         object,
@@ -296,8 +299,8 @@ fn get(
             slice,
         );
         match got {
-            Ok(spent) => {
-                drop(spent);
+            Ok(taken) => {
+                spent.push(taken);
                 if let Some(tap) = &context.vm.tap {
                     let hits = slice.iter().map(|result| *result != GetResult::Miss);
                     tap.get(request.header.pool, *object, first, hits);

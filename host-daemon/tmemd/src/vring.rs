@@ -19,6 +19,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+use tmem_pool::Spent;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
 use vm_memory::{Bytes, GuestAddress};
@@ -304,7 +305,8 @@ impl Vring {
                 .chain
                 .fill(memory, descriptors)
                 .map_err(|error| error.to_string())?;
-            let (used_bytes, cost_pages) = self.answer(memory, scratch)?;
+            let mut spent = Vec::new();
+            let (used_bytes, cost_pages) = self.answer(memory, scratch, &mut spent)?;
             let Some(used_bytes) = used_bytes else {
                 // It is not taken: the next turn, or whoever has the ring then, begins it anew.
                 state.queue.set_next_avail(state.queue.next_used());
@@ -337,6 +339,8 @@ impl Vring {
             if !to_interrupt {
                 state.interrupt(memory)?;
             }
+            // The guest has its answer: freeing what it got is not its time any more.
+            drop(spent);
         };
         if to_interrupt {
             state.interrupt(memory)?;
@@ -346,10 +350,11 @@ impl Vring {
 
     /// Executes the chain in `scratch`: bytes written, None if it has to be executed again, and
     /// pages of work.
-    fn answer(
-        &self,
+    fn answer<'a>(
+        &'a self,
         memory: &crate::memory::GuestMemory,
         scratch: &mut Scratch,
+        spent: &mut Vec<Spent<'a>>,
     ) -> Result<(Option<u32>, u32), Halt> {
         let Scratch {
             chain,
@@ -384,7 +389,7 @@ impl Vring {
                     epoch: self.link.epoch,
                     cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
                 };
-                let used = execute::execute(&context, &request, chain, memory, pages);
+                let used = execute::execute(&context, &request, chain, memory, pages, spent);
                 Ok((used.map_err(fault)?, request::cost_pages(&request.body)))
             }
             Err(Rejected::Status(status)) => {
