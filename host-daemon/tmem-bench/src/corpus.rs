@@ -1,20 +1,79 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Pages as guests have them in their page caches: of programs, texts, scripts, data and archives,
-//! taken from the files of this machine.
+//! Pages as guests have them in their page caches: of programs, scripts, texts, data bases, logs
+//! and archives, taken from the files of this machine.
 
+use crate::bare;
+use std::collections::HashSet;
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
-use tmem_pool::{PAGE_SIZE, Page};
+use tmem_pool::{PAGE_SIZE, Page, PageHash};
 
 /// Where a machine has files worth caching.
-const PLACES: [&str; 5] = ["/usr/bin", "/usr/lib", "/usr/share", "/var/lib", "/var/log"];
+const PLACES: [&str; 6] = [
+    "/usr/bin",
+    "/usr/lib",
+    "/usr/share",
+    "/usr/include",
+    "/var/lib",
+    "/var/log",
+];
 
 /// Of one file: a large one must not be the whole corpus.
 const PAGES_PER_FILE_MAX: usize = 512;
 
 /// Files that are looked at.
 const FILES_MAX: usize = 200_000;
+
+/// Kinds of files, and how many of a hundred pages should be theirs. What a machine has not enough
+/// of, the others make up for.
+const CLASSES: [(&str, usize); 7] = [
+    ("ELF", 40),
+    ("Python", 10),
+    ("text", 20),
+    ("data base", 10),
+    ("log", 5),
+    ("compressed", 8),
+    ("other", 7),
+];
+
+/// Beginnings of files that are compressed already.
+const COMPRESSED: [&[u8]; 9] = [
+    b"\x1f\x8b",
+    b"\xfd7zXZ",
+    b"\x28\xb5\x2f\xfd",
+    b"BZh",
+    b"PK\x03\x04",
+    b"\x89PNG",
+    b"\xff\xd8\xff",
+    b"!<arch>\ndebian",
+    b"wOF2",
+];
+
+/// Class of a file, by its name and beginning.
+fn class(path: &Path, page: &Page) -> usize {
+    let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
+    let text = || page.iter().all(|byte| *byte == 0 || *byte >= 9);
+    let name = if page.starts_with(b"\x7fELF") {
+        "ELF"
+    } else if page.starts_with(b"SQLite format 3")
+        || matches!(extension, "ibd" | "db" | "sqlite" | "bdb")
+    {
+        "data base"
+    } else if COMPRESSED.iter().any(|magic| page.starts_with(magic)) {
+        "compressed"
+    } else if extension == "log" || path.starts_with("/var/log") {
+        "log"
+    } else if matches!(extension, "py" | "pyc") {
+        "Python"
+    } else if text() {
+        "text"
+    } else {
+        "other"
+    };
+    let class = CLASSES.iter().position(|(other, _)| *other == name);
+    class.expect("each name is one of them")
+}
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {
     let Ok(entries) = fs::read_dir(dir) else {
@@ -34,13 +93,14 @@ fn files(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-fn read(path: &Path, pages: &mut Vec<Page>, left: usize) -> io::Result<()> {
+/// Calls `page` with each page of a file; the rest of the last one is zero, as in a page cache.
+fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Result<()> {
     let mut file = File::open(path)?;
-    for _ in 0..left.min(PAGES_PER_FILE_MAX) {
-        let mut page = [0; PAGE_SIZE];
+    for _ in 0..pages_max {
+        let mut buffer = [0; PAGE_SIZE];
         let mut len = 0;
         while len < PAGE_SIZE {
-            match file.read(&mut page[len..])? {
+            match file.read(&mut buffer[len..])? {
                 0 => break,
                 n => len += n,
             }
@@ -48,17 +108,40 @@ fn read(path: &Path, pages: &mut Vec<Page>, left: usize) -> io::Result<()> {
         if len == 0 {
             break;
         }
-        // The rest of a file's last page is zero, as in a page cache.
-        pages.push(page);
+        page(&buffer);
     }
     Ok(())
+}
+
+/// All pages of a tree, in order.
+///
+/// # Errors
+/// It has none.
+pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
+    let (mut paths, mut pages) = (Vec::new(), Vec::new());
+    files(dir, &mut paths);
+    for path in paths {
+        // What cannot be read is left out.
+        let _ = read(&path, usize::MAX, |page| pages.push(*page));
+    }
+    if pages.is_empty() {
+        return Err(format!("{} has no file that can be read", dir.display()));
+    }
+    Ok(pages)
+}
+
+/// Pages of which none is there twice or same-filled.
+pub struct Corpus {
+    pub pages: Vec<Box<Page>>,
+    /// How many are of each class, by its name.
+    pub classes: Vec<(&'static str, usize)>,
 }
 
 /// Pages of files, in the files' order within each, files in a random one.
 ///
 /// # Errors
 /// There are not as many.
-pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Vec<Page>, String> {
+pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Corpus, String> {
     let mut paths = Vec::new();
     match dir {
         Some(dir) => files(dir, &mut paths),
@@ -67,22 +150,46 @@ pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Vec<Page>,
             .for_each(|dir| files(Path::new(dir), &mut paths)),
     }
     fastrand::Rng::with_seed(seed).shuffle(&mut paths);
-    let mut pages = Vec::with_capacity(nr_pages);
-    for path in &paths {
+    let wanted = CLASSES.map(|(_, percent)| nr_pages * percent / 100);
+    let mut had = [0; CLASSES.len()];
+    let (mut pages, mut more) = (Vec::with_capacity(nr_pages), Vec::new());
+    let (mut seen, hash) = (HashSet::new(), PageHash::new(seed));
+    let found = paths.len();
+    for path in paths {
+        if pages.len() + more.len() >= 2 * nr_pages {
+            break;
+        }
+        let mut kind = None;
+        let _ = read(&path, PAGES_PER_FILE_MAX, |page| {
+            let kind = *kind.get_or_insert_with(|| class(&path, page));
+            if bare::same_filled(page) || !seen.insert(hash.of(page)) {
+                return;
+            }
+            if had[kind] < wanted[kind] {
+                had[kind] += 1;
+                pages.push(Box::new(*page));
+            } else if more.len() < nr_pages {
+                more.push((kind, Box::new(*page)));
+            }
+        });
+    }
+    for (kind, page) in more {
         if pages.len() == nr_pages {
             break;
         }
-        // What cannot be read is left out.
-        let left = nr_pages - pages.len();
-        let _ = read(path, &mut pages, left);
+        had[kind] += 1;
+        pages.push(page);
     }
     if pages.len() < nr_pages {
         return Err(format!(
-            "{} pages were found in {} files, not {nr_pages}: ask for fewer with --pages, or name a \
-             directory that has more with --corpus",
+            "{} pages that differ were found in {found} files, not {nr_pages}: ask for fewer with \
+             --pages, or name a directory that has more with --corpus",
             pages.len(),
-            paths.len()
         ));
     }
-    Ok(pages)
+    let classes = CLASSES.iter().zip(had).map(|((name, _), had)| (*name, had));
+    Ok(Corpus {
+        pages,
+        classes: classes.collect(),
+    })
 }

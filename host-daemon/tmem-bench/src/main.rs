@@ -4,12 +4,18 @@
 //! Everything measured is a ratio of two things, by turns in one run, since times say more of the
 //! machine than of the program. Replays of traces measure no time: they count hits.
 
+mod bare;
 mod corpus;
 mod engine;
 mod measure;
+mod memory;
 mod replay;
 #[cfg(test)]
 mod replay_test;
+mod rig;
+mod threads;
+mod times;
+mod zram;
 
 use clap::{Parser, Subcommand};
 use std::path::PathBuf;
@@ -25,7 +31,7 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// The storage engine beside copying, hashing and lz4 alone, on pages of this machine's files.
+    /// The storage engine beside copying, hashing, lz4 and zram, on pages of this machine's files.
     Engine(EngineArgs),
     /// Hit ratios of all policies over pool sizes, on traces that tmemd recorded.
     Replay(replay::Args),
@@ -37,11 +43,14 @@ struct EngineArgs {
     /// Pages from the files of this directory, instead of a choice from the whole machine.
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
+    /// Two trees of files that are alike, as two servers of one system have them.
+    #[arg(long, num_args = 2, value_name = "DIR")]
+    trees: Vec<PathBuf>,
     /// How many pages. They should not fit into the processor's caches.
-    #[arg(long, default_value_t = 65_536, value_name = "NUMBER")]
+    #[arg(long, default_value_t = 98_304, value_name = "NUMBER")]
     pages: usize,
     /// How often each thing is measured; the medians count.
-    #[arg(long, default_value_t = 40, value_name = "NUMBER")]
+    #[arg(long, default_value_t = 100, value_name = "NUMBER")]
     rounds: usize,
     /// Which files and pages are chosen, and in which order they come.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a page takes: counted, not timed.
+
+use crate::bare;
+use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
+use std::collections::HashMap;
+use tmem_pool::{PAGE_SIZE, Page, PageHash, PoolStats, Time};
+
+/// Blobs that live at a time while they come and go.
+const CHURN_BLOBS: usize = 65_536;
+
+/// How often all of them were replaced in the end.
+const TURNOVERS: usize = 20;
+
+/// One sweep of the engine: idle memory goes back at its end, and nothing is recompressed yet.
+const SWEEP_NS: u64 = 600_000_000_000;
+
+/// All pages, in a pool of their own: bare lz4 bytes against all that the pool holds, before and
+/// after its cold pages are made denser.
+pub struct Held {
+    pub vs_lz4_warm: f64,
+    pub vs_lz4: f64,
+    pub metadata_bytes_per_page: f64,
+    pub lz4_fraction: f64,
+}
+
+fn fill<'a>(rig: &Rig, object: u64, pages: impl Iterator<Item = &'a Page>) {
+    let mut pages = pages.peekable();
+    let mut first = 0;
+    while pages.peek().is_some() {
+        rig.tenant.put(object, first, pages.by_ref().take(BATCH));
+        first += BATCH;
+        if first.is_multiple_of(RAW_PAGES) {
+            rig.settle();
+        }
+    }
+    rig.settle();
+}
+
+fn cool(rig: &Rig) {
+    for hours in 1..4 {
+        rig.until(Time(hours * LATER_NS));
+    }
+}
+
+/// # Errors
+/// There is no address space.
+pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
+    let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
+    fill(&rig, 1, pages.iter().map(|page| &**page));
+    let lz4: usize = pages.iter().map(|page| bare::lz4_bytes(page)).sum();
+    // The first sweep ends; nothing is cold before the second.
+    rig.until(Time(SWEEP_NS));
+    let warm = rig.pool.stats();
+    cool(&rig);
+    let cold = rig.pool.stats();
+    Ok(Held {
+        vs_lz4_warm: warm.held_bytes as f64 / lz4 as f64,
+        vs_lz4: cold.held_bytes as f64 / lz4 as f64,
+        metadata_bytes_per_page: cold.metadata_bytes as f64 / cold.pages as f64,
+        lz4_fraction: lz4 as f64 / (pages.len() * PAGE_SIZE) as f64,
+    })
+}
+
+/// Two trees of files in one trust domain: all that the pool holds when they are cold, against
+/// their lz4 bytes.
+///
+/// # Errors
+/// There is no address space.
+pub fn two_servers(trees: [&[Page]; 2]) -> Result<f64, String> {
+    let pages: usize = trees.iter().map(|tree| tree.len()).sum();
+    let rig = Rig::new(2 * (pages * PAGE_SIZE) as u64 + (64 << 20))?;
+    let other = guest(&rig.pool, "bench-2")?;
+    fill(&rig, 1, trees[0].iter());
+    for (nth, part) in trees[1].chunks(BATCH).enumerate() {
+        other.put(1, nth * BATCH, part.iter());
+        if nth.is_multiple_of(RAW_PAGES / BATCH / 2) {
+            rig.settle();
+        }
+    }
+    rig.settle();
+    cool(&rig);
+    // Each content is compressed once: many are there often.
+    let (mut known, hash) = (HashMap::new(), PageHash::new(42));
+    let pages = trees.into_iter().flatten();
+    let lz4: usize = pages
+        .map(|page| {
+            *known
+                .entry(hash.of(page))
+                .or_insert_with(|| bare::lz4_bytes(page))
+        })
+        .sum();
+    Ok(rig.pool.stats().held_bytes as f64 / lz4 as f64)
+}
+
+/// Payload by memory, without metadata: after many turnovers, and after half of all has gone.
+///
+/// # Errors
+/// There is no address space.
+pub fn churn(
+    pages: &[Box<Page>],
+    seed: u64,
+    progress: impl Fn(&str),
+) -> Result<(f64, f64), String> {
+    let rig = Rig::new(4 * (CHURN_BLOBS * PAGE_SIZE) as u64)?;
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut buffer = vec![[0; PAGE_SIZE]; BATCH];
+    let mut stamp = 0u64;
+    for turnover in 0..=TURNOVERS {
+        progress(&format!("turnover {turnover} of {TURNOVERS}"));
+        for nth in 0..CHURN_BLOBS / BATCH {
+            for page in &mut buffer {
+                *page = *pages[rng.usize(..pages.len())];
+                // None is ever there twice.
+                stamp += 1;
+                page[..8].copy_from_slice(&stamp.to_le_bytes());
+            }
+            for (at, page) in buffer.iter().enumerate() {
+                let index = if turnover == 0 {
+                    nth * BATCH + at
+                } else {
+                    rng.usize(..CHURN_BLOBS)
+                };
+                rig.tenant.put(1, index, std::iter::once(page));
+            }
+            if nth.is_multiple_of(RAW_PAGES / BATCH / 2) {
+                rig.settle();
+            }
+        }
+        rig.settle();
+    }
+    let efficiency = |stats: PoolStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
+    // Idle memory goes back with the sweep.
+    rig.until(Time(SWEEP_NS));
+    let churned = rig.pool.stats();
+    assert!(churned.blobs >= CHURN_BLOBS as u64, "{churned:?}");
+    let mut indexes: Vec<usize> = (0..CHURN_BLOBS).collect();
+    rng.shuffle(&mut indexes);
+    for &index in &indexes[..CHURN_BLOBS / 2] {
+        rig.tenant.flush(1, index, Some(1));
+    }
+    rig.until(Time(2 * SWEEP_NS));
+    Ok((efficiency(churned), efficiency(rig.pool.stats())))
+}

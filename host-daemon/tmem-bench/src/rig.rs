@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A pool with tenants, driven as the daemon drives it: batches in, batches out, work behind.
+
+use tmem_pool::{
+    GetResult, Page, Pool, PoolConfig, Put, PutResult, Quota, Spent, Tenant, TenantSpec, Time,
+};
+
+/// Pages of a request.
+pub const BATCH: usize = 64;
+
+/// Pages that a tenant may have raw, in a pool of any size that is measured here.
+pub const RAW_PAGES: usize = 2048;
+
+const POOL: u32 = 1;
+
+/// While this is the time, nothing becomes cold.
+pub const NOW: Time = Time(0);
+
+/// What the sweep needs to pass all, twice over.
+pub const LATER_NS: u64 = 3_600_000_000_000;
+
+/// A pool with one tenant.
+pub struct Rig {
+    pub pool: Pool,
+    pub tenant: Guest,
+}
+
+/// One tenant of it.
+pub struct Guest(Tenant);
+
+impl Rig {
+    /// # Errors
+    /// There is no address space for the pool.
+    pub fn new(size_bytes: u64) -> Result<Rig, String> {
+        let config = PoolConfig {
+            size_bytes,
+            size_max_bytes: size_bytes,
+            seed: 42,
+            policy: Default::default(),
+        };
+        let pool =
+            Pool::new(config).map_err(|error| format!("address space for a pool: {error}"))?;
+        let tenant = guest(&pool, "bench-1")?;
+        Ok(Rig { pool, tenant })
+    }
+
+    /// Until no page is raw and nothing is left to free.
+    pub fn settle(&self) {
+        self.until(NOW);
+    }
+
+    /// All that is to be done by then.
+    pub fn until(&self, now: Time) {
+        while self.pool.maintain(now, 4096) {}
+    }
+}
+
+/// Another tenant of the same trust domain.
+///
+/// # Errors
+/// The pool has no room for it.
+pub fn guest(pool: &Pool, name: &str) -> Result<Guest, String> {
+    let spec = TenantSpec {
+        name: name.into(),
+        trust_domain: Some("bench".into()),
+        quota: Quota {
+            reserve_bytes: 0,
+            limit_bytes: None,
+            weight: 100,
+        },
+    };
+    let tenant = pool.add_tenant(spec).map_err(|error| error.to_string())?;
+    tenant
+        .create_pool(POOL)
+        .map_err(|error| error.to_string())?;
+    Ok(Guest(tenant))
+}
+
+impl Guest {
+    /// Puts one batch at most, the first under index `first` of the object.
+    ///
+    /// # Panics
+    /// A page is refused.
+    pub fn put<'a>(&self, object: u64, first: usize, pages: impl Iterator<Item = &'a Page>) {
+        let put = |(page, index): (&'a Page, usize)| Put {
+            object,
+            index: index as u64,
+            cookie: index as u64 + 1,
+            workingset: false,
+            page,
+        };
+        let mut puts = Vec::with_capacity(BATCH);
+        puts.extend(pages.zip(first..).map(put));
+        let mut results = [PutResult::Refused; BATCH];
+        let results = &mut results[..puts.len()];
+        self.0
+            .put(NOW, POOL, &puts, results)
+            .expect("the pool is live");
+        let stored = |result: &PutResult| *result == PutResult::Stored;
+        assert!(results.iter().all(stored), "a page is refused");
+    }
+
+    /// Gets one batch at most.
+    ///
+    /// # Panics
+    /// A page is missed.
+    pub fn get(&self, object: u64, first: usize, out: &mut [Page]) -> Spent<'_> {
+        let cookies: [u64; BATCH] = std::array::from_fn(|nth| (first + nth) as u64 + 1);
+        let mut results = [GetResult::Miss; BATCH];
+        let results = &mut results[..out.len()];
+        let spent = self.0.get(
+            NOW,
+            POOL,
+            object,
+            first as u64,
+            &cookies[..out.len()],
+            out,
+            results,
+        );
+        let missed = |result: &GetResult| *result == GetResult::Miss;
+        assert!(!results.iter().any(missed), "a page is missed");
+        spent.expect("the pool is live")
+    }
+
+    /// Drops pages.
+    pub fn flush(&self, object: u64, first: usize, pages: Option<u64>) {
+        self.0
+            .flush(POOL, object, first as u64, pages)
+            .expect("the pool is live");
+    }
+}

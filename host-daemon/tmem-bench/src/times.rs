@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a page costs: bare library calls, zram and the engine, by turns.
+//!
+//! The pool holds all pages of the corpus and stays as it is: in each round some batches at random
+//! are got, put again, and given their final form. Each page is there twice, once for the engine
+//! and once for what it is compared with, so that it has left the caches when either comes to it.
+
+use crate::bare;
+use crate::measure::{Samples, cpu_ns};
+use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig};
+use crate::zram::Zram;
+use std::hint::black_box;
+use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
+
+/// Batches of a round: half as many pages as a tenant may have raw, so that none is refused.
+const BATCHES: usize = RAW_PAGES / BATCH / 2;
+const PAGES: usize = BATCHES * BATCH;
+
+/// A round takes two parts at random, and most of a corpus has to be cold.
+pub const PAGES_MIN: usize = 8 * PAGES;
+
+/// For zram, which the engine's figures are compared with by their medians alone.
+const ZRAM_PART: usize = 4;
+
+/// A page that lz4 takes.
+pub struct Sized {
+    pub page: Box<Page>,
+    twin: Box<Page>,
+    lz4: Box<[u8]>,
+    hash: u128,
+}
+
+/// Nanoseconds a page of everything.
+#[derive(Default)]
+pub struct Times {
+    pub copy: Samples,
+    pub copy_hash: Samples,
+    pub hash_compress: Samples,
+    pub decompress: Samples,
+    pub put_ack: Samples,
+    pub put_full: Samples,
+    pub get: Samples,
+    pub free: Samples,
+    pub get_freed: Samples,
+    pub get_raw: Samples,
+    pub zram_write: Samples,
+    pub zram_read: Samples,
+    pub put_growing: Samples,
+    pub recompress: Samples,
+}
+
+/// Pages of a corpus that lz4 shrinks.
+pub fn sized(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
+    let mut buffer = [0; PAGE_SIZE];
+    let sized = pages.iter().filter_map(|page| {
+        let lz4 = bare::compress(page, &mut buffer)?.into();
+        Some(Sized {
+            twin: page.clone(),
+            hash: hash.of(page),
+            page: page.clone(),
+            lz4,
+        })
+    });
+    let mut sized: Vec<Sized> = sized.collect();
+    sized.truncate(sized.len() / BATCH * BATCH);
+    sized
+}
+
+/// A batch of the corpus.
+fn batch(pages: &[Sized], nr: usize) -> &[Sized] {
+    &pages[nr * BATCH..(nr + 1) * BATCH]
+}
+
+/// Fills a pool with all pages, measured as it grows.
+///
+/// # Errors
+/// There is no address space.
+pub fn fill(times: &mut Times, pages: &[Sized]) -> Result<Rig, String> {
+    let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
+    for (nth, part) in pages.chunks(PAGES).enumerate() {
+        times.put_growing.time(part.len(), || {
+            for (at, batch) in part.chunks(BATCH).enumerate() {
+                let pages = batch.iter().map(|sized| &*sized.page);
+                rig.tenant.put(1, nth * PAGES + at * BATCH, pages);
+            }
+            rig.settle();
+        });
+    }
+    Ok(rig)
+}
+
+/// Runs all rounds.
+///
+/// # Errors
+/// zram fails.
+pub fn run(
+    rounds: usize,
+    seed: u64,
+    rig: &Rig,
+    pages: &[Sized],
+    mut zram: Option<&mut Zram>,
+    times: &mut Times,
+    progress: impl Fn(&str),
+) -> Result<(), String> {
+    let hash = PageHash::new(42);
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut order: Vec<usize> = (0..pages.len() / BATCH).collect();
+    // A guest reads into pages that it has just been given.
+    let mut copies = vec![[0; PAGE_SIZE]; PAGES];
+    if let Some(zram) = &mut zram {
+        progress("filling zram");
+        for (at, sized) in pages.iter().enumerate() {
+            zram.write(at, &sized.twin)?;
+        }
+    }
+    for round in 0..rounds {
+        progress(&format!("round {} of {rounds}", round + 1));
+        rng.shuffle(&mut order);
+        let (ours, raw) = (&order[..BATCHES], &order[BATCHES..2 * BATCHES]);
+        // Who is first finds the caches as others left them.
+        if round % 2 == 0 {
+            bare(times, &hash, pages, ours, &mut copies);
+            engine(times, rig, &hash, pages, ours, raw, &mut copies);
+        } else {
+            engine(times, rig, &hash, pages, ours, raw, &mut copies);
+            bare(times, &hash, pages, ours, &mut copies);
+        }
+        if let Some(zram) = &mut zram {
+            let some = &ours[..BATCHES / ZRAM_PART];
+            zram_round(times, zram, pages, some)?;
+        }
+    }
+    Ok(())
+}
+
+/// What cannot be done without. Each in its own pass over the pages; in between they are evicted
+/// from the caches by the other passes.
+fn bare(
+    times: &mut Times,
+    hash: &PageHash,
+    pages: &[Sized],
+    batches: &[usize],
+    copies: &mut [Page],
+) {
+    let all = || batches.iter().flat_map(|&nr| batch(pages, nr));
+    let mut out = [0; PAGE_SIZE];
+    times.copy_hash.time(PAGES, || {
+        for (sized, copy) in all().zip(&mut *copies) {
+            copy.copy_from_slice(&*sized.twin);
+            black_box(hash.of(copy));
+        }
+    });
+    times.decompress.time(PAGES, || {
+        for (sized, copy) in all().zip(&mut *copies) {
+            bare::decompress(&sized.lz4, copy);
+        }
+    });
+    times.hash_compress.time(PAGES, || {
+        for sized in all() {
+            black_box(hash.of(&sized.twin));
+            black_box(bare::compress(&sized.twin, &mut out).map(<[u8]>::len));
+        }
+    });
+    times.copy.time(PAGES, || {
+        for (sized, copy) in all().zip(&mut *copies) {
+            copy.copy_from_slice(&*sized.twin);
+        }
+    });
+}
+
+/// Gets, puts and settles these batches, then puts and gets others while they are raw.
+fn engine(
+    times: &mut Times,
+    rig: &Rig,
+    hash: &PageHash,
+    pages: &[Sized],
+    batches: &[usize],
+    raw: &[usize],
+    copies: &mut [Page],
+) {
+    let (mut get_ns, mut free_ns) = (0.0, 0.0);
+    for (&nr, out) in batches.iter().zip(copies.chunks_exact_mut(BATCH)) {
+        let since = cpu_ns();
+        let spent = rig.tenant.get(1, nr * BATCH, out);
+        let got = cpu_ns();
+        drop(spent);
+        get_ns += got - since;
+        free_ns += cpu_ns() - got;
+        // By their hashes: the pages themselves are to stay out of the caches.
+        let right = batch(pages, nr).iter().zip(&*out);
+        for (sized, out) in right {
+            assert!(hash.of(out) == sized.hash, "wrong bytes");
+        }
+    }
+    times.get.push(get_ns / PAGES as f64);
+    times.free.push(free_ns / PAGES as f64);
+    times.get_freed.push((get_ns + free_ns) / PAGES as f64);
+    times.put_ack.time(PAGES, || {
+        for &nr in batches {
+            let pages = batch(pages, nr).iter().map(|sized| &*sized.page);
+            rig.tenant.put(1, nr * BATCH, pages);
+        }
+    });
+    let mut settle = Samples::default();
+    settle.time(PAGES, || rig.settle());
+    times.put_full.push(times.put_ack.last() + settle.last());
+    for (at, &nr) in raw.iter().enumerate() {
+        let pages = batch(pages, nr).iter().map(|sized| &*sized.page);
+        rig.tenant.put(2, at * BATCH, pages);
+    }
+    let mut spent = Vec::with_capacity(raw.len());
+    times.get_raw.time(PAGES, || {
+        for (at, out) in copies.chunks_exact_mut(BATCH).enumerate() {
+            spent.push(rig.tenant.get(2, at * BATCH, out));
+        }
+    });
+    drop(spent);
+    rig.settle();
+}
+
+/// The same batches, page by page: zram knows no others.
+fn zram_round(
+    times: &mut Times,
+    zram: &mut Zram,
+    pages: &[Sized],
+    batches: &[usize],
+) -> Result<(), String> {
+    for &nr in batches {
+        let mut result = Ok(());
+        times.zram_read.time(BATCH, || {
+            for at in nr * BATCH..(nr + 1) * BATCH {
+                result = result.clone().and(zram.read(at));
+            }
+        });
+        times.zram_write.time(BATCH, || {
+            for (at, sized) in (nr * BATCH..).zip(batch(pages, nr)) {
+                result = result.clone().and(zram.write(at, &sized.twin));
+            }
+        });
+        result?;
+    }
+    Ok(())
+}
+
+/// Lets all pages become cold and makes them denser. Its time is for each page that is held.
+pub fn recompress(times: &mut Times, rig: &Rig, pages: usize) {
+    rig.until(Time(LATER_NS));
+    times.recompress.time(pages, || {
+        for hours in 2..4 {
+            rig.until(Time(hours * LATER_NS));
+        }
+    });
+}

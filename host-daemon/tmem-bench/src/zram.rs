@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! zram with lz4, the kernel's compressed disk: through O_DIRECT, so that no page cache is between.
+
+use rustix::fs::OFlags;
+use std::fs::{self, File, OpenOptions};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use tmem_pool::{PAGE_SIZE, Page};
+
+const DEVICE: &str = "/dev/zram0";
+const SYS: &str = "/sys/block/zram0";
+
+/// What O_DIRECT reads and writes is aligned.
+#[repr(align(4096))]
+struct Aligned(Page);
+
+/// A zram device, as long as this exists.
+pub struct Zram {
+    file: File,
+    buffer: Box<Aligned>,
+}
+
+fn set(name: &str, value: &str) -> Result<(), String> {
+    fs::write(format!("{SYS}/{name}"), value).map_err(|error| format!("{SYS}/{name}: {error}"))
+}
+
+impl Zram {
+    /// Takes the device for so many pages, if nobody uses it.
+    ///
+    /// # Errors
+    /// Why there is no zram to compare with.
+    pub fn new(pages: usize) -> Result<Zram, String> {
+        if !rustix::process::geteuid().is_root() {
+            return Err("zram is measured by root only".into());
+        }
+        let used = fs::read_to_string(format!("{SYS}/initstate"))
+            .map_err(|error| format!("no zram, try `modprobe zram` ({SYS}/initstate: {error})"))?;
+        if used.trim() != "0" {
+            return Err(format!("{DEVICE} is in use"));
+        }
+        set("comp_algorithm", "lz4")?;
+        set("disksize", &(pages * PAGE_SIZE).to_string())?;
+        let flags = OFlags::DIRECT.bits() as i32;
+        let opened = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(flags)
+            .open(DEVICE);
+        match opened {
+            Ok(file) => Ok(Zram {
+                file,
+                buffer: Box::new(Aligned([0; PAGE_SIZE])),
+            }),
+            Err(error) => {
+                // What is said is why it cannot be used.
+                let _ = set("reset", "1");
+                Err(format!("{DEVICE}: {error}"))
+            }
+        }
+    }
+
+    /// Writes a page from memory that is not in the caches, as a put does.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn write(&mut self, at: usize, page: &Page) -> Result<(), String> {
+        self.buffer.0 = *page;
+        let result = self
+            .file
+            .write_all_at(&self.buffer.0, (at * PAGE_SIZE) as u64);
+        result.map_err(|error| format!("{DEVICE}: {error}"))
+    }
+
+    /// Reads a page.
+    ///
+    /// # Errors
+    /// The device fails.
+    pub fn read(&mut self, at: usize) -> Result<(), String> {
+        let result = self
+            .file
+            .read_exact_at(&mut self.buffer.0, (at * PAGE_SIZE) as u64);
+        result.map_err(|error| format!("{DEVICE}: {error}"))
+    }
+}
+
+impl Drop for Zram {
+    fn drop(&mut self) {
+        // It cannot be reset while it is open.
+        if let Ok(null) = File::open("/dev/null") {
+            drop(std::mem::replace(&mut self.file, null));
+        }
+        if let Err(error) = set("reset", "1") {
+            eprintln!("tmem-bench: {error}");
+        }
+    }
+}
