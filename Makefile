@@ -12,7 +12,7 @@ PYTEST = cd tests && ./python -m pytest unit vm
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt \
 	check-guest-long check-all check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
-	test-miri test-driver fuzz clean
+	test-driver fuzz clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
 
@@ -120,12 +120,6 @@ lint-licence:
 
 test-rust:
 	$(CARGO) test $(MANIFEST) --workspace
-
-# Without what calls C. Other seeds are other orders of threads and of memory accesses.
-MIRI_SEEDS ?= 0..4
-test-miri: ## undefined behaviour and data races of the pool's memory (rustup toolchain install nightly -c miri,rust-src)
-	MIRIFLAGS='-Zmiri-many-seeds=$(MIRI_SEEDS)' cargo +nightly miri test $(MANIFEST) \
-		--target-dir host-daemon/target/miri -p tmem-pool --lib -- heap:: dedup:: index:: evict::
 
 MINUTES ?= 10
 fuzz: ## random operations on the pool against a model, new seeds for MINUTES=10; TMEM_SEED=N replays one
