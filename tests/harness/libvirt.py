@@ -63,6 +63,12 @@ def run(command: list[str | Path], stdin: str | None = None) -> Run:
     return Run(done.returncode, done.stdout, done.stderr)
 
 
+def can_mount() -> bool:
+    """May this process mount over folders, in a mount namespace of its own?"""
+    namespace = ["unshare", "--mount", "--propagation", "private"]
+    return run([*namespace, "mount", "--bind", "/etc", "/etc"]).status == 0
+
+
 class Libvirt:
     """libvirtd with virsh and tmemctl that talk to it. `control` is tmemd's socket."""
 
