@@ -1,0 +1,148 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Compaction: bytes of sparse spans are moved to full ones, so that spans empty and can be given
+//! back. One span at a time under the lock of its class.
+//!
+//! Never: a place that someone reads or writes, which is pinned; one of a handle whose bytes are
+//! being replaced.
+
+#[cfg(test)]
+use super::region::FRAME_BYTES;
+use super::region::Zeroed;
+use super::{ClassState, Heap, PINS, Place, USED};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+
+/// Below this part of busy frames in bytes, compaction is worth trying: filled is about 0.965.
+const SPARSE: (u64, u64) = (19, 20);
+
+/// Spans that one step of compaction tries in vain, since readers hold slots of them.
+const COMPACT_TRIES: usize = 4;
+
+impl<X: Zeroed> Heap<X> {
+    /// Moves bytes together, up to about `slots` of them, until no class has a span to spare.
+    /// Returns how many were moved; 0: nothing is left to do, or readers are in the way.
+    pub(crate) fn compact(&self, slots: usize) -> usize {
+        let mut moved = 0;
+        for nr in 0..self.classes.len() as u8 {
+            while moved < slots {
+                let mut state = self.lock(nr);
+                let Some(done) = self.compact_span(&mut state) else {
+                    break;
+                };
+                moved += done;
+                if done == 0 {
+                    break;
+                }
+            }
+        }
+        moved
+    }
+
+    /// So much lies between the bytes that compaction may gain something.
+    pub(crate) fn is_sparse(&self) -> bool {
+        self.payload_bytes.load(Relaxed) / SPARSE.0 < self.busy_bytes() / SPARSE.1
+    }
+
+    /// Compaction could free a span.
+    pub(crate) fn has_spare(&self) -> bool {
+        (0..self.classes.len() as u8).any(|nr| self.lock(nr).spare_spans() > 0)
+    }
+
+    /// Frames that compaction could free.
+    #[cfg(test)]
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        let spare = (0..self.classes.len() as u8).map(|nr| {
+            let state = self.lock(nr);
+            u64::from(state.spare_spans()) * u64::from(state.class.frames) * FRAME_BYTES as u64
+        });
+        spare.sum()
+    }
+
+    /// Empties the sparsest span of a class that has one to spare. None: it has none.
+    fn compact_span(&self, state: &mut ClassState) -> Option<usize> {
+        if state.spare_spans() == 0 {
+            return None;
+        }
+        let mut source = *state.heads.iter().find(|&&span| span != 0)?;
+        for _ in 0..COMPACT_TRIES {
+            let moved = self.empty_span(state, source);
+            if moved > 0 {
+                return Some(moved);
+            }
+            source = self.span(source).next.get();
+            if source == 0 {
+                break;
+            }
+        }
+        Some(0)
+    }
+
+    fn empty_span(&self, state: &mut ClassState, source: u32) -> usize {
+        let class = state.class;
+        let mut moved = 0;
+        for slot in 0..self.span(source).fresh.get() {
+            let header = self.header(&class, source, slot);
+            if header & USED == 0 {
+                continue;
+            }
+            // With a span to spare there is a slot elsewhere.
+            let Some(target) = self.fullest_but(state, source) else {
+                break;
+            };
+            let handle = header & !USED;
+            // Acquire: what was written before it was unpinned.
+            let word = self.word(handle).load(Acquire);
+            if word & PINS != 0 {
+                continue;
+            }
+            let from = Place::of(word);
+            if (from.span, from.slot) != (source, slot) {
+                // One of the two that a handle has while its bytes are replaced.
+                continue;
+            }
+            let to = Place {
+                span: target,
+                slot: self.take_slot_of(state, target),
+                len: from.len,
+            };
+            let (old, new) = (self.bytes_at(&class, from), self.bytes_at(&class, to));
+            // SAFETY: two slots of one class; the old one's bytes do not change: it is freed under
+            // the lock that we hold.
+            unsafe { new.copy_from_nonoverlapping(old, from.len) };
+            let replaced = self
+                .word(handle)
+                .compare_exchange(word, to.word(), AcqRel, Relaxed)
+                .is_ok();
+            let gone = if replaced { from } else { to };
+            if replaced {
+                self.set_header(&class, to.span, to.slot, USED | handle);
+                moved += 1;
+            }
+            let last = replaced && self.span(source).used.get() == 1;
+            // Nobody reads it: it is new, or it had no reader when it was replaced.
+            self.give_bytes(state, gone);
+            if last {
+                break;
+            }
+        }
+        moved
+    }
+
+    fn fullest_but(&self, state: &ClassState, source: u32) -> Option<u32> {
+        for &head in state.heads.iter().rev() {
+            if head != 0 && head != source {
+                return Some(head);
+            }
+            if head == source && self.span(head).next.get() != 0 {
+                return Some(self.span(head).next.get());
+            }
+        }
+        None
+    }
+}
+
+impl ClassState {
+    /// Spans that would be free if all used slots were moved together.
+    fn spare_spans(&self) -> u32 {
+        self.spans - self.used_slots.div_ceil(self.class.slots.into())
+    }
+}
