@@ -358,9 +358,7 @@ impl Index {
         let id = self.entries.insert(entry)?;
         match self.insert_entry(pool, object, index, id) {
             Ok(object) => {
-                self.objects[object].gauges.add(gauges);
-                self.pools[pool.id].gauges.add(gauges);
-                self.gauges.add(gauges);
+                self.count(object, |sum| sum.add(gauges));
                 Ok(id)
             }
             Err(full) => {
@@ -392,27 +390,29 @@ impl Index {
         let mut root = self.objects[object].root;
         self.nodes.unhook(&mut root, entry.hook);
         self.objects[object].root = root;
-        self.sub(object, entry.gauges());
+        let gauges = entry.gauges();
+        self.count(object, |sum| sum.sub(gauges));
         if root == 0 {
             self.free_object(object);
         }
         entry
     }
 
-    fn sub(&mut self, object: Id, gauges: Gauges) {
+    /// Changes all sums that an object's pages are in.
+    fn count(&mut self, object: Id, change: impl Fn(&mut Gauges)) {
         let object = &mut self.objects[object];
-        object.gauges.sub(gauges);
+        change(&mut object.gauges);
         let mut detached = true;
         if object.pool != 0 {
             let pool = &mut self.pools[object.pool];
-            pool.gauges.sub(gauges);
+            change(&mut pool.gauges);
             detached = pool.detached;
         }
-        if detached {
-            self.detached.sub(gauges);
+        change(if detached {
+            &mut self.detached
         } else {
-            self.gauges.sub(gauges);
-        }
+            &mut self.gauges
+        });
     }
 
     /// An object without pages.
@@ -430,20 +430,10 @@ impl Index {
         change(&mut self.entries[id]);
         let after = self.entries[id].gauges();
         let (object, _) = self.nodes.place(self.entries[id].hook);
-        self.sub(object, before);
-        let object = &mut self.objects[object];
-        object.gauges.add(after);
-        let mut detached = true;
-        if object.pool != 0 {
-            let pool = &mut self.pools[object.pool];
-            pool.gauges.add(after);
-            detached = pool.detached;
-        }
-        if detached {
-            self.detached.add(after);
-        } else {
-            self.gauges.add(after);
-        }
+        self.count(object, |sum| {
+            sum.sub(before);
+            sum.add(after);
+        });
     }
 
     /// The page's key; None if it is detached.
