@@ -1,36 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A page's life through the public interface: put, get, replaced, flushed, gone with its pool.
 
-use tmem_pool::{
-    CreateError, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Pool, PoolConfig, Put,
-    PutResult, Quota, Tenant, TenantSpec, Time,
-};
+mod common;
 
-const QUOTA: Quota = Quota {
-    reserve_bytes: 0,
-    limit_bytes: None,
-    weight: 1,
+use common::tenant;
+use tmem_pool::{
+    CreateError, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Pool, Put, PutResult,
+    Tenant, Time,
 };
 
 fn pool() -> Pool {
-    Pool::new(PoolConfig {
-        size_bytes: 16 << 20,
-        size_max_bytes: 0,
-        seed: 7,
-        policy: Default::default(),
-    })
-    .unwrap()
-}
-
-fn tenant(pool: &Pool, name: &str) -> Tenant {
-    let spec = TenantSpec {
-        name: name.into(),
-        trust_domain: None,
-        quota: QUOTA,
-    };
-    let tenant = pool.add_tenant(spec).unwrap();
-    tenant.create_pool(1).unwrap();
-    tenant
+    common::pool(16 << 20)
 }
 
 /// Pages that differ, of which one compresses, one does not and one is of one byte.

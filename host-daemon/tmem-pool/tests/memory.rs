@@ -4,13 +4,13 @@
 //!
 //! One test in a process of its own, since it looks at all memory of the process.
 
+mod common;
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use tmem_pool::{
-    PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, Time,
-};
+use tmem_pool::{PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
 
 /// Counts live bytes.
 struct Counting;
@@ -135,13 +135,7 @@ fn fill(
 #[test]
 fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     const PAGES: u64 = 4_000;
-    let pool = Pool::new(PoolConfig {
-        size_bytes: 256 << 20,
-        size_max_bytes: 0,
-        seed: 3,
-        policy: Default::default(),
-    })
-    .unwrap();
+    let pool = common::pool(256 << 20);
     // Heap, its spans and handles, the table of equal pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
@@ -159,21 +153,6 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     );
     assert!(!locked.is_empty() || !swapped.is_empty());
     assert_eq!(pool.is_locked(), swapped.is_empty(), "{flags:?}");
-    let add = || {
-        let quota = Quota {
-            reserve_bytes: 0,
-            limit_bytes: None,
-            weight: 1,
-        };
-        let spec = TenantSpec {
-            name: "a".into(),
-            trust_domain: None,
-            quota,
-        };
-        let tenant = pool.add_tenant(spec).unwrap();
-        tenant.create_pool(1).unwrap();
-        tenant
-    };
     let small_file = |nth: u64| nth / 5;
     let one_page = |nth: u64| nth;
     let large_file = |_| 1;
@@ -205,7 +184,7 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     let mut before_bytes = 0;
     for (what, fill) in shapes {
         let live_before = LIVE_BYTES.load(SeqCst);
-        let tenant = add();
+        let tenant = common::tenant(&pool, "a");
         fill(&tenant);
         let live_bytes = (LIVE_BYTES.load(SeqCst) - live_before) as u64;
         let held_bytes = live_bytes + resident_bytes();

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A pool that is told to be smaller gives its memory back, in work that is bounded by what goes.
 
+mod common;
+
 use std::fs;
-use tmem_pool::{
-    PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, Time,
-};
+use tmem_pool::{PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 24_000;
@@ -54,25 +54,8 @@ fn resident_bytes() -> u64 {
 
 #[test]
 fn memory_goes_back_in_bounded_work() {
-    let pool = Pool::new(PoolConfig {
-        size_bytes: 96 * MIB,
-        size_max_bytes: 0,
-        seed: 5,
-        policy: Default::default(),
-    })
-    .unwrap();
-    let quota = Quota {
-        reserve_bytes: 0,
-        limit_bytes: None,
-        weight: 1,
-    };
-    let spec = TenantSpec {
-        name: "a".into(),
-        trust_domain: None,
-        quota,
-    };
-    let tenant = pool.add_tenant(spec).unwrap();
-    tenant.create_pool(1).unwrap();
+    let pool = common::pool(96 * MIB);
+    let tenant = common::tenant(&pool, "a");
     fill(&pool, &tenant);
     for part in [3, 5, 10, 40] {
         let before = pool.stats();
