@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The engine's benchmark: runs all parts and prints their ratios beside what is wanted of them.
 
+use crate::corpus::{self, Corpus};
 use crate::measure::{Ratio, Samples};
-use crate::times::{self, Times};
+use crate::times::{self, Sized, Times};
 use crate::zram::Zram;
-use crate::{EngineArgs, corpus, memory, threads};
+use crate::{EngineArgs, Part, memory, threads};
 use serde_json::{Map, Value, json};
 use std::io::{IsTerminal, Write};
 use tmem_pool::PageHash;
@@ -111,26 +112,71 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
             pages.len()
         ));
     }
-    let mut times = Times::default();
+    let (mut times, mut results) = (Times::default(), Results::default());
+    if args.measures(Part::Times) {
+        let zram = measure_times(args, &pages, &mut times)?;
+        add_times(&mut results, &times, &zram);
+    }
+    if args.measures(Part::Memory) {
+        add_memory(&mut results, args, &corpus)?;
+    }
+    if args.measures(Part::Threads) {
+        results.add(
+            "threads_scaling_ratio",
+            Target::AtLeast(0.95),
+            threads::scaling(&pages, args.rounds, progress),
+        );
+    }
+    progress("");
+    let classes: Vec<_> = corpus
+        .classes
+        .iter()
+        .map(|(name, had)| format!("{name} {had}"))
+        .collect();
+    if args.json {
+        let mut all = results.json();
+        let ns = all_times(&times)
+            .filter(|(_, samples)| !samples.is_empty())
+            .map(|(name, samples)| (name.replace([' ', ','], "_"), json!(samples.median())));
+        all.insert("ns_per_page".into(), Value::Object(ns.collect()));
+        all.insert("corpus".into(), json!(classes.join(", ")));
+        all.insert("rounds".into(), json!(args.rounds));
+        println!("{}", Value::Object(all));
+        return Ok(());
+    }
+    println!(
+        "{} pages of files, none same-filled or twice: {}. lz4 makes {:.3} of them; it takes {}, which \
+         are timed.\n",
+        corpus.pages.len(),
+        classes.join(", "),
+        memory::lz4_fraction(&corpus.pages),
+        pages.len()
+    );
+    println!("{:34} {:>9}   processor time, median", "ns a page", "");
+    for (what, samples) in all_times(&times).filter(|(_, samples)| !samples.is_empty()) {
+        println!("{what:34} {:9.0}", samples.median());
+    }
+    results.print();
+    Ok(())
+}
+
+/// Whether there was a zram to compare with.
+fn measure_times(
+    args: &EngineArgs,
+    pages: &[Sized],
+    times: &mut Times,
+) -> Result<Result<(), String>, String> {
     let mut zram = Zram::new(pages.len());
     progress("filling a pool");
-    let rig = times::fill(&mut times, &pages)?;
+    let rig = times::fill(times, pages)?;
     let peer = zram.as_mut().ok();
-    times::run(
-        args.rounds,
-        args.seed,
-        &rig,
-        &pages,
-        peer,
-        &mut times,
-        progress,
-    )?;
+    times::run(args.rounds, args.seed, &rig, pages, peer, times, progress)?;
     progress("recompressing cold pages");
-    times::recompress(&mut times, &rig, pages.len());
-    drop(rig);
-    let zram = zram.map(drop);
-    let mut results = Results::default();
-    add_times(&mut results, &times, &zram);
+    times::recompress(times, &rig, pages.len());
+    Ok(zram.map(drop))
+}
+
+fn add_memory(results: &mut Results, args: &EngineArgs, corpus: &Corpus) -> Result<(), String> {
     progress("measuring memory");
     let held = memory::held(&corpus.pages)?;
     results.add(
@@ -167,40 +213,6 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
         Target::AtMost(72.0),
         Ok(Ratio::exact(held.metadata_bytes_per_page)),
     );
-    results.add(
-        "threads_scaling_ratio",
-        Target::AtLeast(0.95),
-        threads::scaling(&pages, progress),
-    );
-    progress("");
-    let classes: Vec<_> = corpus
-        .classes
-        .iter()
-        .map(|(name, had)| format!("{name} {had}"))
-        .collect();
-    if args.json {
-        let mut all = results.json();
-        let ns = all_times(&times)
-            .map(|(name, samples)| (name.replace([' ', ','], "_"), json!(samples.median())));
-        all.insert("ns_per_page".into(), Value::Object(ns.collect()));
-        all.insert("corpus".into(), json!(classes.join(", ")));
-        all.insert("rounds".into(), json!(args.rounds));
-        println!("{}", Value::Object(all));
-        return Ok(());
-    }
-    println!(
-        "{} pages of files, none same-filled or twice: {}. lz4 makes {:.3} of them; it takes {}, which \
-         are timed.\n",
-        corpus.pages.len(),
-        classes.join(", "),
-        held.lz4_fraction,
-        pages.len()
-    );
-    println!("{:34} {:>9}   processor time, median", "ns a page", "");
-    for (what, samples) in all_times(&times).filter(|(_, samples)| !samples.is_empty()) {
-        println!("{what:34} {:9.0}", samples.median());
-    }
-    results.print();
     Ok(())
 }
 

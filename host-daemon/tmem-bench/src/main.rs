@@ -37,6 +37,17 @@ enum Command {
     Replay(replay::Args),
 }
 
+/// What can be measured alone, where the whole takes too long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Part {
+    /// What a page costs.
+    Times,
+    /// What a page takes.
+    Memory,
+    /// What a second thread gains.
+    Threads,
+}
+
 /// What the engine is measured with.
 #[derive(clap::Args)]
 struct EngineArgs {
@@ -52,12 +63,21 @@ struct EngineArgs {
     /// How often each thing is measured; the medians count.
     #[arg(long, default_value_t = 100, value_name = "NUMBER")]
     rounds: usize,
+    /// Only this part. The others' figures are told as not measured.
+    #[arg(long, value_name = "PART")]
+    only: Option<Part>,
     /// Which files and pages are chosen, and in which order they come.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
     /// The result for machines, on standard output.
     #[arg(long)]
     json: bool,
+}
+
+impl EngineArgs {
+    fn measures(&self, part: Part) -> bool {
+        self.only.is_none_or(|only| only == part)
+    }
 }
 
 fn main() -> ExitCode {

@@ -21,7 +21,15 @@ pub struct Held {
     pub vs_lz4_warm: f64,
     pub vs_lz4: f64,
     pub metadata_bytes_per_page: f64,
-    pub lz4_fraction: f64,
+}
+
+fn lz4_bytes(pages: &[Box<Page>]) -> usize {
+    pages.iter().map(|page| bare::lz4_bytes(page)).sum()
+}
+
+/// What lz4 makes of all pages.
+pub fn lz4_fraction(pages: &[Box<Page>]) -> f64 {
+    lz4_bytes(pages) as f64 / (pages.len() * PAGE_SIZE) as f64
 }
 
 fn fill<'a>(rig: &Rig, object: u64, pages: impl Iterator<Item = &'a Page>) {
@@ -48,7 +56,7 @@ fn cool(rig: &Rig) {
 pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     let rig = Rig::new(2 * (pages.len() * PAGE_SIZE) as u64 + (64 << 20))?;
     fill(&rig, 1, pages.iter().map(|page| &**page));
-    let lz4: usize = pages.iter().map(|page| bare::lz4_bytes(page)).sum();
+    let lz4 = lz4_bytes(pages);
     // The first sweep ends; nothing is cold before the second.
     rig.until(Time(SWEEP_NS));
     let warm = rig.pool.stats();
@@ -58,7 +66,6 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
         vs_lz4_warm: warm.held_bytes as f64 / lz4 as f64,
         vs_lz4: cold.held_bytes as f64 / lz4 as f64,
         metadata_bytes_per_page: cold.metadata_bytes as f64 / cold.pages as f64,
-        lz4_fraction: lz4 as f64 / (pages.len() * PAGE_SIZE) as f64,
     })
 }
 

@@ -12,8 +12,8 @@ use tmem_pool::PAGE_SIZE;
 /// Tenants that have raw pages.
 const TENANTS: usize = 8;
 
-/// Repetitions: each takes a fifth of a second.
-const ROUNDS: usize = 21;
+/// Repetitions at most: each takes a fifth of a second.
+const ROUNDS_MAX: usize = 21;
 
 /// Time that so many threads take together.
 fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
@@ -31,7 +31,8 @@ fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
 ///
 /// # Errors
 /// There is no address space, or only one processor.
-pub fn scaling(pages: &[Sized], progress: impl Fn(&str)) -> Result<Ratio, String> {
+pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<Ratio, String> {
+    let rounds = rounds.min(ROUNDS_MAX);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if processors < 2 {
         return Err("there is one processor only".into());
@@ -42,8 +43,8 @@ pub fn scaling(pages: &[Sized], progress: impl Fn(&str)) -> Result<Ratio, String
     let (mut engine_gains, mut lz4_gains) = (Samples::default(), Samples::default());
     let part = (pages.len() / TENANTS).min(RAW_PAGES) / BATCH * BATCH;
     let pages = &pages[..part * TENANTS];
-    for round in 0..ROUNDS {
-        progress(&format!("threads, round {} of {ROUNDS}", round + 1));
+    for round in 0..rounds {
+        progress(&format!("threads, round {} of {rounds}", round + 1));
         // By turns, since whoever shares the machine comes and goes.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
         let gain = |seconds: [f64; 2]| match threads {
