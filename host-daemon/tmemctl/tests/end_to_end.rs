@@ -24,6 +24,7 @@ fn host() -> Host {
         workers: 1,
         control: path("control"),
         control_read_only: Some(path("read-only")),
+        run_folder: directory.path().into(),
         vms: vec![
             vm("web"),
             vm("db,trust-domain=team,reserve=1MiB,limit=8MiB,weight=7"),

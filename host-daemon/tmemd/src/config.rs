@@ -34,7 +34,9 @@ pub struct Config {
     pub control: PathBuf,
     /// Socket of its methods that only read.
     pub control_read_only: Option<PathBuf>,
-    /// The VMs served.
+    /// Where the sockets of VMs that are added lie, and in `vms/` what they were added with.
+    pub run_folder: PathBuf,
+    /// The VMs served from the start.
     pub vms: Vec<VmConfig>,
     /// The pool gives way to the host; None: it never does.
     pub pressure: Option<PressureConfig>,
@@ -128,8 +130,8 @@ pub fn parse_size(text: &str) -> Result<u64, ConfigError> {
         .ok_or_else(|| error("it is too large"))
 }
 
-/// A name that can stand in a log line, a table and a metric.
-fn parse_name(text: &str) -> Result<String, String> {
+/// Parses a name that can stand in a log line, a table and a metric.
+pub fn parse_name(text: &str) -> Result<String, String> {
     let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(good) {
         return Err(format!(
@@ -139,7 +141,8 @@ fn parse_name(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
-fn parse_uuid(text: &str) -> Result<String, String> {
+/// Parses a UUID; gives it back in lower case.
+pub fn parse_uuid(text: &str) -> Result<String, String> {
     let groups: Vec<&str> = text.split('-').collect();
     let lengths: Vec<usize> = groups.iter().map(|g| g.len()).collect();
     let hex = groups
@@ -391,6 +394,7 @@ mod tests {
             workers: 2,
             control: "/c".into(),
             control_read_only: Some("/r".into()),
+            run_folder: "/".into(),
             vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
             pressure: None,
             trace: None,

@@ -7,7 +7,7 @@
 use crate::device::Device;
 use crate::janitor::Janitor;
 use crate::peer::Peer;
-use crate::vm::{Connected, Vm};
+use crate::vm::{Connected, NoPlace, Vm};
 use crate::worker::Workers;
 use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
@@ -29,15 +29,24 @@ pub struct Shared {
 
 /// Serves a connection to its end.
 pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
-    let Some(_connected) = Connected::claim(vm) else {
-        vm.counters
-            .connections_refused
-            .fetch_add(1, Ordering::Relaxed);
-        vm.warn(format_args!(
-            "a second connection to {} is refused: the first one is still there",
-            vm.config.socket.display()
-        ));
-        return;
+    let _connected = match Connected::claim(vm, &stream) {
+        Ok(connected) => connected,
+        Err(NoPlace::Taken) => {
+            vm.counters
+                .connections_refused
+                .fetch_add(1, Ordering::Relaxed);
+            vm.warn(format_args!(
+                "a second connection to {} is refused: the first one is still there",
+                vm.config.socket.display()
+            ));
+            return;
+        }
+        // It came just before its socket went.
+        Err(NoPlace::Removed) => return,
+        Err(NoPlace::NoHandle) => {
+            vm.warn(format_args!("no file descriptor is left for a connection"));
+            return;
+        }
     };
     vm.counters.connections.fetch_add(1, Ordering::Relaxed);
     // A connection starts empty, whatever was before.

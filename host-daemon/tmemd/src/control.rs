@@ -4,8 +4,8 @@
 //! A thread per client, with limits on clients, message size and idle time. A read-only socket
 //! answers the methods that only read. Nothing here touches a page.
 
-use crate::config::check_quota;
 use crate::pressure;
+use crate::registry::{Refused, Registry};
 use crate::vm::Vm;
 use crate::worker::Workers;
 use std::io::{Read, Write};
@@ -32,8 +32,7 @@ pub struct Service {
 
 struct Control {
     pool: Arc<Pool>,
-    /// In the order of their names.
-    vms: Vec<Arc<Vm>>,
+    registry: Arc<Registry>,
     workers: Arc<Workers>,
     /// The pool's size while the host has enough.
     configured_bytes: u64,
@@ -47,16 +46,15 @@ impl Service {
     /// The service of one socket.
     pub fn new(
         pool: Arc<Pool>,
-        mut vms: Vec<Arc<Vm>>,
+        registry: Arc<Registry>,
         workers: Arc<Workers>,
         (configured_bytes, steps): (u64, Arc<pressure::Counters>),
         epoch: Instant,
         read_only: bool,
     ) -> Service {
-        vms.sort_by(|a, b| a.name().cmp(b.name()));
         let control = Control {
             pool,
-            vms,
+            registry,
             workers,
             configured_bytes,
             steps,
@@ -134,7 +132,7 @@ fn quota_of(vm: &Vm) -> api::Quota {
 
 fn vm_of(vm: &Vm) -> api::Vm {
     api::Vm {
-        name: vm.name().into(),
+        name: vm.name().to_string(),
         uuid: vm.config.uuid.clone(),
         socket: vm.config.socket.display().to_string(),
         trust_domain: vm.config.trust_domain.clone(),
@@ -147,7 +145,7 @@ fn vm_stats_of(vm: &Vm) -> api::VmStats {
     let stats = vm.tenant.stats();
     let counters = &vm.counters;
     api::VmStats {
-        name: vm.name().into(),
+        name: vm.name().to_string(),
         connected: vm.connected.load(Ordering::Acquire),
         connections: load(&counters.connections),
         connections_refused: load(&counters.connections_refused),
@@ -240,9 +238,8 @@ impl Control {
         }
     }
 
-    fn daemon_stats(&self) -> api::DaemonStats {
-        let connected = self
-            .vms
+    fn daemon_stats(&self, vms: &[Arc<Vm>]) -> api::DaemonStats {
+        let connected = vms
             .iter()
             .filter(|vm| vm.connected.load(Ordering::Acquire))
             .count();
@@ -251,48 +248,27 @@ impl Control {
             pid: i64::from(std::process::id()),
             uptime_seconds: int(self.epoch.elapsed().as_secs()),
             workers: self.workers.count() as i64,
-            vms: self.vms.len() as i64,
+            vms: vms.len() as i64,
             vms_connected: connected as i64,
         }
     }
-
-    fn find(&self, name: &str) -> Option<&Arc<Vm>> {
-        self.vms.iter().find(|vm| vm.name() == name)
-    }
-}
-
-/// A quota of the interface as one of the pool.
-fn pool_quota(quota: &api::Quota) -> Result<tmem_pool::Quota, String> {
-    let bytes = |key: &str, value: i64| {
-        u64::try_from(value).map_err(|_| format!("{key}={value} is negative"))
-    };
-    let quota = tmem_pool::Quota {
-        reserve_bytes: bytes("reserve_bytes", quota.reserve_bytes)?,
-        limit_bytes: quota
-            .limit_bytes
-            .map(|limit| bytes("limit_bytes", limit))
-            .transpose()?,
-        weight: u32::try_from(quota.weight)
-            .map_err(|_| format!("weight={} is out of range", quota.weight))?,
-    };
-    check_quota(&quota)?;
-    Ok(quota)
 }
 
 impl api::VarlinkInterface for Control {
     fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
-        call.reply(self.vms.iter().map(|vm| vm_of(vm)).collect())
+        call.reply(self.registry.vms().iter().map(|vm| vm_of(vm)).collect())
     }
 
     fn stats(&self, call: &mut dyn api::Call_Stats, name: Option<String>) -> varlink::Result<()> {
+        let all = self.registry.vms();
         let vms = match &name {
-            None => self.vms.iter().map(|vm| vm_stats_of(vm)).collect(),
-            Some(wanted) => match self.find(wanted) {
+            None => all.iter().map(|vm| vm_stats_of(vm)).collect(),
+            Some(wanted) => match all.iter().find(|vm| *vm.name() == **wanted) {
                 Some(vm) => vec![vm_stats_of(vm)],
                 None => return call.reply_no_such_vm(wanted.clone()),
             },
         };
-        call.reply(self.daemon_stats(), self.pool_stats(), vms)
+        call.reply(self.daemon_stats(&all), self.pool_stats(), vms)
     }
 
     fn set_quota(
@@ -304,20 +280,33 @@ impl api::VarlinkInterface for Control {
         if self.read_only {
             return call.reply_read_only_socket("SetQuota".into());
         }
-        let Some(vm) = self.find(&name) else {
-            return call.reply_no_such_vm(name);
-        };
-        let set = pool_quota(&quota).and_then(|quota| {
-            vm.tenant
-                .set_quota(quota)
-                .map_err(|error| error.to_string())
-        });
-        match set {
-            Ok(()) => {
+        match self.registry.set_quota(&name, &quota) {
+            None => call.reply_no_such_vm(name),
+            Some(Ok(())) => {
                 tracing::info!(vm = name, ?quota, "quota changed");
                 call.reply()
             }
-            Err(reason) => call.reply_bad_quota(name, reason),
+            Some(Err(why)) => call.reply_bad_quota(name, why.to_string()),
         }
+    }
+
+    fn add_vm(&self, call: &mut dyn api::Call_AddVm, vm: api::VmSpec) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("AddVm".into());
+        }
+        let name = vm.name.clone();
+        match self.registry.add(vm) {
+            Ok(added) => call.reply(added),
+            Err(Refused::Quota(reason)) => call.reply_bad_quota(name, reason),
+            Err(Refused::Vm(reason)) => call.reply_bad_vm(name, reason),
+        }
+    }
+
+    fn remove_vm(&self, call: &mut dyn api::Call_RemoveVm, uuid: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("RemoveVm".into());
+        }
+        let removed = self.registry.remove(&uuid);
+        call.reply(removed)
     }
 }

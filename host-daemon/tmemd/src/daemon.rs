@@ -11,8 +11,9 @@ use crate::control::{self, Service};
 use crate::janitor::Janitor;
 use crate::poller::{consume, signal};
 use crate::pressure::{self, Watcher, host_memory_bytes};
-use crate::recorder::{Recorder, Tap};
-use crate::sockets::Listener;
+use crate::recorder::Recorder;
+use crate::registry::Registry;
+use crate::sockets::{Access, Listener};
 use crate::vm::Vm;
 use crate::worker::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
@@ -23,7 +24,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use tmem_pool::{Pool, PoolConfig, TenantSpec};
+use tmem_pool::{Pool, PoolConfig};
 
 /// Pause after a connection could not be accepted for want of descriptors or memory.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
@@ -70,6 +71,7 @@ impl From<io::Error> for StartError {
 }
 
 /// What a listening socket is for.
+#[derive(Clone)]
 enum Purpose {
     Vm(Arc<Vm>),
     /// With the number of its clients, so that those of the read-only socket cannot take the places
@@ -115,16 +117,10 @@ impl Daemon {
             Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),
             None => None,
         };
-        let mut vms = Vec::new();
-        for (number, vm) in (0..).zip(&config.vms) {
-            let spec = TenantSpec {
-                name: vm.name.clone(),
-                trust_domain: vm.trust_domain.clone(),
-                quota: vm.quota,
-            };
-            let tenant = pool.add_tenant(spec).map_err(StartError::Admission)?;
-            let tap = recorder.clone().map(|recorder| Tap::new(recorder, number));
-            vms.push(Arc::new(Vm::new(vm.clone(), tenant, tap)));
+        let registry = Registry::new(pool.clone(), recorder.clone(), &config.run_folder)?;
+        let registry = Arc::new(registry);
+        for vm in &config.vms {
+            registry.give(vm).map_err(StartError::Admission)?;
         }
         let janitor = Janitor::start(pool.clone(), epoch, janitors())?;
         let workers = match Workers::start(config.workers, &janitor) {
@@ -162,7 +158,7 @@ impl Daemon {
         let service = |read_only| {
             Arc::new(Service::new(
                 pool.clone(),
-                vms.clone(),
+                registry.clone(),
                 workers.clone(),
                 (config.pool_size_bytes, steps.clone()),
                 epoch,
@@ -170,18 +166,15 @@ impl Daemon {
             ))
         };
         listeners.push((
-            Listener::bind(&config.control)?,
+            Arc::new(Listener::bind(&config.control, Access::default())?),
             Purpose::Control(service(false), Arc::default()),
         ));
         if let Some(path) = &config.control_read_only {
             let purpose = Purpose::Control(service(true), Arc::default());
-            listeners.push((Listener::bind(path)?, purpose));
+            listeners.push((Arc::new(Listener::bind(path, Access::default())?), purpose));
         }
-        for vm in &vms {
-            let listener = Listener::bind(&vm.config.socket)
-                .map_err(|e| io::Error::other(format!("VM {}: {e}", vm.name())))?;
-            listeners.push((listener, Purpose::Vm(vm.clone())));
-        }
+        registry.listen()?;
+        registry.restore();
         let shared = Shared {
             workers,
             janitor,
@@ -190,7 +183,7 @@ impl Daemon {
         daemon.acceptor = Some(
             std::thread::Builder::new()
                 .name("acceptor".into())
-                .spawn(move || accept_all(listeners, &shared, &stop))?,
+                .spawn(move || accept_all(&listeners, &registry, &shared, &stop))?,
         );
         Ok(daemon)
     }
@@ -244,19 +237,25 @@ fn raise_descriptor_limit() {
     }
 }
 
-/// Accepts until told to stop; returns the connections there are then. Dropping the listeners
-/// removes their files.
+/// Accepts until told to stop; then removes the sockets and returns the connections there are.
 fn accept_all(
-    listeners: Vec<(Listener, Purpose)>,
+    own: &[(Arc<Listener>, Purpose)],
+    registry: &Registry,
     shared: &Shared,
     stop: &OwnedFd,
 ) -> Vec<Connection> {
     let mut connections: Vec<Connection> = Vec::new();
     loop {
+        // Before it is asked: what changes afterwards is told again.
+        consume(registry.changed());
+        let vms = registry.listeners();
+        let vms = vms.into_iter().map(|(l, vm)| (l, Purpose::Vm(vm)));
+        let listeners: Vec<(Arc<Listener>, Purpose)> = own.iter().cloned().chain(vms).collect();
         let mut fds: Vec<PollFd<'_>> = listeners
             .iter()
             .map(|(l, _)| PollFd::new(&l.socket, PollFlags::IN))
             .collect();
+        fds.push(PollFd::new(registry.changed(), PollFlags::IN));
         fds.push(PollFd::new(stop, PollFlags::IN));
         match rustix::event::poll(&mut fds, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -269,6 +268,7 @@ fn accept_all(
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
         if ready.last() == Some(&true) {
             consume(stop);
+            listeners.iter().for_each(|(listener, _)| listener.close());
             return connections;
         }
         connections.retain(|(_, thread)| !thread.is_finished());

@@ -7,6 +7,7 @@
 //! | --- | --- |
 //! | `config.rs` | what it is told |
 //! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
+//! | `registry.rs`, `notes.rs` | which VMs there are, and what is noted of them for the next start |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
 //! | `memory.rs`, `dirty.rs` | guest memory and the dirty log |
 //! | `peer.rs` | whether that memory is still the guest's: the front end is there |
@@ -20,7 +21,8 @@
 //! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
 //! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
 //! the dirty log's map, a VM's report, a trace and the pool's own locks, each taken with none of the
-//! others.
+//! others. Above all is the registry's lock, which the acceptor and control clients alone take, and
+//! no thread that a guest or its VMM waits for.
 
 mod chain;
 pub mod config;
@@ -32,10 +34,12 @@ mod dirty;
 mod execute;
 mod janitor;
 mod memory;
+mod notes;
 mod peer;
 mod poller;
 pub mod pressure;
 mod recorder;
+mod registry;
 pub mod request;
 mod run_queue;
 mod sockets;

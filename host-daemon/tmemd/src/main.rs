@@ -4,7 +4,7 @@
 use clap::Parser;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tmemd::config::{self, parse_size, workers_default};
 use tmemd::{Config, Daemon, VmConfig};
@@ -22,6 +22,10 @@ struct Arguments {
     /// Socket of the control interface's methods that only read
     #[arg(long, value_name = "PATH")]
     control_ro: Option<PathBuf>,
+    /// Folder for the sockets of VMs that are added while it runs, as tmem-hook does it, and for what
+    /// it notes of them for its next start; default: that of the control socket
+    #[arg(long, value_name = "PATH")]
+    run_folder: Option<PathBuf>,
     /// A VM: socket=PATH,name=NAME[,uuid=UUID][,trust-domain=NAME][,reserve=SIZE][,limit=SIZE]
     /// [,weight=N]; once for each VM
     #[arg(long, value_name = "KEY=VALUE,...")]
@@ -72,11 +76,14 @@ fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
     // Before the daemon starts, so that no signal is lost while it does.
     let mut signals = Signals::new([SIGTERM, SIGINT])?;
     let stalls = Some(arguments.memory_pressure).filter(|path| path.as_os_str() != "none");
+    let of_control = arguments.control.parent().unwrap_or(Path::new("/"));
+    let run_folder = arguments.run_folder.unwrap_or_else(|| of_control.into());
     let config = config::Config {
         pool_size_bytes: arguments.pool_size,
         workers: arguments.workers,
         control: arguments.control,
         control_read_only: arguments.control_ro,
+        run_folder,
         vms: arguments.vm,
         pressure: (arguments.host_free_min > 0 || stalls.is_some()).then(|| {
             config::PressureConfig {

@@ -1,15 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A VM as the daemon knows it: its name, its tenant, its counters.
 //!
-//! It lives as long as the daemon; its storage lives as long as a connection.
+//! It lives until it is removed; its storage lives as long as a connection.
 
 use crate::config::VmConfig;
 use crate::recorder::Tap;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use tmem_pool::Tenant;
 use virtio_tmem::Report;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Counters of a VM, from the daemon's start.
 #[derive(Debug, Default)]
@@ -32,8 +38,10 @@ pub struct Counters {
 
 /// A VM that has a socket.
 pub struct Vm {
-    /// As configured.
+    /// As configured, but for the name and the quota, which may change.
     pub config: VmConfig,
+    /// Guards its name; never held together with another lock.
+    name: Mutex<Arc<str>>,
     /// Its storage.
     pub tenant: Tenant,
     /// Where what it asks is recorded.
@@ -44,26 +52,52 @@ pub struct Vm {
     pub connected: AtomicBool,
     /// Guards the last report of the driver; never held together with another lock.
     report: Mutex<Option<Report>>,
+    /// Guards who is at the socket; never held together with another lock but the registry's.
+    line: Mutex<Line>,
     log_limit: LogLimit,
+}
+
+/// Who is at a VM's socket.
+enum Line {
+    Nobody,
+    /// A front end; this ends its connection.
+    FrontEnd(UnixStream),
+    /// The VM was removed: nobody any more.
+    Cut,
 }
 
 impl Vm {
     /// A VM without a connection.
     pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>) -> Vm {
         Vm {
+            name: Mutex::new(config.name.as_str().into()),
             config,
             tenant,
             tap,
             counters: Counters::default(),
             connected: AtomicBool::new(false),
             report: Mutex::new(None),
+            line: Mutex::new(Line::Nobody),
             log_limit: LogLimit::default(),
         }
     }
 
     /// Its name, for messages.
-    pub fn name(&self) -> &str {
-        &self.config.name
+    pub fn name(&self) -> Arc<str> {
+        lock(&self.name).clone()
+    }
+
+    /// From now on it is called so.
+    pub fn rename(&self, name: &str) {
+        *lock(&self.name) = name.into();
+    }
+
+    /// Ends its connection, if there is one, and has no other: it was removed.
+    pub fn cut(&self) {
+        if let Line::FrontEnd(stream) = std::mem::replace(&mut *lock(&self.line), Line::Cut) {
+            // An error means that it has ended already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
     }
 
     /// Forgets all its pages, in constant time, and what its driver reported: a connection or a
@@ -78,16 +112,16 @@ impl Vm {
 
     /// Keeps what the driver reports.
     pub fn set_report(&self, report: Report) {
-        *self.report.lock().unwrap_or_else(PoisonError::into_inner) = Some(report);
+        *lock(&self.report) = Some(report);
     }
 
     /// What the driver reported last, on this connection.
     pub fn report(&self) -> Option<Report> {
-        *self.report.lock().unwrap_or_else(PoisonError::into_inner)
+        *lock(&self.report)
     }
 
     fn clear_report(&self) {
-        *self.report.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *lock(&self.report) = None;
     }
 
     /// Logs a warning about this VM, at a bounded rate: a guest must not fill the host's disk.
@@ -148,19 +182,41 @@ impl LogLimit {
     }
 }
 
-/// Sets a flag for as long as it lives.
+/// A connection's place at its VM, for as long as this lives.
 pub struct Connected<'a>(&'a Vm);
 
+/// Why a connection has no place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoPlace {
+    /// There is a connection already.
+    Taken,
+    /// The VM was removed.
+    Removed,
+    /// The system has no second handle of the socket.
+    NoHandle,
+}
+
 impl<'a> Connected<'a> {
-    /// None if there is a connection already.
-    pub fn claim(vm: &'a Vm) -> Option<Connected<'a>> {
-        // Lazily: a value made in vain would be dropped, and so free the place of the first.
-        (!vm.connected.swap(true, Ordering::AcqRel)).then(|| Connected(vm))
+    /// Takes the place.
+    pub fn claim(vm: &'a Vm, stream: &UnixStream) -> Result<Connected<'a>, NoPlace> {
+        let mut line = lock(&vm.line);
+        match *line {
+            Line::Nobody => {}
+            Line::FrontEnd(_) => return Err(NoPlace::Taken),
+            Line::Cut => return Err(NoPlace::Removed),
+        }
+        *line = Line::FrontEnd(stream.try_clone().map_err(|_| NoPlace::NoHandle)?);
+        vm.connected.store(true, Ordering::Release);
+        Ok(Connected(vm))
     }
 }
 
 impl Drop for Connected<'_> {
     fn drop(&mut self) {
+        let mut line = lock(&self.0.line);
+        if let Line::FrontEnd(_) = *line {
+            *line = Line::Nobody;
+        }
         self.0.connected.store(false, Ordering::Release);
     }
 }

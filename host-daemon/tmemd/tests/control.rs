@@ -26,6 +26,7 @@ fn config(directory: &Path) -> Config {
         workers: 2,
         control: directory.join("control"),
         control_read_only: Some(directory.join("read-only")),
+        run_folder: directory.into(),
         vms: vec![
             vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),
             vm("db", ",trust-domain=team,reserve=4MiB,limit=16MiB,weight=7"),

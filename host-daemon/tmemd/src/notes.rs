@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the daemon notes of the VMs that were added, so that its next start has them again: one file
+//! for each in `vms/` of the run folder, named after the VM's UUID.
+//!
+//! A file is there whole or not at all. One that cannot be understood is left as it is and named.
+//! Never here: pages, or anything a guest said.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use tmem_control::VmSpec;
+
+/// A note has some hundred bytes; a larger one is none of ours.
+const NOTE_BYTES_MAX: u64 = 64 << 10;
+
+/// End of a note's name.
+const SUFFIX: &str = ".json";
+
+/// The folder with the notes.
+pub struct Notes(PathBuf);
+
+/// A note, or what is wrong with it.
+pub struct Note {
+    /// Its file.
+    pub path: PathBuf,
+    /// What it says.
+    pub vm: Result<VmSpec, String>,
+}
+
+impl Notes {
+    /// Those in that run folder. Nothing is made before something is noted.
+    pub fn new(run_folder: &Path) -> Notes {
+        Notes(run_folder.join("vms"))
+    }
+
+    fn path(&self, uuid: &str) -> PathBuf {
+        self.0.join(format!("{uuid}{SUFFIX}"))
+    }
+
+    fn at<T>(path: &Path, result: io::Result<T>) -> io::Result<T> {
+        result.map_err(|e| io::Error::new(e.kind(), format!("note {}: {e}", path.display())))
+    }
+
+    /// All there are, in the order of their names.
+    ///
+    /// # Errors
+    /// The folder is there and cannot be read.
+    pub fn read(&self) -> io::Result<Vec<Note>> {
+        let folder = match fs::read_dir(&self.0) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            folder => Notes::at(&self.0, folder)?,
+        };
+        let mut notes = Vec::new();
+        for entry in folder {
+            let path = Notes::at(&self.0, entry)?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            // Others are notes that were never finished.
+            if let Some(uuid) = name.strip_suffix(SUFFIX) {
+                notes.push(Note {
+                    vm: read(&path, uuid),
+                    path,
+                });
+            }
+        }
+        notes.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(notes)
+    }
+
+    /// Notes a VM, in place of what was noted of its UUID.
+    ///
+    /// # Errors
+    /// It cannot be written; what was noted before stays.
+    pub fn write(&self, vm: &VmSpec) -> io::Result<()> {
+        let made = DirBuilder::new().mode(0o700).create(&self.0);
+        match made {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            made => Notes::at(&self.0, made)?,
+        }
+        let path = self.path(&vm.uuid);
+        let new = path.with_extension("new");
+        let write = || {
+            let text = serde_json::to_string_pretty(vm).map_err(io::Error::other)?;
+            let mut options = OpenOptions::new();
+            options.write(true).create(true).truncate(true).mode(0o600);
+            let mut file = options.open(&new)?;
+            file.write_all(text.as_bytes())?;
+            // The name must not be there before the content, should the host stop just now.
+            file.sync_all()?;
+            fs::rename(&new, &path)
+        };
+        Notes::at(&path, write())
+    }
+
+    /// Forgets a VM; that there is no note is fine.
+    ///
+    /// # Errors
+    /// The note is there and cannot be removed.
+    pub fn remove(&self, uuid: &str) -> io::Result<()> {
+        let path = self.path(uuid);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            removed => Notes::at(&path, removed),
+        }
+    }
+}
+
+fn read(path: &Path, uuid: &str) -> Result<VmSpec, String> {
+    let mut text = String::new();
+    let file = File::open(path).map_err(|e| e.to_string())?;
+    let read = file.take(NOTE_BYTES_MAX).read_to_string(&mut text);
+    read.map_err(|e| e.to_string())?;
+    let vm: VmSpec = serde_json::from_str(&text).map_err(|e| e.to_string())?;
+    if vm.uuid != uuid {
+        return Err(format!("it is of the VM with the UUID {}", vm.uuid));
+    }
+    Ok(vm)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    const UUID: &str = "5ca1ab1e-0000-4000-8000-0123456789ab";
+
+    fn vm(name: &str) -> VmSpec {
+        VmSpec {
+            uuid: UUID.into(),
+            name: name.into(),
+            socket: "/run/virtio-tmem/a.sock".into(),
+            owner: Some(107),
+            group: None,
+            mode: None,
+            trust_domain: Some("team".into()),
+            quota: tmem_control::quota(Some(1), None, None),
+        }
+    }
+
+    #[test]
+    fn what_is_noted_is_read_until_it_is_removed() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let notes = Notes::new(folder.path());
+        notes.remove(UUID).expect("nothing to do");
+        assert!(notes.read().expect("nothing there").is_empty());
+        notes.write(&vm("a")).expect("written");
+        notes.write(&vm("b")).expect("replaced");
+        let read = notes.read().expect("readable");
+        assert_eq!(read.len(), 1, "and nothing is left of writing");
+        assert_eq!(read[0].vm, Ok(vm("b")));
+        let mode = |path: &Path| {
+            let metadata = fs::metadata(path).expect("there");
+            metadata.permissions().mode() & 0o777
+        };
+        assert_eq!(mode(&read[0].path), 0o600);
+        assert_eq!(mode(&folder.path().join("vms")), 0o700);
+        notes.remove(UUID).expect("removed");
+        assert!(notes.read().expect("readable").is_empty());
+    }
+
+    #[test]
+    fn what_cannot_be_understood_is_named() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let notes = Notes::new(folder.path());
+        notes.write(&vm("a")).expect("written");
+        let path = |name: &str| folder.path().join("vms").join(name);
+        fs::write(path("b.json"), "{").expect("written");
+        fs::copy(path(&format!("{UUID}.json")), path("c.json")).expect("copied");
+        fs::write(path("d.json"), vec![b' '; 1 << 20]).expect("written");
+        fs::write(path("e.new"), "{").expect("written");
+        let read = notes.read().expect("readable");
+        assert_eq!(read.len(), 4);
+        assert_eq!(read[0].vm, Ok(vm("a")));
+        assert!(read[1..].iter().all(|note| note.vm.is_err()));
+        assert!(read[2].vm.as_ref().is_err_and(|what| what.contains(UUID)));
+        assert!(read[2].path.ends_with("vms/c.json"));
+    }
+}

@@ -1,0 +1,451 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which VMs there are: those given at the start, which stay, and those added and removed since.
+//!
+//! It owns their listening sockets and their place in the pool, and notes those that were added, so
+//! that they are back after a restart of the daemon. A call to it that fails has changed nothing.
+//! Never here: a connection's messages, and pages.
+
+use crate::config::{VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid};
+use crate::notes::{Note, Notes};
+use crate::poller::signal;
+use crate::recorder::{Recorder, Tap};
+use crate::sockets::{Access, Listener};
+use crate::vm::Vm;
+use rustix::event::EventfdFlags;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tmem_control::VmSpec;
+use tmem_pool::{AdmissionError, Pool, Quota, TenantSpec};
+
+/// Of a socket only whether it may be written to counts; more bits would be a mistake.
+const MODE_BITS: i64 = 0o666;
+
+/// Of a VM that was removed: what it reserved is free at once, not only when its last page is.
+const NOTHING: Quota = Quota {
+    reserve_bytes: 0,
+    limit_bytes: Some(0),
+    weight: 0,
+};
+
+/// Why a VM is not served, or not so; a sentence without the VM's name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// For its quota.
+    Quota(String),
+    /// For something else.
+    Vm(String),
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Refused::Quota(reason) | Refused::Vm(reason)) = self;
+        f.write_str(reason)
+    }
+}
+
+struct Member {
+    vm: Arc<Vm>,
+    /// None until the daemon can serve.
+    listener: Option<Arc<Listener>>,
+    /// What it was added with, as it is noted; None: it was given at the daemon's start.
+    added: Option<VmSpec>,
+}
+
+/// The VMs.
+pub struct Registry {
+    pool: Arc<Pool>,
+    recorder: Option<Arc<Recorder>>,
+    run_folder: PathBuf,
+    notes: Notes,
+    /// Guards who is there, in the order of coming, and how many ever came.
+    members: Mutex<(Vec<Member>, u32)>,
+    /// Tells who waits for connections that there are other sockets to wait for.
+    changed: OwnedFd,
+}
+
+/// What is wrong with a reserve.
+fn too_much(error: &AdmissionError) -> Refused {
+    Refused::Quota(format!(
+        "a reserve of {} bytes does not fit: the other VMs' reserves leave {} bytes of the pool; lower \
+         a reserve or enlarge the pool",
+        error.reserve_bytes, error.available_bytes
+    ))
+}
+
+/// A quota of the control interface as one of the pool.
+pub fn pool_quota(quota: &tmem_control::Quota) -> Result<Quota, Refused> {
+    let bytes = |key: &str, value: i64| {
+        u64::try_from(value).map_err(|_| Refused::Quota(format!("{key}={value} is negative")))
+    };
+    let out_of_range = |_| Refused::Quota(format!("weight={} is out of range", quota.weight));
+    let quota = Quota {
+        reserve_bytes: bytes("reserve_bytes", quota.reserve_bytes)?,
+        limit_bytes: quota
+            .limit_bytes
+            .map(|limit| bytes("limit_bytes", limit))
+            .transpose()?,
+        weight: u32::try_from(quota.weight).map_err(out_of_range)?,
+    };
+    check_quota(&quota).map_err(Refused::Quota)?;
+    Ok(quota)
+}
+
+impl Registry {
+    /// Without VMs.
+    pub fn new(
+        pool: Arc<Pool>,
+        recorder: Option<Arc<Recorder>>,
+        run_folder: &Path,
+    ) -> io::Result<Registry> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Registry {
+            pool,
+            recorder,
+            run_folder: run_folder.into(),
+            notes: Notes::new(run_folder),
+            members: Mutex::default(),
+            changed: rustix::event::eventfd(0, flags)?,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Vec<Member>, u32)> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Readable after [`listeners`](Self::listeners) has changed.
+    pub fn changed(&self) -> &OwnedFd {
+        &self.changed
+    }
+
+    /// All VMs, in the order of their names.
+    pub fn vms(&self) -> Vec<Arc<Vm>> {
+        let mut vms: Vec<Arc<Vm>> = self.lock().0.iter().map(|m| m.vm.clone()).collect();
+        vms.sort_by_key(|vm| vm.name());
+        vms
+    }
+
+    /// All sockets, and whose they are.
+    pub fn listeners(&self) -> Vec<(Arc<Listener>, Arc<Vm>)> {
+        let members = self.lock();
+        let both = |m: &Member| Some((m.listener.clone()?, m.vm.clone()));
+        members.0.iter().filter_map(both).collect()
+    }
+
+    /// A VM that the daemon is started with. Its socket comes with [`listen`](Self::listen).
+    pub fn give(&self, config: &VmConfig) -> Result<(), AdmissionError> {
+        let mut members = self.lock();
+        let vm = self.make(&mut members.1, config)?;
+        members.0.push(Member {
+            vm,
+            listener: None,
+            added: None,
+        });
+        Ok(())
+    }
+
+    fn make(&self, came: &mut u32, config: &VmConfig) -> Result<Arc<Vm>, AdmissionError> {
+        let spec = TenantSpec {
+            name: config.name.clone(),
+            trust_domain: config.trust_domain.clone(),
+            quota: config.quota,
+        };
+        let tenant = self.pool.add_tenant(spec)?;
+        let tap = self
+            .recorder
+            .clone()
+            .map(|recorder| Tap::new(recorder, *came));
+        *came += 1;
+        Ok(Arc::new(Vm::new(config.clone(), tenant, tap)))
+    }
+
+    /// Binds the sockets of the VMs that were given, now that the daemon can serve them.
+    pub fn listen(&self) -> io::Result<()> {
+        for member in &mut self.lock().0 {
+            let vm = &member.vm;
+            let listener = Listener::bind(&vm.config.socket, Access::default())
+                .map_err(|e| io::Error::other(format!("VM {}: {e}", vm.name())))?;
+            member.listener = Some(Arc::new(listener));
+        }
+        Ok(())
+    }
+
+    /// Brings back the VMs that were noted. One that cannot be is named and left out, and so is its
+    /// note left as it is: nothing else suffers.
+    pub fn restore(&self) {
+        let notes = self.notes.read().unwrap_or_else(|error| {
+            tracing::error!("the VMs that were added before cannot be brought back: {error}");
+            Vec::new()
+        });
+        let mut members = self.lock();
+        for Note { path, vm } in notes {
+            let added = vm.map_err(Refused::Vm).and_then(|spec| {
+                let (config, access) = self.understand(&spec)?;
+                if members.0.iter().any(|m| m.vm.config.uuid == config.uuid) {
+                    let what = "the VM was given to the daemon at its start as well";
+                    return Err(Refused::Vm(what.into()));
+                }
+                self.insert(&mut members, &config, access, spec)
+            });
+            match added {
+                Ok(()) => tracing::info!("VM noted in {} is back", path.display()),
+                Err(why) => tracing::error!(
+                    "the VM noted in {} is left out: {why}; once that is mended start the VM anew, or \
+                     remove the file",
+                    path.display()
+                ),
+            }
+        }
+    }
+
+    /// What was asked for, checked as far as it can be alone.
+    fn understand(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
+        let fault =
+            |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
+        let id = |key: &str, id: Option<i64>| {
+            let number = id.map(u32::try_from).transpose();
+            number.map_err(|_| {
+                let value = id.unwrap_or_default().to_string();
+                fault(key, &value, "is no number of a user or group".into())
+            })
+        };
+        let mode = spec.mode.unwrap_or(i64::from(Access::default().mode));
+        if mode & !MODE_BITS != 0 {
+            let what = format!("has more bits than those of {MODE_BITS:o}");
+            return Err(fault("mode", &format!("{mode:o}"), what));
+        }
+        let access = Access {
+            owner: id("owner", spec.owner)?,
+            group: id("group", spec.group)?,
+            mode: mode as u32,
+        };
+        let socket = PathBuf::from(&spec.socket);
+        let name = socket.file_name();
+        if name.is_none_or(|name| self.run_folder.join(name) != socket) {
+            let what = format!(
+                "sockets of VMs lie in {}: give its device one there, or start the daemon with another \
+                 --run-folder",
+                self.run_folder.display()
+            );
+            return Err(fault("socket", &spec.socket, what));
+        }
+        let domain = spec.trust_domain.as_deref().map(parse_name).transpose();
+        let domain = domain.map_err(|what| {
+            let value = spec.trust_domain.as_deref().unwrap_or_default();
+            fault("trust_domain", value, what)
+        });
+        let config = VmConfig {
+            name: parse_name(&spec.name).map_err(|what| fault("name", &spec.name, what))?,
+            uuid: Some(parse_uuid(&spec.uuid).map_err(|what| fault("uuid", &spec.uuid, what))?),
+            trust_domain: domain?,
+            quota: pool_quota(&spec.quota)?,
+            socket,
+        };
+        Ok((config, access))
+    }
+
+    /// A VM that was not there.
+    fn insert(
+        &self,
+        members: &mut (Vec<Member>, u32),
+        config: &VmConfig,
+        access: Access,
+        spec: VmSpec,
+    ) -> Result<(), Refused> {
+        if members.0.len() >= VMS_MAX {
+            return Err(Refused::Vm(format!(
+                "there are {VMS_MAX} VMs already, and no more are served"
+            )));
+        }
+        for other in &members.0 {
+            let name = other.vm.name();
+            if *name == *config.name {
+                return Err(Refused::Vm(format!(
+                    "another VM has the name {name}: it is {}",
+                    identity(&other.vm)
+                )));
+            }
+            if other.vm.config.socket == config.socket {
+                return Err(Refused::Vm(format!(
+                    "socket={} is that of the VM {name}",
+                    config.socket.display()
+                )));
+            }
+        }
+        let vm = self
+            .make(&mut members.1, config)
+            .map_err(|e| too_much(&e))?;
+        let listener =
+            Listener::bind(&config.socket, access).map_err(|e| Refused::Vm(e.to_string()))?;
+        let written = self.notes.write(&spec);
+        written.map_err(|e| Refused::Vm(format!("it would not outlive the daemon: {e}")))?;
+        members.0.push(Member {
+            vm,
+            listener: Some(Arc::new(listener)),
+            added: Some(spec),
+        });
+        signal(&self.changed);
+        Ok(())
+    }
+
+    /// Adds a VM, or changes the one of its UUID. True: there was none.
+    pub fn add(&self, spec: VmSpec) -> Result<bool, Refused> {
+        let (config, access) = self.understand(&spec)?;
+        let uuid = config.uuid.clone().unwrap_or_default();
+        let spec = VmSpec { uuid, ..spec };
+        let mut members = self.lock();
+        let there = members
+            .0
+            .iter()
+            .position(|m| m.vm.config.uuid == config.uuid);
+        let Some(at) = there else {
+            self.insert(&mut members, &config, access, spec)?;
+            tracing::info!(vm = config.name, uuid = config.uuid, "added");
+            return Ok(true);
+        };
+        let member = &members.0[at];
+        let (vm, is) = (member.vm.clone(), &member.vm.config);
+        if is.socket != config.socket || is.trust_domain != config.trust_domain {
+            let which = |domain: &Option<String>| domain.clone().unwrap_or_else(|| "none".into());
+            let differs = format!(
+                "it is served at {} in trust domain {}, not at {} in {}",
+                is.socket.display(),
+                which(&is.trust_domain),
+                config.socket.display(),
+                which(&config.trust_domain)
+            );
+            let Some(old) = member.added.clone() else {
+                let what = "by the daemon's --vm: change one of both";
+                return Err(Refused::Vm(format!("{differs}, {what}")));
+            };
+            if vm.connected.load(Ordering::Acquire) {
+                let what = "it is connected: this changes when it is started anew";
+                return Err(Refused::Vm(format!("{differs}, and {what}")));
+            }
+            let (old_config, old_access) = self.understand(&old)?;
+            self.take_out(&mut members, at);
+            if let Err(why) = self.insert(&mut members, &config, access, spec) {
+                if let Err(error) = self.insert(&mut members, &old_config, old_access, old) {
+                    tracing::error!("VM {}: it is no longer served: {error}", vm.name());
+                }
+                return Err(why);
+            }
+            return Ok(false);
+        }
+        let Some(old) = member.added.clone() else {
+            drop(members);
+            let set = vm.tenant.set_quota(config.quota);
+            return set.map(|()| false).map_err(|e| too_much(&e));
+        };
+        if old == spec {
+            return Ok(false);
+        }
+        let named_so = |m: &Member| !Arc::ptr_eq(&m.vm, &vm) && *m.vm.name() == *config.name;
+        if let Some(other) = members.0.iter().find(|m| named_so(m)) {
+            return Err(Refused::Vm(format!(
+                "another VM has the name {}: it is {}",
+                config.name,
+                identity(&other.vm)
+            )));
+        }
+        let before = pool_quota(&old.quota)?;
+        let set = vm.tenant.set_quota(config.quota);
+        set.map_err(|e| too_much(&e))?;
+        let given = member
+            .listener
+            .as_ref()
+            .map(|listener| listener.give(access));
+        if let Some(Err(error)) = given {
+            // What it had fits.
+            let _ = vm.tenant.set_quota(before);
+            return Err(Refused::Vm(error.to_string()));
+        }
+        if vm.name() != config.name.as_str().into() {
+            tracing::info!(vm = config.name, "VM {} has a new name", vm.name());
+            vm.rename(&config.name);
+        }
+        self.note(&mut members.0[at], spec);
+        Ok(false)
+    }
+
+    /// What is in force already is noted.
+    fn note(&self, member: &mut Member, spec: VmSpec) {
+        if let Err(error) = self.notes.write(&spec) {
+            tracing::error!(
+                "VM {}: after a restart of the daemon it is what it was before: {error}",
+                member.vm.name()
+            );
+        }
+        member.added = Some(spec);
+    }
+
+    /// Changes a quota. None: there is no such VM.
+    pub fn set_quota(
+        &self,
+        name: &str,
+        quota: &tmem_control::Quota,
+    ) -> Option<Result<(), Refused>> {
+        let mut members = self.lock();
+        let mut all = members.0.iter_mut();
+        let member = all.find(|m| &*m.vm.name() == name)?;
+        let set = pool_quota(quota).and_then(|quota| {
+            let set = member.vm.tenant.set_quota(quota);
+            set.map_err(|e| too_much(&e))
+        });
+        if set.is_ok()
+            && let Some(added) = &member.added
+        {
+            let quota = quota.clone();
+            let spec = VmSpec {
+                quota,
+                ..added.clone()
+            };
+            self.note(member, spec);
+        }
+        Some(set)
+    }
+
+    /// Ends a VM that was added. False: there is none.
+    pub fn remove(&self, uuid: &str) -> bool {
+        let mut members = self.lock();
+        let uuid = uuid.to_ascii_lowercase();
+        let is_it = |m: &Member| m.added.is_some() && m.vm.config.uuid.as_ref() == Some(&uuid);
+        let there = members.0.iter().position(is_it);
+        if let Some(at) = there {
+            let vm = self.take_out(&mut members, at);
+            tracing::info!(vm = &*vm.name(), uuid, "removed");
+        }
+        // Also a note that could not be understood: its VM has gone.
+        if (there.is_some() || parse_uuid(&uuid).is_ok())
+            && let Err(error) = self.notes.remove(&uuid)
+        {
+            tracing::error!("VM {uuid}: after a restart of the daemon it is back: {error}");
+        }
+        there.is_some()
+    }
+
+    /// Its note stays.
+    fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
+        let Member { vm, listener, .. } = members.0.remove(at);
+        if let Some(listener) = listener {
+            listener.close();
+        }
+        vm.cut();
+        vm.clear();
+        if let Err(error) = vm.tenant.set_quota(NOTHING) {
+            tracing::error!("VM {}: a bug: {error}", vm.name());
+        }
+        signal(&self.changed);
+        vm
+    }
+}
+
+/// How somebody can find a VM.
+fn identity(vm: &Vm) -> String {
+    match &vm.config.uuid {
+        Some(uuid) => format!("the one with the UUID {uuid}"),
+        None => "one that was given to the daemon at its start".into(),
+    }
+}

@@ -1,0 +1,427 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! VMs that are added and removed while the daemon runs, and that are back after it was started anew.
+
+use std::fs;
+use std::io::Read;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tmem_control::{ErrorKind, Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
+use tmemd::config::VMS_MAX;
+use tmemd::{Config, Daemon};
+
+/// Long enough for a loaded machine; nothing here is measured.
+const TIMEOUT: Duration = Duration::from_secs(30);
+
+const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
+const OTHER: &str = "5ca1ab1e-0000-4000-8000-000000000002";
+const GIVEN: &str = "5ca1ab1e-0000-4000-8000-0000000000ff";
+
+struct Host {
+    folder: tempfile::TempDir,
+    daemon: Option<Daemon>,
+}
+
+fn host() -> Host {
+    let mut host = Host {
+        folder: tempfile::tempdir().expect("folder"),
+        daemon: None,
+    };
+    host.start();
+    host
+}
+
+impl Host {
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn note(&self, uuid: &str) -> PathBuf {
+        self.path("vms").join(format!("{uuid}.json"))
+    }
+
+    fn start(&mut self) {
+        let given = format!(
+            "socket={},name=given,uuid={GIVEN},limit=8MiB",
+            self.path("given.sock").display()
+        );
+        let daemon = Daemon::start(Config {
+            pool_size_bytes: 64 << 20,
+            workers: 1,
+            control: self.path("control"),
+            control_read_only: Some(self.path("read-only")),
+            run_folder: self.folder.path().into(),
+            vms: vec![given.parse().expect("good")],
+            pressure: None,
+            trace: None,
+        });
+        self.daemon = Some(daemon.expect("starts"));
+    }
+
+    fn restart(&mut self) {
+        self.daemon = None;
+        self.start();
+    }
+
+    fn client(&self) -> VarlinkClient {
+        tmem_control::connect(&self.path("control")).expect("connects")
+    }
+
+    fn spec(&self, uuid: &str, name: &str) -> VmSpec {
+        let socket = self.path(&format!("{name}.sock"));
+        VmSpec {
+            uuid: uuid.into(),
+            name: name.into(),
+            socket: socket.to_string_lossy().into(),
+            owner: None,
+            group: None,
+            mode: None,
+            trust_domain: None,
+            quota: tmem_control::quota(None, None, None),
+        }
+    }
+
+    fn add(&self, spec: &VmSpec) -> bool {
+        let reply = self.client().add_vm(spec.clone()).call();
+        reply.expect("taken").added
+    }
+
+    /// The VM's name in the error, and the reason.
+    fn refused(&self, spec: &VmSpec) -> (String, String) {
+        let error = self.client().add_vm(spec.clone()).call();
+        match error.expect_err("refused").kind() {
+            ErrorKind::BadVm(Some(bad)) => (bad.name.clone(), bad.reason.clone()),
+            ErrorKind::BadQuota(Some(bad)) => (bad.name.clone(), format!("quota: {}", bad.reason)),
+            other => panic!("another error: {other:?}"),
+        }
+    }
+
+    fn remove(&self, uuid: &str) -> bool {
+        let reply = self.client().remove_vm(uuid.into()).call();
+        reply.expect("answers").removed
+    }
+
+    fn names(&self) -> Vec<String> {
+        let vms = self.client().list().call().expect("answers").vms;
+        vms.into_iter().map(|vm| vm.name).collect()
+    }
+
+    fn vm(&self, name: &str) -> tmem_control::Vm {
+        let vms = self.client().list().call().expect("answers").vms;
+        vms.into_iter().find(|vm| vm.name == name).expect("listed")
+    }
+
+    fn connect(&self, name: &str) -> UnixStream {
+        let stream = UnixStream::connect(self.path(&format!("{name}.sock"))).expect("listens");
+        until("it is connected", || self.vm(name).connected);
+        stream
+    }
+}
+
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TIMEOUT;
+    while !check() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// The other end has closed, or nobody ever took it.
+fn ended(mut stream: UnixStream) -> bool {
+    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    match stream.read(&mut [0]) {
+        Ok(read) => read == 0,
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    }
+}
+
+#[test]
+fn a_vm_comes_and_goes() {
+    let host = host();
+    assert!(!host.path("vms").exists(), "nothing is noted yet");
+    let mut spec = host.spec(&UUID.to_uppercase(), "web");
+    spec.quota.reserve_bytes = 8 << 20;
+    spec.trust_domain = Some("team".into());
+    assert!(host.add(&spec), "it is new");
+    assert!(!host.add(&spec), "and then it is not");
+    assert_eq!(host.names(), ["given", "web"]);
+    let vm = host.vm("web");
+    assert_eq!(vm.uuid.as_deref(), Some(UUID), "in lower case");
+    assert_eq!(
+        (vm.quota.clone(), vm.trust_domain),
+        (spec.quota.clone(), spec.trust_domain.clone())
+    );
+    assert!(host.note(UUID).exists());
+    let connection = host.connect("web");
+    assert!(!host.add(&spec), "also of one that is connected");
+    assert!(host.vm("web").connected);
+
+    assert!(host.remove(UUID));
+    assert!(!host.path("web.sock").exists() && !host.note(UUID).exists());
+    assert!(ended(connection));
+    assert_eq!(host.names(), ["given"]);
+    assert!(!host.remove(UUID), "again: nothing to do");
+    assert!(!host.remove("nonsense"));
+    // Its reserve is free at once.
+    spec.quota.reserve_bytes = 60 << 20;
+    assert!(host.add(&spec));
+    host.connect("web");
+}
+
+#[test]
+fn values_change_where_they_stand() {
+    let host = host();
+    let spec = host.spec(UUID, "web");
+    host.add(&spec);
+    let connection = host.connect("web");
+    let quota = Quota {
+        reserve_bytes: 1 << 20,
+        limit_bytes: Some(2 << 20),
+        weight: 3,
+    };
+    let changed = VmSpec {
+        name: "shop".into(),
+        quota: quota.clone(),
+        mode: Some(0o666),
+        ..spec.clone()
+    };
+    assert!(!host.add(&changed));
+    let vm = host.vm("shop");
+    assert!(vm.connected, "nobody was disturbed");
+    assert_eq!(vm.quota, quota);
+    let metadata = fs::metadata(host.path("web.sock")).expect("there");
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
+
+    // Not under a guest: its pages are shared as they are.
+    let other_domain = VmSpec {
+        trust_domain: Some("team".into()),
+        ..changed.clone()
+    };
+    let (name, reason) = host.refused(&other_domain);
+    assert_eq!(name, "shop");
+    assert!(
+        reason.contains("trust domain none") && reason.contains("connected"),
+        "{reason}"
+    );
+    let other_socket = VmSpec {
+        socket: host.path("b.sock").to_string_lossy().into(),
+        ..changed.clone()
+    };
+    assert!(host.refused(&other_socket).1.contains("b.sock"));
+    drop(connection);
+    until("it is gone", || !host.vm("shop").connected);
+    assert!(!host.add(&other_domain));
+    assert_eq!(host.vm("shop").trust_domain.as_deref(), Some("team"));
+    assert!(!host.add(&VmSpec {
+        socket: other_socket.socket,
+        ..other_domain
+    }));
+    assert!(!host.path("web.sock").exists() && host.path("b.sock").exists());
+    UnixStream::connect(host.path("b.sock")).expect("listens");
+}
+
+#[test]
+fn a_change_that_is_refused_changes_nothing() {
+    let host = host();
+    let spec = host.spec(UUID, "web");
+    host.add(&spec);
+    host.add(&host.spec(OTHER, "db"));
+    let before = host.client().list().call().expect("answers").vms;
+    fs::write(host.path("file"), "precious").expect("written");
+    let mut wrong = vec![];
+    let mut change = |what: &'static str, change: &dyn Fn(&mut VmSpec)| {
+        let mut spec = spec.clone();
+        change(&mut spec);
+        wrong.push((what, spec));
+    };
+    change("another VM has the name db", &|s| s.name = "db".into());
+    change("another VM has the name given: it is the one with", &|s| {
+        s.name = "given".into()
+    });
+    change("a b", &|s| s.name = "a b".into());
+    change("uuid=123", &|s| s.uuid = "123".into());
+    change("is that of the VM db", &|s| {
+        s.socket = host.spec(OTHER, "db").socket
+    });
+    change("--run-folder", &|s| s.socket = "/tmp/elsewhere.sock".into());
+    change("--run-folder", &|s| {
+        s.socket = format!("{}/../x", host.folder.path().display())
+    });
+    change("--run-folder", &|s| s.socket = "x".into());
+    change("--run-folder", &|s| s.socket = String::new());
+    change("not a socket", &|s| {
+        s.socket = host.path("file").to_string_lossy().into()
+    });
+    change("another process is listening", &|s| {
+        s.socket = host.path("control").to_string_lossy().into();
+    });
+    change("trust_domain=a b", &|s| s.trust_domain = Some("a b".into()));
+    change("mode=777", &|s| s.mode = Some(0o777));
+    change("owner=-1", &|s| s.owner = Some(-1));
+    change("group=4294967296", &|s| s.group = Some(1 << 32));
+    change("quota: reserve_bytes=-1", &|s| s.quota.reserve_bytes = -1);
+    change("quota: limit=1 ", &|s| {
+        (s.quota.reserve_bytes, s.quota.limit_bytes) = (2, Some(1));
+    });
+    change("quota: a reserve of 67108865 bytes", &|s| {
+        s.quota.reserve_bytes = (64 << 20) + 1
+    });
+    for (what, spec) in wrong {
+        let (_, reason) = host.refused(&spec);
+        assert!(reason.contains(what), "{reason:?} lacks {what:?}");
+        let after = host.client().list().call().expect("answers").vms;
+        assert_eq!(after, before, "{what}");
+    }
+    assert_eq!(fs::read(host.path("file")).expect("there"), b"precious");
+    for name in ["web", "db"] {
+        UnixStream::connect(host.path(&format!("{name}.sock"))).expect("listens");
+    }
+    // A new one that is refused leaves nothing, either.
+    let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
+    new.quota.reserve_bytes = 65 << 20;
+    host.refused(&new);
+    assert!(!host.path("new.sock").exists() && !host.note(&new.uuid).exists());
+}
+
+#[test]
+fn what_was_given_at_the_start_stays() {
+    let host = host();
+    let mut spec = host.spec(GIVEN, "given");
+    spec.name = "what-libvirt-calls-it".into();
+    spec.quota.limit_bytes = Some(1 << 20);
+    assert!(!host.add(&spec));
+    assert_eq!(host.vm("given").quota, spec.quota, "its quota can change");
+    spec.trust_domain = Some("team".into());
+    assert!(host.refused(&spec).1.contains("--vm"));
+    assert!(!host.remove(GIVEN));
+    assert_eq!(host.names(), ["given"]);
+    assert!(!host.note(GIVEN).exists());
+}
+
+#[test]
+fn the_read_only_socket_adds_and_removes_nothing() {
+    let host = host();
+    host.add(&host.spec(UUID, "web"));
+    let mut client = tmem_control::connect(&host.path("read-only")).expect("connects");
+    let added = client.add_vm(host.spec(OTHER, "db")).call().map(drop);
+    let removed = client.remove_vm(UUID.into()).call().map(drop);
+    for result in [added, removed] {
+        let error = result.expect_err("refused");
+        assert!(
+            matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
+            "{error}"
+        );
+    }
+    assert_eq!(host.names(), ["given", "web"]);
+}
+
+#[test]
+fn a_restart_brings_them_back() {
+    let mut host = host();
+    let me = fs::metadata(host.folder.path()).expect("there").uid();
+    let mut spec = host.spec(UUID, "web");
+    spec.trust_domain = Some("team".into());
+    (spec.mode, spec.owner) = (Some(0o600), Some(i64::from(me)));
+    host.add(&spec);
+    host.add(&host.spec(OTHER, "db"));
+    host.remove(OTHER);
+    let quota = Quota {
+        limit_bytes: Some(5 << 20),
+        ..spec.quota.clone()
+    };
+    host.client()
+        .set_quota("web".into(), quota.clone())
+        .call()
+        .expect("taken");
+    host.restart();
+    assert_eq!(host.names(), ["given", "web"]);
+    let vm = host.vm("web");
+    assert_eq!(
+        (vm.quota, vm.trust_domain),
+        (quota, spec.trust_domain.clone())
+    );
+    let metadata = fs::metadata(host.path("web.sock")).expect("there");
+    assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
+    host.connect("web");
+    assert!(host.remove(UUID));
+    host.restart();
+    assert_eq!(host.names(), ["given"]);
+}
+
+/// Notes that are broken, of the wrong VM, or no longer possible harm no other VM.
+#[test]
+fn a_bad_note_is_left_out_and_left_alone() {
+    let mut host = host();
+    let third = "5ca1ab1e-0000-4000-8000-000000000003";
+    host.add(&host.spec(UUID, "web"));
+    let mut large = host.spec(OTHER, "db");
+    large.quota.reserve_bytes = 1 << 20;
+    host.add(&large);
+    host.daemon = None;
+    let good = fs::read_to_string(host.note(OTHER)).expect("there");
+    fs::write(host.note(OTHER), good.replace("1048576", "68719476736")).expect("written");
+    fs::write(host.note(third), "{\"uuid\": ").expect("written");
+    fs::write(host.note(GIVEN), good.replace(OTHER, GIVEN)).expect("written");
+    host.start();
+    assert_eq!(host.names(), ["given", "web"]);
+    host.connect("web");
+    for uuid in [OTHER, third, GIVEN] {
+        assert!(host.note(uuid).exists(), "{uuid}");
+    }
+    // A start of such a VM mends it, and so does its end.
+    assert!(host.add(&host.spec(OTHER, "db")));
+    assert!(!host.remove(third));
+    assert!(!host.note(third).exists());
+    host.restart();
+    assert_eq!(host.names(), ["db", "given", "web"]);
+}
+
+#[test]
+fn there_is_a_limit_of_vms() {
+    let host = host();
+    let mut client = host.client();
+    let spec = |number: usize| {
+        host.spec(
+            &format!("5ca1ab1e-0000-4000-8000-{number:012}"),
+            &format!("vm{number}"),
+        )
+    };
+    // One was given.
+    for number in 1..VMS_MAX {
+        client.add_vm(spec(number)).call().expect("there is room");
+    }
+    assert!(host.refused(&spec(VMS_MAX)).1.contains("1024 VMs already"));
+    assert!(host.remove(&spec(7).uuid));
+    host.add(&spec(VMS_MAX));
+}
+
+/// Many at once: no socket is lost, and none is left.
+#[test]
+fn vms_come_and_go_together() {
+    let host = host();
+    let number = |path: &Path| fs::read_dir(path).expect("there").count();
+    let before = number(host.folder.path());
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let host = &host;
+            scope.spawn(move || {
+                let uuid = format!("5ca1ab1e-0000-4000-8000-00000000000{thread}");
+                let spec = host.spec(&uuid, &format!("vm{thread}"));
+                for _ in 0..50 {
+                    assert!(host.add(&spec));
+                    let stream = UnixStream::connect(&spec.socket).expect("listens");
+                    assert!(host.remove(&uuid));
+                    assert!(ended(stream));
+                }
+            });
+        }
+    });
+    assert_eq!(host.names(), ["given"]);
+    assert_eq!(
+        number(host.folder.path()),
+        before + 1,
+        "the folder of notes is new"
+    );
+    assert_eq!(number(&host.path("vms")), 0);
+}
