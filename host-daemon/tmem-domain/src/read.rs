@@ -126,27 +126,21 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
 /// The daemon maps a VM's memory. It must be shared, and of a kind that nobody can cut short: a
 /// memfd, which QEMU seals.
 fn memory(root: Node<'_, '_>) -> Result<(), Error> {
-    let attribute = |path, name| find(root, path).and_then(|node| node.attribute(name));
-    let change = "run tmemctl attach, which changes it";
-    match attribute("memoryBacking/access", "mode") {
-        Some("shared") => {}
-        mode => {
+    for (place, name, good, is_not) in [
+        ("access", "mode", "shared", "shared"),
+        ("source", "type", "memfd", "in a memfd"),
+    ] {
+        let backing = child(root, "memoryBacking");
+        let element = backing.and_then(|backing| child(backing, place));
+        let value = element.and_then(|node| node.attribute(name));
+        if value != Some(good) {
+            let has = match value {
+                None => format!("no <{place} {name}='{good}'/>"),
+                Some(value) => format!("<{place} {name}='{value}'/>"),
+            };
             return Err(Error(format!(
-                "its memory is not shared: <memoryBacking> has {}; {change}",
-                mode.map_or("no <access mode='shared'/>".into(), |mode| format!(
-                    "<access mode='{mode}'/>"
-                ))
-            )));
-        }
-    }
-    match attribute("memoryBacking/source", "type") {
-        Some("memfd") => {}
-        source => {
-            return Err(Error(format!(
-                "its memory is not in a memfd: <memoryBacking> has {}; {change}",
-                source.map_or("no <source type='memfd'/>".into(), |source| format!(
-                    "<source type='{source}'/>"
-                ))
+                "its memory is not {is_not}: <memoryBacking> has {has}; run tmemctl attach, which \
+                 changes it"
             )));
         }
     }
