@@ -9,15 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from driver import MODULE, checksums, evict, load, stats
+from driver import MODULE, checksums, evict, load, stats, wait_served, wait_state
 from test_driver import tree_disk
 
 from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
+from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.libvirt import Libvirt, Machine, can_mount, emulator_link, run
 from harness.paths import ROOT, qemu_binary
 from harness.session import Session
+from harness.wait import until
 
 pytestmark = [
     pytest.mark.smoke,
@@ -29,6 +31,7 @@ pytestmark = [
 ]
 
 UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
+LABEL = "web_1-5ca1ab1e"
 SCHEMA = ROOT / "docs/libvirt-metadata.rng"
 NAMESPACE = "urn:virtio-tmem:cache:1"
 
@@ -138,36 +141,67 @@ def metadata(libvirt: Libvirt, level: str) -> str:
     return libvirt.virsh("metadata", UUID, NAMESPACE, level)
 
 
+def check_hits(guest: Guest, sums: dict[str, str]) -> None:
+    """What is evicted comes back from the host."""
+    held = evict(guest, list(sums))["index_pages"]
+    assert held > 0
+    hits = stats(guest)["hits"]
+    assert checksums(guest, list(sums)) == sums
+    assert stats(guest)["hits"] - hits >= held // 2
+
+
 def test_from_attach_to_hits_and_back(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """attach, start, pages come back from the host, the quota of the running VM, detach."""
     _, sums = tree
-    daemon = session.daemon(Tenant(UUID, uuid=UUID), pool_size="128MiB")
+    daemon = session.daemon(pool_size="128MiB")
     before = define(libvirt, machine)
     libvirt.tmemctl("attach", machine.name, "--socket-folder", daemon.folder, "--reserve", "1MiB")
 
     daemon.start()
+    assert daemon.list()["vms"] == []
     libvirt.virsh("start", machine.name)
-    quota = daemon.list()["vms"][0]["quota"]
-    assert quota["reserve_bytes"] == 1 << 20, "the hook tells the daemon what the domain notes"
+    (vm,) = daemon.list()["vms"]
+    assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the hook has the daemon serve it"
+    assert vm["quota"]["reserve_bytes"] == 1 << 20, "with what the domain notes"
+    socket = Path(vm["socket"])
+    assert socket.owner() == "libvirt-qemu", "whoever libvirt runs QEMU as may connect"
     guest = machine.connect()
     try:
         load(guest, "verify_every=0")
-        held = evict(guest, list(sums))["index_pages"]
-        assert held > 0
-        hits = stats(guest)["hits"]
-        assert checksums(guest, list(sums)) == sums
-        assert stats(guest)["hits"] - hits >= held // 2
+        check_hits(guest, sums)
         assert daemon.stats()["vms"][0]["hits"] > 0
-
         check_quota(libvirt, daemon, machine)
+
+        # A daemon that dies has the VM again when it is back, with all that it was told.
+        daemon.restart()
+        (vm,) = daemon.list()["vms"]
+        assert (vm["name"], vm["uuid"], vm["quota"]["limit_bytes"]) == (LABEL, UUID, 2 << 20)
+        until(lambda: daemon.list()["vms"][0]["connected"], 60, "QEMU finds the new daemon")
+        libvirt.tmemctl("tune", machine.name, "--limit", "none", "--live")
+        wait_state(guest, "on")
+        wait_served(guest)
+        check_hits(guest, sums)
+
+        # And one that lost its notes hears of the VM when libvirtd is back.
+        daemon.terminate()
+        assert not socket.exists()
+        (daemon.folder / f"vms/{UUID}.json").unlink()
+        daemon.start()
+        assert daemon.list()["vms"] == []
+        libvirt.restart()
+        until(lambda: daemon.list()["vms"] != [], 20, "the hook has the daemon serve it")
+        until(lambda: daemon.list()["vms"][0]["connected"], 60, "QEMU finds the socket again")
     finally:
         guest.close()
     done = libvirt.tmemctl("detach", machine.name)
     assert "It runs: this applies at its next start" in done
     assert daemon.stats()["vms"][0]["connected"], "the running VM keeps its device"
     libvirt.virsh("destroy", machine.name)
+    assert daemon.list()["vms"] == [], "the hook tells the daemon of the end as well"
+    assert not socket.exists()
+    assert list((daemon.folder / "vms").iterdir()) == []
     assert libvirt.config(machine.name) == before
     libvirt.virsh("start", machine.name)
     guest = machine.connect()
@@ -233,10 +267,10 @@ def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
     assert "refuses its quota" in words and "1099511627776" in words
     libvirt.tmemctl(*attach, "--reserve", "0", "--trust-domain", "team")
     words = libvirt.virsh_refused("start", name)
-    assert "its trust domain is team, but the daemon has it in none" in words
+    assert "in trust domain none" in words and "in team, by the daemon's --vm" in words
     libvirt.tmemctl("attach", name, "--trust-domain", "none", "--socket-folder", machine.folder)
     words = libvirt.virsh_refused("start", name)
-    assert str(machine.folder) in words and "copy of another domain" in words
+    assert str(machine.folder) in words and "--run-folder" in words
     libvirt.tmemctl(*attach)
     private = machine.folder / "private.xml"
     private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))

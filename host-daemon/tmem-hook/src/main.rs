@@ -1,23 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! tmem-hook: what libvirt runs from /etc/libvirt/hooks/qemu.d/ when a VM comes and goes.
 //!
-//! Before a start it looks whether the VM can have its cache, and gives the daemon the quota that the
-//! domain notes. It stops a start only if the domain says required='yes'; any other failure of its
-//! own must not: libvirt kills a running VM whose hook fails when libvirtd comes back. It never
-//! calls libvirt, which waits for it, and prints nothing on stdout, which would be the VM's new XML.
+//! Before a start it looks whether the VM can have its cache, and has the daemon serve it, with the
+//! quota that the domain notes; when the VM is gone, the daemon forgets it. It stops a start only if
+//! the domain says required='yes'; any other failure of its own must not: libvirt kills a running VM
+//! whose hook fails when libvirtd comes back. It never calls libvirt, which waits for it, and prints
+//! nothing on stdout, which would be the VM's new XML.
 //!
-//! Usage: tmem-hook [--socket PATH] DOMAIN OPERATION ..., with the domain's XML on stdin.
+//! Usage: tmem-hook [--socket PATH] [--owner USER] DOMAIN OPERATION ..., with the domain's XML on
+//! stdin.
 
 use std::io::Read;
 use std::os::unix::net::UnixDatagram;
 use std::panic::catch_unwind;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::mpsc;
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_domain::{Device, Domain};
+use tmem_hook::{Owner, away, refusal};
 
 /// How long a daemon that does not answer holds up a start: it answers within milliseconds, and
 /// people wait for this.
@@ -33,6 +36,14 @@ enum Operation {
     Prepare,
     /// libvirtd is back and finds the VM running; failing would kill it.
     Reconnect,
+    /// A VM is gone, or did not get to start. libvirt says so once or more.
+    Release,
+}
+
+/// Where the daemon is, and who may connect to a VM's socket.
+struct Options {
+    socket: PathBuf,
+    owner: Option<String>,
 }
 
 /// Why the VM has no cache, or not the one that it should have.
@@ -46,9 +57,16 @@ fn main() -> ExitCode {
         .skip(1)
         .map(|word| word.to_string_lossy().into_owned())
         .collect();
-    let mut socket = PathBuf::from(api::DEFAULT_SOCKET);
-    if words.len() >= 2 && words[0] == "--socket" {
-        socket = PathBuf::from(&words[1]);
+    let mut options = Options {
+        socket: api::DEFAULT_SOCKET.into(),
+        owner: None,
+    };
+    while words.len() >= 2 {
+        match words[0].as_str() {
+            "--socket" => options.socket = PathBuf::from(&words[1]),
+            "--owner" => options.owner = Some(words[1].clone()),
+            _ => break,
+        }
         words.drain(..2);
     }
     // Always: libvirt waits for somebody to take it.
@@ -57,10 +75,11 @@ fn main() -> ExitCode {
     let operation = match words.get(1).map(String::as_str) {
         Some("prepare") => Operation::Prepare,
         Some("reconnect") => Operation::Reconnect,
+        Some("release") => Operation::Release,
         _ => return ExitCode::SUCCESS,
     };
     let look = move || match (read, String::from_utf8(xml)) {
-        (Ok(_), Ok(xml)) => check(&xml, socket),
+        (Ok(_), Ok(xml)) => check(&xml, operation, options),
         _ => Some(not_needed("the domain's XML cannot be read".into())),
     };
     let bug = |_| Some(not_needed("a bug: tmem-hook panicked".into()));
@@ -70,12 +89,16 @@ fn main() -> ExitCode {
     };
     let domain = words.first().map_or("?", String::as_str);
     let stop = required && operation == Operation::Prepare;
-    let end = match (operation, stop) {
-        (_, true) => ", which the domain requires",
-        (Operation::Prepare, false) => "; it starts without",
-        (Operation::Reconnect, false) => "",
+    let (begin, end) = match (operation, stop) {
+        (_, true) => ("cannot have its cache", ", which the domain requires"),
+        (Operation::Prepare, false) => ("cannot have its cache", "; it starts without"),
+        (Operation::Reconnect, false) => ("cannot have its cache", ""),
+        (Operation::Release, false) => (
+            "is gone, but the daemon does not know",
+            "; its socket and its reserve stay until it is started and stopped again",
+        ),
     };
-    let message = format!("virtio-tmem: domain {domain} cannot have its cache: {what}{end}");
+    let message = format!("virtio-tmem: domain {domain} {begin}: {what}{end}");
     // libvirt shows this if the start is stopped, and nobody else does.
     eprintln!("{message}");
     if !stop {
@@ -107,7 +130,7 @@ fn log(message: &str) {
 }
 
 /// What is wrong with a domain that has the device.
-fn check(xml: &str, socket: PathBuf) -> Option<Problem> {
+fn check(xml: &str, operation: Operation, options: Options) -> Option<Problem> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => return Some(not_needed(error.0)),
@@ -116,8 +139,12 @@ fn check(xml: &str, socket: PathBuf) -> Option<Problem> {
     let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
+        let result = match operation {
+            Operation::Prepare | Operation::Reconnect => prepare(&domain, &device, &options),
+            Operation::Release => release(&domain, &options),
+        };
         // Nobody listens any more if it is too late.
-        let _ = sender.send(prepare(&domain, &device, &socket));
+        let _ = sender.send(result);
     });
     let late = || format!("the daemon did not answer within {} s", TIMEOUT.as_secs());
     let result = receiver.recv_timeout(TIMEOUT);
@@ -125,57 +152,45 @@ fn check(xml: &str, socket: PathBuf) -> Option<Problem> {
     Some(Problem { required, what })
 }
 
-/// Looks at the VM's memory and at what the daemon knows of it, and sets its quota.
-fn prepare(domain: &Domain, device: &Device, socket: &Path) -> Result<(), String> {
+/// Looks at the VM's memory, and has the daemon serve the VM as the domain says.
+fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     domain.memory.clone().map_err(|error| error.0)?;
-    let away = |error: String| {
-        format!(
-            "the daemon's control socket {} does not answer: {error}",
-            socket.display()
-        )
-    };
-    let client = api::connect(socket).map_err(|error| away(error.to_string()));
-    let mut client = client?;
-    let vms = client
-        .list()
-        .call()
-        .map_err(|error| away(error.to_string()))?
-        .vms;
-    let by_uuid = |vm: &&api::Vm| vm.uuid.as_deref() == Some(domain.uuid.as_str());
-    let vm = vms.iter().find(by_uuid).ok_or_else(|| {
-        format!(
-            "the daemon serves no VM with the UUID {}: give it one with --vm",
-            domain.uuid
-        )
-    })?;
-    if vm.socket != device.socket {
-        return Err(format!(
-            "its device has the socket {}, but the daemon serves it at {}: if it is a copy of another \
-             domain, run tmemctl attach",
-            device.socket, vm.socket
-        ));
-    }
+    let socket = &options.socket;
+    let mut client = api::connect(socket).map_err(|error| away(socket, &error.to_string()))?;
     let cache = match &domain.cache {
-        None => return Ok(()),
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-    };
-    // Who shares pages with whom is settled when the daemon makes a VM's storage.
-    if cache.trust_domain != vm.trust_domain {
-        let name = |name: &Option<String>| name.clone().unwrap_or_else(|| "none".into());
-        return Err(format!(
-            "its trust domain is {}, but the daemon has it in {}",
-            name(&cache.trust_domain),
-            name(&vm.trust_domain)
-        ));
-    }
-    let quota = api::quota(cache.reserve, cache.limit, cache.weight);
-    match client.set_quota(vm.name.clone(), quota).call() {
-        Ok(_) => Ok(()),
-        Err(error) => Err(match error.kind() {
-            api::ErrorKind::BadQuota(Some(bad)) => {
-                format!("the daemon refuses its quota: {}", bad.reason)
+        // Somebody put the device in by hand; the daemon may know the VM all the same.
+        None => {
+            let list = client.list().call();
+            let vms = list.map_err(|error| refusal(socket, &error).1)?.vms;
+            let is_it =
+                |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
+            if vms.iter().any(is_it) {
+                return Ok(());
             }
-            _ => away(error.to_string()),
-        }),
+            Default::default()
+        }
+    };
+    let owner = Owner::find(options.owner.as_deref())?;
+    let vm = tmem_hook::vm(domain, device, &cache, owner);
+    match client.add_vm(vm).call() {
+        Ok(_) => Ok(()),
+        Err(error) => {
+            let (refused, mut what) = refusal(socket, &error);
+            if refused && !device.socket.contains(&domain.uuid) {
+                what += "; if it is a copy of another domain, run tmemctl attach";
+            }
+            Err(what)
+        }
+    }
+}
+
+/// The daemon need not serve it any more.
+fn release(domain: &Domain, options: &Options) -> Result<(), String> {
+    let socket = &options.socket;
+    let mut client = api::connect(socket).map_err(|error| away(socket, &error.to_string()))?;
+    match client.remove_vm(domain.uuid.clone()).call() {
+        Ok(_) => Ok(()),
+        Err(error) => Err(refusal(socket, &error).1),
     }
 }
