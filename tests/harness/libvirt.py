@@ -111,9 +111,13 @@ class Libvirt:
 
         def answers() -> bool:
             process.expect_alive()
-            return self._virsh("version").status == 0
+            # Not "version", which fails on a host without a QEMU of its own.
+            return self._virsh("list").status == 0
 
-        until(answers, 60, "libvirtd answers")
+        try:
+            until(answers, 60, "libvirtd answers")
+        except HarnessError as error:
+            raise HarnessError(f"{error}\n{self.report()}") from None
 
     def restart(self) -> None:
         """Ends libvirtd, which leaves its domains running, and starts it again."""
