@@ -71,11 +71,11 @@ def duration(text: str) -> float:
     return float(found[1]) * UNITS[found[2] or "s"]
 
 
-def arguments_of_a_turn(series: str, name: str, generator: random.Random) -> Iterator[str]:
+def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
     """What torture runs with, each with a new seed."""
     yield (
         f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
-        f"--rounds=3 {disk.left_out(series, name)} {mounted(name)}"
+        f"--rounds=3 {disk.left_out(name)} {mounted(name)}"
     )
     yield (
         f"--seed={generator.getrandbits(32)} --mode=versions --ops={VERSIONS_OPERATIONS} --mixed "
@@ -107,7 +107,7 @@ def turn(
         command = "no command"
         try:
             guest = boot(session, kernel, ko, name, parameters)
-            for arguments in arguments_of_a_turn(kernel.series, name, generator):
+            for arguments in arguments_of_a_turn(name, generator):
                 if progress.over():
                     break
                 command = f"torture {arguments}"

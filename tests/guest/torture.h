@@ -22,6 +22,7 @@
 #define JOBS_MAX	32
 #define CELL		16	/* bytes of a stamp, see torture_model.c */
 #define OPS_MAX		64	/* kinds of operation */
+#define ZERO_BLOCK	1024	/* no file system under test has smaller blocks */
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE	0x80	/* since 6.14: not in every libc's headers */
@@ -77,6 +78,7 @@ struct options {
 	unsigned int direct_readers;	/* the last ones of the readers */
 	bool mixed;
 	bool disabled[OPS_MAX];
+	bool zero_is_wrong;		/* by the kernel alone, see zero_range_is_wrong() */
 };
 
 struct worker {
@@ -144,6 +146,7 @@ void evict(struct worker *w, int what);
 void pressure(struct shared *shared, struct rng *rng);
 bool memcg_init(void);
 bool memcg_reclaim(uint64_t bytes);
+bool zero_range_is_wrong(const char *dir);
 void swap_toggle(struct worker *w);
 void swap_off(struct worker *w);
 void evictor_run(const struct options *opt, struct shared *shared)

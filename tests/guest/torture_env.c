@@ -6,6 +6,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/falloc.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -180,6 +181,34 @@ bool memcg_reclaim(uint64_t bytes)
 
 	snprintf(text, sizeof(text), "%lu", bytes);
 	return write_text(MEMCG "/memory.reclaim", text) || errno == EAGAIN;
+}
+
+/* --- what the kernel gets wrong by itself --------------------------------------------------- */
+
+/*
+ * Linux 7.2's ext4 zeroes the rest of a file's last block before it makes FALLOC_FL_ZERO_RANGE's
+ * whole blocks unwritten ones, if the file grows by it: the page is read again for that, keeps its
+ * old bytes, and is taken for written, so what is written to it later is lost. Tried out on a new
+ * file that has not left the page cache: nothing but the kernel answers here.
+ */
+bool zero_range_is_wrong(const char *dir)
+{
+	char path[256], old[100], found[sizeof(old)];
+	bool wrong = false;
+	int fd;
+
+	snprintf(path, sizeof(path), "%s/zero-range", dir);
+	fd = open(path, O_RDWR | O_CREAT | O_TRUNC, 0600);
+	if (fd < 0)
+		return false;
+	memset(old, 'o', sizeof(old));
+	if (pwrite(fd, old, sizeof(old), PAGE) == sizeof(old) && !fsync(fd) &&
+	    !fallocate(fd, FALLOC_FL_ZERO_RANGE, PAGE, PAGE) &&
+	    pread(fd, found, sizeof(found), PAGE) == sizeof(found))
+		wrong = !memcmp(found, old, sizeof(old));
+	close(fd);
+	unlink(path);
+	return wrong;
 }
 
 /* --- a swap file -------------------------------------------------------------------------- */

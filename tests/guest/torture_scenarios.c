@@ -146,6 +146,36 @@ static void scenario_punch(struct worker *w, struct file *f, struct file *g)
 	look(w, f);
 }
 
+/*
+ * The two are about the kernel, not about a cache: nothing is evicted before the zeroing. See
+ * zero_range_is_wrong().
+ */
+static void zero_and_grow(struct worker *w, struct file *f)
+{
+	begin(w, f, "zero whole blocks over the end");
+	file_truncate(w, f, 0);
+	file_write(w, f, 0, PAGE + 100);
+	if (fsync(f->fd))
+		fail(w, f, "fsync");
+	file_fallocate(w, f, FALLOC_FL_ZERO_RANGE, PAGE, PAGE);
+}
+
+static void scenario_zero_grow(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	zero_and_grow(w, f);
+	look(w, f);
+}
+
+static void scenario_zero_grow_write(struct worker *w, struct file *f, struct file *g)
+{
+	(void)g;
+	zero_and_grow(w, f);
+	begin(w, f, "write to what was zeroed");
+	file_write(w, f, PAGE, 100);
+	look(w, f);
+}
+
 static void scenario_shift(struct worker *w, struct file *f, struct file *g)
 {
 	(void)g;
@@ -586,6 +616,8 @@ static const struct {
 	{ "split", scenario_split },
 	{ "truncate", scenario_truncate },
 	{ "punch", scenario_punch },
+	{ "zero_grow", scenario_zero_grow },
+	{ "zero_grow_write", scenario_zero_grow_write },
 	{ "shift", scenario_shift },
 	{ "direct", scenario_direct },
 	{ "direct_many", scenario_direct_many },

@@ -159,15 +159,11 @@ FILE_SYSTEMS = {
     "xfs-exchange": FileSystem("xfs", ("-m", "reflink=1"), exchange=True),
     "xfs-noreflink": FileSystem("xfs", ("-m", "reflink=0")),
 }
-# Where a stock kernel without any module returns wrong bytes, by series. 7.2: after
-# FALLOC_FL_ZERO_RANGE beyond the end of the file the page cache has what was there before.
-WRONG_IN = {("7.2", "ext4-bigalloc"): ("zero",)}
 
 
-def left_out(series: str, name: str) -> str:
-    """Arguments of the torture, for the operations that this kernel gets wrong by itself."""
-    operations = (*FILE_SYSTEMS[name].left_out, *WRONG_IN.get((series, name), ()))
-    return " ".join(f"--no-{operation}" for operation in operations)
+def left_out(name: str) -> str:
+    """Arguments of the torture, for the operations that stock kernels get wrong by themselves."""
+    return " ".join(f"--no-{operation}" for operation in FILE_SYSTEMS[name].left_out)
 
 
 def _run(command: list[str]) -> None:

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import random
+import re
 from pathlib import Path
 
 import pytest
-from driver import Torture, driver_guest, seed, settle, state, stats
+from driver import DISK_BYTES, TORTURE, WHERE, Torture, driver_guest, seed, settle, state, stats
 
 from harness import disk
 from harness.guest import Guest
 from harness.kernel import Kernel
+from harness.paths import TESTS, guest_program
 from harness.session import Session
+from harness.vm import Config
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
@@ -59,8 +62,8 @@ def mounted(name: str) -> str:
     return f"--device=/dev/vda --fstype={fs.kind}{options}"
 
 
-def random_operations(guest: Guest, kernel: Kernel, name: str, operations: int) -> None:
-    left_out = disk.left_out(kernel.series, name)
+def random_operations(guest: Guest, name: str, operations: int) -> None:
+    left_out = disk.left_out(name)
     arguments = f"--seed={seed()} --ops={operations} {SMALL} --jobs=2 --rounds=2 {left_out}"
     numbers = Torture(guest, f"{arguments} {mounted(name)}", 900).finish()
     assert numbers["ops"] >= operations
@@ -81,7 +84,7 @@ def skip_unless_mountable(kernel: Kernel, name: str) -> None:
 def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
     """The short form: random operations, and each scenario."""
     guest = boot(session, kernel, module, "xfs")
-    random_operations(guest, kernel, "xfs", 6_000)
+    random_operations(guest, "xfs", 6_000)
     for scenario in (*SCENARIOS, "clone", "swapext"):
         numbers = Torture(guest, f"--scenario={scenario} {mounted('xfs')}").finish()
         assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
@@ -91,7 +94,7 @@ def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
 def test_random_operations(session: Session, kernel: Kernel, module: Path, name: str) -> None:
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name)
-    random_operations(guest, kernel, name, 20_000)
+    random_operations(guest, name, 20_000)
     Torture(guest, f"--seed={seed()} --mode=versions --ops=5000 --mixed").finish()
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
@@ -105,8 +108,39 @@ def test_random_operations_verified(
     """Every hit is read from disk as well: the driver's own check must agree, too."""
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name, "verify_every=1")
-    random_operations(guest, kernel, name, 5_000)
+    random_operations(guest, name, 5_000)
     assert stats(guest)["verified_hits"] > 100
+
+
+@pytest.mark.parametrize("name", ["ext4", "ext4-1k", "ext4-bigalloc", "ext4-nojournal", "xfs"])
+def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str) -> None:
+    """Which kernels get FALLOC_FL_ZERO_RANGE wrong with no module loaded; docs/guest-tests.md."""
+    fs = disk.FILE_SYSTEMS[name]
+    data = disk.Disk("data", fs.make(session.folder / "data.img", DISK_BYTES))
+    guest = session.vm(
+        Config(
+            kernel,
+            disks=[data],
+            files={TORTURE: guest_program(TESTS / "guest/torture.c")},
+            modules=["xfs"] if fs.kind == "xfs" else [],
+        )
+    ).start()
+    guest.mount("data", WHERE, fs.kind, fs.mount_options)
+    wrong = kernel.series == "7.2" and fs.kind == "ext4"
+    for scenario, found, on_disk in (
+        ("zero_grow", "version 1 written at offset 4096", "as expected"),
+        ("zero_grow_write", "zeroes", "also wrong"),
+    ):
+        done = guest.run(f"{TORTURE} --scenario={scenario} {WHERE}", 60)
+        print(done.text)
+        assert done.status == int(wrong)
+        if wrong:
+            assert re.search(rf"found: .*{found}\n  disk: .*{on_disk}", done.text)
+    # The random operations have found it out, and leave it out.
+    done = guest.run(f"{TORTURE} --seed={seed()} --ops=100 {SMALL} {WHERE}", 60)
+    print(done.text)
+    assert done.status == 0
+    assert ("FALLOC_FL_ZERO_RANGE" in done.text) == wrong
 
 
 @pytest.mark.smoke
