@@ -207,7 +207,17 @@ fn list(vms: &[api::Vm]) -> String {
             vm.socket.clone(),
         ]
     };
-    table(&columns, &vms.iter().map(row).collect::<Vec<_>>())
+    let mut text = table(&columns, &vms.iter().map(row).collect::<Vec<_>>());
+    for vm in vms {
+        if let Some(problem) = &vm.problem {
+            let problem = problem.replace(char::is_control, " ");
+            text += &format!("\n{}: not as it was asked for: {problem}", vm.name);
+        }
+    }
+    if text.ends_with('\n') {
+        return text;
+    }
+    text + "\n"
 }
 
 /// The daemon in a line, the pool in two, and a row for each VM.

@@ -138,6 +138,7 @@ fn vm_of(vm: &Vm) -> api::Vm {
         trust_domain: vm.config.trust_domain.clone(),
         quota: quota_of(vm),
         connected: vm.connected.load(Ordering::Acquire),
+        problem: vm.problem(),
     }
 }
 
@@ -308,5 +309,20 @@ impl api::VarlinkInterface for Control {
         }
         let removed = self.registry.remove(&uuid);
         call.reply(removed)
+    }
+
+    fn set_problem(
+        &self,
+        call: &mut dyn api::Call_SetProblem,
+        uuid: String,
+        problem: Option<String>,
+    ) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("SetProblem".into());
+        }
+        match self.registry.set_problem(&uuid, problem) {
+            true => call.reply(),
+            false => call.reply_no_such_vm(uuid),
+        }
     }
 }

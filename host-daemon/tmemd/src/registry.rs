@@ -337,9 +337,12 @@ impl Registry {
         let Some(old) = member.added.clone() else {
             drop(members);
             let set = vm.tenant.set_quota(config.quota);
-            return set.map(|()| false).map_err(|e| too_much(&e));
+            set.map_err(|e| too_much(&e))?;
+            vm.set_problem(None);
+            return Ok(false);
         };
         if old == spec {
+            vm.set_problem(None);
             return Ok(false);
         }
         let named_so = |m: &Member| !Arc::ptr_eq(&m.vm, &vm) && *m.vm.name() == *config.name;
@@ -366,6 +369,7 @@ impl Registry {
             tracing::info!(vm = config.name, "VM {} has a new name", vm.name());
             vm.rename(&config.name);
         }
+        vm.set_problem(None);
         self.note(&mut members.0[at], spec);
         Ok(false)
     }
@@ -394,17 +398,26 @@ impl Registry {
             let set = member.vm.tenant.set_quota(quota);
             set.map_err(|e| too_much(&e))
         });
-        if set.is_ok()
-            && let Some(added) = &member.added
-        {
-            let quota = quota.clone();
-            let spec = VmSpec {
-                quota,
-                ..added.clone()
-            };
-            self.note(member, spec);
+        if set.is_ok() {
+            member.vm.set_problem(None);
+            if let Some(added) = &member.added {
+                let quota = quota.clone();
+                let spec = VmSpec {
+                    quota,
+                    ..added.clone()
+                };
+                self.note(member, spec);
+            }
         }
         Some(set)
+    }
+
+    /// Keeps what a VM's manager says is wrong with it. False: there is no such VM.
+    pub fn set_problem(&self, uuid: &str, problem: Option<String>) -> bool {
+        let vms = self.vms();
+        let uuid = Some(uuid.to_ascii_lowercase());
+        let vm = vms.iter().find(|vm| vm.config.uuid == uuid);
+        vm.map(|vm| vm.set_problem(problem)).is_some()
     }
 
     /// Ends a VM that was added. False: there is none.

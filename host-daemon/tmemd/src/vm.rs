@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A VM as the daemon knows it: its name, its tenant, its counters.
+//! A VM as the daemon knows it: its name, its tenant, its counters, what its manager says.
 //!
 //! It lives until it is removed; its storage lives as long as a connection.
 
@@ -52,6 +52,8 @@ pub struct Vm {
     pub connected: AtomicBool,
     /// Guards the last report of the driver; never held together with another lock.
     report: Mutex<Option<Report>>,
+    /// Guards what a manager says is wrong with it; never held together with another lock.
+    problem: Mutex<Option<String>>,
     /// Guards who is at the socket; never held together with another lock but the registry's.
     line: Mutex<Line>,
     log_limit: LogLimit,
@@ -77,6 +79,7 @@ impl Vm {
             counters: Counters::default(),
             connected: AtomicBool::new(false),
             report: Mutex::new(None),
+            problem: Mutex::new(None),
             line: Mutex::new(Line::Nobody),
             log_limit: LogLimit::default(),
         }
@@ -90,6 +93,16 @@ impl Vm {
     /// From now on it is called so.
     pub fn rename(&self, name: &str) {
         *lock(&self.name) = name.into();
+    }
+
+    /// What its manager says is wrong with it, kept until it is no longer.
+    pub fn set_problem(&self, problem: Option<String>) {
+        *lock(&self.problem) = problem;
+    }
+
+    /// What its manager said last.
+    pub fn problem(&self) -> Option<String> {
+        lock(&self.problem).clone()
     }
 
     /// Ends its connection, if there is one, and has no other: it was removed.

@@ -300,13 +300,52 @@ fn what_was_given_at_the_start_stays() {
 }
 
 #[test]
+fn a_problem_stays_until_it_is_mended() {
+    let host = host();
+    let spec = host.spec(UUID, "web");
+    host.add(&spec);
+    let set = |uuid: &str, problem: Option<&str>| {
+        let mut client = host.client();
+        let mut reply = client.set_problem(uuid.into(), problem.map(Into::into));
+        let replied = reply.call();
+        replied.map(drop)
+    };
+    let problem = || host.vm("web").problem;
+    let changed = VmSpec {
+        mode: Some(0o600),
+        ..spec.clone()
+    };
+    let quota = || {
+        let mut client = host.client();
+        client.set_quota("web".into(), spec.quota.clone())
+    };
+    assert_eq!(problem(), None);
+    let mends: [&dyn Fn(); 4] = [
+        &|| set(UUID, None).expect("taken"),
+        &|| assert!(!host.add(&spec)),
+        &|| assert!(!host.add(&changed)),
+        &|| assert!(quota().call().is_ok()),
+    ];
+    for mend in mends {
+        set(&UUID.to_uppercase(), Some("a unit XiB")).expect("taken");
+        assert_eq!(problem().as_deref(), Some("a unit XiB"));
+        mend();
+        assert_eq!(problem(), None);
+    }
+    set(GIVEN, Some("x")).expect("of any VM");
+    let error = set(OTHER, Some("x")).expect_err("unknown");
+    assert!(matches!(error.kind(), ErrorKind::NoSuchVm(_)), "{error}");
+}
+
+#[test]
 fn the_read_only_socket_adds_and_removes_nothing() {
     let host = host();
     host.add(&host.spec(UUID, "web"));
     let mut client = tmem_control::connect(&host.path("read-only")).expect("connects");
     let added = client.add_vm(host.spec(OTHER, "db")).call().map(drop);
     let removed = client.remove_vm(UUID.into()).call().map(drop);
-    for result in [added, removed] {
+    let problem = client.set_problem(UUID.into(), None).call().map(drop);
+    for result in [added, removed, problem] {
         let error = result.expect_err("refused");
         assert!(
             matches!(error.kind(), ErrorKind::ReadOnlySocket(_)),
