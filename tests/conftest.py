@@ -18,10 +18,15 @@ from harness.session import Session
 SESSION = pytest.StashKey[Session]()
 FAILED = pytest.StashKey[bool]()
 TOOK = pytest.StashKey[dict[str, float]]()
+RAN = pytest.StashKey[bool]()
+SKIPPED = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel", default="6.12", help="kernel series of the guests")
+    parser.addoption(
+        "--not-all-skipped", action="store_true", help="that all tests are skipped is a failure"
+    )
     parser.addoption("--shard", help="K/N: the K-th of N parts, which take equally long")
     parser.addoption(
         "--durations-to", type=Path, help="a file, as tests/durations.txt, to note durations in"
@@ -43,7 +48,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item.nodeid in mine]
 
 
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if not config.stash.get(RAN, False) and (reason := config.stash.get(SKIPPED, "")):
+        terminalreporter.write_line(f"nothing was tested, all was skipped: {reason}")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    skipped = SKIPPED in session.config.stash and not session.config.stash.get(RAN, False)
+    if skipped and session.config.getoption("--not-all-skipped"):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if path := session.config.getoption("--durations-to"):
         shards.write(path, session.config.stash.get(TOOK, {}))
 
@@ -53,6 +68,10 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        item.config.stash[SKIPPED] = report.longrepr[2]
+    elif report.when == "call":
+        item.config.stash[RAN] = True
     # Without what is built before the first test.
     if report.when == "call" and report.passed:
         item.config.stash.setdefault(TOOK, {})[item.nodeid] = report.duration

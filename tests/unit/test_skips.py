@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A run that skipped everything has tested nothing; who asks for tests by name hears of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.paths import TESTS
+
+pytestmark = pytest.mark.smoke
+
+SKIPPED = """
+import pytest
+
+@pytest.mark.skipif(True, reason="nothing can be mounted")
+def test_one(): pass
+"""
+PASSED = "\ndef test_two(): pass\n"
+
+
+def run(folder: Path, text: str, *options: str) -> tuple[int, str]:
+    (folder / "test_it.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-c", "/dev/null", "-p", "conftest", *options]
+    done = subprocess.run(
+        [*command, folder / "test_it.py"],
+        check=False, cwd=TESTS, env={"PYTHONPATH": str(TESTS)}, capture_output=True, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "option", "status"),
+    [(SKIPPED, True, 1), (SKIPPED, False, 0), (SKIPPED + PASSED, True, 0)],
+    ids=["all", "not-asked", "one-ran"],
+)
+def test_all_skipped_is_no_success(tmp_path: Path, text: str, option: bool, status: int) -> None:
+    done, out = run(tmp_path, text, *(["--not-all-skipped"] if option else []))
+    assert done == status, out
+    assert ("nothing was tested, all was skipped: Skipped: nothing can be mounted" in out) == (
+        PASSED not in text
+    )
