@@ -54,9 +54,15 @@ fn size_or_none(text: &str) -> Result<SizeOrNone, String> {
     }
 }
 
-/// Look before it is written.
+/// Look before it is written, and at which level it is.
 #[derive(Args)]
 pub struct Look {
+    /// The next start (the default, and all there is)
+    #[arg(long = "config")]
+    _config: bool,
+    /// Refused: libvirt can give a running VM no device that it only passes on
+    #[arg(long)]
+    live: bool,
     /// Show what would change, and change nothing
     #[arg(long)]
     dry_run: bool,
@@ -194,6 +200,17 @@ impl Target {
         done: &str,
         change: impl Fn(&str) -> Result<String, Failure>,
     ) -> Result<String, Failure> {
+        if look.live {
+            return Err(Failure(
+                format!(
+                    "domain {}: the device of a running VM cannot be changed: libvirt only passes it on \
+                     to QEMU when a VM starts, and would not know of it when the VM is saved, migrated \
+                     or given another device; leave out --live, and it applies at the next start",
+                    self.domain
+                ),
+                1,
+            ));
+        }
         let (connection, domain) = self.open(false)?;
         let failed = |error: Error| self.failure("its state cannot be read", &error);
         if !domain.is_persistent().map_err(failed)? {
