@@ -25,8 +25,8 @@ deps: ## install the Debian packages that building needs (as root; else name the
 deps-test:
 	@scripts/deps test
 
-daemon: ## tmemd, tmemctl and tmem-hook, in host-daemon/target/release
-	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook
+daemon: ## tmemd, tmemctl, tmem-hook and tmem-libvirt, in host-daemon/target/release
+	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook -p tmem-libvirt
 
 qemu: ## QEMU with the vhost-user-tmem device, in the cache
 	qemu-dev/build

@@ -78,6 +78,7 @@ class Libvirt:
         self.uri = f"qemu+unix:///system?socket={folder}/sockets/libvirt-sock"
         self._control = control
         self._process: Process | None = None
+        self._bridge: Process | None = None
 
     def install_hook(self) -> None:
         """Puts tmem-hook into its hooks; before start(), when it looks for them."""
@@ -118,6 +119,25 @@ class Libvirt:
             until(answers, 60, "libvirtd answers")
         except HarnessError as error:
             raise HarnessError(f"{error}\n{self.report()}") from None
+
+    @property
+    def bridge_log(self) -> Path:
+        return self.folder / "tmem-libvirt.log"
+
+    def start_bridge(self) -> None:
+        """Starts tmem-libvirt, over the socket that only reads, and waits until it follows."""
+        socket = f"{self.folder}/sockets/libvirt-sock-ro"
+        command: list[str | Path] = [
+            host_binary("tmem-libvirt"),
+            *("--connect", f"qemu+unix:///system?socket={socket}", "--socket", self._control),
+        ]
+        self._bridge = bridge = Process("tmem-libvirt", command, self.bridge_log)
+
+        def follows() -> bool:
+            bridge.expect_alive()
+            return "following libvirt" in self.bridge_log.read_text()
+
+        until(follows, 20, "tmem-libvirt follows libvirt")
 
     def restart(self) -> None:
         """Ends libvirtd, which leaves its domains running, and starts it again."""
@@ -167,7 +187,9 @@ class Libvirt:
         return self.virsh("dumpxml", "--inactive", domain)
 
     def stop(self) -> None:
-        """Ends all domains and then libvirtd."""
+        """Ends the bridge, all domains and then libvirtd."""
+        if self._bridge:
+            self._bridge.kill()
         if not self._process:
             return
         try:
@@ -179,7 +201,8 @@ class Libvirt:
 
     def report(self) -> str:
         """Its last words, for a failed test's report."""
-        logs = [self.log, *sorted((self.folder / "var-log-libvirt").glob("qemu/*.log"))]
+        domains = sorted((self.folder / "var-log-libvirt").glob("qemu/*.log"))
+        logs = [self.log, self.bridge_log, *domains]
         return "\n".join(f"--- {path.name}\n{tail(path)}" for path in logs)
 
 

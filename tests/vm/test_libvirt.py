@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The device and its quota in domains of a stock libvirtd: tmemctl, the hook.
+"""The device and its quota in domains of a stock libvirtd: tmemctl, the hook, the bridge.
 
 Where no guest is needed its VM stays paused: it has its device, and costs no processor.
 """
@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver import MODULE, checksums, evict, load, stats, wait_served, wait_state
@@ -20,7 +22,7 @@ from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.libvirt import Libvirt, Machine, can_mount, emulator_link, run
-from harness.paths import ROOT, qemu_binary
+from harness.paths import ROOT, host_binary, qemu_binary
 from harness.session import Session
 from harness.wait import until
 
@@ -136,6 +138,9 @@ def test_wrong_turns_have_answers(libvirt: Libvirt, machine: Machine) -> None:
     assert '"nobody"' in words and "virsh list --all" in words
     words = libvirt.refused("tune", machine.name)
     assert "tmemctl attach" in words
+    for command in ("attach", "detach"):
+        words = libvirt.refused(command, machine.name, "--live")
+        assert "a running VM cannot be changed" in words and "leave out --live" in words
     done = libvirt.tmemctl_run("attach", machine.name, "--limit", "1XiB")
     assert done.status == 2 and '"XiB"' in done.stderr
     assert libvirt.config(machine.name) == before
@@ -304,3 +309,151 @@ def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
     libvirt.tmemctl(*attach, "--not-required")
     libvirt.virsh("start", name, "--paused")
     assert libvirt.virsh("domstate", name).strip() == "paused"
+
+
+def live(libvirt: Libvirt, cache: str, *levels: str) -> None:
+    """Notes a quota with virsh, as somebody who does not know tmemctl."""
+    what = (NAMESPACE, "--key", "tmem", "--set", cache)
+    libvirt.virsh("metadata", UUID, *what, *(levels or ("--live",)))
+
+
+def limit(mib: int) -> str:
+    return f"<cache><limit unit='MiB'>{mib}</limit></cache>"
+
+
+def vm_of(daemon: Daemon) -> dict[str, Any]:
+    """The one VM that the daemon has, or nothing."""
+    vms = daemon.list()["vms"]
+    assert len(vms) <= 1
+    return dict(vms[0]) if vms else {}
+
+
+def follows(daemon: Daemon, mib: int, what: str, seconds: float = 10) -> None:
+    """Waits until the VM has that limit."""
+
+    def has() -> bool:
+        vm = vm_of(daemon)
+        return bool(vm) and vm["quota"]["limit_bytes"] == mib << 20
+
+    until(has, seconds, what)
+
+
+def shows(daemon: Daemon, part: str) -> None:
+    """Waits until the VM's problem says so."""
+    until(lambda: part in (vm_of(daemon)["problem"] or ""), 10, f"{part} is shown")
+
+
+@pytest.mark.smoke
+def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+    """Quotas go from virsh to the daemon, whichever of all was away meanwhile."""
+    daemon = session.daemon(pool_size="128MiB")
+    define(libvirt, machine)
+    attach = ("attach", machine.name, "--socket-folder", daemon.folder)
+    libvirt.tmemctl(*attach, "--limit", "64MiB")
+    # The daemon is away at the start: the VM has its cache once it is there.
+    libvirt.start_bridge()
+    libvirt.virsh("start", machine.name, "--paused")
+    daemon.start()
+
+    follows(daemon, 64, "the bridge tells the daemon of the VM")
+    assert (vm_of(daemon)["name"], vm_of(daemon)["uuid"]) == (LABEL, UUID)
+    until(lambda: vm_of(daemon)["connected"], 60, "QEMU finds the daemon")
+
+    live(libvirt, limit(5))
+    follows(daemon, 5, "the quota is that of virsh")
+    live(libvirt, limit(6), "--config")
+    live(libvirt, limit(7))
+    follows(daemon, 7, "the running VM's")
+
+    # Nonsense is shown, and what was good stays.
+    for wrong, part in [
+        ("<cache><limit unit='XiB'>1</limit></cache>", '"XiB"'),
+        ("<cache><limit>1</limit><reserve>2</reserve></cache>", "below the reserve of 2 KiB"),
+        ("<cache><reserve unit='TiB'>1</reserve></cache>", "1099511627776"),
+        ("<cache><trustdomain>team</trustdomain></cache>", "it is connected"),
+    ]:
+        live(libvirt, wrong)
+        shows(daemon, part)
+        assert vm_of(daemon)["quota"]["limit_bytes"] == 7 << 20
+        shown = run([host_binary("tmemctl"), "--socket", daemon.control, "list"]).stdout
+        assert f"{LABEL}: not as it was asked for: " in shown and part in shown
+        assert part in libvirt.bridge_log.read_text()
+    live(libvirt, limit(8))
+    follows(daemon, 8, "it is mended")
+    assert vm_of(daemon)["problem"] is None
+
+
+@pytest.mark.smoke
+def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+    """Daemon, libvirtd and VM end and come back, in turn."""
+    daemon = session.daemon(pool_size="128MiB")
+    define(libvirt, machine)
+    libvirt.tmemctl("attach", machine.name, "--socket-folder", daemon.folder, "--limit", "6MiB")
+    daemon.start()
+    libvirt.start_bridge()
+    libvirt.virsh("start", machine.name, "--paused")
+    live(libvirt, limit(8))
+    follows(daemon, 8, "the quota is that of virsh")
+
+    daemon.kill()
+    live(libvirt, limit(9))
+    daemon.start()
+    follows(daemon, 9, "what changed without the daemon")
+
+    libvirt.restart()
+    live(libvirt, limit(10))
+    follows(daemon, 10, "the bridge finds the new libvirtd", 30)
+
+    # A saved VM is none, and comes back with what it had.
+    libvirt.virsh("managedsave", machine.name)
+    assert vm_of(daemon) == {}
+    assert not (daemon.folder / f"{UUID}.sock").exists()
+    libvirt.virsh("start", machine.name, "--paused")
+    follows(daemon, 10, "the restored VM's")
+    until(lambda: vm_of(daemon)["connected"], 60, "the restored QEMU finds the daemon")
+
+    libvirt.virsh("destroy", machine.name)
+    assert vm_of(daemon) == {}
+    libvirt.virsh("domrename", machine.name, "shop")
+    libvirt.virsh("start", "shop", "--paused")
+    follows(daemon, 6, "the next start's")
+    assert vm_of(daemon)["name"] == "shop"
+    libvirt.virsh("destroy", "shop")
+    assert vm_of(daemon) == {}
+
+
+def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+    """Each has its own socket and quota, and none is left."""
+    daemon = session.daemon(pool_size="128MiB")
+    daemon.start()
+    libvirt.start_bridge()
+    uuids = [f"{UUID[:-2]}{number:02}" for number in range(10)]
+    for number, uuid in enumerate(uuids):
+        own = replace(machine, name=f"vm{number}", uuid=uuid, folder=machine.folder / f"{number}")
+        own.folder.mkdir()
+        # Ten cannot write to one disk.
+        xml = re.sub("<disk.*?</disk>", "", own.xml(memory_mib=128), flags=re.DOTALL)
+        (own.folder / "domain.xml").write_text(xml)
+        libvirt.virsh("define", own.folder / "domain.xml")
+        options = ("--socket-folder", daemon.folder, "--reserve", f"{number + 1}MiB")
+        libvirt.tmemctl("attach", own.name, *options)
+        libvirt.virsh("start", own.name, "--paused")
+
+    def quotas() -> dict[str, int]:
+        return {vm["name"]: vm["quota"]["reserve_bytes"] >> 20 for vm in daemon.list()["vms"]}
+
+    assert quotas() == {f"vm{number}": number + 1 for number in range(10)}
+    until(lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "all are connected")
+    daemon.restart()
+    for number in range(10):
+        wish = f"<cache><reserve unit='MiB'>{10 - number}</reserve></cache>"
+        what = (NAMESPACE, "--key", "tmem", "--set", wish)
+        libvirt.virsh("metadata", f"vm{number}", *what, "--live")
+    wanted = {f"vm{number}": 10 - number for number in range(10)}
+    until(lambda: quotas() == wanted, 20, "all quotas are followed")
+    until(lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "all are connected")
+    for number in range(10):
+        libvirt.virsh("destroy", f"vm{number}")
+    assert daemon.list()["vms"] == []
+    assert list(daemon.folder.glob("*.sock")) == []
+    assert list((daemon.folder / "vms").iterdir()) == []

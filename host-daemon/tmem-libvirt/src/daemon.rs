@@ -1,0 +1,432 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Makes what the daemon has what the domains ask for: compares the two and tells the difference, so
+//! that it does not matter which of both was away, and for how long.
+//!
+//! Never here: libvirt, but for the two questions that are put through to it.
+
+use crate::wish::Wish;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use tmem_control as api;
+use tmem_control::{VarlinkClientInterface, VmSpec};
+
+/// A VM whose domain stands still, and that nobody is connected to, is removed after this: its stop was
+/// not told since the daemon was away. A start that is under way takes less.
+const STRAY: Duration = Duration::from_secs(60);
+
+/// The daemon, and what it should have.
+pub struct Daemon {
+    socket: PathBuf,
+    /// By UUID: what each running domain asks for.
+    wishes: HashMap<String, Wish>,
+    /// What it took last.
+    told: HashMap<String, VmSpec>,
+    /// What was complained of last, so that it is said once.
+    complaints: HashMap<String, String>,
+    /// Since when there is a VM whose domain does not run.
+    strays: HashMap<String, Instant>,
+    away: bool,
+}
+
+/// Why nothing came of it: the daemon is not there, or libvirt is not.
+enum Trouble {
+    Daemon(String),
+    Libvirt(String),
+}
+
+impl Daemon {
+    /// The one with that control socket, whether it is there or not.
+    pub fn new(socket: &Path) -> Daemon {
+        Daemon {
+            socket: socket.into(),
+            wishes: HashMap::new(),
+            told: HashMap::new(),
+            complaints: HashMap::new(),
+            strays: HashMap::new(),
+            away: false,
+        }
+    }
+
+    /// What a domain asks for from now on; None: it does not run, or has no such device.
+    pub fn wish(&mut self, uuid: &str, wish: Option<Wish>) {
+        match wish {
+            Some(wish) => {
+                self.wishes.insert(uuid.into(), wish);
+            }
+            None => {
+                self.wishes.remove(uuid);
+                self.told.remove(uuid);
+                self.complaints.remove(uuid);
+            }
+        }
+    }
+
+    /// Of all others it is known that they do not run.
+    pub fn forget_others(&mut self, running: &[String]) {
+        self.wishes.retain(|uuid, _| running.contains(uuid));
+        self.told.retain(|uuid, _| running.contains(uuid));
+        self.complaints.retain(|uuid, _| running.contains(uuid));
+    }
+
+    /// Tells the daemon what it does not have as it should be. `read` asks libvirt for a domain's wish
+    /// as it is now, `is_stopped` whether it knows a domain that does not run. A daemon that is away
+    /// is no error: it will be there another time.
+    ///
+    /// # Errors
+    /// Those of `read` and `is_stopped`.
+    pub fn reconcile(
+        &mut self,
+        now: Instant,
+        read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
+        is_stopped: &dyn Fn(&str) -> Result<bool, String>,
+    ) -> Result<(), String> {
+        match self.try_to(now, read, is_stopped) {
+            Ok(()) => {
+                if std::mem::take(&mut self.away) {
+                    tracing::info!("the daemon is back");
+                }
+                Ok(())
+            }
+            Err(Trouble::Daemon(why)) => {
+                if !std::mem::replace(&mut self.away, true) {
+                    tracing::warn!("{why}; goes on trying");
+                }
+                Ok(())
+            }
+            Err(Trouble::Libvirt(why)) => Err(why),
+        }
+    }
+
+    fn trouble(&self, error: &api::Error) -> Trouble {
+        Trouble::Daemon(tmem_hook::refusal(&self.socket, error).1)
+    }
+
+    fn try_to(
+        &mut self,
+        now: Instant,
+        read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
+        is_stopped: &dyn Fn(&str) -> Result<bool, String>,
+    ) -> Result<(), Trouble> {
+        let client = api::connect(&self.socket);
+        let mut client =
+            client.map_err(|e| Trouble::Daemon(tmem_hook::away(&self.socket, &e.to_string())))?;
+        let listed = client.list().call().map_err(|e| self.trouble(&e))?.vms;
+        let mut by_uuid: HashMap<&str, &api::Vm> = HashMap::new();
+        by_uuid.extend(
+            listed
+                .iter()
+                .filter_map(|vm| Some((vm.uuid.as_deref()?, vm))),
+        );
+        let mut uuids: Vec<String> = self.wishes.keys().cloned().collect();
+        uuids.sort();
+        for uuid in uuids {
+            let there = by_uuid.get(&*uuid).copied();
+            if there.is_none() && !self.can_be_added(&uuid) {
+                continue;
+            }
+            if there.is_none() {
+                // The daemon lost it, or it has just stopped, which libvirt knows for certain.
+                let wish = read(&uuid).map_err(Trouble::Libvirt)?;
+                self.wish(&uuid, wish);
+            }
+            self.one(&mut client, &uuid, there)?;
+        }
+        self.remove_strays(&mut client, now, &listed, is_stopped)
+    }
+
+    fn can_be_added(&self, uuid: &str) -> bool {
+        matches!(self.wishes.get(uuid), Some(Wish::So(_) | Wish::Served(_)))
+    }
+
+    /// Brings one VM to what its domain asks for.
+    fn one(
+        &mut self,
+        client: &mut api::VarlinkClient,
+        uuid: &str,
+        there: Option<&api::Vm>,
+    ) -> Result<(), Trouble> {
+        let spec = match (self.wishes.get(uuid), there) {
+            (None, _) | (Some(Wish::Served(_)), Some(_)) => None,
+            (Some(Wish::Served(spec)), None) => Some(Ok(spec.clone())),
+            (Some(Wish::Nonsense(what)), _) => Some(Err(what.clone())),
+            (Some(Wish::So(spec)), there) => {
+                let same = there
+                    .is_some_and(|vm| vm.quota == spec.quota && self.told.get(uuid) == Some(spec));
+                (!same).then(|| Ok(spec.clone()))
+            }
+        };
+        let problem = match spec {
+            None => None,
+            Some(Err(what)) => Some(what),
+            Some(Ok(spec)) => match client.add_vm(spec.clone()).call() {
+                Ok(_) => {
+                    if self.told.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
+                        tracing::info!(quota = ?spec.quota, "domain {}: told", spec.name);
+                    }
+                    None
+                }
+                Err(error) => match tmem_hook::refusal(&self.socket, &error) {
+                    (true, what) => Some(what),
+                    (false, away) => return Err(Trouble::Daemon(away)),
+                },
+            },
+        };
+        match &problem {
+            Some(what) if self.complaints.get(uuid) != Some(what) => {
+                let name = there.map_or(uuid, |vm| &vm.name);
+                tracing::warn!("domain {name}: {what}; its cache stays as it was");
+                self.complaints.insert(uuid.into(), what.clone());
+            }
+            Some(_) => {}
+            None => {
+                self.complaints.remove(uuid);
+            }
+        }
+        if let Some(vm) = there
+            && vm.problem != problem
+        {
+            match client.set_problem(uuid.into(), problem).call() {
+                Ok(_) => {}
+                // It has gone meanwhile.
+                Err(error) if matches!(error.kind(), api::ErrorKind::NoSuchVm(_)) => {}
+                Err(error) => return Err(self.trouble(&error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// VMs that stopped when the daemon could not be told.
+    fn remove_strays(
+        &mut self,
+        client: &mut api::VarlinkClient,
+        now: Instant,
+        listed: &[api::Vm],
+        is_stopped: &dyn Fn(&str) -> Result<bool, String>,
+    ) -> Result<(), Trouble> {
+        let lost = |vm: &api::Vm| {
+            let uuid = vm
+                .uuid
+                .as_ref()
+                .filter(|uuid| !self.wishes.contains_key(*uuid))?;
+            (!vm.connected).then(|| uuid.clone())
+        };
+        let lost: Vec<String> = listed.iter().filter_map(lost).collect();
+        self.strays.retain(|uuid, _| lost.contains(uuid));
+        for uuid in lost {
+            let since = *self.strays.entry(uuid.clone()).or_insert(now);
+            if now.saturating_duration_since(since) < STRAY
+                || !is_stopped(&uuid).map_err(Trouble::Libvirt)?
+            {
+                continue;
+            }
+            let removed = client.remove_vm(uuid.clone()).call();
+            if removed.map_err(|e| self.trouble(&e))?.removed {
+                tracing::info!("VM {uuid}: removed, since its domain does not run");
+            }
+            // One that was given to the daemon is asked for again in a while.
+            self.strays.insert(uuid, now);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+    use tempfile::TempDir;
+    use tmemd::Config;
+
+    const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
+
+    struct Host {
+        folder: TempDir,
+        tmemd: Option<tmemd::Daemon>,
+        bridge: Daemon,
+        /// What libvirt says of the one domain.
+        running: RefCell<Option<Wish>>,
+        now: Instant,
+    }
+
+    impl Host {
+        fn new() -> Host {
+            let folder = tempfile::tempdir().expect("a folder");
+            let bridge = Daemon::new(&folder.path().join("control"));
+            let mut host = Host {
+                folder,
+                tmemd: None,
+                bridge,
+                running: RefCell::new(None),
+                now: Instant::now(),
+            };
+            host.start();
+            host
+        }
+
+        fn start(&mut self) {
+            let config = Config {
+                pool_size_bytes: 64 << 20,
+                workers: 1,
+                control: self.folder.path().join("control"),
+                control_read_only: None,
+                run_folder: self.folder.path().into(),
+                vms: vec![],
+                pressure: None,
+                trace: None,
+            };
+            self.tmemd = Some(tmemd::Daemon::start(config).expect("starts"));
+        }
+
+        fn spec(&self, limit: i64) -> VmSpec {
+            let socket = self.folder.path().join("a.sock");
+            VmSpec {
+                uuid: UUID.into(),
+                name: "web".into(),
+                socket: socket.to_string_lossy().into(),
+                owner: None,
+                group: None,
+                mode: None,
+                trust_domain: None,
+                quota: api::quota(None, Some(limit as u64), None),
+            }
+        }
+
+        /// The domain changes, and the bridge hears of it.
+        fn wish(&mut self, wish: Option<Wish>) {
+            *self.running.borrow_mut() = wish.clone();
+            self.bridge.wish(UUID, wish);
+            self.reconcile();
+        }
+
+        fn reconcile(&mut self) {
+            let running = &self.running;
+            let done = self
+                .bridge
+                .reconcile(self.now, &|_| Ok(running.borrow().clone()), &|_| {
+                    Ok(running.borrow().is_none())
+                });
+            assert_eq!(done, Ok(()));
+        }
+
+        fn client(&self) -> api::VarlinkClient {
+            api::connect(&self.folder.path().join("control")).expect("connects")
+        }
+
+        fn vms(&self) -> Vec<api::Vm> {
+            self.client().list().call().expect("answers").vms
+        }
+    }
+
+    #[test]
+    fn what_a_domain_asks_for_is_so() {
+        let mut host = Host::new();
+        host.wish(Some(Wish::So(host.spec(5))));
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
+        host.wish(Some(Wish::So(host.spec(6))));
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
+        let renamed = VmSpec {
+            name: "shop".into(),
+            ..host.spec(6)
+        };
+        host.wish(Some(Wish::So(renamed.clone())));
+        assert_eq!(host.vms()[0].name, "shop");
+        // Somebody else changed it: the domain's word holds.
+        let quota = host.spec(9).quota;
+        host.client()
+            .set_quota("shop".into(), quota)
+            .call()
+            .expect("taken");
+        host.reconcile();
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
+        // Of what a domain does not say, nothing changes.
+        host.wish(Some(Wish::Served(host.spec(1))));
+        assert_eq!(
+            (host.vms()[0].quota.limit_bytes, &*host.vms()[0].name),
+            (Some(6), "shop")
+        );
+    }
+
+    #[test]
+    fn nonsense_is_shown_and_changes_nothing() {
+        let mut host = Host::new();
+        host.wish(Some(Wish::So(host.spec(5))));
+        host.wish(Some(Wish::Nonsense("unit XiB".into())));
+        let vm = host.vms().remove(0);
+        assert_eq!(
+            (vm.quota.limit_bytes, vm.problem.as_deref()),
+            (Some(5), Some("unit XiB"))
+        );
+        let mut large = host.spec(1 << 40);
+        large.quota.reserve_bytes = 1 << 40;
+        host.wish(Some(Wish::So(large)));
+        let vm = host.vms().remove(0);
+        assert_eq!(
+            vm.quota.limit_bytes,
+            Some(5),
+            "what the daemon refuses is nonsense as well"
+        );
+        assert!(
+            vm.problem
+                .is_some_and(|what| what.contains("1099511627776"))
+        );
+        host.wish(Some(Wish::So(host.spec(5))));
+        assert_eq!(host.vms()[0].problem, None);
+        // Of a VM that the daemon does not have there is nothing to show.
+        host.client()
+            .remove_vm(UUID.into())
+            .call()
+            .expect("removed");
+        host.wish(Some(Wish::Nonsense("unit XiB".into())));
+        assert!(host.vms().is_empty());
+    }
+
+    #[test]
+    fn a_daemon_that_was_away_is_told() {
+        let mut host = Host::new();
+        host.tmemd = None;
+        host.wish(Some(Wish::So(host.spec(5))));
+        host.start();
+        host.reconcile();
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
+        host.tmemd = None;
+        host.wish(Some(Wish::So(host.spec(6))));
+        host.start();
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(5), "as it was noted");
+        host.reconcile();
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
+    }
+
+    /// The hook removes a VM before libvirt tells of its end: it must not come back.
+    #[test]
+    fn a_vm_that_stops_is_not_added_again() {
+        let mut host = Host::new();
+        host.wish(Some(Wish::So(host.spec(5))));
+        host.client()
+            .remove_vm(UUID.into())
+            .call()
+            .expect("removed");
+        *host.running.borrow_mut() = None;
+        host.reconcile();
+        assert!(host.vms().is_empty());
+    }
+
+    #[test]
+    fn a_stray_is_removed_in_time() {
+        let mut host = Host::new();
+        host.wish(Some(Wish::So(host.spec(5))));
+        host.wish(None);
+        host.now += STRAY / 2;
+        host.reconcile();
+        assert_eq!(host.vms().len(), 1, "its start may be under way");
+        // It starts, and stops again: time begins anew.
+        host.wish(Some(Wish::So(host.spec(5))));
+        host.wish(None);
+        host.now += STRAY / 2;
+        host.reconcile();
+        assert_eq!(host.vms().len(), 1);
+        host.now += STRAY;
+        host.reconcile();
+        assert!(host.vms().is_empty());
+    }
+}

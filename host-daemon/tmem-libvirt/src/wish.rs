@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a running domain asks of the daemon.
+
+use tmem_control::VmSpec;
+use tmem_domain::Domain;
+use tmem_hook::Owner;
+
+/// See [`read`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Wish {
+    /// To be served so.
+    So(VmSpec),
+    /// To be served; it says nothing of its quota, which is left as it is.
+    Served(VmSpec),
+    /// Nobody can tell: what is wrong, a sentence. It stays what it was.
+    Nonsense(String),
+}
+
+/// None: it has no such device.
+pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Wish> {
+    let domain = match Domain::parse(xml) {
+        Ok(domain) => domain,
+        Err(error) => {
+            // libvirt wrote it.
+            tracing::error!("domain {uuid}: {error}");
+            return None;
+        }
+    };
+    let device = domain.device.as_ref()?;
+    let vm = |cache| tmem_hook::vm(&domain, device, cache, owner);
+    Some(match (&domain.memory, &domain.cache) {
+        (Err(error), _) | (Ok(()), Some(Err(error))) => Wish::Nonsense(error.to_string()),
+        (Ok(()), Some(Ok(cache))) => Wish::So(vm(cache)),
+        (Ok(()), None) => Wish::Served(vm(&Default::default())),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UUID: &str = "5ca1ab1e-0000-4000-8000-0123456789ab";
+
+    fn xml(cache: &str, access: &str, device: &str) -> String {
+        format!(
+            "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
+             <name>web</name><uuid>{UUID}</uuid><metadata>{cache}</metadata>\
+             <memoryBacking><source type='memfd'/><access mode='{access}'/></memoryBacking>\
+             <qemu:commandline><qemu:arg value='-chardev'/>\
+             <qemu:arg value='socket,id=virtio-tmem,path=/run/virtio-tmem/a.sock'/>\
+             <qemu:arg value='-device'/><qemu:arg value='{device},chardev=virtio-tmem'/>\
+             </qemu:commandline></domain>"
+        )
+    }
+
+    fn cache(inside: &str) -> String {
+        let namespace = tmem_domain::CACHE_NAMESPACE;
+        format!("<tmem:cache xmlns:tmem='{namespace}'>{inside}</tmem:cache>")
+    }
+
+    #[test]
+    fn a_domain_says_what_it_wants() {
+        let owner = Owner(Some(107));
+        let device = tmem_domain::DEVICE;
+        let read = |cache: &str, access, device| read(UUID, &xml(cache, access, device), owner);
+        let limit = cache("<tmem:limit unit='MiB'>5</tmem:limit>");
+        let Some(Wish::So(vm)) = read(&limit, "shared", device) else {
+            panic!("a good one");
+        };
+        assert_eq!(vm.quota.limit_bytes, Some(5 << 20));
+        assert_eq!((&*vm.name, &*vm.uuid, vm.owner), ("web", UUID, Some(107)));
+        let served = read("", "shared", device);
+        assert!(matches!(served, Some(Wish::Served(_))), "{served:?}");
+        assert_eq!(read(&limit, "shared", "virtio-rng-pci"), None);
+        let wrong = cache("<tmem:limit unit='XiB'>5</tmem:limit>");
+        for (cache, access, part) in [(&wrong, "shared", "XiB"), (&limit, "private", "not shared")]
+        {
+            let Some(Wish::Nonsense(what)) = read(cache, access, device) else {
+                panic!("{part}");
+            };
+            assert!(what.contains(part), "{what}");
+        }
+    }
+}
