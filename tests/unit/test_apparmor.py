@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The AppArmor rules for libvirt's QEMUs, parsed where they are to be put."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+RULES = ROOT / "host-daemon/tmem-hook/apparmor/libvirt-qemu"
+STOCK = Path("/etc/apparmor.d")
+UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
+
+
+def parse(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
+    """A VM's profile as virt-aa-helper writes it, with these local rules; nothing is loaded."""
+    (folder / "local/abstractions").mkdir(parents=True)
+    for part in ("abstractions", "tunables", "abi"):
+        if (STOCK / part).exists():
+            (folder / part).symlink_to(STOCK / part)
+    (folder / "local/abstractions/libvirt-qemu").write_text(rules)
+    template = (STOCK / "libvirt/TEMPLATE.qemu").read_text()
+    profile = folder / f"libvirt-{UUID}"
+    profile.write_text(template.replace("LIBVIRT_TEMPLATE", f"libvirt-{UUID}"))
+    command = ["apparmor_parser", "--skip-kernel-load", "--skip-cache", "--debug"]
+    return subprocess.run(
+        [*command, "--base", folder, profile], check=False, capture_output=True, text=True
+    )
+
+
+def test_rules_are_rules(tmp_path: Path) -> None:
+    done = parse(tmp_path, RULES.read_text())
+    assert done.returncode == 0, done.stderr
+    socket = [line for line in done.stdout.splitlines() if "run/virtio-tmem/*.sock" in line]
+    assert len(socket) == 1 and "rw" in socket[0], done.stdout
+
+
+def test_a_broken_rule_is_noticed(tmp_path: Path) -> None:
+    """Or the test above would say nothing."""
+    assert parse(tmp_path, RULES.read_text().replace(" rw,", " rw")).returncode != 0
