@@ -96,6 +96,8 @@ class Channel:
                 received = self._socket.recv(65536)
             except TimeoutError:
                 continue
+            except ConnectionError:
+                received = b""
             if not received:
                 raise ChannelClosed("QEMU closed the agent's channel")
             data += received

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import initramfs
-from harness.channel import Channel
+from harness.channel import Channel, ChannelClosed
 from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
@@ -21,6 +21,7 @@ from harness.qmp import Qmp, QmpError
 from harness.wait import Deadline, until
 
 MIB = 1 << 20
+END_SECONDS = 20.0  # a QEMU that closed its sockets, until it has written its core
 BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
 
 # A console that shows one of these is a failed test, whatever else it saw. KCSAN reports the
@@ -164,9 +165,14 @@ class Vm:
             self._guest.close()
             self._guest = None
         deadline = Deadline(seconds, f"{self.name}: the guest's agent answers")
-        self._guest = Guest(
-            Channel(self._folder / "agent", deadline, self._check_alive), self._check_alive
-        )
+        try:
+            channel = Channel(self._folder / "agent", deadline, self._check_alive)
+        except ChannelClosed:
+            # It is about to end, and its own words say more.
+            self.process.wait(END_SECONDS)
+            self.process.expect_alive()
+            raise
+        self._guest = Guest(channel, self._check_alive)
         return self._guest
 
     def _check_alive(self) -> None:

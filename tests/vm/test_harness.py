@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+import signal
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -130,3 +132,14 @@ def test_a_dead_qemu_is_reported(
     message = expect_error(vm.start)
     assert "no-such-device" in message
     assert "status 1" in message
+
+
+def test_a_qemu_that_aborts_at_boot_is_reported(
+    session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
+) -> None:
+    vm = session.vm(Config(kernel))
+    vm.launch()
+    vm.pause()
+    # Whenever it comes: before the channel is there, or while its answer is awaited.
+    threading.Timer(0.5, vm.process.signal, [signal.SIGABRT]).start()
+    assert "ended with status -6" in expect_error(vm.connect)
