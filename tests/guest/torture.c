@@ -38,6 +38,7 @@ static void usage(FILE *to)
 	      "                    what is mounted at DIR: for unmount cycles and remounting\n"
 	      "  --no-evictor      no process that evicts while the workers run\n"
 	      "  --no-OP           without an operation, as named in the reports\n"
+	      "  --only=OP,...     without all others\n"
 	      "  --replay=W:F      print each operation of worker W on file F\n"
 	      "  --mode=versions   readers and writers of the same blocks instead\n"
 	      "  --readers=N --writers=N --direct-readers=N [--mixed]\n"
@@ -79,6 +80,20 @@ static int take_switches(struct options *opt, int argc, char **argv)
 	return kept;
 }
 
+static void only(struct options *opt, char *names)
+{
+	memset(opt->disabled, true, sizeof(opt->disabled));
+	for (char *name = strtok(names, ","); name; name = strtok(NULL, ",")) {
+		int kind = ops_find(name);
+
+		if (kind < 0) {
+			fprintf(stderr, "torture: --only: no operation %s\n", name);
+			exit(2);
+		}
+		opt->disabled[kind] = false;
+	}
+}
+
 static void parse(struct options *opt, int argc, char **argv)
 {
 	static const struct option names[] = {
@@ -86,6 +101,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		{ "size-max", 1, NULL, 'm' }, { "jobs", 1, NULL, 'j' }, { "rounds", 1, NULL, 'r' },
 		{ "device", 1, NULL, 'd' }, { "fstype", 1, NULL, 't' },
 		{ "mount-options", 1, NULL, 'O' }, { "no-evictor", 0, NULL, 'e' },
+		{ "only", 1, NULL, 'k' },
 		{ "replay", 1, NULL, 'R' }, { "mode", 1, NULL, 'M' }, { "scenario", 1, NULL, 'S' },
 		{ "readers", 1, NULL, 'x' }, { "writers", 1, NULL, 'y' }, { "mixed", 0, NULL, 'z' },
 		{ "direct-readers", 1, NULL, 'D' },
@@ -106,6 +122,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		case 't': opt->fstype = optarg; break;
 		case 'O': opt->mount_options = optarg; break;
 		case 'e': opt->evictor = false; break;
+		case 'k': only(opt, optarg); break;
 		case 'M': opt->mode = optarg; break;
 		case 'S': opt->mode = optarg; break;
 		case 'x': opt->readers = number("readers", optarg, JOBS_MAX); break;

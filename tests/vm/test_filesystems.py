@@ -33,6 +33,10 @@ SMALL = "--files=16 --size-max=524288"
 FOLIO_PAGES = 512
 FOLIO_PUT_MAX = 64
 
+# What makes zeroing go wrong soon where the kernel does it wrong: 6 of 8 runs of 6,000 on 7.2.
+ZERO_ONLY = "read,write,zero,sync,truncate"
+ZERO_OPERATIONS = 20_000
+
 # Where blocks change below the page cache on xfs, and the hook that sees it.
 XFS_BROKEN = ["clone", "exchange", "punch", "swapext"]
 
@@ -136,8 +140,9 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
         assert done.status == int(wrong)
         if wrong:
             assert re.search(rf"found: .*{found}\n  disk: .*{on_disk}", done.text)
-    # The random operations have found it out, and leave it out.
-    done = guest.run(f"{TORTURE} --seed={seed()} --ops=100 {SMALL} {WHERE}", 60)
+    # The random operations have found it out, and leave it out: others would see a wrong byte.
+    arguments = f"--seed={seed()} --ops={ZERO_OPERATIONS} {SMALL} --only={ZERO_ONLY} --no-evictor"
+    done = guest.run(f"{TORTURE} {arguments} {WHERE}", 300)
     print(done.text)
     assert done.status == 0
     assert ("FALLOC_FL_ZERO_RANGE" in done.text) == wrong
