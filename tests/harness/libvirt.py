@@ -262,7 +262,7 @@ class Machine:
       <target type='virtio' name='tmem.agent'/>
     </channel>
     <disk type='file' device='disk'>
-      <driver name='qemu' type='raw'/>
+      <driver name='qemu' type='{self.disk.format}'/>
       <source file='{escape(str(self.disk.path))}'/>
       <target dev='vda' bus='virtio'/>
       <serial>{self.disk.name}</serial>

@@ -12,8 +12,8 @@ from harness.qmp import Qmp
 from harness.wait import until
 
 
-def create(path: Path, size_bytes: int) -> Path:
-    """A blank qcow2 image, for instance to take snapshots of a VM into."""
+def create(path: Path, size_bytes: int, backing: Path | None = None) -> Path:
+    """A qcow2 image, for instance to take snapshots of a VM into: blank, or over a raw image."""
     path.touch()
     with tempfile.TemporaryDirectory(prefix="tmem-") as folder:
         socket = Path(folder) / "qmp"
@@ -32,6 +32,8 @@ def create(path: Path, size_bytes: int) -> Path:
                 node = {"driver": "file", "node-name": "file", "filename": str(path)}
                 qmp.execute("blockdev-add", node)
                 options = {"driver": "qcow2", "file": "file", "size": size_bytes}
+                if backing:
+                    options |= {"backing-file": str(backing), "backing-fmt": "raw"}
                 qmp.run_job("blockdev-create", {"job-id": "create", "options": options}, 30)
                 qmp.execute("blockdev-del", {"node-name": "file"})
             finally:

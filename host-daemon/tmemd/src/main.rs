@@ -78,6 +78,8 @@ fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let stalls = Some(arguments.memory_pressure).filter(|path| path.as_os_str() != "none");
     let of_control = arguments.control.parent().unwrap_or(Path::new("/"));
     let run_folder = arguments.run_folder.unwrap_or_else(|| of_control.into());
+    // Whoever adds a VM names its socket from the root.
+    let run_folder = std::path::absolute(run_folder.join("."))?;
     let config = config::Config {
         pool_size_bytes: arguments.pool_size,
         workers: arguments.workers,
