@@ -36,6 +36,9 @@ remember_owner = 0
 stdio_handler = "file"
 """
 
+# Owner of the sockets: another than the daemon's user, and QEMU, which is root here, may use them.
+OWNER = "libvirt-qemu"
+
 # What libvirtd keeps on the machine, each replaced by a folder of ours.
 FOLDERS = (
     "/etc/libvirt",
@@ -85,7 +88,7 @@ class Libvirt:
         path = self.folder / "etc-libvirt/hooks/qemu.d/virtio-tmem"
         path.parent.mkdir(parents=True, exist_ok=True)
         hook = host_binary("tmem-hook").resolve()
-        path.write_text(f'#!/bin/sh\nexec {hook} --socket {self._control} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {hook} --socket {self._control} --owner {OWNER} "$@"\n')
         path.chmod(0o755)
 
     def start(self) -> None:
@@ -129,7 +132,8 @@ class Libvirt:
         socket = f"{self.folder}/sockets/libvirt-sock-ro"
         command: list[str | Path] = [
             host_binary("tmem-libvirt"),
-            *("--connect", f"qemu+unix:///system?socket={socket}", "--socket", self._control),
+            *("--connect", f"qemu+unix:///system?socket={socket}"),
+            *("--socket", self._control, "--owner", OWNER),
         ]
         self._bridge = bridge = Process("tmem-libvirt", command, self.bridge_log)
 

@@ -22,7 +22,7 @@ from harness.daemon import Daemon, Tenant
 from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
-from harness.libvirt import Libvirt, Machine, can_mount, emulator_link, run
+from harness.libvirt import OWNER, Libvirt, Machine, can_mount, emulator_link, run
 from harness.paths import ROOT, host_binary, qemu_binary
 from harness.session import Session
 from harness.wait import until
@@ -215,7 +215,7 @@ def test_from_attach_to_hits_and_back(
     assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the hook has the daemon serve it"
     assert vm["quota"]["reserve_bytes"] == 1 << 20, "with what the domain notes"
     socket = Path(vm["socket"])
-    assert socket.owner() == "root", "whoever qemu.conf has QEMU run as may connect"
+    assert socket.owner() == OWNER, "whom the hook names may connect"
     guest = machine.connect()
     try:
         load(guest, "verify_every=0")

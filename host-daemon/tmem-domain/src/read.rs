@@ -22,6 +22,8 @@ pub struct Domain {
     pub device: Option<Device>,
     /// Its quota, None if it says nothing.
     pub cache: Option<Result<Cache, Error>>,
+    /// The user that its QEMU runs as, if it names one: a name, or a number with a sign.
+    pub user: Option<String>,
     /// Why the daemon could not map its memory.
     pub memory: Result<(), Error>,
 }
@@ -63,6 +65,7 @@ impl Domain {
             emulator: text("devices/emulator").map(Into::into),
             device: device(root),
             cache: metadata(root, CACHE_NAMESPACE).map(Cache::of),
+            user: user(root),
             memory: memory(root),
         })
     }
@@ -121,6 +124,14 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
         socket: property(&chardev, "path").unwrap_or_default(),
         ours: id == CHARDEV_ID,
     })
+}
+
+/// libvirt's label for file permissions is `user:group`.
+fn user(root: Node<'_, '_>) -> Option<String> {
+    let labels = root.children().filter(|node| node.has_tag_name("seclabel"));
+    let mut labels = labels.filter(|node| node.attribute("model") == Some("dac"));
+    let label = child(labels.next()?, "label")?.text()?.trim();
+    Some(label.split(':').next()?.into())
 }
 
 /// The daemon maps a VM's memory. It must be shared, and of a kind that nobody can cut short: a

@@ -162,3 +162,22 @@ fn a_quota_set_by_virsh_is_replaced_and_the_rest_still_undone() {
     assert_eq!(detach(&set), Ok(domain(DEVICES)));
     assert_eq!(attach(&set, &Options::default()), Ok(attached));
 }
+
+#[test]
+fn the_user_that_a_domain_names_is_known() {
+    let user = |labels: &str| {
+        let domain = Domain::parse(&domain(labels));
+        domain.expect("good").user
+    };
+    let dac =
+        "<seclabel type='static' model='dac' relabel='yes'><label>+107:+36</label></seclabel>";
+    let selinux = "<seclabel type='dynamic' model='selinux'><label>a:b:c</label></seclabel>";
+    assert_eq!(user(&format!("{selinux}{dac}")).as_deref(), Some("+107"));
+    assert_eq!(
+        user(&dac.replace("+107:+36", " qemu ")).as_deref(),
+        Some("qemu")
+    );
+    for none in ["", selinux, "<seclabel type='none' model='dac'/>"] {
+        assert_eq!(user(none), None, "{none}");
+    }
+}

@@ -17,6 +17,9 @@ const NAME_BYTES_MAX: usize = 64;
 /// Digits of the UUID that tell labels apart.
 const UUID_DIGITS: usize = 8;
 
+/// What libvirt is told of its QEMUs.
+const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
+
 /// Who may connect to a VM's socket: a user's number, None: the daemon's user only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(pub Option<u32>);
@@ -27,27 +30,58 @@ impl Owner {
     /// # Errors
     /// There is no such user.
     pub fn find(word: Option<&str>) -> Result<Owner, String> {
-        let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
-        Owner::among(&users, word)
+        let read = |path| std::fs::read_to_string(path).unwrap_or_default();
+        let (users, conf) = (read("/etc/passwd"), read(QEMU_CONF));
+        if word == Some("none") {
+            return Ok(Owner(None));
+        }
+        let Some(name) = word.or_else(|| configured(&conf)) else {
+            return Ok(Owner(
+                QEMU_USERS.into_iter().find_map(|name| number(&users, name)),
+            ));
+        };
+        let source = match word {
+            Some(_) => "--owner".into(),
+            None => format!("user in {QEMU_CONF}"),
+        };
+        Owner::named(&users, name, &source)
     }
 
-    fn among(users: &str, word: Option<&str>) -> Result<Owner, String> {
-        let number = |name: &str| {
-            let mut rows = users.lines().map(|row| row.split(':'));
-            let row = rows.find_map(|mut row| (row.next() == Some(name)).then_some(row));
-            row.and_then(|mut row| row.nth(1)?.parse().ok())
+    /// The one that a domain names for itself, or else this one.
+    fn of(self, domain: &Domain) -> Result<Owner, String> {
+        let Some(name) = &domain.user else {
+            return Ok(self);
         };
-        match word {
-            None => Ok(Owner(QEMU_USERS.into_iter().find_map(number))),
-            Some("none") => Ok(Owner(None)),
-            Some(name) => match number(name).or_else(|| name.parse().ok()) {
-                Some(number) => Ok(Owner(Some(number))),
-                None => Err(format!(
-                    "--owner {name}: /etc/passwd has no such user: name the user that QEMU runs as, or none"
-                )),
-            },
+        let users = std::fs::read_to_string("/etc/passwd").unwrap_or_default();
+        Owner::named(&users, name, "<seclabel model='dac'> of the domain")
+    }
+
+    fn named(users: &str, name: &str, source: &str) -> Result<Owner, String> {
+        // libvirt writes numbers with a sign.
+        let plain = || name.strip_prefix('+').unwrap_or(name).parse().ok();
+        match number(users, name).or_else(plain) {
+            Some(number) => Ok(Owner(Some(number))),
+            None => Err(format!(
+                "{source}: {name:?} is no user of /etc/passwd: name the user that QEMU runs as with \
+                 --owner, by name or number"
+            )),
         }
     }
+}
+
+/// A user's number.
+fn number(users: &str, name: &str) -> Option<u32> {
+    let mut rows = users.lines().map(|row| row.split(':'));
+    let mut row = rows.find_map(|mut row| (row.next() == Some(name)).then_some(row))?;
+    row.nth(1)?.parse().ok()
+}
+
+/// The user that qemu.conf names, if it does.
+fn configured(conf: &str) -> Option<&str> {
+    let lines = conf.lines().filter_map(|line| line.trim().split_once('='));
+    let mut users = lines.filter(|(key, _)| key.trim() == "user");
+    let user = users.next()?.1.trim().trim_matches('"');
+    (!user.is_empty()).then_some(user)
 }
 
 /// What a domain is called in the daemon: its name, if that can stand in a table and a metric.
@@ -70,9 +104,18 @@ pub fn quota(cache: &Cache) -> api::Quota {
     api::quota(cache.reserve, cache.limit, cache.weight)
 }
 
-/// The VM that a domain with the device is.
-pub fn vm(domain: &Domain, device: &Device, cache: &Cache, owner: Owner) -> api::VmSpec {
-    api::VmSpec {
+/// The VM that a domain with the device is. `owner` may connect to it if it does not name another.
+///
+/// # Errors
+/// It names a user that there is not.
+pub fn vm(
+    domain: &Domain,
+    device: &Device,
+    cache: &Cache,
+    owner: Owner,
+) -> Result<api::VmSpec, String> {
+    let owner = owner.of(domain)?;
+    Ok(api::VmSpec {
         uuid: domain.uuid.clone(),
         name: label(domain),
         socket: device.socket.clone(),
@@ -81,7 +124,7 @@ pub fn vm(domain: &Domain, device: &Device, cache: &Cache, owner: Owner) -> api:
         mode: None,
         trust_domain: cache.trust_domain.clone(),
         quota: quota(cache),
-    }
+    })
 }
 
 /// Why the daemon did not do as it was told: true, it is there and refuses; a sentence.
@@ -134,22 +177,43 @@ mod tests {
 
     #[test]
     fn the_owner_is_whom_qemu_runs_as() {
-        let debian = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n";
-        let fedora = "root:x:0:0::/root:/bin/sh\nqemu:x:107:107:qemu user:/:/sbin/nologin\n";
-        for (users, word, expected) in [
-            (debian, None, Some(64055)),
-            (fedora, None, Some(107)),
-            ("", None, None),
-            (debian, Some("none"), None),
-            (debian, Some("root"), Some(0)),
-            (debian, Some("1234"), Some(1234)),
+        let users = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n";
+        for (name, expected) in [
+            ("root", 0),
+            ("libvirt-qemu", 64055),
+            ("12", 12),
+            ("+13", 13),
         ] {
-            assert_eq!(Owner::among(users, word), Ok(Owner(expected)), "{word:?}");
+            assert_eq!(Owner::named(users, name, "x"), Ok(Owner(Some(expected))));
         }
-        let error = Owner::among(debian, Some("nobody-such")).expect_err("unknown");
-        assert!(
-            error.contains("nobody-such") && error.contains("--owner"),
-            "{error}"
-        );
+        let error = Owner::named(users, "nobody-such", "the source").expect_err("unknown");
+        for part in ["nobody-such", "the source", "--owner"] {
+            assert!(error.contains(part), "{error}");
+        }
+        assert_eq!(number(users, "root:x"), None);
+        for (conf, expected) in [
+            ("# user = \"qemu\"\ngroup = \"kvm\"\n", None),
+            ("user = \"root\"\n", Some("root")),
+            ("  user=\"+0\"", Some("+0")),
+            ("user = \"\"", None),
+            ("users = \"a\"\n#user = \"b\"\nuser = 5\n", Some("5")),
+        ] {
+            assert_eq!(configured(conf), expected, "{conf}");
+        }
+        assert_eq!(Owner::find(Some("none")), Ok(Owner(None)));
+    }
+
+    #[test]
+    fn a_domain_may_name_its_own_user() {
+        let label = |label: &str| {
+            let domain = Domain {
+                user: Some(label.into()),
+                ..domain("web")
+            };
+            Owner(Some(5)).of(&domain)
+        };
+        assert_eq!(label("+77"), Ok(Owner(Some(77))));
+        assert!(label("nobody-such").is_err_and(|what| what.contains("seclabel")));
+        assert_eq!(Owner(Some(5)).of(&domain("web")), Ok(Owner(Some(5))));
     }
 }

@@ -172,7 +172,7 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
         }
     };
     let owner = Owner::find(options.owner.as_deref())?;
-    let vm = tmem_hook::vm(domain, device, &cache, owner);
+    let vm = tmem_hook::vm(domain, device, &cache, owner)?;
     match client.add_vm(vm).call() {
         Ok(_) => Ok(()),
         Err(error) => {

@@ -45,7 +45,7 @@ struct Arguments {
     #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_SOCKET)]
     socket: PathBuf,
     /// User that QEMU runs as, who may connect to the sockets of VMs: a name, a number, or "none" for
-    /// the daemon's own; default: the distribution's
+    /// the daemon's own; default: that of /etc/libvirt/qemu.conf, or the distribution's
     #[arg(long, value_name = "USER")]
     owner: Option<String>,
 }

@@ -28,11 +28,12 @@ pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Wish> {
     };
     let device = domain.device.as_ref()?;
     let vm = |cache| tmem_hook::vm(&domain, device, cache, owner);
-    Some(match (&domain.memory, &domain.cache) {
-        (Err(error), _) | (Ok(()), Some(Err(error))) => Wish::Nonsense(error.to_string()),
-        (Ok(()), Some(Ok(cache))) => Wish::So(vm(cache)),
-        (Ok(()), None) => Wish::Served(vm(&Default::default())),
-    })
+    let wish = match (&domain.memory, &domain.cache) {
+        (Err(error), _) | (Ok(()), Some(Err(error))) => Err(error.to_string()),
+        (Ok(()), Some(Ok(cache))) => vm(cache).map(Wish::So),
+        (Ok(()), None) => vm(&Default::default()).map(Wish::Served),
+    };
+    Some(wish.unwrap_or_else(Wish::Nonsense))
 }
 
 #[cfg(test)]
