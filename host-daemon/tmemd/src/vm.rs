@@ -40,7 +40,7 @@ pub struct Counters {
 pub struct Vm {
     /// As configured, but for the name and the quota, which may change.
     pub config: VmConfig,
-    /// Guards its name; never held together with another lock.
+    /// Guards its name; under it no other lock is taken.
     name: Mutex<Arc<str>>,
     /// Its storage.
     pub tenant: Tenant,
@@ -52,9 +52,9 @@ pub struct Vm {
     pub connected: AtomicBool,
     /// Guards the last report of the driver; never held together with another lock.
     report: Mutex<Option<Report>>,
-    /// Guards what a manager says is wrong with it; never held together with another lock.
+    /// Guards what a manager says is wrong with it; under it no other lock is taken.
     problem: Mutex<Option<String>>,
-    /// Guards who is at the socket; never held together with another lock but the registry's.
+    /// Guards who is at the socket; under it no other lock is taken.
     line: Mutex<Line>,
     log_limit: LogLimit,
 }
