@@ -9,6 +9,7 @@
 //! Locks: buckets share LOCKS of them; a bucket and the one that it is split into or joined with
 //! share one. `grow` is outside of them and says who changes N.
 
+use crate::apart::Apart;
 use crate::heap::{Table, Zeroed};
 use std::io;
 use std::sync::atomic::AtomicU32;
@@ -50,9 +51,9 @@ pub(crate) struct Dedup {
     /// N. Changed under `grow` and the lock of the bucket in question, so it does not change for a
     /// hash while its bucket's lock is held.
     nr_buckets: AtomicU32,
-    nr_blobs: AtomicU32,
+    nr_blobs: Apart<AtomicU32>,
     locks: Box<[Mutex<()>]>,
-    grow: Mutex<()>,
+    grow: Apart<Mutex<()>>,
 }
 
 /// A locked bucket.
@@ -70,9 +71,9 @@ impl Dedup {
         Ok(Dedup {
             buckets: Table::reserve(blobs_max.max(LOCKS as usize))?,
             nr_buckets: AtomicU32::new(LOCKS),
-            nr_blobs: AtomicU32::new(0),
+            nr_blobs: Apart::default(),
             locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
-            grow: Mutex::default(),
+            grow: Apart::default(),
         })
     }
 
@@ -117,6 +118,11 @@ impl Dedup {
     /// Brings the bucket of a hash into the cache.
     pub(crate) fn prefetch(&self, hash: u64) {
         self.buckets.prefetch(self.bucket_of(hash));
+    }
+
+    /// A blob that may be the first of its chain, or 0. Only a hint: without the lock.
+    pub(crate) fn first(&self, hash: u64) -> u32 {
+        self.buckets.get(self.bucket_of(hash)).0.load(Relaxed)
     }
 
     /// Lists a blob that is not.

@@ -25,6 +25,7 @@
 //! | `gain.rs` | what more memory would bring a tenant |
 //! | `trace.rs`, `replay.rs` | what guests asked, to be kept; the same through another policy or size |
 //! | `check.rs`, `tests/` | invariants; a model that knows what each get may answer |
+//! | `apart.rs` | what threads change, apart from what they read |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
 //! | `fail.rs` | where tests let memory run out |
 //!
@@ -32,6 +33,7 @@
 //! heap: a class's, free spans.
 
 mod account;
+mod apart;
 mod blob;
 mod check;
 mod codec;

@@ -5,6 +5,7 @@
 //! a victim and for writing when tenants come, go or change. It is the outermost lock.
 
 use crate::account::{Account, Sum};
+use crate::apart::Apart;
 use crate::blob::{DomainId, Settled, Store};
 use crate::codec::{Buffer, Denser};
 use crate::config::{
@@ -39,9 +40,9 @@ pub(crate) struct Inner {
     size_max_bytes: u64,
     made: Made,
     /// Whose raw pages are next: they take turns.
-    turn: AtomicUsize,
+    turn: Apart<AtomicUsize>,
     /// Counts steps of background work.
-    chores: AtomicUsize,
+    chores: Apart<AtomicUsize>,
     /// A sweep has ended since all was moved together: there are holes that are worth no hurry.
     compact_all: AtomicBool,
     /// Guards the sweep. Only ever tried; those of the store are taken under it.
@@ -315,7 +316,7 @@ impl Inner {
         if settled > 0 && !turn.is_multiple_of(CHORES_EVERY) {
             return settled;
         }
-        let done = settled + self.chore(pages);
+        let done = settled + self.chore(pages) + self.store.heap.trim() as usize;
         if done == 0 {
             return self.sweep_step(now);
         }
@@ -366,9 +367,10 @@ impl Inner {
             .try_lock()
             .is_ok_and(|sweep| sweep.next < due_by(sweep.begun, now, self.store.heap.places()));
         let heap = &self.store.heap;
+        let idle = heap.idle_excess() > 0;
         let compact = self.compact_all.load(Relaxed) || heap.is_sparse();
         let sparse = compact && heap.has_spare();
-        dead || raw || over || sparse || sweep_is_late || self.over_limit().is_some()
+        dead || raw || over || idle || sparse || sweep_is_late || self.over_limit().is_some()
     }
 }
 
@@ -418,8 +420,8 @@ impl Pool {
                 keys_per_tenant_max,
                 policy,
             },
-            turn: AtomicUsize::new(0),
-            chores: AtomicUsize::new(0),
+            turn: Apart::default(),
+            chores: Apart::default(),
             compact_all: AtomicBool::new(false),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
@@ -518,7 +520,7 @@ impl Pool {
 
 impl Pool {
     /// What the pool holds is never swapped: the system let it lock its address space, which is some
-    /// nine times its largest size.
+    /// thirteen times its largest size.
     pub fn is_locked(&self) -> bool {
         self.0.store.is_locked()
     }

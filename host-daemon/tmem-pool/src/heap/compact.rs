@@ -5,14 +5,13 @@
 //! Never: a place that someone reads or writes, which is pinned; one of a handle whose bytes are
 //! being replaced.
 
-#[cfg(test)]
-use super::region::FRAME_BYTES;
-use super::region::Zeroed;
+use super::region::{FRAME_BYTES, Zeroed};
 use super::{ClassState, Heap, PINS, Place, USED};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// Below this part of busy frames in bytes, compaction is worth trying: filled is about 0.965.
-const SPARSE: (u64, u64) = (19, 20);
+/// One busy frame in so many that compaction would free is worth its work. Other frames that are
+/// not full, of which small pools have many, it cannot help.
+const SPARSE_PART: u64 = 64;
 
 /// Spans that one step of compaction tries in vain, since readers hold slots of them.
 const COMPACT_TRIES: usize = 4;
@@ -22,6 +21,9 @@ impl<X: Zeroed> Heap<X> {
     /// Returns how many were moved; 0: nothing is left to do, or readers are in the way.
     pub(crate) fn compact(&self, slots: usize) -> usize {
         let mut moved = 0;
+        if !self.has_spare() {
+            return moved;
+        }
         for nr in 0..self.classes.len() as u8 {
             while moved < slots {
                 let mut state = self.lock(nr);
@@ -37,29 +39,41 @@ impl<X: Zeroed> Heap<X> {
         moved
     }
 
-    /// So much lies between the bytes that compaction may gain something.
+    /// So much lies between the bytes that compaction is worth its work.
     pub(crate) fn is_sparse(&self) -> bool {
-        self.payload_bytes.load(Relaxed) / SPARSE.0 < self.busy_bytes() / SPARSE.1
+        self.spare_frames() > self.busy_bytes() / FRAME_BYTES as u64 / SPARSE_PART
     }
 
     /// Compaction could free a span.
     pub(crate) fn has_spare(&self) -> bool {
-        (0..self.classes.len() as u8).any(|nr| self.lock(nr).spare_spans() > 0)
+        self.spare_frames() > 0
+    }
+
+    fn spare_frames(&self) -> u64 {
+        self.sums.spare_frames.load(Relaxed)
+    }
+
+    /// After a change of a class's slots or spans.
+    pub(super) fn count_spare(&self, state: &mut ClassState) {
+        let spare = state.spare_spans_now();
+        let before = std::mem::replace(&mut state.spare_spans, spare);
+        if spare != before {
+            let frames = u64::from(state.class.frames);
+            let sum = &self.sums.spare_frames;
+            sum.fetch_add(u64::from(spare) * frames, Relaxed);
+            sum.fetch_sub(u64::from(before) * frames, Relaxed);
+        }
     }
 
     /// Frames that compaction could free.
     #[cfg(test)]
     pub(crate) fn spare_bytes(&self) -> u64 {
-        let spare = (0..self.classes.len() as u8).map(|nr| {
-            let state = self.lock(nr);
-            u64::from(state.spare_spans()) * u64::from(state.class.frames) * FRAME_BYTES as u64
-        });
-        spare.sum()
+        self.spare_frames() * FRAME_BYTES as u64
     }
 
     /// Empties the sparsest span of a class that has one to spare. None: it has none.
     fn compact_span(&self, state: &mut ClassState) -> Option<usize> {
-        if state.spare_spans() == 0 {
+        if state.spare_spans == 0 {
             return None;
         }
         let mut source = *state.heads.iter().find(|&&span| span != 0)?;
@@ -142,7 +156,7 @@ impl<X: Zeroed> Heap<X> {
 
 impl ClassState {
     /// Spans that would be free if all used slots were moved together.
-    fn spare_spans(&self) -> u32 {
+    pub(super) fn spare_spans_now(&self) -> u32 {
         self.spans - self.used_slots.div_ceil(self.class.slots.into())
     }
 }

@@ -22,9 +22,10 @@ mod compact;
 mod region;
 
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES, SPAN_FRAMES_MAX};
-use self::region::{FRAME_BYTES, Region, prefetch};
-pub(crate) use self::region::{Table, Zeroed};
-use crate::config::PAGE_SIZE;
+use self::region::{FRAME_BYTES, Region};
+pub(crate) use self::region::{Table, Zeroed, prefetch};
+use crate::apart::Apart;
+use crate::config::{PAGE_SIZE, RAW_PART};
 use crate::fail;
 use std::cell::Cell;
 use std::io;
@@ -34,9 +35,12 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, MutexGuard};
 use zeroize::optimization_barrier;
 
-/// Frames of free spans that stay, so that a store after a free does not fault: 16 MiB, which is
-/// what raw pages of a few busy tenants come and go in.
-const IDLE_FRAMES_MAX: u64 = 4096;
+/// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
+/// which is what raw pages of a few busy tenants come and go in.
+const IDLE_FRAMES_MIN: u64 = 4096;
+
+/// Spans whose frames are given back together: neighbours take one call.
+const RELEASE_SPANS_MAX: usize = 64;
 
 /// Cache lines of a blob that are fetched ahead: the processor's own prefetching needs a few to
 /// begin.
@@ -45,13 +49,13 @@ const PREFETCH_LINES: usize = 4;
 /// Handles that a class takes at a time. It keeps fewer than twice as many: a handle that one class
 /// has no use for is another's, or whoever fills the pool with one length after the other would leave
 /// none for anybody.
-const HANDLES_STEP: u32 = 16;
+const HANDLES_STEP: u32 = 8;
 
 /// Handles of the smallest heap: some for each class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 
 /// Frames of other lengths that are given back to the system, beyond those that are needed, when a
-/// span is taken: what is more goes later, since the one who asks waits under two locks.
+/// span is taken: what is more goes later, since the one who asks waits under its class's lock.
 const RELEASE_FRAMES_MAX: u64 = 64;
 
 /// Spans of a class are listed by how full they are, in so many steps: the fullest are filled,
@@ -105,7 +109,8 @@ const USED: u32 = 1 << 31;
 
 // ---- spans ------------------------------------------------------------------------------------
 
-/// A span of frames. Number 0 is none. Guarded by the lock of its class, or of the free spans.
+/// A span of frames. Number 0 is none. Guarded by the lock of its class, or of the free spans; one
+/// that is in no list is whoever's who took it out.
 #[derive(Debug)]
 struct Span {
     /// Frames that may have memory.
@@ -115,11 +120,13 @@ struct Span {
     /// Slots from here on were never used.
     fresh: Cell<u16>,
     used: Cell<u16>,
+    /// Of a list; and of a span whose only slot, which is used, has no header: that.
     prev: Cell<u32>,
     next: Cell<u32>,
-    /// The header of a slot without.
-    raw_header: Cell<u32>,
 }
+
+// A page that stays raw has one for itself.
+const _: () = assert!(size_of::<Span>() == 16);
 
 // SAFETY: all zero is a span with nothing in it.
 unsafe impl Zeroed for Span {}
@@ -133,6 +140,9 @@ struct ClassState {
     heads: [u32; GROUPS],
     spans: u32,
     used_slots: u32,
+    payload_bytes: u64,
+    /// What `spare_frames` has of it.
+    spare_spans: u32,
     /// Free handles: the words are a list.
     free_handle: u32,
     free_handles: u32,
@@ -166,20 +176,27 @@ pub(crate) struct Heap<X> {
     spans: Table<Span>,
     handles: Table<Record<X>>,
     classes: Classes,
-    states: Box<[Mutex<ClassState>]>,
-    free_spans: Mutex<FreeSpans>,
-    /// From here on spans were never used; changed under the lock of free spans.
-    fresh_span: AtomicU64,
+    states: Box<[Apart<Mutex<ClassState>>]>,
+    idle_frames_max: u64,
+    free_spans: Apart<Mutex<FreeSpans>>,
     /// Free handles that no class has, in lists of HANDLES_STEP: the first of each, of which the
     /// upper half of the word is the next list's first. It also guards changes of `fresh_handle`.
-    spare_handles: Mutex<u32>,
+    spare_handles: Apart<Mutex<u32>>,
     /// From here on handles were never used.
     fresh_handle: AtomicU32,
+    sums: Apart<Sums>,
+}
+
+/// What the heap holds, for those who do not hold its locks.
+#[derive(Debug, Default)]
+struct Sums {
+    /// From here on spans were never used; changed under the lock of free spans.
+    fresh_span: AtomicU64,
     frames: AtomicU64,
     /// Of them, those of free spans; changed under the lock of free spans.
     idle_frames: AtomicU64,
-    payload_bytes: AtomicU64,
-    blobs: AtomicU64,
+    /// Of them, those that would be free if the used slots of each class were moved together.
+    spare_frames: AtomicU64,
 }
 
 /// What a heap holds, as of about now.
@@ -199,7 +216,7 @@ impl<X: Zeroed> Heap<X> {
     /// An empty heap that will not have more than `bytes_max` of frames.
     ///
     /// # Errors
-    /// The system has not the address space, 8 times as much and a little.
+    /// The system has not the address space, 12 times as much and a little.
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
         // A span has one frame at least; 0 is none.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
@@ -207,14 +224,16 @@ impl<X: Zeroed> Heap<X> {
         let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
         let classes = Classes::new();
         let states = (0..classes.len()).map(|nr| {
-            Mutex::new(ClassState {
+            Apart(Mutex::new(ClassState {
                 class: classes.get(nr as u8),
                 heads: [0; GROUPS],
                 spans: 0,
                 used_slots: 0,
+                payload_bytes: 0,
+                spare_spans: 0,
                 free_handle: 0,
                 free_handles: 0,
-            })
+            }))
         });
         Ok(Heap {
             data: Region::reserve(spans * SPAN_BYTES)?,
@@ -222,14 +241,15 @@ impl<X: Zeroed> Heap<X> {
             handles: Table::reserve(handles as usize)?,
             states: states.collect(),
             classes,
-            free_spans: Mutex::default(),
-            fresh_span: AtomicU64::new(1),
-            spare_handles: Mutex::new(0),
+            // As many as raw pages of all tenants may take: they come and go.
+            idle_frames_max: (bytes_max / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN),
+            free_spans: Apart::default(),
+            spare_handles: Apart::default(),
             fresh_handle: AtomicU32::new(1),
-            frames: AtomicU64::new(0),
-            idle_frames: AtomicU64::new(0),
-            payload_bytes: AtomicU64::new(0),
-            blobs: AtomicU64::new(0),
+            sums: Apart(Sums {
+                fresh_span: AtomicU64::new(1),
+                ..Sums::default()
+            }),
         })
     }
 
@@ -250,31 +270,32 @@ impl<X: Zeroed> Heap<X> {
             len: bytes.len(),
         };
         // Pinned: compaction leaves it where it is while it is written.
-        self.word(handle).store(place.word() + 1, Relaxed);
+        let word = self.word(handle);
+        word.store(place.word() + 1, Relaxed);
+        state.payload_bytes += bytes.len() as u64;
         let at = self.bytes_at(&state.class, place);
         drop(state);
         // SAFETY: the slot is ours and holds as many; nobody reads it before it is returned.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        unpin(self.word(handle));
-        self.payload_bytes.fetch_add(bytes.len() as u64, Relaxed);
-        self.blobs.fetch_add(1, Relaxed);
+        // As unpin() does. Nobody else knows the handle: a locked operation would only wait for the
+        // copy to reach memory.
+        word.store(place.word(), Release);
         Some(Handle(handle))
     }
 
     /// Calls `read` with the bytes.
     pub(crate) fn read<R>(&self, handle: Handle, read: impl FnOnce(&[u8]) -> R) -> R {
-        struct Unpin<'a>(&'a AtomicU64);
-        impl Drop for Unpin<'_> {
-            fn drop(&mut self) {
-                unpin(self.0);
-            }
+        read(self.reader(handle).bytes())
+    }
+
+    /// Someone who reads the bytes: meanwhile they stay where they are.
+    pub(crate) fn reader(&self, Handle(handle): Handle) -> Reader<'_> {
+        let place = self.pin(handle);
+        Reader {
+            word: self.word(handle),
+            at: self.bytes_at(&self.class_of(place), place),
+            len: place.len,
         }
-        let place = self.pin(handle.0);
-        let _unpin = Unpin(self.word(handle.0));
-        let at = self.bytes_at(&self.class_of(place), place);
-        // SAFETY: written before the handle was given out, and neither moved nor freed: pinned,
-        // and the handle is borrowed.
-        read(unsafe { slice::from_raw_parts(at, place.len) })
     }
 
     /// Bytes stored under the handle.
@@ -287,12 +308,7 @@ impl<X: Zeroed> Heap<X> {
         let Handle(handle) = handle;
         // For compaction; nobody else has the handle.
         let place = self.pin(handle);
-        let mut state = self.lock(self.classes.for_len(place.len));
-        self.give_bytes(&mut state, place);
-        self.give_handle(&mut state, handle);
-        drop(state);
-        self.payload_bytes.fetch_sub(place.len as u64, Relaxed);
-        self.blobs.fetch_sub(1, Relaxed);
+        self.give_handle(&mut self.give_place(place), handle);
     }
 
     /// Replaces bytes by others that mean the same to readers. The caller sees to it that the handle
@@ -314,17 +330,14 @@ impl<X: Zeroed> Heap<X> {
             len: bytes.len(),
         };
         let at = self.bytes_at(&state.class, new);
+        state.payload_bytes += bytes.len() as u64;
         drop(state);
         // SAFETY: the slot is ours and holds as many; nobody reads it before the word says so.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         let unread = |word| (word & PINS == 0).then(|| new.word());
         let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);
         let gone = replaced.map_or(new, Place::of);
-        self.give_bytes(&mut self.lock(self.classes.for_len(gone.len)), gone);
-        if replaced.is_ok() {
-            self.payload_bytes.fetch_add(bytes.len() as u64, Relaxed);
-            self.payload_bytes.fetch_sub(gone.len as u64, Relaxed);
-        }
+        drop(self.give_place(gone));
         replaced.is_ok()
     }
 
@@ -345,18 +358,18 @@ impl<X: Zeroed> Heap<X> {
 
     /// Memory for slots, used and free.
     pub(crate) fn frames_bytes(&self) -> u64 {
-        self.frames.load(Relaxed) * FRAME_BYTES as u64
+        self.sums.frames.load(Relaxed) * FRAME_BYTES as u64
     }
 
     /// The part of it that has something in it.
     pub(crate) fn busy_bytes(&self) -> u64 {
-        let frames = self.frames.load(Relaxed);
-        frames.saturating_sub(self.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
+        let frames = self.sums.frames.load(Relaxed);
+        frames.saturating_sub(self.sums.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
     }
 
     /// Memory for handles and spans, as much as ever was needed.
     pub(crate) fn table_bytes(&self) -> u64 {
-        let spans = self.fresh_span.load(Relaxed);
+        let spans = self.sums.fresh_span.load(Relaxed);
         spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<Record<X>>() as u64
     }
 
@@ -369,14 +382,19 @@ impl<X: Zeroed> Heap<X> {
         unpin(self.word(handle));
     }
 
-    /// As of about now.
+    /// As of about now. Takes the lock of each class by turns.
     pub(crate) fn stats(&self) -> HeapStats {
-        HeapStats {
-            payload_bytes: self.payload_bytes.load(Relaxed),
-            blobs: self.blobs.load(Relaxed),
+        let mut stats = HeapStats {
             frames_bytes: self.frames_bytes(),
             table_bytes: self.table_bytes(),
+            ..HeapStats::default()
+        };
+        for nr in 0..self.classes.len() as u8 {
+            let state = self.lock(nr);
+            stats.payload_bytes += state.payload_bytes;
+            stats.blobs += u64::from(state.used_slots);
         }
+        stats
     }
 
     // ---- handles ------------------------------------------------------------------------------
@@ -398,10 +416,7 @@ impl<X: Zeroed> Heap<X> {
     /// Brings the beginning of the bytes into the cache; the processor finds the rest.
     pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
         let place = Place::of(self.word(handle).load(Relaxed));
-        let at = self.bytes_at(&self.class_of(place), place);
-        for line in 0..PREFETCH_LINES {
-            prefetch(at.wrapping_add(line * 64));
-        }
+        prefetch_lines(self.bytes_at(&self.class_of(place), place));
     }
 
     /// Handles that there may be.
@@ -509,7 +524,7 @@ impl<X: Zeroed> Heap<X> {
 
     fn header(&self, class: &Class, span: u32, slot: u16) -> u32 {
         if class.header_bytes == 0 {
-            return self.span(span).raw_header.get();
+            return self.span(span).prev.get();
         }
         let at = self.slot_at(class, span, slot);
         // SAFETY: in the region, aligned as slots are, and accessed only under the class's lock.
@@ -518,7 +533,7 @@ impl<X: Zeroed> Heap<X> {
 
     fn set_header(&self, class: &Class, span: u32, slot: u16, header: u32) {
         if class.header_bytes == 0 {
-            self.span(span).raw_header.set(header);
+            self.span(span).prev.set(header);
             return;
         }
         let at = self.slot_at(class, span, slot);
@@ -536,7 +551,9 @@ impl<X: Zeroed> Heap<X> {
                 span
             }
         };
-        Some((span, self.take_slot_of(state, span)))
+        let slot = self.take_slot_of(state, span);
+        self.count_spare(state);
+        Some((span, slot))
     }
 
     /// A slot of a span that is not full.
@@ -554,6 +571,25 @@ impl<X: Zeroed> Heap<X> {
         state.used_slots += 1;
         self.list(state, span);
         slot
+    }
+
+    /// Zeroes and frees a place that nobody reads any more. Returns its class, locked.
+    fn give_place(&self, place: Place) -> MutexGuard<'_, ClassState> {
+        let nr = self.classes.for_len(place.len);
+        let class = self.classes.get(nr);
+        if class.slots > 1 {
+            let mut state = self.lock(nr);
+            state.payload_bytes -= place.len as u64;
+            self.give_bytes(&mut state, place);
+            return state;
+        }
+        // Raw pages, mostly. Compaction copies none: there is nothing to gain.
+        // SAFETY: as the caller says.
+        unsafe { zero(self.bytes_at(&class, place), place.len) };
+        let mut state = self.lock(nr);
+        state.payload_bytes -= place.len as u64;
+        self.give_slot(&mut state, place.span, place.slot);
+        state
     }
 
     /// Zeroes and frees a slot that nobody reads any more. Under the lock: compaction may be copying
@@ -578,6 +614,7 @@ impl<X: Zeroed> Heap<X> {
         } else {
             self.list(state, span);
         }
+        self.count_spare(state);
     }
 
     // ---- lists of a class ---------------------------------------------------------------------
@@ -617,30 +654,31 @@ impl<X: Zeroed> Heap<X> {
     fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
         let frames_max = bytes_max / FRAME_BYTES as u64;
         let mut free = self.free_spans.lock().expect(POISONED);
-        let busy = self.frames.load(Relaxed) - self.idle_frames.load(Relaxed);
-        if busy + u64::from(frames) > frames_max {
-            return None;
-        }
-        let span = match self.take_idle(&mut free, frames) {
-            Some(span) => span,
-            None => {
-                // Idle spans of other lengths make room.
-                let before = self.frames.load(Relaxed);
-                loop {
-                    let now = self.frames.load(Relaxed);
-                    let released = before - now;
-                    let enough = u64::from(frames) + RELEASE_FRAMES_MAX;
-                    if now + u64::from(frames) <= frames_max || released >= enough {
-                        break;
-                    }
-                    let other = (1..=SPAN_FRAMES_MAX as u8).rev();
-                    let span = other
-                        .into_iter()
-                        .find_map(|f| self.take_idle(&mut free, f))?;
-                    self.release(&mut free, span);
-                }
-                self.take_bare(&mut free, frames)?
+        let (mut released, enough) = (0, u64::from(frames) + RELEASE_FRAMES_MAX);
+        let span = loop {
+            let now = self.sums.frames.load(Relaxed);
+            let busy = now - self.sums.idle_frames.load(Relaxed);
+            if busy + u64::from(frames) > frames_max {
+                return None;
             }
+            if let Some(span) = self.take_idle(&mut free, frames) {
+                break span;
+            }
+            // Idle spans of other lengths make room.
+            let over = (now + u64::from(frames)).saturating_sub(frames_max);
+            let wanted = over.min(enough - released);
+            if wanted == 0 {
+                break self.take_bare(&mut free, frames)?;
+            }
+            let mut batch = Batch::default();
+            self.choose_idle(&mut free, wanted, &mut batch);
+            if batch.len == 0 {
+                // Others are giving them back.
+                return None;
+            }
+            drop(free);
+            released = enough.min(released + self.release(batch));
+            free = self.free_spans.lock().expect(POISONED);
         };
         drop(free);
         let s = self.span(span);
@@ -650,13 +688,19 @@ impl<X: Zeroed> Heap<X> {
     }
 
     fn take_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        let span = self.unlist_idle(free, frames)?;
+        self.sums.idle_frames.fetch_sub(frames.into(), Relaxed);
+        Some(span)
+    }
+
+    /// It still counts as idle.
+    fn unlist_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
         let head = &mut free.idle[usize::from(frames) - 1];
         let span = *head;
         if span == 0 {
             return None;
         }
         *head = self.span(span).next.get();
-        self.idle_frames.fetch_sub(frames.into(), Relaxed);
         Some(span)
     }
 
@@ -668,15 +712,15 @@ impl<X: Zeroed> Heap<X> {
             let next = self.span(free.bare).next.get();
             std::mem::replace(&mut free.bare, next)
         } else {
-            let fresh = self.fresh_span.load(Relaxed);
+            let fresh = self.sums.fresh_span.load(Relaxed);
             if fresh >= self.spans.capacity() as u64 {
                 return None;
             }
-            self.fresh_span.store(fresh + 1, Relaxed);
+            self.sums.fresh_span.store(fresh + 1, Relaxed);
             fresh as u32
         };
         self.span(span).frames.set(frames);
-        self.frames.fetch_add(frames.into(), Relaxed);
+        self.sums.frames.fetch_add(frames.into(), Relaxed);
         Some(span)
     }
 
@@ -687,42 +731,102 @@ impl<X: Zeroed> Heap<X> {
             self.set_header(class, span, slot, 0);
         }
         let mut free = self.free_spans.lock().expect(POISONED);
-        if self.idle_frames.load(Relaxed) < IDLE_FRAMES_MAX {
-            let head = &mut free.idle[usize::from(class.frames) - 1];
-            s.next.set(std::mem::replace(head, span));
-            self.idle_frames.fetch_add(class.frames.into(), Relaxed);
-        } else {
-            self.release(&mut free, span);
+        let head = &mut free.idle[usize::from(class.frames) - 1];
+        s.next.set(std::mem::replace(head, span));
+        self.sums
+            .idle_frames
+            .fetch_add(class.frames.into(), Relaxed);
+    }
+
+    // ---- back to the system -------------------------------------------------------------------
+
+    /// Frames of free spans that are more than may stay.
+    pub(crate) fn idle_excess(&self) -> u64 {
+        let idle = self.sums.idle_frames.load(Relaxed);
+        idle.saturating_sub(self.idle_frames_max)
+    }
+
+    /// Gives some of them back to the system. Returns how many.
+    pub(crate) fn trim(&self) -> u64 {
+        match self.idle_excess() {
+            0 => 0,
+            excess => self.release_some(excess),
         }
     }
 
-    /// Gives the frames of idle spans back to the system, one span under each hold of the lock.
+    /// Gives the frames of all free spans back to the system.
     pub(crate) fn release_idle(&self) {
-        for frames in 1..=SPAN_FRAMES_MAX as u8 {
-            loop {
-                let mut free = self.free_spans.lock().expect(POISONED);
-                let Some(span) = self.take_idle(&mut free, frames) else {
-                    break;
-                };
-                self.release(&mut free, span);
+        while self.release_some(u64::MAX) > 0 {}
+    }
+
+    /// Gives about so many frames of free spans back to the system, if a batch has as many. Returns
+    /// how many.
+    fn release_some(&self, frames: u64) -> u64 {
+        let mut batch = Batch::default();
+        let mut free = self.free_spans.lock().expect(POISONED);
+        self.choose_idle(&mut free, frames, &mut batch);
+        drop(free);
+        self.release(batch)
+    }
+
+    /// Takes idle spans out of their lists, the longest first, until they have so many frames or are
+    /// a batch.
+    fn choose_idle(&self, free: &mut FreeSpans, frames: u64, batch: &mut Batch) {
+        let mut chosen = 0;
+        for length in (1..=SPAN_FRAMES_MAX as u8).rev() {
+            while chosen < frames
+                && batch.len < RELEASE_SPANS_MAX
+                && let Some(span) = self.unlist_idle(free, length)
+            {
+                batch.spans[batch.len] = span;
+                batch.len += 1;
+                chosen += u64::from(length);
             }
         }
     }
 
-    /// Gives the frames of a span, which is in no list, back to the system. A few µs under the
-    /// locks: it is not often that a span empties.
-    fn release(&self, free: &mut FreeSpans, span: u32) {
-        let s = self.span(span);
-        let frames = s.frames.replace(0);
-        // SAFETY: no slot of the span is used, and no one can take one until it is listed.
-        unsafe {
-            self.data.release(
-                span as usize * SPAN_BYTES,
-                usize::from(frames) * FRAME_BYTES,
-            );
+    /// Gives the frames of spans, which are in no list, back to the system. With no lock of free
+    /// spans held: it takes microseconds, and interrupts all processors that run this process.
+    /// Returns how many frames they were.
+    fn release(&self, mut batch: Batch) -> u64 {
+        let spans = &mut batch.spans[..batch.len];
+        spans.sort_unstable();
+        for run in spans.chunk_by(|a, b| a + 1 == *b) {
+            let (first, last) = (run[0], run[run.len() - 1]);
+            let last_frames = usize::from(self.span(last).frames.get());
+            // SAFETY: no slot of these spans is used, and no one can take one until they are listed.
+            unsafe {
+                self.data.release(
+                    first as usize * SPAN_BYTES,
+                    (last - first) as usize * SPAN_BYTES + last_frames * FRAME_BYTES,
+                );
+            }
         }
-        self.frames.fetch_sub(frames.into(), Relaxed);
-        s.next.set(std::mem::replace(&mut free.bare, span));
+        let mut released = 0;
+        let mut free = self.free_spans.lock().expect(POISONED);
+        for &span in &*spans {
+            let s = self.span(span);
+            released += u64::from(s.frames.replace(0));
+            s.next.set(std::mem::replace(&mut free.bare, span));
+        }
+        self.sums.frames.fetch_sub(released, Relaxed);
+        self.sums.idle_frames.fetch_sub(released, Relaxed);
+        released
+    }
+}
+
+/// Spans that are in no list.
+struct Batch {
+    spans: [u32; RELEASE_SPANS_MAX],
+    len: usize,
+}
+
+impl Default for Batch {
+    fn default() -> Batch {
+        Batch {
+            spans: [0; RELEASE_SPANS_MAX],
+            len: 0,
+        }
     }
 }
 
@@ -730,6 +834,39 @@ impl ClassState {
     fn group(&self, used: u16) -> Option<usize> {
         (used < self.class.slots)
             .then(|| usize::from(used) * GROUPS / usize::from(self.class.slots))
+    }
+}
+
+/// See [`Heap::reader`]. The handle is not freed before it is dropped.
+pub(crate) struct Reader<'a> {
+    word: &'a AtomicU64,
+    at: *const u8,
+    len: usize,
+}
+
+impl Reader<'_> {
+    /// The bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: written before the handle was given out, and neither moved nor freed: pinned,
+        // and whoever asked for it keeps the handle.
+        unsafe { slice::from_raw_parts(self.at, self.len) }
+    }
+
+    /// Brings their beginning into the cache; the processor finds the rest.
+    pub(crate) fn prefetch(&self) {
+        prefetch_lines(self.at);
+    }
+}
+
+impl Drop for Reader<'_> {
+    fn drop(&mut self) {
+        unpin(self.word);
+    }
+}
+
+fn prefetch_lines(at: *const u8) {
+    for line in 0..PREFETCH_LINES {
+        prefetch(at.wrapping_add(line * 64));
     }
 }
 

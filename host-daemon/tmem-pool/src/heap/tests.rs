@@ -26,7 +26,7 @@ fn len_of(rng: &mut Rng) -> usize {
 impl<X: Zeroed> Heap<X> {
     /// Recounts everything; no other call is running.
     pub(crate) fn check(&self, live: usize) {
-        let (mut used, mut frames, mut spans) = (0, 0, 0);
+        let (mut used, mut frames, mut spans, mut spare) = (0, 0, 0, 0);
         for nr in 0..self.classes.len() as u8 {
             let state = self.lock(nr);
             let mut partly = 0;
@@ -56,11 +56,17 @@ impl<X: Zeroed> Heap<X> {
                 (state.used_slots - partly) % u32::from(state.class.slots),
                 0
             );
+            assert_eq!(state.spare_spans, state.spare_spans_now(), "spare spans");
+            spare += u64::from(state.spare_spans) * u64::from(state.class.frames);
             used += state.used_slots;
             spans += state.spans;
         }
         assert_eq!(used as usize, live, "slots");
-        assert_eq!(self.blobs.load(Relaxed) as usize, live, "blobs");
+        assert_eq!(
+            self.spare_bytes(),
+            spare * FRAME_BYTES as u64,
+            "spare frames"
+        );
         let mut handles = live;
         for state in &self.states {
             let state = state.lock().expect(POISONED);
@@ -109,13 +115,17 @@ impl<X: Zeroed> Heap<X> {
             assert_eq!(self.span(at).frames.get(), 0);
             at = self.span(at).next.get();
         }
-        assert_eq!(self.idle_frames.load(Relaxed), idle_frames, "idle frames");
-        let fresh = self.fresh_span.load(Relaxed) as u32;
+        assert_eq!(
+            self.sums.idle_frames.load(Relaxed),
+            idle_frames,
+            "idle frames"
+        );
+        let fresh = self.sums.fresh_span.load(Relaxed) as u32;
         assert_eq!(spans + idle + bare, fresh - 1, "spans");
         for span in 1..fresh {
             frames += u64::from(self.span(span).frames.get());
         }
-        assert_eq!(self.frames.load(Relaxed), frames, "frames");
+        assert_eq!(self.sums.frames.load(Relaxed), frames, "frames");
     }
 }
 
@@ -225,6 +235,37 @@ fn whoever_takes_a_span_gives_few_back() {
     heap.free(small);
     heap.release_idle();
     heap.check(0);
+}
+
+#[test]
+fn what_idles_goes_back_and_its_neighbours_stay() {
+    const STAY: u64 = 10;
+    let nr = if cfg!(miri) { 60 } else { 3000 };
+    let mut heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    heap.idle_frames_max = STAY;
+    let store = |id| {
+        let page = bytes_of(id, PAGE_SIZE);
+        (id, heap.store(&page, BYTES_MAX).expect("room"))
+    };
+    let (gone, live): (Vec<_>, Vec<_>) = (0..nr).map(store).partition(|(id, _)| id % 5 != 0);
+    assert_eq!(heap.idle_excess(), 0);
+    for (_, handle) in &gone {
+        heap.free(*handle);
+    }
+    assert_eq!(heap.idle_excess(), gone.len() as u64 - STAY);
+    let mut steps = 0;
+    while heap.trim() > 0 {
+        steps += 1;
+    }
+    assert_eq!(heap.idle_excess(), 0);
+    let frames = heap.stats().frames_bytes / FRAME_BYTES as u64;
+    assert_eq!(frames, live.len() as u64 + STAY);
+    let excess = gone.len() - STAY as usize;
+    assert_eq!(steps, excess.div_ceil(RELEASE_SPANS_MAX));
+    for &(id, handle) in &live {
+        heap.read(handle, |bytes| assert_eq!(bytes, bytes_of(id, PAGE_SIZE)));
+    }
+    heap.check(live.len());
 }
 
 #[test]

@@ -208,6 +208,33 @@ fn maintain_says_so_while_blobs_can_be_moved_together() {
 }
 
 #[test]
+fn maintain_gives_back_what_idles() {
+    let pool = new_pool(64 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    assert_eq!(fill(&tenant, 1, 6_000), 6_000);
+    tenant.clear();
+    settle(&pool);
+    let stats = pool.stats();
+    assert_eq!(stats.frames_bytes, 16 << 20, "{stats:?}");
+}
+
+#[test]
+fn maintain_leaves_what_it_cannot_move_together() {
+    let pool = new_pool(32 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    // A few of each length: no span is full.
+    for index in 0..200 {
+        let page = partly_noise(index, 1 + index as usize % 7);
+        assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
+    }
+    settle(&pool);
+    let heap = &tenant.pool().store.heap;
+    let stats = heap.stats();
+    assert!(stats.payload_bytes < stats.frames_bytes * 19 / 20);
+    assert!(!heap.is_sparse() && !heap.has_spare(), "{stats:?}");
+}
+
+#[test]
 fn empty_pools_are_freed_in_steps_too() {
     let pool = new_pool(4 << 20);
     let tenant = add(&pool, "a", None, OPEN);
