@@ -53,7 +53,7 @@ pub(crate) const INDEX_ROOM_PART: u64 = 256;
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
 /// What each page is charged beside its compressed size: all that one page in an object of its own,
-/// with a blob of its own, makes the host hold: entry (32 B), two nodes (176), object and its place
+/// with a blob of its own, makes the host hold: entry (32 B), two nodes (160), object and its place
 /// (64), blob with its place (40), and a little. Most pages cost a quarter of it; charging less
 /// would let a tenant of one-page objects hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;

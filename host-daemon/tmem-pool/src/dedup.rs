@@ -19,8 +19,9 @@ use std::sync::{Mutex, MutexGuard};
 /// A power of two, and the least number of buckets.
 const LOCKS: u32 = 1024;
 
-/// Blobs that a bucket may have on average before the next is split.
-const LOAD: u32 = 1;
+/// Blobs, and buckets that they may have on average before the next is split. Fewer would save 4 B
+/// each and make a put look at more blobs.
+const LOAD: (u64, u64) = (4, 3);
 
 /// Blobs of a chain that are looked at: more come only from hashes that collide, which nobody can
 /// choose without the seed.
@@ -155,12 +156,14 @@ impl Dedup {
     /// Splits or joins a bucket, if that is due and nobody else does it.
     fn fit(&self, links: &impl Links) {
         let (nr, blobs) = (self.nr_buckets.load(Relaxed), self.nr_blobs.load(Relaxed));
-        if blobs > nr.saturating_mul(LOAD) && (nr as usize) < self.buckets.capacity() {
+        // At the load that there may be.
+        let wanted = u64::from(blobs) * LOAD.1 / LOAD.0;
+        if wanted > nr.into() && (nr as usize) < self.buckets.capacity() {
             if let Ok(_grow) = self.grow.try_lock() {
                 self.split(links);
             }
         } else if nr > LOCKS
-            && blobs < nr / 2 * LOAD
+            && wanted < (nr / 2).into()
             && let Ok(_grow) = self.grow.try_lock()
         {
             // Two for each blob that goes, so that it keeps up.

@@ -16,16 +16,19 @@ const FANOUT: usize = 1 << NODE_BITS;
 /// A node. `parent` 0 is the object's root.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Node {
-    /// Page number of the first page that it can hold.
-    first: u64,
+    /// Page number of the first page that it can hold, of which the lowest bits are 0; and in these,
+    /// the level.
+    first_level: u64,
     parent: Id,
     /// The object that it belongs to.
     pub object: Id,
-    /// Nodes of level n tell the bits from 4 n on apart.
-    level: u8,
-    nr_children: u8,
     children: [Id; FANOUT],
 }
+
+// One for each 15 pages: eight bytes more are half of one for each page.
+const _: () = assert!(size_of::<Node>() == 80);
+const LEVEL: u64 = FANOUT as u64 - 1;
+const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 
 impl Record for Node {
     fn next_free(&self) -> Id {
@@ -63,21 +66,52 @@ impl Hook {
 pub(crate) type Nodes = Arena<Node>;
 
 impl Node {
+    /// A node without children that can hold the page.
+    fn new(level: u32, index: u64, parent: Id, object: Id) -> Node {
+        let mut node = Node {
+            first_level: u64::from(level),
+            parent,
+            object,
+            ..Node::default()
+        };
+        let below = 1u64
+            .checked_shl(node.shift())
+            .map_or(u64::MAX, |size| size - 1);
+        node.first_level |= index & !below;
+        node
+    }
+
+    fn first(&self) -> u64 {
+        self.first_level & !LEVEL
+    }
+
+    /// Nodes of level n tell the bits from 4 n on apart.
+    fn level(&self) -> u32 {
+        (self.first_level & LEVEL) as u32
+    }
+
+    fn nr_children(&self) -> usize {
+        self.children.iter().filter(|&&id| id != 0).count()
+    }
+
     /// Bits that all its pages have in common are those from here on.
     fn shift(&self) -> u32 {
-        (u32::from(self.level) + 1) * NODE_BITS
+        (self.level() + 1) * NODE_BITS
     }
 
     fn covers(&self, index: u64) -> bool {
-        (index ^ self.first).checked_shr(self.shift()).unwrap_or(0) == 0
+        (index ^ self.first())
+            .checked_shr(self.shift())
+            .unwrap_or(0)
+            == 0
     }
 
     fn child_of(&self, index: u64) -> usize {
-        (index >> (u32::from(self.level) * NODE_BITS)) as usize % FANOUT
+        (index >> (self.level() * NODE_BITS)) as usize % FANOUT
     }
 
     fn last(&self) -> u64 {
-        self.first
+        self.first()
             | 1u64
                 .checked_shl(self.shift())
                 .map_or(u64::MAX, |size| size - 1)
@@ -93,7 +127,7 @@ impl Nodes {
             if !node.covers(index) {
                 return None;
             }
-            if node.level == 0 {
+            if node.level() == 0 {
                 return Some(at);
             }
             at = node.children[node.child_of(index)];
@@ -135,11 +169,11 @@ impl Nodes {
         if index > node.last() {
             return None;
         }
-        let index = index.max(node.first);
+        let index = index.max(node.first());
         (node.child_of(index)..FANOUT).find_map(|child| {
             let id = node.children[child];
-            if id != 0 && node.level == 0 {
-                return Some((node.first + child as u64, id));
+            if id != 0 && node.level() == 0 {
+                return Some((node.first() + child as u64, id));
             }
             self.next(id, index)
         })
@@ -148,7 +182,7 @@ impl Nodes {
     /// The object, and the page number, of the entry that hangs there.
     pub(crate) fn place(&self, hook: Hook) -> (Id, u64) {
         let node = &self[hook.node()];
-        (node.object, node.first + hook.child() as u64)
+        (node.object, node.first() + hook.child() as u64)
     }
 
     /// Hangs an entry up under a page that has none. After an error all is as before.
@@ -166,22 +200,14 @@ impl Nodes {
                 break;
             }
             let child = node.child_of(index);
-            if node.level == 0 {
+            if node.level() == 0 {
                 debug_assert_eq!(node.children[child], 0, "page {index} has an entry");
                 node.children[child] = entry;
-                node.nr_children += 1;
                 return Ok(Hook::new(at, child));
             }
             (parent, at) = (at, node.children[child]);
         }
-        let mut leaf = Node {
-            first: index - index % FANOUT as u64,
-            parent,
-            object,
-            level: 0,
-            nr_children: 1,
-            ..Node::default()
-        };
+        let mut leaf = Node::new(0, index, parent, object);
         let child = leaf.child_of(index);
         leaf.children[child] = entry;
         let leaf = self.insert(leaf)?;
@@ -201,7 +227,6 @@ impl Nodes {
         } else {
             let parent = &mut self[parent];
             let child = parent.child_of(index);
-            parent.nr_children += u8::from(parent.children[child] == 0);
             parent.children[child] = top;
         }
         Ok(Hook::new(leaf, child))
@@ -209,19 +234,10 @@ impl Nodes {
 
     /// A node below `parent` whose children are these two.
     fn join(&mut self, parent: Id, a: Id, b: Id) -> Result<Id, Full> {
-        let firsts = [self[a].first, self[b].first];
+        let firsts = [self[a].first(), self[b].first()];
         let differ = u64::BITS - 1 - (firsts[0] ^ firsts[1]).leading_zeros();
-        let mut node = Node {
-            parent,
-            object: self[a].object,
-            level: (differ / NODE_BITS) as u8,
-            nr_children: 2,
-            ..Node::default()
-        };
-        let below = 1u64
-            .checked_shl(node.shift())
-            .map_or(u64::MAX, |size| size - 1);
-        node.first = firsts[0] & !below;
+        let object = self[a].object;
+        let mut node = Node::new(differ / NODE_BITS, firsts[0], parent, object);
         for (first, id) in firsts.into_iter().zip([a, b]) {
             let child = node.child_of(first);
             node.children[child] = id;
@@ -238,11 +254,11 @@ impl Nodes {
         let node = &mut self[leaf];
         debug_assert_ne!(node.children[hook.child()], 0);
         node.children[hook.child()] = 0;
-        node.nr_children -= 1;
-        if node.nr_children > 0 {
+        if node.nr_children() > 0 {
             return;
         }
-        let Node { parent, first, .. } = self.remove(leaf);
+        let leaf = self.remove(leaf);
+        let (parent, first) = (leaf.parent, leaf.first());
         if parent == 0 {
             *root = 0;
             return;
@@ -250,13 +266,13 @@ impl Nodes {
         let node = &mut self[parent];
         let child = node.child_of(first);
         node.children[child] = 0;
-        node.nr_children -= 1;
-        if node.nr_children > 1 {
+        if node.nr_children() > 1 {
             return;
         }
         let left = node.children.into_iter().find(|&id| id != 0);
         let left = left.expect("a node above others has two at least");
-        let Node { parent, first, .. } = self.remove(parent);
+        let gone = self.remove(parent);
+        let (parent, first) = (gone.parent, gone.first());
         self[left].parent = parent;
         if parent == 0 {
             *root = left;
@@ -279,23 +295,18 @@ impl Nodes {
     fn check_node(&self, at: Id, object: Id, page: &mut impl FnMut(u64, Id, Hook)) -> u32 {
         let node = &self[at];
         assert_eq!(node.object, object, "a node of another object");
-        let children = node.children.iter().filter(|&&id| id != 0).count();
-        assert_eq!(
-            children,
-            usize::from(node.nr_children),
-            "children of a node"
-        );
-        assert!(children > usize::from(node.level > 0), "a node for nothing");
+        let least = if node.level() > 0 { 2 } else { 1 };
+        assert!(node.nr_children() >= least, "a node for nothing");
         let mut nodes = 1;
         for (child, &id) in node.children.iter().enumerate().filter(|(_, id)| **id != 0) {
-            if node.level == 0 {
-                page(node.first + child as u64, id, Hook::new(at, child));
+            if node.level() == 0 {
+                page(node.first() + child as u64, id, Hook::new(at, child));
                 continue;
             }
             let below = &self[id];
             assert_eq!(below.parent, at, "a node's parent");
-            assert!(below.level < node.level, "levels fall");
-            assert!(node.covers(below.first) && node.child_of(below.first) == child);
+            assert!(below.level() < node.level(), "levels fall");
+            assert!(node.covers(below.first()) && node.child_of(below.first()) == child);
             nodes += self.check_node(id, object, page);
         }
         nodes
