@@ -15,7 +15,7 @@ use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
-use crate::heap::{Handle, Heap, Zeroed};
+use crate::heap::{self, Handle, Heap, Zeroed};
 use std::io;
 use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
@@ -69,6 +69,21 @@ pub(crate) struct Settled {
     pub stored_bytes: usize,
     /// An equal page was there already.
     pub shared: bool,
+}
+
+/// See [`Store::reader`].
+pub(crate) enum Reader<'a> {
+    Same(u32),
+    Bytes(heap::Reader<'a>),
+}
+
+impl Reader<'_> {
+    /// Brings the beginning of the bytes into the cache.
+    pub(crate) fn prefetch(&self) {
+        if let Reader::Bytes(reader) = self {
+            reader.prefetch();
+        }
+    }
 }
 
 impl Store {
@@ -142,10 +157,25 @@ impl Store {
         }
     }
 
-    /// And the beginning of its bytes, and where it is listed.
-    pub(crate) fn prefetch_bytes(&self, content: Content) {
+    /// Brings the place where pages equal to a raw one are listed into the cache.
+    pub(crate) fn prefetch_place(&self, raw: u32, domain: DomainId) {
+        self.dedup.prefetch(self.place(raw, domain));
+    }
+
+    /// And the first that is listed there, and the beginning of the raw one's bytes.
+    pub(crate) fn prefetch_raw(&self, raw: u32, domain: DomainId) {
+        self.heap.prefetch_bytes(Handle(raw));
+        let first = self.dedup.first(self.place(raw, domain));
+        self.heap.prefetch(Handle(first));
+    }
+
+    fn place(&self, blob: u32, domain: DomainId) -> u64 {
+        place_bits(self.record(blob).hash.load(Relaxed), domain)
+    }
+
+    /// And where it is listed.
+    pub(crate) fn prefetch_listed(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
-            self.heap.prefetch_bytes(Handle(blob));
             self.dedup.prefetch(self.hash(blob));
         }
     }
@@ -158,14 +188,26 @@ impl Store {
         }
     }
 
-    /// Restores a page for a holder of a reference. `out` is unspecified after an error.
-    pub(crate) fn read(&self, content: Content, check: u32, out: &mut Page) -> Result<(), Corrupt> {
+    /// A holder of a reference, which it keeps, begins to read.
+    pub(crate) fn reader(&self, content: Content) -> Reader<'_> {
         match content {
-            Content::Same(pattern) => codec::fill(pattern, out),
+            Content::Same(pattern) => Reader::Same(pattern),
             Content::Raw(blob) | Content::Blob(blob) => {
-                self.heap
-                    .read(Handle(blob), |bytes| codec::decode(bytes, out))?;
+                Reader::Bytes(self.heap.reader(Handle(blob)))
             }
+        }
+    }
+
+    /// Restores a page. `out` is unspecified after an error.
+    pub(crate) fn read(
+        &self,
+        reader: &Reader<'_>,
+        check: u32,
+        out: &mut Page,
+    ) -> Result<(), Corrupt> {
+        match reader {
+            Reader::Same(pattern) => codec::fill(*pattern, out),
+            Reader::Bytes(reader) => codec::decode(reader.bytes(), out)?,
         }
         if check_bits((self.hash)(&self.hasher, out)) == check {
             Ok(())
@@ -202,21 +244,25 @@ impl Store {
                     shared: true,
                 });
             }
+            let first = |bytes: usize| (bytes as u32) << FIRST_SHIFT;
             let (blob, stored_bytes) = match codec::encode(page, buffer) {
                 Some(bytes) => {
                     let Handle(blob) = self.heap.store(bytes, frames_bytes_max)?;
                     let record = self.record(blob);
                     record.hash.store(hash, Relaxed);
                     record.domain.store(0, Relaxed);
-                    record.state.store(1, Release);
+                    record.state.store(1 | first(bytes.len()), Release);
                     (blob, bytes.len())
                 }
                 // It stays where it is.
-                None => self.share(raw).then_some((raw, PAGE_SIZE))?,
+                None => {
+                    self.share(raw).then_some(())?;
+                    // Until now it was 0.
+                    let state = &self.record(raw).state;
+                    state.fetch_or(first(PAGE_SIZE), Relaxed);
+                    (raw, PAGE_SIZE)
+                }
             };
-            // Until now it was 0.
-            let first = (stored_bytes as u32) << FIRST_SHIFT;
-            self.record(blob).state.fetch_or(first, Relaxed);
             self.list(blob, domain, hash);
             Some(Settled {
                 content: Content::Blob(blob),
@@ -362,9 +408,8 @@ impl Store {
 
 impl Links for Store {
     fn hash(&self, blob: u32) -> u64 {
-        let record = self.record(blob);
-        let domain = record.domain.load(Relaxed).wrapping_sub(1);
-        place_bits(record.hash.load(Relaxed), domain)
+        let domain = self.record(blob).domain.load(Relaxed).wrapping_sub(1);
+        self.place(blob, domain)
     }
 
     fn next(&self, blob: u32) -> u32 {

@@ -384,6 +384,15 @@ impl State {
         room.min(queue.saturating_sub(self.raw.len()))
     }
 
+    /// Brings the entries of pages that are next into the cache, and calls `blob` with their blobs,
+    /// if they are still raw.
+    pub(crate) fn prefetch_raw(&self, pages: usize, blob: impl Fn(u32)) {
+        for &(id, raw) in self.raw.iter().take(pages) {
+            self.index.entries.prefetch(id);
+            blob(raw);
+        }
+    }
+
     /// The next page that is still raw. Its reference stays with the entry.
     pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
         while let Some((id, blob)) = self.raw.pop_front() {

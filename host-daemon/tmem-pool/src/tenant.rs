@@ -8,7 +8,7 @@
 //! have work to do under the same lock, which must not end them.
 
 use crate::account::{Account, Sum};
-use crate::blob::{DomainId, Store};
+use crate::blob::{DomainId, Reader, Store};
 use crate::codec::Buffer;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota, RAW_PAGES_MAX, RAW_PAGES_MIN,
@@ -194,6 +194,9 @@ impl Inner {
         let mut work = [(0, 0); SETTLE_PAGES];
         let mut nr = 0;
         let mut state = self.lock(&engine.account);
+        state.prefetch_raw(SETTLE_PAGES, |blob| {
+            engine.store.prefetch(Content::Raw(blob));
+        });
         while nr < SETTLE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
@@ -205,12 +208,15 @@ impl Inner {
         }
         drop(state);
         let work = &work[..nr];
+        for &(_, blob) in work {
+            engine.store.prefetch_place(blob, self.domain);
+        }
         let mut settled = [None; SETTLE_PAGES];
         let mut buffer = Buffer::new();
         for (nth, (&(_, blob), settled)) in work.iter().zip(&mut settled).enumerate() {
             // It comes while this one is compressed.
             if let Some(&(_, next)) = work.get(nth + 1) {
-                engine.store.prefetch_bytes(Content::Raw(next));
+                engine.store.prefetch_raw(next, self.domain);
             }
             *settled = engine.settle(blob, self.domain, &mut buffer);
         }
@@ -299,7 +305,10 @@ pub struct Spent<'a> {
 
 impl Drop for Spent<'_> {
     fn drop(&mut self) {
-        for &content in &self.contents {
+        for (nth, &content) in self.contents.iter().enumerate() {
+            if let Some(&ahead) = self.contents.get(nth + GET_AHEAD) {
+                self.store.prefetch_listed(ahead);
+            }
             self.store.release_content(content);
         }
     }
@@ -518,21 +527,26 @@ impl Tenant {
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
-        // All that is known of the pages first, then the pages, a few ahead of their turn.
+        // All that is known of the pages first, then the pages, a few ahead of their turn. They stay
+        // where they are until all are read: whoever says so for each in its turn waits for the
+        // page before to reach memory.
         for entry in taken.iter().flatten() {
             engine.store.prefetch(entry.content());
         }
-        let mut ahead = taken.iter().flatten();
-        for entry in ahead.by_ref().take(GET_AHEAD) {
-            engine.store.prefetch_bytes(entry.content());
-        }
-        for (i, entry) in taken.iter().enumerate() {
-            let Some(entry) = entry else { continue };
-            if let Some(entry) = ahead.next() {
-                engine.store.prefetch_bytes(entry.content());
+        let readers = taken.each_ref().map(|entry| {
+            let content = entry.as_ref()?.content();
+            Some(engine.store.reader(content))
+        });
+        let mut ahead = readers.iter().flatten();
+        ahead.by_ref().take(GET_AHEAD).for_each(Reader::prefetch);
+        for (i, (entry, reader)) in taken.iter().zip(&readers).enumerate() {
+            let (Some(entry), Some(reader)) = (entry, reader) else {
+                continue;
+            };
+            if let Some(next) = ahead.next() {
+                next.prefetch();
             }
-            let content = entry.content();
-            if engine.store.read(content, entry.check, &mut out[i]).is_ok() {
+            if engine.store.read(reader, entry.check, &mut out[i]).is_ok() {
                 results[i] = GetResult::Hit {
                     cookie: entry.cookie,
                 };
@@ -541,7 +555,7 @@ impl Tenant {
                 tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
             }
-            spent.push(content);
+            spent.push(entry.content());
         }
         if hits + mismatches > 0 {
             let mut state = self.0.lock();
@@ -688,7 +702,8 @@ impl Tenant {
         };
         let entry = &state.index.entries[state.peek(key)?];
         if let Some(out) = read {
-            let read = self.0.pool.store.read(entry.content(), entry.check, out);
+            let store = &self.0.pool.store;
+            let read = store.read(&store.reader(entry.content()), entry.check, out);
             read.expect("a stored page passes its check");
         }
         Some(entry.cookie)

@@ -5,7 +5,9 @@
 //! Number 0 is none. Memory goes back when the last record does, all of it at once.
 
 use crate::fail;
+use crate::heap::prefetch;
 use std::ops::{Index, IndexMut};
+use std::ptr;
 
 /// Names a record of an arena; 0 names none.
 pub(crate) type Id = u32;
@@ -113,6 +115,13 @@ impl<T: Record> Arena<T> {
     /// A record that may be free, or was and went with its block: a free one's value says nothing.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
         (id < self.fresh).then(|| &self[id])
+    }
+
+    /// Brings a record into the cache, if there is one of that number.
+    pub(crate) fn prefetch(&self, id: Id) {
+        if id != 0 && id < self.fresh {
+            prefetch(ptr::from_ref(&self[id]).cast());
+        }
     }
 
     /// Takes the value of a used record out and frees the record.
