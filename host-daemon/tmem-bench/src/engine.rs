@@ -121,11 +121,13 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
         add_memory(&mut results, args, &corpus)?;
     }
     if args.measures(Part::Threads) {
-        results.add(
-            "threads_scaling_ratio",
-            Target::AtLeast(0.95),
-            threads::scaling(&pages, args.rounds, progress),
-        );
+        let scaling = threads::scaling(&pages, args.rounds, progress);
+        let (time, work) = match scaling {
+            Ok(scaling) => (Ok(scaling.time), Ok(scaling.work)),
+            Err(reason) => (Err(reason.clone()), Err(reason)),
+        };
+        results.add("threads_scaling_ratio", Target::AtLeast(0.95), time);
+        results.add("threads_work_ratio", Target::None, work);
     }
     progress("");
     let classes: Vec<_> = corpus

@@ -2,7 +2,7 @@
 //! How much more two threads do than one: giving pages their final form, beside bare lz4.
 
 use crate::bare;
-use crate::measure::{Ratio, Samples};
+use crate::measure::{Ratio, Samples, cpu_ns};
 use crate::rig::{BATCH, NOW, RAW_PAGES, Rig, guest};
 use crate::times::Sized;
 use std::hint::black_box;
@@ -15,23 +15,57 @@ const TENANTS: usize = 8;
 /// Repetitions at most: each takes a fifth of a second.
 const ROUNDS_MAX: usize = 21;
 
-/// Time that so many threads take together.
-fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
+/// How much more two threads do than one, by that of bare lz4.
+pub struct Scaling {
+    /// In the same time, which others that run take from both.
+    pub time: Ratio,
+    /// In the same processor time, which leaves out what they wait for each other.
+    pub work: Ratio,
+}
+
+/// Time that so many threads take together, and the processor time of all.
+fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
     let since = Instant::now();
-    std::thread::scope(|scope| {
-        for thread in 0..threads {
+    let spent_ns: f64 = std::thread::scope(|scope| {
+        let run = |thread| {
             let work = &work;
-            scope.spawn(move || work(thread));
-        }
+            scope.spawn(move || {
+                let since = cpu_ns();
+                work(thread);
+                cpu_ns() - since
+            })
+        };
+        let running: Vec<_> = (0..threads).map(run).collect();
+        let spent = running.into_iter().map(|thread| thread.join());
+        spent.map(|ns| ns.expect("no thread panics")).sum()
     });
-    since.elapsed().as_secs_f64()
+    [since.elapsed().as_secs_f64(), spent_ns / 1e9]
+}
+
+/// What a second thread gains, in time and in processor time, in each round.
+#[derive(Default)]
+struct Gains([Samples; 2]);
+
+impl Gains {
+    /// `measure` does it with so many threads.
+    fn round(&mut self, threads: [usize; 2], measure: impl FnMut(usize) -> [f64; 2]) {
+        let [first, second] = threads.map(measure);
+        for (nth, samples) in self.0.iter_mut().enumerate() {
+            let ratio = first[nth] / second[nth];
+            samples.push(if threads == [1, 2] {
+                ratio
+            } else {
+                1.0 / ratio
+            });
+        }
+    }
 }
 
 /// The engine's gain from a second thread by that of bare lz4.
 ///
 /// # Errors
 /// There is no address space, or only one processor.
-pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<Ratio, String> {
+pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Result<Scaling, String> {
     let rounds = rounds.min(ROUNDS_MAX);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if processors < 2 {
@@ -40,26 +74,22 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let rig = Rig::new(4 << 30)?;
     let guests = (0..TENANTS).map(|nth| guest(&rig.pool, &format!("bench-{nth}")));
     let guests: Vec<_> = guests.collect::<Result<_, _>>()?;
-    let (mut engine_gains, mut lz4_gains) = (Samples::default(), Samples::default());
+    let (mut engine, mut lz4) = (Gains::default(), Gains::default());
     let part = (pages.len() / TENANTS).min(RAW_PAGES) / BATCH * BATCH;
     let pages = &pages[..part * TENANTS];
     for round in 0..rounds {
         progress(&format!("threads, round {} of {rounds}", round + 1));
         // By turns, since whoever shares the machine comes and goes.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
-        let gain = |seconds: [f64; 2]| match threads {
-            [1, 2] => seconds[0] / seconds[1],
-            _ => seconds[1] / seconds[0],
-        };
-        lz4_gains.push(gain(threads.map(|threads| {
+        lz4.round(threads, |threads| {
             seconds(threads, |thread| {
                 let mut out = [0; PAGE_SIZE];
                 for sized in pages.iter().skip(thread).step_by(threads) {
                     black_box(bare::compress(&sized.page, &mut out).map(<[u8]>::len));
                 }
             })
-        })));
-        engine_gains.push(gain(threads.map(|threads| {
+        });
+        engine.round(threads, |threads| {
             for (guest, pages) in guests.iter().zip(pages.chunks(part)) {
                 for (nth, batch) in pages.chunks(BATCH).enumerate() {
                     guest.put(1, nth * BATCH, batch.iter().map(|sized| &*sized.page));
@@ -71,7 +101,8 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
             }
             rig.settle();
             seconds
-        })));
+        });
     }
-    Ok(engine_gains.ratio_to(&lz4_gains))
+    let [time, work] = [0, 1].map(|nth| engine.0[nth].ratio_to(&lz4.0[nth]));
+    Ok(Scaling { time, work })
 }
