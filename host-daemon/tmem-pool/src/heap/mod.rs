@@ -661,14 +661,19 @@ impl<X: Zeroed> Heap<X> {
             if busy + u64::from(frames) > frames_max {
                 return None;
             }
-            if let Some(span) = self.take_idle(&mut free, frames) {
-                break span;
-            }
-            // Idle spans of other lengths make room.
-            let over = (now + u64::from(frames)).saturating_sub(frames_max);
+            let more = match free.idle[usize::from(frames) - 1] {
+                0 => frames.into(),
+                _ => 0,
+            };
+            // Idle spans make room: also if one of them is wanted, since what else the pool holds
+            // may have grown.
+            let over = (now + more).saturating_sub(frames_max);
             let wanted = over.min(enough - released);
             if wanted == 0 {
-                break self.take_bare(&mut free, frames)?;
+                break match self.take_idle(&mut free, frames) {
+                    Some(span) => span,
+                    None => self.take_bare(&mut free, frames)?,
+                };
             }
             let mut batch = Batch::default();
             self.choose_idle(&mut free, wanted, &mut batch);

@@ -238,6 +238,19 @@ fn whoever_takes_a_span_gives_few_back() {
 }
 
 #[test]
+fn what_idles_makes_room_when_the_limit_has_fallen() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let page = [1; PAGE_SIZE];
+    let store = |max| heap.store(&page, max).expect("room");
+    let mut live: Vec<Handle> = (0..40).map(|_| store(BYTES_MAX)).collect();
+    live.drain(10..).for_each(|handle| heap.free(handle));
+    let max = 20 * FRAME_BYTES as u64;
+    live.push(store(max));
+    assert_eq!(heap.stats().frames_bytes, max);
+    heap.check(live.len());
+}
+
+#[test]
 fn what_idles_goes_back_and_its_neighbours_stay() {
     const STAY: u64 = 10;
     let nr = if cfg!(miri) { 60 } else { 3000 };
