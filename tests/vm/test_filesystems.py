@@ -130,22 +130,26 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
         )
     ).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
-    wrong = kernel.series == "7.2" and fs.kind == "ext4"
+    # A 7.2 in which it is mended passes as well: kernels are the newest of their series.
+    may_be_wrong = kernel.series == "7.2" and fs.kind == "ext4"
+    wrong = []
     for scenario, found, on_disk in (
         ("zero_grow", "version 1 written at offset 4096", "as expected"),
         ("zero_grow_write", "zeroes", "also wrong"),
     ):
         done = guest.run(f"{TORTURE} --scenario={scenario} {WHERE}", 60)
         print(done.text)
-        assert done.status == int(wrong)
-        if wrong:
+        assert done.status in ((0, 1) if may_be_wrong else (0,))
+        wrong.append(done.status == 1)
+        if wrong[-1]:
             assert re.search(rf"found: .*{found}\n  disk: .*{on_disk}", done.text)
     # The random operations have found it out, and leave it out: others would see a wrong byte.
     arguments = f"--seed={seed()} --ops={ZERO_OPERATIONS} {SMALL} --only={ZERO_ONLY} --no-evictor"
     done = guest.run(f"{TORTURE} {arguments} {WHERE}", 300)
     print(done.text)
     assert done.status == 0
-    assert ("FALLOC_FL_ZERO_RANGE" in done.text) == wrong
+    left_out = "FALLOC_FL_ZERO_RANGE" in done.text
+    assert wrong == [left_out, left_out]
 
 
 @pytest.mark.smoke
