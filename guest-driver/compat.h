@@ -9,6 +9,7 @@
 #include <linux/fs.h>
 #include <linux/ftrace.h>
 #include <linux/kobject.h>
+#include <linux/mm_inline.h>
 #include <linux/pagemap.h>
 #include <linux/pgtable.h>
 #include <linux/version.h>
@@ -69,6 +70,20 @@ static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned 
 	if (now < PMD_SHIFT - PAGE_SHIFT && now + step > order)
 		WRITE_ONCE(rac->ra->order, order > step ? order - step : 0);
 #endif
+}
+
+/*
+ * Was it used again since it was read in? Then it is active, or counts as one of the working set:
+ * under the multi-generational LRU from its second use through a file descriptor, since 6.14 from
+ * its fifth, but the uses before are counted as well.
+ */
+static inline bool tmem_folio_used_again(struct folio *folio)
+{
+#if defined(CONFIG_LRU_GEN) && LINUX_VERSION_CODE >= KERNEL_VERSION(6, 14, 0)
+	if (folio_lru_refs(folio) > 1)
+		return true;
+#endif
+	return folio_test_active(folio) || folio_test_workingset(folio);
 }
 
 /* 6.17 on has other names for the system's work queues, and warns of the older ones in 7.2. */

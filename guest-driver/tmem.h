@@ -66,7 +66,7 @@ void tmem_pool_free(struct tmem_pool *pool);
  * enters it into the index. A put that is not taken erases the key. Returns whether it was taken.
  * The page is on its way to the host when a batch is full, or within TMEM_PUT_DELAY_MS (10 ms, in
  * ticks), unless the host has as many batches as it can have: see core/feeder.c.
- * @workingset: the page was active.
+ * @workingset: the page was used again since it was read in.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset);
 

@@ -83,7 +83,7 @@ static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
  * @dev: the device
  * @key: pool and inode
  * @index: page number
- * @workingset: the page was active
+ * @workingset: the page was used again since it was read in
  *
  * Context: interrupts are off.
  *

@@ -170,7 +170,7 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
  * @key: pool and inode
  * @index: page number
  * @page: its content, which does not change during the call
- * @workingset: the page was active
+ * @workingset: the page was used again since it was read in
  *
  * Context: any but NMI; never waits.
  *

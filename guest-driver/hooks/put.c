@@ -24,6 +24,7 @@
 #include <linux/pagemap.h>
 #include <linux/tracepoint.h>
 
+#include "../compat.h"
 #include "../core/stats.h"
 #include "hooks.h"
 
@@ -89,7 +90,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	if (end > nr)
 		tmem_count_n(TMEM_STAT_puts_skipped_large, end - nr);
 	nr = min(nr, end);
-	workingset = folio_test_workingset(folio) || folio_test_active(folio);
+	workingset = tmem_folio_used_again(folio);
 	tmem_fs_key(fs, inode, &key);
 	for (i = 0; i < nr; i++)
 		taken += tmem_put(&key, folio->index + i, folio_page(folio, i), workingset);
