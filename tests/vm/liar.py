@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from harness.wait import scaled
+
 PAGE = 4096
 POLL_MS = 2  # also looks at the rings then, so that no kick can be missed
 
@@ -61,8 +63,13 @@ LIES_OF_POOLS = (
     "pool-stale",
     "pool-limit",
 )
-# And: "content" (right in all but the page), "late" (no get is answered until the next lie, then
-# wrongly), "token" and "token-beyond" (a used element that names no request, or cannot).
+# And: "content" (right in all but the page), "late" (no get is answered until the next lie and
+# long past the driver's deadline, then wrongly), "token" and "token-beyond" (a used element that
+# names no request, or cannot).
+
+# How long a get is held that is then answered wrongly. A driver believes what comes in time, so
+# this is well beyond its deadline of 200 ms and what a busy machine may add to it.
+LATE_SECONDS = 1.0
 
 DAMAGE = bytes(byte ^ 0xFF for byte in range(256))
 
@@ -256,9 +263,11 @@ class Liar:
             kind = REQUEST.unpack_from(chain.readable)[1]
             if kind == T_GET and self.lie == "late":
                 break
-            if ring.arrived[0] + self._delay(chain, kind) > now:
+            late = ring.held > 0 and kind == T_GET
+            delay = scaled(LATE_SECONDS) if late else self._delay(chain, kind)
+            if ring.arrived[0] + delay > now:
                 break
-            lie = "content" if ring.held and kind == T_GET else self.lie
+            lie = "content" if late else self.lie
             length = self._execute(chain, lie)
             head = chain.head
             if lie in ("token", "token-beyond") and kind == T_GET:
