@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The control interface end to end, the sockets' files, and a clean stop, without a VM.
 
+mod common;
+
+use common::{TIMEOUT, until};
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tmem_control::{Quota, VarlinkClientInterface};
 use tmemd::{Config, Daemon, PressureConfig, StartError};
-
-/// Long enough for a loaded machine; nothing here is measured.
-const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn config(directory: &Path) -> Config {
     let vm = |name: &str, rest: &str| {
@@ -41,14 +41,6 @@ fn sockets(config: &Config) -> Vec<PathBuf> {
     sockets.extend(config.control_read_only.clone());
     sockets.extend(config.vms.iter().map(|vm| vm.socket.clone()));
     sockets
-}
-
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !check() {
-        assert!(Instant::now() < deadline, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 #[test]

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! VMs that are added and removed while the daemon runs, and that are back after it was started anew.
 
+mod common;
+
+use common::{TIMEOUT, until};
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
 use tmem_control::{ErrorKind, Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
 use tmemd::config::VMS_MAX;
 use tmemd::{Config, Daemon};
-
-/// Long enough for a loaded machine; nothing here is measured.
-const TIMEOUT: Duration = Duration::from_secs(30);
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const OTHER: &str = "5ca1ab1e-0000-4000-8000-000000000002";
@@ -116,14 +115,6 @@ impl Host {
         let stream = UnixStream::connect(self.path(&format!("{name}.sock"))).expect("listens");
         until("it is connected", || self.vm(name).connected);
         stream
-    }
-}
-
-fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
-    while !check() {
-        assert!(Instant::now() < deadline, "waited in vain: {what}");
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

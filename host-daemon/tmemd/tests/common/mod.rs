@@ -19,6 +19,15 @@ use virtio_tmem as wire;
 /// Bound of every wait: a busy machine, a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Polls until `check` holds.
+pub fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TIMEOUT;
+    while !check() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// Looks at a daemon, one after the other, that find it idle before it is taken to be.
 const IDLE_LOOKS: u32 = 5;
 
@@ -177,12 +186,12 @@ impl Daemon {
 
     /// Polls until `check` holds.
     pub fn until(&mut self, what: &str, mut check: impl FnMut() -> bool) {
-        let deadline = Instant::now() + TIMEOUT;
-        while !check() {
-            self.expect_alive();
-            assert!(Instant::now() < deadline, "waited in vain: {what}");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until(what, || {
+            check() || {
+                self.expect_alive();
+                false
+            }
+        });
     }
 
     /// Connects a driver, as often as it takes: the probe of [`Self::spawn`] or the connection
