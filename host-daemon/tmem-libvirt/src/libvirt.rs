@@ -134,10 +134,10 @@ impl Connection {
         };
         let raw = connection.connect.as_ptr();
         let opaque = number as *mut c_void;
+        let register = sys::virConnectRegisterCloseCallback;
         // SAFETY: the connection is open, the callback has libvirt's type, and its opaque value is a
         // number that needs no freeing.
-        let watched =
-            unsafe { sys::virConnectRegisterCloseCallback(raw, Some(closed), opaque, None) };
+        let watched = unsafe { register(raw, Some(closed), opaque, None) };
         if watched < 0 {
             return Err(last_error());
         }
