@@ -52,17 +52,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .with_target(false)
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::builder()
-                .with_env_var("TMEM_LIBVIRT_LOG")
-                .with_default_directive(tracing::level_filters::LevelFilter::INFO.into())
-                .from_env_lossy(),
-        )
-        .init();
+    tmem_log::start("TMEM_LIBVIRT_LOG");
     let started = Owner::find(arguments.owner.as_deref()).and_then(|owner| {
         let events = libvirt::start_events()?;
         Ok((owner, events))

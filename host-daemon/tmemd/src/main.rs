@@ -52,17 +52,7 @@ struct Arguments {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    tracing_subscriber::fmt()
-        .with_writer(std::io::stderr)
-        .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))
-        .with_target(false)
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::builder()
-                .with_env_var("TMEMD_LOG")
-                .with_default_directive(tracing::level_filters::LevelFilter::INFO.into())
-                .from_env_lossy(),
-        )
-        .init();
+    tmem_log::start("TMEMD_LOG");
     match run(arguments) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
