@@ -58,6 +58,10 @@ pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 /// would let a tenant of one-page objects hold more than its share of the pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
+/// Address space that a pool reserves, in times of its largest size: 12 for the longest span that each
+/// frame could be of, and a ninth for tables (of a pool of a few MiB or more).
+pub const ADDRESS_SPACE_TIMES: u64 = 13;
+
 /// The orders of eviction that there are; see `evict/`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PolicyKind {

@@ -59,8 +59,8 @@ mod tests;
 pub mod trace;
 
 pub use config::{
-    KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page,
-    PolicyKind, PoolConfig, Quota, TenantSpec, Time,
+    ADDRESS_SPACE_TIMES, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
+    POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
 };
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use gain::GAIN_PERCENT;

@@ -519,8 +519,8 @@ impl Pool {
 }
 
 impl Pool {
-    /// What the pool holds is never swapped: the system let it lock its address space, which is some
-    /// thirteen times its largest size.
+    /// What the pool holds is never swapped: the system let it lock its address space, which is
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) its largest size.
     pub fn is_locked(&self) -> bool {
         self.0.store.is_locked()
     }

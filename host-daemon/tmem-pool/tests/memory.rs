@@ -10,7 +10,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use tmem_pool::{PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
+use tmem_pool::{ADDRESS_SPACE_TIMES, PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
 
 /// Counts live bytes.
 struct Counting;
@@ -62,6 +62,10 @@ fn regions() -> Vec<(u64, u64, u64)> {
 
 fn resident_bytes() -> u64 {
     regions().iter().map(|(_, _, resident)| resident).sum()
+}
+
+fn reserved_bytes() -> u64 {
+    regions().iter().map(|(start, end, _)| end - start).sum()
 }
 
 /// How often the secret is in the engine's regions.
@@ -135,7 +139,15 @@ fn fill(
 #[test]
 fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     const PAGES: u64 = 4_000;
-    let pool = common::pool(256 << 20);
+    const POOL_BYTES: u64 = 256 << 20;
+    let before = reserved_bytes();
+    let pool = common::pool(POOL_BYTES);
+    let reserved = reserved_bytes() - before;
+    assert!(
+        reserved <= ADDRESS_SPACE_TIMES * POOL_BYTES
+            && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
+        "{reserved} B of address space"
+    );
     // Heap, its spans and handles, the table of equal pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));

@@ -20,10 +20,12 @@
 mod class;
 mod compact;
 mod region;
+mod spans;
 
-use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES, SPAN_FRAMES_MAX};
+use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
 use self::region::{FRAME_BYTES, Region};
 pub(crate) use self::region::{Table, Zeroed, prefetch};
+use self::spans::{FreeSpans, IDLE_FRAMES_MIN};
 use crate::apart::Apart;
 use crate::config::{PAGE_SIZE, RAW_PART};
 use crate::fail;
@@ -34,13 +36,6 @@ use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, MutexGuard};
 use zeroize::optimization_barrier;
-
-/// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
-/// which is what raw pages of a few busy tenants come and go in.
-const IDLE_FRAMES_MIN: u64 = 4096;
-
-/// Spans whose frames are given back together: neighbours take one call.
-const RELEASE_SPANS_MAX: usize = 64;
 
 /// Cache lines of a blob that are fetched ahead: the processor's own prefetching needs a few to
 /// begin.
@@ -53,10 +48,6 @@ const HANDLES_STEP: u32 = 8;
 
 /// Handles of the smallest heap: some for each class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
-
-/// Frames of other lengths that are given back to the system, beyond those that are needed, when a
-/// span is taken: what is more goes later, since the one who asks waits under its class's lock.
-const RELEASE_FRAMES_MAX: u64 = 64;
 
 /// Spans of a class are listed by how full they are, in so many steps: the fullest are filled,
 /// the emptiest are emptied.
@@ -148,14 +139,6 @@ struct ClassState {
     free_handles: u32,
 }
 
-#[derive(Debug, Default)]
-struct FreeSpans {
-    /// With 1, 2, ... frames, all zero.
-    idle: [u32; SPAN_FRAMES_MAX],
-    /// Without frames.
-    bare: u32,
-}
-
 // ---- heap -------------------------------------------------------------------------------------
 
 /// A handle's word, and what the heap's user keeps with it.
@@ -216,7 +199,7 @@ impl<X: Zeroed> Heap<X> {
     /// An empty heap that will not have more than `bytes_max` of frames.
     ///
     /// # Errors
-    /// The system has not the address space, 12 times as much and a little.
+    /// The system has not the address space: [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES).
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
         // A span has one frame at least; 0 is none.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
@@ -646,191 +629,6 @@ impl<X: Zeroed> Heap<X> {
         }
         if next != 0 {
             self.span(next).prev.set(prev);
-        }
-    }
-
-    // ---- spans --------------------------------------------------------------------------------
-
-    fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
-        let frames_max = bytes_max / FRAME_BYTES as u64;
-        let mut free = self.free_spans.lock().expect(POISONED);
-        let (mut released, enough) = (0, u64::from(frames) + RELEASE_FRAMES_MAX);
-        let span = loop {
-            let now = self.sums.frames.load(Relaxed);
-            let busy = now - self.sums.idle_frames.load(Relaxed);
-            if busy + u64::from(frames) > frames_max {
-                return None;
-            }
-            let more = match free.idle[usize::from(frames) - 1] {
-                0 => frames.into(),
-                _ => 0,
-            };
-            // Idle spans make room: also if one of them is wanted, since what else the pool holds
-            // may have grown.
-            let over = (now + more).saturating_sub(frames_max);
-            let wanted = over.min(enough - released);
-            if wanted == 0 {
-                break match self.take_idle(&mut free, frames) {
-                    Some(span) => span,
-                    None => self.take_bare(&mut free, frames)?,
-                };
-            }
-            let mut batch = Batch::default();
-            self.choose_idle(&mut free, wanted, &mut batch);
-            if batch.len == 0 {
-                // Others are giving them back.
-                return None;
-            }
-            drop(free);
-            released = enough.min(released + self.release(batch));
-            free = self.free_spans.lock().expect(POISONED);
-        };
-        drop(free);
-        let s = self.span(span);
-        s.free.set(0);
-        s.fresh.set(0);
-        Some(span)
-    }
-
-    fn take_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
-        let span = self.unlist_idle(free, frames)?;
-        self.sums.idle_frames.fetch_sub(frames.into(), Relaxed);
-        Some(span)
-    }
-
-    /// It still counts as idle.
-    fn unlist_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
-        let head = &mut free.idle[usize::from(frames) - 1];
-        let span = *head;
-        if span == 0 {
-            return None;
-        }
-        *head = self.span(span).next.get();
-        Some(span)
-    }
-
-    fn take_bare(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
-        if fail::memory() {
-            return None;
-        }
-        let span = if free.bare != 0 {
-            let next = self.span(free.bare).next.get();
-            std::mem::replace(&mut free.bare, next)
-        } else {
-            let fresh = self.sums.fresh_span.load(Relaxed);
-            if fresh >= self.spans.capacity() as u64 {
-                return None;
-            }
-            self.sums.fresh_span.store(fresh + 1, Relaxed);
-            fresh as u32
-        };
-        self.span(span).frames.set(frames);
-        self.sums.frames.fetch_add(frames.into(), Relaxed);
-        Some(span)
-    }
-
-    /// A span without used slots, all of which are zero but for their headers.
-    fn give_span(&self, class: &Class, span: u32) {
-        let s = self.span(span);
-        for slot in 0..s.fresh.get() {
-            self.set_header(class, span, slot, 0);
-        }
-        let mut free = self.free_spans.lock().expect(POISONED);
-        let head = &mut free.idle[usize::from(class.frames) - 1];
-        s.next.set(std::mem::replace(head, span));
-        self.sums
-            .idle_frames
-            .fetch_add(class.frames.into(), Relaxed);
-    }
-
-    // ---- back to the system -------------------------------------------------------------------
-
-    /// Frames of free spans that are more than may stay.
-    pub(crate) fn idle_excess(&self) -> u64 {
-        let idle = self.sums.idle_frames.load(Relaxed);
-        idle.saturating_sub(self.idle_frames_max)
-    }
-
-    /// Gives some of them back to the system. Returns how many.
-    pub(crate) fn trim(&self) -> u64 {
-        match self.idle_excess() {
-            0 => 0,
-            excess => self.release_some(excess),
-        }
-    }
-
-    /// Gives the frames of all free spans back to the system.
-    pub(crate) fn release_idle(&self) {
-        while self.release_some(u64::MAX) > 0 {}
-    }
-
-    /// Gives about so many frames of free spans back to the system, if a batch has as many. Returns
-    /// how many.
-    fn release_some(&self, frames: u64) -> u64 {
-        let mut batch = Batch::default();
-        let mut free = self.free_spans.lock().expect(POISONED);
-        self.choose_idle(&mut free, frames, &mut batch);
-        drop(free);
-        self.release(batch)
-    }
-
-    /// Takes idle spans out of their lists, the longest first, until they have so many frames or are
-    /// a batch.
-    fn choose_idle(&self, free: &mut FreeSpans, frames: u64, batch: &mut Batch) {
-        let mut chosen = 0;
-        for length in (1..=SPAN_FRAMES_MAX as u8).rev() {
-            while chosen < frames
-                && batch.len < RELEASE_SPANS_MAX
-                && let Some(span) = self.unlist_idle(free, length)
-            {
-                batch.spans[batch.len] = span;
-                batch.len += 1;
-                chosen += u64::from(length);
-            }
-        }
-    }
-
-    /// Gives the frames of spans, which are in no list, back to the system. With no lock of free
-    /// spans held: it takes microseconds, and interrupts all processors that run this process.
-    /// Returns how many frames they were.
-    fn release(&self, mut batch: Batch) -> u64 {
-        let spans = &mut batch.spans[..batch.len];
-        spans.sort_unstable();
-        for run in spans.chunk_by(|a, b| a + 1 == *b) {
-            let (first, last) = (run[0], run[run.len() - 1]);
-            let last_frames = usize::from(self.span(last).frames.get());
-            // SAFETY: no slot of these spans is used, and no one can take one until they are listed.
-            unsafe {
-                self.data.release(
-                    first as usize * SPAN_BYTES,
-                    (last - first) as usize * SPAN_BYTES + last_frames * FRAME_BYTES,
-                );
-            }
-        }
-        let mut released = 0;
-        let mut free = self.free_spans.lock().expect(POISONED);
-        for &span in &*spans {
-            let s = self.span(span);
-            released += u64::from(s.frames.replace(0));
-            s.next.set(std::mem::replace(&mut free.bare, span));
-        }
-        self.sums.frames.fetch_sub(released, Relaxed);
-        self.sums.idle_frames.fetch_sub(released, Relaxed);
-        released
-    }
-}
-
-/// Spans that are in no list.
-struct Batch {
-    spans: [u32; RELEASE_SPANS_MAX],
-    len: usize,
-}
-
-impl Default for Batch {
-    fn default() -> Batch {
-        Batch {
-            spans: [0; RELEASE_SPANS_MAX],
-            len: 0,
         }
     }
 }

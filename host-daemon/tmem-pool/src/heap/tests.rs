@@ -2,6 +2,7 @@
 //! The heap against a model of what it was given, alone and with readers beside compaction.
 
 use super::class::HEADER_BYTES;
+use super::spans::{RELEASE_FRAMES_MAX, RELEASE_SPANS_MAX};
 use super::*;
 use crate::tests::rng::{Rng, for_each_seed};
 use std::sync::atomic::AtomicBool;

@@ -1,0 +1,215 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Spans that no class has: with frames, which idle, or without. Classes take them from here and
+//! give them back; what is more than may idle goes back to the system, in batches.
+//!
+//! Never: a call of the system with the lock of free spans held.
+
+use super::class::{Class, SPAN_BYTES, SPAN_FRAMES_MAX};
+use super::region::{FRAME_BYTES, Zeroed};
+use super::{Heap, POISONED};
+use crate::fail;
+use std::sync::atomic::Ordering::Relaxed;
+
+/// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
+/// which is what raw pages of a few busy tenants come and go in.
+pub(super) const IDLE_FRAMES_MIN: u64 = 4096;
+
+/// Spans whose frames are given back together: neighbours take one call.
+pub(super) const RELEASE_SPANS_MAX: usize = 64;
+
+/// Frames of other lengths that are given back to the system, beyond those that are needed, when a
+/// span is taken: what is more goes later, since the one who asks waits under its class's lock.
+pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
+
+#[derive(Debug, Default)]
+pub(super) struct FreeSpans {
+    /// With 1, 2, ... frames, all zero.
+    pub(super) idle: [u32; SPAN_FRAMES_MAX],
+    /// Without frames.
+    pub(super) bare: u32,
+}
+
+impl<X: Zeroed> Heap<X> {
+    pub(super) fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
+        let frames_max = bytes_max / FRAME_BYTES as u64;
+        let mut free = self.free_spans.lock().expect(POISONED);
+        let (mut released, enough) = (0, u64::from(frames) + RELEASE_FRAMES_MAX);
+        let span = loop {
+            let now = self.sums.frames.load(Relaxed);
+            let busy = now - self.sums.idle_frames.load(Relaxed);
+            if busy + u64::from(frames) > frames_max {
+                return None;
+            }
+            let more = match free.idle[usize::from(frames) - 1] {
+                0 => frames.into(),
+                _ => 0,
+            };
+            // Idle spans make room: also if one of them is wanted, since what else the pool holds
+            // may have grown.
+            let over = (now + more).saturating_sub(frames_max);
+            let wanted = over.min(enough - released);
+            if wanted == 0 {
+                break match self.take_idle(&mut free, frames) {
+                    Some(span) => span,
+                    None => self.take_bare(&mut free, frames)?,
+                };
+            }
+            let mut batch = Batch::default();
+            self.choose_idle(&mut free, wanted, &mut batch);
+            if batch.len == 0 {
+                // Others are giving them back.
+                return None;
+            }
+            drop(free);
+            released = enough.min(released + self.release(batch));
+            free = self.free_spans.lock().expect(POISONED);
+        };
+        drop(free);
+        let s = self.span(span);
+        s.free.set(0);
+        s.fresh.set(0);
+        Some(span)
+    }
+
+    fn take_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        let span = self.unlist_idle(free, frames)?;
+        self.sums.idle_frames.fetch_sub(frames.into(), Relaxed);
+        Some(span)
+    }
+
+    /// It still counts as idle.
+    fn unlist_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        let head = &mut free.idle[usize::from(frames) - 1];
+        let span = *head;
+        if span == 0 {
+            return None;
+        }
+        *head = self.span(span).next.get();
+        Some(span)
+    }
+
+    fn take_bare(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
+        if fail::memory() {
+            return None;
+        }
+        let span = if free.bare != 0 {
+            let next = self.span(free.bare).next.get();
+            std::mem::replace(&mut free.bare, next)
+        } else {
+            let fresh = self.sums.fresh_span.load(Relaxed);
+            if fresh >= self.spans.capacity() as u64 {
+                return None;
+            }
+            self.sums.fresh_span.store(fresh + 1, Relaxed);
+            fresh as u32
+        };
+        self.span(span).frames.set(frames);
+        self.sums.frames.fetch_add(frames.into(), Relaxed);
+        Some(span)
+    }
+
+    /// A span without used slots, all of which are zero but for their headers.
+    pub(super) fn give_span(&self, class: &Class, span: u32) {
+        let s = self.span(span);
+        for slot in 0..s.fresh.get() {
+            self.set_header(class, span, slot, 0);
+        }
+        let mut free = self.free_spans.lock().expect(POISONED);
+        let head = &mut free.idle[usize::from(class.frames) - 1];
+        s.next.set(std::mem::replace(head, span));
+        self.sums
+            .idle_frames
+            .fetch_add(class.frames.into(), Relaxed);
+    }
+
+    // ---- back to the system -------------------------------------------------------------------
+
+    /// Frames of free spans that are more than may stay.
+    pub(crate) fn idle_excess(&self) -> u64 {
+        let idle = self.sums.idle_frames.load(Relaxed);
+        idle.saturating_sub(self.idle_frames_max)
+    }
+
+    /// Gives some of them back to the system. Returns how many.
+    pub(crate) fn trim(&self) -> u64 {
+        match self.idle_excess() {
+            0 => 0,
+            excess => self.release_some(excess),
+        }
+    }
+
+    /// Gives the frames of all free spans back to the system.
+    pub(crate) fn release_idle(&self) {
+        while self.release_some(u64::MAX) > 0 {}
+    }
+
+    /// Gives about so many frames of free spans back to the system, if a batch has as many. Returns
+    /// how many.
+    fn release_some(&self, frames: u64) -> u64 {
+        let mut batch = Batch::default();
+        let mut free = self.free_spans.lock().expect(POISONED);
+        self.choose_idle(&mut free, frames, &mut batch);
+        drop(free);
+        self.release(batch)
+    }
+
+    /// Takes idle spans out of their lists, the longest first, until they have so many frames or are
+    /// a batch.
+    fn choose_idle(&self, free: &mut FreeSpans, frames: u64, batch: &mut Batch) {
+        let mut chosen = 0;
+        for length in (1..=SPAN_FRAMES_MAX as u8).rev() {
+            while chosen < frames
+                && batch.len < RELEASE_SPANS_MAX
+                && let Some(span) = self.unlist_idle(free, length)
+            {
+                batch.spans[batch.len] = span;
+                batch.len += 1;
+                chosen += u64::from(length);
+            }
+        }
+    }
+
+    /// Gives the frames of spans, which are in no list, back to the system. With no lock of free
+    /// spans held: it takes microseconds, and interrupts all processors that run this process.
+    /// Returns how many frames they were.
+    fn release(&self, mut batch: Batch) -> u64 {
+        let spans = &mut batch.spans[..batch.len];
+        spans.sort_unstable();
+        for run in spans.chunk_by(|a, b| a + 1 == *b) {
+            let (first, last) = (run[0], run[run.len() - 1]);
+            let last_frames = usize::from(self.span(last).frames.get());
+            // SAFETY: no slot of these spans is used, and no one can take one until they are listed.
+            unsafe {
+                self.data.release(
+                    first as usize * SPAN_BYTES,
+                    (last - first) as usize * SPAN_BYTES + last_frames * FRAME_BYTES,
+                );
+            }
+        }
+        let mut released = 0;
+        let mut free = self.free_spans.lock().expect(POISONED);
+        for &span in &*spans {
+            let s = self.span(span);
+            released += u64::from(s.frames.replace(0));
+            s.next.set(std::mem::replace(&mut free.bare, span));
+        }
+        self.sums.frames.fetch_sub(released, Relaxed);
+        self.sums.idle_frames.fetch_sub(released, Relaxed);
+        released
+    }
+}
+
+/// Spans that are in no list.
+struct Batch {
+    spans: [u32; RELEASE_SPANS_MAX],
+    len: usize,
+}
+
+impl Default for Batch {
+    fn default() -> Batch {
+        Batch {
+            spans: [0; RELEASE_SPANS_MAX],
+            len: 0,
+        }
+    }
+}
