@@ -462,3 +462,44 @@ fn identity(vm: &Vm) -> String {
         None => "one that was given to the daemon at its start".into(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tmem_pool::PoolConfig;
+
+    #[test]
+    fn what_a_removed_vm_reserved_is_free_while_others_still_have_it() {
+        const POOL_BYTES: i64 = 16 << 20;
+        let pool = Pool::new(PoolConfig {
+            size_bytes: POOL_BYTES as u64,
+            size_max_bytes: POOL_BYTES as u64,
+            seed: 1,
+            policy: Default::default(),
+        });
+        let pool = Arc::new(pool.expect("address space"));
+        let folder = tempfile::tempdir().expect("folder");
+        let registry = Registry::new(pool, None, folder.path()).expect("a registry");
+        let spec = |nth: u32| VmSpec {
+            name: format!("vm-{nth}"),
+            uuid: format!("00000000-0000-0000-0000-{nth:012}"),
+            socket: folder.path().join(nth.to_string()).display().to_string(),
+            quota: tmem_control::Quota {
+                reserve_bytes: POOL_BYTES,
+                limit_bytes: None,
+                weight: 1,
+            },
+            trust_domain: None,
+            owner: None,
+            group: None,
+            mode: None,
+        };
+        assert_eq!(registry.add(spec(1)), Ok(true));
+        // As the thread of its connection has it, which ends when it comes to that.
+        let held = registry.vms();
+        registry.add(spec(2)).expect_err("all is reserved");
+        assert!(registry.remove(&spec(1).uuid));
+        assert_eq!(registry.add(spec(2)), Ok(true));
+        drop(held);
+    }
+}

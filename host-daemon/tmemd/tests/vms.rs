@@ -154,7 +154,7 @@ fn a_vm_comes_and_goes() {
     assert_eq!(host.names(), ["given"]);
     assert!(!host.remove(UUID), "again: nothing to do");
     assert!(!host.remove("nonsense"));
-    // Its reserve is free at once.
+    // Its reserve is free (at once: a test of registry.rs).
     spec.quota.reserve_bytes = 60 << 20;
     assert!(host.add(&spec));
     host.connect("web");
