@@ -2,16 +2,19 @@
 """A stock libvirtd of its own: nothing of the machine's libvirt is read, written or seen.
 
 It runs in a mount namespace where its folders are private ones. Its sockets are where both sides
-see them.
+see them. Its QEMUs, which are nobody's children and outlive it, are in a namespace of processes
+with it: however the tests end, the kernel ends that, and all that is in it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import NAMESPACE_DNS, uuid5
 from xml.sax.saxutils import escape
 
 from harness import initramfs
@@ -66,20 +69,38 @@ def run(command: list[str | Path], stdin: str | None = None) -> Run:
     return Run(done.returncode, done.stdout, done.stderr)
 
 
+# Mounts, processes and the host's name; the first process in them, and with it all others, dies
+# with unshare.
+NAMESPACES = (
+    *("unshare", "--mount", "--propagation", "private", "--uts"),
+    *("--pid", "--fork", "--kill-child", "--mount-proc"),
+)
+
+
 def can_mount() -> bool:
-    """May this process mount over folders, in a mount namespace of its own?"""
-    namespace = ["unshare", "--mount", "--propagation", "private"]
-    return run([*namespace, "mount", "--bind", "/etc", "/etc"]).status == 0
+    """May this process mount over folders, in namespaces of its own?"""
+    return run([*NAMESPACES, "mount", "--bind", "/etc", "/etc"]).status == 0
+
+
+def child(pid: int) -> int | None:
+    """The one child of a process."""
+    pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(pids[0]) if pids else None
 
 
 class Libvirt:
-    """libvirtd with virsh and tmemctl that talk to it. `control` is tmemd's socket."""
+    """libvirtd with virsh and tmemctl that talk to it. `control` is tmemd's socket.
 
-    def __init__(self, folder: Path, control: Path) -> None:
+    `host`: libvirtd takes itself to be on a host of that name, and migrates to others.
+    """
+
+    def __init__(self, folder: Path, control: Path, host: str = "tmem-host") -> None:
         self.folder = folder
+        self.host = host
         self.log = folder / "libvirtd.log"
         self.uri = f"qemu+unix:///system?socket={folder}/sockets/libvirt-sock"
         self._control = control
+        self._namespaces: Process | None = None
         self._process: Process | None = None
         self._bridge: Process | None = None
 
@@ -93,23 +114,20 @@ class Libvirt:
 
     def start(self) -> None:
         """Starts it and waits until it answers."""
-        for program in ("libvirtd", "virsh", "unshare"):
+        for program in ("libvirtd", "virsh", "unshare", "nsenter"):
             if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
                 raise HarnessError(f"no {program}: scripts/deps test installs what tests need")
-        binds = []
-        for place in FOLDERS:
-            own = self.folder / place.strip("/").replace("/", "-")
-            own.mkdir(parents=True, exist_ok=True)
-            binds.append(f"mkdir -p {place} && mount --bind {own} {place}")
         sockets = self.folder / "sockets"
-        sockets.mkdir(exist_ok=True)
-        (self.folder / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
+        sockets.mkdir(parents=True, exist_ok=True)
         conf = self.folder / "libvirtd.conf"
         conf.write_text(
             f'unix_sock_dir = "{sockets}"\nauth_unix_rw = "none"\nauth_unix_ro = "none"\n'
+            f'host_uuid = "{uuid5(NAMESPACE_DNS, self.host)}"\n'
         )
-        script = " && ".join([*binds, f"exec libvirtd -f {conf} -p {self.folder}/libvirtd.pid"])
-        command = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", script]
+        command: list[str | Path] = [
+            *("nsenter", "--target", str(self._enter()), "--mount", "--uts", "--pid"),
+            *("libvirtd", "-f", conf, "-p", self.folder / "libvirtd.pid"),
+        ]
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         self._process = process = Process("libvirtd", command, self.log, {"PATH": path})
 
@@ -122,6 +140,30 @@ class Libvirt:
             until(answers, 60, "libvirtd answers")
         except HarnessError as error:
             raise HarnessError(f"{error}\n{self.report()}") from None
+
+    def _enter(self) -> int:
+        """Makes the namespaces, once. The pid of the first process in them."""
+        if self._namespaces is None:
+            script = [f"hostname {self.host}"]
+            for place in FOLDERS:
+                own = self.folder / place.strip("/").replace("/", "-")
+                own.mkdir(parents=True, exist_ok=True)
+                script.append(f"mkdir -p {place} && mount --bind {own} {place}")
+            (self.folder / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
+            # It inherits the QEMUs of a libvirtd that ends, and must not leave them undead.
+            script.append("exec env --ignore-signal=CHLD sleep infinity")
+            command = [*NAMESPACES, "sh", "-ec", " && ".join(script)]
+            log = self.folder / "namespaces.log"
+            self._namespaces = Process("libvirtd's namespaces", command, log)
+        namespaces = self._namespaces
+
+        def first() -> int | None:
+            namespaces.expect_alive()
+            pid = child(namespaces.pid)
+            sleeps = pid and Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep\0")
+            return pid if sleeps else None
+
+        return until(first, 20, "libvirtd's folders are mounted")
 
     @property
     def bridge_log(self) -> Path:
@@ -145,8 +187,9 @@ class Libvirt:
 
     def restart(self) -> None:
         """Ends libvirtd, which leaves its domains running, and starts it again."""
-        if self._process:
-            self._process.terminate()
+        if self._process and (libvirtd := child(self._process.pid)):
+            os.kill(libvirtd, signal.SIGTERM)
+            self._process.wait(20)
         self.start()
 
     def _virsh(self, *words: str | Path, stdin: str | None = None) -> Run:
@@ -194,14 +237,14 @@ class Libvirt:
         """Ends the bridge, all domains and then libvirtd."""
         if self._bridge:
             self._bridge.kill()
-        if not self._process:
-            return
         try:
-            if self._process.alive():
+            if self._process and self._process.alive():
                 for uuid in self._virsh("list", "--uuid").stdout.split():
                     self._virsh("destroy", uuid)
         finally:
-            self._process.kill()
+            for process in (self._namespaces, self._process):
+                if process:
+                    process.kill()
 
     def report(self) -> str:
         """Its last words, for a failed test's report."""

@@ -6,7 +6,11 @@ Where no guest is needed its VM stays paused: it has its device, and costs no pr
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import signal
+import traceback
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from dataclasses import replace
@@ -126,6 +130,47 @@ def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> Non
     assert "the device is detached" in libvirt.tmemctl("detach", machine.name)
     assert libvirt.config(machine.name) == before, "detach undoes attach"
     assert "nothing to change" in libvirt.tmemctl("detach", machine.name)
+
+
+@pytest.mark.smoke
+def test_a_killed_run_leaves_nothing(session: Session, machine: Machine) -> None:
+    """Not even QEMUs, which are children of nobody."""
+
+    def there() -> list[int]:
+        """Processes that name this test's folder."""
+        found = []
+        for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
+            with contextlib.suppress(OSError):
+                if str(session.folder).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(pid)
+        return found
+
+    started = session.folder / "started"
+    tests = os.fork()
+    if tests == 0:
+        try:
+            libvirt = Libvirt(session.folder / "libvirt", session.folder / "control")
+            libvirt.start()
+            define(libvirt, machine)
+            libvirt.virsh("start", machine.name, "--paused")
+            libvirt.restart()
+            libvirt.virsh("resume", machine.name)
+            started.touch()
+            signal.pause()
+        except BaseException:  # noqa: BLE001 - its process ends here
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    try:
+        until(lambda: started.exists() or os.waitpid(tests, os.WNOHANG)[0], 120, "a domain runs")
+        assert started.exists()
+        names = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0] for pid in there()]
+        assert any(name.endswith(b"qemu-system-x86_64") for name in names), names
+    finally:
+        if started.exists():
+            os.kill(tests, signal.SIGKILL)
+            os.waitpid(tests, 0)
+    until(lambda: not there(), 20, "nothing is left")
 
 
 @pytest.mark.smoke
