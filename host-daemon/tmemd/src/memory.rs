@@ -20,6 +20,11 @@ pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 /// of a process; a VM has 8 in vhost's older interface.
 pub const REGIONS_MAX: usize = 64;
 
+/// Bytes of all regions of a VM at most. A file may be any size and hold nothing, and the daemon's
+/// address space, which all VMs share, has 128 TiB: a VM may have this table, a new one and those not
+/// yet unmapped, six in all, so that none can take it whole.
+pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
+
 /// A region as the VMM describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionSpec {
@@ -78,6 +83,13 @@ impl Memory {
             .map_err(|e| MemoryError(format!("the memory region at guest address {at:#x} {e}")))?;
         let odd =
             |what: String| MemoryError(format!("memory region at guest address {at:#x}: {what}"));
+        let sum = |sum: u64, region: &RegionSpec| sum.saturating_add(region.bytes);
+        let all_bytes = self.regions.iter().fold(spec.bytes, sum);
+        if all_bytes > MEMORY_BYTES_MAX {
+            return Err(odd(format!(
+                "with it the VM has {all_bytes} bytes of memory: at most {MEMORY_BYTES_MAX} are mapped"
+            )));
+        }
         let bytes = usize::try_from(spec.bytes).map_err(|e| odd(e.to_string()))?;
         if spec.user_address.checked_add(spec.bytes).is_none() {
             return Err(odd("its address in the VMM overflows".into()));
@@ -273,7 +285,7 @@ mod tests {
     /// Touching one would be a SIGBUS.
     #[test]
     fn huge_pages_that_are_not_there_are_not_mapped() {
-        let more_than_any_host_has = 1 << 45;
+        let more_than_any_host_has = 1 << 42;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
         let file = memfd_create("test", flags).expect("memfd");
         ftruncate(&file, more_than_any_host_has).expect("its length");
@@ -333,6 +345,18 @@ mod tests {
             .err()
             .expect("one too many");
         assert!(error.contains(&REGIONS_MAX.to_string()), "{error}");
+    }
+
+    /// A file may be as long as it likes and hold nothing.
+    #[test]
+    fn address_space_has_a_limit() {
+        let half = MEMORY_BYTES_MAX / 2;
+        let file = |bytes| memfd(bytes, SealFlags::SHRINK);
+        let memory = add(&Memory::empty(), spec(0, 0, half), file(half)).expect("a half");
+        let memory = add(&memory, spec(half, half, half), file(half)).expect("the other half");
+        let region = spec(2 * half, 2 * half, 4096);
+        let error = add(&memory, region, file(4096)).err().expect("too much");
+        assert!(error.contains(&MEMORY_BYTES_MAX.to_string()), "{error}");
     }
 
     /// The pages that a log says are dirty.
