@@ -206,7 +206,9 @@ impl Registry {
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
         let id = |key: &str, id: Option<i64>| {
             let number = id.map(u32::try_from).transpose();
-            number.map_err(|_| {
+            // The last one stands for "as it was" in system calls.
+            let number = number.ok().filter(|number| *number != Some(u32::MAX));
+            number.ok_or_else(|| {
                 let value = id.unwrap_or_default().to_string();
                 fault(key, &value, "is no number of a user or group".into())
             })

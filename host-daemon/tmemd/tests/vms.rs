@@ -250,6 +250,7 @@ fn a_change_that_is_refused_changes_nothing() {
     change("trust_domain=a b", &|s| s.trust_domain = Some("a b".into()));
     change("mode=777", &|s| s.mode = Some(0o777));
     change("owner=-1", &|s| s.owner = Some(-1));
+    change("owner=4294967295", &|s| s.owner = Some((1 << 32) - 1));
     change("group=4294967296", &|s| s.group = Some(1 << 32));
     change("quota: reserve_bytes=-1", &|s| s.quota.reserve_bytes = -1);
     change("quota: limit=1 ", &|s| {
