@@ -7,7 +7,7 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use tmem_control::VmSpec;
 
@@ -38,6 +38,21 @@ impl Notes {
         self.0.join(format!("{uuid}{SUFFIX}"))
     }
 
+    /// Who can write there can say which VMs there are, in which trust domain and whose, and which
+    /// files of the daemon's user are overwritten. In a run folder that others can write to, they
+    /// may have made it.
+    fn check(&self) -> io::Result<()> {
+        let is = fs::symlink_metadata(&self.0)?;
+        let me = rustix::process::geteuid().as_raw();
+        if is.is_dir() && is.uid() == me && is.mode() & 0o022 == 0 {
+            return Ok(());
+        }
+        Err(io::Error::other(format!(
+            "it must be a folder of user {me} that nobody else can write to: remove what is there, or \
+             choose another --run-folder"
+        )))
+    }
+
     fn at<T>(path: &Path, result: io::Result<T>) -> io::Result<T> {
         result.map_err(|e| io::Error::new(e.kind(), format!("note {}: {e}", path.display())))
     }
@@ -47,7 +62,7 @@ impl Notes {
     /// # Errors
     /// The folder is there and cannot be read.
     pub fn read(&self) -> io::Result<Vec<Note>> {
-        let folder = match fs::read_dir(&self.0) {
+        let folder = match self.check().and_then(|()| fs::read_dir(&self.0)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             folder => Notes::at(&self.0, folder)?,
         };
@@ -77,6 +92,7 @@ impl Notes {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
             made => Notes::at(&self.0, made)?,
         }
+        Notes::at(&self.0, self.check())?;
         let path = self.path(&vm.uuid);
         let new = path.with_extension("new");
         let write = || {
@@ -98,7 +114,7 @@ impl Notes {
     /// The note is there and cannot be removed.
     pub fn remove(&self, uuid: &str) -> io::Result<()> {
         let path = self.path(uuid);
-        match fs::remove_file(&path) {
+        match self.check().and_then(|()| fs::remove_file(&path)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => Notes::at(&path, removed),
         }
@@ -156,6 +172,39 @@ mod tests {
         assert_eq!(mode(&folder.path().join("vms")), 0o700);
         notes.remove(UUID).expect("removed");
         assert!(notes.read().expect("readable").is_empty());
+    }
+
+    /// Of those that another user could have put there nothing is read, written or removed.
+    #[test]
+    fn a_folder_that_others_can_write_to_is_not_used() {
+        let there = tempfile::tempdir().expect("a folder");
+        let notes = Notes::new(there.path());
+        notes.write(&vm("a")).expect("written");
+        let vms = there.path().join("vms");
+        let note = vms.join(format!("{UUID}.json"));
+        let before = fs::read(&note).expect("there");
+        let refused = |notes: &Notes, why: &str| {
+            let read = notes.read().map(drop);
+            for result in [read, notes.write(&vm("b")), notes.remove(UUID)] {
+                let error = result.expect_err(why).to_string();
+                assert!(error.contains("nobody else can write"), "{why}: {error}");
+            }
+            assert_eq!(fs::read(&note).expect("there"), before, "{why}");
+        };
+
+        let here = tempfile::tempdir().expect("a folder");
+        std::os::unix::fs::symlink(&vms, here.path().join("vms")).expect("a link");
+        refused(&Notes::new(here.path()), "a link");
+        for mode in [0o770, 0o702] {
+            fs::set_permissions(&vms, fs::Permissions::from_mode(mode)).expect("set");
+            refused(&notes, "a mode");
+        }
+        fs::set_permissions(&vms, fs::Permissions::from_mode(0o755)).expect("set");
+        assert_eq!(notes.read().expect("others may only look").len(), 1);
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(&vms, Some(1), None).expect("given away");
+            refused(&notes, "another user's");
+        }
     }
 
     #[test]
