@@ -6,7 +6,7 @@
 
 use crate::pressure;
 use crate::registry::{Refused, Registry};
-use crate::vm::Vm;
+use crate::vm::{LogLimit, Vm};
 use crate::worker::Workers;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -28,6 +28,7 @@ const IDLE: Duration = Duration::from_secs(60);
 /// What a control socket answers from.
 pub struct Service {
     varlink: VarlinkService,
+    log_limit: LogLimit,
 }
 
 struct Control {
@@ -70,6 +71,18 @@ impl Service {
                 "https://varlink.org/",
                 vec![Box::new(interface)],
             ),
+            log_limit: LogLimit::default(),
+        }
+    }
+
+    /// Logs what a client did, at a bounded rate: it may do so in a loop.
+    pub fn warn(&self, message: std::fmt::Arguments<'_>) {
+        match self.log_limit.admit(Instant::now()) {
+            None => {}
+            Some(0) => tracing::warn!("control socket: {message}"),
+            Some(left_out) => {
+                tracing::warn!("control socket: {message} ({left_out} messages left out)");
+            }
         }
     }
 }
@@ -94,7 +107,9 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
         for piece in part[..read].split_inclusive(|byte| *byte == 0) {
             message.extend_from_slice(piece);
             if message.len() > MESSAGE_BYTES_MAX {
-                tracing::warn!("a control client sent more than {MESSAGE_BYTES_MAX} bytes: let go");
+                service.warn(format_args!(
+                    "a client sent more than {MESSAGE_BYTES_MAX} bytes and is let go"
+                ));
                 return;
             }
             if message.last() == Some(&0) {
@@ -324,5 +339,22 @@ impl api::VarlinkInterface for Control {
             true => call.reply(),
             false => call.reply_no_such_vm(uuid),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerocopy::FromZeros;
+
+    /// It may reach a terminal, a log and a metric.
+    #[test]
+    fn what_a_guest_calls_its_kernel_is_made_harmless() {
+        let mut report = wire::Report::new_zeroed();
+        let text = b"6.12\x1b]0;x\x07\n\xc2\x9b1m {}\"\0behind";
+        report.kernel[..text.len()].copy_from_slice(text);
+        assert_eq!(report_of(&report).kernel, "6.12?]0;x????1m?{}\"");
+        report.kernel = [0xff; 64];
+        assert_eq!(report_of(&report).kernel, "?".repeat(64), "without an end");
     }
 }

@@ -20,7 +20,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags};
 use std::io;
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -117,6 +120,7 @@ impl Daemon {
             Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),
             None => None,
         };
+        warn_of_others(&config.run_folder);
         let registry = Registry::new(pool.clone(), recorder.clone(), &config.run_folder)?;
         let registry = Arc::new(registry);
         for vm in &config.vms {
@@ -227,6 +231,21 @@ impl Drop for Daemon {
     }
 }
 
+/// A VMM gives its memory to whoever listens on its socket.
+fn warn_of_others(run_folder: &Path) {
+    // That it is not there will be told by whoever needs it.
+    let Ok(metadata) = std::fs::metadata(run_folder) else {
+        return;
+    };
+    if metadata.permissions().mode() & 0o002 != 0 {
+        tracing::warn!(
+            "everybody can write to {}: whoever makes a VM's socket there first is given that VM's \
+             memory; take the permission away, or choose another --run-folder",
+            run_folder.display()
+        );
+    }
+}
+
 /// Each VM may need 17 queues of 3 descriptors, 64 regions and a socket.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
@@ -289,6 +308,27 @@ fn accept_all(
     }
 }
 
+/// A client's place at a control socket, for as long as this lives.
+struct Place(Arc<Mutex<usize>>);
+
+impl Place {
+    /// None: all are taken.
+    fn claim(clients: &Arc<Mutex<usize>>) -> Option<Place> {
+        let mut count = clients.lock().unwrap_or_else(PoisonError::into_inner);
+        if *count >= control::CLIENTS_MAX {
+            return None;
+        }
+        *count += 1;
+        Some(Place(clients.clone()))
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+    }
+}
+
 fn spawn(stream: UnixStream, purpose: &Purpose, shared: &Shared) -> io::Result<Connection> {
     let handle = stream.try_clone()?;
     let builder = std::thread::Builder::new().stack_size(CONNECTION_STACK_BYTES);
@@ -308,20 +348,44 @@ fn spawn(stream: UnixStream, purpose: &Purpose, shared: &Shared) -> io::Result<C
         Purpose::Control(service, clients) => {
             let (service, clients) = (service.clone(), clients.clone());
             builder.name("control".into()).spawn(move || {
-                let count = || clients.lock().unwrap_or_else(PoisonError::into_inner);
-                *count() += 1;
-                if *count() <= control::CLIENTS_MAX {
-                    control::serve(&service, &stream);
+                if let Some(_place) = Place::claim(&clients) {
+                    let serve = AssertUnwindSafe(|| control::serve(&service, &stream));
+                    if catch_unwind(serve).is_err() {
+                        tracing::error!("a bug: the thread of a control client panicked");
+                    }
                 } else {
-                    tracing::warn!(
-                        "a control client is refused: there are {} already",
+                    service.warn(format_args!(
+                        "a client is refused: there are {} already",
                         control::CLIENTS_MAX
-                    );
+                    ));
                 }
-                *count() -= 1;
                 let _ = stream.shutdown(Shutdown::Both);
             })?
         }
     };
     Ok((handle, thread))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_client_that_panics_gives_its_place_back() {
+        let clients = Arc::default();
+        for _ in 0..control::CLIENTS_MAX + 1 {
+            let client = AssertUnwindSafe(|| {
+                let _place = Place::claim(&clients).expect("a place");
+                panic!("as a bug might");
+            });
+            let panic = catch_unwind(client).expect_err("panicked");
+            assert!(panic.is::<&str>(), "there was no place");
+        }
+        let places: Vec<_> = (0..control::CLIENTS_MAX)
+            .map(|_| Place::claim(&clients).expect("a place"))
+            .collect();
+        assert!(Place::claim(&clients).is_none());
+        drop(places);
+        assert!(Place::claim(&clients).is_some());
+    }
 }

@@ -163,21 +163,21 @@ impl Vm {
     }
 }
 
-/// Messages of a VM that are written at once; after them one per [`LOG_PERIOD`].
+/// Messages of a VM, or of a control socket, that are written at once; after them one per [`LOG_PERIOD`].
 const LOG_BURST: u32 = 10;
 /// See [`LOG_BURST`].
 const LOG_PERIOD: Duration = Duration::from_secs(5);
 
 /// A token bucket for messages.
 #[derive(Debug, Default)]
-struct LogLimit {
+pub(crate) struct LogLimit {
     /// Guards (messages spent of the burst, when the last was earned back, messages left out).
     state: Mutex<(u32, Option<Instant>, u64)>,
 }
 
 impl LogLimit {
     /// None: leave it out. Some: write it, and this many were left out before it.
-    fn admit(&self, now: Instant) -> Option<u64> {
+    pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (spent, earned, left_out) = &mut *state;
         let since = earned.get_or_insert(now);

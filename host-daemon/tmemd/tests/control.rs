@@ -390,6 +390,64 @@ fn signals_end_it_cleanly() {
     }
 }
 
+fn log_of(mut child: Child) -> String {
+    let pid = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("sent");
+    child.wait().expect("ends");
+    let mut log = String::new();
+    let mut stderr = child.stderr.take().expect("piped");
+    stderr.read_to_string(&mut log).expect("UTF-8");
+    log
+}
+
+/// Somebody who may connect must not fill the host's disk.
+#[test]
+fn what_clients_do_is_logged_at_a_bounded_rate() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    let child = tmemd(directory.path());
+    let connect = || UnixStream::connect(&config.control);
+    until("it serves", || connect().is_ok());
+    let begun = Instant::now();
+    let too_much = vec![b'x'; (64 << 10) + 1];
+    for _ in 0..50 {
+        let mut stream = connect().expect("connects");
+        // It may be let go before all is sent.
+        let _ = stream.write_all(&too_much);
+        let _ = stream.read(&mut [0]);
+    }
+    let mut served = Vec::new();
+    for _ in 0..100 {
+        let mut stream = connect().expect("connects");
+        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        let _ = stream.write_all(b"{\"method\":\"io.virtiotmem.Control.List\"}\0");
+        if stream.read(&mut [0]).is_ok_and(|read| read > 0) {
+            served.push(stream);
+        }
+    }
+    assert_eq!(served.len(), 16, "others were refused");
+    let log = log_of(child);
+    let lines = log.matches("control socket: a client").count();
+    // Ten at once and one each five seconds.
+    let bound = 11 + 2 * begun.elapsed().as_secs() as usize / 5;
+    assert!((1..=bound).contains(&lines), "{lines} lines: {log}");
+}
+
+/// A VMM gives its memory to whoever is at its socket.
+#[test]
+fn a_folder_that_everybody_can_write_to_is_named() {
+    let directory = tempfile::tempdir().expect("directory");
+    let config = config(directory.path());
+    for (mode, named) in [(0o770, false), (0o777, true)] {
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(mode)).expect("set");
+        let child = tmemd(directory.path());
+        until("it serves", || UnixStream::connect(&config.control).is_ok());
+        let log = log_of(child);
+        let warning = format!("everybody can write to {}", directory.path().display());
+        assert_eq!(log.contains(&warning), named, "{mode:o}: {log}");
+    }
+}
+
 #[test]
 fn wrong_arguments_are_named() {
     for (arguments, part) in [
