@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Each rule of the specification has a number, and a row that says where it is kept and shown."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from named import is_test, is_there, names
+from test_guest_docs import table
+
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+PAGE = ROOT / "proto/SPEC.md"
+RULE = re.compile(r"\b(?:DEV|DRV|FE|BE)-[1-9]\d*\b")
+WORD = re.compile(r"\b(?:MUST|SHOULD|MAY)\b")
+# Why there is no test.
+EXCUSES = ("none: ", "MAY: ")
+
+
+def prose() -> str:
+    return PAGE.read_text().split("\n## Conformance\n")[0]
+
+
+def bullets() -> list[str]:
+    """The rules: bullets that begin with a number."""
+    return re.findall(r"^- (\*\*(?:DEV|DRV|FE|BE)-.*(?:\n  .*)*)", prose(), re.MULTILINE)
+
+
+def rules() -> list[str]:
+    return [bullet.split("**")[1] for bullet in bullets()]
+
+
+def rows() -> dict[str, tuple[str, str]]:
+    all_rows = [row for name in ("device", "driver", "vhost-user") for row in table(PAGE, name)]
+    assert len({row[0] for row in all_rows}) == len(all_rows)
+    return {rule: (kept, shown) for rule, kept, shown in all_rows}
+
+
+def test_each_rule_has_one_number_and_one_row() -> None:
+    found = rules()
+    assert len(found) > 60
+    assert len(set(found)) == len(found)
+    assert set(found) == set(rows())
+    assert set(RULE.findall(PAGE.read_text())) == set(found), "a rule that is not there is named"
+
+
+def test_what_is_required_has_a_number() -> None:
+    for bullet in bullets():
+        assert WORD.search(bullet), f"requires nothing: {bullet}"
+    rest = prose()
+    for bullet in bullets():
+        rest = rest.replace(bullet, "")
+    said = [line for line in rest.splitlines() if WORD.search(line)]
+    assert len(said) == 1 and "RFC 2119" in said[0], said
+
+
+@pytest.mark.parametrize("rule", rules())
+def test_where_it_is_kept_and_shown(rule: str) -> None:
+    kept, shown = rows()[rule]
+    assert names(kept), "nothing keeps it"
+    for path, name in names(kept):
+        assert is_there(path, name), f"no {name} in {path}"
+    for path, name in names(shown):
+        assert is_test(path, name), f"no test {name} in {path}"
+    if not shown.startswith(EXCUSES):
+        assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", shown) and names(shown)
+
+
+def test_names_are_looked_up() -> None:
+    """What is not there is not found."""
+    spec = "tests/unit/test_spec.py"
+    chain = "tmemd/src/chain.rs"
+    assert is_there(spec, "rules") and not is_there(spec, "rule")
+    assert is_test(spec, "test_names_are_looked_up") and not is_test(spec, "rules")
+    assert is_there(chain, "fill") and not is_test(chain, "fill")
+    assert is_test(chain, "chains_without_an_end_are_broken")
+    core = "guest-driver/core"
+    assert is_there(f"{core}/get.c", "take_page")
+    assert not is_there(f"{core}/get.c", "tmem_queue_drain"), "it is only called there"
+    assert not is_there(f"{core}/core.h", "tmem_queue_of"), "it is only declared there"
+    assert not is_there("tmemd/src/absent.rs", "fill")
