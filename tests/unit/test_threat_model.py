@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Each promise of the threat model names code and tests that are there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from named import is_test, is_there, names
+from test_guest_docs import table
+
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+PAGE = ROOT / "docs/threat-model.md"
+TABLES = ("guest-host", "guest-guest", "qemu", "local", "operator", "device")
+CELL = r"`[\w./-]+::\w+`"
+
+
+def promises() -> list[list[str]]:
+    return [row for name in TABLES for row in table(PAGE, name)]
+
+
+@pytest.mark.parametrize("row", promises(), ids=lambda row: row[0][:50])
+def test_promise(row: list[str]) -> None:
+    promise, by, shown = row
+    assert promise
+    for cell in (by, shown):
+        assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), cell
+    for path, name in names(by):
+        assert is_there(path, name), f"no {name} in {path}"
+        assert not is_test(path, name), f"{name} in {path} keeps nothing, it is a test"
+    for path, name in names(shown):
+        assert is_test(path, name), f"no test {name} in {path}"
+
+
+def test_each_chapter_says_what_is_not_promised() -> None:
+    chapters = PAGE.read_text().split("\n## ")[1:]
+    with_table = [chapter for chapter in chapters if re.search(r"<!-- table: ", chapter)]
+    assert len(with_table) == len(TABLES) + 1
+    for chapter in with_table:
+        title = chapter.splitlines()[0]
+        assert title == "Gaps" or "**Not promised.**" in chapter, title
+
+
+def test_nothing_else_is_named() -> None:
+    """A test or function that the text names outside of the tables would not be looked up."""
+    in_tables = {name for row in promises() for cell in row for name in names(cell)}
+    assert set(names(PAGE.read_text())) == in_tables
+
+
+def test_gaps_say_who_and_what() -> None:
+    rows = table(PAGE, "gaps")
+    assert len(rows) > 5
+    assert all(row[0] for row in rows)
