@@ -218,6 +218,14 @@ fn odd_clients_are_let_go() {
         b"nonsense\0".to_vec(),
         b"{}\0".to_vec(),
         b"\0".to_vec(),
+        // As deep as it fits: who reads it must not need as much stack.
+        [&[b'['; 60 << 10][..], b"\0"].concat(),
+        [
+            &br#"{"method":"io.virtiotmem.Control.List","parameters":"#[..],
+            &[b'['; 60 << 10],
+            b"\0",
+        ]
+        .concat(),
     ] {
         let mut stream = UnixStream::connect(&config.control).expect("connects");
         stream.set_read_timeout(Some(TIMEOUT)).expect("set");
