@@ -6,6 +6,7 @@
 
 use crate::device::Device;
 use crate::janitor::Janitor;
+use crate::outside::Outside;
 use crate::peer::Peer;
 use crate::vm::{Connected, NoPlace, Vm};
 use crate::worker::Workers;
@@ -13,7 +14,6 @@ use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 use vhost::vhost_user::{BackendReqHandler, Error};
 
 /// What a connection shares with the daemon.
@@ -23,45 +23,87 @@ pub struct Shared {
     pub workers: Arc<Workers>,
     /// The background thread.
     pub janitor: Arc<Janitor>,
-    /// Start of the daemon's clock.
-    pub epoch: Instant,
+    /// Time and chance.
+    pub outside: Outside,
+}
+
+/// A connection that has its VM's place, from its first message to its end.
+pub struct Session {
+    device: Arc<Mutex<Device>>,
+    janitor: Arc<Janitor>,
+    /// Last, so that nobody else has the place before the device has ended.
+    _connected: Connected,
+}
+
+impl Session {
+    /// Takes the VM's place and empties it; None: it is logged why not.
+    pub fn begin(
+        vm: &Arc<Vm>,
+        stream: &UnixStream,
+        peer: Peer,
+        shared: &Shared,
+    ) -> Option<Session> {
+        let connected = match Connected::claim(vm, stream) {
+            Ok(connected) => connected,
+            Err(NoPlace::Taken) => {
+                vm.counters
+                    .connections_refused
+                    .fetch_add(1, Ordering::Relaxed);
+                vm.warn(format_args!(
+                    "a second connection to {} is refused: the first one is still there",
+                    vm.config.socket.display()
+                ));
+                return None;
+            }
+            // It came just before its socket went.
+            Err(NoPlace::Removed) => return None,
+            Err(NoPlace::NoHandle) => {
+                vm.warn(format_args!("no file descriptor is left for a connection"));
+                return None;
+            }
+        };
+        vm.counters.connections.fetch_add(1, Ordering::Relaxed);
+        // A connection starts empty, whatever was before.
+        vm.clear();
+        let (workers, janitor) = (shared.workers.clone(), shared.janitor.clone());
+        let outside = shared.outside.clone();
+        match Device::new(vm.clone(), peer, workers, janitor, outside) {
+            Ok(device) => Some(Session {
+                device: Arc::new(Mutex::new(device)),
+                janitor: shared.janitor.clone(),
+                _connected: connected,
+            }),
+            Err(error) => {
+                vm.warn(format_args!("a connection cannot be served: {error}"));
+                None
+            }
+        }
+    }
+
+    /// What its messages are for.
+    pub fn device(&self) -> &Arc<Mutex<Device>> {
+        &self.device
+    }
+
+    /// Ends it: the vrings are stopped and the VM is emptied.
+    pub fn end(self) {
+        let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
+        device.end();
+        drop(device);
+        self.janitor.work_may_be_there();
+    }
 }
 
 /// Serves a connection to its end.
 pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
-    let _connected = match Connected::claim(vm, &stream) {
-        Ok(connected) => connected,
-        Err(NoPlace::Taken) => {
-            vm.counters
-                .connections_refused
-                .fetch_add(1, Ordering::Relaxed);
-            vm.warn(format_args!(
-                "a second connection to {} is refused: the first one is still there",
-                vm.config.socket.display()
-            ));
-            return;
-        }
-        // It came just before its socket went.
-        Err(NoPlace::Removed) => return,
-        Err(NoPlace::NoHandle) => {
-            vm.warn(format_args!("no file descriptor is left for a connection"));
-            return;
-        }
+    let Ok(same) = stream.try_clone() else {
+        vm.warn(format_args!("no file descriptor is left for a connection"));
+        return;
     };
-    vm.counters.connections.fetch_add(1, Ordering::Relaxed);
-    // A connection starts empty, whatever was before.
-    vm.clear();
-    let (workers, janitor) = (shared.workers.clone(), shared.janitor.clone());
-    let device = stream
-        .try_clone()
-        .and_then(|same| Device::new(vm.clone(), Peer::new(same), workers, janitor, shared.epoch));
-    let device = match device {
-        Ok(device) => Arc::new(Mutex::new(device)),
-        Err(error) => {
-            vm.warn(format_args!("a connection cannot be served: {error}"));
-            return;
-        }
+    let Some(session) = Session::begin(vm, &stream, Peer::new(same), shared) else {
+        return;
     };
+    let device = session.device().clone();
     vm.info(format_args!("connected"));
     let mut handler = BackendReqHandler::from_stream(stream, device.clone());
     let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
@@ -86,6 +128,5 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
             vm.name()
         ),
     }
-    device.lock().unwrap_or_else(PoisonError::into_inner).end();
-    shared.janitor.work_may_be_there();
+    session.end();
 }

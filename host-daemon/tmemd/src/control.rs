@@ -4,6 +4,7 @@
 //! A thread per client, with limits on clients, message size and idle time. A read-only socket
 //! answers the methods that only read. Nothing here touches a page.
 
+use crate::outside::Outside;
 use crate::pressure;
 use crate::registry::{Refused, Registry};
 use crate::vm::{LogLimit, Vm};
@@ -39,7 +40,7 @@ struct Control {
     configured_bytes: u64,
     /// Of its size, away from there and back.
     steps: Arc<pressure::Counters>,
-    epoch: Instant,
+    outside: Outside,
     read_only: bool,
 }
 
@@ -50,7 +51,7 @@ impl Service {
         registry: Arc<Registry>,
         workers: Arc<Workers>,
         (configured_bytes, steps): (u64, Arc<pressure::Counters>),
-        epoch: Instant,
+        outside: Outside,
         read_only: bool,
     ) -> Service {
         let control = Control {
@@ -59,7 +60,7 @@ impl Service {
             workers,
             configured_bytes,
             steps,
-            epoch,
+            outside,
             read_only,
         };
         let interface = api::new(Box::new(control));
@@ -262,7 +263,7 @@ impl Control {
         api::DaemonStats {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: i64::from(std::process::id()),
-            uptime_seconds: int(self.epoch.elapsed().as_secs()),
+            uptime_seconds: int(self.outside.uptime().as_secs()),
             workers: self.workers.count() as i64,
             vms: vms.len() as i64,
             vms_connected: connected as i64,

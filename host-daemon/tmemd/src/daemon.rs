@@ -9,6 +9,7 @@ use crate::config::{Config, ConfigError};
 use crate::connection::{self, Shared};
 use crate::control::{self, Service};
 use crate::janitor::Janitor;
+use crate::outside::Outside;
 use crate::poller::{consume, signal};
 use crate::pressure::{self, Watcher, host_memory_bytes};
 use crate::recorder::Recorder;
@@ -26,7 +27,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tmem_pool::{Pool, PoolConfig};
 
 /// Pause after a connection could not be accepted for want of descriptors or memory.
@@ -100,7 +101,7 @@ impl Daemon {
     pub fn start(config: Config) -> Result<Daemon, StartError> {
         config.check().map_err(StartError::Config)?;
         raise_descriptor_limit();
-        let epoch = Instant::now();
+        let outside = Outside::host();
         let seed = getrandom::u64().map_err(io::Error::other)?;
         let pool = Pool::new(PoolConfig {
             size_bytes: config.pool_size_bytes,
@@ -126,7 +127,7 @@ impl Daemon {
         for vm in &config.vms {
             registry.give(vm).map_err(StartError::Admission)?;
         }
-        let janitor = Janitor::start(pool.clone(), epoch, janitors())?;
+        let janitor = Janitor::start(pool.clone(), &outside, janitors())?;
         let workers = match Workers::start(config.workers, &janitor) {
             Ok(workers) => Arc::new(workers),
             Err(error) => {
@@ -165,7 +166,7 @@ impl Daemon {
                 registry.clone(),
                 workers.clone(),
                 (config.pool_size_bytes, steps.clone()),
-                epoch,
+                outside.clone(),
                 read_only,
             ))
         };
@@ -182,7 +183,7 @@ impl Daemon {
         let shared = Shared {
             workers,
             janitor,
-            epoch,
+            outside,
         };
         daemon.acceptor = Some(
             std::thread::Builder::new()

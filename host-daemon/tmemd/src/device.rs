@@ -8,6 +8,7 @@
 use crate::dirty::{DirtyLog, LogMap};
 use crate::janitor::Janitor;
 use crate::memory::{Memory, REGIONS_MAX, RegionSpec, check_file};
+use crate::outside::Outside;
 use crate::peer::Peer;
 use crate::poller::signal;
 use crate::vm::Vm;
@@ -18,7 +19,6 @@ use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, MutexGuard, Weak};
-use std::time::Instant;
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
@@ -53,16 +53,6 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
 /// its table faster unmaps the others itself: they count against limits that all VMs share.
 const DISCARDED_MAX: usize = 4;
 
-/// A number that no guest can have seen before: random and never 0.
-pub fn new_generation() -> std::io::Result<u64> {
-    loop {
-        let number = getrandom::u64().map_err(std::io::Error::other)?;
-        if number != 0 {
-            return Ok(number);
-        }
-    }
-}
-
 /// The back end of one connection.
 pub struct Device {
     link: Arc<Link>,
@@ -89,14 +79,14 @@ impl Device {
         peer: Peer,
         workers: Arc<Workers>,
         janitor: Arc<Janitor>,
-        epoch: Instant,
+        outside: Outside,
     ) -> std::io::Result<Device> {
         let log = Arc::new(DirtyLog::default());
         let link = Arc::new(Link {
             vm,
             peer,
-            generation: AtomicU64::new(new_generation()?),
-            epoch,
+            generation: AtomicU64::new(outside.new_generation()?),
+            outside,
         });
         let first = workers.assign();
         let vring = |index| {
@@ -201,7 +191,8 @@ impl Device {
 
     /// Empties the tenant and names a new span of time; all rings are disabled.
     fn reset(&mut self) -> Result<()> {
-        let generation = new_generation().map_err(Error::ReqHandlerError)?;
+        let outside = &self.link.outside;
+        let generation = outside.new_generation().map_err(Error::ReqHandlerError)?;
         self.hold(&self.vrings, |states| {
             states.iter_mut().for_each(|state| state.enabled = false);
             self.vm().clear();
@@ -547,19 +538,6 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-    #[test]
-    fn generations_are_random_and_never_0() {
-        let mut seen = std::collections::HashSet::new();
-        let (mut ones, mut zeros) = (0, 0);
-        for _ in 0..1000 {
-            let generation = new_generation().expect("random");
-            assert_ne!(generation, 0);
-            assert!(seen.insert(generation), "{generation:#x} came twice");
-            (ones, zeros) = (ones | generation, zeros | !generation);
-        }
-        assert_eq!((ones, zeros), (u64::MAX, u64::MAX), "each bit is drawn");
-    }
-
     /// The regions of one name that this process has mapped.
     fn mapped(name: &str) -> usize {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
@@ -582,15 +560,15 @@ mod tests {
             quota: config.quota,
         };
         let tenant = pool.add_tenant(spec).expect("fits");
-        let epoch = Instant::now();
-        let janitor = Janitor::start(Arc::new(pool), epoch, 1).expect("starts");
+        let outside = Outside::host();
+        let janitor = Janitor::start(Arc::new(pool), &outside, 1).expect("starts");
         let workers = Arc::new(Workers::start(1, &janitor).expect("start"));
         // One that has much else to do.
         janitor.stop();
         let vm = Arc::new(Vm::new(config, tenant, None));
         let (own, _front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
         let peer = Peer::new(own);
-        let mut device = Device::new(vm, peer, workers.clone(), janitor, epoch).expect("random");
+        let mut device = Device::new(vm, peer, workers.clone(), janitor, outside).expect("random");
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
         ftruncate(&file, 4096).expect("its length");

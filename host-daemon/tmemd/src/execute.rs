@@ -7,11 +7,11 @@
 
 use crate::chain::{Chain, WriteError};
 use crate::memory::GuestMemory;
+use crate::outside::Outside;
 use crate::peer::Peer;
 use crate::request::{Body, Request};
 use crate::vm::Vm;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
 use tmem_pool::{CreateError, GetResult, Page, Put, PutResult, Spent, Time};
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, Resp};
@@ -36,15 +36,15 @@ pub struct Context<'vm, 'a> {
     pub peer: &'a Peer,
     /// The connection's generation.
     pub generation: u64,
-    /// Start of the daemon's clock.
-    pub epoch: Instant,
+    /// Time.
+    pub outside: &'a Outside,
     /// True once a drain waits no longer: what is not begun is refused or missed.
     pub cut: &'a dyn Fn() -> bool,
 }
 
 impl Context<'_, '_> {
     fn now(&self) -> Time {
-        Time(self.epoch.elapsed().as_nanos() as u64)
+        Time(self.outside.now_ns())
     }
 }
 

@@ -2,11 +2,12 @@
 //! The threads for what nobody should wait for: the pool's background work and unmapping memory.
 
 use crate::memory::Memory;
+use crate::outside::Outside;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tmem_pool::{Pool, Time};
 
 /// Pages of background work between two looks at whether the daemon stops.
@@ -35,10 +36,14 @@ impl Janitor {
     ///
     /// # Errors
     /// The system has none; those that were started have ended.
-    pub fn start(pool: Arc<Pool>, epoch: Instant, threads: usize) -> std::io::Result<Arc<Janitor>> {
+    pub fn start(
+        pool: Arc<Pool>,
+        outside: &Outside,
+        threads: usize,
+    ) -> std::io::Result<Arc<Janitor>> {
+        let outside = outside.clone();
         Janitor::start_with(threads, move || {
-            let now = Time(epoch.elapsed().as_nanos() as u64);
-            pool.maintain(now, MAINTAIN_PAGES)
+            pool.maintain(Time(outside.now_ns()), MAINTAIN_PAGES)
         })
     }
 
@@ -77,9 +82,7 @@ impl Janitor {
     fn run(&self, maintain: &dyn Fn() -> bool) {
         while !self.stop.load(Ordering::SeqCst) {
             self.work.store(false, Ordering::SeqCst);
-            let garbage =
-                std::mem::take(&mut *self.garbage.lock().unwrap_or_else(PoisonError::into_inner));
-            drop(garbage);
+            self.unmap();
             let Ok(more) = catch_unwind(AssertUnwindSafe(maintain)) else {
                 // Without this work no VM has room soon. A panic that comes again and again must not
                 // fill the log.
@@ -94,6 +97,13 @@ impl Janitor {
                 }
             }
         }
+    }
+
+    /// Unmaps what was discarded until now.
+    pub fn unmap(&self) {
+        let garbage =
+            std::mem::take(&mut *self.garbage.lock().unwrap_or_else(PoisonError::into_inner));
+        drop(garbage);
     }
 
     /// To be called after anything that may leave background work; cheap.

@@ -17,6 +17,7 @@
 //! | `vm.rs`, `control.rs`, `janitor.rs` | counters, control interface, background work |
 //! | `pressure.rs` | the pool gives way when the host is short of memory |
 //! | `recorder.rs` | what guests ask, into a file |
+//! | `outside.rs` | time and chance, which a simulator can give |
 //!
 //! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
 //! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
@@ -35,6 +36,7 @@ mod execute;
 mod janitor;
 mod memory;
 mod notes;
+mod outside;
 mod peer;
 mod poller;
 pub mod pressure;
@@ -49,3 +51,15 @@ mod worker;
 
 pub use config::{Config, ConfigError, PressureConfig, TraceConfig, VmConfig};
 pub use daemon::{Daemon, StartError};
+
+/// The daemon without its threads and sockets, for the simulator alone.
+#[doc(hidden)]
+pub mod parts {
+    pub use crate::connection::{Session, Shared};
+    pub use crate::device::Device;
+    pub use crate::janitor::Janitor;
+    pub use crate::outside::{Outside, Told};
+    pub use crate::peer::{HungUp, Peer};
+    pub use crate::vm::Vm;
+    pub use crate::worker::{Hands, Workers};
+}

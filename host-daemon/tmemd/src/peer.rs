@@ -34,7 +34,17 @@ pub struct HungUp;
 ///
 /// Its handle is one of several of the same socket: whoever ends a connection shuts the socket
 /// down, so that the front end sees the end before the last of them is closed.
-pub struct Peer {
+pub struct Peer(Kind);
+
+/// How it is looked at, in a simulator.
+pub type Look = Box<dyn Fn() -> Result<(), HungUp> + Send + Sync>;
+
+enum Kind {
+    Socket(Socket),
+    Told(Look),
+}
+
+struct Socket {
     socket: OwnedFd,
     epoch: Instant,
     /// When a look began that found it there, by `now_ns`. Whichever worker looked.
@@ -47,22 +57,45 @@ pub struct Peer {
 impl Peer {
     /// Whoever is at the other end of that socket.
     pub fn new(stream: UnixStream) -> Peer {
-        Peer {
+        Peer(Kind::Socket(Socket {
             socket: stream.into(),
             epoch: Instant::now(),
             seen_at_ns: 0.into(),
             #[cfg(test)]
             looks: u64::MAX.into(),
+        }))
+    }
+
+    /// Whoever a simulator says is there: each look asks it.
+    pub fn told(look: Look) -> Peer {
+        Peer(Kind::Told(look))
+    }
+
+    /// Finds out whether it is still there; never waits. A hang-up is never taken back.
+    pub fn look(&self) -> Result<(), HungUp> {
+        match &self.0 {
+            Kind::Socket(socket) => socket.look(),
+            Kind::Told(look) => look(),
         }
     }
 
+    /// Lets it hang up between a look and the next: so many find it there.
+    #[cfg(test)]
+    pub fn hang_up_after(&self, looks: u64) {
+        match &self.0 {
+            Kind::Socket(socket) => socket.looks.store(looks, Ordering::SeqCst),
+            Kind::Told(_) => unreachable!("it is told when"),
+        }
+    }
+}
+
+impl Socket {
     /// Starts where 0 is too long ago to be good.
     fn now_ns(&self) -> u64 {
         (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }
 
-    /// Finds out whether it is still there; never waits. A hang-up is never taken back.
-    pub fn look(&self) -> Result<(), HungUp> {
+    fn look(&self) -> Result<(), HungUp> {
         #[cfg(test)]
         {
             let left = self.looks.load(Ordering::SeqCst);
@@ -92,12 +125,6 @@ impl Peer {
                 Ok(_) | Err(_) => return Err(HungUp),
             }
         }
-    }
-
-    /// Lets it hang up between a look and the next: so many find it there.
-    #[cfg(test)]
-    pub fn hang_up_after(&self, looks: u64) {
-        self.looks.store(looks, Ordering::SeqCst);
     }
 }
 

@@ -196,7 +196,7 @@ impl LogLimit {
 }
 
 /// A connection's place at its VM, for as long as this lives.
-pub struct Connected<'a>(&'a Vm);
+pub struct Connected(Arc<Vm>);
 
 /// Why a connection has no place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -209,9 +209,9 @@ pub enum NoPlace {
     NoHandle,
 }
 
-impl<'a> Connected<'a> {
+impl Connected {
     /// Takes the place.
-    pub fn claim(vm: &'a Vm, stream: &UnixStream) -> Result<Connected<'a>, NoPlace> {
+    pub fn claim(vm: &Arc<Vm>, stream: &UnixStream) -> Result<Connected, NoPlace> {
         let mut line = lock(&vm.line);
         match *line {
             Line::Nobody => {}
@@ -220,11 +220,11 @@ impl<'a> Connected<'a> {
         }
         *line = Line::FrontEnd(stream.try_clone().map_err(|_| NoPlace::NoHandle)?);
         vm.connected.store(true, Ordering::Release);
-        Ok(Connected(vm))
+        Ok(Connected(vm.clone()))
     }
 }
 
-impl Drop for Connected<'_> {
+impl Drop for Connected {
     fn drop(&mut self) {
         let mut line = lock(&self.0.line);
         if let Line::FrontEnd(_) = *line {

@@ -11,6 +11,7 @@
 use crate::chain::{Chain, READ_BUFFER_BYTES, WriteError};
 use crate::execute::{self, Context, PageBuffers};
 use crate::memory::Memory;
+use crate::outside::Outside;
 use crate::peer::{HungUp, Peer};
 use crate::poller::signal;
 use crate::request::{self, QueueKind, Rejected};
@@ -18,7 +19,7 @@ use crate::vm::Vm;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tmem_pool::Spent;
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
@@ -54,8 +55,8 @@ pub struct Link {
     pub peer: Peer,
     /// The number that requests must carry; changes only while all vrings are held.
     pub generation: AtomicU64,
-    /// Start of the daemon's clock.
-    pub epoch: Instant,
+    /// Time.
+    pub outside: Outside,
 }
 
 /// Ring addresses as the VMM gives them: its own.
@@ -194,7 +195,7 @@ impl Vring {
     }
 
     fn now_ns(&self) -> u64 {
-        self.link.epoch.elapsed().as_nanos() as u64
+        self.link.outside.now_ns()
     }
 
     /// First half of holding: the worker leaves at the end of the chain it is at.
@@ -386,7 +387,7 @@ impl Vring {
                     vm,
                     peer: &self.link.peer,
                     generation: self.link.generation.load(Ordering::SeqCst),
-                    epoch: self.link.epoch,
+                    outside: &self.link.outside,
                     cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
                 };
                 let used = execute::execute(&context, &request, chain, memory, pages, spent);

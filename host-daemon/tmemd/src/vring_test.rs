@@ -76,7 +76,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         vm: Arc::new(Vm::new(config, tenant, None)),
         peer: Peer::new(own),
         generation: AtomicU64::new(GENERATION),
-        epoch: Instant::now(),
+        outside: Outside::host(),
     });
     let vring = Vring::new(1, 0, link.clone());
     let call = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");

@@ -44,27 +44,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Workers {
     /// Starts `count` workers.
     pub fn start(count: usize, janitor: &Arc<Janitor>) -> io::Result<Workers> {
-        let mut workers = Workers {
-            workers: Vec::new(),
-            threads: Mutex::new(Vec::new()),
-            next_token: AtomicU64::new(0),
-            next_worker: AtomicUsize::new(0),
-        };
-        for number in 0..count {
-            let worker = Arc::new(Worker {
-                poller: Box::new(Epoll::new()?),
-                registry: Mutex::new(HashMap::new()),
-                inbox: Mutex::new(Vec::new()),
-                stop: AtomicBool::new(false),
-            });
+        let workers = Workers::without_threads(count)?;
+        for (number, worker) in workers.workers.iter().enumerate() {
             let (own, janitor) = (worker.clone(), janitor.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("worker-{number}"))
                 .spawn(move || own.run(&janitor))?;
-            workers.workers.push(worker);
             lock(&workers.threads).push(thread);
         }
         Ok(workers)
+    }
+
+    /// `count` workers that do nothing but in [`round`](Self::round).
+    pub fn without_threads(count: usize) -> io::Result<Workers> {
+        let worker = |_| {
+            Ok(Arc::new(Worker {
+                poller: Box::new(Epoll::new()?),
+                registry: Mutex::new(HashMap::new()),
+                inbox: Mutex::new(Vec::new()),
+                stop: AtomicBool::new(false),
+            }))
+        };
+        Ok(Workers {
+            workers: (0..count).map(worker).collect::<io::Result<_>>()?,
+            threads: Mutex::new(Vec::new()),
+            next_token: AtomicU64::new(0),
+            next_worker: AtomicUsize::new(0),
+        })
+    }
+
+    /// What a worker does each time that it looks around; only where it has no thread.
+    pub fn round(&self, worker: usize, hands: &mut Hands, janitor: &Janitor) -> io::Result<()> {
+        self.workers[worker].round(hands, janitor, false)
     }
 
     /// How many there are.
@@ -124,51 +135,84 @@ impl Workers {
     }
 }
 
+/// What a worker has to itself.
+pub struct Hands {
+    scratch: Scratch,
+    ready: Vec<u64>,
+    run_queue: RunQueue<Arc<Vring>>,
+}
+
+impl Hands {
+    /// Nothing to do yet.
+    pub fn new() -> Hands {
+        Hands {
+            scratch: Scratch::new(),
+            ready: Vec::new(),
+            run_queue: RunQueue::new(),
+        }
+    }
+}
+
+impl Default for Hands {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
 impl Worker {
     fn run(&self, janitor: &Janitor) {
-        let mut scratch = Scratch::new();
-        let mut ready = Vec::new();
-        let mut run_queue: RunQueue<Arc<Vring>> = RunQueue::new();
+        let mut hands = Hands::new();
         while !self.stop.load(Ordering::SeqCst) {
-            if let Err(error) = self.poller.wait(&mut ready, run_queue.is_empty()) {
+            if let Err(error) = self.round(&mut hands, janitor, true) {
                 // Cannot happen while its descriptors are open; serving without it is impossible.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
                 return;
             }
-            let mut enqueue = |vring: Arc<Vring>| {
-                if !vring.queued.swap(true, Ordering::SeqCst) {
-                    run_queue.push(vring.owner(), vring);
-                }
-            };
-            {
-                let registry = lock(&self.registry);
-                for token in &ready {
-                    if let Some((kick, vring)) = registry.get(token) {
-                        consume(kick);
-                        enqueue(vring.clone());
-                    }
-                }
+        }
+    }
+
+    /// Looks who has work, waits for some if it may and nobody has, and gives each VM a turn.
+    fn round(&self, hands: &mut Hands, janitor: &Janitor, wait: bool) -> io::Result<()> {
+        let Hands {
+            scratch,
+            ready,
+            run_queue,
+        } = hands;
+        self.poller.wait(ready, wait && run_queue.is_empty())?;
+        let mut enqueue = |vring: Arc<Vring>| {
+            if !vring.queued.swap(true, Ordering::SeqCst) {
+                run_queue.push(vring.owner(), vring);
             }
-            lock(&self.inbox).drain(..).for_each(&mut enqueue);
-            // Then look who else has come.
-            for _ in 0..run_queue.owners() {
-                let Some(vring) = run_queue.pop() else {
-                    break;
-                };
-                // Cleared before the turn, so that a kick during it is not lost.
-                vring.queued.store(false, Ordering::SeqCst);
-                let turn = std::panic::catch_unwind(AssertUnwindSafe(|| vring.turn(&mut scratch)));
-                match turn {
-                    Ok(Turn::Idle) => {}
-                    Ok(Turn::More) => {
-                        if !vring.queued.swap(true, Ordering::SeqCst) {
-                            run_queue.push(vring.owner(), vring);
-                        }
-                    }
-                    Err(_) => vring.stop_after_panic(),
+        };
+        {
+            let registry = lock(&self.registry);
+            for token in ready {
+                if let Some((kick, vring)) = registry.get(token) {
+                    consume(kick);
+                    enqueue(vring.clone());
                 }
-                janitor.work_may_be_there();
             }
         }
+        lock(&self.inbox).drain(..).for_each(&mut enqueue);
+        // Then look who else has come.
+        for _ in 0..run_queue.owners() {
+            let Some(vring) = run_queue.pop() else {
+                break;
+            };
+            // Cleared before the turn, so that a kick during it is not lost.
+            vring.queued.store(false, Ordering::SeqCst);
+            let turn = std::panic::catch_unwind(AssertUnwindSafe(|| vring.turn(scratch)));
+            match turn {
+                Ok(Turn::Idle) => {}
+                Ok(Turn::More) => {
+                    if !vring.queued.swap(true, Ordering::SeqCst) {
+                        run_queue.push(vring.owner(), vring);
+                    }
+                }
+                Err(_) => vring.stop_after_panic(),
+            }
+            janitor.work_may_be_there();
+        }
+        Ok(())
     }
 }
