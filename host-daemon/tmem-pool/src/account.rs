@@ -32,11 +32,13 @@ impl Sum {
     }
 }
 
-/// What tenants hold beside blobs.
+/// What tenants hold beside blobs, and what was done.
 #[derive(Debug, Default)]
 pub(crate) struct Account {
     /// Memory of all indexes and policies, detached parts included.
     pub index_bytes: Sum,
     /// Live ones and those that left and are not freed yet.
     pub tenants: Sum,
+    /// Stored copies that compaction has moved, ever.
+    pub moved_blobs: Sum,
 }

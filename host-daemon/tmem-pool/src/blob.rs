@@ -10,6 +10,7 @@
 //!
 //! Locks: those of the table (dedup.rs), which are never held together with one of the heap.
 
+use crate::account::Sum;
 use crate::codec::{self, Buffer, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
@@ -59,6 +60,10 @@ pub(crate) struct Store {
     hash: HashFn,
     hasher: PageHash,
     dedup: Dedup,
+    /// Cold blobs that became smaller, ever.
+    pub denser_blobs: Sum,
+    /// By so much.
+    pub denser_saved_bytes: Sum,
 }
 
 /// A page's final form.
@@ -97,6 +102,8 @@ impl Store {
             hash,
             hasher: PageHash::new(seed),
             dedup: Dedup::new(heap.handles_max())?,
+            denser_blobs: Sum::default(),
+            denser_saved_bytes: Sum::default(),
             heap,
         })
     }
@@ -309,10 +316,14 @@ impl Store {
                 .read(handle, |bytes| codec::decode(bytes, &mut page));
             if decoded.is_ok()
                 && let Some(bytes) = denser.encode(&page, buffer, len)
-                && !self.heap.replace(handle, bytes, frames_bytes_max)
             {
-                // Another time.
-                record.state.fetch_and(!DENSE, Relaxed);
+                if self.heap.replace(handle, bytes, frames_bytes_max) {
+                    self.denser_blobs.add(1);
+                    self.denser_saved_bytes.add((len - bytes.len()) as u64);
+                } else {
+                    // Another time.
+                    record.state.fetch_and(!DENSE, Relaxed);
+                }
             }
         }
         self.release(blob);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What more memory would bring a tenant: how many of its misses would have been hits.
+//! What more memory would bring a tenant: how many of its misses would have been hits; and what less
+//! would cost it: how many of its hits would have been misses.
 //!
 //! Spatial sampling as in SHARDS (Waldspurger et al., FAST 2015): of all keys those are followed
 //! whose hash has so many zero bits, which are as many as memory allows. Of these it keeps, in the
@@ -18,6 +19,13 @@ const SAMPLES_MAX: usize = 1024;
 /// How much more memory, in percent.
 pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
 
+/// How much less, in percent.
+pub const LOSS_PERCENT: [u64; 3] = [25, 50, 75];
+
+/// Of the hits of keys that are followed, one in so many is looked at: hits are most gets, and each
+/// look is a walk over up to `SAMPLES_MAX` others.
+const HITS_PER_LOOK: u64 = 8;
+
 /// Bits of a key's hash that decide: not those that the ghost takes.
 const HASH_SHIFT: u32 = 16;
 
@@ -26,11 +34,17 @@ pub(crate) struct Gain {
     /// One key in 2^shift is followed.
     shift: u32,
     next_put: u64,
+    /// Counts hits of keys that are followed.
+    turn: u64,
     /// By the order of puts, with the hash of the key.
     puts: BTreeMap<u64, (Key, u64)>,
     by_hash: HashMap<u64, u64>,
     /// Misses that would have been hits, for each of `GAIN_PERCENT`.
     pub hits: [u64; GAIN_PERCENT.len()],
+    /// Hits that would have been misses, for each of `LOSS_PERCENT`.
+    pub losses: [u64; LOSS_PERCENT.len()],
+    /// Hits that `losses` was told from.
+    pub hits_seen: u64,
 }
 
 impl Gain {
@@ -77,8 +91,8 @@ impl Gain {
         }
     }
 
-    /// A page was asked for.
-    pub(crate) fn get(&mut self, key_hash: u64, hit: bool, room_pages: u64) {
+    /// A page was asked for. `used_pages` are as many as the tenant held.
+    pub(crate) fn get(&mut self, key_hash: u64, hit: bool, room_pages: u64, used_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
         }
@@ -87,6 +101,7 @@ impl Gain {
         };
         self.puts.remove(&put);
         if hit {
+            self.hit(put, used_pages);
             return;
         }
         // A page that was put and never held fits into less: more would not have helped.
@@ -94,6 +109,21 @@ impl Gain {
         for (hits, percent) in self.hits.iter_mut().zip(GAIN_PERCENT) {
             if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
                 *hits += 1 << self.shift;
+            }
+        }
+    }
+
+    fn hit(&mut self, put: u64, used_pages: u64) {
+        self.turn = self.turn.wrapping_add(1);
+        if !self.turn.is_multiple_of(HITS_PER_LOOK) {
+            return;
+        }
+        let after = (self.puts.range(put..).count() as u64) << self.shift;
+        let weight = HITS_PER_LOOK << self.shift;
+        self.hits_seen += weight;
+        for (losses, percent) in self.losses.iter_mut().zip(LOSS_PERCENT) {
+            if after >= used_pages.saturating_mul(100 - percent) / 100 {
+                *losses += weight;
             }
         }
     }
@@ -158,7 +188,8 @@ mod tests {
         for_each_seed("gain", 2, |seed| {
             let mut rng = Rng::new(seed);
             let room = 2000;
-            let rooms = [0, 25, 50, 100].map(|percent| room * (100 + percent) / 100);
+            // Those with less room are to be told, too.
+            let rooms = [100, 125, 150, 200, 75, 50, 25].map(|percent| room * percent / 100);
             let mut caches = rooms.map(|room| Cache {
                 room,
                 ..Cache::default()
@@ -176,12 +207,20 @@ mod tests {
                 let hash = xxhash_rust::xxh3::xxh3_64_with_seed(&nr.to_le_bytes(), seed);
                 // The guest misses it, and evicts it some time later.
                 let hits = caches.each_mut().map(|cache| cache.get(nr));
-                gain.get(hash, hits[0], room as u64);
+                gain.get(hash, hits[0], room as u64, room as u64);
                 for cache in &mut caches {
                     cache.put(nr, now);
                 }
                 gain.put(key, hash, room as u64);
                 assert!(gain.puts.len() <= SAMPLES_MAX && gain.by_hash.len() == gain.puts.len());
+            }
+            assert!(gain.hits_seen.abs_diff(caches[0].hits) < caches[0].hits * 15 / 100);
+            for (i, estimate) in gain.losses.into_iter().enumerate() {
+                let less = caches[0].hits - caches[4 + i].hits;
+                let error = estimate.abs_diff(less) as f64 / less as f64;
+                let percent = LOSS_PERCENT[i];
+                println!("-{percent} %: {less} fewer hits, said {estimate}");
+                assert!(error < 0.2, "-{percent} %: {less}, said {estimate}");
             }
             for (i, estimate) in gain.hits.into_iter().enumerate() {
                 let more = caches[i + 1].hits - caches[0].hits;
@@ -209,7 +248,7 @@ mod tests {
         gain.drop_where(|key| key.index >= 5);
         assert_eq!(gain.puts.len(), 4);
         for index in 0..10 {
-            gain.get(index << HASH_SHIFT, false, 0);
+            gain.get(index << HASH_SHIFT, false, 0, 0);
         }
         // Each is still there, and fits into no room at all.
         assert_eq!((gain.hits, gain.puts.len()), ([0; 3], 0));

@@ -63,7 +63,7 @@ pub use config::{
     POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
 };
 pub use error::{AdmissionError, CreateError, NoPool};
-pub use gain::GAIN_PERCENT;
+pub use gain::{GAIN_PERCENT, LOSS_PERCENT};
 pub use hash::PageHash;
 pub use pool::Pool;
 pub use stats::{PoolStats, TenantStats};

@@ -45,6 +45,8 @@ pub(crate) struct Inner {
     chores: Apart<AtomicUsize>,
     /// A sweep has ended since all was moved together: there are holes that are worth no hurry.
     compact_all: AtomicBool,
+    /// It was made smaller and does not fit yet.
+    shrinks: AtomicBool,
     /// Guards the sweep. Only ever tried; those of the store are taken under it.
     sweep: Mutex<Sweep>,
     registry: RwLock<Registry>,
@@ -150,13 +152,19 @@ impl Inner {
         }
         let mut done = self.reap(step);
         if done == 0 && self.store.heap.is_sparse() {
-            done = self.store.heap.compact(step);
+            done = self.compact(step);
         }
         if done == 0 {
             done = self.evict(step);
         }
         *steps = steps.saturating_sub(done);
         done > 0
+    }
+
+    fn compact(&self, slots: usize) -> usize {
+        let moved = self.store.heap.compact(slots);
+        self.account.moved_blobs.add(moved as u64);
+        moved
     }
 
     /// Copies a page into the store. None: there is no room, nor was any made in up to `steps`
@@ -244,10 +252,14 @@ impl Inner {
             let holders = tenants.filter(|tenant| tenant.charged_bytes.get() > 0);
             holders.max_by_key(|tenant| tenant.excess_bytes()).cloned()
         };
-        victim.map_or(0, |victim| self.evict_from(&victim, pages, Reason::Pool))
+        let reason = match self.shrinks.load(Relaxed) {
+            true => Reason::Shrink,
+            false => Reason::Pool,
+        };
+        victim.map_or(0, |victim| self.evict_from(&victim, pages, reason))
     }
 
-    fn evict_from(&self, tenant: &tenant::Inner, pages: usize, reason: Reason) -> usize {
+    pub(crate) fn evict_from(&self, tenant: &tenant::Inner, pages: usize, reason: Reason) -> usize {
         let mut freed = Freed::with_capacity(pages);
         let steps = tenant.lock(&self.account).evict(pages, reason, &mut freed);
         self.release_all(freed);
@@ -330,7 +342,11 @@ impl Inner {
             return reaped;
         }
         let mut steps = pages;
-        if self.is_over() && self.room_step(&mut steps) {
+        let is_over = self.is_over();
+        if !is_over {
+            self.shrinks.store(false, Relaxed);
+        }
+        if is_over && self.room_step(&mut steps) {
             return pages - steps;
         }
         if self.held_bytes() > self.size_bytes.get() {
@@ -341,7 +357,7 @@ impl Inner {
             return self.evict_from(&tenant, 1, Reason::Limit);
         }
         if self.store.heap.is_sparse() || self.compact_all.load(Relaxed) {
-            let moved = self.store.heap.compact(pages);
+            let moved = self.compact(pages);
             if moved == 0 {
                 self.compact_all.store(false, Relaxed);
             }
@@ -423,6 +439,7 @@ impl Pool {
             turn: Apart::default(),
             chores: Apart::default(),
             compact_all: AtomicBool::new(false),
+            shrinks: AtomicBool::new(false),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
                 next: 1,
@@ -451,8 +468,18 @@ impl Pool {
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.0.size_max_bytes);
         let mut registry = self.0.write();
+        let before_bytes = self.0.size_bytes.get();
         self.0.size_bytes.set(size_bytes);
         registry.resize(size_bytes);
+        if size_bytes != before_bytes {
+            let shrinks = size_bytes < before_bytes && self.0.is_over();
+            self.0.shrinks.store(shrinks, Relaxed);
+        }
+    }
+
+    /// No resize goes beyond it.
+    pub fn size_max_bytes(&self) -> u64 {
+        self.0.size_max_bytes
     }
 
     /// Memory that it holds, metadata included.
@@ -488,6 +515,9 @@ impl Pool {
             blobs: heap.blobs,
             reserved_bytes: registry.reserved_bytes(),
             departed_tenants: registry.departed.len() as u64,
+            moved_blobs: self.0.account.moved_blobs.get(),
+            denser_blobs: self.0.store.denser_blobs.get(),
+            denser_saved_bytes: self.0.store.denser_saved_bytes.get(),
             ..PoolStats::default()
         };
         stats.held_bytes = stats.frames_bytes + stats.metadata_bytes;

@@ -51,6 +51,23 @@ pub(crate) enum Reason {
     Limit,
     /// The pool is over its size.
     Pool,
+    /// And has been since it was made smaller.
+    Shrink,
+    /// An operator wants the pages gone.
+    Flush,
+}
+
+/// Why a page is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    /// Too many raw pages wait for their final form.
+    Nursery,
+    /// The pool has no room.
+    Pool,
+    /// The tenant is at its limit, with pages that are not evicted fast enough.
+    Limit,
+    /// There is no memory for the key, or there are too many.
+    Keys,
 }
 
 /// A page to store, raw so far.
@@ -197,7 +214,13 @@ impl State {
         let room_pages = self.room_pages();
         self.gain.put(key, key_hash, room_pages);
         let content = Content::Raw(blob);
-        if room && self.raw_room() > 0 && self.make_room(freed) {
+        let refusal = if !room {
+            Refusal::Pool
+        } else if self.raw_room() == 0 {
+            Refusal::Nursery
+        } else if !self.make_room(freed) {
+            Refusal::Limit
+        } else {
             let entry = Entry::new(cookie, check, content, PAGE_SIZE, false);
             if let Ok(id) = self.index.insert(pool, object, index, entry) {
                 let arrival = Arrival {
@@ -208,16 +231,34 @@ impl State {
                 self.raw.push_back((id, blob));
                 return true;
             }
-        }
-        self.counters.puts_refused += 1;
+            Refusal::Keys
+        };
+        self.count_refused(refusal);
         freed.push(content);
         false
     }
 
+    fn count_refused(&mut self, refusal: Refusal) {
+        let counters = &mut self.counters;
+        counters.puts_refused += 1;
+        *match refusal {
+            Refusal::Nursery => &mut counters.refused_nursery,
+            Refusal::Pool => &mut counters.refused_pool,
+            Refusal::Limit => &mut counters.refused_limit,
+            Refusal::Keys => &mut counters.refused_keys,
+        } += 1;
+    }
+
     /// A page that is refused without having been copied: what is held under its key goes.
-    pub(crate) fn refuse(&mut self, pool: PoolRef, object: u64, index: u64, freed: &mut Freed) {
+    pub(crate) fn refuse(
+        &mut self,
+        pool: PoolRef,
+        (object, index): (u64, u64),
+        refusal: Refusal,
+        freed: &mut Freed,
+    ) {
         self.counters.puts += 1;
-        self.counters.puts_refused += 1;
+        self.count_refused(refusal);
         self.drop_page(pool, object, index, freed);
     }
 
@@ -264,6 +305,7 @@ impl State {
         self.counters.gets += cookies.len() as u64;
         self.index.find_run(pool, object, index, ids);
         let room_pages = self.room_pages();
+        let used_pages = self.index.gauges.pages.into();
         for (nth, (&id, taken)) in ids.iter().zip(taken).enumerate() {
             let held = id != 0 && self.index.entries[id].cookie == cookies[nth];
             self.counters.cookie_mismatches += u64::from(id != 0 && !held);
@@ -272,7 +314,7 @@ impl State {
             if held {
                 *taken = Some(self.remove_as(id, Leave::Got, key_hash));
             }
-            self.gain.get(key_hash, held, room_pages);
+            self.gain.get(key_hash, held, room_pages, used_pages);
         }
     }
 
@@ -285,13 +327,27 @@ impl State {
                 break;
             };
             let live = self.index.key(id).is_some();
-            freed.push(self.remove(id, Leave::Evicted).content());
+            let leave = match reason {
+                Reason::Flush => Leave::Dropped,
+                Reason::Limit | Reason::Pool | Reason::Shrink => Leave::Evicted,
+            };
+            freed.push(self.remove(id, leave).content());
             evicted += usize::from(live);
             skipped += usize::from(!live);
         }
-        self.counters.evictions += evicted as u64;
-        if reason == Reason::Limit {
-            self.counters.evictions_limit += evicted as u64;
+        let counters = &mut self.counters;
+        let evicted_pages = evicted as u64;
+        match reason {
+            Reason::Flush => counters.flushed_pages += evicted_pages,
+            Reason::Pool => counters.evictions += evicted_pages,
+            Reason::Limit => {
+                counters.evictions += evicted_pages;
+                counters.evictions_limit += evicted_pages;
+            }
+            Reason::Shrink => {
+                counters.evictions += evicted_pages;
+                counters.evictions_shrink += evicted_pages;
+            }
         }
         evicted + skipped
     }
@@ -429,6 +485,13 @@ impl State {
             return;
         }
         freed.push(Content::Raw(blob));
+        let counters = &mut self.counters;
+        *match content {
+            Content::Same(_) => &mut counters.settled_same_filled,
+            _ if shared => &mut counters.settled_shared,
+            _ if stored_bytes == PAGE_SIZE => &mut counters.settled_raw,
+            _ => &mut counters.settled_compressed,
+        } += 1;
         self.index
             .change(id, |entry| entry.set_content(content, stored_bytes, shared));
     }

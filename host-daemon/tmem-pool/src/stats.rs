@@ -41,6 +41,25 @@ pub struct TenantStats {
     pub hash_mismatches: u64,
     /// Counter, pages: the part of `evictions` that made room under the tenant's own limit.
     pub evictions_limit: u64,
+    /// Counter, pages: the part of `evictions` since the pool was made smaller than what it held.
+    pub evictions_shrink: u64,
+    /// Counter, pages: the part of `puts_refused` for which too many pages waited for their final form.
+    pub refused_nursery: u64,
+    /// Counter, pages: the part of `puts_refused` for which the pool had no room, nor made any in time.
+    pub refused_pool: u64,
+    /// Counter, pages: the part of `puts_refused` that did not fit under the tenant's own limit.
+    pub refused_limit: u64,
+    /// Counter, pages: the part of `puts_refused` for which there was no memory for the key, or the
+    /// tenant had as many as it may.
+    pub refused_keys: u64,
+    /// Counter, pages: found to repeat four bytes, as their final form.
+    pub settled_same_filled: u64,
+    /// Counter, pages: found equal to one of the trust domain.
+    pub settled_shared: u64,
+    /// Counter, pages: compressed.
+    pub settled_compressed: u64,
+    /// Counter, pages: kept as they are, since they do not compress.
+    pub settled_raw: u64,
     /// Counter, pages: put over a page that was held under the same key.
     pub replaced_pages: u64,
     /// Counter, pages: held under another cookie than the one asked for.
@@ -48,6 +67,13 @@ pub struct TenantStats {
     /// Counter, pages, about: misses that would have been hits with so much more room, in the order
     /// of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
+    /// Counter, pages, about: hits that would have been misses with so much less room than it used, in
+    /// the order of [`LOSS_PERCENT`](crate::LOSS_PERCENT).
+    pub loss_hits: [u64; 3],
+    /// Counter, pages, about: hits that `loss_hits` was told from.
+    pub loss_hits_seen: u64,
+    /// Gauge, pages: how many raw pages it may have.
+    pub raw_pages_max: u64,
     /// Gauge, pages: dropped and not yet freed. They still occupy the pool.
     pub detached_pages: u64,
     /// Gauge: live pools.
@@ -112,6 +138,16 @@ pub struct PoolStats {
     pub flushed_pages: u64,
     /// Counter, pages: not returned since the bytes failed their check. Must be 0.
     pub hash_mismatches: u64,
+    /// Counter, pages: the part of `evictions` that made room under a tenant's own limit.
+    pub evictions_limit: u64,
+    /// Counter, pages: the part of `evictions` since the pool was made smaller than what it held.
+    pub evictions_shrink: u64,
+    /// Counter: stored copies that were moved so that memory between them could be given back.
+    pub moved_blobs: u64,
+    /// Counter: stored copies that were compressed anew, since they were cold.
+    pub denser_blobs: u64,
+    /// Counter, bytes: by how much these became smaller.
+    pub denser_saved_bytes: u64,
 }
 
 /// A tenant's counters, as kept under its lock.
@@ -127,6 +163,15 @@ pub(crate) struct Counters {
     pub replaced_pages: u64,
     pub cookie_mismatches: u64,
     pub hash_mismatches: u64,
+    pub evictions_shrink: u64,
+    pub refused_nursery: u64,
+    pub refused_pool: u64,
+    pub refused_limit: u64,
+    pub refused_keys: u64,
+    pub settled_same_filled: u64,
+    pub settled_shared: u64,
+    pub settled_compressed: u64,
+    pub settled_raw: u64,
 }
 
 impl TenantStats {
@@ -146,6 +191,8 @@ impl PoolStats {
         self.evictions += counters.evictions;
         self.flushed_pages += counters.flushed_pages;
         self.hash_mismatches += counters.hash_mismatches;
+        self.evictions_limit += counters.evictions_limit;
+        self.evictions_shrink += counters.evictions_shrink;
     }
 }
 
@@ -162,5 +209,14 @@ impl Counters {
         self.replaced_pages += other.replaced_pages;
         self.cookie_mismatches += other.cookie_mismatches;
         self.hash_mismatches += other.hash_mismatches;
+        self.evictions_shrink += other.evictions_shrink;
+        self.refused_nursery += other.refused_nursery;
+        self.refused_pool += other.refused_pool;
+        self.refused_limit += other.refused_limit;
+        self.refused_keys += other.refused_keys;
+        self.settled_same_filled += other.settled_same_filled;
+        self.settled_shared += other.settled_shared;
+        self.settled_compressed += other.settled_compressed;
+        self.settled_raw += other.settled_raw;
     }
 }

@@ -11,8 +11,8 @@ use crate::account::{Account, Sum};
 use crate::blob::{DomainId, Reader, Store};
 use crate::codec::Buffer;
 use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota, RAW_PAGES_MAX, RAW_PAGES_MIN,
-    RAW_PART, SETTLE_PAGES, TenantSpec, Time,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota,
+    RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, SETTLE_PAGES, TenantSpec, Time,
 };
 use crate::entry::{Content, Entry};
 use crate::error::{AdmissionError, CreateError, NoPool};
@@ -20,7 +20,7 @@ use crate::error::{AdmissionError, CreateError, NoPool};
 use crate::index::Key;
 use crate::index::{Id, PoolRef};
 use crate::pool;
-use crate::state::{Freed, NewPage, Range, State};
+use crate::state::{Freed, NewPage, Range, Reason, Refusal, State};
 use crate::stats::{Counters, TenantStats};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -422,10 +422,14 @@ impl Tenant {
         let mut freed = Freed::new();
         let mut state = self.0.lock();
         let live = state.index.is_live(pool);
-        for ((put, raw), result) in pages.iter().zip(raw).zip(results) {
+        for (nth, ((put, raw), result)) in pages.iter().zip(raw).zip(results).enumerate() {
             let Some((blob, check)) = raw else {
                 if live {
-                    state.refuse(pool, put.object, put.index, &mut freed);
+                    let refusal = match nth < raw_room {
+                        true => Refusal::Pool,
+                        false => Refusal::Nursery,
+                    };
+                    state.refuse(pool, (put.object, put.index), refusal, &mut freed);
                 }
                 continue;
             };
@@ -624,6 +628,28 @@ impl Tenant {
         }
     }
 
+    /// Drops the pages that it holds now, a few at a time; its pools stay. For operators: it takes
+    /// about a µs a page, and their memory is free when it returns. Returns how many.
+    pub fn drop_pages(&self) -> u64 {
+        let (mut left, before) = {
+            let mut state = self.0.lock();
+            // What was dropped would not be asked for in vain if there were more room.
+            state.gain.drop_where(|_| true);
+            let pages = u64::from(state.index.gauges.pages);
+            (pages, pages)
+        };
+        while left > 0 {
+            let step = (EVICT_STEP_PAGES as u64).min(left) as usize;
+            let (engine, tenant) = (&self.0.pool, &self.0.tenant);
+            let done = engine.evict_from(tenant, step, Reason::Flush) as u64;
+            if done == 0 {
+                break;
+            }
+            left = left.saturating_sub(done);
+        }
+        before - left
+    }
+
     /// Empties the tenant in constant time: pools, objects, pages, which are freed behind. Quota
     /// and trust domain stay.
     pub fn clear(&self) {
@@ -667,7 +693,19 @@ impl Tenant {
             evictions_limit: counters.evictions_limit,
             replaced_pages: counters.replaced_pages,
             cookie_mismatches: counters.cookie_mismatches,
+            evictions_shrink: counters.evictions_shrink,
+            refused_nursery: counters.refused_nursery,
+            refused_pool: counters.refused_pool,
+            refused_limit: counters.refused_limit,
+            refused_keys: counters.refused_keys,
+            settled_same_filled: counters.settled_same_filled,
+            settled_shared: counters.settled_shared,
+            settled_compressed: counters.settled_compressed,
+            settled_raw: counters.settled_raw,
             gain_hits: state.gain.hits,
+            loss_hits: state.gain.losses,
+            loss_hits_seen: state.gain.hits_seen,
+            raw_pages_max: state.raw_max.into(),
             detached_pages: state.index.detached.pages.into(),
             pools: state.index.nr_pools() as u64,
             ..TenantStats::default()

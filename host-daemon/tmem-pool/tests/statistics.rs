@@ -1,0 +1,129 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is counted, and why: each refused and evicted page has one reason.
+
+mod common;
+
+use common::{pool, tenant};
+use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time};
+
+const MIB: u64 = 1 << 20;
+
+/// Does not compress.
+fn noise(seed: u64) -> Page {
+    let mut rng = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    std::array::from_fn(|_| {
+        rng ^= rng << 13;
+        rng ^= rng >> 7;
+        rng ^= rng << 17;
+        (rng >> 32) as u8
+    })
+}
+
+fn put(tenant: &Tenant, index: u64, page: &Page) -> PutResult {
+    let put = Put {
+        object: 1,
+        index,
+        cookie: 1,
+        workingset: false,
+        page,
+    };
+    let mut result = [PutResult::Refused];
+    tenant.put(Time(0), 1, &[put], &mut result).unwrap();
+    result[0]
+}
+
+#[test]
+fn every_page_has_one_form() {
+    let pool = pool(16 * MIB);
+    let a = tenant(&pool, "a");
+    let mut half = noise(1);
+    half[PAGE_SIZE / 2..].fill(0);
+    for (index, page) in [[0; PAGE_SIZE], half, half, noise(2)].iter().enumerate() {
+        assert_eq!(put(&a, index as u64, page), PutResult::Stored);
+    }
+    assert_eq!((a.stats().raw_pages, a.stats().raw_pages_max), (4, 256));
+    while pool.maintain(Time(0), 64) {}
+    let stats = a.stats();
+    let settled = [
+        stats.settled_same_filled,
+        stats.settled_shared,
+        stats.settled_compressed,
+        stats.settled_raw,
+    ];
+    assert_eq!((settled, stats.raw_pages), ([1, 1, 1, 1], 0));
+}
+
+#[test]
+fn every_refusal_has_a_reason() {
+    let pool = pool(16 * MIB);
+    let a = tenant(&pool, "a");
+    let max = a.stats().raw_pages_max;
+    for index in 0..max + 3 {
+        put(&a, index, &noise(index));
+    }
+    let stats = a.stats();
+    assert_eq!((stats.puts_refused, stats.refused_nursery), (3, 3));
+    // A limit below a single page.
+    a.set_quota(Quota {
+        reserve_bytes: 0,
+        limit_bytes: Some(1),
+        weight: 1,
+    })
+    .unwrap();
+    while pool.maintain(Time(0), 64) {}
+    put(&a, 0, &noise(0));
+    let stats = a.stats();
+    assert_eq!((stats.puts_refused, stats.refused_limit), (4, 1));
+    assert_eq!(stats.evictions, stats.evictions_limit);
+}
+
+#[test]
+fn evictions_tell_a_full_pool_from_a_smaller_one() {
+    let pool = pool(16 * MIB);
+    let a = tenant(&pool, "a");
+    for index in 0..8192 {
+        put(&a, index, &noise(index));
+        while pool.maintain(Time(0), 64) {}
+    }
+    let full = a.stats();
+    assert!(full.evictions > 1000);
+    assert_eq!((full.evictions_limit, full.evictions_shrink), (0, 0));
+    pool.resize(8 * MIB);
+    while pool.maintain(Time(0), 64) {}
+    let smaller = a.stats();
+    assert!(smaller.evictions_shrink > 1000);
+    assert_eq!(smaller.evictions - full.evictions, smaller.evictions_shrink);
+    // It fits: what goes now goes for room.
+    for index in 8192..9192 {
+        put(&a, index, &noise(index));
+        while pool.maintain(Time(0), 64) {}
+    }
+    assert_eq!(a.stats().evictions_shrink, smaller.evictions_shrink);
+    assert_eq!(pool.stats().evictions_shrink, smaller.evictions_shrink);
+    pool.resize(16 * MIB);
+    while pool.maintain(Time(0), 64) {}
+    assert_eq!(a.stats().evictions_shrink, smaller.evictions_shrink);
+}
+
+#[test]
+fn dropped_pages_are_flushed_and_pools_stay() {
+    let pool = pool(16 * MIB);
+    let a = tenant(&pool, "a");
+    for index in 0..200 {
+        assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
+    }
+    while pool.maintain(Time(0), 64) {}
+    assert_eq!(a.drop_pages(), 200);
+    let stats = a.stats();
+    assert_eq!(
+        (stats.pages, stats.flushed_pages, stats.evictions),
+        (0, 200, 0)
+    );
+    assert_eq!(pool.stats().payload_bytes, 0);
+    assert_eq!(
+        put(&a, 1, &noise(1)),
+        PutResult::Stored,
+        "its pool is there"
+    );
+    assert_eq!(a.drop_pages(), 1);
+}
