@@ -12,6 +12,9 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/io.virtiotmem.Control.rs"));
 }
 
+pub mod size;
+pub mod statistics;
+
 pub use generated::*;
 
 /// The interface's name.
@@ -19,6 +22,9 @@ pub const INTERFACE: &str = "io.virtiotmem.Control";
 
 /// Where the daemon's control socket is unless told otherwise.
 pub const DEFAULT_SOCKET: &str = "/run/virtio-tmem/control";
+
+/// Where its socket for the methods that only read is, if it has one.
+pub const DEFAULT_READ_ONLY_SOCKET: &str = "/run/virtio-tmem/control-ro";
 
 /// A client of the control socket at `path`.
 pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {

@@ -106,28 +106,7 @@ pub fn host_free_min_default() -> u64 {
 
 /// Parses a size: a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
 pub fn parse_size(text: &str) -> Result<u64, ConfigError> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let error = |what: &str| {
-        ConfigError(format!(
-            "{text:?} is not a size: {what}; write a whole number and B, KiB, MiB, GiB or TiB, \
-             as in 512MiB"
-        ))
-    };
-    let shift = match &text[digits.len()..] {
-        "" | "B" => 0,
-        "KiB" => 10,
-        "MiB" => 20,
-        "GiB" => 30,
-        "TiB" => 40,
-        unit => return Err(error(&format!("{unit:?} is no unit"))),
-    };
-    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(error("the number is missing or odd"));
-    }
-    let number: u64 = digits.parse().map_err(|_| error("it is too large"))?;
-    number
-        .checked_mul(1 << shift)
-        .ok_or_else(|| error("it is too large"))
+    tmem_control::size::parse(text).map_err(ConfigError)
 }
 
 /// Parses a name that can stand in a log line, a table and a metric.

@@ -5,6 +5,7 @@
 //! Whatever ends the loop, the tenant is emptied and the vrings are stopped.
 
 use crate::device::Device;
+use crate::events::Kind;
 use crate::janitor::Janitor;
 use crate::outside::Outside;
 use crate::peer::Peer;
@@ -49,6 +50,8 @@ impl Session {
                 vm.counters
                     .connections_refused
                     .fetch_add(1, Ordering::Relaxed);
+                let why = format_args!("there is one already");
+                vm.tell(Kind::ConnectionRefused, why);
                 vm.warn(format_args!(
                     "a second connection to {} is refused: the first one is still there",
                     vm.config.socket.display()
@@ -105,6 +108,7 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
     };
     let device = session.device().clone();
     vm.info(format_args!("connected"));
+    vm.tell(Kind::Connected, format_args!("connected"));
     let mut handler = BackendReqHandler::from_stream(stream, device.clone());
     let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
         loop {
@@ -124,9 +128,10 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
         Ok(None) => vm.info(format_args!("disconnected")),
         Ok(Some(error)) => vm.warn(format_args!("connection ended: {error}")),
         Err(_) => tracing::error!(
-            "VM {}: connection ended: a bug, its control thread panicked",
-            vm.name()
+            vm = %vm.name(),
+            "connection ended: a bug, its control thread panicked"
         ),
     }
+    vm.tell(Kind::Disconnected, format_args!("disconnected"));
     session.end();
 }

@@ -4,20 +4,24 @@
 //! A thread per client, with limits on clients, message size and idle time. A read-only socket
 //! answers the methods that only read. Nothing here touches a page.
 
+use crate::config::POOL_BYTES_MIN;
+use crate::events::{Events, Kind};
+use crate::janitor::Janitor;
 use crate::outside::Outside;
-use crate::pressure;
+use crate::pressure::Size;
 use crate::registry::{Refused, Registry};
+use crate::statistics;
 use crate::vm::{LogLimit, Vm};
 use crate::worker::Workers;
+use rustix::event::{PollFd, PollFlags};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use tmem_control as api;
 use tmem_pool::Pool;
 use varlink::{ConnectionHandler, VarlinkService};
-use virtio_tmem as wire;
 
 /// Clients of a control socket at once: people, an exporter, a bridge, and as many again.
 pub const CLIENTS_MAX: usize = 16;
@@ -26,45 +30,44 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// A client that says nothing for so long, or does not take its answer, is let go.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// What a control socket answers from.
-pub struct Service {
-    varlink: VarlinkService,
-    log_limit: LogLimit,
+/// What control sockets answer from.
+pub struct Control {
+    /// The pool.
+    pub pool: Arc<Pool>,
+    /// The VMs.
+    pub registry: Arc<Registry>,
+    /// The data workers.
+    pub workers: Arc<Workers>,
+    /// Background work.
+    pub janitor: Arc<Janitor>,
+    /// The pool's size.
+    pub size: Arc<Size>,
+    /// What happens.
+    pub events: Arc<Events>,
+    /// Its clock.
+    pub outside: Outside,
 }
 
-struct Control {
-    pool: Arc<Pool>,
-    registry: Arc<Registry>,
-    workers: Arc<Workers>,
-    /// The pool's size while the host has enough.
-    configured_bytes: u64,
-    /// Of its size, away from there and back.
-    steps: Arc<pressure::Counters>,
-    outside: Outside,
+/// One socket's side of it.
+struct Side {
+    control: Arc<Control>,
     read_only: bool,
+}
+
+/// The service of one socket.
+pub struct Service {
+    varlink: VarlinkService,
+    events: Arc<Events>,
+    log_limit: LogLimit,
 }
 
 impl Service {
     /// The service of one socket.
-    pub fn new(
-        pool: Arc<Pool>,
-        registry: Arc<Registry>,
-        workers: Arc<Workers>,
-        (configured_bytes, steps): (u64, Arc<pressure::Counters>),
-        outside: Outside,
-        read_only: bool,
-    ) -> Service {
-        let control = Control {
-            pool,
-            registry,
-            workers,
-            configured_bytes,
-            steps,
-            outside,
-            read_only,
-        };
-        let interface = api::new(Box::new(control));
+    pub fn new(control: Arc<Control>, read_only: bool) -> Service {
+        let events = control.events.clone();
+        let interface = api::new(Box::new(Side { control, read_only }));
         Service {
+            events,
             varlink: VarlinkService::new(
                 "virtio-tmem",
                 "tmemd",
@@ -84,6 +87,39 @@ impl Service {
             Some(left_out) => {
                 tracing::warn!("control socket: {message} ({left_out} messages left out)");
             }
+        }
+    }
+}
+
+/// The message asks for events. Those are written as they come, which the library's service, whose answers
+/// are whole, is not for.
+fn is_subscription(message: &[u8]) -> bool {
+    let message = message.strip_suffix(&[0]).unwrap_or(message);
+    let call: serde_json::Value = serde_json::from_slice(message).unwrap_or_default();
+    call["method"] == format!("{}.Monitor", api::INTERFACE) && call["more"] == true
+}
+
+/// Writes events until the client goes, says something more, or does not take them.
+fn monitor(events: &Events, mut stream: &UnixStream) -> std::io::Result<()> {
+    let subscription = events.subscribe()?;
+    loop {
+        let mut fds = [
+            PollFd::new(stream, PollFlags::IN),
+            PollFd::new(subscription.ready(), PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut fds, None) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        }
+        if !fds[0].revents().is_empty() {
+            return Ok(());
+        }
+        for event in subscription.take() {
+            let answer = serde_json::json!({ "parameters": { "event": event }, "continues": true });
+            let mut answer = serde_json::to_vec(&answer)?;
+            answer.push(0);
+            stream.write_all(&answer)?;
         }
     }
 }
@@ -114,6 +150,11 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
                 return;
             }
             if message.last() == Some(&0) {
+                if is_subscription(&message) {
+                    // An error means that the client is gone.
+                    let _ = monitor(&service.events, stream);
+                    return;
+                }
                 let mut answer = Vec::new();
                 let result = service
                     .varlink
@@ -128,164 +169,33 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
     }
 }
 
-/// varlink integers are signed.
-fn int(number: u64) -> i64 {
-    i64::try_from(number).unwrap_or(i64::MAX)
-}
-
-fn load(counter: &AtomicU64) -> i64 {
-    int(counter.load(Ordering::Relaxed))
-}
-
-fn quota_of(vm: &Vm) -> api::Quota {
-    let stats = vm.tenant.stats();
-    api::Quota {
-        reserve_bytes: int(stats.reserve_bytes),
-        limit_bytes: stats.limit_bytes.map(int),
-        weight: i64::from(stats.weight),
-    }
-}
-
-fn vm_of(vm: &Vm) -> api::Vm {
-    api::Vm {
-        name: vm.name().to_string(),
-        uuid: vm.config.uuid.clone(),
-        socket: vm.config.socket.display().to_string(),
-        trust_domain: vm.config.trust_domain.clone(),
-        quota: quota_of(vm),
-        connected: vm.connected.load(Ordering::Acquire),
-        problem: vm.problem(),
-    }
-}
-
-fn vm_stats_of(vm: &Vm) -> api::VmStats {
-    let stats = vm.tenant.stats();
-    let counters = &vm.counters;
-    api::VmStats {
-        name: vm.name().to_string(),
-        connected: vm.connected.load(Ordering::Acquire),
-        connections: load(&counters.connections),
-        connections_refused: load(&counters.connections_refused),
-        queues_stopped: load(&counters.queues_stopped),
-        requests: load(&counters.requests),
-        requests_stale: load(&counters.requests_stale),
-        requests_bad: load(&counters.requests_bad),
-        drain_cut_pages: load(&counters.drain_cut_pages),
-        pages: int(stats.pages),
-        charged_bytes: int(stats.charged_bytes),
-        entitled_bytes: int(stats.entitled_bytes),
-        original_bytes: int(stats.original_bytes),
-        compressed_bytes: int(stats.compressed_bytes),
-        same_filled_pages: int(stats.same_filled_pages),
-        shared_pages: int(stats.shared_pages),
-        puts: int(stats.puts),
-        puts_refused: int(stats.puts_refused),
-        gets: int(stats.gets),
-        hits: int(stats.hits),
-        evictions: int(stats.evictions),
-        flushed_pages: int(stats.flushed_pages),
-        hash_mismatches: int(stats.hash_mismatches),
-        driver: vm.report().map(|report| report_of(&report)),
-    }
-}
-
-/// The guest wrote this: text is made harmless for terminals and logs.
-fn report_of(report: &wire::Report) -> api::DriverReport {
-    let version = report.version.get();
-    let printable = |byte: &u8| {
-        if byte.is_ascii_graphic() {
-            char::from(*byte)
-        } else {
-            '?'
-        }
-    };
-    api::DriverReport {
-        version: format!(
-            "{}.{}.{}",
-            version >> 16,
-            (version >> 8) & 0xff,
-            version & 0xff
-        ),
-        state: match report.state.get() {
-            wire::R_OFF => "off",
-            wire::R_ON => "on",
-            wire::R_OFFLINE => "offline",
-            wire::R_TRIPPED => "tripped",
-            wire::R_POISONED => "poisoned",
-            _ => "unknown",
-        }
-        .into(),
-        kernel: report
-            .kernel
-            .iter()
-            .take_while(|byte| **byte != 0)
-            .map(printable)
-            .collect(),
-        hooks: report.hooks.get() as i64,
-        memory_bytes: int(report.memory_bytes.get()),
-        index_pages: int(report.index_pages.get()),
-        puts: int(report.puts.get()),
-        puts_dropped: int(report.puts_dropped.get()),
-        gets: int(report.gets.get()),
-        hits: int(report.hits.get()),
-        late: int(report.late.get()),
-        mismatches: int(report.mismatches.get()),
-        invalidations: int(report.invalidations.get()),
-    }
-}
-
-impl Control {
-    fn pool_stats(&self) -> api::PoolStats {
-        let stats = self.pool.stats();
-        api::PoolStats {
-            size_bytes: int(stats.size_bytes),
-            configured_bytes: int(self.configured_bytes),
-            host_shrinks: load(&self.steps.shrinks),
-            host_grows: load(&self.steps.grows),
-            held_bytes: int(stats.held_bytes),
-            payload_bytes: int(stats.payload_bytes),
-            metadata_bytes: int(stats.metadata_bytes),
-            tenants: int(stats.tenants),
-            pages: int(stats.pages),
-            original_bytes: int(stats.original_bytes),
-            same_filled_pages: int(stats.same_filled_pages),
-            shared_pages: int(stats.shared_pages),
-            blobs: int(stats.blobs),
-            evictions: int(stats.evictions),
-        }
-    }
-
-    fn daemon_stats(&self, vms: &[Arc<Vm>]) -> api::DaemonStats {
-        let connected = vms
-            .iter()
-            .filter(|vm| vm.connected.load(Ordering::Acquire))
-            .count();
-        api::DaemonStats {
-            version: env!("CARGO_PKG_VERSION").into(),
-            pid: i64::from(std::process::id()),
-            uptime_seconds: int(self.outside.uptime().as_secs()),
-            workers: self.workers.count() as i64,
-            vms: vms.len() as i64,
-            vms_connected: connected as i64,
-        }
-    }
-}
-
-impl api::VarlinkInterface for Control {
+impl api::VarlinkInterface for Side {
     fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
-        call.reply(self.registry.vms().iter().map(|vm| vm_of(vm)).collect())
+        call.reply(
+            self.control
+                .registry
+                .vms()
+                .iter()
+                .map(|vm| statistics::vm(vm))
+                .collect(),
+        )
     }
 
     fn stats(&self, call: &mut dyn api::Call_Stats, name: Option<String>) -> varlink::Result<()> {
-        let all = self.registry.vms();
+        let all = self.control.registry.vms();
         let vms = match &name {
-            None => all.iter().map(|vm| vm_stats_of(vm)).collect(),
+            None => all.iter().map(|vm| statistics::of_vm(vm)).collect(),
             Some(wanted) => match all.iter().find(|vm| *vm.name() == **wanted) {
-                Some(vm) => vec![vm_stats_of(vm)],
+                Some(vm) => vec![statistics::of_vm(vm)],
                 None => return call.reply_no_such_vm(wanted.clone()),
             },
         };
-        call.reply(self.daemon_stats(&all), self.pool_stats(), vms)
+        let control = &self.control;
+        call.reply(
+            statistics::of_daemon(control, &all),
+            statistics::of_pool(control),
+            vms,
+        )
     }
 
     fn set_quota(
@@ -297,7 +207,7 @@ impl api::VarlinkInterface for Control {
         if self.read_only {
             return call.reply_read_only_socket("SetQuota".into());
         }
-        match self.registry.set_quota(&name, &quota) {
+        match self.control.registry.set_quota(&name, &quota) {
             None => call.reply_no_such_vm(name),
             Some(Ok(())) => {
                 tracing::info!(vm = name, ?quota, "quota changed");
@@ -312,7 +222,7 @@ impl api::VarlinkInterface for Control {
             return call.reply_read_only_socket("AddVm".into());
         }
         let name = vm.name.clone();
-        match self.registry.add(vm) {
+        match self.control.registry.add(vm) {
             Ok(added) => call.reply(added),
             Err(Refused::Quota(reason)) => call.reply_bad_quota(name, reason),
             Err(Refused::Vm(reason)) => call.reply_bad_vm(name, reason),
@@ -323,7 +233,7 @@ impl api::VarlinkInterface for Control {
         if self.read_only {
             return call.reply_read_only_socket("RemoveVm".into());
         }
-        let removed = self.registry.remove(&uuid);
+        let removed = self.control.registry.remove(&uuid);
         call.reply(removed)
     }
 
@@ -336,10 +246,106 @@ impl api::VarlinkInterface for Control {
         if self.read_only {
             return call.reply_read_only_socket("SetProblem".into());
         }
-        match self.registry.set_problem(&uuid, problem) {
+        match self.control.registry.set_problem(&uuid, problem) {
             true => call.reply(),
             false => call.reply_no_such_vm(uuid),
         }
+    }
+
+    fn flush(&self, call: &mut dyn api::Call_Flush, name: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Flush".into());
+        }
+        let Some(vm) = self.vm(&name) else {
+            return call.reply_no_such_vm(name);
+        };
+        let pages = vm.tenant.drop_pages();
+        if let Some(tap) = &vm.tap {
+            tap.clear();
+        }
+        tracing::info!(vm = name, pages, "flushed");
+        vm.tell(Kind::Flushed, format_args!("{pages} pages"));
+        call.reply(statistics::int(pages))
+    }
+
+    fn freeze(&self, call: &mut dyn api::Call_Freeze, name: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Freeze".into());
+        }
+        match self.set_frozen(&name, true) {
+            Some(changed) => call.reply(changed),
+            None => call.reply_no_such_vm(name),
+        }
+    }
+
+    fn thaw(&self, call: &mut dyn api::Call_Thaw, name: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Thaw".into());
+        }
+        match self.set_frozen(&name, false) {
+            Some(changed) => call.reply(changed),
+            None => call.reply_no_such_vm(name),
+        }
+    }
+
+    fn resize(&self, call: &mut dyn api::Call_Resize, size_bytes: i64) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Resize".into());
+        }
+        let bytes_max = self.control.pool.size_max_bytes();
+        let bytes = u64::try_from(size_bytes).ok();
+        match bytes.filter(|bytes| (POOL_BYTES_MIN..=bytes_max).contains(bytes)) {
+            Some(bytes) => {
+                tracing::info!(size_bytes, "resized");
+                self.control.size.set_full(bytes);
+                call.reply()
+            }
+            None => call.reply_bad_size(
+                size_bytes,
+                format!(
+                    "a pool has {POOL_BYTES_MIN} to {bytes_max} bytes: no more than what the host had when \
+                     the daemon was started"
+                ),
+            ),
+        }
+    }
+
+    fn freeable(&self, call: &mut dyn api::Call_Freeable) -> varlink::Result<()> {
+        let stats = self.control.pool.stats();
+        let int = statistics::int;
+        let floor_bytes = POOL_BYTES_MIN.max(stats.reserved_bytes);
+        call.reply(
+            int(stats.held_bytes),
+            int(stats.held_bytes.saturating_sub(POOL_BYTES_MIN)),
+            int(stats.held_bytes.saturating_sub(floor_bytes)),
+            int(stats.frames_bytes.saturating_sub(stats.payload_bytes)),
+        )
+    }
+
+    fn monitor(&self, call: &mut dyn api::Call_Monitor) -> varlink::Result<()> {
+        call.reply_more_expected("Monitor".into())
+    }
+}
+
+impl Side {
+    fn vm(&self, name: &str) -> Option<Arc<Vm>> {
+        let vms = self.control.registry.vms();
+        vms.into_iter().find(|vm| *vm.name() == *name)
+    }
+
+    /// None: there is no such VM; true: it was not so.
+    fn set_frozen(&self, name: &str, frozen: bool) -> Option<bool> {
+        let vm = self.vm(name)?;
+        let changed = vm.frozen.swap(frozen, Ordering::Relaxed) != frozen;
+        if changed {
+            let (kind, text) = match frozen {
+                true => (Kind::Frozen, "its puts are refused from now on"),
+                false => (Kind::Thawed, "its puts are taken again"),
+            };
+            tracing::info!(vm = name, frozen, "{text}");
+            vm.tell(kind, format_args!("{text}"));
+        }
+        Some(changed)
     }
 }
 

@@ -7,11 +7,12 @@
 
 use crate::config::{Config, ConfigError};
 use crate::connection::{self, Shared};
-use crate::control::{self, Service};
+use crate::control::{self, Control, Service};
+use crate::events::Events;
 use crate::janitor::Janitor;
 use crate::outside::Outside;
 use crate::poller::{consume, signal};
-use crate::pressure::{self, Watcher, host_memory_bytes};
+use crate::pressure::{Size, Watcher, host_memory_bytes};
 use crate::recorder::Recorder;
 use crate::registry::Registry;
 use crate::sockets::{Access, Listener};
@@ -94,6 +95,9 @@ pub struct Daemon {
     janitor: Arc<Janitor>,
     recorder: Option<Arc<Recorder>>,
     watcher: Option<Watcher>,
+    control: Option<Arc<Control>>,
+    /// Guards what it was started with, or has read since. The registry is locked under it.
+    config: Mutex<Config>,
 }
 
 impl Daemon {
@@ -122,7 +126,13 @@ impl Daemon {
             None => None,
         };
         warn_of_others(&config.run_folder);
-        let registry = Registry::new(pool.clone(), recorder.clone(), &config.run_folder)?;
+        let events: Arc<Events> = Arc::default();
+        let registry = Registry::new(
+            pool.clone(),
+            recorder.clone(),
+            events.clone(),
+            &config.run_folder,
+        )?;
         let registry = Arc::new(registry);
         for vm in &config.vms {
             registry.give(vm).map_err(StartError::Admission)?;
@@ -147,29 +157,31 @@ impl Daemon {
             janitor: janitor.clone(),
             recorder,
             watcher: None,
+            control: None,
+            config: Mutex::new(config.clone()),
         };
-        let steps: Arc<pressure::Counters> = Arc::default();
-        if let Some(pressure) = &config.pressure {
-            let watcher = Watcher::start(
-                pressure.clone(),
-                pool.clone(),
-                config.pool_size_bytes,
-                janitor.clone(),
-                steps.clone(),
-            )?;
-            daemon.watcher = Some(watcher);
+        let pressure = config.pressure.as_ref();
+        let free_min_bytes = pressure.map_or(0, |pressure| pressure.host_free_min_bytes);
+        let size = Arc::new(Size::new(
+            (free_min_bytes, config.pool_size_bytes),
+            pool.clone(),
+            janitor.clone(),
+            events.clone(),
+        ));
+        if let Some(pressure) = pressure {
+            daemon.watcher = Some(Watcher::start(pressure.clone(), size.clone())?);
         }
+        let control = Arc::new(Control {
+            pool,
+            registry: registry.clone(),
+            workers: workers.clone(),
+            janitor: janitor.clone(),
+            size,
+            events,
+            outside: outside.clone(),
+        });
         let mut listeners = Vec::new();
-        let service = |read_only| {
-            Arc::new(Service::new(
-                pool.clone(),
-                registry.clone(),
-                workers.clone(),
-                (config.pool_size_bytes, steps.clone()),
-                outside.clone(),
-                read_only,
-            ))
-        };
+        let service = |read_only| Arc::new(Service::new(control.clone(), read_only));
         listeners.push((
             Arc::new(Listener::bind(&config.control, Access::default())?),
             Purpose::Control(service(false), Arc::default()),
@@ -178,6 +190,7 @@ impl Daemon {
             let purpose = Purpose::Control(service(true), Arc::default());
             listeners.push((Arc::new(Listener::bind(path, Access::default())?), purpose));
         }
+        daemon.control = Some(control);
         registry.listen()?;
         registry.restore();
         let shared = Shared {
@@ -191,6 +204,86 @@ impl Daemon {
                 .spawn(move || accept_all(&listeners, &registry, &shared, &stop))?,
         );
         Ok(daemon)
+    }
+
+    /// Takes over what of a configuration can change while it runs: the pool's size, the memory to leave
+    /// available, quotas of its VMs. No VM notices. Returns what holds from the next start on only.
+    ///
+    /// # Errors
+    /// The configuration is wrong; what is named then, and what came before it in this order, may hold
+    /// already.
+    pub fn reload(&self, new: Config) -> Result<Vec<String>, ConfigError> {
+        new.check()?;
+        let Some(control) = &self.control else {
+            return Ok(Vec::new());
+        };
+        let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
+        let size_max_bytes = control.pool.size_max_bytes();
+        if new.pool_size_bytes > size_max_bytes {
+            let bytes = new.pool_size_bytes;
+            return Err(ConfigError(format!(
+                "a pool of {bytes} bytes is more than the host had at the start: {size_max_bytes}"
+            )));
+        }
+        let mut later = Vec::new();
+        // Larger before reserves grow, which have to fit.
+        if new.pool_size_bytes != config.pool_size_bytes {
+            control.size.set_full(new.pool_size_bytes);
+            config.pool_size_bytes = new.pool_size_bytes;
+        }
+        for vm in &new.vms {
+            let old = config.vms.iter_mut().find(|old| old.name == vm.name);
+            match old {
+                Some(old) => {
+                    if old.quota != vm.quota {
+                        let quota = crate::statistics::quota(&vm.quota);
+                        if let Some(Err(why)) = control.registry.set_quota(&vm.name, &quota) {
+                            return Err(ConfigError(format!("VM {:?}: {why}", vm.name)));
+                        }
+                        old.quota = vm.quota;
+                    }
+                    if old != vm {
+                        later.push(format!("socket, UUID and trust domain of VM {}", vm.name));
+                    }
+                }
+                None => later.push(format!("VM {}, which is new", vm.name)),
+            }
+        }
+        let gone = config
+            .vms
+            .iter()
+            .filter(|old| new.vms.iter().all(|vm| vm.name != old.name));
+        later.extend(gone.map(|old| format!("that there is no VM {}", old.name)));
+        let stalls = |config: &Config| config.pressure.as_ref().and_then(|p| p.stalls.clone());
+        let free_min_bytes = |config: &Config| {
+            let pressure = config.pressure.as_ref();
+            pressure.map_or(0, |pressure| pressure.host_free_min_bytes)
+        };
+        // Who does not look at the host does not begin to.
+        match config.pressure.is_some() {
+            true => control.size.set_free_min(free_min_bytes(&new)),
+            false if new.pressure.is_some() => later.push("host_free_min".into()),
+            false => {}
+        }
+        for (name, differs) in [
+            ("memory_pressure", stalls(&config) != stalls(&new)),
+            ("workers", config.workers != new.workers),
+            ("control", config.control != new.control),
+            (
+                "control_read_only",
+                config.control_read_only != new.control_read_only,
+            ),
+            ("run_folder", config.run_folder != new.run_folder),
+        ] {
+            if differs {
+                later.push(name.into());
+            }
+        }
+        let text = format_args!("the configuration was read again");
+        control
+            .events
+            .tell(crate::events::Kind::Reloaded, None, text);
+        Ok(later)
     }
 
     /// Stops it: drains, empties the pool of every VM, removes the sockets.

@@ -565,7 +565,7 @@ mod tests {
         let workers = Arc::new(Workers::start(1, &janitor).expect("start"));
         // One that has much else to do.
         janitor.stop();
-        let vm = Arc::new(Vm::new(config, tenant, None));
+        let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
         let (own, _front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
         let peer = Peer::new(own);
         let mut device = Device::new(vm, peer, workers.clone(), janitor, outside).expect("random");

@@ -179,7 +179,8 @@ fn put(
     let mut done = 0;
     while status == wire::S_OK && done < pages.len() {
         let end = (done + SLICE_PAGES).min(pages.len());
-        if (context.cut)() {
+        let frozen = context.vm.frozen.load(Ordering::Relaxed);
+        if frozen || (context.cut)() {
             // A refused page leaves nothing behind, not even what was put before.
             for page in &pages[done..] {
                 let (object, index) = (page.object.get(), page.index.get());
@@ -192,13 +193,16 @@ fn put(
                     status = wire::S_NO_POOL;
                     break;
                 }
+                if let (true, Some(tap)) = (frozen, &context.vm.tap) {
+                    tap.flush(pool, object, index, Some(1));
+                }
             }
-            let cut = (pages.len() - done) as u64;
-            context
-                .vm
-                .counters
-                .drain_cut_pages
-                .fetch_add(cut, Ordering::Relaxed);
+            let counters = &context.vm.counters;
+            let counter = match frozen {
+                true => &counters.refused_frozen,
+                false => &counters.drain_cut_pages,
+            };
+            counter.fetch_add((pages.len() - done) as u64, Ordering::Relaxed);
             break;
         }
         let puts: Vec<Put<'_>> = pages[done..end]

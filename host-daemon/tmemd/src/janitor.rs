@@ -3,6 +3,7 @@
 
 use crate::memory::Memory;
 use crate::outside::Outside;
+use crate::usage::Stage;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -29,6 +30,8 @@ pub struct Janitor {
     garbage: Mutex<Vec<Arc<Memory>>>,
     /// Guards the threads' handles.
     threads: Mutex<Vec<JoinHandle<()>>>,
+    /// What they take.
+    pub stage: Stage,
 }
 
 impl Janitor {
@@ -58,6 +61,7 @@ impl Janitor {
             stop: AtomicBool::new(false),
             garbage: Mutex::new(Vec::new()),
             threads: Mutex::new(Vec::new()),
+            stage: Stage::default(),
         });
         for _ in 0..threads {
             let (own, maintain) = (janitor.clone(), maintain.clone());
@@ -80,6 +84,7 @@ impl Janitor {
     }
 
     fn run(&self, maintain: &dyn Fn() -> bool) {
+        self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.work.store(false, Ordering::SeqCst);
             self.unmap();

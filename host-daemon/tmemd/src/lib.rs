@@ -14,7 +14,9 @@
 //! | `worker.rs`, `poller.rs` | data workers, how they wait |
 //! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
-//! | `vm.rs`, `control.rs`, `janitor.rs` | counters, control interface, background work |
+//! | `vm.rs`, `janitor.rs` | a VM and its counters, background work |
+//! | `control.rs`, `events.rs` | control interface, who is told what happened |
+//! | `statistics.rs`, `latency.rs`, `usage.rs` | figures: all of them, times of requests, what the daemon takes |
 //! | `pressure.rs` | the pool gives way when the host is short of memory |
 //! | `recorder.rs` | what guests ask, into a file |
 //! | `outside.rs` | time and chance, which a simulator can give |
@@ -32,8 +34,10 @@ mod control;
 mod daemon;
 mod device;
 mod dirty;
+pub mod events;
 mod execute;
 mod janitor;
+mod latency;
 mod memory;
 mod notes;
 mod outside;
@@ -45,6 +49,8 @@ mod registry;
 pub mod request;
 mod run_queue;
 mod sockets;
+mod statistics;
+mod usage;
 mod vm;
 mod vring;
 mod worker;

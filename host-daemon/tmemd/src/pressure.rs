@@ -8,6 +8,7 @@
 //! giving it up costs time, never data.
 
 use crate::config::{POOL_BYTES_MIN, PressureConfig};
+use crate::events::{Events, Kind};
 use crate::janitor::Janitor;
 use crate::poller::signal;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -90,6 +91,17 @@ impl Governor {
             calm_since: None,
             grown: None,
         }
+    }
+
+    /// Another configured size. Returns the size that the pool should have now.
+    fn set_full(&mut self, full_bytes: u64) -> u64 {
+        // One that gave way to the host grows as before, and does not jump.
+        let is_full = self.size_bytes == self.full_bytes;
+        self.full_bytes = full_bytes;
+        if is_full || self.size_bytes > full_bytes {
+            self.size_bytes = full_bytes;
+        }
+        self.size_bytes
     }
 
     /// The size that the pool should have from now on, if it is another one. `held_bytes`: what it
@@ -197,13 +209,95 @@ impl Stalls {
     }
 }
 
-/// What it did, for statistics.
-#[derive(Debug, Default)]
-pub struct Counters {
-    /// Steps that made the pool smaller.
+/// The pool's size: what operators want, as far as the host lets them. Everybody who changes it does so
+/// here.
+pub struct Size {
+    /// Guards the decision until the pool has it. The pool's registry is locked under it.
+    governor: Mutex<Governor>,
+    pool: Arc<Pool>,
+    janitor: Arc<Janitor>,
+    events: Arc<Events>,
+    /// Steps that made it smaller.
     pub shrinks: AtomicU64,
     /// Steps that made it larger again.
     pub grows: AtomicU64,
+}
+
+impl Size {
+    /// Of a pool that has its configured size.
+    pub fn new(
+        (free_min_bytes, full_bytes): (u64, u64),
+        pool: Arc<Pool>,
+        janitor: Arc<Janitor>,
+        events: Arc<Events>,
+    ) -> Size {
+        Size {
+            governor: Mutex::new(Governor::new(free_min_bytes, full_bytes)),
+            pool,
+            janitor,
+            events,
+            shrinks: AtomicU64::new(0),
+            grows: AtomicU64::new(0),
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Governor> {
+        self.governor.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// As configured.
+    pub fn full_bytes(&self) -> u64 {
+        self.lock().full_bytes
+    }
+
+    /// Another configured size.
+    pub fn set_full(&self, full_bytes: u64) {
+        let mut governor = self.lock();
+        let size_bytes = governor.set_full(full_bytes);
+        self.pool.resize(size_bytes);
+        drop(governor);
+        self.janitor.work_may_be_there();
+        let text = format_args!("the pool's size is to be {full_bytes} bytes");
+        self.events.tell(Kind::Resized, None, text);
+    }
+
+    /// So much of the host's memory should be available from now on.
+    pub fn set_free_min(&self, free_min_bytes: u64) {
+        self.lock().free_min_bytes = free_min_bytes;
+    }
+
+    /// Follows what the host says.
+    fn follow(&self, now: Instant, signs: Signs) {
+        let mut governor = self.lock();
+        let (before_bytes, full_bytes) = (governor.size_bytes, governor.full_bytes);
+        let Some(size_bytes) = governor.step(now, signs, self.pool.held_bytes()) else {
+            return;
+        };
+        self.pool.resize(size_bytes);
+        drop(governor);
+        self.janitor.work_may_be_there();
+        let counter = match size_bytes < before_bytes {
+            true => &self.shrinks,
+            false => &self.grows,
+        };
+        counter.fetch_add(1, Relaxed);
+        // The first step and the last are news, those between are not.
+        if before_bytes == full_bytes {
+            let text = format_args!("the pool shrinks from {before_bytes} bytes");
+            self.events.tell(Kind::HostShort, None, text);
+            tracing::warn!(
+                size_bytes,
+                ?signs,
+                "the host is short of memory: the pool shrinks"
+            );
+        } else if size_bytes == full_bytes {
+            let text = format_args!("the pool has its {full_bytes} bytes again");
+            self.events.tell(Kind::HostWell, None, text);
+            tracing::info!(size_bytes, "the pool has its size again");
+        } else {
+            tracing::debug!(size_bytes, ?signs, "the pool's size changes");
+        }
+    }
 }
 
 /// The thread that watches.
@@ -218,21 +312,13 @@ impl Watcher {
     ///
     /// # Errors
     /// The system has no thread or descriptor.
-    pub fn start(
-        config: PressureConfig,
-        pool: Arc<Pool>,
-        full_bytes: u64,
-        janitor: Arc<Janitor>,
-        counters: Arc<Counters>,
-    ) -> io::Result<Watcher> {
+    pub fn start(config: PressureConfig, size: Arc<Size>) -> io::Result<Watcher> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(rustix::event::eventfd(0, flags)?);
         let own_stop = stop.clone();
         let thread = std::thread::Builder::new()
             .name("pressure".into())
-            .spawn(move || {
-                watch(&config, &pool, full_bytes, &janitor, &counters, &own_stop);
-            })?;
+            .spawn(move || watch(&config, &size, &own_stop))?;
         Ok(Watcher {
             stop,
             thread: Mutex::new(Some(thread)),
@@ -268,16 +354,8 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     fds[0].revents().is_empty()
 }
 
-fn watch(
-    config: &PressureConfig,
-    pool: &Pool,
-    full_bytes: u64,
-    janitor: &Janitor,
-    counters: &Counters,
-    stop: &OwnedFd,
-) {
+fn watch(config: &PressureConfig, size: &Size, stop: &OwnedFd) {
     let trigger = config.stalls.as_deref().and_then(trigger);
-    let mut governor = Governor::new(config.host_free_min_bytes, full_bytes);
     let mut stalls = Stalls::default();
     loop {
         let meminfo = std::fs::read_to_string(&config.meminfo).unwrap_or_default();
@@ -288,30 +366,7 @@ fn watch(
             available_bytes: meminfo_bytes(&meminfo, "MemAvailable"),
             stalled: stalls.look(total_us, now),
         };
-        let before_bytes = governor.size_bytes;
-        if let Some(size_bytes) = governor.step(now, signs, pool.held_bytes()) {
-            pool.resize(size_bytes);
-            janitor.work_may_be_there();
-            let shrinks = size_bytes < before_bytes;
-            let counter = if shrinks {
-                &counters.shrinks
-            } else {
-                &counters.grows
-            };
-            counter.fetch_add(1, Relaxed);
-            // The first step and the last are news, those between are not.
-            if before_bytes == full_bytes {
-                tracing::warn!(
-                    size_bytes,
-                    ?signs,
-                    "the host is short of memory: the pool shrinks"
-                );
-            } else if size_bytes == full_bytes {
-                tracing::info!(size_bytes, "the pool has its size again");
-            } else {
-                tracing::debug!(size_bytes, ?signs, "the pool's size changes");
-            }
-        }
+        size.follow(now, signs);
         // A trigger that has fired is quiet for a window; shortage goes on all the same.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {
@@ -456,6 +511,19 @@ mod tests {
             stalled: false,
         };
         assert_eq!(governor.step(Instant::now(), unknown, GIB), None);
+    }
+
+    #[test]
+    fn another_size_waits_for_the_host() {
+        let mut host = Host::new(100 * GIB);
+        assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
+        assert_eq!(host.governor.set_full(FULL), FULL);
+        host.step(true);
+        let small = host.size;
+        assert_eq!(host.governor.set_full(2 * FULL), small, "the host is short");
+        assert_eq!(host.governor.set_full(GIB), GIB, "smaller is possible");
+        host.size = GIB;
+        assert_eq!(host.governor.set_full(2 * GIB), 2 * GIB, "it was full");
     }
 
     #[test]

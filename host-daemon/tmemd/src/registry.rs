@@ -6,6 +6,7 @@
 //! Never here: a connection's messages, and pages.
 
 use crate::config::{VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid};
+use crate::events::{Events, Kind};
 use crate::notes::{Note, Notes};
 use crate::poller::signal;
 use crate::recorder::{Recorder, Tap};
@@ -58,6 +59,7 @@ struct Member {
 pub struct Registry {
     pool: Arc<Pool>,
     recorder: Option<Arc<Recorder>>,
+    events: Arc<Events>,
     run_folder: PathBuf,
     notes: Notes,
     /// Guards who is there, in the order of coming, and how many ever came.
@@ -98,12 +100,14 @@ impl Registry {
     pub fn new(
         pool: Arc<Pool>,
         recorder: Option<Arc<Recorder>>,
+        events: Arc<Events>,
         run_folder: &Path,
     ) -> io::Result<Registry> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         Ok(Registry {
             pool,
             recorder,
+            events,
             run_folder: run_folder.into(),
             notes: Notes::new(run_folder),
             members: Mutex::default(),
@@ -158,7 +162,8 @@ impl Registry {
             .clone()
             .map(|recorder| Tap::new(recorder, *came));
         *came += 1;
-        Ok(Arc::new(Vm::new(config.clone(), tenant, tap)))
+        let events = self.events.clone();
+        Ok(Arc::new(Vm::new(config.clone(), tenant, tap, events)))
     }
 
     /// Binds the sockets of the VMs that were given, now that the daemon can serve them.
@@ -305,6 +310,9 @@ impl Registry {
         let Some(at) = there else {
             self.insert(&mut members, &config, access, spec)?;
             tracing::info!(vm = config.name, uuid = config.uuid, "added");
+            let (kind, vm) = (Kind::Added, Some(config.name.as_str()));
+            let socket = config.socket.display();
+            self.events.tell(kind, vm, format_args!("at {socket}"));
             return Ok(true);
         };
         let member = &members.0[at];
@@ -402,6 +410,9 @@ impl Registry {
         });
         if set.is_ok() {
             member.vm.set_problem(None);
+            member
+                .vm
+                .tell(Kind::Quota, format_args!("{}", quota_text(quota)));
             if let Some(added) = &member.added {
                 let quota = quota.clone();
                 let spec = VmSpec {
@@ -419,7 +430,11 @@ impl Registry {
         let vms = self.vms();
         let uuid = Some(uuid.to_ascii_lowercase());
         let vm = vms.iter().find(|vm| vm.config.uuid == uuid);
-        vm.map(|vm| vm.set_problem(problem)).is_some()
+        let Some(vm) = vm else { return false };
+        let what = problem.as_deref().unwrap_or("none any more");
+        vm.tell(Kind::Problem, format_args!("{what}"));
+        vm.set_problem(problem);
+        true
     }
 
     /// Ends a VM that was added. False: there is none.
@@ -431,6 +446,7 @@ impl Registry {
         if let Some(at) = there {
             let vm = self.take_out(&mut members, at);
             tracing::info!(vm = &*vm.name(), uuid, "removed");
+            vm.tell(Kind::Removed, format_args!("removed"));
         }
         // Also a note that could not be understood: its VM has gone.
         if (there.is_some() || parse_uuid(&uuid).is_ok())
@@ -457,6 +473,17 @@ impl Registry {
     }
 }
 
+/// A quota for people.
+fn quota_text(quota: &tmem_control::Quota) -> String {
+    let limit = quota.limit_bytes.map(|bytes| format!("{bytes} bytes"));
+    format!(
+        "reserve {} bytes, limit {}, weight {}",
+        quota.reserve_bytes,
+        limit.as_deref().unwrap_or("none"),
+        quota.weight
+    )
+}
+
 /// How somebody can find a VM.
 fn identity(vm: &Vm) -> String {
     match &vm.config.uuid {
@@ -481,7 +508,8 @@ mod tests {
         });
         let pool = Arc::new(pool.expect("address space"));
         let folder = tempfile::tempdir().expect("folder");
-        let registry = Registry::new(pool, None, folder.path()).expect("a registry");
+        let events = Arc::default();
+        let registry = Registry::new(pool, None, events, folder.path()).expect("a registry");
         let spec = |nth: u32| VmSpec {
             name: format!("vm-{nth}"),
             uuid: format!("00000000-0000-0000-0000-{nth:012}"),

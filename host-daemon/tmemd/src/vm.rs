@@ -4,6 +4,8 @@
 //! It lives until it is removed; its storage lives as long as a connection.
 
 use crate::config::VmConfig;
+use crate::events::{Events, Kind};
+use crate::latency::Histogram;
 use crate::recorder::Tap;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -34,6 +36,14 @@ pub struct Counters {
     pub requests_bad: AtomicU64,
     /// Pages refused or missed because a drain's time was up.
     pub drain_cut_pages: AtomicU64,
+    /// Pages refused since the VM is frozen.
+    pub refused_frozen: AtomicU64,
+    /// Times of PUT requests.
+    pub put_latency: Histogram,
+    /// Times of GET requests.
+    pub get_latency: Histogram,
+    /// Times of FLUSH requests; of one that takes several turns, of the last.
+    pub flush_latency: Histogram,
 }
 
 /// A VM that has a socket.
@@ -50,6 +60,10 @@ pub struct Vm {
     pub counters: Counters,
     /// There is a connection.
     pub connected: AtomicBool,
+    /// It puts no more pages.
+    pub frozen: AtomicBool,
+    /// Who is told what happens.
+    events: Arc<Events>,
     /// Guards the last report of the driver; never held together with another lock.
     report: Mutex<Option<Report>>,
     /// Guards what a manager says is wrong with it; under it no other lock is taken.
@@ -70,7 +84,7 @@ enum Line {
 
 impl Vm {
     /// A VM without a connection.
-    pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>) -> Vm {
+    pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>, events: Arc<Events>) -> Vm {
         Vm {
             name: Mutex::new(config.name.as_str().into()),
             config,
@@ -78,6 +92,8 @@ impl Vm {
             tap,
             counters: Counters::default(),
             connected: AtomicBool::new(false),
+            frozen: AtomicBool::new(false),
+            events,
             report: Mutex::new(None),
             problem: Mutex::new(None),
             line: Mutex::new(Line::Nobody),
@@ -125,12 +141,24 @@ impl Vm {
 
     /// Keeps what the driver reports.
     pub fn set_report(&self, report: Report) {
-        *lock(&self.report) = Some(report);
+        let before = lock(&self.report).replace(report);
+        if before.map(|report| report.state) != Some(report.state) {
+            let state = crate::statistics::driver_state(report.state.get());
+            self.tell(
+                Kind::Driver,
+                format_args!("the guest's driver says: {state}"),
+            );
+        }
     }
 
     /// What the driver reported last, on this connection.
     pub fn report(&self) -> Option<Report> {
         *lock(&self.report)
+    }
+
+    /// Tells those who listen what happens to it.
+    pub fn tell(&self, kind: Kind, text: std::fmt::Arguments<'_>) {
+        self.events.tell(kind, Some(&self.name()), text);
     }
 
     fn clear_report(&self) {
@@ -139,26 +167,36 @@ impl Vm {
 
     /// Logs a warning about this VM, at a bounded rate: a guest must not fill the host's disk.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
-        match self.log_limit.admit(Instant::now()) {
-            None => {}
-            Some(0) => tracing::warn!("VM {}: {message}", self.name()),
-            Some(left_out) => {
-                tracing::warn!(
-                    "VM {}: {message} ({left_out} messages left out)",
-                    self.name()
-                );
-            }
+        if let Some(left_out) = self.log_limit.admit(Instant::now()) {
+            // Said only if there are some.
+            let left_out = (left_out > 0).then_some(left_out);
+            tracing::warn!(vm = %self.name(), left_out, "{message}");
+        }
+    }
+
+    /// Logs why a virtqueue does no more, and tells it.
+    pub fn queue_stopped(&self, virtqueue: usize, reason: &str) {
+        self.tell(
+            Kind::QueueStopped,
+            format_args!("virtqueue {virtqueue}: {reason}"),
+        );
+        if let Some(left_out) = self.log_limit.admit(Instant::now()) {
+            // Said only if there are some.
+            let left_out = (left_out > 0).then_some(left_out);
+            let vm = self.name();
+            tracing::warn!(
+                %vm, request = virtqueue, reason, left_out,
+                "virtqueue {virtqueue} stopped until it is set up anew: {reason}"
+            );
         }
     }
 
     /// Logs what a VM or its VMM did, at the same rate: it may do so in a loop.
     pub fn info(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            let left_out = match left_out {
-                0 => String::new(),
-                count => format!(" ({count} messages left out)"),
-            };
-            tracing::info!("VM {}: {message}{left_out}", self.name());
+            // Said only if there are some.
+            let left_out = (left_out > 0).then_some(left_out);
+            tracing::info!(vm = %self.name(), left_out, "{message}");
         }
     }
 }

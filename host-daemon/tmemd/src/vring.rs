@@ -10,11 +10,12 @@
 
 use crate::chain::{Chain, READ_BUFFER_BYTES, WriteError};
 use crate::execute::{self, Context, PageBuffers};
+use crate::latency::Histogram;
 use crate::memory::Memory;
 use crate::outside::Outside;
 use crate::peer::{HungUp, Peer};
 use crate::poller::signal;
-use crate::request::{self, QueueKind, Rejected};
+use crate::request::{self, Body, QueueKind, Rejected};
 use crate::vm::Vm;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -103,6 +104,9 @@ pub enum Turn {
     /// There is more.
     More,
 }
+
+/// What `Vring::answer` says.
+type Answered<'a> = (Option<u32>, u32, Option<&'a Histogram>);
 
 /// Why a turn ended before its time.
 enum Halt {
@@ -302,12 +306,13 @@ impl Vring {
                 continue;
             };
             let head = descriptors.head_index();
+            let begun_ns = self.now_ns();
             scratch
                 .chain
                 .fill(memory, descriptors)
                 .map_err(|error| error.to_string())?;
             let mut spent = Vec::new();
-            let (used_bytes, cost_pages) = self.answer(memory, scratch, &mut spent)?;
+            let (used_bytes, cost_pages, timed) = self.answer(memory, scratch, &mut spent)?;
             let Some(used_bytes) = used_bytes else {
                 // It is not taken: the next turn, or whoever has the ring then, begins it anew.
                 state.queue.set_next_avail(state.queue.next_used());
@@ -318,11 +323,11 @@ impl Vring {
                 .queue
                 .add_used(memory, head, used_bytes)
                 .map_err(ring_fault("the used ring"))?;
-            self.link
-                .vm
-                .counters
-                .requests
-                .fetch_add(1, Ordering::Relaxed);
+            let counters = &self.link.vm.counters;
+            counters.requests.fetch_add(1, Ordering::Relaxed);
+            if let Some(histogram) = timed {
+                histogram.count(Duration::from_nanos(self.now_ns() - begun_ns));
+            }
             // After a lost backend the VMM replays from the last used element: completing out of
             // order would answer into memory that the driver has reused.
             if state.queue.next_used() != state.queue.next_avail() {
@@ -349,20 +354,20 @@ impl Vring {
         Ok(turn)
     }
 
-    /// Executes the chain in `scratch`: bytes written, None if it has to be executed again, and
-    /// pages of work.
+    /// Executes the chain in `scratch`: bytes written, None if it has to be executed again, pages of
+    /// work, and where its time is counted.
     fn answer<'a>(
         &'a self,
         memory: &crate::memory::GuestMemory,
         scratch: &mut Scratch,
         spent: &mut Vec<Spent<'a>>,
-    ) -> Result<(Option<u32>, u32), Halt> {
+    ) -> Result<Answered<'a>, Halt> {
         let Scratch {
             chain,
             readable,
             pages,
         } = scratch;
-        let vm = &*self.link.vm;
+        let vm: &'a Vm = &self.link.vm;
         let fault = |error| match error {
             WriteError::HungUp => Halt::HungUp,
             WriteError::Memory(error) => {
@@ -391,14 +396,24 @@ impl Vring {
                     cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
                 };
                 let used = execute::execute(&context, &request, chain, memory, pages, spent);
-                Ok((used.map_err(fault)?, request::cost_pages(&request.body)))
+                let timed = match &request.body {
+                    Body::Put { .. } => Some(&vm.counters.put_latency),
+                    Body::Get { .. } => Some(&vm.counters.get_latency),
+                    Body::Flush { .. } => Some(&vm.counters.flush_latency),
+                    _ => None,
+                };
+                Ok((
+                    used.map_err(fault)?,
+                    request::cost_pages(&request.body),
+                    timed,
+                ))
             }
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
                 let used = execute::answer_status(chain, memory, &self.link.peer, status);
                 // A bad request may be as large to read as any.
                 let read_pages = (readable.len() / wire::PAGE_SIZE) as u32;
-                Ok((Some(used.map_err(fault)?), 1 + read_pages))
+                Ok((Some(used.map_err(fault)?), 1 + read_pages, None))
             }
             Err(Rejected::Unanswerable) => Err(Halt::Fault(format!(
                 "a request has {} writable bytes, too few for an answer",
@@ -410,10 +425,7 @@ impl Vring {
     fn stop(&self, state: &mut State, reason: String) {
         let vm = &self.link.vm;
         vm.counters.queues_stopped.fetch_add(1, Ordering::Relaxed);
-        vm.warn(format_args!(
-            "virtqueue {} stopped until it is set up anew: {reason}",
-            self.index
-        ));
+        vm.queue_stopped(self.index, &reason);
         // The chain that it stopped at was not answered.
         state.queue.set_next_avail(state.queue.next_used());
         state.stopped = Some(reason);

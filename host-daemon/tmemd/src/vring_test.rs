@@ -73,7 +73,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
     tenant.create_pool(1).expect("new");
     let (own, front_end) = UnixStream::pair().expect("sockets");
     let link = Arc::new(Link {
-        vm: Arc::new(Vm::new(config, tenant, None)),
+        vm: Arc::new(Vm::new(config, tenant, None, Arc::default())),
         peer: Peer::new(own),
         generation: AtomicU64::new(GENERATION),
         outside: Outside::host(),

@@ -7,6 +7,7 @@
 use crate::janitor::Janitor;
 use crate::poller::{Epoll, Poller, consume};
 use crate::run_queue::RunQueue;
+use crate::usage::Stage;
 use crate::vring::{Scratch, Turn, Vring};
 use std::collections::HashMap;
 use std::io;
@@ -35,6 +36,7 @@ pub struct Workers {
     threads: Mutex<Vec<JoinHandle<()>>>,
     next_token: AtomicU64,
     next_worker: AtomicUsize,
+    stage: Arc<Stage>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -47,9 +49,13 @@ impl Workers {
         let workers = Workers::without_threads(count)?;
         for (number, worker) in workers.workers.iter().enumerate() {
             let (own, janitor) = (worker.clone(), janitor.clone());
+            let stage = workers.stage.clone();
             let thread = std::thread::Builder::new()
                 .name(format!("worker-{number}"))
-                .spawn(move || own.run(&janitor))?;
+                .spawn(move || {
+                    stage.join();
+                    own.run(&janitor);
+                })?;
             lock(&workers.threads).push(thread);
         }
         Ok(workers)
@@ -70,6 +76,7 @@ impl Workers {
             threads: Mutex::new(Vec::new()),
             next_token: AtomicU64::new(0),
             next_worker: AtomicUsize::new(0),
+            stage: Arc::default(),
         })
     }
 
@@ -81,6 +88,11 @@ impl Workers {
     /// How many there are.
     pub fn count(&self) -> usize {
         self.workers.len()
+    }
+
+    /// What they take.
+    pub fn stage(&self) -> &Stage {
+        &self.stage
     }
 
     /// The worker that the first vring of a connection should belong to; the others follow.

@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Sizes as people write them.
+
+/// Parses a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
+///
+/// # Errors
+/// A sentence that names the text.
+pub fn parse(text: &str) -> Result<u64, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let error = |what: &str| {
+        format!(
+            "{text:?} is not a size: {what}; write a whole number and B, KiB, MiB, GiB or TiB, \
+             as in 512MiB"
+        )
+    };
+    let shift = match &text[digits.len()..] {
+        "" | "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        "TiB" => 40,
+        unit => return Err(error(&format!("{unit:?} is no unit"))),
+    };
+    if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+        return Err(error("the number is missing or odd"));
+    }
+    let number: u64 = digits.parse().map_err(|_| error("it is too large"))?;
+    number
+        .checked_mul(1 << shift)
+        .ok_or_else(|| error("it is too large"))
+}

@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How long requests take: counts in buckets whose bounds double, so that one look at the clock before
+//! and one after a request is all that it costs.
+//!
+//! Never: an unbounded number of buckets, or one that a guest chooses.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
+/// Below 1 µs, then up to 2, 4, … 16,384 µs, which is more than a drain may take, and all others.
+pub const BUCKETS: usize = 16;
+
+/// A histogram that any thread may count in.
+#[derive(Debug, Default)]
+pub struct Histogram {
+    sum_ns: AtomicU64,
+    buckets: [AtomicU64; BUCKETS],
+}
+
+impl Histogram {
+    /// Counts a request.
+    pub fn count(&self, time: Duration) {
+        let us = time.as_micros() as u64;
+        let bucket = (u64::BITS - us.leading_zeros()) as usize;
+        self.buckets[bucket.min(BUCKETS - 1)].fetch_add(1, Relaxed);
+        self.sum_ns.fetch_add(time.as_nanos() as u64, Relaxed);
+    }
+
+    /// For the control interface.
+    pub fn read(&self) -> tmem_control::Histogram {
+        let int = |number: &AtomicU64| i64::try_from(number.load(Relaxed)).unwrap_or(i64::MAX);
+        tmem_control::Histogram {
+            sum_ns: int(&self.sum_ns),
+            buckets: self.buckets.iter().map(int).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_time_has_its_bucket() {
+        for (ns, bucket) in [
+            (0, 0),
+            (999, 0),
+            (1_000, 1),
+            (1_999, 1),
+            (2_000, 2),
+            (3_999, 2),
+            (4_000, 3),
+            (16_383_999, 14),
+            (16_384_000, 15),
+            (u64::MAX, 15),
+        ] {
+            let histogram = Histogram::default();
+            histogram.count(Duration::from_nanos(ns));
+            let read = histogram.read();
+            let mut wanted = vec![0; BUCKETS];
+            wanted[bucket] = 1;
+            assert_eq!(read.buckets, wanted, "{ns} ns");
+            assert_eq!(read.sum_ns, i64::try_from(ns).unwrap_or(i64::MAX));
+        }
+    }
+}

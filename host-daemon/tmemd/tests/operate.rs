@@ -1,0 +1,258 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What an operator may do to a running daemon, and what it tells of it: flush, freeze, resize, events.
+
+mod common;
+
+use common::{Daemon, until, work};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use tmem_control::{ErrorKind, Event, VarlinkClient, VarlinkClientInterface, VmStats};
+use tmem_sim::{Content, Driver, PutPage, Request};
+
+fn daemon() -> Daemon {
+    Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |folder| {
+        let read_only = folder.join("read-only").to_str().unwrap().to_owned();
+        let none = ["--host-free-min", "0", "--memory-pressure", "none"];
+        let all = ["--control-ro", &read_only].into_iter().chain(none);
+        all.map(String::from).collect()
+    })
+}
+
+fn client(socket: &Path) -> VarlinkClient {
+    tmem_control::connect(socket).unwrap()
+}
+
+fn stats(client: &mut VarlinkClient, vm: &str) -> VmStats {
+    client.stats(Some(vm.into())).call().unwrap().vms.remove(0)
+}
+
+fn put(driver: &mut Driver, index: u64) {
+    let cookie = driver.new_cookie();
+    let content = Content::Noise(index);
+    let put = Request::Put {
+        pool: driver.pool(),
+        pages: vec![PutPage {
+            object: 9,
+            index,
+            cookie,
+            flags: 0,
+            page: content.page(),
+        }],
+    };
+    let queue = driver.queue_of(9, index);
+    assert!(driver.send(queue, put, vec![content]));
+    driver.settle().unwrap();
+}
+
+#[test]
+fn requests_are_timed_and_counted() {
+    let mut daemon = daemon();
+    let mut driver = daemon.driver("a", 1);
+    work(&mut driver, 300);
+    let mut client = client(&daemon.path("control"));
+    let vm = stats(&mut client, "a");
+    let sum = |histogram: &tmem_control::Histogram| histogram.buckets.iter().sum::<i64>();
+    let latencies = [&vm.put_latency, &vm.get_latency, &vm.flush_latency];
+    for latency in latencies {
+        assert!(sum(latency) > 0 && latency.sum_ns > 0, "{latency:?}");
+    }
+    // The others are few: pools and reports.
+    let timed: i64 = latencies.into_iter().map(sum).sum();
+    assert!(timed < vm.requests && timed > vm.requests - 10, "{vm:?}");
+    assert_eq!(vm.misses, vm.gets - vm.hits);
+    assert_eq!(vm.disk_read_avoided_bytes, vm.hits * 4096);
+    assert_eq!(vm.saved_bytes, vm.pages * 4096 - vm.charged_bytes);
+    let of_daemon = client.stats(None).call().unwrap().daemon;
+    assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_workers_ms);
+}
+
+#[test]
+fn a_flushed_vm_has_nothing_and_goes_on() {
+    let mut daemon = daemon();
+    let mut driver = daemon.driver("a", 2);
+    (0..100).for_each(|index| put(&mut driver, index));
+    let mut client = client(&daemon.path("control"));
+    let before = stats(&mut client, "a");
+    assert_eq!(before.pages, 100);
+    assert_eq!(client.flush("a".into()).call().unwrap().pages, 100);
+    let after = stats(&mut client, "a");
+    assert_eq!(
+        (after.pages, after.flushed_pages),
+        (0, before.flushed_pages + 100)
+    );
+    work(&mut driver, 300);
+    assert_eq!(stats(&mut client, "a").hash_mismatches, 0);
+}
+
+/// What was put before under its key must not come back either.
+#[test]
+fn a_frozen_vm_puts_nothing_and_gets_what_is_there() {
+    let mut daemon = daemon();
+    let mut driver = daemon.driver("a", 3);
+    (0..50).for_each(|index| put(&mut driver, index));
+    let mut client = client(&daemon.path("control"));
+    assert!(client.freeze("a".into()).call().unwrap().changed);
+    assert!(!client.freeze("a".into()).call().unwrap().changed);
+    assert!(client.list().call().unwrap().vms[0].frozen);
+    let before = stats(&mut client, "a");
+    (25..75).for_each(|index| put(&mut driver, index));
+    let frozen = stats(&mut client, "a");
+    assert_eq!(frozen.pages, 25, "what was put again is gone");
+    assert_eq!(frozen.refused_frozen, 50);
+    assert_eq!(frozen.puts_refused, before.puts_refused + 50);
+    assert_eq!(frozen.puts, before.puts + 50);
+    // The driver judges each answer.
+    work(&mut driver, 200);
+    driver.get_all().unwrap();
+    assert!(client.thaw("a".into()).call().unwrap().changed);
+    assert!(!client.thaw("a".into()).call().unwrap().changed);
+    let before = stats(&mut client, "a").pages;
+    (100..110).for_each(|index| put(&mut driver, index));
+    assert_eq!(stats(&mut client, "a").pages, before + 10);
+}
+
+#[test]
+fn a_resized_pool_gives_back_and_takes_again() {
+    let mut daemon = daemon();
+    let mut driver = daemon.driver("a", 4);
+    (0..4000).for_each(|index| put(&mut driver, index));
+    let mut client = client(&daemon.path("control"));
+    let held = client.freeable().call().unwrap();
+    assert!(held.held_bytes > 12 << 20, "{held:?}");
+    assert_eq!(held.freeable_bytes, held.held_bytes - (1 << 20));
+    assert_eq!(
+        held.beyond_reserves_bytes, held.freeable_bytes,
+        "nothing is reserved"
+    );
+    client.resize(8 << 20).call().unwrap();
+    until("it gives back", || {
+        client.freeable().call().unwrap().held_bytes <= 8 << 20
+    });
+    let pool = client.stats(None).call().unwrap().pool;
+    assert_eq!((pool.size_bytes, pool.configured_bytes), (8 << 20, 8 << 20));
+    assert!(
+        pool.evictions_shrink > 0 && pool.evictions_limit == 0,
+        "{pool:?}"
+    );
+    client.resize(32 << 20).call().unwrap();
+    let pool = client.stats(None).call().unwrap().pool;
+    assert_eq!(pool.size_bytes, 32 << 20);
+    for size_bytes in [-1, 0, (1 << 20) - 1, i64::MAX] {
+        let error = client.resize(size_bytes).call().expect_err("senseless");
+        assert!(
+            matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
+                && bad.reason.contains("1048576")),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn who_may_only_read_changes_nothing() {
+    let daemon = daemon();
+    let mut client = client(&daemon.path("read-only"));
+    let refused = |kind: &ErrorKind, method: &str| {
+        assert!(
+            matches!(kind, ErrorKind::ReadOnlySocket(Some(args)) if args.method == method),
+            "{kind}"
+        );
+    };
+    refused(client.flush("a".into()).call().unwrap_err().kind(), "Flush");
+    refused(
+        client.freeze("a".into()).call().unwrap_err().kind(),
+        "Freeze",
+    );
+    refused(client.thaw("a".into()).call().unwrap_err().kind(), "Thaw");
+    refused(client.resize(8 << 20).call().unwrap_err().kind(), "Resize");
+    client.freeable().call().expect("it reads");
+    assert!(!client.list().call().unwrap().vms[0].frozen);
+}
+
+#[test]
+fn nobody_is_named() {
+    let daemon = daemon();
+    let mut client = client(&daemon.path("control"));
+    let unknown = |kind: &ErrorKind| {
+        assert!(
+            matches!(kind, ErrorKind::NoSuchVm(Some(args)) if args.name == "x"),
+            "{kind}"
+        );
+    };
+    unknown(client.flush("x".into()).call().unwrap_err().kind());
+    unknown(client.freeze("x".into()).call().unwrap_err().kind());
+    unknown(client.thaw("x".into()).call().unwrap_err().kind());
+}
+
+#[test]
+fn events_come_as_they_happen() {
+    let mut daemon = daemon();
+    let (sender, receiver) = std::sync::mpsc::channel::<Event>();
+    let socket = daemon.path("read-only");
+    let listener = std::thread::spawn(move || {
+        let mut client = client(&socket);
+        let mut call = client.monitor();
+        for event in call.more().unwrap().map_while(Result::ok) {
+            sender.send(event.event).unwrap();
+        }
+    });
+    let next = || receiver.recv_timeout(common::TIMEOUT).expect("an event");
+    assert_eq!(next().kind, "subscribed");
+    let mut driver = daemon.driver("b", 5);
+    // The probe of whoever waited for the socket may still be seen.
+    let until = |kind: &str| {
+        let of_kind = std::iter::repeat_with(next)
+            .find(|event| event.kind == kind && event.vm.as_deref() != Some("a"));
+        of_kind.unwrap()
+    };
+    assert_eq!(until("connected").vm.as_deref(), Some("b"));
+    let mut client = client(&daemon.path("control"));
+    client.freeze("b".into()).call().unwrap();
+    let frozen = until("frozen");
+    assert_eq!(frozen.vm.as_deref(), Some("b"));
+    client.thaw("b".into()).call().unwrap();
+    assert_eq!(until("thawed").number, frozen.number + 1);
+    client.resize(8 << 20).call().unwrap();
+    assert_eq!(until("resized").vm, None);
+    common::every_queue_answers(&mut driver);
+    assert!(until("driver").text.contains("off"));
+    driver.hang_up().unwrap();
+    assert_eq!(until("disconnected").vm.as_deref(), Some("b"));
+    // A subscription holds nobody up, not even the end.
+    daemon.terminate();
+    listener.join().unwrap();
+}
+
+#[test]
+fn a_subscription_needs_more_and_ends_with_the_client() {
+    let daemon = daemon();
+    let error = client(&daemon.path("control")).monitor().call();
+    let error = error.expect_err("without more");
+    assert!(
+        matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "Monitor"),
+        "{error}"
+    );
+    // As many as there may be clients, and they all go.
+    for _ in 0..3 {
+        let streams: Vec<UnixStream> = (0..16)
+            .map(|_| {
+                let call = b"{\"method\":\"io.virtiotmem.Control.Monitor\",\"more\":true}\0";
+                let mut stream = UnixStream::connect(daemon.path("control")).unwrap();
+                stream.set_read_timeout(Some(common::TIMEOUT)).unwrap();
+                stream.write_all(call).unwrap();
+                stream
+            })
+            .collect();
+        for mut stream in &streams {
+            // The subscription has begun.
+            stream.read_exact(&mut [0]).unwrap();
+        }
+        let mut full = UnixStream::connect(daemon.path("control")).unwrap();
+        full.set_read_timeout(Some(common::TIMEOUT)).unwrap();
+        assert_eq!(full.read(&mut [0]).unwrap(), 0, "all places are taken");
+        drop(streams);
+        until("there is room again", || {
+            client(&daemon.path("control")).list().call().is_ok()
+        });
+    }
+}
