@@ -1,21 +1,128 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How the programs that stay running write their logs: all alike, to stderr, where systemd's journal
-//! takes them. Never here: what is logged.
+//! How the programs that stay running write their logs: all alike, to systemd's journal with fields if that is
+//! where stderr goes, else as lines to stderr. Never here: what is logged.
 
 use std::io::{IsTerminal, stderr};
 use tracing::level_filters::LevelFilter;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::reload::{Handle, Layer};
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Registry, fmt};
+
+/// Before the names of a message's fields in the journal: `TMEM_VM=web1`.
+const FIELD_PREFIX: &str = "TMEM";
+
+/// A log that was started.
+pub struct Log {
+    handle: Handle<EnvFilter, Registry>,
+    /// The environment has the last word.
+    fixed: bool,
+}
+
+fn parse(filter: &str) -> Result<EnvFilter, String> {
+    let what = |error| format!("it is no filter of log messages ({error}): write info, or debug");
+    // A word that is no level would be a module's name, of which everything is logged.
+    if let [word] = filter.split([',', '=']).collect::<Vec<_>>()[..]
+        && word.parse::<LevelFilter>().is_err()
+    {
+        return Err(what(
+            "there are error, warn, info, debug and trace".to_string(),
+        ));
+    }
+    EnvFilter::builder()
+        .with_default_directive(LevelFilter::INFO.into())
+        .parse(filter)
+        .map_err(|error| what(error.to_string()))
+}
+
+/// A filter that can be set.
+///
+/// # Errors
+/// What is wrong with it.
+pub fn check(filter: &str) -> Result<(), String> {
+    parse(filter).map(|_| ())
+}
+
+/// stderr is what systemd says to be the journal's: "device:inode".
+fn is_journal(journal: Option<&str>, stderr: (u64, u64)) -> bool {
+    let numbers = journal.and_then(|text| text.split_once(':'));
+    let numbers = numbers.and_then(|(dev, ino)| Some((dev.parse().ok()?, ino.parse().ok()?)));
+    numbers == Some(stderr)
+}
 
 /// Logs from now on, at INFO and above unless that environment variable says otherwise
 /// (`debug`, `tmemd=trace`). Call it once, at the program's start.
-pub fn start(variable: &str) {
+pub fn start(variable: &str) -> Log {
     let filter = EnvFilter::builder()
         .with_env_var(variable)
         .with_default_directive(LevelFilter::INFO.into());
-    tracing_subscriber::fmt()
-        .with_writer(stderr)
-        .with_ansi(stderr().is_terminal())
-        .with_target(false)
-        .with_env_filter(filter.from_env_lossy())
+    let (filter, handle) = Layer::new(filter.from_env_lossy());
+    let journal = std::env::var("JOURNAL_STREAM").ok();
+    let stat = rustix::fs::fstat(stderr()).map_or((0, 0), |stat| (stat.st_dev, stat.st_ino));
+    // Where it should be and is not, lines will do.
+    let journal = is_journal(journal.as_deref(), stat)
+        .then(|| tracing_journald::layer().ok())
+        .flatten()
+        .map(|layer| layer.with_field_prefix(Some(FIELD_PREFIX.into())));
+    let lines = journal.is_none().then(|| {
+        fmt::layer()
+            .with_writer(stderr)
+            .with_ansi(stderr().is_terminal())
+            .with_target(false)
+    });
+    tracing_subscriber::registry()
+        .with(filter)
+        .with(journal)
+        .with(lines)
         .init();
+    Log {
+        handle,
+        fixed: std::env::var_os(variable).is_some(),
+    }
+}
+
+impl Log {
+    /// Another filter from now on, unless the environment has set one.
+    ///
+    /// # Errors
+    /// What is wrong with it.
+    pub fn set(&self, filter: &str) -> Result<(), String> {
+        let filter = parse(filter)?;
+        if self.fixed {
+            return Ok(());
+        }
+        self.handle
+            .reload(filter)
+            .map_err(|error| error.to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_journal_is_known_by_its_numbers() {
+        assert!(is_journal(Some("8:1234"), (8, 1234)));
+        for journal in [
+            None,
+            Some(""),
+            Some("8:1235"),
+            Some("9:1234"),
+            Some("8"),
+            Some("a:b"),
+        ] {
+            assert!(!is_journal(journal, (8, 1234)), "{journal:?}");
+        }
+    }
+
+    #[test]
+    fn filters_are_checked() {
+        for good in ["info", "debug", "warn,tmemd=trace", "tmemd::pressure=debug"] {
+            assert_eq!(check(good), Ok(()), "{good}");
+        }
+        for bad in ["loud", "tmemd=loud"] {
+            assert!(check(bad).is_err(), "{bad}");
+        }
+    }
 }

@@ -5,7 +5,7 @@
 //!
 //! | file | its idea |
 //! | --- | --- |
-//! | `config.rs` | what it is told |
+//! | `config.rs`, `file.rs` | what it is told, and where that is written |
 //! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
 //! | `registry.rs`, `notes.rs` | which VMs there are, and what is noted of them for the next start |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
@@ -36,6 +36,7 @@ mod device;
 mod dirty;
 pub mod events;
 mod execute;
+pub mod file;
 mod janitor;
 mod latency;
 mod memory;

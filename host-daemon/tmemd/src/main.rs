@@ -1,24 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemd: reads the command line, starts the daemon, waits for a signal.
+//! tmemd: reads command line and configuration, starts the daemon, waits for signals.
 
 use clap::Parser;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use tmemd::config::{self, parse_size, workers_default};
-use tmemd::{Config, Daemon, VmConfig};
+use tmemd::file::{self, File};
+use tmemd::{Config, ConfigError, Daemon, VmConfig};
 
 /// Host daemon of virtio-tmem: keeps pages that guests evict in a pool that all VMs share.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
+    /// Configuration file; what is given here comes before it. docs/configuration.md
+    #[arg(long, value_name = "PATH", default_value = file::DEFAULT_PATH)]
+    config: PathBuf,
+    /// Say whether file and options are good, and end
+    #[arg(long)]
+    check_config: bool,
     /// Memory of the pool, as in 256MiB
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    pool_size: u64,
-    /// Socket of the control interface
-    #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_SOCKET)]
-    control: PathBuf,
+    pool_size: Option<u64>,
+    /// Socket of the control interface [default: /run/virtio-tmem/control]
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
     /// Socket of the control interface's methods that only read
     #[arg(long, value_name = "PATH")]
     control_ro: Option<PathBuf>,
@@ -30,17 +37,16 @@ struct Arguments {
     /// [,weight=N]; once for each VM
     #[arg(long, value_name = "KEY=VALUE,...")]
     vm: Vec<VmConfig>,
-    /// Threads that move and compress pages
-    #[arg(long, value_name = "N", default_value_t = workers_default())]
-    workers: usize,
+    /// Threads that move and compress pages [default: half the processors, 2 to 8]
+    #[arg(long, value_name = "N")]
+    workers: Option<usize>,
     /// Memory that the pool leaves available on the host, as in 2GiB; default: a 32nd of the host, at most 1GiB
-    #[arg(long, value_name = "SIZE", value_parser = parse_size,
-          default_value_t = config::host_free_min_default(), hide_default_value = true)]
-    host_free_min: u64,
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    host_free_min: Option<u64>,
     /// How long tasks wait for memory, for which the pool gives way, too: the host's file, that of a
-    /// control group, or "none"
-    #[arg(long, value_name = "PATH", default_value = "/proc/pressure/memory")]
-    memory_pressure: PathBuf,
+    /// control group, or "none" [default: /proc/pressure/memory]
+    #[arg(long, value_name = "PATH")]
+    memory_pressure: Option<PathBuf>,
     /// Record what guests ask, without contents and names, to a new file
     #[arg(long, value_name = "PATH")]
     trace: Option<PathBuf>,
@@ -50,10 +56,78 @@ struct Arguments {
     trace_max: u64,
 }
 
+/// What a daemon is started with: options, then the file, then defaults.
+fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> {
+    let size = arguments.pool_size.or(file.pool_size).ok_or_else(|| {
+        let at = arguments.config.display();
+        ConfigError(format!(
+            "the pool has no size: give --pool-size, or pool_size in {at}"
+        ))
+    })?;
+    let control = arguments.control.as_ref().or(file.control.as_ref());
+    let control = control.map_or_else(|| tmem_control::DEFAULT_SOCKET.into(), PathBuf::clone);
+    let of_control = control.parent().unwrap_or(Path::new("/"));
+    let run_folder = arguments.run_folder.as_ref().or(file.run_folder.as_ref());
+    let run_folder = run_folder.map_or(of_control, PathBuf::as_path).join(".");
+    // Whoever adds a VM names its socket from the root.
+    let run_folder = std::path::absolute(&run_folder)
+        .map_err(|error| ConfigError(format!("run folder {}: {error}", run_folder.display())))?;
+    let stalls = arguments
+        .memory_pressure
+        .as_ref()
+        .or(file.memory_pressure.as_ref());
+    let stalls = stalls.map_or_else(|| "/proc/pressure/memory".into(), PathBuf::clone);
+    let stalls = Some(stalls).filter(|path| path.as_os_str() != "none");
+    let free_min = arguments.host_free_min.or(file.host_free_min);
+    let free_min = free_min.unwrap_or_else(config::host_free_min_default);
+    let config = Config {
+        pool_size_bytes: size,
+        workers: arguments
+            .workers
+            .or(file.workers)
+            .unwrap_or_else(workers_default),
+        control,
+        control_read_only: arguments
+            .control_ro
+            .clone()
+            .or(file.control_read_only.clone()),
+        run_folder,
+        vms: [&arguments.vm[..], &file.vms].concat(),
+        pressure: (free_min > 0 || stalls.is_some()).then(|| config::PressureConfig {
+            host_free_min_bytes: free_min,
+            meminfo: "/proc/meminfo".into(),
+            stalls,
+        }),
+        trace: arguments.trace.clone().map(|path| config::TraceConfig {
+            path,
+            bytes_max: arguments.trace_max,
+        }),
+    };
+    config.check()?;
+    Ok(config)
+}
+
+fn read(arguments: &Arguments) -> Result<(Config, File), ConfigError> {
+    let file = File::read(&arguments.config)?;
+    Ok((configure(arguments, &file)?, file))
+}
+
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    tmem_log::start("TMEMD_LOG");
-    match run(arguments) {
+    if arguments.check_config {
+        return match read(&arguments) {
+            Ok(_) => {
+                println!("{}: good", arguments.config.display());
+                ExitCode::SUCCESS
+            }
+            Err(error) => {
+                eprintln!("tmemd: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
+    let log = tmem_log::start("TMEMD_LOG");
+    match run(&arguments, &log) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             tracing::error!("{error}");
@@ -62,33 +136,13 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
+fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
     // Before the daemon starts, so that no signal is lost while it does.
-    let mut signals = Signals::new([SIGTERM, SIGINT])?;
-    let stalls = Some(arguments.memory_pressure).filter(|path| path.as_os_str() != "none");
-    let of_control = arguments.control.parent().unwrap_or(Path::new("/"));
-    let run_folder = arguments.run_folder.unwrap_or_else(|| of_control.into());
-    // Whoever adds a VM names its socket from the root.
-    let run_folder = std::path::absolute(run_folder.join("."))?;
-    let config = config::Config {
-        pool_size_bytes: arguments.pool_size,
-        workers: arguments.workers,
-        control: arguments.control,
-        control_read_only: arguments.control_ro,
-        run_folder,
-        vms: arguments.vm,
-        pressure: (arguments.host_free_min > 0 || stalls.is_some()).then(|| {
-            config::PressureConfig {
-                host_free_min_bytes: arguments.host_free_min,
-                meminfo: "/proc/meminfo".into(),
-                stalls,
-            }
-        }),
-        trace: arguments.trace.map(|path| config::TraceConfig {
-            path,
-            bytes_max: arguments.trace_max,
-        }),
-    };
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
+    let (config, file) = read(arguments)?;
+    if let Some(filter) = &file.log {
+        log.set(filter)?;
+    }
     let Config {
         pool_size_bytes,
         workers,
@@ -97,10 +151,32 @@ fn run(arguments: Arguments) -> Result<(), Box<dyn std::error::Error>> {
     let vms = config.vms.len();
     let daemon = Daemon::start(config)?;
     tracing::info!(pool_size_bytes, workers, vms, "serving");
-    if let Some(signal) = signals.forever().next() {
-        tracing::info!(signal, "stopping");
+    for signal in signals.forever() {
+        if signal != SIGHUP {
+            tracing::info!(signal, "stopping");
+            break;
+        }
+        reload(arguments, log, &daemon);
     }
     daemon.stop();
     tracing::info!("stopped");
     Ok(())
+}
+
+/// What is wrong changes nothing.
+fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
+    let done = read(arguments).and_then(|(config, file)| {
+        let later = daemon.reload(config)?;
+        let filter = file.log.as_deref().unwrap_or("info");
+        log.set(filter).map_err(ConfigError)?;
+        Ok(later)
+    });
+    match done {
+        Ok(later) if later.is_empty() => tracing::info!("the configuration was read again"),
+        Ok(later) => tracing::warn!(
+            "the configuration was read again; from the next start on hold: {}",
+            later.join(", ")
+        ),
+        Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+    }
 }
