@@ -3,7 +3,8 @@
 //!
 //! What is shown is libvirt's XML without its secrets, what is written has them.
 
-use crate::{Failure, connect as connect_daemon, refused};
+use crate::client::{connect as connect_daemon, refused};
+use crate::{Failure, Said};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
@@ -21,7 +22,7 @@ use virt_sys as sys;
 const DIFF_CONTEXT_LINES: usize = 2;
 
 /// Which domain, and where.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct Target {
     /// Name or UUID of the domain
     domain: String,
@@ -31,7 +32,7 @@ pub struct Target {
 }
 
 /// What changes only if it is given.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct QuotaArguments {
     /// Never holds more than this, as in 2GiB; none: all that the pool has
     #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
@@ -55,7 +56,7 @@ fn size_or_none(text: &str) -> Result<SizeOrNone, String> {
 }
 
 /// Look before it is written, and at which level it is.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct Look {
     /// The next start (the default, and all there is)
     #[arg(long = "config")]
@@ -72,7 +73,7 @@ pub struct Look {
 }
 
 /// Options of attach.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct AttachArguments {
     #[command(flatten)]
     target: Target,
@@ -98,7 +99,7 @@ pub struct AttachArguments {
 }
 
 /// Options of detach.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct DetachArguments {
     #[command(flatten)]
     target: Target,
@@ -107,7 +108,7 @@ pub struct DetachArguments {
 }
 
 /// Options of tune.
-#[derive(Args)]
+#[derive(Args, Clone)]
 pub struct TuneArguments {
     #[command(flatten)]
     target: Target,
@@ -146,6 +147,12 @@ impl QuotaArguments {
 }
 
 impl Target {
+    /// What was done, in words: of a change of XML there is nothing else to tell.
+    fn said(&self, text: String) -> Said {
+        let json = serde_json::json!({ "domain": self.domain, "text": text });
+        Said { text, json }
+    }
+
     fn failure(&self, what: &str, error: &Error) -> Failure {
         Failure(
             format!("domain {}: {what}: {}", self.domain, error.message()),
@@ -255,9 +262,9 @@ impl Target {
 }
 
 /// Puts the device into the domain.
-pub fn attach(arguments: &AttachArguments) -> Result<String, Failure> {
+pub fn attach(arguments: &AttachArguments) -> Result<Said, Failure> {
     let target = &arguments.target;
-    target.change(&arguments.look, "the device is attached", |xml| {
+    let text = target.change(&arguments.look, "the device is attached", |xml| {
         let before = tmem_domain::Domain::parse(xml)?;
         // What is not given stays as it was; nonsense does not.
         let mut cache = before.cache.and_then(Result::ok).unwrap_or_default();
@@ -279,16 +286,17 @@ pub fn attach(arguments: &AttachArguments) -> Result<String, Failure> {
         };
         tmem_domain::attach(xml, &options)
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))
-    })
+    });
+    Ok(target.said(text?))
 }
 
 /// Takes it out.
-pub fn detach(arguments: &DetachArguments) -> Result<String, Failure> {
-    arguments
-        .target
-        .change(&arguments.look, "the device is detached", |xml| {
-            Ok(tmem_domain::detach(xml)?)
-        })
+pub fn detach(arguments: &DetachArguments) -> Result<Said, Failure> {
+    let target = &arguments.target;
+    let text = target.change(&arguments.look, "the device is detached", |xml| {
+        Ok(tmem_domain::detach(xml)?)
+    })?;
+    Ok(target.said(text))
 }
 
 /// A QEMU without the device would not start the VM. That of another host cannot be asked.
@@ -306,15 +314,22 @@ fn check_emulator(arguments: &AttachArguments, domains: Option<&str>) -> Result<
         return failure("libvirt wants its whole path".into());
     }
     let hint = "name one that has it with --emulator (qemu-dev/build --full makes it)";
-    match Command::new(emulator).args(["-device", "help"]).output() {
+    match emulator_has_device(emulator) {
         Err(error) => failure(format!("it cannot be run ({error}): {hint}")),
-        Ok(output) if String::from_utf8_lossy(&output.stdout).contains(DEVICE) => Ok(()),
-        Ok(_) => failure(format!("it has no device {DEVICE}: {hint}")),
+        Ok(true) => Ok(()),
+        Ok(false) => failure(format!("it has no device {DEVICE}: {hint}")),
     }
 }
 
+/// An emulator knows the device. An error is why it cannot be asked.
+pub fn emulator_has_device(emulator: &str) -> Result<bool, String> {
+    let output = Command::new(emulator).args(["-device", "help"]).output();
+    let output = output.map_err(|error| error.to_string())?;
+    Ok(String::from_utf8_lossy(&output.stdout).contains(DEVICE))
+}
+
 /// Gets or sets a quota, in virsh's manner.
-pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<String, Failure> {
+pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     let target = &arguments.target;
     let (_connection, domain) = target.open(arguments.quota.is_empty())?;
     let active = domain
@@ -337,7 +352,11 @@ pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<String, Failure>
             let what = "--live and --config together say nothing to print: name one".into();
             return Err(Failure(what, 2));
         }
-        return Ok(print(&noted(target, &domain, level(live))??));
+        let cache = noted(target, &domain, level(live))??;
+        return Ok(Said {
+            text: print(&cache),
+            json: quota_json(&target.domain, &cache),
+        });
     }
     // All is checked before anything is written.
     let mut changes = Vec::new();
@@ -369,7 +388,18 @@ pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<String, Failure>
             )
             .map_err(|error| target.failure("libvirt refuses the quota", &error))?;
     }
-    Ok(text)
+    Ok(target.said(text))
+}
+
+fn quota_json(domain: &str, cache: &Cache) -> serde_json::Value {
+    serde_json::json!({
+        "domain": domain,
+        "limit_bytes": cache.limit,
+        "reserve_bytes": cache.reserve.unwrap_or(0),
+        "weight": cache.weight.unwrap_or(api::WEIGHT_DEFAULT),
+        "trust_domain": cache.trust_domain,
+        "required": cache.required,
+    })
 }
 
 /// What the domain's metadata says: not there, there and nonsense, or a quota.

@@ -78,11 +78,16 @@ fn list_is_a_table_in_the_order_of_names() {
         let text = printed(&tmemctl(&host.path(socket), &["list"]));
         let db = words(&text, "db");
         assert_eq!(
-            db[..9],
-            ["db", "no", "team", "1.00", "MiB", "8.00", "MiB", "7", "-"]
+            db[..10],
+            [
+                "db", "no", "no", "team", "1.00", "MiB", "8.00", "MiB", "7", "-"
+            ]
         );
-        assert!(db[9].ends_with("/db.sock"), "{text}");
-        assert_eq!(words(&text, "web")[..6], ["web", "no", "-", "0", "B", "-"]);
+        assert!(db[10].ends_with("/db.sock"), "{text}");
+        assert_eq!(
+            words(&text, "web")[..7],
+            ["web", "no", "no", "-", "0", "B", "-"]
+        );
         let names: Vec<_> = text
             .lines()
             .filter_map(|l| l.split_whitespace().next())
@@ -168,4 +173,342 @@ fn a_daemon_that_hangs_is_not_waited_for() {
         &[&path, "did not answer", "--timeout"],
     );
     fails(&tmemctl(&control, &["list", "--timeout", "0"]), 2, &["0"]);
+}
+
+#[test]
+fn vms_are_flushed_frozen_and_thawed() {
+    let host = host();
+    let control = host.path("control");
+    let done = |arguments: &[&str]| printed(&tmemctl(&control, arguments));
+    assert_eq!(
+        done(&["flush", "db", "web"]),
+        "db: 0 pages dropped\nweb: 0 pages dropped\n"
+    );
+    assert_eq!(done(&["freeze", "web"]), "web: frozen\n");
+    assert_eq!(
+        done(&["freeze", "--all"]),
+        "db: frozen\nweb: frozen, as it was\n"
+    );
+    assert_eq!(words(&done(&["list"]), "web")[2], "yes");
+    let json: serde_json::Value =
+        serde_json::from_str(&done(&["thaw", "db", "--json"])).expect("JSON");
+    let thawed = serde_json::json!({ "vms": [{ "name": "db", "frozen": false, "changed": true }] });
+    assert_eq!(json, thawed);
+    let json: serde_json::Value =
+        serde_json::from_str(&done(&["flush", "--all", "--json"])).expect("JSON");
+    assert_eq!(
+        json["vms"][1],
+        serde_json::json!({ "name": "web", "pages": 0 })
+    );
+    for command in ["flush", "freeze", "thaw"] {
+        fails(
+            &tmemctl(&control, &[command, "nobody"]),
+            1,
+            &["\"nobody\"", "tmemctl list"],
+        );
+        fails(&tmemctl(&control, &[command]), 2, &["<VMS>"]);
+        fails(
+            &tmemctl(&host.path("read-only"), &[command, "db"]),
+            1,
+            &["read-only", "looking only", "--socket"],
+        );
+    }
+}
+
+#[test]
+fn the_pool_is_resized() {
+    let host = host();
+    let control = host.path("control");
+    let text = printed(&tmemctl(&control, &["resize", "32MiB"]));
+    assert_eq!(text, "the pool is to have 32.0 MiB until the daemon ends\n");
+    let text = printed(&tmemctl(&control, &["resize", "1MiB", "--json"]));
+    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(json["configured_bytes"], 1 << 20);
+    let text = printed(&tmemctl(&control, &["stats"]));
+    assert!(text.contains("of 1.00 MiB held"), "{text}");
+    fails(
+        &tmemctl(&control, &["resize", "1KiB"]),
+        1,
+        &["1024 bytes", "1048576"],
+    );
+    fails(
+        &tmemctl(&control, &["resize", "lots"]),
+        2,
+        &["lots", "512MiB"],
+    );
+    let text = printed(&tmemctl(&host.path("read-only"), &["freeable"]));
+    assert_eq!(text.lines().count(), 4, "{text}");
+    let text = printed(&tmemctl(&control, &["freeable", "--json"]));
+    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
+}
+
+/// A process that prints as things happen.
+struct Printing(std::process::Child);
+
+impl Printing {
+    fn start(socket: &Path, arguments: &[&str]) -> Printing {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tmemctl"));
+        command.arg("--socket").arg(socket).args(arguments);
+        command.stdout(std::process::Stdio::piped());
+        Printing(command.spawn().expect("runs"))
+    }
+}
+
+impl Drop for Printing {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn events_are_printed_as_they_come() {
+    use std::io::{BufRead, BufReader};
+    let host = host();
+    let control = host.path("control");
+    let begin = |arguments: &[&str]| {
+        let mut printing = Printing::start(&host.path("read-only"), arguments);
+        let lines = BufReader::new(printing.0.stdout.take().expect("piped")).lines();
+        (printing, lines)
+    };
+    let (mut all, lines) = begin(&["event", "--loop", "--json"]);
+    let (sender, receiver) = std::sync::mpsc::channel();
+    // An error: the test has seen enough.
+    std::thread::spawn(move || {
+        lines
+            .map_while(Result::ok)
+            .for_each(|line| sender.send(line).unwrap_or(()))
+    });
+    let (_begun, mut begun) = begin(&["event", "--loop", "--kind", "subscribed", "--timestamp"]);
+    let line = begun.next().expect("a line").expect("text");
+    assert!(line.contains("Z: event 'subscribed': "), "{line}");
+    let (mut one, mut first) = begin(&["event", "--vm", "web"]);
+    // Until both listen.
+    let mut json = None;
+    while json.is_none() || one.0.try_wait().expect("there").is_none() {
+        printed(&tmemctl(&control, &["freeze", "--all"]));
+        printed(&tmemctl(&control, &["thaw", "--all"]));
+        json = json.or_else(|| receiver.try_recv().ok());
+    }
+    let json = json.expect("an event");
+    let event: serde_json::Value = serde_json::from_str(&json).expect("JSON");
+    assert!(
+        ["frozen", "thawed"]
+            .iter()
+            .any(|kind| event["kind"] == *kind),
+        "{event}"
+    );
+    let line = first.next().expect("a line").expect("text");
+    assert!(
+        line.starts_with("event 'frozen' for VM web: ")
+            || line.starts_with("event 'thawed' for VM web: "),
+        "{line}"
+    );
+    assert!(first.next().is_none(), "one is enough without --loop");
+    host.daemon.stop();
+    assert_eq!(one.0.wait().expect("ended").code(), Some(0));
+    assert_eq!(
+        all.0.wait().expect("ended").code(),
+        Some(3),
+        "the daemon has ended"
+    );
+}
+
+#[test]
+fn rates_are_printed_each_interval() {
+    let host = host();
+    let control = host.path("control");
+    let watch = |more: &[&str]| {
+        let all = [&["stats", "--watch=1", "--count", "1"], more].concat();
+        printed(&tmemctl(&control, &all))
+    };
+    let text = watch(&[]);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines.len(), 2, "{text}");
+    assert_eq!(lines[0].split_whitespace().count(), 10);
+    let json: serde_json::Value = serde_json::from_str(&watch(&["--json", "web"])).expect("JSON");
+    assert_eq!((&json["vm"], &json["puts"]), (&"web".into(), &0.into()));
+    fails(&tmemctl(&control, &["stats", "--watch=0"]), 2, &["0"]);
+    fails(
+        &tmemctl(&control, &["stats", "--watch", "nobody"]),
+        1,
+        &["nobody"],
+    );
+}
+
+#[test]
+fn versions_are_told_with_and_without_a_daemon() {
+    let host = host();
+    let control = host.path("control");
+    let own = env!("CARGO_PKG_VERSION");
+    let text = printed(&tmemctl(&control, &["version"]));
+    assert_eq!(text, format!("tmemctl {own}\ntmemd   {own}\n"));
+    host.daemon.stop();
+    let text = printed(&tmemctl(&control, &["version"]));
+    assert!(
+        text.contains("tmemd   - (there is no control socket"),
+        "{text}"
+    );
+    let text = printed(&tmemctl(&control, &["version", "--json"]));
+    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(json, serde_json::json!({ "tmemctl": own, "tmemd": null }));
+}
+
+#[test]
+fn advice_is_given_on_what_is_known() {
+    let host = host();
+    let read_only = host.path("read-only");
+    let text = printed(&tmemctl(&read_only, &["advise"]));
+    assert!(text.contains("too few gets to tell"), "{text}");
+    let text = printed(&tmemctl(
+        &read_only,
+        &["advise", "web", "--over", "1", "--json"],
+    ));
+    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(
+        (
+            json["vms"].as_array().map(Vec::len),
+            &json["vms"][0]["name"]
+        ),
+        (Some(1), &"web".into())
+    );
+    assert_eq!(json["vms"][0]["confidence"], "none");
+    fails(&tmemctl(&read_only, &["advise", "nobody"]), 1, &["nobody"]);
+}
+
+#[test]
+fn a_trace_is_summed_up() {
+    use tmem_pool::trace::{Event, ObjectKey, Op, SizeClass, Writer};
+    let host = host();
+    let file = host.path("a.trace");
+    let object = ObjectKey { pool: 1, object: 2 };
+    let put = Op::Put {
+        object,
+        page: 1,
+        workingset: false,
+        size: SizeClass::of(&[0; 4096]),
+    };
+    let (mut writer, mut bytes) = (Writer::default(), Vec::new());
+    for (time_us, op) in [
+        (0, put),
+        (
+            500_000,
+            Op::Get {
+                object,
+                page: 1,
+                hit: true,
+            },
+        ),
+        (1_500_000, Op::Clear),
+    ] {
+        writer.write(
+            &Event {
+                time_us,
+                tenant: 3,
+                op,
+            },
+            &mut bytes,
+        );
+    }
+    std::fs::write(&file, &bytes).expect("written");
+    let path = file.to_str().expect("text");
+    let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
+    assert!(text.starts_with("3 events in 1.5 s\n"), "{text}");
+    assert_eq!(words(&text, "3")[..2], ["3", "events"]);
+    let text = printed(&tmemctl(&host.path("control"), &["trace", path, "--json"]));
+    let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(
+        (&json["vms"][0]["vm"], &json["vms"][0]["hits"]),
+        (&3.into(), &1.into())
+    );
+    std::fs::write(&file, &bytes[..bytes.len() - 1]).expect("written");
+    let text = printed(&tmemctl(&host.path("control"), &["trace", path]));
+    assert!(text.contains("its end is missing"), "{text}");
+    std::fs::write(&file, [0x28, 0xb5, 0x2f, 0xfd, 0]).expect("written");
+    fails(
+        &tmemctl(&host.path("control"), &["trace", path]),
+        1,
+        &[path, "zstd -d"],
+    );
+    std::fs::write(&file, "no").expect("written");
+    fails(
+        &tmemctl(&host.path("control"), &["trace", path]),
+        1,
+        &[path],
+    );
+}
+
+/// Each command says what it is for.
+#[test]
+fn every_command_has_help() {
+    let nowhere = Path::new("/nowhere");
+    let help = printed(&tmemctl(nowhere, &["help"]));
+    let (_, commands) = help.split_once("Commands:\n").expect("commands");
+    let names: Vec<&str> = commands
+        .lines()
+        .take_while(|line| !line.is_empty())
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    assert!(names.len() > 10, "{names:?}");
+    let document = include_str!("../../../docs/tmemctl.md");
+    for name in names.into_iter().filter(|name| *name != "help") {
+        assert!(printed(&tmemctl(nowhere, &[name, "--help"])).contains("Usage:"));
+        assert!(
+            document.contains(&format!("| `{name}")),
+            "docs/tmemctl.md lacks {name}"
+        );
+    }
+}
+
+#[test]
+fn the_doctor_finds_faults_and_says_what_mends_them() {
+    let host = host();
+    let control = host.path("control");
+    // A host of its own: without libvirt, KVM and PSI.
+    let root = host.path("root");
+    std::fs::create_dir(&root).expect("made");
+    let root = root.to_str().expect("text").to_string();
+    let text = printed(&tmemctl(&control, &["doctor", "--root", &root, "--all"]));
+    for part in [
+        "warning  host: there is no KVM",
+        "-> modprobe",
+        "good     daemon: tmemd",
+        "warning  web: its QEMU is not connected",
+        "0 faults, ",
+    ] {
+        assert!(text.contains(part), "{text} lacks {part}");
+    }
+    printed(&tmemctl(&control, &["freeze", "web"]));
+    std::fs::remove_file(host.path("db.sock")).expect("removed");
+    let output = tmemctl(&control, &["doctor", "--root", &root, "--json"]);
+    assert_eq!(output.status.code(), Some(1), "with a fault");
+    let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    assert_eq!(
+        (&json["faults"], &json["findings"][0]["check"]),
+        (&1.into(), &"vm-socket".into())
+    );
+    assert_eq!(json["findings"][0]["about"], "db");
+    let mends = |part: &str| {
+        let all = json["findings"].as_array().expect("findings");
+        all.iter().any(|finding| {
+            finding["mend"]
+                .as_str()
+                .is_some_and(|mend| mend.contains(part))
+        })
+    };
+    assert!(
+        mends("systemctl restart tmemd") && mends("tmemctl thaw web"),
+        "{json}"
+    );
+    host.daemon.stop();
+    let output = tmemctl(&control, &["doctor", "--root", &root]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(
+        text.starts_with("FAULT    daemon: there is no control socket")
+            && text.contains("-> systemctl start tmemd"),
+        "{text}"
+    );
 }

@@ -1,0 +1,398 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the daemon says of itself and of its VMs, and whether their sockets can be used.
+
+use super::Finding;
+use crate::client::{connect, refused};
+use crate::table::size;
+use crate::{Failure, Reach, in_time};
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, PermissionsExt};
+use std::path::Path;
+use tmem_control as api;
+use tmem_control::VarlinkClientInterface;
+
+const DAEMON: &str = "daemon";
+
+/// Of a socket: nobody else may connect.
+const OTHERS: u32 = 0o007;
+
+/// What was found, and the VMs that the daemon serves, if it can be asked.
+pub fn look(reach: &Reach, root: &Path) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
+    let asked = in_time(reach, |reach| {
+        let failed = |error: api::Error| refused(&reach.socket, &error);
+        let mut client = connect(&reach.socket)?;
+        let vms = client.list().call().map_err(failed)?.vms;
+        let stats = client.stats(None).call().map_err(failed)?;
+        Ok((vms, stats))
+    });
+    let (vms, stats) = match asked {
+        Ok(said) => said,
+        Err(Failure(why, _)) => {
+            let mend = match why.contains("no permission") {
+                true => format!(
+                    "usermod -aG \"$(stat -c %G {})\" \"$USER\", and log in again",
+                    reach.socket.display()
+                ),
+                false => "systemctl start tmemd, or name its socket with --socket".into(),
+            };
+            return (vec![Finding::fault(("daemon", DAEMON), why, &mend)], None);
+        }
+    };
+    let mut findings = of_daemon(&stats.daemon, &stats.pool);
+    findings.push(control_socket(&reach.socket));
+    findings.push(locked(&stats.daemon, root));
+    for vm in &vms {
+        let stats = stats.vms.iter().find(|stats| stats.name == vm.name);
+        findings.extend(stats.map(|stats| of_vm(vm, stats)).unwrap_or_default());
+    }
+    (findings, Some(vms))
+}
+
+fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
+    let own = env!("CARGO_PKG_VERSION");
+    let mut findings = vec![match daemon.version == own {
+        true => Finding::good(("daemon", DAEMON), format!("tmemd {own} answers")),
+        false => Finding::warning(
+            ("daemon", DAEMON),
+            format!(
+                "it is version {}, and this tmemctl is {own}",
+                daemon.version
+            ),
+            "systemctl restart tmemd: VMs go on without the cache meanwhile",
+        ),
+    }];
+    findings.push(match pool.size_bytes < pool.configured_bytes {
+        true => Finding::warning(
+            ("host-memory", DAEMON),
+            format!(
+                "the host is short of memory: the pool has {} of its {}",
+                size(pool.size_bytes),
+                size(pool.configured_bytes)
+            ),
+            &format!(
+                "tmemctl resize {}, or give VMs less memory",
+                pool.size_bytes
+            ),
+        ),
+        false => Finding::good(("host-memory", DAEMON), "the pool has its size"),
+    });
+    findings.push(match pool.reserved_bytes > pool.size_bytes {
+        true => Finding::warning(
+            ("reserves", DAEMON),
+            format!(
+                "the VMs' reserves are {}, more than the pool's {}: they scale down",
+                size(pool.reserved_bytes),
+                size(pool.size_bytes)
+            ),
+            "tmemctl tune DOMAIN --reserve SIZE, or tmemctl resize SIZE",
+        ),
+        false => Finding::good(("reserves", DAEMON), "the reserves fit"),
+    });
+    findings.push(match pool.hash_mismatches {
+        0 => Finding::good(("bytes", DAEMON), "every page was what it had been"),
+        bad => Finding::fault(
+            ("bytes", DAEMON),
+            format!("{bad} stored pages failed their check and were held back: the host's memory or the engine is at fault"),
+            "memtester 1G 3, and journalctl -u tmemd",
+        ),
+    });
+    findings
+}
+
+fn control_socket(socket: &Path) -> Finding {
+    let of = ("control-socket", DAEMON);
+    let mode = fs::metadata(socket).map_or(0, |metadata| metadata.permissions().mode());
+    let at = socket.display();
+    match mode & OTHERS {
+        0 => Finding::good(of, "only its group may use the control socket"),
+        _ => Finding::fault(
+            of,
+            format!(
+                "everybody may use the control socket {at}: its mode is {:o}",
+                mode & 0o777
+            ),
+            &format!("chmod o= {at}"),
+        ),
+    }
+}
+
+/// Pages of guests must not be swapped.
+fn locked(daemon: &api::DaemonStats, root: &Path) -> Finding {
+    let of = ("memory-lock", DAEMON);
+    let limits = fs::read_to_string(root.join(format!("proc/{}/limits", daemon.pid)));
+    let line = limits.ok().and_then(|text| {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with("Max locked memory"))?;
+        Some(line.contains("unlimited"))
+    });
+    match line {
+        Some(false) => Finding::fault(
+            of,
+            "the daemon may not lock its memory: pages of guests can get into the host's swap",
+            "systemctl edit tmemd: [Service] LimitMEMLOCK=infinity; then systemctl restart tmemd",
+        ),
+        Some(true) => Finding::good(of, "pages of guests stay out of the host's swap"),
+        None => Finding::good(of, "the daemon's limits cannot be read by you"),
+    }
+}
+
+fn vm_socket(vm: &api::Vm) -> Finding {
+    let (of, at) = (("vm-socket", vm.name.as_str()), &vm.socket);
+    match fs::metadata(at) {
+        Ok(metadata) if !metadata.file_type().is_socket() => Finding::fault(
+            of,
+            format!("{at} is no socket"),
+            &format!("rm {at}; systemctl restart tmemd"),
+        ),
+        Ok(metadata) => match metadata.permissions().mode() {
+            mode if mode & 0o600 != 0o600 => Finding::fault(
+                of,
+                format!("nobody may connect to {at}: its mode is {:o}", mode & 0o777),
+                &format!("chmod u+rw {at}"),
+            ),
+            mode if mode & OTHERS != 0 => Finding::fault(
+                of,
+                format!(
+                    "everybody may connect to {at}: its mode is {:o}",
+                    mode & 0o777
+                ),
+                &format!("chmod o= {at}"),
+            ),
+            _ => Finding::good(of, "its socket is there"),
+        },
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Finding::fault(
+            of,
+            format!("its socket {at} is gone"),
+            "systemctl restart tmemd: it makes the sockets of all its VMs anew",
+        ),
+        Err(error) => Finding::good(
+            of,
+            format!("its socket {at} cannot be looked at by you: {error}"),
+        ),
+    }
+}
+
+/// One VM.
+fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
+    let name = vm.name.as_str();
+    let mut findings = vec![vm_socket(vm)];
+    if let Some(problem) = &vm.problem {
+        findings.push(Finding::fault(
+            ("problem", name),
+            format!("it is not as it was asked for: {problem}"),
+            &format!("tmemctl tune {name}, with values that fit"),
+        ));
+    }
+    if vm.frozen {
+        findings.push(Finding::warning(
+            ("frozen", name),
+            "it is frozen: none of its pages are taken",
+            &format!("tmemctl thaw {name}"),
+        ));
+    }
+    if stats.queues_stopped > 0 {
+        findings.push(Finding::warning(
+            ("virtqueues", name),
+            format!(
+                "{} of its virtqueues were stopped for a fault of guest or VMM",
+                stats.queues_stopped
+            ),
+            &format!("journalctl -u tmemd TMEM_VM={name}; a reset of the guest sets them up anew"),
+        ));
+    }
+    if !vm.connected {
+        findings.push(Finding::warning(
+            ("connected", name),
+            "its QEMU is not connected: it is off, has no device, or may not use the socket",
+            &format!(
+                "virsh start {name}; ls -l {}; grep DENIED /var/log/audit/audit.log",
+                vm.socket
+            ),
+        ));
+        return findings;
+    }
+    findings.push(driver(name, stats));
+    findings
+}
+
+/// What the guest's driver says.
+fn driver(name: &str, stats: &api::VmStats) -> Finding {
+    let of = ("driver", name);
+    let Some(driver) = &stats.driver else {
+        return Finding::warning(
+            of,
+            "no driver has reported: the guest has not loaded it, or is starting",
+            "in the guest: modprobe virtio_tmem",
+        );
+    };
+    if driver.mismatches > 0 || driver.state == "poisoned" {
+        return Finding::fault(
+            of,
+            format!(
+                "its driver found {} pages that were not what it had put, and has switched the cache off",
+                driver.mismatches
+            ),
+            "in the guest: tmem-guest status; was its disk changed from outside?",
+        );
+    }
+    match driver.state.as_str() {
+        "on" => Finding::good(of, format!("its driver {} is on", driver.version)),
+        "tripped" => Finding::warning(
+            of,
+            format!(
+                "{} answers came too late for its driver, which does without for a while",
+                driver.late
+            ),
+            "tmemctl stats: is the host overloaded? More workers in /etc/virtio-tmem/tmemd.toml",
+        ),
+        state => Finding::warning(
+            of,
+            format!("its driver says {state}"),
+            "in the guest: tmem-guest status says why",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+    use crate::top::tests::{reply, vm as stats_of};
+    use std::os::unix::net::UnixListener;
+
+    fn vm(socket: &Path) -> api::Vm {
+        api::Vm {
+            name: "web".into(),
+            uuid: None,
+            socket: socket.display().to_string(),
+            trust_domain: None,
+            quota: api::quota(None, None, None),
+            connected: true,
+            problem: None,
+            frozen: false,
+        }
+    }
+
+    fn report(state: &str, mismatches: i64) -> api::DriverReport {
+        api::DriverReport {
+            version: "1.0.0".into(),
+            state: state.into(),
+            kernel: "6.12".into(),
+            hooks: 0,
+            memory_bytes: 0,
+            index_pages: 0,
+            puts: 0,
+            puts_dropped: 0,
+            gets: 0,
+            hits: 0,
+            late: 3,
+            mismatches,
+            invalidations: 0,
+        }
+    }
+
+    fn state(findings: &[Finding], check: &str) -> State {
+        let found = findings.iter().find(|finding| finding.check == check);
+        let found = found.unwrap_or_else(|| panic!("{check} is missing in {findings:#?}"));
+        assert_eq!(
+            found.state != State::Good,
+            found.mend.is_some(),
+            "{found:?}"
+        );
+        found.state
+    }
+
+    #[test]
+    fn each_fault_of_the_daemon_is_found() {
+        let said = reply(vec![]);
+        let (mut daemon, mut pool) = (said.daemon, said.pool);
+        daemon.version = env!("CARGO_PKG_VERSION").into();
+        for finding in of_daemon(&daemon, &pool) {
+            assert_eq!(finding.state, State::Good, "{finding:?}");
+        }
+        daemon.version = "0.0.1".into();
+        (pool.size_bytes, pool.configured_bytes) = (1 << 20, 2 << 20);
+        (pool.reserved_bytes, pool.hash_mismatches) = (3 << 20, 1);
+        let found = of_daemon(&daemon, &pool);
+        assert_eq!(state(&found, "daemon"), State::Warning);
+        assert_eq!(state(&found, "host-memory"), State::Warning);
+        assert_eq!(state(&found, "reserves"), State::Warning);
+        assert_eq!(state(&found, "bytes"), State::Fault);
+    }
+
+    #[test]
+    fn each_fault_of_memory_and_sockets_is_found() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut daemon = reply(vec![]).daemon;
+        daemon.pid = 7;
+        assert_eq!(
+            locked(&daemon, folder.path()).state,
+            State::Good,
+            "it cannot be known"
+        );
+        let limits = folder.path().join("proc/7/limits");
+        fs::create_dir_all(limits.parent().expect("a folder")).expect("made");
+        for (value, wanted) in [("8388608", State::Fault), ("unlimited", State::Good)] {
+            let line = format!(
+                "Max locked memory         {value}              {value}              bytes\n"
+            );
+            fs::write(&limits, line).expect("written");
+            assert_eq!(locked(&daemon, folder.path()).state, wanted);
+        }
+        let path = folder.path().join("socket");
+        let vm = vm(&path);
+        assert_eq!(vm_socket(&vm).state, State::Fault, "it is not there");
+        let _listener = UnixListener::bind(&path).expect("binds");
+        for (mode, wanted) in [
+            (0o660, State::Good),
+            (0o600, State::Good),
+            (0o060, State::Fault),
+            (0o666, State::Fault),
+        ] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).expect("set");
+            assert_eq!(vm_socket(&vm).state, wanted, "{mode:o}");
+            if mode != 0o060 {
+                assert_eq!(control_socket(&path).state, wanted, "{mode:o}");
+            }
+        }
+        fs::remove_file(&path).expect("removed");
+        fs::write(&path, "").expect("written");
+        assert_eq!(vm_socket(&vm).state, State::Fault, "it is a file");
+    }
+
+    #[test]
+    fn each_fault_of_a_vm_is_found() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let _listener = UnixListener::bind(&path).expect("binds");
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o660)).expect("set");
+        let mut vm = vm(&path);
+        let mut stats = stats_of("web", 0, 0, 0);
+        for (said, wanted) in [
+            (None, State::Warning),
+            (Some(report("on", 0)), State::Good),
+            (Some(report("off", 0)), State::Warning),
+            (Some(report("offline", 0)), State::Warning),
+            (Some(report("tripped", 0)), State::Warning),
+            (Some(report("poisoned", 0)), State::Fault),
+            (Some(report("on", 1)), State::Fault),
+        ] {
+            stats.driver = said;
+            assert_eq!(
+                state(&of_vm(&vm, &stats), "driver"),
+                wanted,
+                "{:?}",
+                stats.driver
+            );
+        }
+        (vm.frozen, vm.problem, stats.queues_stopped) = (true, Some("too\nmuch".into()), 2);
+        let found = of_vm(&vm, &stats);
+        assert_eq!(state(&found, "frozen"), State::Warning);
+        assert_eq!(state(&found, "problem"), State::Fault);
+        assert_eq!(state(&found, "virtqueues"), State::Warning);
+        assert!(found.iter().all(|finding| !finding.text.contains('\n')));
+        vm.connected = false;
+        assert_eq!(state(&of_vm(&vm, &stats), "connected"), State::Warning);
+    }
+}

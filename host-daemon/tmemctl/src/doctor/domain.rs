@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What libvirt's domains say: device, shared memory, an emulator that knows the device.
+
+use super::Finding;
+use crate::libvirt::emulator_has_device;
+use std::path::Path;
+use tmem_control as api;
+use tmem_domain::Domain;
+use virt::connect::Connect;
+
+/// Looks at all domains. `served`: the VMs of the daemon, if it can be asked.
+pub fn look(uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
+    let of = ("libvirt", "host");
+    if !root.join("etc/libvirt").exists() {
+        return vec![Finding::good(of, "there is no libvirt")];
+    }
+    virt::error::clear_error_callback();
+    let domains = Connect::open_read_only(Some(uri)).and_then(|connection| {
+        let domains = connection.list_all_domains(0)?;
+        // What the XML of one that has just gone says is no matter.
+        let read = |domain: &virt::domain::Domain| {
+            Some((domain.get_xml_desc(0).ok()?, domain.is_active().ok()?))
+        };
+        Ok(domains.iter().filter_map(read).collect::<Vec<_>>())
+    });
+    let domains = match domains {
+        Ok(domains) => domains,
+        Err(error) => {
+            let text = format!("libvirt at {uri} cannot be asked: {}", error.message());
+            let mend = "systemctl start libvirtd, or name another one with --connect";
+            return vec![Finding::warning(of, text, mend)];
+        }
+    };
+    let mut findings = vec![Finding::good(of, format!("{} domains", domains.len()))];
+    for (xml, active) in domains {
+        findings.extend(of_domain(&xml, active, served, &emulator_has_device));
+    }
+    findings
+}
+
+/// One domain. `has_device` asks an emulator.
+fn of_domain(
+    xml: &str,
+    active: bool,
+    served: Option<&[api::Vm]>,
+    has_device: &dyn Fn(&str) -> Result<bool, String>,
+) -> Vec<Finding> {
+    let domain = match Domain::parse(xml) {
+        Ok(domain) => domain,
+        Err(error) => {
+            let mend = "virsh edit it: its XML cannot be read";
+            return vec![Finding::fault(("domain", "a domain"), error.0, mend)];
+        }
+    };
+    let name = domain.name.as_str();
+    let attach = format!("tmemctl attach {name}");
+    let Some(device) = &domain.device else {
+        return match domain.cache {
+            None => Vec::new(),
+            Some(_) => vec![Finding::fault(
+                ("device", name),
+                "it has a quota and no device",
+                &format!("{attach}, and start it anew"),
+            )],
+        };
+    };
+    let mut findings = Vec::new();
+    findings.push(match &domain.memory {
+        Ok(()) => Finding::good(("shared-memory", name), "its memory is shared"),
+        Err(error) => Finding::fault(
+            ("shared-memory", name),
+            error.0.clone(),
+            &format!("{attach}, and start it anew"),
+        ),
+    });
+    if let Some(Err(error)) = &domain.cache {
+        let mend = format!("tmemctl tune {name}, with values that make sense");
+        findings.push(Finding::fault(("quota", name), error.0.clone(), &mend));
+    }
+    if let Some(emulator) = &domain.emulator {
+        let of = ("emulator", name);
+        let mend = format!("{attach} --emulator PATH (qemu-dev/build --full makes one)");
+        findings.push(match has_device(emulator) {
+            Ok(true) => Finding::good(of, "its emulator has the device"),
+            Ok(false) => Finding::fault(of, format!("{emulator} does not have the device"), &mend),
+            Err(why) => Finding::fault(of, format!("{emulator} cannot be run: {why}"), &mend),
+        });
+    }
+    if let (true, Some(served)) = (active, served) {
+        let of = ("served", name);
+        let vm = served
+            .iter()
+            .find(|vm| vm.uuid.as_deref() == Some(&domain.uuid) || vm.socket == device.socket);
+        findings.push(match vm {
+            None => Finding::fault(
+                of,
+                "it runs, has the device, and the daemon does not know it",
+                "systemctl restart tmem-libvirt: it has the daemon serve VMs that run",
+            ),
+            Some(vm) if vm.socket != device.socket => Finding::fault(
+                of,
+                format!(
+                    "its device is at {}, and the daemon serves it at {}",
+                    device.socket, vm.socket
+                ),
+                &format!("{attach}, and start it anew"),
+            ),
+            Some(_) => Finding::good(of, "the daemon serves it"),
+        });
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    const UUID: &str = "5ca1ab1e-0000-4000-8000-0123456789ab";
+    const PLAIN: &str = "<domain type='qemu'><name>web</name>\
+        <uuid>5ca1ab1e-0000-4000-8000-0123456789ab</uuid><memory unit='MiB'>512</memory>\
+        <os><type arch='x86_64' machine='q35'>hvm</type></os>\
+        <devices><emulator>/usr/bin/qemu</emulator></devices></domain>";
+
+    fn attached() -> String {
+        tmem_domain::attach(
+            PLAIN,
+            &tmem_domain::Options {
+                cache: Default::default(),
+                socket_folder: "/run/virtio-tmem".into(),
+                emulator: None,
+            },
+        )
+        .expect("attached")
+    }
+
+    fn served(xml: &str) -> api::Vm {
+        let device = Domain::parse(xml).expect("read").device.expect("attached");
+        api::Vm {
+            name: "web".into(),
+            uuid: Some(UUID.into()),
+            socket: device.socket,
+            trust_domain: None,
+            quota: api::quota(None, None, None),
+            connected: true,
+            problem: None,
+            frozen: false,
+        }
+    }
+
+    fn faults(
+        xml: &str,
+        served: Option<&[api::Vm]>,
+        emulator: Result<bool, String>,
+    ) -> Vec<&'static str> {
+        let found = of_domain(xml, true, served, &|_| emulator.clone());
+        let faults = found.iter().filter(|finding| finding.state == State::Fault);
+        faults.map(|finding| finding.check).collect()
+    }
+
+    #[test]
+    fn each_fault_of_a_domain_is_found() {
+        let xml = attached();
+        let vm = served(&xml);
+        let vms = std::slice::from_ref(&vm);
+        assert!(
+            of_domain(PLAIN, true, Some(vms), &|_| Ok(false)).is_empty(),
+            "it wants no cache"
+        );
+        assert!(faults(&xml, Some(vms), Ok(true)).is_empty());
+        assert!(
+            faults(&xml, None, Ok(true)).is_empty(),
+            "the daemon cannot be asked"
+        );
+        assert_eq!(faults(&xml, Some(vms), Ok(false)), ["emulator"]);
+        assert_eq!(faults(&xml, Some(vms), Err("no".into())), ["emulator"]);
+        assert_eq!(faults(&xml, Some(&[]), Ok(true)), ["served"]);
+        let elsewhere = api::Vm {
+            socket: "/else".into(),
+            ..vm.clone()
+        };
+        assert_eq!(faults(&xml, Some(&[elsewhere]), Ok(true)), ["served"]);
+        let private = xml
+            .replace("mode='shared'", "mode='private'")
+            .replace("mode=\"shared\"", "mode=\"private\"");
+        assert_ne!(private, xml);
+        assert_eq!(faults(&private, Some(vms), Ok(true)), ["shared-memory"]);
+        let cut = xml.find("<qemu:commandline").expect("it is there");
+        let end = xml.find("</qemu:commandline>").expect("it ends") + "</qemu:commandline>".len();
+        let without = format!("{}{}", &xml[..cut], &xml[end..]);
+        assert_eq!(faults(&without, Some(vms), Ok(true)), ["device"]);
+        assert_eq!(faults("<domain>", Some(vms), Ok(true)), ["domain"]);
+    }
+}

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the host's files say.
+
+use super::Finding;
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+
+const HOST: &str = "host";
+
+const HOOK_FOLDER: &str = "etc/libvirt/hooks/qemu.d";
+
+/// Looks below `root`.
+pub fn look(root: &Path) -> Vec<Finding> {
+    vec![kvm(root), pressure(root), hook(root), apparmor(root)]
+}
+
+fn kvm(root: &Path) -> Finding {
+    let of = ("kvm", HOST);
+    match root.join("dev/kvm").exists() {
+        true => Finding::good(of, "there is KVM"),
+        false => Finding::warning(
+            of,
+            "there is no KVM: VMs are emulated, and nothing here is fast",
+            "modprobe kvm_intel || modprobe kvm_amd",
+        ),
+    }
+}
+
+fn pressure(root: &Path) -> Finding {
+    let of = ("psi", HOST);
+    match fs::read_to_string(root.join("proc/pressure/memory")) {
+        Ok(_) => Finding::good(of, "the kernel tells how long tasks wait for memory"),
+        Err(error) => Finding::warning(
+            of,
+            format!(
+                "the kernel does not tell how long tasks wait for memory ({error}): the pool gives way later"
+            ),
+            "add psi=1 to the kernel's command line, and start the host anew",
+        ),
+    }
+}
+
+/// Without it libvirt's VMs have no socket.
+fn hook(root: &Path) -> Finding {
+    let of = ("hook", HOST);
+    if !root.join("etc/libvirt").exists() {
+        return Finding::good(of, "there is no libvirt");
+    }
+    let entries = fs::read_dir(root.join(HOOK_FOLDER))
+        .into_iter()
+        .flatten()
+        .flatten();
+    let ours = entries.map(|entry| entry.path()).find(|path| {
+        let text = fs::read(path).unwrap_or_default();
+        String::from_utf8_lossy(&text).contains("tmem-hook")
+    });
+    let Some(path) = ours else {
+        return Finding::fault(
+            of,
+            format!("libvirt has no hook of ours in /{HOOK_FOLDER}: its VMs get no socket"),
+            "printf '#!/bin/sh\\nexec /usr/sbin/tmem-hook \"$@\"\\n' >/etc/libvirt/hooks/qemu.d/virtio-tmem; \
+             chmod +x /etc/libvirt/hooks/qemu.d/virtio-tmem; systemctl reload libvirtd",
+        );
+    };
+    let name = path
+        .strip_prefix(root)
+        .unwrap_or(&path)
+        .display()
+        .to_string();
+    let mode = fs::metadata(&path).map_or(0, |metadata| metadata.permissions().mode());
+    if mode & 0o111 == 0 {
+        return Finding::fault(
+            of,
+            format!("libvirt cannot run the hook /{name}"),
+            &format!("chmod +x /{name}; systemctl reload libvirtd"),
+        );
+    }
+    Finding::good(of, "libvirt has the hook")
+}
+
+fn apparmor(root: &Path) -> Finding {
+    let of = ("apparmor", HOST);
+    let enabled = fs::read_to_string(root.join("sys/module/apparmor/parameters/enabled"));
+    let confines = root
+        .join("etc/apparmor.d/abstractions/libvirt-qemu")
+        .exists();
+    if !confines || !enabled.is_ok_and(|text| text.starts_with('Y')) {
+        return Finding::good(of, "AppArmor does not confine libvirt's QEMUs");
+    }
+    let local = root.join("etc/apparmor.d/local/abstractions/libvirt-qemu");
+    match fs::read_to_string(local).is_ok_and(|rules| rules.contains("run/virtio-tmem")) {
+        true => Finding::good(of, "AppArmor lets QEMUs connect"),
+        false => Finding::fault(
+            of,
+            "AppArmor confines libvirt's QEMUs and has no rule for the daemon's sockets",
+            "cat host-daemon/tmem-hook/apparmor/libvirt-qemu >>/etc/apparmor.d/local/abstractions/libvirt-qemu \
+             (docs/libvirt.md, confined hosts)",
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    fn write(root: &Path, name: &str, text: &str) {
+        let path = root.join(name);
+        fs::create_dir_all(path.parent().expect("a folder")).expect("made");
+        fs::write(path, text).expect("written");
+    }
+
+    #[test]
+    fn each_fault_of_the_host_is_found_and_mended() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let root = folder.path();
+        let states = || {
+            look(root)
+                .iter()
+                .map(|f| (f.check, f.state))
+                .collect::<Vec<_>>()
+        };
+        let state = |check: &str| {
+            states()
+                .into_iter()
+                .find(|(c, _)| *c == check)
+                .expect("looked at")
+                .1
+        };
+        // A host without libvirt and AppArmor.
+        assert_eq!(
+            (state("hook"), state("apparmor")),
+            (State::Good, State::Good)
+        );
+        assert_eq!(
+            (state("kvm"), state("psi")),
+            (State::Warning, State::Warning)
+        );
+        write(root, "dev/kvm", "");
+        write(root, "proc/pressure/memory", "some avg10=0.00\n");
+        assert_eq!((state("kvm"), state("psi")), (State::Good, State::Good));
+        // With libvirt.
+        write(root, "etc/libvirt/hooks/qemu.d/other", "#!/bin/sh\n");
+        assert_eq!(state("hook"), State::Fault);
+        let hook = "etc/libvirt/hooks/qemu.d/virtio-tmem";
+        write(root, hook, "#!/bin/sh\nexec /usr/sbin/tmem-hook \"$@\"\n");
+        let found = self::hook(root);
+        assert_eq!(found.state, State::Fault, "it cannot be run");
+        assert!(
+            found
+                .mend
+                .is_some_and(|mend| mend.contains(&format!("chmod +x /{hook}")))
+        );
+        fs::set_permissions(root.join(hook), fs::Permissions::from_mode(0o755)).expect("set");
+        assert_eq!(state("hook"), State::Good);
+        // With AppArmor.
+        write(root, "etc/apparmor.d/abstractions/libvirt-qemu", "");
+        write(root, "sys/module/apparmor/parameters/enabled", "N\n");
+        assert_eq!(state("apparmor"), State::Good);
+        write(root, "sys/module/apparmor/parameters/enabled", "Y\n");
+        assert_eq!(state("apparmor"), State::Fault);
+        let rules = include_str!("../../../tmem-hook/apparmor/libvirt-qemu");
+        write(
+            root,
+            "etc/apparmor.d/local/abstractions/libvirt-qemu",
+            rules,
+        );
+        assert_eq!(state("apparmor"), State::Good);
+    }
+}

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What changes the daemon's doings, or asks for a single thing.
+
+use crate::client::{connect, refused};
+use crate::table::size;
+use crate::{Failure, Reach, Said};
+use clap::Args;
+use serde_json::json;
+use tmem_control::VarlinkClientInterface;
+
+/// Some VMs.
+#[derive(Args, Clone)]
+pub struct VmsArguments {
+    /// Names, as tmemctl list has them
+    #[arg(required_unless_present = "all")]
+    vms: Vec<String>,
+    /// All that the daemon serves
+    #[arg(long, conflicts_with = "vms")]
+    all: bool,
+}
+
+impl VmsArguments {
+    fn names(&self, reach: &Reach) -> Result<Vec<String>, Failure> {
+        if !self.all {
+            return Ok(self.vms.clone());
+        }
+        let reply = connect(&reach.socket)?.list().call();
+        let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
+        Ok(reply.vms.into_iter().map(|vm| vm.name).collect())
+    }
+}
+
+/// Drops their pages.
+pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
+    let (mut text, mut flushed) = (String::new(), Vec::new());
+    let mut client = connect(&reach.socket)?;
+    for name in vms.names(reach)? {
+        let reply = client.flush(name.clone()).call();
+        let pages = reply.map_err(|error| refused(&reach.socket, &error))?.pages;
+        text += &format!("{name}: {pages} pages dropped\n");
+        flushed.push(json!({ "name": name, "pages": pages }));
+    }
+    let json = json!({ "vms": flushed });
+    Ok(Said { text, json })
+}
+
+/// Takes no more of their pages, or does again.
+pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Said, Failure> {
+    let (mut text, mut set) = (String::new(), Vec::new());
+    let mut client = connect(&reach.socket)?;
+    for name in vms.names(reach)? {
+        let changed = match frozen {
+            true => client
+                .freeze(name.clone())
+                .call()
+                .map(|reply| reply.changed),
+            false => client.thaw(name.clone()).call().map(|reply| reply.changed),
+        };
+        let changed = changed.map_err(|error| refused(&reach.socket, &error))?;
+        let is = if frozen { "frozen" } else { "thawed" };
+        let already = if changed { "" } else { ", as it was" };
+        text += &format!("{name}: {is}{already}\n");
+        set.push(json!({ "name": name, "frozen": frozen, "changed": changed }));
+    }
+    let json = json!({ "vms": set });
+    Ok(Said { text, json })
+}
+
+/// Another size of the pool.
+pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
+    let bytes = i64::try_from(size_bytes).unwrap_or(i64::MAX);
+    let mut client = connect(&reach.socket)?;
+    let failed = |error| refused(&reach.socket, &error);
+    client.resize(bytes).call().map_err(failed)?;
+    let pool = client.stats(None).call().map_err(failed)?.pool;
+    let mut text = format!(
+        "the pool is to have {} until the daemon ends\n",
+        size(bytes)
+    );
+    if pool.held_bytes > bytes {
+        text += &format!(
+            "It holds {} and gives back the rest now.\n",
+            size(pool.held_bytes)
+        );
+    }
+    if pool.reserved_bytes > bytes {
+        text += &format!(
+            "The VMs' reserves, {} in all, scale down to it.\n",
+            size(pool.reserved_bytes)
+        );
+    }
+    if pool.size_bytes < bytes {
+        text += &format!(
+            "The host is short of memory: for now it is {}.\n",
+            size(pool.size_bytes)
+        );
+    }
+    let json = json!({
+        "configured_bytes": bytes,
+        "size_bytes": pool.size_bytes,
+        "held_bytes": pool.held_bytes,
+    });
+    Ok(Said { text, json })
+}
+
+/// What the pool could give back.
+pub fn freeable(reach: &Reach) -> Result<Said, Failure> {
+    let reply = connect(&reach.socket)?.freeable().call();
+    let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
+    let text = format!(
+        "held             {}\nfreeable         {}\nbeyond reserves  {}\nunused           {}\n",
+        size(reply.held_bytes),
+        size(reply.freeable_bytes),
+        size(reply.beyond_reserves_bytes),
+        size(reply.unused_bytes)
+    );
+    Said::reply(text, &reply)
+}
+
+/// Who speaks with whom. A daemon that is away is said so, and is no failure.
+pub fn version(reach: &Reach) -> Result<Said, Failure> {
+    let own = env!("CARGO_PKG_VERSION");
+    let daemon = crate::stats(reach, None).map(|reply| reply.daemon.version);
+    let text = match &daemon {
+        Ok(version) => format!("tmemctl {own}\ntmemd   {version}\n"),
+        Err(Failure(why, _)) => format!("tmemctl {own}\ntmemd   - ({why})\n"),
+    };
+    let json = json!({ "tmemctl": own, "tmemd": daemon.ok() });
+    Ok(Said { text, json })
+}

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `list` and `stats` for people.
+
+use crate::table::{Align, percent, ratio, size, table};
+use tmem_control as api;
+use tmem_control::statistics::{Kind, Scope, Statistic};
+
+fn yes_no(value: bool) -> String {
+    if value { "yes" } else { "no" }.into()
+}
+
+fn or_dash(value: Option<&str>) -> String {
+    value.unwrap_or("-").into()
+}
+
+/// The VMs, and what is wrong with them.
+pub fn list(vms: &[api::Vm]) -> String {
+    let columns = [
+        ("NAME", Align::Left),
+        ("CONNECTED", Align::Left),
+        ("FROZEN", Align::Left),
+        ("TRUST DOMAIN", Align::Left),
+        ("RESERVE", Align::Right),
+        ("LIMIT", Align::Right),
+        ("WEIGHT", Align::Right),
+        ("UUID", Align::Left),
+        ("SOCKET", Align::Left),
+    ];
+    let row = |vm: &api::Vm| {
+        vec![
+            vm.name.clone(),
+            yes_no(vm.connected),
+            yes_no(vm.frozen),
+            or_dash(vm.trust_domain.as_deref()),
+            size(vm.quota.reserve_bytes),
+            vm.quota.limit_bytes.map_or("-".into(), size),
+            vm.quota.weight.to_string(),
+            or_dash(vm.uuid.as_deref()),
+            vm.socket.clone(),
+        ]
+    };
+    let mut text = table(&columns, &vms.iter().map(row).collect::<Vec<_>>());
+    for vm in vms {
+        if let Some(problem) = &vm.problem {
+            let problem = problem.replace(char::is_control, " ");
+            text += &format!("\n{}: not as it was asked for: {problem}", vm.name);
+        }
+    }
+    if text.ends_with('\n') {
+        return text;
+    }
+    text + "\n"
+}
+
+/// The daemon in a line, the pool in two, and a row for each VM.
+pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::VmStats]) -> String {
+    let columns = [
+        ("NAME", Align::Left),
+        ("CONNECTED", Align::Left),
+        ("PAGES", Align::Right),
+        ("ORIGINAL", Align::Right),
+        ("CHARGED", Align::Right),
+        ("ENTITLED", Align::Right),
+        ("PUTS", Align::Right),
+        ("REFUSED", Align::Right),
+        ("GETS", Align::Right),
+        ("HITS", Align::Right),
+        ("HIT RATE", Align::Right),
+        ("EVICTED", Align::Right),
+        ("DRIVER", Align::Left),
+    ];
+    let row = |vm: &api::VmStats| {
+        vec![
+            vm.name.clone(),
+            yes_no(vm.connected),
+            vm.pages.to_string(),
+            size(vm.original_bytes),
+            size(vm.charged_bytes),
+            size(vm.entitled_bytes),
+            vm.puts.to_string(),
+            vm.puts_refused.to_string(),
+            vm.gets.to_string(),
+            vm.hits.to_string(),
+            percent(vm.hits, vm.gets),
+            vm.evictions.to_string(),
+            or_dash(vm.driver.as_ref().map(|driver| driver.state.as_str())),
+        ]
+    };
+    let shrunk = if pool.size_bytes < pool.configured_bytes {
+        format!(
+            "; smaller than its {} since the host is short of memory",
+            size(pool.configured_bytes)
+        )
+    } else {
+        String::new()
+    };
+    format!(
+        "daemon  {} pid {}, up {} s, {} workers, {} of {} VMs connected\n\
+         pool    {} of {} held ({}): {} of pages, {} of metadata{}\n\
+         \x20       {} pages of {}, {} per byte held; {} same-filled, {} shared, {} evicted\n\
+         \x20       {} of host RAM saved\n\n{}",
+        daemon.version,
+        daemon.pid,
+        daemon.uptime_seconds,
+        daemon.workers,
+        daemon.vms_connected,
+        daemon.vms,
+        size(pool.held_bytes),
+        size(pool.size_bytes),
+        percent(pool.held_bytes, pool.size_bytes),
+        size(pool.payload_bytes),
+        size(pool.metadata_bytes),
+        shrunk,
+        pool.pages,
+        size(pool.original_bytes),
+        ratio(pool.original_bytes, pool.held_bytes),
+        pool.same_filled_pages,
+        pool.shared_pages,
+        pool.evictions,
+        size(pool.saved_bytes),
+        table(&columns, &vms.iter().map(row).collect::<Vec<_>>())
+    )
+}
+
+/// A figure in words.
+fn value(row: &Statistic, value: &serde_json::Value) -> String {
+    use serde_json::Value;
+    match value {
+        Value::Bool(value) => yes_no(*value),
+        Value::Number(number) if row.unit == "bytes" => size(number.as_i64().unwrap_or(0)),
+        Value::Number(number) if row.field == "hooks" => {
+            format!("{:#x}", number.as_i64().unwrap_or(0))
+        }
+        Value::String(text) => text.replace(char::is_control, " "),
+        Value::Array(values) => {
+            let values: Vec<String> = values.iter().map(Value::to_string).collect();
+            let (_, label) = row.metric();
+            let of = label.map_or(String::new(), |(key, values)| {
+                format!(" ({}: {})", key.replace('_', " "), values.join(", "))
+            });
+            values.join(", ") + &of
+        }
+        value => value.to_string(),
+    }
+}
+
+/// A histogram in words: how many, their mean, and what nearly all are below.
+pub fn latency(histogram: &api::Histogram) -> String {
+    let count: i64 = histogram.buckets.iter().sum();
+    if count == 0 {
+        return "-".into();
+    }
+    let mean_us = histogram.sum_ns as f64 / count as f64 / 1000.0;
+    let mut seen = 0;
+    let most = histogram.buckets.iter().position(|bucket| {
+        seen += bucket;
+        seen * 100 >= count * 99
+    });
+    let last = histogram.buckets.len() - 1;
+    let below = match most {
+        Some(bucket) if bucket < last => format!("99 % below {} µs", 1u64 << bucket),
+        _ => format!("99 % not even below {} µs", 1u64 << (last - 1)),
+    };
+    format!("{count} requests, mean {mean_us:.1} µs, {below}")
+}
+
+/// Everything about one VM, a line each.
+pub fn one(vm: &api::VmStats) -> String {
+    let name = |row: &Statistic| row.field.trim_end_matches("_bytes").replace('_', " ");
+    let mut rows: Vec<(String, String)> = Vec::new();
+    let figures = serde_json::to_value(vm).unwrap_or_default();
+    for row in Statistic::of(Scope::Vm).filter(|row| row.field != "driver") {
+        let text = match row.field {
+            "hits" => format!("{} ({})", vm.hits, percent(vm.hits, vm.gets)),
+            "put_latency" => latency(&vm.put_latency),
+            "get_latency" => latency(&vm.get_latency),
+            "flush_latency" => latency(&vm.flush_latency),
+            field => value(row, &figures[field]),
+        };
+        debug_assert!(row.kind != Kind::Histogram || row.field.ends_with("_latency"));
+        rows.push((name(row), text));
+    }
+    if vm.driver.is_some() {
+        for row in Statistic::of(Scope::Driver) {
+            let text = value(row, &figures["driver"][row.field]);
+            rows.push((format!("driver {}", name(row)), text));
+        }
+    }
+    let width = rows.iter().map(|(key, _)| key.len()).max().unwrap_or(0);
+    rows.iter()
+        .map(|(key, value)| format!("{key:<width$}  {value}\n"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_latency_says_what_most_are_below() {
+        let mut histogram = api::Histogram {
+            sum_ns: 0,
+            buckets: vec![0; 16],
+        };
+        assert_eq!(latency(&histogram), "-");
+        histogram.buckets[3] = 99;
+        histogram.buckets[9] = 1;
+        histogram.sum_ns = 700_000;
+        let text = "100 requests, mean 7.0 µs, 99 % below 8 µs";
+        assert_eq!(latency(&histogram), text);
+        histogram.buckets[15] = 10;
+        assert!(latency(&histogram).ends_with("not even below 16384 µs"));
+    }
+}

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `top`: a live view of the pool and its VMs, made for 80 × 24.
+//!
+//! | file | its idea |
+//! | --- | --- |
+//! | `model.rs` | what is shown: rates from two looks, order, filter, history |
+//! | `view.rs` | where it is shown; draws a model, knows no daemon |
+//! | `mod.rs` | asks the daemon, reads keys |
+//!
+//! It works on the read-only socket and changes nothing.
+
+mod model;
+mod view;
+
+#[cfg(test)]
+pub use model::tests;
+
+use crate::{Failure, Reach, in_time, stats};
+use clap::Args;
+use model::{Model, Sort};
+use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use std::io::IsTerminal;
+use std::time::{Duration, Instant};
+
+/// How often it looks.
+#[derive(Args, Clone)]
+pub struct TopArguments {
+    /// Seconds between two looks
+    #[arg(long, short, value_name = "SECONDS", default_value_t = 1,
+          value_parser = clap::value_parser!(u64).range(1..=3600))]
+    delay: u64,
+    /// Order of VMs: name, hits, rate, put, get, used or pages
+    #[arg(long, value_name = "KEY", default_value = "get")]
+    sort: Sort,
+    /// Show only VMs with this in their names
+    #[arg(long, value_name = "TEXT", default_value = "")]
+    filter: String,
+}
+
+/// What a key means.
+#[derive(Debug, PartialEq, Eq)]
+enum Do {
+    Nothing,
+    Quit,
+}
+
+fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
+    if control && code == KeyCode::Char('c') {
+        return Do::Quit;
+    }
+    if model.typing {
+        match code {
+            KeyCode::Enter => model.typing = false,
+            KeyCode::Esc => {
+                model.typing = false;
+                model.filter.clear();
+            }
+            KeyCode::Backspace => {
+                model.filter.pop();
+            }
+            KeyCode::Char(c) => model.filter.push(c),
+            _ => {}
+        }
+        model.stay_inside();
+        return Do::Nothing;
+    }
+    match code {
+        KeyCode::Char('q') => return Do::Quit,
+        KeyCode::Char('/') => model.typing = true,
+        KeyCode::Char('?' | 'h') => model.help = !model.help,
+        KeyCode::Char('r') => model.reverse = !model.reverse,
+        KeyCode::Char(' ') => model.paused = !model.paused,
+        KeyCode::Esc => {
+            model.help = false;
+            model.filter.clear();
+        }
+        KeyCode::Down | KeyCode::Char('j') => model.selected += 1,
+        KeyCode::Up | KeyCode::Char('k') => model.selected = model.selected.saturating_sub(1),
+        KeyCode::Char(c) => {
+            if let Some(sort) = Sort::ALL.into_iter().find(|sort| sort.key() == c) {
+                model.sort = sort;
+            }
+        }
+        _ => {}
+    }
+    model.stay_inside();
+    Do::Nothing
+}
+
+/// Shows it until it is told to end.
+pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
+    if reach.json {
+        let what = "top is for people: stats --watch --json prints lines for machines";
+        return Err(Failure(what.into(), 2));
+    }
+    let look = || in_time(reach, |reach| stats(reach, None));
+    let mut model = Model::new(arguments.sort, arguments.filter.clone());
+    // Before the screen is taken, so that a refusal is read.
+    model.take(look()?, Instant::now());
+    if !std::io::stdout().is_terminal() {
+        let what = "top needs a terminal: stats --watch prints lines";
+        return Err(Failure(what.into(), 2));
+    }
+    let failed = |error: std::io::Error| Failure(format!("the terminal: {error}"), 1);
+    let period = Duration::from_secs(arguments.delay);
+    // It gives the terminal back also when it panics.
+    let mut terminal = ratatui::try_init().map_err(failed)?;
+    let mut next = Instant::now() + period.min(Duration::from_millis(500));
+    let done = loop {
+        if let Err(error) = terminal.draw(|frame| view::draw(frame, &model)) {
+            break Err(failed(error));
+        }
+        let left = next.saturating_duration_since(Instant::now());
+        match event::poll(left) {
+            Err(error) => break Err(failed(error)),
+            Ok(true) => match event::read() {
+                Err(error) => break Err(failed(error)),
+                Ok(Event::Key(pressed)) if pressed.kind == KeyEventKind::Press => {
+                    let control = pressed.modifiers.contains(KeyModifiers::CONTROL);
+                    if key(&mut model, pressed.code, control) == Do::Quit {
+                        break Ok(());
+                    }
+                }
+                Ok(_) => {}
+            },
+            Ok(false) => {
+                next = Instant::now() + period;
+                if !model.paused {
+                    match look() {
+                        Ok(reply) => model.take(reply, Instant::now()),
+                        // It may come back; what was seen last stays.
+                        Err(Failure(why, _)) => model.problem = Some(why),
+                    }
+                }
+            }
+        }
+    };
+    ratatui::restore();
+    done
+}
+
+#[cfg(test)]
+mod key_tests {
+    use super::*;
+
+    #[test]
+    fn keys_do_what_the_help_says() {
+        let mut model = Model::new(Sort::Get, String::new());
+        let mut press = |code| key(&mut model, code, false);
+        assert_eq!(press(KeyCode::Char('n')), Do::Nothing);
+        assert_eq!(press(KeyCode::Char('/')), Do::Nothing);
+        // While a filter is typed they are letters.
+        for code in [KeyCode::Char('q'), KeyCode::Char('x'), KeyCode::Backspace] {
+            assert_eq!(press(code), Do::Nothing);
+        }
+        assert_eq!(press(KeyCode::Enter), Do::Nothing);
+        press(KeyCode::Char('r'));
+        press(KeyCode::Char(' '));
+        press(KeyCode::Down);
+        assert_eq!(press(KeyCode::Char('q')), Do::Quit);
+        assert_eq!(key(&mut model, KeyCode::Char('c'), true), Do::Quit);
+        assert_eq!((model.sort, &*model.filter), (Sort::Name, "q"));
+        assert!(model.reverse && model.paused && !model.typing);
+        assert_eq!(model.selected, 0, "there is nobody below");
+        key(&mut model, KeyCode::Esc, false);
+        assert_eq!(model.filter, "");
+    }
+}

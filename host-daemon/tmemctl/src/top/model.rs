@@ -1,0 +1,360 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What `top` shows: rates from two looks at the daemon, in an order, with a history.
+
+use std::collections::{HashMap, VecDeque};
+use std::str::FromStr;
+use std::time::Instant;
+use tmem_control::{DaemonStats, Histogram, PoolStats, Stats_Reply, VmStats};
+
+/// Looks that are remembered for a sparkline: as wide as it can be.
+pub const HISTORY: usize = 60;
+
+/// By what VMs are ordered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sort {
+    /// Name.
+    Name,
+    /// Hits a second.
+    Hits,
+    /// Part of gets that hit.
+    Rate,
+    /// Pages put a second.
+    Put,
+    /// Pages asked for a second.
+    Get,
+    /// Charged bytes.
+    Used,
+    /// Pages.
+    Pages,
+}
+
+impl Sort {
+    /// All there are, in the order of the help.
+    pub const ALL: [Sort; 7] = [
+        Sort::Name,
+        Sort::Hits,
+        Sort::Rate,
+        Sort::Put,
+        Sort::Get,
+        Sort::Used,
+        Sort::Pages,
+    ];
+
+    /// Its name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Sort::Name => "name",
+            Sort::Hits => "hits",
+            Sort::Rate => "rate",
+            Sort::Put => "put",
+            Sort::Get => "get",
+            Sort::Used => "used",
+            Sort::Pages => "pages",
+        }
+    }
+
+    /// The key that chooses it.
+    pub fn key(self) -> char {
+        match self {
+            Sort::Name => 'n',
+            Sort::Hits => 'd',
+            Sort::Rate => 'm',
+            Sort::Put => 'p',
+            Sort::Get => 'g',
+            Sort::Used => 'u',
+            Sort::Pages => 's',
+        }
+    }
+}
+
+impl FromStr for Sort {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Sort, String> {
+        let found = Sort::ALL.into_iter().find(|sort| sort.name() == text);
+        found.ok_or_else(|| {
+            let names: Vec<&str> = Sort::ALL.iter().map(|sort| sort.name()).collect();
+            format!("there is {}", names.join(", "))
+        })
+    }
+}
+
+/// A VM at the last look.
+#[derive(Clone, Debug)]
+pub struct Row {
+    /// Its figures.
+    pub vm: VmStats,
+    /// Pages a second.
+    pub gets: f64,
+    /// Pages a second: disk reads avoided.
+    pub hits: f64,
+    /// Pages a second.
+    pub puts: f64,
+    /// Of the gets between the last two looks, or None without any.
+    pub hit_part: Option<f64>,
+    /// Mean of a GET request between the last two looks, in µs.
+    pub get_us: Option<f64>,
+    /// Mean of a PUT request, likewise.
+    pub put_us: Option<f64>,
+    /// Gets a second, oldest first.
+    pub history: VecDeque<u64>,
+}
+
+/// See the file's comment.
+pub struct Model {
+    /// Order.
+    pub sort: Sort,
+    /// The other way round.
+    pub reverse: bool,
+    /// Only VMs with this in their names.
+    pub filter: String,
+    /// The filter is being typed.
+    pub typing: bool,
+    /// The help is shown.
+    pub help: bool,
+    /// No more looks.
+    pub paused: bool,
+    /// Position among the rows that are shown.
+    pub selected: usize,
+    /// Why the last look failed.
+    pub problem: Option<String>,
+    /// The daemon at the last look.
+    pub daemon: Option<DaemonStats>,
+    /// The pool at the last look.
+    pub pool: Option<PoolStats>,
+    /// Hits a second of all VMs, oldest first.
+    pub history: VecDeque<u64>,
+    rows: Vec<Row>,
+    at: Option<Instant>,
+}
+
+fn push(history: &mut VecDeque<u64>, value: f64) {
+    if history.len() == HISTORY {
+        history.pop_front();
+    }
+    history.push_back(value.max(0.0).round() as u64);
+}
+
+/// Mean time of the requests between two looks.
+fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
+    let count = |histogram: &Histogram| histogram.buckets.iter().sum::<i64>();
+    let before = before.map_or((0, 0), |before| (count(before), before.sum_ns));
+    let (count, sum_ns) = (count(now) - before.0, now.sum_ns - before.1);
+    (count > 0 && sum_ns >= 0).then(|| sum_ns as f64 / count as f64 / 1000.0)
+}
+
+impl Model {
+    /// Nothing seen yet.
+    pub fn new(sort: Sort, filter: String) -> Model {
+        Model {
+            sort,
+            reverse: false,
+            filter,
+            typing: false,
+            help: false,
+            paused: false,
+            selected: 0,
+            problem: None,
+            daemon: None,
+            pool: None,
+            history: VecDeque::new(),
+            rows: Vec::new(),
+            at: None,
+        }
+    }
+
+    /// Takes what the daemon says.
+    pub fn take(&mut self, reply: Stats_Reply, now: Instant) {
+        let seconds = self.at.map(|at| (now - at).as_secs_f64().max(1e-3));
+        let before = std::mem::take(&mut self.rows);
+        let mut before: HashMap<String, Row> = before
+            .into_iter()
+            .map(|row| (row.vm.name.clone(), row))
+            .collect();
+        let mut all_hits = 0.0;
+        self.rows = reply
+            .vms
+            .into_iter()
+            .map(|vm| {
+                // A daemon that was started anew counts from 0: nothing is known of before.
+                let old = before
+                    .remove(&vm.name)
+                    .filter(|old| old.vm.gets <= vm.gets && old.vm.puts <= vm.puts);
+                let was = old.as_ref().map(|old| &old.vm);
+                let rate = |now: i64, then: Option<i64>| match (seconds, then) {
+                    (Some(seconds), Some(then)) => (now - then).max(0) as f64 / seconds,
+                    _ => 0.0,
+                };
+                let gets = rate(vm.gets, was.map(|was| was.gets));
+                let hits = rate(vm.hits, was.map(|was| was.hits));
+                let mut row = Row {
+                    gets,
+                    hits,
+                    puts: rate(vm.puts, was.map(|was| was.puts)),
+                    hit_part: (gets > 0.0).then(|| hits / gets),
+                    get_us: mean_us(&vm.get_latency, was.map(|was| &was.get_latency)),
+                    put_us: mean_us(&vm.put_latency, was.map(|was| &was.put_latency)),
+                    history: old.map(|old| old.history).unwrap_or_default(),
+                    vm,
+                };
+                all_hits += hits;
+                if seconds.is_some() {
+                    push(&mut row.history, gets);
+                }
+                row
+            })
+            .collect();
+        if seconds.is_some() {
+            push(&mut self.history, all_hits);
+        }
+        (self.daemon, self.pool) = (Some(reply.daemon), Some(reply.pool));
+        (self.at, self.problem) = (Some(now), None);
+        self.stay_inside();
+    }
+
+    /// The VMs to show, in order: the largest first, but names from a.
+    pub fn rows(&self) -> Vec<&Row> {
+        let mut rows: Vec<&Row> = self
+            .rows
+            .iter()
+            .filter(|row| row.vm.name.contains(&self.filter))
+            .collect();
+        let value = |row: &Row| match self.sort {
+            Sort::Name => 0.0,
+            Sort::Hits => row.hits,
+            Sort::Rate => row.hit_part.unwrap_or(-1.0),
+            Sort::Put => row.puts,
+            Sort::Get => row.gets,
+            Sort::Used => row.vm.charged_bytes as f64,
+            Sort::Pages => row.vm.pages as f64,
+        };
+        rows.sort_by(|a, b| {
+            value(b)
+                .total_cmp(&value(a))
+                .then_with(|| a.vm.name.cmp(&b.vm.name))
+        });
+        if self.reverse {
+            rows.reverse();
+        }
+        rows
+    }
+
+    /// Keeps the selection on a row that is there.
+    pub fn stay_inside(&mut self) {
+        self.selected = self.selected.min(self.rows().len().saturating_sub(1));
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+    use std::time::Duration;
+    use tmem_control::statistics::{Kind, Scope, Statistic};
+
+    fn figures(scope: Scope) -> serde_json::Value {
+        let one = |row: &Statistic| {
+            let value = match (row.kind, row.field) {
+                (Kind::Histogram, _) => {
+                    serde_json::json!({ "sum_ns": 0, "buckets": vec![0; 16] })
+                }
+                (_, "name" | "version") => "".into(),
+                (_, "connected" | "frozen") => false.into(),
+                (_, "gain_hits" | "loss_hits") => serde_json::json!([0, 0, 0]),
+                (_, "driver") => serde_json::Value::Null,
+                _ => 0.into(),
+            };
+            (row.field.to_string(), value)
+        };
+        let all: serde_json::Map<_, _> = Statistic::of(scope).map(one).collect();
+        all.into()
+    }
+
+    /// A VM with those figures.
+    pub fn vm(name: &str, gets: i64, hits: i64, puts: i64) -> VmStats {
+        let mut vm: VmStats = serde_json::from_value(figures(Scope::Vm)).expect("all figures");
+        (vm.name, vm.gets, vm.hits, vm.puts) = (name.into(), gets, hits, puts);
+        vm.connected = true;
+        vm
+    }
+
+    /// What a daemon with those VMs says.
+    pub fn reply(vms: Vec<VmStats>) -> Stats_Reply {
+        Stats_Reply {
+            daemon: serde_json::from_value(figures(Scope::Daemon)).expect("all figures"),
+            pool: serde_json::from_value(figures(Scope::Pool)).expect("all figures"),
+            vms,
+        }
+    }
+
+    fn names(model: &Model) -> Vec<&str> {
+        model
+            .rows()
+            .iter()
+            .map(|row| row.vm.name.as_str())
+            .collect()
+    }
+
+    #[test]
+    fn rates_are_of_the_time_between() {
+        let mut model = Model::new(Sort::Get, String::new());
+        let start = Instant::now();
+        model.take(reply(vec![vm("a", 100, 50, 10)]), start);
+        assert_eq!(model.rows()[0].gets, 0.0, "one look is no rate");
+        let mut next = vm("a", 300, 200, 30);
+        next.get_latency.buckets[3] = 4;
+        next.get_latency.sum_ns = 20_000;
+        model.take(reply(vec![next.clone()]), start + Duration::from_secs(2));
+        let rows = model.rows();
+        let row = rows[0];
+        assert_eq!((row.gets, row.hits, row.puts), (100.0, 75.0, 10.0));
+        assert_eq!(
+            (row.hit_part, row.get_us, row.put_us),
+            (Some(0.75), Some(5.0), None)
+        );
+        assert_eq!((row.history.len(), model.history.back()), (1, Some(&75)));
+        // The daemon was started anew.
+        model.take(
+            reply(vec![vm("a", 5, 5, 5)]),
+            start + Duration::from_secs(3),
+        );
+        assert_eq!(model.rows()[0].gets, 0.0);
+        for nth in 4..200 {
+            model.take(reply(vec![next.clone()]), start + Duration::from_secs(nth));
+        }
+        assert_eq!(
+            model.history.len(),
+            HISTORY,
+            "what is remembered is bounded"
+        );
+    }
+
+    #[test]
+    fn rows_are_ordered_and_filtered() {
+        let mut model = Model::new(Sort::Name, String::new());
+        let start = Instant::now();
+        let at = |gets: i64, puts: i64| {
+            reply(vec![
+                vm("b", gets, 0, 9 * puts),
+                vm("a", 2 * gets, 0, puts),
+                vm("web", 3 * gets, 3 * gets, 0),
+            ])
+        };
+        model.take(at(0, 0), start);
+        model.take(at(10, 10), start + Duration::from_secs(1));
+        assert_eq!(names(&model), ["a", "b", "web"]);
+        model.sort = Sort::Get;
+        assert_eq!(names(&model), ["web", "a", "b"]);
+        model.sort = Sort::Put;
+        assert_eq!(names(&model), ["b", "a", "web"]);
+        model.reverse = true;
+        assert_eq!(names(&model), ["web", "a", "b"]);
+        (model.selected, model.filter) = (2, "e".into());
+        model.stay_inside();
+        assert_eq!((names(&model), model.selected), (vec!["web"], 0));
+        assert!(
+            "size"
+                .parse::<Sort>()
+                .is_err_and(|error| error.contains("used"))
+        );
+    }
+}

@@ -1,0 +1,471 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Draws the model: the pool above, a row for each VM, the selected one below.
+
+use super::model::{Model, Row, Sort};
+use crate::table::{percent, ratio, size};
+use ratatui::Frame;
+use ratatui::layout::{Constraint, Layout, Rect};
+use ratatui::style::{Color, Modifier, Style, Stylize};
+use ratatui::text::{Line, Span};
+use ratatui::widgets::{
+    Block, Borders, Cell, Clear, Gauge, Paragraph, Row as Cells, Sparkline, Table,
+};
+use tmem_control::PoolStats;
+
+/// Lines above the table, and below it.
+const POOL_LINES: u16 = 6;
+const DETAIL_LINES: u16 = 7;
+
+/// A number a second, short.
+fn rate(value: f64) -> String {
+    match value {
+        ..9_999.5 => format!("{value:.0}"),
+        ..999_500.0 => format!("{:.1}k", value / 1e3),
+        _ => format!("{:.2}M", value / 1e6),
+    }
+}
+
+fn micros(value: Option<f64>) -> String {
+    value.map_or("-".into(), |us| match us {
+        ..999.5 => format!("{us:.0} µs"),
+        _ => format!("{:.1} ms", us / 1e3),
+    })
+}
+
+fn part(value: Option<f64>) -> String {
+    value.map_or("-".into(), |part| format!("{:.0} %", part * 100.0))
+}
+
+/// Draws everything.
+pub fn draw(frame: &mut Frame<'_>, model: &Model) {
+    let [head, pool, table, detail, foot] = Layout::vertical([
+        Constraint::Length(1),
+        Constraint::Length(POOL_LINES),
+        Constraint::Min(3),
+        Constraint::Length(DETAIL_LINES),
+        Constraint::Length(1),
+    ])
+    .areas(frame.area());
+    draw_head(frame, head, model);
+    draw_pool(frame, pool, model);
+    let rows = model.rows();
+    draw_table(frame, table, model, &rows);
+    draw_detail(frame, detail, rows.get(model.selected).copied());
+    draw_foot(frame, foot, model);
+    if model.help {
+        draw_help(frame);
+    }
+}
+
+fn draw_head(frame: &mut Frame<'_>, area: Rect, model: &Model) {
+    let Some(daemon) = &model.daemon else { return };
+    let (minutes, seconds) = (daemon.uptime_seconds / 60, daemon.uptime_seconds % 60);
+    let text = format!(
+        "tmemd {}  up {}:{:02}:{seconds:02}  {} of {} VMs connected  {} workers  {} resident",
+        daemon.version,
+        minutes / 60,
+        minutes % 60,
+        daemon.vms_connected,
+        daemon.vms,
+        daemon.workers,
+        size(daemon.resident_bytes)
+    );
+    frame.render_widget(Line::from(text).bold(), area);
+}
+
+/// Pages by what has become of them.
+fn composition(pool: &PoolStats) -> Line<'static> {
+    let stored = pool.pages - pool.nursery_pages - pool.same_filled_pages - pool.shared_pages;
+    let all = pool.pages.max(1);
+    let span = |what: &str, pages: i64, color| {
+        let text = format!("{what} {}  ", percent(pages.max(0), all));
+        Span::styled(text, Style::new().fg(color))
+    };
+    Line::from(vec![
+        Span::raw(format!("{} pages: ", pool.pages)),
+        span("new", pool.nursery_pages, Color::Yellow),
+        span("pattern", pool.same_filled_pages, Color::Cyan),
+        span("shared", pool.shared_pages, Color::Green),
+        span("compressed", stored, Color::Blue),
+    ])
+}
+
+fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
+    let Some(pool) = &model.pool else { return };
+    let block = Block::new().borders(Borders::TOP).title("pool");
+    let inner = block.inner(area);
+    frame.render_widget(block, area);
+    let [bar, text] = Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(inner);
+    let short = if pool.size_bytes < pool.configured_bytes {
+        ", the host is short of memory"
+    } else {
+        ""
+    };
+    let label = format!(
+        "{} of {} held{short}",
+        size(pool.held_bytes),
+        size(pool.size_bytes)
+    );
+    let filled = pool.held_bytes as f64 / pool.size_bytes.max(1) as f64;
+    let gauge = Gauge::default()
+        .gauge_style(Style::new().fg(Color::Blue))
+        .ratio(filled.clamp(0.0, 1.0))
+        .label(label);
+    frame.render_widget(gauge, bar);
+    let [lines, spark] =
+        Layout::horizontal([Constraint::Min(60), Constraint::Length(16)]).areas(text);
+    let compressed = ratio(pool.original_bytes, pool.compressed_bytes);
+    let dedup = ratio(pool.compressed_bytes, pool.payload_bytes);
+    let all = ratio(pool.original_bytes, pool.held_bytes);
+    let paragraph = Paragraph::new(vec![
+        composition(pool),
+        Line::from(format!(
+            "gain: compression ×{compressed}, equal pages ×{dedup}, in all ×{all}"
+        )),
+        Line::from(format!("host RAM saved {}", size(pool.saved_bytes))),
+        Line::from(format!(
+            "disk reads avoided {}/s, {} since the start",
+            rate(model.history.back().map_or(0.0, |hits| *hits as f64)),
+            size(pool.hits.saturating_mul(4096))
+        )),
+    ]);
+    frame.render_widget(paragraph, lines);
+    let history: Vec<u64> = model.history.iter().copied().collect();
+    let [title, bars] = Layout::vertical([Constraint::Length(1), Constraint::Min(1)]).areas(spark);
+    frame.render_widget(Line::from("reads avoided/s"), title);
+    frame.render_widget(spark_of(&history, bars.width, Color::Green), bars);
+}
+
+/// The last so many values.
+fn spark_of(values: &[u64], width: u16, color: Color) -> Sparkline<'_> {
+    let from = values.len().saturating_sub(width.into());
+    Sparkline::default()
+        .data(&values[from..])
+        .style(Style::new().fg(color))
+}
+
+fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
+    let heads = [
+        ("VM", Some(Sort::Name)),
+        ("HIT", Some(Sort::Rate)),
+        ("READS-", Some(Sort::Hits)),
+        ("GET/s", Some(Sort::Get)),
+        ("GET", None),
+        ("PUT/s", Some(Sort::Put)),
+        ("PUT", None),
+        ("USED", Some(Sort::Used)),
+        ("OF", None),
+        ("GETS", None),
+    ];
+    let arrow = if model.reverse { "▲" } else { "▼" };
+    let head = Cells::new(heads.map(|(head, sort)| match sort == Some(model.sort) {
+        true => Cell::from(format!("{head}{arrow}")),
+        false => Cell::from(head),
+    }));
+    // What does not fit scrolls with the selection.
+    let lines = usize::from(area.height.saturating_sub(2)).max(1);
+    let first = (model.selected + 1).saturating_sub(lines);
+    let cells = rows
+        .iter()
+        .enumerate()
+        .skip(first)
+        .take(lines)
+        .map(|(nth, row)| {
+            let vm = &row.vm;
+            let mark = match (vm.connected, vm.frozen) {
+                (false, _) => "-",
+                (_, true) => "*",
+                _ => " ",
+            };
+            let bars: String = row
+                .history
+                .iter()
+                .rev()
+                .take(8)
+                .rev()
+                .map(|&value| bar(value, row))
+                .collect();
+            let style = match nth == model.selected {
+                true => Style::new().add_modifier(Modifier::REVERSED),
+                false => Style::new(),
+            };
+            Cells::new([
+                format!("{mark}{}", vm.name),
+                part(row.hit_part),
+                rate(row.hits),
+                rate(row.gets),
+                micros(row.get_us),
+                rate(row.puts),
+                micros(row.put_us),
+                size(vm.charged_bytes),
+                size(vm.entitled_bytes),
+                bars,
+            ])
+            .style(style)
+        });
+    let widths = [
+        Constraint::Min(12),
+        Constraint::Length(5),
+        Constraint::Length(7),
+        Constraint::Length(6),
+        Constraint::Length(7),
+        Constraint::Length(6),
+        Constraint::Length(7),
+        Constraint::Length(8),
+        Constraint::Length(8),
+        Constraint::Length(8),
+    ];
+    let table = Table::new(cells, widths)
+        .header(head.style(Style::new().add_modifier(Modifier::BOLD)))
+        .column_spacing(0)
+        .block(Block::new().borders(Borders::TOP));
+    frame.render_widget(table, area);
+}
+
+/// One sign of a sparkline, against the VM's own most.
+fn bar(value: u64, row: &Row) -> char {
+    const SIGNS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let most = row.history.iter().copied().max().unwrap_or(0);
+    match most {
+        0 => SIGNS[0],
+        most => SIGNS[(value * 8).div_ceil(most).min(8) as usize],
+    }
+}
+
+fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
+    let Some(row) = row else {
+        let block = Block::new().borders(Borders::TOP);
+        frame.render_widget(Paragraph::new("no VM").block(block), area);
+        return;
+    };
+    let vm = &row.vm;
+    let driver = vm
+        .driver
+        .as_ref()
+        .map_or("has said nothing".to_string(), |driver| {
+            format!(
+                "{} {}, kernel {}",
+                driver.version, driver.state, driver.kernel
+            )
+        });
+    let lines = vec![
+        Line::from(format!(
+            "{} pages of {}, {} charged of {} entitled; new {}, pattern {}, shared {}",
+            vm.pages,
+            size(vm.original_bytes),
+            size(vm.charged_bytes),
+            size(vm.entitled_bytes),
+            vm.nursery_pages,
+            vm.same_filled_pages,
+            vm.shared_pages
+        )),
+        Line::from(format!(
+            "since the start: {} gets, {} hits ({}), {} puts, reads avoided {}",
+            vm.gets,
+            vm.hits,
+            percent(vm.hits, vm.gets),
+            vm.puts,
+            size(vm.disk_read_avoided_bytes)
+        )),
+        Line::from(format!(
+            "refused {}: nursery {}, pool {}, limit {}, keys {}, frozen {}",
+            vm.puts_refused,
+            vm.refused_nursery,
+            vm.refused_pool,
+            vm.refused_limit,
+            vm.refused_keys,
+            vm.refused_frozen
+        )),
+        Line::from(format!(
+            "evicted {}: limit {}, pool {}, shrink {}; flushed {}",
+            vm.evictions,
+            vm.evictions_limit,
+            vm.evictions_pool,
+            vm.evictions_shrink,
+            vm.flushed_pages
+        )),
+        Line::from(format!("driver: {driver}")),
+    ];
+    let block = Block::new().borders(Borders::TOP).title(vm.name.clone());
+    let inner = block.inner(area);
+    frame.render_widget(block, area);
+    frame.render_widget(Paragraph::new(lines), inner);
+}
+
+fn draw_foot(frame: &mut Frame<'_>, area: Rect, model: &Model) {
+    let line = match (&model.problem, model.typing) {
+        (_, true) => Line::from(format!(
+            "filter: {}_   Enter keeps it, Esc drops it",
+            model.filter
+        )),
+        (Some(problem), _) => Line::from(problem.clone()).fg(Color::Red),
+        (None, _) => {
+            let filter = match model.filter.is_empty() {
+                true => String::new(),
+                false => format!("  filter: {}", model.filter),
+            };
+            let paused = if model.paused { "  paused" } else { "" };
+            Line::from(format!(
+                "q quit  ? help  / filter  r reverse  space pause{paused}{filter}"
+            ))
+        }
+    };
+    frame.render_widget(line, area);
+}
+
+fn draw_help(frame: &mut Frame<'_>) {
+    let mut lines: Vec<Line<'_>> = Sort::ALL
+        .iter()
+        .map(|sort| Line::from(format!("{}      order by {}", sort.key(), sort.name())))
+        .collect();
+    lines.extend([
+        Line::from("r      the other way round"),
+        Line::from("/      show only VMs with this in their names; Esc: all"),
+        Line::from("↑ ↓    choose a VM, shown below in full (or k, j)"),
+        Line::from("space  stop looking, and go on"),
+        Line::from("q      quit"),
+        Line::from("-: not connected   *: frozen   READS-: disk reads avoided/s"),
+    ]);
+    let area = frame.area();
+    let height = (lines.len() as u16 + 2).min(area.height);
+    let [_, middle, _] = Layout::vertical([
+        Constraint::Fill(1),
+        Constraint::Length(height),
+        Constraint::Fill(1),
+    ])
+    .areas(area);
+    let [_, middle, _] = Layout::horizontal([
+        Constraint::Fill(1),
+        Constraint::Length(62.min(area.width)),
+        Constraint::Fill(1),
+    ])
+    .areas(middle);
+    frame.render_widget(Clear, middle);
+    let block = Block::bordered().title("keys");
+    frame.render_widget(Paragraph::new(lines).block(block), middle);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::model::tests::{reply, vm};
+    use super::*;
+    use ratatui::Terminal;
+    use ratatui::backend::TestBackend;
+    use std::time::{Duration, Instant};
+
+    fn screen(model: &Model, width: u16, height: u16) -> Vec<String> {
+        let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
+        terminal.draw(|frame| draw(frame, model)).expect("drawn");
+        let buffer = terminal.backend().buffer().clone();
+        let rows = (0..height).map(|y| (0..width).map(move |x| (x, y)));
+        rows.map(|row| row.map(|at| buffer[at].symbol()).collect::<String>())
+            .collect()
+    }
+
+    fn model() -> Model {
+        let mut model = Model::new(Sort::Get, String::new());
+        let start = Instant::now();
+        model.take(reply(vec![vm("web-1", 0, 0, 0), vm("db", 0, 0, 0)]), start);
+        let mut web = vm("web-1", 20_000, 15_000, 300);
+        (web.charged_bytes, web.entitled_bytes) = (300 << 20, 512 << 20);
+        web.get_latency.buckets[4] = 100;
+        web.get_latency.sum_ns = 1_200_000;
+        let mut db = vm("db", 10, 10, 0);
+        db.frozen = true;
+        let mut said = reply(vec![web, db]);
+        said.pool.pages = 100;
+        said.pool.nursery_pages = 10;
+        said.pool.shared_pages = 30;
+        said.pool.original_bytes = 100 * 4096;
+        said.pool.compressed_bytes = 50 * 4096;
+        said.pool.payload_bytes = 25 * 4096;
+        (said.pool.held_bytes, said.pool.size_bytes) = (200 << 20, 400 << 20);
+        said.pool.configured_bytes = 400 << 20;
+        (
+            said.daemon.version,
+            said.daemon.vms,
+            said.daemon.vms_connected,
+        ) = ("1.2.3".into(), 2, 2);
+        model.take(said, start + Duration::from_secs(1));
+        model
+    }
+
+    #[test]
+    fn it_fits_on_a_small_terminal() {
+        let screen = screen(&model(), 80, 24);
+        let text = screen.join("\n");
+        assert!(
+            screen[0].starts_with("tmemd 1.2.3  up 0:00:00  2 of 2 VMs connected"),
+            "{text}"
+        );
+        assert!(screen[2].contains("200 MiB of 400 MiB held"), "{text}");
+        assert!(
+            screen[3].contains("new 10.0 %  pattern 0.0 %  shared 30.0 %"),
+            "{text}"
+        );
+        assert!(
+            screen[4].contains("compression ×2.00, equal pages ×2.00"),
+            "{text}"
+        );
+        let web = screen
+            .iter()
+            .position(|line| line.starts_with(" web-1"))
+            .expect("a row");
+        let cells: Vec<&str> = screen[web].split_whitespace().collect();
+        assert_eq!(
+            cells[..13],
+            [
+                "web-1", "75", "%", "15.0k", "20.0k", "12", "µs", "300", "-", "300", "MiB", "512",
+                "MiB"
+            ],
+            "{text}"
+        );
+        assert_eq!(cells[13], "█", "its gets are at their most");
+        assert!(
+            screen[web + 1].starts_with("*db"),
+            "the busiest first, frozen marked: {text}"
+        );
+        assert!(screen[23].starts_with("q quit"), "{text}");
+        assert!(
+            text.contains("20000 gets, 15000 hits (75.0 %)"),
+            "the first is chosen: {text}"
+        );
+    }
+
+    #[test]
+    fn what_is_typed_and_what_is_wrong_is_shown() {
+        let mut model = model();
+        (model.filter, model.typing) = ("db".into(), true);
+        let shown = screen(&model, 80, 24);
+        assert!(shown[23].starts_with("filter: db_"), "{shown:#?}");
+        assert!(!shown.iter().any(|line| line.starts_with(" web-1")));
+        model.typing = false;
+        model.problem = Some("there is no control socket".into());
+        assert!(screen(&model, 80, 24)[23].starts_with("there is no control socket"));
+        model.help = true;
+        let text = screen(&model, 80, 24).join("\n");
+        assert!(
+            text.contains("g      order by get") && text.contains("q      quit"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn many_vms_scroll_and_no_size_is_too_small() {
+        let mut model = Model::new(Sort::Name, String::new());
+        let vms = (0..100)
+            .map(|nth| vm(&format!("vm-{nth:03}"), 0, 0, 0))
+            .collect();
+        model.take(reply(vms), Instant::now());
+        model.selected = 70;
+        let text = screen(&model, 80, 24).join("\n");
+        assert!(
+            text.contains(" vm-070") && !text.contains(" vm-000"),
+            "{text}"
+        );
+        for (width, height) in [(1, 1), (20, 5), (80, 10), (300, 100)] {
+            model.help = width > 100;
+            screen(&model, width, height);
+        }
+    }
+}

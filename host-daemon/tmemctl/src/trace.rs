@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `trace`: what a trace has that `tmemd --trace` recorded. docs/traces.md has the format; `tmem-bench
+//! replay` asks another pool the same.
+
+use crate::table::{Align, percent, table};
+use crate::{Failure, Said};
+use clap::Args;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use tmem_pool::trace::{Op, Reader};
+
+/// Which file.
+#[derive(Args, Clone)]
+pub struct TraceArguments {
+    /// The trace, uncompressed
+    file: PathBuf,
+}
+
+/// One VM's part.
+#[derive(Default, Serialize)]
+struct Part {
+    vm: u32,
+    puts: u64,
+    gets: u64,
+    hits: u64,
+    flushes: u64,
+    clears: u64,
+}
+
+/// Sums it up.
+pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
+    let path = arguments.file.display();
+    let failed = |what: String| Failure(format!("trace {path}: {what}"), 1);
+    let bytes = std::fs::read(&arguments.file).map_err(|error| failed(error.to_string()))?;
+    let compressed = bytes.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
+    let reader = Reader::new(&bytes).map_err(|error| match compressed {
+        true => failed("it is compressed: zstd -d it first".into()),
+        false => failed(error.to_string()),
+    })?;
+    let mut parts: BTreeMap<u32, Part> = BTreeMap::new();
+    let (mut events, mut time_us, mut whole) = (0u64, 0, true);
+    for event in reader {
+        // What a daemon had not written when it was killed is missing at the end.
+        let Ok(event) = event else {
+            whole = false;
+            break;
+        };
+        events += 1;
+        time_us = event.time_us;
+        let part = parts.entry(event.tenant).or_default();
+        part.vm = event.tenant;
+        match event.op {
+            Op::Put { .. } => part.puts += 1,
+            Op::Get { hit, .. } => {
+                part.gets += 1;
+                part.hits += u64::from(hit);
+            }
+            Op::Flush { .. } | Op::FlushObject(_) | Op::DestroyPool(_) => part.flushes += 1,
+            Op::Clear => part.clears += 1,
+        }
+    }
+    let parts: Vec<Part> = parts.into_values().collect();
+    let columns = [
+        "VM", "PUTS", "GETS", "HITS", "HIT RATE", "FLUSHES", "CLEARS",
+    ];
+    let row = |part: &Part| {
+        vec![
+            part.vm.to_string(),
+            part.puts.to_string(),
+            part.gets.to_string(),
+            part.hits.to_string(),
+            percent(part.hits as i64, part.gets as i64),
+            part.flushes.to_string(),
+            part.clears.to_string(),
+        ]
+    };
+    let seconds = time_us as f64 / 1e6;
+    let cut = if whole { "" } else { "; its end is missing" };
+    let text = format!(
+        "{events} events in {seconds:.1} s{cut}\n\n{}",
+        table(
+            &columns.map(|head| (head, Align::Right)),
+            &parts.iter().map(row).collect::<Vec<_>>()
+        )
+    );
+    let json = serde_json::json!({
+        "events": events, "seconds": seconds, "whole": whole, "vms": parts,
+    });
+    Ok(Said { text, json })
+}

@@ -1,0 +1,156 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `stats --watch`: a line for each interval, with rates, in the manner of vmstat.
+
+use crate::event::utc;
+use crate::table::{percent, size};
+use crate::{Failure, Reach, in_time, print, stats};
+use clap::Args;
+use std::time::{Duration, Instant, SystemTime};
+use tmem_control as api;
+
+/// Lines between two headings: a screen's.
+const LINES_PER_HEADING: u64 = 20;
+
+/// How often, and how long.
+#[derive(Args, Clone)]
+pub struct WatchArguments {
+    /// Print rates each so many seconds, of one VM or of the pool
+    #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "1",
+          value_parser = clap::value_parser!(u64).range(1..=3600))]
+    watch: Option<u64>,
+    /// End after so many lines
+    #[arg(long, value_name = "N", requires = "watch")]
+    count: Option<u64>,
+}
+
+impl WatchArguments {
+    /// It is asked for.
+    pub fn is_asked(&self) -> bool {
+        self.watch.is_some()
+    }
+}
+
+/// Counters that rates are made of, and what is of now.
+#[derive(Clone, Copy)]
+struct Sample {
+    puts: i64,
+    refused: i64,
+    gets: i64,
+    hits: i64,
+    evictions: i64,
+    pages: i64,
+    /// Held of the pool, charged of a VM.
+    used_bytes: i64,
+    saved_bytes: i64,
+}
+
+impl Sample {
+    fn of(reply: &api::Stats_Reply, of_vm: bool) -> Sample {
+        match (&reply.vms[..], &reply.pool) {
+            ([vm], _) if of_vm => Sample {
+                puts: vm.puts,
+                refused: vm.puts_refused,
+                gets: vm.gets,
+                hits: vm.hits,
+                evictions: vm.evictions,
+                pages: vm.pages,
+                used_bytes: vm.charged_bytes,
+                saved_bytes: vm.saved_bytes,
+            },
+            (_, pool) => Sample {
+                puts: pool.puts,
+                refused: pool.puts_refused,
+                gets: pool.gets,
+                hits: pool.hits,
+                evictions: pool.evictions,
+                pages: pool.pages,
+                used_bytes: pool.held_bytes,
+                saved_bytes: pool.saved_bytes,
+            },
+        }
+    }
+
+    /// What was counted since.
+    fn since(&self, before: &Sample) -> Sample {
+        // Below 0 after a restart of the daemon: then from its start.
+        let grown = |now: i64, then: i64| if now < then { now } else { now - then };
+        Sample {
+            puts: grown(self.puts, before.puts),
+            refused: grown(self.refused, before.refused),
+            gets: grown(self.gets, before.gets),
+            hits: grown(self.hits, before.hits),
+            evictions: grown(self.evictions, before.evictions),
+            ..*self
+        }
+    }
+}
+
+/// Prints until it is told to end.
+pub fn run(reach: &Reach, vm: Option<&str>, arguments: &WatchArguments) -> Result<(), Failure> {
+    let period = Duration::from_secs(arguments.watch.unwrap_or(1));
+    let look = || {
+        let vm = vm.map(String::from);
+        in_time(reach, move |reach| stats(reach, vm)).map(|reply| (Instant::now(), reply))
+    };
+    let (mut at, reply) = look()?;
+    let mut before = Sample::of(&reply, vm.is_some());
+    let mut printed = 0;
+    while arguments.count.is_none_or(|count| printed < count) {
+        std::thread::sleep(period);
+        let (now, reply) = look()?;
+        let sample = Sample::of(&reply, vm.is_some());
+        let grown = sample.since(&before);
+        let seconds = (now - at).as_secs_f64();
+        let rate = |count: i64| (count as f64 / seconds).round() as i64;
+        let time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        let time = utc(time.map_or(0, |time| time.as_millis() as i64));
+        if reach.json {
+            let json = serde_json::json!({
+                "time": time,
+                "seconds": seconds,
+                "vm": vm,
+                "puts": grown.puts,
+                "puts_refused": grown.refused,
+                "gets": grown.gets,
+                "hits": grown.hits,
+                "evictions": grown.evictions,
+                "pages": grown.pages,
+                "used_bytes": grown.used_bytes,
+                "saved_bytes": grown.saved_bytes,
+            });
+            print(&format!("{json}\n"))?;
+        } else {
+            if printed % LINES_PER_HEADING == 0 {
+                print(&format!(
+                    "{:>8} {:>9} {:>9} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
+                    "TIME",
+                    "GETS/S",
+                    "HITS/S",
+                    "HITS",
+                    "PUTS/S",
+                    "REFUSED/S",
+                    "EVICTED/S",
+                    "PAGES",
+                    "USED",
+                    "SAVED"
+                ))?;
+            }
+            print(&format!(
+                "{:>8} {:>9} {:>9} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
+                &time[11..19],
+                rate(grown.gets),
+                rate(grown.hits),
+                percent(grown.hits, grown.gets),
+                rate(grown.puts),
+                rate(grown.refused),
+                rate(grown.evictions),
+                grown.pages,
+                size(grown.used_bytes),
+                size(grown.saved_bytes)
+            ))?;
+        }
+        (at, before) = (now, sample);
+        printed += 1;
+    }
+    Ok(())
+}
