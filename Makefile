@@ -9,7 +9,7 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt check-ops \
 	check-guest-long check-all check-kernel-debug \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
 	test-driver fuzz clean
@@ -25,8 +25,8 @@ deps: ## install the Debian packages that building needs (as root; else name the
 deps-test:
 	@scripts/deps test
 
-daemon: ## tmemd, tmemctl, tmem-hook and tmem-libvirt, in host-daemon/target/release
-	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook -p tmem-libvirt
+daemon: ## tmemd, tmemctl, tmem-hook, tmem-libvirt and tmem-exporter, in host-daemon/target/release
+	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook -p tmem-libvirt -p tmem-exporter
 
 qemu: ## QEMU with the vhost-user-tmem device, in the cache
 	qemu-dev/build
@@ -55,6 +55,10 @@ check-guest: deps-test all ## virtual machines: device, driver, torture
 check-libvirt: deps-test all ## domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
 
+check-ops: deps-test ## commands, figures, metrics before a real Prometheus, top in a real terminal
+	$(CARGO) test $(MANIFEST) -p tmem-control -p tmemctl -p tmem-exporter
+	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -- --ignored
+
 DURATION ?= 2h
 KERNELS ?= $(KERNEL)
 check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (KERNELS=6.12)
@@ -64,11 +68,11 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 # Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
 # with the others, all but what is about QEMU and the tests themselves.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
-SHARDS = $(VM_SHARDS) qemu-life qemu-newest
+SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Of all these .ci/run takes those in turn that were seen whole, from an empty cache, on a quiet machine.
-TURNS = $(filter vm-6.12-% vm-6.1-%,$(VM_SHARDS)) vm-7.2-2 vm-7.2-3 qemu-life qemu-newest
+TURNS = $(filter vm-6.12-% vm-6.1-%,$(VM_SHARDS)) vm-7.2-2 vm-7.2-3 qemu-life qemu-newest ops
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
@@ -93,6 +97,8 @@ check-kernel-debug: shard-kernel-debug ## the torture on a kernel with lockdep, 
 
 shard-qemu-life: deps-test qemu
 	QEMU=$$(qemu-dev/build --print) $(PYTHON) -m pytest qemu-dev/tests
+
+shard-ops: check-ops
 
 shard-qemu-newest: deps-test
 	scripts/deps newest

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! OpenMetrics as Prometheus' older text format (0.0.4), for whoever does not ask for OpenMetrics: promtool,
+//! old servers, people with curl. Of what we send, they differ in names of counters and in two comments.
+
+/// The same metrics.
+pub fn classic(open_metrics: &str) -> String {
+    let mut text = String::with_capacity(open_metrics.len());
+    let counters: std::collections::HashSet<&str> = open_metrics
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.strip_suffix(" counter"))
+        .collect();
+    for line in open_metrics.lines() {
+        let comment = line.strip_prefix("# ").and_then(|rest| {
+            let mut words = rest.splitn(3, ' ');
+            Some((words.next()?, words.next(), words.next()))
+        });
+        match comment {
+            Some(("UNIT" | "EOF", ..)) => continue,
+            // There a counter is called as its sample is.
+            Some((what, Some(name), Some(rest))) if counters.contains(name) => {
+                text += &format!("# {what} {name}_total {rest}\n");
+                continue;
+            }
+            _ => {}
+        }
+        text += line;
+        text.push('\n');
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_have_the_names_of_their_samples() {
+        let open = "# HELP a_bytes b c.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"# y\"} 1\n\
+                    # HELP d e.\n# TYPE d gauge\nd 2\n# EOF\n";
+        let text = "# HELP a_bytes_total b c.\n# TYPE a_bytes_total counter\na_bytes_total{x=\"# y\"} 1\n\
+                    # HELP d e.\n# TYPE d gauge\nd 2\n";
+        assert_eq!(classic(open), text);
+    }
+}

@@ -1,0 +1,191 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! As much of a web server as a scrape needs: one request a connection, answered and closed.
+//!
+//! Whoever reaches the port may be a guest, so all that a client sends is bounded: in size, in time, in
+//! number. Never here: a body that is read, a file that is served.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::time::{Duration, Instant};
+use subtle::ConstantTimeEq;
+
+/// Scrapers at once: a pair of Prometheus servers, people, and as many again.
+const CLIENTS_MAX: usize = 8;
+/// A scraper's request has some hundred bytes.
+const REQUEST_BYTES_MAX: usize = 8 << 10;
+/// And as many lines.
+const HEADERS_MAX: usize = 64;
+/// It is all there after so long, or comes too late.
+const READ_MAX: Duration = Duration::from_secs(5);
+/// So long may taking a part of the answer last.
+const WRITE_MAX: Duration = Duration::from_secs(10);
+/// After a connection could not be accepted.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Which text a client wants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// OpenMetrics 1.0.
+    OpenMetrics,
+    /// Prometheus' text format 0.0.4.
+    Classic,
+}
+
+impl Format {
+    fn content_type(self) -> &'static str {
+        match self {
+            Format::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Format::Classic => "text/plain; version=0.0.4; charset=utf-8",
+        }
+    }
+}
+
+/// What is asked for.
+#[derive(Debug, PartialEq, Eq)]
+enum Asked {
+    Metrics(Format),
+    /// A page for people.
+    Root,
+    /// An answer without metrics: status and a line.
+    No(&'static str, &'static str),
+}
+
+fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked {
+    let header = |name: &str| {
+        let mut all = request.headers.iter();
+        let found = all.find(|header| header.name.eq_ignore_ascii_case(name));
+        found.map_or(&b""[..], |header| header.value)
+    };
+    if let Some(token) = token {
+        let wanted = format!("Bearer {token}");
+        // In constant time, but for the length, which is no secret.
+        if !bool::from(header("authorization").ct_eq(wanted.as_bytes())) {
+            return Asked::No("401 Unauthorized", "a bearer token is needed\n");
+        }
+    }
+    if request.method != Some("GET") {
+        return Asked::No("405 Method Not Allowed", "GET only\n");
+    }
+    let path = request.path.unwrap_or_default();
+    match path.split('?').next() {
+        Some("/metrics") => {
+            let accept = String::from_utf8_lossy(header("accept"));
+            Asked::Metrics(match accept.contains("application/openmetrics-text") {
+                true => Format::OpenMetrics,
+                false => Format::Classic,
+            })
+        }
+        Some("/") => Asked::Root,
+        _ => Asked::No("404 Not Found", "there is /metrics\n"),
+    }
+}
+
+/// Reads a request and says what it asks for. None: there is none.
+fn read(mut stream: &TcpStream, token: Option<&str>) -> Option<Asked> {
+    let deadline = Instant::now() + READ_MAX;
+    let (mut bytes, mut part) = (Vec::new(), [0; 1024]);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Some(Asked::No("408 Request Timeout", "too slow\n"));
+        }
+        stream.set_read_timeout(Some(left)).ok()?;
+        match stream.read(&mut part) {
+            Ok(0) => return None,
+            Ok(read) => bytes.extend_from_slice(&part[..read]),
+            Err(error)
+                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
+            {
+                continue;
+            }
+            Err(_) => return None,
+        }
+        if bytes.len() > REQUEST_BYTES_MAX {
+            return Some(Asked::No(
+                "431 Request Header Fields Too Large",
+                "too large\n",
+            ));
+        }
+        let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
+        let mut request = httparse::Request::new(&mut headers);
+        match request.parse(&bytes) {
+            Ok(httparse::Status::Complete(_)) => return Some(understand(&request, token)),
+            Ok(httparse::Status::Partial) => {}
+            Err(_) => return Some(Asked::No("400 Bad Request", "this is no HTTP\n")),
+        }
+    }
+}
+
+fn answer(stream: &TcpStream, token: Option<&str>, metrics: &dyn Fn(Format) -> String) {
+    let Some(asked) = read(stream, token) else {
+        return;
+    };
+    let (status, content_type, more, body) = match asked {
+        Asked::Metrics(format) => ("200 OK", format.content_type(), "", metrics(format)),
+        Asked::Root => {
+            let body = "tmem-exporter: metrics are at /metrics\n".into();
+            ("200 OK", "text/plain; charset=utf-8", "", body)
+        }
+        Asked::No(status, line) => {
+            let challenge = match status.starts_with("401") {
+                true => "WWW-Authenticate: Bearer\r\n",
+                false => "",
+            };
+            (status, "text/plain; charset=utf-8", challenge, line.into())
+        }
+    };
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\nContent-Length: {}\r\n{more}\
+         Cache-Control: no-store\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    let mut stream = stream;
+    // An error means that the client is gone.
+    let _ = stream
+        .set_write_timeout(Some(WRITE_MAX))
+        .and_then(|()| stream.write_all(head.as_bytes()))
+        .and_then(|()| stream.write_all(body.as_bytes()));
+}
+
+/// Serves for ever.
+pub fn serve(
+    listener: &TcpListener,
+    token: Option<String>,
+    metrics: impl Fn(Format) -> String + Send + Sync + 'static,
+) -> ! {
+    let shared = Arc::new((token, metrics));
+    let clients = Arc::new(AtomicUsize::new(0));
+    loop {
+        let stream = match listener.accept() {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!("a connection cannot be accepted: {error}");
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+        };
+        if clients.fetch_add(1, SeqCst) >= CLIENTS_MAX {
+            // Closed without a word: those who are served come first.
+            clients.fetch_sub(1, SeqCst);
+            continue;
+        }
+        let (shared, clients_of_thread) = (shared.clone(), clients.clone());
+        let spawned = std::thread::Builder::new()
+            .name("scrape".into())
+            .spawn(move || {
+                let (token, metrics) = &*shared;
+                let answer = || answer(&stream, token.as_deref(), metrics);
+                if std::panic::catch_unwind(std::panic::AssertUnwindSafe(answer)).is_err() {
+                    tracing::error!("a bug: a scrape panicked");
+                }
+                clients_of_thread.fetch_sub(1, SeqCst);
+            });
+        if let Err(error) = spawned {
+            clients.fetch_sub(1, SeqCst);
+            tracing::warn!("a client cannot be served: {error}");
+            std::thread::sleep(PAUSE);
+        }
+    }
+}

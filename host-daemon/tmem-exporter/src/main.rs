@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! tmem-exporter: the daemon's figures as metrics, for Prometheus.
+//!
+//! A process of its own, so that the one that maps all guests' memory has no port. It knows the daemon's
+//! read-only socket and nothing else; docs/metrics.md says how to run it.
+
+mod classic;
+mod daemon;
+mod http;
+mod metrics;
+
+use clap::Parser;
+use http::Format;
+use std::net::{SocketAddr, TcpListener};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// A daemon that is away is logged no more often than this.
+const LOG_PERIOD: Duration = Duration::from_secs(60);
+/// Shorter ones can be guessed.
+const TOKEN_BYTES_MIN: usize = 16;
+
+/// Metrics of the virtio-tmem host daemon for Prometheus, over HTTP.
+#[derive(Parser)]
+#[command(version)]
+struct Arguments {
+    /// Where to listen. Beyond the host itself a token is needed, and should go through a TLS proxy
+    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9752")]
+    listen: SocketAddr,
+    /// The daemon's read-only control socket
+    #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_READ_ONLY_SOCKET)]
+    socket: PathBuf,
+    /// A file with a token, which scrapers have to send: Authorization: Bearer TOKEN
+    #[arg(long, value_name = "PATH")]
+    token_file: Option<PathBuf>,
+    /// Metrics of more VMs than this are left out
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    vms_max: usize,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    tmem_log::start("TMEM_EXPORTER_LOG");
+    match run(arguments) {
+        Ok(never) => match never {},
+        Err(error) => {
+            tracing::error!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn token(arguments: &Arguments) -> Result<Option<String>, String> {
+    let Some(path) = &arguments.token_file else {
+        if !arguments.listen.ip().is_loopback() {
+            return Err(format!(
+                "--listen {}: others than this host can reach it, so name a token with --token-file",
+                arguments.listen
+            ));
+        }
+        return Ok(None);
+    };
+    let at = path.display();
+    let text = std::fs::read_to_string(path).map_err(|e| format!("token file {at}: {e}"))?;
+    let token = text.trim();
+    if token.len() < TOKEN_BYTES_MIN || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err(format!(
+            "token file {at}: there must be one word of {TOKEN_BYTES_MIN} or more letters, digits and signs: \
+             openssl rand -hex 32"
+        ));
+    }
+    Ok(Some(token.into()))
+}
+
+fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
+    let token = token(&arguments)?;
+    let listener = TcpListener::bind(arguments.listen)
+        .map_err(|error| format!("cannot listen on {}: {error}", arguments.listen))?;
+    let address = listener.local_addr().map_err(|error| error.to_string())?;
+    tracing::info!(socket = %arguments.socket.display(), "metrics at http://{address}/metrics");
+    let logged: Mutex<Option<Instant>> = Mutex::new(None);
+    let metrics = move |format| {
+        let begun = Instant::now();
+        let reply = daemon::stats(&arguments.socket);
+        if let Err(error) = &reply {
+            let mut logged = logged.lock().unwrap_or_else(|e| e.into_inner());
+            if logged.is_none_or(|at| at.elapsed() >= LOG_PERIOD) {
+                *logged = Some(Instant::now());
+                let at = arguments.socket.display();
+                tracing::warn!(
+                    "the daemon at {at} cannot be asked: {error}; the metric tmem_up says so"
+                );
+            }
+        }
+        let scrape = metrics::Scrape::new(reply.as_ref().ok(), begun.elapsed(), arguments.vms_max);
+        // Writing to memory does not fail.
+        let text = scrape.text().unwrap_or_default();
+        match format {
+            Format::OpenMetrics => text,
+            Format::Classic => classic::classic(&text),
+        }
+    };
+    http::serve(&listener, token, metrics)
+}

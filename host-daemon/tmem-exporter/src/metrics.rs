@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Metrics of the daemon's figures, by the table in tmem-control's statistics.rs.
+//!
+//! What depends on pages that VMs have in common is told in large steps only: somebody who can read metrics
+//! and put pages must not learn from them what others hold. Never here: a label whose values a guest chooses.
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::exemplar::Exemplar;
+use prometheus_client::registry::{Registry, Unit};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+use tmem_control::Stats_Reply;
+use tmem_control::statistics::{Export, Kind, STATISTICS, Scope, Statistic};
+
+/// A step is so much of the pool's size,
+const STEP_PART: i64 = 64;
+/// and at least this: 256 pages of noise, which nobody puts by chance.
+const STEP_BYTES_MIN: i64 = 1 << 20;
+
+const PAGE_BYTES: i64 = 4096;
+
+/// States of a driver, and that it has said nothing.
+const DRIVER_STATES: [&str; 7] = [
+    "none", "off", "on", "offline", "tripped", "poisoned", "unknown",
+];
+
+type Labels = Vec<(String, String)>;
+type NoExemplar = Option<&'static Exemplar<Labels, u64>>;
+
+enum Sample {
+    Gauge(f64),
+    Counter(f64),
+    /// Sum in seconds; buckets by their upper bound in seconds.
+    Histogram(f64, Vec<(f64, u64)>),
+}
+
+struct Family {
+    help: String,
+    /// In base units, as the name ends with it.
+    unit: &'static str,
+    kind: Kind,
+    samples: Vec<(Labels, Sample)>,
+}
+
+/// What a scrape answers.
+pub struct Scrape {
+    families: BTreeMap<&'static str, Family>,
+}
+
+fn rounded(value: i64, step: i64) -> i64 {
+    value.div_euclid(step) * step
+}
+
+/// Upper bounds of the daemon's buckets: 1, 2, 4, … µs.
+fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
+    let bound = |nth: usize| match nth + 1 == counts.len() {
+        // The encoder writes +Inf.
+        true => f64::MAX,
+        false => (1u64 << nth) as f64 / 1e6,
+    };
+    let counts = counts.iter().map(|count| count.as_u64().unwrap_or(0));
+    counts
+        .enumerate()
+        .map(|(nth, count)| (bound(nth), count))
+        .collect()
+}
+
+impl Scrape {
+    /// Of what the daemon said, or that it said nothing. VMs beyond `vms_max` are left out.
+    pub fn new(reply: Option<&Stats_Reply>, took: Duration, vms_max: usize) -> Scrape {
+        let mut scrape = Scrape {
+            families: BTreeMap::new(),
+        };
+        let mut own = |name, help: &str, unit, value| {
+            let samples = vec![(Labels::new(), Sample::Gauge(value))];
+            let help = help.into();
+            let kind = Kind::Gauge;
+            let family = Family {
+                help,
+                unit,
+                kind,
+                samples,
+            };
+            scrape.families.insert(name, family);
+        };
+        let up = f64::from(u8::from(reply.is_some()));
+        own("tmem_up", "1: the daemon answered", "", up);
+        let help = "what asking the daemon took";
+        own(
+            "tmem_scrape_duration_seconds",
+            help,
+            "seconds",
+            took.as_secs_f64(),
+        );
+        let Some(reply) = reply else { return scrape };
+        let left_out = reply.vms.len().saturating_sub(vms_max);
+        let help = "VMs beyond --vms-max, whose metrics are left out";
+        own("tmem_exporter_vms_left_out", help, "", left_out as f64);
+        let version = vec![("version".into(), reply.daemon.version.clone())];
+        scrape.families.insert(
+            "tmem_daemon_info",
+            Family {
+                help: "which daemon it is".into(),
+                unit: "",
+                kind: Kind::Gauge,
+                samples: vec![(version, Sample::Gauge(1.0))],
+            },
+        );
+        let step_bytes = (reply.pool.size_bytes / STEP_PART).max(STEP_BYTES_MIN);
+        let figures = |figures: serde_json::Result<Value>| figures.unwrap_or_default();
+        let daemon = figures(serde_json::to_value(&reply.daemon));
+        scrape.add(Scope::Daemon, &daemon, &[], step_bytes);
+        let pool = figures(serde_json::to_value(&reply.pool));
+        scrape.add(Scope::Pool, &pool, &[], step_bytes);
+        for vm in reply.vms.iter().take(vms_max) {
+            let labels = [("vm".to_string(), vm.name.clone())];
+            let figures = figures(serde_json::to_value(vm));
+            scrape.add(Scope::Vm, &figures, &labels, step_bytes);
+            scrape.add(Scope::Driver, &figures["driver"], &labels, step_bytes);
+        }
+        scrape
+    }
+
+    fn add(&mut self, scope: Scope, figures: &Value, labels: &[(String, String)], step: i64) {
+        for row in Statistic::of(scope).filter(|row| row.export != Export::No) {
+            let value = &figures[row.field];
+            let (name, label) = row.metric();
+            let family = self
+                .families
+                .entry(name)
+                .or_insert_with(|| family(name, row));
+            let mut push = |extra: Option<(&str, &str)>, sample| {
+                let extra = extra.map(|(key, value)| (key.into(), value.into()));
+                let labels = labels.iter().cloned().chain(extra).collect();
+                family.samples.push((labels, sample));
+            };
+            if row.field == "state" {
+                let is = value.as_str().unwrap_or("none");
+                for state in DRIVER_STATES {
+                    let value = f64::from(u8::from(is == state));
+                    push(Some(("state", state)), Sample::Gauge(value));
+                }
+                continue;
+            }
+            let one = |value: &Value| {
+                let number = match (value, row.export) {
+                    (Value::Bool(value), _) => i64::from(*value),
+                    (value, Export::Steps) => {
+                        let step = if row.unit == "bytes" {
+                            step
+                        } else {
+                            step / PAGE_BYTES
+                        };
+                        rounded(value.as_i64().unwrap_or(0), step)
+                    }
+                    (value, _) => value.as_i64().unwrap_or(0),
+                };
+                let number = match row.unit {
+                    "ms" => number as f64 / 1e3,
+                    _ => number as f64,
+                };
+                match row.kind {
+                    Kind::Counter => Sample::Counter(number),
+                    _ => Sample::Gauge(number),
+                }
+            };
+            match (value, &label) {
+                // The driver has said nothing.
+                (Value::Null, _) => {}
+                (Value::Array(values), Some((key, of))) => {
+                    for (value, of) in values.iter().zip(of) {
+                        push(Some((key, of)), one(value));
+                    }
+                }
+                (Value::Object(histogram), label) => {
+                    let sum = histogram["sum_ns"].as_i64().unwrap_or(0) as f64 / 1e9;
+                    let counts = histogram["buckets"]
+                        .as_array()
+                        .map_or(&[][..], Vec::as_slice);
+                    let label = label.as_ref().map(|(key, of)| (*key, of[0]));
+                    push(label, Sample::Histogram(sum, buckets(counts)));
+                }
+                (value, Some((key, of))) => push(Some((key, of[0])), one(value)),
+                (value, None) => push(None, one(value)),
+            }
+        }
+    }
+
+    /// In OpenMetrics' text format.
+    pub fn text(self) -> Result<String, fmt::Error> {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(self));
+        let mut text = String::new();
+        prometheus_client::encoding::text::encode(&mut text, &registry)?;
+        Ok(text)
+    }
+}
+
+/// Without samples. Where several figures make one metric, they share its help.
+fn family(name: &str, row: &Statistic) -> Family {
+    let figures = STATISTICS.iter().filter(|other| other.metric().0 == name);
+    let help = match (row.metric().1, figures.count()) {
+        (Some((key, _)), 2..) => {
+            format!("by {key}: docs/statistics.md has the meaning of each")
+        }
+        _ => row.meaning.into(),
+    };
+    let unit = match name {
+        name if name.ends_with("_bytes") => "bytes",
+        name if name.ends_with("_seconds") => "seconds",
+        _ => "",
+    };
+    // Of the name of a state comes a metric for each.
+    let kind = if row.kind == Kind::Text {
+        Kind::Gauge
+    } else {
+        row.kind
+    };
+    Family {
+        help,
+        unit,
+        kind,
+        samples: Vec::new(),
+    }
+}
+
+impl fmt::Debug for Scrape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scrape").finish_non_exhaustive()
+    }
+}
+
+fn encode(encoder: &mut MetricEncoder<'_>, sample: &Sample) -> fmt::Result {
+    match sample {
+        Sample::Gauge(value) => encoder.encode_gauge(value),
+        Sample::Counter(value) => encoder.encode_counter(value, NoExemplar::None),
+        Sample::Histogram(sum, buckets) => {
+            let count = buckets.iter().map(|(_, count)| count).sum();
+            encoder.encode_histogram::<Labels>(*sum, count, buckets, None)
+        }
+    }
+}
+
+impl Collector for Scrape {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        for (name, family) in &self.families {
+            let unit = match family.unit {
+                "bytes" => Some(Unit::Bytes),
+                "seconds" => Some(Unit::Seconds),
+                _ => None,
+            };
+            // The encoder appends the unit.
+            let suffix = unit
+                .as_ref()
+                .map_or(String::new(), |unit| format!("_{}", unit.as_str()));
+            let name = name.strip_suffix(&suffix).unwrap_or(name);
+            let kind = match family.kind {
+                Kind::Counter => MetricType::Counter,
+                Kind::Histogram => MetricType::Histogram,
+                Kind::Gauge | Kind::Text => MetricType::Gauge,
+            };
+            let mut metric = encoder.encode_descriptor(name, &family.help, unit.as_ref(), kind)?;
+            for (labels, sample) in &family.samples {
+                if labels.is_empty() {
+                    encode(&mut metric, sample)?;
+                } else {
+                    encode(&mut metric.encode_family(labels)?, sample)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn steps_hide_single_pages() {
+        let step = STEP_BYTES_MIN;
+        assert_eq!(rounded(0, step), 0);
+        assert_eq!(rounded(step - 1, step), 0);
+        assert_eq!(rounded(step + PAGE_BYTES, step), step);
+        assert_eq!(
+            rounded(-1, step),
+            -step,
+            "what is below 0 is not told either"
+        );
+    }
+
+    #[test]
+    fn a_daemon_that_is_away_is_a_metric() {
+        let text = Scrape::new(None, Duration::from_millis(5), 8)
+            .text()
+            .expect("text");
+        assert!(text.contains("tmem_up 0.0\n"), "{text}");
+        assert!(
+            text.contains("tmem_scrape_duration_seconds 0.005\n"),
+            "{text}"
+        );
+        assert!(text.ends_with("# EOF\n"), "{text}");
+    }
+
+    #[test]
+    fn bounds_are_powers_of_two_of_a_microsecond() {
+        let counts: Vec<Value> = (0..4).map(Value::from).collect();
+        assert_eq!(
+            buckets(&counts),
+            [(1e-6, 0), (2e-6, 1), (4e-6, 2), (f64::MAX, 3)]
+        );
+    }
+}

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A daemon with fake guests, and the exporter before it.
+#![allow(dead_code, reason = "each test binary uses its part")]
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+use tmem_control::VarlinkClientInterface;
+use tmem_sim::{Driver, DriverConfig, GuestConfig};
+use tmemd::{Config, Daemon};
+
+/// Long enough for a loaded machine; nothing here is measured.
+pub const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// A daemon with the VMs a and b, of which a is connected.
+pub struct Host {
+    directory: tempfile::TempDir,
+    daemon: Option<Daemon>,
+    driver: Driver,
+}
+
+impl Host {
+    /// Starts it.
+    pub fn new() -> Host {
+        let directory = tempfile::tempdir().expect("a folder");
+        let path = |name: &str| directory.path().join(name);
+        let vm = |name: &str| {
+            let text = format!("socket={},name={name}", path(name).display());
+            text.parse().expect("good")
+        };
+        let config = Config {
+            pool_size_bytes: 64 << 20,
+            workers: 1,
+            control: path("control"),
+            control_read_only: Some(path("read-only")),
+            run_folder: directory.path().into(),
+            vms: vec![vm("a"), vm("b")],
+            pressure: None,
+            trace: None,
+        };
+        let daemon = Daemon::start(config).expect("starts");
+        let guest = GuestConfig {
+            name: "a".into(),
+            ..GuestConfig::default()
+        };
+        let mut driver = Driver::new(guest, DriverConfig::default()).expect("a driver");
+        driver.guest.connect(&path("a")).expect("connects");
+        driver.guest.start().expect("starts");
+        driver.new_generation().expect("a generation");
+        driver.settle().expect("settles");
+        driver.create_pool().expect("a pool");
+        Host {
+            directory,
+            daemon: Some(daemon),
+            driver,
+        }
+    }
+
+    /// A file in its folder.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// Random requests, judged.
+    pub fn work(&mut self, steps: usize) {
+        for _ in 0..steps {
+            self.driver.step().expect("right answers");
+        }
+        self.driver.settle().expect("right answers");
+    }
+
+    /// What the daemon says of a VM.
+    pub fn stats(&self, vm: &str) -> tmem_control::VmStats {
+        let mut client = tmem_control::connect(&self.path("control")).expect("connects");
+        let reply = client.stats(Some(vm.into())).call().expect("answers");
+        reply.vms.into_iter().next().expect("there")
+    }
+
+    /// Ends the daemon.
+    pub fn stop(&mut self) {
+        self.daemon = None;
+    }
+}
+
+/// The exporter, until it is dropped.
+pub struct Exporter {
+    child: Child,
+    address: String,
+}
+
+impl Exporter {
+    /// On a port of its own.
+    pub fn start(host: &Host, more: &[&str]) -> Exporter {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
+        command.args(["--listen", "127.0.0.1:0", "--socket"]);
+        command
+            .arg(host.path("read-only"))
+            .args(more)
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().expect("runs");
+        let mut lines = BufReader::new(child.stderr.take().expect("piped")).lines();
+        let mut log = String::new();
+        let address = loop {
+            let line = lines
+                .next()
+                .unwrap_or_else(|| panic!("it ended: {log}"))
+                .expect("text");
+            if let Some((_, rest)) = line.split_once("http://") {
+                let (address, _) = rest.split_once("/metrics").expect("an address");
+                break address.to_string();
+            }
+            log += &line;
+        };
+        // It must not wait for somebody to read its log.
+        std::thread::spawn(move || lines.for_each(drop));
+        Exporter { child, address }
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The head and the body of an answer.
+    pub fn get(&self, path: &str, headers: &str) -> (String, String) {
+        http(
+            &self.address,
+            &format!("GET {path} HTTP/1.1\r\nHost: x\r\n{headers}\r\n"),
+        )
+    }
+
+    /// The metrics.
+    pub fn metrics(&self, headers: &str) -> String {
+        let (head, body) = self.get("/metrics", headers);
+        assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
+        body
+    }
+
+    /// None: it does not answer now.
+    pub fn try_metrics(&self) -> Option<String> {
+        let (head, body) = self.get("/metrics", "");
+        head.starts_with("HTTP/1.1 200 ").then_some(body)
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Sends a request; the head and the body of what comes, as far as it comes.
+pub fn http(address: &str, request: &str) -> (String, String) {
+    let begun = Instant::now();
+    let mut stream = loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => break stream,
+            Err(error) => assert!(begun.elapsed() < TIMEOUT, "{error}"),
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    // It may be closed before all is sent.
+    let _ = stream.write_all(request.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let answer = String::from_utf8(answer).expect("text");
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
+    (head.into(), body.into())
+}

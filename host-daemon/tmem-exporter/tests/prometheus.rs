@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Before a real Prometheus: what promtool says of metrics and rules, and what each query of dashboard and
+//! rules answers. Debian's package `prometheus` has both programs; `make check-ops` runs this.
+
+mod common;
+
+use common::{Exporter, Host, TIMEOUT, http};
+use serde_json::Value;
+use std::io::Write;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
+    let mut command = Command::new("promtool");
+    command
+        .args(arguments)
+        .current_dir(env!("CARGO_MANIFEST_DIR"));
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    let mut child = command
+        .spawn()
+        .expect("promtool, of Debian's package prometheus");
+    let mut stdin = child.stdin.take().expect("piped");
+    // It may not want any.
+    let _ = stdin.write_all(input.as_bytes());
+    drop(stdin);
+    let output = child.wait_with_output().expect("ends");
+    let text = [output.stdout, output.stderr].concat();
+    (
+        output.status.success(),
+        String::from_utf8(text).expect("text"),
+    )
+}
+
+#[test]
+#[ignore = "needs Debian's package prometheus: make check-ops"]
+fn promtool_finds_nothing() {
+    let mut host = Host::new();
+    host.work(200);
+    let exporter = Exporter::start(&host, &[]);
+    let (good, said) = promtool(&["check", "metrics"], &exporter.metrics(""));
+    assert!(good && said.is_empty(), "{said}");
+    for arguments in [
+        &["check", "rules", "alerts.yml"][..],
+        &["test", "rules", "alerts_test.yml"],
+    ] {
+        let (good, said) = promtool(arguments, "");
+        assert!(good, "{said}");
+    }
+    // That the tests of alerts name each of them.
+    let of = |text: &str, key: &str| -> Vec<String> {
+        let names = text.split(key).skip(1);
+        names
+            .filter_map(|rest| Some(rest.split([',', '\n', '}']).next()?.trim().to_string()))
+            .collect()
+    };
+    let tested = of(include_str!("../alerts_test.yml"), "alertname:");
+    for alert in of(include_str!("../alerts.yml"), "- alert:") {
+        assert!(tested.contains(&alert), "{alert} is not tested");
+    }
+}
+
+struct Server {
+    child: Child,
+    address: String,
+    _folder: tempfile::TempDir,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Server {
+    /// Scrapes the exporter each second, as docs/metrics.md says, with the alert rules.
+    fn start(exporter: &Exporter, token: &Path) -> Server {
+        let folder = tempfile::tempdir().expect("a folder");
+        let config = folder.path().join("prometheus.yml");
+        let text = format!(
+            "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
+             rule_files: [{}/alerts.yml]\n\
+             scrape_configs:\n- job_name: tmem\n  authorization: {{credentials_file: {}}}\n  \
+             static_configs: [{{targets: ['{}']}}]\n",
+            env!("CARGO_MANIFEST_DIR"),
+            token.display(),
+            exporter.address()
+        );
+        std::fs::write(&config, text).expect("written");
+        let (good, said) = promtool(&["check", "config", config.to_str().expect("text")], "");
+        assert!(good, "{said}");
+        // Free a moment ago; whoever takes it meanwhile makes the test fail, not pass.
+        let port = TcpListener::bind("127.0.0.1:0").expect("a port");
+        let address = port.local_addr().expect("bound").to_string();
+        drop(port);
+        let child = Command::new("prometheus")
+            .arg(format!("--config.file={}", config.display()))
+            .arg(format!(
+                "--storage.tsdb.path={}",
+                folder.path().join("data").display()
+            ))
+            .arg(format!("--web.listen-address={address}"))
+            .args(["--log.level=warn"])
+            .spawn()
+            .expect("prometheus, of Debian's package");
+        Server {
+            child,
+            address,
+            _folder: folder,
+        }
+    }
+
+    fn api(&self, path: &str) -> Value {
+        let request = format!("GET {path} HTTP/1.0\r\nHost: x\r\n\r\n");
+        let (_, body) = http(&self.address, &request);
+        serde_json::from_str(&body).unwrap_or_default()
+    }
+
+    /// The answer to a query now.
+    fn query(&self, query: &str) -> Value {
+        let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
+        self.api(&format!("/api/v1/query?query={encoded}"))
+    }
+
+    fn until(&self, what: &str, check: impl Fn() -> bool) {
+        let begun = Instant::now();
+        while !check() {
+            assert!(begun.elapsed() < 2 * TIMEOUT, "waited in vain: {what}");
+            std::thread::sleep(Duration::from_millis(500));
+        }
+    }
+}
+
+/// As Grafana does it.
+fn filled(query: &str) -> String {
+    let query = query.replace("$__rate_interval", "1m");
+    query.replace("$instance", ".*").replace("$vm", ".*")
+}
+
+#[test]
+#[ignore = "needs Debian's package prometheus: make check-ops"]
+fn every_query_of_dashboard_and_rules_is_answered() {
+    let mut host = Host::new();
+    let token = host.path("token");
+    std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("written");
+    let exporter = Exporter::start(&host, &["--token-file", token.to_str().expect("text")]);
+    let server = Server::start(&exporter, &token);
+    server.until("the exporter is scraped", || {
+        server.query("tmem_up == 1")["data"]["result"]
+            .as_array()
+            .is_some_and(|all| !all.is_empty())
+    });
+    let targets = server.api("/api/v1/targets");
+    assert_eq!(
+        targets["data"]["activeTargets"][0]["health"], "up",
+        "{targets}"
+    );
+    // Rates want several scrapes with work between.
+    for _ in 0..5 {
+        host.work(100);
+        std::thread::sleep(Duration::from_millis(1100));
+    }
+    let dashboard: Value = serde_json::from_str(include_str!("../grafana.json")).expect("JSON");
+    let panels = dashboard["panels"].as_array().expect("panels");
+    assert!(panels.len() >= 15);
+    for panel in panels {
+        for target in panel["targets"].as_array().expect("queries") {
+            let query = filled(target["expr"].as_str().expect("a query"));
+            server.until(&format!("{}: {query}", panel["title"]), || {
+                let answer = server.query(&query);
+                assert_eq!(answer["status"], "success", "{query}: {answer}");
+                answer["data"]["result"]
+                    .as_array()
+                    .is_some_and(|all| !all.is_empty())
+            });
+        }
+    }
+    let rules = server.api("/api/v1/rules");
+    let rules = rules["data"]["groups"][0]["rules"]
+        .as_array()
+        .expect("rules")
+        .clone();
+    assert_eq!(
+        rules.len(),
+        include_str!("../alerts.yml").matches("- alert:").count()
+    );
+    for rule in &rules {
+        assert_eq!(rule["health"], "ok", "{rule}");
+        let answer = server.query(rule["query"].as_str().expect("a query"));
+        assert_eq!(answer["status"], "success", "{answer}");
+    }
+    // What it has agrees with what the daemon says.
+    let hits = host.stats("a").hits as f64;
+    server.until("the last scrape", || {
+        let answer = server.query("tmem_vm_hits_total{vm=\"a\"}");
+        let value = answer["data"]["result"][0]["value"][1]
+            .as_str()
+            .map(str::parse::<f64>);
+        value == Some(Ok(hits))
+    });
+    host.stop();
+    server.until("the alert for a daemon that is away", || {
+        let answer = server.query("ALERTS{alertname=\"TmemDaemonDown\"}");
+        answer["data"]["result"]
+            .as_array()
+            .is_some_and(|all| !all.is_empty())
+    });
+}

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The exporter before a daemon: what it answers, to whom, and what nobody can do to it.
+
+mod common;
+
+use common::{Exporter, Host, TIMEOUT, http};
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::Command;
+use tmem_control::statistics::{Export, Kind, STATISTICS};
+
+/// The samples of a metric.
+fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
+    let of_name = |line: &&str| {
+        let rest = line.strip_prefix(name);
+        rest.is_some_and(|rest| rest.starts_with([' ', '{']))
+    };
+    text.lines().filter(of_name).collect()
+}
+
+#[test]
+fn every_figure_that_may_be_told_is() {
+    let mut host = Host::new();
+    host.work(200);
+    let exporter = Exporter::start(&host, &[]);
+    let text = exporter.metrics("");
+    for row in STATISTICS.iter().filter(|row| row.export != Export::No) {
+        let suffix = match row.kind {
+            Kind::Counter => "_total",
+            Kind::Histogram => "_bucket",
+            Kind::Gauge | Kind::Text => "",
+        };
+        let name = format!("{}{suffix}", row.metric().0);
+        // The fake driver's report is not there, or empty.
+        if !name.starts_with("tmem_vm_driver_") {
+            assert!(
+                !samples(&text, &name).is_empty(),
+                "{name} is missing in\n{text}"
+            );
+        }
+    }
+    assert_eq!(samples(&text, "tmem_up"), ["tmem_up 1.0"]);
+    let state = samples(&text, "tmem_vm_driver_state");
+    assert_eq!(state.len(), 2 * 7, "{state:?}");
+}
+
+/// The daemon, its command line and the metrics tell the same.
+#[test]
+fn figures_agree() {
+    let mut host = Host::new();
+    host.work(300);
+    let exporter = Exporter::start(&host, &[]);
+    let stats = host.stats("a");
+    let text = exporter.metrics("");
+    let value = |name: &str| {
+        let line = samples(&text, name)
+            .into_iter()
+            .find(|line| line.contains("vm=\"a\""));
+        let line = line.unwrap_or_else(|| panic!("{name} is missing"));
+        line.rsplit(' ')
+            .next()
+            .and_then(|value| value.parse::<f64>().ok())
+            .expect("a number")
+    };
+    assert!(stats.hits > 0 && stats.puts > 0);
+    assert_eq!(value("tmem_vm_hits_total"), stats.hits as f64);
+    assert_eq!(value("tmem_vm_gets_total"), stats.gets as f64);
+    assert_eq!(value("tmem_vm_puts_total"), stats.puts as f64);
+    assert_eq!(value("tmem_vm_pages"), stats.pages as f64);
+    assert_eq!(
+        value("tmem_vm_disk_read_avoided_bytes_total"),
+        stats.hits as f64 * 4096.0
+    );
+    let count = |request: &str| {
+        let name = "tmem_vm_request_duration_seconds_count";
+        let all = samples(&text, name);
+        let line = all
+            .iter()
+            .find(|line| line.contains(request) && line.contains("vm=\"a\""));
+        line.expect("there")
+            .rsplit(' ')
+            .next()
+            .and_then(|n| n.parse::<i64>().ok())
+    };
+    let gets: i64 = stats.get_latency.buckets.iter().sum();
+    assert_eq!(count("request=\"get\""), Some(gets));
+}
+
+/// What a guest could watch a neighbour by is told in steps only, or not at all.
+#[test]
+fn nothing_tells_of_single_shared_pages() {
+    let mut host = Host::new();
+    host.work(50);
+    let exporter = Exporter::start(&host, &[]);
+    let text = exporter.metrics("");
+    assert!(!text.contains("tmem_vm_shared") && !text.contains("tmem_vm_settled_shared"));
+    for row in STATISTICS.iter().filter(|row| row.export == Export::Steps) {
+        let step = if row.unit == "bytes" { 1 << 20 } else { 256 };
+        for line in samples(&text, row.metric().0) {
+            let value: f64 = line
+                .rsplit(' ')
+                .next()
+                .and_then(|v| v.parse().ok())
+                .expect("a number");
+            assert_eq!(value as i64 % step, 0, "{line}");
+        }
+    }
+}
+
+#[test]
+fn both_formats_are_spoken() {
+    let host = Host::new();
+    let exporter = Exporter::start(&host, &[]);
+    let (head, body) = exporter.get(
+        "/metrics",
+        "Accept: application/openmetrics-text;version=1.0.0\r\n",
+    );
+    assert!(
+        head.contains("Content-Type: application/openmetrics-text"),
+        "{head}"
+    );
+    assert!(body.ends_with("# EOF\n") && body.contains("# TYPE tmem_vm_hits counter"));
+    let (head, body) = exporter.get("/metrics", "Accept: text/plain\r\n");
+    assert!(head.contains("text/plain; version=0.0.4"), "{head}");
+    assert!(!body.contains("# EOF") && body.contains("# TYPE tmem_vm_hits_total counter"));
+    assert!(exporter.get("/", "").1.contains("/metrics"));
+    assert!(exporter.get("/other", "").0.starts_with("HTTP/1.1 404 "));
+    assert!(
+        http(exporter.address(), "POST /metrics HTTP/1.1\r\n\r\n")
+            .0
+            .contains(" 405 ")
+    );
+}
+
+#[test]
+fn without_the_token_there_is_nothing() {
+    let host = Host::new();
+    let file = host.path("token");
+    std::fs::write(&file, "0123456789abcdef\n").expect("written");
+    let exporter = Exporter::start(&host, &["--token-file", file.to_str().expect("text")]);
+    for header in [
+        "",
+        "Authorization: Bearer 0123456789abcdee\r\n",
+        "Authorization: Bearer 0123456789abcdef0\r\n",
+        "Authorization: Basic 0123456789abcdef\r\n",
+        "Authorization: 0123456789abcdef\r\n",
+    ] {
+        for path in ["/metrics", "/", "/other"] {
+            let (head, body) = exporter.get(path, header);
+            assert!(head.starts_with("HTTP/1.1 401 ") && head.contains("WWW-Authenticate: Bearer"));
+            assert!(!body.contains("tmem_"), "{body}");
+        }
+    }
+    assert!(
+        exporter
+            .metrics("Authorization: Bearer 0123456789abcdef\r\n")
+            .contains("tmem_up")
+    );
+}
+
+#[test]
+fn it_does_not_listen_to_others_without_a_token() {
+    let run = |arguments: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
+        let output = command.args(arguments).output().expect("runs");
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).expect("text")
+    };
+    let error = run(&["--listen", "0.0.0.0:0"]);
+    assert!(
+        error.contains("0.0.0.0:0") && error.contains("--token-file"),
+        "{error}"
+    );
+    let folder = tempfile::tempdir().expect("a folder");
+    let file = folder.path().join("token");
+    std::fs::write(&file, "short").expect("written");
+    let error = run(&["--token-file", file.to_str().expect("text")]);
+    assert!(
+        error.contains("16 or more") && error.contains("openssl"),
+        "{error}"
+    );
+    let error = run(&["--token-file", "/nowhere/token"]);
+    assert!(error.contains("/nowhere/token"), "{error}");
+}
+
+#[test]
+fn a_daemon_that_is_away_or_hangs_is_a_metric() {
+    let mut host = Host::new();
+    let exporter = Exporter::start(&host, &[]);
+    assert!(exporter.metrics("").contains("tmem_up 1.0"));
+    host.stop();
+    assert!(exporter.metrics("").contains("tmem_up 0.0"));
+    // Takes connections, and never says a word.
+    let _hangs = std::os::unix::net::UnixListener::bind(host.path("read-only")).expect("binds");
+    let text = exporter.metrics("");
+    assert!(
+        text.contains("tmem_up 0.0") && !text.contains("tmem_vm_hits"),
+        "{text}"
+    );
+}
+
+#[test]
+fn odd_clients_harm_nobody() {
+    let host = Host::new();
+    let exporter = Exporter::start(&host, &[]);
+    for request in [
+        "nonsense\r\n\r\n".to_string(),
+        "\0\0\0\0".into(),
+        format!(
+            "GET /metrics HTTP/1.1\r\nX: {}\r\n\r\n",
+            "x".repeat(1 << 20)
+        ),
+        format!("GET /metrics HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(1000)),
+        format!("GET /{} HTTP/1.1\r\n\r\n", "x".repeat(100_000)),
+    ] {
+        let (head, _) = http(exporter.address(), &request);
+        assert!(head.is_empty() || head.starts_with("HTTP/1.1 4"), "{head}");
+        assert!(
+            exporter.metrics("").contains("tmem_up 1.0"),
+            "others are served"
+        );
+    }
+    // As many as it serves at once, and none of them goes on: it has forgotten them in time.
+    let slow: Vec<TcpStream> = (0..8)
+        .map(|_| {
+            let mut stream = TcpStream::connect(exporter.address()).expect("connects");
+            stream.write_all(b"GET /met").expect("sent");
+            stream
+        })
+        .collect();
+    let begun = std::time::Instant::now();
+    while !exporter
+        .try_metrics()
+        .is_some_and(|text| text.contains("tmem_up 1.0"))
+    {
+        assert!(begun.elapsed() < TIMEOUT, "nobody is served any more");
+        std::thread::sleep(std::time::Duration::from_millis(100));
+    }
+    for mut stream in slow {
+        stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+        let mut answer = String::new();
+        // Or reset, if it was over the limit.
+        let _ = stream.read_to_string(&mut answer);
+        assert!(answer.is_empty() || answer.contains(" 408 "), "{answer}");
+    }
+}
+
+#[test]
+fn vms_beyond_the_limit_are_left_out() {
+    let host = Host::new();
+    let exporter = Exporter::start(&host, &["--vms-max", "1"]);
+    let text = exporter.metrics("");
+    assert!(text.contains("vm=\"a\"") && !text.contains("vm=\"b\""));
+    assert!(text.contains("tmem_exporter_vms_left_out 1.0"), "{text}");
+}
