@@ -338,7 +338,7 @@ impl Registry {
             self.take_out(&mut members, at);
             if let Err(why) = self.insert(&mut members, &config, access, spec) {
                 if let Err(error) = self.insert(&mut members, &old_config, old_access, old) {
-                    tracing::error!("VM {}: it is no longer served: {error}", vm.name());
+                    tracing::error!(vm = %vm.name(), "it is no longer served: {error}");
                 }
                 return Err(why);
             }
@@ -376,7 +376,7 @@ impl Registry {
             return Err(Refused::Vm(error.to_string()));
         }
         if vm.name() != config.name.as_str().into() {
-            tracing::info!(vm = config.name, "VM {} has a new name", vm.name());
+            tracing::info!(vm = config.name, before = %vm.name(), "it has a new name");
             vm.rename(&config.name);
         }
         vm.set_problem(None);
@@ -388,8 +388,8 @@ impl Registry {
     fn note(&self, member: &mut Member, spec: VmSpec) {
         if let Err(error) = self.notes.write(&spec) {
             tracing::error!(
-                "VM {}: after a restart of the daemon it is what it was before: {error}",
-                member.vm.name()
+                vm = %member.vm.name(),
+                "after a restart of the daemon it is what it was before: {error}"
             );
         }
         member.added = Some(spec);
@@ -452,7 +452,7 @@ impl Registry {
         if (there.is_some() || parse_uuid(&uuid).is_ok())
             && let Err(error) = self.notes.remove(&uuid)
         {
-            tracing::error!("VM {uuid}: after a restart of the daemon it is back: {error}");
+            tracing::error!(uuid, "after a restart of the daemon it is back: {error}");
         }
         there.is_some()
     }
@@ -466,7 +466,7 @@ impl Registry {
         vm.cut();
         vm.clear();
         if let Err(error) = vm.tenant.set_quota(NOTHING) {
-            tracing::error!("VM {}: a bug: {error}", vm.name());
+            tracing::error!(vm = %vm.name(), "a bug: {error}");
         }
         signal(&self.changed);
         vm

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The operator's guide names messages as they are, and commands that there are."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+GUIDE = (ROOT / "docs/operating.md").read_text()
+
+# What is left of a message without its values must say something.
+WORDS_MIN = 6
+
+
+def sources() -> str:
+    """All Rust text, with strings that go over several lines joined."""
+    files = sorted((ROOT / "host-daemon").glob("*/src/**/*.rs"))
+    return re.sub(r"\\\n\s+", "", "".join(file.read_text() for file in files))
+
+
+def test_messages_are_real() -> None:
+    text = sources()
+    table = GUIDE.split("## Troubleshooting")[1]
+    messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+    assert len(messages) > 10
+    for message in messages:
+        parts = [part.strip() for part in re.split(r"…| N |\d+", message)]
+        parts = [part for part in parts if len(part) >= WORDS_MIN]
+        assert parts, message
+        for part in parts:
+            assert part in text, f"{message}: no program says {part!r}"
+
+
+def test_commands_are_real() -> None:
+    main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
+    enum = main.split("enum Command {")[1].split("\n}\n")[0]
+    commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}
+    named = set(re.findall(r"`tmemctl ([a-z]+)", GUIDE))
+    assert named and named <= commands, named - commands
