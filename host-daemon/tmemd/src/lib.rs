@@ -25,7 +25,9 @@
 //! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
 //! the dirty log's map, a VM's report, a trace and the pool's own locks, each taken with none of the
 //! others. Above all is the registry's lock, which the acceptor and control clients alone take, and
-//! no thread that a guest or its VMM waits for.
+//! no thread that a guest or its VMM waits for; above it only the one of a reload. Above the pool's own
+//! is that of its size. Who tells an event holds the list of subscribers and one's queue, and nothing
+//! is taken under them.
 
 mod chain;
 pub mod config;
