@@ -213,21 +213,7 @@ mod tests {
     use super::*;
 
     fn vm() -> VmStats {
-        let zero = |row: &tmem_control::statistics::Statistic| {
-            use tmem_control::statistics::Kind;
-            let value = match (row.kind, row.field) {
-                (Kind::Histogram, _) => serde_json::json!({ "sum_ns": 0, "buckets": [] }),
-                (_, "name") => "web".into(),
-                (_, "connected" | "frozen") => true.into(),
-                (_, "gain_hits" | "loss_hits") => serde_json::json!([0, 0, 0]),
-                (_, "driver") => serde_json::Value::Null,
-                _ => 0.into(),
-            };
-            (row.field.to_string(), value)
-        };
-        use tmem_control::statistics::{Scope, Statistic};
-        let all: serde_json::Map<_, _> = Statistic::of(Scope::Vm).map(zero).collect();
-        serde_json::from_value(all.into()).expect("all figures")
+        crate::top::tests::vm("web", 0, 0, 0)
     }
 
     fn advise(change: impl FnOnce(&mut VmStats)) -> Advice {

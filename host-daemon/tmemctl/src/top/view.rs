@@ -432,6 +432,22 @@ mod tests {
         );
     }
 
+    /// The screen in docs/tmemctl.md. `TMEM_BLESS=1` draws it anew.
+    #[test]
+    fn the_document_shows_it() {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
+        let text = std::fs::read_to_string(&path).expect("docs/tmemctl.md");
+        let (before, rest) = text.split_once("<!-- top -->\n```\n").expect("a mark");
+        let (shown, after) = rest.split_once("```\n").expect("its end");
+        let lines = screen(&model(), 80, 24);
+        let drawn: String = lines.iter().map(|line| format!("{}\n", line.trim_end())).collect();
+        if std::env::var_os("TMEM_BLESS").is_some() {
+            let new = format!("{before}<!-- top -->\n```\n{drawn}```\n{after}");
+            std::fs::write(&path, new).expect("written");
+        }
+        assert_eq!(shown, drawn, "TMEM_BLESS=1 draws docs/tmemctl.md anew");
+    }
+
     #[test]
     fn what_is_typed_and_what_is_wrong_is_shown() {
         let mut model = model();
