@@ -224,3 +224,20 @@ pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
         resident_bytes: int(usage::resident_bytes()),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerocopy::FromZeros;
+
+    /// It may reach a terminal, a log and a metric.
+    #[test]
+    fn what_a_guest_calls_its_kernel_is_made_harmless() {
+        let mut report = wire::Report::new_zeroed();
+        let text = b"6.12\x1b]0;x\x07\n\xc2\x9b1m {}\"\0behind";
+        report.kernel[..text.len()].copy_from_slice(text);
+        assert_eq!(of_driver(&report).kernel, "6.12?]0;x????1m?{}\"");
+        report.kernel = [0xff; 64];
+        assert_eq!(of_driver(&report).kernel, "?".repeat(64), "without an end");
+    }
+}
