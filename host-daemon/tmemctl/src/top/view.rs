@@ -78,7 +78,7 @@ fn composition(pool: &PoolStats) -> Line<'static> {
     let stored = pool.pages - pool.nursery_pages - pool.same_filled_pages - pool.shared_pages;
     let all = pool.pages.max(1);
     let span = |what: &str, pages: i64, color| {
-        let text = format!("{what} {}  ", percent(pages.max(0), all));
+        let text = format!("{what} {}  ", part(Some(pages.max(0) as f64 / all as f64)));
         Span::styled(text, Style::new().fg(color))
     };
     Line::from(vec![
@@ -86,7 +86,7 @@ fn composition(pool: &PoolStats) -> Line<'static> {
         span("new", pool.nursery_pages, Color::Yellow),
         span("pattern", pool.same_filled_pages, Color::Cyan),
         span("shared", pool.shared_pages, Color::Green),
-        span("compressed", stored, Color::Blue),
+        span("packed", stored, Color::Blue),
     ])
 }
 
@@ -205,7 +205,7 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
         });
     let widths = [
         Constraint::Min(12),
-        Constraint::Length(5),
+        Constraint::Length(6),
         Constraint::Length(7),
         Constraint::Length(6),
         Constraint::Length(7),
@@ -400,7 +400,7 @@ mod tests {
         );
         assert!(screen[2].contains("200 MiB of 400 MiB held"), "{text}");
         assert!(
-            screen[3].contains("new 10.0 %  pattern 0.0 %  shared 30.0 %"),
+            screen[3].contains("new 10 %  pattern 0 %  shared 30 %  packed 60 %"),
             "{text}"
         );
         assert!(
@@ -440,7 +440,10 @@ mod tests {
         let (before, rest) = text.split_once("<!-- top -->\n```\n").expect("a mark");
         let (shown, after) = rest.split_once("```\n").expect("its end");
         let lines = screen(&model(), 80, 24);
-        let drawn: String = lines.iter().map(|line| format!("{}\n", line.trim_end())).collect();
+        let drawn: String = lines
+            .iter()
+            .map(|line| format!("{}\n", line.trim_end()))
+            .collect();
         if std::env::var_os("TMEM_BLESS").is_some() {
             let new = format!("{before}<!-- top -->\n```\n{drawn}```\n{after}");
             std::fs::write(&path, new).expect("written");
