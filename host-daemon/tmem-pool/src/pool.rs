@@ -464,7 +464,7 @@ impl Pool {
 
     /// Changes the size, to the largest one at most. What is too much is evicted in bounded steps
     /// of [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, these scale
-    /// down.
+    /// down; whether one more fits is still told by the size that the pool was made with.
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.0.size_max_bytes);
         let mut registry = self.0.write();

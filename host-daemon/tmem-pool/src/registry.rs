@@ -30,6 +30,9 @@ struct Domain {
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub size_bytes: u64,
+    /// What reserves have to fit into. A pool that was made smaller gives way for a while; who comes
+    /// or changes meanwhile is not refused for that.
+    made_bytes: u64,
     pub members: Vec<Member>,
     /// Left, with pages not yet freed.
     pub departed: Vec<Arc<Inner>>,
@@ -43,6 +46,7 @@ impl Registry {
     pub(crate) fn new(size_bytes: u64) -> Registry {
         Registry {
             size_bytes,
+            made_bytes: size_bytes,
             members: Vec::new(),
             departed: Vec::new(),
             gone: Counters::default(),
@@ -160,7 +164,8 @@ impl Registry {
         let reserved = others
             .map(|member| member.quota.usable_reserve_bytes())
             .fold(0, u64::saturating_add);
-        let available_bytes = self.size_bytes.saturating_sub(reserved);
+        let whole_bytes = self.made_bytes.max(self.size_bytes);
+        let available_bytes = whole_bytes.saturating_sub(reserved);
         let reserve_bytes = quota.usable_reserve_bytes();
         if reserve_bytes > available_bytes {
             return Err(AdmissionError {
