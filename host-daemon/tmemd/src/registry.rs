@@ -53,6 +53,8 @@ struct Member {
     listener: Option<Arc<Listener>>,
     /// What it was added with, as it is noted; None: it was given at the daemon's start.
     added: Option<VmSpec>,
+    /// It was brought back with a smaller reserve than that; why, for people.
+    short: Option<String>,
 }
 
 /// The VMs.
@@ -146,6 +148,7 @@ impl Registry {
             vm,
             listener: None,
             added: None,
+            short: None,
         });
         Ok(())
     }
@@ -177,8 +180,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Brings back the VMs that were noted. One that cannot be is named and left out, and so is its
-    /// note left as it is: nothing else suffers.
+    /// Brings back the VMs that were noted, in the order of their UUIDs; if the pool is too small for
+    /// a reserve now, with what is left of it. One that cannot be is named and left out, and so is
+    /// its note left as it is: nothing else suffers.
     pub fn restore(&self) {
         let notes = self.notes.read().unwrap_or_else(|error| {
             tracing::error!("the VMs that were added before cannot be brought back: {error}");
@@ -192,10 +196,13 @@ impl Registry {
                     let what = "the VM was given to the daemon at its start as well";
                     return Err(Refused::Vm(what.into()));
                 }
-                self.insert(&mut members, &config, access, spec)
+                self.insert(&mut members, &config, access, spec, true)
             });
             match added {
-                Ok(()) => tracing::info!("VM noted in {} is back", path.display()),
+                Ok(None) => tracing::info!("VM noted in {} is back", path.display()),
+                Ok(Some(short)) => {
+                    tracing::warn!("VM noted in {} is back, but {short}", path.display());
+                }
                 Err(why) => tracing::error!(
                     "the VM noted in {} is left out: {why}; once that is mended start the VM anew, or \
                      remove the file",
@@ -253,14 +260,16 @@ impl Registry {
         Ok((config, access))
     }
 
-    /// A VM that was not there.
+    /// A VM that was not there. A reserve that does not fit is refused, or, with `any_reserve`, cut
+    /// to what does: the reason is told.
     fn insert(
         &self,
         members: &mut (Vec<Member>, u32),
         config: &VmConfig,
         access: Access,
         spec: VmSpec,
-    ) -> Result<(), Refused> {
+        any_reserve: bool,
+    ) -> Result<Option<String>, Refused> {
         if members.0.len() >= VMS_MAX {
             return Err(Refused::Vm(format!(
                 "there are {VMS_MAX} VMs already, and no more are served"
@@ -281,9 +290,18 @@ impl Registry {
                 )));
             }
         }
-        let vm = self
-            .make(&mut members.1, config)
-            .map_err(|e| too_much(&e))?;
+        let mut short = None;
+        let vm = match self.make(&mut members.1, config) {
+            Err(error) if any_reserve => {
+                let mut config = config.clone();
+                config.quota.reserve_bytes = error.available_bytes;
+                short = Some(format!("{}; it has what is left", too_much(&error)));
+                self.make(&mut members.1, &config)
+            }
+            made => made,
+        };
+        let vm = vm.map_err(|e| too_much(&e))?;
+        vm.set_problem(short.clone());
         let listener =
             Listener::bind(&config.socket, access).map_err(|e| Refused::Vm(e.to_string()))?;
         let written = self.notes.write(&spec);
@@ -292,23 +310,52 @@ impl Registry {
             vm,
             listener: Some(Arc::new(listener)),
             added: Some(spec),
+            short: short.clone(),
         });
         signal(&self.changed);
-        Ok(())
+        Ok(short)
+    }
+
+    /// Reserves may fit now that did not before.
+    fn make_good(&self, members: &mut [Member]) {
+        for member in members {
+            let (Some(short), Some(added)) = (&member.short, &member.added) else {
+                continue;
+            };
+            let set = pool_quota(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
+            if let Ok(Ok(())) = set {
+                tracing::info!("VM {}: its reserve fits now", member.vm.name());
+                if member.vm.problem().as_ref() == Some(short) {
+                    member.vm.set_problem(None);
+                }
+                member.short = None;
+            }
+        }
     }
 
     /// Adds a VM, or changes the one of its UUID. True: there was none.
     pub fn add(&self, spec: VmSpec) -> Result<bool, Refused> {
         let (config, access) = self.understand(&spec)?;
         let uuid = config.uuid.clone().unwrap_or_default();
-        let spec = VmSpec { uuid, ..spec };
         let mut members = self.lock();
+        let added = self.add_to(&mut members, &config, access, VmSpec { uuid, ..spec })?;
+        self.make_good(&mut members.0);
+        Ok(added)
+    }
+
+    fn add_to(
+        &self,
+        members: &mut (Vec<Member>, u32),
+        config: &VmConfig,
+        access: Access,
+        spec: VmSpec,
+    ) -> Result<bool, Refused> {
         let there = members
             .0
             .iter()
             .position(|m| m.vm.config.uuid == config.uuid);
         let Some(at) = there else {
-            self.insert(&mut members, &config, access, spec)?;
+            self.insert(members, config, access, spec, false)?;
             tracing::info!(vm = config.name, uuid = config.uuid, "added");
             let (kind, vm) = (Kind::Added, Some(config.name.as_str()));
             let socket = config.socket.display();
@@ -335,9 +382,9 @@ impl Registry {
                 return Err(Refused::Vm(format!("{differs}, and {what}")));
             }
             let (old_config, old_access) = self.understand(&old)?;
-            self.take_out(&mut members, at);
-            if let Err(why) = self.insert(&mut members, &config, access, spec) {
-                if let Err(error) = self.insert(&mut members, &old_config, old_access, old) {
+            self.take_out(members, at);
+            if let Err(why) = self.insert(members, config, access, spec, false) {
+                if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
                     tracing::error!(vm = %vm.name(), "it is no longer served: {error}");
                 }
                 return Err(why);
@@ -345,13 +392,12 @@ impl Registry {
             return Ok(false);
         }
         let Some(old) = member.added.clone() else {
-            drop(members);
             let set = vm.tenant.set_quota(config.quota);
             set.map_err(|e| too_much(&e))?;
             vm.set_problem(None);
             return Ok(false);
         };
-        if old == spec {
+        if old == spec && member.short.is_none() {
             vm.set_problem(None);
             return Ok(false);
         }
@@ -380,6 +426,7 @@ impl Registry {
             vm.rename(&config.name);
         }
         vm.set_problem(None);
+        members.0[at].short = None;
         self.note(&mut members.0[at], spec);
         Ok(false)
     }
@@ -410,6 +457,7 @@ impl Registry {
         });
         if set.is_ok() {
             member.vm.set_problem(None);
+            member.short = None;
             member
                 .vm
                 .tell(Kind::Quota, format_args!("{}", quota_text(quota)));
@@ -421,19 +469,22 @@ impl Registry {
                 };
                 self.note(member, spec);
             }
+            self.make_good(&mut members.0);
         }
         Some(set)
     }
 
-    /// Keeps what a VM's manager says is wrong with it. False: there is no such VM.
+    /// Keeps what a VM's manager says is wrong with it, or else what the daemon does. False: there is
+    /// no such VM.
     pub fn set_problem(&self, uuid: &str, problem: Option<String>) -> bool {
-        let vms = self.vms();
+        let members = self.lock();
         let uuid = Some(uuid.to_ascii_lowercase());
-        let vm = vms.iter().find(|vm| vm.config.uuid == uuid);
-        let Some(vm) = vm else { return false };
+        let Some(member) = members.0.iter().find(|m| m.vm.config.uuid == uuid) else {
+            return false;
+        };
         let what = problem.as_deref().unwrap_or("none any more");
-        vm.tell(Kind::Problem, format_args!("{what}"));
-        vm.set_problem(problem);
+        member.vm.tell(Kind::Problem, format_args!("{what}"));
+        member.vm.set_problem(problem.or_else(|| member.short.clone()));
         true
     }
 
@@ -447,6 +498,7 @@ impl Registry {
             let vm = self.take_out(&mut members, at);
             tracing::info!(vm = &*vm.name(), uuid, "removed");
             vm.tell(Kind::Removed, format_args!("removed"));
+            self.make_good(&mut members.0);
         }
         // Also a note that could not be understood: its VM has gone.
         if (there.is_some() || parse_uuid(&uuid).is_ok())

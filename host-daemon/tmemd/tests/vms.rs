@@ -19,12 +19,14 @@ const GIVEN: &str = "5ca1ab1e-0000-4000-8000-0000000000ff";
 
 struct Host {
     folder: tempfile::TempDir,
+    pool_size_bytes: u64,
     daemon: Option<Daemon>,
 }
 
 fn host() -> Host {
     let mut host = Host {
         folder: tempfile::tempdir().expect("folder"),
+        pool_size_bytes: 64 << 20,
         daemon: None,
     };
     host.start();
@@ -46,7 +48,7 @@ impl Host {
             self.path("given.sock").display()
         );
         let daemon = Daemon::start(Config {
-            pool_size_bytes: 64 << 20,
+            pool_size_bytes: self.pool_size_bytes,
             workers: 1,
             control: self.path("control"),
             control_read_only: Some(self.path("read-only")),
@@ -380,18 +382,70 @@ fn a_restart_brings_them_back() {
     assert_eq!(host.names(), ["given"]);
 }
 
-/// Notes that are broken, of the wrong VM, or no longer possible harm no other VM.
+#[test]
+fn a_smaller_pool_takes_a_vm_back_with_what_is_left() {
+    let mut host = host();
+    let reserving = |uuid, name: &str, mib: i64| {
+        let mut spec = host.spec(uuid, name);
+        spec.quota.reserve_bytes = mib << 20;
+        spec
+    };
+    let (web, db) = (reserving(UUID, "web", 20), reserving(OTHER, "db", 30));
+    let less = reserving(OTHER, "db", 11);
+    host.add(&web);
+    host.add(&db);
+    host.pool_size_bytes = 32 << 20;
+    host.restart();
+    let reserve = |host: &Host, name: &str| host.vm(name).quota.reserve_bytes >> 20;
+    assert_eq!((reserve(&host, "web"), reserve(&host, "db")), (20, 12));
+    assert_eq!(host.vm("web").problem, None);
+    let problem = host.vm("db").problem.expect("it is said");
+    for part in ["31457280", "12582912", "it has what is left"] {
+        assert!(problem.contains(part), "{problem}");
+    }
+    host.connect("db");
+    // Its manager has nothing to complain of, but the daemon has.
+    let mut client = host.client();
+    let told = client.set_problem(OTHER.into(), None).call();
+    told.expect("taken");
+    assert_eq!(host.vm("db").problem.as_ref(), Some(&problem));
+    // Asked for again it does not fit any better, and less does.
+    let (_, reason) = host.refused(&db);
+    assert!(reason.contains("a reserve of 31457280 bytes"), "{reason}");
+    assert_eq!(reserve(&host, "db"), 12);
+    assert!(!host.add(&less));
+    assert_eq!((reserve(&host, "db"), host.vm("db").problem), (11, None));
+
+    // What was asked for is not forgotten, and given when there is room.
+    let mut host = self::host();
+    host.add(&VmSpec {
+        socket: host.path("web.sock").to_string_lossy().into(),
+        ..web
+    });
+    host.add(&VmSpec {
+        socket: host.path("db.sock").to_string_lossy().into(),
+        ..db
+    });
+    for (pool_mib, db_mib) in [(32, 12), (22, 2), (20, 0), (64, 30), (32, 12)] {
+        host.pool_size_bytes = pool_mib << 20;
+        host.restart();
+        assert_eq!((reserve(&host, "web"), reserve(&host, "db")), (20, db_mib));
+        assert_eq!(host.vm("db").problem.is_some(), db_mib < 30);
+    }
+    host.remove(UUID);
+    assert_eq!((reserve(&host, "db"), host.vm("db").problem), (30, None));
+}
+
+/// Notes that are broken or of the wrong VM harm no other VM.
 #[test]
 fn a_bad_note_is_left_out_and_left_alone() {
     let mut host = host();
     let third = "5ca1ab1e-0000-4000-8000-000000000003";
     host.add(&host.spec(UUID, "web"));
-    let mut large = host.spec(OTHER, "db");
-    large.quota.reserve_bytes = 1 << 20;
-    host.add(&large);
+    host.add(&host.spec(OTHER, "db"));
     host.daemon = None;
     let good = fs::read_to_string(host.note(OTHER)).expect("there");
-    fs::write(host.note(OTHER), good.replace("1048576", "68719476736")).expect("written");
+    fs::write(host.note(OTHER), good.replace("\"db\"", "\"web\"")).expect("written");
     fs::write(host.note(third), "{\"uuid\": ").expect("written");
     fs::write(host.note(GIVEN), good.replace(OTHER, GIVEN)).expect("written");
     host.start();
