@@ -3,6 +3,7 @@
 
 use crate::cache::Cache;
 use crate::edit::{child, children, find, metadata};
+use crate::size::scale;
 use crate::{CACHE_NAMESPACE, DEVICE, Error};
 use roxmltree::{Document, Node};
 
@@ -26,6 +27,9 @@ pub struct Domain {
     pub user: Option<String>,
     /// Why the daemon could not map its memory.
     pub memory: Result<(), Error>,
+    /// What its guest may take of the memory that the host has available. Huge pages are set aside
+    /// before.
+    pub takes_bytes: u64,
 }
 
 /// The device as libvirt passes it on to QEMU.
@@ -67,6 +71,7 @@ impl Domain {
             cache: metadata(root, CACHE_NAMESPACE).map(Cache::of),
             user: user(root),
             memory: memory(root),
+            takes_bytes: takes_bytes(root),
         })
     }
 }
@@ -158,6 +163,21 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
     unchangeable(root)
 }
 
+/// A balloon leaves the guest the current memory only.
+fn takes_bytes(root: Node<'_, '_>) -> u64 {
+    let bytes = |name| {
+        let node = child(root, name)?;
+        let unit = node.attribute("unit").unwrap_or("KiB");
+        scale(node.text()?.trim(), unit).ok()
+    };
+    if find(root, "memoryBacking/hugepages").is_some() {
+        return 0;
+    }
+    bytes("currentMemory")
+        .or_else(|| bytes("memory"))
+        .unwrap_or(0)
+}
+
 /// What attach cannot set right.
 pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
     if let Some(kind) = root
@@ -184,4 +204,25 @@ pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_domain_takes_of_the_host() {
+        let takes = |inside: &str| {
+            let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
+            Domain::parse(&xml).expect("good").takes_bytes
+        };
+        let memory = "<memory unit='GiB'>2</memory>";
+        assert_eq!(takes(memory), 2 << 30);
+        assert_eq!(takes("<memory>1024</memory>"), 1 << 20);
+        let current = "<currentMemory unit='MiB'>512</currentMemory>";
+        assert_eq!(takes(&format!("{memory}{current}")), 512 << 20);
+        let huge = "<memoryBacking><hugepages/></memoryBacking>";
+        assert_eq!(takes(&format!("{memory}{huge}")), 0);
+        assert_eq!((takes(""), takes("<memory unit='x'>1</memory>")), (0, 0));
+    }
 }

@@ -2,7 +2,8 @@
 //! tmem-hook: what libvirt runs from /etc/libvirt/hooks/qemu.d/ when a VM comes and goes.
 //!
 //! Before a start it looks whether the VM can have its cache, and has the daemon serve it, with the
-//! quota that the domain notes; when the VM is gone, the daemon forgets it. It stops a start only if
+//! quota that the domain notes, and has the pool give way to the VM's memory; when the VM is gone, the
+//! daemon forgets it. It stops a start only if
 //! the domain says required='yes'; any other failure of its own must not: libvirt kills a running VM
 //! whose hook fails when libvirtd comes back. It never calls libvirt, which waits for it, and prints
 //! nothing on stdout, which would be the VM's new XML.
@@ -13,9 +14,9 @@
 use std::io::Read;
 use std::os::unix::net::UnixDatagram;
 use std::panic::catch_unwind;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
@@ -25,6 +26,9 @@ use tmem_hook::{Owner, away, refusal};
 /// How long a daemon that does not answer holds up a start: it answers within milliseconds, and
 /// people wait for this.
 const TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a start waits for the pool to give way: a little longer than the daemon does.
+const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// syslog's facility daemon, level warning.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
@@ -49,6 +53,8 @@ struct Options {
 /// Why the VM has no cache, or not the one that it should have.
 struct Problem {
     required: bool,
+    /// The daemon hangs, and has been waited for.
+    late: bool,
     what: String,
 }
 
@@ -69,6 +75,7 @@ fn main() -> ExitCode {
         }
         words.drain(..2);
     }
+    let options = Arc::new(options);
     // Always: libvirt waits for somebody to take it.
     let mut xml = Vec::new();
     let read = std::io::stdin().read_to_end(&mut xml);
@@ -78,13 +85,13 @@ fn main() -> ExitCode {
         Some("release") => Operation::Release,
         _ => return ExitCode::SUCCESS,
     };
-    let look = move || match (read, String::from_utf8(xml)) {
-        (Ok(_), Ok(xml)) => check(&xml, operation, options),
+    let work = move || match (read, String::from_utf8(xml)) {
+        (Ok(_), Ok(xml)) => look(&xml, operation, &options),
         _ => Some(not_needed("the domain's XML cannot be read".into())),
     };
     let bug = |_| Some(not_needed("a bug: tmem-hook panicked".into()));
-    let problem = catch_unwind(std::panic::AssertUnwindSafe(look)).unwrap_or_else(bug);
-    let Some(Problem { required, what }) = problem else {
+    let problem = catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(bug);
+    let Some(Problem { required, what, .. }) = problem else {
         return ExitCode::SUCCESS;
     };
     let domain = words.first().map_or("?", String::as_str);
@@ -114,6 +121,7 @@ fn main() -> ExitCode {
 fn not_needed(what: String) -> Problem {
     Problem {
         required: false,
+        late: false,
         what,
     }
 }
@@ -129,27 +137,62 @@ fn log(message: &str) {
     drop(sent);
 }
 
-/// What is wrong with a domain that has the device.
-fn check(xml: &str, operation: Operation, options: Options) -> Option<Problem> {
+/// Does what there is to do, and tells what is wrong with it.
+fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let domain = match Domain::parse(xml) {
-        Ok(domain) => domain,
+        Ok(domain) => Arc::new(domain),
         Err(error) => return Some(not_needed(error.0)),
     };
-    let device = domain.device.clone()?;
-    let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
+    let problem = check(&domain, operation, options);
+    // One that is stopped takes no memory.
+    if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
+        let (bytes, options) = (domain.takes_bytes, options.clone());
+        // Nothing hangs on it: that there is no room is no problem of the VM's start.
+        let _ = within(ROOM_TIMEOUT, move || make_room(bytes, &options.socket));
+    }
+    problem
+}
+
+/// Nobody waits longer for it than that.
+fn within<T: Send + 'static>(
+    time: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        let result = match operation {
-            Operation::Prepare | Operation::Reconnect => prepare(&domain, &device, &options),
-            Operation::Release => release(&domain, &options),
-        };
         // Nobody listens any more if it is too late.
-        let _ = sender.send(result);
+        let _ = sender.send(work());
     });
-    let late = || format!("the daemon did not answer within {} s", TIMEOUT.as_secs());
-    let result = receiver.recv_timeout(TIMEOUT);
-    let what = result.unwrap_or_else(|_| Err(late())).err()?;
-    Some(Problem { required, what })
+    receiver.recv_timeout(time).ok()
+}
+
+/// The pool gives way to the VM's memory, whether it has the device or not.
+fn make_room(bytes: u64, socket: &Path) {
+    let bytes = i64::try_from(bytes).unwrap_or(0);
+    if bytes > 0
+        && let Ok(mut client) = api::connect(socket)
+    {
+        let _ = client.make_room(bytes).call();
+    }
+}
+
+/// What is wrong with a domain that has the device.
+fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
+    let device = domain.device.clone()?;
+    let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
+    let (domain, options) = (domain.clone(), options.clone());
+    let result = within(TIMEOUT, move || match operation {
+        Operation::Prepare | Operation::Reconnect => prepare(&domain, &device, &options),
+        Operation::Release => release(&domain, &options),
+    });
+    let late = result.is_none();
+    let hangs = || format!("the daemon did not answer within {} s", TIMEOUT.as_secs());
+    let what = result.unwrap_or_else(|| Err(hangs())).err()?;
+    Some(Problem {
+        required,
+        late,
+        what,
+    })
 }
 
 /// Looks at the VM's memory, and has the daemon serve the VM as the domain says.

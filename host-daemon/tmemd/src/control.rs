@@ -237,6 +237,14 @@ impl api::VarlinkInterface for Side {
         call.reply(removed)
     }
 
+    fn make_room(&self, call: &mut dyn api::Call_MakeRoom, bytes: i64) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("MakeRoom".into());
+        }
+        let bytes = u64::try_from(bytes).unwrap_or(0);
+        call.reply(self.control.size.make_room(bytes))
+    }
+
     fn set_problem(
         &self,
         call: &mut dyn api::Call_SetProblem,

@@ -161,9 +161,9 @@ impl Daemon {
             config: Mutex::new(config.clone()),
         };
         let pressure = config.pressure.as_ref();
-        let free_min_bytes = pressure.map_or(0, |pressure| pressure.host_free_min_bytes);
         let size = Arc::new(Size::new(
-            (free_min_bytes, config.pool_size_bytes),
+            pressure,
+            config.pool_size_bytes,
             pool.clone(),
             janitor.clone(),
             events.clone(),

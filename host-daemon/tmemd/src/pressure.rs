@@ -15,9 +15,9 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_pool::Pool;
@@ -60,6 +60,13 @@ const GROW_PART: u64 = 64;
 
 /// Growth steps are as far from each other.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
+
+/// Somebody who asked for room waits so long at most: memory comes back at some GiB a second, and a
+/// VM's start is not to hang on it.
+pub const ROOM_WAIT: Duration = Duration::from_secs(1);
+
+/// Between two looks at whether there is room.
+const ROOM_POLL: Duration = Duration::from_millis(5);
 
 /// What the host says.
 #[derive(Clone, Copy, Debug)]
@@ -127,6 +134,24 @@ impl Governor {
             self.grow(now, available_bytes)
         };
         (size_bytes != self.size_bytes).then(|| {
+            self.size_bytes = size_bytes;
+            size_bytes
+        })
+    }
+
+    /// The size that leaves `room_bytes` to somebody who is about to take them, if it is another one.
+    /// Of `available_bytes` it is known that they are not out of date, so all goes in one step.
+    fn make_room(&mut self, room_bytes: u64, available_bytes: u64, held_bytes: u64) -> Option<u64> {
+        // Nor does it grow before they can be taken.
+        self.calm_since = None;
+        let wanted_bytes = self.free_min_bytes.saturating_add(room_bytes);
+        let missing_bytes = wanted_bytes.saturating_sub(available_bytes);
+        if missing_bytes == 0 {
+            return None;
+        }
+        let held_bytes = held_bytes.min(self.size_bytes);
+        let size_bytes = held_bytes.saturating_sub(missing_bytes).max(POOL_BYTES_MIN);
+        (size_bytes < self.size_bytes).then(|| {
             self.size_bytes = size_bytes;
             size_bytes
         })
@@ -217,6 +242,8 @@ pub struct Size {
     pool: Arc<Pool>,
     janitor: Arc<Janitor>,
     events: Arc<Events>,
+    /// Where the host says what it has; None: the pool never gives way to it.
+    meminfo: Option<PathBuf>,
     /// Steps that made it smaller.
     pub shrinks: AtomicU64,
     /// Steps that made it larger again.
@@ -226,22 +253,25 @@ pub struct Size {
 impl Size {
     /// Of a pool that has its configured size.
     pub fn new(
-        (free_min_bytes, full_bytes): (u64, u64),
+        pressure: Option<&PressureConfig>,
+        full_bytes: u64,
         pool: Arc<Pool>,
         janitor: Arc<Janitor>,
         events: Arc<Events>,
     ) -> Size {
+        let free_min_bytes = pressure.map_or(0, |pressure| pressure.host_free_min_bytes);
         Size {
             governor: Mutex::new(Governor::new(free_min_bytes, full_bytes)),
             pool,
             janitor,
             events,
+            meminfo: pressure.map(|pressure| pressure.meminfo.clone()),
             shrinks: AtomicU64::new(0),
             grows: AtomicU64::new(0),
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Governor> {
+    fn lock(&self) -> MutexGuard<'_, Governor> {
         self.governor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -269,10 +299,52 @@ impl Size {
     /// Follows what the host says.
     fn follow(&self, now: Instant, signs: Signs) {
         let mut governor = self.lock();
-        let (before_bytes, full_bytes) = (governor.size_bytes, governor.full_bytes);
-        let Some(size_bytes) = governor.step(now, signs, self.pool.held_bytes()) else {
-            return;
+        let before_bytes = governor.size_bytes;
+        if governor.step(now, signs, self.pool.held_bytes()).is_some() {
+            let why = format_args!("the host is or was short of memory ({signs:?})");
+            self.resized(governor, before_bytes, why);
+        }
+    }
+
+    /// Gives way to somebody who is about to take so much, and waits for it within [`ROOM_WAIT`].
+    /// True: the host has it, or does not say what it has, or the pool never gives way.
+    pub fn make_room(&self, room_bytes: u64) -> bool {
+        let deadline = Instant::now() + ROOM_WAIT;
+        let mut governor = self.lock();
+        let Some(available_bytes) = self.available_bytes() else {
+            return true;
         };
+        let before_bytes = governor.size_bytes;
+        let wanted_bytes = room_bytes.saturating_add(governor.free_min_bytes);
+        let held_bytes = self.pool.held_bytes();
+        let made = governor.make_room(room_bytes, available_bytes, held_bytes);
+        let size_bytes = governor.size_bytes;
+        if made.is_some() {
+            let why = format_args!("{room_bytes} bytes of the host's memory are asked for");
+            self.resized(governor, before_bytes, why);
+        } else {
+            drop(governor);
+        }
+        while self.pool.held_bytes() > size_bytes && Instant::now() < deadline {
+            std::thread::sleep(ROOM_POLL);
+        }
+        self.available_bytes()
+            .is_none_or(|available| available >= wanted_bytes)
+    }
+
+    fn available_bytes(&self) -> Option<u64> {
+        let meminfo = std::fs::read_to_string(self.meminfo.as_deref()?).unwrap_or_default();
+        meminfo_bytes(&meminfo, "MemAvailable")
+    }
+
+    /// Has the pool do what was decided.
+    fn resized(
+        &self,
+        governor: MutexGuard<'_, Governor>,
+        before_bytes: u64,
+        why: std::fmt::Arguments<'_>,
+    ) {
+        let (size_bytes, full_bytes) = (governor.size_bytes, governor.full_bytes);
         self.pool.resize(size_bytes);
         drop(governor);
         self.janitor.work_may_be_there();
@@ -283,19 +355,15 @@ impl Size {
         counter.fetch_add(1, Relaxed);
         // The first step and the last are news, those between are not.
         if before_bytes == full_bytes {
-            let text = format_args!("the pool shrinks from {before_bytes} bytes");
+            let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
             self.events.tell(Kind::HostShort, None, text);
-            tracing::warn!(
-                size_bytes,
-                ?signs,
-                "the host is short of memory: the pool shrinks"
-            );
+            tracing::warn!(size_bytes, "the pool shrinks: {why}");
         } else if size_bytes == full_bytes {
             let text = format_args!("the pool has its {full_bytes} bytes again");
             self.events.tell(Kind::HostWell, None, text);
             tracing::info!(size_bytes, "the pool has its size again");
         } else {
-            tracing::debug!(size_bytes, ?signs, "the pool's size changes");
+            tracing::debug!(size_bytes, "the pool's size changes: {why}");
         }
     }
 }
@@ -424,6 +492,29 @@ mod tests {
             }
             self.size
         }
+    }
+
+    #[test]
+    fn room_is_made_at_once_and_kept_for_a_while() {
+        let mut host = Host::new(12 * GIB);
+        // 4 GiB are available, of which one is to stay.
+        assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
+        let made = host.governor.make_room(5 * GIB, 4 * GIB, FULL);
+        assert_eq!(made, Some(6 * GIB), "what is missing, in one step");
+        host.size = 6 * GIB;
+        assert_eq!(host.governor.make_room(5 * GIB, 6 * GIB, 6 * GIB), None);
+        let since = host.now;
+        while host.step(false) == 6 * GIB {
+            assert!(host.now - since < 2 * CALM, "it grows back");
+        }
+        assert!(host.now - since >= CALM);
+        // More than there is.
+        let made = host.governor.make_room(1 << 60, 0, 6 * GIB);
+        assert_eq!(made, Some(POOL_BYTES_MIN));
+        // It does not hold what it may, which is no help to the host.
+        let mut host = Host::new(12 * GIB);
+        let made = host.governor.make_room(5 * GIB, 4 * GIB, 3 * GIB);
+        assert_eq!(made, Some(GIB));
     }
 
     #[test]

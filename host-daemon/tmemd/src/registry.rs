@@ -484,7 +484,9 @@ impl Registry {
         };
         let what = problem.as_deref().unwrap_or("none any more");
         member.vm.tell(Kind::Problem, format_args!("{what}"));
-        member.vm.set_problem(problem.or_else(|| member.short.clone()));
+        member
+            .vm
+            .set_problem(problem.or_else(|| member.short.clone()));
         true
     }
 
