@@ -61,6 +61,22 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     Ok(edit.text)
 }
 
+/// The domain's text with another socket for its device, and nothing else changed.
+pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
+    let document = Document::parse(text)?;
+    let root = document.root_element();
+    let old = Domain::parse(text)?.device.map(|device| device.socket);
+    let old = old.ok_or_else(|| Error(format!("the domain has no {DEVICE}")))?;
+    let path = |socket: &str| format!("path={}", socket.replace(',', ",,"));
+    let splices = argument_nodes(root).into_iter().filter_map(|node| {
+        let place = node.attribute_node("value")?.range_value();
+        let value = node.attribute("value")?;
+        (property(value, "path").as_ref() == Some(&old))
+            .then(|| Splice(place, escape(&value.replace(&path(&old), &path(socket)))))
+    });
+    Ok(apply(text, splices.collect()))
+}
+
 /// The domain's text without the device and without all that attach changed.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
@@ -284,5 +300,24 @@ impl Edit {
         }
         self.text = apply(&self.text, splices);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_moves_to_another_socket() {
+        let plain = "<domain type='kvm'><name>a</name><uuid>b</uuid><!-- /run/virtio-tmem/b.sock -->\
+                     <os><type machine='q35'>hvm</type></os><devices/></domain>";
+        assert!(move_socket(plain, "/x").is_err());
+        let before = attach(plain, &Options::default()).expect("good");
+        let after = move_socket(&before, "/run/a,b&c").expect("good");
+        let device = Domain::parse(&after).expect("good").device;
+        assert_eq!(device.map(|d| d.socket).as_deref(), Some("/run/a,b&c"));
+        assert!(after.contains("<!-- /run/virtio-tmem/b.sock -->"));
+        let back = move_socket(&after, "/run/virtio-tmem/b.sock").expect("good");
+        assert_eq!(back, before);
     }
 }

@@ -13,7 +13,7 @@ mod read;
 mod size;
 mod undo;
 
-pub use attach::{Options, attach, detach};
+pub use attach::{Options, attach, detach, move_socket};
 pub use cache::{Cache, WEIGHT_MAX};
 pub use read::{Device, Domain};
 pub use size::{parse_size, write_size};

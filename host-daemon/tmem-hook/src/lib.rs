@@ -99,6 +99,18 @@ pub fn label(domain: &Domain) -> String {
     format!("{readable}-{}", digits.collect::<String>())
 }
 
+/// A socket beside that one, for the other end of a migration on one host. VMs that go on migrating
+/// have the two in turn.
+pub fn other_socket(socket: &str, uuid: &str) -> String {
+    let folder = socket.rsplit_once('/').map_or("", |(folder, _)| folder);
+    let first = format!("{folder}/{uuid}.sock");
+    if socket == first {
+        format!("{folder}/{uuid}-b.sock")
+    } else {
+        first
+    }
+}
+
 /// A quota as the daemon takes it.
 pub fn quota(cache: &Cache) -> api::Quota {
     api::quota(cache.reserve, cache.limit, cache.weight)
@@ -173,6 +185,13 @@ mod tests {
         ] {
             assert_eq!(label(&domain(name)), expected);
         }
+    }
+
+    #[test]
+    fn there_are_two_sockets_in_turn() {
+        assert_eq!(other_socket("/run/x/u.sock", "u"), "/run/x/u-b.sock");
+        assert_eq!(other_socket("/run/x/u-b.sock", "u"), "/run/x/u.sock");
+        assert_eq!(other_socket("/run/x/web.sock", "u"), "/run/x/u.sock");
     }
 
     #[test]

@@ -2,16 +2,18 @@
 //! tmem-hook: what libvirt runs from /etc/libvirt/hooks/qemu.d/ when a VM comes and goes.
 //!
 //! Before a start it looks whether the VM can have its cache, and has the daemon serve it, with the
-//! quota that the domain notes, and has the pool give way to the VM's memory; when the VM is gone, the
-//! daemon forgets it. It stops a start only if
-//! the domain says required='yes'; any other failure of its own must not: libvirt kills a running VM
-//! whose hook fails when libvirtd comes back. It never calls libvirt, which waits for it, and prints
-//! nothing on stdout, which would be the VM's new XML.
+//! quota that the domain notes, and the pool give way to the VM's memory; when the VM is gone, the
+//! daemon forgets it. It stops a start only if the domain says required='yes'; any other failure of
+//! its own must not: libvirt kills a running VM whose hook fails when libvirtd comes back. It never
+//! calls libvirt, which waits for it.
+//!
+//! What it prints on stdout is the VM's new XML: nothing, but for a VM that is migrated to where it
+//! runs, whose two ends cannot have one socket.
 //!
 //! Usage: tmem-hook [--socket PATH] [--owner USER] DOMAIN OPERATION ..., with the domain's XML on
 //! stdin.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::unix::net::UnixDatagram;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
@@ -38,6 +40,8 @@ const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
 enum Operation {
     /// A VM is about to start; this may be stopped.
     Prepare,
+    /// A VM is about to arrive by a migration; its XML may be changed.
+    Migrate,
     /// libvirtd is back and finds the VM running; failing would kill it.
     Reconnect,
     /// A VM is gone, or did not get to start. libvirt says so once or more.
@@ -81,6 +85,7 @@ fn main() -> ExitCode {
     let read = std::io::stdin().read_to_end(&mut xml);
     let operation = match words.get(1).map(String::as_str) {
         Some("prepare") => Operation::Prepare,
+        Some("migrate") => Operation::Migrate,
         Some("reconnect") => Operation::Reconnect,
         Some("release") => Operation::Release,
         _ => return ExitCode::SUCCESS,
@@ -99,6 +104,10 @@ fn main() -> ExitCode {
     let (begin, end) = match (operation, stop) {
         (_, true) => ("cannot have its cache", ", which the domain requires"),
         (Operation::Prepare, false) => ("cannot have its cache", "; it starts without"),
+        (Operation::Migrate, false) => (
+            "cannot be asked for in the daemon",
+            "; if it comes from this host, it starts without its cache",
+        ),
         (Operation::Reconnect, false) => ("cannot have its cache", ""),
         (Operation::Release, false) => (
             "is gone, but the daemon does not know",
@@ -143,6 +152,9 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
         Ok(domain) => Arc::new(domain),
         Err(error) => return Some(not_needed(error.0)),
     };
+    if operation == Operation::Migrate {
+        return arrive(xml, &domain, options);
+    }
     let problem = check(&domain, operation, options);
     // One that is stopped takes no memory.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
@@ -151,6 +163,39 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
         let _ = within(ROOM_TIMEOUT, move || make_room(bytes, &options.socket));
     }
     problem
+}
+
+/// A VM that comes from this same host gets a socket beside the one that it still uses there.
+fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
+    let device = domain.device.clone()?;
+    let socket = options.socket.clone();
+    let vms = within(TIMEOUT, move || {
+        let mut client =
+            api::connect(&socket).map_err(|error| away(&socket, &error.to_string()))?;
+        let list = client.list().call();
+        Ok(list.map_err(|error| refusal(&socket, &error).1)?.vms)
+    });
+    let vms: Vec<api::Vm> = match vms.unwrap_or_else(|| Err(hangs())) {
+        Ok(vms) => vms,
+        Err(what) => return Some(not_needed(what)),
+    };
+    let is_it = |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
+    if !vms.iter().any(is_it) {
+        return None;
+    }
+    let other = tmem_hook::other_socket(&device.socket, &domain.uuid);
+    match tmem_domain::move_socket(xml, &other) {
+        Ok(xml) => {
+            // If libvirt does not read it, it says so itself.
+            let _ = std::io::stdout().write_all(xml.as_bytes());
+            None
+        }
+        Err(error) => Some(not_needed(error.0)),
+    }
+}
+
+fn hangs() -> String {
+    format!("the daemon did not answer within {} s", TIMEOUT.as_secs())
 }
 
 /// Nobody waits longer for it than that.
@@ -183,10 +228,10 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
     let (domain, options) = (domain.clone(), options.clone());
     let result = within(TIMEOUT, move || match operation {
         Operation::Prepare | Operation::Reconnect => prepare(&domain, &device, &options),
-        Operation::Release => release(&domain, &options),
+        Operation::Release => release(&domain, &device, &options),
+        Operation::Migrate => Ok(()),
     });
     let late = result.is_none();
-    let hangs = || format!("the daemon did not answer within {} s", TIMEOUT.as_secs());
     let what = result.unwrap_or_else(|| Err(hangs())).err()?;
     Some(Problem {
         required,
@@ -229,10 +274,13 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
 }
 
 /// The daemon need not serve it any more.
-fn release(domain: &Domain, options: &Options) -> Result<(), String> {
+fn release(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     let socket = &options.socket;
     let mut client = api::connect(socket).map_err(|error| away(socket, &error.to_string()))?;
-    match client.remove_vm(domain.uuid.clone()).call() {
+    match client
+        .remove_vm(domain.uuid.clone(), device.socket.clone())
+        .call()
+    {
         Ok(_) => Ok(()),
         Err(error) => Err(refusal(socket, &error).1),
     }

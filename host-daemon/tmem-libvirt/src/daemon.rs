@@ -24,7 +24,7 @@ pub struct Daemon {
     told: HashMap<String, VmSpec>,
     /// What was complained of last, so that it is said once.
     complaints: HashMap<String, String>,
-    /// Since when there is a VM whose domain does not run.
+    /// Since when there is a VM whose domain does not run; by its socket.
     strays: HashMap<String, Instant>,
     away: bool,
 }
@@ -112,16 +112,16 @@ impl Daemon {
         let mut client =
             client.map_err(|e| Trouble::Daemon(tmem_hook::away(&self.socket, &e.to_string())))?;
         let listed = client.list().call().map_err(|e| self.trouble(&e))?.vms;
-        let mut by_uuid: HashMap<&str, &api::Vm> = HashMap::new();
-        by_uuid.extend(
-            listed
-                .iter()
-                .filter_map(|vm| Some((vm.uuid.as_deref()?, vm))),
-        );
         let mut uuids: Vec<String> = self.wishes.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
-            let there = by_uuid.get(&*uuid).copied();
+            // While it is migrated on this host there are two of a UUID.
+            let socket = self.socket(&uuid).map(str::to_string);
+            let is_it = |vm: &&api::Vm| {
+                vm.uuid.as_ref() == Some(&uuid)
+                    && socket.as_ref().is_none_or(|socket| *socket == vm.socket)
+            };
+            let there = listed.iter().find(is_it);
             if there.is_none() && !self.can_be_added(&uuid) {
                 continue;
             }
@@ -136,7 +136,15 @@ impl Daemon {
     }
 
     fn can_be_added(&self, uuid: &str) -> bool {
-        matches!(self.wishes.get(uuid), Some(Wish::So(_) | Wish::Served(_)))
+        self.socket(uuid).is_some()
+    }
+
+    /// Where the domain's device is.
+    fn socket(&self, uuid: &str) -> Option<&str> {
+        match self.wishes.get(uuid)? {
+            Wish::So(spec) | Wish::Served(spec) => Some(&spec.socket),
+            Wish::Nonsense(_) => None,
+        }
     }
 
     /// Brings one VM to what its domain asks for.
@@ -186,7 +194,8 @@ impl Daemon {
         if let Some(vm) = there
             && vm.problem != problem
         {
-            match client.set_problem(uuid.into(), problem).call() {
+            let socket = vm.socket.clone();
+            match client.set_problem(uuid.into(), socket, problem).call() {
                 Ok(_) => {}
                 // It has gone meanwhile.
                 Err(error) if matches!(error.kind(), api::ErrorKind::NoSuchVm(_)) => {}
@@ -205,27 +214,25 @@ impl Daemon {
         is_stopped: &dyn Fn(&str) -> Result<bool, String>,
     ) -> Result<(), Trouble> {
         let lost = |vm: &api::Vm| {
-            let uuid = vm
-                .uuid
-                .as_ref()
-                .filter(|uuid| !self.wishes.contains_key(*uuid))?;
-            (!vm.connected).then(|| uuid.clone())
+            let uuid = vm.uuid.as_ref().filter(|_| !vm.connected)?;
+            (!self.wishes.contains_key(uuid)).then(|| (uuid.clone(), vm.socket.clone()))
         };
-        let lost: Vec<String> = listed.iter().filter_map(lost).collect();
-        self.strays.retain(|uuid, _| lost.contains(uuid));
-        for uuid in lost {
-            let since = *self.strays.entry(uuid.clone()).or_insert(now);
+        let lost: Vec<(String, String)> = listed.iter().filter_map(lost).collect();
+        let is_lost = |socket: &str| lost.iter().any(|(_, lost)| lost == socket);
+        self.strays.retain(|socket, _| is_lost(socket));
+        for (uuid, socket) in lost {
+            let since = *self.strays.entry(socket.clone()).or_insert(now);
             if now.saturating_duration_since(since) < STRAY
                 || !is_stopped(&uuid).map_err(Trouble::Libvirt)?
             {
                 continue;
             }
-            let removed = client.remove_vm(uuid.clone()).call();
+            let removed = client.remove_vm(uuid.clone(), socket.clone()).call();
             if removed.map_err(|e| self.trouble(&e))?.removed {
                 tracing::info!("VM {uuid}: removed, since its domain does not run");
             }
             // One that was given to the daemon is asked for again in a while.
-            self.strays.insert(uuid, now);
+            self.strays.insert(socket, now);
         }
         Ok(())
     }
@@ -374,7 +381,7 @@ mod tests {
         assert_eq!(host.vms()[0].problem, None);
         // Of a VM that the daemon does not have there is nothing to show.
         host.client()
-            .remove_vm(UUID.into())
+            .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
             .expect("removed");
         host.wish(Some(Wish::Nonsense("unit XiB".into())));
@@ -397,13 +404,43 @@ mod tests {
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
     }
 
+    /// Of the other end of a migration on this host only its own bridge speaks.
+    #[test]
+    fn each_end_of_a_migration_has_its_own_bridge() {
+        let mut host = Host::new();
+        host.wish(Some(Wish::So(host.spec(5))));
+        let socket = host.spec(5).socket;
+        let _qemu = std::os::unix::net::UnixStream::connect(&socket).expect("listens");
+        while !host.vms()[0].connected {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let mut other = host.spec(7);
+        other.socket = socket.replace("a.sock", "b.sock");
+        host.client().add_vm(other.clone()).call().expect("added");
+        let limits = |host: &Host| -> Vec<_> {
+            let vms = host.vms().into_iter();
+            vms.map(|vm| (vm.name, vm.quota.limit_bytes)).collect()
+        };
+        let incoming = ("web+incoming".to_string(), Some(7));
+        host.wish(Some(Wish::So(host.spec(6))));
+        assert_eq!(limits(&host), [("web".into(), Some(6)), incoming.clone()]);
+        host.wish(Some(Wish::Nonsense("unit XiB".into())));
+        host.wish(Some(Wish::So(host.spec(8))));
+        assert_eq!(limits(&host), [("web".into(), Some(8)), incoming]);
+        host.client()
+            .remove_vm(UUID.into(), socket)
+            .call()
+            .expect("removed");
+        assert_eq!(limits(&host), [("web".into(), Some(7))]);
+    }
+
     /// The hook removes a VM before libvirt tells of its end: it must not come back.
     #[test]
     fn a_vm_that_stops_is_not_added_again() {
         let mut host = Host::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.client()
-            .remove_vm(UUID.into())
+            .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
             .expect("removed");
         *host.running.borrow_mut() = None;

@@ -21,7 +21,7 @@ pub const POOL_BYTES_MIN: u64 = 1 << 20;
 /// A trace ends at this size if it is told none: some ten million events.
 pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
 /// The longest name of a VM or trust domain, in bytes.
-const NAME_BYTES_MAX: usize = 64;
+pub const NAME_BYTES_MAX: usize = 64;
 
 /// Everything that a daemon is started with.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -16,6 +16,7 @@ use crate::worker::Workers;
 use rustix::event::{PollFd, PollFlags};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -229,11 +230,17 @@ impl api::VarlinkInterface for Side {
         }
     }
 
-    fn remove_vm(&self, call: &mut dyn api::Call_RemoveVm, uuid: String) -> varlink::Result<()> {
+    fn remove_vm(
+        &self,
+        call: &mut dyn api::Call_RemoveVm,
+        uuid: String,
+        socket: String,
+    ) -> varlink::Result<()> {
         if self.read_only {
             return call.reply_read_only_socket("RemoveVm".into());
         }
-        let removed = self.control.registry.remove(&uuid);
+        let socket = Path::new(&socket);
+        let removed = self.control.registry.remove(&uuid, socket);
         call.reply(removed)
     }
 
@@ -249,12 +256,14 @@ impl api::VarlinkInterface for Side {
         &self,
         call: &mut dyn api::Call_SetProblem,
         uuid: String,
+        socket: String,
         problem: Option<String>,
     ) -> varlink::Result<()> {
         if self.read_only {
             return call.reply_read_only_socket("SetProblem".into());
         }
-        match self.control.registry.set_problem(&uuid, problem) {
+        let socket = Path::new(&socket);
+        match self.control.registry.set_problem(&uuid, socket, problem) {
             true => call.reply(),
             false => call.reply_no_such_vm(uuid),
         }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the daemon notes of the VMs that were added, so that its next start has them again: one file
-//! for each in `vms/` of the run folder, named after the VM's UUID.
+//! for each in `vms/` of the run folder, named after the VM's socket.
 //!
 //! A file is there whole or not at all. One that cannot be understood is left as it is and named.
 //! Never here: pages, or anything a guest said.
@@ -34,8 +34,11 @@ impl Notes {
         Notes(run_folder.join("vms"))
     }
 
-    fn path(&self, uuid: &str) -> PathBuf {
-        self.0.join(format!("{uuid}{SUFFIX}"))
+    /// None: such a socket has no name.
+    fn path(&self, socket: &Path) -> Option<PathBuf> {
+        let mut name = socket.file_name()?.to_os_string();
+        name.push(SUFFIX);
+        Some(self.0.join(name))
     }
 
     /// Who can write there can say which VMs there are, in which trust domain and whose, and which
@@ -71,9 +74,9 @@ impl Notes {
             let path = Notes::at(&self.0, entry)?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             // Others are notes that were never finished.
-            if let Some(uuid) = name.strip_suffix(SUFFIX) {
+            if let Some(socket) = name.strip_suffix(SUFFIX) {
                 notes.push(Note {
-                    vm: read(&path, uuid),
+                    vm: read(&path, socket),
                     path,
                 });
             }
@@ -82,7 +85,7 @@ impl Notes {
         Ok(notes)
     }
 
-    /// Notes a VM, in place of what was noted of its UUID.
+    /// Notes a VM, in place of what was noted of its socket.
     ///
     /// # Errors
     /// It cannot be written; what was noted before stays.
@@ -93,7 +96,8 @@ impl Notes {
             made => Notes::at(&self.0, made)?,
         }
         Notes::at(&self.0, self.check())?;
-        let path = self.path(&vm.uuid);
+        let path = self.path(Path::new(&vm.socket));
+        let path = path.ok_or_else(|| io::Error::other("its socket has no name"))?;
         let new = path.with_extension("new");
         let write = || {
             let text = serde_json::to_string_pretty(vm).map_err(io::Error::other)?;
@@ -108,12 +112,14 @@ impl Notes {
         Notes::at(&path, write())
     }
 
-    /// Forgets a VM; that there is no note is fine.
+    /// Forgets the VM at that socket; that there is no note is fine.
     ///
     /// # Errors
     /// The note is there and cannot be removed.
-    pub fn remove(&self, uuid: &str) -> io::Result<()> {
-        let path = self.path(uuid);
+    pub fn remove(&self, socket: &Path) -> io::Result<()> {
+        let Some(path) = self.path(socket) else {
+            return Ok(());
+        };
         match self.check().and_then(|()| fs::remove_file(&path)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
             removed => Notes::at(&path, removed),
@@ -121,14 +127,14 @@ impl Notes {
     }
 }
 
-fn read(path: &Path, uuid: &str) -> Result<VmSpec, String> {
+fn read(path: &Path, socket: &str) -> Result<VmSpec, String> {
     let mut text = String::new();
     let file = File::open(path).map_err(|e| e.to_string())?;
     let read = file.take(NOTE_BYTES_MAX).read_to_string(&mut text);
     read.map_err(|e| e.to_string())?;
     let vm: VmSpec = serde_json::from_str(&text).map_err(|e| e.to_string())?;
-    if vm.uuid != uuid {
-        return Err(format!("it is of the VM with the UUID {}", vm.uuid));
+    if Path::new(&vm.socket).file_name() != Some(socket.as_ref()) {
+        return Err(format!("it is of the VM at {}", vm.socket));
     }
     Ok(vm)
 }
@@ -139,12 +145,13 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     const UUID: &str = "5ca1ab1e-0000-4000-8000-0123456789ab";
+    const SOCKET: &str = "/run/virtio-tmem/a.sock";
 
     fn vm(name: &str) -> VmSpec {
         VmSpec {
             uuid: UUID.into(),
             name: name.into(),
-            socket: "/run/virtio-tmem/a.sock".into(),
+            socket: SOCKET.into(),
             owner: Some(107),
             group: None,
             mode: None,
@@ -157,7 +164,7 @@ mod tests {
     fn what_is_noted_is_read_until_it_is_removed() {
         let folder = tempfile::tempdir().expect("a folder");
         let notes = Notes::new(folder.path());
-        notes.remove(UUID).expect("nothing to do");
+        notes.remove(Path::new(SOCKET)).expect("nothing to do");
         assert!(notes.read().expect("nothing there").is_empty());
         notes.write(&vm("a")).expect("written");
         notes.write(&vm("b")).expect("replaced");
@@ -170,7 +177,7 @@ mod tests {
         };
         assert_eq!(mode(&read[0].path), 0o600);
         assert_eq!(mode(&folder.path().join("vms")), 0o700);
-        notes.remove(UUID).expect("removed");
+        notes.remove(Path::new(SOCKET)).expect("removed");
         assert!(notes.read().expect("readable").is_empty());
     }
 
@@ -181,11 +188,11 @@ mod tests {
         let notes = Notes::new(there.path());
         notes.write(&vm("a")).expect("written");
         let vms = there.path().join("vms");
-        let note = vms.join(format!("{UUID}.json"));
+        let note = vms.join("a.sock.json");
         let before = fs::read(&note).expect("there");
         let refused = |notes: &Notes, why: &str| {
             let read = notes.read().map(drop);
-            for result in [read, notes.write(&vm("b")), notes.remove(UUID)] {
+            for result in [read, notes.write(&vm("b")), notes.remove(Path::new(SOCKET))] {
                 let error = result.expect_err(why).to_string();
                 assert!(error.contains("nobody else can write"), "{why}: {error}");
             }
@@ -214,14 +221,14 @@ mod tests {
         notes.write(&vm("a")).expect("written");
         let path = |name: &str| folder.path().join("vms").join(name);
         fs::write(path("b.json"), "{").expect("written");
-        fs::copy(path(&format!("{UUID}.json")), path("c.json")).expect("copied");
+        fs::copy(path("a.sock.json"), path("c.json")).expect("copied");
         fs::write(path("d.json"), vec![b' '; 1 << 20]).expect("written");
         fs::write(path("e.new"), "{").expect("written");
         let read = notes.read().expect("readable");
         assert_eq!(read.len(), 4);
         assert_eq!(read[0].vm, Ok(vm("a")));
         assert!(read[1..].iter().all(|note| note.vm.is_err()));
-        assert!(read[2].vm.as_ref().is_err_and(|what| what.contains(UUID)));
+        assert!(read[2].vm.as_ref().is_err_and(|what| what.contains(SOCKET)));
         assert!(read[2].path.ends_with("vms/c.json"));
     }
 }

@@ -5,7 +5,7 @@
 //! that they are back after a restart of the daemon. A call to it that fails has changed nothing.
 //! Never here: a connection's messages, and pages.
 
-use crate::config::{VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid};
+use crate::config::{NAME_BYTES_MAX, VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid};
 use crate::events::{Events, Kind};
 use crate::notes::{Note, Notes};
 use crate::poller::signal;
@@ -23,6 +23,9 @@ use tmem_pool::{AdmissionError, Pool, Quota, TenantSpec};
 
 /// Of a socket only whether it may be written to counts; more bits would be a mistake.
 const MODE_BITS: i64 = 0o666;
+
+/// End of a VM's name while the VM that it comes from, by a migration on this host, is there.
+const INCOMING: &str = "+incoming";
 
 /// Of a VM that was removed: what it reserved is free at once, not only when its last page is.
 const NOTHING: Quota = Quota {
@@ -68,6 +71,19 @@ pub struct Registry {
     members: Mutex<(Vec<Member>, u32)>,
     /// Tells who waits for connections that there are other sockets to wait for.
     changed: OwnedFd,
+}
+
+impl Member {
+    fn is(&self, uuid: Option<&String>, socket: &Path) -> bool {
+        self.vm.config.uuid.as_ref() == uuid && self.vm.config.socket == socket
+    }
+}
+
+/// A name that tells the second end of a migration from the first.
+fn incoming(name: &str) -> String {
+    // Names are ASCII.
+    let room = NAME_BYTES_MAX - INCOMING.len();
+    format!("{}{INCOMING}", &name[..name.len().min(room)])
 }
 
 /// What is wrong with a reserve.
@@ -180,7 +196,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Brings back the VMs that were noted, in the order of their UUIDs; if the pool is too small for
+    /// Brings back the VMs that were noted, in the order of their sockets; if the pool is too small for
     /// a reserve now, with what is left of it. One that cannot be is named and left out, and so is
     /// its note left as it is: nothing else suffers.
     pub fn restore(&self) {
@@ -192,7 +208,8 @@ impl Registry {
         for Note { path, vm } in notes {
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
                 let (config, access) = self.understand(&spec)?;
-                if members.0.iter().any(|m| m.vm.config.uuid == config.uuid) {
+                let given = |m: &Member| m.added.is_none() && m.vm.config.uuid == config.uuid;
+                if members.0.iter().any(given) {
                     let what = "the VM was given to the daemon at its start as well";
                     return Err(Refused::Vm(what.into()));
                 }
@@ -236,8 +253,7 @@ impl Registry {
             mode: mode as u32,
         };
         let socket = PathBuf::from(&spec.socket);
-        let name = socket.file_name();
-        if name.is_none_or(|name| self.run_folder.join(name) != socket) {
+        if !self.is_ours(&socket) {
             let what = format!(
                 "sockets of VMs lie in {}: give its device one there, or start the daemon with another \
                  --run-folder",
@@ -260,8 +276,8 @@ impl Registry {
         Ok((config, access))
     }
 
-    /// A VM that was not there. A reserve that does not fit is refused, or, with `any_reserve`, cut
-    /// to what does: the reason is told.
+    /// A VM that was not there, or the second end of one that is. A reserve that does not fit is
+    /// refused, or, with `any_reserve`, cut to what does: the reason is told.
     fn insert(
         &self,
         members: &mut (Vec<Member>, u32),
@@ -274,6 +290,11 @@ impl Registry {
             return Err(Refused::Vm(format!(
                 "there are {VMS_MAX} VMs already, and no more are served"
             )));
+        }
+        let mut config = config.clone();
+        let first = |m: &Member| *m.vm.name() == *config.name && m.vm.config.uuid == config.uuid;
+        if members.0.iter().any(first) {
+            config.name = incoming(&config.name);
         }
         for other in &members.0 {
             let name = other.vm.name();
@@ -291,9 +312,8 @@ impl Registry {
             }
         }
         let mut short = None;
-        let vm = match self.make(&mut members.1, config) {
+        let vm = match self.make(&mut members.1, &config) {
             Err(error) if any_reserve => {
-                let mut config = config.clone();
                 config.quota.reserve_bytes = error.available_bytes;
                 short = Some(format!("{}; it has what is left", too_much(&error)));
                 self.make(&mut members.1, &config)
@@ -316,9 +336,19 @@ impl Registry {
         Ok(short)
     }
 
-    /// Reserves may fit now that did not before.
+    /// Reserves may fit now, and names be free, that were not before.
     fn make_good(&self, members: &mut [Member]) {
-        for member in members {
+        for at in 0..members.len() {
+            let wanted = members[at].added.as_ref().map(|added| added.name.clone());
+            let has = |m: &Member| Some(&*m.vm.name()) == wanted.as_deref();
+            if let Some(name) = &wanted
+                && !members.iter().any(has)
+            {
+                let vm = &members[at].vm;
+                tracing::info!(vm = name, "VM {} has a new name", vm.name());
+                vm.rename(name);
+            }
+            let member = &mut members[at];
             let (Some(short), Some(added)) = (&member.short, &member.added) else {
                 continue;
             };
@@ -350,15 +380,23 @@ impl Registry {
         access: Access,
         spec: VmSpec,
     ) -> Result<bool, Refused> {
-        let there = members
-            .0
-            .iter()
-            .position(|m| m.vm.config.uuid == config.uuid);
+        let of_it = |m: &Member| m.vm.config.uuid == config.uuid;
+        let at_it = |m: &Member| m.is(config.uuid.as_ref(), &config.socket);
+        let is_free = |m: &Member| m.added.is_none() || !m.vm.connected.load(Ordering::Acquire);
+        let all = &members.0;
+        let ends = all.iter().filter(|m| of_it(m)).count();
+        let there = all.iter().position(at_it);
+        let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
         let Some(at) = there else {
-            self.insert(members, config, access, spec, false)?;
-            tracing::info!(vm = config.name, uuid = config.uuid, "added");
-            let (kind, vm) = (Kind::Added, Some(config.name.as_str()));
+            // What is connected at another socket is the end that it comes from.
+            if ends > 1 {
+                let what = "it is connected at two sockets already, as in a migration on this host";
+                return Err(Refused::Vm(what.into()));
+            }
+            self.insert(members, config, access, spec, ends == 1)?;
             let socket = config.socket.display();
+            tracing::info!(vm = config.name, uuid = config.uuid, %socket, "added");
+            let (kind, vm) = (Kind::Added, Some(config.name.as_str()));
             self.events.tell(kind, vm, format_args!("at {socket}"));
             return Ok(true);
         };
@@ -383,11 +421,14 @@ impl Registry {
             }
             let (old_config, old_access) = self.understand(&old)?;
             self.take_out(members, at);
-            if let Err(why) = self.insert(members, config, access, spec, false) {
+            if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
                 if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
                     tracing::error!(vm = %vm.name(), "it is no longer served: {error}");
                 }
                 return Err(why);
+            }
+            if old_config.socket != config.socket {
+                self.forget(&old_config.socket);
             }
             return Ok(false);
         }
@@ -401,7 +442,8 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        let named_so = |m: &Member| !Arc::ptr_eq(&m.vm, &vm) && *m.vm.name() == *config.name;
+        // Its own other end may, for a while.
+        let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
                 "another VM has the name {}: it is {}",
@@ -420,10 +462,6 @@ impl Registry {
             // What it had fits.
             let _ = vm.tenant.set_quota(before);
             return Err(Refused::Vm(error.to_string()));
-        }
-        if vm.name() != config.name.as_str().into() {
-            tracing::info!(vm = config.name, before = %vm.name(), "it has a new name");
-            vm.rename(&config.name);
         }
         vm.set_problem(None);
         members.0[at].short = None;
@@ -476,10 +514,10 @@ impl Registry {
 
     /// Keeps what a VM's manager says is wrong with it, or else what the daemon does. False: there is
     /// no such VM.
-    pub fn set_problem(&self, uuid: &str, problem: Option<String>) -> bool {
+    pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
-        let uuid = Some(uuid.to_ascii_lowercase());
-        let Some(member) = members.0.iter().find(|m| m.vm.config.uuid == uuid) else {
+        let uuid = uuid.to_ascii_lowercase();
+        let Some(member) = members.0.iter().find(|m| m.is(Some(&uuid), socket)) else {
             return false;
         };
         let what = problem.as_deref().unwrap_or("none any more");
@@ -491,24 +529,36 @@ impl Registry {
     }
 
     /// Ends a VM that was added. False: there is none.
-    pub fn remove(&self, uuid: &str) -> bool {
+    pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
-        let is_it = |m: &Member| m.added.is_some() && m.vm.config.uuid.as_ref() == Some(&uuid);
+        let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
         let there = members.0.iter().position(is_it);
+        let others = |m: &Member| m.vm.config.socket == socket;
+        // Also a note that could not be understood: its VM has gone.
+        if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
+            self.forget(socket);
+        }
         if let Some(at) = there {
             let vm = self.take_out(&mut members, at);
-            tracing::info!(vm = &*vm.name(), uuid, "removed");
+            tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "removed");
             vm.tell(Kind::Removed, format_args!("removed"));
             self.make_good(&mut members.0);
         }
-        // Also a note that could not be understood: its VM has gone.
-        if (there.is_some() || parse_uuid(&uuid).is_ok())
-            && let Err(error) = self.notes.remove(&uuid)
-        {
-            tracing::error!(uuid, "after a restart of the daemon it is back: {error}");
-        }
         there.is_some()
+    }
+
+    /// It lies where sockets of VMs do.
+    fn is_ours(&self, socket: &Path) -> bool {
+        let name = socket.file_name();
+        name.is_some_and(|name| self.run_folder.join(name) == socket)
+    }
+
+    fn forget(&self, socket: &Path) {
+        if let Err(error) = self.notes.remove(socket) {
+            let socket = socket.display();
+            tracing::error!("VM at {socket}: after a restart of the daemon it is back: {error}");
+        }
     }
 
     /// Its note stays.
@@ -582,7 +632,7 @@ mod tests {
         // As the thread of its connection has it, which ends when it comes to that.
         let held = registry.vms();
         registry.add(spec(2)).expect_err("all is reserved");
-        assert!(registry.remove(&spec(1).uuid));
+        assert!(registry.remove(&spec(1).uuid, Path::new(&spec(1).socket)));
         assert_eq!(registry.add(spec(2)), Ok(true));
         drop(held);
     }

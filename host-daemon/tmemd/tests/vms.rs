@@ -38,8 +38,8 @@ impl Host {
         self.folder.path().join(name)
     }
 
-    fn note(&self, uuid: &str) -> PathBuf {
-        self.path("vms").join(format!("{uuid}.json"))
+    fn note(&self, name: &str) -> PathBuf {
+        self.path("vms").join(format!("{name}.sock.json"))
     }
 
     fn start(&mut self) {
@@ -98,9 +98,11 @@ impl Host {
         }
     }
 
-    fn remove(&self, uuid: &str) -> bool {
-        let reply = self.client().remove_vm(uuid.into()).call();
-        reply.expect("answers").removed
+    fn remove(&self, uuid: &str, name: &str) -> bool {
+        let socket = self.path(&format!("{name}.sock"));
+        let mut client = self.client();
+        let reply = client.remove_vm(uuid.into(), socket.to_string_lossy().into());
+        { reply }.call().expect("answers").removed
     }
 
     fn names(&self) -> Vec<String> {
@@ -145,17 +147,20 @@ fn a_vm_comes_and_goes() {
         (vm.quota.clone(), vm.trust_domain),
         (spec.quota.clone(), spec.trust_domain.clone())
     );
-    assert!(host.note(UUID).exists());
+    assert!(host.note("web").exists());
     let connection = host.connect("web");
     assert!(!host.add(&spec), "also of one that is connected");
     assert!(host.vm("web").connected);
 
-    assert!(host.remove(UUID));
-    assert!(!host.path("web.sock").exists() && !host.note(UUID).exists());
+    assert!(!host.remove(UUID, "other") && !host.remove(OTHER, "web"));
+    assert!(!host.remove(UUID, "/elsewhere/web"));
+    assert!(host.note("web").exists(), "nothing was removed");
+    assert!(host.remove(UUID, "web"));
+    assert!(!host.path("web.sock").exists() && !host.note("web").exists());
     assert!(ended(connection));
     assert_eq!(host.names(), ["given"]);
-    assert!(!host.remove(UUID), "again: nothing to do");
-    assert!(!host.remove("nonsense"));
+    assert!(!host.remove(UUID, "web"), "again: nothing to do");
+    assert!(!host.remove("nonsense", "/"));
     // Its reserve is free (at once: a test of registry.rs).
     spec.quota.reserve_bytes = 60 << 20;
     assert!(host.add(&spec));
@@ -201,7 +206,6 @@ fn values_change_where_they_stand() {
         socket: host.path("b.sock").to_string_lossy().into(),
         ..changed.clone()
     };
-    assert!(host.refused(&other_socket).1.contains("b.sock"));
     drop(connection);
     until("it is gone", || !host.vm("shop").connected);
     assert!(!host.add(&other_domain));
@@ -275,7 +279,7 @@ fn a_change_that_is_refused_changes_nothing() {
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
     new.quota.reserve_bytes = 65 << 20;
     host.refused(&new);
-    assert!(!host.path("new.sock").exists() && !host.note(&new.uuid).exists());
+    assert!(!host.path("new.sock").exists() && !host.note("new").exists());
 }
 
 #[test]
@@ -288,9 +292,9 @@ fn what_was_given_at_the_start_stays() {
     assert_eq!(host.vm("given").quota, spec.quota, "its quota can change");
     spec.trust_domain = Some("team".into());
     assert!(host.refused(&spec).1.contains("--vm"));
-    assert!(!host.remove(GIVEN));
+    assert!(!host.remove(GIVEN, "given"));
     assert_eq!(host.names(), ["given"]);
-    assert!(!host.note(GIVEN).exists());
+    assert!(!host.note("given").exists());
 }
 
 #[test]
@@ -300,7 +304,9 @@ fn a_problem_stays_until_it_is_mended() {
     host.add(&spec);
     let set = |uuid: &str, problem: Option<&str>| {
         let mut client = host.client();
-        let mut reply = client.set_problem(uuid.into(), problem.map(Into::into));
+        let name = if uuid == GIVEN { "given" } else { "web" };
+        let socket = host.spec(uuid, name).socket;
+        let mut reply = client.set_problem(uuid.into(), socket, problem.map(Into::into));
         let replied = reply.call();
         replied.map(drop)
     };
@@ -337,8 +343,11 @@ fn the_read_only_socket_adds_and_removes_nothing() {
     host.add(&host.spec(UUID, "web"));
     let mut client = tmem_control::connect(&host.path("read-only")).expect("connects");
     let added = client.add_vm(host.spec(OTHER, "db")).call().map(drop);
-    let removed = client.remove_vm(UUID.into()).call().map(drop);
-    let problem = client.set_problem(UUID.into(), None).call().map(drop);
+    let removed = client.remove_vm(UUID.into(), "x".into()).call().map(drop);
+    let problem = client
+        .set_problem(UUID.into(), "x".into(), None)
+        .call()
+        .map(drop);
     for result in [added, removed, problem] {
         let error = result.expect_err("refused");
         assert!(
@@ -358,7 +367,7 @@ fn a_restart_brings_them_back() {
     (spec.mode, spec.owner) = (Some(0o600), Some(i64::from(me)));
     host.add(&spec);
     host.add(&host.spec(OTHER, "db"));
-    host.remove(OTHER);
+    host.remove(OTHER, "db");
     let quota = Quota {
         limit_bytes: Some(5 << 20),
         ..spec.quota.clone()
@@ -377,7 +386,7 @@ fn a_restart_brings_them_back() {
     let metadata = fs::metadata(host.path("web.sock")).expect("there");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o600);
     host.connect("web");
-    assert!(host.remove(UUID));
+    assert!(host.remove(UUID, "web"));
     host.restart();
     assert_eq!(host.names(), ["given"]);
 }
@@ -390,50 +399,112 @@ fn a_smaller_pool_takes_a_vm_back_with_what_is_left() {
         spec.quota.reserve_bytes = mib << 20;
         spec
     };
-    let (web, db) = (reserving(UUID, "web", 20), reserving(OTHER, "db", 30));
-    let less = reserving(OTHER, "db", 11);
-    host.add(&web);
-    host.add(&db);
+    let (first, second) = (reserving(UUID, "db", 20), reserving(OTHER, "web", 30));
+    let less = reserving(OTHER, "web", 11);
+    host.add(&first);
+    host.add(&second);
     host.pool_size_bytes = 32 << 20;
     host.restart();
     let reserve = |host: &Host, name: &str| host.vm(name).quota.reserve_bytes >> 20;
-    assert_eq!((reserve(&host, "web"), reserve(&host, "db")), (20, 12));
-    assert_eq!(host.vm("web").problem, None);
-    let problem = host.vm("db").problem.expect("it is said");
+    assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
+    assert_eq!(host.vm("db").problem, None);
+    let problem = host.vm("web").problem.expect("it is said");
     for part in ["31457280", "12582912", "it has what is left"] {
         assert!(problem.contains(part), "{problem}");
     }
-    host.connect("db");
+    host.connect("web");
     // Its manager has nothing to complain of, but the daemon has.
     let mut client = host.client();
-    let told = client.set_problem(OTHER.into(), None).call();
+    let told = client
+        .set_problem(OTHER.into(), second.socket.clone(), None)
+        .call();
     told.expect("taken");
-    assert_eq!(host.vm("db").problem.as_ref(), Some(&problem));
+    assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
     // Asked for again it does not fit any better, and less does.
-    let (_, reason) = host.refused(&db);
+    let (_, reason) = host.refused(&second);
     assert!(reason.contains("a reserve of 31457280 bytes"), "{reason}");
-    assert_eq!(reserve(&host, "db"), 12);
+    assert_eq!(reserve(&host, "web"), 12);
     assert!(!host.add(&less));
-    assert_eq!((reserve(&host, "db"), host.vm("db").problem), (11, None));
+    assert_eq!((reserve(&host, "web"), host.vm("web").problem), (11, None));
 
     // What was asked for is not forgotten, and given when there is room.
     let mut host = self::host();
     host.add(&VmSpec {
-        socket: host.path("web.sock").to_string_lossy().into(),
-        ..web
+        socket: host.path("db.sock").to_string_lossy().into(),
+        ..first
     });
     host.add(&VmSpec {
-        socket: host.path("db.sock").to_string_lossy().into(),
-        ..db
+        socket: host.path("web.sock").to_string_lossy().into(),
+        ..second
     });
-    for (pool_mib, db_mib) in [(32, 12), (22, 2), (20, 0), (64, 30), (32, 12)] {
+    for (pool_mib, left_mib) in [(32, 12), (22, 2), (20, 0), (64, 30), (32, 12)] {
         host.pool_size_bytes = pool_mib << 20;
         host.restart();
-        assert_eq!((reserve(&host, "web"), reserve(&host, "db")), (20, db_mib));
-        assert_eq!(host.vm("db").problem.is_some(), db_mib < 30);
+        assert_eq!(
+            (reserve(&host, "db"), reserve(&host, "web")),
+            (20, left_mib)
+        );
+        assert_eq!(host.vm("web").problem.is_some(), left_mib < 30);
     }
-    host.remove(UUID);
-    assert_eq!((reserve(&host, "db"), host.vm("db").problem), (30, None));
+    host.remove(UUID, "db");
+    assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
+}
+
+/// The two ends of a migration on this host: of one VM, and each with its own socket and pages.
+#[test]
+fn two_ends_of_a_migration_are_two_vms() {
+    let mut host = host();
+    let end = |host: &Host, socket: &str| {
+        let mut spec = host.spec(UUID, "web");
+        spec.socket = host.path(socket).to_string_lossy().into();
+        spec.quota.reserve_bytes = 40 << 20;
+        spec
+    };
+    let (source, target) = (end(&host, "web.sock"), end(&host, "b.sock"));
+    assert!(host.add(&source));
+    let first = host.connect("web");
+    assert!(host.add(&target), "it is another");
+    assert_eq!(host.names(), ["given", "web", "web+incoming"]);
+    let (_, reason) = host.refused(&target);
+    assert!(
+        reason.contains("a reserve of"),
+        "it does not fit twice: {reason}"
+    );
+    let arrives = |host: &Host| host.vm("web+incoming");
+    assert_eq!(arrives(&host).uuid.as_deref(), Some(UUID));
+    assert_eq!(arrives(&host).quota.reserve_bytes, 24 << 20, "what is left");
+    // It is not connected yet: another takes its place.
+    for (socket, old) in [("c", "b"), ("b", "c")] {
+        let socket = format!("{socket}.sock");
+        assert!(!host.add(&end(&host, &socket)));
+        assert!(arrives(&host).socket.ends_with(&socket) && !host.note(old).exists());
+    }
+    let second = UnixStream::connect(&target.socket).expect("listens");
+    until("it is connected", || arrives(&host).connected);
+    let (_, reason) = host.refused(&end(&host, "c.sock"));
+    assert!(reason.contains("two sockets already"), "{reason}");
+    assert!(host.vm("web").connected, "the first one is not touched");
+
+    // It fails: all is as it was.
+    assert!(host.remove(UUID, "b") && ended(second));
+    assert_eq!(host.names(), ["given", "web"]);
+    assert!(host.vm("web").connected);
+
+    // It is done. A restart in between changes nothing.
+    assert!(host.add(&target));
+    host.restart();
+    assert_eq!(host.names(), ["given", "web", "web+incoming"]);
+    assert!(host.remove(UUID, "web"));
+    assert_eq!(host.names(), ["given", "web"]);
+    let vm = host.vm("web");
+    assert_eq!(
+        (&vm.socket, vm.quota.reserve_bytes),
+        (&target.socket, 40 << 20)
+    );
+    assert_eq!(vm.problem, None);
+    host.restart();
+    assert_eq!(host.names(), ["given", "web"]);
+    drop(first);
 }
 
 /// Notes that are broken or of the wrong VM harm no other VM.
@@ -444,20 +515,21 @@ fn a_bad_note_is_left_out_and_left_alone() {
     host.add(&host.spec(UUID, "web"));
     host.add(&host.spec(OTHER, "db"));
     host.daemon = None;
-    let good = fs::read_to_string(host.note(OTHER)).expect("there");
-    fs::write(host.note(OTHER), good.replace("\"db\"", "\"web\"")).expect("written");
-    fs::write(host.note(third), "{\"uuid\": ").expect("written");
-    fs::write(host.note(GIVEN), good.replace(OTHER, GIVEN)).expect("written");
+    let good = fs::read_to_string(host.note("db")).expect("there");
+    fs::write(host.note("db"), good.replace("\"db\"", "\"given\"")).expect("written");
+    fs::write(host.note("third"), "{\"uuid\": ").expect("written");
+    let given = good.replace(OTHER, GIVEN).replace("db.sock", "other.sock");
+    fs::write(host.note("other"), given).expect("written");
     host.start();
     assert_eq!(host.names(), ["given", "web"]);
     host.connect("web");
-    for uuid in [OTHER, third, GIVEN] {
-        assert!(host.note(uuid).exists(), "{uuid}");
+    for name in ["db", "third", "other"] {
+        assert!(host.note(name).exists(), "{name}");
     }
     // A start of such a VM mends it, and so does its end.
     assert!(host.add(&host.spec(OTHER, "db")));
-    assert!(!host.remove(third));
-    assert!(!host.note(third).exists());
+    assert!(!host.remove(third, "third"));
+    assert!(!host.note("third").exists());
     host.restart();
     assert_eq!(host.names(), ["db", "given", "web"]);
 }
@@ -477,7 +549,7 @@ fn there_is_a_limit_of_vms() {
         client.add_vm(spec(number)).call().expect("there is room");
     }
     assert!(host.refused(&spec(VMS_MAX)).1.contains("1024 VMs already"));
-    assert!(host.remove(&spec(7).uuid));
+    assert!(host.remove(&spec(7).uuid, "vm7"));
     host.add(&spec(VMS_MAX));
 }
 
@@ -496,7 +568,7 @@ fn vms_come_and_go_together() {
                 for _ in 0..50 {
                     assert!(host.add(&spec));
                     let stream = UnixStream::connect(&spec.socket).expect("listens");
-                    assert!(host.remove(&uuid));
+                    assert!(host.remove(&uuid, &spec.name));
                     assert!(ended(stream));
                 }
             });

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The hook against a daemon: the pool gives way to a VM that starts, and no start hangs on it.
+//! The hook against a daemon: the pool gives way to a VM that starts, and no start hangs on it; a VM
+//! that arrives where it is gets another socket.
 //!
 //! What the host has available is a file here, which stays as it is written.
 
 use std::fs;
 use std::io::Write;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -53,10 +54,23 @@ impl Host {
         self.folder.path().join("control")
     }
 
+    fn vms(&self) -> Vec<tmem_control::Vm> {
+        let mut client = tmem_control::connect(&self.control()).expect("connects");
+        client.list().call().expect("answers").vms
+    }
+
     fn pool_bytes(&self) -> u64 {
         let mut client = tmem_control::connect(&self.control()).expect("connects");
         let stats = client.stats(None).call().expect("answers");
         stats.pool.size_bytes as u64
+    }
+}
+
+fn until(what: &str, mut check: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !check() {
+        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -102,17 +116,55 @@ fn the_pool_gives_way_to_a_vm_that_starts() {
     assert_eq!(start("prepare", 1024), 1 << 20, "the least that a pool is");
 }
 
-#[test]
-fn a_vm_with_the_device_is_served_and_has_room() {
-    let host = host();
-    let socket = host.folder.path().join("a.sock");
-    let device = format!(
+/// The arguments that give a domain the device, at that socket.
+fn device(socket: &Path) -> String {
+    format!(
         "<qemu:commandline><qemu:arg value='-chardev'/>\
          <qemu:arg value='socket,id=virtio-tmem,path={}'/><qemu:arg value='-device'/>\
          <qemu:arg value='vhost-user-tmem-pci,chardev=virtio-tmem'/></qemu:commandline>",
         socket.display()
+    )
+}
+
+#[test]
+fn a_vm_that_arrives_where_it_is_has_another_socket() {
+    let host = host();
+    let socket = |name: &str| host.folder.path().join(name);
+    let at = |socket: &Path| xml(1, &device(socket));
+    let run = |operation: &str, xml: &str| {
+        let output = hook(&host.control(), operation, xml);
+        assert!(output.status.success() && output.stderr.is_empty());
+        String::from_utf8(output.stdout).expect("text")
+    };
+    let (a, b) = (
+        socket(&format!("{UUID}.sock")),
+        socket(&format!("{UUID}-b.sock")),
     );
-    let output = hook(&host.control(), "prepare", &xml(1024, &device));
+    assert_eq!(run("migrate", &at(&a)), "", "the daemon does not have it");
+    run("prepare", &at(&a));
+    let _qemu = UnixStream::connect(&a).expect("listens");
+    assert_eq!(run("migrate", &at(&a)), at(&b), "nothing else is changed");
+    assert_eq!(run("migrate", &xml(1, "")), "", "without the device");
+    until("QEMU is connected", || host.vms()[0].connected);
+    run("prepare", &at(&b));
+    let names = || host.vms().into_iter().map(|vm| vm.name).collect::<Vec<_>>();
+    assert_eq!(names(), ["web", "web+incoming"]);
+    run("release", &at(&a));
+    assert_eq!(names(), ["web"]);
+    assert!(!a.exists() && b.exists());
+    assert_eq!(run("migrate", &at(&b)), at(&a), "and back");
+    // Nobody can tell: it arrives as it is.
+    let output = hook(&socket("nobody"), "migrate", &at(&b));
+    assert!(output.status.success() && output.stdout.is_empty());
+    let words = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(words.contains("if it comes from this host"), "{words}");
+}
+
+#[test]
+fn a_vm_with_the_device_is_served_and_has_room() {
+    let host = host();
+    let socket = host.folder.path().join("a.sock");
+    let output = hook(&host.control(), "prepare", &xml(1024, &device(&socket)));
     assert!(output.status.success() && output.stderr.is_empty());
     assert!(socket.exists());
     assert_eq!(host.pool_bytes(), 1 << 20);
