@@ -207,7 +207,7 @@ def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[st
     # And one that lost its notes hears of the VM when libvirtd is back.
     daemon.terminate()
     assert list(daemon.folder.glob("*.sock")) == []
-    (daemon.folder / f"vms/{UUID}.json").unlink()
+    (daemon.folder / f"vms/{UUID}.sock.json").unlink()
     daemon.start()
     assert daemon.list()["vms"] == []
     libvirt.restart()
@@ -443,7 +443,7 @@ def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) ->
     follows(daemon, 8, "it is mended")
     assert vm_of(daemon)["problem"] is None
 
-    # Two ends of a migration on one host cannot be: libvirt has none.
+    # One libvirtd has no two ends of a migration.
     words = libvirt.virsh_refused("migrate", "--live", "--unsafe", machine.name, libvirt.uri)
     assert "same host" in words
 
@@ -567,3 +567,63 @@ def test_a_guest_that_goes_back_in_time(
         check_hits(guest, sums)
     finally:
         guest.close()
+
+
+def test_migration_on_one_host(
+    session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
+) -> None:
+    """Between two libvirtds that share a daemon: the ends have two sockets, no page moves."""
+    _, sums = tree
+    daemon = session.daemon(pool_size="128MiB")
+    daemon.start()
+    other = Libvirt(session.folder / "other", daemon.control, "tmem-other")
+    other.install_hook()
+    other.start()
+    try:
+        for each in (libvirt, other):
+            each.start_bridge()
+        define(libvirt, machine)
+        libvirt.tmemctl("attach", machine.name, "--socket-folder", daemon.folder, "--limit", "9MiB")
+        libvirt.virsh("start", machine.name)
+        guest = machine.connect()
+        load(guest, "verify_every=0")
+        check_hits(guest, sums)
+        evict(guest, list(sums))
+        guest.close()
+        sockets = [daemon.folder / f"{UUID}{which}.sock" for which in ("", "-b")]
+        for at, to in ((libvirt, other), (other, libvirt)):
+            machine = migrate(at, to, machine)
+            assert at.virsh("list", "--uuid").split() == []
+            vm = vm_of(daemon)
+            assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the end that it left is gone"
+            sockets.reverse()
+            assert vm["socket"] == str(sockets[0])
+            assert sockets[0].exists() and not sockets[1].exists()
+            renamed = f"VM {LABEL}+incoming has a new name"
+            assert renamed in daemon.log.read_text(), "there were two for a while"
+            until(lambda: vm_of(daemon)["connected"], 60, "QEMU has found the daemon")
+            guest = machine.connect()
+            wait_state(guest, "on")
+            wait_served(guest)
+            assert checksums(guest, list(sums)) == sums
+            check_hits(guest, sums)
+            guest.close()
+            follows(daemon, 9, "the quota moves along")
+    finally:
+        other.stop()
+
+
+def migrate(at: Libvirt, to: Libvirt, machine: Machine) -> Machine:
+    """Moves it, with other paths for what only one QEMU can have."""
+    arrived = replace(machine, folder=machine.folder / "then")
+    arrived.folder.mkdir()
+    xml = at.virsh("dumpxml", "--migratable", "--security-info", machine.name)
+    for old, new in ((machine.agent, arrived.agent), (machine.console, arrived.console)):
+        xml = xml.replace(str(old), str(new))
+    (arrived.folder / "domain.xml").write_text(xml)
+    at.virsh(
+        *("migrate", "--live", "--unsafe", "--persistent", "--undefinesource"),
+        *("--xml", arrived.folder / "domain.xml", machine.name, to.uri),
+        *("--migrateuri", f"unix://{arrived.folder}/socket"),
+    )
+    return arrived
