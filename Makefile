@@ -71,8 +71,8 @@ VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm
 SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
-# Of all these .ci/run takes those in turn that were seen whole, from an empty cache, on a quiet machine.
-TURNS = $(filter vm-6.12-% vm-6.1-%,$(VM_SHARDS)) vm-7.2-2 vm-7.2-3 qemu-life qemu-newest ops
+# Of all these .ci/run takes as many as fit, in turn; not the kernels that are built first.
+TURNS = $(SHARDS)
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
