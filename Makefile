@@ -37,8 +37,11 @@ module: ## the module for Debian's KERNEL=6.12 cloud kernel: guest-driver/virtio
 demo: deps all ## two virtual machines, one pool: without and with the device
 	$(PYTHON) tests/demo.py
 
+# The file trees of two related servers; TREES="A B" for others, TREES= for none.
+TREES ?= $$(scripts/two-servers || echo)
 bench: deps ## what the engine costs beside its codec, its memory and zram; ARGS="--json" for the figures
-	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- engine $(ARGS)
+	trees="$(TREES)"; \
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- engine $${trees:+--trees $$trees} $(ARGS)
 
 bench-guest: deps all ## what the guest driver costs and gains; JSON=FILE for the figures
 	$(PYTHON) tests/bench_guest.py

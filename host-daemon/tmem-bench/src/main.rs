@@ -44,6 +44,8 @@ enum Part {
     Times,
     /// What a page takes.
     Memory,
+    /// What two related servers take, the files of which --trees names.
+    Servers,
     /// What a second thread gains.
     Threads,
 }

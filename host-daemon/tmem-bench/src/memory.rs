@@ -69,12 +69,31 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     })
 }
 
-/// Two trees of files in one trust domain: all that the pool holds when they are cold, against
-/// their lz4 bytes.
+/// What two trees of files take in one trust domain, when they are cold.
+#[derive(Clone)]
+pub struct TwoServers {
+    /// Of each.
+    pub pages: [usize; 2],
+    pub same_filled_pages: u64,
+    /// Pages that are there already, in the same tree or the other.
+    pub shared_pages: u64,
+    /// Bare, of all pages of both.
+    pub lz4_bytes: usize,
+    /// All that the pool holds.
+    pub held_bytes: u64,
+}
+
+impl TwoServers {
+    pub fn vs_lz4(&self) -> f64 {
+        self.held_bytes as f64 / self.lz4_bytes as f64
+    }
+}
+
+/// Puts two trees of files, each as another VM's.
 ///
 /// # Errors
 /// There is no address space.
-pub fn two_servers(trees: [&[Page]; 2]) -> Result<f64, String> {
+pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     let pages: usize = trees.iter().map(|tree| tree.len()).sum();
     let rig = Rig::new(2 * (pages * PAGE_SIZE) as u64 + (64 << 20))?;
     let other = guest(&rig.pool, "bench-2")?;
@@ -89,15 +108,23 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<f64, String> {
     cool(&rig);
     // Each content is compressed once: many are there often.
     let (mut known, hash) = (HashMap::new(), PageHash::new(42));
-    let pages = trees.into_iter().flatten();
-    let lz4: usize = pages
+    let lz4_bytes = trees
+        .into_iter()
+        .flatten()
         .map(|page| {
             *known
                 .entry(hash.of(page))
                 .or_insert_with(|| bare::lz4_bytes(page))
         })
         .sum();
-    Ok(rig.pool.stats().held_bytes as f64 / lz4 as f64)
+    let stats = rig.pool.stats();
+    Ok(TwoServers {
+        pages: trees.map(<[Page]>::len),
+        same_filled_pages: stats.same_filled_pages,
+        shared_pages: stats.shared_pages,
+        lz4_bytes,
+        held_bytes: stats.held_bytes,
+    })
 }
 
 /// Payload by memory, without metadata: after many turnovers, and after half of all has gone.
