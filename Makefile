@@ -127,8 +127,10 @@ lint-python:
 lint-licence:
 	scripts/lint-licence
 
+# Then the pool's threads again, in a thousand orders: half a minute.
 test-rust:
 	$(CARGO) test $(MANIFEST) --workspace
+	$(CARGO) test $(MANIFEST) -p tmem-pool --features shuttle --lib -- interleavings
 
 MINUTES ?= 10
 fuzz: ## random operations on the pool against a model, new seeds for MINUTES=10; TMEM_SEED=N replays one

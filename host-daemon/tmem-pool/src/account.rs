@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Sums that every thread reads without a lock.
 
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::AtomicU64;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// A sum. Relaxed: each sum is right by itself, and nothing is inferred from the order of two.
 #[derive(Debug, Default)]

@@ -17,8 +17,8 @@ use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
 use crate::heap::{self, Handle, Heap, Zeroed};
+use crate::sync::AtomicU32;
 use std::io;
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
 /// A trust domain; never reused.

@@ -11,10 +11,9 @@
 
 use crate::apart::Apart;
 use crate::heap::{Table, Zeroed};
+use crate::sync::{AtomicU32, Mutex, MutexGuard};
 use std::io;
-use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
-use std::sync::{Mutex, MutexGuard};
 
 /// A power of two, and the least number of buckets.
 const LOCKS: u32 = 1024;

@@ -28,6 +28,7 @@
 //! | `apart.rs` | what threads change, apart from what they read |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
 //! | `fail.rs` | where tests let memory run out |
+//! | `sync.rs` | locks and atomics, which tests may take turns at |
 //!
 //! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
 //! heap: a class's, free spans.
@@ -53,6 +54,7 @@ mod registry;
 pub mod replay;
 mod state;
 mod stats;
+mod sync;
 mod tenant;
 #[cfg(test)]
 mod tests;

@@ -19,11 +19,12 @@ use crate::hash::{HashFn, PageHash};
 use crate::registry::Registry;
 use crate::state::{Freed, Reason};
 use crate::stats::PoolStats;
+use crate::sync::{AtomicBool, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::tenant::{self, Tenant};
 use std::fmt;
 use std::io;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// What tenants are made with.
 #[derive(Clone, Copy, Debug)]

@@ -22,10 +22,11 @@ use crate::index::{Id, PoolRef};
 use crate::pool;
 use crate::state::{Freed, NewPage, Range, Reason, Refusal, State};
 use crate::stats::{Counters, TenantStats};
+use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
-use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
 
 /// Pages of which a get fetches the beginning before it is their turn.
 const GET_AHEAD: usize = 3;

@@ -29,12 +29,11 @@ use self::spans::{FreeSpans, IDLE_FRAMES_MIN};
 use crate::apart::Apart;
 use crate::config::{PAGE_SIZE, RAW_PART};
 use crate::fail;
+use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
 use std::cell::Cell;
 use std::io;
 use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::sync::{Mutex, MutexGuard};
 use zeroize::optimization_barrier;
 
 /// Cache lines of a blob that are fetched ahead: the processor's own prefetching needs a few to

@@ -3,6 +3,8 @@
 
 mod content;
 mod faults;
+#[cfg(feature = "shuttle")]
+mod interleavings;
 mod limits;
 mod model;
 mod quotas;

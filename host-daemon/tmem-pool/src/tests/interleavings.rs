@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The engine's trickiest meetings of threads, each tried in thousands of orders: with the feature
+//! `shuttle` one thread runs at a time, and at every lock and atomic a seed decides who goes on.
+//!
+//! What is not tried here are orders of memory weaker than that of the turns.
+
+use super::rng::{Rng, for_each_seed};
+use super::{OPEN, POOL, add, config, noise, partly_noise};
+use crate::blob::{DomainId, Settled, Store};
+use crate::codec::Buffer;
+use crate::heap::{Handle, Heap};
+use crate::{GetResult, PAGE_SIZE, Page, PageHash, Pool, Put, PutResult, Time};
+use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
+use shuttle::thread::{self, yield_now};
+use shuttle::{FailurePersistence, MaxSteps, Runner};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// Orders that each test tries; all of them together take about half a minute.
+const ORDERS: u64 = 1000;
+
+/// lz4 has its tables on the stack.
+const STACK_BYTES: usize = 1 << 20;
+
+/// Much more than any order takes: who waits in vain is found.
+const STEPS_MAX: usize = 200_000;
+
+/// Who runs goes on, but once in a number of turns that is another for each order: what others do
+/// in between is then one step or very much, as with threads of the system.
+struct Sticky {
+    rng: Rng,
+    stay: u64,
+    begun: bool,
+}
+
+impl Scheduler for Sticky {
+    fn new_execution(&mut self) -> Option<Schedule> {
+        (!std::mem::replace(&mut self.begun, true)).then(|| Schedule::new(0))
+    }
+
+    fn next_task(&mut self, able: &[&Task], now: Option<TaskId>, _: bool) -> Option<TaskId> {
+        let stays = now.filter(|now| able.iter().any(|task| task.id() == *now));
+        let other = able[self.rng.below(able.len() as u64) as usize].id();
+        Some(
+            stays
+                .filter(|_| !self.rng.one_in(self.stay))
+                .unwrap_or(other),
+        )
+    }
+
+    fn next_u64(&mut self) -> u64 {
+        self.rng.next()
+    }
+}
+
+fn in_all_orders(name: &str, test: impl Fn() + Send + Sync + 'static) {
+    let test = Arc::new(test);
+    for_each_seed(name, ORDERS, |seed| {
+        let mut config = shuttle::Config::new();
+        config.stack_size = STACK_BYTES;
+        config.max_steps = MaxSteps::FailAfter(STEPS_MAX);
+        // The seed says it.
+        config.failure_persistence = FailurePersistence::None;
+        config.silence_warnings = true;
+        let mut rng = Rng::new(seed);
+        let scheduler = Sticky {
+            stay: 2 << rng.below(6),
+            rng,
+            begun: false,
+        };
+        let test = test.clone();
+        Runner::new(scheduler, config).run(move || test());
+    });
+}
+
+const HEAP_BYTES: u64 = 1 << 20;
+
+#[test]
+fn readers_compaction_and_freeing() {
+    /// Three of them fill a span.
+    const LEN: usize = 2700;
+    in_all_orders("readers_compaction_and_freeing", || {
+        let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
+        fn store(heap: &Heap<()>, id: u8) -> Handle {
+            heap.store(&[id; LEN], HEAP_BYTES).unwrap()
+        }
+        fn is(heap: &Heap<()>, handle: Handle, id: u8) {
+            let reader = heap.reader(handle);
+            for _ in 0..3 {
+                assert!(reader.bytes().iter().all(|byte| *byte == id));
+                yield_now();
+            }
+        }
+        let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
+        heap.free(gone);
+        assert!(heap.has_spare(), "compaction has something to do");
+        let with = |work: fn(&Heap<()>, Handle) -> Handle, handle| {
+            let heap = heap.clone();
+            thread::spawn(move || work(&heap, handle))
+        };
+        let threads = [
+            with(
+                |heap, handle| {
+                    is(heap, handle, 4);
+                    is(heap, handle, 4);
+                    handle
+                },
+                read,
+            ),
+            with(
+                |heap, handle| {
+                    heap.compact(16);
+                    heap.compact(16);
+                    handle
+                },
+                read,
+            ),
+            with(
+                |heap, handle| {
+                    heap.free(handle);
+                    let stored = store(heap, 5);
+                    is(heap, stored, 5);
+                    stored
+                },
+                freed,
+            ),
+            with(
+                |heap, handle| {
+                    heap.replace(handle, &[2; LEN - 100], HEAP_BYTES);
+                    is(heap, handle, 2);
+                    handle
+                },
+                replaced,
+            ),
+        ];
+        let [_, _, stored, _] = threads.map(|thread| thread.join().unwrap());
+        heap.check(3);
+        for (handle, id) in [(replaced, 2), (read, 4), (stored, 5)] {
+            is(&heap, handle, id);
+            heap.free(handle);
+        }
+        heap.check(0);
+    });
+}
+
+/// Stores a page and gives it its final form.
+fn settle(store: &Store, page: &Page, domain: DomainId) -> Settled {
+    let (raw, _) = store.put_raw(page, HEAP_BYTES).unwrap();
+    let settled = store.settle(raw, domain, HEAP_BYTES, &mut Buffer::new());
+    store.release(raw);
+    settled.unwrap()
+}
+
+fn check_of(page: &Page) -> u32 {
+    crate::hash::check_bits(PageHash::new(SEED).of(page))
+}
+
+const SEED: u64 = 11;
+
+/// The last of a domain that has a page gives it up, another of the domain stores it, and a third,
+/// who is of another domain, stores the same, in the place that became free.
+fn equal_pages(name: &str, page: Page) {
+    in_all_orders(name, move || {
+        let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
+        let last = settle(&store, &page, 0).content;
+        let going = {
+            let store = store.clone();
+            thread::spawn(move || store.release_content(last))
+        };
+        let coming = [0, 1].map(|domain| {
+            let store = store.clone();
+            thread::spawn(move || {
+                let content = settle(&store, &page, domain).content;
+                let mut out = [0; PAGE_SIZE];
+                let read = store.read(&store.reader(content), check_of(&page), &mut out);
+                assert_eq!(read, Ok(()), "domain {domain}");
+                assert!(out == page, "domain {domain}");
+                content
+            })
+        });
+        let moving = {
+            let store = store.clone();
+            thread::spawn(move || store.heap.compact(8))
+        };
+        going.join().unwrap();
+        let [ours, theirs] = coming.map(|thread| thread.join().unwrap());
+        moving.join().unwrap();
+        assert_ne!(ours, theirs, "two domains have one blob");
+        store.release_content(ours);
+        store.release_content(theirs);
+        store.check(&HashMap::new());
+        store.heap.check(0);
+    });
+}
+
+#[test]
+fn an_equal_page_comes_while_the_last_goes() {
+    equal_pages(
+        "an_equal_page_comes_while_the_last_goes",
+        partly_noise(1, 4),
+    );
+}
+
+#[test]
+fn an_equal_raw_page_comes_while_the_last_goes() {
+    equal_pages("an_equal_raw_page_comes_while_the_last_goes", noise(1));
+}
+
+#[test]
+fn a_tenant_goes_while_it_gets() {
+    let page = partly_noise(1, 4);
+    in_all_orders("a_tenant_goes_while_it_gets", move || {
+        let pool = Pool::new(config(1 << 20)).unwrap();
+        let tenant = add(&pool, "a", None, OPEN);
+        let put = |index| Put {
+            object: 1,
+            index,
+            cookie: 1,
+            workingset: false,
+            page: &page,
+        };
+        let mut results = [PutResult::Refused; 2];
+        let puts = [put(1), put(2)];
+        tenant.put(Time(0), POOL, &puts, &mut results).unwrap();
+        assert_eq!(results, [PutResult::Stored; 2]);
+        let getting = {
+            let tenant = tenant.clone();
+            thread::spawn(move || {
+                let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
+                let spent = tenant.get(Time(0), POOL, 1, 1, &[1, 1], &mut out, &mut results);
+                assert_eq!(results, [GetResult::Hit { cookie: 1 }; 2]);
+                assert!(out == [page; 2]);
+                drop(spent.unwrap());
+            })
+        };
+        let going = thread::spawn(move || drop(tenant));
+        let working = {
+            let pool = pool.clone();
+            thread::spawn(move || pool.maintain(Time(0), 8))
+        };
+        getting.join().unwrap();
+        going.join().unwrap();
+        working.join().unwrap();
+        while pool.maintain(Time(0), 64) {}
+        let stats = pool.stats();
+        assert_eq!(
+            (stats.tenants, stats.departed_tenants, stats.blobs),
+            (0, 0, 0)
+        );
+        pool.check_invariants();
+    });
+}
+
+#[test]
+fn a_put_does_not_come_into_another_pool() {
+    const OTHER: u32 = POOL + 1;
+    let page = partly_noise(1, 4);
+    in_all_orders("a_put_does_not_come_into_another_pool", move || {
+        let pool = Pool::new(config(1 << 20)).unwrap();
+        let tenant = add(&pool, "a", None, OPEN);
+        let putting = {
+            let tenant = tenant.clone();
+            thread::spawn(move || {
+                let put = Put {
+                    object: 1,
+                    index: 1,
+                    cookie: 1,
+                    workingset: false,
+                    page: &page,
+                };
+                let mut results = [PutResult::Refused];
+                // The pool may have ended.
+                let _ = tenant.put(Time(0), POOL, &[put], &mut results);
+            })
+        };
+        let changing = {
+            let tenant = tenant.clone();
+            thread::spawn(move || {
+                tenant.destroy_pool(POOL).unwrap();
+                // It has the other's place.
+                tenant.create_pool(OTHER).unwrap();
+            })
+        };
+        putting.join().unwrap();
+        changing.join().unwrap();
+        let (mut out, mut results) = ([[0; PAGE_SIZE]], [GetResult::Miss]);
+        let spent = tenant.get(Time(0), OTHER, 1, 1, &[1], &mut out, &mut results);
+        drop(spent.unwrap());
+        assert_eq!(results, [GetResult::Miss]);
+        while pool.maintain(Time(0), 64) {}
+        assert_eq!(pool.stats().blobs, 0);
+        pool.check_invariants();
+    });
+}
