@@ -11,7 +11,7 @@
 //! Locks: those of the table (dedup.rs), which are never held together with one of the heap.
 
 use crate::account::Sum;
-use crate::codec::{self, Buffer, Corrupt, DENSER_BYTES, Denser};
+use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
 use crate::entry::Content;
@@ -59,7 +59,7 @@ pub(crate) struct Store {
     pub heap: Heap<Record>,
     hash: HashFn,
     hasher: PageHash,
-    dedup: Dedup,
+    pub dedup: Dedup,
     /// Cold blobs that became smaller, ever.
     pub denser_blobs: Sum,
     /// By so much.
@@ -232,7 +232,7 @@ impl Store {
         raw: u32,
         domain: DomainId,
         frames_bytes_max: u64,
-        buffer: &mut Buffer,
+        buffer: &mut Page,
     ) -> Option<Settled> {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page.try_into().expect("a raw blob is a page");
@@ -291,7 +291,7 @@ impl Store {
         blob: u32,
         frames_bytes_max: u64,
         denser: &mut Denser,
-        buffer: &mut Buffer,
+        [page, buffer]: &mut [Page; 2],
     ) -> bool {
         // With a reference it stays what it is.
         if !self.share(blob) {
@@ -310,12 +310,9 @@ impl Store {
         if worked {
             let handle = Handle(blob);
             let len = self.heap.len(handle);
-            let mut page = [0; PAGE_SIZE];
-            let decoded = self
-                .heap
-                .read(handle, |bytes| codec::decode(bytes, &mut page));
+            let decoded = self.heap.read(handle, |bytes| codec::decode(bytes, page));
             if decoded.is_ok()
-                && let Some(bytes) = denser.encode(&page, buffer, len)
+                && let Some(bytes) = denser.encode(page, buffer, len)
             {
                 if self.heap.replace(handle, bytes, frames_bytes_max) {
                     self.denser_blobs.add(1);
@@ -336,14 +333,13 @@ impl Store {
         domain: DomainId,
         hash: u32,
         page: &Page,
-        buffer: &mut Buffer,
+        other: &mut Page,
     ) -> Option<u32> {
         let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |blob| self.is_listed_as(blob, domain, hash));
         // Under the lock: the last to release a blob takes it out before it frees it.
         let blob = found.filter(|&blob| self.share(blob))?;
         drop(chain);
-        let other = buffer.page();
         let decoded = self
             .heap
             .read(Handle(blob), |bytes| codec::decode(bytes, other));

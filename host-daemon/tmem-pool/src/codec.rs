@@ -44,19 +44,6 @@ thread_local! {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
-/// Where pages are encoded and decoded to.
-pub(crate) struct Buffer(Page);
-
-impl Buffer {
-    pub(crate) fn new() -> Buffer {
-        Buffer([0; PAGE_SIZE])
-    }
-
-    pub(crate) fn page(&mut self) -> &mut Page {
-        &mut self.0
-    }
-}
-
 /// The four bytes that the page repeats, if it does.
 pub(crate) fn same_filled(page: &Page) -> Option<u32> {
     let (words, _) = page.as_chunks::<8>();
@@ -74,8 +61,7 @@ pub(crate) fn fill(pattern: u32, out: &mut Page) {
 }
 
 /// The compressed form of a page. None: it does not shrink enough.
-pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Buffer) -> Option<&'a [u8]> {
-    let Buffer(buffer) = buffer;
+pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> {
     buffer[0] = FORM_LZ4;
     let out = &mut buffer[1..ENCODED_BYTES_MAX];
     // SAFETY: both pointers are valid for the lengths passed with them; lz4 writes at most the
@@ -118,10 +104,9 @@ impl Denser {
     pub(crate) fn encode<'a>(
         &mut self,
         page: &Page,
-        buffer: &'a mut Buffer,
+        buffer: &'a mut Page,
         bytes_max: usize,
     ) -> Option<&'a [u8]> {
-        let Buffer(buffer) = buffer;
         buffer[0] = FORM_ZSTD;
         let Denser(context) = self;
         let len = context.compress2(&mut buffer[1..bytes_max], page).ok()?;

@@ -12,6 +12,7 @@
 use crate::apart::Apart;
 use crate::heap::{Table, Zeroed};
 use crate::sync::{AtomicU32, Mutex, MutexGuard};
+use crate::whole::whole;
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -26,7 +27,8 @@ const LOAD: (u64, u64) = (4, 3);
 /// choose without the seed.
 const PROBES_MAX: usize = 32;
 
-const POISONED: &str = "a panic under a lock of the table left it unknown";
+/// For the log.
+const TABLE: &str = "the table of equal pages";
 
 /// Of a blob: what chains it.
 pub(crate) trait Links {
@@ -101,9 +103,7 @@ impl Dedup {
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
         // All buckets that a hash can be in have it in common.
-        self.locks[(hash as u32 % LOCKS) as usize]
-            .lock()
-            .expect(POISONED)
+        whole(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 
     /// The chain in which a blob of this hash is, if it is listed.

@@ -28,6 +28,8 @@
 //! | `apart.rs` | what threads change, apart from what they read |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
 //! | `fail.rs` | where tests let memory run out |
+//! | `secret.rs` | memory for guests' bytes outside of the heap |
+//! | `whole.rs` | what a panic under a lock that all share means |
 //! | `sync.rs` | locks and atomics, which tests may take turns at |
 //!
 //! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
@@ -52,6 +54,7 @@ mod pool;
 mod quota;
 mod registry;
 pub mod replay;
+mod secret;
 mod state;
 mod stats;
 mod sync;
@@ -59,6 +62,7 @@ mod tenant;
 #[cfg(test)]
 mod tests;
 pub mod trace;
+mod whole;
 
 pub use config::{
     ADDRESS_SPACE_TIMES, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
@@ -68,5 +72,6 @@ pub use error::{AdmissionError, CreateError, NoPool};
 pub use gain::{GAIN_PERCENT, LOSS_PERCENT};
 pub use hash::PageHash;
 pub use pool::Pool;
+pub use secret::SecretPages;
 pub use stats::{PoolStats, TenantStats};
 pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

@@ -7,7 +7,7 @@
 use crate::account::{Account, Sum};
 use crate::apart::Apart;
 use crate::blob::{DomainId, Settled, Store};
-use crate::codec::{Buffer, Denser};
+use crate::codec::Denser;
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
     KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, PoolConfig, Quota, SWEEP_NS, SWEEP_PAGES,
@@ -17,10 +17,12 @@ use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
 use crate::registry::Registry;
+use crate::secret::SecretPages;
 use crate::state::{Freed, Reason};
 use crate::stats::PoolStats;
 use crate::sync::{AtomicBool, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::tenant::{self, Tenant};
+use crate::whole::whole;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -48,6 +50,8 @@ pub(crate) struct Inner {
     compact_all: AtomicBool,
     /// It was made smaller and does not fit yet.
     shrinks: AtomicBool,
+    /// Of those who settle pages: a page each, zero. Taken alone.
+    buffers: Mutex<Vec<SecretPages>>,
     /// Guards the sweep. Only ever tried; those of the store are taken under it.
     sweep: Mutex<Sweep>,
     registry: RwLock<Registry>,
@@ -69,18 +73,22 @@ struct Sweep {
     /// Place that is next.
     next: u32,
     denser: Denser,
-    buffer: Buffer,
+    /// A page and its form.
+    buffer: SecretPages,
 }
 
-const POISONED: &str = "a panic under the registry's lock left it unknown";
+/// Of its lock, for the log.
+const REGISTRY: &str = "the list of tenants";
+/// The same.
+const BUFFERS: &str = "the buffers";
 
 impl Inner {
     pub(crate) fn read(&self) -> RwLockReadGuard<'_, Registry> {
-        self.registry.read().expect(POISONED)
+        whole(self.registry.read(), REGISTRY)
     }
 
-    fn write(&self) -> RwLockWriteGuard<'_, Registry> {
-        self.registry.write().expect(POISONED)
+    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, Registry> {
+        whole(self.registry.write(), REGISTRY)
     }
 
     pub(crate) fn quota(&self, tenant: &Arc<tenant::Inner>) -> Quota {
@@ -181,13 +189,20 @@ impl Inner {
         }
     }
 
+    /// A page to settle others with. None: the system has none.
+    pub(crate) fn take_buffer(&self) -> Option<SecretPages> {
+        let kept = whole(self.buffers.lock(), BUFFERS).pop();
+        kept.or_else(|| SecretPages::new(1).ok())
+    }
+
+    /// It is wiped: what it had may be of a tenant that leaves.
+    pub(crate) fn give_buffer(&self, mut buffer: SecretPages) {
+        buffer.wipe();
+        whole(self.buffers.lock(), BUFFERS).push(buffer);
+    }
+
     /// Finds the final form of a raw page, and makes room for it.
-    pub(crate) fn settle(
-        &self,
-        blob: u32,
-        domain: DomainId,
-        buffer: &mut Buffer,
-    ) -> Option<Settled> {
+    pub(crate) fn settle(&self, blob: u32, domain: DomainId, buffer: &mut Page) -> Option<Settled> {
         let mut steps = EVICTIONS_PER_PUT_PAGE;
         loop {
             let frames_bytes_max = self.frames_bytes_max();
@@ -304,11 +319,15 @@ impl Inner {
         let places = self.store.heap.places();
         let due = due_by(*begun, now, places);
         let (first, mut worked) = (*next, 0);
+        let pages: &mut [Page; 2] = buffer.pages().try_into().expect("two pages");
         while *next < due && *next - first < SWEEP_STEP && worked < SWEEP_PAGES {
             let frames_bytes_max = self.frames_bytes_max();
-            let dense = self.store.sweep(*next, frames_bytes_max, denser, buffer);
+            let dense = self.store.sweep(*next, frames_bytes_max, denser, pages);
             worked += usize::from(dense);
             *next += 1;
+        }
+        if worked > 0 {
+            buffer.wipe();
         }
         let looked = *next - first;
         if *next >= places {
@@ -441,11 +460,12 @@ impl Pool {
             chores: Apart::default(),
             compact_all: AtomicBool::new(false),
             shrinks: AtomicBool::new(false),
+            buffers: Mutex::default(),
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
                 next: 1,
                 denser: Denser::new(),
-                buffer: Buffer::new(),
+                buffer: SecretPages::new(2)?,
             }),
             registry: RwLock::new(Registry::new(size_bytes)),
         })))

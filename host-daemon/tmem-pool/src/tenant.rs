@@ -9,7 +9,6 @@
 
 use crate::account::{Account, Sum};
 use crate::blob::{DomainId, Reader, Store};
-use crate::codec::Buffer;
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota,
     RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, SETTLE_PAGES, TenantSpec, Time,
@@ -213,13 +212,18 @@ impl Inner {
             engine.store.prefetch_place(blob, self.domain);
         }
         let mut settled = [None; SETTLE_PAGES];
-        let mut buffer = Buffer::new();
+        let mut buffer = engine.take_buffer();
         for (nth, (&(_, blob), settled)) in work.iter().zip(&mut settled).enumerate() {
             // It comes while this one is compressed.
             if let Some(&(_, next)) = work.get(nth + 1) {
                 engine.store.prefetch_raw(next, self.domain);
             }
-            *settled = engine.settle(blob, self.domain, &mut buffer);
+            if let Some(buffer) = &mut buffer {
+                *settled = engine.settle(blob, self.domain, &mut buffer.pages()[0]);
+            }
+        }
+        if let Some(buffer) = buffer {
+            engine.give_buffer(buffer);
         }
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.account);

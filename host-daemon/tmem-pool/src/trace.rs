@@ -5,7 +5,7 @@
 //! nor names: objects are keyed hashes, pages are moved by a distance that only the object's hash
 //! tells. The key comes from the system and is in no file.
 
-use crate::codec::{self, Buffer};
+use crate::codec;
 use crate::config::{PAGE_SIZE, Page};
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
@@ -39,7 +39,7 @@ impl SizeClass {
         if codec::same_filled(page).is_some() {
             return SizeClass(0);
         }
-        let bytes = codec::encode(page, &mut Buffer::new()).map_or(PAGE_SIZE, <[u8]>::len);
+        let bytes = codec::encode(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len);
         SizeClass::of_bytes(bytes)
     }
 

@@ -11,8 +11,11 @@ use crate::outside::Outside;
 use crate::peer::Peer;
 use crate::request::{Body, Request};
 use crate::vm::Vm;
+use std::io;
 use std::sync::atomic::Ordering;
-use tmem_pool::{CreateError, GetResult, Page, Put, PutResult, Spent, Time};
+#[cfg(test)]
+use tmem_pool::Page;
+use tmem_pool::{CreateError, GetResult, Put, PutResult, SecretPages, Spent, Time};
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, Resp};
 use zerocopy::IntoBytes;
@@ -49,22 +52,21 @@ impl Context<'_, '_> {
 }
 
 /// Buffers of a worker for the pages of a GET.
-pub struct PageBuffers {
-    pages: Box<[Page]>,
-}
+pub struct PageBuffers(SecretPages);
 
 impl PageBuffers {
     /// Room for the largest batch.
-    pub fn new() -> Self {
-        PageBuffers {
-            pages: vec![[0; wire::PAGE_SIZE]; wire::BATCH_MAX].into(),
-        }
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub fn new() -> io::Result<PageBuffers> {
+        SecretPages::new(wire::BATCH_MAX).map(PageBuffers)
     }
-}
 
-impl Default for PageBuffers {
-    fn default() -> Self {
-        Self::new()
+    /// They are neither swapped nor dumped.
+    #[cfg(test)]
+    pub fn pages(&mut self) -> &mut [Page] {
+        self.0.pages()
     }
 }
 
@@ -291,7 +293,7 @@ fn get<'vm>(
         let wanted = &wanted[..end - done];
         let mut slice = [GetResult::Miss; SLICE_PAGES];
         let slice = &mut slice[..end - done];
-        let out = &mut buffers.pages[done..end];
+        let out = &mut buffers.0.pages()[done..end];
         let first = index + done as u64;
         let got = context.vm.tenant.get(
             context.now(),
@@ -344,7 +346,7 @@ fn get<'vm>(
             .count();
         if hits > 0 {
             let offset = data_offset + page * wire::PAGE_SIZE;
-            let bytes = buffers.pages[page..page + hits].as_flattened();
+            let bytes = buffers.0.pages()[page..page + hits].as_flattened();
             wrote &= chain.write(memory, context.peer, offset as u64, bytes)?;
             used_bytes = offset + bytes.len();
         }

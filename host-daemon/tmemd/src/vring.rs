@@ -17,11 +17,12 @@ use crate::peer::{HungUp, Peer};
 use crate::poller::signal;
 use crate::request::{self, Body, QueueKind, Rejected};
 use crate::vm::Vm;
+use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tmem_pool::Spent;
+use tmem_pool::{SecretPages, Spent};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
 use vm_memory::{Bytes, GuestAddress};
@@ -131,24 +132,21 @@ impl From<String> for Halt {
 /// Buffers of a worker.
 pub struct Scratch {
     chain: Chain,
-    readable: Box<[u8]>,
+    readable: SecretPages,
     pages: PageBuffers,
 }
 
 impl Scratch {
     /// Buffers for the largest request.
-    pub fn new() -> Scratch {
-        Scratch {
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub fn new() -> io::Result<Scratch> {
+        Ok(Scratch {
             chain: Chain::new(),
-            readable: vec![0; READ_BUFFER_BYTES].into(),
-            pages: PageBuffers::new(),
-        }
-    }
-}
-
-impl Default for Scratch {
-    fn default() -> Self {
-        Self::new()
+            readable: SecretPages::new(READ_BUFFER_BYTES.div_ceil(wire::PAGE_SIZE))?,
+            pages: PageBuffers::new()?,
+        })
     }
 }
 
@@ -375,7 +373,10 @@ impl Vring {
             }
         };
         let readable = chain
-            .read(memory, readable)
+            .read(
+                memory,
+                &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES],
+            )
             .map_err(|error| fault(error.into()))?;
         let kind = if self.index == wire::CONTROL_QUEUE {
             QueueKind::Control

@@ -106,7 +106,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         link,
         _front_end: front_end,
         call,
-        scratch: Scratch::new(),
+        scratch: Scratch::new().expect("address space"),
         free: DATA,
         heads: 0,
         available,
@@ -705,4 +705,29 @@ fn the_vrings_of_a_vm_have_one_owner() {
     let second = Vring::new(2, 0, one.link.clone());
     assert_eq!(one.vring.owner(), second.owner());
     assert_ne!(one.vring.owner(), other.vring.owner());
+}
+
+#[test]
+fn buffers_of_a_worker_are_never_dumped() {
+    let mut scratch = Scratch::new().expect("address space");
+    let buffers = [
+        scratch.readable.pages().as_ptr() as usize,
+        scratch.pages.pages().as_ptr() as usize,
+    ];
+    let smaps = std::fs::read_to_string("/proc/self/smaps").expect("readable");
+    let mut undumped = Vec::new();
+    let mut range = 0..0;
+    for line in smaps.lines() {
+        let address = |text| usize::from_str_radix(text, 16).ok();
+        let first = line.split(' ').next().unwrap_or_default().split_once('-');
+        if let Some((Some(start), Some(end))) = first.map(|(a, b)| (address(a), address(b))) {
+            range = start..end;
+        } else if line.starts_with("VmFlags:") && line.contains(" dd") {
+            undumped.push(range.clone());
+        }
+    }
+    for buffer in buffers {
+        let inside = undumped.iter().any(|range| range.contains(&buffer));
+        assert!(inside, "{buffer:#x} is in none of {undumped:x?}");
+    }
 }

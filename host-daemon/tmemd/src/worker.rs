@@ -49,12 +49,13 @@ impl Workers {
         let workers = Workers::without_threads(count)?;
         for (number, worker) in workers.workers.iter().enumerate() {
             let (own, janitor) = (worker.clone(), janitor.clone());
+            let hands = Hands::new()?;
             let stage = workers.stage.clone();
             let thread = std::thread::Builder::new()
                 .name(format!("worker-{number}"))
                 .spawn(move || {
                     stage.join();
-                    own.run(&janitor);
+                    own.run(&janitor, hands);
                 })?;
             lock(&workers.threads).push(thread);
         }
@@ -156,24 +157,20 @@ pub struct Hands {
 
 impl Hands {
     /// Nothing to do yet.
-    pub fn new() -> Hands {
-        Hands {
-            scratch: Scratch::new(),
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub fn new() -> io::Result<Hands> {
+        Ok(Hands {
+            scratch: Scratch::new()?,
             ready: Vec::new(),
             run_queue: RunQueue::new(),
-        }
-    }
-}
-
-impl Default for Hands {
-    fn default() -> Self {
-        Self::new()
+        })
     }
 }
 
 impl Worker {
-    fn run(&self, janitor: &Janitor) {
-        let mut hands = Hands::new();
+    fn run(&self, janitor: &Janitor, mut hands: Hands) {
         while !self.stop.load(Ordering::SeqCst) {
             if let Err(error) = self.round(&mut hands, janitor, true) {
                 // Cannot happen while its descriptors are open; serving without it is impossible.

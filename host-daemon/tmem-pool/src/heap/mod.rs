@@ -23,13 +23,14 @@ mod region;
 mod spans;
 
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
-use self::region::{FRAME_BYTES, Region};
-pub(crate) use self::region::{Table, Zeroed, prefetch};
+use self::region::FRAME_BYTES;
+pub(crate) use self::region::{Region, Table, Zeroed, prefetch};
 use self::spans::{FreeSpans, IDLE_FRAMES_MIN};
 use crate::apart::Apart;
 use crate::config::{PAGE_SIZE, RAW_PART};
 use crate::fail;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
+use crate::whole::whole;
 use std::cell::Cell;
 use std::io;
 use std::slice;
@@ -52,7 +53,8 @@ const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 /// the emptiest are emptied.
 const GROUPS: usize = 8;
 
-const POISONED: &str = "a panic under a lock of the heap left it unknown";
+/// Of its locks, for the log.
+const HEAP: &str = "the heap";
 
 // ---- words ------------------------------------------------------------------------------------
 
@@ -432,7 +434,7 @@ impl<X: Zeroed> Heap<X> {
         if fail::memory() {
             return None;
         }
-        let mut spare = self.spare_handles.lock().expect(POISONED);
+        let mut spare = whole(self.spare_handles.lock(), HEAP);
         let first = *spare;
         if first != 0 {
             let word = self.word(first);
@@ -463,7 +465,7 @@ impl<X: Zeroed> Heap<X> {
         state.free_handle = self.word(last).load(Relaxed) as u32;
         state.free_handles -= HANDLES_STEP;
         self.word(last).store(0, Relaxed);
-        let mut spare = self.spare_handles.lock().expect(POISONED);
+        let mut spare = whole(self.spare_handles.lock(), HEAP);
         let list = u64::from(*spare) << u32::BITS;
         let word = self.word(first);
         word.store(word.load(Relaxed) | list, Relaxed);
@@ -480,7 +482,7 @@ impl<X: Zeroed> Heap<X> {
     // ---- slots --------------------------------------------------------------------------------
 
     fn lock(&self, nr: u8) -> MutexGuard<'_, ClassState> {
-        self.states[usize::from(nr)].lock().expect(POISONED)
+        whole(self.states[usize::from(nr)].lock(), HEAP)
     }
 
     /// The class of a used slot.

@@ -6,8 +6,9 @@
 
 use super::class::{Class, SPAN_BYTES, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
-use super::{Heap, POISONED};
+use super::{HEAP, Heap};
 use crate::fail;
+use crate::whole::whole;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
@@ -32,7 +33,7 @@ pub(super) struct FreeSpans {
 impl<X: Zeroed> Heap<X> {
     pub(super) fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
         let frames_max = bytes_max / FRAME_BYTES as u64;
-        let mut free = self.free_spans.lock().expect(POISONED);
+        let mut free = whole(self.free_spans.lock(), HEAP);
         let (mut released, enough) = (0, u64::from(frames) + RELEASE_FRAMES_MAX);
         let span = loop {
             let now = self.sums.frames.load(Relaxed);
@@ -62,7 +63,7 @@ impl<X: Zeroed> Heap<X> {
             }
             drop(free);
             released = enough.min(released + self.release(batch));
-            free = self.free_spans.lock().expect(POISONED);
+            free = whole(self.free_spans.lock(), HEAP);
         };
         drop(free);
         let s = self.span(span);
@@ -114,7 +115,7 @@ impl<X: Zeroed> Heap<X> {
         for slot in 0..s.fresh.get() {
             self.set_header(class, span, slot, 0);
         }
-        let mut free = self.free_spans.lock().expect(POISONED);
+        let mut free = whole(self.free_spans.lock(), HEAP);
         let head = &mut free.idle[usize::from(class.frames) - 1];
         s.next.set(std::mem::replace(head, span));
         self.sums
@@ -147,7 +148,7 @@ impl<X: Zeroed> Heap<X> {
     /// how many.
     fn release_some(&self, frames: u64) -> u64 {
         let mut batch = Batch::default();
-        let mut free = self.free_spans.lock().expect(POISONED);
+        let mut free = whole(self.free_spans.lock(), HEAP);
         self.choose_idle(&mut free, frames, &mut batch);
         drop(free);
         self.release(batch)
@@ -187,7 +188,7 @@ impl<X: Zeroed> Heap<X> {
             }
         }
         let mut released = 0;
-        let mut free = self.free_spans.lock().expect(POISONED);
+        let mut free = whole(self.free_spans.lock(), HEAP);
         for &span in &*spans {
             let s = self.span(span);
             released += u64::from(s.frames.replace(0));

@@ -25,6 +25,12 @@ fn len_of(rng: &mut Rng) -> usize {
 }
 
 impl<X: Zeroed> Heap<X> {
+    /// As a bug would.
+    pub(crate) fn panic_under_a_lock(&self) {
+        let _state = self.lock(0);
+        panic!("a bug");
+    }
+
     /// Recounts everything; no other call is running.
     pub(crate) fn check(&self, live: usize) {
         let (mut used, mut frames, mut spans, mut spare) = (0, 0, 0, 0);
@@ -70,7 +76,7 @@ impl<X: Zeroed> Heap<X> {
         );
         let mut handles = live;
         for state in &self.states {
-            let state = state.lock().expect(POISONED);
+            let state = state.lock().expect("whole");
             let (mut at, mut nr) = (state.free_handle, 0);
             while at != 0 {
                 nr += 1;
@@ -80,7 +86,7 @@ impl<X: Zeroed> Heap<X> {
             assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr}");
             handles += nr as usize;
         }
-        let mut first = *self.spare_handles.lock().expect(POISONED);
+        let mut first = *self.spare_handles.lock().expect("whole");
         while first != 0 {
             let word = self.word(first).load(Relaxed);
             let (mut at, mut nr) = (word as u32, 1);
@@ -93,7 +99,7 @@ impl<X: Zeroed> Heap<X> {
             first = (word >> u32::BITS) as u32;
         }
         assert_eq!(handles + 1, self.places() as usize, "handles");
-        let free = self.free_spans.lock().expect(POISONED);
+        let free = self.free_spans.lock().expect("whole");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
             let mut at = head;
@@ -215,6 +221,30 @@ fn handles_of_one_length_serve_all_others() {
     // Each class may keep some.
     let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
     assert!(heap.places() as usize <= seen + kept);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "too many for it")]
+fn no_more_handles_are_given_than_there_are() {
+    const BYTES: u64 = 1 << 20;
+    let heap = Heap::<()>::new(BYTES).expect("address space");
+    // Of the shortest there is memory for more than there are handles.
+    let store = || heap.store(&[1], BYTES);
+    let live: Vec<Handle> = std::iter::from_fn(store).collect();
+    let max = heap.handles_max();
+    assert!(heap.frames_bytes() < BYTES && live.len() < max);
+    assert!(
+        live.len() > max - 2 * HANDLES_STEP as usize,
+        "{}",
+        live.len()
+    );
+    heap.check(live.len());
+    assert_eq!(heap.store(&[1; 2000], BYTES), None);
+    for handle in live {
+        heap.free(handle);
+    }
+    heap.store(&[1; 2000], BYTES).expect("room");
+    heap.check(1);
 }
 
 #[test]

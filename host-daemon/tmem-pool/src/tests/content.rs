@@ -3,7 +3,7 @@
 
 use super::rng::Rng;
 use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, settle};
-use crate::codec::{self, Buffer, Corrupt, ENCODED_BYTES_MAX};
+use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::entry::Content;
 use crate::hash::place_bits;
@@ -225,8 +225,29 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
 }
 
 #[test]
+fn there_is_nothing_beyond_the_last_page_number() {
+    let pool = new_pool(1 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    let page = noise(1);
+    // In one hold of the lock, and in two.
+    for asked in [4, 100] {
+        assert_eq!(put(&tenant, 1, u64::MAX, 1, &page), PutResult::Stored);
+        let mut out = vec![[0; PAGE_SIZE]; asked];
+        let mut results = vec![GetResult::Miss; asked];
+        let cookies = vec![1; asked];
+        let first = u64::MAX - 1;
+        let spent = tenant.get(Time(0), POOL, 1, first, &cookies, &mut out, &mut results);
+        drop(spent.unwrap());
+        let hits: Vec<usize> = (0..asked)
+            .filter(|&nth| results[nth] == GetResult::Hit { cookie: 1 })
+            .collect();
+        assert_eq!((hits, out[1]), (vec![1], page));
+    }
+}
+
+#[test]
 fn forms_of_a_page() {
-    let mut buffer = Buffer::new();
+    let mut buffer = [0; PAGE_SIZE];
     let mut out = [0; PAGE_SIZE];
     let mut raw = 0;
     for seed in 0..200 {
@@ -248,7 +269,7 @@ fn forms_of_a_page() {
 
 #[test]
 fn broken_stored_bytes_are_an_error() {
-    let mut buffer = Buffer::new();
+    let mut buffer = [0; PAGE_SIZE];
     let stored = codec::encode(&partly_noise(1, 4), &mut buffer)
         .unwrap()
         .to_vec();

@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults of the engine itself: a panic under a tenant's lock is that tenant's alone.
+//! Faults of the engine itself: a panic under a tenant's lock is that tenant's alone; one under a lock
+//! that all share ends the process.
 
 use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put};
 use crate::{GetResult, NoPool, PAGE_SIZE, Put, PutResult, Quota, Tenant, Time};
+use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::process::Command;
 
 /// As a bug would, in the middle of a request.
 fn panic_under_the_lock(tenant: &Tenant) {
@@ -104,4 +107,53 @@ fn a_put_while_a_panic_unwinds_is_a_put() {
     assert!(panicked.is_err());
     pool.check_invariants();
     assert_eq!(tenant.stats().pages, 1);
+}
+
+const SIGABRT: i32 = 6;
+
+/// The process of the test below in which it happens. It comes back if nobody minds.
+fn panic_under_a_lock_of_all(which: &str) {
+    let pool = new_pool(1 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    let engine = tenant.pool();
+    let panicked = catch_unwind(AssertUnwindSafe(|| match which {
+        "heap" => engine.store.heap.panic_under_a_lock(),
+        "table" => {
+            // The one that the page below needs is among them.
+            let _chains: Vec<_> = (0..1024)
+                .map(|hash| engine.store.dedup.lock(hash))
+                .collect();
+            panic!("a bug");
+        }
+        _ => {
+            let _registry = engine.write();
+            panic!("a bug");
+        }
+    }));
+    assert!(panicked.is_err());
+    // As the daemon's threads, which go on after a panic in their work.
+    let _ = catch_unwind(AssertUnwindSafe(|| {
+        put(&tenant, 1, 1, 1, &partly_noise(1, 4));
+        pool.stats();
+    }));
+}
+
+#[test]
+fn a_panic_under_a_lock_of_all_ends_the_process() {
+    const WHICH: &str = "TMEM_TEST_PANIC_UNDER";
+    if let Ok(which) = std::env::var(WHICH) {
+        panic_under_a_lock_of_all(&which);
+        return;
+    }
+    for which in ["heap", "table", "registry"] {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "tests::faults::a_panic_under_a_lock_of_all_ends_the_process",
+            ])
+            .env(WHICH, which)
+            .output()
+            .unwrap();
+        assert_eq!(child.status.signal(), Some(SIGABRT), "{which}: {child:?}");
+    }
 }

@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory for guests' bytes on their way to the store and back: as the store itself never dumped
+//! and, where the process may lock memory, never swapped.
+
+use crate::config::{PAGE_SIZE, Page};
+use crate::heap::Region;
+use std::io;
+use std::slice;
+
+/// Pages that belong to whoever has it; zero at first.
+#[derive(Debug)]
+pub struct SecretPages {
+    region: Region,
+    pages: usize,
+}
+
+impl SecretPages {
+    /// So many pages, one at least.
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub fn new(pages: usize) -> io::Result<SecretPages> {
+        let region = Region::reserve(pages * PAGE_SIZE)?;
+        Ok(SecretPages { region, pages })
+    }
+
+    /// It is never swapped.
+    pub fn is_locked(&self) -> bool {
+        self.region.is_locked()
+    }
+
+    /// Its pages.
+    pub fn pages(&mut self) -> &mut [Page] {
+        // SAFETY: the region has as many pages, aligned as bytes are; nobody else has its address, and
+        // this is borrowed as long as they are. All bytes are values.
+        unsafe { slice::from_raw_parts_mut(self.region.at(0).cast().as_ptr(), self.pages) }
+    }
+
+    /// Makes them zero.
+    pub fn wipe(&mut self) {
+        let pages = self.pages();
+        pages.as_flattened_mut().fill(0);
+        zeroize::optimization_barrier(&*pages);
+    }
+}
+
+#[cfg(all(test, not(miri)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn they_are_locked_and_never_dumped() {
+        let mut secret = SecretPages::new(3).unwrap();
+        secret.pages()[1][7] = 1;
+        let at = secret.pages().as_ptr() as u64;
+        let flags = flags_of(at);
+        assert!(flags.iter().any(|flag| flag == "dd"), "{flags:?}");
+        let locked = flags.iter().any(|flag| flag == "lo");
+        assert_eq!(secret.is_locked(), locked, "{flags:?}");
+        secret.wipe();
+        assert_eq!(secret.pages().as_flattened(), [0; 3 * PAGE_SIZE]);
+    }
+
+    /// What the kernel says of the memory at an address.
+    fn flags_of(at: u64) -> Vec<String> {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let mut inside = false;
+        for line in smaps.lines() {
+            let address = |text| u64::from_str_radix(text, 16).ok();
+            let first = line
+                .split(' ')
+                .next()
+                .and_then(|range| range.split_once('-'));
+            if let Some((start, end)) = first
+                && let (Some(start), Some(end)) = (address(start), address(end))
+            {
+                inside = (start..end).contains(&at);
+            } else if inside && let Some(flags) = line.strip_prefix("VmFlags:") {
+                return flags.split_whitespace().map(String::from).collect();
+            }
+        }
+        panic!("{at:#x} is not mapped");
+    }
+}
