@@ -7,7 +7,6 @@
 use super::rng::{Rng, for_each_seed};
 use super::{OPEN, POOL, add, config, noise, partly_noise};
 use crate::blob::{DomainId, Settled, Store};
-use crate::codec::Buffer;
 use crate::heap::{Handle, Heap};
 use crate::{GetResult, PAGE_SIZE, Page, PageHash, Pool, Put, PutResult, Time};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
@@ -75,67 +74,62 @@ fn in_all_orders(name: &str, test: impl Fn() + Send + Sync + 'static) {
 
 const HEAP_BYTES: u64 = 1 << 20;
 
+/// Three of them fill a span.
+const LEN: usize = 2700;
+
+fn store(heap: &Heap<()>, id: u8) -> Handle {
+    heap.store(&[id; LEN], HEAP_BYTES).unwrap()
+}
+
+/// Reads, and lets others go on before it looks again.
+fn is(heap: &Heap<()>, handle: Handle, id: u8) {
+    let reader = heap.reader(handle);
+    for _ in 0..3 {
+        assert!(reader.bytes().iter().all(|byte| *byte == id));
+        yield_now();
+    }
+}
+
+type Work = Box<dyn FnOnce(&Heap<()>) + Send>;
+
+fn at_once(heap: &Arc<Heap<()>>, work: Vec<Work>) {
+    let spawn = |work: Work| {
+        let heap = heap.clone();
+        thread::spawn(move || work(&heap))
+    };
+    let threads: Vec<_> = work.into_iter().map(spawn).collect();
+    for thread in threads {
+        thread.join().unwrap();
+    }
+}
+
 #[test]
 fn readers_compaction_and_freeing() {
-    /// Three of them fill a span.
-    const LEN: usize = 2700;
     in_all_orders("readers_compaction_and_freeing", || {
         let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
-        fn store(heap: &Heap<()>, id: u8) -> Handle {
-            heap.store(&[id; LEN], HEAP_BYTES).unwrap()
-        }
-        fn is(heap: &Heap<()>, handle: Handle, id: u8) {
-            let reader = heap.reader(handle);
-            for _ in 0..3 {
-                assert!(reader.bytes().iter().all(|byte| *byte == id));
-                yield_now();
-            }
-        }
         let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
         heap.free(gone);
         assert!(heap.has_spare(), "compaction has something to do");
-        let with = |work: fn(&Heap<()>, Handle) -> Handle, handle| {
-            let heap = heap.clone();
-            thread::spawn(move || work(&heap, handle))
-        };
-        let threads = [
-            with(
-                |heap, handle| {
-                    is(heap, handle, 4);
-                    is(heap, handle, 4);
-                    handle
-                },
-                read,
-            ),
-            with(
-                |heap, handle| {
+        at_once(
+            &heap,
+            vec![
+                Box::new(move |heap| {
+                    is(heap, read, 4);
+                    is(heap, replaced, 2);
+                }),
+                Box::new(|heap| {
                     heap.compact(16);
                     heap.compact(16);
-                    handle
-                },
-                read,
-            ),
-            with(
-                |heap, handle| {
-                    heap.free(handle);
-                    let stored = store(heap, 5);
-                    is(heap, stored, 5);
-                    stored
-                },
-                freed,
-            ),
-            with(
-                |heap, handle| {
-                    heap.replace(handle, &[2; LEN - 100], HEAP_BYTES);
-                    is(heap, handle, 2);
-                    handle
-                },
-                replaced,
-            ),
-        ];
-        let [_, _, stored, _] = threads.map(|thread| thread.join().unwrap());
-        heap.check(3);
-        for (handle, id) in [(replaced, 2), (read, 4), (stored, 5)] {
+                }),
+                Box::new(move |heap| heap.free(freed)),
+                Box::new(move |heap| {
+                    heap.replace(replaced, &[2; LEN - 100], HEAP_BYTES);
+                    is(heap, replaced, 2);
+                }),
+            ],
+        );
+        heap.check(2);
+        for (handle, id) in [(replaced, 2), (read, 4)] {
             is(&heap, handle, id);
             heap.free(handle);
         }
@@ -143,10 +137,56 @@ fn readers_compaction_and_freeing() {
     });
 }
 
+/// Two full spans; who writes gets a slot of a third, which is the emptiest when the others have lost
+/// one each.
+fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
+    in_all_orders(name, move || {
+        let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
+        let all = [1, 2, 3, 4, 5, 6].map(|id| store(&heap, id));
+        at_once(
+            &heap,
+            vec![
+                Box::new(move |heap| write(heap, all[0])),
+                Box::new(move |heap| {
+                    heap.free(all[1]);
+                    heap.free(all[4]);
+                }),
+                Box::new(|heap| {
+                    heap.compact(16);
+                    heap.compact(16);
+                }),
+            ],
+        );
+        heap.check(4);
+        for (nth, id) in [(0, 1), (2, 3), (3, 4), (5, 6)] {
+            is(&heap, all[nth], id);
+            heap.free(all[nth]);
+        }
+        heap.check(0);
+    });
+}
+
+#[test]
+fn a_slot_is_written_beside_compaction() {
+    a_slot_is_written("a_slot_is_written_beside_compaction", |heap, _| {
+        let handle = store(heap, 7);
+        is(heap, handle, 7);
+        heap.free(handle);
+    });
+}
+
+#[test]
+fn a_slot_is_replaced_beside_compaction() {
+    a_slot_is_written("a_slot_is_replaced_beside_compaction", |heap, handle| {
+        heap.replace(handle, &[1; LEN], HEAP_BYTES);
+        is(heap, handle, 1);
+    });
+}
+
 /// Stores a page and gives it its final form.
 fn settle(store: &Store, page: &Page, domain: DomainId) -> Settled {
     let (raw, _) = store.put_raw(page, HEAP_BYTES).unwrap();
-    let settled = store.settle(raw, domain, HEAP_BYTES, &mut Buffer::new());
+    let settled = store.settle(raw, domain, HEAP_BYTES, &mut [0; PAGE_SIZE]);
     store.release(raw);
     settled.unwrap()
 }
