@@ -24,13 +24,16 @@ const STACK_BYTES: usize = 1 << 20;
 /// Much more than any order takes: who waits in vain is found.
 const STEPS_MAX: usize = 200_000;
 
-/// Who runs goes on, but once in a number of turns that is another for each order: what others do
-/// in between is then one step or very much, as with threads of the system.
+/// Who runs goes on for a while, of one step as likely as of a hundred or a thousand; then somebody
+/// does. So what others do in between is little or much, as with threads of the system.
 struct Sticky {
     rng: Rng,
-    stay: u64,
+    left: u64,
     begun: bool,
 }
+
+/// The longest while has so many binary digits.
+const WHILE_BITS: u64 = 12;
 
 impl Scheduler for Sticky {
     fn new_execution(&mut self) -> Option<Schedule> {
@@ -38,13 +41,14 @@ impl Scheduler for Sticky {
     }
 
     fn next_task(&mut self, able: &[&Task], now: Option<TaskId>, _: bool) -> Option<TaskId> {
-        let stays = now.filter(|now| able.iter().any(|task| task.id() == *now));
-        let other = able[self.rng.below(able.len() as u64) as usize].id();
-        Some(
-            stays
-                .filter(|_| !self.rng.one_in(self.stay))
-                .unwrap_or(other),
-        )
+        let now = now.filter(|now| able.iter().any(|task| task.id() == *now));
+        if self.left > 0 && now.is_some() {
+            self.left -= 1;
+            return now;
+        }
+        let most = 1 << self.rng.below(WHILE_BITS);
+        self.left = self.rng.below(most);
+        Some(able[self.rng.below(able.len() as u64) as usize].id())
     }
 
     fn next_u64(&mut self) -> u64 {
@@ -61,10 +65,9 @@ fn in_all_orders(name: &str, test: impl Fn() + Send + Sync + 'static) {
         // The seed says it.
         config.failure_persistence = FailurePersistence::None;
         config.silence_warnings = true;
-        let mut rng = Rng::new(seed);
         let scheduler = Sticky {
-            stay: 2 << rng.below(6),
-            rng,
+            rng: Rng::new(seed),
+            left: 0,
             begun: false,
         };
         let test = test.clone();
@@ -150,9 +153,6 @@ fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
                 Box::new(move |heap| {
                     heap.free(all[1]);
                     heap.free(all[4]);
-                }),
-                Box::new(|heap| {
-                    heap.compact(16);
                     heap.compact(16);
                 }),
             ],
