@@ -10,7 +10,7 @@ PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt check-ops \
-	check-guest-long check-all check-kernel-debug \
+	check-guest-long check-all check-kernel-debug check-miri \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
 	test-driver fuzz clean
 
@@ -71,7 +71,7 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 # Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
 # with the others, all but what is about QEMU and the tests themselves.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
-SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops
+SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Of all these .ci/run takes as many as fit, in turn; not the kernels that are built first.
@@ -106,6 +106,15 @@ shard-ops: check-ops
 shard-qemu-newest: deps-test
 	scripts/deps newest
 	qemu-dev/build --newest
+
+# The pool's allocator in Miri: undefined behaviour, data races, orders of memory that are too weak.
+MIRI = cargo +nightly --config net.retry=5 miri
+shard-miri: deps-test
+	$(MIRI) --version >/dev/null 2>&1 || \
+		rustup toolchain install nightly --profile minimal --component miri --component rust-src
+	$(MIRI) test $(MANIFEST) -p tmem-pool --lib -- heap::
+
+check-miri: shard-miri ## the pool's allocator in Miri (installs Rust's nightly if there is none)
 
 lint: lint-rust lint-c lint-shell lint-python lint-licence
 
