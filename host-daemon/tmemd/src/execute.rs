@@ -283,6 +283,18 @@ fn get<'vm>(
                 .counters
                 .drain_cut_pages
                 .fetch_add(cut, Ordering::Relaxed);
+            // Drops nothing, and says whether there is such a pool: a drain changes pages to misses,
+            // not the status of a request.
+            let pool = request.header.pool;
+            if context
+                .vm
+                .tenant
+                .flush(pool, *object, *index, Some(0))
+                .is_err()
+            {
+                status = wire::S_NO_POOL;
+                results.fill(miss);
+            }
             break;
         }
         let end = (done + SLICE_PAGES).min(count);

@@ -538,6 +538,22 @@ fn a_drain_cuts() {
     );
 }
 
+/// A drain changes what becomes of pages, not the status of a request.
+#[test]
+fn a_drain_that_cuts_still_knows_which_pools_there_are() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.turn();
+    let tenant = guest.link.vm.tenant.clone();
+    tenant.destroy_pool(1).expect("there");
+    guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
+    let (put, get) = (guest.put(0, 1), guest.get(0, 1));
+    guest.turn();
+    assert_eq!(guest.bytes(put, 9)[0], wire::S_NO_POOL);
+    assert_eq!(guest.bytes(get, 1), [wire::S_NO_POOL]);
+    assert_eq!(guest.results(get, 1), [wire::P_MISS]);
+}
+
 #[test]
 fn another_generation_touches_nothing() {
     let mut guest = guest();
