@@ -10,7 +10,7 @@ PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt check-ops \
-	check-guest-long check-all check-kernel-debug check-miri \
+	check-guest-long check-all check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
 	test-driver fuzz clean
 
@@ -50,7 +50,7 @@ bench-guest: deps all ## what the guest driver costs and gains; JSON=FILE for th
 
 check: check-host check-guest ## what must pass before a change lands (under 30 minutes)
 
-check-host: deps-test lint test-rust test-driver ## formats, lints, unit and property tests, fake guests
+check-host: deps-test lint test-rust check-sim test-driver ## formats, lints, unit and property tests, fake guests
 
 check-guest: deps-test all ## virtual machines: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
@@ -140,6 +140,15 @@ lint-licence:
 test-rust:
 	$(CARGO) test $(MANIFEST) --workspace
 	$(CARGO) test $(MANIFEST) -p tmem-pool --features shuttle --lib -- interleavings
+
+check-sim: ## guests, faults and the real daemon on virtual time: seeds, and that broken rules are found
+	$(CARGO) test --release $(MANIFEST) -p tmem-world
+	$(CARGO) run --release $(MANIFEST) -p tmem-world
+
+SEEDS ?= 100000
+FIRST ?= 1
+check-sim-long: ## the same for SEEDS=100000 from FIRST=1 on; TMEM_SEED=N replays one
+	$(CARGO) run --release $(MANIFEST) -p tmem-world -- --seeds $(SEEDS) --first $(FIRST)
 
 MINUTES ?= 10
 fuzz: ## random operations on the pool against a model, new seeds for MINUTES=10; TMEM_SEED=N replays one

@@ -555,7 +555,9 @@ impl Driver {
 }
 
 /// Queue of a page among `queues`, the control queue included.
-fn queue_of(queues: usize, object: u64, index: u64) -> usize {
+/// The queue for a key, of `queues` in all, as a driver may choose it: one for each chunk.
+#[must_use]
+pub fn queue_of(queues: usize, object: u64, index: u64) -> usize {
     let chunk = index >> wire::CHUNK_SHIFT;
     let hash = (object ^ chunk.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     1 + (hash >> 40) as usize % (queues - 1)

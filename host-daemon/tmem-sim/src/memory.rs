@@ -5,6 +5,7 @@
 //! nobody's. All access is volatile: a daemon reads and writes the same pages at any time. Never
 //! hands out references into guest memory.
 
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;
@@ -33,6 +34,9 @@ pub struct GuestRam {
     regions: Vec<RamRegion>,
     /// Next free address and the index of its region. Guards nothing else; a leaf lock.
     next: Mutex<(usize, u64)>,
+    /// Numbers of the pages that the guest itself has written, while a VMM keeps track of them for
+    /// a migration. A leaf lock.
+    written: Mutex<Option<BTreeSet<u64>>>,
 }
 
 impl GuestRam {
@@ -63,6 +67,7 @@ impl GuestRam {
             map,
             regions: regions.to_vec(),
             next: Mutex::new((0, first)),
+            written: Mutex::new(None),
         }))
     }
 
@@ -102,6 +107,7 @@ impl GuestRam {
 
     /// Copies into guest memory. Panics outside of RAM.
     pub fn write(&self, addr: u64, buf: &[u8]) {
+        self.note_written(addr, buf.len() as u64);
         self.map.write_slice(buf, GuestAddress(addr)).unwrap();
     }
 
@@ -113,6 +119,7 @@ impl GuestRam {
 
     /// Atomic little-endian store of a ring index or flag.
     pub fn store_u16(&self, addr: u64, value: u16, order: Ordering) {
+        self.note_written(addr, 2);
         self.map
             .store(value.to_le(), GuestAddress(addr), order)
             .unwrap();
@@ -131,6 +138,49 @@ impl GuestRam {
             .iter()
             .map(|r| VhostUserMemoryRegionInfo::from_guest_region(r).unwrap())
             .collect()
+    }
+
+    /// Each region with its address in this process and its file, as a back end takes them over.
+    ///
+    /// # Errors
+    /// When no descriptor is left.
+    pub fn shared_regions(&self) -> io::Result<Vec<(RamRegion, u64, File)>> {
+        let mut out = Vec::new();
+        for (region, mapped) in self.regions.iter().zip(self.map.iter()) {
+            let file = mapped.file_offset().expect("each has a file").file();
+            out.push((*region, self.host_addr(region.start), file.try_clone()?));
+        }
+        Ok(out)
+    }
+
+    fn note_written(&self, addr: u64, bytes: u64) {
+        if let Some(written) = &mut *self.written.lock().unwrap() {
+            written.extend(addr / PAGE_BYTES..=(addr + bytes.max(1) - 1) / PAGE_BYTES);
+        }
+    }
+
+    /// Begins, or ends, to keep track of the pages that the guest writes; returns those it has
+    /// written since.
+    pub fn track_written(&self, on: bool) -> BTreeSet<u64> {
+        let fresh = on.then(BTreeSet::new);
+        std::mem::replace(&mut *self.written.lock().unwrap(), fresh).unwrap_or_default()
+    }
+
+    /// All memory becomes what it was.
+    pub fn restore(&self, snapshot: &[Vec<u8>]) {
+        for (region, old) in self.regions.iter().zip(snapshot) {
+            self.write(region.start, old);
+        }
+    }
+
+    /// One page of a snapshot becomes what it was.
+    pub fn restore_page(&self, snapshot: &[Vec<u8>], page: u64) {
+        let addr = page * PAGE_BYTES;
+        let inside = |r: &RamRegion| addr >= r.start && addr < r.start + r.size_bytes;
+        if let Some(at) = self.regions.iter().position(inside) {
+            let offset = (addr - self.regions[at].start) as usize;
+            self.write(addr, &snapshot[at][offset..offset + PAGE_BYTES as usize]);
+        }
     }
 
     /// One past the highest guest-physical address.
@@ -198,6 +248,15 @@ impl DirtyLog {
             map: ram.map.clone(),
             size_bytes,
         })
+    }
+
+    /// Its file, as SET_LOG_BASE passes it.
+    ///
+    /// # Errors
+    /// When no descriptor is left.
+    pub fn file(&self) -> io::Result<File> {
+        let region = self.map.iter().next().expect("one region");
+        region.file_offset().expect("a file").file().try_clone()
     }
 
     /// Bytes of the bitmap.

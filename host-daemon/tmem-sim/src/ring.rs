@@ -154,15 +154,15 @@ pub struct Used {
     pub len: u32,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Chain {
     head: u16,
     descs: Vec<u16>,
     token: u64,
 }
 
-/// One queue as its driver sees it.
-#[derive(Debug)]
+/// One queue as its driver sees it. A clone is what a snapshot keeps of it beside the memory.
+#[derive(Clone, Debug)]
 pub struct DriverRing {
     ram: Arc<GuestRam>,
     layout: RingLayout,
@@ -216,6 +216,12 @@ impl DriverRing {
     /// Whether VIRTIO_F_EVENT_IDX was negotiated.
     pub fn set_event_idx(&mut self, on: bool) {
         self.event_idx = on;
+    }
+
+    /// Used elements taken so far, as the index in memory counts them.
+    #[must_use]
+    pub fn used_idx(&self) -> u16 {
+        self.used_idx
     }
 
     /// Chains that wait for an answer.

@@ -128,6 +128,12 @@ impl Device {
         })
     }
 
+    /// The first half of what any message does that drains, for a simulator that has no second thread
+    /// to be in the middle of it: workers leave at the end of their chain, and cut it short soon.
+    pub fn begin_drain(&self) {
+        self.vrings.iter().for_each(|vring| vring.raise_hold());
+    }
+
     /// Drains some vrings, lets `change` act on them, and lets the workers back in.
     fn hold<R>(
         &self,

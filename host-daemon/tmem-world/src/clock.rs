@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Time and chance of a world, as the daemons in it are told them.
+
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use tmemd::parts::Told;
+
+/// One for each daemon; they all tell the time of one world.
+pub struct Clock {
+    now_ns: std::sync::Arc<AtomicU64>,
+    /// What this one is ahead, for having been slow where the world stood.
+    ahead_ns: AtomicU64,
+    /// Last draw; a counter where generations are counted.
+    drawn: AtomicU64,
+    counted: bool,
+}
+
+impl Clock {
+    /// Of a daemon that draws from this seed.
+    pub fn new(now_ns: std::sync::Arc<AtomicU64>, seed: u64, counted: bool) -> Clock {
+        let drawn = AtomicU64::new(if counted { 0 } else { seed });
+        Clock {
+            now_ns,
+            ahead_ns: AtomicU64::new(0),
+            drawn,
+            counted,
+        }
+    }
+}
+
+impl Clock {
+    /// Time that passes for this daemon alone.
+    pub fn linger(&self, ns: u64) {
+        self.ahead_ns.fetch_add(ns, Relaxed);
+    }
+}
+
+impl Told for Clock {
+    fn now_ns(&self) -> u64 {
+        self.now_ns.load(Relaxed) + self.ahead_ns.load(Relaxed)
+    }
+
+    fn generation(&self) -> u64 {
+        if self.counted {
+            return self.drawn.fetch_add(1, Relaxed) + 1;
+        }
+        let mut rng = fastrand::Rng::with_seed(self.drawn.load(Relaxed));
+        self.drawn.store(rng.u64(..), Relaxed);
+        rng.u64(1..)
+    }
+}

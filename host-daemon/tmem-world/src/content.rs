@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What a page of a file holds, told again from its version.
+//!
+//! A version is written once in a run and never again, not even by a guest whose time went back, so
+//! that equal bytes mean the same write. Some versions draw from contents that all guests share, to
+//! meet deduplication; the others carry their guest's mark, by which a page in the wrong hands is
+//! known.
+
+use tmem_sim::Content;
+
+/// A write to a page. 0: nothing was ever written, the page is zero.
+pub type Version = u32;
+
+/// Contents that guests share.
+const SHARED: u64 = 12;
+
+/// Guests of a world at most.
+const GUESTS_MAX: u64 = 4;
+
+/// In the upper bits of a private page's first word.
+const MARK: u64 = 0x5ec0;
+
+fn mix(x: u64) -> u64 {
+    let mut x = x.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    x = (x ^ (x >> 32)).wrapping_mul(0xd6e8_feb8_6659_fd93);
+    x ^ (x >> 32)
+}
+
+/// What a guest's version holds.
+#[must_use]
+pub fn of(guest: usize, version: Version) -> Content {
+    if version == 0 {
+        return Content::SameFilled(0);
+    }
+    let secret = (MARK + guest as u64) << 48 | u64::from(version);
+    let draw = mix(secret);
+    match draw % 10 {
+        0 => Content::SameFilled(draw >> 32 & 3),
+        1 => Content::Text(draw >> 32 & (SHARED - 1)),
+        2 => Content::Noise(draw >> 32 & (SHARED - 1)),
+        3..=6 => Content::Text(secret),
+        _ => Content::Noise(secret),
+    }
+}
+
+/// Whose private page begins with this word.
+#[must_use]
+pub fn owner(first_word: u64) -> Option<usize> {
+    let (mark, version) = (first_word >> 48, first_word & 0xffff_ffff_ffff);
+    // Narrow, since a generation may be any number.
+    let is_page = (MARK..MARK + GUESTS_MAX).contains(&mark) && version <= u64::from(Version::MAX);
+    is_page.then(|| (mark - MARK) as usize)
+}
+
+/// A word that a private page of a guest may begin with.
+#[must_use]
+pub fn mark(guest: usize) -> u64 {
+    (MARK + guest as u64) << 48 | 1
+}

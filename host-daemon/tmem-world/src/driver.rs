@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The model of the guest driver: index, cookies, generation, put ring, gets with a deadline,
+//! breaker, control requests. It does what `guest-driver/core/` does, in the same order.
+//!
+//! The index is the authority: what is not in it is never asked for, and erasing an entry cannot
+//! fail. Everything here lives in the guest's memory, and so goes back in time with it. Never here:
+//! files and what they hold.
+
+mod control;
+mod gets;
+mod puts;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use tmem_sim::driver::queue_of;
+use tmem_sim::{Content, Request};
+use virtio_tmem as wire;
+
+use self::gets::{Get, Reader};
+use self::puts::{PutBatch, Range, Slot};
+use crate::mutation::Mutation;
+use crate::oracle::Oracle;
+use crate::transport::{BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
+
+/// How long a reader waits.
+pub const DEADLINE_NS: u64 = 20_000_000;
+/// How often the driver reads the generation without being told.
+const REPORT_NS: u64 = 1_000_000_000;
+/// Calls in a row that were late before gets stop.
+const LATE_ROW_MAX: u32 = 3;
+/// A control request is given up after this.
+const CONTROL_NS: u64 = 1_000_000_000;
+
+/// A page of a file.
+pub type FilePage = (u32, u64);
+
+/// What the driver sees of its machine during a call.
+pub struct Port<'a> {
+    /// The guest's clock.
+    pub now_ns: u64,
+    /// The device's configuration, as the VMM tells it.
+    pub generation: u64,
+    /// Watches.
+    pub oracle: &'a mut Oracle,
+    /// Kicks of the queues.
+    pub kicks: &'a [OwnedFd],
+}
+
+/// A guest's driver.
+#[derive(Clone)]
+pub struct Driver {
+    mutation: Option<Mutation>,
+    /// Rings and buffers.
+    pub transport: Transport,
+    generation: u64,
+    epoch: u32,
+    resync: bool,
+    /// The device's pool, 0 while it has none.
+    pool: u32,
+    pool_last: u32,
+    burnt: Vec<u32>,
+    controls: [control::Control; CONTROLS],
+    report_at_ns: u64,
+    cookie_last: u64,
+    objects: BTreeMap<u32, u64>,
+    object_last: u64,
+    index: BTreeMap<FilePage, u64>,
+    /// Inodes that are not put.
+    bypass: BTreeSet<u32>,
+    places_free: Vec<u64>,
+    slots: Vec<Vec<Slot>>,
+    batches: Vec<[Option<PutBatch>; PUTS]>,
+    ranges: Vec<Vec<Range>>,
+    flushing: Vec<bool>,
+    gets: [Get; GETS],
+    bounce_free: Vec<u64>,
+    readers: BTreeMap<u64, Reader>,
+    reader_last: u64,
+    late_row: u32,
+    tripped: bool,
+    probing: bool,
+}
+
+impl Driver {
+    /// A driver that was just loaded.
+    pub fn new(transport: Transport, cookie: u64, mutation: Option<Mutation>) -> Driver {
+        let queues = transport.queues();
+        assert_eq!(transport.layout.places.len(), PLACES);
+        assert_eq!(transport.layout.bounce.len(), BOUNCE);
+        Driver {
+            mutation,
+            generation: 0,
+            epoch: 0,
+            resync: true,
+            pool: 0,
+            pool_last: 0,
+            burnt: Vec::new(),
+            controls: [control::Control::Free; CONTROLS],
+            report_at_ns: REPORT_NS,
+            cookie_last: cookie,
+            objects: BTreeMap::new(),
+            object_last: 1,
+            index: BTreeMap::new(),
+            bypass: BTreeSet::new(),
+            places_free: transport.layout.places.clone(),
+            slots: vec![Vec::new(); queues],
+            batches: (0..queues).map(|_| [const { None }; PUTS]).collect(),
+            ranges: vec![Vec::new(); queues],
+            flushing: vec![false; queues],
+            gets: [Get::Free; GETS],
+            bounce_free: transport.layout.bounce.clone(),
+            transport,
+            readers: BTreeMap::new(),
+            reader_last: 0,
+            late_row: 0,
+            tripped: false,
+            probing: false,
+        }
+    }
+
+    fn is(&self, mutation: Mutation) -> bool {
+        self.mutation == Some(mutation)
+    }
+
+    /// The generation in use, while pages can be put.
+    pub fn online(&self) -> Option<u64> {
+        (self.generation != 0 && self.pool != 0).then_some(self.generation)
+    }
+
+    /// Pages that could be asked for.
+    pub fn held(&self) -> usize {
+        self.index.len()
+    }
+
+    /// Requests that wait for an answer or to be sent.
+    pub fn busy(&self) -> bool {
+        self.transport.in_flight() > 0
+            || self.slots.iter().any(|slots| !slots.is_empty())
+            || !self.readers.is_empty()
+    }
+
+    /// The page would be asked for.
+    pub fn holds(&self, page: FilePage) -> bool {
+        self.index.contains_key(&page)
+    }
+
+    fn queue(&self, object: u64, index: u64) -> usize {
+        queue_of(self.transport.queues(), object, index)
+    }
+
+    fn object(&mut self, inode: u32) -> u64 {
+        if let Some(object) = self.objects.get(&inode) {
+            return *object;
+        }
+        self.object_last += 1;
+        self.objects.insert(inode, self.object_last);
+        self.object_last
+    }
+
+    fn send(&mut self, port: &mut Port<'_>, queue: usize, flight: Flight, probe: bool) {
+        port.oracle.sent(queue, &flight, &self.transport, probe);
+        let wanted = flight.clone();
+        if self.transport.send(queue, flight) {
+            kick(&port.kicks[queue]);
+        }
+        if self.is(Mutation::CookieUnchecked) {
+            self.ask_for_what_is_there(port, &wanted);
+        }
+    }
+
+    /// As if the device compared no cookies: what is asked for becomes what is there.
+    fn ask_for_what_is_there(&self, port: &Port<'_>, flight: &Flight) {
+        let Request::Get {
+            pool,
+            object,
+            index,
+            cookies,
+        } = &*flight.request
+        else {
+            return;
+        };
+        for i in 0..cookies.len() as u64 {
+            let key = tmem_sim::Key {
+                pool: *pool,
+                object: *object,
+                index: index + i,
+            };
+            if let Some(cookie) = port.oracle.model.cookie(key) {
+                // After `req` and `get`: SPEC.md, "GET".
+                let at = flight.page + 24 + 16 + 8 * i;
+                self.transport.ram().write(at, &cookie.to_le_bytes());
+            }
+        }
+    }
+
+    fn flight(
+        &self,
+        port: &mut Port<'_>,
+        tag: Tag,
+        request: Request,
+        (page, data): (u64, Vec<u64>),
+        contents: Vec<Content>,
+    ) -> Flight {
+        Flight {
+            tag,
+            request: Arc::new(request),
+            generation: self.generation,
+            asked: port.oracle.model.ask(contents),
+            page,
+            data,
+        }
+    }
+
+    /// Takes the answers of a queue.
+    pub fn collect(&mut self, port: &mut Port<'_>, queue: usize) {
+        loop {
+            match self.transport.take(queue) {
+                Ok(None) => return,
+                Ok(Some((flight, answer))) => match flight.tag {
+                    Tag::Put(batch) => self.put_answered(queue, batch, &answer),
+                    Tag::Flush => self.flushing[queue] = false,
+                    Tag::Get(get) => self.get_answered(port, get, &flight, &answer),
+                    Tag::Control(nr) => self.control_answered(nr, &flight, answer.status),
+                },
+                Err(error) => {
+                    port.oracle.fail("order", format!("queue {queue}: {error}"));
+                    return;
+                }
+            }
+        }
+    }
+
+    fn stale(&mut self, status: u8) {
+        self.resync |= status == wire::S_STALE;
+    }
+
+    /// Pages are not what they were, or are no longer wanted: they will not be asked for. The host
+    /// is told later, or never.
+    pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
+        let gone: Vec<FilePage> = self
+            .index
+            .range((inode, from)..=(inode, to))
+            .map(|(page, _)| *page)
+            .collect();
+        for page in &gone {
+            self.index.remove(page);
+        }
+        if !gone.is_empty() {
+            self.remember_flush(inode, from, to);
+        }
+    }
+
+    /// A file is no longer there, or is another: its number stands for another object from now on.
+    pub fn forget_inode(&mut self, inode: u32) {
+        self.invalidate(inode, 0, u64::MAX);
+        self.objects.remove(&inode);
+        self.bypass.remove(&inode);
+    }
+
+    /// A file is not put until it is closed, and nothing of it is held.
+    pub fn bypass(&mut self, inode: u32) {
+        if !self.is(Mutation::EntryKeptAtDirectWrite) {
+            self.invalidate(inode, 0, u64::MAX);
+        }
+        self.bypass.insert(inode);
+    }
+
+    /// Nobody writes past the page cache any more.
+    pub fn unbypass(&mut self, inode: u32) {
+        self.bypass.remove(&inode);
+    }
+}
+
+/// Adds one to an eventfd.
+pub fn kick(fd: &OwnedFd) {
+    rustix::io::write(fd, &1u64.to_ne_bytes()).expect("an eventfd of one's own");
+}

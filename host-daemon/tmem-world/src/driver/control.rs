@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The generation, and the control queue: going online follows what the device's configuration says.
+
+use tmem_sim::Request;
+use tmem_sim::requests::REPORT_BYTES;
+use virtio_tmem as wire;
+
+use super::{CONTROL_NS, Driver, Port, REPORT_NS};
+use crate::mutation::Mutation;
+use crate::transport::{CONTROLS, Flight, Tag};
+
+/// A control request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Control {
+    /// The driver's.
+    Free,
+    /// The device's; given up at that time.
+    Sent(u64),
+    /// The device's, and nobody waits.
+    Abandoned,
+}
+
+impl Driver {
+    /// The device says that its configuration changed.
+    pub fn config_changed(&mut self) {
+        self.resync = true;
+    }
+
+    /// What the driver's work queue does.
+    pub fn work(&mut self, port: &mut Port<'_>) {
+        if port.now_ns >= self.report_at_ns {
+            self.report_at_ns = port.now_ns + REPORT_NS;
+            self.resync = true;
+            self.probe(port);
+            if self.generation != 0 {
+                let report = Box::new([0; REPORT_BYTES]);
+                self.control(port, Request::Report(report));
+            }
+        }
+        for control in &mut self.controls {
+            if matches!(control, Control::Sent(until) if *until <= port.now_ns) {
+                *control = Control::Abandoned;
+            }
+        }
+        if self.resync && !(self.is(Mutation::ConfigIgnored) && self.generation != 0) {
+            self.sync(port);
+        }
+    }
+
+    fn sync(&mut self, port: &mut Port<'_>) {
+        if port.generation != self.generation {
+            self.forget();
+            self.generation = port.generation;
+            (self.late_row, self.tripped) = (0, false);
+        }
+        // One at a time: the answer brings the next.
+        let waiting = |c: &Control| matches!(c, Control::Sent(_));
+        if self.generation == 0 || self.controls.iter().any(waiting) {
+            self.resync = self.generation != 0;
+            return;
+        }
+        self.resync = false;
+        if let Some(&pool) = self.burnt.first() {
+            self.control(port, Request::PoolDestroy { pool });
+        } else if self.pool == 0 {
+            if !self.is(Mutation::PoolIdReused) || self.pool_last == 0 {
+                self.pool_last += 1;
+            }
+            let pool = self.pool_last;
+            self.control(port, Request::PoolCreate { pool, flags: 0 });
+        }
+    }
+
+    fn forget(&mut self) {
+        if self.is(Mutation::IndexKept) && self.pool != 0 {
+            // Its pool, too, is believed to be there.
+            return;
+        }
+        if !self.is(Mutation::EpochIgnored) {
+            self.epoch += 1;
+        }
+        self.index.clear();
+        self.objects.clear();
+        self.burnt.clear();
+        self.pool = 0;
+    }
+
+    /// The file system is unmounted and mounted again: another pool.
+    pub fn remount(&mut self) {
+        self.index.clear();
+        self.objects.clear();
+        self.bypass.clear();
+        if self.pool != 0 {
+            self.burnt.push(self.pool);
+        }
+        self.pool = 0;
+        self.resync = true;
+    }
+
+    fn control(&mut self, port: &mut Port<'_>, request: Request) {
+        let free = |c: &Control| *c == Control::Free;
+        let Some(nr) = (0..CONTROLS).find(|nr| free(&self.controls[*nr])) else {
+            self.resync = true;
+            return;
+        };
+        if !self.transport.has_room(wire::CONTROL_QUEUE) {
+            self.resync = true;
+            return;
+        }
+        self.controls[nr] = Control::Sent(port.now_ns + CONTROL_NS);
+        let page = self.transport.layout.controls[nr];
+        let flight = self.flight(port, Tag::Control(nr), request, (page, vec![]), vec![]);
+        self.send(port, wire::CONTROL_QUEUE, flight, false);
+    }
+
+    pub(super) fn control_answered(&mut self, nr: usize, flight: &Flight, status: u8) {
+        let waited = matches!(self.controls[nr], Control::Sent(_));
+        self.controls[nr] = Control::Free;
+        self.stale(status);
+        // Answers of another time do not count; who gave up begins anew.
+        self.resync |= !waited;
+        let current = flight.generation == self.generation;
+        if let (false, true, Request::PoolCreate { pool, .. }) = (waited, current, &*flight.request)
+        {
+            // Nobody believed in it any more.
+            self.burnt.push(*pool);
+        }
+        if !waited || !current {
+            return;
+        }
+        match &*flight.request {
+            Request::PoolCreate { pool, .. }
+                if status == wire::S_OK && self.pool == 0 && *pool == self.pool_last =>
+            {
+                self.pool = *pool;
+            }
+            Request::PoolDestroy { pool } => {
+                self.burnt.retain(|burnt| burnt != pool);
+                self.resync = true;
+            }
+            _ => {}
+        }
+    }
+}

@@ -1,0 +1,246 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Gets: entries are taken out of the index, bounce pages belong to the device until it answers, and
+//! a reader waits until its deadline and no longer.
+
+use std::collections::BTreeMap;
+
+use tmem_sim::requests::Page;
+use tmem_sim::{Answer, Key, Request};
+use virtio_tmem as wire;
+
+use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};
+use crate::mutation::Mutation;
+use crate::transport::{BATCH, Flight, GETS, Tag};
+
+/// A get request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Get {
+    /// The driver's.
+    Free,
+    /// A reader's, whose pages begin there.
+    Sent(u64, FilePage),
+    /// Nobody waits for it.
+    Abandoned,
+    /// The breaker's probe.
+    Probe(u64),
+    /// Asked in vain.
+    Vain,
+}
+
+/// A read that misses the page cache.
+#[derive(Clone, Debug)]
+pub struct Reader {
+    waiting: usize,
+    got: BTreeMap<FilePage, Box<Page>>,
+    /// When it began, by the guest's clock.
+    begun_ns: u64,
+    late: bool,
+}
+
+/// What a read brought; what is not there has to come from the disk.
+pub struct Got {
+    /// Which read.
+    pub reader: u64,
+    /// Pages that came from the device.
+    pub pages: BTreeMap<FilePage, Box<Page>>,
+    /// How long it took.
+    pub waited_ns: u64,
+}
+
+impl Driver {
+    /// Asks for pages of a file; [`finished`](Self::finished) has them, soon or late.
+    pub fn get(&mut self, port: &mut Port<'_>, inode: u32, pages: &[u64]) -> u64 {
+        self.reader_last += 1;
+        let id = self.reader_last;
+        let mut reader = Reader {
+            waiting: 0,
+            got: BTreeMap::new(),
+            begun_ns: port.now_ns,
+            late: false,
+        };
+        if !self.tripped && self.online().is_some() {
+            let mut run: Vec<(u64, u64)> = Vec::new();
+            for &page in pages {
+                let entry = self.index.get(&(inode, page)).copied();
+                let Some(cookie) = entry else { continue };
+                if !self.is(Mutation::EntryKeptAtGet) {
+                    self.index.remove(&(inode, page));
+                }
+                let object = self.object(inode);
+                let queue = self.queue(object, page);
+                if let Some(place) = self.in_ring(queue, cookie) {
+                    let mut copy: Box<Page> = Box::new([0; wire::PAGE_SIZE]);
+                    self.transport.ram().read(place, &mut *copy);
+                    reader.got.insert((inode, page), copy);
+                    continue;
+                }
+                let goes_on = run.last().is_some_and(|&(last, _)| {
+                    page == last + 1
+                        && last >> wire::CHUNK_SHIFT == page >> wire::CHUNK_SHIFT
+                        && run.len() < BATCH
+                });
+                if !goes_on && !run.is_empty() {
+                    reader.waiting += usize::from(self.ask(port, id, inode, &run));
+                    run.clear();
+                }
+                run.push((page, cookie));
+            }
+            if !run.is_empty() {
+                reader.waiting += usize::from(self.ask(port, id, inode, &run));
+            }
+        }
+        self.readers.insert(id, reader);
+        id
+    }
+
+    fn ask(&mut self, port: &mut Port<'_>, reader: u64, inode: u32, run: &[(u64, u64)]) -> bool {
+        let object = self.object(inode);
+        let cookies: Vec<u64> = run.iter().map(|(_, cookie)| *cookie).collect();
+        let key = (self.pool, object, run[0].0);
+        let get = Get::Sent(reader, (inode, run[0].0));
+        self.request(port, get, key, cookies, false)
+    }
+
+    /// Sends a get if there is a request and bounce pages for it.
+    fn request(
+        &mut self,
+        port: &mut Port<'_>,
+        get: Get,
+        (pool, object, index): (u32, u64, u64),
+        cookies: Vec<u64>,
+        probe: bool,
+    ) -> bool {
+        let free = (0..GETS).find(|nr| self.gets[*nr] == Get::Free);
+        let queue = self.queue(object, index);
+        let Some(nr) = free else { return false };
+        let count = cookies.len();
+        if self.bounce_free.len() < count || !self.transport.has_room(queue) {
+            return false;
+        }
+        let bounce = self.bounce_free.split_off(self.bounce_free.len() - count);
+        let request = Request::Get {
+            pool,
+            object,
+            index,
+            cookies,
+        };
+        self.gets[nr] = get;
+        let page = self.transport.layout.gets[nr];
+        let flight = self.flight(port, Tag::Get(nr), request, (page, bounce), vec![]);
+        self.send(port, queue, flight, probe);
+        true
+    }
+
+    pub(super) fn get_answered(
+        &mut self,
+        port: &mut Port<'_>,
+        nr: usize,
+        flight: &Flight,
+        answer: &Answer,
+    ) {
+        self.stale(answer.status);
+        let get = std::mem::replace(&mut self.gets[nr], Get::Free);
+        if !(self.is(Mutation::BounceReused) && get == Get::Abandoned) {
+            self.bounce_free.extend(&flight.data);
+        }
+        match get {
+            Get::Sent(id, (inode, first)) => {
+                let Some(reader) = self.readers.get_mut(&id) else {
+                    return;
+                };
+                reader.waiting -= 1;
+                let Request::Get { cookies, .. } = &*flight.request else {
+                    return;
+                };
+                for (i, cookie) in cookies.iter().enumerate() {
+                    let page = answer.pages.get(i);
+                    let hit = page
+                        .filter(|page| page.result == wire::P_HIT)
+                        .filter(|page| page.cookie == *cookie);
+                    let taken = if self.mutation == Some(Mutation::MissTaken) {
+                        let mut copy: Box<Page> = Box::new([0; wire::PAGE_SIZE]);
+                        self.transport.ram().read(flight.data[i], &mut *copy);
+                        Some(copy)
+                    } else {
+                        hit.and_then(|page| page.page.clone())
+                    };
+                    if let Some(copy) = taken {
+                        reader.got.insert((inode, first + i as u64), copy);
+                    }
+                }
+            }
+            Get::Probe(begun_ns) => {
+                self.probing = false;
+                if port.now_ns - begun_ns <= DEADLINE_NS / 4 {
+                    (self.tripped, self.late_row) = (false, 0);
+                }
+            }
+            Get::Abandoned | Get::Vain | Get::Free => {}
+        }
+    }
+
+    /// Asks what must not be answered: nobody reads what comes.
+    pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
+        if self.generation != 0 {
+            let key = (key.pool, key.object, key.index);
+            self.request(port, Get::Vain, key, vec![cookie], true);
+        }
+    }
+
+    /// Sees whether a host that was late is quick again: object 1 and cookie 0 are no page's.
+    pub(super) fn probe(&mut self, port: &mut Port<'_>) {
+        if self.tripped && !self.probing && self.generation != 0 {
+            let get = Get::Probe(port.now_ns);
+            self.probing = self.request(port, get, (self.pool.max(1), 1, 0), vec![0], true);
+        }
+    }
+
+    /// When the next reader gives up.
+    pub fn next_deadline_ns(&self) -> Option<u64> {
+        if self.is(Mutation::DeadlineMissing) {
+            return None;
+        }
+        let readers = self.readers.values();
+        readers.map(|reader| reader.begun_ns + DEADLINE_NS).min()
+    }
+
+    /// Takes a read that is done, or late.
+    pub fn finished(&mut self, now_ns: u64) -> Option<Got> {
+        let late = |reader: &Reader| now_ns >= reader.begun_ns + DEADLINE_NS;
+        let patient = self.is(Mutation::DeadlineMissing);
+        let done = |reader: &Reader| reader.waiting == 0 || (late(reader) && !patient);
+        let id = *self.readers.iter().find(|(_, reader)| done(reader))?.0;
+        let mut reader = self.readers.remove(&id).expect("just found");
+        reader.late = reader.waiting > 0;
+        self.abandon(id);
+        self.late_row = if reader.late { self.late_row + 1 } else { 0 };
+        self.tripped |= self.late_row >= LATE_ROW_MAX;
+        Some(Got {
+            reader: id,
+            pages: reader.got,
+            waited_ns: now_ns - reader.begun_ns,
+        })
+    }
+
+    /// The longest that a reader has waited.
+    pub fn longest_wait_ns(&self, now_ns: u64) -> u64 {
+        let readers = self.readers.values();
+        let waits = readers.map(|reader| now_ns - reader.begun_ns);
+        waits.max().unwrap_or(0)
+    }
+
+    fn abandon(&mut self, id: u64) {
+        for nr in 0..GETS {
+            if !matches!(self.gets[nr], Get::Sent(reader, _) if reader == id) {
+                continue;
+            }
+            self.gets[nr] = Get::Abandoned;
+            if self.is(Mutation::BounceReused) {
+                let mine = |flight: &&Flight| flight.tag == Tag::Get(nr);
+                let flight = self.transport.flight.iter().flatten().find(mine);
+                let pages = flight.map(|flight| flight.data.clone());
+                self.bounce_free.extend(pages.unwrap_or_default());
+            }
+        }
+    }
+}

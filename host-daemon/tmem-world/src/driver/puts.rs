@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Puts and flushes: a put copies into a place and enters the index; the feeder sends later.
+//!
+//! Never waits. A put that is dropped or refused leaves no entry.
+
+use tmem_sim::{Answer, Content, Key, PutPage, Range as Ranged, Request};
+use virtio_tmem as wire;
+
+use super::{Driver, Port};
+use crate::mutation::Mutation;
+use crate::transport::{BATCH, PUTS, Tag};
+
+/// Ranges that are remembered for the host; more are dropped.
+const RANGES_MAX: usize = 4;
+
+/// A page that waits to be sent.
+#[derive(Clone, Debug)]
+pub struct Slot {
+    inode: u32,
+    page: u64,
+    object: u64,
+    pool: u32,
+    pub(super) cookie: u64,
+    epoch: u32,
+    workingset: bool,
+    /// Where the copy is.
+    pub(super) place: u64,
+    content: Content,
+}
+
+/// A batch that the device has.
+#[derive(Clone, Debug)]
+pub struct PutBatch {
+    pub(super) slots: Vec<Slot>,
+}
+
+/// A range that the host can forget.
+#[derive(Clone, Debug)]
+pub struct Range {
+    object: u64,
+    pool: u32,
+    epoch: u32,
+    index: u64,
+    nr_pages: u64,
+}
+
+impl Driver {
+    /// A clean page leaves the page cache.
+    pub fn put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) {
+        if !self.take_put(inode, page, content, workingset) && !self.is(Mutation::EntryKeptAtDrop) {
+            self.invalidate(inode, page, page);
+        }
+    }
+
+    fn take_put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) -> bool {
+        if self.online().is_none() || self.bypass.contains(&inode) {
+            return false;
+        }
+        let Some(place) = self.places_free.pop() else {
+            return false;
+        };
+        self.transport.ram().write(place, &*content.page());
+        if !self.is(Mutation::CookieRepeated) || self.cookie_last.is_multiple_of(8) {
+            self.cookie_last += 1;
+        }
+        let cookie = self.cookie_last;
+        let object = self.object(inode);
+        self.index.insert((inode, page), cookie);
+        let queue = self.queue(object, page);
+        self.slots[queue].push(Slot {
+            inode,
+            page,
+            object,
+            pool: self.pool,
+            cookie,
+            epoch: self.epoch,
+            workingset,
+            place,
+            content,
+        });
+        true
+    }
+
+    /// A page that the device was not asked for yet, or has not answered.
+    pub(super) fn in_ring(&self, queue: usize, cookie: u64) -> Option<u64> {
+        let sent = self.batches[queue].iter().flatten().flat_map(|b| &b.slots);
+        let mut slots = self.slots[queue].iter().chain(sent);
+        slots.find(|s| s.cookie == cookie).map(|s| s.place)
+    }
+
+    pub(super) fn remember_flush(&mut self, inode: u32, from: u64, to: u64) {
+        let Some(&object) = self.objects.get(&inode) else {
+            return;
+        };
+        let queue = self.queue(object, from);
+        // Half of them are never told: a driver may.
+        let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        if draw >> 63 == 0 {
+            return;
+        }
+        if self.ranges[queue].len() < RANGES_MAX && self.pool != 0 {
+            self.ranges[queue].push(Range {
+                object,
+                pool: self.pool,
+                epoch: self.epoch,
+                index: from,
+                nr_pages: if to == u64::MAX {
+                    wire::TO_END
+                } else {
+                    to - from + 1
+                },
+            });
+        }
+    }
+
+    /// What the feeder thread does for a queue, but for taking answers.
+    pub fn feed(&mut self, port: &mut Port<'_>, queue: usize) {
+        self.feed_flushes(port, queue);
+        while self.feed_puts(port, queue) {}
+    }
+
+    fn feed_flushes(&mut self, port: &mut Port<'_>, queue: usize) {
+        if self.flushing[queue] || !self.transport.has_room(queue) {
+            return;
+        }
+        let (epoch, online) = (self.epoch, self.generation != 0);
+        self.ranges[queue].retain(|range| online && range.epoch == epoch);
+        let Some(pool) = self.ranges[queue].first().map(|range| range.pool) else {
+            return;
+        };
+        let same = |range: &Range| range.pool == pool;
+        let count = self.ranges[queue].iter().take_while(|r| same(r)).count();
+        let ranges = self.ranges[queue].drain(..count.min(BATCH));
+        let ranges = ranges.map(|range| Ranged {
+            object: range.object,
+            index: range.index,
+            nr_pages: range.nr_pages,
+        });
+        let request = Request::Flush {
+            pool,
+            ranges: ranges.collect(),
+        };
+        self.flushing[queue] = true;
+        let page = self.transport.layout.flush[queue];
+        let flight = self.flight(port, Tag::Flush, request, (page, vec![]), vec![]);
+        self.send(port, queue, flight, false);
+    }
+
+    /// Sends one batch. Returns whether there may be more to send.
+    fn feed_puts(&mut self, port: &mut Port<'_>, queue: usize) -> bool {
+        let free = (0..PUTS).find(|nr| self.batches[queue][*nr].is_none());
+        let (Some(nr), true) = (free, self.transport.has_room(queue)) else {
+            return false;
+        };
+        let epoch = self.epoch;
+        while let Some(slot) = self.slots[queue].first()
+            && (slot.epoch != epoch || self.generation == 0)
+        {
+            let slot = self.slots[queue].remove(0);
+            self.erase(&slot);
+            self.places_free.push(slot.place);
+        }
+        let Some(pool) = self.slots[queue].first().map(|slot| slot.pool) else {
+            return false;
+        };
+        let same = |slot: &Slot| slot.pool == pool && slot.epoch == epoch;
+        let count = self.slots[queue].iter().take_while(|s| same(s)).count();
+        let slots: Vec<Slot> = self.slots[queue].drain(..count.min(BATCH)).collect();
+        let pages = slots.iter().map(|slot| PutPage {
+            object: slot.object,
+            index: slot.page,
+            cookie: slot.cookie,
+            flags: u32::from(slot.workingset) * wire::PUT_WORKINGSET,
+            // The data are in their places.
+            page: Box::new([0; wire::PAGE_SIZE]),
+        });
+        let request = Request::Put {
+            pool,
+            pages: pages.collect(),
+        };
+        let places = slots.iter().map(|slot| slot.place).collect();
+        let contents = slots.iter().map(|slot| slot.content).collect();
+        let page = self.transport.layout.puts[queue][nr];
+        let flight = self.flight(port, Tag::Put(nr), request, (page, places), contents);
+        // A slot may be sent to another queue by mistake, but not be answered there.
+        let to = if self.is(Mutation::QueueAny) {
+            1 + (self.cookie_last as usize / 3) % (self.transport.queues() - 1)
+        } else {
+            queue
+        };
+        self.send(port, to, flight, false);
+        if port.oracle.is_current(self.generation) {
+            for slot in &slots {
+                let key = Key {
+                    pool,
+                    object: slot.object,
+                    index: slot.page,
+                };
+                port.oracle.putting(key, slot.cookie, slot.content);
+            }
+        }
+        self.batches[queue][nr] = Some(PutBatch { slots });
+        true
+    }
+
+    fn erase(&mut self, slot: &Slot) {
+        let key = (slot.inode, slot.page);
+        if self.index.get(&key) == Some(&slot.cookie) && !self.is(Mutation::EntryKeptAtDrop) {
+            self.index.remove(&key);
+        }
+    }
+
+    pub(super) fn put_answered(&mut self, queue: usize, batch: usize, answer: &Answer) {
+        self.stale(answer.status);
+        // Where a mutation sent it to another queue, the batch is another's.
+        let owner = (0..self.batches.len())
+            .map(|i| (queue + i) % self.batches.len())
+            .find(|q| self.batches[*q][batch].is_some());
+        let Some(PutBatch { slots }) = owner.and_then(|q| self.batches[q][batch].take()) else {
+            return;
+        };
+        for (i, slot) in slots.iter().enumerate() {
+            let result = answer.pages.get(i).map(|page| page.result);
+            if result != Some(wire::P_STORED) {
+                self.erase(slot);
+            }
+            self.places_free.push(slot.place);
+        }
+    }
+}

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The simulator: guests, VMMs and hosts on virtual time, in one thread, with every fault.
+//!
+//! The daemon and the pool are the real ones: connections, messages, rings, workers, requests,
+//! storage. What is modelled is around them: the driver and the files of a guest, the VMM, and time.
+//! A seed draws a script of steps; the same seed is the same run, step for step. Three oracles
+//! watch: what a device may answer, how a driver may ask, and what a file must hold.
+//!
+//! | file | its idea |
+//! | --- | --- |
+//! | `script.rs` | what happens: steps drawn from a seed |
+//! | `world.rs`, `world/` | does the steps; the end, when all must be well again |
+//! | `host.rs`, `clock.rs` | the real daemon without threads; its time and chance |
+//! | `machine.rs` | a VM and its VMM: memory, interrupts, messages |
+//! | `kernel.rs`, `content.rs` | a guest's files |
+//! | `driver.rs`, `driver/`, `transport.rs` | the model of the guest driver |
+//! | `oracle.rs` | what is watched |
+//! | `mutation.rs` | rules that can be broken |
+//! | `shrink.rs`, `run.rs` | fewer steps for the same failure; many seeds |
+//!
+//! docs/simulator.md says how it is used, and what it leaves out.
+
+mod clock;
+mod content;
+mod driver;
+mod host;
+mod kernel;
+mod machine;
+mod mutation;
+mod oracle;
+mod run;
+mod script;
+mod shrink;
+mod transport;
+mod world;
+
+pub use mutation::Mutation;
+pub use oracle::Failure;
+pub use run::{Found, Outcome, Totals, run, run_seeds, run_traced};
+pub use script::{Script, Setup, Step};
+pub use shrink::shrink;

@@ -1,0 +1,345 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A virtual machine and its VMM: memory, interrupts, and QEMU's messages in QEMU's order, given to
+//! the daemon's real handler of them.
+//!
+//! The VMM caches what the guest may read of the configuration, tells the guest of each begin and
+//! loss of a backend, and has the next backend begin where the last one left off. Never here: when
+//! these things happen.
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, MutexGuard};
+
+use rustix::event::{EventfdFlags, eventfd};
+use tmem_sim::{DirtyLog, GuestRam};
+use tmemd::parts::{Device, Session};
+use vhost::vhost_user::VhostUserBackendReqHandlerMut;
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserLog, VhostUserMemoryRegion, VhostUserVirtioFeatures,
+    VhostUserVringAddrFlags,
+};
+
+use crate::host::{Fuse, Host};
+use crate::mutation::Mutation;
+use crate::transport::{Layout, Transport, ram};
+
+const F_INDIRECT_DESC: u64 = 1 << 28;
+const F_EVENT_IDX: u64 = 1 << 29;
+const F_VERSION_1: u64 = 1 << 32;
+
+/// A connection to a daemon.
+pub struct Link {
+    /// Which host's.
+    pub host: usize,
+    /// The daemon's side.
+    pub session: Session,
+    /// Burns when the VMM hangs up.
+    pub hang_up: Arc<Fuse>,
+    /// The VMM's side of the socket.
+    _stream: UnixStream,
+    /// Rings run.
+    pub started: bool,
+}
+
+/// What a migration keeps at the source.
+pub struct Migration {
+    log: DirtyLog,
+    /// Memory as it was sent first.
+    base: Vec<Vec<u8>>,
+}
+
+/// Hardware and VMM of one guest.
+pub struct Machine {
+    /// Guest memory.
+    pub ram: Arc<GuestRam>,
+    /// Where the driver has what.
+    pub layout: Arc<Layout>,
+    /// The guest notifies.
+    pub kicks: Vec<OwnedFd>,
+    calls: Vec<OwnedFd>,
+    /// The configuration's generation, as the VMM tells it.
+    pub generation: u64,
+    /// The configuration has changed, and the guest was not told yet.
+    pub config_irq: bool,
+    /// The daemon.
+    pub link: Option<Link>,
+    /// Where rings go on; None: after the last used element.
+    pub bases: Option<Vec<u16>>,
+    migration: Option<Migration>,
+    event_idx: bool,
+    indirect: bool,
+    mutation: Option<Mutation>,
+}
+
+/// A message that the daemon refused: a sentence.
+pub type Refused = String;
+
+type Done = Result<(), Refused>;
+
+fn refused<T>(message: &str, result: vhost::vhost_user::Result<T>) -> Result<T, Refused> {
+    result.map_err(|error| format!("{message}: {error}"))
+}
+
+fn device(session: &Session) -> MutexGuard<'_, Device> {
+    session.device().lock().expect("no panic")
+}
+
+fn consume(fd: &OwnedFd) -> bool {
+    rustix::io::read(fd, &mut [0; 8]).is_ok()
+}
+
+impl Machine {
+    /// Without a daemon.
+    pub fn new(
+        queues: usize,
+        (event_idx, indirect): (bool, bool),
+        mutation: Option<Mutation>,
+    ) -> Machine {
+        let ram = GuestRam::new(&ram(), true).expect("memory");
+        let layout = Arc::new(Layout::new(&ram, queues));
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let fds = || (0..queues).map(|_| eventfd(0, flags).expect("descriptors"));
+        Machine {
+            ram,
+            layout,
+            kicks: fds().collect(),
+            calls: fds().collect(),
+            generation: 0,
+            config_irq: false,
+            link: None,
+            bases: None,
+            migration: None,
+            event_idx,
+            indirect,
+            mutation,
+        }
+    }
+
+    /// Empty rings.
+    pub fn transport(&self) -> Transport {
+        Transport::new(&self.ram, &self.layout, self.event_idx, self.indirect)
+    }
+
+    /// Takes the interrupts of a queue.
+    pub fn interrupted(&self, queue: usize) -> bool {
+        consume(&self.calls[queue])
+    }
+
+    /// Rings run.
+    pub fn started(&self) -> bool {
+        self.link.as_ref().is_some_and(|link| link.started)
+    }
+
+    /// Dirty pages are being logged.
+    pub fn migrates(&self) -> bool {
+        self.migration.is_some()
+    }
+
+    fn link(&mut self) -> Result<&mut Link, Refused> {
+        self.link.as_mut().ok_or_else(|| "no backend".into())
+    }
+
+    /// Connects. None: there is a connection already.
+    pub fn connect(&mut self, guest: usize, number: usize, host: &Host) -> Option<u64> {
+        let hang_up = Fuse::new();
+        let (session, stream) = host.connect(guest, &hang_up)?;
+        let generation = generation(&mut device(&session));
+        self.link = Some(Link {
+            host: number,
+            session,
+            hang_up,
+            _stream: stream,
+            started: false,
+        });
+        Some(generation)
+    }
+
+    fn features(&self) -> u64 {
+        let bit = |on: bool, bit: u64| if on { bit } else { 0 };
+        F_VERSION_1
+            | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits()
+            | bit(self.event_idx, F_EVENT_IDX)
+            | bit(self.indirect, F_INDIRECT_DESC)
+            | bit(
+                self.migration.is_some(),
+                VhostUserVirtioFeatures::LOG_ALL.bits(),
+            )
+    }
+
+    /// The memory table: of all memory, or of the first region.
+    pub fn set_mem_table(&mut self, whole: bool) -> Done {
+        let regions = self.ram.shared_regions().expect("descriptors");
+        let count = if whole { regions.len() } else { 1 };
+        let (specs, files): (Vec<_>, Vec<_>) = regions
+            .into_iter()
+            .take(count)
+            .map(|(r, addr, file)| {
+                let spec = VhostUserMemoryRegion::new(r.start, r.size_bytes, addr, 0);
+                (spec, file)
+            })
+            .unzip();
+        let link = self.link()?;
+        let r = device(&link.session).set_mem_table(&specs, files, None);
+        refused("SET_MEM_TABLE", r).map(drop)
+    }
+
+    /// A memory table with memory that could be truncated. The daemon must refuse it.
+    pub fn set_unsealed_memory(&mut self) -> Done {
+        let ram = GuestRam::new(&ram(), false).expect("memory");
+        let mut regions = ram.shared_regions().expect("descriptors");
+        let (region, addr, file) = regions.remove(0);
+        let spec = VhostUserMemoryRegion::new(region.start, region.size_bytes, addr, 0);
+        let link = self.link()?;
+        let r = device(&link.session).set_mem_table(&[spec], vec![file], None);
+        refused("SET_MEM_TABLE", r).map(drop)
+    }
+
+    /// Starts the rings where they were, as `vhost_dev_start` does. `transport`: the driver's rings.
+    pub fn start(&mut self, transport: &Transport) -> Done {
+        let features = self.features();
+        let r = device(&self.link()?.session).set_features(features);
+        refused("SET_FEATURES", r)?;
+        self.set_mem_table(true)?;
+        let mut bases: Vec<u16> = match self.bases.take() {
+            Some(bases) => bases,
+            None => {
+                let rings = transport.rings.iter();
+                rings.map(|ring| ring.used_idx_in_memory()).collect()
+            }
+        };
+        if self.mutation == Some(Mutation::ReplaySkipped) {
+            let rings = transport.rings.iter();
+            bases = rings.map(|ring| ring.avail_idx_in_memory()).collect();
+        }
+        for (queue, base) in bases.into_iter().enumerate() {
+            self.start_ring(queue, base)?;
+        }
+        let queues = self.kicks.len();
+        let link = self.link()?;
+        let mut device = device(&link.session);
+        for queue in 0..queues {
+            refused("ENABLE", device.set_vring_enable(queue as u32, true))?;
+        }
+        let generation = generation(&mut device);
+        drop(device);
+        link.started = true;
+        if self.mutation == Some(Mutation::GenerationUnchecked) {
+            for flight in transport.flight.iter().flatten() {
+                self.ram.write(flight.page, &generation.to_le_bytes());
+            }
+        }
+        self.generation = generation;
+        self.config_irq = true;
+        self.kicks.iter().for_each(crate::driver::kick);
+        Ok(())
+    }
+
+    fn start_ring(&mut self, queue: usize, base: u16) -> Done {
+        let layout = self.layout.rings[queue];
+        let (ram, number) = (self.ram.clone(), queue as u32);
+        let clone = |fd: &OwnedFd| Some(fd.try_clone().expect("descriptors").into());
+        let (kick, call) = (clone(&self.kicks[queue]), clone(&self.calls[queue]));
+        let mut device = device(&self.link()?.session);
+        refused("NUM", device.set_vring_num(number, layout.size.into()))?;
+        refused("BASE", device.set_vring_base(number, base.into()))?;
+        let flags = VhostUserVringAddrFlags::empty();
+        let at = |addr| ram.host_addr(addr);
+        let (desc, used, avail) = (at(layout.desc), at(layout.used), at(layout.avail));
+        let r = device.set_vring_addr(number, flags, desc, used, avail, 0);
+        refused("ADDR", r)?;
+        refused("KICK", device.set_vring_kick(queue as u8, kick))?;
+        refused("CALL", device.set_vring_call(queue as u8, call))
+    }
+
+    /// Stops the rings: when this returns the daemon has let go of them.
+    pub fn stop(&mut self) -> Done {
+        let queues = self.kicks.len();
+        let link = self.link()?;
+        let mut device = device(&link.session);
+        let mut bases = Vec::new();
+        for queue in 0..queues as u32 {
+            refused("ENABLE", device.set_vring_enable(queue, false))?;
+        }
+        for queue in 0..queues as u32 {
+            let state = refused("GET_VRING_BASE", device.get_vring_base(queue))?;
+            // num is the base; the library has no getter for it.
+            bases.push({ state.num } as u16);
+        }
+        drop(device);
+        link.started = false;
+        self.bases = Some(bases);
+        Ok(())
+    }
+
+    /// RESET_DEVICE. Returns the new generation.
+    pub fn reset(&mut self) -> Result<u64, Refused> {
+        let kept = self.mutation == Some(Mutation::GenerationKept);
+        let link = self.link()?;
+        let mut device = device(&link.session);
+        if !kept {
+            refused("RESET_DEVICE", device.reset_device())?;
+        }
+        Ok(generation(&mut device))
+    }
+
+    /// The connection is no longer; the guest is told.
+    pub fn unlink(&mut self) -> Option<Link> {
+        let link = self.link.take()?;
+        if link.started {
+            self.bases = None;
+        }
+        self.migration = None;
+        self.ram.track_written(false);
+        self.generation = 0;
+        self.config_irq = true;
+        Some(link)
+    }
+
+    /// A migration begins: all memory is sent, and from now on what is written is noted.
+    pub fn begin_migration(&mut self) -> Done {
+        let log = DirtyLog::new(&self.ram).expect("memory");
+        let file = log.file().expect("descriptors");
+        let spec = VhostUserLog::new(log.size_bytes(), 0);
+        let r = device(&self.link()?.session).set_log_base(&spec, file);
+        refused("SET_LOG_BASE", r)?;
+        self.ram.track_written(true);
+        let base = self.ram.snapshot();
+        self.migration = Some(Migration { log, base });
+        let features = self.features();
+        let r = device(&self.link()?.session).set_features(features);
+        refused("SET_FEATURES", r)
+    }
+
+    /// The migration ends here, with memory as the other side has it: pages that nobody noted are
+    /// as they were sent first. Rings must be stopped.
+    pub fn arrive(&mut self) {
+        let Some(Migration { log, base }) = self.migration.take() else {
+            return;
+        };
+        let written = self.ram.track_written(false);
+        let lost = self.mutation == Some(Mutation::DirtyLogLost);
+        for page in self.ram.changed_pages(&base) {
+            if !written.contains(&page) && (lost || !log.is_dirty(page)) {
+                self.ram.restore_page(&base, page);
+            }
+        }
+    }
+
+    /// The migration does not happen.
+    pub fn cancel_migration(&mut self) -> Done {
+        if self.migration.take().is_none() {
+            return Ok(());
+        }
+        self.ram.track_written(false);
+        let features = self.features();
+        let r = device(&self.link()?.session).set_features(features);
+        refused("SET_FEATURES", r)
+    }
+}
+
+/// What the device's configuration says.
+fn generation(device: &mut Device) -> u64 {
+    let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
+    let bytes = bytes.expect("the configuration has more than that");
+    u64::from_le_bytes(bytes.try_into().expect("eight were asked for"))
+}

@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs seeds,
+//! replays the one of TMEM_SEED, and shrinks the first that fails.
+//!
+//! Exits with 1 if a rule did not hold.
+
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use tmem_world::{Mutation, Script, run_seeds, run_traced, shrink};
+
+/// Seeds if nothing is said.
+const SEEDS: u64 = 4_000;
+/// Between two lines of progress.
+const PROGRESS: Duration = Duration::from_secs(10);
+
+struct Arguments {
+    first: u64,
+    seeds: u64,
+    threads: usize,
+    mutation: Option<Mutation>,
+    trace: bool,
+}
+
+fn arguments() -> Result<Arguments, String> {
+    let mut out = Arguments {
+        first: 1,
+        seeds: SEEDS,
+        threads: std::thread::available_parallelism().map_or(1, usize::from),
+        mutation: None,
+        trace: false,
+    };
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        if word == "--trace" {
+            out.trace = true;
+            continue;
+        }
+        let value = words.next().ok_or(format!("{word} needs a value"))?;
+        let number = || {
+            let number = value.parse::<u64>();
+            number.map_err(|_| format!("{word} {value}: not a number"))
+        };
+        match word.as_str() {
+            "--first" => out.first = number()?,
+            "--seeds" => out.seeds = number()?,
+            "--threads" => out.threads = number()? as usize,
+            "--mutation" => {
+                let known = Mutation::ALL.map(|m| format!("{m:?}")).join(", ");
+                let named = Mutation::named(&value);
+                out.mutation = Some(named.ok_or(format!("{value} is none of {known}"))?);
+            }
+            _ => return Err(format!("unknown: {word}")),
+        }
+    }
+    if let Ok(seed) = std::env::var("TMEM_SEED") {
+        let number = seed.parse::<u64>();
+        out.first = number.map_err(|_| format!("TMEM_SEED={seed}: not a number"))?;
+        out.seeds = 1;
+    }
+    Ok(out)
+}
+
+/// Replays a seed with all that happens, and again with as few steps as fail.
+fn explain(seed: u64, mutation: Option<Mutation>, whole: bool) {
+    let script = Script::draw(seed, mutation);
+    if whole {
+        run_traced(&script, |line| println!("{line}"));
+    }
+    let Some((short, failure)) = shrink(&script) else {
+        return;
+    };
+    let (from, to) = (script.steps.len(), short.steps.len());
+    println!("\nshrunk from {from} steps to {to}:");
+    run_traced(&short, |line| println!("{line}"));
+    println!("{}: {}", failure.rule, failure.what);
+}
+
+fn main() -> ExitCode {
+    let arguments = match arguments() {
+        Ok(arguments) => arguments,
+        Err(error) => {
+            eprintln!("tmem-world: {error}");
+            return ExitCode::from(2);
+        }
+    };
+    let Arguments {
+        first,
+        seeds,
+        threads,
+        mutation,
+        trace,
+    } = arguments;
+    let begun = Instant::now();
+    let told = Mutex::new(begun);
+    let progress = |done: u64| {
+        let mut told = told.lock().expect("nobody panics with it");
+        if told.elapsed() >= PROGRESS {
+            *told = Instant::now();
+            let per_second = done as f64 / begun.elapsed().as_secs_f64();
+            eprintln!("{done} of {seeds} seeds, {per_second:.0} a second");
+        }
+    };
+    let totals = run_seeds((first, seeds), mutation, threads, progress);
+    let [stored, hits, refused, lost, stale] = totals.counts;
+    println!(
+        "{} seeds in {:.1} s, {:.0} s of virtual time: {stored} pages stored, {hits} hits, \
+         {refused} refused, {lost} lost by the device, {stale} requests stale",
+        totals.seeds,
+        begun.elapsed().as_secs_f64(),
+        totals.now_ns as f64 / 1e9,
+    );
+    match totals.found {
+        Some(found) => {
+            let name = mutation.map_or(String::new(), |m| format!(" --mutation {m:?}"));
+            println!(
+                "{}: {}\nat step {} of TMEM_SEED={seed}; replay with TMEM_SEED={seed} tmem-world{name} --trace",
+                found.failure.rule,
+                found.failure.what,
+                found.at,
+                seed = found.seed
+            );
+            explain(found.seed, mutation, trace);
+            ExitCode::FAILURE
+        }
+        None if trace => {
+            explain(first, mutation, true);
+            ExitCode::SUCCESS
+        }
+        None => ExitCode::SUCCESS,
+    }
+}

@@ -1,0 +1,377 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What is watched of one guest: that its device answers as it may, and that the model of its driver
+//! asks as it may.
+//!
+//! Answers are judged when the device publishes them, whatever the guest does with them later; by
+//! [`tmem_sim::Model`]. It knows all that was ever true and nothing of what a guest forgot, so no
+//! rollback reaches it. Never tells the guest anything.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
+
+use tmem_sim::{Content, Done, Key, Model, Request};
+use virtio_tmem as wire;
+
+use crate::content;
+use crate::mutation::Mutation;
+use crate::transport::{Flight, Transport};
+
+/// A rule that did not hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Failure {
+    /// Which.
+    pub rule: &'static str,
+    /// What happened.
+    pub what: String,
+}
+
+/// Puts that are remembered when the device has let go of them.
+const ENDED: usize = 12;
+
+/// What became of a put, as its driver should know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fate {
+    /// Sent, and stored or not answered yet.
+    Sent,
+    /// Answered that it is not held.
+    Refused,
+    /// Asked for.
+    Asked,
+}
+
+/// A page that a broken device holds although it must not.
+pub struct Kept {
+    /// Its key.
+    pub key: Key,
+    /// Its cookie.
+    pub cookie: u64,
+    /// Its contents.
+    pub content: Content,
+}
+
+/// Watches one guest.
+pub struct Oracle {
+    guest: usize,
+    mutation: Option<Mutation>,
+    /// What the device may answer.
+    pub model: Model,
+    generations: HashSet<u64>,
+    /// The generation that requests must carry now; 0 without a backend.
+    current: u64,
+    /// Used index of each queue up to which answers were judged.
+    seen: Vec<u16>,
+    /// Of this generation: ids of pools, puts, cookies, the queue of each chunk.
+    pools: BTreeSet<u32>,
+    puts: BTreeMap<(Key, u64), (Fate, Content)>,
+    cookies: HashSet<u64>,
+    /// Puts that the device has just let go of, the last of them.
+    ended: VecDeque<(Key, u64)>,
+    chunks: BTreeMap<(u32, u64, u64), usize>,
+    /// The first rule that did not hold.
+    pub failure: Option<Failure>,
+}
+
+impl Oracle {
+    /// Of a guest with so many queues.
+    pub fn new(guest: usize, queues: usize, mutation: Option<Mutation>) -> Oracle {
+        Oracle {
+            guest,
+            mutation,
+            model: Model::new(&format!("g{guest}")),
+            generations: HashSet::new(),
+            current: 0,
+            seen: vec![0; queues],
+            pools: BTreeSet::new(),
+            puts: BTreeMap::new(),
+            cookies: HashSet::new(),
+            ended: VecDeque::new(),
+            chunks: BTreeMap::new(),
+            failure: None,
+        }
+    }
+
+    /// Something is wrong; the first one counts.
+    pub fn fail(&mut self, rule: &'static str, what: String) {
+        let what = format!("g{}: {what}", self.guest);
+        self.failure.get_or_insert(Failure { rule, what });
+    }
+
+    /// The device names a generation, at the begin of a connection and after a reset.
+    pub fn begin(&mut self, generation: u64) {
+        self.current = generation;
+        if self.mutation == Some(Mutation::GenerationKept) && generation == self.model.generation()
+        {
+            return;
+        }
+        if !self.generations.insert(generation) {
+            self.fail("generation", format!("{generation:#x} was there before"));
+        }
+        if let Err(violation) = self.model.begin(generation) {
+            self.fail("generation", violation.to_string());
+        }
+        self.pools.clear();
+        self.puts.clear();
+        self.cookies.clear();
+        self.ended.clear();
+        self.chunks.clear();
+    }
+
+    /// There is no backend any more, and no generation until the next.
+    pub fn lost(&mut self) {
+        self.current = 0;
+    }
+
+    /// The device takes requests of this generation.
+    pub fn is_current(&self, generation: u64) -> bool {
+        generation == self.current
+    }
+
+    /// The rings begin anew, or are those of a snapshot.
+    pub fn rings_changed(&mut self, transport: &Transport) {
+        let used = transport.rings.iter().map(|r| r.used_idx_in_memory());
+        self.seen = used.collect();
+    }
+
+    /// Used index of a queue up to which answers were judged.
+    pub fn seen(&self, queue: usize) -> u16 {
+        self.seen[queue]
+    }
+
+    /// There is no backend: nobody may answer.
+    pub fn nothing_new(&mut self, transport: &Transport) {
+        for (queue, ring) in transport.rings.iter().enumerate() {
+            if ring.used_idx_in_memory() != self.seen[queue] {
+                let what = format!("queue {queue}: an answer after the end of the connection");
+                self.fail("hang-up", what);
+            }
+        }
+    }
+
+    /// A page that was put in this generation, with its cookie: often one that the device has just
+    /// let go of.
+    pub fn any_put(&self, pick: u64) -> Option<(Key, u64)> {
+        let (ended, pick) = (!pick.is_multiple_of(4), pick / 4);
+        if ended && !self.ended.is_empty() {
+            return self.ended.get(pick as usize % self.ended.len()).copied();
+        }
+        let count = self.puts.len() as u64;
+        let nth = pick.checked_rem(count)? as usize;
+        self.puts.keys().nth(nth).copied()
+    }
+
+    /// A request is sent; `probe`: to see whether the device gives what it must not.
+    pub fn sent(&mut self, queue: usize, flight: &Flight, transport: &Transport, probe: bool) {
+        let busy = transport.flight.iter().flatten();
+        let busy: BTreeSet<u64> = busy.flat_map(Flight::pages).collect();
+        if let Some(page) = flight.pages().find(|page| busy.contains(page)) {
+            let what = format!("{:?} uses the device's page {page:#x}", flight.tag);
+            self.fail("buffers", what);
+        }
+        let current = self.is_current(flight.generation);
+        if flight.generation == 0 {
+            self.fail("generation", "a request without a generation".into());
+        }
+        if !current || probe {
+            // It has to be answered STALE, or is asked on purpose.
+            return;
+        }
+        if let Request::PoolCreate { pool, .. } = &*flight.request {
+            if !self.pools.insert(*pool) {
+                self.fail("ids", format!("pool {pool} was there before"));
+            }
+            return;
+        }
+        let pool = flight.request.pool();
+        if pool != 0 && !self.pools.contains(&pool) {
+            self.fail(
+                "generation",
+                format!("pool {pool} is of another generation"),
+            );
+        }
+        match &*flight.request {
+            Request::Put { pages, .. } => {
+                for page in pages {
+                    self.chunk(queue, pool, page.object, page.index);
+                    // Queues are fed apart: cookies grow as pages are put, not as they are sent.
+                    if !self.cookies.insert(page.cookie) {
+                        self.fail("cookie", format!("{:#x} was used before", page.cookie));
+                    }
+                }
+            }
+            Request::Get {
+                object,
+                index,
+                cookies,
+                ..
+            } => {
+                for (index, cookie) in (*index..).zip(cookies) {
+                    let object = *object;
+                    let key = Key {
+                        pool,
+                        object,
+                        index,
+                    };
+                    self.asked(queue, key, *cookie);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Contents of a put that is sent.
+    pub fn putting(&mut self, key: Key, cookie: u64, content: Content) {
+        self.puts.insert((key, cookie), (Fate::Sent, content));
+    }
+
+    fn asked(&mut self, queue: usize, key: Key, cookie: u64) {
+        if cookie == 0 {
+            return;
+        }
+        self.chunk(queue, key.pool, key.object, key.index);
+        let fate = self.puts.get_mut(&(key, cookie));
+        match fate.map(|(fate, _)| std::mem::replace(fate, Fate::Asked)) {
+            Some(Fate::Sent) => {}
+            Some(Fate::Refused) => self.fail("refused", format!("{key:?} is asked for")),
+            Some(Fate::Asked) => self.fail("exclusive", format!("{key:?} is asked for twice")),
+            None => self.fail("generation", format!("{key:?} was not put in this one")),
+        }
+    }
+
+    fn chunk(&mut self, queue: usize, pool: u32, object: u64, index: u64) {
+        let chunk = (pool, object, index >> wire::CHUNK_SHIFT);
+        let first = *self.chunks.entry(chunk).or_insert(queue);
+        if first != queue {
+            let what = format!("{chunk:?} goes to queue {first} and to {queue}");
+            self.fail("order", what);
+        }
+    }
+
+    /// Judges what the device has published since the last time. Returns what a broken one keeps.
+    pub fn observe(&mut self, transport: &Transport, queue_of: impl Fn(Key) -> usize) -> Vec<Kept> {
+        let mut kept = Vec::new();
+        for queue in 0..transport.queues() {
+            let ring = &transport.rings[queue];
+            while self.seen[queue] != ring.used_idx_in_memory() {
+                let place = usize::from(self.seen[queue].wrapping_sub(ring.used_idx()));
+                self.seen[queue] = self.seen[queue].wrapping_add(1);
+                let used = transport.used(queue, place);
+                let flight = transport.flight[queue].get(place);
+                let (Some((_, used_bytes)), Some(flight)) = (used, flight) else {
+                    self.fail("order", format!("queue {queue}: an answer to nothing"));
+                    self.seen[queue] = ring.used_idx_in_memory();
+                    break;
+                };
+                self.judge(queue, flight, used_bytes, transport, &queue_of, &mut kept);
+            }
+        }
+        kept
+    }
+
+    fn judge(
+        &mut self,
+        queue: usize,
+        flight: &Flight,
+        used_bytes: u32,
+        transport: &Transport,
+        queue_of: &impl Fn(Key) -> usize,
+        kept: &mut Vec<Kept>,
+    ) {
+        let done = Done {
+            token: 0,
+            queue,
+            request: (*flight.request).clone(),
+            generation: flight.generation,
+            answer: flight.answer(transport.ram(), used_bytes),
+        };
+        let keeps = matches!(
+            (self.mutation, &done.request),
+            (Some(Mutation::HitKeepsPage), Request::Get { .. })
+                | (Some(Mutation::FlushIgnored), Request::Flush { .. })
+                | (Some(Mutation::RefusedLeavesOld), Request::Put { .. })
+        );
+        let held = |model: &Model, (key, cookie): &(Key, u64)| model.cookie(*key) == Some(*cookie);
+        let before = self.held_of(&done.request);
+        if let Err(violation) = self.model.judge(&flight.asked, &done, queue_of) {
+            self.fail("device", violation.to_string());
+        }
+        if let Request::Put { pool, pages } = &done.request
+            && done.generation == self.model.generation()
+        {
+            for (page, answer) in pages.iter().zip(&done.answer.pages) {
+                let key = Key {
+                    pool: *pool,
+                    object: page.object,
+                    index: page.index,
+                };
+                if answer.result == wire::P_REFUSED
+                    && let Some((fate, _)) = self.puts.get_mut(&(key, page.cookie))
+                {
+                    *fate = Fate::Refused;
+                }
+            }
+        }
+        for put in before {
+            if held(&self.model, &put) {
+                continue;
+            }
+            self.ended.push_front(put);
+            self.ended.truncate(ENDED);
+            // A put that replaced it is no reason to keep it.
+            if keeps && self.model.cookie(put.0).is_none() {
+                let (key, cookie) = put;
+                let Some(&(_, content)) = self.puts.get(&put) else {
+                    continue;
+                };
+                kept.push(Kept {
+                    key,
+                    cookie,
+                    content,
+                });
+            }
+        }
+    }
+
+    /// What the device holds and may hold no longer after this request.
+    fn held_of(&self, request: &Request) -> Vec<(Key, u64)> {
+        let with_cookie = |key: Key| Some((key, self.model.cookie(key)?));
+        match request {
+            Request::Put { pool, pages } => {
+                let keys = pages.iter().map(|page| Key {
+                    pool: *pool,
+                    object: page.object,
+                    index: page.index,
+                });
+                keys.filter_map(with_cookie).collect()
+            }
+            Request::Get {
+                pool,
+                object,
+                index,
+                cookies,
+            } => {
+                let keys = (*index..).take(cookies.len()).map(|index| Key {
+                    pool: *pool,
+                    object: *object,
+                    index,
+                });
+                keys.filter_map(with_cookie).collect()
+            }
+            Request::Flush { .. } => {
+                let puts = self.puts.keys().copied();
+                puts.filter(|put| with_cookie(put.0) == Some(*put))
+                    .collect()
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// Looks for pages of other guests in the memory of this one.
+    pub fn look_for_others(&mut self, transport: &Transport) {
+        for (addr, word) in transport.first_words() {
+            if let Some(owner) = content::owner(word)
+                && owner != self.guest
+            {
+                self.fail("isolation", format!("a page of g{owner} lies at {addr:#x}"));
+            }
+        }
+    }
+}

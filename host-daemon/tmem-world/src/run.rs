@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Runs scripts: one, or those of many seeds on several threads.
+//!
+//! A panic of the daemon's or the pool's code is a failure like any other.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use crate::mutation::Mutation;
+use crate::oracle::Failure;
+use crate::script::Script;
+use crate::world::World;
+
+/// How a run ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Outcome {
+    /// The first rule that did not hold, and the step at which that was seen.
+    pub failure: Option<(usize, Failure)>,
+    /// Pages stored, hit, refused, lost and requests stale.
+    pub counts: [u64; 5],
+    /// Virtual time.
+    pub now_ns: u64,
+}
+
+/// Runs a script.
+#[must_use]
+pub fn run(script: &Script) -> Outcome {
+    caught(script, &mut |_| {})
+}
+
+/// Runs a script and tells each step and what came of it.
+pub fn run_traced(script: &Script, mut tell: impl FnMut(String)) -> Outcome {
+    caught(script, &mut |line| tell(line()))
+}
+
+type Tell<'a> = &'a mut dyn FnMut(&dyn Fn() -> String);
+
+fn caught(script: &Script, tell: Tell<'_>) -> Outcome {
+    catch_unwind(AssertUnwindSafe(|| play(script, tell))).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string));
+        let failure = Failure {
+            rule: "panic",
+            what: text.unwrap_or_default(),
+        };
+        Outcome {
+            failure: Some((script.steps.len(), failure)),
+            counts: [0; 5],
+            now_ns: 0,
+        }
+    })
+}
+
+fn play(script: &Script, tell: Tell<'_>) -> Outcome {
+    let mut world = World::new(&script.setup);
+    tell(&|| format!("{:?}", script.setup));
+    for step in &script.steps {
+        world.step(*step);
+        tell(&|| format!("{:4} {step:?}: {}", world.at, world.digest()));
+        if world.failure().is_some() {
+            break;
+        }
+    }
+    if world.failure().is_none() {
+        world.end();
+        tell(&|| format!("{:4} end: {}", world.at, world.digest()));
+    }
+    Outcome {
+        failure: world.failure().map(|failure| (world.at, failure)),
+        counts: world.counts(),
+        now_ns: world.now_ns(),
+    }
+}
+
+/// A seed that failed.
+#[derive(Clone, Debug)]
+pub struct Found {
+    /// The seed.
+    pub seed: u64,
+    /// At which step.
+    pub at: usize,
+    /// What.
+    pub failure: Failure,
+}
+
+/// What many seeds came to.
+#[derive(Clone, Debug, Default)]
+pub struct Totals {
+    /// Seeds that were run to their end.
+    pub seeds: u64,
+    /// As in [`Outcome`].
+    pub counts: [u64; 5],
+    /// Virtual time.
+    pub now_ns: u64,
+    /// The smallest seed that failed.
+    pub found: Option<Found>,
+}
+
+/// Runs `count` seeds from `first` on until one fails. With several threads the smallest seed that
+/// fails is still the one that is found. `progress` is told how many are done.
+pub fn run_seeds(
+    (first, count): (u64, u64),
+    mutation: Option<Mutation>,
+    threads: usize,
+    progress: impl Fn(u64) + Sync,
+) -> Totals {
+    let next = AtomicU64::new(first);
+    let end = AtomicU64::new(first + count);
+    let totals = Mutex::new(Totals::default());
+    let work = || loop {
+        let seed = next.fetch_add(1, Relaxed);
+        if seed >= end.load(Relaxed) {
+            return;
+        }
+        let outcome = run(&Script::draw(seed, mutation));
+        let mut totals = totals.lock().expect("nobody panics with it");
+        totals.seeds += 1;
+        totals.now_ns += outcome.now_ns;
+        let sums = totals.counts.iter_mut().zip(outcome.counts);
+        sums.for_each(|(sum, n)| *sum += n);
+        if let Some((at, failure)) = outcome.failure
+            && totals.found.as_ref().is_none_or(|found| seed < found.seed)
+        {
+            // Smaller seeds that others are at go on.
+            end.fetch_min(seed, Relaxed);
+            totals.found = Some(Found { seed, at, failure });
+        }
+        let seeds = totals.seeds;
+        drop(totals);
+        progress(seeds);
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..threads.max(1) {
+            scope.spawn(work);
+        }
+    });
+    totals.into_inner().expect("nobody panics with it")
+}

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What happens in a world, and in which order: a list of steps, drawn from a seed.
+//!
+//! Steps name what they touch by small numbers and mean something in any state of the world, or
+//! nothing: so any part of a script is a script, which is what shrinking needs. A seed also draws
+//! which faults there are at all, since some only meet when others stay away.
+
+use crate::kernel::{FILES, PAGES};
+use crate::mutation::Mutation;
+
+/// What one step does. `u8`s are numbers of guests, hosts or files, modulo how many there are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(
+    missing_docs,
+    reason = "their fields are guests, hosts, files and pages"
+)]
+pub enum Step {
+    /// Everybody has a turn, in an order of its own.
+    Serve(u16),
+    /// A worker of a host has a round.
+    Round(u8, u8),
+    /// Janitors of a host work.
+    Maintain(u8),
+    /// The guest takes interrupts and does what waits.
+    Run(u8),
+    /// The feeder of a guest's queue.
+    Feed(u8, u8),
+    /// Pages are read; the reader looks for so many rounds whether the answer is there.
+    Read(u8, u8, u8, u8, u8),
+    /// Pages are overwritten.
+    Write(u8, u8, u8, u8),
+    /// A file is written back.
+    WriteBack(u8, u8),
+    /// Pages are reclaimed.
+    Evict(u8, u8, u8, u8),
+    /// A file is truncated.
+    Truncate(u8, u8, u8),
+    /// A file is deleted.
+    Delete(u8, u8),
+    /// A page is written past the page cache.
+    WriteDirect(u8, u8, u8),
+    /// That ends.
+    Close(u8, u8),
+    /// The file system is mounted anew.
+    Remount(u8),
+    /// The guest asks for what was once put.
+    AskOld(u8, u16),
+    /// Time passes, in µs.
+    Time(u32),
+    /// The daemon of a host is killed after so many looks at front ends.
+    Kill(u8, u8),
+    /// A daemon starts.
+    Boot(u8),
+    /// A daemon is stopped, and goes on.
+    Freeze(u8),
+    Thaw(u8),
+    /// A VMM loses its connection after so many looks at it.
+    HangUp(u8, u8),
+    /// The daemon notices.
+    Notice(u8),
+    /// A VMM connects.
+    Connect(u8),
+    /// A VMM connects with memory that the daemon must not take.
+    Refuse(u8),
+    /// The VM is paused, and goes on.
+    Pause(u8),
+    /// It is paused after so many looks, in the middle of a turn, and the drain waits no longer.
+    PauseLate(u8, u8),
+    Continue(u8),
+    /// The VM is reset.
+    Reset(u8),
+    /// A snapshot of memory and disk is taken, and the VM goes back to it.
+    Snapshot(u8),
+    Rollback(u8),
+    /// The disk goes back while the VM is off.
+    Revert(u8),
+    /// Memory is sent to another host, the VM goes there, or stays.
+    Migrate(u8),
+    Arrive(u8),
+    Cancel(u8),
+    /// The memory table changes.
+    MemTable(u8),
+    /// The pool of a host has so many KiB.
+    Resize(u8, u16),
+    /// A VM's cache on a host is frozen, and no longer.
+    FreezeVm(u8, u8),
+    ThawVm(u8, u8),
+    /// A VM's limit on a host, in KiB.
+    Limit(u8, u8, u16),
+}
+
+/// What a world is made of.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Setup {
+    /// Of everything that is random in it.
+    pub seed: u64,
+    /// Guests.
+    pub guests: usize,
+    /// Hosts.
+    pub hosts: usize,
+    /// Workers of a daemon.
+    pub workers: usize,
+    /// Queues of each guest, the control queue included.
+    pub queues: usize,
+    /// VIRTIO_F_EVENT_IDX.
+    pub event_idx: bool,
+    /// VIRTIO_F_INDIRECT_DESC.
+    pub indirect: bool,
+    /// Size of each pool.
+    pub pool_kib: u16,
+    /// All guests share one trust domain.
+    pub one_domain: bool,
+    /// What is broken.
+    pub mutation: Option<Mutation>,
+}
+
+/// A setup and what happens.
+#[derive(Clone, Debug)]
+pub struct Script {
+    /// The world.
+    pub setup: Setup,
+    /// Steps.
+    pub steps: Vec<Step>,
+}
+
+/// Steps of a script at least and at most.
+const STEPS: std::ops::RangeInclusive<usize> = 60..=240;
+
+/// Steps between a fault and its remedy at most.
+const REMEDY_WITHIN: usize = 14;
+
+/// Of which kinds of fault a script may have.
+const FAULTS: usize = 13;
+
+struct Draw {
+    rng: fastrand::Rng,
+    guests: u8,
+    hosts: u8,
+    enabled: [bool; FAULTS],
+}
+
+impl Draw {
+    fn guest(&mut self) -> u8 {
+        self.rng.u8(..self.guests)
+    }
+
+    fn host(&mut self) -> u8 {
+        self.rng.u8(..self.hosts)
+    }
+
+    fn file(&mut self) -> u8 {
+        self.rng.u8(..FILES as u8)
+    }
+
+    fn page(&mut self) -> u8 {
+        self.rng.u8(..PAGES as u8)
+    }
+
+    fn work(&mut self) -> Step {
+        let (guest, file, page) = (self.guest(), self.file(), self.page());
+        match self.rng.u8(..144) {
+            0..=24 => Step::Serve(self.rng.u16(..)),
+            25..=36 => Step::Round(self.host(), self.rng.u8(..4)),
+            37..=42 => Step::Maintain(self.host()),
+            43..=52 => Step::Run(guest),
+            53..=62 => Step::Feed(guest, self.rng.u8(..4)),
+            63..=86 => {
+                let (count, spin) = (self.rng.u8(1..=PAGES as u8), self.rng.u8(..4));
+                Step::Read(guest, file, page, count, spin)
+            }
+            87..=96 => Step::Write(guest, file, page, self.rng.u8(1..=6)),
+            97..=101 => Step::WriteBack(guest, file),
+            102..=121 => Step::Evict(guest, file, page, self.rng.u8(1..=PAGES as u8)),
+            122 => Step::Truncate(guest, file, page),
+            123 => Step::Delete(guest, file),
+            124 | 125 => Step::WriteDirect(guest, file, page),
+            126 | 127 => Step::Close(guest, file),
+            128 => Step::Remount(guest),
+            129..=136 => Step::AskOld(guest, self.rng.u16(..)),
+            _ => {
+                let times = [20, 100, 1_000, 6_000, 21_000, 60_000, 300_000, 1_100_000];
+                Step::Time(times[self.rng.usize(..times.len())])
+            }
+        }
+    }
+
+    /// A fault and what makes it good, None where that is in it.
+    fn fault(&mut self) -> Option<(Step, Option<Step>)> {
+        let kind = self.rng.usize(..FAULTS);
+        if !self.enabled[kind] {
+            return None;
+        }
+        let (guest, host) = (self.guest(), self.host());
+        let looks = self.rng.u8(..40);
+        Some(match kind {
+            0 => (Step::Kill(host, looks), Some(Step::Boot(host))),
+            1 => (Step::Freeze(host), Some(Step::Thaw(host))),
+            2 => (Step::HangUp(guest, looks), Some(Step::Connect(guest))),
+            3 => (Step::Refuse(guest), Some(Step::Connect(guest))),
+            4 => {
+                let pauses = [Step::Pause(guest), Step::PauseLate(guest, looks)];
+                (pauses[self.rng.usize(..2)], Some(Step::Continue(guest)))
+            }
+            5 => (Step::Reset(guest), None),
+            6 => (Step::Snapshot(guest), Some(Step::Rollback(guest))),
+            7 => (Step::Snapshot(guest), Some(Step::Revert(guest))),
+            8 => {
+                let ends = [Step::Arrive(guest), Step::Cancel(guest)];
+                (Step::Migrate(guest), Some(ends[self.rng.usize(..2)]))
+            }
+            9 => (Step::MemTable(guest), None),
+            10 => {
+                let sizes = [160, 240, 400, 700];
+                let size = sizes[self.rng.usize(..sizes.len())];
+                (Step::Resize(host, size), Some(Step::Resize(host, 1024)))
+            }
+            11 => (Step::FreezeVm(host, guest), Some(Step::ThawVm(host, guest))),
+            _ => {
+                let limits = [0, 8, 40, 4096];
+                let limit = limits[self.rng.usize(..limits.len())];
+                (Step::Limit(host, guest, limit), None)
+            }
+        })
+    }
+}
+
+impl Script {
+    /// The script of a seed.
+    #[must_use]
+    pub fn draw(seed: u64, mutation: Option<Mutation>) -> Script {
+        let mut rng = fastrand::Rng::with_seed(seed);
+        let setup = Setup {
+            seed: rng.u64(..),
+            guests: rng.usize(1..=3),
+            hosts: rng.usize(1..=2),
+            workers: rng.usize(1..=2),
+            queues: rng.usize(2..=4),
+            event_idx: rng.u8(..4) > 0,
+            indirect: rng.u8(..4) > 0,
+            pool_kib: if rng.bool() { 1024 } else { 4096 },
+            one_domain: rng.bool(),
+            mutation,
+        };
+        let mut draw = Draw {
+            guests: setup.guests as u8,
+            hosts: setup.hosts as u8,
+            enabled: std::array::from_fn(|_| rng.bool()),
+            rng,
+        };
+        let count = draw.rng.usize(STEPS);
+        // One step in so many is a fault, if its kind is enabled.
+        let every = draw.rng.usize(6..=30);
+        // Most of the time somebody is there to be at fault.
+        let mut steps: Vec<Step> = (0..4).map(Step::Serve).collect();
+        let mut remedies: Vec<(usize, Step)> = Vec::new();
+        while steps.len() < count {
+            if let Some(at) = remedies.iter().position(|(due, _)| *due <= steps.len()) {
+                let remedy = remedies.swap_remove(at).1;
+                steps.push(remedy);
+                if let Step::Boot(_) = remedy {
+                    steps.extend((0..draw.guests).map(Step::Connect));
+                }
+                continue;
+            }
+            let fault = (draw.rng.usize(..every) == 0)
+                .then(|| draw.fault())
+                .flatten();
+            let Some((fault, remedy)) = fault else {
+                let step = draw.work();
+                steps.push(step);
+                continue;
+            };
+            steps.push(fault);
+            if let Step::HangUp(guest, _) = fault
+                && draw.rng.bool()
+            {
+                steps.push(Step::Notice(guest));
+            }
+            let due = steps.len() + draw.rng.usize(..=REMEDY_WITHIN);
+            remedies.extend(remedy.map(|step| (due, step)));
+        }
+        Script { setup, steps }
+    }
+}

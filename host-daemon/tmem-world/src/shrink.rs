@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Fewer steps for the same failure: delta debugging (Zeller and Hildebrandt, 2002).
+//!
+//! Leaves out stretches of steps, large ones first, as long as the same rule fails. A step means the
+//! same wherever it stands, so what is left replays by itself.
+
+use crate::oracle::Failure;
+use crate::run::run;
+use crate::script::{Script, Step};
+
+/// Runs at most, so that it ends within a minute.
+const RUNS_MAX: usize = 4_000;
+
+/// The shortest script found that fails by the same rule, and its failure. None: it does not fail.
+#[must_use]
+pub fn shrink(script: &Script) -> Option<(Script, Failure)> {
+    let (_, first) = run(script).failure?;
+    let rule = first.rule;
+    let mut best = (script.clone(), first);
+    let mut runs = 0;
+    let mut length = best.0.steps.len().div_ceil(2).max(1);
+    loop {
+        let mut at = 0;
+        let mut shorter = false;
+        while at < best.0.steps.len() && runs < RUNS_MAX {
+            let end = (at + length).min(best.0.steps.len());
+            let kept: Vec<Step> = [&best.0.steps[..at], &best.0.steps[end..]].concat();
+            let tried = Script {
+                setup: best.0.setup.clone(),
+                steps: kept,
+            };
+            runs += 1;
+            match run(&tried).failure {
+                Some((_, failure)) if failure.rule == rule => {
+                    best = (tried, failure);
+                    shorter = true;
+                }
+                _ => at = end,
+            }
+        }
+        if runs >= RUNS_MAX || (length == 1 && !shorter) {
+            return Some(best);
+        }
+        length = if length == 1 { 1 } else { length / 2 };
+    }
+}

@@ -1,0 +1,575 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A world: hosts, guests and their time. It does the steps of a script, one after the other.
+//!
+//! Time passes in steps only, and stops at each reader's deadline on its way. Everything random is
+//! drawn from the setup's seed and the step's own numbers, never from a stream that a step left out
+//! would shift.
+
+mod end;
+mod faults;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use tmem_pool::{Put, PutResult, Time};
+use tmem_sim::driver::queue_of;
+use virtio_tmem as wire;
+
+use crate::content::{self, Version};
+use crate::driver::{DEADLINE_NS, Driver, Port};
+use crate::host::{Host, HostConfig};
+use crate::kernel::{FILES, Kernel, PAGES, Storage};
+use crate::machine::{Link, Machine};
+use crate::mutation::Mutation;
+use crate::oracle::{Failure, Kept, Oracle};
+use crate::script::{Setup, Step};
+use crate::transport::Tag;
+
+/// What a step takes.
+const STEP_NS: u64 = 5_000;
+
+/// Memory, disk and clock of a guest as they were.
+struct Snapshot {
+    kernel: Kernel,
+    storage: Storage,
+    ram: Vec<Vec<u8>>,
+    bases: Vec<u16>,
+    now_ns: u64,
+}
+
+/// A guest with its machine.
+struct Guest {
+    kernel: Kernel,
+    storage: Storage,
+    machine: Machine,
+    oracle: Oracle,
+    snapshot: Option<Snapshot>,
+    /// Last version written; never goes back.
+    version: Version,
+    /// Times that it booted.
+    boots: u64,
+    /// The host that it runs on.
+    home: usize,
+    /// Its clock is behind the world's by so much; while it is paused, it stands.
+    behind_ns: u64,
+    paused_at_ns: Option<u64>,
+}
+
+impl Guest {
+    fn now_ns(&self, world_ns: u64) -> u64 {
+        self.paused_at_ns.unwrap_or(world_ns - self.behind_ns)
+    }
+
+    fn parts(&mut self, world_ns: u64) -> (&mut Kernel, &mut Storage, Port<'_>) {
+        let port = Port {
+            now_ns: self.now_ns(world_ns),
+            generation: self.machine.generation,
+            oracle: &mut self.oracle,
+            kicks: &self.machine.kicks,
+        };
+        (&mut self.kernel, &mut self.storage, port)
+    }
+
+    fn runs(&self) -> bool {
+        self.paused_at_ns.is_none()
+    }
+
+    fn unlink(&mut self) -> Option<Link> {
+        self.oracle.lost();
+        self.machine.unlink()
+    }
+
+    fn new_version(&mut self) -> Version {
+        self.version += 1;
+        self.version
+    }
+}
+
+/// A connection whose front end has hung up, and whose daemon did not notice yet.
+struct Ghost {
+    guest: usize,
+    link: Link,
+}
+
+/// An answer that a broken backend writes too late.
+struct Late {
+    due: usize,
+    guest: usize,
+    addr: u64,
+    bytes: Vec<u8>,
+}
+
+/// Everything there is.
+pub struct World {
+    setup: Setup,
+    now_ns: Arc<AtomicU64>,
+    hosts: Vec<Option<Host>>,
+    guests: Vec<Guest>,
+    ghosts: Vec<Ghost>,
+    late: Vec<Late>,
+    /// What broken devices hold, and the generation that it is of; it takes room.
+    kept: Vec<(usize, u64, Kept)>,
+    boots: u64,
+    /// Number of the step.
+    pub at: usize,
+}
+
+fn mix(seed: u64, salt: u64) -> u64 {
+    fastrand::Rng::with_seed(seed ^ salt.wrapping_mul(0x9e37_79b9_7f4a_7c15)).u64(..)
+}
+
+impl World {
+    /// All hosts and guests start, and connect.
+    pub fn new(setup: &Setup) -> World {
+        let mut world = World {
+            setup: setup.clone(),
+            now_ns: Arc::new(AtomicU64::new(0)),
+            hosts: Vec::new(),
+            guests: Vec::new(),
+            ghosts: Vec::new(),
+            late: Vec::new(),
+            kept: Vec::new(),
+            boots: 0,
+            at: 0,
+        };
+        for _ in 0..setup.hosts {
+            let host = world.boot();
+            world.hosts.push(Some(host));
+        }
+        for number in 0..setup.guests {
+            let queues = setup.queues;
+            let features = (setup.event_idx, setup.indirect);
+            let machine = Machine::new(queues, features, setup.mutation);
+            let driver = Driver::new(
+                machine.transport(),
+                mix(setup.seed, 50 + number as u64) >> 2,
+                setup.mutation,
+            );
+            let mut kernel = Kernel::new(number, driver, setup.mutation);
+            let mut storage = Storage::default();
+            let version = kernel.fill(&mut storage);
+            world.guests.push(Guest {
+                kernel,
+                storage,
+                machine,
+                oracle: Oracle::new(number, queues, setup.mutation),
+                snapshot: None,
+                version,
+                boots: 0,
+                home: number % setup.hosts,
+                behind_ns: 0,
+                paused_at_ns: None,
+            });
+            world.connect(number);
+        }
+        world
+    }
+
+    fn boot(&mut self) -> Host {
+        self.boots += 1;
+        let domain = self.setup.one_domain.then(|| "all".to_string());
+        let config = HostConfig {
+            seed: mix(self.setup.seed, 1_000 + self.boots),
+            pool_bytes: u64::from(self.setup.pool_kib) << 10,
+            workers: self.setup.workers,
+            domains: vec![domain; self.setup.guests],
+            mutation: self.setup.mutation,
+        };
+        Host::boot(&config, self.now_ns.clone())
+    }
+
+    fn is(&self, mutation: Mutation) -> bool {
+        self.setup.mutation == Some(mutation)
+    }
+
+    /// World time.
+    pub fn now_ns(&self) -> u64 {
+        self.now_ns.load(Relaxed)
+    }
+
+    /// The first rule that did not hold.
+    pub fn failure(&self) -> Option<Failure> {
+        self.guests.iter().find_map(|g| g.oracle.failure.clone())
+    }
+
+    /// What there is, in a line.
+    pub fn digest(&self) -> String {
+        let guests = self.guests.iter().map(|g| {
+            let driver = &g.kernel.driver;
+            let used = driver.transport.rings.iter();
+            let used: Vec<u16> = used.map(|ring| ring.used_idx_in_memory()).collect();
+            format!(
+                "[{} {} held {} in flight {} used {used:?} {:?}]",
+                if g.machine.started() { "up" } else { "down" },
+                if driver.online().is_some() {
+                    "on"
+                } else {
+                    "off"
+                },
+                driver.held(),
+                driver.transport.in_flight(),
+                g.oracle.model.counts(),
+            )
+        });
+        let guests: Vec<String> = guests.collect();
+        format!("{} µs {}", self.now_ns() / 1_000, guests.join(" "))
+    }
+
+    /// Pages stored, hit, refused, lost and requests stale, of all guests.
+    pub fn counts(&self) -> [u64; 5] {
+        let mut sum = [0; 5];
+        for guest in &self.guests {
+            let c = guest.oracle.model.counts();
+            let counts = [c.stored, c.hits, c.refused, c.lost, c.stale];
+            sum.iter_mut().zip(counts).for_each(|(sum, n)| *sum += n);
+        }
+        sum
+    }
+
+    /// Time passes; readers give up when theirs is over.
+    fn advance(&mut self, ns: u64) {
+        let until = self.now_ns() + ns;
+        loop {
+            let next = self.guests.iter().filter(|g| g.runs()).filter_map(|g| {
+                let deadline = g.kernel.driver.next_deadline_ns()?;
+                Some(deadline + g.behind_ns)
+            });
+            let next = next.min().unwrap_or(u64::MAX);
+            let now = next.clamp(self.now_ns(), until);
+            self.now_ns.store(now, Relaxed);
+            for guest in self.guests.iter_mut().filter(|g| g.runs()) {
+                let (kernel, storage, mut port) = guest.parts(now);
+                kernel.finish(&mut port, storage);
+                let waited_ns = kernel.driver.longest_wait_ns(port.now_ns);
+                if waited_ns > DEADLINE_NS {
+                    let what = format!("a reader waits for {waited_ns} ns already");
+                    port.oracle.fail("deadline", what);
+                }
+            }
+            if now == until {
+                return;
+            }
+        }
+    }
+
+    /// Does a step. What it cannot do is left undone.
+    pub fn step(&mut self, step: Step) {
+        self.at += 1;
+        self.advance(STEP_NS);
+        self.write_late();
+        let guest = |g: u8| usize::from(g) % self.setup.guests;
+        let host = |h: u8| usize::from(h) % self.setup.hosts;
+        let file = |f: u8| u32::from(f) % FILES;
+        let page = |p: u8| u64::from(p) % PAGES;
+        match step {
+            Step::Serve(salt) => self.serve(salt),
+            Step::Round(h, w) => self.round(host(h), w.into()),
+            Step::Maintain(h) => self.maintain(host(h)),
+            Step::Run(g) => self.run(guest(g)),
+            Step::Feed(g, q) => {
+                let queues = self.setup.queues - 1;
+                self.feed(guest(g), 1 + usize::from(q) % queues);
+            }
+            Step::Read(g, f, p, n, spin) => {
+                self.read(guest(g), file(f), (page(p), n.into()), spin);
+            }
+            Step::Write(g, f, p, n) => {
+                let (g, f) = (guest(g), file(f));
+                for p in page(p)..(page(p) + u64::from(n)).min(PAGES) {
+                    let version = self.guests[g].new_version();
+                    self.files(g, |kernel, storage| kernel.write(storage, f, p, version));
+                }
+            }
+            Step::WriteBack(g, f) => {
+                let f = file(f);
+                self.files(guest(g), |kernel, storage| kernel.write_back(storage, f));
+            }
+            Step::Evict(g, f, p, n) => {
+                let (f, p) = (file(f), page(p));
+                self.files(guest(g), |kernel, _| kernel.evict(f, p, n.into()));
+            }
+            Step::Truncate(g, f, p) => {
+                let (f, p) = (file(f), page(p));
+                self.files(guest(g), |kernel, storage| kernel.truncate(storage, f, p));
+            }
+            Step::Delete(g, f) => {
+                let f = file(f);
+                self.files(guest(g), |kernel, storage| kernel.delete(storage, f));
+            }
+            Step::WriteDirect(g, f, p) => {
+                let (g, f, p) = (guest(g), file(f), page(p));
+                let version = self.guests[g].new_version();
+                self.files(g, |kernel, storage| {
+                    kernel.write_direct(storage, f, p, version);
+                });
+            }
+            Step::Close(g, f) => {
+                let f = file(f);
+                self.files(guest(g), |kernel, _| kernel.driver.unbypass(f));
+            }
+            Step::Remount(g) => self.files(guest(g), |kernel, storage| kernel.remount(storage)),
+            Step::AskOld(g, pick) => self.ask_old(guest(g), pick),
+            Step::Time(us) => self.advance(u64::from(us) * 1_000),
+            Step::Kill(h, looks) => self.light(host(h), looks),
+            Step::Boot(h) => self.start_host(host(h)),
+            Step::Freeze(h) => self.freeze(host(h), true),
+            Step::Thaw(h) => self.freeze(host(h), false),
+            Step::HangUp(g, looks) => self.light_guest(guest(g), looks),
+            Step::Notice(g) => self.notice(guest(g)),
+            Step::Connect(g) => self.connect(guest(g)),
+            Step::Refuse(g) => self.refuse(guest(g)),
+            Step::Pause(g) => self.pause(guest(g)),
+            Step::PauseLate(g, looks) => self.pause_late(guest(g), looks),
+            Step::Continue(g) => self.go_on(guest(g)),
+            Step::Reset(g) => self.reset(guest(g)),
+            Step::Snapshot(g) => self.snapshot(guest(g)),
+            Step::Rollback(g) => self.rollback(guest(g)),
+            Step::Revert(g) => self.revert(guest(g)),
+            Step::Migrate(g) => self.migrate(guest(g)),
+            Step::Arrive(g) => self.arrive(guest(g)),
+            Step::Cancel(g) => self.cancel(guest(g)),
+            Step::MemTable(g) => self.change_memory(guest(g)),
+            Step::Resize(h, kib) => self.resize(host(h), kib),
+            Step::FreezeVm(h, g) => self.freeze_vm(host(h), guest(g), true),
+            Step::ThawVm(h, g) => self.freeze_vm(host(h), guest(g), false),
+            Step::Limit(h, g, kib) => self.limit(host(h), guest(g), kib),
+        }
+    }
+
+    // ---- guests -------------------------------------------------------------------------------
+
+    fn files(&mut self, g: usize, change: impl FnOnce(&mut Kernel, &mut Storage)) {
+        let guest = &mut self.guests[g];
+        if guest.runs() {
+            change(&mut guest.kernel, &mut guest.storage);
+        }
+    }
+
+    fn serve(&mut self, salt: u16) {
+        let mut rng = fastrand::Rng::with_seed(mix(self.setup.seed, 5_000 + u64::from(salt)));
+        let mut turns = Vec::new();
+        for g in 0..self.setup.guests {
+            turns.push((0, g, 0));
+            turns.extend((1..self.setup.queues).map(|q| (1, g, q)));
+        }
+        for h in 0..self.setup.hosts {
+            turns.extend((0..self.setup.workers).map(|w| (2, h, w)));
+        }
+        rng.shuffle(&mut turns);
+        for (what, who, which) in turns {
+            match what {
+                0 => self.run(who),
+                1 => self.feed(who, which),
+                _ => self.round(who, which),
+            }
+        }
+    }
+
+    /// The guest takes its interrupts, and does what waits.
+    fn run(&mut self, g: usize) {
+        let now = self.now_ns();
+        let guest = &mut self.guests[g];
+        if !guest.runs() {
+            return;
+        }
+        let changed = std::mem::take(&mut guest.machine.config_irq);
+        let queues = 0..guest.kernel.driver.transport.queues();
+        let called: Vec<usize> = queues.filter(|q| guest.machine.interrupted(*q)).collect();
+        let (kernel, storage, mut port) = guest.parts(now);
+        if changed {
+            kernel.driver.config_changed();
+        }
+        for queue in called {
+            kernel.driver.collect(&mut port, queue);
+        }
+        kernel.driver.work(&mut port);
+        kernel.finish(&mut port, storage);
+        self.forge_generations(g);
+    }
+
+    fn feed(&mut self, g: usize, queue: usize) {
+        let now = self.now_ns();
+        let guest = &mut self.guests[g];
+        if guest.runs() {
+            let (kernel, _, mut port) = guest.parts(now);
+            kernel.driver.feed(&mut port, queue);
+            self.forge_generations(g);
+        }
+    }
+
+    fn read(&mut self, g: usize, inode: u32, pages: (u64, u64), spin: u8) {
+        let now = self.now_ns();
+        if !self.guests[g].runs() {
+            return;
+        }
+        let (kernel, storage, mut port) = self.guests[g].parts(now);
+        kernel.read(&mut port, storage, inode, pages);
+        self.forge_generations(g);
+        for _ in 0..spin {
+            let Some(h) = self.guests[g].machine.link.as_ref().map(|link| link.host) else {
+                break;
+            };
+            (0..self.setup.workers).for_each(|worker| self.round(h, worker));
+            let (kernel, storage, mut port) = self.guests[g].parts(now);
+            for queue in 0..kernel.driver.transport.queues() {
+                kernel.driver.collect(&mut port, queue);
+            }
+            kernel.finish(&mut port, storage);
+        }
+    }
+
+    fn ask_old(&mut self, g: usize, pick: u16) {
+        let now = self.now_ns();
+        let guest = &mut self.guests[g];
+        if let (true, Some((key, cookie))) = (guest.runs(), guest.oracle.any_put(pick.into())) {
+            let (kernel, _, mut port) = guest.parts(now);
+            kernel.driver.ask_in_vain(&mut port, key, cookie);
+        }
+    }
+
+    /// As if the device did not look at it: requests carry the generation that it wants.
+    fn forge_generations(&mut self, g: usize) {
+        let machine = &self.guests[g].machine;
+        if self.is(Mutation::GenerationUnchecked) && machine.generation != 0 {
+            let transport = &self.guests[g].kernel.driver.transport;
+            for flight in transport.flight.iter().flatten() {
+                let generation = machine.generation.to_le_bytes();
+                machine.ram.write(flight.page, &generation);
+            }
+        }
+    }
+
+    // ---- hosts --------------------------------------------------------------------------------
+
+    fn round(&mut self, h: usize, worker: usize) {
+        if let Some(host) = &mut self.hosts[h] {
+            host.round(worker % host.workers());
+            self.look(h);
+        }
+    }
+
+    fn maintain(&mut self, h: usize) {
+        if let Some(host) = &mut self.hosts[h] {
+            host.maintain();
+        }
+    }
+
+    /// Judges what a host's daemon has published, and lets end what ended meanwhile.
+    fn look(&mut self, h: usize) {
+        for g in 0..self.guests.len() {
+            self.swap_answers(g);
+            self.observe(g);
+            self.show_neighbour(g);
+        }
+        if self.hosts[h].as_ref().is_some_and(|h| h.death.is_burnt()) {
+            self.kill(h);
+        }
+        for g in 0..self.guests.len() {
+            let link = self.guests[g].machine.link.as_ref();
+            if link.is_some_and(|link| link.hang_up.is_burnt()) {
+                self.hang_up(g);
+            } else if link.is_some_and(|link| link.hang_up.is_draining()) {
+                self.pause(g);
+            }
+        }
+    }
+
+    fn observe(&mut self, g: usize) {
+        let guest = &mut self.guests[g];
+        let transport = &guest.kernel.driver.transport;
+        let queues = transport.queues();
+        if !guest.machine.started() {
+            guest.oracle.nothing_new(transport);
+            return;
+        }
+        let queue_of = |key: tmem_sim::Key| queue_of(queues, key.object, key.index);
+        let kept = guest.oracle.observe(transport, queue_of);
+        let generation = guest.oracle.model.generation();
+        self.kept
+            .extend(kept.into_iter().map(|kept| (g, generation, kept)));
+        if !self.kept.is_empty() {
+            self.put_back(g, generation);
+        }
+    }
+
+    /// The device of a broken daemon gets what it should not hold, as soon as there is room for it
+    /// and unless there is something newer.
+    fn put_back(&mut self, g: usize, generation: u64) {
+        let guest = &self.guests[g];
+        let h = guest.machine.link.as_ref().map(|link| link.host);
+        let Some(host) = h.and_then(|h| self.hosts[h].as_ref()) else {
+            return;
+        };
+        let now = Time(self.now_ns());
+        self.kept.retain(|(who, when, kept)| {
+            let waits = *who != g || *when != generation;
+            waits || (guest.oracle.model.cookie(kept.key).is_none() && !put(host, g, now, kept))
+        });
+    }
+
+    fn swap_answers(&mut self, g: usize) {
+        if self.is(Mutation::AnswersSwapped) {
+            let guest = &self.guests[g];
+            let transport = &guest.kernel.driver.transport;
+            for queue in 0..transport.queues() {
+                let first = guest.oracle.seen(queue);
+                let used = transport.rings[queue].used_idx_in_memory();
+                if used.wrapping_sub(first) < 2 {
+                    continue;
+                }
+                let at = [first, first.wrapping_add(1)].map(|n| transport.used_at(queue, n));
+                let mut elements = [[0; 8]; 2];
+                (0..2).for_each(|i| guest.machine.ram.read(at[i], &mut elements[i]));
+                (0..2).for_each(|i| guest.machine.ram.write(at[i], &elements[1 - i]));
+            }
+        }
+    }
+
+    fn show_neighbour(&mut self, g: usize) {
+        if self.is(Mutation::NeighbourShown) && self.setup.guests > 1 {
+            let transport = &self.guests[g].kernel.driver.transport;
+            for (queue, flights) in transport.flight.iter().enumerate() {
+                for (place, flight) in flights.iter().enumerate() {
+                    let Some((_, bytes)) = transport.used(queue, place) else {
+                        break;
+                    };
+                    let answer = flight.answer(transport.ram(), bytes);
+                    let miss = answer.pages.first().map(|page| page.result);
+                    if matches!(flight.tag, Tag::Get(_)) && miss == Some(wire::P_MISS) {
+                        let word = content::mark((g + 1) % self.setup.guests);
+                        transport.ram().write(flight.data[0], &word.to_le_bytes());
+                    }
+                }
+            }
+        }
+    }
+
+    fn write_late(&mut self) {
+        let at = self.at;
+        let (due, rest) = self.late.drain(..).partition(|late| late.due <= at);
+        self.late = rest;
+        let due: Vec<Late> = due;
+        for late in due {
+            self.guests[late.guest]
+                .machine
+                .ram
+                .write(late.addr, &late.bytes);
+        }
+    }
+}
+
+/// False: there is no room, or no pool.
+fn put(host: &Host, guest: usize, now: Time, kept: &Kept) -> bool {
+    let page = kept.content.page();
+    let put = Put {
+        object: kept.key.object,
+        index: kept.key.index,
+        cookie: kept.cookie,
+        workingset: false,
+        page: &page,
+    };
+    let tenant = &host.vm(guest).tenant;
+    let mut result = [PutResult::Refused];
+    let put = tenant.put(now, kept.key.pool, &[put], &mut result);
+    put.is_ok() && result == [PutResult::Stored]
+}

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The end of a script: all faults are made good, and then all must become well again.
+//!
+//! Each request is answered, each driver knows its device's generation and has a pool, and each file
+//! reads as it was written, through the cache.
+
+use super::World;
+use crate::kernel::{FILES, PAGES};
+
+/// Looks at whether all is quiet.
+const LOOKS: usize = 260;
+/// Between the first of them, long enough for answers.
+const SHORT_NS: u64 = 500_000;
+/// So many are short; then what waits for a report or a control request has its time.
+const SHORT_LOOKS: usize = 60;
+/// Between the others.
+const LONG_NS: u64 = 50_000_000;
+
+impl World {
+    /// Ends it.
+    pub fn end(&mut self) {
+        for h in 0..self.hosts.len() {
+            self.start_host(h);
+            self.freeze(h, false);
+            self.resize(h, 4096);
+            let hosts = self.hosts[h].as_ref();
+            hosts.iter().for_each(|host| host.death.light(u64::MAX));
+            for g in 0..self.guests.len() {
+                self.limit(h, g, u16::MAX);
+                self.freeze_vm(h, g, false);
+            }
+        }
+        for g in 0..self.guests.len() {
+            self.notice(g);
+            let link = self.guests[g].machine.link.as_ref();
+            link.iter().for_each(|link| {
+                link.hang_up.light(u64::MAX);
+                link.hang_up.end_drain();
+            });
+            self.cancel(g);
+            self.go_on(g);
+            self.connect(g);
+        }
+        self.become_quiet();
+        for g in 0..self.guests.len() {
+            for file in 0..FILES {
+                self.files(g, |kernel, storage| {
+                    kernel.driver.unbypass(file);
+                    kernel.write_back(storage, file);
+                    kernel.evict(file, 0, PAGES);
+                });
+            }
+        }
+        self.become_quiet();
+        for g in 0..self.guests.len() {
+            for file in 0..FILES {
+                self.read(g, file, (0, PAGES), 2);
+            }
+        }
+        self.become_quiet();
+        for guest in &mut self.guests {
+            guest.oracle.look_for_others(&guest.kernel.driver.transport);
+        }
+        for host in self.hosts.iter().flatten() {
+            for (g, guest) in self.guests.iter_mut().enumerate() {
+                let mismatches = host.vm(g).tenant.stats().hash_mismatches;
+                if mismatches > 0 {
+                    let what = format!("{mismatches} stored pages failed their check");
+                    guest.oracle.fail("pool", what);
+                }
+            }
+        }
+    }
+
+    fn become_quiet(&mut self) {
+        for look in 0..LOOKS {
+            self.at += 1;
+            self.advance(if look < SHORT_LOOKS {
+                SHORT_NS
+            } else {
+                LONG_NS
+            });
+            self.write_late();
+            self.serve(look as u16);
+            for h in 0..self.hosts.len() {
+                self.maintain(h);
+            }
+            if self.failure().is_some() || (0..self.guests.len()).all(|g| self.is_quiet(g)) {
+                return;
+            }
+        }
+        for g in 0..self.guests.len() {
+            if !self.is_quiet(g) {
+                let guest = &mut self.guests[g];
+                let driver = &guest.kernel.driver;
+                let what = format!(
+                    "online {:?}, the device {:#x}, {} requests in flight",
+                    driver.online(),
+                    guest.machine.generation,
+                    driver.transport.in_flight()
+                );
+                guest.oracle.fail("liveness", what);
+            }
+        }
+    }
+
+    fn is_quiet(&self, g: usize) -> bool {
+        let guest = &self.guests[g];
+        let driver = &guest.kernel.driver;
+        let generation = guest.machine.generation;
+        generation != 0 && driver.online() == Some(generation) && !driver.busy()
+    }
+}

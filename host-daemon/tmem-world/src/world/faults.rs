@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What stops, goes back or moves: daemons, connections, machines, memory.
+//!
+//! The order of a VMM's messages is QEMU's. A VMM that has something to say to a daemon that does not
+//! answer gives it up.
+
+use super::{Ghost, Guest, Late, Snapshot, World, mix};
+use crate::driver::Driver;
+use crate::kernel::Kernel;
+use crate::mutation::Mutation;
+
+/// Steps after which a broken backend writes what it should have written before.
+const LATE_STEPS: usize = 30;
+
+impl World {
+    // ---- daemons ------------------------------------------------------------------------------
+
+    pub(super) fn light(&mut self, h: usize, looks: u8) {
+        if let Some(host) = &self.hosts[h] {
+            host.death.light(looks.into());
+            if looks == 0 {
+                self.kill(h);
+            }
+        }
+    }
+
+    /// kill -9.
+    pub(super) fn kill(&mut self, h: usize) {
+        for guest in &mut self.guests {
+            if guest.machine.link.as_ref().is_some_and(|l| l.host == h) {
+                drop(guest.unlink());
+            }
+        }
+        self.ghosts.retain(|ghost| ghost.link.host != h);
+        self.hosts[h] = None;
+    }
+
+    pub(super) fn start_host(&mut self, h: usize) {
+        if self.hosts[h].is_none() {
+            self.hosts[h] = Some(self.boot());
+        }
+    }
+
+    pub(super) fn freeze(&mut self, h: usize, frozen: bool) {
+        if let Some(host) = &mut self.hosts[h] {
+            host.frozen = frozen;
+        }
+    }
+
+    pub(super) fn resize(&mut self, h: usize, kib: u16) {
+        if let Some(host) = &self.hosts[h] {
+            host.resize(u64::from(kib) << 10);
+        }
+    }
+
+    pub(super) fn limit(&mut self, h: usize, g: usize, kib: u16) {
+        if let Some(host) = &self.hosts[h] {
+            let mut quota = host.vm(g).config.quota;
+            quota.limit_bytes = Some(u64::from(kib) << 10);
+            host.set_quota(g, quota);
+        }
+    }
+
+    pub(super) fn freeze_vm(&mut self, h: usize, g: usize, frozen: bool) {
+        if let Some(host) = &self.hosts[h] {
+            host.freeze_vm(g, frozen);
+        }
+    }
+
+    fn answers(&self, h: usize) -> bool {
+        self.hosts[h].as_ref().is_some_and(|host| !host.frozen)
+    }
+
+    // ---- connections --------------------------------------------------------------------------
+
+    pub(super) fn light_guest(&mut self, g: usize, looks: u8) {
+        if let Some(link) = &self.guests[g].machine.link {
+            link.hang_up.light(looks.into());
+            if looks == 0 {
+                self.hang_up(g);
+            }
+        }
+    }
+
+    /// The VMM closes the connection; the daemon has yet to notice.
+    pub(super) fn hang_up(&mut self, g: usize) {
+        if let Some(link) = self.guests[g].unlink() {
+            link.hang_up.burn();
+            self.ghosts.push(Ghost { guest: g, link });
+        }
+    }
+
+    /// The daemon's control threads end the connections of a VM that are over.
+    pub(super) fn notice(&mut self, g: usize) {
+        let ghosts = std::mem::take(&mut self.ghosts);
+        for ghost in ghosts {
+            if ghost.guest == g && self.answers(ghost.link.host) {
+                ghost.link.session.end();
+            } else {
+                self.ghosts.push(ghost);
+            }
+        }
+    }
+
+    /// The VMM connects, and starts the device if the VM runs.
+    pub(super) fn connect(&mut self, g: usize) {
+        let h = self.guests[g].home;
+        if self.guests[g].machine.link.is_some() || !self.answers(h) {
+            return;
+        }
+        let Some(host) = &self.hosts[h] else { return };
+        let guest = &mut self.guests[g];
+        let Some(generation) = guest.machine.connect(g, h, host) else {
+            // The old connection is still there; the VMM tries again some time.
+            return;
+        };
+        guest.oracle.begin(generation);
+        self.start(g);
+    }
+
+    /// The same with memory that another process could truncate: it must be refused.
+    pub(super) fn refuse(&mut self, g: usize) {
+        let h = self.guests[g].home;
+        if self.guests[g].machine.link.is_some() || !self.answers(h) {
+            return;
+        }
+        let Some(host) = &self.hosts[h] else { return };
+        let guest = &mut self.guests[g];
+        let Some(generation) = guest.machine.connect(g, h, host) else {
+            return;
+        };
+        guest.oracle.begin(generation);
+        if guest.machine.set_unsealed_memory().is_ok() {
+            let what = "memory that could be truncated was taken".into();
+            guest.oracle.fail("memory", what);
+        }
+        // So the control thread does when a message was refused.
+        if let Some(link) = guest.unlink() {
+            link.session.end();
+        }
+    }
+
+    fn start(&mut self, g: usize) {
+        let guest = &mut self.guests[g];
+        if guest.runs() && guest.machine.link.is_some() && !guest.machine.started() {
+            let transport = &guest.kernel.driver.transport;
+            // What was published after the last look, before the connection was lost.
+            if let Err(error) = guest.machine.start(transport) {
+                guest.oracle.fail("message", error);
+            }
+        }
+    }
+
+    /// There is a daemon that answers; one that does not is given up.
+    fn can_talk(&mut self, g: usize) -> bool {
+        let Some(link) = &self.guests[g].machine.link else {
+            return false;
+        };
+        let answers = self.answers(link.host);
+        if !answers {
+            self.hang_up(g);
+        }
+        answers
+    }
+
+    /// The rings are stopped, if they run and the daemon answers.
+    fn stop(&mut self, g: usize) {
+        if !self.guests[g].machine.started() || !self.can_talk(g) {
+            return;
+        }
+        self.observe(g);
+        let guest = &mut self.guests[g];
+        let link = guest.machine.link.as_ref();
+        link.iter().for_each(|link| link.hang_up.end_drain());
+        if let Err(error) = guest.machine.stop() {
+            guest.oracle.fail("message", error);
+        }
+        if self.is(Mutation::DrainSkipped) {
+            self.hold_back(g);
+        }
+    }
+
+    /// As if the last answers had been published before their pages were written.
+    fn hold_back(&mut self, g: usize) {
+        let transport = &self.guests[g].kernel.driver.transport;
+        for (queue, flights) in transport.flight.iter().enumerate() {
+            for (place, flight) in flights.iter().enumerate() {
+                if transport.used(queue, place).is_none() {
+                    break;
+                }
+                for &addr in &flight.data {
+                    let mut bytes = vec![0; 64];
+                    transport.ram().read(addr, &mut bytes);
+                    transport.ram().write(addr, &[0xee; 64]);
+                    self.late.push(Late {
+                        due: self.at + LATE_STEPS,
+                        guest: g,
+                        addr,
+                        bytes,
+                    });
+                }
+            }
+        }
+    }
+
+    /// The memory table changes under running rings: a region goes and comes back.
+    pub(super) fn change_memory(&mut self, g: usize) {
+        if self.guests[g].machine.started() && self.can_talk(g) {
+            let guest = &mut self.guests[g];
+            for whole in [false, true] {
+                if let Err(error) = guest.machine.set_mem_table(whole) {
+                    guest.oracle.fail("message", error);
+                }
+            }
+        }
+    }
+
+    // ---- machines -----------------------------------------------------------------------------
+
+    pub(super) fn pause(&mut self, g: usize) {
+        if self.guests[g].runs() {
+            self.stop(g);
+            let now = self.now_ns();
+            let guest = &mut self.guests[g];
+            guest.paused_at_ns = Some(guest.now_ns(now));
+        }
+    }
+
+    /// In the middle of a turn, and the daemon is slow.
+    pub(super) fn pause_late(&mut self, g: usize, looks: u8) {
+        let machine = &self.guests[g].machine;
+        if let (true, Some(link)) = (machine.started(), &machine.link)
+            && let Some(host) = &self.hosts[link.host]
+        {
+            host.drain_after(looks.into(), &link.session, &link.hang_up);
+        }
+    }
+
+    pub(super) fn go_on(&mut self, g: usize) {
+        let now = self.now_ns();
+        let guest = &mut self.guests[g];
+        if let Some(paused_at_ns) = guest.paused_at_ns.take() {
+            guest.behind_ns = now - paused_at_ns;
+            self.restart(g);
+        }
+    }
+
+    /// Starts the rings if they should run.
+    fn restart(&mut self, g: usize) {
+        if self.guests[g].runs() && !self.guests[g].machine.started() && self.can_talk(g) {
+            self.start(g);
+        }
+    }
+
+    /// RESET_DEVICE: rings stopped, the tenant empty, another generation.
+    fn reset_device(&mut self, g: usize) {
+        self.stop(g);
+        if self.can_talk(g) {
+            let guest = &mut self.guests[g];
+            match guest.machine.reset() {
+                Ok(generation) => guest.oracle.begin(generation),
+                Err(error) => guest.oracle.fail("message", error),
+            }
+        }
+    }
+
+    /// Reboot, or crash: memory is lost.
+    pub(super) fn reset(&mut self, g: usize) {
+        self.reset_device(g);
+        let (seed, now) = (self.setup.seed, self.now_ns());
+        let guest = &mut self.guests[g];
+        guest.oracle.look_for_others(&guest.kernel.driver.transport);
+        guest.boots += 1;
+        let cookie = mix(seed, 100 * guest.boots + g as u64) >> 2;
+        let driver = Driver::new(guest.machine.transport(), cookie, self.setup.mutation);
+        guest.kernel = Kernel::new(g, driver, self.setup.mutation);
+        guest.storage.truth = guest.storage.disk.clone();
+        guest.oracle.rings_changed(&guest.kernel.driver.transport);
+        guest.machine.bases = None;
+        (guest.behind_ns, guest.paused_at_ns) = (now, None);
+        self.restart(g);
+    }
+
+    /// savevm: the VM stands for it, and goes on.
+    pub(super) fn snapshot(&mut self, g: usize) {
+        self.stop(g);
+        let now = self.now_ns();
+        let guest = &mut self.guests[g];
+        let rings = guest.kernel.driver.transport.rings.iter();
+        let used = rings.map(|ring| ring.used_idx_in_memory()).collect();
+        guest.snapshot = Some(Snapshot {
+            kernel: guest.kernel.clone(),
+            storage: guest.storage.clone(),
+            ram: guest.machine.ram.snapshot(),
+            bases: guest.machine.bases.clone().unwrap_or(used),
+            now_ns: guest.now_ns(now),
+        });
+        self.restart(g);
+    }
+
+    /// loadvm: memory, disk and clock are those of the snapshot.
+    pub(super) fn rollback(&mut self, g: usize) {
+        if self.guests[g].snapshot.is_none() {
+            return;
+        }
+        self.reset_device(g);
+        let now = self.now_ns();
+        let guest = &mut self.guests[g];
+        guest.oracle.look_for_others(&guest.kernel.driver.transport);
+        if let Some(snapshot) = &guest.snapshot {
+            guest.machine.ram.restore(&snapshot.ram);
+            guest.kernel = snapshot.kernel.clone();
+            guest.storage = snapshot.storage.clone();
+            guest.machine.bases = Some(snapshot.bases.clone());
+            (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
+            // The configuration is read again by who is told that it changed.
+            guest.machine.config_irq = true;
+        }
+        guest.oracle.rings_changed(&guest.kernel.driver.transport);
+        self.restart(g);
+    }
+
+    /// The disk goes back while the VM is off.
+    pub(super) fn revert(&mut self, g: usize) {
+        if let Some(snapshot) = &self.guests[g].snapshot {
+            self.guests[g].storage.disk = snapshot.storage.disk.clone();
+            self.reset(g);
+        }
+    }
+
+    // ---- migration ----------------------------------------------------------------------------
+
+    pub(super) fn migrate(&mut self, g: usize) {
+        let Guest { machine, .. } = &self.guests[g];
+        if self.hosts.len() < 2 || !machine.started() || machine.migrates() || !self.can_talk(g) {
+            return;
+        }
+        let guest = &mut self.guests[g];
+        if let Err(error) = guest.machine.begin_migration() {
+            guest.oracle.fail("message", error);
+        }
+    }
+
+    /// The VM stops here and goes on at the other host, or stays if there is none.
+    pub(super) fn arrive(&mut self, g: usize) {
+        let to = (self.guests[g].home + 1) % self.hosts.len();
+        if !self.guests[g].machine.migrates() {
+            return;
+        }
+        if !self.answers(to) {
+            self.cancel(g);
+            return;
+        }
+        self.stop(g);
+        if !self.can_talk(g) {
+            return;
+        }
+        let guest = &mut self.guests[g];
+        guest.machine.arrive();
+        if let Some(link) = guest.unlink() {
+            link.session.end();
+        }
+        guest.home = to;
+        self.connect(g);
+    }
+
+    pub(super) fn cancel(&mut self, g: usize) {
+        if self.guests[g].machine.migrates() && self.can_talk(g) {
+            let guest = &mut self.guests[g];
+            if let Err(error) = guest.machine.cancel_migration() {
+                guest.oracle.fail("message", error);
+            }
+        }
+    }
+}

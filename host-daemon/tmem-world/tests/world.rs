@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The simulator itself: the same seed is the same run, each broken rule is found, and a failure
+//! shrinks. Seeds in number are run by `make check-sim`, optimised.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+
+use tmem_world::{Mutation, Script, Step, run, run_seeds, run_traced, shrink};
+
+/// Seeds within which each broken rule must be found; `make check` runs as many of the unbroken
+/// world.
+const SEEDS: u64 = 4_000;
+
+fn trace(script: &Script) -> Vec<String> {
+    let mut lines = Vec::new();
+    let outcome = run_traced(script, |line| lines.push(line));
+    lines.push(format!("{outcome:?}"));
+    lines
+}
+
+#[test]
+fn the_same_seed_is_the_same_run() {
+    for seed in 1..=20 {
+        let script = Script::draw(seed, None);
+        let (once, again) = (trace(&script), trace(&Script::draw(seed, None)));
+        for (a, b) in once.iter().zip(&again) {
+            assert_eq!(a, b, "TMEM_SEED={seed}");
+        }
+        assert_eq!(once.len(), again.len(), "TMEM_SEED={seed}");
+    }
+}
+
+/// No rule is broken, and the runs do what they are for.
+#[test]
+fn a_sound_world_is_sound() {
+    let totals = run_seeds((1, 150), None, 2, |_| {});
+    if let Some(found) = totals.found {
+        panic!("TMEM_SEED={}: {:?}", found.seed, found.failure);
+    }
+    assert_eq!(totals.seeds, 150);
+    let names = ["stored", "hits", "refused", "lost", "stale"];
+    for (name, count) in names.iter().zip(totals.counts) {
+        assert!(count > 0, "nothing is ever {name}");
+    }
+}
+
+/// Each kind of step is drawn.
+#[test]
+fn scripts_have_every_step() {
+    let mut seen: BTreeMap<String, u32> = BTreeMap::new();
+    for seed in 1..=200 {
+        for step in Script::draw(seed, None).steps {
+            let text = format!("{step:?}");
+            let name = text.split('(').next().unwrap_or_default();
+            *seen.entry(name.to_string()).or_default() += 1;
+        }
+    }
+    assert_eq!(seen.len(), 39, "{seen:?}");
+}
+
+#[test]
+#[cfg_attr(debug_assertions, ignore = "make check-sim runs it, optimised")]
+fn each_broken_rule_is_found() {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let mut missed = Vec::new();
+    for mutation in Mutation::ALL {
+        let totals = run_seeds((1, SEEDS), Some(mutation), threads, |_| {});
+        // Not println: the table is worth more than the capture.
+        let mut out = std::io::stdout();
+        let _ = match &totals.found {
+            Some(found) => writeln!(
+                out,
+                "{mutation:?}: {} after {} seeds: {}",
+                found.failure.rule, found.seed, found.failure.what
+            ),
+            None => writeln!(out, "{mutation:?}: not found in {SEEDS} seeds"),
+        };
+        if totals.found.is_none() {
+            missed.push(mutation);
+        }
+    }
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
+
+#[test]
+fn a_failure_shrinks_to_its_core() {
+    let mutation = Some(Mutation::MissTaken);
+    let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
+    let found = found.expect("it is found soon");
+    let script = Script::draw(found.seed, mutation);
+    let (short, failure) = shrink(&script).expect("it fails");
+    assert_eq!(failure.rule, found.failure.rule);
+    assert!(short.steps.len() < 20, "{:?}", short.steps);
+    // What is left fails by itself, and each step of it is needed.
+    assert_eq!(run(&short).failure.map(|(_, f)| f), Some(failure.clone()));
+    for leave_out in 0..short.steps.len() {
+        let mut steps: Vec<Step> = short.steps.clone();
+        steps.remove(leave_out);
+        let setup = short.setup.clone();
+        let outcome = run(&Script { setup, steps });
+        let same = outcome.failure.is_some_and(|(_, f)| f.rule == failure.rule);
+        assert!(!same, "step {leave_out} of {:?} is not needed", short.steps);
+    }
+}
