@@ -74,8 +74,9 @@ VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm
 SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
-# Of all these .ci/run takes as many as fit, in turn; not the kernels that are built first.
-TURNS = $(SHARDS)
+# Of all these .ci/run takes as many as fit, in turn; not what needs a nightly compiler, and not the
+# kernels that are built first.
+TURNS = $(filter-out miri,$(SHARDS))
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
@@ -86,7 +87,7 @@ shards: ## names of the shards that take turns in .ci/run
 
 # vm-6.1-2 is the second of as many parts as there are names with 6.1.
 kernel_of = $(firstword $(subst -, ,$1))
-ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness libvirt snapshot)
+ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness libvirt pressure snapshot)
 $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 	$(PYTEST) --kernel $(call kernel_of,$*) \
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \

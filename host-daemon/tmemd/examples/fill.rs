@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Fills a daemon's pool through one VM's socket and then tells, a line each, what the pool does:
+//! `fill SOCKET CONTROL MIB`. For tests in which the host, which may be a VM itself, runs short of
+//! memory. It ends with the daemon.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, PutPage, Request};
+
+/// Pages of a request.
+const BATCH: u64 = 64;
+
+/// Between two lines.
+const PERIOD: Duration = Duration::from_millis(200);
+
+/// A pool that does not fill in this time is not going to.
+const FILL_MAX: Duration = Duration::from_secs(300);
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+/// The pool's figures.
+fn stats(control: &Path) -> Result<serde_json::Value> {
+    let mut stream = UnixStream::connect(control)?;
+    stream.write_all(b"{\"method\":\"io.virtiotmem.Control.Stats\",\"parameters\":{}}\0")?;
+    let mut answer = Vec::new();
+    BufReader::new(stream).read_until(0, &mut answer)?;
+    answer.pop();
+    let mut answer: serde_json::Value = serde_json::from_slice(&answer)?;
+    Ok(answer["parameters"]["pool"].take())
+}
+
+fn main() -> Result<()> {
+    let arguments: Vec<String> = std::env::args().collect();
+    let [_, socket, control, mib] = &arguments[..] else {
+        return Err("usage: fill SOCKET CONTROL MIB".into());
+    };
+    let (control, wanted) = (Path::new(control), mib.parse::<u64>()? << 20);
+    let mut driver = Driver::new(GuestConfig::default(), DriverConfig::default())?;
+    driver
+        .guest
+        .connect(Path::new(socket))
+        .map_err(|e| format!("{socket}: {e:?}"))?;
+    driver.guest.start().map_err(|e| format!("{e:?}"))?;
+    driver.new_generation().map_err(|e| format!("{e:?}"))?;
+    driver.settle().map_err(|e| format!("{e:?}"))?;
+    driver.create_pool().map_err(|e| format!("{e:?}"))?;
+    let begun = Instant::now();
+    // Some are refused while others wait for their final form.
+    for start in (0..).step_by(BATCH as usize) {
+        let contents: Vec<Content> = (start..start + BATCH).map(Content::Noise).collect();
+        let pages = contents
+            .iter()
+            .zip(start..)
+            .map(|(content, index)| PutPage {
+                object: 1,
+                index,
+                cookie: index + 1,
+                flags: 0,
+                page: content.page(),
+            });
+        let (pool, pages) = (driver.pool(), pages.collect());
+        let queue = driver.queue_of(1, start);
+        driver.send(queue, Request::Put { pool, pages }, contents);
+        driver.settle().map_err(|e| format!("{e:?}"))?;
+        let full =
+            start % (16 * BATCH) == 0 && stats(control)?["payload_bytes"].as_u64() >= Some(wanted);
+        if full {
+            break;
+        }
+        if begun.elapsed() > FILL_MAX {
+            return Err(format!("the pool did not fill: {}", stats(control)?).into());
+        }
+    }
+    loop {
+        println!("{}", stats(control)?);
+        std::thread::sleep(PERIOD);
+    }
+}

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A host that runs short of memory: a VM, so that it is this test's alone.
+
+tmemd runs in it as on any host, with the kernel's own figures: what is available, and how long
+tasks of a control group wait. Its pool is filled by a guest that is none (tmemd's example `fill`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.guest import Guest, Job
+from harness.kernel import Kernel
+from harness.paths import ROOT, host_binary
+from harness.session import Session
+from harness.vm import Config
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+MIB = 1 << 20
+MEMORY = 768 * MIB
+POOL = 256
+FILLED = 160
+GROUP = "/sys/fs/cgroup/machine"
+
+
+@pytest.fixture(scope="module")
+def fill() -> Path:
+    """The program that fills a pool."""
+    command = ["cargo", "build", "--release", "--locked", "-p", "tmemd", "--example", "fill"]
+    command += ["--message-format", "json", "--manifest-path", str(ROOT / "host-daemon/Cargo.toml")]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    built = [json.loads(line).get("executable") for line in done.stdout.splitlines()]
+    (program,) = filter(None, built)
+    return Path(program)
+
+
+def libraries(*programs: Path) -> dict[str, Path]:
+    """Shared libraries of these programs, where they are looked for."""
+    found = set()
+    for program in programs:
+        listed = subprocess.run(["ldd", program], check=True, stdout=subprocess.PIPE, text=True)
+        found.update(re.findall(r"(/\S+) \(0x", listed.stdout))
+    return {path: Path(os.path.realpath(path)) for path in found}
+
+
+class Host:
+    """The VM, and in it a daemon whose pool is filled."""
+
+    def __init__(
+        self, session: Session, kernel: Kernel, fill: Path, arguments: str, before: str = ""
+    ) -> None:
+        tmemd = host_binary("tmemd")
+        files = {"/bin/tmemd": tmemd, "/bin/fill": fill, **libraries(tmemd, fill)}
+        config = Config(kernel, memory_bytes=MEMORY, cpus=2, files=files)
+        self.guest: Guest = session.vm(config).start()
+        self.guest.sh("mkdir -p /run /big; mount -t tmpfs -o size=100% tmpfs /big")
+        if before:
+            self.guest.sh(before)
+        command = f"tmemd --pool-size {POOL}MiB --control /run/control {arguments}"
+        self.daemon = self.guest.start(
+            f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm", 1200
+        )
+        until(lambda: self.guest.run("test -S /run/control").status == 0, 60, "tmemd's sockets")
+        self.filler: Job = self.guest.start(
+            f"{joined(before)} exec fill /run/vm.sock /run/control {FILLED} 2>&1", 1200
+        )
+        until(lambda: bool(self.lines()), 300, "a pool that is full")
+
+    def lines(self) -> list[str]:
+        """What the filler has told."""
+        assert not self.filler.done(), self.filler.stdout().decode()
+        return self.filler.stdout().decode().splitlines(keepends=True)
+
+    def pool(self) -> dict[str, Any]:
+        """The pool's newest figures."""
+        whole = [line for line in self.lines() if line.endswith("\n")]
+        figures: dict[str, Any] = json.loads(whole[-1])
+        return figures
+
+    def available(self) -> int:
+        """Bytes that the kernel calls available."""
+        return int(self.guest.sh("awk '/^MemAvailable:/ { print $2 }' /proc/meminfo")) << 10
+
+
+def joined(before: str) -> str:
+    """To a shell's process: of the control group, if there is one."""
+    return f"echo $$ >{GROUP}/cgroup.procs;" if before else ""
+
+
+def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: Path) -> None:
+    """The pool gives way to what the host has to have, and takes it back later."""
+    free_min = 200
+    host = Host(session, kernel, fill, f"--host-free-min {free_min}MiB --memory-pressure none")
+    full = host.pool()
+    assert full["size_bytes"] == full["configured_bytes"] == POOL * MIB
+    assert full["payload_bytes"] >= FILLED * MIB
+    # Somebody takes so much that only half of what has to be available would be.
+    taken = host.available() - free_min * MIB // 2
+    host.guest.sh(f"dd if=/dev/zero of=/big/file bs=64k count={taken >> 16} 2>&1", 120)
+    until(lambda: host.available() >= free_min * MIB * 9 // 10, 60, "what the host needs")
+    given = host.pool()
+    print(full, given, sep="\n")
+    assert given["host_shrinks"] > 0
+    assert given["size_bytes"] < full["size_bytes"]
+    assert given["held_bytes"] <= full["held_bytes"] - free_min * MIB // 3
+    assert given["payload_bytes"] > 0, "no more than is needed"
+    host.guest.sh("rm /big/file")
+    until(lambda: host.pool()["host_grows"] > 0, 60, "a pool that grows again")
+
+
+def test_a_control_group_under_pressure(session: Session, kernel: Kernel, fill: Path) -> None:
+    """Enough is available on the host, but tasks of the daemon's group wait for memory."""
+    make = (
+        f"mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup;"
+        f"echo +memory >/sys/fs/cgroup/cgroup.subtree_control; mkdir -p {GROUP}"
+    )
+    watch = f"--host-free-min 1MiB --memory-pressure {GROUP}/memory.pressure"
+    host = Host(session, kernel, fill, watch, make)
+    full = host.pool()
+    assert full["host_shrinks"] == 0
+    held = int(host.guest.sh(f"cat {GROUP}/memory.current"))
+    assert held >= full["held_bytes"], "the pool is charged to the group"
+    # Beyond this the kernel has tasks of the group wait, for ever if nothing gives way.
+    host.guest.sh(f"echo {held + 16 * MIB} >{GROUP}/memory.high")
+    dd = "dd if=/dev/zero of=/big/file bs=64k count=1024 2>&1"
+    taker = host.guest.start(f"echo $$ >{GROUP}/cgroup.procs; exec {dd}", 300)
+    until(taker.done, 120, "what was taken in spite of the limit")
+    assert taker.wait().status == 0
+    given = host.pool()
+    print(full, given, sep="\n")
+    assert given["host_shrinks"] > 0
+    assert given["size_bytes"] < full["size_bytes"]
+    until(lambda: host.pool()["held_bytes"] < full["held_bytes"] - 32 * MIB, 60, "less is held")
