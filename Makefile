@@ -87,7 +87,7 @@ shards: ## names of the shards that take turns in .ci/run
 
 # vm-6.1-2 is the second of as many parts as there are names with 6.1.
 kernel_of = $(firstword $(subst -, ,$1))
-ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness libvirt pressure snapshot)
+ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness libvirt memory_map pressure snapshot)
 $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 	$(PYTEST) --kernel $(call kernel_of,$*) \
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""QEMU, emulating two processors: one changes the memory map while the other works.
+
+The patch of qemu-dev/patches that begins with "physmem". Without it the accesses of the other go
+to another device or end QEMU. Of two runs without it one ended so, and in one a processor never
+woke from a sleep, since the write that arms its timer had gone elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_driver import tree_disk
+
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import Config
+
+pytestmark = pytest.mark.usefixtures("qemu")
+
+CHANGES = 3000
+COMMAND = 4  # offset of the register in a PCI function's configuration
+DECODES_MEMORY = 2
+
+
+def test_the_map_changes_under_load(session: Session, kernel: Kernel) -> None:
+    """A disk that nobody uses stops decoding its memory, and begins again, over and over."""
+    data, _ = tree_disk(session)
+    guest = session.vm(Config(kernel, cpus=2, disks=[data])).start()
+    device = guest.sh(f"readlink -f /sys/block/{guest.disk('data')}")
+    function = re.findall(r"0000:[0-9a-f:.]+", device)[-1]
+    register = f"/sys/bus/pci/devices/{function}/config"
+    low = int(guest.sh(f"dd if={register} bs=1 skip={COMMAND} count=1 2>/dev/null | od -An -tu1"))
+    for path, value in (("/tmp/on", low), ("/tmp/off", low & ~DECODES_MEMORY)):
+        guest.put(path, bytes([value]))
+    other = guest.start("while :; do cat /proc/interrupts >/dev/null; done", 300)
+    write = f"of={register} bs=1 seek={COMMAND} count=1 conv=notrunc 2>/dev/null"
+    done = guest.sh(
+        f"i=0; while [ $i -lt {CHANGES // 2} ]; do"
+        f" dd if=/tmp/off {write}; dd if=/tmp/on {write}; i=$((i + 1)); done; echo $i",
+        240,
+    )
+    assert int(done) == CHANGES // 2
+    other.kill()
