@@ -104,32 +104,35 @@ impl World {
 
     /// The VMM connects, and starts the device if the VM runs.
     pub(super) fn connect(&mut self, g: usize) {
+        if self.link(g) {
+            self.start(g);
+        }
+    }
+
+    /// A connection and its generation. False: nobody answers, or the old connection is still there;
+    /// the VMM tries again some time.
+    fn link(&mut self, g: usize) -> bool {
         let h = self.guests[g].home;
         if self.guests[g].machine.link.is_some() || !self.answers(h) {
-            return;
+            return false;
         }
-        let Some(host) = &self.hosts[h] else { return };
+        let Some(host) = &self.hosts[h] else {
+            return false;
+        };
         let guest = &mut self.guests[g];
         let Some(generation) = guest.machine.connect(g, h, host) else {
-            // The old connection is still there; the VMM tries again some time.
-            return;
+            return false;
         };
         guest.oracle.begin(generation);
-        self.start(g);
+        true
     }
 
     /// The same with memory that another process could truncate: it must be refused.
     pub(super) fn refuse(&mut self, g: usize) {
-        let h = self.guests[g].home;
-        if self.guests[g].machine.link.is_some() || !self.answers(h) {
+        if !self.link(g) {
             return;
         }
-        let Some(host) = &self.hosts[h] else { return };
         let guest = &mut self.guests[g];
-        let Some(generation) = guest.machine.connect(g, h, host) else {
-            return;
-        };
-        guest.oracle.begin(generation);
         if guest.machine.set_unsealed_memory().is_ok() {
             let what = "memory that could be truncated was taken".into();
             guest.oracle.fail("memory", what);
