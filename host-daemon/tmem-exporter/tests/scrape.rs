@@ -179,8 +179,8 @@ fn it_does_not_listen_to_others_without_a_token() {
         error.contains("16 or more") && error.contains("openssl"),
         "{error}"
     );
-    let error = run(&["--token-file", "/nowhere/token"]);
-    assert!(error.contains("/nowhere/token"), "{error}");
+    let error = run(&["--token-file", "no-such-token"]);
+    assert!(error.contains("no-such-token"), "{error}");
 }
 
 #[test]
