@@ -44,6 +44,7 @@
 #define VIRTIO_TMEM_T_POOL_CREATE		16
 #define VIRTIO_TMEM_T_POOL_DESTROY		17
 #define VIRTIO_TMEM_T_REPORT			18
+#define VIRTIO_TMEM_T_LATENCIES			19
 
 /*
  * Status of a request. Zero is no status, so that a zeroed buffer is not an
@@ -156,6 +157,16 @@ struct virtio_tmem_report {
 	__le64 mismatches;		/* pages that failed a check: must be 0 */
 	__le64 invalidations;		/* index entries erased for coherence */
 	__u8 kernel[64];		/* release, NUL-padded, any bytes */
+};
+
+/*
+ * LATENCIES: req, latencies; answered by resp. For the host's statistics only.
+ * How many GET requests their readers waited for so long: below 1 us, below 2,
+ * 4, ... 16384 us, and all others. A device that is older says UNSUPPORTED.
+ */
+struct virtio_tmem_latencies {
+	__le64 get_ns;			/* all these waits together */
+	__le64 get[16];
 };
 
 #endif /* VIRTIO_TMEM_H */

@@ -118,6 +118,8 @@ constants! {
     "VIRTIO_TMEM_T_POOL_DESTROY" T_POOL_DESTROY: u16 = 17;
     /// Request type (control queue): the driver's counters.
     "VIRTIO_TMEM_T_REPORT" T_REPORT: u16 = 18;
+    /// Request type (control queue): how long the driver's readers waited.
+    "VIRTIO_TMEM_T_LATENCIES" T_LATENCIES: u16 = 19;
 
     /// Status: done; see the page results.
     "VIRTIO_TMEM_S_OK" S_OK: u8 = 1;
@@ -280,5 +282,14 @@ structs! {
         invalidations: U64,
         /// Kernel release, NUL-padded, any bytes.
         kernel: [u8; 64],
+    }
+
+    /// A LATENCIES is [`Req`], [`Latencies`]; answered by [`Resp`]. For the host's statistics only.
+    "virtio_tmem_latencies" Latencies {
+        /// All waits for GET requests together.
+        get_ns: U64,
+        /// GET requests by how long their readers waited: below 1 µs, below 2, 4, … 16,384 µs, and
+        /// all others.
+        get: [U64; 16],
     }
 }
