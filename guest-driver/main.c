@@ -6,6 +6,7 @@
  * core/ talks to the device and knows what it holds; hooks/ sees pages come and go. This file loads
  * and unloads them: hooks last and first, since they call the core and never the other way.
  */
+#include <linux/delay.h>
 #include <linux/module.h>
 #include <linux/moduleparam.h>
 
@@ -16,6 +17,8 @@
 #define DEADLINE_MS_MAX		1000
 /* Spinning longer than a context switch takes is a waste of a vCPU. */
 #define SPIN_US_MAX		1000
+/* How often a task that a test holds looks whether it may go on. */
+#define TMEM_HOLD_MS		10
 
 static int set_deadline_ms(const char *value, const struct kernel_param *param)
 {
@@ -103,6 +106,28 @@ MODULE_PARM_DESC(test_cookies, "TEST: puts of a queue until its cookies are used
 bool tmem_inject(atomic_t *calls, unsigned int every)
 {
 	return every && !((unsigned int)atomic_inc_return(calls) % every);
+}
+
+unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
+module_param_named(test_hold_replace, tmem_hold_replace, uint, 0644);
+MODULE_PARM_DESC(test_hold_replace, "TEST: 1 holds who replaces a file system, when the new one is found and the old one still there; 2: held; 0: go on");
+module_param_named(test_hold_verify, tmem_hold_verify, uint, 0644);
+MODULE_PARM_DESC(test_hold_verify, "TEST: the same for who is about to compare a hit with the disk");
+module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
+MODULE_PARM_DESC(test_hold_breaker, "TEST: the same for who opened the breaker, before it is told");
+
+/**
+ * tmem_hold() - wait here if a test wants that
+ * @place: parameter
+ *
+ * Context: process, sleeps.
+ */
+void tmem_hold(unsigned int *place)
+{
+	if (cmpxchg(place, TMEM_HOLD_WANTED, TMEM_HOLD_HELD) != TMEM_HOLD_WANTED)
+		return;
+	while (READ_ONCE(*place))
+		msleep(TMEM_HOLD_MS);
 }
 #endif
 

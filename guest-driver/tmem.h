@@ -42,13 +42,29 @@ struct tmem_key {
 	u32 igen;
 };
 
+/*
+ * Places where a test may hold a task until something else has happened: a parameter test_hold_...
+ * each, which the test sets to WANTED, reads as HELD once a task is there, and sets back to NO.
+ */
+#ifdef TMEM_TEST
+enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
+extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
+void tmem_hold(unsigned int *place);
+#define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
+#else
+#define TMEM_HOLD(place)	((void)sizeof(#place))
+#endif
+
 /* --- core: implemented in core/, called by hooks ------------------------------------------- */
 
 /* Is a put or a get worth preparing? Any context, one load; may be wrong a moment later. */
 bool tmem_online(void);
 
-/* Process context. The device learns of the pool when it is online, again after each generation. */
-struct tmem_pool *tmem_pool_new(const char *name);
+/*
+ * Process context. The device learns of the pool when it is online, again after each generation.
+ * One that replaces @old, which is not used for puts any more, has the same policies.
+ */
+struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
 /*
  * Process context. Empties it: what was put before is found by nobody. The pool and its marks stay;
  * unless the caller keeps hooks from putting, new pages come in at once.
@@ -86,12 +102,12 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino);
 
 /*
  * A wish that pages of the inode are not put, of as many as there is room for. tmem_policy_forbid()
- * erases what is held, and may fail. Kept until forgotten or the pool is freed.
+ * erases what is held, and may fail. Kept until forgotten, or until the pool is freed and with it
+ * the last of those that replaced it.
  */
 bool tmem_policy_never(const struct tmem_key *key);
 int tmem_policy_forbid(const struct tmem_key *key);
 void tmem_policy_forget(struct tmem_pool *pool, u64 ino);
-void tmem_policy_move(struct tmem_pool *to, struct tmem_pool *from);
 
 /* Any context but NMI. How many pages of the inode the index has. */
 unsigned long tmem_held_pages(const struct tmem_key *key);
@@ -125,6 +141,12 @@ u64 tmem_get_deadline_ns(void);
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		      struct page **pages, unsigned long *want, u64 deadline_ns);
+
+/*
+ * Any context. What tmem_get() brought into @from is in the page cache as @to: what was got is a
+ * copy, to be compared, and the disk fills the page itself.
+ */
+void tmem_moved(struct page *from, struct page *to);
 
 /* A page was proved wrong: switch the cache off until the module is loaded again, and say so. */
 void tmem_poison(const char *why, u64 ino, pgoff_t index);

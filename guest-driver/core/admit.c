@@ -4,21 +4,27 @@
  *
  * As long as the host keeps what it is given, every page is put. When pages that the index has are
  * lost, at the host or by the index's own eviction, and losses outweigh hits, what is put now
- * pushes out something else, and the filter engages: a page is then put only if it was evicted
- * before, or was active, or belongs to one chunk in ADMIT_SAMPLE. A page turned down costs one more
- * read from disk, since its next eviction is its second. The filter lets go after ADMIT_HOLD hits
- * for each page held, without losses between them: a stream brings no hits, however long it is.
+ * pushes out something else, and the filter engages: a page is then put only if it came from the
+ * pool, was evicted before, was active, or belongs to one chunk in ADMIT_SAMPLE. A page turned down
+ * costs one more read from disk, since its next eviction is its second. The filter lets go after
+ * ADMIT_HOLD hits for each page held, without losses between them: a stream brings no hits, however
+ * long it is.
  *
  * The host does not say how much it will keep, so that only a loss can tell: the first stream after
  * the device came may do harm, those after it do not. That a put is refused is no loss here: the
  * host is busy, and would take the page a moment later.
  *
- * What was evicted before is remembered in a fixed table, a bit for each page of a leaf; a leaf
- * that came again defends its place against ADMIT_CREDIT puts of others. Those with reuse farther
- * away than the table remembers come in by the sample.
+ * What came from the pool is remembered exactly, by the page of RAM that it came into: a get takes
+ * it out of the pool, so that a pool whose pages were forgotten would drain while it serves. RAM
+ * that is freed otherwise keeps its mark, which lets one page in without need.
+ *
+ * What else was evicted before is remembered in a fixed table, a bit for each page of a leaf; a
+ * leaf that came again defends its place against ADMIT_CREDIT puts of others. Those with reuse
+ * farther away than the table remembers come in by the sample.
  */
 #include <linux/hash.h>
 #include <linux/mm.h>
+#include <linux/mmzone.h>
 #include <linux/slab.h>
 
 #include "leaf.h"
@@ -28,6 +34,11 @@
 #define ADMIT_LEAVES_MIN	1024
 #define ADMIT_LEAVES_MAX	65536
 #define ADMIT_CREDIT		1024
+/*
+ * Marks are by page frame number, up to so many times RAM, for holes between its banks. What is
+ * beyond, or plugged later, has none.
+ */
+#define ADMIT_FRAMES_FACTOR	16
 /* One chunk in so many is put all the same. */
 #define ADMIT_SAMPLE		64
 /* A loss weighs as much as so many hits, and so much more weight of losses engages the filter. */
@@ -44,6 +55,8 @@ struct admit_leaf {
 };
 
 struct tmem_admit {
+	unsigned long *back;		/* marks; each bit is atomic by itself */
+	unsigned long nr_frames;
 	spinlock_t lock;		/* all below; nothing is taken under it */
 	unsigned int bits;
 	long weight;			/* of losses, less hits */
@@ -79,29 +92,73 @@ static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
 }
 
 /**
+ * tmem_admit_back() - a page came from the pool, and should go back there
+ * @dev: the device
+ * @page: where it is now
+ *
+ * Context: any.
+ */
+void tmem_admit_back(struct tmem_dev *dev, struct page *page)
+{
+	unsigned long frame = page_to_pfn(page);
+
+	if (frame < dev->admit->nr_frames)
+		set_bit(frame, dev->admit->back);
+}
+
+static bool came_back(struct tmem_admit *admit, struct page *page)
+{
+	unsigned long frame = page_to_pfn(page);
+
+	return frame < admit->nr_frames && test_bit(frame, admit->back) &&
+	       test_and_clear_bit(frame, admit->back);
+}
+
+/**
+ * tmem_moved() - what tmem_get() brought is in the page cache as another page
+ * @from: the page that it was brought to
+ * @to: the page of the page cache
+ *
+ * Context: any.
+ */
+void tmem_moved(struct page *from, struct page *to)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev && came_back(dev->admit, from))
+		tmem_admit_back(dev, to);
+	rcu_read_unlock();
+}
+
+/**
  * tmem_admit() - should a page that is evicted be put?
  * @dev: the device
  * @key: pool and inode
  * @index: page number
+ * @page: where it is; its mark is taken away
  * @workingset: the page was used again since it was read in
  *
  * Context: interrupts are off.
  *
  * Return: false if it should not.
  */
-bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, bool workingset)
+bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
+		bool workingset)
 {
 	u64 inode = mix(mix(key->ino) + key->pool->serial);
 	u64 hash = mix(inode ^ index >> LEAF_SHIFT);
 	u64 chunk = mix(inode ^ index >> VIRTIO_TMEM_CHUNK_SHIFT) >> 32;
 	struct tmem_admit *admit = dev->admit;
+	bool back = came_back(admit, page);
 	bool seen, engaged;
 
 	spin_lock(&admit->lock);
 	seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));
 	engaged = admit->engaged;
 	spin_unlock(&admit->lock);
-	return !engaged || seen || workingset || !READ_ONCE(tmem_admission) ||
+	return !engaged || back || seen || workingset || !READ_ONCE(tmem_admission) ||
 	       !(chunk % ADMIT_SAMPLE);
 }
 
@@ -129,8 +186,19 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 	spin_unlock_irqrestore(&admit->lock, flags);
 }
 
+/* How many marks there are. */
+static unsigned long frames(void)
+{
+	unsigned long end = 0;
+	int node;
+
+	for_each_online_node(node)
+		end = max(end, node_end_pfn(node));
+	return min(end, totalram_pages() * ADMIT_FRAMES_FACTOR);
+}
+
 /**
- * tmem_admit_init() - allocate the table
+ * tmem_admit_init() - allocate what is remembered
  * @dev: the device; its memory_bytes grow
  *
  * Return: 0 or -ENOMEM.
@@ -141,13 +209,19 @@ int tmem_admit_init(struct tmem_dev *dev)
 				   ADMIT_LEAVES_MIN, ADMIT_LEAVES_MAX);
 	unsigned int bits = ilog2(nr);
 	size_t bytes = struct_size(dev->admit, leaf, 1UL << bits);
+	unsigned long nr_frames = frames();
+	size_t mark_bytes = BITS_TO_LONGS(nr_frames) * sizeof(long);
 
 	dev->admit = kvzalloc(bytes, GFP_KERNEL);
 	if (!dev->admit)
 		return -ENOMEM;
 	spin_lock_init(&dev->admit->lock);
 	dev->admit->bits = bits;
-	dev->memory_bytes += bytes;
+	dev->admit->back = kvzalloc(mark_bytes, GFP_KERNEL);
+	if (!dev->admit->back)
+		return -ENOMEM;
+	dev->admit->nr_frames = nr_frames;
+	dev->memory_bytes += bytes + mark_bytes;
 	return 0;
 }
 
@@ -157,5 +231,7 @@ int tmem_admit_init(struct tmem_dev *dev)
  */
 void tmem_admit_exit(struct tmem_dev *dev)
 {
+	if (dev->admit)
+		kvfree(dev->admit->back);
 	kvfree(dev->admit);
 }

@@ -186,7 +186,7 @@ static int bench_run(const char *path)
 		return -ENOMEM;
 	bench->from = alloc_page(GFP_KERNEL);
 	bench->to = alloc_page(GFP_KERNEL);
-	bench->key = (struct tmem_key){ tmem_pool_new("bench"), BENCH_INO, 1 };
+	bench->key = (struct tmem_key){ tmem_pool_new("bench", NULL), BENCH_INO, 1 };
 	for (i = 0; i < NR_BENCH; i++) {
 		bench->sample[i] = kvcalloc(BENCH_SAMPLES, sizeof(u64), GFP_KERNEL);
 		if (!bench->sample[i])

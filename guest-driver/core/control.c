@@ -29,6 +29,7 @@ struct tmem_control {
 		union {
 			struct virtio_tmem_pool_create create;
 			struct virtio_tmem_report report;
+			struct virtio_tmem_latencies latencies;
 		};
 	} out;
 	struct virtio_tmem_resp resp;
@@ -318,6 +319,38 @@ unlock:
 	mutex_unlock(&dev->control_lock);
 }
 
+/* Older devices do not know it: such a one is not asked again in this generation. */
+static void send_latencies(struct tmem_dev *dev, u64 generation)
+{
+	struct virtio_tmem_latencies *latencies;
+	struct tmem_control *control;
+	unsigned int i;
+	u8 status;
+
+	BUILD_BUG_ON(TMEM_STAT_get_waits_longer - TMEM_STAT_get_waits_1us + 1 !=
+		     ARRAY_SIZE(latencies->get));
+	if (dev->latencies_refused == generation)
+		return;
+	mutex_lock(&dev->control_lock);
+	control = free_control(dev);
+	if (!control)
+		goto unlock;
+	latencies = &control->out.latencies;
+	latencies->get_ns = cpu_to_le64(tmem_stat_sum(TMEM_STAT_get_waits_ns,
+						      TMEM_STAT_get_waits_ns));
+	for (i = 0; i < ARRAY_SIZE(latencies->get); i++)
+		latencies->get[i] = cpu_to_le64(tmem_stat_sum(TMEM_STAT_get_waits_1us + i,
+							      TMEM_STAT_get_waits_1us + i));
+	status = control_send(dev, control, generation, VIRTIO_TMEM_T_LATENCIES, 0,
+			      sizeof(*latencies));
+	if (status == VIRTIO_TMEM_S_STALE)
+		tmem_control_resync(dev, false);
+	else if (status == VIRTIO_TMEM_S_UNSUPPORTED)
+		dev->latencies_refused = generation;
+unlock:
+	mutex_unlock(&dev->control_lock);
+}
+
 static void report_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, report_work);
@@ -331,6 +364,7 @@ static void report_work_fn(struct work_struct *work)
 	if (generation) {
 		tmem_breaker_probe(dev);
 		send_report(dev, generation);
+		send_latencies(dev, generation);
 	}
 	period_ms = READ_ONCE(dev->tripped) ? PROBE_PERIOD_MS : REPORT_PERIOD_MS;
 	if (!READ_ONCE(dev->stopping))

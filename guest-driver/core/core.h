@@ -11,6 +11,7 @@
  *	    dev->block_lock		free blocks of slots
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
+ *	    stats.c: state_lock		state for sysfs; also taken alone
  * control_vq_lock and the lock of admit.c stand alone; vq_lock and bucket->lock are never held
  * together. Callers may hold mm and file system locks (i_pages), so nothing above may be held
  * while taking one of those.
@@ -117,6 +118,7 @@ struct tmem_get_req {
 	unsigned int first;		/* caller's page number of the first page */
 	unsigned int count;
 	unsigned int nr_blocks;
+	u64 sent_ns;			/* when a reader began to wait for it */
 	void *block[TMEM_BATCH_BLOCKS];
 	u64 entry[VIRTIO_TMEM_BATCH_MAX];
 	struct {
@@ -217,6 +219,7 @@ struct tmem_dev {
 	struct workqueue_struct *wq;	/* ordered: sync and report never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
+	u64 latencies_refused;		/* generation of a device that does not know them */
 	bool stopping;
 };
 
@@ -283,7 +286,7 @@ struct tmem_pool {
 	bool bypass_all;		/* a mark could not be stored; under a bucket lock */
 	unsigned int nr_bypassed;	/* under the lock of bypass */
 	struct xarray bypass;		/* by inode number */
-	struct tmem_policies *policies;
+	struct tmem_policies *policies;	/* never changes */
 	struct rcu_head rcu;
 };
 
@@ -295,7 +298,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation);
 void tmem_pools_exit(void);
 
 /* policy.c */
-int tmem_policy_init(struct tmem_pool *pool);
+int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old);
 void tmem_policy_free(struct tmem_pool *pool);
 
 /* ring.c */
@@ -316,7 +319,9 @@ int tmem_feeder(void *data);
 /* admit.c */
 int tmem_admit_init(struct tmem_dev *dev);
 void tmem_admit_exit(struct tmem_dev *dev);
-bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, bool workingset);
+bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
+		bool workingset);
+void tmem_admit_back(struct tmem_dev *dev, struct page *page);
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);
 
 /* get.c */

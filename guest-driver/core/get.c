@@ -188,6 +188,16 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 	return get_abandon(get);
 }
 
+/* A reader waited so long for a request, in vain or not. */
+static void count_wait(u64 waited_ns)
+{
+	unsigned int bucket = fls64(div_u64(waited_ns, NSEC_PER_USEC));
+
+	tmem_count_n(TMEM_STAT_get_waits_ns, waited_ns);
+	tmem_count(min_t(unsigned int, TMEM_STAT_get_waits_1us + bucket,
+			 TMEM_STAT_get_waits_longer));
+}
+
 /* --- breaker ------------------------------------------------------------------------------- */
 
 static u64 deadline_span_ns(void)
@@ -206,6 +216,25 @@ static u64 slow_ns(struct tmem_dev *dev)
 	dev->slow_at_ns = now_ns;
 	dev->slow_ns -= min(dev->slow_ns, leaked_ns);
 	return dev->slow_ns;
+}
+
+/*
+ * The state for sysfs and the host changes with it, under the lock: or it would stay another one
+ * for good, if another backend comes between the two.
+ */
+static void breaker_set(struct tmem_dev *dev, bool open)
+{
+	lockdep_assert_held(&dev->get_lock);
+	WRITE_ONCE(dev->tripped, open);
+	tmem_state_tripped(open);
+}
+
+static void breaker_say(bool open)
+{
+	trace_tmem_breaker(open);
+	pr_notice_ratelimited("virtio_tmem: %s\n", open ?
+			      "answers are late: no gets until the host answers in time" :
+			      "the host answers in time again");
 }
 
 static bool may_probe(struct tmem_dev *dev)
@@ -229,7 +258,7 @@ static bool breaker_close(struct tmem_dev *dev, bool anew)
 	dev->late_row = 0;
 	if (anew)
 		dev->slow_ns = 0;
-	WRITE_ONCE(dev->tripped, false);
+	breaker_set(dev, false);
 	spin_unlock_irq(&dev->get_lock);
 	return was;
 }
@@ -255,13 +284,17 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	if (!dev->tripped) {
 		opens = dev->late_row >= LATE_ROW_MAX || host_keeps(dev) ||
 			slow_ns(dev) > span_ns * WAIT_BUDGET;
-		WRITE_ONCE(dev->tripped, opens);
+		if (opens)
+			breaker_set(dev, true);
 	}
 	spin_unlock_irq(&dev->get_lock);
 	if (!opens)
 		return;
+	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
-	tmem_state_tripped(true);
+	/* Closed again meanwhile: what is said last is how it is. */
+	if (READ_ONCE(dev->tripped))
+		breaker_say(true);
 	tmem_control_report_soon(dev);
 }
 
@@ -302,7 +335,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 	}
 	if (late || !breaker_close(dev, false))
 		return;
-	tmem_state_tripped(false);
+	breaker_say(false);
 	tmem_control_report_soon(dev);
 }
 
@@ -369,6 +402,7 @@ static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 	if (good) {
 		call->hits++;
 		tmem_count(TMEM_STAT_hits);
+		tmem_admit_back(call->dev, call->pages[i]);
 		return true;
 	}
 	miss(call, i, TMEM_STAT_misses_check);
@@ -407,17 +441,20 @@ no:
 /* Waits for all requests of the burst and takes what they brought. */
 static void finish_burst(struct get_call *call)
 {
+	u64 sent_ns, since_ns, now_ns;
 	struct tmem_get_req *get;
 	unsigned int b, nr;
-	u64 since_ns;
 	bool answered;
 	u8 status;
 
 	for (b = 0; b < call->nr_burst; b++) {
 		get = call->burst[b];
+		sent_ns = get->sent_ns;
 		since_ns = ktime_get_ns();
 		answered = get_wait(get, call->spin_until_ns, call->deadline_ns);
-		call->waited_ns += ktime_get_ns() - since_ns;
+		now_ns = ktime_get_ns();
+		call->waited_ns += now_ns - since_ns;
+		count_wait(now_ns - sent_ns);
 		if (!answered) {
 			/* From here on the request is not ours: count and first were noted. */
 			for (nr = 0; nr < call->burst_count[b]; nr++)
@@ -471,6 +508,7 @@ static void ask(struct get_call *call, struct tmem_queue *queue, const struct tm
 		get->out.cookie[nr] = cpu_to_le64(base + tmem_entry_offset(entry[nr]));
 	}
 	why = TMEM_STAT_misses_queue;
+	get->sent_ns = ktime_get_ns();
 	if (get_submit(dev, get, call->generation, where->pool)) {
 		get_free(dev, get);
 		goto no;

@@ -20,6 +20,7 @@
 struct tmem_policies {
 	struct xarray never;	/* inode number: its generation */
 	unsigned int nr;	/* under the lock of never; read without */
+	unsigned int pools;	/* that have these: two while one replaces the other */
 };
 
 static atomic_long_t policy_bytes;	/* part of tmem_index_used_bytes */
@@ -36,29 +37,41 @@ static bool room_for(long bytes)
 }
 
 /**
- * tmem_policy_init() - no policies
+ * tmem_policy_init() - no policies, or those of the pool that is replaced
  * @pool: a new file system
+ * @old: the pool that it replaces, or NULL
+ *
+ * Both have the same from here on: whoever still has the old one in hand sets and forgets for both.
+ *
+ * Context: process; one tmem_policy_init() or tmem_policy_free() at a time.
  *
  * Return: 0 or -ENOMEM.
  */
-int tmem_policy_init(struct tmem_pool *pool)
+int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old)
 {
-	pool->policies = kzalloc(sizeof(*pool->policies), GFP_KERNEL);
-	if (!pool->policies)
-		return -ENOMEM;
-	xa_init(&pool->policies->never);
+	if (old) {
+		pool->policies = old->policies;
+	} else {
+		pool->policies = kzalloc(sizeof(*pool->policies), GFP_KERNEL);
+		if (!pool->policies)
+			return -ENOMEM;
+		xa_init(&pool->policies->never);
+	}
+	pool->policies->pools++;
 	return 0;
 }
 
 /**
- * tmem_policy_free() - forget all policies of a pool that nobody uses any more
- * @pool: file system
+ * tmem_policy_free() - forget the policies of a pool, unless another one has them, too
+ * @pool: file system that nobody uses any more
  */
 void tmem_policy_free(struct tmem_pool *pool)
 {
 	unsigned long i, node = ULONG_MAX;
 	void *mark;
 
+	if (--pool->policies->pools)
+		return;
 	xa_for_each(&pool->policies->never, i, mark) {
 		if (!i || i >> XA_CHUNK_SHIFT == node)
 			continue;
@@ -77,7 +90,7 @@ void tmem_policy_free(struct tmem_pool *pool)
  */
 bool tmem_policy_never(const struct tmem_key *key)
 {
-	struct tmem_policies *policies = READ_ONCE(key->pool->policies);
+	struct tmem_policies *policies = key->pool->policies;
 
 	return READ_ONCE(policies->nr) &&
 	       xa_load(&policies->never, key->ino) == xa_mk_value(key->igen);
@@ -92,7 +105,7 @@ bool tmem_policy_never(const struct tmem_key *key)
  */
 void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 {
-	struct tmem_policies *policies = READ_ONCE(pool->policies);
+	struct tmem_policies *policies = pool->policies;
 	unsigned long flags;
 
 	if (!READ_ONCE(policies->nr))
@@ -116,7 +129,7 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
  */
 int tmem_policy_forbid(const struct tmem_key *key)
 {
-	struct tmem_policies *policies = READ_ONCE(key->pool->policies);
+	struct tmem_policies *policies = key->pool->policies;
 	unsigned long flags;
 	long bytes = 0;
 	int err = 0;
@@ -141,20 +154,4 @@ int tmem_policy_forbid(const struct tmem_key *key)
 	tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
 	tmem_index_make_room();
 	return 0;
-}
-
-/**
- * tmem_policy_move() - a pool is replaced by an empty one: the policies stay
- * @to: the new pool; its own policies so far are lost
- * @from: the old pool, which is not used for puts any more
- *
- * Context: process; no tmem_policy_forbid() runs for either.
- */
-void tmem_policy_move(struct tmem_pool *to, struct tmem_pool *from)
-{
-	struct tmem_policies *policies = from->policies;
-
-	/* Whoever still looks at the old pool finds some policies, and no puts. */
-	WRITE_ONCE(from->policies, to->policies);
-	WRITE_ONCE(to->policies, policies);
 }

@@ -24,24 +24,26 @@ static u32 last_id;
 /**
  * tmem_pool_new() - add a file system
  * @name: for messages
+ * @old: the pool that this one replaces, to be freed afterwards, or NULL
  *
  * Context: process, may sleep. Puts are taken once the device has answered.
  *
  * Return: the pool, or NULL without memory.
  */
-struct tmem_pool *tmem_pool_new(const char *name)
+struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 {
 	struct tmem_pool *pool = kzalloc(sizeof(*pool), GFP_KERNEL);
 
 	if (!pool)
 		return NULL;
-	if (tmem_policy_init(pool)) {
-		kfree(pool);
-		return NULL;
-	}
 	strscpy(pool->name, name, sizeof(pool->name));
 	xa_init(&pool->bypass);
 	mutex_lock(&tmem_pools_lock);
+	if (tmem_policy_init(pool, old)) {
+		mutex_unlock(&tmem_pools_lock);
+		kfree(pool);
+		return NULL;
+	}
 	pool->serial = ++last_serial;
 	list_add_tail(&pool->list, &tmem_pools);
 	mutex_unlock(&tmem_pools_lock);

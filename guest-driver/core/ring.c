@@ -191,7 +191,7 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 		local_irq_save(flags);
 		rcu_read_lock();
 		dev = rcu_dereference(tmem_device);
-		if (dev && !tmem_admit(dev, key, index, workingset))
+		if (dev && !tmem_admit(dev, key, index, page, workingset))
 			why = TMEM_STAT_puts_skipped_admission;
 		else if (dev)
 			taken = put(dev, key, index, page, workingset, &why);

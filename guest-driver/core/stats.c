@@ -80,8 +80,10 @@ void tmem_state_online(void)
 }
 
 /**
- * tmem_state_tripped() - the breaker opened or closed
+ * tmem_state_tripped() - the breaker is open or closed
  * @tripped: open
+ *
+ * Context: under get_lock of the device, together with its own note of it.
  */
 void tmem_state_tripped(bool tripped)
 {
@@ -90,10 +92,6 @@ void tmem_state_tripped(bool tripped)
 	spin_lock_irqsave(&state_lock, flags);
 	is_tripped = tripped;
 	spin_unlock_irqrestore(&state_lock, flags);
-	trace_tmem_breaker(tripped);
-	pr_notice_ratelimited("virtio_tmem: %s\n", tripped ?
-			      "answers are late: no gets until the host answers in time" :
-			      "the host answers in time again");
 }
 
 /**

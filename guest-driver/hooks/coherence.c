@@ -123,6 +123,23 @@ void tmem_entry_swapon(struct ftrace_regs *fregs)
 	bypass_inode(file_inode(file), TMEM_INVAL_INODE, true);
 }
 
+/**
+ * tmem_entry_bmap - somebody asks which block of the disk a page of a file is at
+ * @fregs: first argument is the mapping
+ *
+ * md writes the blocks of a bitmap file itself: it has the file open for writing when it asks, and
+ * what was cached before stays cached after it closed it: sticky. Who asks about a file that nobody
+ * has open for writing only looks (FIBMAP), and marks for all of them could be more than there is
+ * room for.
+ */
+void tmem_entry_bmap(struct ftrace_regs *fregs)
+{
+	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+
+	if (atomic_read(&mapping->host->i_writecount) > 0)
+		bypass_inode(mapping->host, TMEM_INVAL_INODE, true);
+}
+
 /*
  * A new mount is known before the first file is opened on it. Not coherence:
  * files that are open for writing when it becomes known are cached only after
@@ -193,11 +210,12 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
 	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
 		     end >> PAGE_SHIFT : ULONG_MAX;
+	/* A part of a page names none. */
+	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
 	struct tmem_fs *fs;
-	unsigned int slot;
 	int ret;
 
-	for (slot = 0; slot < TMEM_FADVISE_MAX; slot++) {
+	for (; slot < TMEM_FADVISE_MAX; slot++) {
 		if (!test_and_set_bit(slot, &fadvise_used)) {
 			fadvise_ranges[slot].first = first;
 			fadvise_ranges[slot].last = nr - 1;

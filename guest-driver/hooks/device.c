@@ -8,19 +8,12 @@
 #include <linux/file.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
-#include <linux/mutex.h>
 #include <linux/pagemap.h>
 #include <linux/uaccess.h>
 
 #include "../compat.h"
 #include "../virtio_tmem_ioctl.h"
 #include "hooks.h"
-
-/*
- * Setting a policy finds the file system under it: tmem_fs_register(), which replaces pools, either
- * moves the policy along or has it set in the new one.
- */
-DEFINE_MUTEX(tmem_policy_lock);
 
 static int file_get(const struct tmem_key *key, const struct inode *inode,
 		    struct virtio_tmem_file *req)
@@ -56,8 +49,7 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 		return -EINVAL;
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;
-	if (mutex_lock_killable(&tmem_policy_lock))
-		return -EINTR;
+	/* If it is being replaced, both have the same policies; no puts before tmem_fs_put(). */
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
 		tmem_fs_key(fs, inode, &key);
@@ -67,7 +59,6 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 	} else {
 		err = tmem_fs_note(inode->i_sb) ? -EAGAIN : -EOPNOTSUPP;
 	}
-	mutex_unlock(&tmem_policy_lock);
 	return err;
 }
 

@@ -81,10 +81,36 @@ static unsigned int found;		/* types activated and file systems registered */
 static unsigned int fruitless;		/* discoveries in a row that found nothing */
 
 /*
- * A file system that cannot be served is noted with each of its pages, and looking at it takes
- * s_inode_list_lock for as long as it has inodes: after so many times once a second only.
+ * A file system that cannot be served is noted with each of its pages: after so many times it is
+ * looked at once a second only.
  */
 #define TMEM_FRUITLESS_MAX 16
+
+/*
+ * A file system may have millions of inodes, and who makes or evicts one spins meanwhile: so many
+ * are looked at before s_inode_list_lock is given up. Each may be a few cache misses.
+ */
+#define TMEM_WALK_INODES 256
+/* So many are looked at for a file that can be served; the newest come first. */
+#define TMEM_SEARCH_INODES 4096
+
+#ifdef TMEM_TEST
+static unsigned int test_walk_run, test_walk_most;
+module_param(test_walk_run, uint, 0644);
+MODULE_PARM_DESC(test_walk_run, "most inodes that were looked at under a lock without a break");
+module_param(test_walk_most, uint, 0644);
+MODULE_PARM_DESC(test_walk_most, "most inodes that were looked at in search of a file");
+
+static void walk_note(unsigned int run, unsigned int looked)
+{
+	WRITE_ONCE(test_walk_run, max(test_walk_run, run));
+	WRITE_ONCE(test_walk_most, max(test_walk_most, looked));
+}
+#else
+static inline void walk_note(unsigned int run, unsigned int looked)
+{
+}
+#endif
 
 /**
  * tmem_fs_find - the file system of a super block
@@ -134,9 +160,9 @@ void tmem_fs_put(struct tmem_fs *fs)
 /* No hook can find it any more. */
 static void tmem_fs_free(struct tmem_fs *fs)
 {
-	tmem_verify_void_fs(fs);
 	tmem_fs_put(fs);
 	wait_for_completion(&fs->idle);
+	tmem_verify_void_fs(fs);
 	tmem_pool_free(fs->pool);
 	kfree_rcu(fs, rcu);
 }
@@ -175,36 +201,17 @@ void tmem_fs_drop(const struct super_block *sb)
 	tmem_fs_remove(fs);
 }
 
-/* Caller holds bypass_lock. */
-static bool tmem_fs_sticky(const struct tmem_fs *fs, u64 ino)
+static bool tmem_mount_sticky(const struct tmem_mount *mount, u64 ino)
 {
 	unsigned int i;
 
-	if (fs->sticky_all)
+	lockdep_assert_held(&mount->bypass_lock);
+	if (mount->sticky_all)
 		return true;
-	for (i = 0; i < fs->nr_sticky; i++)
-		if (fs->sticky[i] == ino)
+	for (i = 0; i < mount->nr_sticky; i++)
+		if (mount->sticky[i] == ino)
 			return true;
 	return false;
-}
-
-static void bypass_ino(struct tmem_fs *fs, u64 ino, enum tmem_inval why, bool sticky)
-{
-	unsigned long flags;
-
-	/* Also where the mark is set already: a get may have come before it. */
-	tmem_verify_void(fs, ino, 0, ULONG_MAX);
-
-	spin_lock_irqsave(&fs->bypass_lock, flags);
-	if (sticky && !tmem_fs_sticky(fs, ino)) {
-		if (fs->nr_sticky < TMEM_STICKY_MAX)
-			fs->sticky[fs->nr_sticky++] = ino;
-		else
-			WRITE_ONCE(fs->sticky_all, true);
-	}
-	/* Even if it counts as marked: in a pool without room for marks, it may hold pages. */
-	tmem_bypass(fs->pool, ino, why);
-	spin_unlock_irqrestore(&fs->bypass_lock, flags);
 }
 
 /**
@@ -219,7 +226,44 @@ static void bypass_ino(struct tmem_fs *fs, u64 ino, enum tmem_inval why, bool st
 void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
 		    bool sticky)
 {
-	bypass_ino(fs, inode->i_ino, why, sticky);
+	struct tmem_mount *mount = fs->mount;
+	u64 ino = inode->i_ino;
+	unsigned long flags;
+
+	/* Also where the mark is set already: a get may have come before it. */
+	tmem_verify_void(fs, ino, 0, ULONG_MAX);
+
+	spin_lock_irqsave(&mount->bypass_lock, flags);
+	if (sticky && !tmem_mount_sticky(mount, ino)) {
+		if (mount->nr_sticky < TMEM_STICKY_MAX) {
+			mount->sticky[mount->nr_sticky] = ino;
+			WRITE_ONCE(mount->nr_sticky, mount->nr_sticky + 1);
+		} else {
+			WRITE_ONCE(mount->sticky_all, true);
+		}
+	}
+	/* Even if it counts as marked: in a pool without room for marks, it may hold pages. */
+	tmem_bypass(fs->pool, ino, why);
+	spin_unlock_irqrestore(&mount->bypass_lock, flags);
+}
+
+/*
+ * One that nobody finds any more is replaced: its sticky marks hold for the pool of the new one.
+ * Under the lock, so that none of them ends on the way. Returns whether marks were lost.
+ */
+static bool tmem_fs_inherit(struct tmem_fs *fs)
+{
+	struct tmem_mount *mount = fs->mount;
+	unsigned int i;
+	bool lost;
+
+	spin_lock_irq(&mount->bypass_lock);
+	for (i = 0; i < mount->nr_sticky; i++)
+		tmem_bypass(fs->pool, mount->sticky[i], TMEM_INVAL_DIRECT);
+	lost = mount->sticky_all;
+	WRITE_ONCE(mount->sticky_all, false);
+	spin_unlock_irq(&mount->bypass_lock);
+	return lost;
 }
 
 /**
@@ -234,20 +278,21 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
  */
 bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
 {
+	struct tmem_mount *mount = fs->mount;
 	u64 ino = inode->i_ino;
 	unsigned long flags;
 	bool ok = true;
 
-	if (READ_ONCE(fs->sticky_all))
+	if (READ_ONCE(mount->sticky_all))
 		return false;
 	if (likely(!tmem_is_bypassed(fs->pool, ino)))
 		return true;
-	spin_lock_irqsave(&fs->bypass_lock, flags);
-	if (tmem_fs_sticky(fs, ino) || atomic_read(&inode->i_writecount) > 0)
+	spin_lock_irqsave(&mount->bypass_lock, flags);
+	if (tmem_mount_sticky(mount, ino) || atomic_read(&inode->i_writecount) > 0)
 		ok = false;
 	else
 		tmem_unbypass(fs->pool, ino);
-	spin_unlock_irqrestore(&fs->bypass_lock, flags);
+	spin_unlock_irqrestore(&mount->bypass_lock, flags);
 	return ok;
 }
 
@@ -261,6 +306,7 @@ bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
  */
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
 {
+	struct tmem_mount *mount = fs->mount;
 	u64 ino = inode->i_ino;
 	unsigned long flags;
 	unsigned int i;
@@ -270,17 +316,19 @@ void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
 	if (!inode->i_nlink)
 		tmem_policy_forget(fs->pool, ino);
 
-	if (!tmem_is_bypassed(fs->pool, ino))
+	/* A sticky one may have no mark in a pool that is about to replace another. */
+	if (!tmem_is_bypassed(fs->pool, ino) && !READ_ONCE(mount->nr_sticky))
 		return;
-	spin_lock_irqsave(&fs->bypass_lock, flags);
-	for (i = 0; i < fs->nr_sticky; i++) {
-		if (fs->sticky[i] == ino) {
-			fs->sticky[i] = fs->sticky[--fs->nr_sticky];
+	spin_lock_irqsave(&mount->bypass_lock, flags);
+	for (i = 0; i < mount->nr_sticky; i++) {
+		if (mount->sticky[i] == ino) {
+			mount->sticky[i] = mount->sticky[mount->nr_sticky - 1];
+			WRITE_ONCE(mount->nr_sticky, mount->nr_sticky - 1);
 			break;
 		}
 	}
 	tmem_unbypass(fs->pool, ino);
-	spin_unlock_irqrestore(&fs->bypass_lock, flags);
+	spin_unlock_irqrestore(&mount->bypass_lock, flags);
 }
 
 /**
@@ -329,23 +377,66 @@ bool tmem_fs_note(const struct super_block *sb)
 	return noted;
 }
 
+/*
+ * Looks at each inode of a file system, but for those made meanwhile, until @look returns true. The
+ * lock is given up now and then, while a reference to the inode it is at keeps its place in the
+ * list. The caller holds s_umount, so unmounting meets no such reference.
+ *
+ * None is taken to an inode without a name: were it the last, the inode would be deleted here. That
+ * waits while the file system is frozen, and who thaws it waits for s_umount. A name can be lost
+ * only while it is not frozen, and who freezes it waits for s_umount.
+ */
+static void walk_inodes(struct super_block *sb, bool (*look)(struct inode *inode, void *arg),
+			void *arg)
+{
+	struct inode *inode, *kept = NULL;
+	unsigned int run = 0;
+
+	spin_lock(&sb->s_inode_list_lock);
+	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
+		run++;
+		walk_note(run, 0);
+		if (look(inode, arg))
+			break;
+		if (run < TMEM_WALK_INODES || !READ_ONCE(inode->i_nlink) || !igrab(inode))
+			continue;
+		spin_unlock(&sb->s_inode_list_lock);
+		iput(kept);
+		kept = inode;
+		run = 0;
+		cond_resched();
+		spin_lock(&sb->s_inode_list_lock);
+	}
+	spin_unlock(&sb->s_inode_list_lock);
+	iput(kept);
+}
+
+struct aops_search {
+	const struct tmem_fs_type *type;
+	const struct address_space_operations *aops;	/* found */
+	unsigned int looked;
+};
+
+static bool look_for_aops(struct inode *inode, void *arg)
+{
+	struct aops_search *search = arg;
+
+	search->looked++;
+	walk_note(0, search->looked);
+	if (S_ISREG(inode->i_mode) && !IS_DAX(inode) && inode->i_mapping->a_ops &&
+	    search->type->mapping_ok(inode->i_mapping))
+		search->aops = inode->i_mapping->a_ops;
+	return search->aops || search->looked == TMEM_SEARCH_INODES;
+}
+
 /* A regular file's operations are those of all regular files of the type. */
 static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
 							   struct tmem_fs_type *type)
 {
-	const struct address_space_operations *aops = NULL;
-	struct inode *inode;
+	struct aops_search search = { .type = type };
 
-	spin_lock(&sb->s_inode_list_lock);
-	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
-		if (!S_ISREG(inode->i_mode) || IS_DAX(inode) || !inode->i_mapping->a_ops ||
-		    !type->mapping_ok(inode->i_mapping))
-			continue;
-		aops = inode->i_mapping->a_ops;
-		break;
-	}
-	spin_unlock(&sb->s_inode_list_lock);
-	return aops;
+	walk_inodes(sb, look_for_aops, &search);
+	return search.aops;
 }
 
 /* Coherence first: the functions that read come last. */
@@ -354,6 +445,7 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 {
 	const struct tmem_target targets[] = {
 		{ (unsigned long)aops->swap_activate, TMEM_HOOK_SWAPON, tmem_entry_swapon },
+		{ (unsigned long)aops->bmap, TMEM_HOOK_BMAP, tmem_entry_bmap },
 		{ (unsigned long)aops->readahead, TMEM_HOOK_READAHEAD, NULL, tmem_wrap_readahead },
 		{ (unsigned long)aops->read_folio, TMEM_HOOK_READ_FOLIO, NULL,
 		  tmem_wrap_read_folio },
@@ -386,23 +478,40 @@ failed:
 	WRITE_ONCE(type->failed, true);
 }
 
+struct marking {
+	struct tmem_fs *fs;
+	bool lost_marks;
+};
+
+static bool mark_writers(struct inode *inode, void *arg)
+{
+	struct marking *marking = arg;
+	bool writers = atomic_read(&inode->i_writecount) > 0;
+	bool suspect = marking->lost_marks && (writers || READ_ONCE(inode->i_data.nrpages));
+
+	if (S_ISREG(inode->i_mode) && (writers || suspect))
+		tmem_fs_bypass(marking->fs, inode, TMEM_INVAL_DIRECT,
+			       suspect || IS_SWAPFILE(inode));
+	return false;
+}
+
 /*
  * From the moment it can be found, invalidations reach the pool; only then are
  * those inodes marked that someone may be changing already, having passed a
  * hook before: all who truncate or write directly hold i_writecount. Only then
- * are puts allowed.
+ * are puts allowed. Inodes need not be looked at in one go: who begins to write
+ * or makes an inode beside it passes the hooks.
  *
- * One that is to be flushed is replaced: the sticky marks live on, as they are
- * about the page cache. If there were too many, each inode is marked that may
- * have been one: that has pages cached, or that someone may be changing. The
+ * One that is to be flushed is replaced: the sticky marks, which are the
+ * mount's, live on, as they are about the page cache, and so do the policies,
+ * which both pools have. If there were too many marks, each inode is marked that
+ * may have been one: that has pages cached, or that someone may be changing. The
  * others have nothing that the disk does not.
  */
 static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 {
+	struct marking marking = {};
 	struct tmem_fs *fs, *old;
-	bool lost_marks = false;
-	struct inode *inode;
-	unsigned int i;
 
 	/* s_umount and discovery_lock keep it from being freed. */
 	rcu_read_lock();
@@ -418,8 +527,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	fs->type = type;
 	refcount_set(&fs->users, 1);
 	init_completion(&fs->idle);
-	spin_lock_init(&fs->bypass_lock);
-	fs->pool = tmem_pool_new(sb->s_id);
+	fs->pool = tmem_pool_new(sb->s_id, old ? old->pool : NULL);
 	if (!fs->pool) {
 		kfree(fs);
 		return;
@@ -444,25 +552,13 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	synchronize_rcu_expedited();
 
 	if (old) {
-		for (i = 0; i < old->nr_sticky; i++)
-			bypass_ino(fs, old->sticky[i], TMEM_INVAL_DIRECT, true);
-		lost_marks = old->sticky_all;
-		mutex_lock(&tmem_policy_lock);
-		tmem_policy_move(fs->pool, old->pool);
-		mutex_unlock(&tmem_policy_lock);
+		TMEM_HOLD(replace);
+		marking.lost_marks = tmem_fs_inherit(fs);
 		tmem_fs_free(old);
 	}
 
-	spin_lock(&sb->s_inode_list_lock);
-	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
-		bool writers = atomic_read(&inode->i_writecount) > 0;
-		bool suspect = lost_marks && (writers || READ_ONCE(inode->i_data.nrpages));
-
-		if (S_ISREG(inode->i_mode) && (writers || suspect))
-			tmem_fs_bypass(fs, inode, TMEM_INVAL_DIRECT,
-				       suspect || IS_SWAPFILE(inode));
-	}
-	spin_unlock(&sb->s_inode_list_lock);
+	marking.fs = fs;
+	walk_inodes(sb, mark_writers, &marking);
 
 	mutex_lock(&switch_lock);
 	if (!type->off && !fs->mount->off)
@@ -590,7 +686,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 	if (!on || !nr || READ_ONCE(discovery_stopped))
 		return;
 	set_bit((mount ? mount->type : type) - tmem_fs_types, &types_noted);
-	mod_delayed_work(system_wq, &discovery, 0);
+	mod_delayed_work(tmem_system_wq, &discovery, 0);
 }
 
 /**
@@ -610,7 +706,7 @@ const char *tmem_fs_state(const struct tmem_mount *mount)
 		state = "off";
 	else if (!fs || !READ_ONCE(fs->live))
 		state = "starting";
-	else if (READ_ONCE(fs->sticky_all))
+	else if (READ_ONCE(mount->sticky_all))
 		state = "blocked: too many files changed below the page cache";
 	else if (tmem_pool_overflowed(fs->pool))
 		state = "blocked: too many files open for direct writes";

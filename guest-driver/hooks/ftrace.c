@@ -19,8 +19,8 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* mm and VFS 6, self-test 1, and 4 for each type of file system. */
-#define TMEM_TARGETS_MAX 16
+/* mm and VFS 6, self-test 1, and 5 for each type of file system. */
+#define TMEM_TARGETS_MAX 17
 
 /* The traced instruction is the first one or follows ENDBR64; functions are aligned to this. */
 #define TMEM_ENTRY_MAX_BYTES 16

@@ -7,10 +7,9 @@
  * erases it, since it may become eligible again with other contents. And a hook
  * that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outer first: s_umount, discovery_lock of fs.c, tmem_policy_lock or switch_lock of
- * fs.c, a folio's lock, the i_pages lock, tmem_fs.bypass_lock, the list lock of verify.c, the
- * locks of the core. Being inside a file of mounts.c counts as a lock below s_umount and
- * discovery_lock.
+ * Lock order, outer first: s_umount, discovery_lock of fs.c, switch_lock of fs.c, a folio's lock,
+ * the i_pages lock, tmem_mount.bypass_lock, the list lock of verify.c, the locks of the core. Being
+ * inside a file of mounts.c counts as a lock below s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -19,7 +18,6 @@
 #include <linux/ftrace.h>
 #include <linux/fs.h>
 #include <linux/kobject.h>
-#include <linux/mutex.h>
 #include <linux/percpu.h>
 #include <linux/refcount.h>
 #include <linux/spinlock.h>
@@ -38,6 +36,7 @@ enum tmem_hook {
 	TMEM_HOOK_DROP_SLAB,	/* drop_slab(): second half of drop_caches=3 */
 	TMEM_HOOK_MOVE_EXT,	/* ext4_move_extents() */
 	TMEM_HOOK_SWAPON,	/* the file system's ->swap_activate */
+	TMEM_HOOK_BMAP,		/* the file system's ->bmap */
 	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
 	TMEM_HOOK_READ_FOLIO,	/* the file system's ->read_folio */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
@@ -112,8 +111,8 @@ struct tmem_mount_counts {
 };
 
 /*
- * What sysfs shows of a mount, from when it is registered until it is unmounted. A struct tmem_fs
- * may be replaced meanwhile.
+ * What sysfs shows of a mount, and its sticky marks, from when it is registered until it is
+ * unmounted. A struct tmem_fs may be replaced meanwhile, by another that has all of this.
  */
 struct tmem_mount {
 	struct kobject kobj;
@@ -122,6 +121,11 @@ struct tmem_mount {
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
 	bool off;			/* by the operator; switch_lock of fs.c */
+
+	spinlock_t bypass_lock;		/* unbypassing against bypassing; sticky inodes */
+	bool sticky_all;
+	unsigned int nr_sticky;		/* read without the lock, too */
+	u64 sticky[TMEM_STICKY_MAX];
 };
 
 /* A mounted file system. */
@@ -137,11 +141,6 @@ struct tmem_fs {
 	struct completion idle;		/* users reached 0 */
 	struct rcu_head rcu;
 	atomic_long_t hits;		/* for verify.c: which hits are the first ones */
-
-	spinlock_t bypass_lock;		/* unbypassing against bypassing; sticky inodes */
-	bool sticky_all;
-	unsigned int nr_sticky;
-	u64 sticky[TMEM_STICKY_MAX];
 };
 
 struct tmem_fs *tmem_fs_find(const struct super_block *sb);
@@ -230,6 +229,7 @@ static inline void tmem_leave(void)
 int tmem_coherence_add(void);
 void tmem_entry_move_ext(struct ftrace_regs *fregs);
 void tmem_entry_swapon(struct ftrace_regs *fregs);
+void tmem_entry_bmap(struct ftrace_regs *fregs);
 bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
 
 /* --- read.c -------------------------------------------------------------------------------- */
@@ -257,7 +257,6 @@ void tmem_verify_exit(void);
 
 /* --- device.c ------------------------------------------------------------------------------ */
 
-extern struct mutex tmem_policy_lock;
 void tmem_device_init(void);
 void tmem_device_exit(void);
 

@@ -38,6 +38,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
 	[TMEM_HOOK_MOVE_EXT] = "move_ext",
 	[TMEM_HOOK_SWAPON] = "swapon",
+	[TMEM_HOOK_BMAP] = "bmap",
 	[TMEM_HOOK_READAHEAD] = "readahead",
 	[TMEM_HOOK_READ_FOLIO] = "read_folio",
 	[TMEM_HOOK_SELFTEST] = "selftest",

@@ -156,8 +156,15 @@ static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct fo
 {
 	unsigned long nr = min(folio_nr_pages(folio), rd->end - folio->index);
 	bool hit = find_next_zero_bit(run->want, at + nr, at) >= at + nr;
+	unsigned long i;
 
-	if (!hit || test_bit(at, run->sampled))
+	if (test_bit(at, run->sampled)) {
+		for (i = 0; i < nr; i++)
+			if (run->verify[at + i] && test_bit(at + i, run->want))
+				tmem_moved(run->pages[at + i], folio_page(folio, i));
+		return false;
+	}
+	if (!hit)
 		return false;
 	zero_beyond_eof(rd, folio);
 	flush_dcache_folio(folio);

@@ -31,7 +31,8 @@
 struct tmem_verify {
 	struct list_head list;		/* all of them; the pending lock */
 	struct list_head queue;		/* those whose read was started; same lock */
-	const struct tmem_fs *fs;	/* compared, never followed */
+	/* Compared, never followed. Not the struct tmem_fs, which may be replaced meanwhile. */
+	const struct super_block *sb;
 	const struct address_space *mapping;	/* likewise */
 	struct folio *folio;		/* with a reference */
 	struct page *copy;
@@ -103,7 +104,7 @@ struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgo
 	}
 	folio_get(folio);
 	v->folio = folio;
-	v->fs = fs;
+	v->sb = fs->sb;
 	v->mapping = folio->mapping;
 	v->ino = folio->mapping->host->i_ino;
 	v->index = index;
@@ -179,14 +180,14 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 		return;
 	spin_lock_irqsave(&pending_lock, flags);
 	list_for_each_entry(v, &pending, list)
-		if (v->fs == fs && v->ino == ino && v->index >= first && v->index <= last)
+		if (v->sb == fs->sb && v->ino == ino && v->index >= first && v->index <= last)
 			v->voided = true;
 	spin_unlock_irqrestore(&pending_lock, flags);
 }
 
 /**
- * tmem_verify_void_fs - a file system goes
- * @fs: the file system
+ * tmem_verify_void_fs - a file system goes, and its super block's address may be used again
+ * @fs: the file system; nobody has it in hand to begin another verification
  */
 void tmem_verify_void_fs(const struct tmem_fs *fs)
 {
@@ -194,7 +195,7 @@ void tmem_verify_void_fs(const struct tmem_fs *fs)
 
 	spin_lock_irq(&pending_lock);
 	list_for_each_entry(v, &pending, list)
-		if (v->fs == fs)
+		if (v->sb == fs->sb)
 			v->voided = true;
 	spin_unlock_irq(&pending_lock);
 }
@@ -207,6 +208,7 @@ static void verify_one(struct tmem_verify *v)
 	size_t len_bytes;
 	bool differs;
 
+	TMEM_HOLD(verify);
 	folio_lock(folio);
 	/* The mapping being the same, its inode is alive while the folio is locked. */
 	if (READ_ONCE(v->voided) || folio->mapping != v->mapping ||
