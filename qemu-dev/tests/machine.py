@@ -18,10 +18,12 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
+# Slow machines set it above 1.
+SCALE = float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
 # No command may take longer: it would be QEMU waiting for a backend. The device gives one
 # answer 300 ms in these tests; the rest is room for a loaded machine.
-COMMAND_TIMEOUT_S = 20
-BACKEND_TIMEOUT_MS = 300
+COMMAND_TIMEOUT_S = 20 * SCALE
+BACKEND_TIMEOUT_MS = int(300 * SCALE)
 
 ACKNOWLEDGE, DRIVER, DRIVER_OK, FEATURES_OK = 1, 2, 4, 8
 BAR_ADDRESS = 0xE0000000

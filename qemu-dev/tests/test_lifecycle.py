@@ -157,6 +157,7 @@ def test_backend_lost_in_a_pause(machine, backend):
     daemon = backend()
     vm = machine()
     vm.driver_up()
+    vm.wait_generation(daemon.generation())
     wait_for("the interrupt", vm.config_interrupt)
     vm.qmp("stop")
     daemon.kill()

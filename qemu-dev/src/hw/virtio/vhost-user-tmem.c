@@ -11,6 +11,8 @@
  * - wait for a backend that has not just shown that it answers: a connection
  *   is probed without blocking before the handshake, which blocks;
  * - ask the backend when the guest reads the configuration or QMP the status;
+ * - show a backend memory that post-copy has still to bring: it maps the pages
+ *   by itself, and would see holes;
  * - let a backend change what the guest sees of the device, generation apart.
  *
  * All of it runs under the big QEMU lock.
@@ -30,6 +32,7 @@
 #include "hw/virtio/vhost-user-tmem.h"
 #include "hw/virtio/virtio-bus.h"
 #include "exec/cpu-common.h"
+#include "migration/misc.h"
 #include "trace.h"
 
 /*
@@ -40,6 +43,9 @@
  */
 #define RETRY_UNFIT_MS 1000
 #define RETRY_WAIT_FACTOR 20
+
+/* Between two looks whether all memory has arrived by post-copy. */
+#define RETRY_POSTCOPY_MS 100
 
 /* Feature bits that the device may have, and so must have of its backend. */
 #define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
@@ -431,7 +437,10 @@ static void vhost_user_tmem_bh(void *opaque)
         vhost_user_tmem_disconnect(s);
     }
     if (s->opened && !s->connected) {
-        if (s->probing) {
+        if (migration_incoming_postcopy_advised()) {
+            timer_mod(s->retry_timer, qemu_clock_get_ms(QEMU_CLOCK_REALTIME) +
+                                      RETRY_POSTCOPY_MS);
+        } else if (s->probing) {
             if (s->probe_len == sizeof(s->probe_reply)) {
                 vhost_user_tmem_probe_done(s);
             }
@@ -709,12 +718,21 @@ static void vhost_user_tmem_unrealize(DeviceState *dev)
     virtio_cleanup(vdev);
 }
 
-/* No state of the backend: what it holds is a cache. */
+/*
+ * No state of the backend: what it holds is a cache. Only what the guest was
+ * told and the destination cannot change.
+ */
 static const VMStateDescription vmstate_vhost_user_tmem = {
     .name = "vhost-user-tmem",
     .minimum_version_id = 1,
     .version_id = 1,
     .fields = (const VMStateField[]) {
+        VMSTATE_UINT16_EQUAL(num_queues, VHostUserTmem,
+                             "num-queues of vhost-user-tmem must be equal at "
+                             "both ends; without it the number of CPUs counts"),
+        VMSTATE_UINT16_EQUAL(queue_size, VHostUserTmem,
+                             "queue-size of vhost-user-tmem must be equal at "
+                             "both ends"),
         VMSTATE_VIRTIO_DEVICE,
         VMSTATE_END_OF_LIST()
     },
