@@ -9,10 +9,10 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-guest check check-host check-guest check-libvirt check-ops \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
-	test-driver fuzz clean
+	test-driver fuzz fuzz-guests clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
 
@@ -43,8 +43,24 @@ bench: deps ## what the engine costs beside its codec, its memory and zram; ARGS
 	trees="$(TREES)"; \
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- engine $${trees:+--trees $$trees} $(ARGS)
 
+bench-path: deps ## the path from a virtqueue to the engine and back, beside zram and memcached; ARGS="--json"
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- path $(ARGS)
+
+bench-timing: deps ## whether a guest can tell by time what a VM of another trust domain has; ARGS="--json"
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- timing $(ARGS)
+
+bench-vms: deps ## 256 VMs on one daemon: what it takes, a storm of connections, a large one that leaves; ARGS="--help"
+	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmem-bench
+	host-daemon/target/release/tmem-bench vms $(ARGS)
+
 bench-guest: deps all ## what the guest driver costs and gains; JSON=FILE for the figures
 	$(PYTHON) tests/bench_guest.py
+
+bench-density: deps all ## four VMs with one pool, against the same host bytes as RAM, and KSM (25 minutes, as root); JSON=FILE
+	$(PYTHON) tests/bench_density.py
+
+bench-life: deps all ## migration with and without the device, and how soon a killed daemon's successor serves
+	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
 
 # ---- tests ------------------------------------------------------------------------------------
 
@@ -55,12 +71,16 @@ check-host: deps-test lint test-rust check-sim test-driver ## formats, lints, un
 check-guest: deps-test all ## virtual machines: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
 
+check-kvm: deps-test all ## the VM tests on KVM, where a guest boots on it; says that it was skipped where none does
+	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) vm
+
 check-libvirt: deps-test all ## domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
 
 check-ops: deps-test ## commands, figures, metrics before a real Prometheus, top in a real terminal
 	$(CARGO) test $(MANIFEST) -p tmem-control -p tmemctl -p tmem-exporter
-	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -- --ignored
+	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -p tmemd --test journal -- --ignored
+	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
 
 DURATION ?= 2h
 KERNELS ?= $(KERNEL)
@@ -70,13 +90,13 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-6.12-1` one.
 # Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
 # with the others, all but what is about QEMU and the tests themselves.
-VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
-SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri
+VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
+SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri fuzz
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Of all these .ci/run takes as many as fit, in turn; not what needs a nightly compiler, and not the
 # kernels that are built first.
-TURNS = $(filter-out miri,$(SHARDS))
+TURNS = $(filter-out miri fuzz,$(SHARDS))
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
@@ -87,7 +107,8 @@ shards: ## names of the shards that take turns in .ci/run
 
 # vm-6.1-2 is the second of as many parts as there are names with 6.1.
 kernel_of = $(firstword $(subst -, ,$1))
-ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness libvirt memory_map pressure snapshot)
+ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness kvm libvirt memory_map memory_slots migration pressure snapshot \
+	time upgrade watchdog)
 $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 	$(PYTEST) --kernel $(call kernel_of,$*) \
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \
@@ -117,10 +138,16 @@ shard-miri: deps-test
 
 check-miri: shard-miri ## the pool's allocator in Miri (installs Rust's nightly if there is none)
 
+# Hostile guests, three minutes for each target from the corpus on, after a build of some five.
+shard-fuzz:
+	scripts/deps fuzz
+	host-daemon/fuzz/run 3
+
 lint: lint-rust lint-c lint-shell lint-python lint-licence
 
 lint-rust:
 	cargo fmt --manifest-path host-daemon/Cargo.toml --all --check
+	rustfmt --check --edition 2024 host-daemon/fuzz/fuzz_targets/*.rs
 	$(CARGO) clippy $(MANIFEST) --workspace --all-targets -- -D warnings
 
 lint-c:
@@ -132,14 +159,16 @@ lint-shell:
 lint-python:
 	cd tests && ./python -m ruff check . ../qemu-dev/tests
 	cd tests && ./python -m ruff format --check . ../qemu-dev/tests
-	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py long.py conftest.py kernel unit vm
+	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
 
 lint-licence:
 	scripts/lint-licence
 
-# Then the pool's threads again, in a thousand orders: half a minute.
+# Then what depends on the event loop again, with the one that is not the default; and the pool's threads, in a
+# thousand orders: half a minute each.
 test-rust:
 	$(CARGO) test $(MANIFEST) --workspace
+	TMEM_EVENT_LOOP=epoll $(CARGO) test $(MANIFEST) -p tmemd --test drain --test hang_up --test liars --test random
 	$(CARGO) test $(MANIFEST) -p tmem-pool --features shuttle --lib -- interleavings
 
 check-sim: ## guests, faults and the real daemon on virtual time: seeds, and that broken rules are found
@@ -154,6 +183,10 @@ check-sim-long: ## the same for SEEDS=100000 from FIRST=1 on; TMEM_SEED=N replay
 MINUTES ?= 10
 fuzz: ## random operations on the pool against a model, new seeds for MINUTES=10; TMEM_SEED=N replays one
 	TMEM_SECONDS=$$((60 * $(MINUTES))) $(CARGO) test $(MANIFEST) -p tmem-pool --lib -- --ignored --nocapture model::fuzz
+
+fuzz-guests: ## hostile guests and VMMs, guided by coverage, each target for MINUTES=10 (installs nightly and cargo-fuzz); TARGETS=rings
+	scripts/deps fuzz
+	host-daemon/fuzz/run $(MINUTES) $(TARGETS)
 
 test-driver:
 	$(MAKE) -C guest-driver test

@@ -2,19 +2,25 @@
 //! tmem-bench: what virtio-tmem costs beside what it cannot do without.
 //!
 //! Everything measured is a ratio of two things, by turns in one run, since times say more of the
-//! machine than of the program. Replays of traces measure no time: they count hits.
+//! machine than of the program. Replays of traces measure no time: they count hits. Of many VMs on
+//! one daemon times are told as they are, to be held against bounds.
 
 mod bare;
 mod corpus;
 mod engine;
 mod measure;
+mod memcached;
 mod memory;
+mod path;
 mod replay;
 #[cfg(test)]
 mod replay_test;
+mod report;
 mod rig;
 mod threads;
 mod times;
+mod timing;
+mod vms;
 mod zram;
 
 use clap::{Parser, Subcommand};
@@ -33,8 +39,14 @@ struct Args {
 enum Command {
     /// The storage engine beside copying, hashing, lz4 and zram, on pages of this machine's files.
     Engine(EngineArgs),
+    /// The path from a guest's virtqueue to the engine and back, beside the engine, zram and memcached.
+    Path(path::Args),
     /// Hit ratios of all policies over pool sizes, on traces that tmemd recorded.
     Replay(replay::Args),
+    /// Whether a guest can tell by time that a VM of another trust domain has a page.
+    Timing(timing::Args),
+    /// Many VMs on one tmemd: what it takes, a storm of connections, a large VM that leaves.
+    Vms(vms::Args),
 }
 
 /// What can be measured alone, where the whole takes too long.
@@ -85,7 +97,10 @@ impl EngineArgs {
 fn main() -> ExitCode {
     let done = match Args::parse().command {
         Command::Engine(args) => engine::run(&args),
+        Command::Path(args) => path::run(&args),
         Command::Replay(args) => replay::run(&args),
+        Command::Timing(args) => timing::run(&args),
+        Command::Vms(args) => vms::run(&args),
     };
     match done {
         Ok(()) => ExitCode::SUCCESS,

@@ -34,6 +34,12 @@ pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
     )?))
 }
 
+/// The daemon shut the connection instead of answering, as it does with clients above its limit.
+pub fn was_shut(error: &Error) -> bool {
+    let kind = error.source_varlink_kind();
+    matches!(kind, Some(varlink::ErrorKind::ConnectionClosed))
+}
+
 /// Weight of a VM that is told none.
 pub const WEIGHT_DEFAULT: u32 = 100;
 

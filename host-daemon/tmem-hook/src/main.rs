@@ -18,6 +18,7 @@ use std::os::unix::net::UnixDatagram;
 use std::panic::catch_unwind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use tmem_control as api;
@@ -31,6 +32,12 @@ const TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a start waits for the pool to give way: a little longer than the daemon does.
 const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
+
+/// Pause before a daemon that shut the connection is asked again: most clients are gone by then.
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// The daemon shut a connection without an answer.
+static WAS_SHUT: AtomicBool = AtomicBool::new(false);
 
 /// syslog's facility daemon, level warning.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
@@ -115,8 +122,9 @@ fn main() -> ExitCode {
         ),
     };
     let message = format!("virtio-tmem: domain {domain} {begin}: {what}{end}");
-    // libvirt shows this if the start is stopped, and nobody else does.
-    eprintln!("{message}");
+    // libvirt shows this if the start is stopped, and nobody else does. Where it cannot be written, as to
+    // a full disk, eprintln would panic: a failure.
+    let _ = writeln!(std::io::stderr(), "{message}");
     if !stop {
         log(&message);
     }
@@ -169,15 +177,10 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
-    let vms = within(TIMEOUT, move || {
-        let mut client =
-            api::connect(&socket).map_err(|error| away(&socket, &error.to_string()))?;
-        let list = client.list().call();
-        Ok(list.map_err(|error| refusal(&socket, &error).1)?.vms)
-    });
-    let vms: Vec<api::Vm> = match vms.unwrap_or_else(|| Err(hangs())) {
-        Ok(vms) => vms,
-        Err(what) => return Some(not_needed(what)),
+    let list = within(TIMEOUT, move || ask(&socket, |client| client.list().call()));
+    let vms = match list.unwrap_or_else(|| Err((false, hangs()))) {
+        Ok(list) => list.vms,
+        Err((_, what)) => return Some(not_needed(what)),
     };
     let is_it = |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
     if !vms.iter().any(is_it) {
@@ -195,7 +198,33 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
 }
 
 fn hangs() -> String {
-    format!("the daemon did not answer within {} s", TIMEOUT.as_secs())
+    let seconds = TIMEOUT.as_secs();
+    match WAS_SHUT.load(Ordering::Relaxed) {
+        true => format!(
+            "the daemon has had too many clients for {seconds} s, or refuses this user: its log says which"
+        ),
+        false => format!("the daemon did not answer within {seconds} s"),
+    }
+}
+
+/// Asks the daemon, and once more each time that it shuts the connection: there are too many clients just
+/// then, as when many VMs start together. What a hook asks may be asked twice. It goes on until nobody
+/// waits for it any more. An error: as [`refusal`] has it.
+fn ask<T>(
+    socket: &Path,
+    call: impl Fn(&mut api::VarlinkClient) -> api::Result<T>,
+) -> Result<T, (bool, String)> {
+    loop {
+        let client = api::connect(socket);
+        let mut client = client.map_err(|error| (false, away(socket, &error.to_string())))?;
+        match call(&mut client) {
+            Err(error) if api::was_shut(&error) => {
+                WAS_SHUT.store(true, Ordering::Relaxed);
+                std::thread::sleep(PAUSE);
+            }
+            result => return result.map_err(|error| refusal(socket, &error)),
+        }
+    }
 }
 
 /// Nobody waits longer for it than that.
@@ -214,10 +243,8 @@ fn within<T: Send + 'static>(
 /// The pool gives way to the VM's memory, whether it has the device or not.
 fn make_room(bytes: u64, socket: &Path) {
     let bytes = i64::try_from(bytes).unwrap_or(0);
-    if bytes > 0
-        && let Ok(mut client) = api::connect(socket)
-    {
-        let _ = client.make_room(bytes).call();
+    if bytes > 0 {
+        let _ = ask(socket, |client| client.make_room(bytes).call());
     }
 }
 
@@ -244,13 +271,12 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
 fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     domain.memory.clone().map_err(|error| error.0)?;
     let socket = &options.socket;
-    let mut client = api::connect(socket).map_err(|error| away(socket, &error.to_string()))?;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
         // Somebody put the device in by hand; the daemon may know the VM all the same.
         None => {
-            let list = client.list().call();
-            let vms = list.map_err(|error| refusal(socket, &error).1)?.vms;
+            let list = ask(socket, |client| client.list().call());
+            let vms = list.map_err(|(_, what)| what)?.vms;
             let is_it =
                 |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;
             if vms.iter().any(is_it) {
@@ -261,10 +287,9 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
     };
     let owner = Owner::find(options.owner.as_deref())?;
     let vm = tmem_hook::vm(domain, device, &cache, owner)?;
-    match client.add_vm(vm).call() {
+    match ask(socket, |client| client.add_vm(vm.clone()).call()) {
         Ok(_) => Ok(()),
-        Err(error) => {
-            let (refused, mut what) = refusal(socket, &error);
+        Err((refused, mut what)) => {
             if refused && !device.socket.contains(&domain.uuid) {
                 what += "; if it is a copy of another domain, run tmemctl attach";
             }
@@ -275,13 +300,11 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
 
 /// The daemon need not serve it any more.
 fn release(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
-    let socket = &options.socket;
-    let mut client = api::connect(socket).map_err(|error| away(socket, &error.to_string()))?;
-    match client
-        .remove_vm(domain.uuid.clone(), device.socket.clone())
-        .call()
-    {
+    let (uuid, socket) = (&domain.uuid, &device.socket);
+    let remove =
+        |client: &mut api::VarlinkClient| client.remove_vm(uuid.clone(), socket.clone()).call();
+    match ask(&options.socket, remove) {
         Ok(_) => Ok(()),
-        Err(error) => Err(refusal(socket, &error).1),
+        Err((_, what)) => Err(what),
     }
 }

@@ -32,6 +32,8 @@ fn host() -> Host {
     let daemon = Daemon::start(Config {
         pool_size_bytes: POOL_BYTES,
         workers: 1,
+        waiting: Default::default(),
+        vm_pages_per_second: 0,
         control: path("control"),
         control_read_only: None,
         run_folder: folder.path().into(),
@@ -66,6 +68,19 @@ impl Host {
     }
 }
 
+/// Clients that take every place at the control socket.
+fn clients(host: &Host) -> Vec<tmem_control::VarlinkClient> {
+    let mut clients = Vec::new();
+    loop {
+        let mut client = tmem_control::connect(&host.control()).expect("connects");
+        // Who is answered has a place.
+        match client.list().call() {
+            Ok(_) => clients.push(client),
+            Err(_) => return clients,
+        }
+    }
+}
+
 fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !check() {
@@ -85,13 +100,17 @@ fn xml(memory_mib: u64, device: &str) -> String {
 }
 
 fn hook(control: &Path, operation: &str, xml: &str) -> Output {
+    hook_with(Stdio::piped(), control, operation, xml)
+}
+
+fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Output {
     let mut child = Command::new(env!("CARGO_BIN_EXE_tmem-hook"))
         .args(["--owner", "none", "--socket"])
         .arg(control)
         .args(["web", operation, "begin", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
+        .stderr(stderr)
         .spawn()
         .expect("runs");
     let mut stdin = child.stdin.take().expect("piped");
@@ -168,6 +187,72 @@ fn a_vm_with_the_device_is_served_and_has_room() {
     assert!(output.status.success() && output.stderr.is_empty());
     assert!(socket.exists());
     assert_eq!(host.pool_bytes(), 1 << 20);
+}
+
+/// Not even because nobody can be told: libvirt ends a running VM whose hook fails at `reconnect`.
+#[test]
+fn a_vm_does_not_end_for_a_message_that_cannot_be_written() {
+    let folder = tempfile::tempdir().expect("folder");
+    let (control, socket) = (folder.path().join("control"), folder.path().join("a.sock"));
+    let xml = xml(1, &device(&socket));
+    let (reader, closed) = std::io::pipe().expect("a pipe");
+    drop(reader);
+    let full = || fs::File::create("/dev/full").expect("opens");
+    for operation in ["reconnect", "prepare", "release"] {
+        let told = hook(&control, operation, &xml).stderr;
+        assert!(!told.is_empty(), "{operation}: there is a message");
+        let closed = closed.try_clone().expect("a pipe");
+        for stderr in [Stdio::from(full()), Stdio::from(closed)] {
+            let output = hook_with(stderr, &control, operation, &xml);
+            assert_eq!(output.status.code(), Some(0), "{operation}");
+        }
+    }
+}
+
+/// As when many VMs start together.
+#[test]
+fn a_place_at_the_daemon_is_waited_for() {
+    let run = |host: &Host, operation: &str, device: &str| {
+        let clients = clients(host);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                // Time for a try or two; the hook takes two seconds in all.
+                std::thread::sleep(Duration::from_millis(100));
+                drop(clients);
+            });
+            let output = hook(&host.control(), operation, &xml(1024, device));
+            let words = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert_eq!((output.status.code(), &*words), (Some(0), ""));
+        });
+    };
+    let host = host();
+    // Without the device it asks for room only.
+    run(&host, "prepare", "");
+    until("the pool gives way", || {
+        let client = tmem_control::connect(&host.control());
+        let stats = client.expect("connects").stats(None).call();
+        stats.is_ok_and(|stats| stats.pool.size_bytes == 1 << 20)
+    });
+    let socket = host.folder.path().join("a.sock");
+    run(&host, "prepare", &device(&socket));
+    assert!(socket.exists());
+    run(&host, "release", &device(&socket));
+    assert!(!socket.exists());
+}
+
+#[test]
+fn a_daemon_without_a_place_holds_up_a_start_for_a_while_only() {
+    let host = host();
+    let xml = xml(1024, &device(&host.folder.path().join("a.sock")));
+    let _clients = clients(&host);
+    for operation in ["migrate", "prepare", "release"] {
+        let begun = Instant::now();
+        let output = hook(&host.control(), operation, &xml);
+        let time = begun.elapsed();
+        assert!(output.status.success() && time < Duration::from_secs(20));
+        let words = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(words.contains("too many clients"), "{operation}: {words}");
+    }
 }
 
 #[test]

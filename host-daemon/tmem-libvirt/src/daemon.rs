@@ -4,8 +4,9 @@
 //!
 //! Never here: libvirt, but for the two questions that are put through to it.
 
+use crate::libvirt::State;
 use crate::wish::Wish;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tmem_control as api;
@@ -26,6 +27,9 @@ pub struct Daemon {
     complaints: HashMap<String, String>,
     /// Since when there is a VM whose domain does not run; by its socket.
     strays: HashMap<String, Instant>,
+    /// UUID and socket of those VMs of the daemon whose domain ran, as far as this saw it: libvirt's for
+    /// certain, even if it does not know them any more. No more than the daemon has VMs.
+    ran: HashSet<(String, String)>,
     away: bool,
 }
 
@@ -44,6 +48,7 @@ impl Daemon {
             told: HashMap::new(),
             complaints: HashMap::new(),
             strays: HashMap::new(),
+            ran: HashSet::new(),
             away: false,
         }
     }
@@ -70,18 +75,18 @@ impl Daemon {
     }
 
     /// Tells the daemon what it does not have as it should be. `read` asks libvirt for a domain's wish
-    /// as it is now, `is_stopped` whether it knows a domain that does not run. A daemon that is away
-    /// is no error: it will be there another time.
+    /// as it is now, `state` whether one runs. A daemon that is away is no error: it will be there
+    /// another time.
     ///
     /// # Errors
-    /// Those of `read` and `is_stopped`.
+    /// Those of `read` and `state`.
     pub fn reconcile(
         &mut self,
         now: Instant,
         read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
-        is_stopped: &dyn Fn(&str) -> Result<bool, String>,
+        state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), String> {
-        match self.try_to(now, read, is_stopped) {
+        match self.try_to(now, read, state) {
             Ok(()) => {
                 if std::mem::take(&mut self.away) {
                     tracing::info!("the daemon is back");
@@ -106,12 +111,13 @@ impl Daemon {
         &mut self,
         now: Instant,
         read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
-        is_stopped: &dyn Fn(&str) -> Result<bool, String>,
+        state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), Trouble> {
         let client = api::connect(&self.socket);
         let mut client =
             client.map_err(|e| Trouble::Daemon(tmem_hook::away(&self.socket, &e.to_string())))?;
         let listed = client.list().call().map_err(|e| self.trouble(&e))?.vms;
+        self.see_who_ran(&listed);
         let mut uuids: Vec<String> = self.wishes.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
@@ -130,9 +136,9 @@ impl Daemon {
                 let wish = read(&uuid).map_err(Trouble::Libvirt)?;
                 self.wish(&uuid, wish);
             }
-            self.one(&mut client, &uuid, there)?;
+            self.one(&mut client, &uuid, there, read)?;
         }
-        self.remove_strays(&mut client, now, &listed, is_stopped)
+        self.remove_strays(&mut client, now, &listed, state)
     }
 
     fn can_be_added(&self, uuid: &str) -> bool {
@@ -147,12 +153,23 @@ impl Daemon {
         }
     }
 
+    /// Of what the daemon has no more, nothing is kept.
+    fn see_who_ran(&mut self, listed: &[api::Vm]) {
+        let ran = listed.iter().filter_map(|vm| {
+            let it = (vm.uuid.clone()?, vm.socket.clone());
+            let runs = self.socket(&it.0) == Some(&*it.1);
+            (runs || self.ran.contains(&it)).then_some(it)
+        });
+        self.ran = ran.collect();
+    }
+
     /// Brings one VM to what its domain asks for.
     fn one(
         &mut self,
         client: &mut api::VarlinkClient,
         uuid: &str,
         there: Option<&api::Vm>,
+        read: &dyn Fn(&str) -> Result<Option<Wish>, String>,
     ) -> Result<(), Trouble> {
         let spec = match (self.wishes.get(uuid), there) {
             (None, _) | (Some(Wish::Served(_)), Some(_)) => None,
@@ -168,9 +185,19 @@ impl Daemon {
             None => None,
             Some(Err(what)) => Some(what),
             Some(Ok(spec)) => match client.add_vm(spec.clone()).call() {
-                Ok(_) => {
+                Ok(api::AddVm_Reply { added }) => {
+                    let socket = spec.socket.clone();
+                    self.ran.insert((uuid.into(), socket.clone()));
+                    // It may have ended since libvirt was asked: then the hook had removed it before.
+                    if added && read(uuid).map_err(Trouble::Libvirt)?.is_none() {
+                        let removed = client.remove_vm(uuid.into(), socket).call();
+                        removed.map_err(|e| self.trouble(&e))?;
+                        self.wish(uuid, None);
+                        return Ok(());
+                    }
                     if self.told.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
-                        tracing::info!(quota = ?spec.quota, "domain {}: told", spec.name);
+                        let (vm, quota) = (&*spec.name, &spec.quota);
+                        tracing::info!(vm, ?quota, "domain {vm}: told");
                     }
                     None
                 }
@@ -183,7 +210,13 @@ impl Daemon {
         match &problem {
             Some(what) if self.complaints.get(uuid) != Some(what) => {
                 let name = there.map_or(uuid, |vm| &vm.name);
-                tracing::warn!("domain {name}: {what}; its cache stays as it was");
+                let (vm, reason) = (there.map(|vm| &*vm.name), &**what);
+                tracing::warn!(
+                    vm,
+                    uuid,
+                    reason,
+                    "domain {name}: {what}; its cache stays as it was"
+                );
                 self.complaints.insert(uuid.into(), what.clone());
             }
             Some(_) => {}
@@ -211,7 +244,7 @@ impl Daemon {
         client: &mut api::VarlinkClient,
         now: Instant,
         listed: &[api::Vm],
-        is_stopped: &dyn Fn(&str) -> Result<bool, String>,
+        state: &dyn Fn(&str) -> Result<State, String>,
     ) -> Result<(), Trouble> {
         let lost = |vm: &api::Vm| {
             let uuid = vm.uuid.as_ref().filter(|_| !vm.connected)?;
@@ -220,19 +253,24 @@ impl Daemon {
         let lost: Vec<(String, String)> = listed.iter().filter_map(lost).collect();
         let is_lost = |socket: &str| lost.iter().any(|(_, lost)| lost == socket);
         self.strays.retain(|socket, _| is_lost(socket));
-        for (uuid, socket) in lost {
+        for it in lost {
+            let (uuid, socket) = &it;
             let since = *self.strays.entry(socket.clone()).or_insert(now);
-            if now.saturating_duration_since(since) < STRAY
-                || !is_stopped(&uuid).map_err(Trouble::Libvirt)?
-            {
+            if now.saturating_duration_since(since) < STRAY {
                 continue;
+            }
+            match state(uuid).map_err(Trouble::Libvirt)? {
+                State::Stopped => {}
+                // Others may be somebody's who has nothing to do with libvirt.
+                State::Unknown if self.ran.contains(&it) => {}
+                State::Runs | State::Unknown => continue,
             }
             let removed = client.remove_vm(uuid.clone(), socket.clone()).call();
             if removed.map_err(|e| self.trouble(&e))?.removed {
-                tracing::info!("VM {uuid}: removed, since its domain does not run");
+                tracing::info!(uuid, "VM {uuid}: removed, since its domain does not run");
             }
             // One that was given to the daemon is asked for again in a while.
-            self.strays.insert(socket, now);
+            self.strays.insert(socket.clone(), now);
         }
         Ok(())
     }
@@ -242,6 +280,7 @@ impl Daemon {
 mod tests {
     use super::*;
     use std::cell::RefCell;
+    use std::os::unix::net::UnixStream;
     use tempfile::TempDir;
     use tmemd::Config;
 
@@ -253,6 +292,8 @@ mod tests {
         bridge: Daemon,
         /// What libvirt says of the one domain.
         running: RefCell<Option<Wish>>,
+        /// What it says if that does not run.
+        otherwise: State,
         now: Instant,
     }
 
@@ -265,6 +306,7 @@ mod tests {
                 tmemd: None,
                 bridge,
                 running: RefCell::new(None),
+                otherwise: State::Stopped,
                 now: Instant::now(),
             };
             host.start();
@@ -275,6 +317,8 @@ mod tests {
             let config = Config {
                 pool_size_bytes: 64 << 20,
                 workers: 1,
+                waiting: Default::default(),
+                vm_pages_per_second: 0,
                 control: self.folder.path().join("control"),
                 control_read_only: None,
                 run_folder: self.folder.path().into(),
@@ -307,13 +351,24 @@ mod tests {
         }
 
         fn reconcile(&mut self) {
-            let running = &self.running;
+            let (running, otherwise) = (&self.running, self.otherwise);
             let done = self
                 .bridge
                 .reconcile(self.now, &|_| Ok(running.borrow().clone()), &|_| {
-                    Ok(running.borrow().is_none())
+                    Ok(running.borrow().as_ref().map_or(otherwise, |_| State::Runs))
                 });
             assert_eq!(done, Ok(()));
+        }
+
+        /// QEMU, at the VM's socket.
+        fn connect(&self) -> UnixStream {
+            let qemu = UnixStream::connect(self.spec(0).socket).expect("listens");
+            let deadline = Instant::now() + Duration::from_secs(30);
+            while !self.vms()[0].connected {
+                assert!(Instant::now() < deadline, "waited in vain");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            qemu
         }
 
         fn client(&self) -> api::VarlinkClient {
@@ -410,10 +465,7 @@ mod tests {
         let mut host = Host::new();
         host.wish(Some(Wish::So(host.spec(5))));
         let socket = host.spec(5).socket;
-        let _qemu = std::os::unix::net::UnixStream::connect(&socket).expect("listens");
-        while !host.vms()[0].connected {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        let _qemu = host.connect();
         let mut other = host.spec(7);
         other.socket = socket.replace("a.sock", "b.sock");
         host.client().add_vm(other.clone()).call().expect("added");
@@ -448,6 +500,47 @@ mod tests {
         assert!(host.vms().is_empty());
     }
 
+    /// It ends between the question to libvirt and the one to the daemon.
+    #[test]
+    fn a_vm_that_stops_meanwhile_is_removed_again() {
+        let mut host = Host::new();
+        let spec = host.spec(5);
+        for wish in [Wish::So(spec.clone()), Wish::Served(spec)] {
+            host.bridge.wish(UUID, Some(wish.clone()));
+            let read = RefCell::new(Some(wish));
+            let state: &dyn Fn(&str) -> _ = &|_| Ok(State::Unknown);
+            let done = host.bridge.reconcile(host.now, &|_| Ok(read.take()), state);
+            assert_eq!((done, host.vms().len()), (Ok(()), 0));
+            assert!(host.bridge.wishes.is_empty());
+        }
+        // What the hook added may be about to start.
+        host.client().add_vm(host.spec(6)).call().expect("added");
+        let wish = Wish::So(host.spec(5));
+        host.bridge.wish(UUID, Some(wish));
+        host.reconcile();
+        assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
+    }
+
+    /// The same, and libvirt ends as well.
+    #[test]
+    fn a_vm_that_stops_meanwhile_is_a_stray_that_ran() {
+        let mut host = Host::new();
+        let wish = Some(Wish::So(host.spec(5)));
+        host.bridge.wish(UUID, wish.clone());
+        let read = RefCell::new(wish);
+        let once = |_: &str| read.take().map(Some).ok_or("away".to_string());
+        let state: &dyn Fn(&str) -> _ = &|_| Ok(State::Unknown);
+        let done = host.bridge.reconcile(host.now, &once, state);
+        assert_eq!((done, host.vms().len()), (Err("away".into()), 1));
+        host.bridge.forget_others(&[]);
+        for _ in 0..2 {
+            let done = host.bridge.reconcile(host.now, &|_| Ok(None), state);
+            assert_eq!(done, Ok(()));
+            host.now += STRAY;
+        }
+        assert!(host.vms().is_empty());
+    }
+
     #[test]
     fn a_stray_is_removed_in_time() {
         let mut host = Host::new();
@@ -463,7 +556,49 @@ mod tests {
         host.reconcile();
         assert_eq!(host.vms().len(), 1);
         host.now += STRAY;
+        *host.running.borrow_mut() = Some(Wish::So(host.spec(5)));
+        host.reconcile();
+        assert_eq!(host.vms().len(), 1, "it runs, which was not told yet");
+        *host.running.borrow_mut() = None;
         host.reconcile();
         assert!(host.vms().is_empty());
+    }
+
+    /// As one that was transient, or has migrated away, while the daemon was not there.
+    #[test]
+    fn a_stray_that_libvirt_knows_no_more_is_removed_if_it_ran() {
+        let mut host = Host::new();
+        host.otherwise = State::Unknown;
+        let are_left = |host: &mut Host| {
+            host.reconcile();
+            host.now += STRAY;
+            host.reconcile();
+            host.vms().len()
+        };
+        host.wish(Some(Wish::So(host.spec(5))));
+        host.reconcile();
+        host.tmemd = None;
+        host.wish(None);
+        host.start();
+        assert_eq!(host.vms().len(), 1, "as it was noted");
+        assert_eq!(are_left(&mut host), 0);
+        host.reconcile();
+        assert!(host.bridge.ran.is_empty());
+        // Whoever adds this one may have no libvirt.
+        host.client().add_vm(host.spec(5)).call().expect("added");
+        assert_eq!(are_left(&mut host), 1);
+        // And what ran here may have arrived at somebody else's.
+        host.wish(Some(Wish::So(host.spec(5))));
+        let _qemu = host.connect();
+        let mut other = host.spec(5);
+        other.socket = other.socket.replace("a.sock", "b.sock");
+        host.client().add_vm(other).call().expect("added");
+        host.reconcile();
+        host.client()
+            .remove_vm(UUID.into(), host.spec(5).socket)
+            .call()
+            .expect("removed");
+        host.wish(None);
+        assert_eq!(are_left(&mut host), 1);
     }
 }

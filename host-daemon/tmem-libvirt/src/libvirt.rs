@@ -21,6 +21,17 @@ pub enum Event {
     Closed(usize),
 }
 
+/// What libvirt says of a domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum State {
+    /// It runs.
+    Runs,
+    /// libvirt knows it, and it does not run.
+    Stopped,
+    /// libvirt does not know it: it was transient, or undefined, or never libvirt's.
+    Unknown,
+}
+
 /// libvirt asks a server that says nothing whether it is there, this often, in seconds, and gives it up
 /// after so many questions: a server that hangs is noticed like one that ended.
 const KEEPALIVE: (c_int, u32) = (5, 3);
@@ -223,17 +234,18 @@ impl Connection {
         xml.or_else(|error| gone(&error))
     }
 
-    /// libvirt knows the domain, and it does not run.
+    /// Whether a domain runs.
     ///
     /// # Errors
     /// libvirt is away.
-    pub fn is_stopped(&self, uuid: &str) -> Result<bool, String> {
+    pub fn state(&self, uuid: &str) -> Result<State, String> {
         let Some(domain) = self.find(uuid)? else {
-            return Ok(false);
+            return Ok(State::Unknown);
         };
         match domain.is_active() {
-            Ok(active) => Ok(!active),
-            Err(error) => gone(&error).map(|_: Option<()>| false),
+            Ok(true) => Ok(State::Runs),
+            Ok(false) => Ok(State::Stopped),
+            Err(error) => gone(&error).map(|_: Option<()>| State::Unknown),
         }
     }
 }

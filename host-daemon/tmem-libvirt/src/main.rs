@@ -146,9 +146,9 @@ fn session(
                 Ok(())
             })
         };
-        if let Err(why) = refreshed.and_then(|()| {
-            daemon.reconcile(Instant::now(), &read, &|uuid| connection.is_stopped(uuid))
-        }) {
+        if let Err(why) = refreshed
+            .and_then(|()| daemon.reconcile(Instant::now(), &read, &|uuid| connection.state(uuid)))
+        {
             return why;
         }
     }

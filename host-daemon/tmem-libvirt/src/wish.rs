@@ -22,7 +22,7 @@ pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Wish> {
         Ok(domain) => domain,
         Err(error) => {
             // libvirt wrote it.
-            tracing::error!("domain {uuid}: {error}");
+            tracing::error!(uuid, reason = %error, "domain {uuid}: {error}");
             return None;
         }
     };

@@ -12,6 +12,7 @@
 
 use crate::index::Key;
 use std::collections::{BTreeMap, HashMap};
+use std::hash::{BuildHasherDefault, DefaultHasher};
 
 /// Keys that are followed, 100 B each.
 const SAMPLES_MAX: usize = 1024;
@@ -38,7 +39,8 @@ pub(crate) struct Gain {
     turn: u64,
     /// By the order of puts, with the hash of the key.
     puts: BTreeMap<u64, (Key, u64)>,
-    by_hash: HashMap<u64, u64>,
+    /// Hashed alike in each pool: how its room grows is charged, and shall be the same after the same requests.
+    by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     /// Misses that would have been hits, for each of `GAIN_PERCENT`.
     pub hits: [u64; GAIN_PERCENT.len()],
     /// Hits that would have been misses, for each of `LOSS_PERCENT`.

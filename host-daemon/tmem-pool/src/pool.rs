@@ -16,6 +16,7 @@ use crate::config::{
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
+use crate::heap;
 use crate::registry::Registry;
 use crate::secret::SecretPages;
 use crate::state::{Freed, Reason};
@@ -126,6 +127,11 @@ impl Inner {
     fn frames_bytes_max(&self) -> u64 {
         let taken_bytes = self.metadata_bytes() + self.index_room_bytes();
         self.size_bytes.get().saturating_sub(taken_bytes)
+    }
+
+    /// By its size now, not by the largest, which is that of the host.
+    fn idle_frames(&self) -> u64 {
+        heap::idle_frames(self.size_bytes.get())
     }
 
     fn index_room_bytes(&self) -> u64 {
@@ -292,16 +298,31 @@ impl Inner {
         over.map(|member| Arc::clone(&member.tenant))
     }
 
-    /// Settles some raw pages of the tenant whose turn it is. Returns how many.
+    /// Settles some raw pages of the tenant whose turn it is, or of the next one that has any. Returns
+    /// how many.
     fn settle_step(&self) -> usize {
-        let tenant = {
-            let registry = self.read();
-            let members = &registry.members;
-            let turn = self.turn.fetch_add(1, Relaxed);
-            let order = (0..members.len()).map(|i| &members[(turn + i) % members.len()].tenant);
-            order.into_iter().find(|tenant| tenant.has_raw()).cloned()
-        };
-        tenant.and_then(|tenant| tenant.settle(self)).unwrap_or(0)
+        let turn = self.turn.fetch_add(1, Relaxed);
+        let mut from = 0;
+        loop {
+            // Not held while pages are settled: to make room others are looked for under it.
+            let next = {
+                let registry = self.read();
+                let members = &registry.members;
+                let mut order = (from..members.len()).map(|i| (i, (turn + i) % members.len()));
+                order
+                    .find(|&(_, at)| members[at].tenant.has_raw())
+                    .map(|(i, at)| (i, Arc::clone(&members[at].tenant)))
+            };
+            let Some((i, tenant)) = next else {
+                return 0;
+            };
+            match tenant.settle(self) {
+                // Its raw pages had all left before they were settled: that is no reason for others to
+                // wait. It is not asked again, so this ends.
+                Some(0) => from = i + 1,
+                settled => return settled.unwrap_or(0),
+            }
+        }
     }
 
     /// Goes on with the sweep, as far as it should be by now. Returns how many places were looked at.
@@ -348,7 +369,7 @@ impl Inner {
         if settled > 0 && !turn.is_multiple_of(CHORES_EVERY) {
             return settled;
         }
-        let done = settled + self.chore(pages) + self.store.heap.trim() as usize;
+        let done = settled + self.chore(pages) + self.store.heap.trim(self.idle_frames()) as usize;
         if done == 0 {
             return self.sweep_step(now);
         }
@@ -403,7 +424,7 @@ impl Inner {
             .try_lock()
             .is_ok_and(|sweep| sweep.next < due_by(sweep.begun, now, self.store.heap.places()));
         let heap = &self.store.heap;
-        let idle = heap.idle_excess() > 0;
+        let idle = heap.idle_excess(self.idle_frames()) > 0;
         let compact = self.compact_all.load(Relaxed) || heap.is_sparse();
         let sparse = compact && heap.has_spare();
         dead || raw || over || idle || sparse || sweep_is_late || self.over_limit().is_some()
@@ -483,9 +504,9 @@ impl Pool {
         Ok(Tenant::new(Arc::clone(inner), tenant))
     }
 
-    /// Changes the size, to the largest one at most. What is too much is evicted in bounded steps
-    /// of [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, these scale
-    /// down; whether one more fits is still told by the size that the pool was made with.
+    /// Changes the size, to the largest one at most, for as long as it gives way to somebody. What is
+    /// too much is evicted in bounded steps of [`maintain`](Self::maintain) and of puts. Below the sum
+    /// of all reserves, these scale down; whether one more fits is told by the full size.
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.0.size_max_bytes);
         let mut registry = self.0.write();
@@ -496,6 +517,33 @@ impl Pool {
             let shrinks = size_bytes < before_bytes && self.0.is_over();
             self.0.shrinks.store(shrinks, Relaxed);
         }
+    }
+
+    /// The size that it has when it does not give way, at first the one that it was made with. It is
+    /// what a reserve has to fit into beside those of others; those that are there stay. The size itself
+    /// is changed by [`resize`](Self::resize).
+    pub fn set_full(&self, full_bytes: u64) {
+        let full_bytes = full_bytes.min(self.0.size_max_bytes);
+        self.0.write().set_full(full_bytes);
+    }
+
+    /// Another full size, if one is given, and other quotas of its tenants, all at once: neither has to
+    /// come before the other. The size itself is changed by [`resize`](Self::resize).
+    ///
+    /// # Errors
+    /// A reserve does not fit; with another full size that may be one that is there already. Then
+    /// nothing changes.
+    pub fn configure(
+        &self,
+        full_bytes: Option<u64>,
+        quotas: &[(&Tenant, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let full_bytes = full_bytes.map(|bytes| bytes.min(self.0.size_max_bytes));
+        let quotas: Vec<_> = quotas
+            .iter()
+            .map(|&(tenant, quota)| (tenant.inner(), quota))
+            .collect();
+        self.0.write().configure(full_bytes, &quotas)
     }
 
     /// No resize goes beyond it.

@@ -30,9 +30,9 @@ struct Domain {
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub size_bytes: u64,
-    /// What reserves have to fit into. A pool that was made smaller gives way for a while; who comes
-    /// or changes meanwhile is not refused for that.
-    made_bytes: u64,
+    /// What reserves have to fit into: the size that it has when it does not give way. Who comes or
+    /// changes while it does is not refused for that.
+    full_bytes: u64,
     pub members: Vec<Member>,
     /// Left, with pages not yet freed.
     pub departed: Vec<Arc<Inner>>,
@@ -46,7 +46,7 @@ impl Registry {
     pub(crate) fn new(size_bytes: u64) -> Registry {
         Registry {
             size_bytes,
-            made_bytes: size_bytes,
+            full_bytes: size_bytes,
             members: Vec::new(),
             departed: Vec::new(),
             gone: Counters::default(),
@@ -61,7 +61,7 @@ impl Registry {
         spec: TenantSpec,
         make: impl FnOnce(&TenantSpec, DomainId) -> Inner,
     ) -> Result<Arc<Inner>, AdmissionError> {
-        self.admit(&spec.name, spec.quota, None)?;
+        self.admit(&spec.name, spec.quota)?;
         let fresh = self.next_domain;
         let id = match &spec.trust_domain {
             None => fresh,
@@ -119,13 +119,51 @@ impl Registry {
         tenant: &Arc<Inner>,
         quota: Quota,
     ) -> Result<(), AdmissionError> {
-        self.admit(tenant.name(), quota, Some(tenant))?;
-        let member = self
-            .members
-            .iter_mut()
-            .find(|member| Arc::ptr_eq(&member.tenant, tenant));
-        member.expect("a tenant with a handle is a member").quota = quota;
-        tenant.set_limit(quota.limit_bytes);
+        self.configure(None, &[(tenant, quota)])
+    }
+
+    /// Another full size, if one is given, and other quotas; or nothing of it. A full size that is
+    /// given has to hold all reserves. In one that stays, who asks for no more than it has is let: a
+    /// full size can have left the reserves too large.
+    pub(crate) fn configure(
+        &mut self,
+        full_bytes: Option<u64>,
+        quotas: &[(&Arc<Inner>, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let whole_bytes = full_bytes.unwrap_or(self.full_bytes);
+        let quota_of = |member: &Member| {
+            let other = quotas
+                .iter()
+                .find(|(tenant, _)| Arc::ptr_eq(tenant, &member.tenant));
+            other.map_or(member.quota, |&(_, quota)| quota)
+        };
+        let wish = |member| {
+            let quota: Quota = quota_of(member);
+            let bytes = quota.usable_reserve_bytes();
+            (bytes > member.quota.usable_reserve_bytes(), member, bytes)
+        };
+        let mut wishes: Vec<(bool, &Member, u64)> = self.members.iter().map(wish).collect();
+        // Those that grow last: it is one of them that does not fit.
+        wishes.sort_by_key(|&(grows, ..)| grows);
+        let mut reserved_bytes: u64 = 0;
+        for (grows, member, reserve_bytes) in wishes {
+            let available_bytes = whole_bytes.saturating_sub(reserved_bytes);
+            if reserve_bytes > available_bytes && (grows || full_bytes.is_some()) {
+                return Err(AdmissionError {
+                    tenant: member.tenant.name().into(),
+                    reserve_bytes,
+                    available_bytes,
+                });
+            }
+            reserved_bytes = reserved_bytes.saturating_add(reserve_bytes);
+        }
+        self.full_bytes = whole_bytes;
+        for &(tenant, quota) in quotas {
+            let mut members = self.members.iter_mut();
+            let member = members.find(|member| Arc::ptr_eq(&member.tenant, tenant));
+            member.expect("a tenant with a handle is a member").quota = quota;
+            tenant.set_limit(quota.limit_bytes);
+        }
         self.entitle();
         Ok(())
     }
@@ -143,6 +181,10 @@ impl Registry {
         self.entitle();
     }
 
+    pub(crate) fn set_full(&mut self, full_bytes: u64) {
+        self.full_bytes = full_bytes;
+    }
+
     pub(crate) fn reserved_bytes(&self) -> u64 {
         let reserves = self
             .members
@@ -151,21 +193,9 @@ impl Registry {
         reserves.fold(0, u64::saturating_add)
     }
 
-    fn admit(
-        &self,
-        name: &str,
-        quota: Quota,
-        instead_of: Option<&Arc<Inner>>,
-    ) -> Result<(), AdmissionError> {
-        let others = self
-            .members
-            .iter()
-            .filter(|member| instead_of.is_none_or(|tenant| !Arc::ptr_eq(&member.tenant, tenant)));
-        let reserved = others
-            .map(|member| member.quota.usable_reserve_bytes())
-            .fold(0, u64::saturating_add);
-        let whole_bytes = self.made_bytes.max(self.size_bytes);
-        let available_bytes = whole_bytes.saturating_sub(reserved);
+    /// Somebody comes.
+    fn admit(&self, name: &str, quota: Quota) -> Result<(), AdmissionError> {
+        let available_bytes = self.full_bytes.saturating_sub(self.reserved_bytes());
         let reserve_bytes = quota.usable_reserve_bytes();
         if reserve_bytes > available_bytes {
             return Err(AdmissionError {

@@ -15,6 +15,7 @@ use crate::config::{
 };
 use crate::entry::{Content, Entry};
 use crate::error::{AdmissionError, CreateError, NoPool};
+use crate::heap::prefetch_lines;
 #[cfg(test)]
 use crate::index::Key;
 use crate::index::{Id, PoolRef};
@@ -27,8 +28,12 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Pages of which a get fetches the beginning before it is their turn.
-const GET_AHEAD: usize = 3;
+/// Pages of which a get fetches the beginnings together. The first access to a page whose address the
+/// processor has to look up stops it for as long as that takes, but it looks up several at a time.
+const GET_TOGETHER: usize = 16;
+
+/// Pages that are freed meanwhile, when what is known of a page is fetched.
+const FREE_AHEAD: usize = 3;
 
 /// Pages that a get or a flush handles under one hold of the lock.
 const LOCKED_PAGES_MAX: usize = 64;
@@ -207,17 +212,19 @@ impl Inner {
             }
         }
         drop(state);
+        if nr == 0 {
+            return Some(0);
+        }
         let work = &work[..nr];
         for &(_, blob) in work {
             engine.store.prefetch_place(blob, self.domain);
         }
+        for &(_, blob) in work {
+            engine.store.prefetch_raw(blob, self.domain);
+        }
         let mut settled = [None; SETTLE_PAGES];
         let mut buffer = engine.take_buffer();
-        for (nth, (&(_, blob), settled)) in work.iter().zip(&mut settled).enumerate() {
-            // It comes while this one is compressed.
-            if let Some(&(_, next)) = work.get(nth + 1) {
-                engine.store.prefetch_raw(next, self.domain);
-            }
+        for (&(_, blob), settled) in work.iter().zip(&mut settled) {
             if let Some(buffer) = &mut buffer {
                 *settled = engine.settle(blob, self.domain, &mut buffer.pages()[0]);
             }
@@ -311,7 +318,7 @@ pub struct Spent<'a> {
 impl Drop for Spent<'_> {
     fn drop(&mut self) {
         for (nth, &content) in self.contents.iter().enumerate() {
-            if let Some(&ahead) = self.contents.get(nth + GET_AHEAD) {
+            if let Some(&ahead) = self.contents.get(nth + FREE_AHEAD) {
                 self.store.prefetch_listed(ahead);
             }
             self.store.release_content(content);
@@ -354,6 +361,10 @@ impl fmt::Debug for Tenant {
 impl Tenant {
     pub(crate) fn new(pool: Arc<pool::Inner>, tenant: Arc<Inner>) -> Tenant {
         Tenant(Arc::new(Handle { pool, tenant }))
+    }
+
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
+        &self.0.tenant
     }
 
     /// The name that it was added with.
@@ -420,6 +431,9 @@ impl Tenant {
         let raw_room = self.0.lock().raw_room();
         let mut raw = [None; PUT_GROUP_PAGES];
         let mut steps = pages.len() * EVICTIONS_PER_PUT_PAGE;
+        for put in pages.iter().take(raw_room) {
+            prefetch_lines(put.page.as_ptr());
+        }
         for (put, raw) in pages.iter().zip(&mut raw).take(raw_room) {
             *raw = engine.put_raw(put.page, &mut steps);
         }
@@ -536,9 +550,9 @@ impl Tenant {
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
-        // All that is known of the pages first, then the pages, a few ahead of their turn. They stay
-        // where they are until all are read: whoever says so for each in its turn waits for the
-        // page before to reach memory.
+        // All that is known of the pages first, then the pages, some at a time. They stay where they
+        // are until all are read: whoever says so for each in its turn waits for the page before to
+        // reach memory.
         for entry in taken.iter().flatten() {
             engine.store.prefetch(entry.content());
         }
@@ -546,15 +560,19 @@ impl Tenant {
             let content = entry.as_ref()?.content();
             Some(engine.store.reader(content))
         });
-        let mut ahead = readers.iter().flatten();
-        ahead.by_ref().take(GET_AHEAD).for_each(Reader::prefetch);
+        let mut ahead = readers.chunks(GET_TOGETHER);
+        let mut fetch = || {
+            let next = ahead.next().unwrap_or_default();
+            next.iter().flatten().for_each(Reader::prefetch);
+        };
+        fetch();
         for (i, (entry, reader)) in taken.iter().zip(&readers).enumerate() {
+            if i.is_multiple_of(GET_TOGETHER) {
+                fetch();
+            }
             let (Some(entry), Some(reader)) = (entry, reader) else {
                 continue;
             };
-            if let Some(next) = ahead.next() {
-                next.prefetch();
-            }
             if engine.store.read(reader, entry.check, &mut out[i]).is_ok() {
                 results[i] = GetResult::Hit {
                     cookie: entry.cookie,
@@ -722,10 +740,6 @@ impl Tenant {
 
 #[cfg(test)]
 impl Tenant {
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
-        &self.0.tenant
-    }
-
     pub(crate) fn pool(&self) -> &Arc<pool::Inner> {
         &self.0.pool
     }

@@ -15,7 +15,7 @@ use virtio_tmem as wire;
 use crate::content::Content;
 use crate::frontend::{Done, FakeGuest, GuestConfig, GuestError};
 use crate::model::{Asked, Key, Model, Violation};
-use crate::requests::{PutPage, REPORT_BYTES, Range, Request};
+use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, Request};
 
 /// How long any answer may take in a test on a busy machine before it counts as lost.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
@@ -335,7 +335,13 @@ impl Driver {
                 self.rng.fill(&mut *report);
                 let state = self.rng.u32(..=wire::R_POISONED);
                 report[4..8].copy_from_slice(&state.to_le_bytes());
-                self.send(wire::CONTROL_QUEUE, Request::Report(report), vec![])
+                let mut latencies = Box::new([0; LATENCIES_BYTES]);
+                self.rng.fill(&mut *latencies);
+                let request = match self.rng.bool() {
+                    true => Request::Report(report),
+                    false => Request::Latencies(latencies),
+                };
+                self.send(wire::CONTROL_QUEUE, request, vec![])
             }
             98 => self.flush_object(object),
             _ => self.send(

@@ -16,8 +16,8 @@ use crate::content::Content;
 use crate::frontend::{FakeGuest, Placed};
 use crate::memory::PAGE_BYTES;
 use crate::requests::{
-    Encoded, GET_PAGE_BYTES, PAGE, PUT_PAGE_BYTES, PutPage, REPORT_BYTES, REQ_BYTES, RESP_BYTES,
-    Range, Request,
+    Encoded, GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, PutPage, REPORT_BYTES,
+    REQ_BYTES, RESP_BYTES, Range, Request,
 };
 use crate::ring::{Buffer, DESC_BYTES, Desc, F_INDIRECT, F_NEXT, F_WRITE};
 
@@ -134,6 +134,10 @@ fn destroy(t: Target) -> Request {
 
 fn report(_: Target) -> Request {
     Request::Report(Box::new([0; REPORT_BYTES]))
+}
+
+fn latencies(_: Target) -> Request {
+    Request::Latencies(Box::new([0; LATENCIES_BYTES]))
 }
 
 type Make = fn(Target) -> Request;

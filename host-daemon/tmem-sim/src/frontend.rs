@@ -59,6 +59,11 @@ pub struct GuestConfig {
     pub ram: Vec<RamRegion>,
     /// Whether its memfds carry F_SEAL_SHRINK.
     pub sealed: bool,
+    /// Whether they are of huge pages, of which the host must have as many; sealed, too.
+    pub huge: bool,
+    /// Whether all regions, which are equally large then, are the same memory: a machine that looks
+    /// larger than its host.
+    pub one_file: bool,
     /// Request queues, beside the control queue.
     pub request_queues: u16,
     /// Descriptors of each queue.
@@ -94,6 +99,8 @@ impl Default for GuestConfig {
                 },
             ],
             sealed: true,
+            huge: false,
+            one_file: false,
             request_queues: 2,
             queue_size: 128,
             features: F_VERSION_1 | F_INDIRECT_DESC | F_EVENT_IDX | F_PROTOCOL_FEATURES,
@@ -278,7 +285,11 @@ impl FakeGuest {
     /// # Errors
     /// When the kernel refuses memory or descriptors.
     pub fn new(config: GuestConfig) -> io::Result<Self> {
-        let ram = GuestRam::new(&config.ram, config.sealed)?;
+        let ram = match (config.huge, config.one_file) {
+            (true, _) => GuestRam::huge(&config.ram)?,
+            (false, true) => GuestRam::of_one_file(&config.ram)?,
+            (false, false) => GuestRam::new(&config.ram, config.sealed)?,
+        };
         let mut queues = Vec::new();
         for _ in 0..=config.request_queues {
             let layout = RingLayout::alloc(&ram, config.queue_size);
@@ -328,6 +339,12 @@ impl FakeGuest {
     #[must_use]
     pub fn ring(&self, queue: usize) -> &DriverRing {
         &self.queues[queue].ring
+    }
+
+    /// What a queue's interrupts come by.
+    #[must_use]
+    pub fn call_fd(&self, queue: usize) -> &EventFd {
+        &self.queues[queue].call
     }
 
     /// The ring of a queue, to lie with.

@@ -27,6 +27,16 @@ pub struct RamRegion {
     pub size_bytes: u64,
 }
 
+fn memfd(bytes: u64, sealed: bool, flags: MemfdFlags) -> io::Result<File> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | flags;
+    let fd = memfd_create("tmem-sim-ram", flags)?;
+    ftruncate(&fd, bytes)?;
+    if sealed {
+        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    }
+    Ok(fd.into())
+}
+
 /// The guest's memory and a bump allocator of its pages.
 #[derive(Debug)]
 pub struct GuestRam {
@@ -45,20 +55,45 @@ impl GuestRam {
     /// # Errors
     /// When the kernel refuses a memfd, a seal or a mapping.
     pub fn new(regions: &[RamRegion], sealed: bool) -> io::Result<Arc<Self>> {
+        Self::with(regions, sealed, MemfdFlags::empty())
+    }
+
+    /// The same of huge pages, sealed.
+    ///
+    /// # Errors
+    /// When the kernel has not as many free.
+    pub fn huge(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
+        Self::with(regions, true, MemfdFlags::HUGETLB)
+    }
+
+    /// Sealed, each region the same bytes of one file.
+    ///
+    /// # Errors
+    /// When the kernel refuses a memfd, a seal or a mapping.
+    ///
+    /// # Panics
+    /// When they are not equally large.
+    pub fn of_one_file(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
+        let bytes = regions.first().map_or(0, |region| region.size_bytes);
+        assert!(regions.iter().all(|region| region.size_bytes == bytes));
+        let file = memfd(bytes, true, MemfdFlags::empty())?;
+        Self::of(regions, |_| file.try_clone())
+    }
+
+    fn with(regions: &[RamRegion], sealed: bool, flags: MemfdFlags) -> io::Result<Arc<Self>> {
+        Self::of(regions, |region| memfd(region.size_bytes, sealed, flags))
+    }
+
+    fn of(
+        regions: &[RamRegion],
+        file: impl Fn(&RamRegion) -> io::Result<File>,
+    ) -> io::Result<Arc<Self>> {
         let mut ranges = Vec::with_capacity(regions.len());
         for region in regions {
-            let fd = memfd_create(
-                "tmem-sim-ram",
-                MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-            )?;
-            ftruncate(&fd, region.size_bytes)?;
-            if sealed {
-                fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-            }
             ranges.push((
                 GuestAddress(region.start),
                 region.size_bytes as usize,
-                Some(FileOffset::new(File::from(fd), 0)),
+                Some(FileOffset::new(file(region)?, 0)),
             ));
         }
         let map = GuestMemoryMmap::from_ranges_with_files(ranges).map_err(io::Error::other)?;

@@ -193,7 +193,7 @@ impl Model {
         let expected = match &done.request {
             Request::PoolCreate { .. } if live => wire::S_BAD,
             Request::PoolCreate { .. } if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
-            Request::PoolCreate { .. } | Request::Report(_) => wire::S_OK,
+            Request::PoolCreate { .. } | Request::Report(_) | Request::Latencies(_) => wire::S_OK,
             _ if !live => wire::S_NO_POOL,
             _ => wire::S_OK,
         };
@@ -215,7 +215,7 @@ impl Model {
                 self.pools.remove(pool);
                 self.held.retain(|key, _| key.pool != *pool);
             }
-            Request::Report(_) => {}
+            Request::Report(_) | Request::Latencies(_) => {}
             Request::Put { .. } => self.judge_put(asked, &done.request, answer)?,
             Request::Get { .. } => self.judge_get(asked, &done.request, answer)?,
             Request::Flush { pool, ranges } => {

@@ -20,6 +20,8 @@ pub const PUT_PAGE_BYTES: usize = 32;
 pub const GET_PAGE_BYTES: usize = 16;
 /// Bytes of `struct virtio_tmem_report`.
 pub const REPORT_BYTES: usize = 152;
+/// Bytes of `struct virtio_tmem_latencies`.
+pub const LATENCIES_BYTES: usize = 136;
 /// Bytes of a page.
 pub const PAGE: usize = PAGE_BYTES as usize;
 
@@ -94,6 +96,8 @@ pub enum Request {
     },
     /// The driver's statistics: `struct virtio_tmem_report` as bytes.
     Report(Box<[u8; REPORT_BYTES]>),
+    /// How long its readers waited: `struct virtio_tmem_latencies` as bytes.
+    Latencies(Box<[u8; LATENCIES_BYTES]>),
 }
 
 impl Request {
@@ -107,6 +111,7 @@ impl Request {
             Self::PoolCreate { .. } => wire::T_POOL_CREATE,
             Self::PoolDestroy { .. } => wire::T_POOL_DESTROY,
             Self::Report(_) => wire::T_REPORT,
+            Self::Latencies(_) => wire::T_LATENCIES,
         }
     }
 
@@ -115,7 +120,10 @@ impl Request {
     pub fn is_control(&self) -> bool {
         matches!(
             self,
-            Self::PoolCreate { .. } | Self::PoolDestroy { .. } | Self::Report(_)
+            Self::PoolCreate { .. }
+                | Self::PoolDestroy { .. }
+                | Self::Report(_)
+                | Self::Latencies(_)
         )
     }
 
@@ -140,7 +148,7 @@ impl Request {
             | Self::Flush { pool, .. }
             | Self::PoolCreate { pool, .. }
             | Self::PoolDestroy { pool } => pool,
-            Self::Report(_) => 0,
+            Self::Report(_) | Self::Latencies(_) => 0,
         }
     }
 
@@ -194,6 +202,7 @@ impl Request {
             }
             Self::PoolDestroy { .. } => {}
             Self::Report(report) => meta.extend_from_slice(&**report),
+            Self::Latencies(latencies) => meta.extend_from_slice(&**latencies),
         }
         Encoded {
             meta,
@@ -402,6 +411,7 @@ mod tests {
         assert_eq!(PUT_PAGE_BYTES, size_of::<wire::PutPage>());
         assert_eq!(GET_PAGE_BYTES, size_of::<wire::GetPage>());
         assert_eq!(REPORT_BYTES, size_of::<wire::Report>());
+        assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
     }
 
     /// However it is cut, a chain has the same bytes in the same order, readable first.

@@ -7,6 +7,7 @@
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 use tmem_pool::{Pool, PoolConfig, Quota, TenantSpec, Time};
 use tmemd::VmConfig;
@@ -98,6 +99,8 @@ pub struct HostConfig {
     pub pool_bytes: u64,
     /// Workers.
     pub workers: usize,
+    /// How long a worker looks at a virtqueue that has run dry.
+    pub poll_max: Duration,
     /// Trust domain of each VM.
     pub domains: Vec<Option<String>>,
     /// What is broken.
@@ -154,8 +157,10 @@ impl Host {
             vms.push(Arc::new(Vm::new(vm, tenant, None, Arc::default())));
         }
         let outside = Outside::Told(clock.clone());
-        let janitor = Janitor::start(pool.clone(), &outside, 0).expect("no thread is started");
-        let workers = Workers::without_threads(config.workers).expect("descriptors");
+        let janitor = Janitor::start(pool.clone(), &outside, 0, &Default::default())
+            .expect("no thread is started");
+        let workers =
+            Workers::without_threads(config.workers, config.poll_max).expect("descriptors");
         Host {
             pool,
             vms,

@@ -100,6 +100,8 @@ pub struct Setup {
     pub hosts: usize,
     /// Workers of a daemon.
     pub workers: usize,
+    /// How long a worker looks at a virtqueue that has run dry, in µs.
+    pub poll_us: u64,
     /// Queues of each guest, the control queue included.
     pub queues: usize,
     /// VIRTIO_F_EVENT_IDX.
@@ -234,6 +236,8 @@ impl Script {
             guests: rng.usize(1..=3),
             hosts: rng.usize(1..=2),
             workers: rng.usize(1..=2),
+            // Never, for some steps, for many.
+            poll_us: [0, 50, 1000][(seed % 3) as usize],
             queues: rng.usize(2..=4),
             event_idx: rng.u8(..4) > 0,
             indirect: rng.u8(..4) > 0,

@@ -10,6 +10,7 @@ mod faults;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
 
 use tmem_pool::{Put, PutResult, Time};
 use tmem_sim::driver::queue_of;
@@ -172,6 +173,7 @@ impl World {
             seed: mix(self.setup.seed, 1_000 + self.boots),
             pool_bytes: u64::from(self.setup.pool_kib) << 10,
             workers: self.setup.workers,
+            poll_max: Duration::from_micros(self.setup.poll_us),
             domains: vec![domain; self.setup.guests],
             mutation: self.setup.mutation,
         };

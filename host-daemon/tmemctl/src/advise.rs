@@ -151,7 +151,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
 pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> {
     let look = || {
         let vm = arguments.vm.clone();
-        in_time(reach, move |reach| stats(reach, vm)).map(|reply| reply.vms)
+        in_time(&reach.daemon(), reach, move |reach| stats(reach, vm)).map(|reply| reply.vms)
     };
     let mut before = Vec::new();
     if let Some(seconds) = arguments.over {

@@ -48,6 +48,14 @@ pub fn refused(socket: &Path, error: &api::Error) -> Failure {
                 args.size_bytes, args.reason
             )
         }
+        _ if api::was_shut(error) => {
+            let what = format!(
+                "the daemon at {} has too many clients, or refuses this user: its log says which; try \
+                 again, or use its other socket",
+                socket.display()
+            );
+            return Failure(what, 3);
+        }
         _ if is_unknown(error) => format!(
             "the daemon at {} is older than this tmemctl and does not know that: tmemctl version",
             socket.display()

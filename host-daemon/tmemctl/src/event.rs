@@ -84,7 +84,7 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
 /// Prints events. The end of the daemon ends it, with code 3.
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
     // A daemon that hangs is noticed before anybody waits for its events.
-    in_time(reach, |reach| {
+    in_time(&reach.daemon(), reach, |reach| {
         let answered = connect(&reach.socket)?.list().call();
         answered.map_err(|error| refused(&reach.socket, &error))
     })?;

@@ -4,11 +4,11 @@
 //! What is shown is libvirt's XML without its secrets, what is written has them.
 
 use crate::client::{connect as connect_daemon, refused};
-use crate::{Failure, Said};
+use crate::{Failure, Said, emulator};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
-use std::process::Command;
+use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 use tmem_domain::{CACHE_NAMESPACE, CACHE_PREFIX, Cache, DEVICE, Options, WEIGHT_MAX};
@@ -75,8 +75,9 @@ pub struct Look {
 /// Options of attach.
 #[derive(Args, Clone)]
 pub struct AttachArguments {
+    /// Which domain, and where.
     #[command(flatten)]
-    target: Target,
+    pub target: Target,
     #[command(flatten)]
     quota: QuotaArguments,
     /// VMs of one trust domain share equal pages, and may learn of each other's; none: with nobody
@@ -101,8 +102,9 @@ pub struct AttachArguments {
 /// Options of detach.
 #[derive(Args, Clone)]
 pub struct DetachArguments {
+    /// Which domain, and where.
     #[command(flatten)]
-    target: Target,
+    pub target: Target,
     #[command(flatten)]
     look: Look,
 }
@@ -110,8 +112,9 @@ pub struct DetachArguments {
 /// Options of tune.
 #[derive(Args, Clone)]
 pub struct TuneArguments {
+    /// Which domain, and where.
     #[command(flatten)]
-    target: Target,
+    pub target: Target,
     #[command(flatten)]
     quota: QuotaArguments,
     /// The running VM
@@ -147,6 +150,11 @@ impl QuotaArguments {
 }
 
 impl Target {
+    /// Whom a command on it waits for.
+    pub fn asks(&self) -> String {
+        format!("libvirt at {}", self.connect)
+    }
+
     /// What was done, in words: of a change of XML there is nothing else to tell.
     fn said(&self, text: String) -> Said {
         let json = serde_json::json!({ "domain": self.domain, "text": text });
@@ -176,15 +184,22 @@ impl Target {
             );
             Failure(what, 3)
         })?;
-        let domain = Domain::lookup_by_name(&connection, &self.domain)
-            .or_else(|_| Domain::lookup_by_uuid_string(&connection, &self.domain))
-            .map_err(|_| {
-                let what = format!(
+        let found = Domain::lookup_by_name(&connection, &self.domain);
+        let found = found.or_else(|error| match error.code() {
+            ErrorNumber::NoDomain => Domain::lookup_by_uuid_string(&connection, &self.domain),
+            _ => Err(error),
+        });
+        let domain = found.map_err(|error| match error.code() {
+            // The latter: it is no UUID.
+            ErrorNumber::NoDomain | ErrorNumber::InvalidArg => Failure(
+                format!(
                     "libvirt at {} has no domain {:?}: see virsh list --all",
                     self.connect, self.domain
-                );
-                Failure(what, 1)
-            })?;
+                ),
+                1,
+            ),
+            _ => self.failure("it cannot be looked up", &error),
+        })?;
         Ok((connection, domain))
     }
 
@@ -200,11 +215,12 @@ impl Target {
             .map_err(|error| self.failure("its XML cannot be read", &error))
     }
 
-    /// Changes the XML of the next start.
+    /// Changes the XML of the next start. `check` may take its time.
     fn change(
         &self,
         look: &Look,
         done: &str,
+        check: impl Fn(&tmem_domain::Domain) -> Result<(), Failure>,
         change: impl Fn(&str) -> Result<String, Failure>,
     ) -> Result<String, Failure> {
         if look.live {
@@ -230,6 +246,8 @@ impl Target {
                 1,
             ));
         }
+        check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
+        // From here on it is quick: what somebody else writes before the new XML would be undone.
         let shown = self.config(&domain, false)?;
         let new = change(&shown)?;
         if look.print_xml {
@@ -250,10 +268,11 @@ impl Target {
         Domain::define_xml(&connection, &new)
             .map_err(|error| self.failure("libvirt refuses the change", &error))?;
         let mut text = format!("{diff}\ndomain {}: {done}\n", self.domain);
-        if domain.is_active().map_err(failed)? {
+        // The change is made, whatever becomes of libvirt now.
+        if domain.is_active().unwrap_or(false) {
             text += "It runs: this applies at its next start (a reboot from inside is none).\n";
         }
-        if domain.has_managed_save(0).map_err(failed)? {
+        if domain.has_managed_save(0).unwrap_or(false) {
             text += "It has a saved state, which is restored as it was: this applies after the next \
                      shutdown and start.\n";
         }
@@ -262,9 +281,11 @@ impl Target {
 }
 
 /// Puts the device into the domain.
-pub fn attach(arguments: &AttachArguments) -> Result<Said, Failure> {
+/// `limit`: how long its emulator may take to answer.
+pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Said, Failure> {
     let target = &arguments.target;
-    let text = target.change(&arguments.look, "the device is attached", |xml| {
+    let check = |domain: &tmem_domain::Domain| check_emulator(arguments, domain, limit);
+    let text = target.change(&arguments.look, "the device is attached", check, |xml| {
         let before = tmem_domain::Domain::parse(xml)?;
         // What is not given stays as it was; nonsense does not.
         let mut cache = before.cache.and_then(Result::ok).unwrap_or_default();
@@ -275,7 +296,6 @@ pub fn attach(arguments: &AttachArguments) -> Result<Said, Failure> {
             None => {}
         }
         cache.required = arguments.required || cache.required && !arguments.not_required;
-        check_emulator(arguments, before.emulator.as_deref())?;
         let device = before.device.filter(|device| device.ours);
         let folder = device.and_then(|device| Some(device.socket.rsplit_once('/')?.0.into()));
         let folder = arguments.socket_folder.clone().or(folder);
@@ -293,20 +313,32 @@ pub fn attach(arguments: &AttachArguments) -> Result<Said, Failure> {
 /// Takes it out.
 pub fn detach(arguments: &DetachArguments) -> Result<Said, Failure> {
     let target = &arguments.target;
-    let text = target.change(&arguments.look, "the device is detached", |xml| {
-        Ok(tmem_domain::detach(xml)?)
-    })?;
+    let text = target.change(
+        &arguments.look,
+        "the device is detached",
+        |_| Ok(()),
+        |xml| Ok(tmem_domain::detach(xml)?),
+    )?;
     Ok(target.said(text))
 }
 
+/// A libvirt of this host, whose files and processes can be looked at.
+pub fn is_local(uri: &str) -> bool {
+    uri.split_once("://")
+        .is_none_or(|(_, rest)| rest.starts_with('/'))
+}
+
 /// A QEMU without the device would not start the VM. That of another host cannot be asked.
-fn check_emulator(arguments: &AttachArguments, domains: Option<&str>) -> Result<(), Failure> {
-    let remote = arguments.target.connect.split_once("://");
-    if remote.is_some_and(|(_, rest)| !rest.starts_with('/')) {
+fn check_emulator(
+    arguments: &AttachArguments,
+    domain: &tmem_domain::Domain,
+    limit: Duration,
+) -> Result<(), Failure> {
+    if !is_local(&arguments.target.connect) {
         return Ok(());
     }
     let named = arguments.emulator.as_deref();
-    let Some(emulator) = named.or(domains) else {
+    let Some(emulator) = named.or(domain.emulator.as_deref()) else {
         return Ok(());
     };
     let failure = |what: String| Err(Failure(format!("emulator {emulator}: {what}"), 1));
@@ -314,18 +346,11 @@ fn check_emulator(arguments: &AttachArguments, domains: Option<&str>) -> Result<
         return failure("libvirt wants its whole path".into());
     }
     let hint = "name one that has it with --emulator (qemu-dev/build --full makes it)";
-    match emulator_has_device(emulator) {
-        Err(error) => failure(format!("it cannot be run ({error}): {hint}")),
+    match emulator::has_device(emulator, limit) {
+        Err(error) => failure(format!("{error}: {hint}")),
         Ok(true) => Ok(()),
         Ok(false) => failure(format!("it has no device {DEVICE}: {hint}")),
     }
-}
-
-/// An emulator knows the device. An error is why it cannot be asked.
-pub fn emulator_has_device(emulator: &str) -> Result<bool, String> {
-    let output = Command::new(emulator).args(["-device", "help"]).output();
-    let output = output.map_err(|error| error.to_string())?;
-    Ok(String::from_utf8_lossy(&output.stdout).contains(DEVICE))
 }
 
 /// Gets or sets a quota, in virsh's manner.

@@ -8,6 +8,8 @@
 mod advise;
 mod client;
 mod doctor;
+#[cfg(feature = "libvirt")]
+mod emulator;
 mod event;
 #[cfg(feature = "libvirt")]
 mod libvirt;
@@ -22,7 +24,6 @@ use clap::{Parser, Subcommand};
 use client::{connect, refused};
 use std::io::Write;
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
@@ -34,7 +35,7 @@ struct Arguments {
     /// Control socket of the daemon; to look, the read-only one does as well
     #[arg(long, global = true, value_name = "PATH", default_value = api::DEFAULT_SOCKET)]
     socket: PathBuf,
-    /// Seconds to wait for the daemon, from 1
+    /// Seconds to wait for the daemon, or libvirt, from 1
     #[arg(long, global = true, value_name = "N", default_value_t = 10,
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     timeout: u64,
@@ -93,6 +94,21 @@ enum Command {
     Tune(libvirt::TuneArguments),
 }
 
+impl Command {
+    /// Whom it waits for.
+    fn asks(&self, reach: &Reach) -> String {
+        match self {
+            #[cfg(feature = "libvirt")]
+            Command::Attach(attach) => attach.target.asks(),
+            #[cfg(feature = "libvirt")]
+            Command::Detach(detach) => detach.target.asks(),
+            #[cfg(feature = "libvirt")]
+            Command::Tune(tune) => format!("{}, or {},", tune.target.asks(), reach.daemon()),
+            _ => reach.daemon(),
+        }
+    }
+}
+
 /// What went wrong: a sentence and an exit code.
 struct Failure(String, u8);
 
@@ -118,7 +134,19 @@ struct Reach {
     json: bool,
 }
 
-fn main() -> ExitCode {
+impl Reach {
+    /// For somebody who is asked on the way.
+    #[cfg(feature = "libvirt")]
+    fn half_the_time(&self) -> Duration {
+        Duration::from_secs(self.timeout) / 2
+    }
+
+    fn daemon(&self) -> String {
+        format!("the daemon at {}", self.socket.display())
+    }
+}
+
+fn main() {
     let Arguments {
         socket,
         timeout,
@@ -139,21 +167,33 @@ fn main() -> ExitCode {
         Command::Doctor(doctor) => match doctor::run(&reach, &doctor) {
             Ok((said, false)) => say(json, &said),
             Ok((said, true)) => match say(json, &said) {
-                Ok(()) => return ExitCode::from(1),
+                Ok(()) => leave(1),
                 failed => failed,
             },
             Err(failure) => Err(failure),
         },
         Command::Event(event) => event::run(&reach, &event),
         Command::Advise(advise) => advise::run(&reach, &advise).and_then(|said| say(json, &said)),
+        // Nobody is asked, and a trace can be long.
+        Command::Trace(trace) => trace::run(&trace).and_then(|said| say(json, &said)),
         command => {
-            in_time(&reach, move |reach| run(command, reach)).and_then(|said| say(json, &said))
+            let asked = command.asks(&reach);
+            let said = in_time(&asked, &reach, move |reach| run(command, reach));
+            said.and_then(|said| say(json, &said))
         }
     };
     match done {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => fail(failure),
+        Ok(()) => leave(0),
+        Err(failure) => leave(fail(failure)),
     }
+}
+
+/// Ends the process, and runs no exit handlers: those of C libraries free what a thread of
+/// [`in_time`] may still use, be it in libvirt or on its way out (OpenSSL's and GLib's; seen as heap
+/// corruption). What was printed has been flushed.
+fn leave(code: u8) -> ! {
+    // SAFETY: it ends the process at once and touches no memory of it.
+    unsafe { libc::_exit(i32::from(code)) }
 }
 
 fn say(json: bool, said: &Said) -> Result<(), Failure> {
@@ -172,18 +212,20 @@ fn print(text: &str) -> Result<(), Failure> {
     {
         Ok(()) => Ok(()),
         // A reader that has seen enough, such as head.
-        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => std::process::exit(0),
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => leave(0),
         Err(error) => Err(Failure(format!("cannot print: {error}"), 1)),
     }
 }
 
-fn fail(Failure(message, code): Failure) -> ExitCode {
-    eprintln!("tmemctl: {message}");
-    ExitCode::from(code)
+fn fail(Failure(message, code): Failure) -> u8 {
+    // The code tells it, too, if nobody reads this.
+    let _ = writeln!(std::io::stderr(), "tmemctl: {message}");
+    code
 }
 
-/// A daemon that hangs keeps its sockets, and connecting, too, may wait for it.
+/// One that hangs keeps its sockets, and connecting, too, may wait for it. `asked`: who, for people.
 fn in_time<T: Send + 'static>(
+    asked: &str,
     reach: &Reach,
     run: impl FnOnce(&Reach) -> Result<T, Failure> + Send + 'static,
 ) -> Result<T, Failure> {
@@ -194,17 +236,16 @@ fn in_time<T: Send + 'static>(
         let _ = sender.send(run(&own));
     });
     let answer = receiver.recv_timeout(Duration::from_secs(reach.timeout));
-    answer.unwrap_or_else(|_| {
-        Err(Failure(
-            format!(
-                "the daemon at {} did not answer within {} s: it hangs or is stopped, or \
-                 the host is overloaded (--timeout waits longer)",
-                reach.socket.display(),
-                reach.timeout
-            ),
-            3,
-        ))
-    })
+    answer.unwrap_or_else(|_| Err(late(asked, reach)))
+}
+
+fn late(asked: &str, reach: &Reach) -> Failure {
+    let what = format!(
+        "{asked} did not answer within {} s: it hangs or is stopped, or the host is overloaded \
+         (--timeout waits longer)",
+        reach.timeout
+    );
+    Failure(what, 3)
 }
 
 /// All figures, or those of one VM.
@@ -219,7 +260,7 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
     let failed = |error: api::Error| refused(socket, &error);
     match command {
         #[cfg(feature = "libvirt")]
-        Command::Attach(attach) => libvirt::attach(&attach),
+        Command::Attach(attach) => libvirt::attach(&attach, reach.half_the_time()),
         #[cfg(feature = "libvirt")]
         Command::Detach(detach) => libvirt::detach(&detach),
         #[cfg(feature = "libvirt")]
@@ -241,10 +282,11 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         Command::Thaw(vms) => operate::set_frozen(reach, &vms, false),
         Command::Resize { size } => operate::resize(reach, size),
         Command::Freeable => operate::freeable(reach),
-        Command::Trace(trace) => trace::run(&trace),
         Command::Version => operate::version(reach),
-        Command::Event(_) | Command::Advise(_) | Command::Top(_) | Command::Doctor(_) => {
-            Err(Failure("a bug: not here".into(), 1))
-        }
+        Command::Event(_)
+        | Command::Advise(_)
+        | Command::Top(_)
+        | Command::Trace(_)
+        | Command::Doctor(_) => Err(Failure("a bug: not here".into(), 1)),
     }
 }

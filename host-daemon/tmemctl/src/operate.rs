@@ -3,9 +3,10 @@
 
 use crate::client::{connect, refused};
 use crate::table::size;
-use crate::{Failure, Reach, Said};
+use crate::{Failure, Reach, Said, say};
 use clap::Args;
 use serde_json::json;
+use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 
 /// Some VMs.
@@ -30,40 +31,67 @@ impl VmsArguments {
     }
 }
 
-/// Drops their pages.
-pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
-    let (mut text, mut flushed) = (String::new(), Vec::new());
+/// Does it to each of them. One that is not there does not keep it from the others; with --all it has
+/// gone meanwhile, else it is a failure, told when what was done has been.
+fn each(
+    reach: &Reach,
+    vms: &VmsArguments,
+    act: impl Fn(&mut api::VarlinkClient, &str) -> Result<(String, serde_json::Value), api::Error>,
+) -> Result<Said, Failure> {
+    let (mut text, mut done, mut failure) = (String::new(), Vec::new(), None);
     let mut client = connect(&reach.socket)?;
     for name in vms.names(reach)? {
-        let reply = client.flush(name.clone()).call();
-        let pages = reply.map_err(|error| refused(&reach.socket, &error))?.pages;
-        text += &format!("{name}: {pages} pages dropped\n");
-        flushed.push(json!({ "name": name, "pages": pages }));
+        match act(&mut client, &name) {
+            Ok((what, json)) => {
+                text += &format!("{name}: {what}\n");
+                done.push(json);
+            }
+            Err(error) => {
+                let not_there = matches!(error.kind(), api::ErrorKind::NoSuchVm(_));
+                if !(not_there && vms.all) {
+                    failure.get_or_insert_with(|| refused(&reach.socket, &error));
+                }
+                if !not_there {
+                    break;
+                }
+            }
+        }
     }
-    let json = json!({ "vms": flushed });
-    Ok(Said { text, json })
+    let any = !done.is_empty();
+    let json = json!({ "vms": done });
+    let said = Said { text, json };
+    match failure {
+        None => Ok(said),
+        Some(failure) => {
+            if any {
+                say(reach.json, &said)?;
+            }
+            Err(failure)
+        }
+    }
+}
+
+/// Drops their pages.
+pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
+    each(reach, vms, |client, name| {
+        let pages = client.flush(name.into()).call()?.pages;
+        let json = json!({ "name": name, "pages": pages });
+        Ok((format!("{pages} pages dropped"), json))
+    })
 }
 
 /// Takes no more of their pages, or does again.
 pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Said, Failure> {
-    let (mut text, mut set) = (String::new(), Vec::new());
-    let mut client = connect(&reach.socket)?;
-    for name in vms.names(reach)? {
+    each(reach, vms, |client, name| {
         let changed = match frozen {
-            true => client
-                .freeze(name.clone())
-                .call()
-                .map(|reply| reply.changed),
-            false => client.thaw(name.clone()).call().map(|reply| reply.changed),
+            true => client.freeze(name.into()).call()?.changed,
+            false => client.thaw(name.into()).call()?.changed,
         };
-        let changed = changed.map_err(|error| refused(&reach.socket, &error))?;
         let is = if frozen { "frozen" } else { "thawed" };
         let already = if changed { "" } else { ", as it was" };
-        text += &format!("{name}: {is}{already}\n");
-        set.push(json!({ "name": name, "frozen": frozen, "changed": changed }));
-    }
-    let json = json!({ "vms": set });
-    Ok(Said { text, json })
+        let json = json!({ "name": name, "frozen": frozen, "changed": changed });
+        Ok((format!("{is}{already}"), json))
+    })
 }
 
 /// Another size of the pool.

@@ -175,14 +175,18 @@ pub fn one(vm: &api::VmStats) -> String {
             "put_latency" => latency(&vm.put_latency),
             "get_latency" => latency(&vm.get_latency),
             "flush_latency" => latency(&vm.flush_latency),
+            "wait_latency" => latency(&vm.wait_latency).replace("requests", "turns"),
             field => value(row, &figures[field]),
         };
         debug_assert!(row.kind != Kind::Histogram || row.field.ends_with("_latency"));
         rows.push((name(row), text));
     }
-    if vm.driver.is_some() {
+    if let Some(driver) = &vm.driver {
         for row in Statistic::of(Scope::Driver) {
-            let text = value(row, &figures["driver"][row.field]);
+            let text = match row.field {
+                "get_latency" => driver.get_latency.as_ref().map_or("-".into(), latency),
+                field => value(row, &figures["driver"][field]),
+            };
             rows.push((format!("driver {}", name(row)), text));
         }
     }

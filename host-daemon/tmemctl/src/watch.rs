@@ -90,7 +90,8 @@ pub fn run(reach: &Reach, vm: Option<&str>, arguments: &WatchArguments) -> Resul
     let period = Duration::from_secs(arguments.watch.unwrap_or(1));
     let look = || {
         let vm = vm.map(String::from);
-        in_time(reach, move |reach| stats(reach, vm)).map(|reply| (Instant::now(), reply))
+        in_time(&reach.daemon(), reach, move |reach| stats(reach, vm))
+            .map(|reply| (Instant::now(), reply))
     };
     let (mut at, reply) = look()?;
     let mut before = Sample::of(&reply, vm.is_some());

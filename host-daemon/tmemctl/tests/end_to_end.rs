@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The command against a daemon: what it prints, and how it ends when there is none.
 
+use std::fs::File;
+use std::io::Write;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Duration;
 use tmemd::{Config, Daemon};
 
 struct Host {
@@ -22,6 +25,8 @@ fn host() -> Host {
     let config = Config {
         pool_size_bytes: 64 << 20,
         workers: 1,
+        waiting: Default::default(),
+        vm_pages_per_second: 0,
         control: path("control"),
         control_read_only: Some(path("read-only")),
         run_folder: directory.path().into(),
@@ -175,6 +180,94 @@ fn a_daemon_that_hangs_is_not_waited_for() {
     fails(&tmemctl(&control, &["list", "--timeout", "0"]), 2, &["0"]);
 }
 
+#[cfg(feature = "libvirt")]
+#[test]
+fn a_libvirt_that_hangs_is_not_waited_for() {
+    let directory = tempfile::tempdir().expect("directory");
+    let control = directory.path().join("control");
+    let socket = directory.path().join("libvirt");
+    let _nobody_accepts = UnixListener::bind(&socket).expect("binds");
+    let uri = format!("qemu+unix:///system?socket={}", socket.display());
+    let at = format!("libvirt at {uri}");
+    for command in ["attach", "detach", "tune"] {
+        let arguments = [command, "web", "--connect", &uri, "--timeout", "1"];
+        fails(
+            &tmemctl(&control, &arguments),
+            3,
+            &[&at, "did not answer within 1 s", "--timeout"],
+        );
+    }
+    let root = directory.path().join("root");
+    std::fs::create_dir_all(root.join("etc/libvirt")).expect("folder");
+    let root = root.to_str().expect("UTF-8");
+    let arguments = [
+        "doctor",
+        "--root",
+        root,
+        "--connect",
+        &uri,
+        "--timeout",
+        "1",
+    ];
+    let found = tmemctl(&control, &arguments);
+    let found = String::from_utf8_lossy(&found.stdout);
+    assert!(
+        found.contains(&format!("{at} did not answer within 1 s")),
+        "{found}"
+    );
+}
+
+/// Reading a file is bounded by its length.
+#[test]
+fn a_trace_that_is_long_is_waited_for() {
+    let directory = tempfile::tempdir().expect("directory");
+    let trace = directory.path().join("trace");
+    let made = Command::new("mkfifo").arg(&trace).status().expect("runs");
+    assert!(made.success());
+    let writer = std::thread::spawn({
+        let trace = trace.clone();
+        move || {
+            let mut trace = File::options().write(true).open(trace).expect("opens");
+            std::thread::sleep(Duration::from_millis(1500));
+            // It may have been given up.
+            let _ = trace.write_all(b"no trace");
+        }
+    });
+    let trace = trace.to_str().expect("UTF-8");
+    let read = tmemctl(Path::new("/"), &["trace", trace, "--timeout", "1"]);
+    fails(&read, 1, &["is no trace"]);
+    writer.join().expect("writes");
+}
+
+#[test]
+fn an_error_that_nobody_can_read_keeps_its_code() {
+    let full = File::options().write(true).open("/dev/full");
+    let status = Command::new(env!("CARGO_BIN_EXE_tmemctl"))
+        .args(["--socket", "/nowhere", "list"])
+        .stderr(full.expect("opens"))
+        .status();
+    assert_eq!(status.expect("runs").code(), Some(3));
+}
+
+/// They would free what a thread that is not through may still use.
+#[test]
+fn no_exit_handler_runs() {
+    let host = host();
+    let control = host.path("control");
+    for arguments in [&["list"][..], &["stats", "nobody"], &["doctor"]] {
+        let run = Command::new(env!("CARGO_BIN_EXE_tmemctl"))
+            .arg("--socket")
+            .arg(&control)
+            .args(arguments)
+            .env("LD_DEBUG", "files")
+            .output()
+            .expect("runs");
+        let linker = String::from_utf8_lossy(&run.stderr);
+        assert!(linker.contains("calling init: "), "{linker}");
+        assert!(!linker.contains("calling fini: "), "{linker}");
+    }
+}
+
 #[test]
 fn vms_are_flushed_frozen_and_thawed() {
     let host = host();
@@ -190,6 +283,15 @@ fn vms_are_flushed_frozen_and_thawed() {
         "db: frozen\nweb: frozen, as it was\n"
     );
     assert_eq!(words(&done(&["list"]), "web")[2], "yes");
+    let some = tmemctl(&control, &["freeze", "nobody", "web", "noone"]);
+    assert_eq!(
+        (some.status.code(), &*some.stdout, &*some.stderr),
+        (
+            Some(1),
+            &b"web: frozen, as it was\n"[..],
+            &b"tmemctl: the daemon has no VM \"nobody\": see tmemctl list\n"[..],
+        )
+    );
     let json: serde_json::Value =
         serde_json::from_str(&done(&["thaw", "db", "--json"])).expect("JSON");
     let thawed = serde_json::json!({ "vms": [{ "name": "db", "frozen": false, "changed": true }] });

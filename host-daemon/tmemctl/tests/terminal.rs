@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `top` in a real terminal of 80 × 24: tmux is one that a test can read. `make check-ops` runs this.
 
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -62,6 +64,8 @@ fn daemon(folder: &Path) -> Daemon {
     let config = Config {
         pool_size_bytes: 64 << 20,
         workers: 1,
+        waiting: Default::default(),
+        vm_pages_per_second: 0,
         control: folder.join("control"),
         control_read_only: Some(folder.join("read-only")),
         run_folder: folder.into(),
@@ -72,30 +76,31 @@ fn daemon(folder: &Path) -> Daemon {
     Daemon::start(config).expect("starts")
 }
 
+/// top of the daemon at that socket, in a screen of its own.
+fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
+    // A server that ends keeps its socket for a while.
+    let tmux = Tmux(
+        tempfile::tempdir_in(folder)
+            .expect("a folder")
+            .keep()
+            .join("tmux"),
+    );
+    let top = format!(
+        "{} --socket {}/{socket} {options} top; echo ended with $?; exec sleep 600",
+        env!("CARGO_BIN_EXE_tmemctl"),
+        folder.display()
+    );
+    let session = ["new-session", "-d", "-s", "top", "-x", "80", "-y", "24"];
+    tmux.run(&[&["-f", "/dev/null"], &session[..], &[&top]].concat());
+    tmux
+}
+
 #[test]
 #[ignore = "needs tmux: make check-ops"]
 fn top_lives_in_a_terminal() {
     let folder = tempfile::tempdir().expect("a folder");
     let daemon = daemon(folder.path());
-    let tmux = Tmux(folder.path().join("tmux"));
-    let top = format!(
-        "{} --socket {}/read-only top; echo ended with $?; exec sleep 600",
-        env!("CARGO_BIN_EXE_tmemctl"),
-        folder.path().display()
-    );
-    tmux.run(&[
-        "-f",
-        "/dev/null",
-        "new-session",
-        "-d",
-        "-s",
-        "top",
-        "-x",
-        "80",
-        "-y",
-        "24",
-        &top,
-    ]);
+    let tmux = start(folder.path(), "read-only", "");
     let screen = tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
     let lines: Vec<&str> = screen.lines().collect();
     assert_eq!(lines.len(), 24, "{screen}");
@@ -127,4 +132,56 @@ fn top_lives_in_a_terminal() {
         !screen.contains("tmemd "),
         "the terminal is as it was: {screen}"
     );
+}
+
+/// A signal ends it as a key does, and a daemon that hangs keeps it from neither.
+#[test]
+#[ignore = "needs tmux: make check-ops"]
+fn the_terminal_is_given_back() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let daemon = daemon(folder.path());
+    let path = |name: &str| folder.path().join(name);
+    // It leads to the daemon at first, and then to one that takes nobody in.
+    symlink(path("read-only"), path("control-of-top")).expect("linked");
+    let hangs = UnixListener::bind(path("hangs")).expect("binds");
+    hangs.set_nonblocking(true).expect("set");
+    for end in ["a key", "a signal", "no terminal"] {
+        let tmux = start(folder.path(), "control-of-top", "--timeout 3600");
+        tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
+        symlink(path("hangs"), path("new")).expect("linked");
+        std::fs::rename(path("new"), path("control-of-top")).expect("replaced");
+        // Time for three looks.
+        std::thread::sleep(Duration::from_secs(3));
+        let waiting = std::iter::from_fn(|| hangs.accept().ok()).collect::<Vec<_>>();
+        assert_eq!(
+            waiting.len(),
+            2,
+            "one that tried whether it is there, and one look"
+        );
+        let shell = tmux.run(&["display-message", "-p", "-t", "top", "#{pane_pid}"]);
+        let children = format!("/proc/{0}/task/{0}/children", shell.trim());
+        let top = std::fs::read_to_string(children).expect("top");
+        let top = top.trim();
+        match end {
+            "a key" => drop(tmux.run(&["send-keys", "-t", "top", "q"])),
+            "a signal" => {
+                let killed = Command::new("kill").arg(top).status();
+                assert!(killed.expect("runs").success());
+            }
+            _ => drop(tmux.run(&["kill-server"])),
+        }
+        if end == "no terminal" {
+            let begun = Instant::now();
+            while Path::new("/proc").join(top).exists() {
+                assert!(begun.elapsed() < TIMEOUT, "process {top} goes on");
+                std::thread::sleep(Duration::from_millis(100));
+            }
+        } else {
+            let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
+            assert!(!screen.contains("tmemd "), "as it was: {screen}");
+        }
+        symlink(path("read-only"), path("new")).expect("linked");
+        std::fs::rename(path("new"), path("control-of-top")).expect("replaced");
+    }
+    daemon.stop();
 }

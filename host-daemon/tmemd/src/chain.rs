@@ -264,7 +264,7 @@ mod tests {
             bytes: MEMORY_BYTES,
             file_offset: 0,
         };
-        Memory::empty()
+        Memory::empty(&Default::default())
             .with_region(spec, file.into(), &Default::default())
             .expect("good")
     }

@@ -5,6 +5,7 @@
 use crate::pressure;
 use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 use tmem_pool::Quota;
 
 /// VMs of a daemon at most: four times what it is built for; each may need a thread and some
@@ -20,6 +21,13 @@ pub const WEIGHT_MAX: u32 = 10_000;
 pub const POOL_BYTES_MIN: u64 = 1 << 20;
 /// A trace ends at this size if it is told none: some ten million events.
 pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
+/// Time that a worker looks at a virtqueue that has run dry, if nothing is said: twice what a kick and the
+/// wake-up by it take between two processors.
+pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
+/// No pause that is longer is worth a processor.
+pub const POLL_US_MAX: u64 = 1000;
+/// Pages in a second that an operator can allow each VM; more than a host can copy.
+pub const VM_PAGES_PER_SECOND_MAX: u64 = 1_000_000_000;
 /// The longest name of a VM or trust domain, in bytes.
 pub const NAME_BYTES_MAX: usize = 64;
 
@@ -30,6 +38,10 @@ pub struct Config {
     pub pool_size_bytes: u64,
     /// Data workers.
     pub workers: usize,
+    /// How they wait for work.
+    pub waiting: Waiting,
+    /// Pages that each VM may ask for in a second; 0: as many as it likes.
+    pub vm_pages_per_second: u64,
     /// Socket of the control interface.
     pub control: PathBuf,
     /// Socket of its methods that only read.
@@ -42,6 +54,49 @@ pub struct Config {
     pub pressure: Option<PressureConfig>,
     /// Where to record what guests ask, if at all.
     pub trace: Option<TraceConfig>,
+}
+
+/// How a worker waits for work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// What it sleeps in.
+    pub event_loop: EventLoop,
+    /// How long it looks at a virtqueue that has run dry, at most.
+    pub poll_max: Duration,
+}
+
+impl Default for Waiting {
+    fn default() -> Self {
+        Waiting {
+            event_loop: EventLoop::default(),
+            poll_max: POLL_MAX_DEFAULT,
+        }
+    }
+}
+
+/// What a worker sleeps in.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EventLoop {
+    /// io_uring, or epoll where the kernel does not give it.
+    #[default]
+    Auto,
+    /// epoll.
+    Epoll,
+    /// io_uring, or the daemon does not start.
+    IoUring,
+}
+
+impl std::str::FromStr for EventLoop {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<EventLoop, String> {
+        match text {
+            "auto" => Ok(EventLoop::Auto),
+            "epoll" => Ok(EventLoop::Epoll),
+            "io_uring" => Ok(EventLoop::IoUring),
+            _ => Err("write auto, epoll or io_uring".into()),
+        }
+    }
 }
 
 /// When the pool gives way to the host's other users of memory.
@@ -214,6 +269,14 @@ pub fn check_quota(quota: &Quota) -> Result<(), String> {
     }
 }
 
+/// What is wrong with a reserve beside others.
+pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
+    format!(
+        "a reserve of {reserve_bytes} bytes does not fit: the other VMs' reserves leave {available_bytes} \
+         bytes of the pool; lower a reserve or enlarge the pool"
+    )
+}
+
 impl Config {
     /// Checks what no single value shows.
     pub fn check(&self) -> Result<(), ConfigError> {
@@ -228,6 +291,12 @@ impl Config {
             return fault(format!(
                 "{} workers: there must be 1 to {WORKERS_MAX}",
                 self.workers
+            ));
+        }
+        let poll_us = self.waiting.poll_max.as_micros();
+        if poll_us > u128::from(POLL_US_MAX) {
+            return fault(format!(
+                "poll_max_us = {poll_us}: it can be 0 to {POLL_US_MAX}"
             ));
         }
         if self.vms.len() > VMS_MAX {
@@ -245,6 +314,16 @@ impl Config {
                     return Err(named(&format!("uuid={}", vm.uuid.as_deref().unwrap_or(""))));
                 }
             }
+        }
+        let mut available_bytes = self.pool_size_bytes;
+        for vm in &self.vms {
+            // All of it can be used: no limit is below it.
+            let reserve_bytes = vm.quota.reserve_bytes;
+            let Some(left_bytes) = available_bytes.checked_sub(reserve_bytes) else {
+                let what = reserve_text(reserve_bytes, available_bytes);
+                return fault(format!("VM {:?}: {what}", vm.name));
+            };
+            available_bytes = left_bytes;
         }
         let mut sockets: Vec<&PathBuf> = vec![&self.control];
         sockets.extend(&self.control_read_only);
@@ -371,6 +450,8 @@ mod tests {
         Config {
             pool_size_bytes: 64 << 20,
             workers: 2,
+            waiting: Waiting::default(),
+            vm_pages_per_second: 0,
             control: "/c".into(),
             control_read_only: Some("/r".into()),
             run_folder: "/".into(),
@@ -385,6 +466,9 @@ mod tests {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
             .expect("good");
+        let mut full = config(&["name=a,socket=/a,reserve=1MiB,limit=1MiB"]);
+        full.pool_size_bytes = 1 << 20;
+        full.check().expect("all of it");
         let uuid = "uuid=01234567-89ab-cdef-0123-456789abcdef";
         for (config, part) in [
             (
@@ -403,6 +487,23 @@ mod tests {
                     &format!("name=b,socket=/b,{uuid}"),
                 ]),
                 "same uuid",
+            ),
+            (
+                config(&[
+                    "name=a,socket=/a,reserve=40MiB",
+                    "name=b,socket=/b,reserve=25MiB",
+                ]),
+                "VM \"b\": a reserve of 26214400 bytes does not fit: the other VMs' reserves leave 25165824",
+            ),
+            (
+                Config {
+                    waiting: Waiting {
+                        poll_max: Duration::from_micros(POLL_US_MAX + 1),
+                        ..Waiting::default()
+                    },
+                    ..config(&[])
+                },
+                "poll_max_us = 1001",
             ),
             (
                 Config {

@@ -47,11 +47,7 @@ impl Session {
         let connected = match Connected::claim(vm, stream) {
             Ok(connected) => connected,
             Err(NoPlace::Taken) => {
-                vm.counters
-                    .connections_refused
-                    .fetch_add(1, Ordering::Relaxed);
-                let why = format_args!("there is one already");
-                vm.tell(Kind::ConnectionRefused, why);
+                vm.refused(format_args!("there is one already"));
                 vm.warn(format_args!(
                     "a second connection to {} is refused: the first one is still there",
                     vm.config.socket.display()
@@ -113,7 +109,12 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
     let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
         loop {
             match handler.handle_request() {
-                Ok(()) => {}
+                Ok(()) => {
+                    let device = device.lock().unwrap_or_else(PoisonError::into_inner);
+                    if device.memory_is_lost() {
+                        return None;
+                    }
+                }
                 Err(Error::Disconnected) => return None,
                 Err(error) => {
                     let mut device = device.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,7 +125,15 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
             }
         }
     }));
+    let lost = || {
+        let device = device.lock().unwrap_or_else(PoisonError::into_inner);
+        device.memory_is_lost()
+    };
     match end {
+        Ok(_) if lost() => vm.warn(format_args!(
+            "connection ended: a page of the memory that it shares has gone: a hole was punched into \
+             a file of huge pages, or the host's memory has an error"
+        )),
         Ok(None) => vm.info(format_args!("disconnected")),
         Ok(Some(error)) => vm.warn(format_args!("connection ended: {error}")),
         Err(_) => tracing::error!(

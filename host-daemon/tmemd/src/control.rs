@@ -7,13 +7,14 @@
 use crate::config::POOL_BYTES_MIN;
 use crate::events::{Events, Kind};
 use crate::janitor::Janitor;
+use crate::log_limit::LogLimit;
 use crate::outside::Outside;
 use crate::pressure::Size;
 use crate::registry::{Refused, Registry};
 use crate::statistics;
-use crate::vm::{LogLimit, Vm};
+use crate::vm::Vm;
 use crate::worker::Workers;
-use rustix::event::{PollFd, PollFlags};
+use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -30,6 +31,12 @@ pub const CLIENTS_MAX: usize = 16;
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
 /// A client that says nothing for so long, or does not take its answer, is let go.
 const IDLE: Duration = Duration::from_secs(60);
+
+/// Events that a VM caused too quickly are told so much later than there is room for them, at most.
+const CATCH_UP: Timespec = Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
+};
 
 /// What control sockets answer from.
 pub struct Control {
@@ -58,17 +65,20 @@ struct Side {
 /// The service of one socket.
 pub struct Service {
     varlink: VarlinkService,
-    events: Arc<Events>,
+    control: Arc<Control>,
     log_limit: LogLimit,
 }
 
 impl Service {
     /// The service of one socket.
     pub fn new(control: Arc<Control>, read_only: bool) -> Service {
-        let events = control.events.clone();
-        let interface = api::new(Box::new(Side { control, read_only }));
+        let side = Side {
+            control: control.clone(),
+            read_only,
+        };
+        let interface = api::new(Box::new(side));
         Service {
-            events,
+            control,
             varlink: VarlinkService::new(
                 "virtio-tmem",
                 "tmemd",
@@ -101,14 +111,23 @@ fn is_subscription(message: &[u8]) -> bool {
 }
 
 /// Writes events until the client goes, says something more, or does not take them.
-fn monitor(events: &Events, mut stream: &UnixStream) -> std::io::Result<()> {
-    let subscription = events.subscribe()?;
+fn monitor(control: &Control, mut stream: &UnixStream) -> std::io::Result<()> {
+    // Each who listens does so, and nobody has to if nobody listens.
+    let catch_up = || {
+        for vm in control.registry.vms() {
+            vm.catch_up(Instant::now());
+        }
+    };
+    // What waited while nobody listened is no news.
+    catch_up();
+    let subscription = control.events.subscribe()?;
     loop {
+        catch_up();
         let mut fds = [
             PollFd::new(stream, PollFlags::IN),
             PollFd::new(subscription.ready(), PollFlags::IN),
         ];
-        match rustix::event::poll(&mut fds, None) {
+        match rustix::event::poll(&mut fds, Some(&CATCH_UP)) {
             Ok(_) => {}
             Err(rustix::io::Errno::INTR) => continue,
             Err(error) => return Err(error.into()),
@@ -153,7 +172,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
             if message.last() == Some(&0) {
                 if is_subscription(&message) {
                     // An error means that the client is gone.
-                    let _ = monitor(&service.events, stream);
+                    let _ = monitor(&service.control, stream);
                     return;
                 }
                 let mut answer = Vec::new();
@@ -315,6 +334,7 @@ impl api::VarlinkInterface for Side {
             Some(bytes) => {
                 tracing::info!(size_bytes, "resized");
                 self.control.size.set_full(bytes);
+                self.control.registry.has_grown();
                 call.reply()
             }
             None => call.reply_bad_size(

@@ -5,17 +5,19 @@
 //! serve: a VMM that finds a socket finds a daemon that answers. Order of stop: no new
 //! connections, then the connections, then the workers.
 
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, VmConfig, reserve_text};
 use crate::connection::{self, Shared};
 use crate::control::{self, Control, Service};
 use crate::events::Events;
 use crate::janitor::Janitor;
+use crate::log_limit::LogLimit;
 use crate::outside::Outside;
 use crate::poller::{consume, signal};
 use crate::pressure::{Size, Watcher, host_memory_bytes};
+use crate::pulse::{Heart, Pulse};
 use crate::recorder::Recorder;
 use crate::registry::Registry;
-use crate::sockets::{Access, Listener};
+use crate::sockets::{Access, Listener, Stranger};
 use crate::vm::Vm;
 use crate::worker::Workers;
 use rustix::event::{EventfdFlags, PollFd, PollFlags};
@@ -26,9 +28,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::JoinHandle;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, ThreadId};
+use std::time::{Duration, Instant};
 use tmem_pool::{Pool, PoolConfig};
 
 /// Pause after a connection could not be accepted for want of descriptors or memory.
@@ -84,6 +86,18 @@ enum Purpose {
     Control(Arc<Service>, Arc<Mutex<usize>>),
 }
 
+impl Purpose {
+    /// Whoever connected is not whom the socket is for.
+    fn refuse(&self, stranger: &Stranger) {
+        match self {
+            Purpose::Vm(vm) => vm.refuse(stranger),
+            Purpose::Control(service, _) => {
+                service.warn(format_args!("a client is refused, {stranger}"))
+            }
+        }
+    }
+}
+
 /// A connection's socket, to end it, and its thread.
 type Connection = (UnixStream, JoinHandle<()>);
 
@@ -96,6 +110,7 @@ pub struct Daemon {
     recorder: Option<Arc<Recorder>>,
     watcher: Option<Watcher>,
     control: Option<Arc<Control>>,
+    pulse: Arc<Pulse>,
     /// Guards what it was started with, or has read since. The registry is locked under it.
     config: Mutex<Config>,
 }
@@ -133,12 +148,14 @@ impl Daemon {
             events.clone(),
             &config.run_folder,
         )?;
+        registry.set_pages_per_second(config.vm_pages_per_second);
         let registry = Arc::new(registry);
         for vm in &config.vms {
             registry.give(vm).map_err(StartError::Admission)?;
         }
-        let janitor = Janitor::start(pool.clone(), &outside, janitors())?;
-        let workers = match Workers::start(config.workers, &janitor) {
+        let pulse: Arc<Pulse> = Arc::default();
+        let janitor = Janitor::start(pool.clone(), &outside, janitors(), &pulse)?;
+        let workers = match Workers::start(config.workers, config.waiting, &janitor, &pulse) {
             Ok(workers) => Arc::new(workers),
             Err(error) => {
                 janitor.stop();
@@ -158,6 +175,7 @@ impl Daemon {
             recorder,
             watcher: None,
             control: None,
+            pulse: pulse.clone(),
             config: Mutex::new(config.clone()),
         };
         let pressure = config.pressure.as_ref();
@@ -169,7 +187,7 @@ impl Daemon {
             events.clone(),
         ));
         if let Some(pressure) = pressure {
-            daemon.watcher = Some(Watcher::start(pressure.clone(), size.clone())?);
+            daemon.watcher = Some(Watcher::start(pressure.clone(), size.clone(), &pulse)?);
         }
         let control = Arc::new(Control {
             pool,
@@ -198,10 +216,12 @@ impl Daemon {
             janitor,
             outside,
         };
+        let heart = pulse.heart("acceptor");
+        let ended = Arc::new(Ended::new()?);
         daemon.acceptor = Some(
             std::thread::Builder::new()
                 .name("acceptor".into())
-                .spawn(move || accept_all(&listeners, &registry, &shared, &stop))?,
+                .spawn(move || accept_all(&listeners, &registry, &shared, &ended, &stop, &heart))?,
         );
         Ok(daemon)
     }
@@ -210,8 +230,7 @@ impl Daemon {
     /// available, quotas of its VMs. No VM notices. Returns what holds from the next start on only.
     ///
     /// # Errors
-    /// The configuration is wrong; what is named then, and what came before it in this order, may hold
-    /// already.
+    /// The configuration is wrong, and changes nothing.
     pub fn reload(&self, new: Config) -> Result<Vec<String>, ConfigError> {
         new.check()?;
         let Some(control) = &self.control else {
@@ -225,23 +244,32 @@ impl Daemon {
                 "a pool of {bytes} bytes is more than the host had at the start: {size_max_bytes}"
             )));
         }
+        // The last that can fail: size and quotas, which hang on each other, hold together or not at all.
+        let size_bytes = new.pool_size_bytes;
+        let full_bytes = (size_bytes != config.pool_size_bytes).then_some(size_bytes);
+        let differs = |vm: &&VmConfig| {
+            let mut known = config.vms.iter();
+            known.any(|old| old.name == vm.name && old.quota != vm.quota)
+        };
+        let others = new.vms.iter().filter(differs);
+        let quotas: Vec<_> = others.map(|vm| (vm.name.as_str(), vm.quota)).collect();
+        let set = control
+            .registry
+            .configure(&control.size, full_bytes, &quotas);
+        set.map_err(|error| {
+            let what = reserve_text(error.reserve_bytes, error.available_bytes);
+            ConfigError(format!("VM {:?}: {what}", error.tenant))
+        })?;
+        config.pool_size_bytes = size_bytes;
+        control
+            .registry
+            .set_pages_per_second(new.vm_pages_per_second);
+        config.vm_pages_per_second = new.vm_pages_per_second;
         let mut later = Vec::new();
-        // Larger before reserves grow, which have to fit.
-        if new.pool_size_bytes != config.pool_size_bytes {
-            control.size.set_full(new.pool_size_bytes);
-            config.pool_size_bytes = new.pool_size_bytes;
-        }
         for vm in &new.vms {
-            let old = config.vms.iter_mut().find(|old| old.name == vm.name);
-            match old {
+            match config.vms.iter_mut().find(|old| old.name == vm.name) {
                 Some(old) => {
-                    if old.quota != vm.quota {
-                        let quota = crate::statistics::quota(&vm.quota);
-                        if let Some(Err(why)) = control.registry.set_quota(&vm.name, &quota) {
-                            return Err(ConfigError(format!("VM {:?}: {why}", vm.name)));
-                        }
-                        old.quota = vm.quota;
-                    }
+                    old.quota = vm.quota;
                     if old != vm {
                         later.push(format!("socket, UUID and trust domain of VM {}", vm.name));
                     }
@@ -268,6 +296,7 @@ impl Daemon {
         for (name, differs) in [
             ("memory_pressure", stalls(&config) != stalls(&new)),
             ("workers", config.workers != new.workers),
+            ("event_loop or poll_max_us", config.waiting != new.waiting),
             ("control", config.control != new.control),
             (
                 "control_read_only",
@@ -284,6 +313,11 @@ impl Daemon {
             .events
             .tell(crate::events::Kind::Reloaded, None, text);
         Ok(later)
+    }
+
+    /// What tells whether its threads go on.
+    pub fn pulse(&self) -> &Arc<Pulse> {
+        &self.pulse
     }
 
     /// Stops it: drains, empties the pool of every VM, removes the sockets.
@@ -350,15 +384,73 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// Which connections' threads have come to their end, so that nothing of them is kept until the next
+/// one comes.
+struct Ended {
+    told: OwnedFd,
+    /// Guards those not yet joined. Taken alone.
+    threads: Mutex<Vec<ThreadId>>,
+}
+
+impl Ended {
+    fn new() -> io::Result<Ended> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Ended {
+            told: rustix::event::eventfd(0, flags)?,
+            threads: Mutex::default(),
+        })
+    }
+
+    /// Joins their threads, which have nothing left to do.
+    fn join(&self, connections: &mut Vec<Connection>) {
+        consume(&self.told);
+        let ended = std::mem::take(&mut *self.lock());
+        for id in ended {
+            let is_it = |(_, thread): &Connection| thread.thread().id() == id;
+            if let Some(at) = connections.iter().position(is_it)
+                && connections.swap_remove(at).1.join().is_err()
+            {
+                tracing::error!("a connection's thread panicked");
+            }
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<ThreadId>> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Tells the end of the thread that drops it.
+struct Ends(Arc<Ended>);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        self.0.lock().push(std::thread::current().id());
+        signal(&self.0.told);
+    }
+}
+
 /// Accepts until told to stop; then removes the sockets and returns the connections there are.
 fn accept_all(
     own: &[(Arc<Listener>, Purpose)],
     registry: &Registry,
     shared: &Shared,
+    ended: &Arc<Ended>,
     stop: &OwnedFd,
+    heart: &Heart,
 ) -> Vec<Connection> {
     let mut connections: Vec<Connection> = Vec::new();
+    // It goes on trying.
+    let failures = LogLimit::default();
+    let failed = |what, error: io::Error| {
+        if let Some(left_out) = failures.admit(Instant::now()) {
+            // Said only if there are some.
+            let left_out = (left_out > 0).then_some(left_out);
+            tracing::error!(left_out, "{what}: {error}");
+        }
+    };
     loop {
+        heart.work();
         // Before it is asked: what changes afterwards is told again.
         consume(registry.changed());
         let vms = registry.listeners();
@@ -369,11 +461,15 @@ fn accept_all(
             .map(|(l, _)| PollFd::new(&l.socket, PollFlags::IN))
             .collect();
         fds.push(PollFd::new(registry.changed(), PollFlags::IN));
+        fds.push(PollFd::new(&ended.told, PollFlags::IN));
         fds.push(PollFd::new(stop, PollFlags::IN));
-        match rustix::event::poll(&mut fds, None) {
+        heart.rest();
+        let polled = rustix::event::poll(&mut fds, None);
+        heart.work();
+        match polled {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
-                tracing::error!("cannot wait for connections: {error}");
+                failed("cannot wait for connections", error.into());
                 std::thread::sleep(ACCEPT_PAUSE);
                 continue;
             }
@@ -384,17 +480,20 @@ fn accept_all(
             listeners.iter().for_each(|(listener, _)| listener.close());
             return connections;
         }
-        connections.retain(|(_, thread)| !thread.is_finished());
+        ended.join(&mut connections);
         for ((listener, purpose), _) in listeners.iter().zip(ready).filter(|(_, ready)| *ready) {
-            let accepted = listener.socket.accept().and_then(|(stream, _)| {
-                stream.set_nonblocking(false)?;
-                spawn(stream, purpose, shared)
+            let accepted = listener.accept().and_then(|accepted| match accepted {
+                Ok(stream) => spawn(stream, purpose, shared, Ends(ended.clone())).map(Some),
+                Err(stranger) => {
+                    purpose.refuse(&stranger);
+                    Ok(None)
+                }
             });
             match accepted {
-                Ok(connection) => connections.push(connection),
+                Ok(connection) => connections.extend(connection),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => {
-                    tracing::warn!("a connection cannot be accepted: {error}");
+                    failed("a connection cannot be accepted", error);
                     std::thread::sleep(ACCEPT_PAUSE);
                 }
             }
@@ -423,7 +522,12 @@ impl Drop for Place {
     }
 }
 
-fn spawn(stream: UnixStream, purpose: &Purpose, shared: &Shared) -> io::Result<Connection> {
+fn spawn(
+    stream: UnixStream,
+    purpose: &Purpose,
+    shared: &Shared,
+    ends: Ends,
+) -> io::Result<Connection> {
     let handle = stream.try_clone()?;
     let builder = std::thread::Builder::new().stack_size(CONNECTION_STACK_BYTES);
     let thread = match purpose {
@@ -431,6 +535,7 @@ fn spawn(stream: UnixStream, purpose: &Purpose, shared: &Shared) -> io::Result<C
             let (vm, shared) = (vm.clone(), shared.clone());
             let builder = builder.name(format!("vm-{}", vm.name()));
             builder.spawn(move || {
+                let _ends = ends;
                 // The acceptor has another handle of the socket: the peer must see the end now.
                 let end = stream.try_clone();
                 connection::serve(&vm, stream, &shared);
@@ -442,6 +547,7 @@ fn spawn(stream: UnixStream, purpose: &Purpose, shared: &Shared) -> io::Result<C
         Purpose::Control(service, clients) => {
             let (service, clients) = (service.clone(), clients.clone());
             builder.name("control".into()).spawn(move || {
+                let _ends = ends;
                 if let Some(_place) = Place::claim(&clients) {
                     let serve = AssertUnwindSafe(|| control::serve(&service, &stream));
                     if catch_unwind(serve).is_err() {

@@ -5,20 +5,21 @@
 //! at once: what changes rings or memory holds the vrings it concerns, which waits at most for the
 //! chain that each is at, and emptying the tenant is O(1).
 
+use crate::bell;
 use crate::dirty::{DirtyLog, LogMap};
 use crate::janitor::Janitor;
+use crate::lost::Lost;
 use crate::memory::{Memory, REGIONS_MAX, RegionSpec, check_file};
 use crate::outside::Outside;
 use crate::peer::Peer;
-use crate::poller::signal;
+use crate::pulse::Heart;
 use crate::vm::Vm;
 use crate::vring::{Link, RingAddresses, State, Vring};
 use crate::worker::Workers;
-use rustix::fs::OFlags;
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::{Arc, MutexGuard};
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::*;
 use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
@@ -49,10 +50,6 @@ const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::
     .union(VhostUserProtocolFeatures::RESET_DEVICE)
     .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
 
-/// Memory tables of a connection that the janitor may have yet to unmap. A front end that changes
-/// its table faster unmaps the others itself: they count against limits that all VMs share.
-const DISCARDED_MAX: usize = 4;
-
 /// The back end of one connection.
 pub struct Device {
     link: Arc<Link>,
@@ -60,10 +57,12 @@ pub struct Device {
     workers: Arc<Workers>,
     janitor: Arc<Janitor>,
     memory: Arc<Memory>,
-    /// Given to the janitor.
-    discarded: Vec<Weak<Memory>>,
+    /// Whether it was found to have lost a page, or the dirty log was.
+    lost: Arc<Lost>,
     log: Arc<DirtyLog>,
     missed_pages: u64,
+    /// Of the control thread, while it waits for workers.
+    heart: Heart,
     /// The front end's wish was refused in a way that it can live with: the connection stays.
     refused: bool,
 }
@@ -88,6 +87,9 @@ impl Device {
             generation: AtomicU64::new(outside.new_generation()?),
             outside,
         });
+        let heart = workers
+            .pulse()
+            .heart(&format!("the connection of {}", link.vm.name()));
         let first = workers.assign();
         let vring = |index| {
             Arc::new(Vring::new(
@@ -97,16 +99,18 @@ impl Device {
             ))
         };
         let vrings = (0..QUEUES).map(vring).collect();
-        let memory = Arc::new(Memory::empty());
+        let lost = Arc::default();
+        let memory = Arc::new(Memory::empty(&lost));
         Ok(Device {
             link,
             vrings,
             workers,
             janitor,
             memory,
-            discarded: Vec::new(),
+            lost,
             log,
             missed_pages: 0,
+            heart,
             refused: false,
         })
     }
@@ -114,6 +118,11 @@ impl Device {
     /// True once after a message that was refused without harm.
     pub fn take_refused(&mut self) -> bool {
         std::mem::take(&mut self.refused)
+    }
+
+    /// A page of what the front end shares has gone: the connection must end.
+    pub fn memory_is_lost(&self) -> bool {
+        self.lost.is_lost()
     }
 
     fn vm(&self) -> &Vm {
@@ -140,6 +149,7 @@ impl Device {
         vrings: &[Arc<Vring>],
         change: impl FnOnce(&mut [MutexGuard<'_, State>]) -> R,
     ) -> R {
+        self.heart.work();
         // All at once, so that the waits overlap.
         vrings.iter().for_each(|vring| vring.raise_hold());
         let mut states: Vec<_> = vrings.iter().map(|vring| vring.lock()).collect();
@@ -152,6 +162,7 @@ impl Device {
                 self.workers.schedule(vring);
             }
         }
+        self.heart.rest();
         result
     }
 
@@ -183,11 +194,7 @@ impl Device {
             }
         });
         let old = std::mem::replace(&mut self.memory, memory);
-        self.discarded.retain(|table| table.strong_count() > 0);
-        if self.discarded.len() < DISCARDED_MAX {
-            self.discarded.push(Arc::downgrade(&old));
-            self.janitor.discard(old);
-        }
+        self.janitor.discard(old, &self.vm().discarded);
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
@@ -214,13 +221,13 @@ impl Device {
             for (vring, state) in self.vrings.iter().zip(states) {
                 self.drop_kick(vring, state);
                 state.enabled = false;
-                state.memory = Arc::new(Memory::empty());
+                state.memory = Arc::new(Memory::empty(&self.lost));
                 (state.call, state.error) = (None, None);
             }
             self.vm().clear();
         });
-        let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty()));
-        self.janitor.discard(old);
+        let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty(&self.lost)));
+        self.janitor.discard(old, &self.vm().discarded);
     }
 
     fn report_missed_pages(&mut self) {
@@ -236,11 +243,9 @@ impl Device {
     }
 }
 
-/// Makes sure that reading and writing a descriptor of the front end never waits: it is an eventfd,
-/// and not, say, a file of a file system that the front end serves itself.
-///
-/// The flag belongs to the open file, which the front end shares: one that clears it and keeps the
-/// counter full can still make a worker wait in a write. Reading is safe, see `poller::consume`.
+/// Makes sure that a descriptor of the front end is an eventfd, and not, say, a file of a file system
+/// that the front end serves itself. Reading it never waits by `poller::consume`, and ringing it by
+/// `bell::ring`, whatever the front end does with the flags of the file, which it shares.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
     let bad = |what: String| failed(format!("not an eventfd: {what}"));
@@ -249,8 +254,6 @@ fn event_fd(file: File) -> Result<OwnedFd> {
     if target.as_os_str() != "anon_inode:[eventfd]" {
         return Err(bad(target.display().to_string()));
     }
-    let flags = rustix::fs::fcntl_getfl(&fd).map_err(|e| bad(e.to_string()))?;
-    rustix::fs::fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(|e| bad(e.to_string()))?;
     Ok(fd)
 }
 
@@ -300,7 +303,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         files: Vec<File>,
         _postcopy_listening: Option<bool>,
     ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
-        let mut memory = Memory::empty();
+        let mut memory = Memory::empty(&self.lost);
         for (region, file) in regions.iter().zip(files) {
             let spec = RegionSpec {
                 guest_address: region.guest_phys_addr,
@@ -396,7 +399,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             // A daemon that was killed may have published answers and not interrupted for them.
             // With EVENT_IDX no later answer would: the driver would wait for ever.
             if let Some(call) = &fd {
-                signal(call);
+                bell::ring(call);
             }
             state.call = fd;
         })
@@ -522,7 +525,7 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
         check_file(&file, log.mmap_offset, log.mmap_size)
             .map_err(|error| self.refuse_memory(format!("the dirty log {error}")))?;
-        let map = LogMap::new(&file, log.mmap_offset, log.mmap_size)
+        let map = LogMap::new(&file, log.mmap_offset, log.mmap_size, &self.lost)
             .map_err(|error| self.refuse_memory(format!("the dirty log: {error}")))?;
         self.log.set_map(map);
         Ok(())
@@ -541,6 +544,7 @@ fn single_region(region: &VhostUserSingleMemoryRegion) -> RegionSpec {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::janitor::DISCARDED_MAX;
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
@@ -550,8 +554,12 @@ mod tests {
         maps.lines().filter(|line| line.contains(name)).count()
     }
 
-    #[test]
-    fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
+    /// Connections of a VM one after the other, and a janitor that has much else to do.
+    fn devices() -> (
+        impl Fn() -> (Device, std::os::unix::net::UnixStream),
+        Arc<Workers>,
+        Arc<Janitor>,
+    ) {
         let pool = tmem_pool::Pool::new(tmem_pool::PoolConfig {
             size_bytes: 1 << 20,
             size_max_bytes: 0,
@@ -567,26 +575,78 @@ mod tests {
         };
         let tenant = pool.add_tenant(spec).expect("fits");
         let outside = Outside::host();
-        let janitor = Janitor::start(Arc::new(pool), &outside, 1).expect("starts");
-        let workers = Arc::new(Workers::start(1, &janitor).expect("start"));
-        // One that has much else to do.
+        let pulse = Arc::default();
+        let janitor = Janitor::start(Arc::new(pool), &outside, 1, &pulse).expect("starts");
+        let workers =
+            Arc::new(Workers::start(1, Default::default(), &janitor, &pulse).expect("start"));
         janitor.stop();
         let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
-        let (own, _front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
-        let peer = Peer::new(own);
-        let mut device = Device::new(vm, peer, workers.clone(), janitor, outside).expect("random");
+        let (own_workers, own_janitor) = (workers.clone(), janitor.clone());
+        let device = move || {
+            let (own, front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
+            let (workers, janitor) = (own_workers.clone(), own_janitor.clone());
+            let device = Device::new(
+                vm.clone(),
+                Peer::new(own),
+                workers,
+                janitor,
+                outside.clone(),
+            );
+            (device.expect("random"), front_end)
+        };
+        (device, workers, janitor)
+    }
+
+    /// What is in flight is bounded by these: chains are answered one by one, in the order of a ring.
+    #[test]
+    fn queues_and_their_sizes_are_limited() {
+        let (device, workers, _janitor) = devices();
+        let (mut device, _front_end) = device();
+        let last = QUEUES as u32 - 1;
+        for queue in [0, 1, last] {
+            for size in [1, 2, 512, 1024] {
+                device.set_vring_num(queue, size).expect("a power of two");
+            }
+            for size in [0, 3, 1023, 1025, 2048, 1 << 16, 1 << 31, u32::MAX] {
+                let error = device.set_vring_num(queue, size).expect_err("none");
+                assert!(error.to_string().contains(&size.to_string()), "{error}");
+            }
+            device.set_vring_base(queue, 65_535).expect("the last");
+            device.set_vring_base(queue, 65_536).expect_err("too far");
+        }
+        for queue in [last + 1, 256, 1 << 31, u32::MAX] {
+            device.set_vring_num(queue, 1).expect_err("no such queue");
+            device.set_vring_base(queue, 0).expect_err("no such queue");
+            assert!(device.get_vring_base(queue).is_err(), "no such queue");
+            device.set_vring_enable(queue, true).expect_err("none");
+        }
+        workers.stop();
+    }
+
+    #[test]
+    fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
+        let (device, workers, janitor) = devices();
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
         ftruncate(&file, 4096).expect("its length");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
         let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
-        for _ in 0..50 {
-            let file = file.try_clone().expect("another handle").into();
-            device
-                .set_mem_table(&[region], vec![file], None)
-                .expect("good");
+        // Also if it connects anew meanwhile.
+        for connection in 0..3 {
+            let (mut device, _front_end) = device();
+            for _ in 0..50 {
+                let file = file.try_clone().expect("another handle").into();
+                device
+                    .set_mem_table(&[region], vec![file], None)
+                    .expect("good");
+            }
+            // Of those that are kept the first was empty; and there is the one that it has.
+            assert_eq!(mapped(name), DISCARDED_MAX, "connection {connection}");
+            device.end();
+            assert_eq!(mapped(name), DISCARDED_MAX - 1, "connection {connection}");
         }
-        assert_eq!(mapped(name), DISCARDED_MAX, "and the first table was empty");
+        janitor.unmap();
+        assert_eq!(mapped(name), 0);
         workers.stop();
     }
 

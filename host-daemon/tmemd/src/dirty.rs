@@ -5,10 +5,11 @@
 //! log outlives a change of the memory table, and switching it off reaches every region. Guest
 //! memory is only written through vm-memory, which marks after the write.
 
-use rustix::mm::{MapFlags, ProtFlags};
+use crate::lost::Lost;
+use crate::mapping::Mapping;
 use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
 /// A page of the log, VHOST_LOG_PAGE of the vhost-user specification.
@@ -75,60 +76,29 @@ impl DirtyLog {
     }
 }
 
-/// The log's memory, which the VMM shares.
+/// The log's memory, which the VMM shares. It is only used through atomics.
 #[derive(Debug)]
-pub struct LogMap {
-    bytes: *mut AtomicU8,
-    length: usize,
-}
-
-// SAFETY: the mapping is owned by this value alone and is only used through atomics.
-unsafe impl Send for LogMap {}
-// SAFETY: as above.
-unsafe impl Sync for LogMap {}
+pub struct LogMap(Mapping);
 
 impl LogMap {
-    /// Maps `length` bytes of a file that [`crate::memory::check_file`] has found good.
-    pub fn new(file: &File, offset: u64, length: u64) -> std::io::Result<LogMap> {
+    /// Maps `length` bytes of a file that [`crate::memory::check_file`] has found good; `lost` is
+    /// told when a page of it has gone.
+    pub fn new(file: &File, offset: u64, length: u64, lost: &Arc<Lost>) -> std::io::Result<LogMap> {
         if length == 0 || length > LOG_BYTES_MAX {
             return Err(std::io::Error::other(format!(
                 "a dirty log of {length} bytes: it must have 1 to {LOG_BYTES_MAX}"
             )));
         }
-        let length = length as usize;
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice touches nothing that
-        // exists; the file cannot shrink under it, since the caller checked its seals and size.
-        let bytes = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                length,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::SHARED,
-                file,
-                offset,
-            )
-        }?;
-        Ok(LogMap {
-            bytes: bytes.cast(),
-            length,
-        })
+        Ok(LogMap(Mapping::new(file, offset, length as usize, lost)?))
     }
 
     fn byte(&self, number: u64) -> Option<&AtomicU8> {
-        if number >= self.length as u64 {
+        if number >= self.0.bytes() as u64 {
             return None;
         }
         // SAFETY: the number is within the mapping, which lives as long as self, and other
         // processes, too, only change it atomically; AtomicU8 has no alignment.
-        Some(unsafe { &*self.bytes.add(number as usize) })
-    }
-}
-
-impl Drop for LogMap {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made by `new`, and no reference into it outlives self.
-        let result = unsafe { rustix::mm::munmap(self.bytes.cast(), self.length) };
-        debug_assert!(result.is_ok(), "the mapping is ours");
+        Some(unsafe { &*self.0.start().add(number as usize).cast::<AtomicU8>() })
     }
 }
 
@@ -136,7 +106,7 @@ impl Drop for LogMap {
 #[derive(Debug)]
 pub struct RegionLog {
     /// Shared by the regions of a connection.
-    pub log: std::sync::Arc<DirtyLog>,
+    pub log: Arc<DirtyLog>,
     /// Guest physical address of the region.
     pub base: u64,
 }
@@ -189,5 +159,27 @@ impl<'a> Bitmap for SliceLog<'a> {
             log: self.log,
             base: self.base + offset as u64,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    #[test]
+    fn a_page_of_the_log_that_has_gone_is_told() {
+        let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("memfd");
+        ftruncate(&file, 8192).expect("its length");
+        let lost = Arc::default();
+        let map = LogMap::new(&file.into(), 0, 8192, &lost).expect("mapped");
+        crate::lost::take_away(map.0.start(), 4096);
+        let log = DirtyLog::default();
+        log.set_enabled(true);
+        log.set_map(map);
+        log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
+        assert!(!lost.is_lost(), "the other page");
+        log.mark(0, 1);
+        assert!(lost.is_lost());
     }
 }

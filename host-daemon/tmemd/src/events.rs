@@ -2,7 +2,8 @@
 //! What happened, for those who subscribed to it: VMs come and go, operators act, the host is short.
 //!
 //! Each subscriber has a queue of its own, which is bounded: one that does not take its events loses the
-//! oldest and is told how many. Never here: an event for each request of a guest.
+//! oldest and is told how many. Never here: an event for each request of a guest, and how many events a
+//! VM may cause, see event_limit.rs.
 
 use crate::poller::{consume, signal};
 use rustix::event::EventfdFlags;
@@ -76,6 +77,18 @@ impl Kind {
         Kind::HostWell,
         Kind::Reloaded,
     ];
+
+    /// Some: a guest, its VMM or who connects to its socket can cause it in a loop. Of what is of the same sort
+    /// the last says how it is.
+    pub fn sort(self) -> Option<Kind> {
+        match self {
+            Kind::Connected | Kind::Disconnected => Some(Kind::Connected),
+            Kind::ConnectionRefused | Kind::QueueStopped | Kind::Driver => Some(self),
+            Kind::Subscribed | Kind::Added | Kind::Removed | Kind::Quota | Kind::Problem => None,
+            Kind::Flushed | Kind::Frozen | Kind::Thawed | Kind::Resized => None,
+            Kind::HostShort | Kind::HostWell | Kind::Reloaded => None,
+        }
+    }
 
     /// Its name on the wire.
     pub fn name(self) -> &'static str {

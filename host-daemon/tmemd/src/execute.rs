@@ -41,6 +41,8 @@ pub struct Context<'vm, 'a> {
     pub generation: u64,
     /// Time.
     pub outside: &'a Outside,
+    /// It asks for more than its rate: all is refused or missed.
+    pub limited: bool,
     /// True once a drain waits no longer: what is not begun is refused or missed.
     pub cut: &'a dyn Fn() -> bool,
 }
@@ -161,6 +163,10 @@ pub fn execute<'vm>(
             context.vm.set_report(**report);
             wire::S_OK
         }
+        Body::Latencies(latencies) => {
+            context.vm.set_latencies(**latencies);
+            wire::S_OK
+        }
     };
     answer_status(chain, memory, context.peer, status).map(Some)
 }
@@ -182,7 +188,7 @@ fn put(
     while status == wire::S_OK && done < pages.len() {
         let end = (done + SLICE_PAGES).min(pages.len());
         let frozen = context.vm.frozen.load(Ordering::Relaxed);
-        if frozen || (context.cut)() {
+        if frozen || context.limited || (context.cut)() {
             // A refused page leaves nothing behind, not even what was put before.
             for page in &pages[done..] {
                 let (object, index) = (page.object.get(), page.index.get());
@@ -195,14 +201,15 @@ fn put(
                     status = wire::S_NO_POOL;
                     break;
                 }
-                if let (true, Some(tap)) = (frozen, &context.vm.tap) {
+                if let (true, Some(tap)) = (frozen || context.limited, &context.vm.tap) {
                     tap.flush(pool, object, index, Some(1));
                 }
             }
             let counters = &context.vm.counters;
-            let counter = match frozen {
-                true => &counters.refused_frozen,
-                false => &counters.drain_cut_pages,
+            let counter = match (frozen, context.limited) {
+                (true, _) => &counters.refused_frozen,
+                (false, true) => &counters.limited_pages,
+                (false, false) => &counters.drain_cut_pages,
             };
             counter.fetch_add((pages.len() - done) as u64, Ordering::Relaxed);
             break;
@@ -276,15 +283,16 @@ fn get<'vm>(
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
     let mut done = 0;
     while status == wire::S_OK && done < count {
-        if (context.cut)() {
+        if context.limited || (context.cut)() {
             let cut = (count - done) as u64;
-            context
-                .vm
-                .counters
-                .drain_cut_pages
-                .fetch_add(cut, Ordering::Relaxed);
-            // Drops nothing, and says whether there is such a pool: a drain changes pages to misses,
-            // not the status of a request.
+            let counters = &context.vm.counters;
+            let counter = match context.limited {
+                true => &counters.limited_pages,
+                false => &counters.drain_cut_pages,
+            };
+            counter.fetch_add(cut, Ordering::Relaxed);
+            // Drops nothing, and says whether there is such a pool: what changes is pages to misses, not
+            // the status of a request.
             let pool = request.header.pool;
             if context
                 .vm

@@ -5,7 +5,7 @@
 //! [`KEYS`] is the source: docs/configuration.md and tmemd.toml are held against it. Never here: a key that
 //! works only sometimes.
 
-use crate::config::{ConfigError, VmConfig};
+use crate::config::{ConfigError, EventLoop, POLL_US_MAX, VM_PAGES_PER_SECOND_MAX, VmConfig};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -52,9 +52,12 @@ const fn key(
 #[rustfmt::skip]
 pub const KEYS: &[Key] = &[
     key("pool_size", ("size", "none: it must be given"), true, "memory of the pool, metadata included"),
-    key("host_free_min", ("size", "a 32nd of the host, at most 1GiB"), true, "memory that the pool leaves available on the host; 0: it does not look"),
+    key("host_free_min", ("size", "a 32nd of the host, at most 1GiB"), true, "memory that the pool leaves available on the host; 0: none. With `memory_pressure = \"none\"`, too, it never gives way"),
     key("memory_pressure", ("path, or none", "/proc/pressure/memory"), false, "how long tasks wait for memory, for which the pool gives way, too: the host's file, or that of a control group"),
     key("workers", ("threads", "half the processors, 2 to 8"), false, "threads that answer requests"),
+    key("event_loop", ("auto, epoll or io_uring", "auto"), false, "what they sleep in; auto is io_uring, or epoll where the kernel does not give it"),
+    key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker looks at a virtqueue that has run dry before it asks for a kick, if its guest was that quick before; 0: never"),
+    key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put, get and flush in a second; what it asks for beyond that is refused or missed at once. 0: as many as it likes"),
     key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
     key("control_read_only", ("path", "none"), false, "socket of its methods that only read"),
     key("run_folder", ("path", "the folder of control"), false, "where sockets of VMs that are added lie, and what is noted of them"),
@@ -85,6 +88,12 @@ pub struct File {
     pub memory_pressure: Option<PathBuf>,
     /// See [`KEYS`].
     pub workers: Option<usize>,
+    /// See [`KEYS`].
+    pub event_loop: Option<EventLoop>,
+    /// See [`KEYS`].
+    pub poll_max_us: Option<u64>,
+    /// See [`KEYS`].
+    pub vm_pages_per_second: Option<u64>,
     /// See [`KEYS`].
     pub control: Option<PathBuf>,
     /// See [`KEYS`].
@@ -185,6 +194,26 @@ impl File {
                     let what = || fault("write a number from 1".into());
                     file.workers = Some(number.ok_or_else(what)?);
                 }
+                "event_loop" => {
+                    let kind = text(value).and_then(|text| text.parse());
+                    file.event_loop = Some(kind.map_err(fault)?);
+                }
+                "poll_max_us" => {
+                    let number = value.as_integer().and_then(|n| u64::try_from(n).ok());
+                    let number = number.filter(|us| *us <= POLL_US_MAX);
+                    let what = || fault(format!("write a number from 0 to {POLL_US_MAX}"));
+                    file.poll_max_us = Some(number.ok_or_else(what)?);
+                }
+                "vm_pages_per_second" => {
+                    let number = value.as_integer().and_then(|n| u64::try_from(n).ok());
+                    let number = number.filter(|pages| *pages <= VM_PAGES_PER_SECOND_MAX);
+                    let what = || {
+                        fault(format!(
+                            "write a number from 0 to {VM_PAGES_PER_SECOND_MAX}"
+                        ))
+                    };
+                    file.vm_pages_per_second = Some(number.ok_or_else(what)?);
+                }
                 "control" => file.control = Some(path(value).map_err(fault)?),
                 "control_read_only" => file.control_read_only = Some(path(value).map_err(fault)?),
                 "run_folder" => file.run_folder = Some(path(value).map_err(fault)?),
@@ -237,7 +266,7 @@ mod tests {
     #[test]
     fn a_file_in_full() {
         let file = File::parse(
-            "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\n\
+            "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
              control = \"/c\"\ncontrol_read_only = \"/r\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nlimit = 4096\nweight = 7\n",
@@ -251,6 +280,11 @@ mod tests {
             (file.workers, file.log.as_deref()),
             (Some(3), Some("info,tmemd=debug"))
         );
+        assert_eq!(
+            (file.event_loop, file.poll_max_us),
+            (Some(EventLoop::Epoll), Some(7))
+        );
+        assert_eq!(file.vm_pages_per_second, Some(9));
         assert_eq!(file.control_read_only, Some("/r".into()));
         assert_eq!(file.vms[0].trust_domain.as_deref(), Some("web"));
         assert_eq!(file.vms[0].quota.reserve_bytes, 1 << 20);
@@ -269,6 +303,15 @@ mod tests {
             ("pool_size = -1", &["pool_size = -1", "negative"]),
             ("workers = \"2\"", &["workers", "number"]),
             ("log = \"loud\"", &["log", "loud"]),
+            (
+                "event_loop = \"kqueue\"",
+                &["event_loop", "kqueue", "io_uring"],
+            ),
+            ("poll_max_us = 1001", &["poll_max_us", "0 to 1000"]),
+            (
+                "vm_pages_per_second = -1",
+                &["vm_pages_per_second", "0 to 1000000000"],
+            ),
             ("control = 3", &["control = 3", "quotation"]),
             ("vm = 3", &["[[vm]]"]),
             ("pool_size = 1\npool_size = 2", &["2", "pool_size"]),

@@ -10,61 +10,80 @@
 //! | `registry.rs`, `notes.rs` | which VMs there are, and what is noted of them for the next start |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
 //! | `memory.rs`, `dirty.rs` | guest memory and the dirty log |
+//! | `lost.rs` | what if a page of them is gone when it is touched |
 //! | `peer.rs` | whether that memory is still the guest's: the front end is there |
-//! | `worker.rs`, `poller.rs` | data workers, how they wait |
+//! | `worker.rs`, `poller.rs` | data workers, how they wait: with `uring.rs` or `epoll.rs` |
+//! | `bell.rs`, `polling.rs` | calls, which never wait; how long to look before asking for a kick |
 //! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
-//! | `vm.rs`, `janitor.rs` | a VM and its counters, background work |
-//! | `control.rs`, `events.rs` | control interface, who is told what happened |
+//! | `vm.rs`, `rate.rs`, `janitor.rs` | a VM and its counters, how much it may ask for, background work |
+//! | `control.rs`, `events.rs`, `event_limit.rs` | control interface, who is told what happened, how much of it a VM can cause |
+//! | `log_limit.rs`, `bucket.rs` | how many lines of log others can cause, how often something may happen |
 //! | `statistics.rs`, `latency.rs`, `usage.rs` | figures: all of them, times of requests, what the daemon takes |
 //! | `pressure.rs` | the pool gives way when the host is short of memory |
+//! | `pulse.rs`, `watchdog.rs` | whether each thread goes on, and who is told if one does not |
+//! | `sandbox.rs` | what the process can still do when somebody else steers it |
 //! | `recorder.rs` | what guests ask, into a file |
 //! | `outside.rs` | time and chance, which a simulator can give |
 //!
 //! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
 //! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
-//! the dirty log's map, a VM's report, a trace and the pool's own locks, each taken with none of the
+//! the ring that it waits in and what that is to be told, the dirty log's map, a VM's report, a trace and the pool's own locks, each taken with none of the
 //! others. Above all is the registry's lock, which the acceptor and control clients alone take, and
 //! no thread that a guest or its VMM waits for; above it only the one of a reload. Above the pool's own
 //! is that of its size. Who tells an event holds the list of subscribers and one's queue, and nothing
-//! is taken under them.
+//! is taken under them; above them, and the VM's name, is the lock of what a VM's limit has waiting.
 
+mod bell;
+mod bucket;
 mod chain;
 pub mod config;
 mod connection;
 mod control;
+mod credentials;
 mod daemon;
 mod device;
 mod dirty;
+mod epoll;
+mod event_limit;
 pub mod events;
 mod execute;
 pub mod file;
 mod janitor;
 mod latency;
+mod log_limit;
+mod lost;
+mod mapping;
 mod memory;
 mod notes;
 mod outside;
 mod peer;
 mod poller;
+mod polling;
 pub mod pressure;
+pub mod pulse;
+mod rate;
 mod recorder;
 mod registry;
 pub mod request;
 mod run_queue;
+pub mod sandbox;
 mod sockets;
 mod statistics;
+mod uring;
 mod usage;
 mod vm;
 mod vring;
+pub mod watchdog;
 mod worker;
 
 pub use config::{Config, ConfigError, PressureConfig, TraceConfig, VmConfig};
 pub use daemon::{Daemon, StartError};
 
-/// The daemon without its threads and sockets, for the simulator alone.
+/// The daemon without its threads and sockets, for the simulator and the benchmark alone.
 #[doc(hidden)]
 pub mod parts {
-    pub use crate::connection::{Session, Shared};
+    pub use crate::connection::{Session, Shared, serve};
     pub use crate::device::Device;
     pub use crate::janitor::Janitor;
     pub use crate::outside::{Outside, Told};

@@ -6,8 +6,11 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use tmemd::config::{self, parse_size, workers_default};
+use std::time::Duration;
+use tmemd::config::{self, EventLoop, Waiting, parse_size, workers_default};
 use tmemd::file::{self, File};
+use tmemd::sandbox;
+use tmemd::watchdog::{self, NotifyState, Watchdog};
 use tmemd::{Config, ConfigError, Daemon, VmConfig};
 
 /// Host daemon of virtio-tmem: keeps pages that guests evict in a pool that all VMs share.
@@ -40,6 +43,18 @@ struct Arguments {
     /// Threads that move and compress pages [default: half the processors, 2 to 8]
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
+    /// What they sleep in: auto, epoll or io_uring [default: auto]
+    #[arg(long, value_name = "KIND")]
+    event_loop: Option<EventLoop>,
+    /// µs that they look at a virtqueue that has run dry before they ask for a kick, if its guest was that
+    /// quick before; 0: never [default: 50]
+    #[arg(long, value_name = "N")]
+    poll_max_us: Option<u64>,
+    /// Pages that each VM may put, get and flush in a second; what it asks for beyond that is refused or
+    /// missed at once. 0: as many as it likes [default: 0]
+    #[arg(long, value_name = "N",
+          value_parser = clap::value_parser!(u64).range(..=config::VM_PAGES_PER_SECOND_MAX))]
+    vm_pages_per_second: Option<u64>,
     /// Memory that the pool leaves available on the host, as in 2GiB; default: a 32nd of the host, at most 1GiB
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     host_free_min: Option<u64>,
@@ -54,6 +69,9 @@ struct Arguments {
     #[arg(long, value_name = "SIZE", value_parser = parse_size, requires = "trace",
           default_value = config::TRACE_BYTES_DEFAULT)]
     trace_max: u64,
+    /// Do not confine the process to the system calls and files that it needs, for debuggers and profilers
+    #[arg(long)]
+    no_sandbox: bool,
 }
 
 /// What a daemon is started with: options, then the file, then defaults.
@@ -86,6 +104,17 @@ fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> 
             .workers
             .or(file.workers)
             .unwrap_or_else(workers_default),
+        waiting: Waiting {
+            event_loop: arguments.event_loop.or(file.event_loop).unwrap_or_default(),
+            poll_max: arguments
+                .poll_max_us
+                .or(file.poll_max_us)
+                .map_or(config::POLL_MAX_DEFAULT, Duration::from_micros),
+        },
+        vm_pages_per_second: arguments
+            .vm_pages_per_second
+            .or(file.vm_pages_per_second)
+            .unwrap_or(0),
         control,
         control_read_only: arguments
             .control_ro
@@ -149,7 +178,14 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         ..
     } = config;
     let vms = config.vms.len();
+    match arguments.no_sandbox {
+        true => tracing::warn!("not confined, as --no-sandbox asks"),
+        false => sandbox::enter(&config, &arguments.config)?,
+    }
     let daemon = Daemon::start(config)?;
+    // Until the process ends: the stop, too, could hang.
+    let _watchdog = Watchdog::start(daemon.pulse().clone())?;
+    watchdog::tell(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");
     for signal in signals.forever() {
         if signal != SIGHUP {
@@ -158,6 +194,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         }
         reload(arguments, log, &daemon);
     }
+    watchdog::tell(NotifyState::Stopping);
     daemon.stop();
     tracing::info!("stopped");
     Ok(())

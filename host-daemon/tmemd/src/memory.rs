@@ -3,14 +3,16 @@
 //!
 //! A table never changes; adding or removing a region makes a new one, so that whoever locks a
 //! vring sees one table whole. A region whose file could be truncated is refused: touching it
-//! afterwards would kill the daemon, and with it the cache of every VM.
+//! afterwards ends the connection, if that is noticed in time ([`crate::lost`]).
 
 use crate::dirty::{DirtyLog, RegionLog};
+use crate::lost::{Lost, page_bytes};
+use crate::mapping::Mapping;
 use rustix::fs::SealFlags;
-use rustix::mm::Advice;
 use std::fs::File;
 use std::sync::Arc;
-use vm_memory::mmap::{MmapRegion, MmapRegionBuilder};
+use virtio_tmem as wire;
+use vm_memory::mmap::MmapRegionBuilder;
 use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 
 /// The guest's physical memory with its dirty log.
@@ -22,7 +24,7 @@ pub const REGIONS_MAX: usize = 64;
 
 /// Bytes of all regions of a VM at most. A file may be any size and hold nothing, and the daemon's
 /// address space, which all VMs share, has 128 TiB: a VM may have this table, a new one and those not
-/// yet unmapped, six in all, so that none can take it whole.
+/// yet unmapped ([`crate::janitor::DISCARDED_MAX`]), six in all, so that none can take it whole.
 pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
 /// A region as the VMM describes it.
@@ -50,19 +52,31 @@ impl std::fmt::Display for MemoryError {
 
 impl std::error::Error for MemoryError {}
 
+/// A region of a table.
+#[derive(Clone)]
+struct Region {
+    spec: RegionSpec,
+    /// Shared by all tables that have the region; the last one unmaps it.
+    _mapping: Arc<Mapping>,
+}
+
 /// A memory table.
 pub struct Memory {
-    /// For access by guest physical address.
+    regions: Vec<Region>,
+    /// For access by guest physical address. It points into the mappings of `regions`: only to be
+    /// borrowed from here, never cloned.
     pub guest: GuestMemory,
-    regions: Vec<RegionSpec>,
+    /// Whether a page of it was found to have gone.
+    pub lost: Arc<Lost>,
 }
 
 impl Memory {
-    /// A table of no regions.
-    pub fn empty() -> Memory {
+    /// A table of no regions. Those that it will have tell `lost` when a page has gone.
+    pub fn empty(lost: &Arc<Lost>) -> Memory {
         Memory {
-            guest: GuestMemory::new(),
             regions: Vec::new(),
+            guest: GuestMemory::new(),
+            lost: lost.clone(),
         }
     }
 
@@ -83,7 +97,7 @@ impl Memory {
             .map_err(|e| MemoryError(format!("the memory region at guest address {at:#x} {e}")))?;
         let odd =
             |what: String| MemoryError(format!("memory region at guest address {at:#x}: {what}"));
-        let sum = |sum: u64, region: &RegionSpec| sum.saturating_add(region.bytes);
+        let sum = |sum: u64, region: &Region| sum.saturating_add(region.spec.bytes);
         let all_bytes = self.regions.iter().fold(spec.bytes, sum);
         if all_bytes > MEMORY_BYTES_MAX {
             return Err(odd(format!(
@@ -100,28 +114,32 @@ impl Memory {
             log: log.clone(),
             base: at,
         };
-        let mapping = MmapRegionBuilder::new_with_bitmap(bytes, region_log)
+        let mapping = Mapping::new(&file, spec.file_offset, bytes, &self.lost)
+            .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
+        let builder = MmapRegionBuilder::new_with_bitmap(bytes, region_log)
             .with_file_offset(FileOffset::new(file, spec.file_offset))
             .with_mmap_prot(PROT_READ_WRITE)
-            .with_mmap_flags(MAP_SHARED)
-            .build()
-            .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
-        keep_out_of_dumps(&mapping)
-            .map_err(|e| odd(format!("cannot be kept out of core dumps: {e}")))?;
-        let region = GuestRegionMmap::new(mapping, GuestAddress(at))
+            .with_mmap_flags(MAP_SHARED);
+        // SAFETY: a mapping of so many bytes, which this table keeps as long as the region.
+        let builder = unsafe { builder.with_raw_mmap_pointer(mapping.start()) };
+        let region = builder.build().map_err(|e| odd(e.to_string()))?;
+        let region = GuestRegionMmap::new(region, GuestAddress(at))
             .ok_or_else(|| odd("its guest address overflows".into()))?;
         let guest = self
             .guest
             .insert_region(Arc::new(region))
             .map_err(|e| odd(e.to_string()))?;
         let mut regions = self.regions.clone();
-        regions.push(spec);
-        Ok(Memory { guest, regions })
+        regions.push(Region {
+            spec,
+            _mapping: Arc::new(mapping),
+        });
+        Ok(self.changed(regions, guest))
     }
 
     /// This table without a region, found by its guest address, VMM address and length.
     pub fn without_region(&self, spec: RegionSpec) -> Result<Memory, MemoryError> {
-        let same = |other: &RegionSpec| {
+        let same = |Region { spec: other, .. }: &Region| {
             other.guest_address == spec.guest_address
                 && other.user_address == spec.user_address
                 && other.bytes == spec.bytes
@@ -139,12 +157,20 @@ impl Memory {
             .map_err(|_| unknown())?;
         let mut regions = self.regions.clone();
         regions.remove(position);
-        Ok(Memory { guest, regions })
+        Ok(self.changed(regions, guest))
+    }
+
+    fn changed(&self, regions: Vec<Region>, guest: GuestMemory) -> Memory {
+        Memory {
+            regions,
+            guest,
+            lost: self.lost.clone(),
+        }
     }
 
     /// The guest address of `bytes` at an address of the VMM, if they lie in one region.
     pub fn guest_address(&self, user_address: u64, bytes: u64) -> Option<u64> {
-        self.regions.iter().find_map(|region| {
+        self.regions.iter().find_map(|Region { spec: region, .. }| {
             let offset = user_address.checked_sub(region.user_address)?;
             let inside = offset.checked_add(bytes)? <= region.bytes;
             inside.then(|| region.guest_address + offset)
@@ -152,22 +178,8 @@ impl Memory {
     }
 }
 
-/// A core dump of the daemon must not hold guests' memory.
-fn keep_out_of_dumps(mapping: &MmapRegion<RegionLog>) -> rustix::io::Result<()> {
-    // SAFETY: the range is the mapping's own, and the advice changes none of its bytes.
-    unsafe {
-        rustix::mm::madvise(
-            mapping.as_ptr().cast(),
-            mapping.size(),
-            Advice::LinuxDontDump,
-        )
-    }
-}
-
 const PROT_READ_WRITE: i32 =
     (rustix::mm::ProtFlags::READ.bits() | rustix::mm::ProtFlags::WRITE.bits()) as i32;
-/// Not NORESERVE, which for huge pages means that touching one may end the daemon when there is none
-/// left; for others it makes no difference.
 const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
 
 /// Checks that a mapping of the bytes can never lose its file: the file is sealed against
@@ -189,6 +201,15 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
     if bytes == 0 || end.is_none_or(|end| end > length) {
         return Err(MemoryError(format!(
             "has {bytes} bytes at offset {offset} of a file of {length}: it must lie in it"
+        )));
+    }
+    let page_bytes = page_bytes(file).map_err(|error| MemoryError(error.to_string()))?;
+    // A part of a huge page can be mapped, but neither unmapped nor replaced.
+    let whole = |number: u64| number.is_multiple_of(page_bytes);
+    if page_bytes > wire::PAGE_SIZE as u64 && !(whole(bytes) && whole(offset)) {
+        return Err(MemoryError(format!(
+            "has {bytes} bytes at offset {offset} of a file with pages of {page_bytes}: it must be \
+             whole pages"
         )));
     }
     Ok(())
@@ -229,7 +250,7 @@ mod tests {
 
     #[test]
     fn only_sealed_files_are_mapped() {
-        let empty = Memory::empty();
+        let empty = Memory::empty(&Arc::default());
         let region = spec(0, 0, MIB);
         add(&empty, region, memfd(MIB, SealFlags::SHRINK)).expect("sealed");
         add(
@@ -255,7 +276,7 @@ mod tests {
     #[test]
     fn files_must_hold_the_region() {
         let file = || memfd(MIB, SealFlags::SHRINK);
-        let empty = Memory::empty();
+        let empty = Memory::empty(&Arc::default());
         let with = |offset, bytes| {
             add(
                 &empty,
@@ -276,9 +297,13 @@ mod tests {
     #[test]
     fn files_must_be_writable() {
         let seals = SealFlags::SHRINK | SealFlags::FUTURE_WRITE;
-        let error = add(&Memory::empty(), spec(0, 0, MIB), memfd(MIB, seals))
-            .err()
-            .expect("sealed");
+        let error = add(
+            &Memory::empty(&Arc::default()),
+            spec(0, 0, MIB),
+            memfd(MIB, seals),
+        )
+        .err()
+        .expect("sealed");
         assert!(error.contains("writable"), "{error}");
     }
 
@@ -291,15 +316,40 @@ mod tests {
         ftruncate(&file, more_than_any_host_has).expect("its length");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
         let region = spec(0, 0, more_than_any_host_has);
-        let error = add(&Memory::empty(), region, file.into());
+        let error = add(&Memory::empty(&Arc::default()), region, file.into());
         let error = error.err().expect("not enough huge pages");
         assert!(error.contains("cannot be mapped"), "{error}");
+    }
+
+    /// It could not be unmapped again, nor replaced when it has gone.
+    #[test]
+    fn parts_of_huge_pages_are_not_mapped() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        let file = memfd_create("test", flags).expect("memfd");
+        let page_bytes = page_bytes(&file.try_clone().expect("a handle").into()).expect("known");
+        ftruncate(&file, 4 * page_bytes).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        for (offset, bytes) in [(0, page_bytes / 2), (page_bytes / 2, page_bytes)] {
+            let region = RegionSpec {
+                file_offset: offset,
+                ..spec(0, 0, bytes)
+            };
+            let same = file.try_clone().expect("a handle").into();
+            let error = add(&Memory::empty(&Arc::default()), region, same);
+            let error = error.err().expect("a part of a page");
+            assert!(error.contains("whole pages"), "{error}");
+        }
     }
 
     #[test]
     fn regions_do_not_overlap_and_are_found_by_both_addresses() {
         let file = || memfd(MIB, SealFlags::SHRINK);
-        let memory = add(&Memory::empty(), spec(0, 0x7000_0000, MIB), file()).expect("first");
+        let memory = add(
+            &Memory::empty(&Arc::default()),
+            spec(0, 0x7000_0000, MIB),
+            file(),
+        )
+        .expect("first");
         let memory = add(&memory, spec(4 * MIB, 0x8000_0000, MIB), file()).expect("second");
         add(&memory, spec(MIB / 2, 0x9000_0000, MIB), file())
             .err()
@@ -335,7 +385,7 @@ mod tests {
 
     #[test]
     fn there_is_a_limit_of_regions() {
-        let mut memory = Memory::empty();
+        let mut memory = Memory::empty(&Arc::default());
         let region = |number: u64| spec(number * MIB, number * MIB, 4096);
         let file = || memfd(4096, SealFlags::SHRINK);
         for number in 0..REGIONS_MAX as u64 {
@@ -352,7 +402,12 @@ mod tests {
     fn address_space_has_a_limit() {
         let half = MEMORY_BYTES_MAX / 2;
         let file = |bytes| memfd(bytes, SealFlags::SHRINK);
-        let memory = add(&Memory::empty(), spec(0, 0, half), file(half)).expect("a half");
+        let memory = add(
+            &Memory::empty(&Arc::default()),
+            spec(0, 0, half),
+            file(half),
+        )
+        .expect("a half");
         let memory = add(&memory, spec(half, half, half), file(half)).expect("the other half");
         let region = spec(2 * half, 2 * half, 4096);
         let error = add(&memory, region, file(4096)).err().expect("too much");
@@ -373,7 +428,7 @@ mod tests {
     fn every_written_page_is_logged() {
         let log = Arc::new(DirtyLog::default());
         let log_file = memfd(64, SealFlags::SHRINK);
-        let memory = Memory::empty()
+        let memory = Memory::empty(&Arc::default())
             .with_region(spec(MIB, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
             .expect("good");
         let guest = &memory.guest;
@@ -383,7 +438,7 @@ mod tests {
                 .expect("inside")
         };
 
-        log.set_map(LogMap::new(&log_file, 0, 64).expect("good"));
+        log.set_map(LogMap::new(&log_file, 0, 64, &Arc::default()).expect("good"));
         write(256);
         assert!(dirty_pages(&log_file).is_empty(), "not enabled");
         log.set_enabled(true);

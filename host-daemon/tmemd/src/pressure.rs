@@ -11,6 +11,7 @@ use crate::config::{POOL_BYTES_MIN, PressureConfig};
 use crate::events::{Events, Kind};
 use crate::janitor::Janitor;
 use crate::poller::signal;
+use crate::pulse::{Heart, Pulse};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -20,7 +21,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use tmem_pool::Pool;
+use tmem_pool::{AdmissionError, Pool, Quota, Tenant};
 
 /// Between two looks without a sign from the kernel. A guest's host fills some GiB in this time,
 /// which is what `host_free_min_bytes` is for.
@@ -237,7 +238,8 @@ impl Stalls {
 /// The pool's size: what operators want, as far as the host lets them. Everybody who changes it does so
 /// here.
 pub struct Size {
-    /// Guards the decision until the pool has it. The pool's registry is locked under it.
+    /// Guards the decision until the pool has it. The pool's registry is locked under it, and it under the
+    /// list of VMs.
     governor: Mutex<Governor>,
     pool: Arc<Pool>,
     janitor: Arc<Janitor>,
@@ -282,7 +284,30 @@ impl Size {
 
     /// Another configured size.
     pub fn set_full(&self, full_bytes: u64) {
-        let mut governor = self.lock();
+        let governor = self.lock();
+        self.pool.set_full(full_bytes);
+        self.follow_full(governor, full_bytes);
+    }
+
+    /// Another configured size, if one is given, and other quotas, all at once.
+    ///
+    /// # Errors
+    /// A reserve does not fit; then nothing changes.
+    pub fn configure(
+        &self,
+        full_bytes: Option<u64>,
+        quotas: &[(&Tenant, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let governor = self.lock();
+        self.pool.configure(full_bytes, quotas)?;
+        if let Some(full_bytes) = full_bytes {
+            self.follow_full(governor, full_bytes);
+        }
+        Ok(())
+    }
+
+    /// The pool admits by that size already.
+    fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
         let size_bytes = governor.set_full(full_bytes);
         self.pool.resize(size_bytes);
         drop(governor);
@@ -380,13 +405,14 @@ impl Watcher {
     ///
     /// # Errors
     /// The system has no thread or descriptor.
-    pub fn start(config: PressureConfig, size: Arc<Size>) -> io::Result<Watcher> {
+    pub fn start(config: PressureConfig, size: Arc<Size>, pulse: &Pulse) -> io::Result<Watcher> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(rustix::event::eventfd(0, flags)?);
         let own_stop = stop.clone();
+        let heart = pulse.heart("pressure");
         let thread = std::thread::Builder::new()
             .name("pressure".into())
-            .spawn(move || watch(&config, &size, &own_stop))?;
+            .spawn(move || watch(&config, &size, &own_stop, &heart))?;
         Ok(Watcher {
             stop,
             thread: Mutex::new(Some(thread)),
@@ -422,10 +448,11 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     fds[0].revents().is_empty()
 }
 
-fn watch(config: &PressureConfig, size: &Size, stop: &OwnedFd) {
+fn watch(config: &PressureConfig, size: &Size, stop: &OwnedFd, heart: &Heart) {
     let trigger = config.stalls.as_deref().and_then(trigger);
     let mut stalls = Stalls::default();
     loop {
+        heart.work();
         let meminfo = std::fs::read_to_string(&config.meminfo).unwrap_or_default();
         let pressure = config.stalls.as_deref().map(std::fs::read_to_string);
         let total_us = pressure.and_then(|text| stall_us(&text.ok()?));
@@ -435,6 +462,7 @@ fn watch(config: &PressureConfig, size: &Size, stop: &OwnedFd) {
             stalled: stalls.look(total_us, now),
         };
         size.follow(now, signs);
+        heart.rest();
         // A trigger that has fired is quiet for a window; shortage goes on all the same.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {

@@ -5,10 +5,14 @@
 //! that they are back after a restart of the daemon. A call to it that fails has changed nothing.
 //! Never here: a connection's messages, and pages.
 
-use crate::config::{NAME_BYTES_MAX, VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid};
+use crate::config::{
+    NAME_BYTES_MAX, VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid, reserve_text,
+};
 use crate::events::{Events, Kind};
 use crate::notes::{Note, Notes};
 use crate::poller::signal;
+use crate::pressure::Size;
+use crate::rate::Rate;
 use crate::recorder::{Recorder, Tap};
 use crate::sockets::{Access, Listener};
 use crate::vm::Vm;
@@ -16,7 +20,7 @@ use rustix::event::EventfdFlags;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tmem_control::VmSpec;
 use tmem_pool::{AdmissionError, Pool, Quota, TenantSpec};
@@ -65,6 +69,8 @@ pub struct Registry {
     pool: Arc<Pool>,
     recorder: Option<Arc<Recorder>>,
     events: Arc<Events>,
+    /// Of each VM; see `Rate`.
+    pages_per_second: Arc<AtomicU64>,
     run_folder: PathBuf,
     notes: Notes,
     /// Guards who is there, in the order of coming, and how many ever came.
@@ -88,11 +94,7 @@ fn incoming(name: &str) -> String {
 
 /// What is wrong with a reserve.
 fn too_much(error: &AdmissionError) -> Refused {
-    Refused::Quota(format!(
-        "a reserve of {} bytes does not fit: the other VMs' reserves leave {} bytes of the pool; lower \
-         a reserve or enlarge the pool",
-        error.reserve_bytes, error.available_bytes
-    ))
+    Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
 }
 
 /// A quota of the control interface as one of the pool.
@@ -126,6 +128,7 @@ impl Registry {
             pool,
             recorder,
             events,
+            pages_per_second: Arc::default(),
             run_folder: run_folder.into(),
             notes: Notes::new(run_folder),
             members: Mutex::default(),
@@ -135,6 +138,11 @@ impl Registry {
 
     fn lock(&self) -> MutexGuard<'_, (Vec<Member>, u32)> {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on each VM may ask for so many pages in a second; 0: as many as it likes.
+    pub fn set_pages_per_second(&self, pages: u64) {
+        self.pages_per_second.store(pages, Ordering::Relaxed);
     }
 
     /// Readable after [`listeners`](Self::listeners) has changed.
@@ -182,7 +190,9 @@ impl Registry {
             .map(|recorder| Tap::new(recorder, *came));
         *came += 1;
         let events = self.events.clone();
-        Ok(Arc::new(Vm::new(config.clone(), tenant, tap, events)))
+        let mut vm = Vm::new(config.clone(), tenant, tap, events);
+        vm.rate = Rate::new(&self.pages_per_second);
+        Ok(Arc::new(vm))
     }
 
     /// Binds the sockets of the VMs that were given, now that the daemon can serve them.
@@ -206,6 +216,9 @@ impl Registry {
         });
         let mut members = self.lock();
         for Note { path, vm } in notes {
+            // Without one if the note cannot be read.
+            let name = vm.as_ref().ok().map(|spec| spec.name.clone());
+            let name = name.as_deref();
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
                 let (config, access) = self.understand(&spec)?;
                 let given = |m: &Member| m.added.is_none() && m.vm.config.uuid == config.uuid;
@@ -216,11 +229,16 @@ impl Registry {
                 self.insert(&mut members, &config, access, spec, true)
             });
             match added {
-                Ok(None) => tracing::info!("VM noted in {} is back", path.display()),
-                Ok(Some(short)) => {
-                    tracing::warn!("VM noted in {} is back, but {short}", path.display());
-                }
+                Ok(None) => tracing::info!(vm = name, "VM noted in {} is back", path.display()),
+                Ok(Some(reason)) => tracing::warn!(
+                    vm = name,
+                    reason,
+                    "VM noted in {} is back, but {reason}",
+                    path.display()
+                ),
                 Err(why) => tracing::error!(
+                    vm = name,
+                    reason = %why,
                     "the VM noted in {} is left out: {why}; once that is mended start the VM anew, or \
                      remove the file",
                     path.display()
@@ -354,13 +372,19 @@ impl Registry {
             };
             let set = pool_quota(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
             if let Ok(Ok(())) = set {
-                tracing::info!("VM {}: its reserve fits now", member.vm.name());
+                let name = member.vm.name();
+                tracing::info!(vm = %name, "VM {name}: its reserve fits now");
                 if member.vm.problem().as_ref() == Some(short) {
                     member.vm.set_problem(None);
                 }
                 member.short = None;
             }
         }
+    }
+
+    /// The pool is larger.
+    pub fn has_grown(&self) {
+        self.make_good(&mut self.lock().0);
     }
 
     /// Adds a VM, or changes the one of its UUID. True: there was none.
@@ -423,7 +447,7 @@ impl Registry {
             self.take_out(members, at);
             if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
                 if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
-                    tracing::error!(vm = %vm.name(), "it is no longer served: {error}");
+                    tracing::error!(vm = %vm.name(), reason = %error, "it is no longer served: {error}");
                 }
                 return Err(why);
             }
@@ -451,17 +475,14 @@ impl Registry {
                 identity(&other.vm)
             )));
         }
-        let before = pool_quota(&old.quota)?;
-        let set = vm.tenant.set_quota(config.quota);
-        set.map_err(|e| too_much(&e))?;
-        let given = member
-            .listener
-            .as_ref()
-            .map(|listener| listener.give(access));
-        if let Some(Err(error)) = given {
-            // What it had fits.
-            let _ = vm.tenant.set_quota(before);
-            return Err(Refused::Vm(error.to_string()));
+        let (_, old_access) = self.understand(&old)?;
+        let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
+        give(access).map_err(|error| Refused::Vm(error.to_string()))?;
+        // After it: a quota that was lowered need not fit any more as it was.
+        if let Err(error) = vm.tenant.set_quota(config.quota) {
+            // It was its owner's before.
+            let _ = give(old_access);
+            return Err(too_much(&error));
         }
         vm.set_problem(None);
         members.0[at].short = None;
@@ -474,6 +495,7 @@ impl Registry {
         if let Err(error) = self.notes.write(&spec) {
             tracing::error!(
                 vm = %member.vm.name(),
+                reason = %error,
                 "after a restart of the daemon it is what it was before: {error}"
             );
         }
@@ -494,22 +516,54 @@ impl Registry {
             set.map_err(|e| too_much(&e))
         });
         if set.is_ok() {
-            member.vm.set_problem(None);
-            member.short = None;
-            member
-                .vm
-                .tell(Kind::Quota, format_args!("{}", quota_text(quota)));
-            if let Some(added) = &member.added {
-                let quota = quota.clone();
-                let spec = VmSpec {
-                    quota,
-                    ..added.clone()
-                };
-                self.note(member, spec);
-            }
+            self.has_quota(member, quota);
             self.make_good(&mut members.0);
         }
         Some(set)
+    }
+
+    /// It was set.
+    fn has_quota(&self, member: &mut Member, quota: &tmem_control::Quota) {
+        member.vm.set_problem(None);
+        member.short = None;
+        let vm = &member.vm;
+        vm.tell(Kind::Quota, format_args!("{}", quota_text(quota)));
+        if let Some(added) = &member.added {
+            let quota = quota.clone();
+            let spec = VmSpec {
+                quota,
+                ..added.clone()
+            };
+            self.note(member, spec);
+        }
+    }
+
+    /// Another configured size of the pool, if one is given, and other quotas of VMs by their names, all
+    /// at once.
+    pub fn configure(
+        &self,
+        size: &Size,
+        full_bytes: Option<u64>,
+        quotas: &[(&str, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let mut members = self.lock();
+        let other = |m: &Member| {
+            let name = m.vm.name();
+            quotas.iter().find(|(of, _)| *of == &*name).map(|q| q.1)
+        };
+        let of_tenants: Vec<_> = members
+            .0
+            .iter()
+            .filter_map(|m| Some((&m.vm.tenant, other(m)?)))
+            .collect();
+        size.configure(full_bytes, &of_tenants)?;
+        for member in &mut members.0 {
+            if let Some(quota) = other(member) {
+                self.has_quota(member, &crate::statistics::quota(&quota));
+            }
+        }
+        self.make_good(&mut members.0);
+        Ok(())
     }
 
     /// Keeps what a VM's manager says is wrong with it, or else what the daemon does. False: there is
@@ -557,7 +611,7 @@ impl Registry {
     fn forget(&self, socket: &Path) {
         if let Err(error) = self.notes.remove(socket) {
             let socket = socket.display();
-            tracing::error!("VM at {socket}: after a restart of the daemon it is back: {error}");
+            tracing::error!(%socket, reason = %error, "VM at {socket}: after a restart of the daemon it is back: {error}");
         }
     }
 
@@ -570,7 +624,7 @@ impl Registry {
         vm.cut();
         vm.clear();
         if let Err(error) = vm.tenant.set_quota(NOTHING) {
-            tracing::error!(vm = %vm.name(), "a bug: {error}");
+            tracing::error!(vm = %vm.name(), reason = %error, "a bug: {error}");
         }
         signal(&self.changed);
         vm

@@ -6,7 +6,7 @@
 //! executor. It must never panic and never look at anything but its arguments.
 
 use virtio_tmem as wire;
-use virtio_tmem::{Get, PoolCreate, PutPage, Range, Report, Req, Resp, U64};
+use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, Report, Req, Resp, U64};
 use zerocopy::FromBytes;
 
 /// The two kinds of virtqueue.
@@ -57,6 +57,8 @@ pub enum Body<'a> {
     PoolDestroy,
     /// The driver's counters.
     Report(&'a Report),
+    /// How long the driver's readers waited.
+    Latencies(&'a Latencies),
 }
 
 /// A request to execute.
@@ -96,7 +98,9 @@ pub fn parse(
     let (request_type, count) = (req.r#type.get(), req.count.get());
     let queue_of_type = match request_type {
         wire::T_PUT | wire::T_GET | wire::T_FLUSH => QueueKind::Request,
-        wire::T_POOL_CREATE | wire::T_POOL_DESTROY | wire::T_REPORT => QueueKind::Control,
+        wire::T_POOL_CREATE | wire::T_POOL_DESTROY | wire::T_REPORT | wire::T_LATENCIES => {
+            QueueKind::Control
+        }
         _ => return Err(UNSUPPORTED),
     };
     let shape = wire::shape(request_type, count).ok_or(BAD)?;
@@ -111,7 +115,7 @@ pub fn parse(
         generation: req.generation.get(),
         pool: req.pool.get(),
     };
-    if header.pool == 0 && request_type != wire::T_REPORT {
+    if header.pool == 0 && !matches!(request_type, wire::T_REPORT | wire::T_LATENCIES) {
         return Err(BAD);
     }
     let count = usize::from(count);
@@ -121,7 +125,8 @@ pub fn parse(
         wire::T_FLUSH => flush(rest, count)?,
         wire::T_POOL_CREATE => pool_create(rest)?,
         wire::T_POOL_DESTROY => Body::PoolDestroy,
-        _ => report(rest)?,
+        wire::T_REPORT => report(rest)?,
+        _ => Body::Latencies(Latencies::ref_from_bytes(rest).map_err(|_| BAD)?),
     };
     Ok(Request { header, body })
 }
@@ -263,6 +268,12 @@ mod tests {
             (Control, wire::T_POOL_CREATE, 0, vec![0; 8]),
             (Control, wire::T_POOL_DESTROY, 0, vec![]),
             (Control, wire::T_REPORT, 0, vec![0; size_of::<Report>()]),
+            (
+                Control,
+                wire::T_LATENCIES,
+                0,
+                vec![0; size_of::<Latencies>()],
+            ),
         ];
         all.into_iter()
             .map(|(queue, t, n, rest)| (queue, t, n, bytes(&[req(t, n).as_bytes(), &rest])))
@@ -306,6 +317,7 @@ mod tests {
                 (wire::T_POOL_CREATE, Body::PoolCreate) => {}
                 (wire::T_POOL_DESTROY, Body::PoolDestroy) => {}
                 (wire::T_REPORT, Body::Report(_)) => {}
+                (wire::T_LATENCIES, Body::Latencies(_)) => {}
                 (_, body) => panic!("type {t} was read as {body:?}"),
             }
         }
@@ -391,11 +403,11 @@ mod tests {
                 );
                 readable[byte] = 0;
             }
-            // The pool; a report has none.
+            // The pool; a report has none, nor have latencies.
             readable[12..16].fill(0);
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
-                t == wire::T_REPORT,
+                matches!(t, wire::T_REPORT | wire::T_LATENCIES),
                 "type {t}"
             );
             readable[12] = 3;

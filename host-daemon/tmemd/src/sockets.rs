@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listening Unix sockets: those of a dead daemon are replaced, those of a live one are refused.
+//! Listening Unix sockets: those of a dead daemon are replaced, those of a live one are refused. Who connects is
+//! whom the socket is for, whatever became of its file's mode.
 
-use rustix::fs::{AtFlags, CWD, Gid, Uid, chownat};
+use crate::credentials::{Credentials, Whose};
+use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid, chownat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 /// Who may connect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,8 +44,54 @@ pub struct Listener {
     pub socket: UnixListener,
     path: PathBuf,
     device_inode: (u64, u64),
+    /// Whose it was when it was made: the daemon's.
+    made_for: (u32, u32),
+    /// As it was asked for.
+    mode: AtomicU32,
     /// Its file is removed already, and another may have its inode.
     closed: AtomicBool,
+}
+
+/// Somebody whom a socket is not for.
+#[derive(Debug)]
+pub struct Stranger {
+    who: Credentials,
+    whose: Whose,
+}
+
+impl std::fmt::Display for Stranger {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Whose { owner, group, mode } = self.whose;
+        write!(
+            f,
+            "process {} of user {}: the socket is for user {owner} and group {group}, with mode {mode:o}, \
+             whatever the mode of its file is now",
+            self.who.pid, self.who.user
+        )
+    }
+}
+
+/// Connects, to see whether somebody listens. Only who may write to a socket's file is told, and that of a VM was
+/// given away: it is taken back first.
+fn knock(path: &Path) -> io::Result<UnixStream> {
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+        connected => return connected,
+    }
+    // A handle, so that it stays the same file.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
+    let metadata = std::fs::File::from(file.try_clone()?).metadata()?;
+    if !metadata.file_type().is_socket() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    let give = |file: &OwnedFd, owner| chownat(file, "", Some(owner), None, AtFlags::EMPTY_PATH);
+    give(&file, rustix::process::geteuid())?;
+    let connected = UnixStream::connect(path);
+    if connected.is_ok() {
+        give(&file, Uid::from_raw(metadata.uid()))?;
+    }
+    connected
 }
 
 fn at(path: &Path, what: impl std::fmt::Display) -> io::Error {
@@ -61,12 +110,19 @@ impl Listener {
                     "there is a file in its place, which is not a socket",
                 ));
             }
-            Ok(_) => match UnixStream::connect(path) {
+            Ok(_) => match knock(path) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                     std::fs::remove_file(path).map_err(|e| at(path, e))?;
                     tracing::info!("replaced the socket {} of a dead process", path.display());
                 }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    return Err(at(
+                        path,
+                        "there is a socket of another user, who may be listening on it: remove it if nobody is, \
+                         or choose another path",
+                    ));
+                }
                 _ => {
                     return Err(at(
                         path,
@@ -99,6 +155,8 @@ impl Listener {
             socket: socket.into(),
             path: path.into(),
             device_inode: (metadata.dev(), metadata.ino()),
+            made_for: (metadata.uid(), metadata.gid()),
+            mode: AtomicU32::new(access.mode),
             closed: AtomicBool::new(false),
         };
         listener.give(access)?;
@@ -109,24 +167,50 @@ impl Listener {
     /// Sets who may connect.
     pub fn give(&self, access: Access) -> io::Result<()> {
         let path = &self.path;
-        let Access { owner, group, mode } = access;
-        if owner.is_some() || group.is_some() {
-            let (uid, gid) = (owner.map(Uid::from_raw), group.map(Gid::from_raw));
+        let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
+        let owner = access.owner.unwrap_or(self.made_for.0);
+        let group = access.group.unwrap_or(self.made_for.1);
+        if (metadata.uid(), metadata.gid()) != (owner, group) {
+            let (uid, gid) = (Some(Uid::from_raw(owner)), Some(Gid::from_raw(group)));
             chownat(CWD, path, uid, gid, AtFlags::SYMLINK_NOFOLLOW).map_err(|errno| {
-                let name = |id: Option<u32>| id.map_or("-".into(), |id| id.to_string());
                 at(
                     path,
                     format_args!(
-                        "it cannot be given to user {} and group {} ({errno}): run the daemon as root, \
-                         or ask for no owner",
-                        name(owner),
-                        name(group)
+                        "it cannot be given to user {owner} and group {group} ({errno}): run the daemon as \
+                         root, or ask for no owner"
                     ),
                 )
             })?;
         }
+        let mode = access.mode;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
-            .map_err(|e| at(path, e))
+            .map_err(|e| at(path, e))?;
+        self.mode.store(mode, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Takes a connection; never waits. Whoever it is not for is told of instead.
+    ///
+    /// # Errors
+    /// There is none, or the system fails.
+    pub fn accept(&self) -> io::Result<Result<UnixStream, Stranger>> {
+        let (stream, _) = self.socket.accept()?;
+        stream.set_nonblocking(false)?;
+        let metadata = std::fs::symlink_metadata(&self.path).ok();
+        let Some(metadata) = metadata.filter(|m| (m.dev(), m.ino()) == self.device_inode) else {
+            // Whoever came just before it went.
+            return Err(io::ErrorKind::WouldBlock.into());
+        };
+        let whose = Whose {
+            owner: metadata.uid(),
+            group: metadata.gid(),
+            mode: self.mode.load(Ordering::SeqCst),
+        };
+        let who = Credentials::of(&stream)?;
+        match who.may_connect(whose, rustix::process::geteuid().as_raw()) {
+            true => Ok(Ok(stream)),
+            false => Ok(Err(Stranger { who, whose })),
+        }
     }
 
     /// Removes its file, if it is still its own; at once, whoever else still has the listener.

@@ -69,6 +69,7 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         requests_stale: load(&counters.requests_stale),
         requests_bad: load(&counters.requests_bad),
         drain_cut_pages: load(&counters.drain_cut_pages),
+        limited_pages: load(&counters.limited_pages),
         pages: int(stats.pages),
         charged_bytes: int(stats.charged_bytes),
         entitled_bytes: int(stats.entitled_bytes),
@@ -110,7 +111,10 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         put_latency: counters.put_latency.read(),
         get_latency: counters.get_latency.read(),
         flush_latency: counters.flush_latency.read(),
-        driver: vm.report().map(|report| of_driver(&report)),
+        wait_latency: counters.wait_latency.read(),
+        driver: vm
+            .report()
+            .map(|report| of_driver(&report, vm.latencies().as_ref())),
     }
 }
 
@@ -126,8 +130,21 @@ pub fn driver_state(state: u32) -> &'static str {
     }
 }
 
+/// The most that a bucket of the guest's is told as: whoever adds up sixteen, and takes percents of
+/// them, must not overflow. A million requests a second take nine years to get there.
+const GUEST_COUNT_MAX: u64 = 1 << 48;
+
+/// The guest wrote this: numbers are bounded.
+fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
+    let bounded = |count: &wire::U64| int(count.get().min(GUEST_COUNT_MAX));
+    api::Histogram {
+        sum_ns: int(latencies.get_ns.get()),
+        buckets: latencies.get.iter().map(bounded).collect(),
+    }
+}
+
 /// The guest wrote this: text is made harmless for terminals and logs.
-fn of_driver(report: &wire::Report) -> api::DriverReport {
+fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
     let version = report.version.get();
     let printable = |byte: &u8| {
         if byte.is_ascii_graphic() {
@@ -160,6 +177,7 @@ fn of_driver(report: &wire::Report) -> api::DriverReport {
         late: int(report.late.get()),
         mismatches: int(report.mismatches.get()),
         invalidations: int(report.invalidations.get()),
+        get_latency: latencies.map(of_latencies),
     }
 }
 
@@ -230,14 +248,30 @@ mod tests {
     use super::*;
     use zerocopy::FromZeros;
 
+    /// Whoever adds them up must not overflow.
+    #[test]
+    fn what_a_guest_counts_is_bounded() {
+        let latencies = wire::Latencies {
+            get_ns: u64::MAX.into(),
+            get: [u64::MAX.into(); 16],
+        };
+        let told = of_latencies(&latencies);
+        let sum: i64 = told.buckets.iter().sum();
+        assert!(sum.checked_mul(100).is_some() && told.sum_ns == i64::MAX);
+    }
+
     /// It may reach a terminal, a log and a metric.
     #[test]
     fn what_a_guest_calls_its_kernel_is_made_harmless() {
         let mut report = wire::Report::new_zeroed();
         let text = b"6.12\x1b]0;x\x07\n\xc2\x9b1m {}\"\0behind";
         report.kernel[..text.len()].copy_from_slice(text);
-        assert_eq!(of_driver(&report).kernel, "6.12?]0;x????1m?{}\"");
+        assert_eq!(of_driver(&report, None).kernel, "6.12?]0;x????1m?{}\"");
         report.kernel = [0xff; 64];
-        assert_eq!(of_driver(&report).kernel, "?".repeat(64), "without an end");
+        assert_eq!(
+            of_driver(&report, None).kernel,
+            "?".repeat(64),
+            "without an end"
+        );
     }
 }

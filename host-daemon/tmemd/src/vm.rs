@@ -4,16 +4,21 @@
 //! It lives until it is removed; its storage lives as long as a connection.
 
 use crate::config::VmConfig;
+use crate::event_limit::EventLimit;
 use crate::events::{Events, Kind};
+use crate::janitor::Discarded;
 use crate::latency::Histogram;
+use crate::log_limit::LogLimit;
+use crate::rate::Rate;
 use crate::recorder::Tap;
+use crate::sockets::Stranger;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use tmem_pool::Tenant;
-use virtio_tmem::Report;
+use virtio_tmem::{Latencies, Report};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -24,7 +29,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct Counters {
     /// Connections taken.
     pub connections: AtomicU64,
-    /// Connections closed at once, since there was one already.
+    /// Connections closed at once: there was one already, or the socket is not for them.
     pub connections_refused: AtomicU64,
     /// Virtqueues stopped for a fault of the guest or of the VMM.
     pub queues_stopped: AtomicU64,
@@ -36,6 +41,8 @@ pub struct Counters {
     pub requests_bad: AtomicU64,
     /// Pages refused or missed because a drain's time was up.
     pub drain_cut_pages: AtomicU64,
+    /// Pages refused or missed because the VM asked for more than its rate.
+    pub limited_pages: AtomicU64,
     /// Pages refused since the VM is frozen.
     pub refused_frozen: AtomicU64,
     /// Times of PUT requests.
@@ -44,6 +51,8 @@ pub struct Counters {
     pub get_latency: Histogram,
     /// Times of FLUSH requests; of one that takes several turns, of the last.
     pub flush_latency: Histogram,
+    /// Times that its queues waited for a turn of their worker.
+    pub wait_latency: Histogram,
 }
 
 /// A VM that has a socket.
@@ -56,6 +65,8 @@ pub struct Vm {
     pub tenant: Tenant,
     /// Where what it asks is recorded.
     pub tap: Option<Tap>,
+    /// How much it may ask for.
+    pub rate: Rate,
     /// What happened.
     pub counters: Counters,
     /// There is a connection.
@@ -64,13 +75,19 @@ pub struct Vm {
     pub frozen: AtomicBool,
     /// Who is told what happens.
     events: Arc<Events>,
+    /// How much of it, of what the VM can cause.
+    event_limit: EventLimit,
     /// Guards the last report of the driver; never held together with another lock.
     report: Mutex<Option<Report>>,
+    /// Guards the last latencies of the driver; never held together with another lock.
+    latencies: Mutex<Option<Latencies>>,
     /// Guards what a manager says is wrong with it; under it no other lock is taken.
     problem: Mutex<Option<String>>,
     /// Guards who is at the socket; under it no other lock is taken.
     line: Mutex<Line>,
     log_limit: LogLimit,
+    /// Memory tables of its connections, also of those before, that are not unmapped yet.
+    pub discarded: Discarded,
 }
 
 /// Who is at a VM's socket.
@@ -90,14 +107,18 @@ impl Vm {
             config,
             tenant,
             tap,
+            rate: Rate::default(),
             counters: Counters::default(),
             connected: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
             events,
+            event_limit: EventLimit::default(),
             report: Mutex::new(None),
+            latencies: Mutex::new(None),
             problem: Mutex::new(None),
             line: Mutex::new(Line::Nobody),
-            log_limit: LogLimit::default(),
+            log_limit: LogLimit::of_vm(),
+            discarded: Discarded::default(),
         }
     }
 
@@ -124,6 +145,14 @@ impl Vm {
     /// Ends its connection, if there is one, and has no other: it was removed.
     pub fn cut(&self) {
         if let Line::FrontEnd(stream) = std::mem::replace(&mut *lock(&self.line), Line::Cut) {
+            // An error means that it has ended already.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Ends its connection, if there is one; it may have another.
+    pub fn hang_up(&self) {
+        if let Line::FrontEnd(stream) = &*lock(&self.line) {
             // An error means that it has ended already.
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -156,13 +185,58 @@ impl Vm {
         *lock(&self.report)
     }
 
-    /// Tells those who listen what happens to it.
+    /// Keeps how long the driver's readers waited, by its own account.
+    pub fn set_latencies(&self, latencies: Latencies) {
+        *lock(&self.latencies) = Some(latencies);
+    }
+
+    /// What the driver said of them last, on this connection; older ones never do.
+    pub fn latencies(&self) -> Option<Latencies> {
+        *lock(&self.latencies)
+    }
+
+    /// Tells those who listen what happens to it; what it can cause in a loop, at a bounded rate.
     pub fn tell(&self, kind: Kind, text: std::fmt::Arguments<'_>) {
+        match kind.sort() {
+            None => self.tell_now(kind, text),
+            Some(_) => {
+                let tell = |kind, text: std::fmt::Arguments<'_>| self.tell_now(kind, text);
+                self.event_limit.add(Instant::now(), kind, text, tell);
+            }
+        }
+    }
+
+    /// Tells what was left out until now and says how it is, if there is room.
+    pub fn catch_up(&self, now: Instant) {
+        let tell = |kind, text: std::fmt::Arguments<'_>| self.tell_now(kind, text);
+        self.event_limit.catch_up(now, tell);
+    }
+
+    fn tell_now(&self, kind: Kind, text: std::fmt::Arguments<'_>) {
         self.events.tell(kind, Some(&self.name()), text);
+    }
+
+    /// Counts a connection that is closed at once, and tells why.
+    pub fn refused(&self, why: std::fmt::Arguments<'_>) {
+        self.counters
+            .connections_refused
+            .fetch_add(1, Ordering::Relaxed);
+        self.tell(Kind::ConnectionRefused, why);
+    }
+
+    /// Its socket is not for whoever connected.
+    pub fn refuse(&self, stranger: &Stranger) {
+        self.refused(format_args!("{stranger}"));
+        self.warn(format_args!(
+            "a connection to {} is refused, {stranger}; have the VM's QEMU run as that user, or name its user: \
+             <seclabel model='dac'> of the domain, or tmem-hook --owner",
+            self.config.socket.display()
+        ));
     }
 
     fn clear_report(&self) {
         *lock(&self.report) = None;
+        *lock(&self.latencies) = None;
     }
 
     /// Logs a warning about this VM, at a bounded rate: a guest must not fill the host's disk.
@@ -198,38 +272,6 @@ impl Vm {
             let left_out = (left_out > 0).then_some(left_out);
             tracing::info!(vm = %self.name(), left_out, "{message}");
         }
-    }
-}
-
-/// Messages of a VM, or of a control socket, that are written at once; after them one per [`LOG_PERIOD`].
-const LOG_BURST: u32 = 10;
-/// See [`LOG_BURST`].
-const LOG_PERIOD: Duration = Duration::from_secs(5);
-
-/// A token bucket for messages.
-#[derive(Debug, Default)]
-pub(crate) struct LogLimit {
-    /// Guards (messages spent of the burst, when the last was earned back, messages left out).
-    state: Mutex<(u32, Option<Instant>, u64)>,
-}
-
-impl LogLimit {
-    /// None: leave it out. Some: write it, and this many were left out before it.
-    pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let (spent, earned, left_out) = &mut *state;
-        let since = earned.get_or_insert(now);
-        let back = (now.saturating_duration_since(*since).as_secs() / LOG_PERIOD.as_secs()) as u32;
-        if back > 0 {
-            *spent = spent.saturating_sub(back);
-            *since = now;
-        }
-        if *spent >= LOG_BURST {
-            *left_out += 1;
-            return None;
-        }
-        *spent += 1;
-        Some(std::mem::take(left_out))
     }
 }
 
@@ -275,18 +317,63 @@ impl Drop for Connected {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::event_limit::{BURST, PERIOD};
+    use tmem_pool::{Pool, PoolConfig, TenantSpec};
+    use virtio_tmem as wire;
+    use zerocopy::FromZeros;
 
+    /// It would push what happens to others out of the queue of who listens.
     #[test]
-    fn log_is_limited_and_says_what_it_left_out() {
-        let limit = LogLimit::default();
-        let start = Instant::now();
-        for _ in 0..LOG_BURST {
-            assert_eq!(limit.admit(start), Some(0));
+    fn a_guest_that_reports_in_a_loop_drowns_nobody() {
+        let pool = Pool::new(PoolConfig {
+            size_bytes: 64 << 20,
+            size_max_bytes: 0,
+            seed: 1,
+            policy: Default::default(),
+        })
+        .expect("address space");
+        let events = Arc::new(Events::default());
+        let vm = |name: &str| {
+            let config: VmConfig = format!("name={name},socket=none").parse().expect("good");
+            let spec = TenantSpec {
+                name: name.into(),
+                trust_domain: None,
+                quota: config.quota,
+            };
+            let tenant = pool.add_tenant(spec).expect("fits");
+            Vm::new(config, tenant, None, events.clone())
+        };
+        let (loud, other) = (vm("loud"), vm("other"));
+        let subscription = events.subscribe().expect("a descriptor");
+        for nth in 0..5000 {
+            let mut report = Report::new_zeroed();
+            report.state = [wire::R_ON, wire::R_OFF][nth % 2].into();
+            loud.set_report(report);
+            if nth == 2500 {
+                other.queue_stopped(1, "as it happens");
+            }
         }
-        for _ in 0..1000 {
-            assert_eq!(limit.admit(start), None);
-        }
-        assert_eq!(limit.admit(start + LOG_PERIOD), Some(1000));
-        assert_eq!(limit.admit(start + LOG_PERIOD), None);
+        let taken = subscription.take();
+        assert_eq!(taken[0].lost, 0);
+        let of = |name| {
+            taken
+                .iter()
+                .filter(move |event| event.vm.as_deref() == Some(name))
+        };
+        assert_eq!(of("other").count(), 1);
+        // One or another period may have passed.
+        assert!(of("loud").count() < 2 * BURST as usize);
+        loud.catch_up(Instant::now() + 2 * PERIOD);
+        let taken = subscription.take();
+        let last = taken.last().expect("the last was left out");
+        assert_eq!(
+            (last.kind.as_str(), last.vm.as_deref()),
+            ("driver", Some("loud"))
+        );
+        assert!(
+            last.text.starts_with("the guest's driver says: off"),
+            "{}",
+            last.text
+        );
     }
 }

@@ -8,13 +8,14 @@
 //! control thread has the lock, the vring is drained: chains are answered one by one in the order
 //! in which they were made available, and none is ever left half done.
 
+use crate::bell;
 use crate::chain::{Chain, READ_BUFFER_BYTES, WriteError};
 use crate::execute::{self, Context, PageBuffers};
 use crate::latency::Histogram;
 use crate::memory::Memory;
 use crate::outside::Outside;
 use crate::peer::{HungUp, Peer};
-use crate::poller::signal;
+use crate::polling::Polling;
 use crate::request::{self, Body, QueueKind, Rejected};
 use crate::vm::Vm;
 use std::io;
@@ -95,6 +96,8 @@ pub struct State {
     synced: bool,
     /// Why nothing is done until the ring is set up anew.
     stopped: Option<String>,
+    /// When it ran dry, and whether to look or to sleep then.
+    polling: Polling,
 }
 
 /// What a turn leaves.
@@ -102,6 +105,11 @@ pub struct State {
 pub enum Turn {
     /// Nothing to do before the next kick.
     Idle,
+    /// Nothing to do, and no kick is asked for: to be looked at until then, and to get a turn then.
+    Look {
+        /// By the daemon's clock.
+        until_ns: u64,
+    },
     /// There is more.
     More,
 }
@@ -113,6 +121,8 @@ type Answered<'a> = (Option<u32>, u32, Option<&'a Histogram>);
 enum Halt {
     /// The memory may no longer be the guest's.
     HungUp,
+    /// A page of it has gone, and what was read may be the daemon's own zeros.
+    Lost,
     /// A fault of the guest, of the VMM or of the daemon.
     Fault(String),
 }
@@ -126,6 +136,14 @@ impl From<HungUp> for Halt {
 impl From<String> for Halt {
     fn from(reason: String) -> Self {
         Halt::Fault(reason)
+    }
+}
+
+/// What was read of the memory until now is the guest's.
+fn intact(memory: &Memory) -> Result<(), Halt> {
+    match memory.lost.is_lost() {
+        true => Err(Halt::Lost),
+        false => Ok(()),
     }
 }
 
@@ -157,7 +175,9 @@ pub struct Vring {
     /// The worker that it belongs to.
     pub worker: usize,
     /// It is in the worker's run queue.
-    pub queued: AtomicBool,
+    queued: AtomicBool,
+    /// Since when, on the daemon's clock; the worker's own.
+    queued_at_ns: AtomicU64,
     link: Arc<Link>,
     hold: AtomicBool,
     /// Nanoseconds of the daemon's clock at which a drain cuts off; `u64::MAX` while there is none.
@@ -173,12 +193,13 @@ impl Vring {
             index,
             worker,
             queued: AtomicBool::new(false),
+            queued_at_ns: AtomicU64::new(0),
             link,
             hold: AtomicBool::new(false),
             cut_at_ns: AtomicU64::new(u64::MAX),
             state: Mutex::new(State {
                 queue,
-                memory: Arc::new(Memory::empty()),
+                memory: Arc::new(Memory::empty(&Arc::default())),
                 addresses: None,
                 kick: None,
                 call: None,
@@ -187,6 +208,7 @@ impl Vring {
                 ready: false,
                 synced: false,
                 stopped: None,
+                polling: Polling::default(),
             }),
         }
     }
@@ -196,8 +218,30 @@ impl Vring {
         Arc::as_ptr(&self.link.vm) as usize
     }
 
+    /// For messages.
+    pub fn vm_name(&self) -> Arc<str> {
+        self.link.vm.name()
+    }
+
     fn now_ns(&self) -> u64 {
         self.link.outside.now_ns()
+    }
+
+    /// Whether it is to be put in the worker's run queue, from now on: it is not there yet.
+    pub fn enqueue(&self) -> bool {
+        let comes = !self.queued.swap(true, Ordering::SeqCst);
+        if comes {
+            self.queued_at_ns.store(self.now_ns(), Ordering::Relaxed);
+        }
+        comes
+    }
+
+    /// It was taken from there for a turn that has not begun, so that a kick during it is not lost.
+    pub fn dequeue(&self) {
+        let waited_ns = self.now_ns() - self.queued_at_ns.load(Ordering::Relaxed);
+        self.queued.store(false, Ordering::SeqCst);
+        let counters = &self.link.vm.counters;
+        counters.wait_latency.count(Duration::from_nanos(waited_ns));
     }
 
     /// First half of holding: the worker leaves at the end of the chain it is at.
@@ -221,8 +265,25 @@ impl Vring {
         self.hold.store(false, Ordering::SeqCst);
     }
 
-    /// Answers some chains, in order.
-    pub fn turn(&self, scratch: &mut Scratch) -> Turn {
+    /// There is something to do, or a turn has to say that there is not. Cheap: for a vring whose last
+    /// turn said to look.
+    pub fn looks_busy(&self, until_ns: u64) -> bool {
+        // Of the control thread's: it schedules the vring when it lets go.
+        let Some(state) = self.try_lock() else {
+            return true;
+        };
+        let avail = state
+            .queue
+            .avail_idx(&state.memory.guest, Ordering::Relaxed);
+        let next = state.queue.next_avail();
+        !state.is_running()
+            || avail.map_or(true, |avail| avail.0 != next)
+            || self.now_ns() >= until_ns
+    }
+
+    /// Answers some chains, in order. When there are no more it may say to look for others up to
+    /// `poll_max_ns`, instead of asking for a kick.
+    pub fn turn(&self, scratch: &mut Scratch, poll_max_ns: u64) -> Turn {
         // Only the control thread holds the lock for longer, and it schedules the vring after it.
         let Some(mut state) = self.try_lock() else {
             return Turn::Idle;
@@ -230,8 +291,19 @@ impl Vring {
         if !state.is_running() {
             return Turn::Idle;
         }
-        match self.run(&mut state, scratch) {
+        let memory = state.memory.clone();
+        let result = self.run(&mut state, &memory, scratch, poll_max_ns);
+        // Whatever it did last, and what it then took for a fault of the guest.
+        match intact(&memory).and(result) {
             Ok(turn) => turn,
+            Err(Halt::Lost) => {
+                // The control thread ends the connection, and lets go of the memory.
+                let answered = state.queue.next_used();
+                state.queue.set_next_avail(answered);
+                state.stopped = Some("a page of the guest's memory has gone".into());
+                self.link.vm.hang_up();
+                Turn::Idle
+            }
             Err(Halt::Fault(reason)) => {
                 self.stop(&mut state, reason);
                 Turn::Idle
@@ -263,9 +335,14 @@ impl Vring {
         }
     }
 
-    fn run(&self, state: &mut State, scratch: &mut Scratch) -> Result<Turn, Halt> {
-        let memory = state.memory.clone();
-        let memory = &memory.guest;
+    fn run(
+        &self,
+        state: &mut State,
+        table: &Memory,
+        scratch: &mut Scratch,
+        poll_max_ns: u64,
+    ) -> Result<Turn, Halt> {
+        let memory = &table.guest;
         let ring_fault = |what: &'static str| {
             move |error: virtio_queue::Error| format!("{what} cannot be accessed: {error}")
         };
@@ -291,6 +368,9 @@ impl Vring {
                 .map_err(|error| format!("the available ring is broken: {error}"))?
                 .next()
             else {
+                if let Some(until_ns) = state.polling.dry(self.now_ns(), poll_max_ns) {
+                    break Turn::Look { until_ns };
+                }
                 let more = state.queue.enable_notification(memory);
                 if !more.map_err(ring_fault("the used ring"))? {
                     break Turn::Idle;
@@ -305,18 +385,20 @@ impl Vring {
             };
             let head = descriptors.head_index();
             let begun_ns = self.now_ns();
+            state.polling.work(begun_ns, poll_max_ns);
             scratch
                 .chain
                 .fill(memory, descriptors)
                 .map_err(|error| error.to_string())?;
             let mut spent = Vec::new();
-            let (used_bytes, cost_pages, timed) = self.answer(memory, scratch, &mut spent)?;
+            let (used_bytes, cost_pages, timed) = self.answer(table, scratch, &mut spent)?;
             let Some(used_bytes) = used_bytes else {
                 // It is not taken: the next turn, or whoever has the ring then, begins it anew.
                 state.queue.set_next_avail(state.queue.next_used());
                 break Turn::More;
             };
             peer.look()?;
+            intact(table)?;
             state
                 .queue
                 .add_used(memory, head, used_bytes)
@@ -356,10 +438,11 @@ impl Vring {
     /// work, and where its time is counted.
     fn answer<'a>(
         &'a self,
-        memory: &crate::memory::GuestMemory,
+        table: &Memory,
         scratch: &mut Scratch,
         spent: &mut Vec<Spent<'a>>,
     ) -> Result<Answered<'a>, Halt> {
+        let memory = &table.guest;
         let Scratch {
             chain,
             readable,
@@ -378,6 +461,8 @@ impl Vring {
                 &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES],
             )
             .map_err(|error| fault(error.into()))?;
+        // Before anything is done about it: an empty page is not to be stored as the guest's.
+        intact(table)?;
         let kind = if self.index == wire::CONTROL_QUEUE {
             QueueKind::Control
         } else {
@@ -389,11 +474,13 @@ impl Vring {
         };
         match parsed {
             Ok(request) => {
+                let cost_pages = request::cost_pages(&request.body);
                 let context = Context {
                     vm,
                     peer: &self.link.peer,
                     generation: self.link.generation.load(Ordering::SeqCst),
                     outside: &self.link.outside,
+                    limited: !vm.rate.admit(self.now_ns(), cost_pages),
                     cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
                 };
                 let used = execute::execute(&context, &request, chain, memory, pages, spent);
@@ -403,11 +490,7 @@ impl Vring {
                     Body::Flush { .. } => Some(&vm.counters.flush_latency),
                     _ => None,
                 };
-                Ok((
-                    used.map_err(fault)?,
-                    request::cost_pages(&request.body),
-                    timed,
-                ))
+                Ok((used.map_err(fault)?, cost_pages, timed))
             }
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
@@ -432,10 +515,10 @@ impl Vring {
         state.stopped = Some(reason);
         // For what was answered before it.
         if let Some(call) = &state.call {
-            signal(call);
+            bell::ring(call);
         }
         if let Some(error) = &state.error {
-            signal(error);
+            bell::ring(error);
         }
     }
 
@@ -529,7 +612,7 @@ impl State {
             wanted = u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0;
         }
         if let (true, Some(call)) = (wanted, &self.call) {
-            signal(call);
+            bell::ring(call);
         }
         Ok(())
     }

@@ -6,11 +6,13 @@ use crate::config::VmConfig;
 use crate::memory::RegionSpec;
 use crate::peer::Peer;
 use crate::poller::consume;
+use crate::rate::Rate;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::os::unix::net::UnixStream;
 use tmem_pool::{Pool, PoolConfig, TenantSpec};
 use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, Req};
+use vm_memory::GuestMemoryBackend;
 use zerocopy::IntoBytes;
 
 const MEMORY_BYTES: u64 = 4 << 20;
@@ -38,10 +40,13 @@ struct Guest {
     heads: u16,
     available: u16,
     pool: Pool,
+    /// What the VM may ask for; 0: as much as it likes.
+    pages_per_second: Arc<AtomicU64>,
 }
 
 /// A ring that the VMM starts at a base while its used index is another.
 fn guest_at(base: u16, used: u16) -> Guest {
+    bell::prepare().expect("AIO");
     let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
     ftruncate(&file, MEMORY_BYTES).expect("its length");
     fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
@@ -51,7 +56,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         bytes: MEMORY_BYTES,
         file_offset: 0,
     };
-    let memory = Memory::empty()
+    let memory = Memory::empty(&Default::default())
         .with_region(spec, file.into(), &Default::default())
         .expect("good");
     let memory = Arc::new(memory);
@@ -72,8 +77,11 @@ fn guest_at(base: u16, used: u16) -> Guest {
     let tenant = pool.add_tenant(spec).expect("fits");
     tenant.create_pool(1).expect("new");
     let (own, front_end) = UnixStream::pair().expect("sockets");
+    let pages_per_second = Arc::default();
+    let mut vm = Vm::new(config, tenant, None, Arc::default());
+    vm.rate = Rate::new(&pages_per_second);
     let link = Arc::new(Link {
-        vm: Arc::new(Vm::new(config, tenant, None, Arc::default())),
+        vm: Arc::new(vm),
         peer: Peer::new(own),
         generation: AtomicU64::new(GENERATION),
         outside: Outside::host(),
@@ -111,6 +119,7 @@ fn guest_at(base: u16, used: u16) -> Guest {
         heads: 0,
         available,
         pool,
+        pages_per_second,
     }
 }
 
@@ -193,7 +202,7 @@ impl Guest {
     }
 
     fn turn(&mut self) -> Turn {
-        self.vring.turn(&mut self.scratch)
+        self.vring.turn(&mut self.scratch, 0)
     }
 
     fn used(&self) -> u16 {
@@ -229,6 +238,16 @@ impl Guest {
         let mut bytes = [0; 8];
         rustix::io::read(&self.call, &mut bytes).is_ok()
     }
+}
+
+/// A request that forgets some pages of the object that all pages here are of.
+fn flush(index: u64, nr_pages: u64) -> Vec<u8> {
+    let range = wire::Range {
+        object: 1.into(),
+        index: index.into(),
+        nr_pages: nr_pages.into(),
+    };
+    [req(wire::T_FLUSH, 1).as_bytes(), range.as_bytes()].concat()
 }
 
 fn req(request_type: u16, count: usize) -> Req {
@@ -300,12 +319,7 @@ fn a_flush_of_much_takes_many_turns() {
             while guest.pool.maintain(tmem_pool::Time(0), 64) {}
         }
     }
-    let range = wire::Range {
-        object: 1.into(),
-        index: 1.into(),
-        nr_pages: wire::TO_END.into(),
-    };
-    let flush = [req(wire::T_FLUSH, 1).as_bytes(), range.as_bytes()].concat();
+    let flush = flush(1, wire::TO_END);
     let answer = guest.send(&flush, 8);
     let get = guest.get(5, 1);
     let mut held = 3000;
@@ -433,7 +447,11 @@ fn a_held_vring_takes_nothing() {
     guest.vring.lower_hold();
     {
         let _state = guest.vring.lock();
-        assert_eq!(guest.vring.turn(&mut guest.scratch), Turn::Idle, "locked");
+        assert_eq!(
+            guest.vring.turn(&mut guest.scratch, 0),
+            Turn::Idle,
+            "locked"
+        );
     }
     assert_eq!(guest.used(), 0);
     guest.turn();
@@ -554,6 +572,63 @@ fn a_drain_that_cuts_still_knows_which_pools_there_are() {
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
+/// What goes beyond a VM's rate is answered at once: refused with nothing left behind, or missed and kept.
+#[test]
+fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
+    let mut guest = guest();
+    guest.put(0, 2);
+    guest.turn();
+    // One page in a second: after a batch the next is a minute later.
+    guest.pages_per_second.store(1, Ordering::SeqCst);
+    let first = guest.get(5, 64);
+    guest.turn();
+    assert_eq!(guest.results(first, 64), [wire::P_MISS; 64], "not held");
+    let counters = guest.link.clone();
+    let limited = move || counters.vm.counters.limited_pages.load(Ordering::Relaxed);
+    assert_eq!(limited(), 0);
+    let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
+    let flush = flush(20, 1);
+    let flushed = guest.send(&flush, 8);
+    assert_eq!(
+        (guest.turn(), guest.used()),
+        (Turn::Idle, 5),
+        "all answered"
+    );
+    assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
+    assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
+    assert_eq!(guest.bytes(missed, 1), [wire::S_OK]);
+    assert_eq!(guest.results(missed, 1), [wire::P_MISS]);
+    assert_eq!(guest.bytes(flushed, 1), [wire::S_OK]);
+    assert_eq!(limited(), 2);
+    guest.pages_per_second.store(0, Ordering::SeqCst);
+    let both = guest.get(0, 2);
+    guest.turn();
+    assert_eq!(
+        guest.results(both, 2),
+        [wire::P_MISS, wire::P_HIT],
+        "0 was dropped, 1 was kept"
+    );
+    assert_eq!(limited(), 2);
+}
+
+/// A VM that asks for too much may flush all the same: what it wants forgotten is.
+#[test]
+fn flushes_are_carried_out_at_any_rate() {
+    let mut guest = guest();
+    guest.put(0, 4);
+    guest.turn();
+    guest.pages_per_second.store(1, Ordering::SeqCst);
+    guest.get(5, 64);
+    let flush = flush(1, 2);
+    guest.send(&flush, 8);
+    guest.turn();
+    guest.pages_per_second.store(0, Ordering::SeqCst);
+    let all = guest.get(0, 4);
+    guest.turn();
+    let (hit, miss) = (wire::P_HIT, wire::P_MISS);
+    assert_eq!(guest.results(all, 4), [hit, miss, miss, hit]);
+}
+
 #[test]
 fn another_generation_touches_nothing() {
     let mut guest = guest();
@@ -643,7 +718,7 @@ fn rings_outside_of_memory_do_not_run() {
     let mut guest = guest();
     {
         let mut state = guest.vring.lock();
-        state.memory = Arc::new(Memory::empty());
+        state.memory = Arc::new(Memory::empty(&Default::default()));
         guest.vring.configure(&mut state);
         assert!(!state.is_running(), "no memory yet");
     }
@@ -678,12 +753,7 @@ fn rings_outside_of_memory_do_not_run() {
 #[test]
 fn readable_after_writable_is_bad() {
     let mut guest = guest();
-    let range = wire::Range {
-        object: 1.into(),
-        index: 0.into(),
-        nr_pages: 1.into(),
-    };
-    let flush = [req(wire::T_FLUSH, 1).as_bytes(), range.as_bytes()].concat();
+    let flush = flush(0, 1);
     for (turned, status) in [(false, wire::S_OK), (true, wire::S_BAD)] {
         let head = guest.heads;
         let answer = guest.send(&flush, 8);
@@ -712,6 +782,57 @@ fn a_panic_stops_one_queue() {
         1
     );
     consume(&guest.call);
+}
+
+/// Each page that a request needs goes away just before it is looked at: the connection is ended, the
+/// guest has no answer, and nothing is stored or dropped for what may be the daemon's own zeros.
+#[test]
+fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
+    const HELD: u64 = 40;
+    // What goes, and where it is. The request begins with a page of its own.
+    const REQUEST: u64 = DATA + 0x10000;
+    let cases = [
+        ("table", TABLE),
+        ("available ring", AVAIL),
+        ("used ring", USED),
+        ("request", REQUEST),
+        ("data", REQUEST + PAGE_SIZE as u64),
+        ("answer", REQUEST + 4 * PAGE_SIZE as u64),
+    ];
+    for base in [0, 5] {
+        for (what, page) in cases {
+            let mut guest = guest_at(base, base);
+            let own = UnixStream::pair().expect("sockets");
+            let _place = crate::vm::Connected::claim(&guest.link.vm, &own.0).expect("free");
+            guest.put(HELD, 8);
+            assert_eq!(guest.turn(), Turn::Idle);
+            let before = guest.pool.stats().pages;
+            assert_eq!((guest.used(), before), (base + 1, 8), "{what}");
+            guest.free = REQUEST;
+            if what == "answer" {
+                guest.get(HELD, 8);
+            } else {
+                guest.put(0, 4);
+            }
+            let address = guest.memory.guest.get_host_address(GuestAddress(page));
+            crate::lost::take_away(address.expect("inside"), PAGE_SIZE);
+
+            assert_eq!(guest.turn(), Turn::Idle, "{what}");
+            let reason = guest.stopped().unwrap_or_else(|| panic!("{what}: it runs"));
+            assert!(reason.contains("gone"), "{what}: {reason}");
+            if what != "used ring" {
+                assert_eq!(guest.used(), base + 1, "{what}: answered");
+            }
+            let stored = guest.pool.stats().pages;
+            let expected = if what == "answer" { 0 } else { before };
+            assert_eq!(stored, expected, "{what}");
+            let counters = &guest.link.vm.counters;
+            let faults = counters.queues_stopped.load(Ordering::Relaxed);
+            assert_eq!(faults, 0, "{what}: taken for a fault of the guest");
+            let ended = Peer::new(own.1.try_clone().expect("a handle")).look();
+            assert_eq!(ended, Err(HungUp), "{what}: the connection goes on");
+        }
+    }
 }
 
 /// What turns go round by.
@@ -746,4 +867,47 @@ fn buffers_of_a_worker_are_never_dumped() {
         let inside = undumped.iter().any(|range| range.contains(&buffer));
         assert!(inside, "{buffer:#x} is in none of {undumped:x?}");
     }
+}
+
+/// Looked at, a ring that has run dry asks for no kicks; what comes is seen all the same, and when the
+/// time is up it asks again.
+#[test]
+fn no_kick_is_wanted_while_it_is_looked_at() {
+    const LONG: u64 = u64::MAX / 2;
+    let mut guest = guest();
+    let wanted = |guest: &Guest| {
+        let flags: u16 = guest
+            .memory
+            .guest
+            .load(GuestAddress(USED), Ordering::Acquire)
+            .expect("inside");
+        u16::from_le(flags) & 1 == 0
+    };
+    guest.put(0, 1);
+    assert_eq!(
+        guest.vring.turn(&mut guest.scratch, LONG),
+        Turn::Idle,
+        "nothing is known yet"
+    );
+    assert!(wanted(&guest));
+    guest.put(1, 1);
+    let Turn::Look { until_ns } = guest.vring.turn(&mut guest.scratch, LONG) else {
+        panic!("the pause was short");
+    };
+    assert!(!wanted(&guest) && !guest.vring.looks_busy(until_ns));
+    assert!(guest.vring.looks_busy(0), "the time is up");
+    guest.put(2, 1);
+    assert!(guest.vring.looks_busy(until_ns));
+    assert!(matches!(
+        guest.vring.turn(&mut guest.scratch, LONG),
+        Turn::Look { .. }
+    ));
+    assert_eq!(guest.used(), 3);
+    // As at the end of the time.
+    assert_eq!(guest.vring.turn(&mut guest.scratch, 0), Turn::Idle);
+    assert!(wanted(&guest));
+    // Who is held is no longer looked at.
+    let state = guest.vring.lock();
+    assert!(guest.vring.looks_busy(until_ns));
+    drop(state);
 }

@@ -24,6 +24,8 @@ fn config(directory: &Path) -> Config {
     Config {
         pool_size_bytes: 64 << 20,
         workers: 2,
+        waiting: Default::default(),
+        vm_pages_per_second: 0,
         control: directory.join("control"),
         control_read_only: Some(directory.join("read-only")),
         run_folder: directory.into(),
@@ -352,11 +354,23 @@ fn reserves_must_fit() {
     let mut config = config(directory.path());
     config.vms[0].quota.reserve_bytes = 64 << 20;
     let error = Daemon::start(config.clone()).err().expect("too much");
-    assert!(matches!(error, StartError::Admission(_)), "{error}");
+    assert!(matches!(error, StartError::Config(_)), "{error}");
+    assert!(error.to_string().contains("VM \"db\""), "{error}");
     assert!(sockets(&config).iter().all(|socket| !socket.exists()));
 }
 
-fn tmemd(directory: &Path) -> Child {
+/// A daemon that goes with its test, also if that fails.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // Both fail where it has ended and was waited for, which is as well.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn tmemd(directory: &Path) -> Running {
     let config = config(directory);
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
@@ -367,7 +381,7 @@ fn tmemd(directory: &Path) -> Child {
         let vm = format!("socket={},name={}", vm.socket.display(), vm.name);
         command.args(["--vm", &vm]);
     }
-    command.stderr(Stdio::piped()).spawn().expect("runs")
+    Running(command.stderr(Stdio::piped()).spawn().expect("runs"))
 }
 
 #[test]
@@ -375,11 +389,11 @@ fn signals_end_it_cleanly() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let directory = tempfile::tempdir().expect("directory");
         let config = config(directory.path());
-        let mut child = tmemd(directory.path());
+        let Running(child) = &mut tmemd(directory.path());
         until("it serves", || {
             UnixStream::connect(&config.vms[1].socket).is_ok()
         });
-        let pid = rustix::process::Pid::from_child(&child);
+        let pid = rustix::process::Pid::from_child(child);
         rustix::process::kill_process(pid, signal).expect("sent");
         assert_eq!(child.wait().expect("ends").code(), Some(0));
         let mut log = String::new();
@@ -398,8 +412,9 @@ fn signals_end_it_cleanly() {
     }
 }
 
-fn log_of(mut child: Child) -> String {
-    let pid = rustix::process::Pid::from_child(&child);
+fn log_of(mut daemon: Running) -> String {
+    let Running(child) = &mut daemon;
+    let pid = rustix::process::Pid::from_child(child);
     rustix::process::kill_process(pid, rustix::process::Signal::TERM).expect("sent");
     child.wait().expect("ends");
     let mut log = String::new();
@@ -413,7 +428,7 @@ fn log_of(mut child: Child) -> String {
 fn what_clients_do_is_logged_at_a_bounded_rate() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
-    let child = tmemd(directory.path());
+    let daemon = tmemd(directory.path());
     let connect = || UnixStream::connect(&config.control);
     until("it serves", || connect().is_ok());
     let begun = Instant::now();
@@ -434,7 +449,7 @@ fn what_clients_do_is_logged_at_a_bounded_rate() {
         }
     }
     assert_eq!(served.len(), 16, "others were refused");
-    let log = log_of(child);
+    let log = log_of(daemon);
     let lines = log.matches("control socket: a client").count();
     // Ten at once and one each five seconds.
     let bound = 11 + 2 * begun.elapsed().as_secs() as usize / 5;
@@ -448,9 +463,9 @@ fn a_folder_that_everybody_can_write_to_is_named() {
     let config = config(directory.path());
     for (mode, named) in [(0o770, false), (0o777, true)] {
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(mode)).expect("set");
-        let child = tmemd(directory.path());
+        let daemon = tmemd(directory.path());
         until("it serves", || UnixStream::connect(&config.control).is_ok());
-        let log = log_of(child);
+        let log = log_of(daemon);
         let warning = format!("everybody can write to {}", directory.path().display());
         assert_eq!(log.contains(&warning), named, "{mode:o}: {log}");
     }

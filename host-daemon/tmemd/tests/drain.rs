@@ -10,7 +10,6 @@ use std::time::Duration;
 
 use common::{Daemon, TIMEOUT, guest, seed, work};
 use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
-use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use virtio_tmem as wire;
 
@@ -253,7 +252,7 @@ fn a_region_that_goes_is_let_go() {
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", seed);
-    for _ in 0..6 {
+    for round in 0..12 {
         // Rings in the first region, buffers in the second.
         let ram = vec![
             RamRegion {
@@ -270,15 +269,15 @@ fn a_region_that_goes_is_let_go() {
             window: 24,
             ..DriverConfig::default()
         };
-        let mut driver = daemon.driver_with(GuestConfig { ram, ..slots() }, config);
+        let machine = GuestConfig {
+            ram,
+            // REM_MEM_REG, or a table without it.
+            mem_slots: round % 2 == 0,
+            ..slots()
+        };
+        let mut driver = daemon.driver_with(machine, config);
         burst(&mut driver, &mut rng);
-        let regions = driver.guest.ram().vhost_regions();
-        driver
-            .guest
-            .frontend()
-            .unwrap()
-            .set_mem_table(&regions[..1])
-            .unwrap();
+        driver.guest.set_mem_table_of(1).unwrap();
         let before = driver.guest.ram().snapshot();
         time_passes(&mut neighbour);
         let changed = driver.guest.ram().changed_pages(&before);

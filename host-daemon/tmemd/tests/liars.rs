@@ -4,10 +4,14 @@
 
 mod common;
 
+use std::io::IoSliceMut;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{Daemon, TIMEOUT, every_queue_answers, seed, work};
+use rustix::fs::{OFlags, fcntl_setfl};
+use rustix::io::ReadWriteFlags;
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::requests::REQ_BYTES;
 use tmem_sim::ring::{Desc, F_NEXT, F_WRITE};
@@ -351,4 +355,43 @@ fn answers_that_nobody_takes() {
         assert!(**answer.page.as_ref().unwrap() == *Content::Text(i as u64).page());
     }
     work(&mut neighbour, 100);
+}
+
+/// Calls that would wait: the front end takes O_NONBLOCK away from the files that it shares, and keeps
+/// their counters full. Its own guest may miss interrupts. Nobody else notices, and the daemon ends.
+#[test]
+fn calls_that_would_wait_hold_up_nobody() {
+    let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
+    let mut liar = daemon.driver("liar", 1);
+    let mut neighbour = daemon.driver("neighbour", 2);
+    let queues = liar.guest.num_queues();
+    for queue in 0..queues {
+        let call = liar.guest.call_fd(queue);
+        // SAFETY: the descriptor is open as long as `call`.
+        let fd = unsafe { BorrowedFd::borrow_raw(call.as_raw_fd()) };
+        fcntl_setfl(fd, OFlags::empty()).unwrap();
+        // What was counted before is taken, if anything was.
+        let _ = rustix::io::preadv2(
+            fd,
+            &mut [IoSliceMut::new(&mut [0; 8])],
+            u64::MAX,
+            ReadWriteFlags::NOWAIT,
+        );
+        call.write(u64::MAX - 1).unwrap();
+    }
+    // Something to interrupt for on each of them, more than there are workers.
+    for object in 1..=64 {
+        liar.put(object, 0, 1);
+        liar.collect().unwrap();
+    }
+    liar.send(0, Request::PoolCreate { pool: 99, flags: 0 }, vec![]);
+    work(&mut neighbour, 200);
+    neighbour.settle().unwrap();
+    let guest = &liar.guest;
+    for queue in 0..queues {
+        daemon.until("each queue is through", || {
+            guest.ring(queue).used_idx_in_memory() == guest.ring(queue).avail_idx_in_memory()
+        });
+    }
+    daemon.terminate();
 }

@@ -4,7 +4,7 @@
 mod common;
 
 use common::{Daemon, until, work};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use tmem_control::{ErrorKind, Event, VarlinkClient, VarlinkClientInterface, VmStats};
@@ -57,6 +57,7 @@ fn requests_are_timed_and_counted() {
     for latency in latencies {
         assert!(sum(latency) > 0 && latency.sum_ns > 0, "{latency:?}");
     }
+    assert!(sum(&vm.wait_latency) > 0, "each turn was waited for");
     // The others are few: pools and reports.
     let timed: i64 = latencies.into_iter().map(sum).sum();
     assert!(timed < vm.requests && timed > vm.requests - 10, "{vm:?}");
@@ -65,6 +66,33 @@ fn requests_are_timed_and_counted() {
     assert_eq!(vm.saved_bytes, vm.pages * 4096 - vm.charged_bytes);
     let of_daemon = client.stats(None).call().unwrap().daemon;
     assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_workers_ms);
+}
+
+/// Beside the report, and only from drivers that say it.
+#[test]
+fn how_long_readers_waited_is_told() {
+    let mut daemon = daemon();
+    let mut driver = daemon.driver("a", 1);
+    let mut client = client(&daemon.path("control"));
+    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    assert!(driver.send(0, report, vec![]));
+    driver.settle().unwrap();
+    let told = |client: &mut VarlinkClient| stats(client, "a").driver.expect("there").get_latency;
+    assert_eq!(told(&mut client), None);
+    let mut latencies = [0; tmem_sim::requests::LATENCIES_BYTES];
+    latencies[..8].copy_from_slice(&70_000u64.to_le_bytes());
+    latencies[8 + 5 * 8] = 3;
+    latencies[8 + 15 * 8] = 1;
+    let request = Request::Latencies(Box::new(latencies));
+    assert!(driver.send(0, request, vec![]));
+    driver.settle().unwrap();
+    let mut buckets = vec![0; 16];
+    (buckets[5], buckets[15]) = (3, 1);
+    let sum_ns = 70_000;
+    assert_eq!(
+        told(&mut client),
+        Some(tmem_control::Histogram { sum_ns, buckets })
+    );
 }
 
 #[test]
@@ -223,6 +251,41 @@ fn events_come_as_they_happen() {
     listener.join().unwrap();
 }
 
+/// Connections that come and go in a loop are not told one by one, but how it is at the end is, though
+/// nothing more happens.
+#[test]
+fn what_was_left_out_is_told_later() {
+    let daemon = daemon();
+    let mut listener = subscribe(&daemon.path("read-only")).unwrap();
+    let mut client = client(&daemon.path("control"));
+    until("there were many", || {
+        drop(UnixStream::connect(daemon.socket("b")).unwrap());
+        stats(&mut client, "b").connections > 40
+    });
+    // The parts of events as they come.
+    let (mut text, mut part) = (String::new(), [0; 4096]);
+    let told = |text: &str| {
+        let last = text
+            .split('\0')
+            .rfind(|event| event.contains("connected\""));
+        last.is_some_and(|event| event.contains("disconnected (") && event.ends_with('}'))
+    };
+    while !told(&text) {
+        let read = listener.read(&mut part).expect("it is told in time");
+        text.push_str(std::str::from_utf8(&part[..read]).unwrap());
+    }
+}
+
+/// The subscription has begun when this returns.
+fn subscribe(control: &Path) -> io::Result<UnixStream> {
+    let call = b"{\"method\":\"io.virtiotmem.Control.Monitor\",\"more\":true}\0";
+    let mut stream = UnixStream::connect(control)?;
+    stream.set_read_timeout(Some(common::TIMEOUT))?;
+    stream.write_all(call)?;
+    stream.read_exact(&mut [0])?;
+    Ok(stream)
+}
+
 #[test]
 fn a_subscription_needs_more_and_ends_with_the_client() {
     let daemon = daemon();
@@ -234,19 +297,17 @@ fn a_subscription_needs_more_and_ends_with_the_client() {
     );
     // As many as there may be clients, and they all go.
     for _ in 0..3 {
+        // The places of those before come back one by one.
         let streams: Vec<UnixStream> = (0..16)
             .map(|_| {
-                let call = b"{\"method\":\"io.virtiotmem.Control.Monitor\",\"more\":true}\0";
-                let mut stream = UnixStream::connect(daemon.path("control")).unwrap();
-                stream.set_read_timeout(Some(common::TIMEOUT)).unwrap();
-                stream.write_all(call).unwrap();
-                stream
+                let mut stream = None;
+                until("a place", || {
+                    stream = subscribe(&daemon.path("control")).ok();
+                    stream.is_some()
+                });
+                stream.unwrap()
             })
             .collect();
-        for mut stream in &streams {
-            // The subscription has begun.
-            stream.read_exact(&mut [0]).unwrap();
-        }
         let mut full = UnixStream::connect(daemon.path("control")).unwrap();
         full.set_read_timeout(Some(common::TIMEOUT)).unwrap();
         assert_eq!(full.read(&mut [0]).unwrap(), 0, "all places are taken");

@@ -160,6 +160,106 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     drop(front_end);
 }
 
+/// What a reserve has to fit into is the size of the file that was read last: the next start has no other.
+#[test]
+fn reserves_have_to_fit_the_size_that_was_read_again() {
+    let running = Running::start(|at| format!("pool_size = \"128MiB\"\n{}", vm(at, "greedy", "")));
+    let at = running.path();
+    let read = |size: &str, reserve: &str| {
+        let reserve = format!("reserve = \"{reserve}\"\n");
+        running.reload(&format!(
+            "pool_size = \"{size}\"\n{}",
+            vm(at, "greedy", &reserve)
+        ))
+    };
+    let said = read("64MiB", "100MiB");
+    for part in ["stays as it was", "greedy", "104857600", "67108864"] {
+        assert!(said.contains(part), "{said} lacks {part}");
+    }
+    let said = read("256MiB", "200MiB");
+    assert!(said.contains("read again"), "{said}");
+    // So it is for those who ask at the control socket, and with the size that was asked for there.
+    let set = |mib: u64| {
+        let quota = tmem_control::quota(Some(mib << 20), None, None);
+        running.client().set_quota("greedy".into(), quota).call()
+    };
+    running.client().resize(100 << 20).call().expect("resized");
+    set(201).expect_err("more than there will be");
+    set(90).expect("it fits");
+    set(101).expect_err("more than there is");
+}
+
+/// Reserves and the pool's size hang on each other: whatever the file's order, they are taken over together,
+/// or nothing of the file is.
+#[test]
+fn a_file_is_taken_over_as_a_whole_or_not_at_all() {
+    let reserves = |at: &Path, a: &str, b: &str| {
+        let reserve = |mib: &str| format!("reserve = \"{mib}\"\n");
+        vm(at, "a", &reserve(a)) + &vm(at, "b", &reserve(b))
+    };
+    let small = |rest: String| format!("pool_size = \"64MiB\"\n{rest}");
+    let running = Running::start(|at| small(reserves(at, "40MiB", "20MiB")));
+    let at = running.path();
+    let held = || {
+        let vms = running.client().list().call().expect("answers").vms;
+        let reserve = |name: &str| {
+            let vm = vms.iter().find(|vm| vm.name == name).expect("it is there");
+            vm.quota.reserve_bytes >> 20
+        };
+        let size = running.client().stats(None).call().expect("answers").pool;
+        (size.configured_bytes >> 20, reserve("a"), reserve("b"))
+    };
+    let good = |text: String, now: (i64, i64, i64)| {
+        let said = running.reload(&text);
+        assert!(said.contains("read again"), "{said}");
+        assert_eq!(held(), now);
+    };
+    for (a, b) in [(20, 40), (40, 20)] {
+        let text = reserves(at, &format!("{a}MiB"), &format!("{b}MiB"));
+        good(small(text), (64, a, b));
+    }
+
+    // From here on the other VM has more than the file says, as by tmemctl.
+    let quota = tmem_control::quota(Some(24 << 20), None, None);
+    let set = running.client().set_quota("b".into(), quota).call();
+    set.expect("it fits");
+    let config = tmem_sim::DriverConfig::default();
+    let mut guest = tmem_sim::Driver::new(common::guest("a"), config).expect("memory");
+    guest.connect(&at.join("a.sock")).expect("it serves");
+    for (size, a, part) in [
+        // Of itself, and beside what the other has by now.
+        ("128MiB", "1GiB", "VM \"a\": a reserve of 1073741824 bytes"),
+        ("128MiB", "105MiB", "VM \"a\": a reserve of 110100480 bytes"),
+        ("60MiB", "39MiB", "VM \"b\": a reserve of 25165824 bytes"),
+    ] {
+        let rest = reserves(at, a, "20MiB");
+        let rate = "vm_pages_per_second = 1\n";
+        let said = running.reload(&format!("pool_size = \"{size}\"\n{rate}{rest}"));
+        // As text, or quoted once more.
+        let said = said.replace('\\', "");
+        assert!(
+            said.contains("stays as it was") && said.contains(part),
+            "{said} lacks {part}"
+        );
+        assert_eq!(held(), (64, 40, 24));
+        common::work(&mut guest, 300);
+        let stats = running.client().stats(Some("a".into())).call();
+        assert_eq!(stats.expect("answers").vms[0].limited_pages, 0);
+    }
+    // Smaller with less, then larger with more.
+    good(
+        format!("pool_size = \"40MiB\"\n{}", reserves(at, "10MiB", "30MiB")),
+        (40, 10, 30),
+    );
+    good(
+        format!(
+            "pool_size = \"256MiB\"\n{}",
+            reserves(at, "200MiB", "50MiB")
+        ),
+        (256, 200, 50),
+    );
+}
+
 fn check(folder: &Path, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
@@ -201,4 +301,52 @@ fn a_file_is_checked_without_a_daemon() {
             .join("tmemd.toml")
             .exists()
     );
+}
+
+/// Beyond the rate that the file allows each VM, pages are refused and missed at once; it can be changed
+/// while guests ask.
+#[test]
+fn pages_per_second_of_a_vm() {
+    let limited = "pool_size = \"64MiB\"\nvm_pages_per_second = 100\n";
+    let running = Running::start(|folder| {
+        format!("{limited}{}{}", vm(folder, "web", ""), vm(folder, "db", ""))
+    });
+    let mut guests: Vec<tmem_sim::Driver> = Vec::new();
+    for (number, name) in ["web", "db"].into_iter().enumerate() {
+        let guest = common::guest(name);
+        let config = tmem_sim::DriverConfig {
+            seed: number as u64,
+            ..Default::default()
+        };
+        let mut driver = tmem_sim::Driver::new(guest, config).expect("memory");
+        let socket = running.path().join(format!("{name}.sock"));
+        driver.connect(&socket).expect("it serves");
+        guests.push(driver);
+    }
+    let figures = |name: &str| {
+        let stats = running.client().stats(Some(name.into())).call();
+        let vm = stats.expect("answers").vms.remove(0);
+        (vm.limited_pages, vm.requests)
+    };
+    // As much as it likes: each request is answered soon, and most get nothing.
+    common::work(&mut guests[0], 300);
+    let (pages, requests) = figures("web");
+    assert!(pages > 500 && requests >= 300, "{pages} of {requests}");
+    // Another VM has a rate of its own.
+    for index in 0..4 {
+        assert!(guests[1].put(1, index, index + 1) && guests[1].get(1, index, index + 1));
+        guests[1].settle().expect("good");
+    }
+    assert_eq!((figures("db").0, guests[1].model.counts().hits), (0, 4));
+    let rest = format!(
+        "pool_size = \"64MiB\"\n{}{}",
+        vm(running.path(), "web", ""),
+        vm(running.path(), "db", "")
+    );
+    let log = running.reload(&rest);
+    assert!(!log.contains("next start"), "{log}");
+    let before = figures("web").0;
+    common::work(&mut guests[0], 300);
+    assert_eq!(figures("web").0, before, "it has no rate any more");
+    guests[0].get_all().expect("good");
 }

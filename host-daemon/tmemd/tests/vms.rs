@@ -50,6 +50,8 @@ impl Host {
         let daemon = Daemon::start(Config {
             pool_size_bytes: self.pool_size_bytes,
             workers: 1,
+            waiting: Default::default(),
+            vm_pages_per_second: 0,
             control: self.path("control"),
             control_read_only: Some(self.path("read-only")),
             run_folder: self.folder.path().into(),
@@ -263,15 +265,28 @@ fn a_change_that_is_refused_changes_nothing() {
         (s.quota.reserve_bytes, s.quota.limit_bytes) = (2, Some(1));
     });
     change("quota: a reserve of 67108865 bytes", &|s| {
-        s.quota.reserve_bytes = (64 << 20) + 1
+        s.quota.reserve_bytes = (64 << 20) + 1;
+        s.owner = Some(1);
     });
+    let owner = || fs::metadata(host.path("web.sock")).expect("there").uid();
+    let owner_before = owner();
     for (what, spec) in wrong {
         let (_, reason) = host.refused(&spec);
+        assert_eq!(owner(), owner_before, "{what}");
         assert!(reason.contains(what), "{reason:?} lacks {what:?}");
         let after = host.client().list().call().expect("answers").vms;
         assert_eq!(after, before, "{what}");
     }
     assert_eq!(fs::read(host.path("file")).expect("there"), b"precious");
+    let mut given = spec.clone();
+    given.owner = Some(1);
+    assert!(!host.add(&given));
+    assert_eq!(owner(), 1);
+    assert!(
+        !host.add(&spec),
+        "without an owner it is the daemon's again"
+    );
+    assert_eq!(owner(), owner_before);
     for name in ["web", "db"] {
         UnixStream::connect(host.path(&format!("{name}.sock"))).expect("listens");
     }
@@ -446,6 +461,12 @@ fn a_smaller_pool_takes_a_vm_back_with_what_is_left() {
         );
         assert_eq!(host.vm("web").problem.is_some(), left_mib < 30);
     }
+    let resize = |bytes| host.client().resize(bytes).call().map(drop);
+    resize(64 << 20).expect("resized");
+    assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
+    host.pool_size_bytes = 32 << 20;
+    host.restart();
+    assert_eq!(reserve(&host, "web"), 12);
     host.remove(UUID, "db");
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
 }

@@ -24,6 +24,11 @@ pub struct Host {
 impl Host {
     /// Starts it.
     pub fn new() -> Host {
+        Host::with_more(0)
+    }
+
+    /// Starts it with so many VMs more, none of them connected.
+    pub fn with_more(more: usize) -> Host {
         let directory = tempfile::tempdir().expect("a folder");
         let path = |name: &str| directory.path().join(name);
         let vm = |name: &str| {
@@ -33,10 +38,16 @@ impl Host {
         let config = Config {
             pool_size_bytes: 64 << 20,
             workers: 1,
+            waiting: Default::default(),
+            vm_pages_per_second: 0,
             control: path("control"),
             control_read_only: Some(path("read-only")),
             run_folder: directory.path().into(),
-            vms: vec![vm("a"), vm("b")],
+            vms: ["a".into(), "b".into()]
+                .into_iter()
+                .chain((0..more).map(|nr| format!("more{nr}")))
+                .map(|name: String| vm(&name))
+                .collect(),
             pressure: None,
             trace: None,
         };

@@ -24,10 +24,11 @@ mod spans;
 
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
 use self::region::FRAME_BYTES;
-pub(crate) use self::region::{Region, Table, Zeroed, prefetch};
-use self::spans::{FreeSpans, IDLE_FRAMES_MIN};
+pub(crate) use self::region::{Region, Table, Zeroed, prefetch, prefetch_lines};
+use self::spans::FreeSpans;
+pub(crate) use self::spans::idle_frames;
 use crate::apart::Apart;
-use crate::config::{PAGE_SIZE, RAW_PART};
+use crate::config::PAGE_SIZE;
 use crate::fail;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
 use crate::whole::whole;
@@ -36,10 +37,6 @@ use std::io;
 use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
-
-/// Cache lines of a blob that are fetched ahead: the processor's own prefetching needs a few to
-/// begin.
-const PREFETCH_LINES: usize = 4;
 
 /// Handles that a class takes at a time. It keeps fewer than twice as many: a handle that one class
 /// has no use for is another's, or whoever fills the pool with one length after the other would leave
@@ -161,7 +158,6 @@ pub(crate) struct Heap<X> {
     handles: Table<Record<X>>,
     classes: Classes,
     states: Box<[Apart<Mutex<ClassState>>]>,
-    idle_frames_max: u64,
     free_spans: Apart<Mutex<FreeSpans>>,
     /// Free handles that no class has, in lists of HANDLES_STEP: the first of each, of which the
     /// upper half of the word is the next list's first. It also guards changes of `fresh_handle`.
@@ -225,8 +221,6 @@ impl<X: Zeroed> Heap<X> {
             handles: Table::reserve(handles as usize)?,
             states: states.collect(),
             classes,
-            // As many as raw pages of all tenants may take: they come and go.
-            idle_frames_max: (bytes_max / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN),
             free_spans: Apart::default(),
             spare_handles: Apart::default(),
             fresh_handle: AtomicU32::new(1),
@@ -397,10 +391,11 @@ impl<X: Zeroed> Heap<X> {
         self.handles.prefetch(handle);
     }
 
-    /// Brings the beginning of the bytes into the cache; the processor finds the rest.
+    /// Brings the beginning of the bytes into the cache, and what whoever frees them needs.
     pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
         let place = Place::of(self.word(handle).load(Relaxed));
         prefetch_lines(self.bytes_at(&self.class_of(place), place));
+        self.spans.prefetch(place.span);
     }
 
     /// Handles that there may be.
@@ -416,6 +411,8 @@ impl<X: Zeroed> Heap<X> {
         let handle = state.free_handle;
         state.free_handle = self.word(handle).load(Relaxed) as u32;
         state.free_handles -= 1;
+        // The class's next store begins with it.
+        self.handles.prefetch(state.free_handle);
         Some(handle)
     }
 
@@ -656,7 +653,7 @@ impl Reader<'_> {
         unsafe { slice::from_raw_parts(self.at, self.len) }
     }
 
-    /// Brings their beginning into the cache; the processor finds the rest.
+    /// Brings their beginning into the cache.
     pub(crate) fn prefetch(&self) {
         prefetch_lines(self.at);
     }
@@ -665,12 +662,6 @@ impl Reader<'_> {
 impl Drop for Reader<'_> {
     fn drop(&mut self) {
         unpin(self.word);
-    }
-}
-
-fn prefetch_lines(at: *const u8) {
-    for line in 0..PREFETCH_LINES {
-        prefetch(at.wrapping_add(line * 64));
     }
 }
 

@@ -7,13 +7,20 @@
 use super::class::{Class, SPAN_BYTES, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
+use crate::config::RAW_PART;
 use crate::fail;
 use crate::whole::whole;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
 /// which is what raw pages of a few busy tenants come and go in.
-pub(super) const IDLE_FRAMES_MIN: u64 = 4096;
+const IDLE_FRAMES_MIN: u64 = 4096;
+
+/// Frames of free spans that stay in a pool of this size: as many as raw pages of all tenants may take,
+/// which come and go.
+pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
+    (size_bytes / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
+}
 
 /// Spans whose frames are given back together: neighbours take one call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
@@ -126,14 +133,14 @@ impl<X: Zeroed> Heap<X> {
     // ---- back to the system -------------------------------------------------------------------
 
     /// Frames of free spans that are more than may stay.
-    pub(crate) fn idle_excess(&self) -> u64 {
+    pub(crate) fn idle_excess(&self, stay: u64) -> u64 {
         let idle = self.sums.idle_frames.load(Relaxed);
-        idle.saturating_sub(self.idle_frames_max)
+        idle.saturating_sub(stay)
     }
 
     /// Gives some of them back to the system. Returns how many.
-    pub(crate) fn trim(&self) -> u64 {
-        match self.idle_excess() {
+    pub(crate) fn trim(&self, stay: u64) -> u64 {
+        match self.idle_excess(stay) {
             0 => 0,
             excess => self.release_some(excess),
         }

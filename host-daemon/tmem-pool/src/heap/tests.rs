@@ -285,23 +285,22 @@ fn what_idles_makes_room_when_the_limit_has_fallen() {
 fn what_idles_goes_back_and_its_neighbours_stay() {
     const STAY: u64 = 10;
     let nr = if cfg!(miri) { 60 } else { 3000 };
-    let mut heap = Heap::<()>::new(BYTES_MAX).expect("address space");
-    heap.idle_frames_max = STAY;
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let store = |id| {
         let page = bytes_of(id, PAGE_SIZE);
         (id, heap.store(&page, BYTES_MAX).expect("room"))
     };
     let (gone, live): (Vec<_>, Vec<_>) = (0..nr).map(store).partition(|(id, _)| id % 5 != 0);
-    assert_eq!(heap.idle_excess(), 0);
+    assert_eq!(heap.idle_excess(STAY), 0);
     for (_, handle) in &gone {
         heap.free(*handle);
     }
-    assert_eq!(heap.idle_excess(), gone.len() as u64 - STAY);
+    assert_eq!(heap.idle_excess(STAY), gone.len() as u64 - STAY);
     let mut steps = 0;
-    while heap.trim() > 0 {
+    while heap.trim(STAY) > 0 {
         steps += 1;
     }
-    assert_eq!(heap.idle_excess(), 0);
+    assert_eq!(heap.idle_excess(STAY), 0);
     let frames = heap.stats().frames_bytes / FRAME_BYTES as u64;
     assert_eq!(frames, live.len() as u64 + STAY);
     let excess = gone.len() - STAY as usize;

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What happens at a limit: whose pages go, what is refused, what is freed behind.
 
-use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, settle};
-use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, TENANT_METADATA_BYTES};
+use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, put_raw, settle};
+use crate::config::{
+    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, TENANT_METADATA_BYTES,
+};
 use crate::state::Reason;
 use crate::{
     AdmissionError, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Pool, Put, PutResult, Quota,
@@ -132,6 +134,61 @@ fn keys_are_limited_even_if_they_hold_nothing() {
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
 }
 
+/// There is an object as long as there is a page of it, so that the limit of keys is one of objects.
+#[test]
+fn objects_go_with_their_last_page() {
+    let pool = new_pool(64 << 20);
+    let tenant = add(&pool, "a", None, OPEN);
+    assert_eq!(put(&tenant, u64::MAX, 0, 1, &[0; PAGE_SIZE]), Stored);
+    settle(&pool);
+    let before = pool.stats().metadata_bytes;
+    for round in 0..20 {
+        for object in 1..=2000 {
+            let object = round * 2000 + object;
+            assert_eq!(put(&tenant, object, 0, 1, &[7; PAGE_SIZE]), Stored);
+            match object % 3 {
+                0 => assert!(get(&tenant, object, 0, 1).is_some()),
+                1 => drop(tenant.flush(POOL, object, 0, None)),
+                _ => drop(tenant.flush(POOL, object, 0, Some(1))),
+            }
+        }
+        settle(&pool);
+    }
+    let after = pool.stats().metadata_bytes;
+    assert!(
+        after < before + (256 << 10),
+        "{before} bytes became {after}"
+    );
+}
+
+/// Pages that are copied and wait to be compressed are in flight: a tenant has no more of them than one
+/// core compresses in some 10 ms, and always as many as its guest's batches need.
+#[test]
+fn raw_pages_are_limited() {
+    for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
+        let pool = new_pool(bytes);
+        let tenant = add(&pool, "a", None, OPEN);
+        // Not by way of `put`, which lets none wait.
+        let store = |object: u64, index: u64| {
+            let put = Put {
+                object,
+                index,
+                cookie: 1,
+                workingset: false,
+                page: &noise(object << 32 | index),
+            };
+            let mut results = [Stored];
+            tenant.put(Time(0), POOL, &[put], &mut results).unwrap();
+            results[0] == Stored
+        };
+        let expected = u64::from(expected);
+        let stored = (0..expected + 50).filter(|&index| store(1, index));
+        assert_eq!(stored.count() as u64, expected);
+        settle(&pool);
+        assert!((0..10).all(|index| store(2, index)), "there is room again");
+    }
+}
+
 #[test]
 fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
     let pool = new_pool(8 << 20);
@@ -209,7 +266,10 @@ fn maintain_says_so_while_blobs_can_be_moved_together() {
 
 #[test]
 fn maintain_gives_back_what_idles() {
-    let pool = new_pool(64 << 20);
+    // What may stay goes by the size now, however large it may become.
+    let mut config = config(64 << 20);
+    config.size_max_bytes = 16 << 30;
+    let pool = Pool::new(config).unwrap();
     let tenant = add(&pool, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 6_000), 6_000);
     tenant.clear();
@@ -353,7 +413,7 @@ fn reserves_are_admitted_only_as_far_as_they_fit() {
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (50, 200)
     );
-    // It gives way for a while: what is admitted depends on what it was made with.
+    // It gives way for a while: what is admitted depends on its full size.
     assert_eq!(add("c", quota(501, None)).err(), error("c", 501, 500));
     a.set_quota(quota(600, None)).unwrap();
     a.set_quota(quota(100, None)).unwrap();
@@ -361,6 +421,101 @@ fn reserves_are_admitted_only_as_far_as_they_fit() {
     drop(b);
     assert_eq!(a.stats().entitled_bytes, 250);
     assert!(add("c", quota(150, None)).is_ok());
+}
+
+fn reserve(reserve_bytes: u64) -> Quota {
+    Quota {
+        reserve_bytes,
+        ..OPEN
+    }
+}
+
+#[test]
+fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
+    let pool = new_pool(1000);
+    let try_add = |name: &str, reserve_bytes| {
+        pool.add_tenant(TenantSpec {
+            name: name.into(),
+            trust_domain: None,
+            quota: reserve(reserve_bytes),
+        })
+    };
+    pool.set_full(2000);
+    pool.resize(500);
+    let a = try_add("a", 1500).expect("it gives way for a while only");
+    drop(a);
+    pool.set_full(400);
+    let error = try_add("a", 500).expect_err("less than the size now, more than the full one");
+    assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
+    // What is there stays, and can be made smaller though it does not fit even so.
+    pool.set_full(2000);
+    let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
+    pool.set_full(400);
+    a.set_quota(reserve(1001)).expect_err("more");
+    a.set_quota(reserve(1000)).expect("the same");
+    a.set_quota(reserve(600)).expect("less");
+    b.set_quota(reserve(901)).expect_err("more");
+    assert_eq!(
+        (a.stats().reserve_bytes, b.stats().reserve_bytes),
+        (600, 900)
+    );
+    try_add("c", 1).expect_err("nothing is left");
+    try_add("c", 0).expect("it asks for nothing");
+}
+
+#[test]
+fn size_and_quotas_hold_together_or_not_at_all() {
+    let pool = new_pool(1000);
+    let (a, b) = (
+        add(&pool, "a", None, reserve(500)),
+        add(&pool, "b", None, reserve(500)),
+    );
+    let c = add(&pool, "c", None, OPEN);
+    let reserves = || [&a, &b, &c].map(|tenant| tenant.stats().reserve_bytes);
+    let entitled = || [&a, &b, &c].map(|tenant| tenant.stats().entitled_bytes);
+    // Whichever comes first.
+    for (of_a, of_b) in [(600, 400), (400, 600)] {
+        for quotas in [
+            [(&a, reserve(of_a)), (&b, reserve(of_b))],
+            [(&b, reserve(of_b)), (&a, reserve(of_a))],
+        ] {
+            pool.configure(None, &quotas).expect("they fit");
+            assert_eq!((reserves(), entitled()), ([of_a, of_b, 0], [of_a, of_b, 0]));
+        }
+    }
+    let wrong = |full_bytes, quotas: &[(&Tenant, Quota)]| {
+        let error = pool.configure(full_bytes, quotas).expect_err("too much");
+        assert_eq!((reserves(), entitled()), ([400, 600, 0], [400, 600, 0]));
+        c.set_quota(reserve(1))
+            .expect_err("the full size is as before");
+        (error.tenant, error.reserve_bytes, error.available_bytes)
+    };
+    // Of those that change, and of those that do not; who grows is named before who does not.
+    let quotas = [(&a, reserve(601)), (&b, reserve(400))];
+    assert_eq!(wrong(None, &quotas), ("a".into(), 601, 600));
+    assert_eq!(
+        wrong(Some(2000), &[(&a, reserve(1401))]),
+        ("a".into(), 1401, 1400)
+    );
+    assert_eq!(wrong(Some(999), &[]), ("b".into(), 600, 599));
+    assert_eq!(
+        wrong(Some(999), &[(&c, reserve(0))]),
+        ("b".into(), 600, 599)
+    );
+    // A smaller size with less, then a larger one with more.
+    let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
+    pool.configure(Some(300), &quotas).expect("they fit");
+    a.set_quota(reserve(101)).expect_err("nothing is left");
+    pool.configure(Some(3000), &[(&a, reserve(2800))])
+        .expect("it fits");
+    assert_eq!(reserves(), [2800, 100, 100]);
+    // What an operator made too small keeps nobody from asking for less or the same.
+    pool.set_full(1000);
+    pool.configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
+        .expect("no more");
+    let quotas = [(&a, reserve(900)), (&b, reserve(51))];
+    let error = pool.configure(None, &quotas).expect_err("b has 50");
+    assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
 #[test]
@@ -440,6 +595,28 @@ fn a_put_evicts_no_more_than_its_bound() {
     settle(&pool);
     assert_eq!(tenant.stats().pages, 8);
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
+}
+
+/// Who gets pages back before they are settled leaves nothing to settle, and keeps nobody from it.
+#[test]
+fn pages_that_left_raw_hold_up_nobody() {
+    let pool = new_pool(4 << 20);
+    let (a, b) = (add(&pool, "a", None, OPEN), add(&pool, "b", None, OPEN));
+    let put_raw = |tenant: &Tenant, index, page: &Page| {
+        assert_eq!(put_raw(tenant, 1, index, 1, page), Stored);
+    };
+    // Whosever turn it is.
+    for turn in 0..3 {
+        put_raw(&a, turn, &noise(turn));
+        assert!(get(&a, 1, turn, 1).is_some());
+        assert!(a.inner().has_raw(), "its queue has something to look at");
+        (0..8).for_each(|index| put_raw(&b, index, &noise(100 + 8 * turn + index)));
+        assert_eq!(b.stats().raw_pages, 8);
+        pool.maintain(Time(0), 1024);
+        assert_eq!(b.stats().raw_pages, 0, "turn {turn}");
+        assert!(!a.inner().has_raw());
+    }
+    pool.check_invariants();
 }
 
 #[test]

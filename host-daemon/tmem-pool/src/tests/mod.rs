@@ -61,8 +61,8 @@ fn add(pool: &Pool, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
     tenant
 }
 
-/// Puts a page and gives it its final form.
-fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
+/// Puts a page, which is raw at first.
+fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let mut results = [PutResult::Stored];
     let put = Put {
         object,
@@ -72,8 +72,14 @@ fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> Pu
         page,
     };
     tenant.put(Time(0), POOL, &[put], &mut results).unwrap();
-    settle_raw(tenant);
     results[0]
+}
+
+/// Puts a page and gives it its final form.
+fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
+    let result = put_raw(tenant, object, index, cookie, page);
+    settle_raw(tenant);
+    result
 }
 
 fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {

@@ -6,13 +6,14 @@ use super::*;
 /// Chains that can be followed and have the wrong sizes.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
-    let requests: [(&str, Make); 6] = [
+    let requests: [(&str, Make); 7] = [
         ("put", put),
         ("get", get),
         ("flush", flush),
         ("create", create),
         ("destroy", destroy),
         ("report", report),
+        ("latencies", latencies),
     ];
     for (name, make) in requests {
         out.push(rebuilt(

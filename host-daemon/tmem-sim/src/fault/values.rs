@@ -6,16 +6,17 @@ use super::*;
 /// Well-formed chains with a wrong value in a field.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
-    let requests: [(&str, Make); 6] = [
+    let requests: [(&str, Make); 7] = [
         ("put", put),
         ("get", get),
         ("flush", flush),
         ("create", create),
         ("destroy", destroy),
         ("report", report),
+        ("latencies", latencies),
     ];
     for (name, make) in requests {
-        for unknown in [0u16, 4, 15, 19, u16::MAX] {
+        for unknown in [0u16, 4, 15, 20, u16::MAX] {
             out.push(bent(
                 format!("{name} as type {unknown}"),
                 UNSUPPORTED,
@@ -61,7 +62,8 @@ pub(super) fn all() -> Vec<Fault> {
                 move |e| e.patch(COUNT, &wrong.to_le_bytes()),
             ));
         }
-        if name != "report" {
+        let has_pool = !matches!(name, "report" | "latencies");
+        if has_pool {
             out.push(bent(
                 format!("{name} of pool 0"),
                 BAD_OR_NO_POOL,
@@ -69,7 +71,7 @@ pub(super) fn all() -> Vec<Fault> {
                 |e| e.patch(POOL, &[0; 4]),
             ));
         }
-        if !matches!(name, "report" | "create") {
+        if has_pool && name != "create" {
             out.push(bent(
                 format!("{name} of no live pool"),
                 NO_POOL,

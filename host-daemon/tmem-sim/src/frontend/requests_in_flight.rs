@@ -63,6 +63,17 @@ impl FakeGuest {
             .map(|&(a, n)| (a, n, false))
             .chain(placed.writable.iter().map(|&(a, n)| (a, n, true)))
             .collect();
+        self.add_cut(queue, request, generation, (slot, placed), &stretches)
+    }
+
+    fn add_cut(
+        &mut self,
+        queue: usize,
+        request: Request,
+        generation: u64,
+        (slot, placed): (usize, Placed),
+        stretches: &[(u64, usize, bool)],
+    ) -> Option<u64> {
         let token = self.token_next;
         let how = match self.config.cut {
             // Another cut for each request.
@@ -72,7 +83,7 @@ impl FakeGuest {
             },
             other => other,
         };
-        let buffers = cut(&stretches, how);
+        let buffers = cut(stretches, how);
         let indirect = self.features & F_INDIRECT_DESC != 0 && buffers.len() <= INDIRECT_MAX;
         let table = indirect.then_some(placed.table);
         if let Err(RingFull) = self.queues[queue].ring.add(&buffers, table, token) {
@@ -89,6 +100,25 @@ impl FakeGuest {
         };
         self.pending.insert(token, pending);
         Some(token)
+    }
+
+    /// A PUT of pages where they are in the guest's memory, instead of a slot's; what the request has of
+    /// them is not looked at. None: no room.
+    pub fn add_put_of(
+        &mut self,
+        queue: usize,
+        request: Request,
+        generation: u64,
+        pages: &[u64],
+    ) -> Option<u64> {
+        let mut encoded = request.encode(generation);
+        encoded.data.clear();
+        let (slot, placed) = self.place(&encoded)?;
+        let readable = placed.readable.iter().take(1).map(|&(a, n)| (a, n, false));
+        let pages = pages.iter().map(|&address| (address, PAGE, false));
+        let writable = placed.writable.iter().map(|&(a, n)| (a, n, true));
+        let stretches: Vec<_> = readable.chain(pages).chain(writable).collect();
+        self.add_cut(queue, request, generation, (slot, placed), &stretches)
     }
 
     /// Registers a chain that the caller built by hand from a placed request: `head` goes into the

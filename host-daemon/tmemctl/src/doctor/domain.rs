@@ -2,18 +2,43 @@
 //! What libvirt's domains say: device, shared memory, an emulator that knows the device.
 
 use super::Finding;
-use crate::libvirt::emulator_has_device;
+use crate::libvirt::is_local;
+use crate::{Failure, Reach, emulator, in_time};
 use std::path::Path;
 use tmem_control as api;
 use tmem_domain::Domain;
 use virt::connect::Connect;
 
 /// Looks at all domains. `served`: the VMs of the daemon, if it can be asked.
-pub fn look(uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
+pub fn look(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
     let of = ("libvirt", "host");
     if !root.join("etc/libvirt").exists() {
         return vec![Finding::good(of, "there is no libvirt")];
     }
+    let own = uri.to_string();
+    let domains = in_time(&format!("libvirt at {uri}"), reach, move |_| read(&own));
+    let domains = match domains {
+        Ok(domains) => domains,
+        Err(Failure(why, _)) => {
+            let mend = "systemctl start libvirtd, or name another one with --connect";
+            return vec![Finding::warning(of, why, mend)];
+        }
+    };
+    let mut findings = vec![Finding::good(of, format!("{} domains", domains.len()))];
+    let limit = reach.half_the_time();
+    let host = Host {
+        served,
+        has_device: &|emulator| emulator::has_device(emulator, limit),
+    };
+    let host = is_local(uri).then_some(&host);
+    for (xml, active) in domains {
+        findings.extend(of_domain(&xml, active, host));
+    }
+    findings
+}
+
+/// XML of each domain, and whether it runs.
+fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
     virt::error::clear_error_callback();
     let domains = Connect::open_read_only(Some(uri)).and_then(|connection| {
         let domains = connection.list_all_domains(0)?;
@@ -21,30 +46,24 @@ pub fn look(uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> 
         let read = |domain: &virt::domain::Domain| {
             Some((domain.get_xml_desc(0).ok()?, domain.is_active().ok()?))
         };
-        Ok(domains.iter().filter_map(read).collect::<Vec<_>>())
+        Ok(domains.iter().filter_map(read).collect())
     });
-    let domains = match domains {
-        Ok(domains) => domains,
-        Err(error) => {
-            let text = format!("libvirt at {uri} cannot be asked: {}", error.message());
-            let mend = "systemctl start libvirtd, or name another one with --connect";
-            return vec![Finding::warning(of, text, mend)];
-        }
-    };
-    let mut findings = vec![Finding::good(of, format!("{} domains", domains.len()))];
-    for (xml, active) in domains {
-        findings.extend(of_domain(&xml, active, served, &emulator_has_device));
-    }
-    findings
+    domains.map_err(|error| {
+        let what = format!("libvirt at {uri} cannot be asked: {}", error.message());
+        Failure(what, 1)
+    })
 }
 
-/// One domain. `has_device` asks an emulator.
-fn of_domain(
-    xml: &str,
-    active: bool,
-    served: Option<&[api::Vm]>,
-    has_device: &dyn Fn(&str) -> Result<bool, String>,
-) -> Vec<Finding> {
+/// What this host has for its domains.
+struct Host<'a> {
+    /// The VMs of the daemon, if it can be asked.
+    served: Option<&'a [api::Vm]>,
+    /// Asks an emulator.
+    has_device: &'a dyn Fn(&str) -> Result<bool, String>,
+}
+
+/// One domain, and the host that it is on, if that is this one.
+fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
@@ -77,16 +96,16 @@ fn of_domain(
         let mend = format!("tmemctl tune {name}, with values that make sense");
         findings.push(Finding::fault(("quota", name), error.0.clone(), &mend));
     }
-    if let Some(emulator) = &domain.emulator {
+    if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
         let of = ("emulator", name);
         let mend = format!("{attach} --emulator PATH (qemu-dev/build --full makes one)");
-        findings.push(match has_device(emulator) {
+        findings.push(match (host.has_device)(emulator) {
             Ok(true) => Finding::good(of, "its emulator has the device"),
             Ok(false) => Finding::fault(of, format!("{emulator} does not have the device"), &mend),
-            Err(why) => Finding::fault(of, format!("{emulator} cannot be run: {why}"), &mend),
+            Err(why) => Finding::fault(of, format!("{emulator}: {why}"), &mend),
         });
     }
-    if let (true, Some(served)) = (active, served) {
+    if let (true, Some(served)) = (active, host.and_then(|host| host.served)) {
         let of = ("served", name);
         let vm = served
             .iter()
@@ -95,7 +114,7 @@ fn of_domain(
             None => Finding::fault(
                 of,
                 "it runs, has the device, and the daemon does not know it",
-                "systemctl restart tmem-libvirt: it has the daemon serve VMs that run",
+                "start tmem-libvirt, or start it anew: it has the daemon serve VMs that run (docs/libvirt.md)",
             ),
             Some(vm) if vm.socket != device.socket => Finding::fault(
                 of,
@@ -153,7 +172,11 @@ mod tests {
         served: Option<&[api::Vm]>,
         emulator: Result<bool, String>,
     ) -> Vec<&'static str> {
-        let found = of_domain(xml, true, served, &|_| emulator.clone());
+        let host = Host {
+            served,
+            has_device: &|_| emulator.clone(),
+        };
+        let found = of_domain(xml, true, Some(&host));
         let faults = found.iter().filter(|finding| finding.state == State::Fault);
         faults.map(|finding| finding.check).collect()
     }
@@ -164,8 +187,13 @@ mod tests {
         let vm = served(&xml);
         let vms = std::slice::from_ref(&vm);
         assert!(
-            of_domain(PLAIN, true, Some(vms), &|_| Ok(false)).is_empty(),
+            faults(PLAIN, Some(vms), Ok(false)).is_empty(),
             "it wants no cache"
+        );
+        let elsewhere = of_domain(&xml, true, None);
+        assert!(
+            elsewhere.iter().all(|finding| finding.state == State::Good),
+            "that this host does not serve it is no fault: {elsewhere:?}"
         );
         assert!(faults(&xml, Some(vms), Ok(true)).is_empty());
         assert!(

@@ -99,6 +99,7 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), F
     findings.extend(of_daemon);
     #[cfg(feature = "libvirt")]
     findings.extend(domain::look(
+        reach,
         &arguments.connect,
         &arguments.root,
         vms.as_deref(),

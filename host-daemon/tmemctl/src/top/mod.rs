@@ -15,12 +15,21 @@ mod view;
 #[cfg(test)]
 pub use model::tests;
 
-use crate::{Failure, Reach, in_time, stats};
+use crate::{Failure, Reach, in_time, late, leave, stats};
 use clap::Args;
 use model::{Model, Sort};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use std::io::IsTerminal;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
+use tmem_control as api;
+
+/// How long it waits for a key before it looks for an answer or a signal; nobody notices it.
+const GLANCE: Duration = Duration::from_millis(50);
 
 /// How often it looks.
 #[derive(Args, Clone)]
@@ -87,31 +96,71 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
     Do::Nothing
 }
 
+/// Looks beside the keys: of a daemon that hangs, one look waits, and no second.
+struct Looks {
+    reach: Reach,
+    /// Since when, and where it answers.
+    under_way: Option<(Instant, Receiver<Result<api::Stats_Reply, Failure>>)>,
+}
+
+impl Looks {
+    fn begin(&mut self) {
+        let (sender, receiver) = mpsc::channel();
+        let reach = self.reach.clone();
+        std::thread::spawn(move || {
+            // Nobody listens any more if it has been left.
+            let _ = sender.send(stats(&reach, None));
+        });
+        self.under_way = Some((Instant::now(), receiver));
+    }
+
+    /// What was seen, or why nothing is. A look that is late goes on.
+    fn end(&mut self) -> Option<Result<api::Stats_Reply, Failure>> {
+        let (since, receiver) = self.under_way.as_ref()?;
+        match receiver.try_recv() {
+            Ok(seen) => {
+                self.under_way = None;
+                Some(seen)
+            }
+            Err(_) => (since.elapsed() >= Duration::from_secs(self.reach.timeout))
+                .then(|| Err(late(&self.reach.daemon(), &self.reach))),
+        }
+    }
+}
+
 /// Shows it until it is told to end.
 pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     if reach.json {
         let what = "top is for people: stats --watch --json prints lines for machines";
         return Err(Failure(what.into(), 2));
     }
-    let look = || in_time(reach, |reach| stats(reach, None));
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
     // Before the screen is taken, so that a refusal is read.
-    model.take(look()?, Instant::now());
+    let first = in_time(&reach.daemon(), reach, |reach| stats(reach, None));
+    model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
         let what = "top needs a terminal: stats --watch prints lines";
         return Err(Failure(what.into(), 2));
     }
     let failed = |error: std::io::Error| Failure(format!("the terminal: {error}"), 1);
+    let told_to_end = end_by_signals().map_err(failed)?;
     let period = Duration::from_secs(arguments.delay);
+    let reach = reach.clone();
+    let mut looks = Looks {
+        reach,
+        under_way: None,
+    };
     // It gives the terminal back also when it panics.
     let mut terminal = ratatui::try_init().map_err(failed)?;
     let mut next = Instant::now() + period.min(Duration::from_millis(500));
     let done = loop {
+        if told_to_end.load(Ordering::Relaxed) {
+            break Ok(());
+        }
         if let Err(error) = terminal.draw(|frame| view::draw(frame, &model)) {
             break Err(failed(error));
         }
-        let left = next.saturating_duration_since(Instant::now());
-        match event::poll(left) {
+        match event::poll(GLANCE) {
             Err(error) => break Err(failed(error)),
             Ok(true) => match event::read() {
                 Err(error) => break Err(failed(error)),
@@ -123,20 +172,38 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
                 }
                 Ok(_) => {}
             },
-            Ok(false) => {
-                next = Instant::now() + period;
-                if !model.paused {
-                    match look() {
-                        Ok(reply) => model.take(reply, Instant::now()),
-                        // It may come back; what was seen last stays.
-                        Err(Failure(why, _)) => model.problem = Some(why),
-                    }
-                }
-            }
+            Ok(false) => {}
+        }
+        match looks.end() {
+            Some(Ok(reply)) => model.take(reply, Instant::now()),
+            // It may come back; what was seen last stays.
+            Some(Err(Failure(why, _))) => model.problem = Some(why),
+            None => {}
+        }
+        if looks.under_way.is_none() && !model.paused && Instant::now() >= next {
+            next = Instant::now() + period;
+            looks.begin();
         }
     };
-    ratatui::restore();
+    // The terminal may be gone.
+    let _ = ratatui::try_restore();
     done
+}
+
+/// A signal ends it: the flag, and if nobody has looked at it soon, the process. Of a terminal that is gone
+/// crossterm reads for ever.
+fn end_by_signals() -> std::io::Result<Arc<AtomicBool>> {
+    let told = Arc::new(AtomicBool::new(false));
+    let (flag, mut signals) = (told.clone(), Signals::new([SIGTERM, SIGHUP, SIGINT])?);
+    std::thread::spawn(move || {
+        if signals.forever().next().is_some() {
+            flag.store(true, Ordering::Relaxed);
+            std::thread::sleep(4 * GLANCE);
+            let _ = ratatui::try_restore();
+            leave(0);
+        }
+    });
+    Ok(told)
 }
 
 #[cfg(test)]

@@ -136,7 +136,7 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
 }
 
 /// Mean time of the requests between two looks.
-fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
+pub fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
     let count = |histogram: &Histogram| histogram.buckets.iter().sum::<i64>();
     let before = before.map_or((0, 0), |before| (count(before), before.sum_ns));
     let (count, sum_ns) = (count(now) - before.0, now.sum_ns - before.1);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Draws the model: the pool above, a row for each VM, the selected one below.
 
-use super::model::{Model, Row, Sort};
+use super::model::{Model, Row, Sort, mean_us};
 use crate::table::{percent, ratio, size};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
@@ -243,9 +243,14 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
         .driver
         .as_ref()
         .map_or("has said nothing".to_string(), |driver| {
+            let histogram = driver.get_latency.as_ref();
+            let waits = histogram.and_then(|waits| mean_us(waits, None));
             format!(
-                "{} {}, kernel {}",
-                driver.version, driver.state, driver.kernel
+                "{} {}, kernel {}, its gets {}",
+                driver.version,
+                driver.state,
+                driver.kernel,
+                micros(waits)
             )
         });
     let lines = vec![

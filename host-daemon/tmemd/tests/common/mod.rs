@@ -37,6 +37,7 @@ pub struct Daemon {
     vms: Vec<(String, Option<String>)>,
     pool_size: String,
     arguments: Vec<String>,
+    environment: Vec<(String, String)>,
     child: Option<Child>,
 }
 
@@ -57,7 +58,25 @@ impl Daemon {
         pool_size: &str,
         arguments: impl FnOnce(&Path) -> Vec<String>,
     ) -> Self {
-        let mut daemon = Self {
+        let mut daemon = Self::new(vms, pool_size);
+        daemon.arguments = arguments(daemon.dir.path());
+        daemon.spawn();
+        daemon
+    }
+
+    /// Starts one with an environment, which may name files in its directory.
+    pub fn with_environment(
+        vms: &[(&str, Option<&str>)],
+        environment: impl FnOnce(&Path) -> Vec<(String, String)>,
+    ) -> Self {
+        let mut daemon = Self::new(vms, "512MiB");
+        daemon.environment = environment(daemon.dir.path());
+        daemon.spawn();
+        daemon
+    }
+
+    fn new(vms: &[(&str, Option<&str>)], pool_size: &str) -> Self {
+        Self {
             dir: tempfile::Builder::new()
                 .prefix("tmemd-test")
                 .tempdir()
@@ -68,11 +87,9 @@ impl Daemon {
                 .collect(),
             pool_size: pool_size.into(),
             arguments: Vec::new(),
+            environment: Vec::new(),
             child: None,
-        };
-        daemon.arguments = arguments(daemon.dir.path());
-        daemon.spawn();
-        daemon
+        }
     }
 
     /// Starts it (again) and waits until every VM's socket takes connections.
@@ -95,8 +112,13 @@ impl Daemon {
             }
             command.args(["--vm", &vm]);
         }
+        // Both event loops are to pass the same tests: `make test-rust` says which.
+        if let Ok(event_loop) = std::env::var("TMEM_EVENT_LOOP") {
+            command.args(["--event-loop", &event_loop]);
+        }
         command
             .args(&self.arguments)
+            .envs(self.environment.clone())
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);
@@ -130,6 +152,11 @@ impl Daemon {
         let mut child = self.child.take().expect("running");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
         assert!(child.wait().unwrap().success());
+    }
+
+    /// Its process.
+    pub fn pid(&self) -> u32 {
+        self.child.as_ref().expect("running").id()
     }
 
     /// A file in its directory.
@@ -176,6 +203,11 @@ impl Daemon {
     pub fn resume(&self) {
         let pid = Pid::from_child(self.child.as_ref().expect("running"));
         kill_process(pid, Signal::CONT).unwrap();
+    }
+
+    /// What it takes of the host.
+    pub fn taken(&self) -> Taken {
+        taken_by(self.child.as_ref().expect("running").id() as i32)
     }
 
     /// Panics with the log if the daemon has ended.
@@ -238,6 +270,52 @@ impl Drop for Daemon {
             let tail = &lines[lines.len().saturating_sub(40)..];
             eprintln!("--- tmemd's log\n{}", tail.join("\n"));
         }
+    }
+}
+
+/// What a process takes of the host.
+#[derive(Clone, Copy, Debug)]
+pub struct Taken {
+    /// Whose it is.
+    pub pid: i32,
+    /// Threads.
+    pub threads: usize,
+    /// File descriptors.
+    pub descriptors: usize,
+    /// Of address space.
+    pub mappings: usize,
+    /// Of its own: no guest's.
+    pub memory_bytes: usize,
+}
+
+impl Taken {
+    /// The more of each.
+    pub fn most(&self, other: &Taken) -> Taken {
+        Taken {
+            pid: self.pid,
+            threads: self.threads.max(other.threads),
+            descriptors: self.descriptors.max(other.descriptors),
+            mappings: self.mappings.max(other.mappings),
+            memory_bytes: self.memory_bytes.max(other.memory_bytes),
+        }
+    }
+}
+
+/// What a process takes now.
+pub fn taken_by(pid: i32) -> Taken {
+    let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap();
+    let entries = |name: &str| fs::read_dir(format!("/proc/{pid}/{name}")).unwrap().count();
+    let status = read("status");
+    let anonymous = status
+        .lines()
+        .find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = anonymous.unwrap().trim().strip_suffix(" kB").unwrap();
+    Taken {
+        pid,
+        threads: entries("task"),
+        descriptors: entries("fd"),
+        mappings: read("maps").lines().count(),
+        memory_bytes: kib.parse::<usize>().unwrap() << 10,
     }
 }
 

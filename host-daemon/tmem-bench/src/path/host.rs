@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The daemon's data path in this process: its workers and connections, without its janitors, whose
+//! work is done between measurements.
+
+use crate::path::guest::Guest;
+use rustix::thread::{CpuSet, Pid, sched_setaffinity};
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tmem_pool::{Pool, PoolConfig, Quota, TenantSpec, Time};
+use tmemd::VmConfig;
+use tmemd::config::{EventLoop, Waiting};
+use tmemd::parts::{Janitor, Outside, Shared, Vm, Workers, serve};
+
+/// Pages of background work at a time.
+const MAINTAIN_PAGES: usize = 4096;
+
+/// A thread begins sooner, or never.
+const START_MAX: Duration = Duration::from_secs(5);
+
+/// Stack of a connection's thread.
+const STACK_BYTES: usize = 256 << 10;
+
+/// A pool.
+pub struct Host {
+    pub pool: Arc<Pool>,
+    janitor: Arc<Janitor>,
+    outside: Outside,
+}
+
+/// Workers that serve it.
+pub struct Path {
+    shared: Shared,
+    /// The thread of the only worker.
+    pub worker: Pid,
+}
+
+impl Host {
+    /// A pool with nothing in it.
+    ///
+    /// # Errors
+    /// There is no address space.
+    pub fn new(size_bytes: u64) -> Result<Host, String> {
+        let config = PoolConfig {
+            size_bytes,
+            size_max_bytes: size_bytes,
+            seed: 42,
+            policy: Default::default(),
+        };
+        let fault = |error: std::io::Error| format!("a pool: {error}");
+        let pool = Arc::new(Pool::new(config).map_err(fault)?);
+        let outside = Outside::host();
+        let janitor = Janitor::start(pool.clone(), &outside, 0, &Arc::default()).map_err(fault)?;
+        Ok(Host {
+            pool,
+            janitor,
+            outside,
+        })
+    }
+
+    /// One worker on that processor.
+    ///
+    /// # Errors
+    /// The system has none.
+    pub fn serve(
+        &self,
+        event_loop: EventLoop,
+        poll_max: Duration,
+        processor: usize,
+    ) -> Result<Path, String> {
+        let waiting = Waiting {
+            event_loop,
+            poll_max,
+        };
+        let fault = |error: std::io::Error| format!("a worker: {error}");
+        let before = threads("worker-");
+        let workers = Workers::start(1, waiting, &self.janitor, &Arc::default()).map_err(fault)?;
+        // It takes its name itself.
+        let begun = Instant::now();
+        let worker = loop {
+            let new = threads("worker-")
+                .into_iter()
+                .find(|thread| !before.contains(thread));
+            match new {
+                Some(worker) => break worker,
+                None if begun.elapsed() < START_MAX => std::thread::yield_now(),
+                None => return Err("the worker has no thread".into()),
+            }
+        };
+        pin(Some(worker), processor)?;
+        Ok(Path {
+            shared: Shared {
+                workers: Arc::new(workers),
+                janitor: self.janitor.clone(),
+                outside: self.outside.clone(),
+            },
+            worker,
+        })
+    }
+
+    /// Connects a guest as a VM of its own trust domain, with that reserve.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn connect(
+        &self,
+        path: &Path,
+        name: &str,
+        reserve_bytes: u64,
+        guest: &mut Guest,
+    ) -> Result<(), String> {
+        let quota = Quota {
+            reserve_bytes,
+            limit_bytes: None,
+            weight: 100,
+        };
+        self.connect_as(path, name, None, quota, guest)
+    }
+
+    /// Connects a guest as a VM of that trust domain and quota.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn connect_as(
+        &self,
+        path: &Path,
+        name: &str,
+        trust_domain: Option<&str>,
+        quota: Quota,
+        guest: &mut Guest,
+    ) -> Result<(), String> {
+        let config: VmConfig = format!("name={name},socket=none")
+            .parse()
+            .map_err(|error: tmemd::ConfigError| error.to_string())?;
+        let spec = TenantSpec {
+            name: name.into(),
+            trust_domain: trust_domain.map(Into::into),
+            quota,
+        };
+        let tenant = self
+            .pool
+            .add_tenant(spec)
+            .map_err(|error| error.to_string())?;
+        let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
+        let fault = |error: std::io::Error| error.to_string();
+        let (own, other) = UnixStream::pair().map_err(fault)?;
+        let shared = path.shared.clone();
+        // It ends when the guest hangs up, or with the process.
+        std::thread::Builder::new()
+            .name("connection".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || serve(&vm, own, &shared))
+            .map_err(fault)?;
+        guest.connect(other)
+    }
+
+    /// Until no page is raw and nothing is left to free.
+    pub fn settle(&self) {
+        while self
+            .pool
+            .maintain(Time(self.outside.now_ns()), MAINTAIN_PAGES)
+        {}
+    }
+}
+
+impl Path {
+    /// Processor time of the worker, in ns.
+    pub fn cpu_ns(&self) -> f64 {
+        cpu_ns(self.worker)
+    }
+}
+
+impl Drop for Path {
+    fn drop(&mut self) {
+        self.shared.workers.stop();
+    }
+}
+
+/// The threads of this process whose names begin so.
+pub fn threads(name: &str) -> Vec<Pid> {
+    let Ok(all) = fs::read_dir("/proc/self/task") else {
+        return Vec::new();
+    };
+    let named = all.flatten().filter(|thread| {
+        let comm = fs::read_to_string(thread.path().join("comm"));
+        comm.is_ok_and(|comm| comm.starts_with(name))
+    });
+    let number = |thread: fs::DirEntry| thread.file_name().to_str()?.parse().ok();
+    named.filter_map(number).filter_map(Pid::from_raw).collect()
+}
+
+/// Processor time of a thread, in ns.
+pub fn cpu_ns(thread: Pid) -> f64 {
+    let path = format!("/proc/{}/schedstat", thread.as_raw_nonzero());
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let first = text.split(' ').next().and_then(|ns| ns.parse().ok());
+    first.unwrap_or(f64::NAN)
+}
+
+/// Times that a thread was put to sleep, or was made to leave its processor.
+pub fn switches(thread: Pid) -> u64 {
+    let path = format!("/proc/{}/status", thread.as_raw_nonzero());
+    let text = fs::read_to_string(path).unwrap_or_default();
+    let lines = text
+        .lines()
+        .filter(|line| line.starts_with("voluntary_ctxt"));
+    lines
+        .filter_map(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok())
+        .sum()
+}
+
+/// Keeps a thread, or the calling one, on one processor.
+///
+/// # Errors
+/// There is no such processor for us.
+pub fn pin(thread: Option<Pid>, processor: usize) -> Result<(), String> {
+    let mut set = CpuSet::new();
+    set.set(processor);
+    sched_setaffinity(thread, &set).map_err(|error| format!("processor {processor}: {error}"))
+}

@@ -1,0 +1,617 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The data path's benchmark: from a guest's virtqueue to the engine and back, beside the engine called
+//! in this process, zram and memcached, by turns in one run.
+//!
+//! Two processors: the daemon's worker, the engine and the peers have the first, whoever asks them the
+//! second, as a guest's processor would be another. What a guest does is made to cost next to nothing.
+
+pub mod guest;
+pub mod host;
+
+use crate::corpus;
+use crate::measure::{Ratio, Samples, cpu_ns};
+use crate::memcached::Memcached;
+use crate::report::{Results, Target, progress};
+use crate::rig;
+use crate::times::{self, Sized};
+use crate::zram::Zram;
+use guest::{BATCH, Guest, Run, WINDOW};
+use host::{Host, Path, pin, switches, threads};
+use serde_json::{Map, Value, json};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use tmem_pool::{PAGE_SIZE, Page, PageHash};
+use tmemd::config::EventLoop;
+
+/// Where the worker runs, and the engine when it is called directly.
+const SERVER: usize = 0;
+
+/// Where the guest runs.
+const CLIENT: usize = 1;
+
+/// Batches of a round: as many pages as a tenant may have raw, less some.
+const BATCHES: usize = 28;
+
+/// Single pages got in a round, with polling and without.
+const SINGLES: usize = 100;
+
+/// What a guest does between two of them: less than a worker looks for the next one, and more than it needs
+/// to fall asleep.
+const THINK: Duration = Duration::from_micros(20);
+
+/// A worker that has nothing to do is asleep by then.
+const REST: Duration = Duration::from_millis(1);
+
+/// VMs that are served together.
+const VMS: usize = 256;
+
+/// Pages of each of them: a batch.
+const VM_PAGES: usize = BATCH;
+
+/// How long an idle daemon is looked at.
+const IDLE: Duration = Duration::from_secs(2);
+
+/// What the path is measured with.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Pages from the files of this directory, instead of a choice from the whole machine.
+    #[arg(long, value_name = "DIR")]
+    corpus: Option<PathBuf>,
+    /// How many pages. They should not fit into the processor's caches.
+    #[arg(long, default_value_t = 49_152, value_name = "NUMBER")]
+    pages: usize,
+    /// How often each thing is measured; the medians count.
+    #[arg(long, default_value_t = 40, value_name = "NUMBER")]
+    rounds: usize,
+    /// What the worker sleeps in: auto, epoll or io_uring.
+    #[arg(long, default_value = "auto", value_name = "KIND")]
+    event_loop: EventLoop,
+    /// Which files and pages are chosen, and in which order they come.
+    #[arg(long, default_value_t = 1, value_name = "NUMBER")]
+    seed: u64,
+    /// The result for machines, on standard output.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Nanoseconds a page of everything, and of single pages.
+#[derive(Default)]
+struct Times {
+    path: [Samples; 2],
+    engine: [Samples; 2],
+    path_cpu: [Samples; 2],
+    engine_cpu: [Samples; 2],
+    memcached: [Samples; 2],
+    memcached_cpu: [Samples; 2],
+    zram: [Samples; 2],
+    many: Samples,
+    one: Samples,
+    singles: Vec<(&'static str, Vec<f64>)>,
+}
+
+const GET: usize = 0;
+const PUT: usize = 1;
+
+/// Runs the benchmark and prints it.
+///
+/// # Errors
+/// There are too few processors, pages or descriptors, or what is measured does not work.
+pub fn run(args: &Args) -> Result<(), String> {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    if processors < 2 {
+        return Err("the guest needs a processor of its own: there is one only".into());
+    }
+    raise_descriptor_limit()?;
+    progress("reading files");
+    let corpus = corpus::load(args.corpus.as_deref(), args.pages, args.seed)?;
+    let pages = times::sized(&corpus.pages, &PageHash::new(42));
+    drop(corpus);
+    if pages.len() < (BATCHES * 8 * BATCH).max(VMS * VM_PAGES) {
+        return Err(format!(
+            "lz4 shrinks {} of the pages, which are too few: ask for more with --pages",
+            pages.len()
+        ));
+    }
+    pin(None, CLIENT)?;
+    let mut times = Times::default();
+    let mut zram = Zram::new(pages.len());
+    let mut memcached = Memcached::new(2 * pages.len() * PAGE_SIZE + (64 << 20));
+    if let Ok(server) = &memcached {
+        for thread in server.threads() {
+            pin(Some(thread), SERVER)?;
+        }
+    }
+    one_vm(
+        args,
+        &pages,
+        &mut times,
+        zram.as_mut().ok(),
+        memcached.as_mut().ok(),
+    )?;
+    let idle = many_vms(args, &pages, &mut times)?;
+    progress("");
+    let results = results(&times, &idle, &zram.map(drop), &memcached.map(drop));
+    print(args, &pages, &times, &results);
+    Ok(())
+}
+
+/// Each VM has some descriptors at both ends.
+fn raise_descriptor_limit() -> Result<(), String> {
+    use rustix::process::{Resource, getrlimit, setrlimit};
+    let wanted = (VMS * 64) as u64;
+    let mut limit = getrlimit(Resource::Nofile);
+    if limit.current.is_none_or(|current| current >= wanted) {
+        return Ok(());
+    }
+    limit.current = Some(wanted);
+    setrlimit(Resource::Nofile, limit)
+        .map_err(|error| format!("{wanted} open files are needed (ulimit -n): {error}"))
+}
+
+fn batches(pages: usize) -> Vec<Run> {
+    let run = |nr| Run {
+        index: nr * BATCH,
+        pages: BATCH,
+    };
+    (0..pages / BATCH).map(run).collect()
+}
+
+/// One VM with polling, another without, the engine, and the peers.
+fn one_vm(
+    args: &Args,
+    pages: &[Sized],
+    times: &mut Times,
+    mut zram: Option<&mut Zram>,
+    mut memcached: Option<&mut Memcached>,
+) -> Result<(), String> {
+    progress("filling a pool and the peers");
+    let host = Host::new(6 * (pages.len() * PAGE_SIZE) as u64 + (256 << 20))?;
+    let polls = tmemd::config::POLL_MAX_DEFAULT;
+    let path = host.serve(args.event_loop, polls, SERVER)?;
+    let sleeping = host.serve(args.event_loop, Duration::ZERO, SERVER)?;
+    let all = || pages.iter().map(|sized| &*sized.page);
+    let mut guest = Guest::new("polled", all(), BATCHES * BATCH)?;
+    // As much as it takes not to have fewer raw pages than there may be.
+    host.connect(&path, "polled", 256 << 20, &mut guest)?;
+    let few = pages.len().min(16 * BATCH);
+    let mut other = Guest::new("woken", all().take(few), SINGLES)?;
+    host.connect(&sleeping, "woken", 64 << 20, &mut other)?;
+    let engine = rig::guest(&host.pool, "engine")?;
+    for (number, runs) in batches(pages.len()).chunks(BATCHES).enumerate() {
+        guest.all(runs, true)?;
+        if number * BATCHES * BATCH < few {
+            let some: Vec<Run> = runs.iter().filter(|run| run.index < few).copied().collect();
+            for run in some.chunks(WINDOW) {
+                other.all(run, true)?;
+                host.settle();
+            }
+        }
+        for run in runs {
+            let batch = &pages[run.index..run.index + run.pages];
+            engine.put(1, run.index, batch.iter().map(|sized| &*sized.page));
+            if let Some(memcached) = &mut memcached {
+                let pairs = (run.index..).zip(batch.iter().map(|sized| &*sized.page));
+                memcached.send_sets(pairs)?;
+                memcached.take_sets(run.pages)?;
+            }
+            if let Some(zram) = &mut zram {
+                for (index, sized) in (run.index..).zip(batch) {
+                    zram.write(index, &sized.page)?;
+                }
+            }
+        }
+        host.settle();
+    }
+    let mut rng = fastrand::Rng::with_seed(args.seed);
+    let mut order = batches(pages.len());
+    let mut copies = vec![[0; PAGE_SIZE]; BATCHES * BATCH];
+    times.singles = ["polling", "woken", "memcached", "zram"]
+        .map(|name| (name, vec![]))
+        .into();
+    for round in 0..args.rounds {
+        progress(&format!("one VM, round {} of {}", round + 1, args.rounds));
+        rng.shuffle(&mut order);
+        let runs = &order[..BATCHES];
+        // Who is first finds the caches as others left them.
+        for nth in 0..2 {
+            match (round + nth) % 2 {
+                0 => path_round(times, &host, &path, &mut guest, runs)?,
+                _ => engine_round(times, &host, &engine, pages, runs, &mut copies)?,
+            }
+        }
+        if let Some(memcached) = &mut memcached {
+            memcached_round(times, memcached, pages, runs, &mut copies)?;
+        }
+        if let Some(zram) = &mut zram {
+            zram_round(times, zram, pages, &runs[..WINDOW])?;
+        }
+        let first = rng.usize(..pages.len() - SINGLES);
+        single_gets(&mut times.singles[0].1, &mut guest, first)?;
+        let first = rng.usize(..few - SINGLES);
+        single_gets(&mut times.singles[1].1, &mut other, first)?;
+        host.settle();
+    }
+    Ok(())
+}
+
+fn path_round(
+    times: &mut Times,
+    host: &Host,
+    path: &Path,
+    guest: &mut Guest,
+    runs: &[Run],
+) -> Result<(), String> {
+    for what in [GET, PUT] {
+        let before = path.cpu_ns();
+        let (seconds, pages) = guest.all(runs, what == PUT)?;
+        times.path[what].push(seconds * 1e9 / pages as f64);
+        // Told to its end when it sleeps.
+        std::thread::sleep(REST);
+        times.path_cpu[what].push((path.cpu_ns() - before) / (runs.len() * BATCH) as f64);
+        if what == GET {
+            guest.check(runs)?;
+        }
+    }
+    host.settle();
+    Ok(())
+}
+
+/// The same batches, of another tenant, on the worker's processor.
+fn engine_round(
+    times: &mut Times,
+    host: &Host,
+    engine: &rig::Guest,
+    pages: &[Sized],
+    runs: &[Run],
+    copies: &mut [Page],
+) -> Result<(), String> {
+    pin(None, SERVER)?;
+    for what in [GET, PUT] {
+        let (mut begun, before) = (Instant::now(), cpu_ns());
+        for (number, (run, out)) in runs.iter().zip(copies.chunks_exact_mut(BATCH)).enumerate() {
+            if number == WINDOW {
+                begun = Instant::now();
+            }
+            match what {
+                // A guest has its answer before what it got is freed, but the worker is not done.
+                GET => drop(engine.get(1, run.index, out)),
+                _ => {
+                    let batch = &pages[run.index..run.index + run.pages];
+                    engine.put(1, run.index, batch.iter().map(|sized| &*sized.page));
+                }
+            }
+        }
+        let pages = ((runs.len() - WINDOW) * BATCH) as f64;
+        times.engine[what].push(begun.elapsed().as_nanos() as f64 / pages);
+        times.engine_cpu[what].push((cpu_ns() - before) / (runs.len() * BATCH) as f64);
+    }
+    pin(None, CLIENT)?;
+    host.settle();
+    Ok(())
+}
+
+fn memcached_round(
+    times: &mut Times,
+    memcached: &mut Memcached,
+    pages: &[Sized],
+    runs: &[Run],
+    copies: &mut [Page],
+) -> Result<(), String> {
+    let server_ns =
+        |memcached: &Memcached| -> f64 { memcached.threads().into_iter().map(host::cpu_ns).sum() };
+    for what in [GET, PUT] {
+        let before = server_ns(memcached);
+        let mut begun = Instant::now();
+        for taken in 0..runs.len() {
+            if taken == WINDOW {
+                begun = Instant::now();
+            }
+            let send = match taken {
+                0 => 0..WINDOW,
+                _ => taken + WINDOW - 1..(taken + WINDOW).min(runs.len()),
+            };
+            for run in runs.get(send).unwrap_or_default() {
+                let indices = run.index..run.index + run.pages;
+                match what {
+                    GET => memcached.send_gets(indices)?,
+                    _ => {
+                        let batch = pages[indices.clone()].iter().map(|sized| &*sized.page);
+                        memcached.send_sets(indices.zip(batch))?;
+                    }
+                }
+            }
+            match what {
+                GET => memcached.take_gets(&mut copies[taken * BATCH..(taken + 1) * BATCH])?,
+                _ => memcached.take_sets(BATCH)?,
+            }
+        }
+        let pages = ((runs.len() - WINDOW) * BATCH) as f64;
+        times.memcached[what].push(begun.elapsed().as_nanos() as f64 / pages);
+        let cpu_ns = server_ns(memcached) - before;
+        times.memcached_cpu[what].push(cpu_ns / (runs.len() * BATCH) as f64);
+    }
+    for index in runs[0].index..runs[0].index + BATCH {
+        let begun = Instant::now();
+        memcached.send_gets(index..index + 1)?;
+        memcached.take_gets(&mut copies[..1])?;
+        times.singles[2]
+            .1
+            .push(begun.elapsed().as_nanos() as f64 / 1e3);
+    }
+    Ok(())
+}
+
+/// Page by page: zram knows no others. Its time is that of its caller.
+fn zram_round(
+    times: &mut Times,
+    zram: &mut Zram,
+    pages: &[Sized],
+    runs: &[Run],
+) -> Result<(), String> {
+    for run in runs {
+        let indices = run.index..run.index + run.pages;
+        let (singles, begun) = (&mut times.singles[3].1, Instant::now());
+        for index in indices.clone() {
+            let begun = Instant::now();
+            zram.read(index)?;
+            singles.push(begun.elapsed().as_nanos() as f64 / 1e3);
+        }
+        times.zram[GET].push(begun.elapsed().as_nanos() as f64 / BATCH as f64);
+        let begun = Instant::now();
+        for (index, sized) in indices.clone().zip(&pages[indices]) {
+            zram.write(index, &sized.page)?;
+        }
+        times.zram[PUT].push(begun.elapsed().as_nanos() as f64 / BATCH as f64);
+    }
+    Ok(())
+}
+
+/// Gets pages one by one, each soon after the one before is there, and puts them back.
+fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<(), String> {
+    for nth in 0..SINGLES {
+        let run = Run {
+            index: first + nth,
+            pages: 1,
+        };
+        let thought = Instant::now();
+        while thought.elapsed() < THINK {
+            std::hint::spin_loop();
+        }
+        let begun = Instant::now();
+        guest.get(run, nth);
+        guest.wait()?;
+        times.push(begun.elapsed().as_nanos() as f64 / 1e3);
+    }
+    let run = |index: usize, pages| Run { index, pages };
+    let back: Vec<Run> = (0..SINGLES)
+        .step_by(BATCH)
+        .map(|nth| run(first + nth, BATCH.min(SINGLES - nth)))
+        .collect();
+    guest.check(&back)?;
+    guest.all(&back, true)?;
+    Ok(())
+}
+
+/// What a daemon does while nothing is to be done.
+struct Idle {
+    wakeups_per_s: f64,
+    cpu_ms_per_s: f64,
+}
+
+/// Many VMs with a batch each in flight, beside one of them that has several; then nothing.
+fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
+    let host = Host::new(4 << 30)?;
+    let polls = tmemd::config::POLL_MAX_DEFAULT;
+    let path = host.serve(args.event_loop, polls, SERVER)?;
+    let all = |from: usize, count: usize| pages[from..from + count].iter().map(|s| &*s.page);
+    let one_pages = pages.len() / BATCH * BATCH;
+    let mut one = Guest::new("one", all(0, one_pages), BATCHES * BATCH)?;
+    host.connect(&path, "one", 256 << 20, &mut one)?;
+    let mut many = Vec::new();
+    for number in 0..VMS {
+        progress(&format!("VM {number} of {VMS}"));
+        let name = format!("vm-{number}");
+        let mut guest = Guest::new(&name, all(number * VM_PAGES, VM_PAGES), VM_PAGES)?;
+        host.connect(&path, &name, 0, &mut guest)?;
+        many.push(guest);
+    }
+    let mut rng = fastrand::Rng::with_seed(args.seed);
+    let mut order = batches(one_pages);
+    for round in 0..args.rounds {
+        progress(&format!(
+            "{VMS} VMs, round {} of {}",
+            round + 1,
+            args.rounds
+        ));
+        rng.shuffle(&mut order);
+        for nth in 0..2 {
+            let (mut seconds, mut pages) = (0.0, 0);
+            let which = (round + nth) % 2;
+            for puts in [true, false] {
+                let done = match which {
+                    0 => one.all(&order[..BATCHES], puts)?,
+                    _ => crowd(&mut many, puts)?,
+                };
+                (seconds, pages) = (seconds + done.0, pages + done.1);
+                host.settle();
+            }
+            let samples = match which {
+                0 => &mut times.one,
+                _ => &mut times.many,
+            };
+            samples.push(seconds * 1e9 / pages as f64);
+        }
+    }
+    progress("looking at it while it is idle");
+    // The last pause that is looked through.
+    std::thread::sleep(polls + Duration::from_millis(50));
+    let all = || threads("worker-").into_iter().chain(threads("connection"));
+    let seen = || {
+        (
+            all().map(switches).sum::<u64>(),
+            all().map(host::cpu_ns).sum::<f64>(),
+        )
+    };
+    let (begun, before) = (Instant::now(), seen());
+    std::thread::sleep(IDLE);
+    let (after, seconds) = (seen(), begun.elapsed().as_secs_f64());
+    Ok(Idle {
+        wakeups_per_s: (after.0 - before.0) as f64 / seconds,
+        cpu_ms_per_s: (after.1 - before.1) / 1e6 / seconds,
+    })
+}
+
+/// Each VM sends its batch, and then all answers are taken.
+fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
+    let run = Run {
+        index: 0,
+        pages: VM_PAGES,
+    };
+    let (mut sent, mut answered, mut pages) = (0, 0, 0);
+    let mut waiting: Vec<usize> = Vec::new();
+    let mut begun = Instant::now();
+    let started = Instant::now();
+    while answered < guests.len() {
+        if sent < guests.len() {
+            let guest = &mut guests[sent];
+            let done = match puts {
+                true => guest.put(run),
+                false => guest.get(run, 0),
+            };
+            assert!(done, "nothing of it is in flight");
+            waiting.push(sent);
+            sent += 1;
+        }
+        let mut fault = Ok(());
+        waiting.retain(|number| match guests[*number].answer() {
+            Ok(Some(count)) => {
+                (answered, pages) = (answered + 1, pages + count);
+                // From where the one VM's time begins.
+                if answered == WINDOW {
+                    (begun, pages) = (Instant::now(), 0);
+                }
+                false
+            }
+            Ok(None) => true,
+            Err(error) => {
+                fault = Err(error);
+                false
+            }
+        });
+        fault?;
+        if started.elapsed() > Duration::from_secs(30) {
+            return Err(format!("{} VMs are not answered", waiting.len()));
+        }
+    }
+    Ok((begun.elapsed().as_secs_f64(), pages))
+}
+
+fn percentile(values: &[f64], part: f64) -> f64 {
+    let mut values = values.to_vec();
+    values.sort_by(f64::total_cmp);
+    values[((values.len() - 1) as f64 * part) as usize]
+}
+
+fn results(
+    times: &Times,
+    idle: &Idle,
+    zram: &Result<(), String>,
+    memcached: &Result<(), String>,
+) -> Results {
+    let mut results = Results::default();
+    let mut add = |key, target, ratio| results.add(key, target, ratio);
+    for (what, key, cpu_key) in [
+        (PUT, "path_put_ratio", "path_put_cpu_ratio"),
+        (GET, "path_get_ratio", "path_get_cpu_ratio"),
+    ] {
+        let ratio = times.engine[what].ratio_to(&times.path[what]);
+        add(key, Target::AtLeast(0.75), Ok(ratio));
+        let ratio = times.engine_cpu[what].ratio_to(&times.path_cpu[what]);
+        add(cpu_key, Target::None, Ok(ratio));
+    }
+    add(
+        "vms256_ratio",
+        Target::AtLeast(0.9),
+        Ok(times.one.ratio_to(&times.many)),
+    );
+    add(
+        "idle_wakeups_per_s",
+        Target::AtMost(0.0),
+        Ok(Ratio::exact(idle.wakeups_per_s)),
+    );
+    add(
+        "idle_cpu_ms_per_s",
+        Target::None,
+        Ok(Ratio::exact(idle.cpu_ms_per_s)),
+    );
+    for (key, peer, there, what) in [
+        ("zram_put_speedup", &times.zram, zram, PUT),
+        ("zram_get_speedup", &times.zram, zram, GET),
+        ("memcached_put_speedup", &times.memcached, memcached, PUT),
+        ("memcached_get_speedup", &times.memcached, memcached, GET),
+    ] {
+        let speedup = there
+            .clone()
+            .map(|()| peer[what].medians_by(&times.path[what]));
+        add(key, Target::None, speedup);
+    }
+    results
+}
+
+fn print(args: &Args, pages: &[Sized], times: &Times, results: &Results) {
+    let rows: Vec<(&str, &Samples)> = [
+        ("path: put", &times.path[PUT]),
+        ("path: get", &times.path[GET]),
+        ("engine: put", &times.engine[PUT]),
+        ("engine: get, and freeing it", &times.engine[GET]),
+        ("zram: write", &times.zram[PUT]),
+        ("zram: read", &times.zram[GET]),
+        ("memcached: set", &times.memcached[PUT]),
+        ("memcached: get", &times.memcached[GET]),
+        ("one VM: put and get", &times.one),
+        ("256 VMs: put and get", &times.many),
+        ("host CPU, path: put", &times.path_cpu[PUT]),
+        ("host CPU, path: get", &times.path_cpu[GET]),
+        ("host CPU, memcached: set", &times.memcached_cpu[PUT]),
+        ("host CPU, memcached: get", &times.memcached_cpu[GET]),
+    ]
+    .into_iter()
+    .filter(|(_, samples)| !samples.is_empty())
+    .collect();
+    let singles = times.singles.iter().filter(|(_, times)| !times.is_empty());
+    let singles =
+        singles.map(|(name, times)| (*name, percentile(times, 0.5), percentile(times, 0.99)));
+    if args.json {
+        let mut all = results.json();
+        let ns = rows.iter().map(|(name, samples)| {
+            let key = name.replace([':', ','], "").replace(' ', "_");
+            (key, json!(samples.median()))
+        });
+        all.insert("ns_per_page".into(), Value::Object(ns.collect()));
+        let mut us = Map::new();
+        for (name, p50, p99) in singles {
+            us.insert(name.into(), json!({"p50": p50, "p99": p99}));
+        }
+        all.insert("single_get_us".into(), us.into());
+        all.insert("rounds".into(), json!(args.rounds));
+        println!("{}", Value::Object(all));
+        return;
+    }
+    println!(
+        "{} pages of files, {BATCH} a batch, {WINDOW} batches in flight; one worker and the engine on processor \
+         {SERVER}, the guest on {CLIENT}.\n",
+        pages.len()
+    );
+    println!("{:34} {:>9}   time, median", "ns a page", "");
+    for (what, samples) in rows {
+        println!("{what:34} {:9.0}", samples.median());
+    }
+    println!(
+        "\n{:34} {:>9} {:>9}",
+        "µs for a get of one page", "p50", "p99"
+    );
+    for (name, p50, p99) in singles {
+        println!("{name:34} {p50:9.1} {p99:9.1}");
+    }
+    results.print();
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Figures beside what is wanted of them, for people and for machines.
+
+use crate::measure::Ratio;
+use serde_json::{Map, Value, json};
+use std::io::{IsTerminal, Write};
+
+/// Which side of it is good.
+#[derive(Clone, Copy)]
+pub enum Target {
+    AtMost(f64),
+    AtLeast(f64),
+    /// Only told.
+    None,
+}
+
+impl Target {
+    fn met(self, value: f64) -> Option<bool> {
+        match self {
+            Target::AtMost(max) => Some(value <= max),
+            Target::AtLeast(min) => Some(value >= min),
+            Target::None => None,
+        }
+    }
+
+    fn text(self) -> String {
+        match self {
+            Target::AtMost(max) => format!("≤ {max:.2}"),
+            Target::AtLeast(min) => format!("≥ {min:.2}"),
+            Target::None => String::new(),
+        }
+    }
+}
+
+/// All ratios, in their order.
+#[derive(Default)]
+pub struct Results(Vec<(&'static str, Target, Result<Ratio, String>)>);
+
+impl Results {
+    /// The next one.
+    pub fn add(&mut self, key: &'static str, target: Target, ratio: Result<Ratio, String>) {
+        self.0.push((key, target, ratio));
+    }
+
+    /// For people.
+    pub fn print(&self) {
+        println!("\n{:34} {:>9}   95 % interval", "ratio", "");
+        for (key, target, ratio) in &self.0 {
+            match ratio {
+                Ok(Ratio { value, low, high }) => {
+                    let met = match target.met(*value) {
+                        Some(true) => "met",
+                        Some(false) => "MISSED",
+                        None => "",
+                    };
+                    let interval = if low < high {
+                        format!("{low:.3} – {high:.3}")
+                    } else {
+                        String::new()
+                    };
+                    println!(
+                        "{key:34} {value:9.3}   {interval:17} {:8} {met}",
+                        target.text()
+                    );
+                }
+                Err(reason) => println!("{key:34}         –   not measured: {reason}"),
+            }
+        }
+    }
+
+    /// For machines: by key, with intervals and why what is missing is missing.
+    pub fn json(&self) -> Map<String, Value> {
+        let (mut all, mut intervals, mut skipped) = (Map::new(), Map::new(), Map::new());
+        for (key, _, ratio) in &self.0 {
+            match ratio {
+                Ok(Ratio { value, low, high }) => {
+                    all.insert((*key).into(), json!(value));
+                    intervals.insert((*key).into(), json!([low, high]));
+                }
+                Err(reason) => {
+                    all.insert((*key).into(), Value::Null);
+                    skipped.insert((*key).into(), json!(reason));
+                }
+            }
+        }
+        all.insert("intervals".into(), intervals.into());
+        all.insert("not_measured".into(), skipped.into());
+        all
+    }
+}
+
+/// For whoever waits at a terminal.
+pub fn progress(text: &str) {
+    if std::io::stderr().is_terminal() {
+        eprint!("\r\x1b[K{text}");
+        std::io::stderr().flush().ok();
+    }
+}

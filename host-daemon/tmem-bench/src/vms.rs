@@ -1,0 +1,564 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Many VMs on one daemon: what it takes of the host, how long its messages take when all connect
+//! at once and under load, and whether a large VM that leaves is noticed by another: one with much in
+//! the pool, and one with much memory that the daemon has touched and has to unmap.
+//!
+//! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that times are at most
+//! what is told. Requests are asked one at a time, as a reader asks who waits.
+
+use std::fmt::Write as _;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use tmem_sim::{FakeGuest, GuestConfig, PutPage, RamRegion, Request};
+
+/// Nothing that is waited for takes so long.
+const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// What has not changed for so long is what remains.
+const STILL: Duration = Duration::from_secs(1);
+
+const POOL: u32 = 1;
+const PAGE: usize = 4096;
+const BATCH: u64 = 64;
+
+/// What is measured.
+#[derive(clap::Args)]
+pub struct Args {
+    /// VMs.
+    #[arg(long, default_value_t = 256, value_name = "NUMBER")]
+    vms: usize,
+    /// How often all leave and connect again.
+    #[arg(long, default_value_t = 5, value_name = "NUMBER")]
+    rounds: usize,
+    /// Threads that the guests share.
+    #[arg(long, default_value_t = 4, value_name = "NUMBER")]
+    clients: usize,
+    /// How long times are taken under load, and before a VM leaves.
+    #[arg(long, default_value_t = 3, value_name = "NUMBER")]
+    seconds: u64,
+    /// What the VM that leaves has in the pool: pages of one value, which take metadata alone.
+    #[arg(long, default_value_t = 16, value_name = "GIB")]
+    leaving_gib: u64,
+    /// Of a large VM that leaves, and of nothing else.
+    #[arg(long)]
+    leaving_only: bool,
+    /// Memory of the VM that leaves, all touched by the daemon; of it the host needs 1 GiB alone, which
+    /// is seen at as many places.
+    #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=64))]
+    mapped_gib: u64,
+    /// Do not confine the daemon, so that others than root see what it takes.
+    #[arg(long)]
+    no_sandbox: bool,
+    /// The daemon; default: beside this program.
+    #[arg(long, value_name = "PATH")]
+    tmemd: Option<PathBuf>,
+}
+
+/// Times of one thing.
+#[derive(Default)]
+struct Times(Vec<Duration>);
+
+impl Times {
+    fn time<R>(&mut self, what: impl FnOnce() -> R) -> R {
+        let begun = Instant::now();
+        let result = what();
+        self.0.push(begun.elapsed());
+        result
+    }
+
+    fn line(&mut self, name: &str) -> String {
+        self.0.sort_unstable();
+        let at = |part: f64| {
+            let last = self.0.len().saturating_sub(1);
+            let nth = (last as f64 * part) as usize;
+            self.0.get(nth).map_or(0.0, |time| time.as_secs_f64() * 1e6)
+        };
+        let mut line = format!("{name:40} {:>8}", self.0.len());
+        for part in [0.5, 0.99, 0.999, 1.0] {
+            let _ = write!(line, " {:>10.0}", at(part));
+        }
+        line
+    }
+}
+
+/// A daemon of its own, ended with this.
+struct Daemon {
+    child: Child,
+    folder: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start(program: &Path, vms: usize, no_sandbox: bool) -> Result<Daemon, String> {
+        let folder = tempfile::tempdir().map_err(|e| format!("a folder: {e}"))?;
+        let log = File::create(folder.path().join("log")).map_err(|e| format!("a log: {e}"))?;
+        let mut command = Command::new(program);
+        command.args(["--pool-size", "8GiB", "--host-free-min", "0"]);
+        command.args(["--memory-pressure", "none"]);
+        command.args(no_sandbox.then_some("--no-sandbox"));
+        command.arg("--control").arg(folder.path().join("control"));
+        for vm in 0..=vms {
+            let socket = folder.path().join(format!("{vm}.sock"));
+            let vm = format!("socket={},name=vm{vm}", socket.display());
+            command.args(["--vm", &vm]);
+        }
+        command.stdout(Stdio::null()).stderr(log);
+        let child = command
+            .spawn()
+            .map_err(|e| format!("{}: {e}", program.display()))?;
+        let daemon = Daemon { child, folder };
+        until(|| daemon.folder.path().join("control").exists() && daemon.socket(vms).exists())?;
+        Ok(daemon)
+    }
+
+    fn socket(&self, vm: usize) -> PathBuf {
+        self.folder.path().join(format!("{vm}.sock"))
+    }
+
+    /// Memory of guests that it has touched and mapped.
+    fn touched_bytes(&self) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
+        let status = status.unwrap_or_default();
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssShmem:"));
+        let kib = line.and_then(|kib| kib.trim().strip_suffix(" kB")?.parse::<u64>().ok());
+        kib.unwrap_or(0) << 10
+    }
+
+    /// Threads, descriptors, mappings, and memory of its own in KiB.
+    fn takes(&self) -> [u64; 4] {
+        let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
+        let entries = |name| fs::read_dir(proc.join(name)).map_or(0, Iterator::count) as u64;
+        let read = |name| fs::read_to_string(proc.join(name)).unwrap_or_default();
+        let status = read("status");
+        let kib = status
+            .lines()
+            .find_map(|line| line.strip_prefix("RssAnon:"));
+        let kib = kib.and_then(|kib| kib.trim().strip_suffix(" kB")?.parse().ok());
+        let mappings = read("maps").lines().count() as u64;
+        [entries("task"), entries("fd"), mappings, kib.unwrap_or(0)]
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // Errors mean that it has ended.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn until(mut check: impl FnMut() -> bool) -> Result<(), String> {
+    let deadline = Instant::now() + TIMEOUT;
+    while !check() {
+        if Instant::now() >= deadline {
+            return Err("waited in vain".into());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+fn guest(vm: usize) -> Result<FakeGuest, String> {
+    let config = GuestConfig {
+        name: format!("vm{vm}"),
+        ram: vec![RamRegion {
+            start: 0,
+            size_bytes: 1 << 20,
+        }],
+        request_queues: 2,
+        queue_size: 64,
+        slots: 2,
+        reply_timeout: TIMEOUT,
+        ..GuestConfig::default()
+    };
+    FakeGuest::new(config).map_err(|e| format!("a guest: {e}"))
+}
+
+fn put(object: u64, index: u64, pages: u64, value: u64) -> Request {
+    let page = |nth| PutPage {
+        object,
+        index: index + nth,
+        cookie: index + nth + 1,
+        flags: 0,
+        page: Box::new([value as u8; PAGE]),
+    };
+    Request::Put {
+        pool: POOL,
+        pages: (0..pages).map(page).collect(),
+    }
+}
+
+fn get(object: u64, index: u64, pages: u64) -> Request {
+    Request::Get {
+        pool: POOL,
+        object,
+        index,
+        cookies: (index + 1..=index + pages).collect(),
+    }
+}
+
+/// Connects, with the time of its messages; the end of the connection before may still be at work.
+fn connect(guest: &mut FakeGuest, socket: &Path) -> Result<(), String> {
+    until(|| guest.connect(socket).is_ok())?;
+    guest.start().map_err(|e| e.to_string())?;
+    let create = Request::PoolCreate {
+        pool: POOL,
+        flags: 0,
+    };
+    guest.call(0, create).map_err(|e| e.to_string())?;
+    Ok(())
+}
+
+fn ask(guest: &mut FakeGuest, request: Request) -> Result<(), String> {
+    guest.call(1, request).map_err(|e| e.to_string())?;
+    Ok(())
+}
+
+/// Each VM connects, puts a page and has its answer; how long that took, and how long all took.
+fn storm(
+    daemon: &Daemon,
+    guests: &mut [FakeGuest],
+    clients: usize,
+) -> Result<(Times, f64), String> {
+    let begun = Instant::now();
+    let times = Mutex::new(Times::default());
+    let part = guests.len().div_ceil(clients);
+    let each = |first: usize, guests: &mut [FakeGuest]| {
+        for (nth, guest) in guests.iter_mut().enumerate() {
+            let socket = daemon.socket(first + nth);
+            let mut own = Times::default();
+            own.time(|| connect(guest, &socket).and_then(|()| ask(guest, put(1, 0, 1, 7))))?;
+            times.lock().map_err(|e| e.to_string())?.0.extend(own.0);
+        }
+        Ok::<(), String>(())
+    };
+    std::thread::scope(|scope| {
+        let parts = guests.chunks_mut(part).enumerate();
+        let threads: Vec<_> = parts
+            .map(|(nth, guests)| scope.spawn(move || each(nth * part, guests)))
+            .collect();
+        let joined = threads.into_iter().map(|thread| thread.join());
+        joined
+            .map(|done| done.map_err(|_| "a client panicked".to_string())?)
+            .collect::<Result<Vec<()>, String>>()
+    })?;
+    let took = begun.elapsed().as_secs_f64();
+    let times = times.into_inner().map_err(|e| e.to_string())?;
+    Ok((times, took))
+}
+
+/// All VMs put and get batches; meanwhile one more has its messages answered.
+fn messages(
+    daemon: &Daemon,
+    guests: &mut [FakeGuest],
+    args: &Args,
+    loaded: bool,
+) -> Result<Vec<(&'static str, Times)>, String> {
+    let stop = AtomicBool::new(false);
+    let part = guests.len().div_ceil(args.clients);
+    let mut one = guest(args.vms)?;
+    std::thread::scope(|scope| {
+        let stop = &stop;
+        for guests in guests.chunks_mut(part).filter(|_| loaded) {
+            scope.spawn(move || {
+                let mut turn = 0;
+                while !stop.load(Ordering::Relaxed) {
+                    turn += 1;
+                    for guest in &mut *guests {
+                        let first = turn % 16 * BATCH;
+                        for request in [put(2, first, BATCH, turn), get(2, first, BATCH)] {
+                            if stop.load(Ordering::Relaxed) || ask(guest, request).is_err() {
+                                return;
+                            }
+                        }
+                    }
+                }
+            });
+        }
+        let done = message_times(daemon, &mut one, args);
+        stop.store(true, Ordering::Relaxed);
+        done
+    })
+}
+
+fn message_times(
+    daemon: &Daemon,
+    one: &mut FakeGuest,
+    args: &Args,
+) -> Result<Vec<(&'static str, Times)>, String> {
+    let mut times: [Times; 4] = Default::default();
+    let until = Instant::now() + Duration::from_secs(args.seconds);
+    let said = |error: tmem_sim::GuestError| error.to_string();
+    connect(one, &daemon.socket(args.vms))?;
+    while Instant::now() < until {
+        let [config, table, base, answer] = &mut times;
+        config.time(|| one.read_config()).map_err(said)?;
+        table.time(|| one.set_mem_table()).map_err(said)?;
+        answer.time(|| ask(one, put(3, 0, 1, 9)))?;
+        answer.time(|| ask(one, get(3, 0, 1)))?;
+        // One for each queue.
+        base.time(|| one.get_vring_bases()).map_err(said)?;
+        one.start().map_err(said)?;
+    }
+    one.disconnect();
+    let names = [
+        "GET_CONFIG",
+        "SET_MEM_TABLE",
+        "GET_VRING_BASE, of three queues",
+        "put or get of one page, to its answer",
+    ];
+    Ok(names.into_iter().zip(times).collect())
+}
+
+/// Answers to one VM while another leaves that has much in the pool.
+fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
+    let (mut large, mut one) = (guest(0)?, guest(1)?);
+    connect(&mut large, &daemon.socket(0))?;
+    connect(&mut one, &daemon.socket(1))?;
+    let pages = args.leaving_gib << 18;
+    for first in (0..pages).step_by(BATCH as usize) {
+        ask(&mut large, put(1 + first / (1 << 16), first, BATCH, 5))?;
+    }
+    let mut asked = |times: &mut Times, until: &dyn Fn() -> bool| {
+        while !until() {
+            times.time(|| ask(&mut one, put(1, 0, 1, 9)))?;
+            times.time(|| ask(&mut one, get(1, 0, 1)))?;
+        }
+        Ok::<(), String>(())
+    };
+    let after = |time: Duration| {
+        let end = Instant::now() + time;
+        move || Instant::now() >= end
+    };
+    let (mut before, mut during) = (Times::default(), Times::default());
+    asked(&mut before, &after(Duration::from_secs(args.seconds)))?;
+    let full_kib = daemon.takes()[3];
+    large.disconnect();
+    let begun = Instant::now();
+    // Until no more is given back.
+    let kib = std::cell::Cell::new((full_kib, begun));
+    asked(&mut during, &|| {
+        let (before, since) = kib.get();
+        let now = daemon.takes()[3];
+        if now != before {
+            kib.set((now, Instant::now()));
+        }
+        since.elapsed() > STILL || begun.elapsed() > TIMEOUT
+    })?;
+    let (left_kib, freed) = kib.get();
+    println!(
+        "\na VM leaves {pages} pages, for which the daemon took {} MiB; {} MiB are left after {:.2} s",
+        full_kib >> 10,
+        left_kib >> 10,
+        (freed - begun).as_secs_f64()
+    );
+    Ok(vec![
+        ("another's put or get before", before),
+        ("another's put or get meanwhile", during),
+    ])
+}
+
+/// The kernel maps so much around a page that is touched, of what the file has there.
+const FAULT_AROUND_BYTES: u64 = 64 << 10;
+
+/// A VM with so much memory, all of which the daemon has touched.
+fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
+    const REGION_BYTES: u64 = 1 << 30;
+    let region = |number| RamRegion {
+        start: number * REGION_BYTES,
+        size_bytes: REGION_BYTES,
+    };
+    let config = GuestConfig {
+        name: "vm0".into(),
+        ram: (0..gib).map(region).collect(),
+        one_file: true,
+        mem_slots: true,
+        request_queues: 2,
+        queue_size: 128,
+        slots: 2,
+        reply_timeout: TIMEOUT,
+        ..GuestConfig::default()
+    };
+    let mut large = FakeGuest::new(config).map_err(|e| format!("a guest: {e}"))?;
+    for page in (0..REGION_BYTES).step_by(PAGE) {
+        large.ram().write(page, &[0]);
+    }
+    connect(&mut large, &daemon.socket(0))?;
+    let addresses: Vec<u64> = (0..gib * REGION_BYTES)
+        .step_by(FAULT_AROUND_BYTES as usize)
+        .collect();
+    let request = put(1, 0, BATCH, 0);
+    for pages in addresses.chunks(BATCH as usize) {
+        let generation = large.generation();
+        large
+            .add_put_of(1, request.clone(), generation, pages)
+            .ok_or("no room for a request")?;
+        large.publish(1);
+        large.drain(TIMEOUT).map_err(|e| e.to_string())?;
+    }
+    Ok(large)
+}
+
+/// Does something again and again, timed for each of two phases, until there is a third: before a VM
+/// leaves, and meanwhile.
+fn in_phases(
+    phase: &AtomicUsize,
+    mut what: impl FnMut(&mut Times) -> Result<(), String>,
+) -> Result<[Times; 2], String> {
+    let mut times = [Times::default(), Times::default()];
+    while let Some(times) = times.get_mut(phase.load(Ordering::Relaxed)) {
+        what(times)?;
+    }
+    Ok(times)
+}
+
+/// Answers to one VM, and messages of another that change its memory, while a third leaves, whose
+/// memory the daemon has to unmap.
+fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
+    let mut large = touched(daemon, args.mapped_gib)?;
+    let (mut one, mut other) = (guest(1)?, guest(2)?);
+    connect(&mut one, &daemon.socket(1))?;
+    connect(&mut other, &daemon.socket(2))?;
+    let phase = AtomicUsize::new(0);
+    let phase = &phase;
+    std::thread::scope(|scope| {
+        let answers = scope.spawn(|| {
+            in_phases(phase, |times| {
+                times.time(|| ask(&mut one, put(1, 0, 1, 9)))?;
+                times.time(|| ask(&mut one, get(1, 0, 1)))
+            })
+        });
+        let tables = scope.spawn(|| {
+            in_phases(phase, |times| {
+                let done = times.time(|| other.set_mem_table());
+                // As many as there are when somebody plugs memory, and not all that a processor can.
+                std::thread::sleep(Duration::from_millis(1));
+                done.map_err(|e| e.to_string())
+            })
+        });
+        std::thread::sleep(Duration::from_secs(args.seconds));
+        let full = daemon.touched_bytes();
+        phase.store(1, Ordering::Relaxed);
+        let begun = Instant::now();
+        large.disconnect();
+        // What the others have is less than a hundredth.
+        let gone = until(|| daemon.touched_bytes() < full / 100);
+        let took = begun.elapsed();
+        phase.store(2, Ordering::Relaxed);
+        let joined = [answers, tables].map(|thread| thread.join());
+        gone?;
+        println!(
+            "\na VM leaves with {} MiB that the daemon has touched; {:.2} s until they are unmapped",
+            full >> 20,
+            took.as_secs_f64()
+        );
+        let mut all = Vec::new();
+        for (names, times) in [
+            [
+                "another's put or get before",
+                "another's put or get meanwhile",
+            ],
+            [
+                "a third's SET_MEM_TABLE before",
+                "a third's SET_MEM_TABLE meanwhile",
+            ],
+        ]
+        .into_iter()
+        .zip(joined)
+        {
+            let times = times.map_err(|_| "a client panicked")??;
+            all.extend(names.into_iter().zip(times));
+        }
+        Ok(all)
+    })
+}
+
+fn print(times: Vec<(&'static str, Times)>) {
+    println!(
+        "{:40} {:>8} {:>10} {:>10} {:>10} {:>10}",
+        "µs", "", "p50", "p99", "p99.9", "max"
+    );
+    for (name, mut times) in times {
+        println!("{}", times.line(name));
+    }
+}
+
+/// All VMs at once.
+fn crowd(program: &Path, args: &Args) -> Result<(), String> {
+    let daemon = Daemon::start(program, args.vms, args.no_sandbox)?;
+    let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
+    let empty = daemon.takes();
+    if empty[1] == 0 {
+        return Err("what the daemon takes is not shown: as root, or with --no-sandbox".into());
+    }
+    let tell = |what: &str, [threads, descriptors, mappings, kib]: [u64; 4]| {
+        println!("{what:24} {threads:>8} {descriptors:>12} {mappings:>10} {kib:>12}");
+    };
+    println!(
+        "{:24} {:>8} {:>12} {:>10} {:>12}",
+        "", "threads", "descriptors", "mappings", "KiB"
+    );
+    tell("nobody connected", empty);
+    let mut storms = Vec::new();
+    for round in 0..args.rounds {
+        let (times, took) = storm(&daemon, &mut guests, args.clients)?;
+        storms.push((times, took));
+        if round == 0 {
+            // Old memory tables are unmapped a little later.
+            std::thread::sleep(Duration::from_millis(500));
+            tell(&format!("{} VMs connected", args.vms), daemon.takes());
+        }
+        if round + 1 < args.rounds {
+            guests.iter_mut().for_each(FakeGuest::disconnect);
+        }
+    }
+    println!(
+        "\nall {} VMs connect at once, {} clients",
+        args.vms, args.clients
+    );
+    let mut all = Times::default();
+    for (nth, (times, took)) in storms.into_iter().enumerate() {
+        println!("round {nth}: {took:.3} s until the last has its first answer");
+        all.0.extend(times.0);
+    }
+    print(vec![("connect to first put answered, of a VM", all)]);
+    for (what, loaded) in [("idle", false), ("under load", true)] {
+        println!("\nmessages of one more VM, the others {what}");
+        print(messages(&daemon, &mut guests, args, loaded)?);
+    }
+    guests.iter_mut().for_each(FakeGuest::disconnect);
+    until(|| daemon.takes()[0] <= empty[0])?;
+    std::thread::sleep(Duration::from_secs(1));
+    println!();
+    tell("all have left", daemon.takes());
+    Ok(())
+}
+
+/// Runs and prints all.
+///
+/// # Errors
+/// The daemon cannot be started, or breaks a rule.
+pub fn run(args: &Args) -> Result<(), String> {
+    let beside = || {
+        let own = std::env::current_exe().map_err(|e| e.to_string())?;
+        Ok::<PathBuf, String>(own.with_file_name("tmemd"))
+    };
+    let program = args.tmemd.clone().map_or_else(beside, Ok)?;
+    if args.vms < 2 || args.clients == 0 {
+        return Err("two VMs and a client are the least".into());
+    }
+    if !args.leaving_only {
+        crowd(&program, args)?;
+    }
+    let daemon = Daemon::start(&program, 2, args.no_sandbox)?;
+    print(leaving(&daemon, args)?);
+    drop(daemon);
+    let daemon = Daemon::start(&program, 3, args.no_sandbox)?;
+    print(unmapping(&daemon, args)?);
+    Ok(())
+}

@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Bytes as choices: what a fuzzer changes, a guest does otherwise.
+//!
+//! Read from the front, so that seeds can be written by hand and a change at the end leaves the
+//! beginning as it was; where there are no more, zeros are read. (The crate `arbitrary` reads lengths
+//! from the end.)
+
+/// What is left of a fuzzer's bytes.
+pub struct Input<'a>(&'a [u8]);
+
+/// Numbers at which something ends: of signed and unsigned integers, of indices, of pages.
+const BORDERS: [u64; 16] = [
+    0,
+    1,
+    1 << 7,
+    1 << 12,
+    1 << 15,
+    1 << 16,
+    1 << 31,
+    1 << 32,
+    (1 << 32) - 4096,
+    1 << 44,
+    1 << 47,
+    1 << 51,
+    1 << 52,
+    1 << 63,
+    u64::MAX - 4096,
+    u64::MAX,
+];
+
+impl<'a> Input<'a> {
+    /// All of it.
+    pub fn new(bytes: &'a [u8]) -> Self {
+        Input(bytes)
+    }
+
+    /// Only zeros are left.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// The next bytes; fewer at the end.
+    pub fn bytes(&mut self, count: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(count.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    fn array<const N: usize>(&mut self) -> [u8; N] {
+        let mut out = [0; N];
+        let taken = self.bytes(N);
+        out[..taken.len()].copy_from_slice(taken);
+        out
+    }
+
+    /// The next byte.
+    pub fn u8(&mut self) -> u8 {
+        self.array::<1>()[0]
+    }
+
+    /// The next two.
+    pub fn u16(&mut self) -> u16 {
+        u16::from_le_bytes(self.array())
+    }
+
+    /// The next four.
+    pub fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.array())
+    }
+
+    /// A choice among so many, at most 256.
+    pub fn below(&mut self, count: usize) -> usize {
+        usize::from(self.u8()) % count
+    }
+
+    /// A number that is small, near a border, or any.
+    pub fn number(&mut self) -> u64 {
+        match self.u8() {
+            small @ 0..=199 => u64::from(small) % 40,
+            near @ 200..=247 => {
+                let at = BORDERS[usize::from(near - 200) % BORDERS.len()];
+                at.wrapping_add(u64::from(self.u8())).wrapping_sub(128)
+            }
+            _ => u64::from_le_bytes(self.array()),
+        }
+    }
+}

@@ -1,0 +1,374 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the specification makes of a chain: read by hand from the guest's memory, without the daemon's
+//! parser and without the library that walks its chains.
+//!
+//! Never here: what the daemon did.
+
+use std::collections::{BTreeSet, HashMap};
+use std::rc::Rc;
+
+use tmem_sim::requests::{
+    GET_PAGE_BYTES, LATENCIES_BYTES, PAGE, PUT_PAGE_BYTES, REPORT_BYTES, REQ_BYTES, RESP_BYTES,
+};
+use virtio_tmem as wire;
+
+use crate::ram::Ram;
+
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+const DESCRIPTOR: u64 = 16;
+const RANGE_BYTES: usize = 24;
+
+/// A piece of guest memory: address and bytes.
+pub type Piece = (u64, u64);
+
+/// A chain that can be followed.
+#[derive(Default)]
+pub struct Chain {
+    /// What the device reads.
+    pub readable: Vec<Piece>,
+    /// What it may write.
+    pub writable: Vec<Piece>,
+    /// The indirect table, if there is one.
+    pub table: Option<Piece>,
+    /// Something readable follows something writable.
+    pub out_of_order: bool,
+}
+
+/// Follows a chain; None: it cannot be.
+pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
+    let mut chain = Chain::default();
+    let (mut table, mut length, mut at) = (table, u64::from(size), u64::from(head));
+    let (mut steps, mut all, mut sum) = (0, 0, 0u64);
+    loop {
+        if at >= length || steps == length {
+            return None;
+        }
+        let bytes = Ram::read(image, table.checked_add(DESCRIPTOR * at)?, DESCRIPTOR)?;
+        let address = u64::from_le_bytes(bytes[..8].try_into().ok()?);
+        let bytes_long = u64::from(u32::from_le_bytes(bytes[8..12].try_into().ok()?));
+        let flags = u16::from_le_bytes([bytes[12], bytes[13]]);
+        let next = u16::from_le_bytes([bytes[14], bytes[15]]);
+        if flags & INDIRECT != 0 {
+            let whole = bytes_long % DESCRIPTOR == 0;
+            length = bytes_long / DESCRIPTOR;
+            if chain.table.is_some() || !whole || length > u64::from(u16::MAX) {
+                return None;
+            }
+            (table, at, steps) = (address, 0, 0);
+            chain.table = Some((address, bytes_long));
+            continue;
+        }
+        (steps, all, sum) = (steps + 1, all + 1, sum + bytes_long);
+        if all > usize::from(wire::QUEUE_SIZE_MAX) || sum > u64::from(u32::MAX) {
+            return None;
+        }
+        if bytes_long > 0 {
+            Ram::places(address, bytes_long)?;
+            if flags & WRITE != 0 {
+                chain.writable.push((address, bytes_long));
+            } else {
+                chain.out_of_order |= !chain.writable.is_empty();
+                chain.readable.push((address, bytes_long));
+            }
+        }
+        if flags & NEXT == 0 {
+            return Some(chain);
+        }
+        at = u64::from(next);
+    }
+}
+
+impl Chain {
+    /// Bytes of the writable part.
+    pub fn room(&self) -> u64 {
+        self.writable.iter().map(|piece| piece.1).sum()
+    }
+
+    /// The readable part, but for what is beyond any request.
+    pub fn request(&self, image: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        for (address, bytes) in &self.readable {
+            let left = (wire::READABLE_BYTES_MAX + 1 - out.len()) as u64;
+            out.extend(Ram::read(image, *address, (*bytes).min(left)).expect("walked"));
+        }
+        out
+    }
+
+    /// The first bytes of the writable part.
+    pub fn answer(&self, bytes: u64) -> Vec<Piece> {
+        let mut left = bytes;
+        let mut pieces = Vec::new();
+        for (address, bytes) in &self.writable {
+            let now = left.min(*bytes);
+            if now > 0 {
+                pieces.push((*address, now));
+            }
+            left -= now;
+        }
+        pieces
+    }
+}
+
+/// Key of a page.
+type Key = (u32, u64, u64);
+/// Contents of a page.
+type Page = Rc<[u8]>;
+
+/// A request that is one.
+enum Asked {
+    Put(Vec<(u64, u64, u64, Page)>),
+    Get(u64, u64, Vec<u64>),
+    Flush(Vec<(u64, u64, u64)>),
+    Create,
+    Destroy,
+    Told,
+}
+
+/// What is due for a chain.
+pub enum Due {
+    /// The queue stops.
+    Stop,
+    /// A status of these, alone.
+    Refused(&'static [u8]),
+    /// The request is carried out.
+    Run(Carry),
+}
+
+/// A request to be carried out.
+pub struct Carry {
+    generation: u64,
+    pool: u32,
+    asked: Asked,
+}
+
+const ODD: Due = Due::Refused(&[wire::S_BAD, wire::S_UNSUPPORTED]);
+
+fn u16_at(bytes: &[u8], at: usize) -> u16 {
+    u16::from_le_bytes([bytes[at], bytes[at + 1]])
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four"))
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight"))
+}
+
+/// So many pages from an index on exist.
+fn exist(object: u64, index: u64, pages: u64) -> bool {
+    let end = u128::from(index) + u128::from(pages);
+    object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
+}
+
+/// Sizes of the two parts of a request of that type and count; None: there is no such.
+pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
+    let n = usize::from(count);
+    let batch = n > 0 && n <= wire::BATCH_MAX;
+    let (good, readable, writable) = match kind {
+        wire::T_PUT => (batch, n * (PUT_PAGE_BYTES + PAGE), n),
+        wire::T_GET => (batch, 16 + 8 * n, n * (GET_PAGE_BYTES + PAGE)),
+        wire::T_FLUSH => (batch, n * RANGE_BYTES, 0),
+        wire::T_POOL_CREATE => (n == 0, 8, 0),
+        wire::T_POOL_DESTROY => (n == 0, 0, 0),
+        wire::T_REPORT => (n == 0, REPORT_BYTES, 0),
+        wire::T_LATENCIES => (n == 0, LATENCIES_BYTES, 0),
+        _ => return None,
+    };
+    good.then_some((REQ_BYTES + readable, RESP_BYTES + writable))
+}
+
+/// What is due for a request on a queue.
+pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
+    if room < RESP_BYTES as u64 {
+        return Due::Stop;
+    }
+    if bytes.len() < REQ_BYTES || out_of_order {
+        return ODD;
+    }
+    let (kind, count, pool) = (u16_at(bytes, 8), u16_at(bytes, 10), u32_at(bytes, 12));
+    let Some((readable, writable)) = sizes(kind, count) else {
+        return ODD;
+    };
+    let report = matches!(kind, wire::T_REPORT | wire::T_LATENCIES);
+    let for_control = report || matches!(kind, wire::T_POOL_CREATE | wire::T_POOL_DESTROY);
+    let shaped = bytes.len() == readable && room == writable as u64 && control == for_control;
+    if !shaped || u64_at(bytes, 16) != 0 || (pool == 0 && !report) {
+        return ODD;
+    }
+    let (body, n) = (&bytes[REQ_BYTES..], usize::from(count));
+    let asked = match kind {
+        wire::T_PUT => {
+            let (keys, data) = body.split_at(n * PUT_PAGE_BYTES);
+            let mut pages = Vec::new();
+            for (key, page) in keys.chunks(PUT_PAGE_BYTES).zip(data.chunks(PAGE)) {
+                let (object, index, cookie) = (u64_at(key, 0), u64_at(key, 8), u64_at(key, 16));
+                let flags = u32_at(key, 24);
+                let known = flags & !wire::PUT_WORKINGSET == 0 && u32_at(key, 28) == 0;
+                if !exist(object, index, 1) || cookie == 0 || !known {
+                    return ODD;
+                }
+                pages.push((object, index, cookie, page.into()));
+            }
+            Asked::Put(pages)
+        }
+        wire::T_GET => {
+            let (object, index) = (u64_at(body, 0), u64_at(body, 8));
+            if !exist(object, index, n as u64) {
+                return ODD;
+            }
+            let cookies = body[16..].chunks(8).map(|cookie| u64_at(cookie, 0));
+            Asked::Get(object, index, cookies.collect())
+        }
+        wire::T_FLUSH => {
+            let ranges = body.chunks(RANGE_BYTES);
+            let ranges = ranges.map(|r| (u64_at(r, 0), u64_at(r, 8), u64_at(r, 16)));
+            let ranges: Vec<_> = ranges.collect();
+            if !ranges.iter().all(|r| exist(r.0, r.1, r.2)) {
+                return ODD;
+            }
+            Asked::Flush(ranges)
+        }
+        wire::T_POOL_CREATE if u64_at(body, 0) != 0 => return ODD,
+        wire::T_POOL_CREATE => Asked::Create,
+        wire::T_POOL_DESTROY => Asked::Destroy,
+        wire::T_REPORT if u32_at(body, 4) > wire::R_POISONED => return ODD,
+        _ => Asked::Told,
+    };
+    Due::Run(Carry {
+        generation: u64_at(bytes, 0),
+        pool,
+        asked,
+    })
+}
+
+/// A page that was stored.
+struct Held {
+    cookie: u64,
+    page: Page,
+    /// Nobody asked for it by another cookie, upon which a device may drop it.
+    certain: bool,
+}
+
+/// What the device may hold of the guest.
+#[derive(Default)]
+pub struct Model {
+    generation: u64,
+    pools: BTreeSet<u32>,
+    held: HashMap<Key, Held>,
+    /// A drain has begun: what is held may be missed.
+    pub drained: bool,
+}
+
+impl Model {
+    /// A generation begins, with nothing.
+    pub fn begin(&mut self, generation: u64) {
+        assert!(generation != 0 && generation != self.generation);
+        *self = Model {
+            generation,
+            ..Model::default()
+        };
+    }
+
+    /// The one that requests must carry.
+    pub fn generation(&self) -> u64 {
+        self.generation
+    }
+
+    fn status(&self, carry: &Carry) -> u8 {
+        let live = self.pools.contains(&carry.pool);
+        match carry.asked {
+            _ if carry.generation != self.generation => wire::S_STALE,
+            Asked::Create if live => wire::S_BAD,
+            Asked::Create if self.pools.len() >= wire::POOLS_MAX => wire::S_LIMIT,
+            Asked::Create | Asked::Told => wire::S_OK,
+            _ if !live => wire::S_NO_POOL,
+            _ => wire::S_OK,
+        }
+    }
+
+    /// Judges the answer to a request, of which so many bytes are said to be written, and moves on.
+    pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
+        let status = self.status(carry);
+        assert_eq!(answer[0], status, "status");
+        let (pool, ok) = (carry.pool, status == wire::S_OK);
+        let results = &answer[RESP_BYTES..];
+        match &carry.asked {
+            Asked::Put(pages) => {
+                assert_eq!(results.len(), pages.len(), "bytes of a put's answer");
+                for ((object, index, cookie, page), result) in pages.iter().zip(results) {
+                    let key = (pool, *object, *index);
+                    match *result {
+                        wire::P_STORED if ok => {
+                            let held = Held {
+                                cookie: *cookie,
+                                page: page.clone(),
+                                certain: true,
+                            };
+                            self.held.insert(key, held);
+                        }
+                        wire::P_REFUSED if ok => {
+                            self.held.remove(&key);
+                        }
+                        wire::P_REFUSED => {}
+                        other => panic!("result {other} of a put"),
+                    }
+                }
+            }
+            Asked::Get(object, index, cookies) => {
+                let data = cookies.len() * GET_PAGE_BYTES;
+                assert!(results.len() >= data, "bytes of a get's answer");
+                let mut end = data;
+                for (number, cookie) in cookies.iter().enumerate() {
+                    let key = (pool, *object, index + number as u64);
+                    let result = &results[number * GET_PAGE_BYTES..][..GET_PAGE_BYTES];
+                    assert_eq!(result[9..], [0; 7], "reserved");
+                    let held = self.held.get_mut(&key).filter(|_| ok);
+                    match (result[8], held) {
+                        (wire::P_MISS, held) => {
+                            assert_eq!(u64_at(result, 0), 0, "the cookie of a miss");
+                            if let Some(held) = held {
+                                let lost = held.certain && held.cookie == *cookie;
+                                assert!(!lost || self.drained, "a page is lost: {key:?}");
+                                held.certain = false;
+                            }
+                        }
+                        (wire::P_HIT, Some(held)) => {
+                            assert_eq!(held.cookie, *cookie, "a hit by another cookie");
+                            assert_eq!(u64_at(result, 0), *cookie, "the cookie of a hit");
+                            let from = data + number * PAGE;
+                            end = from + PAGE;
+                            assert!(results[from..end] == *held.page, "wrong bytes: {key:?}");
+                            self.held.remove(&key);
+                        }
+                        (other, _) => panic!("result {other} of a get of what is not held"),
+                    }
+                }
+                assert_eq!(results.len(), end, "bytes of a get's answer");
+            }
+            asked => {
+                assert!(results.is_empty(), "a status alone");
+                match asked {
+                    _ if !ok => {}
+                    Asked::Flush(ranges) => self.held.retain(|key, _| {
+                        !ranges.iter().any(|(object, index, pages)| {
+                            let to_end = *pages == wire::TO_END;
+                            let inside = key.2 >= *index && (to_end || key.2 - index < *pages);
+                            key.0 == pool && key.1 == *object && inside
+                        })
+                    }),
+                    Asked::Create => {
+                        self.pools.insert(pool);
+                    }
+                    Asked::Destroy => {
+                        self.pools.remove(&pool);
+                        self.held.retain(|key, _| key.0 != pool);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+}

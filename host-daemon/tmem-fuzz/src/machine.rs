@@ -1,0 +1,433 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A guest with a control queue and a request queue, and its front end: what it offers is worked off
+//! and compared with what is due.
+//!
+//! While all that it offers is well apart in memory and nothing changes under the daemon's eyes, each
+//! byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine goes on
+//! unjudged, and what must hold all the same is looked at: nothing outside of the guest's memory is
+//! written, work ends, no bug is told, the neighbour has its pages.
+
+use std::os::fd::OwnedFd;
+use std::sync::MutexGuard;
+
+use rustix::event::{EventfdFlags, eventfd};
+use tmemd::parts::Device;
+use vhost::vhost_user::VhostUserBackendReqHandlerMut;
+use vhost::vhost_user::message::{
+    VhostUserConfigFlags, VhostUserVirtioFeatures, VhostUserVringAddrFlags,
+};
+
+use crate::host::{Host, lock};
+use crate::judge::{Chain, Due, Model, Piece, due, walk};
+use crate::ram::{BASE, Ram};
+
+const F_VERSION_1: u64 = 1 << 32;
+const F_INDIRECT_DESC: u64 = 1 << 28;
+const F_EVENT_IDX: u64 = 1 << 29;
+
+/// Queues: control, and one for requests.
+pub const QUEUES: usize = 2;
+/// Descriptors of a queue at most.
+pub const SIZE_MAX: u16 = 64;
+/// Bytes of guest memory for the three parts of a ring.
+const RING_BYTES: u64 = 0x1000;
+const AVAIL_AT: u64 = 0x400;
+const USED_AT: u64 = 0x600;
+/// Where buffers and tables may lie: behind the rings, to the end of the first region.
+pub const ARENA: u64 = BASE + QUEUES as u64 * RING_BYTES;
+
+/// A ring as its driver sees it.
+#[derive(Clone, Copy, Debug)]
+pub struct Ring {
+    /// Descriptors.
+    pub size: u16,
+    /// Its table; the other two parts follow.
+    pub table: u64,
+    /// Chains offered; what is in memory lags behind until they are published.
+    pub offered: u16,
+    /// Chains answered.
+    pub answered: u16,
+    /// Nothing more is done until it is set up anew.
+    stopped: bool,
+    running: bool,
+}
+
+impl Ring {
+    fn avail(&self) -> u64 {
+        self.table + AVAIL_AT
+    }
+
+    fn used(&self) -> u64 {
+        self.table + USED_AT
+    }
+
+    /// Flags and index, elements, and the event index.
+    fn used_bytes(&self) -> u64 {
+        6 + 8 * u64::from(self.size)
+    }
+}
+
+/// A chain that the daemon is to answer.
+struct Planned {
+    queue: usize,
+    head: u16,
+    chain: Chain,
+    due: Due,
+}
+
+/// What the daemon is to do.
+struct Plan {
+    chains: Vec<Planned>,
+    /// Queues that stop after them.
+    stops: [bool; QUEUES],
+}
+
+/// A guest, its front end and the daemon.
+pub struct Machine {
+    /// The daemon.
+    pub host: Host,
+    /// Memory.
+    pub ram: Ram,
+    /// Rings.
+    pub rings: [Ring; QUEUES],
+    /// What the device may hold.
+    pub model: Model,
+    kicks: Vec<OwnedFd>,
+    calls: Vec<OwnedFd>,
+    /// What the daemon does is known in full.
+    pub judged: bool,
+}
+
+fn device(host: &Host) -> MutexGuard<'_, Device> {
+    lock(host.session.device())
+}
+
+impl Machine {
+    /// Rings of that size, running.
+    pub fn new(size: u16, event_idx: bool) -> Machine {
+        assert!(size.is_power_of_two() && size <= SIZE_MAX);
+        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+        let fds = || (0..QUEUES).map(|_| eventfd(0, flags).expect("descriptors"));
+        let ring = |number: usize| Ring {
+            size,
+            table: BASE + number as u64 * RING_BYTES,
+            offered: 0,
+            answered: 0,
+            stopped: false,
+            running: false,
+        };
+        let mut machine = Machine {
+            host: Host::new(),
+            ram: Ram::new(),
+            rings: [ring(0), ring(1)],
+            model: Model::default(),
+            kicks: fds().collect(),
+            calls: fds().collect(),
+            judged: true,
+        };
+        let event = if event_idx { F_EVENT_IDX } else { 0 };
+        let protocol = VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+        let features = F_VERSION_1 | F_INDIRECT_DESC | protocol | event;
+        let (regions, files) = machine.ram.table();
+        let mut device = device(&machine.host);
+        device.set_features(features).expect("all are offered");
+        let table = device.set_mem_table(&regions, files, None);
+        drop(table.expect("sealed and apart"));
+        drop(device);
+        machine.begin();
+        (0..QUEUES).for_each(|queue| machine.start(queue));
+        machine
+    }
+
+    /// Reads the generation, with which the device holds nothing.
+    fn begin(&mut self) {
+        let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
+        let bytes = config.expect("the configuration is longer").try_into();
+        self.model.begin(u64::from_le_bytes(bytes.expect("eight")));
+    }
+
+    /// Sets a ring up, from what was answered last.
+    fn start(&mut self, queue: usize) {
+        let ring = &mut self.rings[queue];
+        (ring.stopped, ring.running) = (false, true);
+        let (ring, number) = (*ring, queue as u32);
+        let used = ring.answered.to_le_bytes();
+        assert!(self.ram.write(ring.used() + 2, &used));
+        let file = |fd: &OwnedFd| Some(fd.try_clone().expect("descriptors").into());
+        let (kick, call) = (file(&self.kicks[queue]), file(&self.calls[queue]));
+        let [table, used, avail] = [ring.table, ring.used(), ring.avail()].map(Ram::user);
+        let flags = VhostUserVringAddrFlags::empty();
+        let mut device = device(&self.host);
+        let messages = [
+            device.set_vring_num(number, ring.size.into()),
+            device.set_vring_base(number, ring.answered.into()),
+            device.set_vring_addr(number, flags, table, used, avail, 0),
+            device.set_vring_kick(queue as u8, kick),
+            device.set_vring_call(queue as u8, call),
+            device.set_vring_enable(number, true),
+        ];
+        assert!(messages.iter().all(Result::is_ok), "{messages:?}");
+    }
+
+    /// Stops a ring and sets it up anew, as around a pause or after a lost daemon: what was published
+    /// and not answered is done now.
+    pub fn restart(&mut self, queue: usize) {
+        if self.is_over() {
+            return;
+        }
+        self.watched(|machine| {
+            let state = device(&machine.host).get_vring_base(queue as u32);
+            let base = { state.expect("there is such a queue").num } as u16;
+            let ring = &mut machine.rings[queue];
+            if machine.judged {
+                assert_eq!(base, ring.answered, "the base that the front end gets");
+            }
+            ring.answered = base;
+            ring.running = false;
+        });
+        if self.is_over() {
+            return;
+        }
+        self.start(queue);
+        self.work();
+    }
+
+    /// RESET_DEVICE: another generation, nothing held, rings empty.
+    pub fn reset(&mut self) {
+        for queue in 0..QUEUES {
+            let state = device(&self.host).get_vring_base(queue as u32);
+            state.expect("there is such a queue");
+            self.rings[queue].running = false;
+        }
+        device(&self.host).reset_device().expect("always");
+        for queue in 0..QUEUES {
+            let ring = &mut self.rings[queue];
+            (ring.offered, ring.answered) = (0, 0);
+            let (avail, used, bytes) = (ring.avail(), ring.used(), ring.used_bytes());
+            assert!(
+                self.ram
+                    .write(avail, &vec![0; 6 + 2 * usize::from(SIZE_MAX)])
+            );
+            assert!(self.ram.write(used, &vec![0; bytes as usize]));
+        }
+        self.begin();
+        (0..QUEUES).for_each(|queue| self.start(queue));
+        self.work();
+    }
+
+    /// A table without the memory near 2^64, or with all of it again.
+    pub fn remap(&mut self, whole: bool) {
+        let (mut regions, mut files) = self.ram.table();
+        if !whole {
+            regions.pop();
+            files.pop();
+            // What lies there is not known to be memory any more: this side takes all for memory.
+            self.judged = false;
+        }
+        let done = device(&self.host).set_mem_table(&regions, files, None);
+        drop(done.expect("sealed and apart"));
+        self.work();
+    }
+
+    /// The front end has hung up: nothing more is to be offered.
+    pub fn is_over(&self) -> bool {
+        self.host.watch.left().is_some()
+    }
+
+    /// Writes a descriptor of a table.
+    pub fn describe(
+        &mut self,
+        table: u64,
+        number: u64,
+        address: u64,
+        bytes: u32,
+        flags: (u16, u16),
+    ) {
+        let mut all = address.to_le_bytes().to_vec();
+        all.extend(bytes.to_le_bytes());
+        all.extend(flags.0.to_le_bytes());
+        all.extend(flags.1.to_le_bytes());
+        self.ram.write(table.wrapping_add(16 * number), &all);
+    }
+
+    /// Puts a head into the available ring; published later.
+    pub fn offer(&mut self, queue: usize, head: u16) {
+        let ring = self.rings[queue];
+        let slot = ring.avail() + 4 + 2 * u64::from(ring.offered % ring.size);
+        assert!(self.ram.write(slot, &head.to_le_bytes()));
+        self.rings[queue].offered = ring.offered.wrapping_add(1);
+    }
+
+    /// Publishes what was offered, kicks, and lets the daemon work it off.
+    pub fn kick(&mut self, queue: usize) {
+        let ring = self.rings[queue];
+        let index = ring.avail() + 2;
+        assert!(self.ram.write(index, &ring.offered.to_le_bytes()));
+        rustix::io::write(&self.kicks[queue], &1u64.to_ne_bytes()).expect("eventfd");
+        self.work();
+    }
+
+    /// The daemon does all it has to; what it did is judged.
+    pub fn work(&mut self) {
+        self.watched(|machine| machine.host.work());
+    }
+
+    fn watched(&mut self, act: impl FnOnce(&mut Machine)) {
+        let plan = if self.judged { self.plan() } else { None };
+        act(self);
+        let acted = self.host.watch.take_acted();
+        let after = self.ram.current();
+        if let Some(left) = self.host.watch.left() {
+            assert!(
+                left == after,
+                "the front end has hung up, and memory is written"
+            );
+        }
+        if acted || plan.is_none() {
+            self.judged = false;
+        }
+        if let Some(plan) = plan.filter(|_| self.judged) {
+            self.judge(&plan, &after);
+        }
+        self.ram.accept(after);
+        self.host.check();
+    }
+
+    /// What is due for the published chains, in order; None if it cannot be told, since what is
+    /// written for one changes another, or both queues have work.
+    fn plan(&self) -> Option<Plan> {
+        let image = &self.ram.image;
+        let mut plan = Plan {
+            chains: Vec::new(),
+            stops: [false; QUEUES],
+        };
+        let mut reads: Vec<Piece> = Vec::new();
+        let mut writes: Vec<Piece> = Vec::new();
+        let mut busy = 0;
+        for (queue, ring) in self.rings.iter().enumerate() {
+            let size = u64::from(ring.size);
+            reads.extend([(ring.table, 16 * size), (ring.avail(), 6 + 2 * size)]);
+            writes.push((ring.used(), ring.used_bytes()));
+            if ring.stopped || !ring.running {
+                continue;
+            }
+            let published = Ram::u16_of(image, ring.avail() + 2).wrapping_sub(ring.answered);
+            busy += u32::from(published > 0);
+            if published > ring.size {
+                plan.stops[queue] = true;
+                continue;
+            }
+            for number in 0..published {
+                let slot = ring.answered.wrapping_add(number) % ring.size;
+                let head = Ram::u16_of(image, ring.avail() + 4 + 2 * u64::from(slot));
+                let Some(chain) = walk(image, ring.table, ring.size, head) else {
+                    plan.stops[queue] = true;
+                    break;
+                };
+                reads.extend(chain.table);
+                reads.extend(&chain.readable);
+                writes.extend(&chain.writable);
+                let request = chain.request(image);
+                let due = due(queue == 0, &request, chain.room(), chain.out_of_order);
+                if let Due::Stop = due {
+                    plan.stops[queue] = true;
+                    break;
+                }
+                plan.chains.push(Planned {
+                    queue,
+                    head,
+                    chain,
+                    due,
+                });
+            }
+        }
+        (busy < 2 && apart(&reads, writes)).then_some(plan)
+    }
+
+    fn judge(&mut self, plan: &Plan, after: &[u8]) {
+        let mut expected = self.ram.copy();
+        let mut accept = |piece: &Piece| {
+            for (from, count) in Ram::places(piece.0, piece.1).expect("memory") {
+                expected[from..from + count].copy_from_slice(&after[from..from + count]);
+            }
+        };
+        for ring in &self.rings {
+            // The wish to be kicked.
+            accept(&(ring.used(), 2));
+            accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
+        }
+        for planned in &plan.chains {
+            let ring = &mut self.rings[planned.queue];
+            let slot = u64::from(ring.answered % ring.size);
+            let element = (ring.used() + 4 + 8 * slot, 8);
+            accept(&element);
+            let bytes = Ram::read(after, element.0, 8).expect("memory");
+            let id = u32::from_le_bytes(bytes[..4].try_into().expect("four"));
+            let length = u32::from_le_bytes(bytes[4..].try_into().expect("four"));
+            assert_eq!(id, u32::from(planned.head), "answers are in order");
+            assert!(u64::from(length) <= planned.chain.room(), "bytes written");
+            ring.answered = ring.answered.wrapping_add(1);
+            let pieces = planned.chain.answer(length.into());
+            let mut answer = Vec::new();
+            for piece in &pieces {
+                accept(piece);
+                answer.extend(Ram::read(after, piece.0, piece.1).expect("memory"));
+            }
+            assert!(answer.len() >= 8, "an answer of {length} bytes");
+            assert_eq!(answer[1..8], [0; 7], "reserved");
+            match &planned.due {
+                Due::Refused(statuses) => {
+                    assert!(statuses.contains(&answer[0]), "status {}", answer[0]);
+                    assert_eq!(length, 8, "a status alone");
+                }
+                Due::Run(carry) => self.model.judge(carry, &answer),
+                Due::Stop => unreachable!("it is no answer"),
+            }
+        }
+        for (queue, ring) in self.rings.iter_mut().enumerate() {
+            accept(&(ring.used() + 2, 2));
+            let used = Ram::u16_of(after, ring.used() + 2);
+            assert_eq!(used, ring.answered, "used index of queue {queue}");
+            ring.stopped |= plan.stops[queue];
+        }
+        let changed = first_difference(&expected, after);
+        assert_eq!(changed, None, "written where nothing was asked for");
+        self.ram.drop_copy(expected);
+    }
+
+    /// The connection ends.
+    pub fn end(mut self) {
+        self.work();
+        self.host.end();
+        let memory = self.ram.current();
+        assert!(memory == self.ram.image, "an end writes nothing");
+        self.ram.drop_copy(memory);
+        self.ram.keep();
+    }
+}
+
+fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
+    // The quick comparison first.
+    (one != other).then(|| one.iter().zip(other).position(|(a, b)| a != b))?
+}
+
+/// No piece that is written meets another, or one that is read.
+fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
+    let end = |piece: &Piece| u128::from(piece.0) + u128::from(piece.1);
+    let mut all: Vec<(Piece, bool)> = writes.into_iter().map(|piece| (piece, true)).collect();
+    all.extend(reads.iter().map(|piece| (*piece, false)));
+    all.sort_unstable();
+    // The furthest ends so far of what is written, and of anything.
+    let (mut written, mut any) = (0, 0);
+    for (piece, write) in all {
+        let start = u128::from(piece.0);
+        if start < written || (write && start < any) {
+            return false;
+        }
+        any = any.max(end(&piece));
+        if write {
+            written = written.max(end(&piece));
+        }
+    }
+    true
+}

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Asks an emulator whether it knows the device. It is a program of somebody else, perhaps a script:
+//! it is not waited for for ever, and what it leaves behind holds nobody up.
+
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Command, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
+use tmem_domain::DEVICE;
+
+/// What is read of an answer: QEMU's has some 30 KiB.
+const ANSWER_BYTES: u64 = 1 << 20;
+
+/// It knows the device.
+///
+/// # Errors
+/// Why it cannot be asked.
+pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
+    let mut command = Command::new(emulator);
+    command
+        .args(["-device", "help"])
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .stdout(Stdio::piped());
+    let mut child = command
+        .spawn()
+        .map_err(|error| format!("it cannot be run: {error}"))?;
+    let Some(answer) = child.stdout.take() else {
+        return Err("a bug: it has no stdout".into());
+    };
+    let (sender, receiver) = mpsc::channel();
+    // A child of its own may keep the pipe; this thread ends with it, or with the process.
+    std::thread::spawn(move || {
+        let lines = BufReader::new(answer.take(ANSWER_BYTES)).split(b'\n');
+        let device = DEVICE.as_bytes();
+        let found = lines
+            .map_while(Result::ok)
+            .any(|line| line.windows(device.len()).any(|part| part == device));
+        // Nobody listens any more if it is too late.
+        let _ = sender.send(found);
+    });
+    let found = receiver.recv_timeout(limit);
+    // It has said what it had to say, and may have ended.
+    let _ = child.kill();
+    let _ = child.wait();
+    found.map_err(|_| format!("it did not answer within {} s", limit.as_secs_f32()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::Instant;
+
+    fn asked(script: &str, limit: Duration) -> Result<bool, String> {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("emulator");
+        std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("written");
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).expect("executable");
+        has_device(path.to_str().expect("UTF-8"), limit)
+    }
+
+    #[test]
+    fn it_is_asked_and_not_waited_for() {
+        // And what outlives the test does so for a minute.
+        let long = Duration::from_secs(60);
+        let says = format!("echo name \\\"{DEVICE}\\\", bus PCI");
+        assert_eq!(asked(&says, long), Ok(true));
+        assert_eq!(asked("echo name e1000", long), Ok(false));
+        assert_eq!(asked("exit 1", long), Ok(false));
+        let begun = Instant::now();
+        // Somebody keeps its stdout, for longer than it is waited for.
+        let kept = format!("sleep 70 & {says}; wait");
+        assert_eq!(asked(&kept, long), Ok(true));
+        let hangs = asked("exec sleep 1000", Duration::from_millis(100));
+        assert_eq!(hangs, Err("it did not answer within 0.1 s".into()));
+        assert!(begun.elapsed() < long);
+        let folder = tempfile::tempdir().expect("a folder");
+        let absent = has_device(folder.path().join("qemu").to_str().expect("UTF-8"), long);
+        assert!(absent.is_err_and(|why| why.starts_with("it cannot be run: ")));
+    }
+}

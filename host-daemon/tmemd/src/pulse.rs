@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Signs of life: whether each thread that VMs need goes on with the work that it is at.
+//!
+//! A thread that works says so, again with every bounded piece; one that waits for others, or does
+//! what may take as long as it takes (unmapping a terabyte), says that it rests and is not looked
+//! at. So an idle daemon is not a hung one, and a front end that sends half a message hangs nothing.
+//! A beat is one store to memory of the thread's own. Never here: what is done about a thread that
+//! hangs; see `watchdog.rs`.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Looks that find a thread at the same piece of work before it hangs. They are counted, not timed:
+/// a daemon that was stopped and goes on has not looked meanwhile.
+pub const LOOKS_MAX: u32 = 4;
+
+/// Instead of beats: the thread has ended as it should.
+const ENDED: u64 = u64::MAX;
+
+/// The hearts of a daemon.
+#[derive(Default)]
+pub struct Pulse {
+    /// Guards the hearts and what was seen of them. Taken alone.
+    watched: Mutex<Vec<Watched>>,
+}
+
+struct Watched {
+    name: String,
+    beats: Arc<AtomicU64>,
+    /// Its beats at the last look.
+    seen: u64,
+    /// Looks since then that found it at the same work.
+    looks: u32,
+}
+
+/// A thread's own, which nobody else beats.
+pub struct Heart {
+    /// Odd: it works, at a piece that is another with each number. Even: it rests.
+    beats: Arc<AtomicU64>,
+}
+
+impl Pulse {
+    /// A heart that rests.
+    pub fn heart(&self, name: &str) -> Heart {
+        let beats = Arc::new(AtomicU64::new(0));
+        self.lock().push(Watched {
+            name: name.into(),
+            beats: beats.clone(),
+            seen: 0,
+            looks: 0,
+        });
+        Heart { beats }
+    }
+
+    /// Looks at all hearts. Returns the names of those that hang.
+    pub fn look(&self) -> Vec<String> {
+        let mut watched = self.lock();
+        watched.retain(|one| one.beats.load(Ordering::Relaxed) != ENDED);
+        let mut hang = Vec::new();
+        for one in watched.iter_mut() {
+            let beats = one.beats.load(Ordering::Relaxed);
+            one.looks = match beats == one.seen && beats % 2 == 1 {
+                true => one.looks.saturating_add(1),
+                false => 0,
+            };
+            one.seen = beats;
+            if one.looks >= LOOKS_MAX {
+                hang.push(one.name.clone());
+            }
+        }
+        hang
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<Watched>> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Heart {
+    /// A bounded piece of work begins, be it the next or the first.
+    pub fn work(&self) {
+        let beats = self.beats.load(Ordering::Relaxed);
+        self.beats.store((beats | 1) + 2, Ordering::Relaxed);
+    }
+
+    /// The thread waits for others, or does what has no bound.
+    pub fn rest(&self) {
+        let beats = self.beats.load(Ordering::Relaxed);
+        self.beats.store((beats + 1) & !1, Ordering::Relaxed);
+    }
+
+    /// The thread ends though it is needed: it hangs from now on.
+    pub fn lose(self) {
+        self.work();
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Heart {
+    /// A thread that panics is lost; any other that lets go of its heart has ended as it should.
+    fn drop(&mut self) {
+        match std::thread::panicking() {
+            true => self.work(),
+            false => self.beats.store(ENDED, Ordering::Relaxed),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn looks(pulse: &Pulse, times: u32) -> Vec<String> {
+        (0..times).map(|_| pulse.look()).last().unwrap_or_default()
+    }
+
+    #[test]
+    fn who_stays_at_a_piece_of_work_hangs() {
+        let pulse = Pulse::default();
+        let (one, other) = (pulse.heart("one"), pulse.heart("other"));
+        one.work();
+        for _ in 0..2 * LOOKS_MAX {
+            other.work();
+            let hang = pulse.look();
+            other.rest();
+            assert!(hang.is_empty() || hang == ["one"], "{hang:?}");
+        }
+        assert_eq!(pulse.look(), ["one"]);
+        one.work();
+        assert!(pulse.look().is_empty(), "it goes on after all");
+        assert_eq!(looks(&pulse, LOOKS_MAX), ["one"]);
+    }
+
+    #[test]
+    fn who_rests_does_not_hang() {
+        let pulse = Pulse::default();
+        let heart = pulse.heart("idle");
+        assert!(looks(&pulse, 3 * LOOKS_MAX).is_empty(), "it never worked");
+        heart.work();
+        heart.rest();
+        heart.rest();
+        assert!(looks(&pulse, 3 * LOOKS_MAX).is_empty());
+    }
+
+    #[test]
+    fn who_works_for_long_and_goes_on_does_not_hang() {
+        let pulse = Pulse::default();
+        let heart = pulse.heart("busy");
+        for _ in 0..3 * LOOKS_MAX {
+            heart.work();
+            assert!(looks(&pulse, LOOKS_MAX).is_empty());
+        }
+        // A rest in between is another piece of work, too.
+        heart.rest();
+        heart.work();
+        assert!(looks(&pulse, LOOKS_MAX).is_empty());
+    }
+
+    #[test]
+    fn a_thread_that_panics_is_lost_and_one_that_ends_is_not() {
+        let pulse = Arc::new(Pulse::default());
+        for panics in [false, true] {
+            let heart = pulse.heart("thread");
+            let thread = std::thread::spawn(move || {
+                heart.rest();
+                assert!(!panics, "as a bug might");
+            });
+            assert_eq!(thread.join().is_err(), panics);
+            let hang = looks(&pulse, 1 + LOOKS_MAX);
+            assert_eq!(hang.len(), usize::from(panics), "{hang:?}");
+        }
+        pulse.heart("given up").lose();
+        assert_eq!(looks(&pulse, 1 + LOOKS_MAX).len(), 2);
+    }
+}

@@ -1,0 +1,503 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the process can still do when somebody else steers it: nothing that it does not need.
+//!
+//! - Landlock: no file but those that it is told of, no TCP, no signal to others.
+//! - seccomp: no system call but those below. Threads that touch guests' data have the shortest list:
+//!   they open nothing, connect to nothing and begin no threads.
+//! - Of root's capabilities, if it is run as root, three.
+//! - It gains no rights by executing something, which it cannot anyway; it cannot be traced by others of
+//!   its user, and leaves no core dump.
+//!
+//! A call that is not allowed fails with EPERM, so that a library that would like to make one does without;
+//! what would only ever be an attack ends the process. The rings of io_uring, whose operations seccomp does not
+//! see, are restricted by themselves, see uring.rs.
+//!
+//! Once entered it holds for all threads begun later, until the process ends; `--no-sandbox` is for debuggers.
+//! Never here: a path that is not of the configuration.
+
+use crate::config::Config;
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd,
+    RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope,
+};
+use libc::c_long;
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, capability_is_in_bounding_set,
+    remove_capability_from_bounding_set, set_capabilities,
+};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule,
+};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// The newest that is known here; an older kernel does what it can.
+const LANDLOCK: ABI = ABI::V6;
+
+/// Sockets of VMs are given to the users of QEMUs, and have their modes set, even if they are given already; pages
+/// of guests are locked, however many. Its unit gives it the first two, and locks by a limit.
+const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::IPC_LOCK);
+
+/// What a thread is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Serves control clients and VMMs, looks at the host.
+    Serving,
+    /// Serves queues, or works on the pool.
+    Data,
+}
+
+/// Filters of threads, once the sandbox was entered.
+static DATA: OnceLock<BpfProgram> = OnceLock::new();
+
+/// Memory, waiting, time, its own end, log lines through descriptors that are there.
+const DATA_CALLS: &[c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_epoll_pwait,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_wait,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_fcntl,
+    libc::SYS_fdatasync,
+    libc::SYS_fstat,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    // Rings eventfds, see bell.rs.
+    libc::SYS_io_getevents,
+    libc::SYS_io_submit,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_madvise,
+    libc::SYS_membarrier,
+    libc::SYS_mlock2,
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_mremap,
+    libc::SYS_munlock,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_preadv2,
+    libc::SYS_pwritev2,
+    libc::SYS_read,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    // To the journal.
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_set_robust_list,
+    // Ends a connection whose memory has gone.
+    libc::SYS_shutdown,
+    libc::SYS_sigaltstack,
+    // To itself: abort().
+    libc::SYS_tgkill,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// And files, sockets and threads.
+const SERVING_CALLS: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_bind,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    libc::SYS_clone3,
+    libc::SYS_connect,
+    libc::SYS_dup,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_eventfd2,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchownat,
+    libc::SYS_fstatfs,
+    libc::SYS_fsync,
+    libc::SYS_ftruncate,
+    libc::SYS_getdents64,
+    libc::SYS_getegid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_getuid,
+    libc::SYS_io_setup,
+    libc::SYS_io_uring_setup,
+    libc::SYS_listen,
+    libc::SYS_lseek,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lstat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_mkdir,
+    libc::SYS_mkdirat,
+    libc::SYS_mlock,
+    libc::SYS_newfstatat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_open,
+    libc::SYS_openat,
+    libc::SYS_pipe2,
+    libc::SYS_prctl,
+    libc::SYS_prlimit64,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+    libc::SYS_readlinkat,
+    libc::SYS_recvfrom,
+    libc::SYS_recvmsg,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_rename,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_seccomp,
+    libc::SYS_setsockopt,
+    libc::SYS_socket,
+    libc::SYS_socketpair,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_stat,
+    libc::SYS_statx,
+    libc::SYS_sysinfo,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_uname,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_unlink,
+    libc::SYS_unlinkat,
+];
+
+/// Nothing in this process ever asks for one of these.
+const ATTACKS: &[c_long] = &[
+    libc::SYS_bpf,
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_finit_module,
+    libc::SYS_init_module,
+    libc::SYS_kexec_load,
+    libc::SYS_mount,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_ptrace,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_userfaultfd,
+];
+
+/// Enters the sandbox. What cannot be had of it on this kernel is said in the log.
+///
+/// # Errors
+/// A path of the configuration is not there, or the system fails.
+pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    drop_capabilities()?;
+    match restrict_files(config, file)? {
+        RulesetStatus::FullyEnforced => {}
+        status => tracing::warn!(
+            ?status,
+            "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, or does \
+             not have lsm=landlock"
+        ),
+    }
+    for filter in [filter(Kind::Serving)?, no_clone3()?, attacks()?] {
+        // Sets no_new_privs as well. Of filters that differ the strictest holds.
+        seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
+    }
+    // The first time only: the process has one sandbox.
+    let _ = DATA.set(filter(Kind::Data)?);
+    Ok(())
+}
+
+/// Narrows the calling thread to what its kind needs, if the process is in the sandbox.
+///
+/// # Panics
+/// The kernel does not take the filter: it took the wider one.
+pub fn narrow(kind: Kind) {
+    if kind == Kind::Data
+        && let Some(filter) = DATA.get()
+    {
+        seccompiler::apply_filter(filter).expect("the kernel took a filter before");
+    }
+}
+
+/// Keeps no more than [`CAPABILITIES`]: the calling thread, and those that it begins.
+fn drop_capabilities() -> io::Result<()> {
+    let has = capabilities(None)?;
+    // Who may not change what a program that is executed could get has nothing to pass on, and executes none.
+    if has.effective.contains(CapabilitySet::SETPCAP) {
+        for capability in (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit)) {
+            // An error: the kernel has no capability of that number.
+            let is_there = capability_is_in_bounding_set(capability).unwrap_or(false);
+            if is_there && !CAPABILITIES.contains(capability) {
+                remove_capability_from_bounding_set(capability)?;
+            }
+        }
+    }
+    // With the inheritable ones go those that are ambient.
+    set_capabilities(
+        None,
+        CapabilitySets {
+            effective: has.permitted & CAPABILITIES,
+            permitted: has.permitted & CAPABILITIES,
+            inheritable: CapabilitySet::empty(),
+        },
+    )?;
+    Ok(())
+}
+
+/// A rule about one argument, of which all but the bits of `mask` count for nothing.
+fn argument(number: u8, mask: i32, value: i32) -> io::Result<SeccompRule> {
+    let mask = SeccompCmpOp::MaskedEq(mask as u64);
+    SeccompCondition::new(number, SeccompCmpArgLen::Dword, mask, value as u64)
+        .and_then(|condition| SeccompRule::new(vec![condition]))
+        .map_err(io::Error::other)
+}
+
+fn compile(
+    rules: BTreeMap<c_long, Vec<SeccompRule>>,
+    otherwise: SeccompAction,
+    action: SeccompAction,
+) -> io::Result<BpfProgram> {
+    let arch = std::env::consts::ARCH
+        .try_into()
+        .map_err(io::Error::other)?;
+    SeccompFilter::new(rules, otherwise, action, arch)
+        .and_then(BpfProgram::try_from)
+        .map_err(io::Error::other)
+}
+
+fn filter(kind: Kind) -> io::Result<BpfProgram> {
+    let more = match kind {
+        Kind::Serving => SERVING_CALLS,
+        Kind::Data => &[],
+    };
+    let calls = DATA_CALLS.iter().chain(more);
+    let mut rules: BTreeMap<_, _> = calls.map(|&call| (call, Vec::new())).collect();
+    // No memory becomes code.
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![argument(2, libc::PROT_EXEC, 0)?]);
+    }
+    if kind == Kind::Serving {
+        let thread = libc::CLONE_THREAD | libc::CLONE_VM;
+        rules.insert(libc::SYS_clone, vec![argument(0, thread, thread)?]);
+        rules.insert(libc::SYS_socket, vec![argument(0, -1, libc::AF_UNIX)?]);
+        // What std makes a socket not block with.
+        rules.insert(
+            libc::SYS_ioctl,
+            vec![argument(1, -1, libc::FIONBIO as i32)?],
+        );
+    }
+    let refuse = SeccompAction::Errno(libc::EPERM as u32);
+    compile(rules, refuse, SeccompAction::Allow)
+}
+
+/// As if the kernel did not know it, so that threads begin with clone(), whose flags a filter sees.
+fn no_clone3() -> io::Result<BpfProgram> {
+    let rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
+    compile(rules, SeccompAction::Allow, unknown)
+}
+
+fn attacks() -> io::Result<BpfProgram> {
+    let rules = ATTACKS.iter().map(|&call| (call, Vec::new())).collect();
+    compile(rules, SeccompAction::Allow, SeccompAction::KillProcess)
+}
+
+fn restrict_files(config: &Config, file: &Path) -> io::Result<RulesetStatus> {
+    let ruled = rules(config, file)
+        .map_err(|error| io::Error::other(format!("confining the daemon to its files: {error}")))?;
+    Ok(ruled.ruleset)
+}
+
+fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::RulesetError> {
+    let read = AccessFs::ReadFile | AccessFs::ReadDir;
+    let write = read | AccessFs::WriteFile;
+    let all = write
+        | AccessFs::MakeReg
+        | AccessFs::MakeDir
+        | AccessFs::MakeSock
+        | AccessFs::RemoveFile
+        | AccessFs::Truncate;
+    let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
+    let mut paths: Vec<(PathBuf, BitFlags<AccessFs>)> = vec![
+        ("/dev/null".into(), AccessFs::ReadFile.into()),
+        ("/proc/self".into(), read),
+        ("/proc/meminfo".into(), AccessFs::ReadFile.into()),
+        ("/proc/pressure".into(), write),
+        ("/sys/devices/system/cpu".into(), read),
+        ("/sys/fs/cgroup".into(), read),
+        // An editor that saves puts a new file in its place.
+        (parent(file), read),
+        (config.run_folder.clone(), all),
+        (parent(&config.control), all),
+    ];
+    paths.extend(
+        config
+            .control_read_only
+            .iter()
+            .map(|path| (parent(path), all)),
+    );
+    paths.extend(config.vms.iter().map(|vm| (parent(&vm.socket), all)));
+    let trace = config.trace.iter();
+    paths.extend(trace.map(|trace| (parent(&trace.path), AccessFs::MakeReg | AccessFs::WriteFile)));
+    if let Some(pressure) = &config.pressure {
+        paths.push((pressure.meminfo.clone(), AccessFs::ReadFile.into()));
+        let stalls = pressure.stalls.iter();
+        paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
+    }
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(LANDLOCK))?
+        .handle_access(AccessNet::from_all(LANDLOCK))?
+        // Not abstract sockets: a service manager may listen on one.
+        .scope(Scope::Signal)?
+        .create()?;
+    for (path, access) in paths {
+        // What is not there cannot be opened; whoever needs it says so.
+        let Ok(fd) = PathFd::new(&path) else { continue };
+        let access = match path.is_dir() {
+            true => access,
+            false => access & AccessFs::from_file(LANDLOCK),
+        };
+        ruleset = ruleset.add_rule(PathBeneath::new(fd, access))?;
+    }
+    ruleset.restrict_self()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Waiting;
+    use rustix::io::Errno;
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+    use rustix::net::{AddressFamily, SocketType, socket};
+    use std::fs;
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
+    fn config(run_folder: &Path) -> Config {
+        Config {
+            pool_size_bytes: 1 << 20,
+            workers: 1,
+            waiting: Waiting::default(),
+            vm_pages_per_second: 0,
+            control: run_folder.join("control"),
+            control_read_only: None,
+            run_folder: run_folder.into(),
+            vms: Vec::new(),
+            pressure: None,
+            trace: None,
+        }
+    }
+
+    /// In a thread of its own, which takes the sandbox with it: threads begun before are not in it.
+    fn inside<R: Send>(kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
+        let folder = tempfile::tempdir().expect("a folder");
+        let at = folder.path();
+        fs::write(at.join("tmemd.toml"), "").expect("written");
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                enter(&config(at), &at.join("tmemd.toml")).expect("entered");
+                narrow(kind);
+                what(at)
+            });
+            thread.join().expect("it lives")
+        })
+    }
+
+    #[test]
+    fn files_of_others_are_out_of_reach() {
+        let other = tempfile::tempdir().expect("a folder");
+        let denied = |result: io::Result<()>| {
+            let error = result.expect_err("it is not of the configuration");
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+        };
+        inside(Kind::Serving, |own| {
+            denied(fs::read("/etc/passwd").map(drop));
+            denied(fs::read_dir("/etc").map(drop));
+            denied(fs::write(other.path().join("new"), ""));
+            denied(fs::create_dir(other.path().join("new")));
+            fs::write(own.join("note"), "kept").expect("its own folder");
+            fs::rename(own.join("note"), own.join("vm")).expect("its own folder");
+            assert_eq!(fs::read(own.join("vm")).expect("its own file"), b"kept");
+            fs::remove_file(own.join("vm")).expect("its own file");
+            fs::read("/proc/self/stat").expect("of itself");
+            fs::read("/proc/meminfo").expect("of the host");
+        });
+    }
+
+    #[test]
+    fn calls_that_nobody_needs_are_refused() {
+        inside(Kind::Serving, |_| {
+            let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
+            assert_eq!(tcp.expect_err("TCP"), Errno::PERM);
+            socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a local socket");
+            std::thread::spawn(|| ()).join().expect("a thread");
+            let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
+            let map = |prot| {
+                // SAFETY: new memory, of which nothing is used.
+                unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }
+            };
+            assert_eq!(map(read | ProtFlags::EXEC).expect_err("code"), Errno::PERM);
+            let page = map(read | write).expect("memory");
+            // SAFETY: the page that was just mapped.
+            let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
+            assert_eq!(done.expect_err("code"), Errno::PERM);
+            // SAFETY: it is of no use any more.
+            unsafe { rustix::mm::munmap(page, 4096) }.expect("unmapped");
+            // SAFETY: fork's call without the flags of a thread; it is refused, and would only end.
+            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+            if child == 0 {
+                // SAFETY: the child that should not be.
+                unsafe { libc::_exit(1) };
+            }
+            assert_eq!(child, -1, "a process");
+        });
+    }
+
+    #[test]
+    fn threads_that_touch_pages_open_nothing() {
+        inside(Kind::Data, |own| {
+            let error = fs::read(own.join("tmemd.toml")).expect_err("opened");
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+            let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
+            assert_eq!(local.expect_err("a socket"), Errno::PERM);
+            let thread = std::thread::Builder::new().spawn(|| ());
+            assert!(thread.is_err(), "a thread");
+        });
+    }
+
+    #[test]
+    #[ignore = "ends its process: see what_only_attackers_do_ends_the_process"]
+    fn executes() {
+        inside(Kind::Serving, |_| {
+            let arguments = [std::ptr::null::<libc::c_char>()];
+            // SAFETY: a name that ends with 0, and an empty list; it does not return, or fails.
+            unsafe { libc::execv(c"/bin/true".as_ptr(), arguments.as_ptr()) };
+        });
+    }
+
+    #[test]
+    fn what_only_attackers_do_ends_the_process() {
+        let own = std::env::current_exe().expect("there");
+        let test = ["--ignored", "--exact", "sandbox::tests::executes"];
+        let output = Command::new(own).args(test).output().expect("it runs");
+        assert_eq!(output.status.signal(), Some(libc::SIGSYS), "{output:?}");
+    }
+}

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The real daemon in its sandbox: as its unit runs it, a user of its own with two capabilities, and by hand as root.
+
+mod common;
+
+use common::until;
+use rustix::process::geteuid;
+use std::collections::HashMap;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use tempfile::TempDir;
+use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
+
+/// nobody's, who owns nothing.
+const USER: u32 = 65534;
+/// Somebody else's: libvirt's QEMUs run as this one on Debian.
+const QEMU: u32 = 64055;
+/// CAP_CHOWN and CAP_FOWNER, the unit's.
+const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
+/// CAP_IPC_LOCK, which root has unless it is a container's.
+const IPC_LOCK: u64 = 1 << 14;
+
+struct Running(Child);
+
+/// As the unit starts it.
+fn start(folder: &Path, control: &str) -> Running {
+    let capabilities = "-all,+chown,+fowner";
+    let mut command = Command::new("setpriv");
+    command
+        .args([format!("--reuid={USER}"), format!("--regid={USER}")])
+        .arg("--clear-groups")
+        .arg(format!("--inh-caps={capabilities}"))
+        .arg(format!("--ambient-caps={capabilities}"))
+        .arg(format!("--bounding-set={capabilities}"));
+    start_by(command, folder, control)
+}
+
+fn start_by(mut command: Command, folder: &Path, control: &str) -> Running {
+    let child = command
+        .arg(folder.join("tmemd"))
+        .args(["--pool-size", "64MiB", "--config", "/dev/null", "--control"])
+        .arg(folder.join("run").join(control))
+        .arg("--trace")
+        .arg(folder.join("traces").join(control))
+        .spawn();
+    let daemon = Running(child.expect("started"));
+    until("it serves", || {
+        UnixStream::connect(folder.join("run").join(control)).is_ok()
+    });
+    daemon
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn status(pid: u32) -> HashMap<String, String> {
+    status_of(&pid.to_string())
+}
+
+fn status_of(task: &str) -> HashMap<String, String> {
+    let text = fs::read_to_string(format!("/proc/{task}/status")).expect("it runs");
+    let lines = text.lines().filter_map(|line| line.split_once(":\t"));
+    lines
+        .map(|(key, value)| (key.into(), value.into()))
+        .collect()
+}
+
+/// How many filters of system calls each kind of thread has.
+fn filters(pid: u32) -> HashMap<String, u32> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
+    let of_task = |task: PathBuf| {
+        // A connection's thread may end between the list and the look.
+        let name = fs::read_to_string(task.join("comm")).ok()?;
+        let text = fs::read_to_string(task.join("status")).ok()?;
+        let mut lines = text.lines();
+        let filters = lines.find_map(|line| line.strip_prefix("Seccomp_filters:\t"));
+        let filters = filters.expect("5.15 or later").parse().expect("a number");
+        Some((name.trim().split('-').next()?.to_owned(), filters))
+    };
+    tasks
+        .filter_map(|task| of_task(task.expect("there").path()))
+        .collect()
+}
+
+fn client(control: &Path) -> VarlinkClient {
+    tmem_control::connect(control).expect("connected")
+}
+
+/// A daemon's program and folders, those of that user.
+fn folders(user: u32) -> TempDir {
+    let folder = tempfile::tempdir().expect("folder");
+    let at = |name: &str| folder.path().join(name);
+    fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("set");
+    fs::copy(env!("CARGO_BIN_EXE_tmemd"), at("tmemd")).expect("copied");
+    for name in ["run", "traces"] {
+        fs::create_dir(at(name)).expect("made");
+        chown(at(name), Some(user), Some(user)).expect("given");
+    }
+    folder
+}
+
+fn web1(socket: &Path) -> VmSpec {
+    VmSpec {
+        uuid: "5ca1ab1e-0000-4000-8000-000000000001".into(),
+        name: "web1".into(),
+        socket: socket.display().to_string(),
+        owner: Some(QEMU.into()),
+        group: Some(QEMU.into()),
+        mode: Some(0o600),
+        trust_domain: None,
+        quota: Quota {
+            reserve_bytes: 0,
+            limit_bytes: None,
+            weight: 100,
+        },
+    }
+}
+
+#[test]
+fn a_user_of_its_own_serves_qemu_of_another() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can start processes of other users");
+        return;
+    }
+    let folder = folders(USER);
+    let at = |name: &str| folder.path().join(name);
+    let daemon = start(folder.path(), "control");
+    let socket = at("run/web1.sock");
+    let mut full = client(&at("run/control"));
+    let mut added = full.add_vm(web1(&socket));
+    assert!(added.call().expect("added").added);
+    until("the socket is there", || {
+        UnixStream::connect(&socket).is_ok()
+    });
+    let metadata = fs::metadata(&socket).expect("there");
+    assert_eq!((metadata.uid(), metadata.gid()), (QEMU, QEMU));
+    assert_eq!(metadata.mode() & 0o777, 0o600);
+
+    assert!(
+        at("traces/control").exists(),
+        "a trace in a folder of its own"
+    );
+
+    let status = status(daemon.0.id());
+    let number = |key: &str, radix| u64::from_str_radix(status[key].trim(), radix).expect(key);
+    assert_eq!(number("NoNewPrivs", 10), 1);
+    // A filter decides.
+    assert_eq!(number("Seccomp", 10), 2);
+    assert_eq!(number("CapEff", 16), CAPABILITIES);
+    assert_eq!(number("CapBnd", 16), CAPABILITIES);
+    // Nobody of its user may look into it: its files in /proc are root's.
+    let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("it runs");
+    assert_eq!(own.uid(), 0, "it can be traced and dumped");
+    // Threads that touch pages have a filter more, as soon as they have begun.
+    until("a filter more for threads that touch pages", || {
+        let filters = filters(daemon.0.id());
+        let Some(wide) = filters.get("acceptor") else {
+            return false;
+        };
+        let narrow = |kind| filters.get(kind) == Some(&(wide + 1));
+        narrow("worker") && narrow("janitor") && narrow("unmapper")
+    });
+
+    // One that was killed leaves a socket that was given away; the next one takes its place.
+    drop(daemon);
+    fs::remove_file(at("traces/control")).expect("there");
+    let _next = start(folder.path(), "control");
+    let told = || {
+        let metadata = fs::metadata(&socket).expect("there");
+        (metadata.ino(), metadata.uid())
+    };
+    until("the VM is back", || UnixStream::connect(&socket).is_ok());
+    let is = told();
+    assert_eq!(is.1, QEMU);
+    // While it lives, nobody does.
+    let _other = start(folder.path(), "other");
+    // It answers when it has tried.
+    let vms = client(&at("run/other")).list().call().expect("answers").vms;
+    assert!(vms.is_empty());
+    assert_eq!(told(), is);
+}
+
+/// By hand: what root can do that the daemon does not need is given up, by every thread.
+#[test]
+fn as_root_it_keeps_what_it_needs() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can start it as root");
+        return;
+    }
+    let folder = folders(0);
+    let at = |name: &str| folder.path().join(name);
+    let run = |control| {
+        // Root's memory is locked whatever its limit is.
+        let mut command = Command::new("prlimit");
+        command.arg("--memlock=65536:65536");
+        start_by(command, folder.path(), control)
+    };
+    let daemon = run("control");
+    let socket = at("run/web1.sock");
+    let mut full = client(&at("run/control"));
+    let added = full.add_vm(web1(&socket)).call();
+    assert!(added.expect("added").added);
+    assert_eq!(fs::metadata(&socket).expect("there").uid(), QEMU);
+    // With a thread of a connection.
+    let _vm = UnixStream::connect(&socket).expect("root may");
+
+    let pid = daemon.0.id();
+    let may_lock = status(std::process::id())["CapPrm"].clone();
+    let may_lock = u64::from_str_radix(&may_lock, 16).expect("a number") & IPC_LOCK;
+    let keeps = CAPABILITIES | may_lock;
+    until("all threads are there", || filters(pid).contains_key("vm"));
+    for task in fs::read_dir(format!("/proc/{pid}/task")).expect("it runs") {
+        let id = task
+            .expect("there")
+            .file_name()
+            .into_string()
+            .expect("a number");
+        let status = status_of(&format!("{pid}/task/{id}"));
+        let name = &status["Name"];
+        let set = |key: &str| u64::from_str_radix(&status[key], 16).expect("a number");
+        for key in ["CapEff", "CapPrm", "CapBnd"] {
+            assert_eq!(set(key), keeps, "{key} of {name}");
+        }
+        assert_eq!(set("CapInh") | set("CapAmb"), 0, "{name}");
+    }
+    if may_lock != 0 {
+        let locked = status(pid)["VmLck"].clone();
+        assert_ne!(locked.trim(), "0 kB", "pages of guests can be swapped");
+    }
+    // What it gave away it still finds to be its own.
+    drop(daemon);
+    fs::remove_file(at("traces/control")).expect("there");
+    let _next = run("control");
+    until("the VM is back", || UnixStream::connect(&socket).is_ok());
+}

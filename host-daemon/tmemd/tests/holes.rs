@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How long others wait for a worker that touches a page of a hole that is just being punched.
+//!
+//! The kernel has it wait until all of the hole is punched, and no signal ends that. Nothing here is a
+//! promise: docs/threat-model.md has it among the gaps, with what this measures.
+
+mod common;
+
+use common::{Daemon, guest};
+use rustix::fs::{FallocateFlags, fallocate};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+use tmem_sim::{Driver, DriverConfig, GuestConfig, PutPage, RamRegion, Request};
+
+/// What is punched: the file that has a VM's memory.
+const FILE_BYTES: u64 = 4 << 30;
+/// Times that it is filled and punched.
+const ROUNDS: usize = 5;
+/// As long as a reader of a guest waits for an answer.
+const DEADLINE: Duration = Duration::from_millis(20);
+
+/// A reader wants a page so often.
+const PACE: Duration = Duration::from_millis(1);
+
+/// How long after it was wanted each page was there, while `busy`; by turns at both queues.
+fn gets(driver: &mut Driver, busy: &AtomicBool) -> Vec<Duration> {
+    let mut times = Vec::new();
+    let (mut objects, mut wanted) = ((1..=8).cycle(), Instant::now());
+    while busy.load(Ordering::SeqCst) {
+        let object = objects.next().unwrap();
+        assert!(driver.put(object, 0, 1));
+        driver.settle().unwrap();
+        wanted += PACE;
+        thread::sleep(wanted.saturating_duration_since(Instant::now()));
+        assert!(driver.get(object, 0, 1));
+        driver.settle().unwrap();
+        times.push(wanted.elapsed());
+    }
+    times
+}
+
+fn print(what: &str, mut times: Vec<Duration>) {
+    times.sort_unstable();
+    let at = |percent| times[(times.len() - 1) * percent / 100];
+    let late = times.iter().filter(|time| **time > DEADLINE).count();
+    println!(
+        "{what}: {} gets, p50 {:?}, p99 {:?}, max {:?}; {late} after {DEADLINE:?}",
+        times.len(),
+        at(50),
+        at(99),
+        at(100),
+    );
+}
+
+#[test]
+#[ignore = "measures, on a quiet machine with 6 GiB to spare: --release -- --ignored --nocapture"]
+fn while_a_hole_is_punched_others_wait() {
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut neighbour = daemon.driver("b", 1);
+    let region = |start, size_bytes| RamRegion { start, size_bytes };
+    let config = GuestConfig {
+        // Rings in the first, all else in the second.
+        ram: vec![region(0, 256 << 10), region(1 << 32, FILE_BYTES)],
+        // A queue of which requests are gone may stop: two for each round.
+        request_queues: 2 * ROUNDS as u16,
+        ..guest("a")
+    };
+    let mut driver = daemon.driver_with(config, DriverConfig::default());
+    let (pool, generation) = (driver.pool(), driver.guest.generation());
+    let files = driver.guest.ram().shared_regions().unwrap();
+    let file = &files[1].2;
+    let alone = AtomicBool::new(true);
+    thread::scope(|scope| {
+        let gets = scope.spawn(|| gets(&mut neighbour, &alone));
+        thread::sleep(Duration::from_secs(3));
+        alone.store(false, Ordering::SeqCst);
+        print("alone", gets.join().unwrap());
+    });
+    let busy = AtomicBool::new(true);
+    let punched = AtomicBool::new(false);
+    let punch = || {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let begun = Instant::now();
+        fallocate(file, flags, 0, FILE_BYTES).unwrap();
+        punched.store(true, Ordering::SeqCst);
+        println!("punched in {:?}", begun.elapsed());
+    };
+    thread::scope(|scope| {
+        let gets = scope.spawn(|| gets(&mut neighbour, &busy));
+        for round in 0..ROUNDS {
+            fallocate(file, FallocateFlags::empty(), 0, FILE_BYTES).unwrap();
+            let queues = 2 * round + 1..2 * round + 3;
+            for queue in queues.clone() {
+                let page = PutPage {
+                    object: 1,
+                    index: 0,
+                    cookie: 1,
+                    flags: 0,
+                    page: Box::new([1; 4096]),
+                };
+                let put = Request::Put {
+                    pool,
+                    pages: vec![page],
+                };
+                driver.guest.add(queue, put, generation).expect("room");
+            }
+            punched.store(false, Ordering::SeqCst);
+            let punch = scope.spawn(punch);
+            // It is at it.
+            thread::sleep(Duration::from_millis(20));
+            let in_time = !punched.load(Ordering::SeqCst);
+            queues.for_each(|queue| driver.guest.publish(queue));
+            println!("round {round}: in time {in_time}");
+            punch.join().unwrap();
+        }
+        busy.store(false, Ordering::SeqCst);
+        print("beside a VM that punches", gets.join().unwrap());
+    });
+    daemon.expect_alive();
+}

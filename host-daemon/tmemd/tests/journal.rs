@@ -1,0 +1,127 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the daemon logs, in a real systemd-journald: one of its own, in a namespace where `/run` is empty.
+//!
+//! Not among the tests that always run: it wants systemd and user namespaces. `make check-ops` runs it.
+
+mod common;
+
+use common::until;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use tmem_sim::fault::{self, Expect, Target};
+use tmem_sim::{Driver, DriverConfig};
+
+/// A journal, a daemon whose stderr is said to be the journal's, and answers to queries from stdin.
+const SCRIPT: &str = r#"
+set -e
+mount -t tmpfs none /run
+mkdir -p /run/systemd/journal /run/log/journal
+/usr/lib/systemd/systemd-journald 2>/dev/null &
+journald=$!
+while ! [ -S /run/systemd/journal/socket ]; do sleep 0.05; done
+exec 2>"$2/stderr"
+export JOURNAL_STREAM="$(stat -Lc %d:%i "$2/stderr")"
+"$1" --pool-size 64MiB --control "$2/control" --vm "socket=$2/web1.sock,name=web1" &
+daemon=$!
+while read -r query; do
+	journalctl -q -D /run/log/journal -o json "$query" || true
+	echo
+done
+kill $daemon $journald
+wait
+"#;
+
+struct Host {
+    child: Child,
+    ask: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Host {
+    fn start(folder: &Path) -> Host {
+        let mut child = Command::new("unshare")
+            .args(["-Urm", "sh", "-c", SCRIPT, "sh"])
+            .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("unshare is there");
+        let ask = child.stdin.take();
+        let answers = BufReader::new(child.stdout.take().expect("piped"));
+        Host {
+            child,
+            ask,
+            answers,
+        }
+    }
+
+    /// The journal's entries that match, one a line.
+    fn entries(&mut self, query: &str) -> Vec<String> {
+        let ask = self.ask.as_mut().expect("not yet dropped");
+        writeln!(ask, "{query}").expect("it listens");
+        let lines = self.answers.by_ref().lines();
+        lines
+            .map(|line| line.expect("text"))
+            .take_while(|line| !line.is_empty())
+            .collect()
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // The script ends with its input, and ends what it started.
+        drop(self.ask.take());
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+#[ignore = "wants systemd-journald and user namespaces: make check-ops"]
+fn messages_have_fields_in_the_journal() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut host = Host::start(folder.path());
+    let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).unwrap();
+    let socket = folder.path().join("web1.sock");
+    until("tmemd takes the VM", || {
+        driver.guest.connect(&socket).is_ok()
+    });
+    driver.guest.start().unwrap();
+    driver.new_generation().unwrap();
+    driver.settle().unwrap();
+    driver.create_pool().unwrap();
+    // A guest's fault that stops a queue.
+    let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
+    let fault = fault::all()
+        .into_iter()
+        .find(stops)
+        .expect("there are some");
+    let target = Target {
+        queue: 1,
+        pool: driver.pool(),
+        object: 1,
+        index: 0,
+        cookie: 1,
+    };
+    let queue = fault.send(&mut driver.guest, target);
+    let (vm, request) = ("TMEM_VM=web1", format!("\"TMEM_REQUEST\":\"{queue}\""));
+    let mut entry = String::new();
+    until("the journal has why the queue stopped", || {
+        let mut entries = host.entries(vm).into_iter();
+        let found = entries.find(|line| line.contains(&request));
+        entry = found.unwrap_or_default();
+        !entry.is_empty()
+    });
+    for field in [
+        "\"TMEM_REASON\":\"",
+        "\"PRIORITY\":\"4\"",
+        "stopped until it is set up anew",
+        "\"TMEM_VM\":\"web1\"",
+    ] {
+        assert!(entry.contains(field), "{field} is missing in {entry}");
+    }
+    assert!(host.entries("TMEM_VM=web2").is_empty());
+    // Nothing went to stderr as well.
+    let lines = std::fs::read_to_string(folder.path().join("stderr")).unwrap();
+    assert!(!lines.contains("virtqueue"), "{lines}");
+}

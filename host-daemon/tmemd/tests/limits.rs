@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What others can make the daemon take and write, at most: lines of log, and a connection's memory, threads and
+//! descriptors.
+
+mod common;
+
+use common::{Daemon, Taken, taken_by, until};
+use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::time::Instant;
+use tmem_control::VarlinkClientInterface;
+use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
+
+/// Lines of log: of all VMs at once, and of anybody else.
+const BURST_ALL: usize = 512;
+const BURST: usize = 10;
+
+/// What docs/operating.md says that a connection may take.
+const QUEUES: usize = 17;
+const REGIONS: usize = 64;
+const THREADS_MAX: usize = 1;
+const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES + REGIONS;
+const MEMORY_MAX_BYTES: usize = 1 << 20;
+
+/// Who confines itself is not shown to other users, even of its own.
+fn visible() -> Daemon {
+    let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
+    Daemon::with_arguments(&[("a", None)], "64MiB", seen)
+}
+
+/// What it takes when the probes of its start are gone.
+fn at_rest(daemon: &mut Daemon) -> Taken {
+    let pid = daemon.pid() as i32;
+    let mut last = taken_by(pid);
+    let mut same = 0;
+    daemon.until("nobody is connected", || {
+        let now = taken_by(pid);
+        let is_same = (now.threads, now.descriptors) == (last.threads, last.descriptors);
+        same = if is_same { same + 1 } else { 0 };
+        last = now;
+        same == 50
+    });
+    last
+}
+
+fn log(daemon: &Daemon) -> String {
+    fs::read_to_string(daemon.path("log")).expect("its log")
+}
+
+#[test]
+fn all_vms_together_fill_no_log() {
+    let names: Vec<String> = (0..80).map(|number| format!("vm{number}")).collect();
+    let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
+    let begun = Instant::now();
+    let daemon = Daemon::with_pool(&vms, "64MiB");
+    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
+    for _ in 0..6 {
+        for name in &names {
+            // It is refused while the one before has not ended; that is logged, too.
+            drop(UnixStream::connect(daemon.socket(name)).expect("connects"));
+        }
+        until("all have been seen", || {
+            let stats = client.stats(None).call().expect("answers");
+            stats.vms.iter().all(|vm| !vm.connected)
+        });
+    }
+    until("a line is left out", || {
+        let stats = client.stats(None).call().expect("answers");
+        let seen = stats
+            .vms
+            .iter()
+            .map(|vm| vm.connections + vm.connections_refused);
+        seen.sum::<i64>() >= 6 * 80
+    });
+    let log = log(&daemon);
+    let lines = log.lines().filter(|line| line.contains("vm=")).count();
+    let bound = BURST_ALL + 1 + begun.elapsed().as_secs() as usize;
+    assert!(lines <= bound, "{lines} lines, at most {bound}");
+    assert!(
+        lines > BURST_ALL / 2,
+        "{lines} lines: they were not many enough to tell"
+    );
+}
+
+#[test]
+fn connections_that_cannot_be_accepted_fill_no_log() {
+    let mut daemon = visible();
+    at_rest(&mut daemon);
+    let pid = Pid::from_raw(daemon.pid() as i32).expect("a process");
+    let said = || {
+        log(&daemon)
+            .matches("a connection cannot be accepted")
+            .count()
+    };
+    // The next descriptor, which has the lowest number that is free, is too many.
+    let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("it runs");
+    let number = |entry: fs::DirEntry| entry.file_name().to_str()?.parse::<u64>().ok();
+    let numbers: Vec<u64> = descriptors
+        .filter_map(|entry| number(entry.ok()?))
+        .collect();
+    let free = (0..).find(|number| !numbers.contains(number));
+    // As it was inherited, and raised to the most.
+    let maximum = getrlimit(Resource::Nofile).maximum;
+    let limit = |current| {
+        let limit = Rlimit { current, maximum };
+        prlimit(Some(pid), Resource::Nofile, limit).expect("its limit");
+    };
+    limit(free);
+    let begun = Instant::now();
+    let client = UnixStream::connect(daemon.path("control")).expect("it waits to be accepted");
+    until("it is said that some were left out", || {
+        log(&daemon).contains("cannot be accepted") && log(&daemon).contains("left_out=")
+    });
+    let bound = BURST + 1 + begun.elapsed().as_secs() as usize / 5;
+    assert!(
+        (BURST..=bound).contains(&said()),
+        "{} lines, at most {bound}",
+        said()
+    );
+    limit(maximum);
+    drop(client);
+    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
+    client.list().call().expect("it is served again");
+}
+
+/// All that a front end may ask for: queues, regions, the largest rings.
+#[test]
+fn a_connection_takes_no_more_than_stated() {
+    let mut daemon = visible();
+    let region = |number: u64| RamRegion {
+        start: number << 32,
+        size_bytes: if number == 0 { 64 << 20 } else { 64 << 10 },
+    };
+    let config = GuestConfig {
+        name: "a".into(),
+        ram: (0..REGIONS as u64).map(region).collect(),
+        request_queues: QUEUES as u16 - 1,
+        queue_size: 1024,
+        mem_slots: true,
+        ..GuestConfig::default()
+    };
+    let pid = daemon.pid() as i32;
+    let before = at_rest(&mut daemon);
+    let mut driver = daemon.driver_with(config, DriverConfig::default());
+    let mut most = taken_by(pid);
+    for _ in 0..200 {
+        driver.step().expect("served");
+        most = most.most(&taken_by(pid));
+    }
+    driver.settle().expect("served");
+    let Taken {
+        threads,
+        descriptors,
+        memory_bytes,
+        ..
+    } = most;
+    println!("before {before:?}, most {most:?}");
+    assert!(threads <= before.threads + THREADS_MAX, "{threads} threads");
+    assert!(
+        descriptors <= before.descriptors + DESCRIPTORS_MAX,
+        "{descriptors} descriptors"
+    );
+    assert_eq!(
+        descriptors,
+        before.descriptors + DESCRIPTORS_MAX,
+        "it is the most"
+    );
+    let pool = daemon_pool_bytes(&daemon);
+    let own = memory_bytes.saturating_sub(before.memory_bytes + pool);
+    println!("{own} bytes beside {pool} of the pool");
+    assert!(own <= MEMORY_MAX_BYTES, "{own} bytes");
+}
+
+/// What the pool holds.
+fn daemon_pool_bytes(daemon: &Daemon) -> usize {
+    let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
+    let stats = client.stats(None).call().expect("answers");
+    usize::try_from(stats.pool.held_bytes).expect("not negative")
+}

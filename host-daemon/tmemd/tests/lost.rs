@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A page of a guest's memory that has gone: its VM is disconnected, no other notices.
+//!
+//! Once with a daemon in this process, whose mapping loses the page, which needs no privilege; and
+//! once as it happens, with a hole punched into huge pages of which the host has none left. That
+//! needs root and a kernel with huge pages, and is skipped with a reason otherwise.
+
+mod common;
+
+use common::{Daemon, guest, seed, until, work};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, fallocate, flock, memfd_create};
+use rustix::mm::{MapFlags, ProtFlags};
+use std::fs::{self, File};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use tmem_sim::{Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
+use vhost::VhostBackend;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+const HUGE_BYTES: u64 = 2 << 20;
+const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
+
+/// Start and end of all mappings of the file that this process has mapped at an address.
+fn mappings_like(address: u64) -> Vec<(u64, u64)> {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    let parse = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (start, end) = fields[0].split_once('-').unwrap();
+        let number = |text| u64::from_str_radix(text, 16).unwrap();
+        (number(start), number(end), fields[3..5].join(" "))
+    };
+    let all: Vec<(u64, u64, String)> = maps.lines().map(parse).collect();
+    let own = all.iter().find(|m| m.0 <= address && address < m.1);
+    let file = &own.expect("mapped").2;
+    let same = all.iter().filter(|m| m.2 == *file);
+    same.map(|m| (m.0, m.1)).collect()
+}
+
+/// Takes pages from a mapping: a file that is empty comes in their place.
+fn take_away(start: u64, bytes: u64) {
+    let empty = memfd_create("gone", MemfdFlags::CLOEXEC).unwrap();
+    let at = std::ptr::with_exposed_provenance_mut(start as usize);
+    let flags = MapFlags::SHARED | MapFlags::FIXED;
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: it replaces pages of the daemon's mapping of a guest's memory, which the daemon accesses
+    // as memory that may change at any time.
+    unsafe { rustix::mm::mmap(at, bytes as usize, prot, flags, &empty, 0) }.unwrap();
+}
+
+fn connect(driver: &mut Driver, socket: &Path) {
+    until("the VM's socket is free", || {
+        driver.guest.connect(socket).is_ok()
+    });
+    driver.guest.start().unwrap();
+    driver.new_generation().unwrap();
+    driver.settle().unwrap();
+    driver.create_pool().unwrap();
+}
+
+/// Rings in the first region, nearly all buffers in the second one.
+fn two_regions(name: &str) -> GuestConfig {
+    let mut config = guest(name);
+    config.ram[0].size_bytes = 512 << 10;
+    config
+}
+
+/// Says so in the end, however that comes.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Takes away what a daemon in this process has mapped of one of its regions.
+fn take_away_region(driver: &Driver, region: RamRegion) {
+    let own = driver.guest.ram().host_addr(region.start);
+    let mappings = mappings_like(own);
+    let theirs: Vec<_> = mappings.iter().filter(|m| m.0 != own).collect();
+    assert!(!theirs.is_empty(), "the daemon has none");
+    for (start, end) in theirs {
+        take_away(*start, end - start);
+    }
+}
+
+/// A daemon in this process.
+fn daemon_here(dir: &Path, names: &[&str]) -> tmemd::Daemon {
+    let vm = |name: &&str| {
+        let socket = dir.join(format!("{name}.sock"));
+        let vm = format!("socket={},name={name}", socket.display());
+        vm.parse().unwrap()
+    };
+    let config = tmemd::Config {
+        pool_size_bytes: 64 << 20,
+        workers: 2,
+        waiting: Default::default(),
+        vm_pages_per_second: 0,
+        control: dir.join("control"),
+        control_read_only: None,
+        run_folder: dir.into(),
+        vms: names.iter().map(vm).collect(),
+        pressure: None,
+        trace: None,
+    };
+    tmemd::Daemon::start(config).unwrap()
+}
+
+#[test]
+fn only_the_vm_whose_page_has_gone_is_disconnected() {
+    let seed = seed("only_the_vm_whose_page_has_gone_is_disconnected");
+    let dir = tempfile::tempdir().unwrap();
+    let socket = |name: &str| dir.path().join(format!("{name}.sock"));
+    let daemon = daemon_here(dir.path(), &["a", "b"]);
+    let driver = |name: &str, seed| {
+        let config = DriverConfig {
+            seed,
+            ..DriverConfig::default()
+        };
+        let mut driver = Driver::new(two_regions(name), config).unwrap();
+        connect(&mut driver, &socket(name));
+        driver
+    };
+    let mut neighbour = driver("b", seed + 1);
+    let before = neighbour.guest.generation();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let neighbour = &mut neighbour;
+        let works = scope.spawn(|| {
+            while !stop.load(Ordering::SeqCst) {
+                work(neighbour, 20);
+            }
+            assert!(neighbour.guest.read_config().is_ok(), "disconnected");
+        });
+        let end = End(&stop);
+        let mut driver = driver("a", seed);
+        for region in [0, 1, 0] {
+            work(&mut driver, 50);
+            take_away_region(&driver, two_regions("a").ram[region]);
+            // Asks until it has touched it.
+            until(&format!("region {region}: it is disconnected"), || {
+                for object in 1..4 {
+                    driver.put(object, 0, 64);
+                }
+                driver.guest.read_config().is_err()
+            });
+            driver.lose_backend().unwrap();
+            connect(&mut driver, &socket("a"));
+        }
+        work(&mut driver, 100);
+        drop(end);
+        works.join().unwrap();
+    });
+    assert_eq!(neighbour.guest.generation(), before);
+    daemon.stop();
+}
+
+/// The first to touch it may be the control thread, which looks at a ring that is started.
+#[test]
+fn found_by_the_control_thread() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = daemon_here(dir.path(), &["a"]);
+    let mut driver = Driver::new(two_regions("a"), DriverConfig::default()).unwrap();
+    connect(&mut driver, &dir.path().join("a.sock"));
+    work(&mut driver, 50);
+    driver.guest.stop().unwrap();
+    take_away_region(&driver, two_regions("a").ram[0]);
+    let kick = EventFd::new(EFD_NONBLOCK).unwrap();
+    // An error: it may have ended before it has answered.
+    let _ = driver.guest.frontend().unwrap().set_vring_kick(1, &kick);
+    until("it is disconnected", || driver.guest.read_config().is_err());
+    driver.lose_backend().unwrap();
+    connect(&mut driver, &dir.path().join("a.sock"));
+    work(&mut driver, 50);
+    daemon.stop();
+}
+
+/// The daemon has ended the connection.
+fn has_ended(driver: &mut Driver) -> bool {
+    let frontend = driver.guest.frontend().unwrap();
+    // SAFETY: the front end has it open for as long as it is borrowed.
+    let socket = unsafe { BorrowedFd::borrow_raw(frontend.as_raw_fd()) };
+    let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
+    let no_wait = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    poll(&mut fds, Some(&no_wait)).unwrap() > 0
+}
+
+/// As many huge pages as the host has, restored in the end. Whoever changes that waits for its turn.
+struct HugePages {
+    before: u64,
+    _turn: File,
+}
+
+impl HugePages {
+    fn set(count: u64) -> Result<(), String> {
+        let written = fs::write(NR_HUGEPAGES, count.to_string());
+        written.map_err(|error| format!("{NR_HUGEPAGES}: {error}"))?;
+        match Self::count() {
+            Some(got) if got >= count => Ok(()),
+            got => Err(format!(
+                "{count} huge pages asked for, the host has {got:?}"
+            )),
+        }
+    }
+
+    fn count() -> Option<u64> {
+        let text = fs::read_to_string(NR_HUGEPAGES).ok()?;
+        text.trim().parse().ok()
+    }
+
+    /// Some more than are there.
+    fn more(count: u64) -> Result<HugePages, String> {
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        let size = format!("Hugepagesize: {:>10} kB", HUGE_BYTES >> 10);
+        if !meminfo.lines().any(|line| line.starts_with(&size)) {
+            return Err("the host's huge pages are not of 2 MiB".into());
+        }
+        let turn = File::open(NR_HUGEPAGES).map_err(|_| "the kernel has no huge pages")?;
+        flock(&turn, FlockOperation::LockExclusive).map_err(|error| error.to_string())?;
+        let before = Self::count().ok_or("the kernel has no huge pages")?;
+        let kept = HugePages {
+            before,
+            _turn: turn,
+        };
+        Self::set(before + count)?;
+        Ok(kept)
+    }
+
+    /// Takes all that are free from the host.
+    fn take_free(&self) {
+        let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
+        let field = |name: &str| {
+            let line = meminfo.lines().find(|line| line.starts_with(name)).unwrap();
+            let number = line.split_whitespace().nth(1).unwrap();
+            number.parse::<u64>().unwrap()
+        };
+        let reserved = field("HugePages_Rsvd:");
+        let used = field("HugePages_Total:") - field("HugePages_Free:") + reserved;
+        Self::set(used).unwrap();
+    }
+}
+
+impl Drop for HugePages {
+    fn drop(&mut self) {
+        let _ = fs::write(NR_HUGEPAGES, self.before.to_string());
+    }
+}
+
+#[test]
+fn a_hole_in_huge_pages() {
+    // Two regions, and as many again that are left.
+    let kept = match HugePages::more(6) {
+        Ok(kept) => kept,
+        Err(why) => return println!("SKIPPED: {why}"),
+    };
+    if kept.before > 0 {
+        return println!("SKIPPED: the host's own huge pages are not to be taken away");
+    }
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut neighbour = daemon.driver("b", 1);
+    let region = |start, pages| RamRegion {
+        start,
+        size_bytes: pages * HUGE_BYTES,
+    };
+    let config = GuestConfig {
+        huge: true,
+        ram: vec![region(0, 1), region(1 << 32, 3)],
+        request_queues: 1,
+        ..guest("a")
+    };
+    let mut driver = daemon.driver_with(config, DriverConfig::default());
+    work(&mut driver, 200);
+    let (pool, generation) = (driver.pool(), driver.guest.generation());
+    // Rings are in the first region, and some of the requests; the others are in the second one.
+    for number in 0..20 {
+        let put = Request::Put {
+            pool,
+            pages: vec![PutPage {
+                object: 50,
+                index: number,
+                cookie: 1 + number,
+                flags: 0,
+                page: Box::new([number as u8; 4096]),
+            }],
+        };
+        driver.guest.add(1, put, generation).expect("room");
+    }
+    let files = driver.guest.ram().shared_regions().unwrap();
+    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+    fallocate(&files[1].2, flags, 0, files[1].0.size_bytes).unwrap();
+    kept.take_free();
+    driver.guest.publish(1);
+    // Without a message, at which the control thread would look by itself.
+    daemon.until("it is disconnected", || has_ended(&mut driver));
+    let answered = driver.guest.ring(1).used_idx_in_memory();
+    let asked = driver.guest.ring(1).avail_idx_in_memory();
+    let left = asked.wrapping_sub(answered);
+    // Whatever was in the second region, and all that came after it.
+    assert!((1..=20).contains(&left), "{left} of 20 are not answered");
+    // Nobody else notices, and with other memory it is served again.
+    work(&mut neighbour, 200);
+    drop((driver, files));
+    let mut driver = daemon.driver("a", 2);
+    work(&mut driver, 200);
+    let key = Key {
+        pool: driver.pool(),
+        object: 50,
+        index: 0,
+    };
+    assert!(!driver.index().contains_key(&key));
+    daemon.expect_alive();
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A daemon that is stopped gives all back: threads, descriptors, mappings, memory, files.
+//!
+//! One test in a process of its own, since it looks at all that the process has.
+
+mod common;
+
+use common::{Taken, taken_by, until};
+use std::fs;
+use tmem_sim::{Driver, DriverConfig};
+use tmemd::{Config, Daemon};
+
+/// Kept by allocators for the next time.
+const MEMORY_LEFT_BYTES: usize = 4 << 20;
+const MAPPINGS_LEFT: usize = 16;
+
+/// A whole life, with VMs that are connected when it ends.
+fn live(round: u64) {
+    let folder = tempfile::tempdir().expect("folder");
+    let vm = |name: &str| {
+        let socket = folder.path().join(format!("{name}.sock"));
+        format!("socket={},name={name}", socket.display())
+            .parse()
+            .expect("good")
+    };
+    let config = Config {
+        pool_size_bytes: 64 << 20,
+        workers: 2,
+        waiting: Default::default(),
+        control: folder.path().join("control"),
+        control_read_only: Some(folder.path().join("read-only")),
+        run_folder: folder.path().into(),
+        vms: vec![vm("a"), vm("b")],
+        pressure: None,
+        trace: None,
+        vm_pages_per_second: 0,
+    };
+    let daemon = Daemon::start(config.clone()).expect("starts");
+    let mut drivers = Vec::new();
+    for vm in &config.vms {
+        let driver = DriverConfig {
+            seed: round,
+            ..DriverConfig::default()
+        };
+        let mut driver = Driver::new(common::guest(&vm.name), driver).expect("memory");
+        driver.guest.connect(&vm.socket).expect("connects");
+        driver.guest.start().expect("started");
+        driver.new_generation().expect("told");
+        driver.settle().expect("served");
+        driver.create_pool().expect("served");
+        common::work(&mut driver, 200);
+        drivers.push(driver);
+    }
+    let _client = tmem_control::connect(&config.control).expect("connects");
+    daemon.stop();
+    let left: Vec<_> = fs::read_dir(folder.path())
+        .expect("there")
+        .map(|file| file.expect("there").file_name())
+        .collect();
+    assert!(left.is_empty(), "files: {left:?}");
+}
+
+#[test]
+fn a_clean_stop_gives_all_back() {
+    let own = std::process::id() as i32;
+    // The first one leaves what is made once in a process.
+    live(0);
+    let settled = |before: Option<&Taken>| {
+        let mut now = taken_by(own);
+        if let Some(before) = before {
+            until("threads have ended", || {
+                now = taken_by(own);
+                now.threads <= before.threads
+            });
+        }
+        now
+    };
+    let before = settled(None);
+    for round in 1..5 {
+        live(round);
+    }
+    let after = settled(Some(&before));
+    println!("{before:?}, {after:?}");
+    assert_eq!(after.descriptors, before.descriptors);
+    assert!(
+        after.mappings <= before.mappings + MAPPINGS_LEFT,
+        "{after:?}"
+    );
+    assert!(
+        after.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES,
+        "{after:?}"
+    );
+}

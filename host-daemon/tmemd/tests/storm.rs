@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! As many VMs as the daemon is made for, which come, work and leave all at once, again and again.
+//!
+//! Every answer is judged, every message has its bound. What the daemon takes meanwhile is what
+//! docs/operating.md states, and when all have left it is what it was before they came.
+
+mod common;
+
+use common::{Daemon, seed};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion};
+
+/// As many as one daemon serves.
+const VMS: usize = 256;
+
+const ROUNDS: usize = 4;
+
+/// Steps of random work of each VM in a round.
+const STEPS: usize = 12;
+
+/// Request queues of a VM, and regions, of which the last one holds nothing and comes and goes.
+const QUEUES: u16 = 2;
+const REGIONS: usize = 3;
+
+/// No answer takes so long, whatever the machine has to do; what they do take is measured by
+/// `tmem-bench vms`.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What a VM that is connected takes, as docs/operating.md says: a thread; a socket with four more
+/// handles; kick, call and error of each queue; the file of each region. Mappings: regions, the thread's
+/// stack and its stack for signals, each with a guard. Memory: with what these few pages take.
+const THREADS_PER_VM: usize = 1;
+const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
+const MAPPINGS_PER_VM: usize = REGIONS + 4;
+const MEMORY_PER_VM_BYTES: usize = 256 << 10;
+
+/// What allocators keep for the next time, after all have left.
+const MEMORY_LEFT_BYTES: usize = 32 << 20;
+const MAPPINGS_LEFT: usize = 64;
+
+/// A machine with room for few requests: there are many.
+fn small(name: &str, number: usize) -> GuestConfig {
+    let region = |start, size_bytes| RamRegion { start, size_bytes };
+    GuestConfig {
+        name: name.into(),
+        ram: vec![
+            region(0, 512 << 10),
+            region(1 << 32, 1 << 20),
+            region(2 << 32, 64 << 10),
+        ],
+        request_queues: QUEUES,
+        queue_size: 64,
+        slots: 4,
+        mem_slots: number.is_multiple_of(2),
+        reply_timeout: REPLY_TIMEOUT,
+        ..GuestConfig::default()
+    }
+}
+
+/// Where all VMs wait for each other; if one fails, the others do not wait for ever.
+#[derive(Default)]
+struct Meeting(AtomicUsize);
+
+impl Meeting {
+    fn all(&self, parties: usize) {
+        let arrived = self.0.fetch_add(1, Ordering::SeqCst) + 1;
+        let wanted = arrived.next_multiple_of(parties);
+        let deadline = Instant::now() + REPLY_TIMEOUT;
+        while self.0.load(Ordering::SeqCst) < wanted {
+            assert!(Instant::now() < deadline, "somebody does not come");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// What the daemon takes when that is as stated.
+fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
+    let deadline = Instant::now() + common::TIMEOUT;
+    loop {
+        let now = common::taken_by(pid);
+        if stated(&now) {
+            return now;
+        }
+        assert!(Instant::now() < deadline, "not as stated: {now:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Connects as often as it takes until the connection before is over.
+fn connect(driver: &mut Driver, socket: &std::path::Path) {
+    common::until("the VM's socket is free", || {
+        driver.guest.connect(socket).is_ok()
+    });
+    driver.guest.start().unwrap();
+    driver.new_generation().unwrap();
+    driver.settle().unwrap();
+    driver.create_pool().unwrap();
+}
+
+/// One VM's part of a round: work, and another way to leave each time.
+fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng) {
+    connect(driver, socket);
+    for _ in 0..STEPS {
+        driver.step().unwrap();
+    }
+    match rng.u8(..4) {
+        0 => driver.settle().unwrap(),
+        1 => driver.reboot().unwrap(),
+        2 => {
+            driver.hang_up().unwrap();
+            connect(driver, socket);
+        }
+        _ => {}
+    }
+    driver.guest.set_mem_table_of(REGIONS - 1).unwrap();
+    driver.guest.set_mem_table_of(REGIONS).unwrap();
+}
+
+#[test]
+fn many_vms_come_and_leave_at_once() {
+    let seed = seed("many_vms_come_and_leave_at_once");
+    let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
+    let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
+    // Who confines itself is not shown to other users, even of its own.
+    let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
+    let mut daemon = Daemon::with_arguments(&vms, "128MiB", seen);
+    let sockets: Vec<_> = names.iter().map(|name| daemon.socket(name)).collect();
+    // Until the probes of the start are gone.
+    let mut before = daemon.taken();
+    let mut same = 0;
+    daemon.until("nobody is connected", || {
+        let now = common::taken_by(before.pid);
+        same = match (now.threads, now.descriptors) == (before.threads, before.descriptors) {
+            true => same + 1,
+            false => 0,
+        };
+        before = now;
+        same == 20 && before.threads < 20
+    });
+    let meeting = Meeting::default();
+    let in_flight = AtomicUsize::new(0);
+    println!("before: {before:?}");
+    let mut most = before;
+    std::thread::scope(|scope| {
+        for (number, socket) in sockets.iter().enumerate() {
+            let (meeting, in_flight, name) = (&meeting, &in_flight, &names[number]);
+            scope.spawn(move || {
+                let own = seed.wrapping_mul(VMS as u64) + number as u64;
+                let mut rng = fastrand::Rng::with_seed(own);
+                let config = DriverConfig {
+                    seed: own,
+                    window: 3,
+                    objects: 2,
+                    ..DriverConfig::default()
+                };
+                let mut driver = Driver::new(small(name, number), config).unwrap();
+                for _ in 0..ROUNDS {
+                    meeting.all(VMS + 1);
+                    visit(&mut driver, socket, &mut rng);
+                    meeting.all(VMS + 1);
+                    // All are connected; it is counted.
+                    meeting.all(VMS + 1);
+                    if rng.bool() {
+                        driver.put(1, 0, 8);
+                        in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
+                        driver.hang_up().unwrap();
+                    } else {
+                        // Nobody waits for the daemon to notice.
+                        driver.settle().unwrap();
+                        driver.lose_backend().unwrap();
+                    }
+                }
+            });
+        }
+        for _ in 0..ROUNDS {
+            meeting.all(VMS + 1);
+            meeting.all(VMS + 1);
+            // Old memory tables are unmapped a little later.
+            let now = settled(before.pid, |now| {
+                now.threads == before.threads + VMS * THREADS_PER_VM
+                    && now.descriptors == before.descriptors + VMS * DESCRIPTORS_PER_VM
+                    && now.mappings <= before.mappings + VMS * MAPPINGS_PER_VM
+            });
+            println!("all connected: {now:?}");
+            most = most.most(&now);
+            meeting.all(VMS + 1);
+        }
+    });
+    println!("before: {before:?}");
+    assert!(
+        in_flight.load(Ordering::SeqCst) > 0,
+        "nobody left with requests"
+    );
+    let memory = most.memory_bytes - before.memory_bytes;
+    assert!(memory <= VMS * MEMORY_PER_VM_BYTES, "{memory} bytes");
+    let after = settled(before.pid, |now| {
+        now.threads <= before.threads
+            && now.descriptors <= before.descriptors
+            && now.mappings <= before.mappings + MAPPINGS_LEFT
+            && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
+    });
+    println!("after: {after:?}");
+    // And whoever comes then is served.
+    let mut driver = daemon.driver("vm0", seed);
+    common::work(&mut driver, 100);
+}

@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the service manager hears of a daemon: that it serves, that it lives, that it ends; and
+//! that it hangs, if only one thread does. The test is the manager, at NOTIFY_SOCKET.
+
+mod common;
+
+use common::Daemon;
+use std::io::Write;
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::time::{Duration, Instant};
+
+/// Short, so that the tests are; long beside what a busy machine takes from a thread.
+const PERIOD: Duration = Duration::from_secs(2);
+
+const LIVES: &str = "WATCHDOG=1";
+const HANGS: &str = "WATCHDOG=trigger";
+
+/// A daemon that is told to speak to this socket.
+fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
+    let mut manager = None;
+    let daemon = Daemon::with_environment(vms, |folder| {
+        let path = folder.join("notify");
+        let socket = UnixDatagram::bind(&path).expect("a socket");
+        socket
+            .set_read_timeout(Some(common::TIMEOUT))
+            .expect("a time-out");
+        manager = Some(socket);
+        vec![
+            ("NOTIFY_SOCKET".into(), path.display().to_string()),
+            ("WATCHDOG_USEC".into(), PERIOD.as_micros().to_string()),
+        ]
+    });
+    (daemon, manager.expect("made"))
+}
+
+/// The next word.
+fn hear(manager: &UnixDatagram) -> String {
+    let mut word = [0; 256];
+    let length = manager.recv(&mut word).expect("it says something");
+    std::str::from_utf8(&word[..length])
+        .expect("text")
+        .trim()
+        .into()
+}
+
+/// For so long, that it lives and nothing else.
+fn lives_for(manager: &UnixDatagram, time: Duration) {
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        assert_eq!(hear(manager), LIVES);
+    }
+}
+
+#[test]
+fn it_says_when_it_serves_that_it_lives_and_when_it_ends() {
+    let (mut daemon, manager) = watched(&[("a", None)]);
+    assert_eq!(hear(&manager), "READY=1");
+    UnixStream::connect(daemon.socket("a")).expect("it serves");
+    let begun = Instant::now();
+    for _ in 0..4 {
+        assert_eq!(hear(&manager), LIVES);
+    }
+    assert!(begun.elapsed() < 4 * PERIOD, "often enough");
+    let mut driver = daemon.driver("a", 1);
+    common::work(&mut driver, 300);
+    daemon.terminate();
+    let mut last = hear(&manager);
+    while last == LIVES {
+        last = hear(&manager);
+    }
+    assert_eq!(last, "STOPPING=1");
+}
+
+/// Who waits for others does not hang: not the workers of an idle daemon, nor the thread of a front
+/// end that sends half a message, or nothing.
+#[test]
+fn who_waits_does_not_hang() {
+    let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
+    // It worked before, and does not any more.
+    let mut driver = daemon.driver("idle", 1);
+    common::work(&mut driver, 50);
+    let mut half = UnixStream::connect(daemon.socket("half")).expect("it serves");
+    half.write_all(&[1, 0, 0, 0, 1]).expect("half a header");
+    let _silent = UnixStream::connect(daemon.socket("silent")).expect("it serves");
+    assert_eq!(hear(&manager), "READY=1");
+    lives_for(&manager, 2 * PERIOD);
+}
+
+/// A thread that stops where it is, as under a debugger, until this is dropped: the only way that is known
+/// to hang one without a bug.
+struct Stopped(libc::pid_t);
+
+impl Stopped {
+    fn new(thread: libc::pid_t) -> Stopped {
+        let nothing = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: no memory is named but the status, which outlives the call.
+        unsafe {
+            assert_eq!(
+                libc::ptrace(libc::PTRACE_SEIZE, thread, nothing, nothing),
+                0
+            );
+            assert_eq!(
+                libc::ptrace(libc::PTRACE_INTERRUPT, thread, nothing, nothing),
+                0
+            );
+            let mut status = 0;
+            assert_eq!(libc::waitpid(thread, &mut status, libc::__WALL), thread);
+        }
+        Stopped(thread)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        let nothing = std::ptr::null_mut::<libc::c_void>();
+        // SAFETY: no memory is named.
+        unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, nothing, nothing) };
+    }
+}
+
+fn workers(daemon: &Daemon) -> Vec<libc::pid_t> {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.pid())).expect("it runs");
+    let named = tasks.map(|task| task.expect("a thread")).filter(|task| {
+        let name = std::fs::read_to_string(task.path().join("comm"));
+        name.is_ok_and(|name| name.starts_with("worker-"))
+    });
+    let number = |task: std::fs::DirEntry| task.file_name().to_str()?.parse().ok();
+    named.filter_map(number).collect()
+}
+
+#[test]
+fn a_worker_that_hangs_is_told() {
+    let (mut daemon, manager) = watched(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    assert_eq!(hear(&manager), "READY=1");
+    let begun = Instant::now();
+    let stopped = loop {
+        assert!(begun.elapsed() < 4 * common::TIMEOUT, "it is not told of");
+        // Some milliseconds of work, in the middle of which they are stopped, if we are quick.
+        for object in 1..=20 {
+            driver.put(object, 0, 64);
+        }
+        let stopped: Vec<Stopped> = workers(&daemon).into_iter().map(Stopped::new).collect();
+        if (0..16).any(|_| hear(&manager) == HANGS) {
+            break stopped;
+        }
+        drop(stopped);
+        driver.settle().expect("they go on");
+    };
+    assert_eq!(hear(&manager), HANGS, "it lives no more");
+    let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
+    // A janitor that waits for a lock that a stopped one holds hangs, too, and comes first.
+    let told = |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
+    assert!(log.lines().any(told), "{log}");
+    // It goes on as soon as it can, if nobody has ended it.
+    drop(stopped);
+    driver.settle().expect("they go on");
+    while hear(&manager) == HANGS {}
+    lives_for(&manager, PERIOD);
+}

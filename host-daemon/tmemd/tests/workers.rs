@@ -1,0 +1,141 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Workers as the host and other guests feel them: asleep when there is nothing to do, and fair when
+//! there is too much, with both event loops.
+
+mod common;
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use common::{Daemon, guest, until, work};
+use tmem_sim::{Content, DriverConfig, FakeGuest, GuestConfig, PutPage, Request};
+
+fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Daemon {
+    let arguments = |_: &std::path::Path| {
+        let workers = workers.to_string();
+        let all = [
+            "--workers",
+            &workers,
+            "--poll-max-us",
+            "200",
+            "--event-loop",
+            event_loop,
+        ];
+        all.iter().map(|argument| argument.to_string()).collect()
+    };
+    Daemon::with_arguments(vms, "512MiB", arguments)
+}
+
+/// What each worker of a process has gone through: times that it slept, and its processor time in ns.
+fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
+    let mut all = BTreeMap::new();
+    for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
+        let path = thread.unwrap().path();
+        let read = |name| std::fs::read_to_string(path.join(name)).unwrap_or_default();
+        if read("comm").starts_with("worker-") {
+            let status = read("status");
+            let switches = status.lines().filter(|line| line.starts_with("voluntary"));
+            let switches: String = switches.collect();
+            let time = read("schedstat");
+            let time = time
+                .split(' ')
+                .next()
+                .and_then(|ns| ns.parse().ok())
+                .unwrap_or(0);
+            all.insert(path.display().to_string(), (switches, time));
+        }
+    }
+    assert!(!all.is_empty());
+    all
+}
+
+/// Nobody wakes up while nothing is to be done, however busy it was before.
+#[test]
+fn idle_workers_sleep() {
+    for event_loop in ["epoll", "auto"] {
+        let mut daemon = daemon(&[("a", None)], event_loop, 2);
+        let mut driver = daemon.driver("a", 1);
+        work(&mut driver, 300);
+        driver.settle().unwrap();
+        let mut before = slept(daemon.pid());
+        // The last pauses that are looked through end, within a millisecond and the load of the host.
+        until("it comes to rest", || {
+            std::thread::sleep(Duration::from_millis(100));
+            let now = slept(daemon.pid());
+            std::mem::replace(&mut before, now.clone()) == now
+        });
+        std::thread::sleep(Duration::from_millis(500));
+        assert_eq!(slept(daemon.pid()), before, "{event_loop}: it woke up");
+        // And it is there when it is wanted.
+        work(&mut driver, 100);
+    }
+}
+
+/// Puts a batch of that many pages on a queue, if there is room.
+fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
+    let page = |index| PutPage {
+        object: queue as u64,
+        index,
+        cookie: 1,
+        flags: 0,
+        page: Content::SameFilled(index).page(),
+    };
+    let pages = (0..pages as u64).map(page).collect();
+    guest
+        .submit(queue, Request::Put { pool: 1, pages })
+        .is_some()
+}
+
+/// A guest that keeps eight queues full of the largest batches, beside one that has one small request at a
+/// time: whenever the worker comes round, both get a turn, so for each request of the small one the
+/// flooder gets a batch or two, however many it has waiting.
+#[test]
+fn a_flood_takes_its_share_and_no_more() {
+    for event_loop in ["epoll", "auto"] {
+        let mut daemon = daemon(&[("flood", None), ("small", None)], event_loop, 1);
+        let config = GuestConfig {
+            request_queues: 8,
+            slots: 64,
+            ram: vec![tmem_sim::RamRegion {
+                start: 0,
+                size_bytes: 32 << 20,
+            }],
+            ..guest("flood")
+        };
+        let mut flood = daemon.driver_with(config, DriverConfig::default()).guest;
+        let mut small = daemon.driver("small", 2).guest;
+        let answered = |flood: &FakeGuest| -> u64 {
+            (1..=8)
+                .map(|queue| u64::from(flood.ring(queue).used_idx_in_memory()))
+                .sum()
+        };
+        let begun = Instant::now();
+        let mut shares = Vec::new();
+        for _ in 0..100 {
+            for queue in 1..=8 {
+                while flood.poll(queue).unwrap().is_some() {}
+                while flood.ring(queue).in_flight() < 8 && put(&mut flood, queue, 64) {}
+            }
+            let before = answered(&flood);
+            assert!(put(&mut small, 1, 1));
+            while small.poll(1).unwrap().is_none() {
+                assert!(
+                    begun.elapsed() < Duration::from_secs(120),
+                    "{event_loop}: starved"
+                );
+            }
+            shares.push(answered(&flood) - before);
+        }
+        shares.sort_unstable();
+        // The turn that the worker is at, and what we are too slow to see; eight if queues took turns.
+        let median = shares[shares.len() / 2];
+        assert!(
+            median <= 4,
+            "{event_loop}: batches for each request of the other: {shares:?}"
+        );
+        assert!(
+            answered(&flood) > 0,
+            "{event_loop}: the flood is served, too"
+        );
+    }
+}

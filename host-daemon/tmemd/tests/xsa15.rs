@@ -1,0 +1,783 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The classes of faults of Xen's XSA-15, by which a guest of its transcendent memory took the host
+//! over, one by one: each has a test here that is about the class, through the socket. Single faults
+//! are in `liars.rs`, single rules in `rules.rs`.
+
+mod common;
+
+use common::{Daemon, TIMEOUT, every_queue_answers, guest, until, work};
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use tmem_control::{VarlinkClientInterface, VmSpec};
+use tmem_sim::memory::PAGE_BYTES;
+use tmem_sim::ring::{Desc, F_INDIRECT, F_NEXT, F_WRITE};
+use tmem_sim::{Answer, Content, Driver, GuestConfig, PutPage, RamRegion, Range, Request};
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::VhostUserConfigFlags;
+use vhost::{VhostBackend, VhostUserMemoryRegionInfo, VringConfigData};
+use virtio_tmem as wire;
+
+const BAD: &[u8] = &[wire::S_BAD, wire::S_UNSUPPORTED];
+
+/// One request, alone, to its answer.
+fn ask(driver: &mut Driver, request: Request) -> Answer {
+    let queue = usize::from(!request.is_control());
+    driver.settle().unwrap();
+    driver.guest.call(queue, request).unwrap()
+}
+
+fn put(pool: u32, object: u64, index: u64, cookie: u64) -> Request {
+    let page = Content::Noise(cookie).page();
+    let flags = 0;
+    let page = PutPage {
+        object,
+        index,
+        cookie,
+        flags,
+        page,
+    };
+    Request::Put {
+        pool,
+        pages: vec![page],
+    }
+}
+
+fn get(pool: u32, object: u64, index: u64, cookie: u64) -> Request {
+    Request::Get {
+        pool,
+        object,
+        index,
+        cookies: vec![cookie],
+    }
+}
+
+fn flush(pool: u32, object: u64, index: u64, nr_pages: u64) -> Request {
+    let range = Range {
+        object,
+        index,
+        nr_pages,
+    };
+    Request::Flush {
+        pool,
+        ranges: vec![range],
+    }
+}
+
+/// A put that is stored.
+fn store(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) {
+    let answer = ask(driver, put(pool, object, index, cookie));
+    assert_eq!(answer.status, wire::S_OK);
+    assert_eq!(answer.pages[0].result, wire::P_STORED);
+}
+
+/// Whether a get is a hit; if it is, the page is that of the cookie.
+fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
+    let answer = ask(driver, get(pool, object, index, cookie));
+    let Some(page) = answer.pages.first().and_then(|page| page.page.as_ref()) else {
+        return false;
+    };
+    assert!(**page == *Content::Noise(cookie).page(), "wrong bytes");
+    true
+}
+
+/// All that a pool can be asked for, to be answered with this status; none of it does anything.
+fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
+    let destroy = Request::PoolDestroy { pool };
+    for request in [
+        put(pool, 1, 1, 7),
+        get(pool, 1, 1, 7),
+        flush(pool, 1, 0, 0),
+        destroy,
+    ] {
+        let kind = request.kind();
+        let answer = ask(driver, request);
+        assert!(
+            status.contains(&answer.status),
+            "status {} to type {kind} of pool {pool:#x}",
+            answer.status
+        );
+        assert!(answer.pages.iter().all(|page| page.page.is_none()));
+    }
+}
+
+/// XSA-15: a guest could call what was meant for the toolstack. Here quotas, sizes and other VMs are
+/// on another socket, and nothing that a guest or its VMM can send has a meaning there or here.
+#[test]
+fn control_operations_from_a_guest() {
+    let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
+    let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
+    let mut figures = || {
+        let vms = control.list().call().unwrap().vms;
+        let pool = control.stats(None).call().unwrap().pool;
+        let quotas: Vec<_> = vms
+            .into_iter()
+            .map(|vm| (vm.name, vm.quota, vm.trust_domain))
+            .collect();
+        (quotas, pool.size_bytes, pool.configured_bytes)
+    };
+    let mut driver = daemon.driver("liar", 1);
+    let mut neighbour = daemon.driver("neighbour", 2);
+    work(&mut neighbour, 50);
+    let before = figures();
+    let known = [
+        wire::T_PUT,
+        wire::T_GET,
+        wire::T_FLUSH,
+        wire::T_POOL_CREATE,
+        wire::T_POOL_DESTROY,
+        wire::T_REPORT,
+        wire::T_LATENCIES,
+    ];
+    let types = (0..300).chain([0x7fff, 0x8000, 0x8001, 0xff00, u16::MAX]);
+    for kind in types.filter(|kind| !known.contains(kind)) {
+        for queue in [0, 1] {
+            let create = Request::PoolCreate { pool: 77, flags: 0 };
+            let generation = driver.guest.generation();
+            let encoded = create.encode(generation).patch(8, &kind.to_le_bytes());
+            let added = driver
+                .guest
+                .add_encoded(queue, create, generation, &encoded);
+            added.unwrap();
+            driver.guest.publish(queue);
+            let status = driver.guest.drain(TIMEOUT).unwrap()[0].answer.status;
+            assert_eq!(status, wire::S_UNSUPPORTED, "type {kind}");
+        }
+    }
+    // Kinds of pools that are no guest's to make, shared ones among them.
+    for bit in 0..32 {
+        let flags = 1 << bit;
+        let answer = ask(&mut driver, Request::PoolCreate { pool: 78, flags });
+        assert!(BAD.contains(&answer.status), "flag {bit}");
+    }
+    // On the queue of the other kind nothing is done either.
+    let generation = driver.guest.generation();
+    for (queue, request) in [
+        (0, flush(1, 1, 0, 0)),
+        (1, Request::PoolDestroy { pool: 1 }),
+    ] {
+        driver.guest.add(queue, request, generation).unwrap();
+        driver.guest.publish(queue);
+        let done = driver.guest.drain(TIMEOUT).unwrap();
+        assert!(BAD.contains(&done[0].answer.status), "queue {queue}");
+    }
+    // Its VMM cannot write the configuration, which is where QEMU's device would let a guest do so.
+    let frontend = driver.guest.frontend().unwrap();
+    let flags = VhostUserConfigFlags::WRITABLE;
+    let written = frontend.set_config(0, flags, &[0xff; 32]);
+    written.expect_err("the configuration is read-only");
+    assert_eq!(driver.guest.read_config().unwrap().generation, generation);
+    work(&mut driver, 30);
+    // And a VM's socket does not speak the control interface.
+    driver.guest.hang_up().unwrap();
+    let socket = daemon.socket("liar");
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+    let call =
+        b"{\"method\":\"io.virtiotmem.Control.Resize\",\"parameters\":{\"size_bytes\":1048576}}\0";
+    stream.write_all(call).unwrap();
+    let mut answer = Vec::new();
+    // Closed, with or without what it had not read.
+    let _ = stream.read_to_end(&mut answer);
+    assert_eq!(answer, b"");
+    assert_eq!(figures(), before);
+    neighbour.get_all().unwrap();
+    work(&mut neighbour, 50);
+}
+
+/// XSA-15: an id that was negative passed the check of its upper bound. Here ids are unsigned, and
+/// each of their bits counts.
+#[test]
+fn signed_ids() {
+    let mut daemon = Daemon::start(&[("a", None)]);
+    let mut driver = daemon.driver("a", 1);
+    let negative = [1 << 31, (1 << 31) + 1, u32::MAX - 1, u32::MAX];
+    for pool in negative {
+        all_are(&mut driver, pool, &[wire::S_NO_POOL]);
+    }
+    for (number, pool) in negative.into_iter().enumerate() {
+        let create = Request::PoolCreate { pool, flags: 0 };
+        assert_eq!(
+            ask(&mut driver, create.clone()).status,
+            wire::S_OK,
+            "{pool:#x}"
+        );
+        assert_eq!(ask(&mut driver, create).status, wire::S_BAD, "{pool:#x}");
+        store(&mut driver, pool, u64::MAX, 1, 100 + number as u64);
+    }
+    // No pool is another one without its sign.
+    for pool in negative.map(|pool| pool & 0x7fff_ffff) {
+        if pool > 1 {
+            all_are(&mut driver, pool, &[wire::S_NO_POOL]);
+        }
+    }
+    assert!(
+        !hit(&mut driver, 1, u64::MAX, 1, 101),
+        "pool 1 is the driver's"
+    );
+    for (number, pool) in negative.into_iter().enumerate() {
+        let cookie = 100 + number as u64;
+        for object in [1, u64::MAX >> 1, 1 << 63, u64::from(u32::MAX)] {
+            assert!(!hit(&mut driver, pool, object, 1, cookie), "{object:#x}");
+        }
+        assert!(hit(&mut driver, pool, u64::MAX, 1, cookie), "{pool:#x}");
+    }
+    // Indices end far below their sign.
+    let end = 1 << wire::INDEX_BITS;
+    for index in [end, 1 << 62, 1 << 63, (1 << 63) + 1, u64::MAX - 1, u64::MAX] {
+        for request in [
+            put(1, 1, index, 9),
+            get(1, 1, index, 9),
+            flush(1, 1, index, 1),
+        ] {
+            let kind = request.kind();
+            let status = ask(&mut driver, request).status;
+            assert_eq!(status, wire::S_BAD, "type {kind}, index {index:#x}");
+        }
+    }
+    every_queue_answers(&mut driver);
+}
+
+/// XSA-15: an id was used before it was looked at. Here a pool is found among the tenant's own or not
+/// at all: never made, destroyed, another VM's, of an older generation.
+#[test]
+fn unchecked_ids() {
+    let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
+    let mut driver = daemon.driver("a", 1);
+    let mut other = daemon.driver("b", 2);
+    let none = &[wire::S_NO_POOL];
+    all_are(&mut driver, 0, BAD);
+    let create = ask(&mut driver, Request::PoolCreate { pool: 0, flags: 0 });
+    assert!(BAD.contains(&create.status), "pool 0");
+    let borders = [2, 255, 256, 257, 0xffff, 0x1_0000, 0x1_0001, u32::MAX];
+    for pool in borders {
+        all_are(&mut driver, pool, none);
+    }
+    // Destroyed, and made again.
+    for pool in borders {
+        let create = || Request::PoolCreate { pool, flags: 0 };
+        assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
+        store(&mut driver, pool, 1, 1, 7);
+        assert_eq!(
+            ask(&mut driver, Request::PoolDestroy { pool }).status,
+            wire::S_OK
+        );
+        all_are(&mut driver, pool, none);
+        assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
+        assert!(!hit(&mut driver, pool, 1, 1, 7), "a pool begins empty");
+    }
+    // Those are the first VM's.
+    for pool in borders {
+        store(&mut driver, pool, 1, 1, 8);
+        all_are(&mut other, pool, none);
+        assert!(hit(&mut driver, pool, 1, 1, 8));
+    }
+    driver.reboot().unwrap();
+    let live = driver.pool();
+    for pool in borders.into_iter().filter(|pool| *pool != live) {
+        all_are(&mut driver, pool, none);
+    }
+    work(&mut other, 30);
+}
+
+/// XSA-15: a guest that had no tenant yet, or no more, was served with a null pointer. Here a
+/// connection has one from its first message to its end; whether it has a pool is another matter.
+#[test]
+fn missing_tenant() {
+    let run = |folder: &std::path::Path| {
+        let folder = folder.to_str().unwrap();
+        vec!["--run-folder".into(), folder.into()]
+    };
+    let mut daemon = Daemon::with_arguments(&[("a", None), ("other", None)], "512MiB", run);
+    let mut other = daemon.driver("other", 2);
+    let mut driver = Driver::new(guest("a"), Default::default()).unwrap();
+    let socket = daemon.socket("a");
+    let first = &mut driver.guest;
+    daemon.until("the VM's socket is free", || first.connect(&socket).is_ok());
+    // Kicked before there is memory, or a ring.
+    (0..driver.guest.num_queues()).for_each(|queue| driver.guest.kick(queue));
+    driver.guest.start().unwrap();
+    driver.new_generation().unwrap();
+    let none = &[wire::S_NO_POOL];
+    all_are(&mut driver, 1, none);
+    driver.create_pool().unwrap();
+    let pool = driver.pool();
+    store(&mut driver, pool, 1, 1, 7);
+    // After a reset there is neither pool nor page, for requests of the time before and of now.
+    let before = driver.guest.generation();
+    driver.guest.reset().unwrap();
+    driver.guest.start().unwrap();
+    driver.new_generation().unwrap();
+    for request in [put(pool, 1, 1, 7), get(pool, 1, 1, 7), flush(pool, 1, 0, 0)] {
+        driver.guest.add(1, request, before).unwrap();
+        driver.guest.publish(1);
+        let done = driver.guest.drain(TIMEOUT).unwrap();
+        assert_eq!(done[0].answer.status, wire::S_STALE);
+    }
+    all_are(&mut driver, pool, none);
+    driver.create_pool().unwrap();
+    let pool = driver.pool();
+    assert!(
+        !hit(&mut driver, pool, 1, 1, 7),
+        "a page of the time before"
+    );
+    // A VM that is removed while it asks: its connection ends, and nobody answers any more.
+    let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
+    let (uuid, socket) = (
+        "89abcdef-0123-4567-89ab-cdef01234567",
+        daemon.socket("guest"),
+    );
+    let spec = VmSpec {
+        uuid: uuid.into(),
+        name: "guest".into(),
+        socket: socket.to_str().unwrap().into(),
+        trust_domain: None,
+        quota: tmem_control::Quota {
+            reserve_bytes: 0,
+            limit_bytes: None,
+            weight: 100,
+        },
+        owner: None,
+        group: None,
+        mode: None,
+    };
+    for _ in 0..5 {
+        assert!(control.add_vm(spec.clone()).call().unwrap().added);
+        let mut removed = daemon.driver("guest", 3);
+        for object in 1..20 {
+            removed.put(object, 0, 12);
+        }
+        let path = socket.to_str().unwrap().to_string();
+        assert!(control.remove_vm(uuid.into(), path).call().unwrap().removed);
+        // What is still answered was asked before.
+        let guest = &mut removed.guest;
+        until("the connection ends", || guest.read_config().is_err());
+        let used = |guest: &tmem_sim::FakeGuest| -> Vec<u16> {
+            let queues = 0..guest.num_queues();
+            queues.map(|q| guest.ring(q).used_idx_in_memory()).collect()
+        };
+        let answered = used(&removed.guest);
+        for queue in 0..removed.guest.num_queues() {
+            removed.guest.publish(queue);
+            removed.guest.kick(queue);
+        }
+        work(&mut other, 20);
+        assert_eq!(used(&removed.guest), answered, "nobody is there");
+        assert!(removed.guest.connect(&socket).is_err());
+    }
+    work(&mut driver, 30);
+}
+
+/// A chain on queue 1, of the descriptors that `bend` makes of a good one. It is not published yet.
+fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<Desc>)) {
+    let generation = driver.guest.generation();
+    let placed = driver.guest.place(&request.encode(generation)).unwrap();
+    let side = |pieces: &[(u64, usize)], flags: u16| -> Vec<Desc> {
+        let pieces = pieces.iter().filter(|piece| piece.1 > 0);
+        let desc = |&(addr, len): &(u64, usize)| Desc {
+            addr,
+            len: len as u32,
+            flags,
+            next: 0,
+        };
+        pieces.map(desc).collect()
+    };
+    let mut descs = side(&placed.1.readable, 0);
+    descs.extend(side(&placed.1.writable, F_WRITE));
+    bend(&mut descs);
+    let ring = driver.guest.ring_mut(1);
+    let slots: Vec<u16> = descs.iter().map(|_| ring.take_desc().unwrap()).collect();
+    for (number, mut desc) in descs.into_iter().enumerate() {
+        if let Some(next) = slots.get(number + 1) {
+            desc.flags |= F_NEXT;
+            desc.next = *next;
+        }
+        ring.write_desc(slots[number], desc);
+    }
+    driver
+        .guest
+        .add_by_hand(1, request, placed, slots[0], slots);
+}
+
+/// The chain that is added is never answered: its queue stops, nothing of the guest's memory is written
+/// but wishes for kicks, no page is moved, and both this VM and the other go on.
+fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnce(&mut Driver)) {
+    let [driver, neighbour] = vms;
+    let pool = driver.pool();
+    store(driver, pool, 900, 1, 5);
+    let layout = driver.guest.ring(1).layout();
+    let used = driver.guest.ring(1).used_idx_in_memory();
+    add(driver);
+    let before = driver.guest.ram().snapshot();
+    driver.guest.publish(1);
+    let guest = &driver.guest;
+    daemon.until("the queue is stopped", || {
+        assert_eq!(guest.ring(1).used_idx_in_memory(), used, "{what}: answered");
+        guest.take_queue_error(1)
+    });
+    // A worker may say that it wants kicks again after the guest has seen its last answer.
+    let queues = 0..driver.guest.num_queues();
+    let mut rings: Vec<u64> = queues
+        .map(|queue| driver.guest.ring(queue).layout().used / PAGE_BYTES)
+        .collect();
+    rings.push(layout.avail / PAGE_BYTES);
+    let changed = driver.guest.ram().changed_pages(&before);
+    let wrong: Vec<_> = changed
+        .iter()
+        .filter(|page| !rings.contains(page))
+        .collect();
+    assert!(wrong.is_empty(), "{what}: pages {wrong:x?} were written");
+    let generation = driver.guest.generation();
+    let asked = get(pool, 900, 1, 5);
+    driver.guest.add(2, asked, generation).unwrap();
+    driver.guest.publish(2);
+    let mut done = None;
+    daemon.until("the other queue answers", || {
+        done = driver.guest.poll(2).unwrap();
+        done.is_some()
+    });
+    let result = done.unwrap().answer.pages[0].result;
+    assert_eq!(result, wire::P_HIT, "{what}: it moved a page");
+    driver.reboot().unwrap();
+    work(driver, 5);
+    work(neighbour, 5);
+}
+
+/// XSA-15: addresses of a guest were used as they came. Here each is one of the memory that its VMM
+/// shares, from the first byte to the last, or its queue stops before anything is read or written.
+#[test]
+fn raw_guest_memory() {
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    let mut vms = [daemon.driver("a", 1), daemon.driver("b", 2)];
+    let log = vms[0].guest.start_log().unwrap().region();
+    // Beside, between and around the regions; where memory and dirty log are in the VMM; where
+    // something may be in the daemon; where the kernel is. Then what begins inside and ends outside.
+    let end = (1 << 32) + (8 << 20);
+    let addresses = [
+        8 << 20,
+        2 << 30,
+        (1 << 32) - 1,
+        end,
+        vms[0].guest.ram().host_addr(0),
+        log.mmap_size + end,
+        0x5555_5555_4000,
+        0x7fff_f7ff_0000,
+        0xffff_8880_0000_0000,
+        u64::MAX - 8,
+        u64::MAX,
+        (8 << 20) - 8,
+        end - 8,
+    ];
+    for address in addresses {
+        let at = |number: usize| {
+            move |descs: &mut Vec<Desc>| {
+                descs[number].addr = address;
+            }
+        };
+        // Of a put: the request, its page, its answer. Of a get: its page.
+        for number in 0..3 {
+            let what = format!("a put's descriptor {number} at {address:#x}");
+            stops(&mut daemon, &mut vms, &what, |driver| {
+                add_chain(driver, put(driver.pool(), 900, 1, 6), at(number));
+            });
+        }
+        let what = format!("a get's page at {address:#x}");
+        stops(&mut daemon, &mut vms, &what, |driver| {
+            add_chain(driver, get(driver.pool(), 900, 1, 5), at(2));
+        });
+        let what = format!("a table at {address:#x}");
+        let table = Desc {
+            addr: address,
+            len: 32,
+            flags: F_INDIRECT,
+            next: 0,
+        };
+        stops(&mut daemon, &mut vms, &what, |driver| {
+            let request = flush(driver.pool(), 900, 0, 0);
+            add_chain(driver, request, |descs| *descs = vec![table]);
+        });
+    }
+    daemon.expect_alive();
+}
+
+/// XSA-15: offset and length were added up before they were compared. Here sums are of more bits than
+/// what they are sums of.
+#[test]
+fn arithmetic_overflow() {
+    let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
+    // Much address space, of which next to nothing is touched: 4 GiB are inside of it.
+    let large = GuestConfig {
+        ram: vec![RamRegion {
+            start: 0,
+            size_bytes: 6 << 30,
+        }],
+        mem_slots: true,
+        ..guest("a")
+    };
+    let mut driver = daemon.driver_with(large, Default::default());
+    let mut other = daemon.driver("b", 2);
+    let pool = driver.pool();
+    store(&mut driver, pool, 1, 0, 5);
+    store(&mut driver, pool, 1, 1, 6);
+    let end = 1u64 << wire::INDEX_BITS;
+    // Of indices: each sum is small if it wraps.
+    let beyond = |index: u64| flush(pool, 1, index, 0u64.wrapping_sub(index - 2));
+    let run = Request::Get {
+        pool,
+        object: 1,
+        index: end - 1,
+        cookies: vec![5, 6],
+    };
+    let requests = [
+        run,
+        get(pool, 1, u64::MAX, 5),
+        flush(pool, 1, 1, u64::MAX),
+        flush(pool, 1, end - 1, 2),
+        flush(pool, 1, 0, end + 1),
+        beyond(3),
+        beyond(end - 1),
+        put(pool, 1, u64::MAX, 7),
+    ];
+    for request in requests {
+        let kind = request.kind();
+        assert_eq!(ask(&mut driver, request).status, wire::S_BAD, "type {kind}");
+    }
+    assert!(hit(&mut driver, pool, 1, 0, 5) && hit(&mut driver, pool, 1, 1, 6));
+    // Of lengths: 4 GiB more than what is right, on either side of the chain.
+    for writable in [false, true] {
+        let request = flush(driver.pool(), 1, 0, 0);
+        add_chain(&mut driver, request, |descs| {
+            let flags = if writable { F_WRITE } else { 0 };
+            let huge = [u32::MAX, 1].map(|len| Desc {
+                addr: 0x1000,
+                len,
+                flags,
+                next: 0,
+            });
+            let at = if writable { descs.len() } else { 1 };
+            descs.splice(at..at, huge);
+        });
+        let used = driver.guest.ring(1).used_idx_in_memory();
+        driver.guest.publish(1);
+        let guest = &driver.guest;
+        daemon.until("the queue is stopped", || guest.take_queue_error(1));
+        assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
+        driver.reboot().unwrap();
+    }
+    // Of rings: none of them runs, and the other queue does.
+    let layout = driver.guest.ring(1).layout();
+    let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
+        .map(|address| driver.guest.ram().host_addr(address));
+    for odd in [u64::MAX, u64::MAX - 15, u64::MAX - 4095, (6 << 30) + desc] {
+        let odd = odd & !15;
+        for (desc, avail, used) in [(odd, avail, used), (desc, odd, used), (desc, avail, odd)] {
+            let data = VringConfigData {
+                queue_max_size: layout.size,
+                queue_size: layout.size,
+                flags: 0,
+                desc_table_addr: desc,
+                used_ring_addr: used,
+                avail_ring_addr: avail,
+                log_addr: None,
+            };
+            let frontend = driver.guest.frontend().unwrap();
+            frontend.set_vring_addr(1, &data).unwrap();
+            let pool = driver.pool();
+            let generation = driver.guest.generation();
+            driver.guest.add(1, get(pool, 1, 1, 1), generation).unwrap();
+            driver.guest.publish(1);
+            driver.guest.kick(1);
+            driver.guest.add(2, get(pool, 1, 1, 1), generation).unwrap();
+            driver.guest.publish(2);
+            daemon.until("the other queue answers", || {
+                driver.guest.poll(2).unwrap().is_some()
+            });
+            assert!(driver.guest.poll(1).unwrap().is_none(), "{odd:#x}");
+            driver.reboot().unwrap();
+        }
+    }
+    let file = driver.guest.ram().shared_regions().unwrap().remove(0).2;
+    // And if the VMM has its memory at 0, so that only the end of a ring is beyond all numbers.
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr: 1 << 40,
+        memory_size: 8192,
+        userspace_addr: 0,
+        mmap_offset: 0,
+        mmap_handle: file.as_raw_fd(),
+    };
+    let frontend = driver.guest.frontend().unwrap();
+    frontend.add_mem_region(&region).unwrap();
+    let data = VringConfigData {
+        queue_max_size: layout.size,
+        queue_size: layout.size,
+        flags: 0,
+        desc_table_addr: desc,
+        used_ring_addr: u64::MAX - 15,
+        avail_ring_addr: avail,
+        log_addr: None,
+    };
+    frontend.set_vring_addr(1, &data).unwrap();
+    driver.guest.kick(1);
+    let pool = driver.pool();
+    let answer = driver.guest.call(2, get(pool, 1, 1, 1)).unwrap();
+    assert_eq!(answer.status, wire::S_OK, "the other queue goes on");
+    driver.guest.disconnect();
+    daemon.connect(&mut driver, "a");
+    // Of regions: the connection ends, and the next one is served.
+    let odd = [
+        (u64::MAX - 4095, 0x10_0000, 8192, 0),
+        (1 << 40, u64::MAX - 4095, 8192, 0),
+        (1 << 40, 0x10_0000, 8192, u64::MAX - 4095),
+        (1 << 40, 0x10_0000, u64::MAX - 4095, 8192),
+    ];
+    for (guest_phys_addr, userspace_addr, memory_size, mmap_offset) in odd {
+        let region = VhostUserMemoryRegionInfo {
+            guest_phys_addr,
+            memory_size,
+            userspace_addr,
+            mmap_offset,
+            mmap_handle: file.as_raw_fd(),
+        };
+        let frontend = driver.guest.frontend().unwrap();
+        let refused = frontend.add_mem_region(&region);
+        refused.expect_err("it ends before it begins");
+        work(&mut other, 10);
+        driver.guest.disconnect();
+        daemon.connect(&mut driver, "a");
+        work(&mut driver, 10);
+    }
+}
+
+/// XSA-15: a lock was kept where an error was found. Here whatever is refused, the same VM, another and
+/// an operator, who take the same locks, go on at once.
+#[test]
+fn locks_kept_on_error_paths() {
+    let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
+    let mut driver = daemon.driver("a", 1);
+    let mut other = daemon.driver("b", 2);
+    let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
+    let mut operator = || {
+        for name in ["a", "b"] {
+            let quota = tmem_control::Quota {
+                reserve_bytes: 0,
+                limit_bytes: None,
+                weight: 100,
+            };
+            control.set_quota(name.into(), quota).call().unwrap();
+            control.stats(Some(name.into())).call().unwrap();
+            control.flush(name.into()).call().unwrap();
+        }
+    };
+    // Of requests: each that is refused for what there is and is not.
+    for _ in 0..3 {
+        let pool = driver.pool();
+        let create = |pool| Request::PoolCreate { pool, flags: 0 };
+        let mut asked: Vec<Request> = (0..=wire::POOLS_MAX as u32)
+            .map(|number| create(1000 + number))
+            .collect();
+        asked.extend([
+            create(pool),
+            create(0),
+            Request::PoolCreate { pool: 7, flags: 1 },
+        ]);
+        for pool in [0, 99] {
+            let destroy = Request::PoolDestroy { pool };
+            asked.extend([
+                put(pool, 1, 1, 7),
+                get(pool, 1, 1, 7),
+                flush(pool, 1, 0, 0),
+                destroy,
+            ]);
+        }
+        asked.extend([
+            put(pool, 0, 1, 7),
+            put(pool, 1, 1, 0),
+            get(pool, 1, u64::MAX, 7),
+        ]);
+        let refused = asked.len();
+        let mut odd = 0;
+        for request in asked {
+            odd += usize::from(ask(&mut driver, request).status != wire::S_OK);
+        }
+        assert!(
+            odd >= refused - wire::POOLS_MAX,
+            "{odd} of {refused} were refused"
+        );
+        every_queue_answers_by_hand(&mut driver);
+        operator();
+        work(&mut other, 20);
+        driver.reboot().unwrap();
+    }
+    // Of messages: the connection ends, or goes on if that is harmless.
+    type Odd = fn(&mut tmem_sim::FakeGuest) -> bool;
+    let messages: [(&str, Odd); 6] = [
+        ("features", |guest| {
+            guest.frontend().unwrap().set_features(1 << 63).is_err()
+        }),
+        ("size", |guest| {
+            guest.frontend().unwrap().set_vring_num(1, 3).is_err()
+        }),
+        ("no descriptors", |guest| {
+            guest.frontend().unwrap().set_vring_num(1, 0).is_err()
+        }),
+        ("config", |guest| {
+            let flags = VhostUserConfigFlags::WRITABLE;
+            guest
+                .frontend()
+                .unwrap()
+                .set_config(0, flags, &[1; 8])
+                .is_err()
+        }),
+        ("memory", |guest| {
+            let (null, _) = std::io::pipe().unwrap();
+            let region = VhostUserMemoryRegionInfo {
+                guest_phys_addr: 1 << 40,
+                memory_size: 4096,
+                userspace_addr: 1 << 40,
+                mmap_offset: 0,
+                mmap_handle: null.as_raw_fd(),
+            };
+            guest.frontend().unwrap().set_mem_table(&[region]).is_err()
+        }),
+        ("log", |guest| {
+            let (null, _) = std::io::pipe().unwrap();
+            let region = vhost::VhostUserDirtyLogRegion {
+                mmap_size: 4096,
+                mmap_offset: 0,
+                mmap_handle: null.as_raw_fd(),
+            };
+            guest
+                .frontend()
+                .unwrap()
+                .set_log_base(0, Some(region))
+                .is_err()
+        }),
+    ];
+    for (what, odd) in messages {
+        // In the middle of work, so that workers want the locks, too.
+        for object in 1..6 {
+            driver.put(object, 0, 12);
+        }
+        assert!(odd(&mut driver.guest), "{what}: taken");
+        work(&mut other, 20);
+        operator();
+        if driver.guest.read_config().is_err() {
+            driver.lose_backend().unwrap();
+            daemon.connect(&mut driver, "a");
+        } else {
+            driver.settle().unwrap();
+        }
+        work(&mut driver, 20);
+    }
+}
+
+/// One answered request on each queue, whatever pools the model believes in.
+fn every_queue_answers_by_hand(driver: &mut Driver) {
+    let pool = driver.pool();
+    for queue in 1..driver.guest.num_queues() {
+        let answer = driver.guest.call(queue, get(pool, 77, 0, 1)).unwrap();
+        assert_eq!(answer.status, wire::S_OK);
+    }
+    let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
+    assert_eq!(ask(driver, report).status, wire::S_OK);
+}
