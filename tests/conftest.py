@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from harness import kernel as kernels
+from harness import kvm, shards
 from harness import module as modules
-from harness import shards
 from harness.kernel import Kernel
 from harness.paths import HarnessError, host_binary, qemu_binary
 from harness.session import Session
@@ -27,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--not-all-skipped", action="store_true", help="that all tests are skipped is a failure"
     )
+    parser.addoption("--kvm", action="store_true", help="on KVM; without it nothing is run")
     parser.addoption("--shard", help="K/N: the K-th of N parts, which take equally long")
     parser.addoption(
         "--durations-to", type=Path, help="a file, as tests/durations.txt, to note durations in"
@@ -36,6 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # Last: of what -m and -k have left.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--kvm"):
+        reason = kvm.why_not(kernels.prepare(config.getoption("--kernel")))
+        if reason:
+            skip = pytest.mark.skip(reason=f"KVM cannot be used here: {reason}")
+            for item in items:
+                item.add_marker(skip)
+        else:
+            os.environ["TMEM_ACCEL"] = "kvm"
     shard = config.getoption("--shard")
     if not shard:
         return

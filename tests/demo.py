@@ -108,8 +108,10 @@ def walk() -> Iterator[tuple[Path, int]]:
                     yield path, status.st_size
 
 
-def choose(files: list[tuple[Path, int]]) -> list[list[Path]]:
-    """Two working sets that share SHARED_FRACTION of their bytes."""
+def choose(
+    files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = WORKING_SET_BYTES
+) -> list[list[Path]]:
+    """Working sets of which each shares SHARED_FRACTION of its bytes with all others."""
     order = list(files)
     random.Random(SEED).shuffle(order)
     source = iter(order)
@@ -119,18 +121,19 @@ def choose(files: list[tuple[Path, int]]) -> list[list[Path]]:
         while size < limit_bytes:
             entry = next(source, None)
             if entry is None:
-                needed = size_text(WORKING_SET_BYTES * (2 - SHARED_FRACTION))
+                own = count * (1 - SHARED_FRACTION)
+                needed = size_text(set_bytes * (SHARED_FRACTION + own))
                 raise HarnessError(
-                    f"this machine's {', '.join(TREES)} are too small for the demo: "
-                    f"the two working sets need files of {needed}"
+                    f"this machine's {', '.join(TREES)} are too small: "
+                    f"the {count} working sets need files of {needed}"
                 )
             taken.append(entry[0])
             size += entry[1]
         return taken
 
-    common = take(WORKING_SET_BYTES * SHARED_FRACTION)
-    own = [take(WORKING_SET_BYTES * (1 - SHARED_FRACTION)) for _ in NAMES]
-    return [common + rest for rest in own]
+    common = take(set_bytes * SHARED_FRACTION)
+    rests = [take(set_bytes * (1 - SHARED_FRACTION)) for _ in range(count)]
+    return [common + rest for rest in rests]
 
 
 class Trees:

@@ -11,6 +11,7 @@
  *   special map FILE		FILE to standard output, through a mapping and page by page
  *   special same FILE			cached and direct reads agree; 1 if not
  *   special move-ext FILE DONOR	exchange the blocks of two ext4 files of the same size
+ *   special advise FILE BYTES		says that the first bytes are not needed, again and again
  *   special direct DIR COUNT		make so many files by a direct write each
  */
 #define _GNU_SOURCE
@@ -198,6 +199,18 @@ static int move_ext(const char *path, const char *donor)
 	return 0;
 }
 
+static int advise(const char *path, off_t bytes)
+{
+	int fd = open(path, O_RDONLY), err;
+
+	if (fd < 0)
+		return fail(path);
+	do {
+		err = posix_fadvise(fd, 0, bytes, POSIX_FADV_DONTNEED);
+	} while (!err);
+	return fail("posix_fadvise");
+}
+
 static int direct(const char *dir, unsigned long count)
 {
 	uint8_t *page = aligned_alloc(PAGE, PAGE);
@@ -239,6 +252,8 @@ int main(int argc, char **argv)
 		return same(argv[2]);
 	if (argc == 4 && !strcmp(argv[1], "move-ext"))
 		return move_ext(argv[2], argv[3]);
+	if (argc == 4 && !strcmp(argv[1], "advise"))
+		return advise(argv[2], strtol(argv[3], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "direct"))
 		return direct(argv[2], strtoul(argv[3], NULL, 0));
 	fputs("usage: see the top of special.c\n", stderr);

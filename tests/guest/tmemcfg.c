@@ -10,7 +10,9 @@
  * `run` prints a line at each change: "generation G", and for each generation other than
  * 0 "stored" when it has put a page with a pattern. At SIGUSR1 it gets that page: "keep
  * hit", "keep miss" or "keep stale". A request that stays unanswered for a second gives
- * "unanswered" and later "answered". A wrong byte ends it with "wrong".
+ * "unanswered" and later "answered". A wrong byte ends it with "wrong". At SIGUSR2 it gets the
+ * page into memory that nobody else writes to, and does not look at it: "held"; at the next
+ * SIGUSR2 it looks: "held right".
  *
  * The kernel's virtio-pci is unbound first: nobody else may drive the device. Memory for
  * the device is locked and barred from compaction, and given back after a reset only.
@@ -65,6 +67,7 @@ struct queue {
 	uint8_t *data;		/* a page of data, readable or writable */
 	uint8_t *writable;	/* resp, then page results */
 	uint64_t phys[6];	/* of the six pages above, in order */
+	uint64_t target;	/* where data goes to: that of `data`, or of a page to be held */
 	volatile uint16_t *notify;
 	uint16_t sent;
 };
@@ -73,7 +76,7 @@ static char device_path[256];
 static struct region common, notify, device;
 static uint32_t notify_multiplier;
 static struct queue control, request;
-static volatile sig_atomic_t wanted_keep, wanted_end;
+static volatile sig_atomic_t wanted_keep, wanted_hold, wanted_end;
 
 static void die(const char *format, ...)
 {
@@ -398,6 +401,7 @@ static void setup_queue(struct queue *queue, int number)
 	memset(pages, 0, 6 * PAGE);
 	for (int i = 0; i < 6; i++)
 		queue->phys[i] = physical(pages + i * PAGE);
+	queue->target = queue->phys[4];
 	queue->desc = (void *)pages;
 	queue->avail = (void *)(pages + PAGE);
 	queue->used = (void *)(pages + 2 * PAGE);
@@ -468,7 +472,7 @@ static uint8_t submit(struct queue *queue, size_t readable, int data_is_readable
 	queue->desc[used++] =
 		(struct vring_desc){queue->phys[5], writable, VRING_DESC_F_WRITE, 0};
 	if (data && !data_is_readable)
-		queue->desc[used++] = (struct vring_desc){queue->phys[4], data,
+		queue->desc[used++] = (struct vring_desc){queue->target, data,
 							  VRING_DESC_F_WRITE, 0};
 	for (int i = 0; i + 1 < used; i++) {
 		queue->desc[i].flags |= VRING_DESC_F_NEXT;
@@ -559,18 +563,24 @@ static int begin(uint64_t generation)
 	return store(generation);
 }
 
-static void get_keep(uint64_t generation)
+static uint8_t get_page(uint64_t generation)
 {
 	size_t at = fill_request(&request, generation, VIRTIO_TMEM_T_GET, 1);
 	struct virtio_tmem_get get = {.object = KEEP_OBJECT, .index = KEEP_INDEX};
-	struct virtio_tmem_get_page result;
-	uint8_t expected[PAGE], status;
 
 	memcpy(request.readable + at, &get, sizeof(get));
 	memcpy(request.readable + at + sizeof(get), &cookie, sizeof(cookie));
+	return submit(&request, at + sizeof(get) + sizeof(cookie), 0, PAGE,
+		      sizeof(struct virtio_tmem_resp) + sizeof(struct virtio_tmem_get_page));
+}
+
+static void get_keep(uint64_t generation)
+{
+	struct virtio_tmem_get_page result;
+	uint8_t expected[PAGE], status;
+
 	memset(request.data, 0xee, PAGE);
-	status = submit(&request, at + sizeof(get) + sizeof(cookie), 0, PAGE,
-			sizeof(struct virtio_tmem_resp) + sizeof(result));
+	status = get_page(generation);
 	if (status == VIRTIO_TMEM_S_STALE) {
 		say("keep stale");
 		return;
@@ -593,10 +603,48 @@ static void get_keep(uint64_t generation)
 	say("keep hit");
 }
 
+/* A page that is written once by the kernel, long before, and then by the device alone. */
+static uint8_t *held;
+static uint64_t held_cookie;
+
+static void prepare_hold(void)
+{
+	held = mmap(NULL, PAGE, PROT_READ | PROT_WRITE,
+		    MAP_PRIVATE | MAP_ANONYMOUS | MAP_LOCKED | MAP_POPULATE, -1, 0);
+	if (held == MAP_FAILED)
+		die("memory for a page to be held: %s", strerror(errno));
+	memset(held, 0xee, PAGE);
+}
+
+/* True if it took the page that is stored. */
+static int hold(uint64_t generation)
+{
+	uint8_t expected[PAGE];
+
+	if (!held_cookie) {
+		request.target = physical(held);
+		held_cookie = get_page(generation) == VIRTIO_TMEM_S_OK ? cookie : 0;
+		request.target = request.phys[4];
+		say(held_cookie ? "held" : "not held");
+		return 1;
+	}
+	fill_pattern(expected, held_cookie);
+	held_cookie = 0;
+	if (memcmp(expected, held, PAGE)) {
+		say("wrong page held: it begins with %02x", held[0]);
+		reset();
+		exit(1);
+	}
+	say("held right");
+	return 0;
+}
+
 static void on_signal(int number)
 {
 	if (number == SIGUSR1)
 		wanted_keep = 1;
+	else if (number == SIGUSR2)
+		wanted_hold = 1;
 	else
 		wanted_end = 1;
 }
@@ -607,6 +655,8 @@ static void run(void)
 	int stored = 0;
 
 	signal(SIGUSR1, on_signal);
+	signal(SIGUSR2, on_signal);
+	prepare_hold();
 	signal(SIGTERM, on_signal);
 	if (getrandom(&cookie, sizeof(cookie), 0) != sizeof(cookie))
 		die("getrandom: %s", strerror(errno));
@@ -629,6 +679,11 @@ static void run(void)
 			wanted_keep = 0;
 			get_keep(generation);
 			stored = store(generation);
+		}
+		if (wanted_hold && stored) {
+			wanted_hold = 0;
+			if (hold(generation))
+				stored = store(generation);
 		}
 		nap_ms(10);
 	}

@@ -28,7 +28,7 @@
 #define SPLIT_PAGES	8UL	/* of the large folio; a power of two */
 #define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
-#define MIN_BLOCK	1024UL	/* of a file system */
+#define MIN_BLOCK	1024UL	/* of a file system, in which FIBMAP counts */
 #define HUGE		(2UL << 20)	/* the largest folio of a file on x86 */
 #define MANY_FILES	4200	/* more than the driver keeps marks for, see BYPASSED_MAX there */
 
@@ -234,6 +234,69 @@ static void scenario_move_ext(struct worker *w, struct file *f, struct file *g)
 	look(w, f);
 }
 
+/* Where the blocks of a file are, none of which is a hole; opened for reading only. */
+static unsigned int map_blocks(struct worker *w, struct file *f, int *blocks, int *bytes)
+{
+	char path[256];
+	unsigned int nr;
+	int fd;
+
+	file_path(w, f, path, sizeof(path));
+	fd = open(path, O_RDONLY);
+	if (fd < 0 || ioctl(fd, FIGETBSZ, bytes) || *bytes < (int)MIN_BLOCK || *bytes > (int)PAGE)
+		fail(w, f, "FIGETBSZ");
+	nr = PAGES * PAGE / *bytes;
+	for (unsigned int i = 0; i < nr; i++) {
+		blocks[i] = i;
+		if (ioctl(fd, FIBMAP, &blocks[i]) || !blocks[i])
+			fail(w, f, "FIBMAP of block %u", i);
+	}
+	close(fd);
+	return nr;
+}
+
+/* Fills the blocks anew, past the file system. */
+static void write_blocks(struct worker *w, struct file *f, const int *blocks, unsigned int nr,
+			 int bytes)
+{
+	int device = open(w->opt->device, O_RDWR | O_DIRECT);
+
+	if (device < 0)
+		fail(w, f, "open %s", w->opt->device);
+	fill(f->model, 0, PAGES * PAGE, owner_of(w, f), w->op);
+	for (unsigned int i = 0; i < nr; i++) {
+		memcpy(w->buffer, f->model + i * bytes, bytes);
+		if (pwrite(device, w->buffer, bytes, (off_t)blocks[i] * bytes) != bytes)
+			fail(w, f, "write %s", w->opt->device);
+	}
+	fsync(device);
+	close(device);
+}
+
+/*
+ * As md does with a bitmap in a file: it asks for the blocks of a file that it has open for writing,
+ * and writes them itself. What the page cache has then is old and clean, and is not to be put,
+ * also after the file was closed.
+ */
+static void scenario_bmap(struct worker *w, struct file *f, struct file *g)
+{
+	int blocks[PAGES * PAGE / MIN_BLOCK], bytes;
+	unsigned int nr;
+
+	(void)g;
+	prime(w, f, "bmap");
+	file_scan(w, f, 4 * PAGE);
+	nr = map_blocks(w, f, blocks, &bytes);
+	begin(w, f, "written below the page cache");
+	write_blocks(w, f, blocks, nr, bytes);
+	file_close(f);
+	evict(w, 1);
+	settle();
+	file_open(w, f, false);
+	evict_all(w, f);
+	look(w, f);
+}
+
 static void scenario_clone(struct worker *w, struct file *f, struct file *g)
 {
 	struct file_clone_range clone = { .src_fd = g->fd, .src_length = PAGES * PAGE };
@@ -365,36 +428,20 @@ static void wait_for_free(void)
 /* The bytes on the disk change between two mounts. */
 static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 {
-	/* FIBMAP counts in blocks of the file system; none is smaller. */
-	int blocks[PAGES * PAGE / MIN_BLOCK], bytes, device;
+	int blocks[PAGES * PAGE / MIN_BLOCK], bytes;
 	unsigned int nr;
 
 	(void)g;
-	if (ioctl(f->fd, FIGETBSZ, &bytes) || bytes < (int)MIN_BLOCK || bytes > (int)PAGE)
-		fail(w, f, "FIGETBSZ");
-	nr = PAGES * PAGE / bytes;
 	stay_here();
 	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
 		prime(w, f, "unmount");
-		for (unsigned int i = 0; i < nr; i++) {
-			blocks[i] = i;
-			if (ioctl(f->fd, FIBMAP, &blocks[i]) || !blocks[i])
-				fail(w, f, "FIBMAP of block %u", i);
-		}
+		/* Asked for a file that is open for writing, the driver would forget what it holds. */
+		file_close(f);
+		nr = map_blocks(w, f, blocks, &bytes);
 		worker_close(w);
 		unmount(w->opt);
 		begin(w, f, "changed while not mounted");
-		device = open(w->opt->device, O_RDWR | O_DIRECT);
-		if (device < 0)
-			fail(w, f, "open %s", w->opt->device);
-		fill(f->model, 0, PAGES * PAGE, owner_of(w, f), w->op);
-		for (unsigned int i = 0; i < nr; i++) {
-			memcpy(w->buffer, f->model + i * bytes, bytes);
-			if (pwrite(device, w->buffer, bytes, (off_t)blocks[i] * bytes) != bytes)
-				fail(w, f, "write %s", w->opt->device);
-		}
-		fsync(device);
-		close(device);
+		write_blocks(w, f, blocks, nr, bytes);
 		wait_for_free();
 		mount_again(w->opt);
 		worker_open(w, false);
@@ -622,6 +669,7 @@ static const struct {
 	{ "direct", scenario_direct },
 	{ "direct_many", scenario_direct_many },
 	{ "move_ext", scenario_move_ext },
+	{ "bmap", scenario_bmap },
 	{ "clone", scenario_clone },
 	{ "exchange", scenario_exchange },
 	{ "swapext", scenario_swapext },

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from harness.paths import HarnessError, host_binary
 from harness.process import Process, tail
 from harness.wait import scaled, until
+
+INTERFACE = "io.virtiotmem.Control"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class Daemon:
     pool_size: str = "64MiB"
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    program: Path | None = None  # instead of the tmemd under test
     _process: Process | None = None
 
     def __post_init__(self) -> None:
@@ -59,8 +63,10 @@ class Daemon:
         """Starts it and waits until it serves."""
         if self._process and self._process.alive():
             raise HarnessError("tmemd runs already")
-        command = [str(host_binary("tmemd")), "--pool-size", self.pool_size]
+        command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
+        # What else this machine does is no matter; test_pressure has a host of its own.
+        command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
             more = f",trust-domain={tenant.trust_domain}" if tenant.trust_domain else ""
             more += f",uuid={tenant.uuid}" if tenant.uuid else ""
@@ -104,6 +110,23 @@ class Daemon:
     def stats(self) -> Any:
         """`tmemctl stats --json`."""
         return self._json("stats")
+
+    def call(self, method: str, **parameters: Any) -> Any:
+        """A method of the control interface, whatever tmemctl makes of it."""
+        request = {"method": f"{INTERFACE}.{method}", "parameters": parameters}
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(scaled(20))
+            client.connect(str(self.control))
+            client.sendall(json.dumps(request).encode() + b"\0")
+            answer = b""
+            while not answer.endswith(b"\0"):
+                if not (part := client.recv(1 << 16)):
+                    raise HarnessError(f"tmemd: {method}: the connection ended")
+                answer += part
+        found = json.loads(answer[:-1])
+        if error := found.get("error"):
+            raise HarnessError(f"tmemd: {method}: {error}: {found.get('parameters')}")
+        return found["parameters"]
 
     def list(self) -> Any:
         """`tmemctl list --json`."""

@@ -69,7 +69,10 @@ class Config:
     cmdline: str = ""
     machine: str = "q35"
     tcg_threads: str | None = None  # "multi" or "single"; None: what the kernel bears
+    tcg_buffer_bytes: int | None = None  # for translated code; None: as QEMU likes
+    accelerator: str | None = None  # None: TMEM_ACCEL, else tcg
     memory_backend: str = "memory-backend-memfd,share=on"
+    incoming: bool = False  # it waits for the state of another QEMU instead of booting
     arguments: Sequence[str] = ()
 
 
@@ -82,7 +85,7 @@ class Vm:
         self.name = config.name
         self.console = folder / "console.log"
         self.log = folder / "qemu.log"
-        self._folder = folder
+        self.folder = folder
         self._process: Process | None = None
         self._qmp: Qmp | None = None
         self._guest: Guest | None = None
@@ -93,16 +96,17 @@ class Vm:
     def command(self) -> list[str]:
         """QEMU's command line."""
         config = self.config
-        accelerator = os.environ.get("TMEM_ACCEL", "tcg")
+        accelerator = config.accelerator or os.environ.get("TMEM_ACCEL", "tcg")
         if accelerator == "tcg":
             threads = config.tcg_threads or config.kernel.tcg_threads
             # la57 off: a fifth level of page tables only costs time under TCG.
-            processor = ["-accel", f"tcg,thread={threads}", "-cpu", "max,la57=off"]
+            buffer = f",tb-size={config.tcg_buffer_bytes // MIB}" if config.tcg_buffer_bytes else ""
+            processor = ["-accel", f"tcg,thread={threads}{buffer}", "-cpu", "max,la57=off"]
         else:
             processor = ["-accel", accelerator, "-cpu", "host"]
         image = initramfs.build(
             config.kernel,
-            self._folder / "initramfs",
+            self.folder / "initramfs",
             modules=config.modules,
             files=config.files,
         )
@@ -118,15 +122,17 @@ class Vm:
             "-L", "/usr/share/seabios", "-L", "/usr/share/qemu",
             "-kernel", str(config.kernel.vmlinuz), "-initrd", str(image), "-append", cmdline,
             "-chardev", f"file,id=console,path={self.console}", "-serial", "chardev:console",
-            "-qmp", f"unix:{self._folder / 'qmp'},server=on,wait=off",
+            "-qmp", f"unix:{self.folder / 'qmp'},server=on,wait=off",
             "-device", "virtio-serial-pci",
-            "-chardev", f"socket,id=agent,path={self._folder / 'agent'},server=on,wait=off",
+            "-chardev", f"socket,id=agent,path={self.folder / 'agent'},server=on,wait=off",
             "-device", "virtserialport,chardev=agent,name=tmem.agent",
         ]  # fmt: skip
         for disk in config.disks:
             command += disk.arguments()
         if config.tmem:
             command += config.tmem.arguments()
+        if config.incoming:
+            command += ["-incoming", "defer"]
         return [*command, *config.arguments]
 
     def launch(self) -> None:
@@ -134,12 +140,12 @@ class Vm:
         if self._process and self._process.alive():
             raise HarnessError(f"{self.name} runs already")
         for name in ("qmp", "agent"):
-            (self._folder / name).unlink(missing_ok=True)
+            (self.folder / name).unlink(missing_ok=True)
         self._process = process = Process(f"QEMU of {self.name}", self.command(), self.log)
 
         def listening() -> bool:
             process.expect_alive()
-            return (self._folder / "qmp").exists() and (self._folder / "agent").exists()
+            return (self.folder / "qmp").exists() and (self.folder / "agent").exists()
 
         until(listening, 20, f"{self.name}: QEMU opens its sockets")
 
@@ -148,7 +154,7 @@ class Vm:
             # its options is about to end, and its own words say more.
             process.expect_alive()
             try:
-                return Qmp(self._folder / "qmp", self.name)
+                return Qmp(self.folder / "qmp", self.name)
             except QmpError:
                 return None
 
@@ -166,7 +172,7 @@ class Vm:
             self._guest = None
         deadline = Deadline(seconds, f"{self.name}: the guest's agent answers")
         try:
-            channel = Channel(self._folder / "agent", deadline, self._check_alive)
+            channel = Channel(self.folder / "agent", deadline, self._check_alive)
         except ChannelClosed:
             # It is about to end, and its own words say more.
             self.process.wait(END_SECONDS)

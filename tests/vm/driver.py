@@ -31,6 +31,7 @@ DISK_BYTES = 512 * MIB
 SETTLE_SECONDS = 30.0
 # From the connection of a daemon until the driver has created its pools.
 ONLINE_SECONDS = 60.0
+HELD_SECONDS = 60.0
 
 
 def seed() -> int:
@@ -147,6 +148,26 @@ def set_parameter(guest: Guest, name: str, value: str) -> None:
     guest.sh(f"echo '{value}' >{PARAMETERS}/{name}")
 
 
+class Hold:
+    """The next task that comes to a place of the module waits there: a module built for tests."""
+
+    def __init__(self, guest: Guest, place: str) -> None:
+        self.guest = guest
+        self.name = f"test_hold_{place}"
+        set_parameter(guest, self.name, "1")
+
+    def wait(self) -> None:
+        """Until a task is there."""
+
+        def held() -> bool:
+            return self.guest.read(f"{PARAMETERS}/{self.name}") == "2"
+
+        until(held, HELD_SECONDS, f"a task comes to {self.name}")
+
+    def release(self) -> None:
+        set_parameter(self.guest, self.name, "0")
+
+
 def stats(guest: Guest) -> dict[str, int]:
     """All counters of the driver."""
     lines = guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
@@ -188,6 +209,56 @@ def checksums(guest: Guest, files: list[str], seconds: float = 120) -> dict[str,
     return {path: digest for digest, path in (line.split() for line in lines)}
 
 
+def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int]:
+    """Torture must have found all bytes right; returns the numbers of its last line."""
+    if status != 0:
+        raise HarnessError(
+            f"'{command}' ended with {status}:\n{text[-6000:]}\n"
+            f"state {state(guest)}\n{stats(guest)}"
+        )
+    last = text.strip().splitlines()[-1]
+    assert last.startswith("TORTURE ") and last.endswith(" done ok"), last
+    print(last)
+    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", last)}
+
+
+class LastingTorture:
+    """Torture again and again until it is told that it is enough.
+
+    It outlives the connection to the guest's agent, which does not move along with a VM, so each
+    call names the guest as it is reached then.
+    """
+
+    OUTPUT = "/tmp/torture.out"
+    STATUS = "/tmp/torture.status"
+    ENOUGH = "/tmp/torture.enough"
+    SCRIPT = "/tmp/torture.sh"
+
+    def __init__(self, guest: Guest, number: int, arguments: str) -> None:
+        self.command = f"{TORTURE} --seed=$seed {arguments} {WHERE}"
+        script = (
+            f"seed={number}\n"
+            f"while {self.command} >{self.OUTPUT} 2>&1; do\n"
+            f"  [ ! -e {self.ENOUGH} ] || {{ echo 0 >{self.STATUS}; exit; }}\n"
+            "  seed=$((seed + 1))\n"
+            f"done\necho 1 >{self.STATUS}\n"
+        )
+        guest.put(self.SCRIPT, script.encode())
+        guest.sh(f"rm -f {self.STATUS} {self.ENOUGH}")
+        guest.sh(f"setsid sh {self.SCRIPT} </dev/null >/dev/null 2>&1 &")
+
+    def ended(self, guest: Guest) -> bool:
+        """It ends by itself only if a byte is wrong, or something else failed."""
+        return guest.run(f"[ -s {self.STATUS} ]").status == 0
+
+    def finish(self, guest: Guest, seconds: float = 300) -> dict[str, int]:
+        """Waits for the end of the run that it is at; all of them must have found all right."""
+        guest.sh(f"touch {self.ENOUGH}")
+        until(lambda: self.ended(guest), seconds, "torture ends")
+        text = guest.get(self.OUTPUT).decode(errors="replace")
+        return verdict(guest, self.command, int(guest.read(self.STATUS)), text)
+
+
 class Torture:
     """A run of torture in a guest."""
 
@@ -199,15 +270,7 @@ class Torture:
     def finish(self) -> dict[str, int]:
         """It must find all bytes right; returns the numbers of its last line."""
         done = self.job.wait()
-        if done.status != 0:
-            raise HarnessError(
-                f"'{self.command}' ended with {done.status}:\n{done.text[-6000:]}\n"
-                f"state {state(self.guest)}\n{stats(self.guest)}"
-            )
-        last = done.text.strip().splitlines()[-1]
-        assert last.startswith("TORTURE ") and last.endswith(" done ok"), last
-        print(last)
-        return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", last)}
+        return verdict(self.guest, self.command, done.status, done.text)
 
     def must_mismatch(self) -> str:
         """It must find a wrong byte; returns what it says of it."""

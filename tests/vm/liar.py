@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -43,8 +43,8 @@ PROTOCOL_FEATURES = 1 << 0 | 1 << 3 | 1 << 9 | 1 << 13
 QUEUES = 17
 
 NEXT, WRITE, INDIRECT = 1, 2, 4
-T_PUT, T_GET, T_FLUSH, T_POOL_CREATE = 1, 2, 3, 16
-OK, STALE, LIMIT, UNKNOWN_STATUS = 1, 2, 6, 77
+T_PUT, T_GET, T_FLUSH, T_POOL_CREATE, T_REPORT, T_LATENCIES = 1, 2, 3, 16, 18, 19
+OK, STALE, UNSUPPORTED, LIMIT, UNKNOWN_STATUS = 1, 2, 4, 6, 77
 PUT_WORKINGSET = 1
 STORED, REFUSED, HIT, MISS, UNKNOWN_RESULT = 65, 66, 67, 68, 99
 
@@ -64,8 +64,8 @@ LIES_OF_POOLS = (
     "pool-limit",
 )
 # And: "content" (right in all but the page), "late" (no get is answered until the next lie and
-# long past the driver's deadline, then wrongly), "token" and "token-beyond" (a used element that
-# names no request, or cannot).
+# long past the driver's deadline, then wrongly), "older" (knows no latencies), "token" and
+# "token-beyond" (a used element that names no request, or cannot).
 
 # How long a get is held that is then answered wrongly. A driver believes what comes in time, so
 # this is well beyond its deadline of 200 ms and what a busy machine may add to it.
@@ -104,6 +104,7 @@ class Liar:
         self.path = path
         self.lie = ""
         self.lies_told = 0
+        self.asked: Counter[int] = Counter()  # requests by type
         self.gets = 0
         self.puts = 0  # pages
         self.puts_workingset = 0  # of them, those with the hint
@@ -324,6 +325,7 @@ class Liar:
     def _execute(self, chain: Chain, lie: str) -> int:
         _, kind, count, pool, _ = REQUEST.unpack_from(chain.readable)
         body = chain.readable[REQUEST.size :]
+        self.asked[kind] += 1
         if kind == T_PUT:
             return self._put(chain, body, count, pool, lie)
         if kind == T_GET:
@@ -333,7 +335,8 @@ class Liar:
             self._flush(body, count, pool)
         if kind == T_POOL_CREATE and lie in LIES_OF_POOLS:
             return self._pool(chain, lie)
-        self._write(chain, bytes([OK]) + bytes(7))
+        known = kind != T_LATENCIES or lie != "older"
+        self._write(chain, bytes([OK if known else UNSUPPORTED]) + bytes(7))
         return 8
 
     def _pool(self, chain: Chain, lie: str) -> int:

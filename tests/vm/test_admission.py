@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A stream that is read once does not flush what is useful out of a pool that is too small."""
+"""Neither a stream read once nor a pool that is too small takes what is useful out of it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,12 @@ USEFUL_MIB = 8
 STREAM_MIB = 40
 USEFUL = "/mnt/useful"
 STREAMS = [f"/mnt/s{number}" for number in range(3)]
+# More files than the guest remembers leaves (2,048), of two pages each; a pool for half of them.
+# The put ring has room for a folder.
+FOLDERS = 36
+FOLDER_FILES = 200
+FILE_PAGES = 2
+SMALL_POOL = "36MiB"
 
 
 def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
@@ -95,6 +102,35 @@ def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
     assert hits_after_stream(guest, STREAMS[2]) < useful // 2
     assert settle(guest)["puts_skipped_admission"] == after["puts_skipped_admission"]
     assert checksums(guest, [USEFUL]) == sums
+
+
+@pytest.mark.parametrize("verify_every", [0, 1])
+def test_small_files(session: Session, kernel: Kernel, module: Path, verify_every: int) -> None:
+    """More files than the driver can remember, read over and over: what is in the pool stays there,
+    though each hit takes a page out of it. Also hits that are read from the disk to be compared."""
+    tree = session.folder / "tree"
+    for folder in range(FOLDERS):
+        (tree / str(folder)).mkdir(parents=True)
+        for file in range(FOLDER_FILES):
+            (tree / str(folder) / str(file)).write_bytes(os.urandom(FILE_PAGES * 4096))
+    image = disk.ext4(session.folder / "small.img", 128 * MIB, tree, "-N", "16384")
+    daemon = session.daemon("vm1", pool_size=SMALL_POOL)
+    daemon.start()
+    disks = [Disk("data", image)]
+    guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=disks).start()
+    load(guest, f"verify_every={verify_every}")
+    hits = []
+    for _ in range(4 if verify_every else 5):
+        before = settle(guest)
+        for folder in range(FOLDERS):
+            guest.sh(f"cat /mnt/{folder}/* >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
+            after = settle(guest)
+        print(growth(before, after))
+        hits.append(after["hits"] - before["hits"])
+    assert after["puts_skipped_admission"], "the pool was to be too small"
+    pages = FOLDERS * FOLDER_FILES * FILE_PAGES
+    # In the first two rounds the filter learns that the pool is too small.
+    assert min(hits[2:]) > pages * 2 // 5, hits
 
 
 def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) -> None:

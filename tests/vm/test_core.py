@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from driver import (
@@ -42,7 +43,7 @@ from harness.session import Session
 from harness.vm import MIB, Tmem
 from harness.wait import until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = "deadline_ms=200 verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
@@ -84,6 +85,7 @@ def devices(guest: Guest) -> tuple[list[str], list[str]]:
     return bound, [name for name in found if name not in bound]
 
 
+@pytest.mark.smoke
 def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> None:
     data, sums = tree_disk(session)
     guest = driver_vm(session, kernel, module, None, disks=[data]).start()
@@ -102,6 +104,7 @@ def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> Non
     assert guest.sh("grep tmem /proc/slabinfo || true") == ""
 
 
+@pytest.mark.smoke
 def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
     """It is refused as busy, harms nothing, and is taken once the first one is gone."""
     daemon = start_daemon(session, "vm1", "vm2")
@@ -149,6 +152,7 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
     assert state(guest) == "tripped"
 
 
+@pytest.mark.smoke
 def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
     """Injected faults, limits reached, and answers that come too late."""
     daemon = start_daemon(session)
@@ -286,6 +290,7 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
     check_works(guest, files)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("memory", "queues"), [(128 * MIB, 1), (3072 * MIB, 16)], ids=["small", "large"]
 )
@@ -333,6 +338,7 @@ def slab_bytes(guest: Guest, cache: str) -> int:
     return slabs * 4096 << order
 
 
+@pytest.mark.smoke
 def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
     """A page held costs what core/leaf.h says, as counted and as allocated."""
     source = (ROOT / "guest-driver/core/leaf.h").read_text()
@@ -379,6 +385,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
     return growth(before, stats(guest))
 
 
+@pytest.mark.smoke
 def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
     """No answer is believed: no wrong byte, and each lie is caught where it should be."""
     data, sums = tree_disk(session)
@@ -477,6 +484,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["mismatches"] == 0
 
 
+@pytest.mark.smoke
 def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
     """Suspended is forgotten; awake it starts anew."""
     daemon = start_daemon(session)
@@ -504,6 +512,7 @@ def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh("rmmod virtio_tmem", 60)
 
 
+@pytest.mark.smoke
 def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
     """Nothing is held from the preparation of a hibernation until the guest runs again."""
     daemon = start_daemon(session)
@@ -555,6 +564,7 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh("rmmod virtio_tmem", 60)
 
 
+@pytest.mark.smoke
 def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
     """The module goes at any time: under load, and with a daemon that does not answer."""
     daemon = start_daemon(session)
@@ -569,17 +579,18 @@ def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
         until(lambda: stats(guest)["hits"] > 50, 60, "hits")
         reload(guest)
 
-    def reported() -> bool:
+    def reported() -> dict[str, Any] | None:
+        """What it says at first is from before it has hooks."""
         (vm1,) = daemon.stats()["vms"]
-        driver = vm1["driver"]
-        return bool(driver and driver["state"] == "on")
+        driver: dict[str, Any] | None = vm1["driver"]
+        hooks = int(guest.read(f"{SYSFS}/hooks"), 0)
+        whole = driver and driver["state"] == "on" and driver["hooks"] == hooks
+        return driver if whole else None
 
-    until(reported, 30, "the daemon knows of the driver")
-    (vm1,) = daemon.stats()["vms"]
-    assert vm1["driver"]["kernel"] == kernel.release
-    assert vm1["driver"]["version"] == guest.read("/sys/module/virtio_tmem/version")
-    assert vm1["driver"]["hooks"] == int(guest.read(f"{SYSFS}/hooks"), 0)
-    assert 0 < vm1["driver"]["memory_bytes"] <= budget(guest)
+    driver = until(reported, 30, "the daemon knows of the driver, and of its hooks")
+    assert driver["kernel"] == kernel.release
+    assert driver["version"] == guest.read("/sys/module/virtio_tmem/version")
+    assert 0 < driver["memory_bytes"] <= budget(guest)
     # Puts, flushes and gets are under way when it stops.
     until(lambda: stats(guest)["hits"] > 50, 60, "hits")
     daemon.pause()

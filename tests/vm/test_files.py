@@ -238,6 +238,25 @@ def test_swap_file(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
+def test_advice_about_part_of_a_page(session: Session, kernel: Kernel, module: Path) -> None:
+    """It names no page, so that what is evicted at this moment is put."""
+    guest = boot(session, kernel, module)
+    path = f"{WHERE}/f"
+    sums = make(guest, path)
+    check_cached(guest, sums)
+    # More of them than processors: at any moment one is in the middle of it.
+    advisers = [guest.start(f"exec {SPECIAL} advise {path} 100", 300) for _ in range(3)]
+    for _ in range(3):
+        before = settle(guest)["puts"]
+        assert evict(guest, [path])["puts"] - before >= FILE_PAGES * 9 // 10
+    for adviser in advisers:
+        assert not adviser.done(), adviser.wait().text
+        adviser.kill()
+        adviser.wait()
+    assert checksums(guest, [path]) == sums
+
+
+@pytest.mark.smoke
 def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
     """One file system at three places: one cache, which lasts as long as the last of them."""
     guest = boot(session, kernel, module)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from driver import (
     WHERE,
+    Hold,
     checksums,
     driver_vm,
     evict,
@@ -22,6 +23,7 @@ from driver import (
     stats,
 )
 from test_driver import FILE_BYTES, tree_disk
+from test_mounts import Mount
 
 from harness import disk
 from harness.guest import Guest, Result
@@ -178,6 +180,31 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
     guest.sh(f"umount {WHERE}")
     guest.mount("data", WHERE)
     assert say(guest, f"policy {WHERE}/d {kept}")["never"] == 0
+
+
+@pytest.mark.smoke
+def test_policies_set_while_the_pool_is_replaced(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """What was said before stays, and what is said meanwhile is not lost."""
+    guest, sums = start(session, kernel, test_module)
+    kept, taken_back, meanwhile = list(sums)[:3]
+    guest.sh(f"{COMMAND} policy {kept} {taken_back} never")
+    mount = Mount(guest, WHERE)
+    mount.switch(False)
+    hold = Hold(guest, "replace")
+    mount.switch(True)
+    hold.wait()
+    assert say(guest, f"policy {meanwhile} never")["never"] == 1
+    assert say(guest, f"policy {taken_back} default")["default"] == 1
+    assert say(guest, f"policy {kept}")["never"] == 1
+    hold.release()
+    mount.wait()
+    for path, never in ((kept, 1), (meanwhile, 1), (taken_back, 0)):
+        assert say(guest, f"policy {path}")["never"] == never, path
+    before = stats(guest)
+    after = evict(guest, [meanwhile])
+    assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
 
 
 @pytest.mark.smoke

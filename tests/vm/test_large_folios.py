@@ -14,7 +14,7 @@ from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.session import Session
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 # From which series on a file system writes in folios of up to 2 MiB.
 LARGE_WRITES = {"ext4": (6, 16), "xfs": (6, 6)}
@@ -52,6 +52,7 @@ def orders_evicted(guest: Guest, path: str) -> list[int]:
     return [int(order) for number, order in found if int(number, 16) == ino]
 
 
+@pytest.mark.smoke
 def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_system: str) -> None:
     """Of an evicted folio of 512 pages 64 are put."""
     guest = boot(session, kernel, module, file_system)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from driver import Torture, checksums, driver_guest, evict, seed, settle, state, stats, wait_state
-from liar import LIES_OF_GETS, LIES_OF_PUTS, Liar
+from liar import LIES_OF_GETS, LIES_OF_PUTS, T_LATENCIES, T_REPORT, Liar
 from test_core import check_works, drop_pages, reload
 from test_driver import tree_disk
 
@@ -26,7 +26,7 @@ from harness.wait import scaled, until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 # Of a device that is slow: well beyond the deadline of 200 ms, and beyond that of a put.
-SLOW_SECONDS = 0.5
+SLOW_SECONDS = scaled(0.5)
 SILENT_SECONDS = 1e9
 # Three readers that wait in vain open the breaker; a readahead asks for a few runs at once.
 LATE_MAX = 3 * 4
@@ -132,3 +132,18 @@ def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Pat
         Torture(guest, "--scenario=plain").finish()
         after = stats(guest)
         assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
+
+
+def test_device_older_than_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
+    """A request that the device does not know is made once, and all else goes on."""
+    data, sums = tree_disk(session)
+    with Liar(session.folder / "liar") as liar:
+        liar.lie = "older"
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
+        # One each ten seconds.
+        until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
+        assert liar.asked[T_LATENCIES] == 1
+        check_works(guest, sums)
+        # Another device may know it.
+        reload(guest)
+        until(lambda: liar.asked[T_LATENCIES] == 2, 60, "the request is made again")

@@ -9,16 +9,22 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    DEADLINE_MS,
     DISK_BYTES,
+    MODULE,
+    PARAMETERS,
     SYSFS,
     TORTURE,
     WHERE,
+    Hold,
     checksums,
     driver_guest,
     driver_vm,
     evict,
+    growth,
     load,
     seed,
+    set_parameter,
     settle,
     start_daemon,
     state,
@@ -47,6 +53,10 @@ STICKY_MAX = 64
 BYPASSED_MAX = 4096
 # The smallest swap file that mkswap takes is 10 pages; files of one page are not cached.
 SWAP_BYTES = 64 << 10
+# TMEM_WALK_INODES and TMEM_SEARCH_INODES of the driver, and more files than either.
+WALK_INODES = 256
+SEARCH_INODES = 4096
+MANY_FILES = 6000
 
 
 class Mount:
@@ -95,12 +105,17 @@ def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
     return guest
 
 
+def made_content(path: str) -> bytes:
+    """Another one than overwrite() writes."""
+    return changed_content(f"made {path}")
+
+
 def make(guest: Guest, where: str) -> dict[str, str]:
     """A few files; returns their sha256."""
     sums = {}
     for number in range(FILES):
         path = f"{where}/made{number}"
-        content = changed_content(path)
+        content = made_content(path)
         guest.put(path, content)
         sums[path] = hashlib.sha256(content).hexdigest()
     guest.sh("sync")
@@ -253,7 +268,6 @@ def test_switching_during_torture(session: Session, kernel: Kernel, module: Path
     check_cached(guest, make(guest, WHERE))
 
 
-@pytest.mark.smoke
 def test_too_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None:
     """More files changed below the page cache than are remembered: nothing is put, until the
     mount is switched off and on. What may be one of them then is not put all the same."""
@@ -265,12 +279,8 @@ def test_too_many_swap_files(session: Session, kernel: Kernel, module: Path) -> 
         guest.put(path, changed_content(path))
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     mount = Mount(guest, WHERE)
-    swapped = " ".join(f"{WHERE}/swap{number}" for number in range(STICKY_MAX + 1))
-    guest.sh(
-        f"for f in {swapped}; do dd if=/dev/zero of=$f bs={SWAP_BYTES} count=1 2>/dev/null"
-        " && mkswap $f >/dev/null && swapon $f && swapoff $f || exit 1; done",
-        120,
-    )
+    swapped = [f"{WHERE}/swap{number}" for number in range(STICKY_MAX + 1)]
+    swap_to(guest, swapped)
     assert mount.read("state").startswith("blocked: ")
     before = mount.count("puts")
     assert checksums(guest, list(sums)) == sums
@@ -280,7 +290,7 @@ def test_too_many_swap_files(session: Session, kernel: Kernel, module: Path) -> 
     # The page cache has the donor's old content, the disk has the other file's.
     assert checksums(guest, [old])[old] == hashlib.sha256(changed_content(old)).hexdigest()
     guest.sh(f"{SPECIAL} move-ext {new} {old}")
-    guest.sh(f"rm {swapped}")
+    guest.sh(f"rm {' '.join(swapped)}")
     mount.switch(False)
     mount.switch(True)
     mount.wait()
@@ -293,7 +303,101 @@ def test_too_many_swap_files(session: Session, kernel: Kernel, module: Path) -> 
     check_cached(guest, sums)
 
 
+def swap_to(guest: Guest, paths: list[str]) -> None:
+    """Makes files, swaps to them and no longer: they are marked until they are evicted."""
+    guest.sh(
+        f"for f in {' '.join(paths)}; do dd if=/dev/zero of=$f bs={SWAP_BYTES} count=1 2>/dev/null"
+        " && mkswap $f >/dev/null && swapon $f && swapoff $f || exit 1; done",
+        120,
+    )
+
+
+def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
+    """Exchanges the blocks of two files, the donor's pages being cached; returns what the disk has.
+
+    The donor's pages stay as they were. The blocks that it gets count as not written.
+    """
+    assert int(guest.sh(f"cat {donor} | wc -c")) == FILE_BYTES
+    guest.sh(f"{SPECIAL} move-ext {new} {donor}")
+    right = {new: changed_content(new), donor: bytes(FILE_BYTES)}
+    return {path: hashlib.sha256(content).hexdigest() for path, content in right.items()}
+
+
 @pytest.mark.smoke
+def test_marks_while_a_mount_is_replaced(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Those of files that are deleted meanwhile end, all others stay."""
+    guest = boot(session, kernel, test_module)
+    mount = Mount(guest, WHERE)
+    exchanged = [f"{WHERE}/exchanged{number}" for number in range(4)]
+    for path in exchanged:
+        guest.put(path, changed_content(path))
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    sums = exchange(guest, *exchanged[:2])
+    others = STICKY_MAX - len(exchanged)
+    old = [f"{WHERE}/old{number}" for number in range(others)]
+    # These are there before those go, or would get the same inode numbers.
+    more = [f"{WHERE}/more{number}" for number in range(others)]
+    guest.sh(f"touch {' '.join(more)}")
+    swap_to(guest, old)
+    mount.switch(False)
+    hold = Hold(guest, "replace")
+    mount.switch(True)
+    hold.wait()
+    guest.sh(f"rm {' '.join(old)}")
+    sums |= exchange(guest, *exchanged[2:])
+    hold.release()
+    mount.wait()
+    # Were those in the page cache put, they would come back.
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    assert checksums(guest, list(sums)) == sums
+    # As many again have room.
+    swap_to(guest, more)
+    assert mount.read("state") == "on"
+
+
+@pytest.mark.smoke
+def test_pages_change_while_a_mount_is_replaced(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Hits that were to be compared with the disk no longer are: it rightly has something else."""
+    guest = boot(session, kernel, test_module)
+    mount = Mount(guest, WHERE)
+    path = f"{WHERE}/f"
+    guest.put(path, bytes(range(256)) * (FILE_BYTES // 256))
+    before = evict(guest, [path])
+    set_parameter(guest, "verify_every", "1")
+    compare = Hold(guest, "verify")
+    guest.sh(f"cat {path} >/dev/null")
+    compare.wait()
+    hits = growth(before, stats(guest))["hits"]
+    assert hits > FILE_PAGES // 2
+    mount.switch(False)
+    replace = Hold(guest, "replace")
+    mount.switch(True)
+    replace.wait()
+    overwrite(guest, path)
+
+    def voided() -> int:
+        # One read only: a number that grows would be put together of two.
+        return int(guest.sh(f"head -n 1 {PARAMETERS}/verify_voided"))
+
+    begun = voided()
+    compare.release()
+
+    def compared() -> bool:
+        return voided() - begun + growth(before, stats(guest))["verified_hits"] == hits
+
+    until(compared, 60, "all hits are compared")
+    counters = growth(before, stats(guest))
+    assert (counters["mismatches"], counters["verified_hits"]) == (0, 0)
+    replace.release()
+    mount.wait()
+    assert state(guest) == "on"
+
+
 def test_too_many_direct_writes(session: Session, kernel: Kernel, module: Path) -> None:
     guest = boot(session, kernel, module)
     sums = make(guest, WHERE)
@@ -309,6 +413,34 @@ def test_too_many_direct_writes(session: Session, kernel: Kernel, module: Path) 
     mount.switch(True)
     mount.wait()
     check_cached(guest, sums)
+
+
+@pytest.mark.smoke
+def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """Who makes an inode waits for no more than a few of them to be looked at; one that can be
+    served is not looked for without end."""
+
+    def looked(what: str) -> int:
+        return int(guest.read(f"{PARAMETERS}/test_walk_{what}"))
+
+    daemon = start_daemon(session)
+    guest = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1")), cpus=2).start()
+    guest.mount("data", WHERE, "ext4", "data=journal")
+    guest.sh(f"for i in $(seq {MANY_FILES}); do : >{WHERE}/f$i; done; sync", 120)
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS}")
+    assert looked("most") == SEARCH_INODES
+    assert looked("run") == WALK_INODES
+
+    guest.sh(f"umount {WHERE} && rmmod virtio_tmem", 60)
+    load(guest, "verify_every=0")
+    assert looked("run") < WALK_INODES, "there were a few inodes only"
+    guest.sh(f"ls -l {WHERE} >/dev/null", 60)
+    mount = Mount(guest, WHERE)
+    mount.switch(False)
+    mount.switch(True)
+    mount.wait()
+    assert looked("run") == WALK_INODES
+    check_cached(guest, make(guest, WHERE))
 
 
 @pytest.mark.smoke
@@ -351,7 +483,7 @@ def test_read_only_and_remounted(session: Session, kernel: Kernel, module: Path,
     for path in changed:
         sums[path] = overwrite(guest, path)
     guest.sh(f"truncate -s 10000 {cut} && rm {gone}")
-    sums[cut] = hashlib.sha256(changed_content(cut)[:10000]).hexdigest()
+    sums[cut] = hashlib.sha256(made_content(cut)[:10000]).hexdigest()
     sums.pop(gone)
     before = mount.count("puts")
     evict(guest, changed)

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MIB_PAGES = 256
 SECTORS = 8  # of a page
+FILLER_MIB = 4  # more than the put ring has room for
 # Extents of the file: what a file system may read beside its contents.
 METADATA_SECTORS = 64
 SILENT_SECONDS = 1e9
@@ -57,8 +58,8 @@ def direct_sum(guest: Guest, path: str) -> str:
 
 def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
     """Lets FILE leave the put ring for the device; the counters with nearly all of it held."""
-    found = hold(guest, FILLER, 4)
-    assert found["index_pages"] > size_mib * MIB_PAGES * 9 // 10
+    found = hold(guest, FILLER, FILLER_MIB)
+    assert found["index_pages"] > (size_mib + FILLER_MIB) * MIB_PAGES * 9 // 10
     return found
 
 
@@ -71,7 +72,7 @@ def test_partial_hits(
     size_mib = 6
     pages = size_mib * MIB_PAGES
     guest = driver_guest(session, kernel, test_module)
-    empty = hold(guest, FILLER, 4)["index_pages"]
+    empty = hold(guest, FILLER, FILLER_MIB)["index_pages"]
     held = hold(guest, FILE, size_mib)["index_pages"]
     for _ in range(5):  # a host that is busy may refuse some
         if held - empty == pages:
@@ -108,7 +109,8 @@ def test_partial_hits(
         # One that is held in part is read whole.
         assert 0 < hits <= pages - missing
     else:
-        assert hits == pages - missing
+        # What was late on a busy machine is no more held than what came.
+        assert hits + after["misses_late"] - before["misses_late"] == pages - missing
         assert after["index_pages"] == empty
     assert found == guest.sh("sha256sum /tmp/copy").split()[0] == direct_sum(guest, FILE)
 
@@ -177,7 +179,6 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
         wait_state(guest, "on")
 
 
-@pytest.mark.smoke
 def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
     """With all requests or bounce pages at a silent device a reader goes to the disk at once."""
     readers, pages = 48, 32  # more than there are requests; one readahead each
@@ -198,8 +199,9 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
                 some = " ".join(files[first : first + 8])
                 guest.sh(f"cat {some} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
                 settle(guest)
-            before = hold(guest, FILLER, 4)
-            assert before["index_pages"] >= readers * pages * 9 // 10
+            before = hold(guest, FILLER, FILLER_MIB)
+            expected = readers * pages + FILLER_MIB * MIB_PAGES
+            assert before["index_pages"] >= expected * 9 // 10
             liar.delay_seconds = SILENT_SECONDS
             guest.sh(f"for f in {' '.join(files)}; do cat $f >$f.read & done; wait", 120)
             after = stats(guest)
@@ -217,7 +219,6 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["mismatches"] == 0
 
 
-@pytest.mark.smoke
 def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) -> None:
     """A queue that is full of requests without an answer sends a reader to the disk at once."""
     pages = 32  # of one readahead
@@ -253,4 +254,5 @@ def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) ->
         evict(guest, [whole])
         before = hold(guest, FILLER, 8)
         assert checksums(guest, [whole]) == {whole: sums[whole]}
-        assert stats(guest)["hits"] - before["hits"] == pages, "it has room again"
+        grown = growth(before, stats(guest))
+        assert grown["hits"] + grown["misses_late"] == pages, "it has room again"

@@ -37,8 +37,8 @@ SMALL = "--files=16 --size-max=524288"
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
 SCENARIOS = [
-    "plain", "dirty", "split", "truncate", "punch", "shift", "direct", "move_ext", "evict_inode",
-    "inode", "unmount", "fadvise", "swap",
+    "plain", "dirty", "split", "truncate", "punch", "shift", "direct", "move_ext", "bmap",
+    "evict_inode", "inode", "unmount", "fadvise", "swap",
     "direct_many",  # last: nothing is put after it
 ]  # fmt: skip
 
@@ -52,6 +52,7 @@ BROKEN = [
     ("direct", "direct"),
     ("move_ext", "move_ext"),
     ("swapon", "swap"),
+    ("bmap", "bmap"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
     ("unmount", "unmount"),  # last: mounts that are no more stay behind, and their names
@@ -176,7 +177,6 @@ def test_seeds_replay(session: Session, kernel: Kernel, module: Path) -> None:
     assert runs[0] == runs[1]
 
 
-@pytest.mark.smoke
 def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> None:
     """A put that finds no room or no memory leaves nothing old behind under its key."""
     faults = "inject_ring_full=3 inject_nomem=7"
@@ -189,7 +189,6 @@ def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> No
     assert state(guest) == "on"
 
 
-@pytest.mark.smoke
 def test_corrupt_pages(session: Session, kernel: Kernel, test_module: Path) -> None:
     """A page that changed on its way is not used, and nothing is after it."""
     guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")

@@ -27,7 +27,7 @@ from harness.session import Session
 from harness.vm import Tmem
 from harness.wait import until
 
-pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+pytestmark = [pytest.mark.usefixtures("qemu", "host_programs")]
 
 TRACING = "/sys/kernel/tracing"
 EVENTS = f"{TRACING}/events/virtio_tmem"

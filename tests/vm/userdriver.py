@@ -38,7 +38,7 @@ class UserDriver:
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
         vm.guest.sh(f": >{LOG}; setsid {PROGRAM} run >>{LOG} 2>&1 & echo $! >{PID}")
-        self.wait("up")
+        self.wait("generation ")
 
     def lines(self) -> list[str]:
         """All that it said, whole lines only."""
@@ -93,6 +93,20 @@ class UserDriver:
     def keep(self) -> str:
         """Gets the stored page: "hit", "miss" or "stale". It is stored again then."""
         return self.wait("keep ", after=self.ask_keep()).split()[1]
+
+    def hold(self) -> str:
+        """Gets the stored page and does not look at it, and says so; the next call looks."""
+        mark = self.mark()
+        self._vm.guest.sh(f"kill -USR2 $(cat {PID})")
+        return until(
+            lambda: self._find("held", mark) or self._find("not held", mark),
+            HEAL_SECONDS,
+            "tmemcfg holds a page",
+        )
+
+    def moved(self, vm: Vm) -> None:
+        """The guest, and the program in it, is in another QEMU."""
+        self._vm = vm
 
     def end(self) -> None:
         """SIGTERM: it resets the device and ends."""

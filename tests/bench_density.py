@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What the pool gains at equal host bytes: `make bench-density`, docs/benchmarks/density.md.
+
+Four VMs read related trees over and over. With the device they have little RAM and one pool;
+without it they get what pool and daemon took as RAM of their own; and the same with KSM, which
+merges equal pages of private memory. RAM without the device is set by measuring, not by reckoning,
+and never is a ratio told of runs that took unequal bytes of the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
+from pathlib import Path
+
+import demo
+from bench_guest import ACCELERATOR, machine_text
+from demo import Progress, Trees, choose, guest_sums, size_text, table, walk
+from harness import disk, kernel, module
+from harness.daemon import Daemon, Tenant
+from harness.disk import Disk
+from harness.guest import Job
+from harness.host_use import mapped_bytes, page_table_bytes, processor_seconds
+from harness.kernel import Kernel
+from harness.ksm import Ksm
+from harness.paths import HarnessError, host_binary, qemu_binary
+from harness.session import Session
+from harness.vm import MIB, Config, Tmem, Vm
+
+PAGE_BYTES = 4096
+NAMES = ("web1", "web2", "web3", "web4")
+# Smaller than the demo's: four emulated VMs share the processors of one machine.
+TREE_BYTES = 256 * MIB
+RAM_BYTES = 192 * MIB  # M, with the device
+POOL_BYTES = 192 * MIB  # the parts of four trees that are not in the guests' RAM, once, compressed
+WARM_ROUNDS = 1
+ROUNDS = 2  # measured
+REPEAT = 3
+# Enough that nothing is read twice: the tree, and what the guest's own kernel needs beside it.
+ROOM_BYTES = TREE_BYTES + 192 * MIB
+# Runs whose host bytes differ by more are not compared.
+TOLERANCE = 0.03
+CALIBRATIONS = 3  # of the RAM without the device, until host bytes are equal
+# QEMU's translated code is of the emulation, not of the VM: bounded, or it would grow as it likes.
+TCG_BUFFER_BYTES = 64 * MIB
+# The most that ksmtuned, which distributions have for KSM, ever asks for.
+KSM_PAGES, KSM_SLEEP_MS = 1250, 10
+KSM_SECONDS = 120  # for it to find all equal pages
+PHASE_SECONDS = 1500  # give up on rounds that take longer
+POLL_SECONDS = 0.5  # between looks at the host's bytes
+
+DAEMON, KSMD = "tmemd", "ksmd"
+POOL_FIGURES = ("pages", "original_bytes", "held_bytes", "shared_pages")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to use the host's memory. RAM of `ram_bytes` None is set so that bytes are equal."""
+
+    key: str
+    what: str
+    ram_bytes: int | None
+    cached: bool = False
+    merged: bool = False
+
+    @property
+    def memory_backend(self) -> str:
+        if self.cached:
+            return "memory-backend-memfd,share=on"
+        return f"memory-backend-ram,share=off,merge={'on' if self.merged else 'off'}"
+
+
+DEVICE = Variant("device", "device and pool", RAM_BYTES, cached=True)
+PLAIN = Variant("plain", "no device", None)
+MERGED = Variant("ksm", "no device, KSM", None, merged=True)
+ROOMY = Variant("ksm_room", "no device, KSM, room for all", ROOM_BYTES, merged=True)
+VARIANTS = (DEVICE, PLAIN, MERGED, ROOMY)
+
+
+@dataclass
+class Run:
+    """What all VMs together did and took, in the measured rounds if nothing else is said."""
+
+    ram_bytes: int
+    peak_bytes: int = 0  # of the host's memory, from the start of reading on
+    settled_bytes: int = 0  # of the same at the end
+    seconds: float = 0
+    read_bytes: int = 0  # from disks
+    warm_read_bytes: int = 0
+    hits: int = 0
+    saved_bytes: int = 0  # by KSM, at the end
+    pool: dict[str, int] = field(default_factory=dict)
+    processor_seconds: dict[str, float] = field(default_factory=dict)
+    settle_seconds: float = 0  # that KSM took after the warm-up
+    settle_processor_seconds: float = 0
+
+
+class Fleet:
+    """The VMs of one run, what helps them, and what all of it takes of the host."""
+
+    def __init__(self, vms: dict[str, Vm], daemon: Daemon | None, ksm: Ksm | None) -> None:
+        self.vms = vms
+        self.daemon = daemon
+        self.ksm = ksm
+        self.peak_bytes = 0
+        self._qemus = [vm.process.pid for vm in vms.values()]
+        self._daemons = [daemon.process.pid] if daemon else []
+
+    def now_bytes(self) -> int:
+        """The pool is the daemon's memory, so it is among what the processes map."""
+        pids = self._qemus + self._daemons
+        own = self.ksm.own_bytes() if self.ksm else 0
+        now = mapped_bytes(pids) + page_table_bytes(pids) + own
+        self.peak_bytes = max(self.peak_bytes, now)
+        return now
+
+    def processors(self) -> dict[str, float]:
+        out = {"qemu": sum(map(processor_seconds, self._qemus))}
+        if self.daemon:
+            out[DAEMON] = sum(map(processor_seconds, self._daemons))
+        if self.ksm:
+            out[KSMD] = processor_seconds(self.ksm.pid())
+        return out
+
+    def read_bytes(self) -> int:
+        return sum(int(vm.block_stat("data")["rd_bytes"]) for vm in self.vms.values())
+
+    def hits(self) -> int:
+        return sum(demo.stat(vm.guest, "hits") for vm in self.vms.values()) if self.daemon else 0
+
+
+def read_trees(fleet: Fleet, rounds: int, say: Callable[[str], None]) -> float:
+    """All VMs read their trees `rounds` times; returns the seconds until the last is done."""
+    script = f"""
+cd /data || exit 1
+for round in $(seq {rounds}); do
+	find . -xdev -type f -print0 | xargs -0 cat >/dev/null || exit 1
+	echo "$round"
+done"""
+    begin = time.monotonic()
+    jobs: list[Job] = [vm.guest.start(script, PHASE_SECONDS) for vm in fleet.vms.values()]
+    # All are asked in each turn: asking takes what they printed.
+    while not all([job.done() for job in jobs]):
+        done = sum(job.stdout().count(b"\n") for job in jobs)
+        say(f"{done} of {rounds * len(jobs)} rounds, host {size_text(fleet.now_bytes())}")
+        time.sleep(POLL_SECONDS)
+    seconds = time.monotonic() - begin
+    for job in jobs:
+        job.wait().check()
+    return seconds
+
+
+class Bench:
+    def __init__(self, session: Session, progress: Progress) -> None:
+        self.session = session
+        self.progress = progress
+        self.kernel: Kernel = kernel.prepare("6.12")
+        self._driver = module.build(self.kernel)
+        self._images: dict[str, Path] = {}
+        self._sums: dict[str, dict[str, str]] = {}
+        self.runs: dict[str, list[Run]] = {variant.key: [] for variant in VARIANTS}
+
+    def trees(self) -> None:
+        folder = self.session.folder / "trees"
+        trees = Trees(folder)
+        for name, files in zip(NAMES, choose(list(walk()), len(NAMES), TREE_BYTES), strict=True):
+            tree, self._sums[name] = trees.stage(name, files)
+            path = self.session.folder / f"{name}.img"
+            self._images[name] = disk.ext4(path, 2 * TREE_BYTES, tree)
+        shutil.rmtree(folder)
+
+    def run(self, variant: Variant, warm: int = WARM_ROUNDS, rounds: int = ROUNDS) -> Run:
+        """Boots all VMs of a variant, lets them read, ends them."""
+        assert variant.ram_bytes
+        out = Run(variant.ram_bytes)
+        with contextlib.ExitStack() as stack:
+            ksm = stack.enter_context(Ksm(KSM_PAGES, KSM_SLEEP_MS)) if variant.merged else None
+            daemon = None
+            if variant.cached:
+                tenants = [Tenant(name, trust_domain="density") for name in NAMES]
+                daemon = self.session.daemon(*tenants, pool_size=f"{POOL_BYTES // MIB}MiB")
+                daemon.start()
+                stack.callback(daemon.stop)
+            vms = {name: self._vm(name, variant, daemon) for name in NAMES}
+            for vm in vms.values():
+                stack.callback(vm.stop)
+                vm.launch()
+            for vm in vms.values():
+                guest = vm.connect()
+                if daemon:
+                    guest.insmod("/virtio_tmem.ko", demo.MODULE_PARAMETERS)
+                    if (state := guest.read("/sys/kernel/virtio_tmem/state")) != "on":
+                        raise HarnessError(f"{vm.name}: the driver is '{state}', not on")
+                guest.mount("data", "/data", options="ro")
+            self._measure(out, Fleet(vms, daemon, ksm), warm, rounds)
+            for vm in vms.values():
+                vm.check_console()
+        return out
+
+    def _vm(self, name: str, variant: Variant, daemon: Daemon | None) -> Vm:
+        assert variant.ram_bytes
+        image = Disk("data", self._images[name], read_only=True, throttle=disk.CLOUD_VOLUME)
+        return self.session.vm(
+            Config(
+                kernel=self.kernel,
+                name=name,
+                memory_bytes=variant.ram_bytes,
+                memory_backend=variant.memory_backend,
+                tcg_buffer_bytes=TCG_BUFFER_BYTES,
+                disks=[image],
+                tmem=Tmem(daemon.socket(name)) if daemon else None,
+                files={"/virtio_tmem.ko": self._driver} if daemon else {},
+            )
+        )
+
+    def _measure(self, out: Run, fleet: Fleet, warm: int, rounds: int) -> None:
+        show = self.progress.show
+        before = fleet.read_bytes()
+        read_trees(fleet, warm, lambda text: show(f"warm-up: {text}"))
+        out.warm_read_bytes = fleet.read_bytes() - before
+        if fleet.ksm and rounds:
+            show("KSM looks for equal pages")
+            begin, used = time.monotonic(), fleet.processors()[KSMD]
+            fleet.ksm.settle(KSM_SECONDS)
+            out.settle_seconds = time.monotonic() - begin
+            out.settle_processor_seconds = fleet.processors()[KSMD] - used
+        before, hits_before, used_before = fleet.read_bytes(), fleet.hits(), fleet.processors()
+        if rounds:
+            out.seconds = read_trees(fleet, rounds, show)
+        out.read_bytes = fleet.read_bytes() - before
+        out.processor_seconds = {
+            name: seconds - used_before[name] for name, seconds in fleet.processors().items()
+        }
+        out.hits = fleet.hits() - hits_before
+        out.settled_bytes = fleet.now_bytes()
+        out.peak_bytes = fleet.peak_bytes
+        if fleet.ksm:
+            out.saved_bytes = fleet.ksm.saved_bytes(PAGE_BYTES)
+        if fleet.daemon:
+            pool = fleet.daemon.stats()["pool"]
+            out.pool = {key: pool[key] for key in POOL_FIGURES}
+            if not self.runs[DEVICE.key]:
+                self._compare(fleet.vms)
+
+    def _compare(self, vms: dict[str, Vm]) -> None:
+        """Every file's SHA-256 with the host's: a cache that returns nonsense is no cache."""
+        self.progress.show("comparing the SHA-256 of every file with the host's")
+        for name, vm in vms.items():
+            if guest_sums(vm.guest) != self._sums[name]:
+                raise HarnessError(f"{name}: a file's SHA-256 differs from the host's")
+
+    def calibrate(self, variant: Variant, wanted_bytes: int, first_bytes: int) -> Variant:
+        """The variant with as much RAM as makes its peak of host bytes the wanted one."""
+        ram = first_bytes
+        for _ in range(CALIBRATIONS):
+            ram -= ram % MIB
+            found = self.run(replace(variant, ram_bytes=ram), warm=1, rounds=0).peak_bytes
+            self.progress.step(
+                f"  {variant.what}: with {size_text(ram)} each, host {size_text(found)}; "
+                f"wanted {size_text(wanted_bytes)}"
+            )
+            if abs(found - wanted_bytes) <= wanted_bytes * TOLERANCE / 3:
+                break
+            ram += (wanted_bytes - found) // len(NAMES)
+        return replace(variant, ram_bytes=ram - ram % MIB)
+
+    def all(self, repeat: int, variants: list[Variant]) -> None:
+        step = self.progress.step
+        step(f"{len(NAMES)} trees of {size_text(TREE_BYTES)} from this machine's /usr")
+        self.trees()
+        step(f"{DEVICE.what}: {len(NAMES)} VMs of {size_text(RAM_BYTES)}, {size_text(POOL_BYTES)}")
+        self._note(DEVICE, self.run(DEVICE))
+        first = self.runs[DEVICE.key][0]
+        guess = RAM_BYTES + first.pool["held_bytes"] // len(NAMES)
+        step("RAM without the device, for equal host bytes")
+        ready = [DEVICE]
+        for variant in variants:
+            if variant.ram_bytes is None:
+                variant = self.calibrate(variant, first.peak_bytes, guess)  # noqa: PLW2901
+                guess = variant.ram_bytes or guess
+            if variant is not DEVICE:
+                ready.append(variant)
+        for repetition in range(repeat):
+            # Each is first in turn: what the machine does besides meets all.
+            turn = repetition % len(ready)
+            for variant in ready[turn:] + ready[:turn]:
+                # The device's first run was before; how KSM does with room differs hardly.
+                if variant is (DEVICE if repetition == 0 else ROOMY):
+                    continue
+                self._note(variant, self.run(variant))
+
+    def _note(self, variant: Variant, run: Run) -> None:
+        self.runs[variant.key].append(run)
+        self.progress.step(
+            f"  {variant.what}, {size_text(run.ram_bytes)} each: {run.seconds:.1f} s, "
+            f"{size_text(run.read_bytes)} from disk, host {size_text(run.peak_bytes)}"
+        )
+
+
+PEAK: Callable[[Run], float] = attrgetter("peak_bytes")
+END: Callable[[Run], float] = attrgetter("settled_bytes")
+READ: Callable[[Run], float] = attrgetter("read_bytes")
+TIME: Callable[[Run], float] = attrgetter("seconds")
+
+
+def middle(runs: list[Run], of: Callable[[Run], float]) -> float:
+    return statistics.median(of(run) for run in runs)
+
+
+def scatter(runs: list[Run], of: Callable[[Run], float], text: Callable[[float], str]) -> str:
+    """The median, and in brackets what came out least and most."""
+    values = [of(run) for run in runs]
+    if len(values) == 1:
+        return text(values[0])
+    return f"{text(statistics.median(values))} ({text(min(values))}-{text(max(values))})"
+
+
+def equal(runs: list[Run], to: list[Run]) -> bool:
+    """Whether both took the same of the host, so that they can be compared."""
+    ours, theirs = middle(runs, PEAK), middle(to, PEAK)
+    return abs(ours - theirs) <= theirs * TOLERANCE
+
+
+def ratio(runs: list[Run], device: list[Run], of: Callable[[Run], float]) -> float | None:
+    """By the device's figure; None where bytes are not equal, or there is nothing to divide by."""
+    low = middle(device, of)
+    return middle(runs, of) / low if equal(runs, device) and low else None
+
+
+def report(runs: dict[str, list[Run]]) -> str:
+    device = runs[DEVICE.key]
+    head = [
+        "",
+        "RAM each",
+        "host bytes",
+        "at the end",
+        "disk reads",
+        "/ device",
+        "time",
+        "/ device",
+    ]
+    rows = [[*head, "processor: QEMUs", "tmemd or ksmd"]]
+    for variant in VARIANTS:
+        if not (some := runs[variant.key]):
+            continue
+        factors = [ratio(some, device, of) for of in (READ, TIME)]
+        reads, times = ("-" if factor is None else f"{factor:.2f}" for factor in factors)
+        row = [variant.what, size_text(some[0].ram_bytes), size_text(middle(some, PEAK))]
+        row += [size_text(middle(some, END)), scatter(some, READ, size_text), reads]
+        row += [scatter(some, TIME, seconds_text), times]
+        row += [seconds_text(middle(some, lambda run: run.processor_seconds["qemu"]))]
+        row += [seconds_text(middle(some, helper_seconds))]
+        rows.append(row)
+    return table(rows)
+
+
+def helper_seconds(run: Run) -> float:
+    """Processor time of what makes the VMs need less."""
+    return sum(run.processor_seconds.get(name, 0) for name in (DAEMON, KSMD))
+
+
+def seconds_text(seconds: float) -> str:
+    return f"{seconds:.1f} s"
+
+
+def remarks(runs: dict[str, list[Run]]) -> str:
+    pool = runs[DEVICE.key][-1].pool
+    lines = [
+        f"pool: {pool['pages']:,} pages = {size_text(pool['original_bytes'])} in "
+        f"{size_text(pool['held_bytes'])}; hits in the measured rounds: "
+        f"{middle(runs[DEVICE.key], lambda run: run.hits):,.0f}",
+    ]
+    for variant in (MERGED, ROOMY):
+        if some := runs[variant.key]:
+            lines.append(
+                f"{variant.what}: {size_text(middle(some, lambda run: run.saved_bytes))} merged at "
+                f"the end; before the measured rounds it had "
+                f"{seconds_text(middle(some, lambda run: run.settle_seconds))} to settle and took "
+                f"{seconds_text(middle(some, lambda run: run.settle_processor_seconds))} of a "
+                "processor for that"
+            )
+    unequal = [
+        variant.what
+        for variant in VARIANTS
+        if runs[variant.key] and not equal(runs[variant.key], runs[DEVICE.key])
+    ]
+    if unequal:
+        lines.append(
+            f"no ratio for {' and '.join(unequal)}: host bytes differ by more than {TOLERANCE:.0%}"
+        )
+    return "\n".join([*lines, REMARK])
+
+
+REMARK = """
+Host bytes are the most that all processes, the pool in one of them, their page tables and KSM's
+notes took at any time from the start of reading on. Processors are emulated (TCG) unless TMEM_ACCEL
+says otherwise: bytes, disk reads and hits are what hardware would see, times are not."""
+
+
+def write_json(path: Path, runs: dict[str, list[Run]], release: str) -> None:
+    device = runs[DEVICE.key]
+    out = {
+        "vms": len(NAMES),
+        "tree_bytes": TREE_BYTES,
+        "common": demo.SHARED_FRACTION,
+        "pool_bytes": POOL_BYTES,
+        "rounds": ROUNDS,
+        "machine": machine_text(),
+        "accelerator": ACCELERATOR,
+        "kernel": release,
+        "variants": {
+            variant.key: {
+                "ram_bytes": some[0].ram_bytes,
+                "host_bytes_equal": equal(some, device),
+                "read_bytes_by_device": ratio(some, device, READ),
+                "seconds_by_device": ratio(some, device, TIME),
+                "runs": [asdict(run) for run in some],
+            }
+            for variant in VARIANTS
+            if (some := runs[variant.key])
+        },
+    }
+    path.write_text(json.dumps(out, indent=2) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the figures there; also JSON=PATH")
+    parser.add_argument("--repeat", type=int, default=REPEAT, help="of each, %(default)s")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        choices=[variant.key for variant in VARIANTS[1:]],
+        default=[variant.key for variant in VARIANTS[1:]],
+        help="what to compare the device with",
+    )
+    arguments = parser.parse_args()
+    json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
+    try:
+        # What is missing is said now, not after minutes.
+        qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
+        chosen = [variant for variant in VARIANTS if variant.key in arguments.only]
+        if any(variant.merged for variant in chosen):
+            with Ksm(KSM_PAGES, KSM_SLEEP_MS):
+                pass
+        with Session() as session:
+            bench = Bench(session, Progress())
+            bench.all(arguments.repeat, chosen)
+            print(f"\n{machine_text()}; guest {bench.kernel.release}\n\n{report(bench.runs)}\n")
+            print(remarks(bench.runs))
+            if json_path:
+                write_json(json_path, bench.runs, bench.kernel.release)
+    except HarnessError as error:
+        print(f"\nbench-density: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

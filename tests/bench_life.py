@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""What a VM's life costs with the device: a daemon that is killed, a migration.
+
+Prints medians and their ranges. With and without the device take turns in one run, so that what
+the machine does besides meets both. docs/benchmarks/life.md says what the figures mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from driver import WHERE, driver_vm, load, stats, wait_state
+
+from bench_guest import machine_text
+from harness import kernel as kernels
+from harness import migration
+from harness import module as modules
+from harness.daemon import Daemon
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import HarnessError, host_binary, qemu_binary
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import until
+
+MEMORY_BYTES = 192 * MIB
+POOL_SIZE = "256MiB"
+# Files that do not fit the guest's memory, read over and over.
+FILES, FILE_MIB = 12, 16
+# Those of `tmemctl attach`, and a tenth.
+RECONNECT_MS = (1000, 100)
+ROUNDS = 7
+SECONDS = 60.0
+
+
+def reads(guest: Guest) -> None:
+    """Has the guest read more than its memory for ever; it evicts and misses all the time."""
+    fill = f"dd if=/dev/urandom of={WHERE}/f$i bs=1M count={FILE_MIB} 2>/dev/null"
+    guest.sh(f"for i in $(seq {FILES}); do {fill}; done; sync", 300)
+    loop = f"while :; do cat {WHERE}/f* >/dev/null; done"
+    guest.sh(f"setsid sh -c '{loop}' </dev/null >/dev/null 2>&1 &")
+
+
+class Bench:
+    def __init__(self, session: Session, rounds: int) -> None:
+        self.session = session
+        self.rounds = rounds
+        self.kernel: Kernel = kernels.prepare("6.12")
+        self.module = modules.build(self.kernel)
+        self.figures: dict[str, list[float]] = {}
+
+    def note(self, key: str, value: float) -> None:
+        self.figures.setdefault(key, []).append(value)
+        print(f"bench-life: {key} {value:g}", file=sys.stderr, flush=True)
+
+    def daemon(self) -> Daemon:
+        daemon = self.session.daemon("vm1", pool_size=POOL_SIZE)
+        daemon.start()
+        return daemon
+
+    def vm(self, tmem: Tmem | None) -> Vm:
+        vm = driver_vm(
+            self.session, self.kernel, self.module, tmem, cpus=1, memory_bytes=MEMORY_BYTES
+        )
+        guest = vm.start()
+        if tmem:
+            load(guest, "verify_every=0")
+        else:
+            guest.mount("data", WHERE)
+        return vm
+
+    def kills(self, reconnect_ms: int) -> None:
+        """kill -9, another daemon at once: until it serves, is found, and has answered a put."""
+        daemon = self.daemon()
+        vm = self.vm(Tmem(daemon.socket("vm1"), reconnect_ms=reconnect_ms))
+        reads(vm.guest)
+        for _ in range(self.rounds):
+            until(lambda: figure(daemon, "hits") > 0, SECONDS, "the guest hits")
+            begun = time.monotonic()
+            daemon.restart()
+            key = f"kill_ms_{reconnect_ms}"
+            self.note(f"{key}_serves", (time.monotonic() - begun) * 1e3)
+            for what, reached in [
+                ("connected", lambda: figure(daemon, "connections") > 0),
+                ("put", lambda: figure(daemon, "puts") > 0),
+                ("hit", lambda: figure(daemon, "hits") > 0),
+            ]:
+                self.note(f"{key}_{what}", until_ms(begun, reached))
+        vm.stop()
+        daemon.stop()
+
+    def migrations(self) -> None:
+        """There and back, with the device and without it in turn."""
+        daemons = [self.daemon(), self.daemon()]
+        places = [Tmem(daemon.socket("vm1"), num_queues=1) for daemon in daemons]
+        for busy in (False, True):
+            name = "busy" if busy else "idle"
+            for tmems, which in ((places, "with"), ([None, None], "without")):
+                vm = self.vm(tmems[0])
+                if busy:
+                    reads(vm.guest)
+                for count in range(self.rounds):
+                    if busy and which == "with":
+                        hits = stats(vm.guest)["hits"]
+                        until(
+                            lambda g=vm.guest, h=hits: stats(g)["hits"] > h + 1000,  # type: ignore[misc]
+                            SECONDS,
+                            "the guest hits",
+                        )
+                    target = migration.receiver(self.session, vm, tmems[(count + 1) % 2])
+                    found = migration.move(vm, target)
+                    vm = target
+                    if which == "with":
+                        wait_state(vm.guest, "on")
+                    key = f"migrate_{name}_{which}"
+                    self.note(f"{key}_ms", float(found["total-time"]))
+                    self.note(f"{key}_downtime_ms", float(found["downtime"]))
+                    self.note(f"{key}_mib", float(found["ram"]["transferred"]) / MIB)
+                vm.stop()
+
+    def report(self) -> str:
+        rows = []
+        for key, values in self.figures.items():
+            middle = statistics.median(values)
+            rows.append(f"| `{key}` | {middle:.0f} | {min(values):.0f} to {max(values):.0f} |")
+        for name in ("idle", "busy"):
+            for what in ("ms", "downtime_ms", "mib"):
+                pair = [self.figures.get(f"migrate_{name}_{w}_{what}") for w in ("with", "without")]
+                if pair[0] and pair[1]:
+                    ratio = statistics.median(pair[0]) / max(1.0, statistics.median(pair[1]))
+                    rows.append(f"| `migrate_{name}_{what}_ratio` | {ratio:.2f} | |")
+        return "\n".join(["| key | median | range |", "| --- | --- | --- |", *rows])
+
+
+def figure(daemon: Daemon, name: str) -> int:
+    (vm,) = daemon.call("Stats", name="vm1")["vms"]
+    return int(vm[name])
+
+
+def until_ms(begun: float, reached: Callable[[], bool]) -> float:
+    """Milliseconds from then until it is so; looked at without a pause, for so short a time."""
+    while not reached():
+        if time.monotonic() - begun > SECONDS:
+            raise HarnessError("waited in vain")
+    return (time.monotonic() - begun) * 1e3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--only", nargs="*", default=["kills", "migrations"])
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    arguments = parser.parse_args()
+    try:
+        qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
+        with Session() as session:
+            bench = Bench(session, arguments.rounds)
+            if "kills" in arguments.only:
+                for reconnect_ms in RECONNECT_MS:
+                    bench.kills(reconnect_ms)
+            if "migrations" in arguments.only:
+                bench.migrations()
+            print(f"\n{machine_text()}; guest {bench.kernel.release}\n\n{bench.report()}")
+            if arguments.json:
+                arguments.json.write_text(json.dumps(bench.figures, indent=2) + "\n")
+    except HarnessError as error:
+        print(f"\nbench-life: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Whether guests can run on KVM here: not that there is a /dev/kvm, but that one boots on it.
+
+In a virtual machine KVM may be there, make VMs and processors, and then fail at what a processor
+needs. So the last word has a guest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+from pathlib import Path
+
+from harness.kernel import Kernel
+from harness.paths import HarnessError
+from harness.vm import Config, Vm
+
+DEVICE = Path("/dev/kvm")
+
+# linux/kvm.h
+GET_API_VERSION = 0xAE00
+CREATE_VM = 0xAE01
+API_VERSION = 12
+
+
+def why_not(kernel: Kernel, device: Path = DEVICE) -> str | None:
+    """None: KVM can be used. Otherwise the reason, for a person."""
+    return no_vm(device) or no_guest(kernel)
+
+
+def no_vm(device: Path = DEVICE) -> str | None:
+    """Why the kernel makes no virtual machine, or None."""
+    try:
+        kvm = os.open(device, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return f"{device} cannot be opened: {error.strerror}"
+    try:
+        version = fcntl.ioctl(kvm, GET_API_VERSION)
+        if version != API_VERSION:
+            return f"{device} has version {version} of KVM's interface, not {API_VERSION}"
+        os.close(fcntl.ioctl(kvm, CREATE_VM, 0))
+    except OSError as error:
+        return f"{device} makes no virtual machine: {error.strerror}"
+    finally:
+        os.close(kvm)
+    return None
+
+
+def no_guest(kernel: Kernel) -> str | None:
+    """Why no guest boots on it, or None."""
+    with tempfile.TemporaryDirectory(prefix="tmem-kvm-") as folder:
+        vm = Vm(Config(kernel, name="kvm-probe", accelerator="kvm"), Path(folder) / "vm")
+        try:
+            vm.start()
+        except HarnessError as error:
+            return f"a guest does not boot on {DEVICE}: {' '.join(str(error).split())}"
+        finally:
+            vm.stop()
+    return None

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Plays systemd for one tmemd, as its unit asks: Type=notify, WatchdogSec=, Restart=always.
+
+A daemon that says nothing for a period, or that it hangs, is ended by SIGKILL; one that has
+ended is started anew. A thread does it, beside whatever the test does meanwhile.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+from harness.daemon import Daemon
+from harness.wait import Deadline, until
+
+RESTART_SECONDS = 0.1  # RestartSec=
+MESSAGE_BYTES_MAX = 4096
+
+
+@dataclass
+class Supervisor:
+    """Owns the daemon's life between start() and stop(); `period` is WatchdogSec=."""
+
+    daemon: Daemon
+    period_seconds: float
+    kills: int = 0
+    words: list[str] = field(default_factory=list)
+    _thread: threading.Thread | None = None
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _started: threading.Event = field(default_factory=threading.Event)
+    _failure: BaseException | None = None
+
+    def start(self) -> None:
+        """Starts the daemon; returns when it has said that it is ready."""
+        path = self.daemon.folder / "notify"
+        path.unlink(missing_ok=True)
+        ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        ear.bind(str(path))
+        micros = int(self.period_seconds * 1e6)
+        self.daemon.environment = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": str(micros)}
+        # What this thread starts ends with it.
+        self._thread = threading.Thread(target=self._run, args=(ear,), name="supervisor")
+        self._thread.start()
+        deadline = Deadline(30, "the supervised tmemd is ready")
+        while not self._started.wait(0.05):
+            self._check()
+            deadline.check()
+
+    def stop(self) -> None:
+        """Leaves the daemon to nobody: it ends."""
+        self._stop.set()
+        if self._thread:
+            self._thread.join()
+        self.daemon.stop()
+        self._check()
+
+    def wait_kills(self, number: int, seconds: float) -> None:
+        """Waits until it has ended so many, and the next one serves."""
+
+        def done() -> bool:
+            self._check()
+            return self.kills >= number and self._started.is_set()
+
+        until(done, seconds, f"the supervisor ends {number} daemons")
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
+
+    def _run(self, ear: socket.socket) -> None:
+        try:
+            with ear:
+                while not self._stop.is_set():
+                    self._one(ear)
+                    self._started.clear()
+        except BaseException as error:  # noqa: BLE001 - raised by whoever asks
+            self._failure = error
+
+    def _one(self, ear: socket.socket) -> None:
+        """One daemon, from its start to its end."""
+        self.daemon.start()
+        last = time.monotonic()
+        ear.settimeout(0.02)
+        while not self._stop.is_set() and self.daemon.process.alive():
+            word = ""
+            try:
+                word = ear.recv(MESSAGE_BYTES_MAX).decode().strip()
+                self.words.append(word)
+            except TimeoutError:
+                pass
+            if word == "READY=1":
+                self._started.set()
+            if word in ("READY=1", "WATCHDOG=1"):
+                last = time.monotonic()
+            if word == "WATCHDOG=trigger" or time.monotonic() - last > self.period_seconds:
+                # Not ready for anybody who waits until the next one is.
+                self._started.clear()
+                self.daemon.kill()
+                self.kills += 1
+        self._started.clear()
+        self._stop.wait(RESTART_SECONDS)
+        # What the dead one said last.
+        ear.setblocking(False)
+        while True:
+            try:
+                ear.recv(MESSAGE_BYTES_MAX)
+            except BlockingIOError:
+                return

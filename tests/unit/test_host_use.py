@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Memory of several processes is counted once, and processor time is what was used."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.host_use import mapped_bytes, page_table_bytes, processor_seconds
+
+pytestmark = pytest.mark.smoke
+
+SHARED_BYTES = 64 << 20
+# What a small Python takes itself, and then some.
+OWN_BYTES = 48 << 20
+
+CHILD = f"""
+import mmap, sys
+memory = mmap.mmap(int(sys.argv[1]), {SHARED_BYTES})
+for page in range(0, {SHARED_BYTES}, 4096):
+    memory[page] = 1
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_two_processes_share_counts_once() -> None:
+    file = os.memfd_create("shared")
+    os.ftruncate(file, SHARED_BYTES)
+    command = [sys.executable, "-c", CHILD, str(file)]
+    children = [
+        subprocess.Popen(
+            command, pass_fds=[file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    try:
+        for child in children:
+            assert child.stdout and child.stdout.readline() == "ready\n"
+        pids = [child.pid for child in children]
+        both = mapped_bytes(pids)
+        assert SHARED_BYTES <= both < SHARED_BYTES + 2 * OWN_BYTES
+        # Half of it in each.
+        assert mapped_bytes(pids[:1]) < SHARED_BYTES // 2 + OWN_BYTES
+        # Each has tables of its own: 8 bytes for each page.
+        assert page_table_bytes(pids) >= 2 * SHARED_BYTES // mmap.PAGESIZE * 8
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
+        os.close(file)
+
+
+def test_processor_time_is_what_was_used() -> None:
+    before = processor_seconds(os.getpid())
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    # The kernel counts in ticks of 10 ms.
+    assert 0.15 < processor_seconds(os.getpid()) - before < 0.6

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""KVM is used where a guest boots on it, and nowhere else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import kvm
+from harness.kernel import Kernel
+from harness.paths import TESTS
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.mark.parametrize(
+    "device, reason",
+    [("/nonexistent/kvm", "cannot be opened"), ("/dev/null", "makes no virtual machine")],
+)
+def test_what_is_not_kvm(device: str, reason: str) -> None:
+    assert reason in (kvm.no_vm(Path(device)) or "")
+
+
+@pytest.fixture
+def failing_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As one that finds out late that its processor cannot be had."""
+    program = tmp_path / "qemu"
+    program.write_text("#!/bin/sh\necho no such MSR >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("TMEM_QEMU", str(program))
+    return program
+
+
+def test_a_qemu_that_ends(kernel: Kernel, failing_qemu: Path) -> None:
+    reason = kvm.no_guest(kernel) or ""
+    assert "does not boot" in reason and "no such MSR" in reason, reason
+
+
+def test_without_it_nothing_runs_and_that_is_said(failing_qemu: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "--kvm", "vm/test_kvm.py", "vm/test_memory_slots.py"]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"nothing was tested, all was skipped: .*KVM cannot be used", done.stdout)
+    assert "passed" not in done.stdout.splitlines()[-1]

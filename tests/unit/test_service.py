@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The daemon's unit under a real systemd: what docs/operating.md says of it.
+
+Skipped, with the reason, where no systemd can be process 1 of namespaces.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from harness import systemd
+from harness.daemon import Daemon
+from harness.paths import ROOT, host_binary
+from harness.process import tail
+from harness.systemd import Systemd
+from harness.wait import scaled, until
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("host_programs")]
+
+SOURCES = ROOT / "host-daemon/tmemd"
+UNIT = "tmemd.service"
+RUN = "/run/virtio-tmem"
+CONFIG = "etc/virtio-tmem/tmemd.toml"
+WATCHDOG_SECONDS = 10.0  # as the unit says; test_unit.py holds the guide to it
+# What a restart takes besides, on a busy machine.
+OWN_SECONDS = 5.0
+QEMU_USER = 64055
+CAPABILITIES = {"chown": 0, "fowner": 3, "sys_resource": 24}
+# What systemd itself says of the unit's confinement, of 10: what it has is below this.
+EXPOSURE_MAX = 3.2
+VM = {
+    "uuid": "6f9619ff-8b86-d011-b42d-00c04fc964ff",
+    "name": "added",
+    "socket": f"{RUN}/added.sock",
+    "quota": {"reserve_bytes": 4 << 20, "limit_bytes": None, "weight": 100},
+}
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
+    if reason := systemd.why_not():
+        pytest.skip(f"no systemd of our own here: {reason}")
+    host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
+    # As docs/operating.md and the package do.
+    shutil.copy(SOURCES / UNIT, host.units)
+    shutil.copy(host_binary("tmemd"), host.folder / "sbin/tmemd")
+    sysusers = (SOURCES / "virtio-tmem.sysusers").read_text()
+    host.write("etc/sysusers.d/virtio-tmem.conf", sysusers)
+    # It does not look at the host, which may be short of memory.
+    host.write(CONFIG, 'pool_size = "64MiB"\nhost_free_min = "0B"\nmemory_pressure = "none"\n')
+    # There is no journal.
+    log = "append:/run/tmemd.log"
+    text = f"[Service]\nStandardOutput={log}\nStandardError={log}\n"
+    host.write("etc/systemd/system/tmemd.service.d/log.conf", text)
+    try:
+        host.start()
+        host.expect("systemd-sysusers", "/etc/sysusers.d/virtio-tmem.conf")
+        yield host
+    finally:
+        host.stop()
+
+
+@pytest.fixture
+def daemon(host: Systemd) -> Iterator[Daemon]:
+    """Started, whatever the test before has done."""
+    done = host.run("systemctl", "start", UNIT)
+    assert done.returncode == 0, done.stdout + tail(host.path("/run/tmemd.log"))
+    yield Daemon(host.path(RUN), [])
+    print(tail(host.path("/run/tmemd.log")))
+
+
+def main_pid(host: Systemd) -> int:
+    """The daemon's, among systemd's processes."""
+    return int(host.show(UNIT, "MainPID"))
+
+
+def status(host: Systemd) -> dict[str, str]:
+    text = host.expect("cat", f"/proc/{main_pid(host)}/status")
+    return dict(re.findall(r"^(\w+):\s*(.*)$", text, re.MULTILINE))
+
+
+def end(host: Systemd, number: signal.Signals) -> None:
+    host.expect("systemctl", "kill", f"--signal={number.name}", "--kill-who=main", UNIT)
+
+
+def restarted(host: Systemd, old: int, seconds: float) -> float:
+    """Waits until another one serves; how long that took."""
+    begun = time.monotonic()
+
+    def serves() -> bool:
+        new = main_pid(host)
+        return new not in (0, old) and host.show(UNIT, "ActiveState") == "active"
+
+    until(serves, seconds, "systemd has started another daemon")
+    return time.monotonic() - begun
+
+
+def test_ready_when_it_serves(host: Systemd, daemon: Daemon) -> None:
+    """`systemctl start` returns when the sockets are there: Type=notify."""
+    host.expect("systemctl", "stop", UNIT)
+    host.expect("systemctl", "start", UNIT)
+    assert daemon.control.is_socket()
+    assert daemon.stats()["pool"]["size_bytes"] == 64 << 20
+    assert host.show(UNIT, "ActiveState") == "active"
+    # In systemd's own words it waits for signs of life.
+    assert host.show(UNIT, "WatchdogUSec") == f"{WATCHDOG_SECONDS:.0f}s"
+    assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0
+
+
+def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
+    user = host.expect("id", "--user", "virtio-tmem")
+    group = host.expect("id", "--group", "virtio-tmem")
+    found = status(host)
+    assert set(found["Uid"].split()) == {user} and set(found["Gid"].split()) == {group}
+    wanted = 1 << CAPABILITIES["chown"] | 1 << CAPABILITIES["fowner"]
+    for name in ("CapEff", "CapPrm", "CapBnd"):
+        assert int(found[name], 16) == wanted, name
+    assert int(found["CapAmb"], 16) == 0, "a program that it could start would have none"
+    assert found["NoNewPrivs"] == "1" and found["Seccomp"] == "2"
+    folder = daemon.folder.stat()
+    assert (str(folder.st_uid), str(folder.st_gid), folder.st_mode & 0o777) == (user, group, 0o755)
+    assert daemon.control.stat().st_mode & 0o777 == 0o660
+    pid = main_pid(host)
+    # Networks and files are others than systemd's.
+    assert host.expect("readlink", f"/proc/{pid}/ns/net") != host.expect(
+        "readlink", "/proc/1/ns/net"
+    )
+    mounts = host.expect("cat", f"/proc/{pid}/mountinfo").splitlines()
+    writable = {m.split()[4] for m in mounts if m.split()[5].startswith("rw")}
+    assert RUN in writable and not writable & {"/", "/usr/bin", "/home", "/root"}
+    limits = host.expect("cat", f"/proc/{pid}/limits")
+    assert re.search(r"Max core file size +0 +0 ", limits)
+    # Where process 1 may raise limits at all.
+    own = host.expect("grep", "CapEff", "/proc/1/status").split()[1]
+    if int(own, 16) & 1 << CAPABILITIES["sys_resource"]:
+        assert re.search(r"Max locked memory +unlimited +unlimited ", limits)
+        assert re.search(r"Max open files +65536 +65536 ", limits)
+
+
+def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
+    """SIGSTOP: systemd hears nothing of it for its period, ends it by SIGKILL, starts another."""
+    old, before = main_pid(host), int(host.show(UNIT, "NRestarts"))
+    # Whoever lives is left alone.
+    time.sleep(WATCHDOG_SECONDS + 1)
+    assert main_pid(host) == old
+    end(host, signal.SIGSTOP)
+    took = restarted(host, old, 2 * WATCHDOG_SECONDS + OWN_SECONDS)
+    print(f"{took:.2f} s from SIGSTOP until the next one serves")
+    assert WATCHDOG_SECONDS / 2 < took < WATCHDOG_SECONDS + scaled(OWN_SECONDS)
+    assert int(host.show(UNIT, "NRestarts")) == before + 1
+    daemon.stats()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_daemon_that_dies_is_started_anew(
+    host: Systemd, daemon: Daemon, number: signal.Signals
+) -> None:
+    """VMs that were added are served again, at sockets that are the users' of their QEMUs."""
+    daemon.call("AddVm", vm={**VM, "owner": QEMU_USER, "group": QEMU_USER})
+    socket = host.path(f"{RUN}/added.sock")
+    # However often: there is no limit of starts.
+    for _ in range(6):
+        old, inode = main_pid(host), socket.stat().st_ino
+        end(host, number)
+        restarted(host, old, OWN_SECONDS)
+        assert socket.stat().st_uid == socket.stat().st_gid == QEMU_USER
+        assert socket.stat().st_ino != inode, "nobody listens at the old one"
+        assert [vm["name"] for vm in daemon.list()["vms"]] == [VM["name"]]
+    daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
+
+
+def test_reload(host: Systemd, daemon: Daemon) -> None:
+    old, path = main_pid(host), host.path(CONFIG)
+    text = path.read_text()
+    path.write_text(text.replace("64MiB", "48MiB"))
+    host.expect("systemctl", "reload", UNIT)
+    until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its size")
+    path.write_text(text)
+    host.expect("systemctl", "reload", UNIT)
+    until(lambda: daemon.stats()["pool"]["size_bytes"] == 64 << 20, 10, "the pool has its size")
+    assert main_pid(host) == old
+
+
+def test_upgrade(host: Systemd, daemon: Daemon) -> None:
+    """Another program in its place, `systemctl restart`: VMs that were added are still served."""
+    daemon.call("AddVm", vm=VM)
+    socket = host.path(f"{RUN}/added.sock")
+    assert socket.is_socket()
+    old = main_pid(host)
+    program = host.path("/usr/sbin/tmemd")
+    new = program.with_name("tmemd.new")
+    shutil.copy(program, new)
+    inode = new.stat().st_ino
+    new.rename(program)
+    host.expect("systemctl", "restart", UNIT)
+    pid = main_pid(host)
+    assert pid != old
+    assert int(host.expect("stat", "-L", "--format=%i", f"/proc/{pid}/exe")) == inode
+    assert socket.is_socket()
+    (vm,) = daemon.list()["vms"]
+    assert vm["name"] == VM["name"] and vm["quota"]["reserve_bytes"] == 4 << 20
+    daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
+
+
+def test_stop(host: Systemd, daemon: Daemon) -> None:
+    """An orderly end, and it stays ended."""
+    begun = time.monotonic()
+    host.expect("systemctl", "stop", UNIT)
+    assert time.monotonic() - begun < scaled(OWN_SECONDS)
+    assert host.show(UNIT, "ActiveState") == "inactive"
+    assert host.show(UNIT, "Result") == "success"
+    assert not daemon.control.exists()
+
+
+def test_exposure(tmp_path: Path) -> None:
+    """What systemd-analyze says of it as a whole gets no worse."""
+    unit = tmp_path / UNIT
+    shutil.copy(SOURCES / UNIT, unit)
+    done = subprocess.run(
+        [
+            "systemd-analyze",
+            "security",
+            "--offline=true",
+            "--no-pager",
+            f"--threshold={int(EXPOSURE_MAX * 10)}",
+            unit,
+        ],
+        check=False,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "SYSTEMD_LOG_LEVEL": "err"},
+    )
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The daemon's systemd unit: systemd understands it, and it says what the guides promise of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.paths import ROOT
+
+pytestmark = pytest.mark.smoke
+
+UNIT = ROOT / "host-daemon/tmemd/tmemd.service"
+GUIDE = ROOT / "docs/operating.md"
+WATCHDOG = ROOT / "host-daemon/tmemd/src/watchdog.rs"
+
+
+def settings() -> dict[str, str]:
+    lines = re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE)
+    assert len({key for key, _ in lines}) == len(lines), "a key twice"
+    return dict(lines)
+
+
+def test_systemd_understands_it(tmp_path: Path) -> None:
+    """All of it: a misspelt key is a warning there, and a failure here."""
+    copy = tmp_path / UNIT.name
+    for text, good in [(UNIT.read_text(), True), (UNIT.read_text() + "WatchdogSeconds=1\n", False)]:
+        # The program is not installed where the tests run.
+        copy.write_text(re.sub("^ExecStart=.*", "ExecStart=/bin/true", text, flags=re.MULTILINE))
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", copy],
+            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        own = [line for line in done.stdout.splitlines() if UNIT.name in line]
+        assert (not own) == good, done.stdout
+        assert done.returncode == 0 or not good
+
+
+def test_the_unit_watches_and_restarts() -> None:
+    unit = settings()
+    assert unit["Type"] == "notify"
+    assert unit["WatchdogSignal"] == "SIGKILL", "one that goes on must not write"
+    assert unit["Restart"] == "always"
+    assert unit["StartLimitIntervalSec"] == "0"
+    # Notes of the VMs that were added have to outlive an upgrade.
+    assert unit["RuntimeDirectoryPreserve"] == "yes"
+    assert unit["LimitMEMLOCK"] == "infinity"
+
+
+def test_the_bound_is_the_one_that_is_promised() -> None:
+    seconds = settings()["WatchdogSec"].removesuffix("s")
+    assert f"`WatchdogSec=`, {seconds} s." in GUIDE.read_text()
+    default = re.search(
+        r"PERIOD_DEFAULT: Duration = Duration::from_secs\((\d+)\)", WATCHDOG.read_text()
+    )
+    assert default and default[1] == seconds

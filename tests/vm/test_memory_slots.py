@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Memory that comes and goes while the device is used, and memory of huge pages."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from driver import Torture, driver_vm, load, seed, stats
+
+from harness.daemon import Daemon
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import scaled, until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+DIMM_BYTES = 128 * MIB  # a block of memory of the guest's kernel
+ROUNDS = 3
+PLUG_SECONDS = 60
+# Of ACPI's _OST.
+ACPI_CHECK, ACPI_EJECT, ACPI_SUCCESS = 1, 3, 0
+HUGE_BYTES = 2 * MIB
+VM_BYTES = 256 * MIB
+NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+def visible_daemon(session: Session) -> Daemon:
+    """One whose memory map can be read: only root may, if it confines itself."""
+    daemon = session.daemon("vm1", options=[] if os.geteuid() == 0 else ["--no-sandbox"])
+    daemon.start()
+    return daemon
+
+
+def regions(daemon: Daemon) -> int:
+    """Mappings of guests' memory that the daemon has."""
+    maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+    return len(re.findall(r"memfd:memory-backend", maps))
+
+
+def guest_is_done(vm: Vm, event: int) -> bool:
+    """With an event of the only slot in use, by its ACPI. Until then the slot must not change:
+    a guest that sees other memory in it just after it ejected some takes the eject for failed,
+    and never uses the new one."""
+    status = vm.qmp.execute("query-acpi-ospm-status")[0]
+    return (status["source"], status["status"]) == (event, ACPI_SUCCESS)
+
+
+def test_memory_is_plugged_and_unplugged_under_torture(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    daemon = visible_daemon(session)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        arguments=["-m", "slots=2,maxmem=1G"],
+    )
+    guest = vm.start()
+    # So that it can be taken away again.
+    guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
+    load(guest)
+    before = stats(guest)
+    mapped = regions(daemon)
+    assert mapped > 0
+    memory = "awk '/^MemTotal/ {print $2}' /proc/meminfo"
+    own_kib = int(guest.sh(memory))
+    torture = Torture(guest, f"--seed={seed()} --ops=6000 --files=16 --size-max=262144", 600)
+    rounds = 0
+    while rounds < ROUNDS and not torture.job.done():
+        rounds += 1
+        backend = {
+            "qom-type": "memory-backend-memfd", "id": "more", "size": DIMM_BYTES, "share": True,
+        }  # fmt: skip
+        vm.qmp.execute("object-add", backend)
+        vm.qmp.execute("device_add", {"driver": "pc-dimm", "id": "dimm", "memdev": "more"})
+        until(lambda: int(guest.sh(memory)) > own_kib, PLUG_SECONDS, "the guest has the memory")
+        until(lambda: guest_is_done(vm, ACPI_CHECK), PLUG_SECONDS, "the guest is done with it")
+        assert regions(daemon) == mapped + 1, "the daemon has it, too"
+        mark = vm.qmp.events_seen()
+        vm.qmp.execute("device_del", {"id": "dimm"})
+        vm.qmp.wait_event("DEVICE_DELETED", scaled(PLUG_SECONDS), mark)
+        until(lambda: guest_is_done(vm, ACPI_EJECT), PLUG_SECONDS, "the guest knows it is gone")
+        until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has let go of it")
+        vm.qmp.execute("object-del", {"id": "more"})
+    assert rounds > 0
+    torture.finish()
+    after = stats(guest)
+    print(f"{rounds} rounds", after)
+    assert after["generation_changes"] == before["generation_changes"], "one connection"
+    assert after["mismatches"] == 0
+    assert after["hits"] > before["hits"]
+
+
+@contextmanager
+def huge_pages(count: int) -> Iterator[None]:
+    """So many huge pages more, taken back in the end; or the test is skipped."""
+    if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
+        pytest.skip("huge pages cannot be reserved here")
+    meminfo = Path("/proc/meminfo").read_text()
+    if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in meminfo:
+        pytest.skip("the host's huge pages are not of 2 MiB")
+    # Whoever changes the number waits for its turn.
+    with NR_HUGEPAGES.open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        before = int(NR_HUGEPAGES.read_text())
+        try:
+            NR_HUGEPAGES.write_text(str(before + count))
+            if int(NR_HUGEPAGES.read_text()) < before + count:
+                pytest.skip(f"the host has no room for {count} huge pages")
+            yield
+        finally:
+            NR_HUGEPAGES.write_text(str(before))
+
+
+def test_memory_of_huge_pages(session: Session, kernel: Kernel, module: Path) -> None:
+    with huge_pages(VM_BYTES // HUGE_BYTES):
+        daemon = visible_daemon(session)
+        vm = driver_vm(
+            session,
+            kernel,
+            module,
+            Tmem(daemon.socket("vm1")),
+            memory_bytes=VM_BYTES,
+            memory_backend="memory-backend-memfd,share=on,hugetlb=on",
+        )
+        guest = vm.start()
+        load(guest)
+        assert re.search(
+            rf"KernelPageSize: +{HUGE_BYTES >> 10} kB",
+            Path(f"/proc/{daemon.process.pid}/smaps").read_text(),
+        ), "the daemon has no huge pages mapped"
+        Torture(guest, f"--seed={seed()} --ops=2000 --files=16 --size-max=262144", 600).finish()
+        after = stats(guest)
+        assert after["hits"] > 0 and after["mismatches"] == 0
+        vm.stop()

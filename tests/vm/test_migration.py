@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A VM moves while it caches: between two QEMUs of this host, each with a daemon of its own.
+
+What the first daemon held stays behind, and what it wrote into the guest's memory comes along:
+that is the dirty log's. A migration that fails, is cancelled or refused leaves the VM where it
+is, with its cache. Never here: libvirt's part, which test_libvirt.py has.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from driver import (
+    LastingTorture,
+    checksums,
+    driver_vm,
+    evict,
+    load,
+    seed,
+    start_daemon,
+    state,
+    stats,
+    wait_state,
+)
+from test_driver import overwrite, tree_disk
+from userdriver import UserDriver, files
+
+from harness import migration
+from harness.daemon import Daemon
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.qmp import QmpError
+from harness.session import Session
+from harness.vm import MIB, Config, Tmem, Vm
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+VM = "vm1"
+QUEUES = 2
+# Two of them run at a time, and all of it is copied each time.
+MEMORY_BYTES = 192 * MIB
+LOAD = "--ops=1500 --jobs=2 --files=16 --size-max=262144"
+REFUSED_SECONDS = 30.0
+
+
+def device(daemon: Daemon, **properties: str) -> Tmem:
+    return Tmem(daemon.socket(VM), num_queues=QUEUES, properties=properties)
+
+
+def pages(daemon: Daemon) -> int:
+    return int(daemon.stats()["pool"]["pages"])
+
+
+def connected(daemon: Daemon) -> bool:
+    (vm,) = daemon.list()["vms"]
+    return bool(vm["connected"])
+
+
+def caching_vm(
+    session: Session, kernel: Kernel, module: Path, daemon: Daemon, **more: object
+) -> tuple[Vm, Guest]:
+    vm = driver_vm(
+        session, kernel, module, device(daemon), cpus=2, memory_bytes=MEMORY_BYTES, **more
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    return vm, guest
+
+
+def grows(guest: Guest, name: str, by: int, what: str) -> None:
+    before = stats(guest)[name]
+    until(lambda: stats(guest)[name] >= before + by, 60, what)
+
+
+def all_right(guest: Guest) -> None:
+    """No byte came back other than it was put."""
+    counters = stats(guest)
+    wrong = {name: counters[name] for name in ("mismatches", "misses_check") if counters[name]}
+    assert not wrong, (wrong, state(guest))
+
+
+def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
+    """What is held stays behind; each side begins with nothing, fills, and hits again."""
+    here, there = start_daemon(session, VM), start_daemon(session, VM)
+    data, sums = tree_disk(session)
+    vm, guest = caching_vm(session, kernel, module, here, disks=[data])
+    files = list(sums)
+    for count, (source, target) in enumerate(((here, there), (there, here)), start=1):
+        held = evict(guest, files)["index_pages"]
+        assert held > 100
+        assert pages(source) > 100 and pages(target) == 0
+        before = stats(guest)
+        arrived = migration.receiver(session, vm, device(target))
+        migration.move(vm, arrived)
+        vm, guest = arrived, arrived.guest
+        wait_state(guest, "on")
+        until(lambda target=target: connected(target), 20, "the other daemon has it")  # type: ignore[misc]
+        assert not connected(source) and pages(source) == 0, "nothing is kept for who has left"
+        assert pages(target) == 0
+        assert checksums(guest, files) == sums
+        after = stats(guest)
+        assert after["hits"] == before["hits"], "what was held before is not asked for"
+        assert after["generation_changes"] > before["generation_changes"]
+        # What is written where it is now is what it reads later, wherever that is.
+        sums[files[count]] = overwrite(guest, files[count])
+        evict(guest, files)
+        assert checksums(guest, files) == sums
+        assert stats(guest)["hits"] > after["hits"] + 100, "it caches here, too"
+        all_right(guest)
+
+
+@pytest.mark.parametrize("times", [pytest.param(3, marks=pytest.mark.smoke), 20])
+def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> None:
+    """Under load, again and again, at random moments: no byte is wrong, and it goes on caching."""
+    number = seed()
+    generator = random.Random(number)
+    daemons = [start_daemon(session, VM), start_daemon(session, VM)]
+    vm, guest = caching_vm(session, kernel, module, daemons[0])
+    torture = LastingTorture(guest, number, LOAD)
+    figures = []
+    for count in range(times):
+        source, target = daemons[count % 2], daemons[(count + 1) % 2]
+        grows(guest, "puts_stored", 100, "it puts")
+        grows(guest, "hits", 10, "it hits")
+        assert connected(source) and pages(target) == 0
+        time.sleep(generator.uniform(0, 1))  # the moment is what is random
+        arrived = migration.receiver(session, vm, device(target))
+        figures.append(migration.move(vm, arrived))
+        vm, guest = arrived, arrived.guest
+        assert not torture.ended(guest), torture.finish(guest)
+        assert pages(source) == 0
+        wait_state(guest, "on")
+        all_right(guest)
+    grows(guest, "hits", 10, "it hits where it is at last")
+    torture.finish(guest)
+    counters = stats(guest)
+    all_right(guest)
+    assert counters["generation_changes"] > times
+    downtimes = sorted(int(each["downtime"]) for each in figures)
+    print(f"{times} migrations, {downtimes} ms of downtime", counters)
+
+
+# The first pass over all memory takes some seconds, in which the guest writes more. Copying that at
+# the second speed would take minutes; and it must not be taken for little enough to end with, which
+# QEMU reckons from the speed that it has seen. (Without any downtime QEMU 10.0 ends after the first
+# pass, and does not look at what was written meanwhile.)
+FIRST_BYTES_PER_SECOND = 16 * MIB
+THEN_BYTES_PER_SECOND = 64 << 10
+SHORTEST_MS = 1
+DIRTIER = "while :; do dd if=/dev/zero of=/tmp/junk bs=1M count=40 2>/dev/null; done"
+
+
+@pytest.mark.smoke
+def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
+    """A page that was copied already, and that the daemon alone then writes to, is copied again.
+
+    The guest looks at it where it has arrived. The torture above hardly notices if it is not: what
+    the daemon writes for it is read at once.
+    """
+    daemons = [start_daemon(session, VM), start_daemon(session, VM)]
+    config = Config(kernel, VM, MEMORY_BYTES, cpus=2, tmem=device(daemons[0]), files=files())
+    vm = session.vm(config)
+    vm.start()
+    driver = UserDriver(vm)
+    generation = driver.stored()
+    for count in (1, 2):
+        vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
+        target = migration.receiver(session, vm, device(daemons[count % 2]))
+        migration.begin(
+            vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS
+        )
+        migration.first_pass(vm)
+        migration.set_speed(vm, THEN_BYTES_PER_SECOND, SHORTEST_MS)
+        assert driver.hold() == "held"
+        vm.guest.sh("kill -9 -$(cat /tmp/dirtier)")
+        migration.set_speed(vm, migration.UNLIMITED)
+        migration.wait(vm, "completed")
+        migration.arrive(vm, target)
+        vm = target
+        driver.moved(vm)
+        assert driver.hold() == "held right"
+        generation = driver.stored(other_than=generation)
+
+
+def cancel(source: Vm, _target: Vm) -> None:
+    source.qmp.execute("migrate_cancel")
+    migration.wait(source, "cancelled")
+
+
+def kill(source: Vm, target: Vm) -> None:
+    target.stop()
+    migration.wait(source, "failed")
+
+
+@pytest.mark.parametrize("end", [cancel, kill])
+def test_source_goes_on(
+    session: Session, kernel: Kernel, module: Path, end: Callable[[Vm, Vm], None]
+) -> None:
+    """A migration that ends half-way costs nothing, and the next one succeeds."""
+    here, there = start_daemon(session, VM), start_daemon(session, VM)
+    vm, guest = caching_vm(session, kernel, module, here)
+    torture = LastingTorture(guest, seed(), LOAD)
+    grows(guest, "hits", 10, "it hits")
+    changes = stats(guest)["generation_changes"]
+    for _ in range(2):
+        target = migration.receiver(session, vm, device(there))
+        migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
+        migration.half_done(vm)
+        end(vm, target)
+        target.stop()
+        assert vm.status() == "running"
+        grows(guest, "hits", 10, "it hits as before")
+        grows(guest, "puts_stored", 10, "it puts as before")
+        assert stats(guest)["generation_changes"] == changes, "it kept its cache"
+        assert not torture.ended(guest)
+    arrived = migration.receiver(session, vm, device(there))
+    migration.move(vm, arrived)
+    guest = arrived.guest
+    wait_state(guest, "on")
+    grows(guest, "hits", 10, "it hits after all")
+    torture.finish(guest)
+    all_right(guest)
+
+
+def refused(vm: Vm, target: Vm) -> str:
+    """Tries to move it; returns what the other side says of it."""
+    migration.begin(vm, target)
+    migration.wait(vm, "failed")
+    target.process.wait(REFUSED_SECONDS)
+    return target.log.read_text(errors="replace")
+
+
+def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
+    """Queues and features come from properties; others are told, and the VM stays where it is."""
+    here, there = start_daemon(session, VM), start_daemon(session, VM)
+    data, sums = tree_disk(session)
+    vm, guest = caching_vm(session, kernel, module, here, disks=[data])
+    held = evict(guest, list(sums))["index_pages"]
+    changes = stats(guest)["generation_changes"]
+    other = Tmem(there.socket(VM), num_queues=QUEUES + 1)
+    for tmem, words in [
+        (other, ["num-queues"]),
+        (Tmem(there.socket(VM), num_queues=QUEUES, queue_size=64), ["queue-size"]),
+        (device(there, event_idx="off"), ["eatures", "unsupported"]),
+        (None, ["tmem"]),
+    ]:
+        target = migration.receiver(session, vm, tmem)
+        said = refused(vm, target)
+        assert all(word in said for word in words), (words, said)
+        assert vm.status() == "running"
+        assert not connected(there) or pages(there) == 0
+    before = stats(guest)
+    assert before["generation_changes"] == changes
+    assert checksums(guest, list(sums)) == sums
+    assert stats(guest)["hits"] - before["hits"] > held // 2, "it kept its cache"
+    all_right(guest)
+
+
+def stop(daemon: Daemon) -> None:
+    daemon.pause()
+
+
+def die(daemon: Daemon) -> None:
+    daemon.kill()
+
+
+@pytest.mark.parametrize("trouble", [die, stop])
+@pytest.mark.parametrize("which", ["source", "target"])
+def test_daemons_in_trouble(
+    session: Session,
+    kernel: Kernel,
+    module: Path,
+    trouble: Callable[[Daemon], None],
+    which: str,
+) -> None:
+    """A daemon that dies or hangs on either side costs the cache, and not the migration."""
+    here, there = start_daemon(session, VM), start_daemon(session, VM)
+    vm, guest = caching_vm(session, kernel, module, here)
+    torture = LastingTorture(guest, seed(), LOAD)
+    grows(guest, "hits", 10, "it hits")
+    target = migration.receiver(session, vm, device(there))
+    until(lambda: connected(there), 20, "the other side has its daemon")
+    migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
+    migration.half_done(vm)
+    trouble(here if which == "source" else there)
+    migration.set_speed(vm, migration.UNLIMITED)
+    migration.wait(vm, "completed")
+    migration.arrive(vm, target)
+    guest = target.guest
+    assert not torture.ended(guest)
+    if which == "target":
+        there.stop()
+        there.start()
+    wait_state(guest, "on")
+    grows(guest, "hits", 10, "it hits again")
+    torture.finish(guest)
+    all_right(guest)
+
+
+POST_COPY = "postcopy-ram"
+
+
+def refuses_post_copy(vm: Vm) -> str | None:
+    """Why it does, or that it does not: its daemon has not yet told what it can."""
+    try:
+        migration.enable(vm, POST_COPY)
+    except QmpError as error:
+        return str(error)
+    migration.enable(vm, POST_COPY, state=False)
+    return None
+
+
+def serves(vm: Vm) -> bool:
+    """Whether the daemon works for that QEMU; a connection alone shows it no memory."""
+    devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
+    found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
+    return bool(found["vhost-started"])
+
+
+def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:
+    """The daemon cannot wait for memory to arrive: it is refused, or comes to it afterwards."""
+    here, there = start_daemon(session, VM), session.daemon(VM)
+    vm, guest = caching_vm(session, kernel, module, here)
+    torture = LastingTorture(guest, seed(), LOAD)
+    grows(guest, "hits", 10, "it hits")
+    changes = stats(guest)["generation_changes"]
+
+    # A daemon that is there: post-copy is refused before anything is sent.
+    there.start()
+    target = migration.receiver(session, vm, device(there))
+    said = until(lambda: refuses_post_copy(target), 20, "the other side refuses post-copy")
+    assert "not capable of postcopy" in said
+    target.stop()
+    assert stats(guest)["generation_changes"] == changes
+
+    # One that comes too soon waits until all of the memory has arrived.
+    there.kill()
+    target = migration.receiver(session, vm, device(there))
+    migration.begin(
+        vm,
+        target,
+        bytes_per_second=migration.SLOW_BYTES_PER_SECOND,
+        capabilities=[POST_COPY],
+    )
+    migration.half_done(vm)
+    there.start()
+    until(lambda: connected(there), 20, "the other side finds the daemon")
+    vm.qmp.execute("migrate-start-postcopy")
+    until(lambda: target.status() == "running", 60, "it runs where its memory is not yet")
+    assert migration.progress(vm)["status"] == "postcopy-active"
+    assert not serves(target)
+    migration.set_speed(vm, migration.UNLIMITED)
+    vm.qmp.execute("migrate-set-parameters", {"max-postcopy-bandwidth": migration.UNLIMITED})
+    migration.wait(vm, "completed")
+    migration.arrive(vm, target)
+    guest = target.guest
+    until(lambda: serves(target), 60, "the daemon is let in")
+    wait_state(guest, "on")
+    grows(guest, "hits", 10, "it hits again")
+    torture.finish(guest)
+    all_right(guest)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Time goes back: memory, disk or both become what they were, and the pool has later pages.
+
+A guest must never read a page from a later time than its disk. savevm and loadvm are
+test_driver.py's and test_snapshot.py's, managed saves and reverts test_libvirt.py's.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from driver import checksums, driver_vm, evict, load, start_daemon, stats, wait_state
+from test_driver import overwrite, tree_disk
+from test_migration import all_right
+
+from harness import migration, qcow2
+from harness.daemon import Daemon
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+from harness.vm import MIB, Tmem, Vm
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+# Files that become others after the moment that time goes back to.
+CHANGED = 8
+
+
+@dataclass
+class World:
+    """A caching VM on an overlay of a disk with files that are known."""
+
+    daemon: Daemon
+    vm: Vm
+    guest: Guest
+    sums: dict[str, str]
+    image: Path
+
+    @property
+    def files(self) -> list[str]:
+        return list(self.sums)
+
+    def holds(self) -> int:
+        return int(self.daemon.stats()["pool"]["pages"])
+
+    def later(self) -> None:
+        """Changes files, has the pool hold what they are now, and shows that it does."""
+        changed = {path: overwrite(self.guest, path) for path in self.files[:CHANGED]}
+        assert all(self.sums[path] != changed[path] for path in changed)
+        evict(self.guest, list(changed))
+        before = stats(self.guest)["hits"]
+        assert checksums(self.guest, list(changed)) == changed
+        assert stats(self.guest)["hits"] > before + 100
+        evict(self.guest, list(changed))
+        assert self.holds() > 100
+
+    def is_as_before(self, guest: Guest, known_hits: int) -> None:
+        """All files are what they were, none of it from the pool; then it caches again."""
+        wait_state(guest, "on")
+        guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+        assert checksums(guest, self.files) == self.sums
+        assert stats(guest)["hits"] == known_hits
+        evict(guest, self.files)
+        assert checksums(guest, self.files) == self.sums
+        assert stats(guest)["hits"] > known_hits + 100
+        all_right(guest)
+
+
+@pytest.fixture
+def world(session: Session, kernel: Kernel, module: Path) -> World:
+    daemon = start_daemon(session)
+    base, sums = tree_disk(session)
+    image = qcow2.create(session.folder / "top.qcow2", base.path.stat().st_size, base.path)
+    vm = driver_vm(
+        session,
+        kernel,
+        module,
+        Tmem(daemon.socket("vm1")),
+        disks=[Disk("data", image, format="qcow2")],
+        memory_bytes=192 * MIB,
+    )
+    guest = vm.start()
+    load(guest, "verify_every=0")
+    evict(guest, list(sums))
+    return World(daemon, vm, guest, sums, image)
+
+
+def rest(world: World, path: Path) -> int:
+    """Writes the VM's memory to a file, at rest; returns the hits that it knows of."""
+    known = stats(world.guest)["hits"]
+    world.guest.close()
+    world.vm.pause()
+    migration.save(world.vm, path)
+    return known
+
+
+def wake(session: Session, world: World, path: Path) -> Guest:
+    """Another QEMU goes on from there."""
+    vm = migration.receiver(session, world.vm, world.vm.config.tmem)
+    migration.restore(vm, path)
+    until(lambda: world.daemon.list()["vms"][0]["connected"], 60, "QEMU finds the daemon")
+    return vm.guest
+
+
+def test_save_and_restore(session: Session, world: World) -> None:
+    """State in a file: what the pool held is gone with the QEMU that saved it."""
+    path = session.folder / "state"
+    known = rest(world, path)
+    assert world.holds() > 100, "a VM at rest keeps its cache"
+    world.vm.quit()
+    assert world.holds() == 0
+    world.is_as_before(wake(session, world, path), known)
+
+
+@pytest.mark.smoke
+def test_external_snapshot_and_rollback(session: Session, world: World) -> None:
+    """Memory to a file, the disk's changes into an overlay; later the overlay is thrown away."""
+    path = session.folder / "state"
+    known = rest(world, path)
+    overlay = session.folder / "overlay.qcow2"
+    snapshot = {
+        "node-name": world.vm.config.disks[0].node,
+        "snapshot-file": str(overlay),
+        "snapshot-node-name": "overlay",
+    }
+    # Migration has given the image away.
+    world.vm.resume()
+    world.vm.pause()
+    world.vm.qmp.execute("blockdev-snapshot-sync", snapshot)
+    world.vm.resume()
+    world.guest = world.vm.connect()
+    world.later()
+    world.guest.close()
+    world.vm.quit()
+    assert overlay.stat().st_size > 4 * MIB, "that is where the changes went"
+    world.is_as_before(wake(session, world, path), known)
+
+
+def test_disk_reverted_while_the_vm_is_off(session: Session, world: World) -> None:
+    """The image of before is put back under a VM that then boots, at a daemon that went on."""
+    world.guest.sh("sync")
+    world.vm.pause()
+    copy = session.folder / "before.qcow2"
+    shutil.copy(world.image, copy)
+    world.vm.resume()
+    world.later()
+    world.guest.sh("umount /mnt")
+    world.guest.close()
+    world.vm.quit()
+    shutil.copy(copy, world.image)
+    guest = world.vm.start()
+    load(guest, "verify_every=0")
+    world.is_as_before(guest, stats(guest)["hits"])

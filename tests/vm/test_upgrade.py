@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The daemon's package is upgraded under running VMs: another binary, the same folders.
+
+The old one is asked to end and the new one is started at the same sockets and notes. VMs go on,
+with another generation and an empty cache that fills.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+from driver import LastingTorture, driver_vm, load, seed, stats, wait_state
+from test_migration import all_right, grows
+
+from harness.daemon import Daemon
+from harness.kernel import Kernel
+from harness.paths import host_binary
+from harness.session import Session
+from harness.vm import MIB, Tmem
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+# One VM that the daemon is started with, and one that was added, as libvirt's hook does it.
+FIXED, ADDED = "fixed", "added"
+UUID = "7b2f0f6a-52a5-4dcd-8a7f-0f3d7f6b4f11"
+RESERVE_BYTES = 4 << 20
+LOAD = "--ops=1500 --jobs=1 --files=16 --size-max=262144"
+
+
+def program(daemon: Daemon) -> Path:
+    return Path(f"/proc/{daemon.process.pid}/exe").resolve()
+
+
+def test_another_binary_at_the_same_folders(session: Session, kernel: Kernel, module: Path) -> None:
+    daemon = session.daemon(FIXED, pool_size="128MiB")
+    daemon.start()
+    quota = {"reserve_bytes": RESERVE_BYTES, "limit_bytes": None, "weight": 100}
+    socket = daemon.socket(ADDED)
+    daemon.call("AddVm", vm={"uuid": UUID, "name": ADDED, "socket": str(socket), "quota": quota})
+    guests, tortures = {}, {}
+    for name in (FIXED, ADDED):
+        vm = driver_vm(
+            session,
+            kernel,
+            module,
+            Tmem(daemon.socket(name)),
+            name=name,
+            memory_bytes=192 * MIB,
+        )
+        guests[name] = vm.start()
+        load(guests[name], "verify_every=0")
+        tortures[name] = LastingTorture(guests[name], seed(), LOAD)
+    before = {}
+    for name, guest in guests.items():
+        grows(guest, "hits", 10, f"{name} hits")
+        before[name] = stats(guest)["generation_changes"]
+
+    old = program(daemon)
+    begun = time.monotonic()
+    daemon.terminate()
+    assert not socket.exists(), "an orderly end leaves no sockets"
+    # There is no release yet to come from: the same program in another file.
+    daemon.program = Path(shutil.copy(host_binary("tmemd"), session.folder / "tmemd-new"))
+    daemon.start()
+    assert old != program(daemon) == daemon.program
+    vms = {vm["name"]: vm for vm in daemon.list()["vms"]}
+    assert set(vms) == {FIXED, ADDED}, "it knows of both, the added one by its note"
+    assert vms[ADDED]["quota"]["reserve_bytes"] == RESERVE_BYTES
+    until(lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "both are back")
+    print(f"{time.monotonic() - begun:.2f} s until both are connected again")
+    for name, guest in guests.items():
+        wait_state(guest, "on")
+        grows(guest, "puts_stored", 10, f"{name}'s cache fills again")
+        grows(guest, "hits", 10, f"{name} hits again")
+        assert stats(guest)["generation_changes"] > before[name]
+        tortures[name].finish(guest)
+        all_right(guest)
