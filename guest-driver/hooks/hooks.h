@@ -150,10 +150,6 @@ void tmem_fs_drop(const struct super_block *sb);
 void tmem_fs_flush_all(void);
 void tmem_fs_mounted(struct super_block *sb);
 bool tmem_fs_note(const struct super_block *sb);
-void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
-		    bool sticky);
-bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode);
-void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
 const char *tmem_fs_state(const struct tmem_mount *mount);
@@ -169,6 +165,14 @@ static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *ino
 	key->ino = inode->i_ino;
 	key->igen = inode->i_generation;
 }
+
+/* --- marks.c ------------------------------------------------------------------------------- */
+
+void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
+		    bool sticky);
+bool tmem_fs_inherit_marks(struct tmem_fs *fs);
+bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode);
+void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);
 
 /* --- mounts.c ------------------------------------------------------------------------------ */
 
