@@ -190,6 +190,37 @@ def test_reload(host: Systemd, daemon: Daemon) -> None:
     assert main_pid(host) == old
 
 
+def test_sockets_are_given(host: Systemd, daemon: Daemon) -> None:
+    """To groups and users by name, whom the daemon is none of; a reload, which cannot look them up,
+    works."""
+    path, names = host.path(CONFIG), host.path("/etc/sysusers.d/given.conf")
+    text = path.read_text()
+    names.write_text("g tmem-admin -\ng tmem-metrics -\nu qemu - QEMU\n")
+    host.expect("systemd-sysusers", "/etc/sysusers.d/given.conf")
+    given = (
+        f'{text}control_group = "tmem-admin"\n'
+        f'control_read_only = "{RUN}/control-ro"\ncontrol_read_only_group = "tmem-metrics"\n'
+        f'[[vm]]\nname = "own"\nsocket = "{RUN}/own.sock"\nowner = "qemu"\n'
+    )
+    try:
+        path.write_text(given)
+        host.expect("systemctl", "restart", UNIT)
+        old = main_pid(host)
+        for name, whose in [
+            ("control", "virtio-tmem tmem-admin 660"),
+            ("control-ro", "virtio-tmem tmem-metrics 660"),
+            ("own.sock", "qemu virtio-tmem 660"),
+        ]:
+            assert host.expect("stat", "--format=%U %G %a", f"{RUN}/{name}") == whose
+        path.write_text(given.replace("64MiB", "48MiB"))
+        host.expect("systemctl", "reload", UNIT)
+        until(lambda: daemon.stats()["pool"]["size_bytes"] == 48 << 20, 10, "the pool has its size")
+        assert main_pid(host) == old
+    finally:
+        path.write_text(text)
+        host.expect("systemctl", "restart", UNIT)
+
+
 def test_upgrade(host: Systemd, daemon: Daemon) -> None:
     """Another program in its place, `systemctl restart`: VMs that were added are still served."""
     daemon.call("AddVm", vm=VM)

@@ -12,6 +12,7 @@ mod generated {
     include!(concat!(env!("OUT_DIR"), "/io.virtiotmem.Control.rs"));
 }
 
+pub mod accounts;
 pub mod size;
 pub mod statistics;
 

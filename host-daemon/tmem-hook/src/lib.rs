@@ -6,6 +6,7 @@
 
 use std::path::Path;
 use tmem_control as api;
+use tmem_control::accounts::number;
 use tmem_domain::{Cache, Device, Domain};
 
 /// Users that distributions run libvirt's QEMU as: Debian's and Ubuntu's, everybody else's.
@@ -57,9 +58,7 @@ impl Owner {
     }
 
     fn named(users: &str, name: &str, source: &str) -> Result<Owner, String> {
-        // libvirt writes numbers with a sign.
-        let plain = || name.strip_prefix('+').unwrap_or(name).parse().ok();
-        match number(users, name).or_else(plain) {
+        match number(users, name) {
             Some(number) => Ok(Owner(Some(number))),
             None => Err(format!(
                 "{source}: {name:?} is no user of /etc/passwd: name the user that QEMU runs as with \
@@ -67,13 +66,6 @@ impl Owner {
             )),
         }
     }
-}
-
-/// A user's number.
-fn number(users: &str, name: &str) -> Option<u32> {
-    let mut rows = users.lines().map(|row| row.split(':'));
-    let mut row = rows.find_map(|mut row| (row.next() == Some(name)).then_some(row))?;
-    row.nth(1)?.parse().ok()
 }
 
 /// The user that qemu.conf names, if it does.
@@ -209,7 +201,6 @@ mod tests {
         for part in ["nobody-such", "the source", "--owner"] {
             assert!(error.contains(part), "{error}");
         }
-        assert_eq!(number(users, "root:x"), None);
         for (conf, expected) in [
             ("# user = \"qemu\"\ngroup = \"kvm\"\n", None),
             ("user = \"root\"\n", Some("root")),

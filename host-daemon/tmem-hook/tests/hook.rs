@@ -35,7 +35,9 @@ fn host() -> Host {
         waiting: Default::default(),
         vm_pages_per_second: 0,
         control: path("control"),
+        control_group: None,
         control_read_only: None,
+        control_read_only_group: None,
         run_folder: folder.path().into(),
         vms: vec![],
         pressure: Some(PressureConfig {

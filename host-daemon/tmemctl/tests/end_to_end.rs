@@ -28,7 +28,9 @@ fn host() -> Host {
         waiting: Default::default(),
         vm_pages_per_second: 0,
         control: path("control"),
+        control_group: None,
         control_read_only: Some(path("read-only")),
+        control_read_only_group: None,
         run_folder: directory.path().into(),
         vms: vec![
             vm("web"),

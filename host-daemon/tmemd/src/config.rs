@@ -2,6 +2,7 @@
 //! What the daemon is told: pool, sockets, VMs. Parsed and checked here, with errors that name the
 //! VM, the key and the value, so that nothing later has to doubt them.
 
+use crate::account::{Account, GROUPS, USERS};
 use crate::pressure;
 use std::fmt;
 use std::path::PathBuf;
@@ -44,8 +45,12 @@ pub struct Config {
     pub vm_pages_per_second: u64,
     /// Socket of the control interface.
     pub control: PathBuf,
+    /// Whose members may use it; None: the daemon's.
+    pub control_group: Option<Account>,
     /// Socket of its methods that only read.
     pub control_read_only: Option<PathBuf>,
+    /// Whose members may use that one; None: the daemon's.
+    pub control_read_only_group: Option<Account>,
     /// Where the sockets of VMs that are added lie, and in `vms/` what they were added with.
     pub run_folder: PathBuf,
     /// The VMs served from the start.
@@ -126,6 +131,8 @@ pub struct VmConfig {
     pub name: String,
     /// vhost-user socket; unique.
     pub socket: PathBuf,
+    /// Whom its QEMU runs as; None: the daemon's user, or of one that is added what AddVm says.
+    pub owner: Option<Account>,
     /// As libvirt knows it, in lower case; unique.
     pub uuid: Option<String>,
     /// VMs of equal domains share equal pages; None shares with nobody.
@@ -191,8 +198,8 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
 impl std::str::FromStr for VmConfig {
     type Err = ConfigError;
 
-    /// Parses `socket=PATH,name=NAME[,uuid=...][,trust-domain=...][,reserve=...][,limit=...]
-    /// [,weight=...]`. A path with a comma cannot be given.
+    /// Parses `socket=PATH,name=NAME[,owner=...][,uuid=...][,trust-domain=...][,reserve=...]
+    /// [,limit=...][,weight=...]`. A path with a comma cannot be given.
     fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
         let named = text
             .split(',')
@@ -200,7 +207,7 @@ impl std::str::FromStr for VmConfig {
             .map_or_else(|| format!("VM {text:?}"), |name| format!("VM {name:?}"));
         let fault = |what: String| ConfigError(format!("{named}: {what}"));
         let (mut name, mut socket, mut uuid, mut trust_domain) = (None, None, None, None);
-        let (mut reserve, mut limit, mut weight) = (None, None, None);
+        let (mut owner, mut reserve, mut limit, mut weight) = (None, None, None, None);
         for pair in text.split(',') {
             let Some((key, value)) = pair.split_once('=') else {
                 return Err(fault(format!("{pair:?} is not of the form key=value")));
@@ -210,6 +217,7 @@ impl std::str::FromStr for VmConfig {
                 "name" => name.replace(parse_name(value).map_err(fault)?).is_some(),
                 "socket" if value.is_empty() => return Err(fault("is empty".into())),
                 "socket" => socket.replace(PathBuf::from(value)).is_some(),
+                "owner" => owner.replace(value.parse().map_err(fault)?).is_some(),
                 "uuid" => uuid.replace(parse_uuid(value).map_err(fault)?).is_some(),
                 "trust-domain" => trust_domain
                     .replace(parse_name(value).map_err(fault)?)
@@ -229,8 +237,8 @@ impl std::str::FromStr for VmConfig {
                 }
                 _ => {
                     return Err(fault(
-                        "is no key of a VM; there are socket, name, uuid, trust-domain, reserve, \
-                         limit and weight"
+                        "is no key of a VM; there are socket, name, owner, uuid, trust-domain, \
+                         reserve, limit and weight"
                             .into(),
                     ));
                 }
@@ -248,6 +256,7 @@ impl std::str::FromStr for VmConfig {
         Ok(VmConfig {
             name: name.ok_or_else(|| fault("name=NAME is missing".into()))?,
             socket: socket.ok_or_else(|| fault("socket=PATH is missing".into()))?,
+            owner,
             uuid,
             trust_domain,
             quota,
@@ -315,6 +324,12 @@ impl Config {
                 }
             }
         }
+        if let (Some(group), None) = (&self.control_read_only_group, &self.control_read_only) {
+            return fault(format!(
+                "control_read_only_group = {:?}: there is no socket to give it: name one with control_read_only",
+                group.name
+            ));
+        }
         let mut available_bytes = self.pool_size_bytes;
         for vm in &self.vms {
             // All of it can be used: no limit is below it.
@@ -331,6 +346,31 @@ impl Config {
         for (number, socket) in sockets.iter().enumerate() {
             if sockets[..number].contains(socket) {
                 return fault(format!("socket {} is given twice", socket.display()));
+            }
+        }
+        Ok(())
+    }
+
+    /// Looks up the users and groups that it names, those that were not yet.
+    ///
+    /// # Errors
+    /// There is no such one.
+    pub fn find_accounts(&mut self) -> Result<(), ConfigError> {
+        for (key, group) in [
+            ("control_group", &mut self.control_group),
+            ("control_read_only_group", &mut self.control_read_only_group),
+        ] {
+            if let Some(group) = group {
+                let found = group.find(GROUPS);
+                found.map_err(|what| ConfigError(format!("{key} = {:?}: {what}", group.name)))?;
+            }
+        }
+        for vm in &mut self.vms {
+            if let Some(owner) = &mut vm.owner {
+                let found = owner.find(USERS);
+                found.map_err(|what| {
+                    ConfigError(format!("VM {:?}: owner={}: {what}", vm.name, owner.name))
+                })?;
             }
         }
         Ok(())
@@ -377,7 +417,7 @@ mod tests {
     #[test]
     fn a_vm_in_full() {
         let vm: VmConfig =
-            "socket=/run/a.sock,name=web-1,uuid=01234567-89AB-cdef-0123-456789abcdef,\
+            "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust-domain=debian,reserve=16MiB,limit=1GiB,weight=7"
                 .parse()
                 .expect("good");
@@ -386,6 +426,7 @@ mod tests {
             VmConfig {
                 name: "web-1".into(),
                 socket: "/run/a.sock".into(),
+                owner: Some("qemu".parse().expect("a name")),
                 uuid: Some("01234567-89ab-cdef-0123-456789abcdef".into()),
                 trust_domain: Some("debian".into()),
                 quota: Quota {
@@ -404,7 +445,7 @@ mod tests {
                 weight: WEIGHT_DEFAULT
             }
         );
-        assert_eq!((vm.uuid, vm.trust_domain), (None, None));
+        assert_eq!((vm.uuid, vm.trust_domain, vm.owner), (None, None, None));
     }
 
     #[test]
@@ -433,6 +474,8 @@ mod tests {
             ("socket=s", &["socket=s", "name=NAME"]),
             ("name=a b,socket=s", &["name=a b", "letters"]),
             ("name=a,socket=", &["socket=", "empty"]),
+            ("name=a,socket=s,owner=", &["owner=", "empty"]),
+            ("name=a,socket=s,owner=a,owner=b", &["owner=b", "twice"]),
             (
                 "name=a,socket=s,trust-domain=",
                 &["trust-domain=", "letters"],
@@ -453,7 +496,9 @@ mod tests {
             waiting: Waiting::default(),
             vm_pages_per_second: 0,
             control: "/c".into(),
+            control_group: None,
             control_read_only: Some("/r".into()),
+            control_read_only_group: None,
             run_folder: "/".into(),
             vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
             pressure: None,
@@ -521,6 +566,14 @@ mod tests {
             ),
             (
                 Config {
+                    control_read_only: None,
+                    control_read_only_group: Some("kvm".parse().expect("a name")),
+                    ..config(&[])
+                },
+                "control_read_only_group = \"kvm\": there is no socket",
+            ),
+            (
+                Config {
                     pool_size_bytes: 4096,
                     ..config(&[])
                 },
@@ -529,6 +582,43 @@ mod tests {
         ] {
             let error = config.check().expect_err(part).0;
             assert!(error.contains(part), "{error}");
+        }
+    }
+
+    #[test]
+    fn accounts_that_are_not_there_are_named() {
+        let some = |name: &str| Some(name.parse().expect("a name"));
+        let mut good = Config {
+            control_group: some("root"),
+            control_read_only_group: some("17"),
+            ..config(&["name=a,socket=/a,owner=root", "name=b,socket=/b"])
+        };
+        good.find_accounts().expect("every host has them");
+        let number = |account: &Option<Account>| account.as_ref().and_then(Account::number);
+        assert_eq!(number(&good.control_group), Some(0));
+        assert_eq!(number(&good.control_read_only_group), Some(17));
+        assert_eq!(number(&good.vms[0].owner), Some(0));
+        for name in ["nobody-such", "4294967295"] {
+            let of_control = Config {
+                control_group: some(name),
+                ..config(&[])
+            };
+            let of_read_only = Config {
+                control_read_only_group: some(name),
+                ..config(&[])
+            };
+            let of_vm = config(&[&format!("name=a,socket=/a,owner={name}")]);
+            for (mut config, key, file) in [
+                (of_control, "control_group = ", GROUPS),
+                (of_read_only, "control_read_only_group = ", GROUPS),
+                (of_vm, "VM \"a\": owner=", USERS),
+            ] {
+                config.check().expect("it looks nothing up");
+                let error = config.find_accounts().expect_err(key).0;
+                for part in [key, name, file, "create it"] {
+                    assert!(error.contains(part), "{error} lacks {part}");
+                }
+            }
         }
     }
 }

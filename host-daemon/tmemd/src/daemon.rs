@@ -5,6 +5,7 @@
 //! serve: a VMM that finds a socket finds a daemon that answers. Order of stop: no new
 //! connections, then the connections, then the workers.
 
+use crate::account::Account;
 use crate::config::{Config, ConfigError, VmConfig, reserve_text};
 use crate::connection::{self, Shared};
 use crate::control::{self, Control, Service};
@@ -117,8 +118,9 @@ pub struct Daemon {
 
 impl Daemon {
     /// Starts a daemon. When this returns, all its sockets are there and it serves.
-    pub fn start(config: Config) -> Result<Daemon, StartError> {
+    pub fn start(mut config: Config) -> Result<Daemon, StartError> {
         config.check().map_err(StartError::Config)?;
+        config.find_accounts().map_err(StartError::Config)?;
         raise_descriptor_limit();
         let outside = Outside::host();
         let seed = getrandom::u64().map_err(io::Error::other)?;
@@ -200,13 +202,21 @@ impl Daemon {
         });
         let mut listeners = Vec::new();
         let service = |read_only| Arc::new(Service::new(control.clone(), read_only));
+        let given_to = |group: &Option<Account>| Access {
+            group: group.as_ref().and_then(Account::number),
+            ..Access::default()
+        };
         listeners.push((
-            Arc::new(Listener::bind(&config.control, Access::default())?),
+            Arc::new(Listener::bind(
+                &config.control,
+                given_to(&config.control_group),
+            )?),
             Purpose::Control(service(false), Arc::default()),
         ));
         if let Some(path) = &config.control_read_only {
             let purpose = Purpose::Control(service(true), Arc::default());
-            listeners.push((Arc::new(Listener::bind(path, Access::default())?), purpose));
+            let access = given_to(&config.control_read_only_group);
+            listeners.push((Arc::new(Listener::bind(path, access)?), purpose));
         }
         daemon.control = Some(control);
         registry.listen()?;
@@ -271,7 +281,10 @@ impl Daemon {
                 Some(old) => {
                     old.quota = vm.quota;
                     if old != vm {
-                        later.push(format!("socket, UUID and trust domain of VM {}", vm.name));
+                        later.push(format!(
+                            "socket, owner, UUID and trust domain of VM {}",
+                            vm.name
+                        ));
                     }
                 }
                 None => later.push(format!("VM {}, which is new", vm.name)),
@@ -298,9 +311,14 @@ impl Daemon {
             ("workers", config.workers != new.workers),
             ("event_loop or poll_max_us", config.waiting != new.waiting),
             ("control", config.control != new.control),
+            ("control_group", config.control_group != new.control_group),
             (
                 "control_read_only",
                 config.control_read_only != new.control_read_only,
+            ),
+            (
+                "control_read_only_group",
+                config.control_read_only_group != new.control_read_only_group,
             ),
             ("run_folder", config.run_folder != new.run_folder),
         ] {

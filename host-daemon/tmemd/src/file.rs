@@ -5,6 +5,7 @@
 //! [`KEYS`] is the source: docs/configuration.md and tmemd.toml are held against it. Never here: a key that
 //! works only sometimes.
 
+use crate::account::Account;
 use crate::config::{ConfigError, EventLoop, POLL_US_MAX, VM_PAGES_PER_SECOND_MAX, VmConfig};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
@@ -59,7 +60,9 @@ pub const KEYS: &[Key] = &[
     key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker looks at a virtqueue that has run dry before it asks for a kick, if its guest was that quick before; 0: never"),
     key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put, get and flush in a second; what it asks for beyond that is refused or missed at once. 0: as many as it likes"),
     key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
+    key("control_group", ("text", "the daemon's group"), false, "whose members may use that socket: a group's name in /etc/group, or its number"),
     key("control_read_only", ("path", "none"), false, "socket of its methods that only read"),
+    key("control_read_only_group", ("text", "the daemon's group"), false, "whose members may use that one; give it to a group that may look and nothing else"),
     key("run_folder", ("path", "the folder of control"), false, "where sockets of VMs that are added lie, and what is noted of them"),
     key("log", ("filter", "info"), true, "what is logged: error, warn, info, debug, or a filter as `info,tmemd::pressure=debug`; the environment's TMEMD_LOG comes first"),
     key("vm", ("tables", "none"), true, "VMs that are served from the start, a `[[vm]]` each; others are added by libvirt's hook. Of a reload only their quotas hold at once"),
@@ -70,6 +73,7 @@ pub const KEYS: &[Key] = &[
 pub const VM_KEYS: &[Key] = &[
     key("name", ("text", "none: it must be given"), false, "1 to 64 letters, digits or any of - _ . : @ +"),
     key("socket", ("path", "none: it must be given"), false, "its vhost-user socket"),
+    key("owner", ("text", "the daemon's user"), false, "whom its QEMU runs as, who may connect: a user's name in /etc/passwd, or its number"),
     key("uuid", ("text", "none"), false, "as libvirt knows it"),
     key("trust_domain", ("text", "none: it shares with nobody"), false, "VMs of equal domains share equal pages"),
     key("reserve", ("size", "0"), true, "entitled to this before others share the rest"),
@@ -97,7 +101,11 @@ pub struct File {
     /// See [`KEYS`].
     pub control: Option<PathBuf>,
     /// See [`KEYS`].
+    pub control_group: Option<Account>,
+    /// See [`KEYS`].
     pub control_read_only: Option<PathBuf>,
+    /// See [`KEYS`].
+    pub control_read_only_group: Option<Account>,
     /// See [`KEYS`].
     pub run_folder: Option<PathBuf>,
     /// See [`KEYS`].
@@ -142,6 +150,10 @@ fn text(value: &Value) -> Result<String, String> {
         Value::String(text) if !text.is_empty() => Ok(text.clone()),
         _ => Err("write a text, in quotation marks".into()),
     }
+}
+
+fn account(value: &Value) -> Result<Account, String> {
+    text(value)?.parse()
 }
 
 fn path(value: &Value) -> Result<PathBuf, String> {
@@ -215,7 +227,11 @@ impl File {
                     file.vm_pages_per_second = Some(number.ok_or_else(what)?);
                 }
                 "control" => file.control = Some(path(value).map_err(fault)?),
+                "control_group" => file.control_group = Some(account(value).map_err(fault)?),
                 "control_read_only" => file.control_read_only = Some(path(value).map_err(fault)?),
+                "control_read_only_group" => {
+                    file.control_read_only_group = Some(account(value).map_err(fault)?);
+                }
                 "run_folder" => file.run_folder = Some(path(value).map_err(fault)?),
                 "log" => {
                     let filter = text(value).map_err(fault)?;
@@ -267,9 +283,9 @@ mod tests {
     fn a_file_in_full() {
         let file = File::parse(
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
-             control = \"/c\"\ncontrol_read_only = \"/r\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
+             control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
-             [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nlimit = 4096\nweight = 7\n",
+             [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
         )
         .expect("good");
         assert_eq!(
@@ -286,6 +302,9 @@ mod tests {
         );
         assert_eq!(file.vm_pages_per_second, Some(9));
         assert_eq!(file.control_read_only, Some("/r".into()));
+        let is = |account: &Option<Account>, name: &str| *account == name.parse().ok();
+        assert!(is(&file.control_group, "g") && is(&file.control_read_only_group, "7"));
+        assert!(file.vms[0].owner.is_none() && is(&file.vms[1].owner, "nobody-such"));
         assert_eq!(file.vms[0].trust_domain.as_deref(), Some("web"));
         assert_eq!(file.vms[0].quota.reserve_bytes, 1 << 20);
         let quota = file.vms[1].quota;
@@ -313,6 +332,12 @@ mod tests {
                 &["vm_pages_per_second", "0 to 1000000000"],
             ),
             ("control = 3", &["control = 3", "quotation"]),
+            ("control_group = 0", &["control_group = 0", "quotation"]),
+            ("control_read_only_group = \"\"", &["_group", "text"]),
+            (
+                "[[vm]]\nname = \"a\"\nsocket = \"/a\"\nowner = 107",
+                &["\"a\"", "owner = 107", "quotation"],
+            ),
             ("vm = 3", &["[[vm]]"]),
             ("pool_size = 1\npool_size = 2", &["2", "pool_size"]),
             ("pool_size = ", &["line 1"]),

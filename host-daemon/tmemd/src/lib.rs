@@ -5,7 +5,7 @@
 //!
 //! | file | its idea |
 //! | --- | --- |
-//! | `config.rs`, `file.rs` | what it is told, and where that is written |
+//! | `config.rs`, `file.rs`, `account.rs` | what it is told, and where that is written; users and groups of it |
 //! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
 //! | `registry.rs`, `notes.rs` | which VMs there are, and what is noted of them for the next start |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
@@ -34,6 +34,7 @@
 //! is that of its size. Who tells an event holds the list of subscribers and one's queue, and nothing
 //! is taken under them; above them, and the VM's name, is the lock of what a VM's limit has waiting.
 
+pub mod account;
 mod bell;
 mod bucket;
 mod chain;

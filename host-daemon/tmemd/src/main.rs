@@ -7,6 +7,7 @@ use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
+use tmemd::account::Account;
 use tmemd::config::{self, EventLoop, Waiting, parse_size, workers_default};
 use tmemd::file::{self, File};
 use tmemd::sandbox;
@@ -29,15 +30,21 @@ struct Arguments {
     /// Socket of the control interface [default: /run/virtio-tmem/control]
     #[arg(long, value_name = "PATH")]
     control: Option<PathBuf>,
+    /// Group whose members may use it, by name or number [default: the daemon's]
+    #[arg(long, value_name = "GROUP")]
+    control_group: Option<Account>,
     /// Socket of the control interface's methods that only read
     #[arg(long, value_name = "PATH")]
     control_ro: Option<PathBuf>,
+    /// Group whose members may use that one, by name or number [default: the daemon's]
+    #[arg(long, value_name = "GROUP")]
+    control_ro_group: Option<Account>,
     /// Folder for the sockets of VMs that are added while it runs, as tmem-hook does it, and for what
     /// it notes of them for its next start; default: that of the control socket
     #[arg(long, value_name = "PATH")]
     run_folder: Option<PathBuf>,
-    /// A VM: socket=PATH,name=NAME[,uuid=UUID][,trust-domain=NAME][,reserve=SIZE][,limit=SIZE]
-    /// [,weight=N]; once for each VM
+    /// A VM: socket=PATH,name=NAME[,owner=USER][,uuid=UUID][,trust-domain=NAME][,reserve=SIZE]
+    /// [,limit=SIZE][,weight=N]; once for each VM. USER is whom its QEMU runs as, by name or number
     #[arg(long, value_name = "KEY=VALUE,...")]
     vm: Vec<VmConfig>,
     /// Threads that move and compress pages [default: half the processors, 2 to 8]
@@ -116,10 +123,18 @@ fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> 
             .or(file.vm_pages_per_second)
             .unwrap_or(0),
         control,
+        control_group: arguments
+            .control_group
+            .clone()
+            .or(file.control_group.clone()),
         control_read_only: arguments
             .control_ro
             .clone()
             .or(file.control_read_only.clone()),
+        control_read_only_group: arguments
+            .control_ro_group
+            .clone()
+            .or(file.control_read_only_group.clone()),
         run_folder,
         vms: [&arguments.vm[..], &file.vms].concat(),
         pressure: (free_min > 0 || stalls.is_some()).then(|| config::PressureConfig {
@@ -144,8 +159,9 @@ fn read(arguments: &Arguments) -> Result<(Config, File), ConfigError> {
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     if arguments.check_config {
-        return match read(&arguments) {
-            Ok(_) => {
+        let found = read(&arguments).and_then(|(mut config, _)| config.find_accounts());
+        return match found {
+            Ok(()) => {
                 println!("{}: good", arguments.config.display());
                 ExitCode::SUCCESS
             }
@@ -168,7 +184,9 @@ fn main() -> ExitCode {
 fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
     // Before the daemon starts, so that no signal is lost while it does.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
-    let (config, file) = read(arguments)?;
+    let (mut config, file) = read(arguments)?;
+    // While it may still read the files that they are in.
+    config.find_accounts()?;
     if let Some(filter) = &file.log {
         log.set(filter)?;
     }

@@ -5,6 +5,7 @@
 //! that they are back after a restart of the daemon. A call to it that fails has changed nothing.
 //! Never here: a connection's messages, and pages.
 
+use crate::account::Account;
 use crate::config::{
     NAME_BYTES_MAX, VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid, reserve_text,
 };
@@ -199,7 +200,11 @@ impl Registry {
     pub fn listen(&self) -> io::Result<()> {
         for member in &mut self.lock().0 {
             let vm = &member.vm;
-            let listener = Listener::bind(&vm.config.socket, Access::default())
+            let access = Access {
+                owner: vm.config.owner.as_ref().and_then(Account::number),
+                ..Access::default()
+            };
+            let listener = Listener::bind(&vm.config.socket, access)
                 .map_err(|e| io::Error::other(format!("VM {}: {e}", vm.name())))?;
             member.listener = Some(Arc::new(listener));
         }
@@ -290,6 +295,8 @@ impl Registry {
             trust_domain: domain?,
             quota: pool_quota(&spec.quota)?,
             socket,
+            // Its socket is made for whom `access` says.
+            owner: None,
         };
         Ok((config, access))
     }

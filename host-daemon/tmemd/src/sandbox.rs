@@ -38,8 +38,8 @@ use std::sync::OnceLock;
 /// The newest that is known here; an older kernel does what it can.
 const LANDLOCK: ABI = ABI::V6;
 
-/// Sockets of VMs are given to the users of QEMUs, and have their modes set, even if they are given already; pages
-/// of guests are locked, however many. Its unit gives it the first two, and locks by a limit.
+/// Sockets are given to users of QEMUs and groups of operators, and have their modes set, even if they are given
+/// already; pages of guests are locked, however many. Its unit gives it the first two, and locks by a limit.
 const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::IPC_LOCK);
@@ -398,7 +398,9 @@ mod tests {
             waiting: Waiting::default(),
             vm_pages_per_second: 0,
             control: run_folder.join("control"),
+            control_group: None,
             control_read_only: None,
+            control_read_only_group: None,
             run_folder: run_folder.into(),
             vms: Vec::new(),
             pressure: None,

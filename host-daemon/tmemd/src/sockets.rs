@@ -177,7 +177,7 @@ impl Listener {
                     path,
                     format_args!(
                         "it cannot be given to user {owner} and group {group} ({errno}): run the daemon as \
-                         root, or ask for no owner"
+                         root or by its unit, or ask for no other user and group"
                     ),
                 )
             })?;

@@ -229,7 +229,7 @@ impl Vm {
         self.refused(format_args!("{stranger}"));
         self.warn(format_args!(
             "a connection to {} is refused, {stranger}; have the VM's QEMU run as that user, or name its user: \
-             <seclabel model='dac'> of the domain, or tmem-hook --owner",
+             <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] or --vm",
             self.config.socket.display()
         ));
     }

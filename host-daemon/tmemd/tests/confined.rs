@@ -18,6 +18,8 @@ use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
 const USER: u32 = 65534;
 /// Somebody else's: libvirt's QEMUs run as this one on Debian.
 const QEMU: u32 = 64055;
+/// Whoever may use the control socket; nobody is not in it.
+const ADMINS: u32 = 64058;
 /// CAP_CHOWN and CAP_FOWNER, the unit's.
 const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
 /// CAP_IPC_LOCK, which root has unless it is a container's.
@@ -43,6 +45,7 @@ fn start_by(mut command: Command, folder: &Path, control: &str) -> Running {
         .arg(folder.join("tmemd"))
         .args(["--pool-size", "64MiB", "--config", "/dev/null", "--control"])
         .arg(folder.join("run").join(control))
+        .args(["--control-group", &ADMINS.to_string()])
         .arg("--trace")
         .arg(folder.join("traces").join(control))
         .spawn();
@@ -133,6 +136,8 @@ fn a_user_of_its_own_serves_qemu_of_another() {
     let at = |name: &str| folder.path().join(name);
     let daemon = start(folder.path(), "control");
     let socket = at("run/web1.sock");
+    let control = fs::metadata(at("run/control")).expect("there");
+    assert_eq!((control.uid(), control.gid()), (USER, ADMINS));
     let mut full = client(&at("run/control"));
     let mut added = full.add_vm(web1(&socket));
     assert!(added.call().expect("added").added);

@@ -27,7 +27,9 @@ fn config(directory: &Path) -> Config {
         waiting: Default::default(),
         vm_pages_per_second: 0,
         control: directory.join("control"),
+        control_group: None,
         control_read_only: Some(directory.join("read-only")),
+        control_read_only_group: None,
         run_folder: directory.into(),
         vms: vec![
             vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),

@@ -260,6 +260,47 @@ fn a_file_is_taken_over_as_a_whole_or_not_at_all() {
     );
 }
 
+/// In the sandbox nothing can be looked up: what is written is compared.
+#[test]
+fn users_and_groups_are_looked_up_at_the_start_alone() {
+    let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
+    let text = |at: &Path, group: &str, user: &str| {
+        format!(
+            "pool_size = \"64MiB\"\ncontrol_group = \"{group}\"\ncontrol_read_only_group = \"{group}\"\n{}",
+            vm(at, "a", &format!("owner = \"{user}\"\n"))
+        )
+    };
+    let own = |at: &Path| text(at, &group.as_raw().to_string(), &user.as_raw().to_string());
+    let daemon = Running::start(own);
+    let at = daemon.path();
+    let said = daemon.reload(&own(at));
+    assert!(
+        said.contains("read again") && !said.contains("next start"),
+        "{said}"
+    );
+    let said = daemon.reload(&text(at, "no-such-group", "no-such-user"));
+    for part in [
+        "read again",
+        "next start",
+        "control_group",
+        "control_read_only_group",
+        "owner, UUID and trust domain of VM a",
+    ] {
+        assert!(said.contains(part), "{said} lacks {part}");
+    }
+    // That start has the fault, and so it does not end as a daemon of which nobody knows whose its sockets are.
+    let next = Command::new(env!("CARGO_BIN_EXE_tmemd"))
+        .arg("--config")
+        .arg(at.join("tmemd.toml"))
+        .output()
+        .expect("runs");
+    let said = String::from_utf8_lossy(&next.stderr).replace('\\', "");
+    assert_eq!(next.status.code(), Some(1), "{said}");
+    for part in ["control_group", "no-such-group", "/etc/group", "create it"] {
+        assert!(said.contains(part), "{said} lacks {part}");
+    }
+}
+
 fn check(folder: &Path, more: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
@@ -296,6 +337,23 @@ fn a_file_is_checked_without_a_daemon() {
     assert!(check(at, &["--pool-size", "64MiB"]).status.success());
     let same = format!("name=a,socket={}/b.sock", at.display());
     fails(&["--pool-size", "64MiB", "--vm", &same], "same name");
+    file(at, &toml(at, &vm(at, "a", "owner = \"no-such-user\"\n")));
+    fails(
+        &["--pool-size", "64MiB"],
+        "VM \"a\": owner=no-such-user: it is neither in /etc/passwd",
+    );
+    for (option, value) in [
+        ("--control-group", "no-such"),
+        ("--control-ro-group", "4294967295"),
+    ] {
+        file(at, &toml(at, ""));
+        fails(&["--pool-size", "64MiB", option, value], value);
+        assert!(
+            check(at, &["--pool-size", "64MiB", option, "0"])
+                .status
+                .success()
+        );
+    }
     assert!(
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("tmemd.toml")

@@ -5,19 +5,22 @@
 
 mod common;
 
-use common::{Daemon, TIMEOUT};
+use common::{Daemon, TIMEOUT, until};
 use rustix::process::{Gid, Uid, geteuid};
 use rustix::thread::{set_thread_groups, set_thread_res_gid, set_thread_res_uid};
 use std::fs::{self, Permissions};
 use std::io::{Read, Write};
-use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use tmem_control::accounts;
 use tmem_control::{VarlinkClientInterface, VmSpec};
 
 const QEMU: u32 = 64055;
 const READERS: u32 = 64056;
 const OTHER: u32 = 64057;
+/// A user and a group that hosts have.
+const NAMED: &str = "daemon";
 
 /// In a thread of its own: the others stay root's.
 fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) -> R {
@@ -44,6 +47,16 @@ fn is_served(socket: &Path, message: &[u8]) -> bool {
     let waits = matches!(&answer, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
     assert!(!waits, "neither served nor refused");
     sent.is_ok() && answer.is_ok_and(|read| read > 0)
+}
+
+/// As that user, with what such a socket answers.
+fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
+    let message = match socket.extension() {
+        // GET_FEATURES, version 1, no payload.
+        Some(_) => [1u32, 1, 0].map(u32::to_ne_bytes).concat(),
+        None => b"{\"method\":\"io.virtiotmem.Control.List\"}\0".to_vec(),
+    };
+    as_user(user, groups, || is_served(socket, &message))
 }
 
 fn log(daemon: &Daemon) -> String {
@@ -81,16 +94,6 @@ fn who_a_socket_is_not_for_is_refused() {
     };
     client.add_vm(spec).call().expect("added");
 
-    // GET_FEATURES, version 1, no payload.
-    let features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
-    let list = b"{\"method\":\"io.virtiotmem.Control.List\"}\0";
-    let message = |socket: &Path| match socket.extension() {
-        Some(_) => features.clone(),
-        None => list.to_vec(),
-    };
-    let served = |user, groups: &[u32], socket: &Path| {
-        as_user(user, groups, || is_served(socket, &message(socket)))
-    };
     let (given, control) = (daemon.socket("given"), daemon.path("control"));
     let read_only = daemon.path("read-only");
     for socket in [&socket, &given, &control, &read_only] {
@@ -140,4 +143,63 @@ fn who_a_socket_is_not_for_is_refused() {
     );
     let stats = client.stats(Some("added".into())).call().expect("answers");
     assert_eq!(stats.vms[0].connections_refused, 1);
+}
+
+/// Each socket is for whom the configuration names, at each start, without a chgrp.
+#[test]
+fn sockets_are_given_to_whom_the_configuration_names() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can give sockets away and connect as other users");
+        return;
+    }
+    let named = |file: &str| {
+        let rows = fs::read_to_string(file).expect("readable");
+        accounts::number(&rows, NAMED).unwrap_or_else(|| panic!("{file} has no {NAMED}"))
+    };
+    let (user, admins) = (named("/etc/passwd"), named("/etc/group"));
+    let mut daemon = Daemon::with_arguments(&[("given", None)], "64MiB", |folder| {
+        let at = |name: &str| folder.join(name).display().to_string();
+        let vm = format!("name=own,owner={NAMED},socket={}", at("own.sock"));
+        let group = READERS.to_string();
+        [
+            ["--control-group", NAMED],
+            ["--control-ro", &at("read-only")],
+            ["--control-ro-group", &group],
+            ["--vm", &vm],
+        ]
+        .map(|pair| pair.map(String::from))
+        .concat()
+    });
+    fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755)).expect("set");
+    let (control, read_only) = (daemon.path("control"), daemon.path("read-only"));
+    let (own, given) = (daemon.socket("own"), daemon.socket("given"));
+    // The second time in the place of sockets that were given away.
+    for _ in 0..2 {
+        until("the last one listens", || UnixStream::connect(&own).is_ok());
+        for (path, owner, group) in [
+            (&control, 0, admins),
+            (&read_only, 0, READERS),
+            (&own, user, 0),
+            (&given, 0, 0),
+        ] {
+            let file = fs::metadata(path).expect("there");
+            let is = (file.uid(), file.gid(), file.mode() & 0o777);
+            assert_eq!(is, (owner, group, 0o660), "{}", path.display());
+        }
+        daemon.kill();
+        daemon.spawn();
+    }
+    until("the last one listens", || UnixStream::connect(&own).is_ok());
+    assert!(served(OTHER, &[READERS], &read_only), "who may look");
+    assert!(served(OTHER, &[admins], &control), "who may change things");
+    for (groups, socket) in [([READERS], &control), ([admins], &read_only)] {
+        let error = as_user(OTHER, &groups, || UnixStream::connect(socket));
+        let error = error.expect_err("by the file's mode");
+        assert_eq!(error.kind(), std::io::ErrorKind::PermissionDenied);
+        let_everybody_in(socket);
+        assert!(!served(OTHER, &groups, socket), "{}", socket.display());
+    }
+    let_everybody_in(&own);
+    assert!(!served(QEMU, &[], &own), "another VM's user");
+    assert!(served(user, &[], &own), "its QEMU");
 }

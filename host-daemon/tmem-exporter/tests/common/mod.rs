@@ -41,7 +41,9 @@ impl Host {
             waiting: Default::default(),
             vm_pages_per_second: 0,
             control: path("control"),
+            control_group: None,
             control_read_only: Some(path("read-only")),
+            control_read_only_group: None,
             run_folder: directory.path().into(),
             vms: ["a".into(), "b".into()]
                 .into_iter()

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Users and groups as people write them, and as /etc/passwd and /etc/group have them.
+
+/// The number of a user or group: that of the row of this name, or else the name itself, if it is one.
+pub fn number(rows: &str, name: &str) -> Option<u32> {
+    let mut rows = rows.lines().map(|row| row.split(':'));
+    let row = rows.find_map(|mut row| (row.next() == Some(name)).then_some(row));
+    // Rust takes a sign, with which libvirt writes numbers.
+    let number = row.map_or(Some(name), |mut row| row.nth(1));
+    // The last one stands for "as it was" in system calls.
+    let number = number?.parse().ok();
+    number.filter(|number| *number != u32::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::number;
+
+    #[test]
+    fn names_come_before_numbers() {
+        let users = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n\
+                     12:x:1012:12::/:\nodd:x:many:1::/:\nshort:x\nlast:x:4294967295:1::/:\n";
+        for (name, expected) in [
+            ("root", Some(0)),
+            ("libvirt-qemu", Some(64055)),
+            ("12", Some(1012)),
+            ("11", Some(11)),
+            ("+13", Some(13)),
+            ("4294967294", Some(u32::MAX - 1)),
+            ("4294967295", None),
+            ("last", None),
+            ("-1", None),
+            ("", None),
+            ("qemu", None),
+            ("libvirt", None),
+            ("root:x", None),
+            ("odd", None),
+            ("short", None),
+        ] {
+            assert_eq!(number(users, name), expected, "{name}");
+        }
+        let groups = "root:x:0:\nkvm:x:36:alice,bob\n";
+        assert_eq!(number(groups, "kvm"), Some(36));
+        assert_eq!(number(groups, "alice"), None);
+    }
+}
