@@ -117,14 +117,15 @@ fn decompress(bytes: &[u8]) -> Result<Vec<u8>, String> {
 /// What comes of a trace with this policy in a pool of this size.
 ///
 /// # Errors
-/// The trace has more keys or pools than an engine takes.
+/// The trace has more keys or pools than an engine takes, or there is no memory.
 pub fn outcome(
     events: &[Event],
     policy: PolicyKind,
     size_bytes: u64,
     seed: u64,
 ) -> Result<Outcome, String> {
-    let mut replay = Replay::new(policy, size_bytes, seed);
+    let replay = Replay::new(policy, size_bytes, seed);
+    let mut replay = replay.map_err(|error| format!("no memory for a replay: {error}"))?;
     for event in events {
         if !replay.apply(event) {
             return Err("more keys or pools than a tenant may have".into());

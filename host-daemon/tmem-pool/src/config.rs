@@ -42,7 +42,7 @@ pub(crate) const EVICT_STEP_PAGES: usize = 16;
 /// Queue positions of pages that are gone already which one search for a victim may skip.
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
-/// Kept free for what indexes take between two looks at the size: a block of each kind of record,
+/// Kept free for what indexes take between two looks at the size: a chunk of each kind of record,
 /// and a ghost that doubles.
 pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
 
@@ -59,8 +59,8 @@ pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
 /// Address space that a pool reserves, in times of its largest size: 12 for the longest span that each
-/// frame could be of, and a ninth for tables (of a pool of a few MiB or more).
-pub const ADDRESS_SPACE_TIMES: u64 = 13;
+/// frame could be of, one for indexes, and a ninth for tables (of a pool of a few MiB or more).
+pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// The orders of eviction that there are; see `evict/`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

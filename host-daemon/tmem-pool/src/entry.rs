@@ -3,6 +3,7 @@
 //! them against, what was charged, and its place in the tree and in the queue.
 
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
+use crate::heap::Zeroed;
 use crate::index::{Hook, Id, Record};
 
 /// Where the contents of a page are.
@@ -105,6 +106,9 @@ impl Entry {
         }
     }
 }
+
+// SAFETY: all zero is the default, of plain numbers.
+unsafe impl Zeroed for Entry {}
 
 impl Record for Entry {
     fn next_free(&self) -> Id {

@@ -17,6 +17,7 @@ use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
 use crate::heap;
+use crate::index::Chunks;
 use crate::registry::Registry;
 use crate::secret::SecretPages;
 use crate::state::{Freed, Reason};
@@ -30,9 +31,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// What tenants are made with.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Made {
     pub seed: u64,
+    pub chunks: Arc<Chunks>,
     pub keys_per_tenant_max: u32,
     pub policy: PolicyKind,
 }
@@ -474,6 +476,7 @@ impl Pool {
             size_max_bytes,
             made: Made {
                 seed,
+                chunks: Arc::new(Chunks::reserve(size_max_bytes)?),
                 keys_per_tenant_max,
                 policy,
             },
@@ -580,6 +583,7 @@ impl Pool {
             payload_bytes: heap.payload_bytes,
             frames_bytes: heap.frames_bytes,
             metadata_bytes: self.0.metadata_bytes(),
+            tables_bytes: heap.table_bytes,
             tenants: registry.members.len() as u64,
             blobs: heap.blobs,
             reserved_bytes: registry.reserved_bytes(),
@@ -621,7 +625,7 @@ impl Pool {
     /// What the pool holds is never swapped: the system let it lock its address space, which is
     /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) its largest size.
     pub fn is_locked(&self) -> bool {
-        self.0.store.is_locked()
+        self.0.store.is_locked() && self.0.made.chunks.is_locked()
     }
 
     pub(crate) fn inner(&self) -> &Arc<Inner> {

@@ -9,10 +9,12 @@
 use crate::blob::Settled;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::entry::Content;
-use crate::index::PoolRef;
+use crate::index::{Chunks, PoolRef};
 use crate::state::{Freed, NewPage, Range, Reason, State};
 use crate::trace::{Event, Op};
 use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
 
 /// What came of a trace, or of one tenant in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,14 +41,17 @@ impl Outcome {
     }
 }
 
+/// Address space for indexes: ten times what the keys of the largest trace take that a daemon records by itself.
+const INDEX_BYTES_MAX: u64 = 32 << 30;
+
 struct Tenant {
     state: State,
     hits: u64,
 }
 
 impl Tenant {
-    fn new(policy: PolicyKind, seed: u64) -> Tenant {
-        let mut state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy);
+    fn new(policy: PolicyKind, seed: u64, chunks: &Arc<Chunks>) -> Tenant {
+        let mut state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy, chunks);
         state.raw_max = u32::MAX;
         Tenant { state, hits: 0 }
     }
@@ -144,6 +149,7 @@ pub struct Replay {
     policy: PolicyKind,
     size_bytes: u64,
     seed: u64,
+    chunks: Arc<Chunks>,
     tenants: BTreeMap<u32, Tenant>,
     charged_bytes: u64,
     peak_bytes: u64,
@@ -151,21 +157,26 @@ pub struct Replay {
 
 impl Replay {
     /// An empty one of this size. The seed is of the index, whose hashes the policy uses.
-    pub fn new(policy: PolicyKind, size_bytes: u64, seed: u64) -> Replay {
-        Replay {
+    ///
+    /// # Errors
+    /// The system has not the address space.
+    pub fn new(policy: PolicyKind, size_bytes: u64, seed: u64) -> io::Result<Replay> {
+        let chunks = Chunks::reserve(INDEX_BYTES_MAX)?;
+        Ok(Replay {
             policy,
             size_bytes,
             seed,
+            chunks: Arc::new(chunks),
             tenants: BTreeMap::new(),
             charged_bytes: 0,
             peak_bytes: 0,
-        }
+        })
     }
 
     /// Does what was asked, whatever was answered then. False: there are more keys or pools than a
     /// tenant may have, or there is no memory; nothing was done.
     pub fn apply(&mut self, event: &Event) -> bool {
-        let make = || Tenant::new(self.policy, self.seed);
+        let make = || Tenant::new(self.policy, self.seed, &self.chunks);
         let tenant = self.tenants.entry(event.tenant).or_insert_with(make);
         let before = tenant.state.charged_bytes();
         let done = tenant.apply(event.op);
@@ -226,7 +237,7 @@ mod tests {
 
     /// Hits, evictions and bytes after these.
     fn run(size_bytes: u64, ops: &[(u32, Op)]) -> (u64, u64, u64) {
-        let mut replay = Replay::new(PolicyKind::Fifo, size_bytes, 1);
+        let mut replay = Replay::new(PolicyKind::Fifo, size_bytes, 1).unwrap();
         for &(tenant, op) in ops {
             let event = Event {
                 time_us: 0,

@@ -18,9 +18,10 @@ use crate::evict::{self, Arrival, Leave, Policy};
 use crate::gain::Gain;
 #[cfg(test)]
 use crate::index::Key;
-use crate::index::{Id, Index, PoolRef};
+use crate::index::{Chunks, Id, Index, PoolRef};
 use crate::stats::Counters;
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 /// An object of at most so many pages is freed by the flush itself, a larger one behind.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
@@ -86,9 +87,15 @@ pub(crate) type Freed = Vec<Content>;
 
 impl State {
     /// `seed` for the index.
-    pub(crate) fn new(seed: u64, keys_max: u32, limit_bytes: u64, policy: PolicyKind) -> State {
+    pub(crate) fn new(
+        seed: u64,
+        keys_max: u32,
+        limit_bytes: u64,
+        policy: PolicyKind,
+        chunks: &Arc<Chunks>,
+    ) -> State {
         State {
-            index: Index::new(seed, keys_max),
+            index: Index::new(seed, keys_max, chunks),
             policy: evict::policy(policy),
             raw: VecDeque::new(),
             raw_max: 0,
@@ -120,6 +127,12 @@ impl State {
 
     pub(crate) fn charged_bytes(&self) -> u64 {
         self.index.gauges.charged_bytes()
+    }
+
+    /// The same, or what its pages and `index_bytes` hold, if that is more.
+    pub(crate) fn owed_bytes(&self, index_bytes: u64) -> u64 {
+        let held_bytes = self.index.gauges.stored_bytes + index_bytes;
+        self.charged_bytes().max(held_bytes)
     }
 
     /// Memory of keys and queues.

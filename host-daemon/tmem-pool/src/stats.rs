@@ -99,6 +99,8 @@ pub struct PoolStats {
     pub payload_bytes: u64,
     /// Gauge, bytes: estimate of everything else, from above.
     pub metadata_bytes: u64,
+    /// Gauge, bytes: the part of it that stays as large as it ever was: tables of stored copies.
+    pub tables_bytes: u64,
     /// Gauge: live tenants.
     pub tenants: u64,
     /// Gauge, pages: keys held by live tenants.

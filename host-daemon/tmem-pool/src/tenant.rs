@@ -83,6 +83,9 @@ pub(crate) struct Inner {
     made: pool::Made,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
+    /// What it is charged, or, if that is more, what it holds: keys and queues take memory that goes back only
+    /// when all pages beside have gone.
+    owed_bytes: Sum,
     /// Memory of keys and queues.
     index_bytes: Sum,
     /// It no longer counts: set under the lock.
@@ -105,10 +108,12 @@ impl Inner {
                 made.keys_per_tenant_max,
                 limit_bytes,
                 made.policy,
+                &made.chunks,
             )),
-            made: *made,
+            made: made.clone(),
             charged_bytes: Sum::default(),
             entitled_bytes: Sum::default(),
+            owed_bytes: Sum::default(),
             index_bytes: Sum::default(),
             forgotten: AtomicBool::new(false),
             has_dead: AtomicBool::new(false),
@@ -135,9 +140,10 @@ impl Inner {
         self.has_raw.load(Relaxed)
     }
 
-    /// How far it is above its entitlement, in bytes; negative below.
+    /// How far it is above its entitlement, in bytes; negative below. By what it owes: who has few pages left
+    /// of many would else keep the memory of their keys from those who are entitled to it.
     pub(crate) fn excess_bytes(&self) -> i128 {
-        i128::from(self.charged_bytes.get()) - i128::from(self.entitled_bytes.get())
+        i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
 
     /// What follows from it: how many raw pages it may have.
@@ -186,8 +192,8 @@ impl Inner {
                 keys_per_tenant_max,
                 policy,
                 ..
-            } = self.made;
-            state.abandon(keys_per_tenant_max, policy);
+            } = &self.made;
+            state.abandon(*keys_per_tenant_max, *policy);
             self.state.clear_poison();
             state
         })
@@ -300,6 +306,7 @@ impl Drop for Locked<'_> {
         tenant.has_dead.store(state.index.has_detached(), Relaxed);
         tenant.has_raw.store(state.has_raw(), Relaxed);
         let (before, now) = (tenant.index_bytes.get(), state.bytes());
+        tenant.owed_bytes.set(state.owed_bytes(now));
         if before != now && !tenant.forgotten.load(Relaxed) {
             tenant.index_bytes.set(now);
             account.index_bytes.change(before, now);

@@ -350,10 +350,11 @@ impl api::VarlinkInterface for Side {
     fn freeable(&self, call: &mut dyn api::Call_Freeable) -> varlink::Result<()> {
         let stats = self.control.pool.stats();
         let int = statistics::int;
-        let floor_bytes = POOL_BYTES_MIN.max(stats.reserved_bytes);
+        let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
+        let floor_bytes = least_bytes.max(stats.reserved_bytes);
         call.reply(
             int(stats.held_bytes),
-            int(stats.held_bytes.saturating_sub(POOL_BYTES_MIN)),
+            int(stats.held_bytes.saturating_sub(least_bytes)),
             int(stats.held_bytes.saturating_sub(floor_bytes)),
             int(stats.frames_bytes.saturating_sub(stats.payload_bytes)),
         )

@@ -24,7 +24,7 @@ mod tests {
         let page_bytes = size.bytes() as u64 + crate::PAGE_METADATA_CHARGE_BYTES;
         for_each_seed("lru", 5, |seed| {
             let mut rng = Rng::new(seed);
-            let mut replay = Replay::new(PolicyKind::Lru, ROOM as u64 * page_bytes, seed);
+            let mut replay = Replay::new(PolicyKind::Lru, ROOM as u64 * page_bytes, seed).unwrap();
             let (mut used, mut hits) = (BTreeMap::new(), 0);
             for time_us in 0..20_000 {
                 let (object, page) = (ObjectKey::default(), rng.below(120));

@@ -13,7 +13,7 @@ use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 /// in the longest slots), 12 waste 1.5 to 1.7, 16 waste 0.9 to 1.4. What the last span of each class
 /// has free, half of it on average, is 1.0, 1.7 and 2.1 MiB for all classes, which small pools feel.
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
-const _: () = assert!(SPAN_FRAMES_MAX as u64 + 1 == ADDRESS_SPACE_TIMES);
+const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
 
 /// Address space of each span, whatever it uses of it.
 pub(crate) const SPAN_BYTES: usize = SPAN_FRAMES_MAX * FRAME_BYTES;

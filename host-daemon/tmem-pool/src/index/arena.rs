@@ -2,74 +2,148 @@
 //! Records of one kind, named by 32-bit numbers, in blocks that never move: it grows without ever
 //! copying what it has, and a new block that the system does not give is an error, not an abort.
 //!
-//! Number 0 is none. Memory goes back when the last record does, all of it at once.
+//! The first blocks are small, of the process's allocator: there are many arenas of few records. The
+//! others are chunks (chunks.rs). One of which no record is used goes back to the system, but for one,
+//! so that it does not come and go. New records come where others are, in the block that was full last,
+//! so that those which empty are not filled again. With the last record all memory goes.
+//!
+//! Number 0 is none.
 
+use super::chunks::{CHUNK_BYTES, Chunk, Chunks};
 use crate::fail;
-use crate::heap::prefetch;
+use crate::heap::{Zeroed, prefetch};
 use std::ops::{Index, IndexMut};
-use std::ptr;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
 
 /// Names a record of an arena; 0 names none.
 pub(crate) type Id = u32;
 
-/// Records of a large block: a new one takes some microseconds. The first blocks are smaller, each
-/// twice as large as the one before, so that an arena of few records takes little.
-const BLOCK: usize = 512;
+/// Records of the first block; each that follows has twice as many.
 const FIRST_BLOCK: usize = 16;
-const SMALL_BLOCKS: usize = (BLOCK / FIRST_BLOCK).ilog2() as usize;
+/// From so many records on, blocks are chunks.
+const SMALL: usize = 512;
+const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
+const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
 
-/// Block of a record, and place in it.
-fn locate(id: Id) -> (usize, usize) {
-    let at = id as usize + FIRST_BLOCK;
-    if at < BLOCK {
-        let log = at.ilog2();
-        ((log - FIRST_BLOCK.ilog2()) as usize, at - (1 << log))
-    } else {
-        (SMALL_BLOCKS + at / BLOCK - 1, at % BLOCK)
-    }
-}
-
-fn block_len(block: usize) -> usize {
-    if block < SMALL_BLOCKS {
-        FIRST_BLOCK << block
-    } else {
-        BLOCK
-    }
-}
+/// No block; the list ends.
+const NONE: u32 = u32::MAX;
 
 /// A record whose value says nothing while it is free, but for a link.
-pub(crate) trait Record: Clone + Default {
+pub(crate) trait Record: Clone + Default + Zeroed {
     /// The link.
     fn next_free(&self) -> Id;
     /// Makes it a free record with this link.
     fn set_free(&mut self, next: Id);
 }
 
+/// What a block's records lie in.
+#[derive(Debug)]
+enum Memory {
+    /// They are all free, and nowhere.
+    Bare,
+    /// Of the allocator.
+    Small,
+    Chunk(Chunk),
+}
+
+#[derive(Debug)]
+struct Block<T> {
+    /// None while it is bare.
+    records: NonNull<[T]>,
+    memory: Memory,
+    used: u32,
+    /// First free record below `fresh`: its place plus 1; 0: none.
+    free: u32,
+    /// Records from this place on were never used.
+    fresh: u32,
+    /// Of blocks with memory that are not full, or of bare ones.
+    prev: u32,
+    next: u32,
+}
+
 /// See the file's comment.
 #[derive(Debug)]
-pub(crate) struct Arena<T> {
-    blocks: Vec<Box<[T]>>,
-    free: Id,
-    /// From here on never used.
-    fresh: Id,
+pub(crate) struct Arena<T: Record> {
+    blocks: Vec<Block<T>>,
+    chunks: Arc<Chunks>,
+    /// First of the blocks with memory that are not full.
+    open: u32,
+    /// First of the bare ones, in no order.
+    bare: u32,
+    /// Chunks of which no record is used.
+    idle: u32,
+    bytes: u64,
     used: u32,
     used_max: u32,
 }
+
+// SAFETY: it owns its records, which lie in memory that is its own.
+unsafe impl<T: Record + Send> Send for Arena<T> {}
+// SAFETY: through a shared reference records are only read.
+unsafe impl<T: Record + Sync> Sync for Arena<T> {}
 
 /// There is no memory, or as many records as there may be.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
+impl<T: Record> Block<T> {
+    fn records(&self) -> &[T] {
+        // SAFETY: as many values as the memory, which is this block's alone, has room for: a chunk is
+        // zero at first, which is one. A bare block has none.
+        unsafe { self.records.as_ref() }
+    }
+
+    fn records_mut(&mut self) -> &mut [T] {
+        // SAFETY: as above.
+        unsafe { self.records.as_mut() }
+    }
+
+    fn is_full(&self) -> bool {
+        self.used as usize == self.records.len()
+    }
+}
+
 impl<T: Record> Arena<T> {
+    /// Records of a chunk.
+    const LARGE: usize = CHUNK_BYTES / size_of::<T>();
+
     /// For up to `used_max` records.
-    pub(crate) fn new(used_max: u32) -> Arena<T> {
+    pub(crate) fn new(used_max: u32, chunks: Arc<Chunks>) -> Arena<T> {
+        const {
+            assert!(Self::LARGE >= FIRST_BLOCK && align_of::<T>() <= CHUNK_BYTES);
+        }
         Arena {
             blocks: Vec::new(),
-            free: 0,
-            fresh: 1,
+            chunks,
+            open: NONE,
+            bare: NONE,
+            idle: 0,
+            bytes: 0,
             used: 0,
             used_max: used_max.min(Id::MAX - 1),
         }
+    }
+
+    /// Block of a record, and place in it.
+    fn locate(id: Id) -> (usize, usize) {
+        let at = id as usize + FIRST_BLOCK - 1;
+        match at.checked_sub(SMALL) {
+            None => {
+                let log = at.ilog2();
+                ((log - FIRST_BLOCK.ilog2()) as usize, at - (1 << log))
+            }
+            Some(at) => (SMALL_BLOCKS + at / Self::LARGE, at % Self::LARGE),
+        }
+    }
+
+    /// The record of a place.
+    fn id(block: usize, at: usize) -> Id {
+        let first = match block.checked_sub(SMALL_BLOCKS) {
+            None => (FIRST_BLOCK << block) - FIRST_BLOCK,
+            Some(large) => SMALL_RECORDS + large * Self::LARGE,
+        };
+        (first + at) as Id + 1
     }
 
     pub(crate) fn len(&self) -> u32 {
@@ -78,11 +152,7 @@ impl<T: Record> Arena<T> {
 
     /// Memory held, used or not.
     pub(crate) fn bytes(&self) -> u64 {
-        let records: usize = match self.blocks.len().checked_sub(SMALL_BLOCKS) {
-            Some(large) => BLOCK - FIRST_BLOCK + large * BLOCK,
-            None => (FIRST_BLOCK << self.blocks.len()) - FIRST_BLOCK,
-        };
-        (records * size_of::<T>()) as u64
+        self.bytes
     }
 
     /// A record for this value.
@@ -90,69 +160,325 @@ impl<T: Record> Arena<T> {
         if self.used == self.used_max || fail::memory() {
             return Err(Full);
         }
-        let id = self.free;
-        if id != 0 {
-            self.free = self[id].next_free();
-            self[id] = value;
-            self.used += 1;
-            return Ok(id);
+        if self.open == NONE {
+            self.open_another()?;
         }
-        let id = self.fresh;
-        if locate(id).0 == self.blocks.len() {
-            let mut block = Vec::new();
-            let len = block_len(self.blocks.len());
-            block.try_reserve_exact(len).map_err(|_| Full)?;
-            self.blocks.try_reserve(1).map_err(|_| Full)?;
-            block.resize(len, T::default());
-            self.blocks.push(block.into_boxed_slice());
-        }
-        self.fresh += 1;
+        let nr = self.open as usize;
+        let block = &mut self.blocks[nr];
+        self.idle -= u32::from(block.used == 0 && nr >= SMALL_BLOCKS);
+        let at = match block.free {
+            0 => {
+                block.fresh += 1;
+                block.fresh as usize - 1
+            }
+            free => {
+                let at = free as usize - 1;
+                block.free = block.records()[at].next_free();
+                at
+            }
+        };
+        block.records_mut()[at] = value;
+        block.used += 1;
         self.used += 1;
-        self[id] = value;
-        Ok(id)
+        if block.is_full() {
+            self.unlist(nr);
+        }
+        Ok(Self::id(nr, at))
     }
 
     /// A record that may be free, or was and went with its block: a free one's value says nothing.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
-        (id < self.fresh).then(|| &self[id])
+        let (block, at) = Self::locate(id);
+        let block = self.blocks.get(block)?;
+        block.records().get(at)
     }
 
     /// Brings a record into the cache, if there is one of that number.
     pub(crate) fn prefetch(&self, id: Id) {
-        if id != 0 && id < self.fresh {
-            prefetch(ptr::from_ref(&self[id]).cast());
+        if id != 0
+            && let Some(record) = self.get(id)
+        {
+            prefetch(ptr::from_ref(record).cast());
         }
     }
 
     /// Takes the value of a used record out and frees the record.
     pub(crate) fn remove(&mut self, id: Id) -> T {
-        let value = self[id].clone();
-        let next = self.free;
-        self[id].set_free(next);
-        self.free = id;
+        let (nr, at) = Self::locate(id);
+        let block = &mut self.blocks[nr];
+        let was_full = block.is_full();
+        let free = block.free;
+        let record = &mut block.records_mut()[at];
+        let value = record.clone();
+        record.set_free(free);
+        block.free = at as u32 + 1;
+        block.used -= 1;
+        let emptied = block.used == 0 && nr >= SMALL_BLOCKS;
         self.used -= 1;
+        if was_full {
+            self.list(nr);
+        }
         if self.used == 0 {
-            self.blocks = Vec::new();
-            self.free = 0;
-            self.fresh = 1;
+            self.clear();
+        } else if emptied {
+            self.idle += 1;
+            if self.idle > 1 {
+                self.idle -= 1;
+                self.unlist(nr);
+                self.lay_bare(nr);
+            }
         }
         value
     }
-}
 
-impl<T> Index<Id> for Arena<T> {
-    type Output = T;
-    fn index(&self, id: Id) -> &T {
-        debug_assert!(id != 0);
-        let (block, at) = locate(id);
-        &self.blocks[block][at]
+    // ---- blocks -------------------------------------------------------------------------------
+
+    /// Into the list of those that are open: what has just become free is in the cache.
+    fn list(&mut self, nr: usize) {
+        let next = std::mem::replace(&mut self.open, nr as u32);
+        if next != NONE {
+            self.blocks[next as usize].prev = nr as u32;
+        }
+        let block = &mut self.blocks[nr];
+        (block.prev, block.next) = (NONE, next);
+    }
+
+    fn unlist(&mut self, nr: usize) {
+        let Block { prev, next, .. } = self.blocks[nr];
+        match prev {
+            NONE => self.open = next,
+            _ => self.blocks[prev as usize].next = next,
+        }
+        if next != NONE {
+            self.blocks[next as usize].prev = prev;
+        }
+    }
+
+    /// Gives a block memory: a bare one, or else a new one.
+    fn open_another(&mut self) -> Result<(), Full> {
+        if self.bare == NONE {
+            self.blocks.try_reserve(1).map_err(|_| Full)?;
+        }
+        let nr = match self.bare {
+            NONE => self.blocks.len(),
+            nr => nr as usize,
+        };
+        let (records, memory) = if nr < SMALL_BLOCKS {
+            let (len, mut records) = (FIRST_BLOCK << nr, Vec::new());
+            records.try_reserve_exact(len).map_err(|_| Full)?;
+            records.resize(len, T::default());
+            let records = NonNull::from(Box::leak(records.into_boxed_slice()));
+            (records, Memory::Small)
+        } else {
+            let chunk = self.chunks.take().ok_or(Full)?;
+            let at = self.chunks.at(&chunk).cast();
+            let records = NonNull::slice_from_raw_parts(at, Self::LARGE);
+            self.idle += 1;
+            (records, Memory::Chunk(chunk))
+        };
+        let block = Block {
+            records,
+            memory,
+            used: 0,
+            free: 0,
+            fresh: 0,
+            prev: NONE,
+            next: NONE,
+        };
+        self.bytes += Self::memory_bytes(&block);
+        if nr == self.blocks.len() {
+            self.blocks.push(block);
+        } else {
+            self.bare = self.blocks[nr].next;
+            self.blocks[nr] = block;
+        }
+        self.list(nr);
+        Ok(())
+    }
+
+    fn memory_bytes(block: &Block<T>) -> u64 {
+        match block.memory {
+            Memory::Bare => 0,
+            Memory::Small => (block.records.len() * size_of::<T>()) as u64,
+            Memory::Chunk(_) => CHUNK_BYTES as u64,
+        }
+    }
+
+    /// Takes the memory of a block that is in no list.
+    fn lay_bare(&mut self, nr: usize) {
+        let block = &mut self.blocks[nr];
+        self.bytes -= Self::memory_bytes(block);
+        let records = std::mem::replace(
+            &mut block.records,
+            NonNull::slice_from_raw_parts(NonNull::dangling(), 0),
+        );
+        match std::mem::replace(&mut block.memory, Memory::Bare) {
+            Memory::Bare => {}
+            // SAFETY: leaked from a box when the block got it, and nobody refers to it any more.
+            Memory::Small => drop(unsafe { Box::from_raw(records.as_ptr()) }),
+            Memory::Chunk(chunk) => self.chunks.give(chunk),
+        }
+        block.next = std::mem::replace(&mut self.bare, nr as u32);
+    }
+
+    /// Gives everything back.
+    fn clear(&mut self) {
+        for nr in 0..self.blocks.len() {
+            self.lay_bare(nr);
+        }
+        self.blocks = Vec::new();
+        (self.open, self.bare, self.idle) = (NONE, NONE, 0);
     }
 }
 
-impl<T> IndexMut<Id> for Arena<T> {
+impl<T: Record> Drop for Arena<T> {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+impl<T: Record> Index<Id> for Arena<T> {
+    type Output = T;
+    fn index(&self, id: Id) -> &T {
+        debug_assert!(id != 0);
+        let (block, at) = Self::locate(id);
+        &self.blocks[block].records()[at]
+    }
+}
+
+impl<T: Record> IndexMut<Id> for Arena<T> {
     fn index_mut(&mut self, id: Id) -> &mut T {
         debug_assert!(id != 0);
-        let (block, at) = locate(id);
-        &mut self.blocks[block][at]
+        let (block, at) = Self::locate(id);
+        &mut self.blocks[block].records_mut()[at]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::entry::{Content, Entry};
+    use crate::tests::rng::{Rng, for_each_seed};
+    use std::collections::BTreeMap;
+
+    type Entries = Arena<Entry>;
+
+    fn entry(cookie: u64) -> Entry {
+        Entry::new(cookie, 0, Content::Same(0), 0, false)
+    }
+
+    /// Adds so many; their numbers, in order.
+    fn fill(arena: &mut Entries, records: u64) -> Vec<Id> {
+        let add = |cookie| arena.insert(entry(cookie)).unwrap();
+        (0..records).map(add).collect()
+    }
+
+    #[test]
+    fn places_follow_each_other_and_are_found() {
+        for id in 1..10_000 {
+            let (block, at) = Entries::locate(id);
+            assert_eq!(Entries::id(block, at), id);
+        }
+        let (block, at) = Entries::locate(SMALL_RECORDS as Id);
+        assert_eq!((block, at), (SMALL_BLOCKS - 1, SMALL / 2 - 1));
+        assert_eq!(Entries::locate(SMALL_RECORDS as Id + 1), (SMALL_BLOCKS, 0));
+    }
+
+    #[test]
+    fn an_arena_is_a_map() {
+        for_each_seed("an_arena_is_a_map", 20, |seed| {
+            let mut rng = Rng::new(seed);
+            let chunks = Chunks::some();
+            let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
+            let mut model = BTreeMap::new();
+            // It fills and empties by turns, to another height each time.
+            for turn in 0..12 {
+                let target = if turn % 2 == 0 {
+                    rng.below(9000)
+                } else {
+                    rng.below(600)
+                };
+                while model.len() as u64 != target {
+                    if (model.len() as u64) < target {
+                        let cookie = rng.next();
+                        let id = arena.insert(entry(cookie)).unwrap();
+                        assert!(id != 0 && model.insert(id, cookie).is_none());
+                        continue;
+                    }
+                    let from = rng.below(12_000) as Id;
+                    let next = model.range(from..).next().or(model.iter().next());
+                    let (&id, &cookie) = next.unwrap();
+                    model.remove(&id);
+                    assert_eq!(arena.remove(id).cookie, cookie);
+                }
+                for (&id, &cookie) in &model {
+                    assert_eq!(arena[id].cookie, cookie);
+                    assert_eq!(arena.get(id).map(|entry| entry.cookie), Some(cookie));
+                }
+                assert_eq!(arena.len() as usize, model.len());
+                let blocks = arena.blocks.iter();
+                let held: u64 = blocks.map(Entries::memory_bytes).sum();
+                assert_eq!(arena.bytes(), held);
+                let with = |nr: usize| matches!(arena.blocks[nr].memory, Memory::Chunk(_));
+                let taken: Vec<usize> = (0..arena.blocks.len()).filter(|&nr| with(nr)).collect();
+                assert_eq!(chunks.taken(), taken.len());
+                let idle = taken
+                    .iter()
+                    .filter(|&&nr| arena.blocks[nr].used == 0)
+                    .count();
+                assert_eq!(arena.idle as usize, idle);
+                assert!(idle <= 1, "{idle} chunks without a record");
+            }
+            while let Some((id, _)) = model.pop_first() {
+                arena.remove(id);
+            }
+            assert_eq!((arena.bytes(), chunks.taken()), (0, 0));
+        });
+    }
+
+    #[test]
+    fn what_empties_goes_back_and_is_zero_when_it_comes_again() {
+        let chunks = Chunks::some();
+        let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
+        let ids = fill(&mut arena, 20 * Entries::LARGE as u64);
+        let full_bytes = arena.bytes();
+        // The oldest three quarters go, as if they were evicted.
+        let (old, young) = ids.split_at(ids.len() * 3 / 4);
+        for &id in old {
+            arena.remove(id);
+        }
+        // Of the chunks that one is partly used is left, and one that is idle.
+        let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
+        assert!(
+            arena.bytes() <= left_bytes,
+            "{} of {full_bytes}",
+            arena.bytes()
+        );
+        assert!(
+            arena.get(old[SMALL + 2 * Entries::LARGE]).is_none(),
+            "it went with its block"
+        );
+        assert_eq!(arena[young[0]].cookie, old.len() as u64);
+        fill(&mut arena, old.len() as u64);
+        assert_eq!(arena.bytes(), full_bytes);
+        let never_used = chunks.take().unwrap();
+        chunks.give(never_used);
+        drop(arena);
+        assert_eq!(chunks.taken(), 0);
+        let again = chunks.take().unwrap();
+        // SAFETY: the chunk is the test's.
+        let bytes = unsafe { std::slice::from_raw_parts(chunks.at(&again).as_ptr(), CHUNK_BYTES) };
+        assert!(bytes.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn chunks_that_are_all_taken_are_an_error() {
+        let chunks = Arc::new(Chunks::reserve(0).unwrap());
+        let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
+        let ids: Vec<Id> = std::iter::from_fn(|| arena.insert(entry(1)).ok()).collect();
+        assert_eq!(arena.insert(entry(1)), Err(Full));
+        assert!(ids.len() > SMALL_RECORDS + Entries::LARGE);
+        arena.remove(ids[700]);
+        assert_eq!(arena.insert(entry(1)), Ok(ids[700]));
     }
 }

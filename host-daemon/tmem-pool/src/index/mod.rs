@@ -15,22 +15,32 @@
 //! it was.
 
 mod arena;
+mod chunks;
 mod tree;
 
 pub(crate) use arena::{Full, Id, Record};
+pub(crate) use chunks::Chunks;
 pub(crate) use tree::Hook;
 
 use crate::entry::{Entry, Gauges};
 use crate::fail;
+use crate::heap::Zeroed;
 use arena::Arena;
 use hashbrown::HashTable;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use tree::Nodes;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 /// Tables of objects, each of which grows by itself. With as many objects as a tenant may have
 /// pages, moving one table to twice its size takes a few milliseconds, which only that tenant waits.
 const MAP_SHARDS: usize = 256;
+
+/// A table of which less than one place in so many is used is made anew, for twice what is in it: it does not
+/// come to that again before as many have left.
+const SPARSE: usize = 8;
+/// Smaller tables stay.
+const SPARSE_MIN: usize = 32;
 
 /// All entries of a tenant.
 pub(crate) type Entries = Arena<Entry>;
@@ -74,6 +84,11 @@ struct Object {
     gauges: Gauges,
 }
 
+// SAFETY: all zero is the default, of plain numbers.
+unsafe impl Zeroed for Pool {}
+// SAFETY: as above.
+unsafe impl Zeroed for Object {}
+
 impl Record for Pool {
     fn next_free(&self) -> Id {
         self.next
@@ -111,6 +126,7 @@ pub(crate) struct Index {
     map: Box<[HashTable<Id>]>,
     /// Memory of all these tables: kept, since it is asked for at every operation.
     map_bytes: u64,
+    chunks: Arc<Chunks>,
     seed: u64,
     next_serial: u64,
     detached_pools: Id,
@@ -120,18 +136,20 @@ pub(crate) struct Index {
 impl Index {
     /// An empty one for up to `keys_max` pages, detached ones included. The seed is not known to
     /// the guest.
-    pub(crate) fn new(seed: u64, keys_max: u32) -> Index {
+    pub(crate) fn new(seed: u64, keys_max: u32, chunks: &Arc<Chunks>) -> Index {
+        let nodes_max = keys_max.saturating_mul(2).min(Hook::NODES_MAX);
         Index {
             gauges: Gauges::default(),
             detached: Gauges::default(),
-            entries: Arena::new(keys_max),
+            entries: Arena::new(keys_max, Arc::clone(chunks)),
             // A tree has fewer than two for each page.
-            nodes: Arena::new(keys_max.saturating_mul(2).min(Hook::NODES_MAX)),
-            objects: Arena::new(keys_max),
-            pools: Arena::new(u32::MAX),
+            nodes: Arena::new(nodes_max, Arc::clone(chunks)),
+            objects: Arena::new(keys_max, Arc::clone(chunks)),
+            pools: Arena::new(u32::MAX, Arc::clone(chunks)),
             live: BTreeMap::new(),
             map: (0..MAP_SHARDS).map(|_| HashTable::new()).collect(),
             map_bytes: 0,
+            chunks: Arc::clone(chunks),
             seed,
             next_serial: 0,
             detached_pools: 0,
@@ -295,10 +313,22 @@ impl Index {
         let shard = &mut self.map[Index::shard(hash)];
         let found = shard.find_entry(hash, |&other| other == id);
         found.expect("each object of a pool is in the map").remove();
+        let before = shard.allocation_size();
         if shard.is_empty() {
-            self.map_bytes -= shard.allocation_size() as u64;
             *shard = HashTable::new();
+        } else if shard.capacity() >= SPARSE_MIN && shard.len() * SPARSE < shard.capacity() {
+            let (objects, seed) = (&self.objects, self.seed);
+            let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
+            let mut smaller = HashTable::new();
+            // Without memory it stays as it is.
+            if smaller.try_reserve(2 * shard.len(), rehash).is_ok() {
+                for id in shard.drain() {
+                    smaller.insert_unique(rehash(&id), id, rehash);
+                }
+                *shard = smaller;
+            }
         }
+        self.map_bytes -= (before - shard.allocation_size()) as u64;
     }
 
     /// Pages of an object.
@@ -480,7 +510,7 @@ impl Index {
     /// Forgets all that is there, without a look at it: a panic left it unknown.
     pub(crate) fn abandon(&mut self, keys_max: u32) {
         let next_serial = self.next_serial + 1;
-        *self = Index::new(self.seed, keys_max);
+        *self = Index::new(self.seed, keys_max, &Arc::clone(&self.chunks));
         // Those who found a pool before will not find another in its place.
         self.next_serial = next_serial;
     }

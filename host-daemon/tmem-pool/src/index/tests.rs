@@ -116,7 +116,7 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
 fn an_index_is_a_map_of_maps() {
     for_each_seed("an_index_is_a_map_of_maps", 20, |seed| {
         let mut rng = Rng::new(seed);
-        let mut index = Index::new(seed, KEYS_MAX);
+        let mut index = Index::new(seed, KEYS_MAX, &Chunks::some());
         let mut model = Model::default();
         for _ in 0..2000 {
             step(&mut rng, &mut index, &mut model);
@@ -137,7 +137,7 @@ fn an_index_is_a_map_of_maps() {
 #[test]
 fn bytes_per_page() {
     let bytes_per_page = |objects: u64, pages: u64, apart: u64| {
-        let mut index = Index::new(1, 1 << 22);
+        let mut index = Index::new(1, 1 << 22, &Chunks::some());
         index.create_pool(1).unwrap();
         let pool = index.pool(1).unwrap();
         for object in 0..objects {
@@ -158,5 +158,31 @@ fn bytes_per_page() {
         let bytes = bytes_per_page(objects, pages, apart);
         println!("{name}: {bytes:.1} B a page");
         assert!(bytes < most, "{name}: {bytes:.1} B a page");
+    }
+}
+
+#[test]
+fn the_map_shrinks_with_what_is_in_it() {
+    const OBJECTS: u64 = 40_000;
+    let mut index = Index::new(1, 1 << 22, &Chunks::some());
+    index.create_pool(1).unwrap();
+    let pool = index.pool(1).unwrap();
+    let add = |object| {
+        let entry = Entry::new(object, 0, Content::Same(0), 0, false);
+        index.insert(pool, object, 0, entry).unwrap()
+    };
+    let ids: Vec<Id> = (0..OBJECTS).map(add).collect();
+    let full_bytes = index.map_bytes;
+    for (object, &id) in (0..).zip(&ids).filter(|(object, _)| object % 20 != 0) {
+        assert_eq!(index.remove(id).cookie, object);
+    }
+    assert!(
+        index.map_bytes * 4 < full_bytes,
+        "{} of {full_bytes}",
+        index.map_bytes
+    );
+    index.check(|_, _| {});
+    for object in (0..OBJECTS).filter(|object| object % 20 == 0) {
+        assert_eq!(index.find(pool, object, 0), ids[object as usize]);
     }
 }

@@ -8,6 +8,7 @@
 //! is walked in proportion to what it holds.
 
 use super::arena::{Arena, Full, Id, Record};
+use crate::heap::Zeroed;
 
 /// Bits of the page number that one node tells apart.
 const NODE_BITS: u32 = 4;
@@ -29,6 +30,9 @@ pub(crate) struct Node {
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
+
+// SAFETY: all zero is the default, of plain numbers.
+unsafe impl Zeroed for Node {}
 
 impl Record for Node {
     fn next_free(&self) -> Id {
@@ -316,6 +320,7 @@ impl Nodes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::index::Chunks;
     use crate::tests::rng::{Rng, for_each_seed};
     use std::collections::BTreeMap;
 
@@ -335,7 +340,7 @@ mod tests {
     fn a_tree_is_a_map() {
         for_each_seed("a_tree_is_a_map", 20, |seed| {
             let mut rng = Rng::new(seed);
-            let mut nodes = Nodes::new(1 << 20);
+            let mut nodes = Nodes::new(1 << 20, Chunks::some());
             let (mut root, mut hooks) = (0, BTreeMap::new());
             for step in 1..2000 {
                 let at = index(&mut rng);
@@ -376,7 +381,7 @@ mod tests {
 
     #[test]
     fn without_room_nothing_changes() {
-        let mut nodes = Nodes::new(2);
+        let mut nodes = Nodes::new(2, Chunks::some());
         let mut root = 0;
         let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();
         // A leaf would fit, but not the node above both.

@@ -357,6 +357,83 @@ fn a_full_pool_takes_from_whom_is_most_above() {
     settle(&pool);
 }
 
+/// Puts incompressible pages until the tenant has nine tenths of what it is entitled to. Some are refused until
+/// enough keys lie together that have gone.
+fn takes_what_it_is_entitled_to(tenant: &Tenant, other: &Tenant) {
+    let entitled_bytes = tenant.stats().entitled_bytes;
+    let mut object = 0;
+    while tenant.stats().charged_bytes < entitled_bytes * 9 / 10 {
+        object += 1;
+        assert!(object <= 10, "{:?}, {:?}", tenant.stats(), other.stats());
+        fill(tenant, object, entitled_bytes / NOISE_CHARGE);
+    }
+}
+
+/// Puts pages without contents, each in an object of its own: they take the most memory for what they are
+/// charged. Until the pool is full; returns how many.
+fn fill_with_keys(tenant: &Tenant) -> u64 {
+    let mut object = 0;
+    while tenant.stats().evictions < 100 {
+        put(tenant, object, 0, 1, &[0; PAGE_SIZE]);
+        object += 1;
+    }
+    object
+}
+
+#[test]
+fn memory_for_keys_is_taken_back_as_well() {
+    let pool = new_pool(8 << 20);
+    let keys = add(&pool, "keys", None, OPEN);
+    fill_with_keys(&keys);
+    let stats = pool.stats();
+    assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
+    let pages = add(&pool, "pages", None, OPEN);
+    takes_what_it_is_entitled_to(&pages, &keys);
+    assert!(keys.stats().charged_bytes >= keys.stats().entitled_bytes);
+    settle(&pool);
+}
+
+/// The few that are left are charged for less than their memory.
+#[test]
+fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
+    let pool = new_pool(8 << 20);
+    let keys = add(&pool, "keys", None, OPEN);
+    let objects = fill_with_keys(&keys);
+    for object in (0..objects).filter(|object| object % 32 != 0) {
+        keys.flush(POOL, object, 0, None).unwrap();
+    }
+    settle(&pool);
+    let (stats, of_keys) = (pool.stats(), keys.stats());
+    assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
+    assert!(of_keys.charged_bytes < stats.size_bytes / 8, "{of_keys:?}");
+    let pages = add(&pool, "pages", None, OPEN);
+    takes_what_it_is_entitled_to(&pages, &keys);
+    settle(&pool);
+}
+
+/// Of many that had the pool one after the other, none keeps memory for the keys that it had.
+#[test]
+fn what_was_lent_comes_back_whole() {
+    const TENANTS: u64 = 12;
+    let pool = new_pool(8 << 20);
+    let tenants: Vec<Tenant> = (0..TENANTS)
+        .map(|nr| add(&pool, &format!("{nr}"), None, OPEN))
+        .collect();
+    for tenant in &tenants {
+        for index in 0..20_000 {
+            put(tenant, 1, index, 1, &[index as u8; PAGE_SIZE]);
+        }
+    }
+    let stats = pool.stats();
+    let pages: u64 = tenants.iter().map(|tenant| tenant.stats().pages).sum();
+    assert!(
+        stats.metadata_bytes / pages <= 100,
+        "{} B of metadata a page: {stats:?}",
+        stats.metadata_bytes / pages
+    );
+    settle(&pool);
+}
+
 #[test]
 fn a_pool_too_small_for_a_page_refuses_it() {
     let pool = new_pool(6 << 10);
