@@ -383,6 +383,15 @@ impl Vring {
                     .map_err(ring_fault("the used ring"))?;
                 continue;
             };
+            // After a lost backend the VMM replays from the last used element: completing out of
+            // order would answer into memory that the driver has reused.
+            let answered = state.queue.next_used().wrapping_add(1);
+            if state.queue.next_avail() != answered {
+                return Err(Halt::Fault(format!(
+                    "a bug in the daemon: {} chains were taken, and this would be the answer to number {answered}",
+                    state.queue.next_avail(),
+                )));
+            }
             let head = descriptors.head_index();
             let begun_ns = self.now_ns();
             state.polling.work(begun_ns, poll_max_ns);
@@ -407,15 +416,6 @@ impl Vring {
             counters.requests.fetch_add(1, Ordering::Relaxed);
             if let Some(histogram) = timed {
                 histogram.count(Duration::from_nanos(self.now_ns() - begun_ns));
-            }
-            // After a lost backend the VMM replays from the last used element: completing out of
-            // order would answer into memory that the driver has reused.
-            if state.queue.next_used() != state.queue.next_avail() {
-                return Err(Halt::Fault(format!(
-                    "a bug in the daemon: {} chains were taken but {} answered",
-                    state.queue.next_avail(),
-                    state.queue.next_used()
-                )));
             }
             let walk_pages = scratch.chain.descriptors() / DESCRIPTORS_PER_PAGE;
             budget_pages = budget_pages.saturating_sub(cost_pages + walk_pages);

@@ -700,6 +700,20 @@ fn more_chains_than_the_ring_has_stop_the_queue() {
 }
 
 #[test]
+fn an_answer_out_of_order_is_never_published() {
+    let mut guest = guest();
+    let answer = guest.send(&flush(0, 1), 8);
+    guest.send(&flush(1, 1), 8);
+    // As a bug would: the first chain is passed over.
+    guest.vring.lock().queue.set_next_avail(1);
+    assert_eq!(guest.turn(), Turn::Idle);
+    let why = guest.stopped().expect("it has stopped");
+    assert!(why.contains("a bug in the daemon"), "{why}");
+    assert_eq!(guest.used(), 0);
+    assert_eq!(guest.bytes(answer, 8), [0; 8]);
+}
+
+#[test]
 fn a_base_beside_the_used_index_is_refused() {
     for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
         let guest = guest_at(base, used);
