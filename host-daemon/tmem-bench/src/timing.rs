@@ -520,7 +520,7 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
 /// Runs the benchmark and prints it.
 ///
 /// # Errors
-/// There are too few processors, what is measured does not work, or there is a difference.
+/// There are too few processors, what is measured does not work, there is a difference, or none can be told.
 pub fn run(args: &Args) -> Result<(), String> {
     let (times, outcome) = decide(|nth| measure(args, args.seed + nth as u64))?;
     match args.json {
@@ -531,7 +531,10 @@ pub fn run(args: &Args) -> Result<(), String> {
         Outcome::Different(what) => Err(format!(
             "{what}: a guest can tell by time what a VM of another trust domain has"
         )),
-        _ => Ok(()),
+        Outcome::Undecided(why) => Err(format!(
+            "undecided, so nothing is shown: {why}; run it with nothing beside it"
+        )),
+        Outcome::Equal => Ok(()),
     }
 }
 

@@ -58,7 +58,7 @@ pub const KEYS: &[Key] = &[
     key("workers", ("threads", "half the processors, 2 to 8"), false, "threads that answer requests"),
     key("event_loop", ("auto, epoll or io_uring", "auto"), false, "what they sleep in; auto is io_uring, or epoll where the kernel does not give it"),
     key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker looks at a virtqueue that has run dry before it asks for a kick, if its guest was that quick before; 0: never"),
-    key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put, get and flush in a second; what it asks for beyond that is refused or missed at once. 0: as many as it likes"),
+    key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put and get in a second; what it asks for beyond that is refused or missed at once. Flushes count, and are always done. 0: as many as it likes"),
     key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
     key("control_group", ("text", "the daemon's group"), false, "whose members may use that socket: a group's name in /etc/group, or its number"),
     key("control_read_only", ("path", "none"), false, "socket of its methods that only read"),

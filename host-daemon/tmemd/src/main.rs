@@ -57,8 +57,8 @@ struct Arguments {
     /// quick before; 0: never [default: 50]
     #[arg(long, value_name = "N")]
     poll_max_us: Option<u64>,
-    /// Pages that each VM may put, get and flush in a second; what it asks for beyond that is refused or
-    /// missed at once. 0: as many as it likes [default: 0]
+    /// Pages that each VM may put and get in a second; what it asks for beyond that is refused or missed
+    /// at once. Flushes count, and are always done. 0: as many as it likes [default: 0]
     #[arg(long, value_name = "N",
           value_parser = clap::value_parser!(u64).range(..=config::VM_PAGES_PER_SECOND_MAX))]
     vm_pages_per_second: Option<u64>,
