@@ -129,14 +129,14 @@ shard-qemu-newest: deps-test
 	scripts/deps newest
 	qemu-dev/build --newest
 
-# The pool's allocator in Miri: undefined behaviour, data races, orders of memory that are too weak.
+# The pool's allocators in Miri: undefined behaviour, data races, orders of memory that are too weak.
 MIRI = cargo +nightly --config net.retry=5 miri
 shard-miri: deps-test
 	$(MIRI) --version >/dev/null 2>&1 || \
 		rustup toolchain install nightly --profile minimal --component miri --component rust-src
-	$(MIRI) test $(MANIFEST) -p tmem-pool --lib -- heap::
+	$(MIRI) test $(MANIFEST) -p tmem-pool --lib -- heap:: index::arena::
 
-check-miri: shard-miri ## the pool's allocator in Miri (installs Rust's nightly if there is none)
+check-miri: shard-miri ## the pool's allocators in Miri (installs Rust's nightly if there is none)
 
 # Hostile guests, three minutes for each target from the corpus on, after a build of some five.
 shard-fuzz:
