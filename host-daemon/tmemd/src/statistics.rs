@@ -248,6 +248,7 @@ mod tests {
     use super::*;
     use zerocopy::FromZeros;
 
+        memory_locked: control.pool.is_locked(),
     /// Whoever adds them up must not overflow.
     #[test]
     fn what_a_guest_counts_is_bounded() {

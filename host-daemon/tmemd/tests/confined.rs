@@ -27,16 +27,21 @@ const IPC_LOCK: u64 = 1 << 14;
 
 struct Running(Child);
 
-/// As the unit starts it.
-fn start(folder: &Path, control: &str) -> Running {
+/// What the unit leaves it.
+fn confine(command: &mut Command) {
     let capabilities = "-all,+chown,+fowner";
-    let mut command = Command::new("setpriv");
     command
         .args([format!("--reuid={USER}"), format!("--regid={USER}")])
         .arg("--clear-groups")
         .arg(format!("--inh-caps={capabilities}"))
         .arg(format!("--ambient-caps={capabilities}"))
         .arg(format!("--bounding-set={capabilities}"));
+}
+
+/// As the unit starts it.
+fn start(folder: &Path, control: &str) -> Running {
+    let mut command = Command::new("setpriv");
+    confine(&mut command);
     start_by(command, folder, control)
 }
 
@@ -239,9 +244,29 @@ fn as_root_it_keeps_what_it_needs() {
         let locked = status(pid)["VmLck"].clone();
         assert_ne!(locked.trim(), "0 kB", "pages of guests can be swapped");
     }
+    let told = full.stats(None).call().expect("answers").daemon;
+    assert_eq!(told.memory_locked, may_lock != 0, "whatever its limit is");
     // What it gave away it still finds to be its own.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("there");
     let _next = run("control");
     until("the VM is back", || UnixStream::connect(&socket).is_ok());
+}
+
+/// Another user's is not. The daemon tells so in its figures, where tmemctl doctor looks.
+#[test]
+fn it_tells_that_its_memory_is_not_locked() {
+    if !geteuid().is_root() {
+        eprintln!("skipped: only root can start processes of other users");
+        return;
+    }
+    let folder = folders(USER);
+    let mut command = Command::new("prlimit");
+    command.args(["--memlock=65536:65536", "setpriv"]);
+    confine(&mut command);
+    let _daemon = start_by(command, folder.path(), "control");
+    let stats = client(&folder.path().join("run/control"))
+        .stats(None)
+        .call();
+    assert!(!stats.expect("answers").daemon.memory_locked);
 }

@@ -95,7 +95,7 @@ impl Finding {
 /// Looks at everything. With faults the exit code is 1.
 pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), Failure> {
     let mut findings = host::look(&arguments.root);
-    let (of_daemon, vms) = daemon::look(reach, &arguments.root);
+    let (of_daemon, vms) = daemon::look(reach);
     findings.extend(of_daemon);
     #[cfg(feature = "libvirt")]
     findings.extend(domain::look(
