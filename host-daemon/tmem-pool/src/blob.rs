@@ -64,6 +64,8 @@ pub(crate) struct Store {
     pub denser_blobs: Sum,
     /// By so much.
     pub denser_saved_bytes: Sum,
+    /// What those that are there now take less than when they were first compressed.
+    pub dense_gain_bytes: Sum,
 }
 
 /// A page's final form.
@@ -104,6 +106,7 @@ impl Store {
             dedup: Dedup::new(heap.handles_max())?,
             denser_blobs: Sum::default(),
             denser_saved_bytes: Sum::default(),
+            dense_gain_bytes: Sum::default(),
             heap,
         })
     }
@@ -151,8 +154,12 @@ impl Store {
     /// Gives a reference up. With the last one the bytes go.
     pub(crate) fn release(&self, blob: u32) {
         // Release: whoever frees it does so after our reads.
-        if self.record(blob).state.fetch_sub(1, AcqRel) & REFS == 1 {
+        let state = self.record(blob).state.fetch_sub(1, AcqRel);
+        if state & REFS == 1 {
             self.unlist(blob);
+            if state & DENSE != 0 {
+                self.dense_gain_bytes.sub(self.dense_gain(blob));
+            }
             self.heap.free(Handle(blob));
         }
     }
@@ -283,6 +290,14 @@ impl Store {
         (self.record(blob).state.load(Relaxed) >> FIRST_SHIFT & FIRST_BYTES) as usize
     }
 
+    /// By how much a blob is smaller than when it was first compressed. The caller has a reference, or
+    /// gave the last one up.
+    fn dense_gain(&self, blob: u32) -> u64 {
+        // Of a raw one the former is 0.
+        let first_bytes = self.first_bytes(blob);
+        first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
+    }
+
     /// Looks at a place in the heap whose turn it is in the sweep. A blob that is found a second
     /// time has been there for a whole sweep: it is made denser, if that gains something. True: it
     /// was worked on.
@@ -317,6 +332,7 @@ impl Store {
                 if self.heap.replace(handle, bytes, frames_bytes_max) {
                     self.denser_blobs.add(1);
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
+                    self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
                     // Another time.
                     record.state.fetch_and(!DENSE, Relaxed);
@@ -388,6 +404,8 @@ impl Store {
         let payload = refs.keys().map(|&blob| self.heap.len(Handle(blob)) as u64);
         let said = self.heap.stats().payload_bytes;
         assert_eq!(payload.sum::<u64>(), said, "payload");
+        let gain: u64 = refs.keys().map(|&blob| self.dense_gain(blob)).sum();
+        assert_eq!(gain, self.dense_gain_bytes.get(), "gain of dense blobs");
         let mut listed = 0;
         self.dedup.check(self, |blob| {
             let (domain, _) = refs.get(&blob).expect("a listed blob has references");

@@ -591,6 +591,7 @@ impl Pool {
             moved_blobs: self.0.account.moved_blobs.get(),
             denser_blobs: self.0.store.denser_blobs.get(),
             denser_saved_bytes: self.0.store.denser_saved_bytes.get(),
+            dense_gain_bytes: self.0.store.dense_gain_bytes.get(),
             ..PoolStats::default()
         };
         stats.held_bytes = stats.frames_bytes + stats.metadata_bytes;

@@ -150,6 +150,8 @@ pub struct PoolStats {
     pub denser_blobs: u64,
     /// Counter, bytes: by how much these became smaller.
     pub denser_saved_bytes: u64,
+    /// Gauge, bytes: by how much stored copies are smaller than when they were first compressed.
+    pub dense_gain_bytes: u64,
 }
 
 /// A tenant's counters, as kept under its lock.

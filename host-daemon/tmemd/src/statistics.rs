@@ -181,6 +181,13 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
     }
 }
 
+/// Copies are counted as they were first compressed, as those of `compressed_bytes` are: what they became smaller
+/// by later is not equal pages' doing.
+fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
+    let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
+    stats.compressed_bytes.saturating_sub(first_bytes)
+}
+
 /// The pool's figures.
 pub fn of_pool(control: &Control) -> api::PoolStats {
     let stats = control.pool.stats();
@@ -201,7 +208,7 @@ pub fn of_pool(control: &Control) -> api::PoolStats {
         original_bytes: int(stats.original_bytes),
         compressed_bytes: int(stats.compressed_bytes),
         saved_bytes: int(stats.original_bytes) - int(stats.held_bytes),
-        dedup_saved_bytes: int(stats.compressed_bytes.saturating_sub(stats.payload_bytes)),
+        dedup_saved_bytes: int(dedup_saved_bytes(&stats)),
         nursery_pages: int(stats.raw_pages),
         same_filled_pages: int(stats.same_filled_pages),
         shared_pages: int(stats.shared_pages),
@@ -210,6 +217,7 @@ pub fn of_pool(control: &Control) -> api::PoolStats {
         moved_blobs: int(stats.moved_blobs),
         denser_blobs: int(stats.denser_blobs),
         denser_saved_bytes: int(stats.denser_saved_bytes),
+        zstd_saved_bytes: int(stats.dense_gain_bytes),
         puts: int(stats.puts),
         puts_refused: int(stats.puts_refused),
         gets: int(stats.gets),
@@ -240,6 +248,7 @@ pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
         cpu_background_ms: int(control.janitor.stage.cpu_ms()),
         cpu_ms: int(usage::process_cpu_ms()),
         resident_bytes: int(usage::resident_bytes()),
+        memory_locked: control.pool.is_locked(),
     }
 }
 
@@ -248,7 +257,6 @@ mod tests {
     use super::*;
     use zerocopy::FromZeros;
 
-        memory_locked: control.pool.is_locked(),
     /// Whoever adds them up must not overflow.
     #[test]
     fn what_a_guest_counts_is_bounded() {
@@ -259,6 +267,23 @@ mod tests {
         let told = of_latencies(&latencies);
         let sum: i64 = told.buckets.iter().sum();
         assert!(sum.checked_mul(100).is_some() && told.sum_ns == i64::MAX);
+    }
+
+    /// An operator who merges trust domains for it gets nothing.
+    #[test]
+    fn what_zstd_gains_is_not_what_equal_pages_do() {
+        let mut stats = tmem_pool::PoolStats {
+            compressed_bytes: 100,
+            payload_bytes: 70,
+            dense_gain_bytes: 30,
+            ..Default::default()
+        };
+        assert_eq!(dedup_saved_bytes(&stats), 0);
+        stats.payload_bytes = 30;
+        assert_eq!(dedup_saved_bytes(&stats), 40);
+        // Pages that were dropped and are not yet freed are in the payload alone.
+        stats.payload_bytes = 90;
+        assert_eq!(dedup_saved_bytes(&stats), 0);
     }
 
     /// It may reach a terminal, a log and a metric.

@@ -367,6 +367,10 @@ fn cold_pages_become_denser() {
         "{before} to {dense}"
     );
     assert_eq!(at(SWEEP_NS * 9), dense, "once is enough");
+    // Told apart from what equal pages gain, of what is there now.
+    let told = pool.stats();
+    assert_eq!(told.payload_bytes + told.dense_gain_bytes, before);
+    assert_eq!(told.dense_gain_bytes, told.denser_saved_bytes);
     // What it is charged was said when it was put, also to whom puts it later.
     assert_eq!(tenant.stats().charged_bytes, charged);
     for (index, page) in pages.iter().enumerate() {
@@ -382,6 +386,13 @@ fn cold_pages_become_denser() {
             "page {index}"
         );
     }
+    pool.check_invariants();
+    assert_eq!(pool.stats().dense_gain_bytes, told.dense_gain_bytes);
+    tenant.clear();
+    while pool.maintain(Time(SWEEP_NS * 9), 64) {}
+    let stats = pool.stats();
+    assert_eq!((stats.blobs, stats.dense_gain_bytes), (0, 0));
+    assert_eq!(stats.denser_saved_bytes, told.denser_saved_bytes);
     pool.check_invariants();
 }
 

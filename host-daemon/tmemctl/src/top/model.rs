@@ -249,6 +249,7 @@ impl Model {
 pub mod tests {
     use super::*;
     use std::time::Duration;
+    use tmem_control::DriverReport;
     use tmem_control::statistics::{Kind, Scope, Statistic};
 
     fn figures(scope: Scope) -> serde_json::Value {
@@ -275,6 +276,14 @@ pub mod tests {
         (vm.name, vm.gets, vm.hits, vm.puts) = (name.into(), gets, hits, puts);
         vm.connected = true;
         vm
+    }
+
+    /// A driver in that state.
+    pub fn driver(state: &str) -> DriverReport {
+        let figures = serde_json::from_value(figures(Scope::Driver));
+        let mut driver: DriverReport = figures.expect("all figures");
+        driver.state = state.into();
+        driver
     }
 
     /// What a daemon with those VMs says.

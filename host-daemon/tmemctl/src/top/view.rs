@@ -115,12 +115,15 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let [lines, spark] =
         Layout::horizontal([Constraint::Min(60), Constraint::Length(16)]).areas(text);
     let compressed = ratio(pool.original_bytes, pool.compressed_bytes);
-    let dedup = ratio(pool.compressed_bytes, pool.payload_bytes);
+    // Each copy once, as it was first compressed: what zstd gains later is no gain of equal pages.
+    let once_bytes = pool.payload_bytes + pool.zstd_saved_bytes;
+    let dedup = ratio(pool.compressed_bytes, once_bytes);
+    let zstd = ratio(once_bytes, pool.payload_bytes);
     let all = ratio(pool.original_bytes, pool.held_bytes);
     let paragraph = Paragraph::new(vec![
         composition(pool),
         Line::from(format!(
-            "gain: compression ×{compressed}, equal pages ×{dedup}, in all ×{all}"
+            "gain ×{all}: compression ×{compressed}, equal pages ×{dedup}, zstd ×{zstd}"
         )),
         Line::from(format!("host RAM saved {}", size(pool.saved_bytes))),
         Line::from(format!(
@@ -255,22 +258,25 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
         });
     let lines = vec![
         Line::from(format!(
-            "{} pages of {}, {} charged of {} entitled; new {}, pattern {}, shared {}",
+            "{} pages of {}: new {}, pattern {}, shared {}",
             vm.pages,
             size(vm.original_bytes),
-            size(vm.charged_bytes),
-            size(vm.entitled_bytes),
             vm.nursery_pages,
             vm.same_filled_pages,
             vm.shared_pages
         )),
         Line::from(format!(
-            "since the start: {} gets, {} hits ({}), {} puts, reads avoided {}",
+            "{} charged of {} entitled; disk reads avoided {}",
+            size(vm.charged_bytes),
+            size(vm.entitled_bytes),
+            size(vm.disk_read_avoided_bytes)
+        )),
+        Line::from(format!(
+            "since the start: {} gets, {} hits ({}), {} puts",
             vm.gets,
             vm.hits,
             percent(vm.hits, vm.gets),
-            vm.puts,
-            size(vm.disk_read_avoided_bytes)
+            vm.puts
         )),
         Line::from(format!(
             "refused {}: nursery {}, pool {}, limit {}, keys {}, frozen {}",
@@ -352,11 +358,12 @@ fn draw_help(frame: &mut Frame<'_>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::model::tests::{reply, vm};
+    use super::super::model::tests::{driver, reply, vm};
     use super::*;
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::time::{Duration, Instant};
+    use tmem_control::{Histogram, Stats_Reply, VmStats};
 
     fn screen(model: &Model, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
@@ -367,31 +374,104 @@ mod tests {
             .collect()
     }
 
+    /// So many requests, of that mean.
+    fn requests(histogram: &mut Histogram, count: i64, mean_us: i64) {
+        histogram.buckets[6] += count;
+        histogram.sum_ns += count * mean_us * 1000;
+    }
+
+    /// What a page takes that lz4 halves, and what the daemon keeps of one beside it.
+    const PACKED_BYTES: i64 = 1900;
+    const CHARGE_BYTES: i64 = 320;
+
+    /// What follows from the forms of its pages and from its counters but for `puts`: pages that are held were
+    /// put, and not got, given up or dropped.
+    fn add_up(vm: &mut VmStats) {
+        vm.original_bytes = vm.pages * 4096;
+        vm.stored_pages = vm.pages - vm.nursery_pages - vm.same_filled_pages - vm.shared_pages;
+        vm.compressed_bytes =
+            vm.nursery_pages * 4096 + (vm.shared_pages + vm.stored_pages) * PACKED_BYTES;
+        vm.charged_bytes = vm.compressed_bytes + vm.pages * CHARGE_BYTES;
+        vm.saved_bytes = vm.original_bytes - vm.charged_bytes;
+        vm.misses = vm.gets - vm.hits;
+        vm.disk_read_avoided_bytes = vm.hits * 4096;
+        vm.evictions = vm.evictions_limit + vm.evictions_pool + vm.evictions_shrink;
+        vm.puts_refused = vm.refused_nursery + vm.refused_frozen;
+        vm.puts = vm.pages + vm.puts_refused + vm.hits + vm.evictions + vm.flushed_pages;
+    }
+
+    /// Two VMs of one trust domain that have run for some hours. What the pool says is the sum of them.
+    fn said() -> Stats_Reply {
+        let mut web = vm("web-1", 6_120_000, 4_773_600, 0);
+        (web.pages, web.nursery_pages) = (163_840, 2_048);
+        (web.same_filled_pages, web.shared_pages) = (6_000, 40_000);
+        (web.refused_nursery, web.evictions_shrink) = (1_200, 5_120);
+        web.flushed_pages = 66_240;
+        let mut db = vm("db", 410_000, 246_000, 0);
+        (db.pages, db.frozen, db.refused_frozen) = (65_536, true, 21_464);
+        (db.same_filled_pages, db.shared_pages) = (3_000, 18_000);
+        db.flushed_pages = 7_000;
+        // By weights of 200 and 100.
+        (web.entitled_bytes, db.entitled_bytes) = ((512 << 20) * 2 / 3, (512 << 20) / 3);
+        for (vm, get_us, put_us) in [(&mut web, 14, 55), (&mut db, 12, 6)] {
+            add_up(vm);
+            requests(&mut vm.get_latency, vm.gets / 8, get_us);
+            requests(&mut vm.put_latency, vm.puts / 60, put_us);
+            let mut driver = driver("on");
+            driver.version = "1.2.3".into();
+            driver.kernel = "6.12.117+deb12-cloud-amd64".into();
+            let waits = driver.get_latency.as_mut().expect("it says them");
+            requests(waits, vm.gets / 8, 31);
+            vm.driver = Some(driver);
+        }
+        let mut said = reply(vec![web, db]);
+        let sum = |figure: fn(&VmStats) -> i64| said.vms.iter().map(figure).sum::<i64>();
+        let pool = &mut said.pool;
+        pool.pages = sum(|vm| vm.pages);
+        pool.original_bytes = sum(|vm| vm.original_bytes);
+        pool.compressed_bytes = sum(|vm| vm.compressed_bytes);
+        pool.charged_bytes = sum(|vm| vm.charged_bytes);
+        pool.nursery_pages = sum(|vm| vm.nursery_pages);
+        pool.same_filled_pages = sum(|vm| vm.same_filled_pages);
+        pool.shared_pages = sum(|vm| vm.shared_pages);
+        pool.hits = sum(|vm| vm.hits);
+        pool.zstd_saved_bytes = 24 << 20;
+        pool.dedup_saved_bytes = pool.shared_pages * PACKED_BYTES;
+        pool.payload_bytes = pool.compressed_bytes - pool.dedup_saved_bytes - pool.zstd_saved_bytes;
+        pool.frames_bytes = pool.payload_bytes + (17 << 20);
+        pool.metadata_bytes = 16 << 20;
+        pool.held_bytes = pool.frames_bytes + pool.metadata_bytes;
+        pool.saved_bytes = pool.original_bytes - pool.held_bytes;
+        (pool.size_bytes, pool.configured_bytes) = (512 << 20, 512 << 20);
+        let daemon = &mut said.daemon;
+        daemon.version = "1.2.3".into();
+        (daemon.uptime_seconds, daemon.workers) = (3 * 3600 + 25 * 60 + 7, 4);
+        (daemon.vms, daemon.vms_connected, daemon.vms_frozen) = (2, 2, 1);
+        daemon.resident_bytes = pool.held_bytes + (9 << 20);
+        said
+    }
+
+    /// Its last seconds: so many gets in each, and puts that keep up with the hits.
     fn model() -> Model {
         let mut model = Model::new(Sort::Get, String::new());
-        let start = Instant::now();
-        model.take(reply(vec![vm("web-1", 0, 0, 0), vm("db", 0, 0, 0)]), start);
-        let mut web = vm("web-1", 20_000, 15_000, 300);
-        (web.charged_bytes, web.entitled_bytes) = (300 << 20, 512 << 20);
-        web.get_latency.buckets[4] = 100;
-        web.get_latency.sum_ns = 1_200_000;
-        let mut db = vm("db", 10, 10, 0);
-        db.frozen = true;
-        let mut said = reply(vec![web, db]);
-        said.pool.pages = 100;
-        said.pool.nursery_pages = 10;
-        said.pool.shared_pages = 30;
-        said.pool.original_bytes = 100 * 4096;
-        said.pool.compressed_bytes = 50 * 4096;
-        said.pool.payload_bytes = 25 * 4096;
-        (said.pool.held_bytes, said.pool.size_bytes) = (200 << 20, 400 << 20);
-        said.pool.configured_bytes = 400 << 20;
-        (
-            said.daemon.version,
-            said.daemon.vms,
-            said.daemon.vms_connected,
-        ) = ("1.2.3".into(), 2, 2);
-        model.take(said, start + Duration::from_secs(1));
+        let begun = Instant::now();
+        let gets = [1200, 1500, 1900, 2300, 2600, 2800, 2700, 2550, 2400];
+        for second in 0..=gets.len() {
+            let mut then = said();
+            for later in &gets[second..] {
+                let (web, db) = then.vms.split_at_mut(1);
+                let (web, db) = (&mut web[0], &mut db[0]);
+                web.gets -= later;
+                web.hits -= later * 78 / 100;
+                web.puts -= later * 80 / 100;
+                requests(&mut web.get_latency, -later / 8, 14);
+                requests(&mut web.put_latency, -later * 80 / 100 / 60, 55);
+                (db.gets, db.hits, db.puts) = (db.gets - 40, db.hits - 24, db.puts - 60);
+                requests(&mut db.get_latency, -5, 12);
+                requests(&mut db.put_latency, -1, 6);
+            }
+            model.take(then, begun + Duration::from_secs(second as u64));
+        }
         model
     }
 
@@ -400,16 +480,12 @@ mod tests {
         let screen = screen(&model(), 80, 24);
         let text = screen.join("\n");
         assert!(
-            screen[0].starts_with("tmemd 1.2.3  up 0:00:00  2 of 2 VMs connected"),
+            screen[0].starts_with("tmemd 1.2.3  up 3:25:07  2 of 2 VMs connected  4 workers"),
             "{text}"
         );
-        assert!(screen[2].contains("200 MiB of 400 MiB held"), "{text}");
+        assert!(screen[2].contains("of 512 MiB held"), "{text}");
         assert!(
-            screen[3].contains("new 10 %  pattern 0 %  shared 30 %  packed 60 %"),
-            "{text}"
-        );
-        assert!(
-            screen[4].contains("compression ×2.00, equal pages ×2.00"),
+            screen[3].contains("new 1 %  pattern 4 %  shared 25 %  packed 70 %"),
             "{text}"
         );
         let web = screen
@@ -420,21 +496,55 @@ mod tests {
         assert_eq!(
             cells[..13],
             [
-                "web-1", "75", "%", "15.0k", "20.0k", "12", "µs", "300", "-", "300", "MiB", "512",
-                "MiB"
+                "web-1", "78", "%", "1872", "2400", "14", "µs", "1920", "55", "µs", "340", "MiB",
+                "341"
             ],
             "{text}"
         );
-        assert_eq!(cells[13], "█", "its gets are at their most");
+        assert!(
+            cells.last().is_some_and(|bars| bars.contains("█")),
+            "the most of its gets: {text}"
+        );
         assert!(
             screen[web + 1].starts_with("*db"),
             "the busiest first, frozen marked: {text}"
         );
         assert!(screen[23].starts_with("q quit"), "{text}");
         assert!(
-            text.contains("20000 gets, 15000 hits (75.0 %)"),
+            text.contains("6120000 gets, 4773600 hits (78.0 %)"),
             "the first is chosen: {text}"
         );
+        for end in [
+            "shared 40000 ",
+            "avoided 18.2 GiB ",
+            "5010000 puts ",
+            "31 µs ",
+        ] {
+            assert!(text.contains(end), "{end} is cut off: {text}");
+        }
+    }
+
+    /// An operator who takes zstd's gain for that of equal pages merges trust domains for nothing.
+    #[test]
+    fn each_gain_is_told_by_itself() {
+        let mut said = said();
+        let pool = &mut said.pool;
+        (pool.original_bytes, pool.compressed_bytes) = (400 << 20, 200 << 20);
+        (pool.payload_bytes, pool.zstd_saved_bytes) = (160 << 20, 40 << 20);
+        pool.held_bytes = 100 << 20;
+        let gain = |said: &Stats_Reply| {
+            let mut model = Model::new(Sort::Get, String::new());
+            model.take(said.clone(), Instant::now());
+            screen(&model, 80, 24)[4].clone()
+        };
+        let shown = gain(&said);
+        assert!(
+            shown.starts_with("gain ×4.00: compression ×2.00, equal pages ×1.00, zstd ×1.25 "),
+            "{shown}"
+        );
+        (said.pool.payload_bytes, said.pool.zstd_saved_bytes) = (100 << 20, 0);
+        let shown = gain(&said);
+        assert!(shown.contains("equal pages ×2.00, zstd ×1.00 "), "{shown}");
     }
 
     /// The screen in docs/tmemctl.md. `TMEM_BLESS=1` draws it anew.
