@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! attach, detach and tune: what tmemctl does to a domain, through libvirt.
+//! attach and detach, and tune of a domain: what tmemctl does to one, through libvirt.
 //!
 //! What is shown is libvirt's XML without its secrets, what is written has them.
 
 use crate::client::{connect as connect_daemon, refused};
+use crate::tune::{QuotaArguments, TuneArguments, print, quota_json, row};
 use crate::{Failure, Said, emulator};
 use clap::Args;
 use similar::TextDiff;
@@ -11,8 +12,7 @@ use std::path::Path;
 use std::time::Duration;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
-use tmem_domain::{CACHE_NAMESPACE, CACHE_PREFIX, Cache, DEVICE, Options, WEIGHT_MAX};
-use tmem_domain::{parse_size, write_size};
+use tmem_domain::{CACHE_NAMESPACE, CACHE_PREFIX, Cache, DEVICE, Options};
 use virt::connect::Connect;
 use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
@@ -29,30 +29,6 @@ pub struct Target {
     /// libvirt to talk to
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
-}
-
-/// What changes only if it is given.
-#[derive(Args, Clone)]
-pub struct QuotaArguments {
-    /// Never holds more than this, as in 2GiB; none: all that the pool has
-    #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
-    limit: Option<SizeOrNone>,
-    /// Entitled to this before others share the rest
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
-    reserve: Option<u64>,
-    /// Share of what nobody has reserved
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=i64::from(WEIGHT_MAX)))]
-    weight: Option<u32>,
-}
-
-#[derive(Clone, Copy)]
-struct SizeOrNone(Option<u64>);
-
-fn size_or_none(text: &str) -> Result<SizeOrNone, String> {
-    match text {
-        "none" => Ok(SizeOrNone(None)),
-        size => parse_size(size).map(|size| SizeOrNone(Some(size))),
-    }
 }
 
 /// Look before it is written, and at which level it is.
@@ -109,47 +85,20 @@ pub struct DetachArguments {
     look: Look,
 }
 
-/// Options of tune.
-#[derive(Args, Clone)]
-pub struct TuneArguments {
-    /// Which domain, and where.
-    #[command(flatten)]
-    pub target: Target,
-    #[command(flatten)]
-    quota: QuotaArguments,
-    /// The running VM
-    #[arg(long)]
-    live: bool,
-    /// The next start
-    #[arg(long)]
-    config: bool,
-    /// The running VM if it runs, else the next start (the default)
-    #[arg(long, conflicts_with_all = ["live", "config"])]
-    current: bool,
-}
-
 impl From<tmem_domain::Error> for Failure {
     fn from(error: tmem_domain::Error) -> Failure {
         Failure(error.0, 1)
     }
 }
 
-impl QuotaArguments {
-    fn is_empty(&self) -> bool {
-        self.limit.is_none() && self.reserve.is_none() && self.weight.is_none()
-    }
-
-    /// What is given replaces what was.
-    fn apply(&self, cache: &mut Cache) {
-        if let Some(SizeOrNone(limit)) = self.limit {
-            cache.limit = limit;
-        }
-        cache.reserve = self.reserve.or(cache.reserve);
-        cache.weight = self.weight.or(cache.weight);
-    }
-}
-
 impl Target {
+    pub fn new(domain: &str, connect: &str) -> Target {
+        Target {
+            domain: domain.into(),
+            connect: connect.into(),
+        }
+    }
+
     /// Whom a command on it waits for.
     pub fn asks(&self) -> String {
         format!("libvirt at {}", self.connect)
@@ -168,7 +117,7 @@ impl Target {
         )
     }
 
-    fn open(&self, read_only: bool) -> Result<(Connect, Domain), Failure> {
+    pub fn connect(&self, read_only: bool) -> Result<Connect, Failure> {
         // libvirt would print each error as well.
         virt::error::clear_error_callback();
         let uri = Some(self.connect.as_str());
@@ -176,30 +125,45 @@ impl Target {
             true => Connect::open_read_only(uri),
             false => Connect::open(uri),
         };
-        let connection = connection.map_err(|error| {
+        connection.map_err(|error| {
             let what = format!(
                 "cannot connect to libvirt at {}: {}",
                 self.connect,
                 error.message()
             );
             Failure(what, 3)
-        })?;
-        let found = Domain::lookup_by_name(&connection, &self.domain);
+        })
+    }
+
+    /// The domain of that name or UUID, if there is one.
+    pub fn find(&self, connection: &Connect, key: &str) -> Result<Option<Domain>, Failure> {
+        let found = Domain::lookup_by_name(connection, key);
         let found = found.or_else(|error| match error.code() {
-            ErrorNumber::NoDomain => Domain::lookup_by_uuid_string(&connection, &self.domain),
+            ErrorNumber::NoDomain => Domain::lookup_by_uuid_string(connection, key),
             _ => Err(error),
         });
-        let domain = found.map_err(|error| match error.code() {
-            // The latter: it is no UUID.
-            ErrorNumber::NoDomain | ErrorNumber::InvalidArg => Failure(
-                format!(
-                    "libvirt at {} has no domain {:?}: see virsh list --all",
-                    self.connect, self.domain
-                ),
-                1,
-            ),
-            _ => self.failure("it cannot be looked up", &error),
-        })?;
+        match found {
+            Ok(domain) => Ok(Some(domain)),
+            Err(error) => match error.code() {
+                // The latter: it is no UUID.
+                ErrorNumber::NoDomain | ErrorNumber::InvalidArg => Ok(None),
+                _ => Err(self.failure("it cannot be looked up", &error)),
+            },
+        }
+    }
+
+    pub fn no_domain(&self) -> Failure {
+        let what = format!(
+            "libvirt at {} has no domain {:?}: see virsh list --all",
+            self.connect, self.domain
+        );
+        Failure(what, 1)
+    }
+
+    fn open(&self) -> Result<(Connect, Domain), Failure> {
+        let connection = self.connect(false)?;
+        let found = self.find(&connection, &self.domain)?;
+        let domain = found.ok_or_else(|| self.no_domain())?;
         Ok((connection, domain))
     }
 
@@ -234,7 +198,7 @@ impl Target {
                 1,
             ));
         }
-        let (connection, domain) = self.open(false)?;
+        let (connection, domain) = self.open()?;
         let failed = |error: Error| self.failure("its state cannot be read", &error);
         if !domain.is_persistent().map_err(failed)? {
             return Err(Failure(
@@ -354,9 +318,12 @@ fn check_emulator(
 }
 
 /// Gets or sets a quota, in virsh's manner.
-pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
-    let target = &arguments.target;
-    let (_connection, domain) = target.open(arguments.quota.is_empty())?;
+pub fn tune(
+    arguments: &TuneArguments,
+    target: &Target,
+    domain: &Domain,
+    socket: &Path,
+) -> Result<Said, Failure> {
     let active = domain
         .is_active()
         .map_err(|error| target.failure("its state cannot be read", &error))?;
@@ -377,10 +344,13 @@ pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
             let what = "--live and --config together say nothing to print: name one".into();
             return Err(Failure(what, 2));
         }
-        let cache = noted(target, &domain, level(live))??;
+        let cache = noted(target, domain, level(live))??;
+        let required = if cache.required { "yes" } else { "no" };
+        let mut json = serde_json::json!({ "domain": target.domain, "required": cache.required });
+        quota_json(&mut json, &cache);
         return Ok(Said {
-            text: print(&cache),
-            json: quota_json(&target.domain, &cache),
+            text: print(&cache) + &row("required", required),
+            json,
         });
     }
     // All is checked before anything is written.
@@ -390,9 +360,10 @@ pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
         .filter(|l| if *l { live } else { config })
     {
         // Values may heal what somebody else broke.
-        let mut cache = noted(target, &domain, level(live))?.unwrap_or_default();
+        let mut cache = noted(target, domain, level(live))?.unwrap_or_default();
         arguments.quota.apply(&mut cache);
-        cache.check()?;
+        let checked = cache.check();
+        checked.map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))?;
         changes.push((level(live), cache));
     }
     let mut text = String::new();
@@ -416,17 +387,6 @@ pub fn tune(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     Ok(target.said(text))
 }
 
-fn quota_json(domain: &str, cache: &Cache) -> serde_json::Value {
-    serde_json::json!({
-        "domain": domain,
-        "limit_bytes": cache.limit,
-        "reserve_bytes": cache.reserve.unwrap_or(0),
-        "weight": cache.weight.unwrap_or(api::WEIGHT_DEFAULT),
-        "trust_domain": cache.trust_domain,
-        "required": cache.required,
-    })
-}
-
 /// What the domain's metadata says: not there, there and nonsense, or a quota.
 fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, Failure>, Failure> {
     let kind = sys::VIR_DOMAIN_METADATA_ELEMENT as i32;
@@ -442,32 +402,6 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
         )),
         Err(error) => Err(target.failure("its metadata cannot be read", &error)),
     }
-}
-
-fn print(cache: &Cache) -> String {
-    let size = |bytes: u64| {
-        let (number, unit) = write_size(bytes);
-        format!("{number} {unit}")
-    };
-    let rows = [
-        ("limit", cache.limit.map_or("unlimited".into(), size)),
-        ("reserve", size(cache.reserve.unwrap_or(0))),
-        (
-            "weight",
-            cache.weight.unwrap_or(api::WEIGHT_DEFAULT).to_string(),
-        ),
-        (
-            "trust_domain",
-            cache.trust_domain.clone().unwrap_or_else(|| "-".into()),
-        ),
-        (
-            "required",
-            if cache.required { "yes" } else { "no" }.to_string(),
-        ),
-    ];
-    rows.iter()
-        .map(|(key, value)| format!("{key:<15}: {value}\n"))
-        .collect()
 }
 
 /// The running VM's quota is the daemon's. Only a daemon that refuses stops the change: one that is

@@ -18,6 +18,7 @@ mod show;
 mod table;
 mod top;
 mod trace;
+mod tune;
 mod watch;
 
 use clap::{Parser, Subcommand};
@@ -89,9 +90,8 @@ enum Command {
     /// Take the device out of a libvirt domain, and all that attach changed
     #[cfg(feature = "libvirt")]
     Detach(libvirt::DetachArguments),
-    /// Get or set the quota of a libvirt domain
-    #[cfg(feature = "libvirt")]
-    Tune(libvirt::TuneArguments),
+    /// Get or set the quota of a VM
+    Tune(tune::TuneArguments),
 }
 
 impl Command {
@@ -103,7 +103,7 @@ impl Command {
             #[cfg(feature = "libvirt")]
             Command::Detach(detach) => detach.target.asks(),
             #[cfg(feature = "libvirt")]
-            Command::Tune(tune) => format!("{}, or {},", tune.target.asks(), reach.daemon()),
+            Command::Tune(tune) => format!("{}, or {},", tune.target().asks(), reach.daemon()),
             _ => reach.daemon(),
         }
     }
@@ -263,8 +263,7 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         Command::Attach(attach) => libvirt::attach(&attach, reach.half_the_time()),
         #[cfg(feature = "libvirt")]
         Command::Detach(detach) => libvirt::detach(&detach),
-        #[cfg(feature = "libvirt")]
-        Command::Tune(tune) => libvirt::tune(&tune, socket),
+        Command::Tune(tune) => tune::run(&tune, socket),
         Command::List => {
             let reply = connect(socket)?.list().call().map_err(failed)?;
             Said::reply(show::list(&reply.vms), &reply)

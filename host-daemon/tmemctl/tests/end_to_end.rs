@@ -616,3 +616,153 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
         "{text}"
     );
 }
+
+/// Options that keep tune from this host's libvirt: the test driver of libvirt's library, whose one domain is
+/// called test, and a libvirt that is not there.
+#[cfg(feature = "libvirt")]
+const LIBVIRTS: [&[&str]; 2] = [
+    &["--connect", "test:///default"],
+    &["--connect", "qemu+unix:///system?socket=/nowhere"],
+];
+#[cfg(not(feature = "libvirt"))]
+const LIBVIRTS: [&[&str]; 1] = [&[]];
+
+fn tune(host: &Host, libvirt: &[&str], arguments: &[&str]) -> Output {
+    let all = [&["tune"][..], arguments, libvirt].concat();
+    tmemctl(&host.path("control"), &all)
+}
+
+/// What the daemon says of a VM.
+fn listed(host: &Host, name: &str) -> serde_json::Value {
+    let text = printed(&tmemctl(&host.path("control"), &["list", "--json"]));
+    let list: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let vms = list["vms"].as_array().expect("VMs");
+    let vm = vms.iter().find(|vm| vm["name"] == name);
+    vm.expect("there").clone()
+}
+
+#[test]
+fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
+    for libvirt in LIBVIRTS {
+        let host = host();
+        let done = |arguments: &[&str]| printed(&tune(&host, libvirt, arguments));
+        assert_eq!(
+            done(&["db"]),
+            "limit          : 8192 KiB\nreserve        : 1024 KiB\nweight         : 7\n\
+             trust_domain   : team\n"
+        );
+        let text = done(&["db", "--limit", "4MiB", "--reserve", "2MiB", "--live"]);
+        assert!(
+            text.contains("VM db")
+                && text.contains("until the daemon ends")
+                && text.contains("[[vm]]"),
+            "{text}"
+        );
+        let quota =
+            serde_json::json!({ "reserve_bytes": 2 << 20, "limit_bytes": 4 << 20, "weight": 7 });
+        assert_eq!(
+            listed(&host, "db")["quota"],
+            quota,
+            "what is not given stays"
+        );
+        // What makes no sense, or does not fit, names the VM and the value, and changes nothing.
+        for (wrong, parts) in [
+            (
+                &["--limit", "1MiB"][..],
+                &["VM db", "1024 KiB", "2048 KiB"][..],
+            ),
+            (
+                &["--limit", "none", "--reserve", "1TiB"],
+                &["VM db", "1099511627776"],
+            ),
+            (
+                &["--weight", "9", "--config"],
+                &["VM db", "--config", "[[vm]]"],
+            ),
+        ] {
+            fails(&tune(&host, libvirt, &[&["db"], wrong].concat()), 1, parts);
+        }
+        for wrong in [
+            ["--limit", "lots"],
+            ["--reserve", "1"],
+            ["--weight", "10001"],
+        ] {
+            fails(
+                &tune(&host, libvirt, &[&["db"], &wrong[..]].concat()),
+                2,
+                &wrong,
+            );
+        }
+        assert_eq!(listed(&host, "db")["quota"], quota);
+        let text = done(&["db", "--limit", "none", "--weight", "9", "--json"]);
+        let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(
+            (&json["vm"], json["domain"].is_null()),
+            (&"db".into(), true)
+        );
+        let json: serde_json::Value = serde_json::from_str(&done(&["db", "--json"])).expect("JSON");
+        let told = serde_json::json!({
+            "vm": "db", "limit_bytes": null, "reserve_bytes": 2 << 20, "weight": 9, "trust_domain": "team",
+        });
+        assert_eq!(json, told);
+        let nobody = tune(&host, libvirt, &["nobody", "--limit", "1MiB"]);
+        let away = libvirt.concat().contains("nowhere");
+        fails(
+            &nobody,
+            if away { 3 } else { 1 },
+            &["the daemon has no VM", "tmemctl list"],
+        );
+        let read_only = [&["tune", "db", "--weight", "1"][..], libvirt].concat();
+        fails(
+            &tmemctl(&host.path("read-only"), &read_only),
+            1,
+            &["looking only", "--socket"],
+        );
+    }
+}
+
+/// A VM that was added has a UUID. What libvirt knows by it, or might, is left to libvirt.
+#[test]
+fn a_domain_is_not_tuned_behind_libvirt() {
+    use tmem_control::{VarlinkClientInterface, VmSpec, quota};
+    let host = host();
+    let mut client = tmem_control::connect(&host.path("control")).expect("connects");
+    for (name, uuid) in [
+        // As libvirt's test driver has it, under another name; and one that it does not know.
+        ("test-6695eb01", "6695eb01-f6a4-8304-79aa-97f2502e193f"),
+        ("other", "00000000-0000-4000-8000-000000000001"),
+    ] {
+        let spec = VmSpec {
+            uuid: uuid.into(),
+            name: name.into(),
+            socket: host.path(&format!("{name}.sock")).display().to_string(),
+            owner: None,
+            group: None,
+            mode: None,
+            trust_domain: None,
+            quota: quota(None, None, None),
+        };
+        assert!(client.add_vm(spec).call().expect("added").added);
+    }
+    let set = ["other", "--weight", "3"];
+    let text = printed(&tune(&host, LIBVIRTS[0], &set));
+    assert!(text.contains("until it is removed"), "{text}");
+    assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
+    #[cfg(feature = "libvirt")]
+    {
+        fails(
+            &tune(&host, LIBVIRTS[1], &["other", "--weight", "4"]),
+            3,
+            &["cannot connect to libvirt", "/nowhere"],
+        );
+        assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
+        for domain in ["test", "test-6695eb01"] {
+            fails(
+                &tune(&host, LIBVIRTS[0], &[domain, "--weight", "4"]),
+                1,
+                &[domain, "says nothing of a cache", "tmemctl attach"],
+            );
+        }
+        assert_eq!(listed(&host, "test-6695eb01")["quota"]["weight"], 100);
+    }
+}

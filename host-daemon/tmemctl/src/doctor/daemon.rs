@@ -84,7 +84,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
                 size(pool.reserved_bytes),
                 size(pool.size_bytes)
             ),
-            "tmemctl tune DOMAIN --reserve SIZE, or tmemctl resize SIZE",
+            "tmemctl tune VM --reserve SIZE, or tmemctl resize SIZE",
         ),
         false => Finding::good(("reserves", DAEMON), "the reserves fit"),
     });
@@ -318,12 +318,12 @@ mod tests {
 
     #[test]
     fn each_fault_of_memory_and_sockets_is_found() {
-        let folder = tempfile::tempdir().expect("a folder");
         let mut daemon = reply(vec![]).daemon;
         for (memory_locked, wanted) in [(false, State::Fault), (true, State::Good)] {
             daemon.memory_locked = memory_locked;
             assert_eq!(state(&[locked(&daemon)], "memory-lock"), wanted);
         }
+        let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let vm = vm(&path);
         assert_eq!(vm_socket(&vm).state, State::Fault, "it is not there");

@@ -1,0 +1,221 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! tune: gets or sets a VM's quota.
+//!
+//! That of a libvirt domain is noted by libvirt (`libvirt.rs`). That of any other VM, which `--vm` or a
+//! `[[vm]]` gave the daemon, is the daemon's alone. libvirt is asked first: what a domain's metadata says
+//! must not be set behind its back, or its bridge would take it back.
+
+use crate::client::{connect, refused};
+use crate::{Failure, Said};
+use clap::Args;
+use std::path::Path;
+use tmem_control as api;
+use tmem_control::VarlinkClientInterface;
+use tmem_domain::{Cache, WEIGHT_MAX, parse_size, write_size};
+
+#[cfg(feature = "libvirt")]
+use crate::libvirt::{self, Target};
+
+/// Follows what libvirt says.
+#[cfg(feature = "libvirt")]
+const NOR_THE_DAEMON: &str = "; and the daemon has no VM of that name: see tmemctl list";
+
+/// What changes only if it is given.
+#[derive(Args, Clone)]
+pub struct QuotaArguments {
+    /// Never holds more than this, as in 2GiB; none: all that the pool has
+    #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
+    limit: Option<SizeOrNone>,
+    /// Entitled to this before others share the rest
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    reserve: Option<u64>,
+    /// Share of what nobody has reserved
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=i64::from(WEIGHT_MAX)))]
+    weight: Option<u32>,
+}
+
+#[derive(Clone, Copy)]
+struct SizeOrNone(Option<u64>);
+
+fn size_or_none(text: &str) -> Result<SizeOrNone, String> {
+    match text {
+        "none" => Ok(SizeOrNone(None)),
+        size => parse_size(size).map(|size| SizeOrNone(Some(size))),
+    }
+}
+
+impl QuotaArguments {
+    pub fn is_empty(&self) -> bool {
+        self.limit.is_none() && self.reserve.is_none() && self.weight.is_none()
+    }
+
+    /// What is given replaces what was.
+    pub fn apply(&self, cache: &mut Cache) {
+        if let Some(SizeOrNone(limit)) = self.limit {
+            cache.limit = limit;
+        }
+        cache.reserve = self.reserve.or(cache.reserve);
+        cache.weight = self.weight.or(cache.weight);
+    }
+}
+
+/// Options of tune.
+#[derive(Args, Clone)]
+pub struct TuneArguments {
+    /// Name or UUID of a libvirt domain, or the name of another VM as tmemctl list has it
+    pub vm: String,
+    /// libvirt to talk to
+    #[cfg(feature = "libvirt")]
+    #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
+    connect: String,
+    #[command(flatten)]
+    pub quota: QuotaArguments,
+    /// The running VM
+    #[arg(long)]
+    pub live: bool,
+    /// The next start, of a domain
+    #[arg(long)]
+    pub config: bool,
+    /// The running VM if it runs, else the next start (the default)
+    #[arg(long, conflicts_with_all = ["live", "config"])]
+    current: bool,
+}
+
+#[cfg(feature = "libvirt")]
+impl TuneArguments {
+    /// The domain, if it is one.
+    pub fn target(&self) -> Target {
+        Target::new(&self.vm, &self.connect)
+    }
+}
+
+/// Gets or sets a quota.
+#[cfg(feature = "libvirt")]
+pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
+    let target = arguments.target();
+    let vm = || served(socket, &arguments.vm);
+    let connection = match target.connect(arguments.quota.is_empty()) {
+        Ok(connection) => connection,
+        // What has no UUID is no domain, whatever libvirt would say.
+        Err(Failure(what, code)) => match vm() {
+            Ok(Some(vm)) if vm.uuid.is_none() => return of_daemon(arguments, vm, socket),
+            Ok(None) => return Err(Failure(what + NOR_THE_DAEMON, code)),
+            _ => return Err(Failure(what, code)),
+        },
+    };
+    if let Some(domain) = target.find(&connection, &arguments.vm)? {
+        return libvirt::tune(arguments, &target, &domain, socket);
+    }
+    let Failure(no_domain, code) = target.no_domain();
+    let vm = vm().map_err(|Failure(why, _)| Failure(format!("{no_domain}; {why}"), code))?;
+    let Some(vm) = vm else {
+        return Err(Failure(no_domain + NOR_THE_DAEMON, code));
+    };
+    // The daemon has other names for domains whose own it could not take.
+    let domain = vm.uuid.as_ref().map(|uuid| target.find(&connection, uuid));
+    match domain.transpose()?.flatten() {
+        Some(domain) => libvirt::tune(arguments, &target, &domain, socket),
+        None => of_daemon(arguments, vm, socket),
+    }
+}
+
+/// Gets or sets a quota.
+#[cfg(not(feature = "libvirt"))]
+pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
+    match served(socket, &arguments.vm)? {
+        Some(vm) => of_daemon(arguments, vm, socket),
+        None => Err(Failure(
+            format!("the daemon has no VM {:?}: see tmemctl list", arguments.vm),
+            1,
+        )),
+    }
+}
+
+/// The VM of that name that the daemon serves.
+fn served(socket: &Path, name: &str) -> Result<Option<api::Vm>, Failure> {
+    let reply = connect(socket)?.list().call();
+    let vms = reply.map_err(|error| refused(socket, &error))?.vms;
+    Ok(vms.into_iter().find(|vm| vm.name == name))
+}
+
+/// Of a VM that is no domain.
+fn of_daemon(arguments: &TuneArguments, vm: api::Vm, socket: &Path) -> Result<Said, Failure> {
+    let name = vm.name;
+    let failure = |what: &str| Failure(format!("VM {name}: {what}"), 1);
+    if arguments.config {
+        return Err(failure(
+            "it is no libvirt domain, whose next start could be changed: leave out --config, and write what is \
+             to last in its [[vm]] of the daemon's file (or its --vm)",
+        ));
+    }
+    let bytes = |number: i64| u64::try_from(number).unwrap_or(0);
+    let mut cache = Cache {
+        limit: vm.quota.limit_bytes.map(bytes),
+        reserve: Some(bytes(vm.quota.reserve_bytes)),
+        weight: u32::try_from(vm.quota.weight).ok(),
+        trust_domain: vm.trust_domain,
+        required: false,
+    };
+    if arguments.quota.is_empty() {
+        let mut json = serde_json::json!({ "vm": name });
+        quota_json(&mut json, &cache);
+        let text = print(&cache);
+        return Ok(Said { text, json });
+    }
+    arguments.quota.apply(&mut cache);
+    cache.check().map_err(|error| failure(&error.0))?;
+    let quota = api::quota(cache.reserve, cache.limit, cache.weight);
+    let mut client = connect(socket)?;
+    let set = client.set_quota(name.clone(), quota).call();
+    set.map_err(|error| match error.kind() {
+        api::ErrorKind::BadQuota(Some(bad)) => failure(&bad.reason),
+        _ => refused(socket, &error),
+    })?;
+    let lasts = match vm.uuid {
+        None => {
+            "until the daemon ends: write it in its [[vm]] of the daemon's file (or its --vm) to keep it"
+        }
+        // AddVm gives one, and so may a [[vm]].
+        Some(_) => {
+            "until it is removed, if it was added over the control socket; if a [[vm]] or --vm names it, until \
+             the daemon ends: write it there to keep it"
+        }
+    };
+    let text = format!("VM {name}: this holds {lasts}\n");
+    let json = serde_json::json!({ "vm": name, "text": text });
+    Ok(Said { text, json })
+}
+
+/// Adds what machines are told of a quota.
+pub fn quota_json(json: &mut serde_json::Value, cache: &Cache) {
+    json["limit_bytes"] = cache.limit.into();
+    json["reserve_bytes"] = cache.reserve.unwrap_or(0).into();
+    json["weight"] = cache.weight.unwrap_or(api::WEIGHT_DEFAULT).into();
+    json["trust_domain"] = cache.trust_domain.clone().into();
+}
+
+/// What people are told.
+pub fn print(cache: &Cache) -> String {
+    let size = |bytes: u64| {
+        let (number, unit) = write_size(bytes);
+        format!("{number} {unit}")
+    };
+    let rows = [
+        ("limit", cache.limit.map_or("unlimited".into(), size)),
+        ("reserve", size(cache.reserve.unwrap_or(0))),
+        (
+            "weight",
+            cache.weight.unwrap_or(api::WEIGHT_DEFAULT).to_string(),
+        ),
+        (
+            "trust_domain",
+            cache.trust_domain.clone().unwrap_or_else(|| "-".into()),
+        ),
+    ];
+    rows.iter().map(|(key, value)| row(key, value)).collect()
+}
+
+/// A line of it.
+pub fn row(key: &str, value: &str) -> String {
+    format!("{key:<15}: {value}\n")
+}
