@@ -5,7 +5,12 @@ use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use tmem_control::VarlinkClientInterface;
+use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmemd::{Config, Daemon};
 
 /// Long enough for a loaded machine; nothing here is measured.
@@ -78,6 +83,63 @@ fn daemon(folder: &Path) -> Daemon {
     Daemon::start(config).expect("starts")
 }
 
+/// A guest that puts and gets until it is told to stop.
+struct Guest {
+    stop: Arc<AtomicBool>,
+    works: JoinHandle<Driver>,
+}
+
+impl Guest {
+    /// The VM of that name.
+    fn start(folder: &Path, name: &str) -> Guest {
+        let guest = GuestConfig {
+            name: name.into(),
+            ..GuestConfig::default()
+        };
+        let mut driver = Driver::new(guest, DriverConfig::default()).expect("a driver");
+        let socket = folder.join(format!("{name}.sock"));
+        driver.connect(&socket).expect("connects");
+        let stop: Arc<AtomicBool> = Arc::default();
+        let works = std::thread::spawn({
+            let stop = stop.clone();
+            move || {
+                while !stop.load(Ordering::Relaxed) {
+                    driver.step().expect("right answers");
+                }
+                driver.settle().expect("right answers");
+                driver
+            }
+        });
+        Guest { stop, works }
+    }
+
+    /// It stays connected.
+    fn stop(self) -> Driver {
+        self.stop.store(true, Ordering::Relaxed);
+        self.works.join().expect("right answers")
+    }
+}
+
+/// The cells of a VM's row, without units: name, hits in percent, reads avoided, gets, time of a GET, puts, time
+/// of a PUT, used, entitled.
+fn cells(screen: &str, name: &str) -> Option<Vec<String>> {
+    let row = screen.lines().find(|line| line.starts_with(name))?;
+    let words = row.split_whitespace();
+    let values = words.filter(|word| !["%", "µs", "ms", "B", "KiB", "MiB"].contains(word));
+    Some(values.map(String::from).collect())
+}
+
+/// A rate as it is shown.
+fn rate(cell: &str) -> f64 {
+    let number = cell.trim_end_matches(['k', 'M']);
+    let of = match &cell[number.len()..] {
+        "k" => 1e3,
+        "M" => 1e6,
+        _ => 1.0,
+    };
+    number.parse::<f64>().map_or(0.0, |number| number * of)
+}
+
 /// top of the daemon at that socket, in a screen of its own.
 fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
     // A server that ends keeps its socket for a while.
@@ -102,17 +164,45 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
 fn top_lives_in_a_terminal() {
     let folder = tempfile::tempdir().expect("a folder");
     let daemon = daemon(folder.path());
+    let guest = Guest::start(folder.path(), "web");
     let tmux = start(folder.path(), "read-only", "");
-    let screen = tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
+    // Rates are of two looks, with work between them.
+    let screen = tmux.until("a VM at work", |screen| {
+        cells(screen, " web").is_some_and(|cells| {
+            cells.len() >= 10 && [2, 3, 5].iter().all(|&nth| rate(&cells[nth]) > 0.0)
+        })
+    });
+    let web = cells(&screen, " web").expect("seen");
+    let hits: f64 = web[1].parse().expect("a part of gets");
+    let part = rate(&web[2]) / rate(&web[3]) * 100.0;
+    assert!((hits - part).abs() < 2.0, "{part} %: {screen}");
+    assert!(
+        web[4].parse::<f64>().is_ok_and(|time| time > 0.0),
+        "{screen}"
+    );
+    assert!(
+        web[6].parse::<f64>().is_ok_and(|time| time > 0.0),
+        "{screen}"
+    );
+    assert!(
+        web[7].parse::<f64>().is_ok_and(|used| used > 0.0),
+        "{screen}"
+    );
+    assert!(web.concat().contains('█'), "its gets: {screen}");
     let lines: Vec<&str> = screen.lines().collect();
     assert_eq!(lines.len(), 24, "{screen}");
     assert!(
-        lines[0].starts_with("tmemd ") && lines[0].contains("0 of 2 VMs connected"),
+        lines[0].starts_with("tmemd ") && lines[0].contains("1 of 2 VMs connected"),
         "{screen}"
     );
     let place = |name: &str| lines.iter().position(|line| line.starts_with(name));
     assert!(
-        place("-db") < place("-web") && place("-db").is_some(),
+        place(" web") < place("-db") && place(" web").is_some(),
+        "the busiest first: {screen}"
+    );
+    assert_eq!(
+        cells(&screen, "-db").map(|cells| cells[1..5].to_vec()),
+        Some(["-", "0", "0", "-"].map(String::from).to_vec()),
         "{screen}"
     );
     assert!(lines[23].starts_with("q quit"), "{screen}");
@@ -120,13 +210,23 @@ fn top_lives_in_a_terminal() {
     tmux.until("the filter", |screen| {
         screen.contains("filter: we_") && !screen.contains("-db")
     });
+    // What it says of the chosen one since the start is what the daemon says.
+    let guest = guest.stop();
+    let mut client = tmem_control::connect(&folder.path().join("control")).expect("connects");
+    let stats = client.stats(Some("web".into())).call().expect("answers");
+    let [vm] = &stats.vms[..] else {
+        panic!("{stats:?}")
+    };
+    let of_all = format!("{} gets, {} hits (", vm.gets, vm.hits);
+    tmux.until("its counters", |screen| screen.contains(&of_all));
     tmux.run(&["send-keys", "-t", "top", "Enter"]);
     tmux.run(&["send-keys", "-t", "top", "?"]);
     tmux.until("the help", |screen| screen.contains("order by name"));
     // A daemon that goes is said, and the view stays.
     daemon.stop();
+    drop(guest);
     tmux.until("the problem", |screen| {
-        screen.contains("there is no control socket") && screen.contains("-web")
+        screen.contains("there is no control socket") && cells(screen, " web").is_some()
     });
     tmux.run(&["send-keys", "-t", "top", "q"]);
     let screen = tmux.until("its end", |screen| screen.contains("ended with 0"));
