@@ -220,8 +220,8 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("cpu_background_ms", "tmem_daemon_stage_cpu_seconds{stage=background}", Exact), (Counter, "ms"), "processor time of background work: finding equal pages, compressing, compaction, recompression", USAGE),
     row(Daemon, ("cpu_ms", "tmem_daemon_cpu_seconds", Exact), (Counter, "ms"), "processor time of the whole process: these, connections, control", USAGE),
     row(Daemon, ("resident_bytes", "tmem_daemon_resident_bytes", Steps), (Gauge, "bytes"), "memory of the process without what it maps of guests; the pool and the daemon's own", USAGE),
-];
     row(Daemon, ("memory_locked", "tmem_daemon_memory_locked", Exact), (Gauge, ""), "all of the pool's memory is locked: pages of guests stay out of the host's swap (metric: 1 or 0)", HEAP),
+];
 
 impl Scope {
     /// The type of the interface.

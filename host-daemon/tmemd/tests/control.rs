@@ -458,6 +458,37 @@ fn what_clients_do_is_logged_at_a_bounded_rate() {
     assert!((1..=bound).contains(&lines), "{lines} lines: {log}");
 }
 
+/// docs/control.md: 64 KiB bound what a client says, not what it is told.
+#[test]
+fn an_answer_may_be_longer_than_a_call() {
+    let directory = tempfile::tempdir().expect("directory");
+    let mut config = config(directory.path());
+    config.vms = (0..64)
+        .map(|nr| {
+            let socket = directory.path().join(format!("{nr}.sock"));
+            let text = format!("socket={},name=vm-{nr}", socket.display());
+            text.parse().expect("good")
+        })
+        .collect();
+    let _daemon = Daemon::start(config.clone()).expect("starts");
+    let mut stream = UnixStream::connect(&config.control).expect("connects");
+    stream.set_read_timeout(Some(TIMEOUT)).expect("set");
+    let call = b"{\"method\":\"io.virtiotmem.Control.Stats\"}\0";
+    stream.write_all(call).expect("sent");
+    let mut answer = Vec::new();
+    let mut part = [0; 4096];
+    while answer.last() != Some(&0) {
+        let read = stream.read(&mut part).expect("answers");
+        assert!(read > 0, "it ends after {} bytes", answer.len());
+        answer.extend_from_slice(&part[..read]);
+    }
+    assert!(answer.len() > 64 << 10, "{} bytes", answer.len());
+    let answer: serde_json::Value =
+        serde_json::from_slice(&answer[..answer.len() - 1]).expect("JSON");
+    let vms = answer["parameters"]["vms"].as_array().map(Vec::len);
+    assert_eq!(vms, Some(64));
+}
+
 /// A VMM gives its memory to whoever is at its socket.
 #[test]
 fn a_folder_that_everybody_can_write_to_is_named() {
