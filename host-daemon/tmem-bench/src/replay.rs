@@ -47,6 +47,9 @@ struct Run {
     evictions: u64,
     /// What the engine says of 25, 50 and 100 % more room.
     gain_hits: [u64; 3],
+    /// And of 25, 50 and 75 % less: how many of `loss_hits_seen` hits would have been misses.
+    loss_hits: [u64; 3],
+    loss_hits_seen: u64,
 }
 
 #[derive(serde::Serialize)]
@@ -158,6 +161,8 @@ fn trace(path: &Path, args: &Args) -> Result<Trace, String> {
                 hits: outcome.hits,
                 evictions: outcome.evictions,
                 gain_hits: outcome.gain_hits,
+                loss_hits: outcome.loss_hits,
+                loss_hits_seen: outcome.loss_hits_seen,
             };
             policies.insert(policy.name(), run);
         }

@@ -69,7 +69,10 @@ pub use config::{
     POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
 };
 pub use error::{AdmissionError, CreateError, NoPool};
-pub use gain::{GAIN_PERCENT, LOSS_PERCENT};
+pub use gain::{
+    GAIN_OVER_MAX, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT,
+    LOSS_UNDER_MAX, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
+};
 pub use hash::PageHash;
 pub use pool::Pool;
 pub use secret::SecretPages;

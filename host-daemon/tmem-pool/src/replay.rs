@@ -30,6 +30,11 @@ pub struct Outcome {
     /// Misses that would have been hits with so much more room, as the engine estimates while it
     /// runs, in the order of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
+    /// Hits that would have been misses with so much less than was used, likewise, in the order of
+    /// [`LOSS_PERCENT`](crate::LOSS_PERCENT).
+    pub loss_hits: [u64; 3],
+    /// Hits that `loss_hits` was told from.
+    pub loss_hits_seen: u64,
     /// The most that was charged at any time.
     pub peak_bytes: u64,
 }
@@ -208,6 +213,10 @@ impl Replay {
             for (sum, hits) in sum.gain_hits.iter_mut().zip(state.gain.hits) {
                 *sum += hits;
             }
+            for (sum, hits) in sum.loss_hits.iter_mut().zip(state.gain.losses) {
+                *sum += hits;
+            }
+            sum.loss_hits_seen += state.gain.hits_seen;
         }
         sum
     }
