@@ -2,8 +2,8 @@
 //! `advise`: what more memory would bring each VM, and what it could give up.
 //!
 //! The engine follows a sample of each VM's keys (tmem-pool's gain.rs): from that it knows about how many
-//! misses more room would have made hits, and how many hits less room would have made misses. Here these
-//! become sentences. Never here: a change.
+//! misses more room would have made hits, and how many hits less room would have made misses, and how far
+//! off that may be. Here these become sentences. Never here: a change.
 
 use crate::table::{Align, percent, size, table};
 use crate::{Failure, Reach, Said, in_time, stats};
@@ -11,21 +11,22 @@ use clap::Args;
 use serde::Serialize;
 use std::time::Duration;
 use tmem_control::VmStats;
+use tmem_pool::{
+    GAIN_OVER_MAX, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_UNDER_MAX,
+    TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
+};
 
 /// More and less room that the engine tells of, in percent.
 const MORE: [i64; 3] = [25, 50, 100];
 const LESS: [i64; 3] = [25, 50, 75];
 
 /// Fewer gets say nothing: one file read twice is as many.
-const GETS_MIN: i64 = 1_000;
-/// So many, of a few hundred followed keys each got several times, are as good as it gets: the engine's
-/// test finds it off by a fifth at most.
-const GETS_GOOD: i64 = 50_000;
+const GETS_MIN: i64 = TELLING_GETS_MIN as i64;
+/// As many as most of the traces have by which the bounds were found.
+const GETS_GOOD: i64 = 20_000;
 
 /// More room is worth its memory if it makes so many more of all gets hits.
 const GAIN_WORTH_PERCENT: f64 = 2.0;
-/// Room that so few of all hits need can be given up.
-const LOSS_BEARABLE_PERCENT: f64 = 1.0;
 
 /// Over what time.
 #[derive(Args, Clone)]
@@ -103,37 +104,58 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let loss = counted
         .loss
         .map(|fewer| of_gets(hits as f64 * lost(fewer).clamp(0.0, 1.0)));
-    let confidence = match gets {
-        ..GETS_MIN => "none",
-        GETS_MIN..GETS_GOOD => "low",
-        _ => "good",
-    };
     let known = gets >= GETS_MIN;
-    // Without hits nothing was lost, either: all that it holds is of no use so far.
-    let bearable = counted.loss.map(|fewer| {
-        hits == 0 || counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE_PERCENT
-    });
-    let give_up = LESS
-        .iter()
-        .zip(bearable)
-        .filter(|(_, bearable)| *bearable && known);
-    let give_up_percent = give_up.map(|(percent, _)| *percent).max().unwrap_or(0);
+    let per_page = TELLING_GETS_PER_PAGE as i64;
+    let enough = gets >= GETS_GOOD.max(vm.pages.saturating_mul(per_page));
     let worth = MORE
         .iter()
         .zip(gain)
         .find(|(_, gain)| *gain >= GAIN_WORTH_PERCENT && known);
+    let bearable = |fewer| match hits {
+        // Nothing was lost of nothing. But hits may come when all has been read for the first time.
+        0 => enough,
+        _ => counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE,
+    };
+    // Who would gain from more does not give up any.
+    let give_up = LESS
+        .iter()
+        .zip(counted.loss)
+        .filter(|(_, fewer)| known && worth.is_none() && bearable(*fewer));
+    let give_up_percent = give_up.map(|(percent, _)| *percent).max().unwrap_or(0);
     let can_give_up_bytes = vm.charged_bytes * give_up_percent / 100;
+    let has_enough = of_gets((gets - hits) as f64) < GAIN_WORTH_PERCENT;
+    // Does it hold if the engine is as far off as it may be?
+    let holds = match worth {
+        Some((_, gain)) => gain > GAIN_OVER_MAX,
+        None => can_give_up_bytes > 0 || has_enough,
+    };
+    let confidence = match (known, enough && holds) {
+        (false, _) => "none",
+        (true, false) => "low",
+        (true, true) => "good",
+    };
+    let no_hits = if hits == 0 { "no hits: " } else { "" };
     let advice = if !known {
         format!("too few gets to tell: {gets} of {GETS_MIN}")
     } else if let Some((more, gain)) = worth {
-        format!("{more} % more room would make {gain:.0} % more of its gets hits")
+        let least = (gain - GAIN_OVER_MAX).max(0.0);
+        format!(
+            "{no_hits}{more} % more room would make {gain:.0} % more of its gets hits, at least {least:.0} %"
+        )
+    } else if can_give_up_bytes > 0 && hits == 0 {
+        format!(
+            "no hits: {give_up_percent} % less would lose none, {}; twice the room is not seen to bring any",
+            size(can_give_up_bytes)
+        )
     } else if can_give_up_bytes > 0 {
         format!(
             "{give_up_percent} % less would do: {}",
             size(can_give_up_bytes)
         )
-    } else {
+    } else if has_enough {
         "it has what it needs".into()
+    } else {
+        format!("{no_hits}neither more nor less room is seen to be worth it")
     };
     Advice {
         name: vm.name.clone(),
@@ -145,6 +167,14 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         confidence,
         advice,
     }
+}
+
+/// How far off the columns may be, as replays of recorded traces have it.
+fn bounds() -> String {
+    format!(
+        "In percent of all gets. By replays of recorded loads more room brings at least what is told less {GAIN_OVER_MAX}, at most \
+         {GAIN_UNDER_MAX} more;\nless room costs at most {LOSS_UNDER_MAX} more than is told, and may cost far less; giving up what is told costs at most {GIVE_UP_COST_MAX}.\n"
+    )
 }
 
 /// Advises on one VM or all.
@@ -204,7 +234,10 @@ pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> 
         ]);
         cells
     };
-    let text = table(&columns, &all.iter().map(row).collect::<Vec<_>>());
+    let mut text = table(&columns, &all.iter().map(row).collect::<Vec<_>>());
+    if all.iter().any(|advice| advice.hit_percent.is_some()) {
+        text += &bounds();
+    }
     Said::reply(text, &serde_json::json!({ "vms": all }))
 }
 
@@ -247,12 +280,13 @@ mod tests {
         assert_eq!(said.loss_percent, Some([10.0, 20.0, 40.0]));
         assert_eq!((said.confidence, said.can_give_up_bytes), ("good", 0));
         assert!(said.advice.starts_with("50 % more"), "{}", said.advice);
+        assert!(said.advice.ends_with("at least 5 %"), "{}", said.advice);
     }
 
     #[test]
     fn what_no_hit_needs_can_go() {
         let said = advise(|vm| {
-            (vm.gets, vm.hits) = (20_000, 19_000);
+            (vm.gets, vm.hits) = (GETS_GOOD - 1, 19_000);
             vm.loss_hits = vec![0, 50, 9_000];
             vm.loss_hits_seen = 18_000;
         });
@@ -261,6 +295,73 @@ mod tests {
         // Hits, and nothing known of them.
         let said = advise(|vm| (vm.gets, vm.hits) = (20_000, 19_000));
         assert_eq!(said.can_give_up_bytes, 0);
+    }
+
+    #[test]
+    fn who_would_gain_from_more_gives_up_nothing() {
+        for hits in [0, 10_000] {
+            let said = advise(|vm| {
+                (vm.gets, vm.hits) = (100_000, hits);
+                vm.gain_hits = vec![0, 0, 2_000];
+                (vm.loss_hits, vm.loss_hits_seen) = (vec![0, 0, 0], hits);
+            });
+            assert_eq!(said.can_give_up_bytes, 0, "{hits} hits");
+            let no_hits = said.advice.starts_with("no hits: 100 % more");
+            assert_eq!(no_hits, hits == 0, "{}", said.advice);
+        }
+    }
+
+    #[test]
+    fn no_hits_mean_no_use_when_all_had_their_chance() {
+        let thrashing = |gets, pages| advise(|vm| (vm.gets, vm.pages) = (gets, pages));
+        let said = thrashing(50_000, 5_000);
+        assert_eq!(
+            (said.confidence, said.can_give_up_bytes),
+            ("good", 75 << 20)
+        );
+        assert!(
+            said.advice.starts_with("no hits: 75 % less"),
+            "{}",
+            said.advice
+        );
+        // Perhaps it reads all for the first time.
+        for (gets, pages) in [(50_000, 5_001), (GETS_GOOD - 1, 10)] {
+            let said = thrashing(gets, pages);
+            assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 0));
+            assert!(
+                said.advice.starts_with("no hits: neither"),
+                "{}",
+                said.advice
+            );
+        }
+    }
+
+    #[test]
+    fn confidence_is_good_if_what_is_said_holds_also_when_it_is_as_far_off_as_it_may_be() {
+        let gains = |gain: f64, pages| {
+            advise(|vm| {
+                (vm.gets, vm.hits, vm.pages) = (100_000, 50_000, pages);
+                vm.gain_hits = vec![(gain * 1_000.0) as i64; 3];
+            })
+            .confidence
+        };
+        assert_eq!(gains(GAIN_OVER_MAX + 0.1, 10_000), "good");
+        assert_eq!(gains(GAIN_OVER_MAX, 10_000), "low");
+        assert_eq!(gains(GAIN_OVER_MAX + 0.1, 10_001), "low", "gets a page");
+        // No gain is seen. There may be one, unless there is nothing to be gained.
+        assert_eq!(gains(0.0, 10_000), "low");
+        let said = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
+        assert_eq!(
+            (said.confidence, &*said.advice),
+            ("good", "it has what it needs")
+        );
+    }
+
+    #[test]
+    fn bounds_are_told() {
+        for bound in ["less 5,", "15 more;", "at most 5 more", "at most 1."] {
+            assert!(bounds().contains(bound), "{bound} in {}", bounds());
+        }
     }
 
     #[test]
