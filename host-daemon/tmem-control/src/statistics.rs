@@ -128,7 +128,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("detached_pages", "tmem_vm_detached_pages", Exact), (Gauge, "pages"), "dropped and not yet freed", "tmem-pool/src/index/mod.rs"),
     row(Vm, ("puts", "tmem_vm_puts", Exact), (Counter, "pages"), "offered by the guest", STATE),
     row(Vm, ("puts_refused", "", No), (Counter, "pages"), "of these, not taken: the sum of the next five", STATE),
-    row(Vm, ("refused_nursery", "tmem_vm_puts_refused{reason=nursery}", Exact), (Counter, "pages"), "too many pages wait for their final form: the guest puts faster than the host compresses", STATE),
+    row(Vm, ("refused_nursery", "tmem_vm_puts_refused{reason=nursery}", Exact), (Counter, "pages"), "too many pages wait for their final form: the guest puts faster than the host compresses; see `background_threads` in configuration.md", STATE),
     row(Vm, ("refused_pool", "tmem_vm_puts_refused{reason=pool}", Exact), (Counter, "pages"), "the pool was full, and nothing could be evicted in the time that a put has", STATE),
     row(Vm, ("refused_limit", "tmem_vm_puts_refused{reason=limit}", Exact), (Counter, "pages"), "above its own limit, which was lowered far", STATE),
     row(Vm, ("refused_keys", "tmem_vm_puts_refused{reason=keys}", Exact), (Counter, "pages"), "as many pages as a VM may have, or no memory for one more entry", STATE),

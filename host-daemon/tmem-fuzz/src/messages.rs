@@ -100,6 +100,7 @@ impl World {
         let daemon = Daemon::start(Config {
             pool_size_bytes: 64 << 20,
             workers: 2,
+            background_threads: 1,
             waiting: Default::default(),
             vm_pages_per_second: 0,
             control: at("control"),

@@ -32,6 +32,7 @@ fn host() -> Host {
     let daemon = Daemon::start(Config {
         pool_size_bytes: POOL_BYTES,
         workers: 1,
+        background_threads: 1,
         waiting: Default::default(),
         vm_pages_per_second: 0,
         control: path("control"),

@@ -317,6 +317,7 @@ mod tests {
             let config = Config {
                 pool_size_bytes: 64 << 20,
                 workers: 1,
+                background_threads: 1,
                 waiting: Default::default(),
                 vm_pages_per_second: 0,
                 control: self.folder.path().join("control"),

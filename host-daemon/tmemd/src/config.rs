@@ -14,6 +14,10 @@ use tmem_pool::Quota;
 pub const VMS_MAX: usize = 1024;
 /// Data workers at most: more than memory bandwidth can feed.
 pub const WORKERS_MAX: usize = 64;
+/// Threads for background work at most: more than memory bandwidth can feed, too.
+pub const BACKGROUND_THREADS_MAX: usize = 64;
+/// And if nothing is said: compression by so many is faster than guests put.
+const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
 /// Weight of a VM that is told none.
 pub const WEIGHT_DEFAULT: u32 = 100;
 /// Weights go from 0, no share of what is not reserved, to this.
@@ -39,6 +43,8 @@ pub struct Config {
     pub pool_size_bytes: u64,
     /// Data workers.
     pub workers: usize,
+    /// Threads that find equal pages, compress, and make room.
+    pub background_threads: usize,
     /// How they wait for work.
     pub waiting: Waiting,
     /// Pages that each VM may ask for in a second; 0: as many as it likes.
@@ -153,11 +159,20 @@ impl fmt::Display for ConfigError {
 
 impl std::error::Error for ConfigError {}
 
-/// Workers if nothing is said: compression is what they do, so no more than half of a large
-/// machine's CPUs, which belong to its VMs.
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Workers if nothing is said: they copy pages in and decompress them, while a guest waits, so two at
+/// least; and no more than half of the processors, which are the guests'.
 pub fn workers_default() -> usize {
-    let cpus = std::thread::available_parallelism().map_or(1, usize::from);
-    (cpus / 2).clamp(2, 8)
+    (processors() / 2).clamp(2, 8)
+}
+
+/// Threads for background work if nothing is said: a quarter of the processors, since nobody waits for
+/// it but puts that are refused meanwhile.
+pub fn background_threads_default() -> usize {
+    processors().div_ceil(4).min(BACKGROUND_THREADS_DEFAULT_MAX)
 }
 
 /// Memory to leave available if nothing is said: a 32nd of the host's, in which the kernel still
@@ -300,6 +315,12 @@ impl Config {
             return fault(format!(
                 "{} workers: there must be 1 to {WORKERS_MAX}",
                 self.workers
+            ));
+        }
+        if self.background_threads == 0 || self.background_threads > BACKGROUND_THREADS_MAX {
+            return fault(format!(
+                "background_threads = {}: there must be 1 to {BACKGROUND_THREADS_MAX}",
+                self.background_threads
             ));
         }
         let poll_us = self.waiting.poll_max.as_micros();
@@ -493,6 +514,7 @@ mod tests {
         Config {
             pool_size_bytes: 64 << 20,
             workers: 2,
+            background_threads: 1,
             waiting: Waiting::default(),
             vm_pages_per_second: 0,
             control: "/c".into(),
@@ -563,6 +585,20 @@ mod tests {
                     ..config(&[])
                 },
                 "65 workers",
+            ),
+            (
+                Config {
+                    background_threads: 0,
+                    ..config(&[])
+                },
+                "background_threads = 0: there must be 1 to 64",
+            ),
+            (
+                Config {
+                    background_threads: 65,
+                    ..config(&[])
+                },
+                "background_threads = 65: there must be 1 to 64",
             ),
             (
                 Config {

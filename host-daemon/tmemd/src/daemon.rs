@@ -40,15 +40,6 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Stack of a connection's thread: it does little, and there may be a thousand.
 const CONNECTION_STACK_BYTES: usize = 512 << 10;
 
-/// Threads for background work, at most: compression by so many is faster than guests put.
-const JANITORS_MAX: usize = 8;
-
-/// A quarter of the processors: what is left over is the guests'.
-fn janitors() -> usize {
-    let processors = std::thread::available_parallelism().map_or(1, usize::from);
-    processors.div_ceil(4).min(JANITORS_MAX)
-}
-
 /// Why a daemon did not start.
 #[derive(Debug)]
 pub enum StartError {
@@ -156,7 +147,7 @@ impl Daemon {
             registry.give(vm).map_err(StartError::Admission)?;
         }
         let pulse: Arc<Pulse> = Arc::default();
-        let janitor = Janitor::start(pool.clone(), &outside, janitors(), &pulse)?;
+        let janitor = Janitor::start(pool.clone(), &outside, config.background_threads, &pulse)?;
         let workers = match Workers::start(config.workers, config.waiting, &janitor, &pulse) {
             Ok(workers) => Arc::new(workers),
             Err(error) => {
@@ -309,6 +300,10 @@ impl Daemon {
         for (name, differs) in [
             ("memory_pressure", stalls(&config) != stalls(&new)),
             ("workers", config.workers != new.workers),
+            (
+                "background_threads",
+                config.background_threads != new.background_threads,
+            ),
             ("event_loop or poll_max_us", config.waiting != new.waiting),
             ("control", config.control != new.control),
             ("control_group", config.control_group != new.control_group),

@@ -6,7 +6,9 @@
 //! works only sometimes.
 
 use crate::account::Account;
-use crate::config::{ConfigError, EventLoop, POLL_US_MAX, VM_PAGES_PER_SECOND_MAX, VmConfig};
+use crate::config::{
+    BACKGROUND_THREADS_MAX, ConfigError, EventLoop, POLL_US_MAX, VM_PAGES_PER_SECOND_MAX, VmConfig,
+};
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
@@ -56,7 +58,8 @@ pub const KEYS: &[Key] = &[
     key("host_free_min", ("size", "a 32nd of the host, at most 1GiB"), true, "memory that the pool leaves available on the host; 0: none. With `memory_pressure = \"none\"`, too, it never gives way"),
     key("memory_pressure", ("path, or none", "/proc/pressure/memory"), false, "how long tasks wait for memory, for which the pool gives way, too: the host's file, or that of a control group"),
     key("workers", ("threads", "half the processors, 2 to 8"), false, "threads that answer requests"),
-    key("event_loop", ("auto, epoll or io_uring", "auto"), false, "what they sleep in; auto is io_uring, or epoll where the kernel does not give it"),
+    key("background_threads", ("1 to 64", "a quarter of the processors, 1 to 8"), false, "threads that find equal pages, compress, and make room, while no guest waits; too few of them, and `refused nursery` grows"),
+    key("event_loop", ("auto, epoll or io_uring", "auto"), false, "what workers sleep in; auto is io_uring, or epoll where the kernel does not give it"),
     key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker looks at a virtqueue that has run dry before it asks for a kick, if its guest was that quick before; 0: never"),
     key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put and get in a second; what it asks for beyond that is refused or missed at once. Flushes count, and are always done. 0: as many as it likes"),
     key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
@@ -92,6 +95,8 @@ pub struct File {
     pub memory_pressure: Option<PathBuf>,
     /// See [`KEYS`].
     pub workers: Option<usize>,
+    /// See [`KEYS`].
+    pub background_threads: Option<usize>,
     /// See [`KEYS`].
     pub event_loop: Option<EventLoop>,
     /// See [`KEYS`].
@@ -206,6 +211,13 @@ impl File {
                     let what = || fault("write a number from 1".into());
                     file.workers = Some(number.ok_or_else(what)?);
                 }
+                "background_threads" => {
+                    let number = value.as_integer().and_then(|n| usize::try_from(n).ok());
+                    let number = number.filter(|n| (1..=BACKGROUND_THREADS_MAX).contains(n));
+                    let what =
+                        || fault(format!("write a number from 1 to {BACKGROUND_THREADS_MAX}"));
+                    file.background_threads = Some(number.ok_or_else(what)?);
+                }
                 "event_loop" => {
                     let kind = text(value).and_then(|text| text.parse());
                     file.event_loop = Some(kind.map_err(fault)?);
@@ -282,7 +294,7 @@ mod tests {
     #[test]
     fn a_file_in_full() {
         let file = File::parse(
-            "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
+            "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
              control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
@@ -300,6 +312,7 @@ mod tests {
             (file.event_loop, file.poll_max_us),
             (Some(EventLoop::Epoll), Some(7))
         );
+        assert_eq!(file.background_threads, Some(64));
         assert_eq!(file.vm_pages_per_second, Some(9));
         assert_eq!(file.control_read_only, Some("/r".into()));
         let is = |account: &Option<Account>, name: &str| *account == name.parse().ok();
@@ -321,6 +334,15 @@ mod tests {
             ("pool_size = \"8GB\"", &["pool_size", "8GB", "GiB"]),
             ("pool_size = -1", &["pool_size = -1", "negative"]),
             ("workers = \"2\"", &["workers", "number"]),
+            (
+                "background_threads = 0",
+                &["background_threads = 0", "1 to 64"],
+            ),
+            (
+                "background_threads = 65",
+                &["background_threads = 65", "1 to 64"],
+            ),
+            ("background_thread = 1", &["background_threads is meant?"]),
             ("log = \"loud\"", &["log", "loud"]),
             (
                 "event_loop = \"kqueue\"",

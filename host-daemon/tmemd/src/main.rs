@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 use tmemd::account::Account;
-use tmemd::config::{self, EventLoop, Waiting, parse_size, workers_default};
+use tmemd::config::{
+    self, EventLoop, Waiting, background_threads_default, parse_size, workers_default,
+};
 use tmemd::file::{self, File};
 use tmemd::sandbox;
 use tmemd::watchdog::{self, NotifyState, Watchdog};
@@ -47,10 +49,14 @@ struct Arguments {
     /// [,limit=SIZE][,weight=N]; once for each VM. USER is whom its QEMU runs as, by name or number
     #[arg(long, value_name = "KEY=VALUE,...")]
     vm: Vec<VmConfig>,
-    /// Threads that move and compress pages [default: half the processors, 2 to 8]
+    /// Threads that answer requests [default: half the processors, 2 to 8]
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
-    /// What they sleep in: auto, epoll or io_uring [default: auto]
+    /// Threads that find equal pages, compress, and make room, while no guest waits
+    /// [default: a quarter of the processors, 1 to 8]
+    #[arg(long, value_name = "N")]
+    background_threads: Option<usize>,
+    /// What workers sleep in: auto, epoll or io_uring [default: auto]
     #[arg(long, value_name = "KIND")]
     event_loop: Option<EventLoop>,
     /// µs that they look at a virtqueue that has run dry before they ask for a kick, if its guest was that
@@ -111,6 +117,10 @@ fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> 
             .workers
             .or(file.workers)
             .unwrap_or_else(workers_default),
+        background_threads: arguments
+            .background_threads
+            .or(file.background_threads)
+            .unwrap_or_else(background_threads_default),
         waiting: Waiting {
             event_loop: arguments.event_loop.or(file.event_loop).unwrap_or_default(),
             poll_max: arguments

@@ -395,6 +395,7 @@ mod tests {
         Config {
             pool_size_bytes: 1 << 20,
             workers: 1,
+            background_threads: 1,
             waiting: Waiting::default(),
             vm_pages_per_second: 0,
             control: run_folder.join("control"),

@@ -24,6 +24,7 @@ fn config(directory: &Path) -> Config {
     Config {
         pool_size_bytes: 64 << 20,
         workers: 2,
+        background_threads: 1,
         waiting: Default::default(),
         vm_pages_per_second: 0,
         control: directory.join("control"),

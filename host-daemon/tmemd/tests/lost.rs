@@ -96,6 +96,7 @@ fn daemon_here(dir: &Path, names: &[&str]) -> tmemd::Daemon {
     let config = tmemd::Config {
         pool_size_bytes: 64 << 20,
         workers: 2,
+        background_threads: 1,
         waiting: Default::default(),
         vm_pages_per_second: 0,
         control: dir.join("control"),

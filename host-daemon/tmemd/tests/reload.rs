@@ -39,12 +39,17 @@ fn vm(folder: &Path, name: &str, rest: &str) -> String {
 
 impl Running {
     fn start(rest: impl Fn(&Path) -> String) -> Running {
+        Running::start_with(&[], rest)
+    }
+
+    fn start_with(options: &[&str], rest: impl Fn(&Path) -> String) -> Running {
         let folder = tempfile::tempdir().expect("a folder");
         let path = file(folder.path(), &toml(folder.path(), &rest(folder.path())));
         let log = fs::File::create(folder.path().join("log")).expect("a log");
         let child = Command::new(env!("CARGO_BIN_EXE_tmemd"))
             .arg("--config")
             .arg(path)
+            .args(options)
             .stderr(Stdio::from(log))
             .spawn()
             .expect("runs");
@@ -119,10 +124,13 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     );
 
     let rest = vm(&at, "a", "weight = 7\ntrust_domain = \"t\"\n") + &vm(&at, "b", "");
-    let said = daemon.reload(&format!("pool_size = \"128MiB\"\nworkers = 9\n{rest}"));
+    let said = daemon.reload(&format!(
+        "pool_size = \"128MiB\"\nworkers = 9\nbackground_threads = 9\n{rest}"
+    ));
     for part in [
         "next start",
         "workers",
+        "background_threads",
         "trust domain of VM a",
         "VM b, which is new",
     ] {
@@ -158,6 +166,39 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
         (true, 1)
     );
     drop(front_end);
+}
+
+/// The remedy of puts that are refused since too many pages wait: the option before the file, the file before
+/// the default, and as many threads as that.
+#[test]
+fn so_many_threads_as_are_asked_for_do_the_background_work() {
+    let janitors = |daemon: &Running| {
+        let tasks = format!("/proc/{}/task", daemon.child.id());
+        let names = fs::read_dir(tasks).expect("it runs").map(|task| {
+            let comm = task.expect("a thread").path().join("comm");
+            // A thread of another kind may have ended.
+            fs::read_to_string(comm).unwrap_or_default()
+        });
+        names.filter(|name| name.trim() == "janitor").count()
+    };
+    let text = "pool_size = \"64MiB\"\nbackground_threads = 3\n";
+    let of_file = Running::start(|_| text.into());
+    // Threads get their names when they first run.
+    until("there are three", || janitors(&of_file) == 3);
+    let of_option = Running::start_with(&["--background-threads", "5"], |_| text.into());
+    until("there are five", || janitors(&of_option) == 5);
+    let said = of_file.reload("pool_size = \"64MiB\"\nbackground_threads = 4\n");
+    assert!(
+        said.contains("next start on hold: background_threads"),
+        "{said}"
+    );
+    assert_eq!(janitors(&of_file), 3);
+    for (threads, good) in [("0", false), ("1", true), ("64", true), ("65", false)] {
+        let checked = check(of_file.path(), &["--background-threads", threads]);
+        assert_eq!(checked.status.success(), good, "{threads}");
+        let error = String::from_utf8_lossy(&checked.stderr);
+        assert!(good || error.contains("1 to 64"), "{error}");
+    }
 }
 
 /// What a reserve has to fit into is the size of the file that was read last: the next start has no other.

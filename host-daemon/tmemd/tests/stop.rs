@@ -26,6 +26,7 @@ fn live(round: u64) {
     let config = Config {
         pool_size_bytes: 64 << 20,
         workers: 2,
+        background_threads: 1,
         waiting: Default::default(),
         control: folder.path().join("control"),
         control_group: None,

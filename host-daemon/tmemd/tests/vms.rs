@@ -50,6 +50,7 @@ impl Host {
         let daemon = Daemon::start(Config {
             pool_size_bytes: self.pool_size_bytes,
             workers: 1,
+            background_threads: 1,
             waiting: Default::default(),
             vm_pages_per_second: 0,
             control: self.path("control"),

@@ -38,6 +38,7 @@ impl Host {
         let config = Config {
             pool_size_bytes: 64 << 20,
             workers: 1,
+            background_threads: 1,
             waiting: Default::default(),
             vm_pages_per_second: 0,
             control: path("control"),
