@@ -156,6 +156,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("get_latency", "tmem_vm_request_duration_seconds{request=get}", Exact), (Histogram, "ns, requests"), "GET requests, likewise", "tmemd/src/latency.rs"),
     row(Vm, ("flush_latency", "tmem_vm_request_duration_seconds{request=flush}", Exact), (Histogram, "ns, requests"), "FLUSH requests, likewise; of one that takes several turns, the last", "tmemd/src/latency.rs"),
     row(Vm, ("wait_latency", "tmem_vm_turn_wait_seconds", Exact), (Histogram, "ns, turns"), "turns of its queues by how long they waited for a worker: from when it saw their work to when it began. A turn answers up to some hundred pages of requests", "tmemd/src/vring.rs"),
+    row(Vm, ("cpu_requests_ms", "tmem_vm_cpu_seconds", Exact), (Counter, "ms"), "time of workers at its requests, by the clock: waiting for a processor, or for memory of the guest that the host has swapped, is in it, so all VMs together may be above `cpu_workers_ms`. What its pages take in the background is not", "tmemd/src/vring.rs"),
     row(Vm, ("driver", "", No), (Text, ""), "what its driver said last on this connection, if it did: below", VM),
 
     row(Driver, ("version", "", No), (Text, ""), "of the module", GUEST),
@@ -218,6 +219,9 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("vms_frozen", "tmem_daemon_vms_frozen", Exact), (Gauge, "VMs"), "of these, frozen", FIGURES),
     row(Daemon, ("cpu_workers_ms", "tmem_daemon_stage_cpu_seconds{stage=requests}", Exact), (Counter, "ms"), "processor time of requests: copying in, decompressing, copying out, freeing", USAGE),
     row(Daemon, ("cpu_background_ms", "tmem_daemon_stage_cpu_seconds{stage=background}", Exact), (Counter, "ms"), "processor time of background work: finding equal pages, compressing, compaction, recompression", USAGE),
+    row(Daemon, ("cpu_settling_ms", "tmem_daemon_background_cpu_seconds{work=settling}", Exact), (Counter, "ms"), "of this, for new pages: finding equal ones, lz4. These three are counted at the end of a turn of some 1,024 pages; what they leave of the line above is threads that wake up, and memory of VMs that is unmapped", USAGE),
+    row(Daemon, ("cpu_recompression_ms", "tmem_daemon_background_cpu_seconds{work=recompression}", Exact), (Counter, "ms"), "of this, for cold pages: finding them, zstd", USAGE),
+    row(Daemon, ("cpu_room_ms", "tmem_daemon_background_cpu_seconds{work=room}", Exact), (Counter, "ms"), "of this, for room: eviction, freeing what was dropped, compaction, memory given back to the host", USAGE),
     row(Daemon, ("cpu_ms", "tmem_daemon_cpu_seconds", Exact), (Counter, "ms"), "processor time of the whole process: these, connections, control", USAGE),
     row(Daemon, ("resident_bytes", "tmem_daemon_resident_bytes", Steps), (Gauge, "bytes"), "memory of the process without what it maps of guests; the pool and the daemon's own", USAGE),
     row(Daemon, ("memory_locked", "tmem_daemon_memory_locked", Exact), (Gauge, ""), "all of the pool's memory is locked: pages of guests stay out of the host's swap (metric: 1 or 0)", HEAP),

@@ -74,7 +74,7 @@ pub use gain::{
     LOSS_UNDER_MAX, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
 };
 pub use hash::PageHash;
-pub use pool::Pool;
+pub use pool::{Pool, Work};
 pub use secret::SecretPages;
 pub use stats::{PoolStats, TenantStats};
 pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

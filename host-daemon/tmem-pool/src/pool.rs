@@ -30,6 +30,22 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
+/// What background work is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// Final forms of new pages: finding equal ones, lz4. Room that such a page needs at once is made here.
+    Settle,
+    /// Zstd for what is cold: the sweep.
+    Recompress,
+    /// Freeing what was dropped, evicting, compaction, memory given back.
+    MakeRoom,
+}
+
+impl Work {
+    /// All there is.
+    pub const ALL: [Work; 3] = [Work::Settle, Work::Recompress, Work::MakeRoom];
+}
+
 /// What tenants are made with.
 #[derive(Clone, Debug)]
 pub(crate) struct Made {
@@ -363,7 +379,8 @@ impl Inner {
     }
 
     /// One step of background work. 0: nothing is left to do.
-    fn maintain_step(&self, now: Time, pages: usize) -> usize {
+    fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
+        begins(Work::Settle);
         // Raw pages first: until they are settled they take twice the room, and then others are
         // refused. But guests can put as fast as they are settled, and the rest must go on.
         let settled = self.settle_step();
@@ -371,8 +388,10 @@ impl Inner {
         if settled > 0 && !turn.is_multiple_of(CHORES_EVERY) {
             return settled;
         }
+        begins(Work::MakeRoom);
         let done = settled + self.chore(pages) + self.store.heap.trim(self.idle_frames()) as usize;
         if done == 0 {
+            begins(Work::Recompress);
             return self.sweep_step(now);
         }
         done
@@ -563,9 +582,17 @@ impl Pool {
     /// size and to limits. At most about `budget` pages; true if more is left. Any number of
     /// threads may do it at once.
     pub fn maintain(&self, now: Time, budget: usize) -> bool {
+        self.maintain_telling(now, budget, &mut |_| {})
+    }
+
+    /// The same, for whoever wants to know what it takes: `begins` is told what is done from then on, which
+    /// may be what was done before. It is called up to three times for some eight pages, under no lock.
+    pub fn maintain_telling(&self, now: Time, budget: usize, begins: &mut dyn FnMut(Work)) -> bool {
         let mut left = budget;
         while left > 0 {
-            let done = self.0.maintain_step(now, left.min(EVICT_STEP_PAGES));
+            let done = self
+                .0
+                .maintain_step(now, left.min(EVICT_STEP_PAGES), begins);
             if done == 0 {
                 return false;
             }

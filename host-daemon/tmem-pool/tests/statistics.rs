@@ -4,7 +4,7 @@
 mod common;
 
 use common::{pool, tenant};
-use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time};
+use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time, Work};
 
 const MIB: u64 = 1 << 20;
 
@@ -51,6 +51,55 @@ fn every_page_has_one_form() {
         stats.settled_raw,
     ];
     assert_eq!((settled, stats.raw_pages), ([1, 1, 1, 1], 0));
+}
+
+/// Whoever looks at a clock when work begins knows what it took: what is counted of one kind changes only from
+/// when that begins to when another does.
+#[test]
+fn background_work_says_what_it_is_for() {
+    const TEN_MINUTES_NS: u64 = 600_000_000_000;
+    let pool = pool(16 * MIB);
+    let a = tenant(&pool, "a");
+    let done = |work: Work| {
+        let (all, own) = (pool.stats(), a.stats());
+        match work {
+            Work::Settle => own.settled_compressed + own.settled_raw,
+            Work::Recompress => all.denser_blobs,
+            Work::MakeRoom => all.moved_blobs + own.flushed_pages - all.detached_pages,
+        }
+    };
+    let mut changes = [0; 3];
+    let mut settle = |now: u64| {
+        let mut at = None;
+        let mut seen = Work::ALL.map(done);
+        let mut look = |begins: Option<Work>| {
+            let now = Work::ALL.map(done);
+            for (work, (now, seen)) in Work::ALL.into_iter().zip(now.iter().zip(&seen)) {
+                assert!(
+                    now == seen || at == Some(work),
+                    "{work:?} was done in {at:?}"
+                );
+                changes[work as usize] += u32::from(now != seen);
+            }
+            (at, seen) = (begins, now);
+        };
+        while pool.maintain_telling(Time(now), 64, &mut |work| look(Some(work))) {}
+        look(None);
+    };
+    for index in 0..200 {
+        // Four letters: bare lz4 makes little of it, and zstd a quarter.
+        let page = noise(index).map(|byte| b"tmem"[usize::from(byte % 4)]);
+        assert_eq!(put(&a, index, &page), PutResult::Stored);
+    }
+    settle(0);
+    a.flush(1, 1, 0, Some(99)).unwrap();
+    // New ones, while others are freed.
+    for index in 200..400 {
+        assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
+    }
+    settle(0);
+    (1..5).for_each(|half| settle(half * TEN_MINUTES_NS / 2));
+    assert!(!changes.contains(&0), "{changes:?}");
 }
 
 #[test]

@@ -110,6 +110,16 @@ fn stats_of_all_and_of_one() {
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["stats"]));
     assert!(text.contains("1 workers, 0 of 2 VMs connected"), "{text}");
+    let requests = "s of processor time for requests, ";
+    let (_, background) = text.split_once(requests).expect("it says what it takes");
+    for part in [
+        "in the background: ",
+        "new pages, ",
+        "cold pages, ",
+        "room\n",
+    ] {
+        assert!(background.contains(part), "{text} lacks {part}");
+    }
     assert!(
         words(&text, "pool").join(" ").contains("of 64.0 MiB held"),
         "{text}"

@@ -8,7 +8,7 @@ use crate::memory::Memory;
 use crate::outside::Outside;
 use crate::pulse::{Heart, Pulse};
 use crate::sandbox::{self, Kind};
-use crate::usage::Stage;
+use crate::usage::{Background, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -54,6 +54,8 @@ pub struct Janitor {
     unmapper: Mutex<Option<JoinHandle<()>>>,
     /// What they take.
     pub stage: Stage,
+    /// And what for, of those that do the pool's work.
+    pub background: Arc<Background>,
 }
 
 impl Janitor {
@@ -68,8 +70,11 @@ impl Janitor {
         pulse: &Pulse,
     ) -> std::io::Result<Arc<Janitor>> {
         let outside = outside.clone();
-        Janitor::start_with(threads, pulse, move || {
-            pool.maintain(Time(outside.now_ns()), MAINTAIN_PAGES)
+        let background: Arc<Background> = Arc::default();
+        Janitor::start_with(threads, pulse, background.clone(), move || {
+            let mut turn = background.turn();
+            let now = Time(outside.now_ns());
+            pool.maintain_telling(now, MAINTAIN_PAGES, &mut |work| turn.begins(work))
         })
     }
 
@@ -77,6 +82,7 @@ impl Janitor {
     fn start_with(
         threads: usize,
         pulse: &Pulse,
+        background: Arc<Background>,
         maintain: impl Fn() -> bool + Send + Sync + 'static,
     ) -> std::io::Result<Arc<Janitor>> {
         let maintain = Arc::new(maintain);
@@ -87,6 +93,7 @@ impl Janitor {
             threads: Mutex::new(Vec::new()),
             unmapper: Mutex::new(None),
             stage: Stage::default(),
+            background,
         });
         if threads > 0 {
             let own = janitor.clone();
@@ -224,7 +231,8 @@ mod tests {
             let _ = tell.send(call);
             false
         };
-        let janitor = Janitor::start_with(1, &Pulse::default(), maintain).expect("a thread");
+        let janitor =
+            Janitor::start_with(1, &Pulse::default(), Arc::default(), maintain).expect("a thread");
         let call = told.recv_timeout(Duration::from_secs(60));
         assert_eq!(call, Ok(1), "nobody works any more");
         janitor.stop();
@@ -239,7 +247,8 @@ mod tests {
             let gone = gone.lock().unwrap_or_else(PoisonError::into_inner);
             gone.recv().is_ok()
         };
-        let janitor = Janitor::start_with(1, &Pulse::default(), maintain).expect("a thread");
+        let janitor =
+            Janitor::start_with(1, &Pulse::default(), Arc::default(), maintain).expect("a thread");
         let of_vm = Discarded::default();
         for _ in 0..3 {
             let memory = Arc::new(Memory::empty(&Arc::default()));

@@ -9,7 +9,7 @@ use crate::vm::Vm;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tmem_control as api;
-use tmem_pool::PAGE_SIZE;
+use tmem_pool::{PAGE_SIZE, Work};
 use virtio_tmem as wire;
 
 /// varlink integers are signed.
@@ -112,6 +112,7 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         get_latency: counters.get_latency.read(),
         flush_latency: counters.flush_latency.read(),
         wait_latency: counters.wait_latency.read(),
+        cpu_requests_ms: load(&counters.turns_ns) / 1_000_000,
         driver: vm
             .report()
             .map(|report| of_driver(&report, vm.latencies().as_ref())),
@@ -236,6 +237,10 @@ pub fn of_pool(control: &Control) -> api::PoolStats {
 /// The daemon's own.
 pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
+    // Before the sum that they are part of.
+    let background = |work| int(control.janitor.background.cpu_ms(work));
+    let [settling, recompression, room] =
+        [Work::Settle, Work::Recompress, Work::MakeRoom].map(background);
     api::DaemonStats {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: i64::from(std::process::id()),
@@ -246,6 +251,9 @@ pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
         vms_frozen: count(|vm| vm.frozen.load(Ordering::Relaxed)),
         cpu_workers_ms: int(control.workers.stage().cpu_ms()),
         cpu_background_ms: int(control.janitor.stage.cpu_ms()),
+        cpu_settling_ms: settling,
+        cpu_recompression_ms: recompression,
+        cpu_room_ms: room,
         cpu_ms: int(usage::process_cpu_ms()),
         resident_bytes: int(usage::resident_bytes()),
         memory_locked: control.pool.is_locked(),

@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! What the daemon itself takes of the host: processor time by stage, and memory, as the kernel counts them.
-//! It costs nothing until somebody asks.
+//! That costs nothing until somebody asks. What background work is for the kernel does not know, nor for whom
+//! a worker works: of the first the threads tell here, of the other in `vring.rs`.
 
 use rustix::thread::Pid;
+use rustix::time::{ClockId, clock_gettime};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
+use tmem_pool::Work;
 
 /// Threads of one stage, which they join at their start.
 #[derive(Debug, Default)]
@@ -25,6 +29,79 @@ impl Stage {
         };
         threads.iter().map(one).sum()
     }
+}
+
+/// Processor time of background work by what it is for.
+#[derive(Debug, Default)]
+pub struct Background([AtomicU64; Work::ALL.len()]);
+
+impl Background {
+    /// The calling thread begins a turn.
+    pub fn turn(&self) -> Turn<'_> {
+        Turn {
+            sums: self,
+            begun_cpu_ns: clock_ns(ClockId::ThreadCPUTime),
+            at: Work::Settle,
+            since_ns: clock_ns(ClockId::Monotonic),
+            passed_ns: [0; Work::ALL.len()],
+        }
+    }
+
+    /// What turns that have ended took for it, in ms.
+    pub fn cpu_ms(&self, work: Work) -> u64 {
+        self.0[work as usize].load(Relaxed) / 1_000_000
+    }
+}
+
+/// A thread's turn of background work. Its end counts it.
+///
+/// Work changes every 30 or so pages, in some 100 µs: the clock of the thread's processor time, which is a
+/// system call of half a microsecond, is read at begin and end alone, and what it tells is divided by the
+/// monotonic clock, for which no call is needed. So all sums together are what the kernel counts,
+/// also where the thread had to wait for a processor; which of them bears such a pause is chance.
+#[derive(Debug)]
+pub struct Turn<'a> {
+    sums: &'a Background,
+    begun_cpu_ns: u64,
+    at: Work,
+    since_ns: u64,
+    passed_ns: [u64; Work::ALL.len()],
+}
+
+impl Turn<'_> {
+    /// From now on it is for this.
+    pub fn begins(&mut self, work: Work) {
+        if work != self.at {
+            let now_ns = clock_ns(ClockId::Monotonic);
+            self.passed_ns[self.at as usize] += now_ns - self.since_ns;
+            (self.at, self.since_ns) = (work, now_ns);
+        }
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        // Neither clock goes back; a panic here would end the daemon.
+        let last_ns = clock_ns(ClockId::Monotonic).saturating_sub(self.since_ns);
+        self.passed_ns[self.at as usize] += last_ns;
+        let cpu_ns = clock_ns(ClockId::ThreadCPUTime).saturating_sub(self.begun_cpu_ns);
+        let parts = divide(cpu_ns, self.passed_ns);
+        for (sum, part) in self.sums.0.iter().zip(parts) {
+            sum.fetch_add(part, Relaxed);
+        }
+    }
+}
+
+/// Divides a sum in proportion; no more than that sum.
+fn divide<const N: usize>(sum: u64, weights: [u64; N]) -> [u64; N] {
+    let all: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
+    let part = |weight| u128::from(sum) * u128::from(weight) / all.max(1);
+    weights.map(|weight| part(weight) as u64)
+}
+
+fn clock_ns(clock: ClockId) -> u64 {
+    let now = clock_gettime(clock);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
 /// Processor time of the whole process, in ms; 0 if the kernel does not say.
@@ -64,6 +141,60 @@ mod tests {
         assert_eq!(cpu_ms(&stat("worker-0")), 3000);
         assert_eq!(cpu_ms(&stat("a) b 1 2 (c")), 3000);
         assert_eq!(cpu_ms(""), 0);
+    }
+
+    #[test]
+    fn a_sum_is_divided_and_nothing_is_added() {
+        assert_eq!(divide(100, [1, 2, 1]), [25, 50, 25]);
+        assert_eq!(divide(100, [1, 1, 1]), [33, 33, 33]);
+        assert_eq!(divide(7, [0, 0, 0]), [0, 0, 0]);
+        assert_eq!(divide(7, [0, 9, 0]), [0, 7, 0]);
+        assert_eq!(divide(u64::MAX, [u64::MAX, u64::MAX]), [u64::MAX / 2; 2]);
+    }
+
+    fn burn(ms: u64) {
+        let begun_ns = clock_ns(ClockId::ThreadCPUTime);
+        while clock_ns(ClockId::ThreadCPUTime) < begun_ns + ms * 1_000_000 {}
+    }
+
+    /// Compared with what the same thread's clock tells, never with a time that a busy machine may not keep.
+    #[test]
+    fn work_is_counted_where_it_belongs_and_waiting_is_not() {
+        let background = Background::default();
+        let sums = || Work::ALL.map(|work| background.0[work as usize].load(Relaxed));
+        let begun_ns = clock_ns(ClockId::ThreadCPUTime);
+        let mut turn = background.turn();
+        turn.begins(Work::Recompress);
+        burn(20);
+        // The same again is no change.
+        turn.begins(Work::Recompress);
+        burn(20);
+        assert_eq!(sums(), [0; 3], "it counts at its end");
+        drop(turn);
+        let [_, recompress, room] = sums();
+        assert!(recompress > 0 && room == 0, "{:?}", sums());
+
+        // A panic ends it, too.
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let mut turn = background.turn();
+            turn.begins(Work::MakeRoom);
+            burn(20);
+            panic!("as a bug would");
+        }));
+        assert!(panicked.is_err());
+        assert!(
+            sums()[Work::MakeRoom as usize] > 0 && sums()[Work::Recompress as usize] == recompress
+        );
+
+        // Who waits takes nothing.
+        let turn = background.turn();
+        std::thread::sleep(Duration::from_millis(50));
+        drop(turn);
+        let cpu_ns = clock_ns(ClockId::ThreadCPUTime) - begun_ns;
+        let sum_ns: u64 = sums().into_iter().sum();
+        assert!(sum_ns <= cpu_ns, "{sum_ns} of {cpu_ns}");
+        // Of each turn dividing leaves less than a nanosecond for each kind.
+        assert!(sum_ns >= 60_000_000 - 9, "{sum_ns}");
     }
 
     #[test]

@@ -45,6 +45,8 @@ pub struct Counters {
     pub limited_pages: AtomicU64,
     /// Pages refused since the VM is frozen.
     pub refused_frozen: AtomicU64,
+    /// Time that workers were at its requests.
+    pub turns_ns: AtomicU64,
     /// Times of PUT requests.
     pub put_latency: Histogram,
     /// Times of GET requests.

@@ -236,12 +236,25 @@ impl Vring {
         comes
     }
 
-    /// It was taken from there for a turn that has not begun, so that a kick during it is not lost.
-    pub fn dequeue(&self) {
-        let waited_ns = self.now_ns() - self.queued_at_ns.load(Ordering::Relaxed);
+    /// It was taken from there for a turn that has not begun, so that a kick during it is not lost. Returns
+    /// when that was, for [`took`](Self::took).
+    pub fn dequeue(&self) -> u64 {
+        let now_ns = self.now_ns();
+        let waited_ns = now_ns - self.queued_at_ns.load(Ordering::Relaxed);
         self.queued.store(false, Ordering::SeqCst);
         let counters = &self.link.vm.counters;
         counters.wait_latency.count(Duration::from_nanos(waited_ns));
+        now_ns
+    }
+
+    /// Its turn has ended: that was its VM's time. By the daemon's clock, which is read without a system
+    /// call: a turn may be a single page in 5 µs, of which the clock of a thread's processor time would take
+    /// a tenth. The two differ where a worker has to wait for a processor, or for a page of the guest's that
+    /// the host has swapped; it waits for nothing else in a turn.
+    pub fn took(&self, begun_ns: u64) {
+        let took_ns = self.now_ns() - begun_ns;
+        let counters = &self.link.vm.counters;
+        counters.turns_ns.fetch_add(took_ns, Ordering::Relaxed);
     }
 
     /// First half of holding: the worker leaves at the end of the chain it is at.

@@ -265,7 +265,7 @@ impl Worker {
                 break;
             };
             heart.inspect(|heart| heart.work());
-            vring.dequeue();
+            let begun_ns = vring.dequeue();
             // A kick, or a control thread, may have been quicker than the look.
             looked_at.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
             let poll_max_ns = match looked_at.len() {
@@ -273,7 +273,9 @@ impl Worker {
                 _ => self.poll_max_ns,
             };
             let turn = AssertUnwindSafe(|| vring.turn(scratch, poll_max_ns));
-            match std::panic::catch_unwind(turn) {
+            let turn = std::panic::catch_unwind(turn);
+            vring.took(begun_ns);
+            match turn {
                 Ok(Turn::Idle) => {}
                 Ok(Turn::Look { until_ns }) => looked_at.push((vring, until_ns)),
                 Ok(Turn::More) => {

@@ -68,6 +68,52 @@ fn requests_are_timed_and_counted() {
     assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_workers_ms);
 }
 
+/// It grows with work, and not for a VM that asks nothing. No time is compared with one that a busy machine may
+/// not keep.
+#[test]
+fn processor_time_is_told_by_work_and_by_vm() {
+    const JANITORS: i64 = 2;
+    let vms = [("a", None), ("b", None)];
+    // So small that there is room to be made.
+    let mut daemon = Daemon::with_arguments(&vms, "4MiB", |_| {
+        let threads = JANITORS.to_string();
+        let options = ["--background-threads", &threads, "--host-free-min", "0"];
+        let none = ["--memory-pressure", "none"];
+        options.into_iter().chain(none).map(String::from).collect()
+    });
+    let mut driver = daemon.driver("a", 1);
+    let mut client = client(&daemon.path("control"));
+    let mut indexes = 0..;
+    let (mut settling_ms, mut room_ms, mut requests_ms) = (0, 0, 0);
+    // Each is there, and grows with work.
+    for _ in 0..2 {
+        until("work is counted", || {
+            (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
+            let told = client.stats(None).call().unwrap();
+            told.daemon.cpu_settling_ms > settling_ms
+                && told.daemon.cpu_room_ms > room_ms
+                && told.vms[0].cpu_requests_ms > requests_ms
+        });
+        let told = client.stats(None).call().unwrap();
+        settling_ms = told.daemon.cpu_settling_ms;
+        room_ms = told.daemon.cpu_room_ms;
+        requests_ms = told.vms[0].cpu_requests_ms;
+        // What the kernel says of a thread is user and system time, each rounded down to its tick; the clock
+        // that turns read is the same one, not rounded. What no turn has is waking up, and unmapping.
+        let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
+        let sum = settling_ms + told.daemon.cpu_recompression_ms + room_ms;
+        let most = told.daemon.cpu_background_ms + JANITORS * 2 * tick_ms;
+        assert!(sum <= most, "{:?}", told.daemon);
+    }
+    let [a, b] = ["a", "b"].map(|vm| stats(&mut client, vm));
+    assert_eq!((b.connected, b.cpu_requests_ms), (false, 0), "{b:?}");
+    // Each request lies in a turn, which ends a little after its last answer.
+    let sum_ns = a.put_latency.sum_ns + a.get_latency.sum_ns + a.flush_latency.sum_ns;
+    until("the last turn is counted", || {
+        stats(&mut client, "a").cpu_requests_ms >= sum_ns / 1_000_000
+    });
+}
+
 /// Beside the report, and only from drivers that say it.
 #[test]
 fn how_long_readers_waited_is_told() {
