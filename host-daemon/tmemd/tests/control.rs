@@ -378,6 +378,7 @@ fn tmemd(directory: &Path) -> Running {
     let mut command = Command::new(env!("CARGO_BIN_EXE_tmemd"));
     command
         .args(["--pool-size", "64MiB"])
+        .args(common::HOST_IS_NO_MATTER)
         .arg("--control")
         .arg(&config.control);
     for vm in &config.vms {

@@ -13,9 +13,7 @@ use tmem_sim::{Content, Driver, PutPage, Request};
 fn daemon() -> Daemon {
     Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |folder| {
         let read_only = folder.join("read-only").to_str().unwrap().to_owned();
-        let none = ["--host-free-min", "0", "--memory-pressure", "none"];
-        let all = ["--control-ro", &read_only].into_iter().chain(none);
-        all.map(String::from).collect()
+        vec!["--control-ro".into(), read_only]
     })
 }
 
