@@ -68,7 +68,7 @@ LIES_OF_POOLS = (
 # "token-beyond" (a used element that names no request, or cannot).
 
 # How long a get is held that is then answered wrongly. A driver believes what comes in time, so
-# this is well beyond its deadline of 200 ms and what a busy machine may add to it.
+# this, which is scaled, is five of its deadlines at least: what a busy machine may add to it.
 LATE_SECONDS = 1.0
 
 DAMAGE = bytes(byte ^ 0xFF for byte in range(256))

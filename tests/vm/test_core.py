@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from driver import (
+    DEADLINE_MS,
     MODULE,
     SYSFS,
     checksums,
@@ -45,7 +46,7 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-DEADLINE = "deadline_ms=200 verify_every=0"
+DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
 PAGES = FILE_BYTES // 4096  # of a file
 

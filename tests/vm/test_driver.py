@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    DEADLINE_MS,
     MODULE,
     ONLINE_SECONDS,
     SETTLE_SECONDS,
@@ -142,7 +143,7 @@ def test_two_guests_with_the_same_files(
         )
         guests[name] = vm.start()
         guests[name].sh("mkdir -p /mnt && mount -t ext4 -o ro,noload /dev/vda /mnt", 60)
-        guests[name].insmod(MODULE, "deadline_ms=200 verify_every=0")
+        guests[name].insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
         wait_state(guests[name], "on")
         held[name] = evict(guests[name], list(sums))["index_pages"]
         assert held[name] > 0
@@ -186,7 +187,7 @@ def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: 
     guest.sh("rmmod virtio_tmem", 60)
     sums[first] = overwrite(guest, first)
     guest.drop_caches()
-    guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
     assert checksums(guest, files) == sums
     assert stats(guest)["hits"] == 0
@@ -197,7 +198,7 @@ def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: 
     guest.mount("data", "/mnt")
     sums[second] = overwrite(guest, second)
     guest.drop_caches()
-    guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
     assert daemon.stats()["pool"]["pages"] == 0
     assert checksums(guest, files) == sums
@@ -399,7 +400,7 @@ def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
     assert stats(guest)["puts"] == 0
 
     guest.sh("rmmod virtio_tmem", 60)
-    guest.insmod(MODULE, "deadline_ms=200 allow_untested=1")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} allow_untested=1")
     wait_state(guest, "on")
     evict(guest, files)
     assert stats(guest)["puts"] > 0
@@ -512,7 +513,7 @@ def test_unload_under_load(session: Session, kernel: Kernel, module: Path) -> No
             lambda: stats(guest)["puts"] > 20 or torture.job.done(), SETTLE_SECONDS * 4, "some puts"
         )
         guest.sh("rmmod virtio_tmem", 120)
-        guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+        guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
         rounds += 1
     torture.finish()
     assert rounds >= 2

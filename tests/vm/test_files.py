@@ -18,8 +18,8 @@ from driver import (
     evict,
     seed,
     settle,
-    state,
     stats,
+    wait_state,
 )
 from test_driver import changed_content, overwrite
 
@@ -178,7 +178,7 @@ def test_loop_device(session: Session, kernel: Kernel, module: Path, direct: boo
     after = stats(guest)
     assert after["puts"] - before["puts"] > 1000
     assert after["mismatches"] == 0
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 @pytest.mark.smoke

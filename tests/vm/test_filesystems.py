@@ -13,7 +13,18 @@ import re
 from pathlib import Path
 
 import pytest
-from driver import DISK_BYTES, TORTURE, WHERE, Torture, driver_guest, seed, settle, state, stats
+from driver import (
+    DISK_BYTES,
+    PATIENT,
+    TORTURE,
+    WHERE,
+    Torture,
+    driver_guest,
+    seed,
+    settle,
+    stats,
+    wait_state,
+)
 
 from harness import disk
 from harness.guest import Guest
@@ -82,7 +93,7 @@ def random_operations(guest: Guest, name: str, operations: int) -> None:
     print(counters)
     assert counters["hits"] > operations // 20
     assert counters["mismatches"] == 0
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 def skip_unless_mountable(kernel: Kernel, name: str) -> None:
@@ -163,7 +174,7 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
 def test_dirty_hook_alone(session: Session, kernel: Kernel, test_module: Path) -> None:
     """A page can be read again without having been removed: only its becoming dirty told of it."""
     name = "xfs-1k"
-    guest = boot(session, kernel, test_module, name, "verify_every=0")
+    guest = boot(session, kernel, test_module, name, f"verify_every=0 {PATIENT}")
     Torture(guest, f"--scenario=split {mounted(name)}").finish()
     if kernel.series == "6.1":
         return  # writes there make no large folios
@@ -180,7 +191,7 @@ def test_xfs_without_hooks(
     name = "xfs-exchange" if scenario == "exchange" else "xfs"
     skip_unless_mountable(kernel, name)
     off = f"test_hooks_off={XFS_BROKEN[scenario]}"
-    guest = boot(session, kernel, test_module, name, f"verify_every=0 {off}")
+    guest = boot(session, kernel, test_module, name, f"verify_every=0 {PATIENT} {off}")
     print(Torture(guest, f"--scenario={scenario} {mounted(name)}").must_mismatch())
     guest.sh("echo '' >/sys/module/virtio_tmem/parameters/test_hooks_off")
     guest.sh("umount /mnt; mount -t xfs /dev/vda /mnt", 60)

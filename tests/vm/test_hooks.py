@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import WHERE, evict, set_parameter, settle, state, stats
+from driver import WHERE, evict, set_parameter, settle, stats, wait_state
 from test_files import FILE_PAGES, SPECIAL, boot, make
 
 from harness.guest import Guest
@@ -40,7 +40,7 @@ def test_ways_to_read(
             assert found == digest
             hits = after["hits"] - before["hits"]
             assert hits == 0 if off else hits > FILE_PAGES // 2
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 def puts_of_an_open_file(guest: Guest) -> int:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from driver import Torture, checksums, settle, state, stats
+from driver import Torture, checksums, settle, stats, wait_state
 from test_filesystems import boot
 
 from harness.guest import Guest
@@ -71,7 +71,7 @@ def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_sys
     assert bound // 2 <= taken <= bound + PUT_MAX
     # What was held comes back, and the rest from the disk.
     assert checksums(guest, [path]) == sums
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
@@ -120,4 +120,4 @@ def test_parts_of_folios(
     counters = stats(guest)
     assert counters["hits" if not verify else "verified_hits"] > 100
     assert counters["verify_mismatches"] == 0
-    assert state(guest) == "on"
+    wait_state(guest, "on")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    DEADLINE_MS,
     MODULE,
     TORTURE,
     WHERE,
@@ -20,7 +21,6 @@ from driver import (
     load,
     seed,
     start_daemon,
-    state,
     stats,
     wait_state,
 )
@@ -79,7 +79,7 @@ def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None
     guest.mount("data", WHERE)
     sums[second] = overwrite(guest, second)
     guest.drop_caches()
-    guest.insmod(MODULE, "deadline_ms=200 verify_every=0")
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
     assert daemon.stats()["pool"]["pages"] == 0, "nothing is kept for a guest that was reset"
     assert checksums(guest, files) == sums
@@ -116,7 +116,7 @@ def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> Non
     assert after["hits"] > before["hits"]
     assert after["invalidations_dirty"] > before["invalidations_dirty"]
     assert after["mismatches"] == 0
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:

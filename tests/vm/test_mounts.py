@@ -27,8 +27,8 @@ from driver import (
     set_parameter,
     settle,
     start_daemon,
-    state,
     stats,
+    wait_state,
 )
 from test_driver import FILE_BYTES, changed_content, overwrite, tree_disk
 from test_files import FILE_PAGES, SPECIAL, check_cached
@@ -167,7 +167,7 @@ def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Pat
     after = mount.counts()
     assert after["hits"] - before["hits"] > FILES * FILE_PAGES // 2
     assert after["gets"] >= after["hits"]
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 @pytest.mark.smoke
@@ -395,7 +395,7 @@ def test_pages_change_while_a_mount_is_replaced(
     assert (counters["mismatches"], counters["verified_hits"]) == (0, 0)
     replace.release()
     mount.wait()
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 def test_too_many_direct_writes(session: Session, kernel: Kernel, module: Path) -> None:

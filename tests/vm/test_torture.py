@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    PATIENT,
     TORTURE,
     WHERE,
     Torture,
@@ -79,7 +80,7 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path) -> No
     assert counters["mismatches"] == 0
     for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
         assert counters[f"invalidations_{why}"] > 0, why
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 @pytest.mark.smoke
@@ -90,7 +91,7 @@ def test_random_operations_verified(session: Session, kernel: Kernel, module: Pa
     counters = stats(guest)
     assert counters["verified_hits"] > 500
     assert counters["verify_mismatches"] == 0
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 @pytest.mark.smoke
@@ -101,7 +102,7 @@ def test_readers_never_go_back(session: Session, kernel: Kernel, module: Path) -
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()
     counters = stats(guest)
     assert counters["hits"] > 100
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 @pytest.mark.smoke
@@ -110,13 +111,13 @@ def test_scenarios(session: Session, kernel: Kernel, module: Path) -> None:
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
         assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 @pytest.mark.smoke
 def test_scenarios_without_hooks(session: Session, kernel: Kernel, test_module: Path) -> None:
     """Each hook is needed: without it the scenario that it is for finds a wrong byte."""
-    guest = boot(session, kernel, test_module, "verify_every=0")
+    guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
         print(hooks, Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch())
@@ -158,7 +159,7 @@ def test_random_operations_without_hooks(
     session: Session, kernel: Kernel, test_module: Path, hooks: str
 ) -> None:
     """The random operations see each hook that file contents depend on."""
-    guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hooks}")
+    guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     print(Torture(guest, arguments, 600).must_mismatch())
 
@@ -186,7 +187,7 @@ def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> No
     assert counters["puts_dropped_ring_full"] > 100
     assert counters["puts_dropped_nomem"] > 100
     assert counters["hits"] > 100
-    assert state(guest) == "on"
+    wait_state(guest, "on")
 
 
 def test_corrupt_pages(session: Session, kernel: Kernel, test_module: Path) -> None:
