@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from driver import (
+    PATIENT,
     SYSFS,
     checksums,
     driver_guest,
@@ -31,7 +32,7 @@ QUEUES = 4
 CHUNK = "/mnt/chunk"
 CHUNK_PAGES = 256  # these go to one queue
 BATCH_PAGES = 64
-CLOCK_MS = 30.0  # a tick or two more, and what /proc/uptime and a shell see of it
+OWN_MS = 1000.0  # of a busy machine, for once; what waits for the host waits for ever here
 
 
 def stated(name: str) -> int:
@@ -56,7 +57,7 @@ def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> Non
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
     guest = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB).start()
-    load(guest, "verify_every=0")
+    load(guest, f"verify_every=0 {PATIENT}")
     guest.sh(f"dd if=/dev/urandom of={CHUNK} bs=4096 count={CHUNK_PAGES}; sync")
     sums = checksums(guest, [CHUNK])
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
@@ -69,10 +70,13 @@ def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> Non
     assert after["puts"] - before["puts"] >= CHUNK_PAGES
     assert after["puts_dropped_ring_full"] == before["puts_dropped_ring_full"]
     settle(guest)
-    # All of them come back, also those that have other pages' blocks as neighbours.
+    # All of them come back, also those that have other pages' blocks as neighbours; of a busy
+    # machine some too late.
     assert checksums(guest, [CHUNK]) == sums
-    assert stats(guest)["hits"] - after["hits"] >= CHUNK_PAGES
-    assert stats(guest)["mismatches"] == 0
+    grown = growth(after, stats(guest))
+    assert grown["hits"] + grown["misses_late"] >= CHUNK_PAGES
+    assert grown["hits"] >= CHUNK_PAGES // 2
+    assert grown["mismatches"] == 0
 
 
 def drop_and_wait(guest: Guest) -> float:
@@ -111,8 +115,9 @@ def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> Non
         guest.sh(f"dd if=/dev/urandom of=/mnt/{number} bs=4096 count=2 2>/dev/null; sync")
         waits_ms.append(drop_and_wait(guest))
     print("sent after", waits_ms, "ms")
-    assert min(waits_ms[1:]) <= stated("TMEM_PUT_DELAY_MS") + CLOCK_MS
+    assert min(waits_ms[1:]) <= stated("TMEM_PUT_DELAY_MS") + OWN_MS
     waiting = stats(guest)
+    assert waiting["requests_put"] - before["requests_put"] >= IN_FLIGHT
     assert 2 * IN_FLIGHT <= waiting["puts"] - before["puts"] < BATCH_PAGES
     assert waiting["puts_stored"] == before["puts_stored"]
     daemon.resume()
