@@ -22,6 +22,10 @@ OWN_BYTES = 48 << 20
 CHILD = f"""
 import mmap, sys
 memory = mmap.mmap(int(sys.argv[1]), {SHARED_BYTES})
+try:
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # whose tables are fewer
+except OSError:
+    pass  # there are none
 for page in range(0, {SHARED_BYTES}, 4096):
     memory[page] = 1
 print("ready", flush=True)
