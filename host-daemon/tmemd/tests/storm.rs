@@ -66,7 +66,7 @@ impl Meeting {
     fn all(&self, parties: usize) {
         let arrived = self.0.fetch_add(1, Ordering::SeqCst) + 1;
         let wanted = arrived.next_multiple_of(parties);
-        let deadline = Instant::now() + REPLY_TIMEOUT;
+        let deadline = Instant::now() + common::scaled(REPLY_TIMEOUT);
         while self.0.load(Ordering::SeqCst) < wanted {
             assert!(Instant::now() < deadline, "somebody does not come");
             std::thread::sleep(Duration::from_millis(1));
@@ -76,7 +76,7 @@ impl Meeting {
 
 /// What the daemon takes when that is as stated.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
-    let deadline = Instant::now() + common::TIMEOUT;
+    let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
         let now = common::taken_by(pid);
         if stated(&now) {

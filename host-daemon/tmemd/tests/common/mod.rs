@@ -19,9 +19,15 @@ use virtio_tmem as wire;
 /// Bound of every wait: a busy machine, a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
+/// As the tests on VMs have it: slow machines set TMEM_TIMEOUT_SCALE above 1.
+pub fn scaled(time: Duration) -> Duration {
+    let scale = std::env::var("TMEM_TIMEOUT_SCALE");
+    time.mul_f64(scale.map_or(1.0, |scale| scale.parse().expect("a number")))
+}
+
 /// Polls until `check` holds.
 pub fn until(what: &str, mut check: impl FnMut() -> bool) {
-    let deadline = Instant::now() + TIMEOUT;
+    let deadline = Instant::now() + scaled(TIMEOUT);
     while !check() {
         assert!(Instant::now() < deadline, "waited in vain: {what}");
         std::thread::sleep(Duration::from_millis(1));
