@@ -5,10 +5,12 @@
 //! What the host has available is a file here, which stays as it is written.
 
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
+use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
 use tmemd::{Config, Daemon, PressureConfig};
@@ -18,6 +20,9 @@ const POOL_BYTES: u64 = 64 << 20;
 const FREE_MIN_BYTES: u64 = 256 << 20;
 /// Nothing but what has to stay free and 512 MiB.
 const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
+
+/// At the control socket.
+const PLACES: usize = 16;
 
 struct Host {
     folder: tempfile::TempDir,
@@ -71,17 +76,18 @@ impl Host {
     }
 }
 
-/// Clients that take every place at the control socket.
+/// Clients that take every place at the control socket; of those before some may still have theirs.
 fn clients(host: &Host) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
-    loop {
+    until("every place is taken", || {
         let mut client = tmem_control::connect(&host.control()).expect("connects");
         // Who is answered has a place.
-        match client.list().call() {
-            Ok(_) => clients.push(client),
-            Err(_) => return clients,
+        if client.list().call().is_ok() {
+            clients.push(client);
         }
-    }
+        clients.len() == PLACES
+    });
+    clients
 }
 
 fn until(what: &str, mut check: impl FnMut() -> bool) {
@@ -212,18 +218,49 @@ fn a_vm_does_not_end_for_a_message_that_cannot_be_written() {
     }
 }
 
+/// A socket before the daemon's that passes all on; it tells of each who is shut out without a word.
+fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
+    let listener = UnixListener::bind(path).expect("binds");
+    let (sender, shut_out) = mpsc::channel();
+    let pass = move |client: UnixStream, sender: mpsc::Sender<()>| {
+        let daemon = UnixStream::connect(&control)?;
+        let (asks, asked) = (client.try_clone()?, daemon.try_clone()?);
+        std::thread::spawn(move || {
+            let _ = io::copy(&mut &asks, &mut &asked);
+            let _ = asked.shutdown(Shutdown::Write);
+        });
+        std::thread::spawn(move || {
+            if !io::copy(&mut &daemon, &mut &client).is_ok_and(|bytes| bytes > 0) {
+                // Nobody listens any more when the test is over.
+                let _ = sender.send(());
+            }
+            let _ = client.shutdown(Shutdown::Both);
+        });
+        io::Result::Ok(())
+    };
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            pass(client.expect("comes"), sender.clone()).expect("the daemon is there");
+        }
+    });
+    shut_out
+}
+
 /// As when many VMs start together.
 #[test]
 fn a_place_at_the_daemon_is_waited_for() {
     let run = |host: &Host, operation: &str, device: &str| {
+        let front = host.folder.path().join("door");
+        let shut_out = door(&front, host.control());
         let clients = clients(host);
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                // Time for a try or two; the hook takes two seconds in all.
-                std::thread::sleep(Duration::from_millis(100));
+            scope.spawn(move || {
+                let time = Duration::from_secs(30);
+                shut_out.recv_timeout(time).expect("there was a place");
                 drop(clients);
             });
-            let output = hook(&host.control(), operation, &xml(1024, device));
+            let output = hook(&front, operation, &xml(1024, device));
+            fs::remove_file(&front).expect("there");
             let words = String::from_utf8_lossy(&output.stderr).into_owned();
             assert_eq!((output.status.code(), &*words), (Some(0), ""));
         });
