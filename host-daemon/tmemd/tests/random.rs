@@ -5,6 +5,7 @@
 mod common;
 
 use common::{Daemon, every_queue_answers, guest, seed, work};
+use tmem_control::VarlinkClientInterface;
 use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
@@ -38,7 +39,8 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<Driver> {
+/// The guests when all is over, and of how many pages of each the daemon says that a drain cut them off.
+fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
     let vms = [
         ("a", Some("team")),
         ("b", Some("team")),
@@ -92,24 +94,38 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<Driver> {
         every_queue_answers(driver);
     }
     daemon.expect_alive();
+    let mut client = tmem_control::connect(&daemon.path("control")).unwrap();
+    let stats = client.stats(None).call().unwrap();
+    let cut = |driver: &Driver| {
+        let name = driver.guest.name();
+        let vm = stats.vms.iter().find(|vm| vm.name == name).unwrap();
+        vm.drain_cut_pages as u64
+    };
     drivers
+        .into_iter()
+        .map(|driver| {
+            let cut = cut(&driver);
+            (driver, cut)
+        })
+        .collect()
 }
 
 /// Thousands of requests of four guests; what the pool has room for comes back.
 #[test]
 fn a_crowd_in_a_roomy_pool() {
     let drivers = crowd(seed("a_crowd_in_a_roomy_pool"), "512MiB", 8_000);
-    for driver in drivers {
+    for (driver, cut) in drivers {
         let counts = driver.model.counts();
         println!(
-            "{}: {} requests, {counts:?}",
+            "{}: {} requests, {cut} pages cut off, {counts:?}",
             driver.guest.name(),
             driver.requests()
         );
         // A cache that always misses would never be wrong. Losses: flushes that cross a put on
-        // another queue, and drains that ran out of time.
+        // another queue, and drains that ran out of time, as on a busy machine: those are counted.
         assert!(counts.hits > 300, "{counts:?}");
-        assert!(counts.lost * 20 < counts.hits, "{counts:?}");
+        let lost = counts.lost.saturating_sub(cut);
+        assert!(lost * 20 < counts.hits, "{cut} cut off, {counts:?}");
     }
 }
 
@@ -119,9 +135,9 @@ fn a_crowd_in_a_tight_pool() {
     let drivers = crowd(seed("a_crowd_in_a_tight_pool"), "2MiB", 5_000);
     let lost: u64 = drivers
         .iter()
-        .map(|d| d.model.counts().lost + d.model.counts().refused)
+        .map(|(d, _)| d.model.counts().lost + d.model.counts().refused)
         .sum();
-    let hits: u64 = drivers.iter().map(|d| d.model.counts().hits).sum();
+    let hits: u64 = drivers.iter().map(|(d, _)| d.model.counts().hits).sum();
     assert!(lost > 0, "the pool was not tight");
     assert!(hits > 0);
 }
