@@ -582,6 +582,7 @@ fn print(times: &Times, outcome: &Outcome) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tmem_sim::{Missing, skipped};
 
     /// A run in which all ratios are as these say.
     fn times(of: impl Fn(Holder, What) -> f64, spread: f64) -> Times {
@@ -642,8 +643,7 @@ mod tests {
     #[test]
     fn a_guest_cannot_tell_by_time_what_a_stranger_has() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-            eprintln!("skipped: the guest needs a processor of its own");
-            return;
+            return skipped(Missing::Processors, "the guest needs one of its own");
         }
         let args = Args {
             rounds: 40,
@@ -659,7 +659,7 @@ mod tests {
         print(&times, &outcome);
         match outcome {
             Outcome::Equal => {}
-            Outcome::Undecided(why) => eprintln!("skipped: undecided: {why}"),
+            Outcome::Undecided(why) => skipped(Missing::Quiet, format_args!("undecided: {why}")),
             Outcome::Different(what) => panic!("{what} differs"),
         }
     }

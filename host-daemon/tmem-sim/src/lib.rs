@@ -16,6 +16,7 @@ pub mod memory;
 pub mod model;
 pub mod requests;
 pub mod ring;
+pub mod skip;
 
 pub use content::Content;
 pub use driver::{Driver, DriverConfig};
@@ -24,6 +25,7 @@ pub use memory::{DirtyLog, GuestRam, RamRegion};
 pub use model::{Key, Model, Violation};
 pub use requests::{Answer, Cut, Encoded, Page, PageAnswer, PutPage, Range, Request};
 pub use ring::{Buffer, Desc, DriverRing, RingError};
+pub use skip::{Missing, skipped};
 
 /// Compiles the example of the README.
 #[cfg(doctest)]

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use tempfile::TempDir;
 use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
+use tmem_sim::{Missing, skipped};
 
 /// nobody's, who owns nothing.
 const USER: u32 = 65534;
@@ -134,8 +135,10 @@ fn web1(socket: &Path) -> VmSpec {
 #[test]
 fn a_user_of_its_own_serves_qemu_of_another() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can start processes of other users");
-        return;
+        return skipped(
+            Missing::Root,
+            "only root can start processes of other users",
+        );
     }
     let folder = folders(USER);
     let at = |name: &str| folder.path().join(name);
@@ -201,8 +204,7 @@ fn a_user_of_its_own_serves_qemu_of_another() {
 #[test]
 fn as_root_it_keeps_what_it_needs() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can start it as root");
-        return;
+        return skipped(Missing::Root, "only root can start it as root");
     }
     let folder = folders(0);
     let at = |name: &str| folder.path().join(name);

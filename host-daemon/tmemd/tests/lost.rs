@@ -3,7 +3,7 @@
 //!
 //! Once with a daemon in this process, whose mapping loses the page, which needs no privilege; and
 //! once as it happens, with a hole punched into huge pages of which the host has none left. That
-//! needs root and a kernel with huge pages, and is skipped with a reason otherwise.
+//! needs root and a kernel with huge pages of which the host uses none, and is skipped with a reason otherwise.
 
 mod common;
 
@@ -15,7 +15,9 @@ use std::fs::{self, File};
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use tmem_sim::{Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
+use tmem_sim::{
+    Driver, DriverConfig, GuestConfig, Key, Missing, PutPage, RamRegion, Request, skipped,
+};
 use vhost::VhostBackend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -259,10 +261,11 @@ fn a_hole_in_huge_pages() {
     // Two regions, and as many again that are left.
     let kept = match HugePages::more(6) {
         Ok(kept) => kept,
-        Err(why) => return println!("SKIPPED: {why}"),
+        Err(why) => return skipped(Missing::HugePages, why),
     };
     if kept.before > 0 {
-        return println!("SKIPPED: the host's own huge pages are not to be taken away");
+        let why = "the host's own huge pages are not to be taken away";
+        return skipped(Missing::HugePages, why);
     }
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", 1);

@@ -15,6 +15,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use tmem_control::accounts;
 use tmem_control::{VarlinkClientInterface, VmSpec};
+use tmem_sim::{Missing, skipped};
 
 const QEMU: u32 = 64055;
 const READERS: u32 = 64056;
@@ -71,8 +72,7 @@ fn let_everybody_in(socket: &Path) {
 #[test]
 fn who_a_socket_is_not_for_is_refused() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can connect as other users");
-        return;
+        return skipped(Missing::Root, "only root can connect as other users");
     }
     let read_only = |folder: &Path| {
         let path = folder.join("read-only").display().to_string();
@@ -149,8 +149,10 @@ fn who_a_socket_is_not_for_is_refused() {
 #[test]
 fn sockets_are_given_to_whom_the_configuration_names() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can give sockets away and connect as other users");
-        return;
+        return skipped(
+            Missing::Root,
+            "only root can give sockets away and connect as other users",
+        );
     }
     let named = |file: &str| {
         let rows = fs::read_to_string(file).expect("readable");
