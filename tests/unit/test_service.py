@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -145,6 +146,28 @@ def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
     if int(own, 16) & 1 << CAPABILITIES["sys_resource"]:
         assert re.search(r"Max locked memory +unlimited +unlimited ", limits)
         assert re.search(r"Max open files +65536 +65536 ", limits)
+
+
+def test_sockets_of_others_are_not_there(host: Systemd, daemon: Daemon) -> None:
+    """Of /run it has its own folder, the journal's and where it tells that it lives."""
+    folder = host.path("/run/dbus")
+    folder.mkdir(exist_ok=True)
+    with socket.socket(socket.AF_UNIX) as bus:
+        bus.bind(str(folder / "system_bus_socket"))
+        (folder / "system_bus_socket").chmod(0o666)
+        host.expect("systemctl", "restart", UNIT)
+        sockets = ["find", "/run", "-type", "s"]
+        there = set(host.expect(*sockets).splitlines())
+        assert {"/run/dbus/system_bus_socket", f"{RUN}/control"} <= there
+        enter = ["nsenter", "--target", str(main_pid(host)), "--mount", "--root"]
+        seen = set(host.expect(*enter, *sockets).splitlines())
+        others = {
+            path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
+        }
+        assert f"{RUN}/control" in seen and not others, "it could connect to these"
+        # Nor can it make any there.
+        assert host.run(*enter, "touch", "/run/more").returncode != 0
+    (folder / "system_bus_socket").unlink()
 
 
 def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:

@@ -18,6 +18,7 @@ use crate::pressure::{Size, Watcher, host_memory_bytes};
 use crate::pulse::{Heart, Pulse};
 use crate::recorder::Recorder;
 use crate::registry::Registry;
+use crate::sandbox::{self, Kind};
 use crate::sockets::{Access, Listener, Stranger};
 use crate::vm::Vm;
 use crate::worker::Workers;
@@ -155,6 +156,8 @@ impl Daemon {
                 return Err(error.into());
             }
         };
+        // Workers have their rings. The caller's thread, and what it begins from here on, make no others.
+        sandbox::narrow(Kind::Serving);
         // From here on dropping the daemon cleans up, whatever fails.
         let stop = Arc::new(
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -549,6 +552,7 @@ fn spawn(
             let builder = builder.name(format!("vm-{}", vm.name()));
             builder.spawn(move || {
                 let _ends = ends;
+                sandbox::narrow(Kind::Connection);
                 // The acceptor has another handle of the socket: the peer must see the end now.
                 let end = stream.try_clone();
                 connection::serve(&vm, stream, &shared);

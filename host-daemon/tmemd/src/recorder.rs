@@ -5,6 +5,7 @@
 //! full ones to the file, so that no guest waits for the host's disk. What compressing a page once
 //! more takes, a guest does wait.
 
+use crate::sandbox::{self, Kind};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -64,7 +65,10 @@ impl Recorder {
         let own_path = path.to_owned();
         let thread = std::thread::Builder::new()
             .name("trace".into())
-            .spawn(move || write_all(file, &own_path, &buffers))?;
+            .spawn(move || {
+                sandbox::narrow(Kind::Data);
+                write_all(file, &own_path, &buffers);
+            })?;
         tracing::info!(bytes_max, "recording a trace to {}", path.display());
         Ok(Recorder {
             path: path.to_owned(),

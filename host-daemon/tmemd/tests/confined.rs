@@ -26,6 +26,9 @@ const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
 /// CAP_IPC_LOCK, which root has unless it is a container's.
 const IPC_LOCK: u64 = 1 << 14;
 
+/// Filters of system calls that all threads have.
+const FILTERS: u32 = 3;
+
 struct Running(Child);
 
 /// What the unit leaves it.
@@ -107,7 +110,14 @@ fn folders(user: u32) -> TempDir {
     let folder = tempfile::tempdir().expect("folder");
     let at = |name: &str| folder.path().join(name);
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("set");
-    fs::copy(env!("CARGO_BIN_EXE_tmemd"), at("tmemd")).expect("copied");
+    // By another process: one that another test starts meanwhile would have the file open for writing, and it could
+    // not be executed.
+    let mut copy = Command::new("cp");
+    let copied = copy
+        .arg(env!("CARGO_BIN_EXE_tmemd"))
+        .arg(at("tmemd"))
+        .status();
+    assert!(copied.expect("started").success());
     for name in ["run", "traces"] {
         fs::create_dir(at(name)).expect("made");
         chown(at(name), Some(user), Some(user)).expect("given");
@@ -149,8 +159,10 @@ fn a_user_of_its_own_serves_qemu_of_another() {
     let mut full = client(&at("run/control"));
     let mut added = full.add_vm(web1(&socket));
     assert!(added.call().expect("added").added);
+    let mut vm = None;
     until("the socket is there", || {
-        UnixStream::connect(&socket).is_ok()
+        vm = UnixStream::connect(&socket).ok();
+        vm.is_some()
     });
     let metadata = fs::metadata(&socket).expect("there");
     assert_eq!((metadata.uid(), metadata.gid()), (QEMU, QEMU));
@@ -171,15 +183,18 @@ fn a_user_of_its_own_serves_qemu_of_another() {
     // Nobody of its user may look into it: its files in /proc are root's.
     let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("it runs");
     assert_eq!(own.uid(), 0, "it can be traced and dumped");
-    // Threads that touch pages have a filter more, as soon as they have begun.
-    until("a filter more for threads that touch pages", || {
+    // Threads that touch pages have a filter more than all have, as soon as they have begun; so have those that
+    // begin when rings are made, and those of connections one more than these.
+    until("filters for each kind of thread", || {
         let filters = filters(daemon.0.id());
-        let Some(wide) = filters.get("acceptor") else {
-            return false;
-        };
-        let narrow = |kind| filters.get(kind) == Some(&(wide + 1));
-        narrow("worker") && narrow("janitor") && narrow("unmapper")
+        let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));
+        let narrow = ["worker", "janitor", "unmapper", "trace"];
+        let later = ["tmemd", "acceptor", "watchdog", "pressure", "control"];
+        narrow.into_iter().all(|kind| has(kind, 1))
+            && later.into_iter().all(|kind| has(kind, 1))
+            && has("vm", 2)
     });
+    drop(vm);
 
     // One that was killed leaves a socket that was given away; the next one takes its place.
     drop(daemon);
