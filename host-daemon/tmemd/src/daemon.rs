@@ -390,7 +390,7 @@ fn warn_of_others(run_folder: &Path) {
     }
 }
 
-/// Each VM may need 17 queues of 3 descriptors, 64 regions and a socket.
+/// What VMs may need, docs/operating.md has.
 fn raise_descriptor_limit() {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let mut limit = getrlimit(Resource::Nofile);

@@ -189,7 +189,7 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
     if !seals.contains(SealFlags::SHRINK) {
         return Err(MemoryError(
             "is in a file that another process could truncate (no F_SEAL_SHRINK), which would \
-             end the daemon: give the VM memory of memory-backend-memfd,share=on (libvirt: \
+             end the VM's connection: give it memory of memory-backend-memfd,share=on (libvirt: \
              <memoryBacking><source type='memfd'/><access mode='shared'/>)"
                 .into(),
         ));

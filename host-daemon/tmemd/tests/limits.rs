@@ -8,9 +8,11 @@ use common::{Daemon, Taken, taken_by, until};
 use rustix::process::{Pid, Resource, Rlimit, getrlimit, prlimit};
 use std::fs;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tmem_control::VarlinkClientInterface;
 use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
+use vhost::VhostBackend;
 
 /// Lines of log: of all VMs at once, and of anybody else.
 const BURST_ALL: usize = 512;
@@ -21,7 +23,16 @@ const QUEUES: usize = 17;
 const REGIONS: usize = 64;
 const THREADS_MAX: usize = 1;
 const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES + REGIONS;
+/// While its front end changes its memory map: tables that wait to be unmapped, and one that comes in a message,
+/// which has no more.
+const MESSAGE_REGIONS: usize = 32;
+const TABLES_WAITING: usize = 4;
+const DESCRIPTORS_CHANGING_MAX: usize =
+    DESCRIPTORS_MAX + TABLES_WAITING * REGIONS + MESSAGE_REGIONS;
 const MEMORY_MAX_BYTES: usize = 1 << 20;
+
+/// Changes of a memory map in a loop: some hundred a second are unmapped.
+const CHANGES: usize = 2000;
 
 /// Who confines itself is not shown to other users, even of its own.
 fn visible() -> Daemon {
@@ -170,6 +181,33 @@ fn a_connection_takes_no_more_than_stated() {
     let own = memory_bytes.saturating_sub(before.memory_bytes + pool);
     println!("{own} bytes beside {pool} of the pool");
     assert!(own <= MEMORY_MAX_BYTES, "{own} bytes");
+
+    // Each message brings descriptors of its own, which stay as long as the table that they are of.
+    let regions = driver.guest.ram().vhost_regions();
+    let changed = AtomicBool::new(false);
+    let most = std::thread::scope(|scope| {
+        let looks = scope.spawn(|| {
+            let mut most = 0;
+            while !changed.load(Ordering::SeqCst) {
+                most = most.max(taken_by(pid).descriptors);
+            }
+            most
+        });
+        let frontend = driver.guest.frontend().expect("connected");
+        for _ in 0..CHANGES {
+            let changes = frontend.set_mem_table(&regions[..MESSAGE_REGIONS]);
+            changes.expect("served");
+        }
+        changed.store(true, Ordering::SeqCst);
+        looks.join().expect("it lives")
+    });
+    println!("{most} descriptors while its memory changes");
+    let bound = before.descriptors + DESCRIPTORS_CHANGING_MAX;
+    assert!(most <= bound, "{most} descriptors, at most {bound}");
+    let table = DESCRIPTORS_MAX - REGIONS + MESSAGE_REGIONS;
+    let one = before.descriptors + table;
+    assert!(most > one, "{most} descriptors: of one table only");
+    daemon.until("nothing has piled up", || taken_by(pid).descriptors <= one);
 }
 
 /// What the pool holds.
