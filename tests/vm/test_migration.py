@@ -145,6 +145,25 @@ def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> 
     print(f"{times} migrations, {downtimes} ms of downtime", counters)
 
 
+def serves(vm: Vm) -> bool:
+    """Whether the daemon works for that QEMU; a connection alone shows it no memory."""
+    devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
+    found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
+    return bool(found["vhost-started"])
+
+
+def stop(daemon: Daemon) -> None:
+    daemon.pause()
+
+
+def die(daemon: Daemon) -> None:
+    daemon.kill()
+
+
+def replace(daemon: Daemon) -> None:
+    daemon.restart()
+
+
 # The first pass over all memory takes some seconds, in which the guest writes more. Copying that at
 # the second speed would take minutes; and it must not be taken for little enough to end with, which
 # QEMU reckons from the speed that it has seen. (Without any downtime QEMU 10.0 ends after the first
@@ -155,6 +174,30 @@ SHORTEST_MS = 1
 DIRTIER = "while :; do dd if=/dev/zero of=/tmp/junk bs=1M count=40 2>/dev/null; done"
 
 
+def user_driver(session: Session, kernel: Kernel, daemon: Daemon) -> tuple[Vm, UserDriver]:
+    config = Config(kernel, VM, MEMORY_BYTES, cpus=2, tmem=device(daemon), files=files())
+    vm = session.vm(config)
+    vm.start()
+    return vm, UserDriver(vm)
+
+
+def copy_all_once(session: Session, vm: Vm, daemon: Daemon) -> Vm:
+    """Migrates until all memory was copied, and is not soon again; returns the other side."""
+    vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
+    target = migration.receiver(session, vm, device(daemon))
+    migration.begin(vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS)
+    migration.first_pass(vm)
+    migration.set_speed(vm, THEN_BYTES_PER_SECOND, SHORTEST_MS)
+    return target
+
+
+def copy_the_rest(vm: Vm, target: Vm) -> None:
+    vm.guest.sh("kill -9 -$(cat /tmp/dirtier)")
+    migration.set_speed(vm, migration.UNLIMITED)
+    migration.wait(vm, "completed")
+    migration.arrive(vm, target)
+
+
 @pytest.mark.smoke
 def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
     """A page that was copied already, and that the daemon alone then writes to, is copied again.
@@ -163,28 +206,55 @@ def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) ->
     the daemon writes for it is read at once.
     """
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
-    config = Config(kernel, VM, MEMORY_BYTES, cpus=2, tmem=device(daemons[0]), files=files())
-    vm = session.vm(config)
-    vm.start()
-    driver = UserDriver(vm)
+    vm, driver = user_driver(session, kernel, daemons[0])
     generation = driver.stored()
     for count in (1, 2):
-        vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
-        target = migration.receiver(session, vm, device(daemons[count % 2]))
-        migration.begin(
-            vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS
-        )
-        migration.first_pass(vm)
-        migration.set_speed(vm, THEN_BYTES_PER_SECOND, SHORTEST_MS)
+        target = copy_all_once(session, vm, daemons[count % 2])
         assert driver.hold() == "held"
-        vm.guest.sh("kill -9 -$(cat /tmp/dirtier)")
-        migration.set_speed(vm, migration.UNLIMITED)
-        migration.wait(vm, "completed")
-        migration.arrive(vm, target)
+        copy_the_rest(vm, target)
         vm = target
         driver.moved(vm)
         assert driver.hold() == "held right"
         generation = driver.stored(other_than=generation)
+
+
+@pytest.mark.parametrize("trouble", [die, stop, replace])
+def test_what_a_lost_daemon_wrote_comes_along(
+    session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
+) -> None:
+    """The same if it is gone before QEMU has read its log: dead, hung, or replaced by another."""
+    here, there = start_daemon(session, VM), start_daemon(session, VM)
+    vm, driver = user_driver(session, kernel, here)
+    driver.stored()
+    target = copy_all_once(session, vm, there)
+    assert driver.hold() == "held"
+    trouble(here)
+    if trouble is replace:
+        until(lambda: serves(vm), 20, "QEMU has the next daemon")
+    else:
+        # Something that one that hangs is asked for: QEMU gives it up in the middle of it.
+        vm.pause()
+        vm.resume()
+        until(lambda: not serves(vm), 20, "QEMU has lost its daemon")
+    assert migration.progress(vm)["status"] == "active"
+    copy_the_rest(vm, target)
+    driver.moved(target)
+    assert driver.hold() == "held right"
+
+
+def test_what_a_new_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
+    """A daemon that comes in the middle of a migration is given the log before it may write."""
+    here, there = start_daemon(session, VM), start_daemon(session, VM)
+    vm, driver = user_driver(session, kernel, here)
+    generation = driver.stored()
+    target = copy_all_once(session, vm, there)
+    replace(here)
+    driver.stored(other_than=generation)
+    assert driver.hold() == "held"
+    assert serves(vm) and migration.progress(vm)["status"] == "active"
+    copy_the_rest(vm, target)
+    driver.moved(target)
+    assert driver.hold() == "held right"
 
 
 def cancel(source: Vm, _target: Vm) -> None:
@@ -261,14 +331,6 @@ def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Pat
     all_right(guest)
 
 
-def stop(daemon: Daemon) -> None:
-    daemon.pause()
-
-
-def die(daemon: Daemon) -> None:
-    daemon.kill()
-
-
 @pytest.mark.parametrize("trouble", [die, stop])
 @pytest.mark.parametrize("which", ["source", "target"])
 def test_daemons_in_trouble(
@@ -313,13 +375,6 @@ def refuses_post_copy(vm: Vm) -> str | None:
         return str(error)
     migration.enable(vm, POST_COPY, state=False)
     return None
-
-
-def serves(vm: Vm) -> bool:
-    """Whether the daemon works for that QEMU; a connection alone shows it no memory."""
-    devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
-    found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
-    return bool(found["vhost-started"])
 
 
 def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:

@@ -474,8 +474,14 @@ static void vhost_user_tmem_event(void *opaque, QEMUChrEvent event)
         s->probing = false;
         s->lost = true;
         s->user.chr = &s->no_chardev;
-        /* Tells the migration code not to make the failure its own. */
-        s->dev.started = false;
+        /*
+         * Tells the migration code not to make the failure its own. Once that
+         * reads the dirty log it has to go on: what the backend wrote last is
+         * read when the device is stopped, and of a started device only.
+         */
+        if (!s->dev.log_enabled) {
+            s->dev.started = false;
+        }
         if (vhost_user_tmem_generation(s)) {
             warn_report("vhost-user-tmem %s: lost its backend, "
                         "the guest runs on without",
