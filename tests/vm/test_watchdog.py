@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from driver import LastingTorture, Torture, driver_vm, load, seed, state, stats, wait_state
 from test_device import query_qmp
+from test_memory_slots import ACPI_CHECK, guest_is_done
 
 from harness import migration
 from harness.daemon import Daemon
 from harness.kernel import Kernel
+from harness.qmp import QmpError
 from harness.session import Session
 from harness.supervisor import Supervisor
 from harness.vm import MIB, Tmem, Vm
@@ -31,6 +33,8 @@ PERIOD_SECONDS = 2.0
 BACKEND_TIMEOUT_SECONDS = 1.0
 # What an operation takes besides, on a busy machine.
 OWN_SECONDS = 3.0
+# What the guest may take of it before, to give away what is unplugged.
+GUEST_SECONDS = 30.0
 HANGS = 3
 
 
@@ -89,13 +93,53 @@ def plug_memory(vm: Vm) -> None:
     vm.qmp.execute("device_add", {"driver": "pc-dimm", "id": "dimm", "memdev": "more"})
 
 
+def unplug_memory(vm: Vm) -> None:
+    mark = vm.qmp.events_seen()
+    vm.qmp.execute("device_del", {"id": "dimm"})
+    vm.qmp.wait_event("DEVICE_DELETED", scaled(GUEST_SECONDS), mark)
+
+
+def unplug_device(vm: Vm) -> None:
+    """The device itself, as `tmemctl detach` has libvirt do it."""
+    mark = vm.qmp.events_seen()
+    vm.qmp.execute("device_del", {"id": "tmem0"})
+    vm.qmp.wait_event("DEVICE_DELETED", scaled(GUEST_SECONDS), mark)
+
+
 def save(vm: Vm) -> None:
     vm.pause()
     migration.save(vm, vm.folder / "state")
     vm.resume()
 
 
-OPERATIONS = [pause, query_qmp, plug_memory, save, reset]
+OPERATIONS = [pause, query_qmp, plug_memory, unplug_memory, unplug_device, save, reset]
+
+
+def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
+    """So that it has something to do."""
+    if operation is unplug_memory:
+        vm.guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
+        plug_memory(vm)
+        until(lambda: guest_is_done(vm, ACPI_CHECK), GUEST_SECONDS, "the guest has the memory")
+
+
+def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
+    """So that the guest caches again."""
+    if operation is reset:
+        load(vm.connect(), "verify_every=0")
+    if operation is unplug_device:
+        device = {"driver": "vhost-user-tmem-pci", "id": "tmem0", "chardev": "tmem"}
+
+        def plugged() -> bool:
+            try:
+                vm.qmp.execute("device_add", device)
+            except QmpError as error:
+                # The one that has gone lets go of its chardev a moment later.
+                assert "in use" in str(error), error
+                return False
+            return True
+
+        until(plugged, GUEST_SECONDS, "the device is plugged again")
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -111,10 +155,13 @@ def test_host_side_operations_are_bounded(
             module,
             Tmem(daemon.socket("vm1")),
             memory_bytes=192 * MIB,
+            # Of q35's own slots nothing can be unplugged.
+            machine="pc" if operation is unplug_device else "q35",
             arguments=["-m", "slots=2,maxmem=1G"],
         )
         guest = vm.start()
         load(guest, "verify_every=0")
+        prepare(vm, operation)
         daemon.pause()
         begun = time.monotonic()
         operation(vm)
@@ -122,11 +169,35 @@ def test_host_side_operations_are_bounded(
         print(f"{operation.__name__}: {took:.2f} s")
         assert took < BACKEND_TIMEOUT_SECONDS + scaled(OWN_SECONDS)
         supervisor.wait_kills(1, 2 * PERIOD_SECONDS + OWN_SECONDS)
-        if operation is reset:
-            guest = vm.connect()
-            load(guest, "verify_every=0")
+        undo(vm, operation)
+        guest = vm.guest
         wait_state(guest, "on")
         before = stats(guest)["hits"]
         Torture(guest, "--scenario=plain").finish()
         assert stats(guest)["hits"] > before
         vm.quit()
+
+
+def test_the_end_of_a_migration_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
+    """The VM rests for as long as its device is stopped, and the device meets such a daemon."""
+    here, there = session.daemon("vm1", pool_size="128MiB"), session.daemon("vm1")
+    there.start()
+    with supervised(here) as supervisor:
+        tmem = Tmem(here.socket("vm1"))
+        vm = driver_vm(session, kernel, module, tmem, memory_bytes=192 * MIB)
+        load(vm.start(), "verify_every=0")
+        target = migration.receiver(session, vm, Tmem(there.socket("vm1")))
+        migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
+        migration.half_done(vm)
+        here.pause()
+        begun = time.monotonic()
+        migration.set_speed(vm, migration.UNLIMITED)
+        downtime = int(migration.wait(vm, "completed")["downtime"]) / 1000
+        print(f"{time.monotonic() - begun:.2f} s, {downtime:.2f} s of downtime")
+        assert downtime < BACKEND_TIMEOUT_SECONDS + scaled(OWN_SECONDS)
+        migration.arrive(vm, target)
+        guest = target.guest
+        wait_state(guest, "on")
+        Torture(guest, "--scenario=plain").finish()
+        assert stats(guest)["hits"] > 0
+        supervisor.wait_kills(1, 2 * PERIOD_SECONDS + OWN_SECONDS)
