@@ -29,6 +29,7 @@ ACPI_CHECK, ACPI_EJECT, ACPI_SUCCESS = 1, 3, 0
 HUGE_BYTES = 2 * MIB
 VM_BYTES = 256 * MIB
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
+MEMINFO = Path("/proc/meminfo")
 
 
 def visible_daemon(session: Session) -> Daemon:
@@ -52,8 +53,45 @@ def guest_is_done(vm: Vm, event: int) -> bool:
     return (status["source"], status["status"]) == (event, ACPI_SUCCESS)
 
 
+def huge_pages_free() -> int:
+    """That are not promised to anybody."""
+    found = dict(re.findall(r"HugePages_(Free|Rsvd): +(\d+)", MEMINFO.read_text()))
+    return int(found.get("Free", 0)) - int(found.get("Rsvd", 0))
+
+
+@contextmanager
+def huge_pages(count: int) -> Iterator[None]:
+    """So many huge pages more, taken back in the end; or the test is skipped."""
+    if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
+        pytest.skip("huge pages cannot be reserved here")
+    if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in MEMINFO.read_text():
+        pytest.skip("the host's huge pages are not of 2 MiB")
+    # Whoever changes the number waits for its turn.
+    with NR_HUGEPAGES.open() as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        before = int(NR_HUGEPAGES.read_text())
+        try:
+            NR_HUGEPAGES.write_text(str(before + count))
+            if int(NR_HUGEPAGES.read_text()) < before + count:
+                pytest.skip(f"the host has no room for {count} huge pages")
+            yield
+        finally:
+            NR_HUGEPAGES.write_text(str(before))
+
+
+@pytest.fixture(params=["pages", "huge pages"])
+def dimm(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
+    """The backend of memory to be plugged."""
+    backend: dict[str, object] = {"qom-type": "memory-backend-memfd", "size": DIMM_BYTES}
+    if request.param == "pages":
+        yield backend
+    else:
+        with huge_pages(DIMM_BYTES // HUGE_BYTES):
+            yield {**backend, "hugetlb": True}
+
+
 def test_memory_is_plugged_and_unplugged_under_torture(
-    session: Session, kernel: Kernel, module: Path
+    session: Session, kernel: Kernel, module: Path, dimm: dict[str, object]
 ) -> None:
     daemon = visible_daemon(session)
     vm = driver_vm(
@@ -73,13 +111,11 @@ def test_memory_is_plugged_and_unplugged_under_torture(
     memory = "awk '/^MemTotal/ {print $2}' /proc/meminfo"
     own_kib = int(guest.sh(memory))
     torture = Torture(guest, f"--seed={seed()} --ops=6000 --files=16 --size-max=262144", 600)
+    free = huge_pages_free()
     rounds = 0
     while rounds < ROUNDS and not torture.job.done():
         rounds += 1
-        backend = {
-            "qom-type": "memory-backend-memfd", "id": "more", "size": DIMM_BYTES, "share": True,
-        }  # fmt: skip
-        vm.qmp.execute("object-add", backend)
+        vm.qmp.execute("object-add", {**dimm, "id": "more", "share": True})
         vm.qmp.execute("device_add", {"driver": "pc-dimm", "id": "dimm", "memdev": "more"})
         until(lambda: int(guest.sh(memory)) > own_kib, PLUG_SECONDS, "the guest has the memory")
         until(lambda: guest_is_done(vm, ACPI_CHECK), PLUG_SECONDS, "the guest is done with it")
@@ -90,6 +126,8 @@ def test_memory_is_plugged_and_unplugged_under_torture(
         until(lambda: guest_is_done(vm, ACPI_EJECT), PLUG_SECONDS, "the guest knows it is gone")
         until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has let go of it")
         vm.qmp.execute("object-del", {"id": "more"})
+        if "hugetlb" in dimm:  # whose pages nobody else takes meanwhile
+            until(lambda: huge_pages_free() >= free, PLUG_SECONDS, "the host has its pages back")
     assert rounds > 0
     torture.finish()
     after = stats(guest)
@@ -97,27 +135,6 @@ def test_memory_is_plugged_and_unplugged_under_torture(
     assert after["generation_changes"] == before["generation_changes"], "one connection"
     assert after["mismatches"] == 0
     assert after["hits"] > before["hits"]
-
-
-@contextmanager
-def huge_pages(count: int) -> Iterator[None]:
-    """So many huge pages more, taken back in the end; or the test is skipped."""
-    if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
-        pytest.skip("huge pages cannot be reserved here")
-    meminfo = Path("/proc/meminfo").read_text()
-    if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in meminfo:
-        pytest.skip("the host's huge pages are not of 2 MiB")
-    # Whoever changes the number waits for its turn.
-    with NR_HUGEPAGES.open() as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        before = int(NR_HUGEPAGES.read_text())
-        try:
-            NR_HUGEPAGES.write_text(str(before + count))
-            if int(NR_HUGEPAGES.read_text()) < before + count:
-                pytest.skip(f"the host has no room for {count} huge pages")
-            yield
-        finally:
-            NR_HUGEPAGES.write_text(str(before))
 
 
 def test_memory_of_huge_pages(session: Session, kernel: Kernel, module: Path) -> None:
