@@ -26,6 +26,7 @@ NAMES = {
     2: "SET_FEATURES",
     3: "SET_OWNER",
     5: "SET_MEM_TABLE",
+    6: "SET_LOG_BASE",
     8: "SET_VRING_NUM",
     9: "SET_VRING_ADDR",
     10: "SET_VRING_BASE",
@@ -91,12 +92,14 @@ class Backend:
 
     def answer(self, request, payload):
         """The payload of the reply, or None where only REPLY_ACK asks for one."""
-        if request == 1:
-            return struct.pack("<Q", self.args.features)
-        if request == 15:
-            return struct.pack("<Q", self.args.protocol_features)
-        if request == 17:
-            return struct.pack("<Q", self.args.queues)
+        numbers = {
+            1: self.args.features,
+            6: 0,  # answered also where nobody asks for it
+            15: self.args.protocol_features,
+            17: self.args.queues,
+        }
+        if request in numbers:
+            return struct.pack("<Q", numbers[request])
         if request == 11:
             index, _ = struct.unpack("<II", payload)
             return struct.pack("<II", index, 0)

@@ -239,6 +239,31 @@ def test_backend_closes_at_each_message(machine, backend):
         vm.wait_generation(0)
 
 
+def test_backend_closes_at_each_message_while_the_vm_migrates(machine, backend):
+    """The same while the dirty log is on, which is allocated, read and freed in between."""
+    vm = machine()
+    # Pages that are not zero, so that it lasts.
+    vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
+    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 16384})
+    vm.qmp("migrate", uri="exec:cat >/dev/null")
+    wait_for("the migration", lambda: vm.qmp("query-migrate")["status"] == "active")
+    logged = 0
+    for message in range(1, 80):
+        daemon = backend("--close-at", str(message))
+        exercise(vm)
+        logged += daemon.requests().count("SET_LOG_BASE")
+        daemon.kill()
+        vm.wait_generation(0)
+    assert logged > 0
+    assert vm.qmp("query-migrate")["status"] == "active"
+    daemon = backend()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    vm.qmp("migrate_cancel")
+    wait_for("the end", lambda: vm.qmp("query-migrate")["status"] == "cancelled")
+    assert vm.wait_generation(daemon.generation())
+
+
 @pytest.mark.parametrize("message", [2, 3, 5, 8, 12, 20, 25, 30, 36, 40, 44, 50, 56, 60, 64, 70])
 def test_backend_hangs_at_a_message(machine, backend, message):
     vm = machine()
