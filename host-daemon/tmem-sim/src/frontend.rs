@@ -685,6 +685,14 @@ impl FakeGuest {
     /// When the daemon refuses it.
     pub fn start_log(&mut self) -> Result<&DirtyLog, GuestError> {
         let log = DirtyLog::new(&self.ram).map_err(GuestError::Socket)?;
+        self.start_this_log(log)
+    }
+
+    /// The same with a log of any size.
+    ///
+    /// # Errors
+    /// When the daemon refuses it.
+    pub fn start_this_log(&mut self, log: DirtyLog) -> Result<&DirtyLog, GuestError> {
         let region = log.region();
         let r = self.link()?.frontend.set_log_base(0, Some(region));
         self.message("SET_LOG_BASE", r)?;

@@ -273,7 +273,14 @@ impl DirtyLog {
     /// When the kernel refuses the memory.
     pub fn new(ram: &GuestRam) -> io::Result<Self> {
         let bits = ram.end().div_ceil(PAGE_BYTES);
-        let size_bytes = bits.div_ceil(8).next_multiple_of(PAGE_BYTES);
+        Self::sized(bits.div_ceil(8).next_multiple_of(PAGE_BYTES))
+    }
+
+    /// A clear log of so many bytes, whole pages.
+    ///
+    /// # Errors
+    /// When the kernel refuses the memory.
+    pub fn sized(size_bytes: u64) -> io::Result<Self> {
         let region = RamRegion {
             start: 0,
             size_bytes,

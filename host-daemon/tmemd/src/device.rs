@@ -226,10 +226,12 @@ impl Device {
             }
             self.vm().clear();
         });
+        self.report_missed_pages();
         let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty(&self.lost)));
         self.janitor.discard(old, &self.vm().discarded);
     }
 
+    /// Tells of those that were not told yet.
     fn report_missed_pages(&mut self) {
         let missed = self.log.missed_pages();
         if missed > self.missed_pages {
@@ -371,6 +373,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             state.set_base(base);
             base
         })?;
+        // The last message before a migration is completed.
+        self.report_missed_pages();
         Ok(VhostUserVringState::new(index, u32::from(base)))
     }
 

@@ -9,7 +9,9 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use common::{Daemon, TIMEOUT, guest, seed, work};
-use tmem_sim::{Content, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request};
+use tmem_sim::{
+    Content, DirtyLog, Driver, DriverConfig, GuestConfig, Key, PutPage, RamRegion, Request,
+};
 use vhost::vhost_user::VhostUserFrontend;
 use virtio_tmem as wire;
 
@@ -334,6 +336,39 @@ fn staged(driver: &mut Driver, object: u64) {
     }
     let report = Request::Report(Box::new([0; tmem_sim::requests::REPORT_BYTES]));
     driver.guest.add(0, report, generation).unwrap();
+}
+
+/// When it matters: a migration ends with GET_VRING_BASE, or with the connection.
+#[test]
+fn a_dirty_log_that_is_too_short_is_told_before_the_migration_ends() {
+    let region = |start, size_bytes| RamRegion { start, size_bytes };
+    for stops in [true, false] {
+        let mut daemon = Daemon::start(&[("a", None)]);
+        let config = GuestConfig {
+            // Rings in the first region, which the log covers, buffers in the second.
+            ram: vec![region(0, 128 << 10), region(1 << 32, 8 << 20)],
+            request_queues: 1,
+            ..guest("a")
+        };
+        let mut driver = daemon.driver_with(config, DriverConfig::default());
+        driver.put(5, 0, 64);
+        driver.settle().unwrap();
+        let log = DirtyLog::sized(4096).unwrap();
+        driver.guest.start_this_log(log).unwrap();
+        driver.get(5, 0, 64);
+        driver.settle().unwrap();
+        let told = |daemon: &Daemon| {
+            let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
+            log.matches("could not be marked in the dirty log").count()
+        };
+        assert_eq!(told(&daemon), 0, "nobody has asked");
+        if stops {
+            driver.guest.stop().unwrap();
+            assert_eq!(told(&daemon), 1, "before GET_VRING_BASE is answered");
+        }
+        driver.guest.hang_up().unwrap();
+        assert_eq!(told(&daemon), 1, "stops: {stops}");
+    }
 }
 
 /// Every page that the daemon changes is in the dirty log: while it runs, at a pause, and after a
