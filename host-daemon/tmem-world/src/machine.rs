@@ -11,6 +11,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, MutexGuard};
 
 use rustix::event::{EventfdFlags, eventfd};
+use tmem_sim::memory::PAGE_BYTES;
 use tmem_sim::{DirtyLog, GuestRam};
 use tmemd::parts::{Device, Session};
 use vhost::vhost_user::VhostUserBackendReqHandlerMut;
@@ -43,7 +44,8 @@ pub struct Link {
 
 /// What a migration keeps at the source.
 pub struct Migration {
-    log: DirtyLog,
+    /// One of each start of the rings. The VMM reads the last one when they are stopped, or lost.
+    logs: Vec<DirtyLog>,
     /// Memory as it was sent first.
     base: Vec<Vec<u8>>,
 }
@@ -84,6 +86,13 @@ fn device(session: &Session) -> MutexGuard<'_, Device> {
     session.device().lock().expect("no panic")
 }
 
+/// One eventfd for each queue.
+fn notifiers(queues: usize) -> Vec<OwnedFd> {
+    let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
+    let fd = |_| eventfd(0, flags).expect("descriptors");
+    (0..queues).map(fd).collect()
+}
+
 fn consume(fd: &OwnedFd) -> bool {
     rustix::io::read(fd, &mut [0; 8]).is_ok()
 }
@@ -97,13 +106,11 @@ impl Machine {
     ) -> Machine {
         let ram = GuestRam::new(&ram(), true).expect("memory");
         let layout = Arc::new(Layout::new(&ram, queues));
-        let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
-        let fds = || (0..queues).map(|_| eventfd(0, flags).expect("descriptors"));
         Machine {
             ram,
             layout,
-            kicks: fds().collect(),
-            calls: fds().collect(),
+            kicks: notifiers(queues),
+            calls: notifiers(queues),
             generation: 0,
             config_irq: false,
             link: None,
@@ -214,6 +221,7 @@ impl Machine {
         for (queue, base) in bases.into_iter().enumerate() {
             self.start_ring(queue, base)?;
         }
+        self.set_log_base()?;
         let queues = self.kicks.len();
         let link = self.link()?;
         let mut device = device(&link.session);
@@ -282,47 +290,69 @@ impl Machine {
         Ok(generation(&mut device))
     }
 
-    /// The connection is no longer; the guest is told.
+    /// The connection is no longer; the guest is told. A migration goes on, with the next backend's
+    /// log from its start on.
     pub fn unlink(&mut self) -> Option<Link> {
         let link = self.link.take()?;
         if link.started {
             self.bases = None;
+            if self.mutation == Some(Mutation::LastLogUnread)
+                && let Some(migration) = &mut self.migration
+            {
+                migration.logs.pop();
+            }
         }
-        self.migration = None;
-        self.ram.track_written(false);
         self.generation = 0;
         self.config_irq = true;
         Some(link)
     }
 
-    /// A migration begins: all memory is sent, and from now on what is written is noted.
-    pub fn begin_migration(&mut self) -> Done {
+    /// A clear log, if there is a migration.
+    fn set_log_base(&mut self) -> Done {
+        let Some(migration) = &mut self.migration else {
+            return Ok(());
+        };
         let log = DirtyLog::new(&self.ram).expect("memory");
         let file = log.file().expect("descriptors");
         let spec = VhostUserLog::new(log.size_bytes(), 0);
+        migration.logs.push(log);
         let r = device(&self.link()?.session).set_log_base(&spec, file);
-        refused("SET_LOG_BASE", r)?;
+        refused("SET_LOG_BASE", r)
+    }
+
+    /// A migration begins: all memory is sent, and from now on what is written is noted.
+    pub fn begin_migration(&mut self) -> Done {
         self.ram.track_written(true);
-        let base = self.ram.snapshot();
-        self.migration = Some(Migration { log, base });
+        let (logs, base) = (Vec::new(), self.ram.snapshot());
+        self.migration = Some(Migration { logs, base });
+        // Otherwise the start does it.
+        if !self.started() {
+            return Ok(());
+        }
+        self.set_log_base()?;
         let features = self.features();
         let r = device(&self.link()?.session).set_features(features);
         refused("SET_FEATURES", r)
     }
 
     /// The migration ends here, with memory as the other side has it: pages that nobody noted are
-    /// as they were sent first. Rings must be stopped.
+    /// as they were sent first. Rings must be stopped. Used rings the VMM notes by itself.
     pub fn arrive(&mut self) {
-        let Some(Migration { log, base }) = self.migration.take() else {
+        let Some(Migration { logs, base }) = self.migration.take() else {
             return;
         };
-        let written = self.ram.track_written(false);
+        let mut written = self.ram.track_written(false);
+        written.extend(self.layout.rings.iter().map(|ring| ring.used / PAGE_BYTES));
         let lost = self.mutation == Some(Mutation::DirtyLogLost);
         for page in self.ram.changed_pages(&base) {
-            if !written.contains(&page) && (lost || !log.is_dirty(page)) {
+            let logged = !lost && logs.iter().any(|log| log.is_dirty(page));
+            if !written.contains(&page) && !logged {
                 self.ram.restore_page(&base, page);
             }
         }
+        // It is another VMM: a daemon that hangs where the VM was takes none of its notifications.
+        self.kicks = notifiers(self.kicks.len());
+        self.calls = notifiers(self.calls.len());
     }
 
     /// The migration does not happen.
@@ -331,6 +361,9 @@ impl Machine {
             return Ok(());
         }
         self.ram.track_written(false);
+        if !self.started() {
+            return Ok(());
+        }
         let features = self.features();
         let r = device(&self.link()?.session).set_features(features);
         refused("SET_FEATURES", r)

@@ -35,6 +35,8 @@ pub enum Mutation {
     ReplaySkipped,
     /// The VMM loses what the device marked in the dirty log.
     DirtyLogLost,
+    /// The VMM does not read the dirty log of a backend that is lost.
+    LastLogUnread,
     /// A refused put leaves what was held before it.
     RefusedLeavesOld,
     /// A flush drops nothing.
@@ -65,7 +67,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All there are.
-    pub const ALL: [Mutation; 27] = [
+    pub const ALL: [Mutation; 28] = [
         Mutation::GenerationKept,
         Mutation::GenerationCounted,
         Mutation::GenerationUnchecked,
@@ -80,6 +82,7 @@ impl Mutation {
         Mutation::HangUpIgnored,
         Mutation::ReplaySkipped,
         Mutation::DirtyLogLost,
+        Mutation::LastLogUnread,
         Mutation::RefusedLeavesOld,
         Mutation::FlushIgnored,
         Mutation::HitKeepsPage,

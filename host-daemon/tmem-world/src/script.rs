@@ -186,6 +186,18 @@ impl Draw {
         }
     }
 
+    /// Not seldom a VM arrives with answers that it has not seen yet, and without the daemon that gave
+    /// them.
+    fn before_arrival(&mut self, guest: u8) -> Vec<Step> {
+        let (file, page) = (self.file(), self.page());
+        let steps = [
+            Step::Read(guest, file, page, PAGES as u8, 0),
+            Step::Serve(self.rng.u16(..)),
+            Step::HangUp(guest, 0),
+        ];
+        steps[..self.rng.usize(..=steps.len())].to_vec()
+    }
+
     /// A fault and what makes it good, None where that is in it.
     fn fault(&mut self) -> Option<(Step, Option<Step>)> {
         let kind = self.rng.usize(..FAULTS);
@@ -260,6 +272,9 @@ impl Script {
         while steps.len() < count {
             if let Some(at) = remedies.iter().position(|(due, _)| *due <= steps.len()) {
                 let remedy = remedies.swap_remove(at).1;
+                if let Step::Arrive(guest) = remedy {
+                    steps.extend(draw.before_arrival(guest));
+                }
                 steps.push(remedy);
                 if let Step::Boot(_) = remedy {
                     steps.extend((0..draw.guests).map(Step::Connect));

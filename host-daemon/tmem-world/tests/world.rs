@@ -58,11 +58,44 @@ fn scripts_have_every_step() {
     assert_eq!(seen.len(), 39, "{seen:?}");
 }
 
+/// The table of docs/simulator.md: what a broken rule is found as, and in which seed.
+fn table() -> BTreeMap<String, (String, String)> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulator.md");
+    let text = std::fs::read_to_string(path).expect("the page");
+    let (_, rest) = text
+        .split_once("<!-- table: mutations -->\n")
+        .expect("its table");
+    let rows = rest
+        .lines()
+        .take_while(|line| line.starts_with('|'))
+        .skip(2);
+    let row = |line: &str| {
+        let cells: Vec<&str> = line
+            .split('|')
+            .map(|cell| cell.trim().trim_matches('`'))
+            .collect();
+        let [_, name, _, _, rule, seed, _] = cells[..] else {
+            panic!("{path}: not five cells: {line}");
+        };
+        (name.to_string(), (rule.to_string(), seed.to_string()))
+    };
+    rows.map(row).collect()
+}
+
+/// None is left out, and none is there that is no more.
+#[test]
+fn the_page_has_each_broken_rule() {
+    let mut known = Mutation::ALL.map(|m| format!("{m:?}"));
+    known.sort();
+    assert!(table().keys().eq(&known), "{:?}", table().keys());
+}
+
 #[test]
 #[cfg_attr(debug_assertions, ignore = "make check-sim runs it, optimised")]
 fn each_broken_rule_is_found() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let mut missed = Vec::new();
+    let (mut missed, mut others) = (Vec::new(), Vec::new());
+    let table = table();
     for mutation in Mutation::ALL {
         let totals = run_seeds((1, SEEDS), Some(mutation), threads, |_| {});
         // Not println: the table is worth more than the capture.
@@ -75,11 +108,29 @@ fn each_broken_rule_is_found() {
             ),
             None => writeln!(out, "{mutation:?}: not found in {SEEDS} seeds"),
         };
-        if totals.found.is_none() {
+        let Some(found) = totals.found else {
             missed.push(mutation);
+            continue;
+        };
+        let found = (found.failure.rule.to_string(), found.seed.to_string());
+        if table.get(&format!("{mutation:?}")) != Some(&found) {
+            others.push((mutation, found));
         }
     }
     assert!(missed.is_empty(), "not found: {missed:?}");
+    assert!(others.is_empty(), "docs/simulator.md is to say {others:?}");
+}
+
+/// What a failure says can be typed.
+#[test]
+fn a_failure_says_how_to_replay_it() {
+    let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
+    let program = program.args(["--mutation", "MissTaken", "--seeds", "20"]);
+    let output = program.env_remove("TMEM_SEED").output().expect("runs");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let command = "cargo run --release -p tmem-world -- --mutation MissTaken --trace";
+    assert!(said.contains(command), "{said}");
+    assert_eq!(output.status.code(), Some(1), "{said}");
 }
 
 #[test]

@@ -4,7 +4,7 @@
 //! The order of a VMM's messages is QEMU's. A VMM that has something to say to a daemon that does not
 //! answer gives it up.
 
-use super::{Ghost, Guest, Late, Snapshot, World, mix};
+use super::{Ghost, Late, Snapshot, World, mix};
 use crate::driver::Driver;
 use crate::kernel::Kernel;
 use crate::mutation::Mutation;
@@ -334,10 +334,11 @@ impl World {
     // ---- migration ----------------------------------------------------------------------------
 
     pub(super) fn migrate(&mut self, g: usize) {
-        let Guest { machine, .. } = &self.guests[g];
-        if self.hosts.len() < 2 || !machine.started() || machine.migrates() || !self.can_talk(g) {
+        if self.hosts.len() < 2 || self.guests[g].machine.migrates() {
             return;
         }
+        // A daemon that does not answer is given up, and the migration goes on.
+        self.can_talk(g);
         let guest = &mut self.guests[g];
         if let Err(error) = guest.machine.begin_migration() {
             guest.oracle.fail("message", error);
@@ -355,9 +356,7 @@ impl World {
             return;
         }
         self.stop(g);
-        if !self.can_talk(g) {
-            return;
-        }
+        self.can_talk(g);
         let guest = &mut self.guests[g];
         guest.machine.arrive();
         if let Some(link) = guest.unlink() {
@@ -368,11 +367,13 @@ impl World {
     }
 
     pub(super) fn cancel(&mut self, g: usize) {
-        if self.guests[g].machine.migrates() && self.can_talk(g) {
-            let guest = &mut self.guests[g];
-            if let Err(error) = guest.machine.cancel_migration() {
-                guest.oracle.fail("message", error);
-            }
+        if !self.guests[g].machine.migrates() {
+            return;
+        }
+        self.can_talk(g);
+        let guest = &mut self.guests[g];
+        if let Err(error) = guest.machine.cancel_migration() {
+            guest.oracle.fail("message", error);
         }
     }
 }
