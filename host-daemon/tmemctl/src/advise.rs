@@ -172,7 +172,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
 /// How far off the columns may be, as replays of recorded traces have it.
 fn bounds() -> String {
     format!(
-        "In percent of all gets. By replays of recorded loads more room brings at least what is told less {GAIN_OVER_MAX}, at most \
+        "In percent of all gets. By replays of recorded loads more room brings at least what is told less {GAIN_OVER_MAX}, seldom over \
          {GAIN_UNDER_MAX} more;\nless room costs at most {LOSS_UNDER_MAX} more than is told, and may cost far less; giving up what is told costs at most {GIVE_UP_COST_MAX}.\n"
     )
 }
