@@ -475,7 +475,7 @@ fn an_answer_may_be_longer_than_a_call() {
     let _daemon = Daemon::start(config.clone()).expect("starts");
     let mut stream = UnixStream::connect(&config.control).expect("connects");
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-    let call = b"{\"method\":\"io.virtiotmem.Control.Stats\"}\0";
+    let call = b"{\"method\":\"io.virtiotmem.Control.Stats\",\"parameters\":{}}\0";
     stream.write_all(call).expect("sent");
     let mut answer = Vec::new();
     let mut part = [0; 4096];
