@@ -274,8 +274,10 @@ fn as_root_it_keeps_what_it_needs() {
 #[test]
 fn it_tells_that_its_memory_is_not_locked() {
     if !geteuid().is_root() {
-        eprintln!("skipped: only root can start processes of other users");
-        return;
+        return skipped(
+            Missing::Root,
+            "only root can start processes of other users",
+        );
     }
     let folder = folders(USER);
     let mut command = Command::new("prlimit");

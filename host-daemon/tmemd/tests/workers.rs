@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use common::{Daemon, guest, until, work};
-use tmem_sim::{Content, DriverConfig, FakeGuest, GuestConfig, PutPage, Request};
+use tmem_sim::{Content, DriverConfig, FakeGuest, GuestConfig, Missing, PutPage, Request, skipped};
 
 fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Daemon {
     let arguments = |_: &std::path::Path| {
@@ -98,8 +98,8 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
 #[test]
 fn a_flood_takes_its_share_and_no_more() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
-        eprintln!("skipped: with one processor the worker has many turns while we do not look");
-        return;
+        let why = "with one the worker has many turns while we do not look";
+        return skipped(Missing::Processors, why);
     }
     for event_loop in ["epoll", "auto"] {
         let mut daemon = daemon(&[("flood", None), ("small", None)], event_loop, 1);
