@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happens at a limit: whose pages go, what is refused, what is freed behind.
+//! What happens at a limit: whose pages go, what is refused.
 
-use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, put_raw, settle};
-use crate::config::{
-    EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN, TENANT_METADATA_BYTES,
+use super::{
+    OPEN, POOL, add, config, fill, get, new_pool, noise, partly_noise, put, put_raw, settle,
 };
+use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN};
 use crate::state::Reason;
 use crate::{
     AdmissionError, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Pool, Put, PutResult, Quota,
@@ -20,12 +20,6 @@ fn limited(limit_bytes: u64) -> Quota {
         limit_bytes: Some(limit_bytes),
         ..OPEN
     }
-}
-
-fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
-    let stored =
-        |&index: &u64| put(tenant, object, index, 1, &noise(object << 32 | index)) == Stored;
-    (0..pages).filter(stored).count() as u64
 }
 
 #[test]
@@ -706,176 +700,5 @@ fn what_one_tenant_flushed_is_freed_before_another_is_evicted() {
     assert_eq!(fill(&b, 1, 80), 80);
     assert_eq!((a.stats().evictions, b.stats().evictions), (0, 0));
     assert!(a.stats().detached_pages < 60);
-    pool.check_invariants();
-}
-
-/// Empties `tenant` by `empty` and follows its 100 pages until they are freed.
-fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
-    // Half in the object that goes, some of them same-filled; and all are found elsewhere, too.
-    for index in 0..100 {
-        let page: Page = if index % 10 == 0 {
-            [1; PAGE_SIZE]
-        } else {
-            partly_noise(index, 5)
-        };
-        assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
-    }
-    let before = pool.stats();
-    let tenant = empty(tenant);
-    let after = pool.stats();
-    assert_eq!(
-        (after.pages, after.detached_pages, after.flushed_pages),
-        (0, 100, 100)
-    );
-    assert_eq!(
-        after.payload_bytes, before.payload_bytes,
-        "detached is still held"
-    );
-    assert_eq!(after.blobs, before.blobs);
-    pool.check_invariants();
-    if let Some(tenant) = &tenant {
-        // Empty at once for whoever asks, and usable meanwhile.
-        let _ = tenant.create_pool(POOL);
-        assert_eq!(tenant.stats().charged_bytes, 0);
-        assert_eq!(get(tenant, 1, 1, 1), None);
-        assert_eq!(put(tenant, 1, 1, 2, &noise(1)), Stored);
-    }
-    let mut detached = 100;
-    while pool.maintain(Time(0), 10) {
-        let now = pool.stats().detached_pages;
-        assert!(
-            detached - now <= 10,
-            "{detached} to {now} in one step of 10"
-        );
-        detached = now;
-        pool.check_invariants();
-    }
-    assert!(detached <= 10, "the last step ended with {detached}");
-    assert_eq!(pool.stats().detached_pages, 0);
-    match &tenant {
-        Some(tenant) => assert_eq!(get(tenant, 1, 1, 2), Some(noise(1)), "the new page stays"),
-        None => assert_eq!(pool.stats().departed_tenants, 0),
-    }
-    let stats = pool.stats();
-    assert_eq!(
-        (stats.payload_bytes, stats.blobs, stats.pages),
-        (0, 0, 0),
-        "{stats:?}"
-    );
-    pool.check_invariants();
-}
-
-#[test]
-fn an_object_goes_at_once_and_is_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
-        tenant.flush(POOL, 1, 0, None).unwrap();
-        Some(tenant)
-    });
-}
-
-#[test]
-fn a_pool_goes_at_once_and_is_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
-        tenant.destroy_pool(POOL).unwrap();
-        Some(tenant)
-    });
-}
-
-#[test]
-fn a_tenant_is_cleared_at_once_and_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
-        tenant.clear();
-        assert_eq!(tenant.stats().pools, 0);
-        Some(tenant)
-    });
-}
-
-#[test]
-fn a_tenant_leaves_at_once_and_is_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
-        drop(tenant);
-        assert_eq!(
-            (pool.stats().tenants, pool.stats().departed_tenants),
-            (0, 1)
-        );
-        None
-    });
-}
-
-#[test]
-fn an_object_detached_before_a_clear_is_freed_as_well() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    fill(&tenant, 1, 40);
-    fill(&tenant, 2, 40);
-    tenant.flush(POOL, 1, 0, None).unwrap();
-    tenant.clear();
-    tenant.create_pool(POOL).unwrap();
-    fill(&tenant, 2, 40);
-    settle(&pool);
-    assert_eq!((tenant.stats().pages, pool.stats().blobs), (40, 40));
-    // The queue has only what is there: all of it can be evicted, and no more.
-    pool.resize(0);
-    settle(&pool);
-    assert_eq!((tenant.stats().evictions, pool.stats().blobs), (40, 0));
-}
-
-/// A guest can make and end pools faster than they would be freed behind.
-#[test]
-fn empty_pools_leave_nothing_to_free() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    for id in 2..100 {
-        tenant.create_pool(id).unwrap();
-        tenant.destroy_pool(id).unwrap();
-        tenant.clear();
-    }
-    assert!(!tenant.inner().has_dead());
-    pool.check_invariants();
-}
-
-/// What a pool with a page in it takes is counted until it is free.
-#[test]
-fn an_ended_pool_is_held_until_it_is_freed() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    assert_eq!(fill(&tenant, 1, 1), 1);
-    let held_bytes = pool.stats().held_bytes;
-    tenant.destroy_pool(POOL).unwrap();
-    let payload_bytes = pool.stats().payload_bytes;
-    assert_eq!(payload_bytes, PAGE_SIZE as u64, "until it is freed");
-    assert!(pool.stats().held_bytes > held_bytes - 1024);
-    settle(&pool);
-    assert_eq!(pool.stats().payload_bytes, 0);
-    let left_bytes = pool.stats().metadata_bytes - TENANT_METADATA_BYTES;
-    assert!(left_bytes < 8 << 10, "{left_bytes} B stay");
-}
-
-#[test]
-fn a_flush_can_be_done_in_steps() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    assert_eq!(fill(&tenant, 1, 200), 200);
-    let mut steps = 0;
-    loop {
-        let mut budget = 30;
-        let before = tenant.stats().pages;
-        let done = tenant.flush_some(POOL, 1, 1, None, &mut budget).unwrap();
-        let dropped = before - tenant.stats().pages;
-        assert_eq!(dropped, 30 - budget as u64);
-        steps += 1;
-        if done {
-            break;
-        }
-        assert_eq!(budget, 0, "not done, so it was spent");
-    }
-    assert_eq!((steps, tenant.stats().pages), (7, 1));
-    // Nothing is left to do, and nothing left to do it with.
-    assert_eq!(tenant.flush_some(POOL, 2, 1, None, &mut 0), Ok(true));
-    assert_eq!(tenant.flush_some(POOL, 1, 0, None, &mut 0), Ok(false));
     pool.check_invariants();
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests that look inside the engine. What the public interface shows is tested in `tests/`.
 
+mod behind;
 mod content;
 mod faults;
 #[cfg(feature = "shuttle")]
@@ -80,6 +81,14 @@ fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> Pu
     let result = put_raw(tenant, object, index, cookie, page);
     settle_raw(tenant);
     result
+}
+
+/// Puts that many incompressible pages, each by itself; how many are stored.
+fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
+    let stored = |&index: &u64| {
+        put(tenant, object, index, 1, &noise(object << 32 | index)) == PutResult::Stored
+    };
+    (0..pages).filter(stored).count() as u64
 }
 
 fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
