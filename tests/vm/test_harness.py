@@ -95,7 +95,10 @@ def test_disks(session: Session, kernel: Kernel) -> None:
     assert (read - before) * 512 >= len(content)
     assert read_qemu - before_qemu == (read - before) * 512
     guest.sh("sha256sum /mnt/file")
-    assert at_rest(guest, vm) == (read, read_qemu), "was cached"
+    # It was cached. The file system may have looked at a block or two of its own meanwhile.
+    again, again_qemu = at_rest(guest, vm)
+    assert (again - read) * 512 < len(content) // 100
+    assert again_qemu - read_qemu == (again - read) * 512
     guest.drop_caches()
     guest.sh("sha256sum /mnt/file")
     assert guest.disk_stat("data").read_sectors - before >= 2 * len(content) // 512
