@@ -188,6 +188,7 @@ impl<T: Record> Arena<T> {
 
     /// A record that may be free, or was and went with its block: a free one's value says nothing.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
+        debug_assert!(id != 0);
         let (block, at) = Self::locate(id);
         let block = self.blocks.get(block)?;
         block.records().get(at)
