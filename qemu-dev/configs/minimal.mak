@@ -2,6 +2,7 @@
 # Devices of the small test binary: what the VM tests and the demo put into a machine.
 CONFIG_Q35=y
 CONFIG_I440FX=y
+CONFIG_MICROVM=y
 CONFIG_PCIE_PORT=y
 CONFIG_VIRTIO_PCI=y
 CONFIG_VIRTIO_BLK=y

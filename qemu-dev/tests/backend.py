@@ -3,7 +3,8 @@
 
 It holds no pages and serves no ring. It is a process of its own, so that a test can stop and
 kill it, and it can die, hang or go on strike at the n-th message that it receives, counted
-over all connections: that is how a test visits each moment of the device's life.
+over all connections: that is how a test visits each moment of the device's life. SIGUSR1 makes
+it slow, and quick again.
 
 Prints one JSON object a line for each message, for the test to read.
 """
@@ -16,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from pathlib import Path
 
 HEADER = struct.Struct("<III")
@@ -65,6 +67,21 @@ class Backend:
         self.args = args
         self.messages = 0
         self.generation = 0
+        self.slow = False
+
+    def toggle_slow(self, *_):
+        self.slow = not self.slow
+        self.log(event="slow" if self.slow else "quick")
+
+    def send(self, conn, data):
+        """At once, or after the delay, or byte by byte with the delay before each."""
+        if not self.slow:
+            conn.sendall(data)
+            return
+        step = 1 if self.args.bytewise else len(data)
+        for offset in range(0, len(data), step):
+            time.sleep(self.args.delay_ms / 1000)
+            conn.sendall(data[offset : offset + step])
 
     def new_generation(self):
         self.generation = int.from_bytes(os.urandom(8), "little") | 1
@@ -134,6 +151,7 @@ class Backend:
                 message=self.messages,
                 request=NAMES.get(request, request),
                 generation=self.generation,
+                **({"value": struct.unpack("<Q", payload)[0]} if request in (2, 16) else {}),
             )
             if self.misbehave():
                 return
@@ -141,7 +159,7 @@ class Backend:
             if reply is None and flags & 8:
                 reply = struct.pack("<Q", 0)
             if reply is not None:
-                conn.sendall(HEADER.pack(request, 1 | 4, len(reply)) + reply)
+                self.send(conn, HEADER.pack(request, 1 | 4, len(reply)) + reply)
 
 
 def main():
@@ -150,6 +168,8 @@ def main():
     parser.add_argument("--die-at", type=int, default=0, help="SIGKILL at this message")
     parser.add_argument("--hang-at", type=int, default=0, help="SIGSTOP at this message")
     parser.add_argument("--close-at", type=int, default=0, help="close at this message")
+    parser.add_argument("--delay-ms", type=int, default=0, help="before answers while slow")
+    parser.add_argument("--bytewise", action="store_true", help="delay each byte of them")
     parser.add_argument("--queues", type=int, default=17)
     parser.add_argument("--page-size", type=int, default=4096)
     parser.add_argument("--batch-max", type=int, default=64)
@@ -171,6 +191,7 @@ def main():
     listener.bind(args.socket)
     listener.listen(8)
     backend = Backend(args)
+    signal.signal(signal.SIGUSR1, backend.toggle_slow)
     backend.log(event="listening")
     while True:
         conn, _ = listener.accept()

@@ -35,8 +35,8 @@ def machine(qemu, folder):
     """Makes a machine of the test's own."""
     machines = []
 
-    def make(**options):
-        machines.append(Machine(qemu, folder, **options))
+    def make(path=folder, **options):
+        machines.append(Machine(qemu, path, **options))
         return machines[-1]
 
     yield make
@@ -49,8 +49,8 @@ def backend(folder):
     """Starts a backend process on the machine's socket."""
     backends = []
 
-    def start(*arguments):
-        backends.append(Backend(folder / "tmem.sock", *arguments))
+    def start(*arguments, path=folder):
+        backends.append(Backend(path / "tmem.sock", *arguments))
         return backends[-1]
 
     yield start

@@ -8,6 +8,7 @@ does while the backend comes, goes or hangs. No firmware, no kernel: a machine t
 import json
 import os
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -20,12 +21,15 @@ HERE = Path(__file__).resolve().parent
 
 # Slow machines set it above 1.
 SCALE = float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
-# No command may take longer: it would be QEMU waiting for a backend. The device gives one
-# answer 300 ms in these tests; the rest is room for a loaded machine.
+# No command may take longer: it would be QEMU waiting for a backend.
 COMMAND_TIMEOUT_S = 20 * SCALE
+# For a backend that answers: long enough that a loaded machine does not exceed it.
+PATIENT_TIMEOUT_MS = int(5000 * SCALE)
+# For tests of backends that hang, which wait for it and for 20 times as long afterwards.
 BACKEND_TIMEOUT_MS = int(300 * SCALE)
+IMPATIENT = f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
 
-ACKNOWLEDGE, DRIVER, DRIVER_OK, FEATURES_OK = 1, 2, 4, 8
+ACKNOWLEDGE, DRIVER, DRIVER_OK, FEATURES_OK, NEEDS_RESET = 1, 2, 4, 8, 64
 BAR_ADDRESS = 0xE0000000
 RING_ADDRESS = 0x100000
 CONFIG = struct.Struct("<QIHHI12x")
@@ -96,6 +100,16 @@ class Backend:
             f"backend: {what}", lambda: [event for event in self.read() if condition(event)]
         )
 
+    def be_slow(self, slow=True):
+        """Toggles it, and waits until it knows."""
+        word = "slow" if slow else "quick"
+        before = len([event for event in self.read() if event.get("event") == word])
+        self.process.send_signal(signal.SIGUSR1)
+        wait_for(
+            f"backend: {word}",
+            lambda: len([event for event in self.read() if event.get("event") == word]) > before,
+        )
+
     def requests(self):
         return [event["request"] for event in self.read() if "request" in event]
 
@@ -118,6 +132,7 @@ class Machine:
         folder,
         *,
         board="q35",
+        driver="vhost-user-tmem-pci,addr=5",
         device="",
         machine="",
         memory=None,
@@ -125,6 +140,8 @@ class Machine:
         more=(),
     ):
         self.folder = Path(folder)
+        self.folder.mkdir(exist_ok=True)
+        self.events = []
         self.socket = self.folder / "tmem.sock"
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until close()
         if memory is None:
@@ -133,7 +150,7 @@ class Machine:
         if chardev is None:
             chardev = f"socket,id=tmem,path={self.socket},reconnect-ms=20"
         if "backend-timeout-ms" not in device:
-            device += f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
+            device += f",backend-timeout-ms={PATIENT_TIMEOUT_MS}"
         listeners = {}
         for name in ("qmp", "qtest"):
             listeners[name] = socket.socket(socket.AF_UNIX)
@@ -151,7 +168,7 @@ class Machine:
                 *("-qtest-log", "/dev/null"),
                 *memory,
                 *("-chardev", chardev),
-                *("-device", f"vhost-user-tmem-pci,id=t0,addr=5,chardev=tmem{device}"),
+                *("-device", f"{driver},id=t0,chardev=tmem{device}"),
                 *more,
             ],
             stderr=self.stderr,
@@ -200,6 +217,8 @@ class Machine:
         self.qmp_line.send(json.dumps({"execute": command, "arguments": arguments}))
         while True:
             reply = json.loads(self.qmp_line.receive())
+            if "event" in reply:
+                self.events.append(reply)
             if "error" in reply:
                 raise RuntimeError(reply["error"]["desc"])
             if "return" in reply:
@@ -208,12 +227,24 @@ class Machine:
     def hmp(self, command):
         return self.qmp("human-monitor-command", **{"command-line": command})
 
-    def status(self):
-        """x-query-virtio-status of the device."""
+    def path(self):
+        """The QOM path of the device."""
         [device] = [
             device for device in self.qmp("x-query-virtio") if device["name"] == "virtio-tmem"
         ]
-        return self.qmp("x-query-virtio-status", path=device["path"])
+        return device["path"]
+
+    def tmem_events(self):
+        """The data of each VHOST_USER_TMEM_CHANGED so far."""
+        self.qmp("query-status")
+        return [each["data"] for each in self.events if each["event"] == "VHOST_USER_TMEM_CHANGED"]
+
+    def status(self):
+        """x-query-virtio-status of the device."""
+        return self.qmp("x-query-virtio-status", path=self.path())
+
+    def property(self, name):
+        return self.qmp("qom-get", path=self.path(), property=name)
 
     # Registers
 
@@ -274,11 +305,14 @@ class Machine:
     def get_status(self):
         return self.read(self.common + 20, 1)
 
+    def config_generation(self):
+        return self.read(self.common + 21, 1)
+
     def reset(self):
         self.set_status(0)
         assert self.get_status() == 0
 
-    def driver_up(self):
+    def driver_up(self, rings=RING_ADDRESS):
         """Reset to DRIVER_OK with all queues on, as a driver's probe does it."""
         if self.common is None:
             self.map()
@@ -292,7 +326,7 @@ class Machine:
         assert self.get_status() & FEATURES_OK
         for queue in range(self.read(self.common + 18, 2)):
             self.write(self.common + 22, 2, queue)
-            base = RING_ADDRESS + queue * 0x10000
+            base = rings + queue * 0x10000
             for offset, part in ((32, 0), (40, 0x8000), (48, 0xC000)):
                 self.write(self.common + offset, 4, base + part)
                 self.write(self.common + offset + 4, 4, 0)

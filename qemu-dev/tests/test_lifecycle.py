@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from machine import BACKEND_TIMEOUT_MS, wait_for
+from machine import BACKEND_TIMEOUT_MS, IMPATIENT, wait_for
 
 VERSION_1 = 1 << 32
 EVENT_IDX = 1 << 29
@@ -266,7 +266,7 @@ def test_backend_closes_at_each_message_while_the_vm_migrates(machine, backend):
 
 @pytest.mark.parametrize("message", [2, 3, 5, 8, 12, 20, 25, 30, 36, 40, 44, 50, 56, 60, 64, 70])
 def test_backend_hangs_at_a_message(machine, backend, message):
-    vm = machine()
+    vm = machine(device=IMPATIENT)
     daemon = backend("--hang-at", str(message))
     while not [event for event in daemon.read() if event.get("event") == "hang"]:
         exercise(vm)
@@ -292,7 +292,7 @@ def test_stopped_backend_is_never_waited_for(machine, backend):
 
 def test_stopped_when_up(machine, backend):
     daemon = backend()
-    vm = machine()
+    vm = machine(device=IMPATIENT)
     vm.driver_up()
     assert vm.wait_generation(daemon.generation())
     daemon.process.send_signal(signal.SIGSTOP)
@@ -356,7 +356,7 @@ def test_unfit_backend_is_refused_once(machine, backend, arguments, message):
             },
             "share=on -machine memory-backend=mem",
         ),
-        ({"chardev": "null,id=tmem"}, "is not a socket"),
+        ({"chardev": "null,id=tmem"}, "is not a Unix socket"),
     ],
 )
 def test_bad_options(machine, options, message):

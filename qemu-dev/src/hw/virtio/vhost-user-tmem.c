@@ -1,6 +1,8 @@
 /*
  * vhost-user transcendent memory device
  *
+ * SPDX-License-Identifier: GPL-2.0-or-later
+ *
  * The guest puts copies of page-cache pages that it evicts into a backend on
  * the host and gets them back when it misses them. All it loses with a backend
  * is speed, so this device owns connect, disconnect and reconnect: it starts
@@ -11,13 +13,25 @@
  * - wait for a backend that has not just shown that it answers: a connection
  *   is probed without blocking before the handshake, which blocks;
  * - ask the backend when the guest reads the configuration or QMP the status;
- * - show a backend memory that post-copy has still to bring: it maps the pages
- *   by itself, and would see holes;
+ * - show a backend memory that a migration has still to bring: it maps the
+ *   pages by itself, and would see holes;
  * - let a backend change what the guest sees of the device, generation apart.
  *
- * All of it runs under the big QEMU lock.
+ * All of it runs under the big QEMU lock. States, and what changes them:
  *
- * SPDX-License-Identifier: GPL-2.0-or-later
+ *            connection is open,
+ *            memory is complete         answered
+ *     IDLE ---------------------> PROBING ----> READY
+ *      ^ ^                           |          | | ^
+ *      | |  closed                   |   closed | | | driver resets,
+ *      | +---------------------------+----------+ | | VM pauses
+ *      |                                          | |
+ *      | bottom half           closed      driver v |
+ *      +-------------- LOST <--------------- STARTED
+ *
+ * The chardev reports a closed connection from inside any vhost call, where
+ * the vhost device must stay as it is. So a started device becomes LOST, and
+ * the bottom half stops it.
  */
 
 #include "qemu/osdep.h"
@@ -25,14 +39,21 @@
 #include "qemu/error-report.h"
 #include "qemu/host-utils.h"
 #include "qemu/units.h"
-#include "chardev/char-socket.h"
+#include "qapi/qapi-events-virtio.h"
+#include "qapi/visitor.h"
+#include "chardev/char.h"
 #include "hw/boards.h"
+#include "hw/mem/memory-device.h"
 #include "hw/qdev-properties.h"
 #include "hw/qdev-properties-system.h"
 #include "hw/virtio/vhost-user-tmem.h"
 #include "hw/virtio/virtio-bus.h"
-#include "exec/cpu-common.h"
+#include "hw/virtio/virtio-mmio.h"
+#include "migration/blocker.h"
 #include "migration/misc.h"
+#include "standard-headers/linux/vhost_types.h"
+#include "system/hostmem.h"
+#include "system/runstate.h"
 #include "trace.h"
 
 /*
@@ -44,13 +65,25 @@
 #define RETRY_UNFIT_MS 1000
 #define RETRY_WAIT_FACTOR 20
 
-/* Between two looks whether all memory has arrived by post-copy. */
-#define RETRY_POSTCOPY_MS 100
+/* Between two checks whether an incoming migration has brought all memory. */
+#define RETRY_INCOMING_MS 100
 
 /* Feature bits that the device may have, and so must have of its backend. */
 #define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
                        (1ULL << VIRTIO_RING_F_INDIRECT_DESC) | \
                        (1ULL << VIRTIO_RING_F_EVENT_IDX))
+
+/*
+ * Protocol features that the device uses. Others would give the backend a
+ * channel for requests of its own, and ways into QEMU that nothing here needs.
+ */
+#define TMEM_PROTOCOL_FEATURES \
+    ((1ULL << VHOST_USER_PROTOCOL_F_MQ) | \
+     (1ULL << VHOST_USER_PROTOCOL_F_LOG_SHMFD) | \
+     (1ULL << VHOST_USER_PROTOCOL_F_REPLY_ACK) | \
+     (1ULL << VHOST_USER_PROTOCOL_F_CONFIG) | \
+     (1ULL << VHOST_USER_PROTOCOL_F_RESET_DEVICE) | \
+     (1ULL << VHOST_USER_PROTOCOL_F_CONFIGURE_MEM_SLOTS))
 
 /* The vhost-user header, as GET_FEATURES and its answer have it. */
 #define PROBE_REQUEST 1
@@ -82,14 +115,22 @@ static const struct {
       "VHOST_USER_PROTOCOL_F_RESET_DEVICE" },
 };
 
-static const char *vhost_user_tmem_name(VHostUserTmem *s)
+/* Returns the id that the user gave the device, or NULL. */
+static const char *vhost_user_tmem_id(VHostUserTmem *s)
 {
     DeviceState *proxy = qdev_get_parent_bus(DEVICE(s))->parent;
 
     if (DEVICE(s)->id) {
         return DEVICE(s)->id;
     }
-    return proxy && proxy->id ? proxy->id : s->chardev.chr->label;
+    return proxy ? proxy->id : NULL;
+}
+
+static const char *vhost_user_tmem_name(VHostUserTmem *s)
+{
+    const char *id = vhost_user_tmem_id(s);
+
+    return id ? id : s->chardev.chr->label;
 }
 
 static unsigned int vhost_user_tmem_num_virtqs(VHostUserTmem *s)
@@ -105,7 +146,33 @@ uint16_t vhost_user_tmem_num_queues(VHostUserTmem *s)
     return MIN(current_machine->smp.cpus, VHOST_USER_TMEM_AUTO_QUEUES_MAX);
 }
 
-/* Generation and its interrupt */
+/* Generation, state and error, and the interrupt and QMP event of changes */
+
+static void vhost_user_tmem_changed(VHostUserTmem *s)
+{
+    s->changed = true;
+    qemu_bh_schedule(s->bh);
+}
+
+static bool vhost_user_tmem_connected(VHostUserTmem *s)
+{
+    return s->state == VHOST_USER_TMEM_READY ||
+           s->state == VHOST_USER_TMEM_STARTED;
+}
+
+static void vhost_user_tmem_set_state(VHostUserTmem *s,
+                                      VHostUserTmemState state)
+{
+    s->state = state;
+    vhost_user_tmem_changed(s);
+}
+
+static void vhost_user_tmem_set_error(VHostUserTmem *s, const char *error)
+{
+    g_free(s->last_error);
+    s->last_error = g_strdup(error);
+    vhost_user_tmem_changed(s);
+}
 
 static uint64_t vhost_user_tmem_generation(VHostUserTmem *s)
 {
@@ -128,6 +195,12 @@ static void vhost_user_tmem_set_generation(VHostUserTmem *s,
 {
     trace_vhost_user_tmem_generation(s, generation);
     s->config.generation = cpu_to_le64(generation);
+    /*
+     * A driver reads the number in two halves. The interrupt changes the
+     * configuration's generation, too, but comes later or not at all.
+     */
+    VIRTIO_DEVICE(s)->generation++;
+    vhost_user_tmem_changed(s);
 }
 
 /* Connection */
@@ -138,27 +211,36 @@ static void vhost_user_tmem_drop(VHostUserTmem *s)
     qemu_chr_fe_disconnect(&s->chardev);
 }
 
+static char *vhost_user_tmem_timeout_error(VHostUserTmem *s)
+{
+    return g_strdup_printf("it did not answer within %u ms",
+                           s->backend_timeout_ms);
+}
+
 /*
- * Tells why a backend is refused, unless that was the last thing told: with a
- * chardev that reconnects the same backend is soon back. @since_ms is when QEMU
- * began to wait for it.
+ * Reports why a backend is refused, unless that was reported last: with a
+ * chardev that reconnects, the same backend is soon back. @since_ms is when
+ * QEMU began to wait for it.
  */
 static void vhost_user_tmem_refuse(VHostUserTmem *s, int64_t since_ms,
                                    Error *err)
 {
     int64_t now_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
+    int64_t pause_ms = MAX(s->user.closed ? 0 : RETRY_UNFIT_MS,
+                           RETRY_WAIT_FACTOR * (now_ms - since_ms));
+    g_autofree char *error = s->user.timed_out ?
+        vhost_user_tmem_timeout_error(s) : g_strdup(error_get_pretty(err));
 
-    s->retry_at_ms = now_ms + MAX(s->lost ? 0 : RETRY_UNFIT_MS,
-                                  RETRY_WAIT_FACTOR * (now_ms - since_ms));
-    if (g_strcmp0(s->last_error, error_get_pretty(err))) {
-        g_free(s->last_error);
-        s->last_error = g_strdup(error_get_pretty(err));
-        error_reportf_err(err, "vhost-user-tmem %s: backend refused: ",
-                          vhost_user_tmem_name(s));
-    } else {
-        error_free(err);
-    }
+    error_free(err);
+    s->retry_at_ms = MAX(s->retry_at_ms, now_ms + pause_ms);
     vhost_user_tmem_drop(s);
+    vhost_user_tmem_set_error(s, error);
+    if (g_strcmp0(s->reported_error, error)) {
+        error_report("vhost-user-tmem %s: backend refused: %s",
+                     vhost_user_tmem_name(s), error);
+        g_free(s->reported_error);
+        s->reported_error = g_steal_pointer(&error);
+    }
 }
 
 static bool vhost_user_tmem_get_config(VHostUserTmem *s,
@@ -185,6 +267,44 @@ static bool vhost_user_tmem_get_config(VHostUserTmem *s,
         return false;
     }
     return true;
+}
+
+/* Whether the backend can map all of a part of a ring. */
+static bool vhost_user_tmem_is_mapped(VHostUserTmem *s, hwaddr address,
+                                      hwaddr size)
+{
+    int i;
+
+    for (i = 0; i < s->dev.mem->nregions; i++) {
+        struct vhost_memory_region *region = &s->dev.mem->regions[i];
+
+        if (address >= region->guest_phys_addr &&
+            size <= region->memory_size &&
+            address - region->guest_phys_addr <= region->memory_size - size) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Returns a queue that the driver did not put into memory, or -1. */
+static int vhost_user_tmem_find_faulty_queue(VHostUserTmem *s)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(s);
+    int i;
+
+    for (i = 0; i < s->dev.nvqs; i++) {
+        if (virtio_queue_get_desc_addr(vdev, i) &&
+            (!vhost_user_tmem_is_mapped(s, virtio_queue_get_desc_addr(vdev, i),
+                                        virtio_queue_get_desc_size(vdev, i)) ||
+             !vhost_user_tmem_is_mapped(s, virtio_queue_get_avail_addr(vdev, i),
+                                        virtio_queue_get_avail_size(vdev, i)) ||
+             !vhost_user_tmem_is_mapped(s, virtio_queue_get_used_addr(vdev, i),
+                                        virtio_queue_get_used_size(vdev, i)))) {
+            return i;
+        }
+    }
+    return -1;
 }
 
 static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
@@ -227,7 +347,12 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
             &s->vhost_vqs[VHOST_QUEUE_NUM_CONFIG_INR].masked_config_notifier);
         goto err_guest_notifiers;
     }
-    s->started = true;
+    if (s->state != VHOST_USER_TMEM_READY) {
+        vhost_user_tmem_set_state(s, VHOST_USER_TMEM_LOST);
+        error_setg(errp, "it closed the connection");
+        return false;
+    }
+    vhost_user_tmem_set_state(s, VHOST_USER_TMEM_STARTED);
 
     /*
      * Read again at each start: it is another number after a reset and the
@@ -240,12 +365,9 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
         error_setg(errp, "it is started and has no generation");
         return false;
     }
-    if (s->lost) {
-        error_setg(errp, "it closed the connection");
-        return false;
-    }
     vhost_user_tmem_set_generation(s, le64_to_cpu(config.generation));
-    g_clear_pointer(&s->last_error, g_free);
+    vhost_user_tmem_set_error(s, NULL);
+    g_clear_pointer(&s->reported_error, g_free);
     trace_vhost_user_tmem_start(s, s->dev.nvqs);
     return true;
 
@@ -265,7 +387,8 @@ static void vhost_user_tmem_stop(VHostUserTmem *s)
     int ret;
 
     trace_vhost_user_tmem_stop(s);
-    s->started = false;
+    vhost_user_tmem_set_state(s, s->state == VHOST_USER_TMEM_LOST ?
+                                 VHOST_USER_TMEM_IDLE : VHOST_USER_TMEM_READY);
     vhost_dev_stop(&s->dev, vdev, true);
 
     ret = k->set_guest_notifiers(qbus->parent, s->dev.nvqs, false);
@@ -276,17 +399,30 @@ static void vhost_user_tmem_stop(VHostUserTmem *s)
     vhost_dev_disable_notifiers(&s->dev, vdev);
 }
 
+static bool vhost_user_tmem_is_started(VHostUserTmem *s)
+{
+    return s->state == VHOST_USER_TMEM_STARTED ||
+           s->state == VHOST_USER_TMEM_LOST;
+}
+
 static void vhost_user_tmem_update(VHostUserTmem *s)
 {
     int64_t since_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
     Error *err = NULL;
 
-    if (s->running && !s->started && s->connected && !s->lost) {
+    if (s->running && s->state == VHOST_USER_TMEM_READY) {
+        s->faulty_queue = vhost_user_tmem_find_faulty_queue(s);
+        if (s->faulty_queue >= 0) {
+            /* The status register is being written: NEEDS_RESET has to wait. */
+            s->running = false;
+            qemu_bh_schedule(s->bh);
+            return;
+        }
         if (!vhost_user_tmem_start(s, &err)) {
             vhost_user_tmem_refuse(s, since_ms, err);
         }
         vhost_user_tmem_notify(s);
-    } else if (!s->running && s->started) {
+    } else if (!s->running && vhost_user_tmem_is_started(s)) {
         vhost_user_tmem_stop(s);
     }
 }
@@ -322,9 +458,12 @@ static void vhost_user_tmem_connect(VHostUserTmem *s)
     int64_t since_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
     Error *err = NULL;
 
-    s->user.chr = &s->chardev;
-    s->user.supports_config = true;
+    if (s->dev.vhost_ops) {
+        vhost_dev_cleanup(&s->dev);
+    }
+    s->user.closed = false;
     s->user.memory_slots = 0;
+    s->state = VHOST_USER_TMEM_READY;
 
     s->dev.vqs = s->vhost_vqs;
     s->dev.nvqs = vhost_user_tmem_num_virtqs(s);
@@ -338,27 +477,13 @@ static void vhost_user_tmem_connect(VHostUserTmem *s)
         vhost_user_tmem_refuse(s, since_ms, err);
         return;
     }
-    s->connected = true;
     if (!vhost_user_tmem_check(s, &err)) {
         vhost_user_tmem_refuse(s, since_ms, err);
         return;
     }
     trace_vhost_user_tmem_connect(s);
+    vhost_user_tmem_changed(s);
     vhost_user_tmem_update(s);
-}
-
-/* Cleans up after a connection that is closed already. */
-static void vhost_user_tmem_disconnect(VHostUserTmem *s)
-{
-    trace_vhost_user_tmem_disconnect(s);
-    s->lost = false;
-    if (s->started) {
-        vhost_user_tmem_stop(s);
-    }
-    if (s->connected) {
-        vhost_dev_cleanup(&s->dev);
-        s->connected = false;
-    }
 }
 
 /* Probe */
@@ -398,7 +523,8 @@ static void vhost_user_tmem_probe(VHostUserTmem *s)
     };
     const int size = offsetof(ProbeMessage, features);
 
-    s->probing = true;
+    s->user.timed_out = false;
+    s->state = VHOST_USER_TMEM_PROBING;
     s->probe_len = 0;
     qemu_chr_fe_set_handlers_full(&s->chardev, vhost_user_tmem_can_read,
                                   vhost_user_tmem_read, vhost_user_tmem_event,
@@ -413,7 +539,6 @@ static void vhost_user_tmem_probe_done(VHostUserTmem *s)
     ProbeMessage msg;
     Error *err = NULL;
 
-    s->probing = false;
     qemu_chr_fe_set_handlers_full(&s->chardev, NULL, NULL,
                                   vhost_user_tmem_event, NULL, s, NULL, true,
                                   false);
@@ -428,31 +553,115 @@ static void vhost_user_tmem_probe_done(VHostUserTmem *s)
     vhost_user_tmem_connect(s);
 }
 
+/*
+ * A backend maps memory by itself: it would see holes where an incoming
+ * migration has still to bring pages, before or after the guest begins to run.
+ */
+static bool vhost_user_tmem_memory_is_incoming(void)
+{
+    return runstate_check(RUN_STATE_INMIGRATE) ||
+           migration_in_incoming_postcopy();
+}
+
+/* Continues with a connection that is open and was not asked yet. */
+static void vhost_user_tmem_begin(VHostUserTmem *s)
+{
+    int64_t now_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
+
+    if (vhost_user_tmem_memory_is_incoming()) {
+        timer_mod(s->retry_timer, now_ms + RETRY_INCOMING_MS);
+    } else if (now_ms < s->retry_at_ms) {
+        timer_mod(s->retry_timer, s->retry_at_ms);
+    } else {
+        vhost_user_tmem_probe(s);
+    }
+}
+
+static void vhost_user_tmem_send_event(VHostUserTmem *s)
+{
+    g_autofree char *path = object_get_canonical_path(OBJECT(s));
+    g_autofree char *event = g_strdup_printf(
+        "%d %" PRIx64 " %s", vhost_user_tmem_connected(s),
+        vhost_user_tmem_generation(s), s->last_error ?: "");
+
+    /* A backend that is refused again and again changes nothing. */
+    if (!g_strcmp0(event, s->last_event)) {
+        return;
+    }
+    g_free(s->last_event);
+    s->last_event = g_steal_pointer(&event);
+    qapi_event_send_vhost_user_tmem_changed(vhost_user_tmem_id(s), path,
+                                            vhost_user_tmem_connected(s),
+                                            vhost_user_tmem_generation(s),
+                                            s->last_error);
+}
+
 static void vhost_user_tmem_bh(void *opaque)
 {
     VHostUserTmem *s = opaque;
     VirtIODevice *vdev = VIRTIO_DEVICE(s);
 
-    if (s->lost) {
-        vhost_user_tmem_disconnect(s);
+    if (s->state == VHOST_USER_TMEM_LOST) {
+        vhost_user_tmem_stop(s);
     }
-    if (s->opened && !s->connected) {
-        if (migration_incoming_postcopy_advised()) {
-            timer_mod(s->retry_timer, qemu_clock_get_ms(QEMU_CLOCK_REALTIME) +
-                                      RETRY_POSTCOPY_MS);
-        } else if (s->probing) {
-            if (s->probe_len == sizeof(s->probe_reply)) {
-                vhost_user_tmem_probe_done(s);
-            }
-        } else if (qemu_clock_get_ms(QEMU_CLOCK_REALTIME) < s->retry_at_ms) {
-            timer_mod(s->retry_timer, s->retry_at_ms);
-        } else {
-            vhost_user_tmem_probe(s);
+    if (s->state == VHOST_USER_TMEM_IDLE) {
+        /* A backend that cannot log is in the way only while connected. */
+        migrate_del_blocker(&s->dev.migration_blocker);
+        if (qemu_chr_fe_backend_open(&s->chardev)) {
+            vhost_user_tmem_begin(s);
         }
+    } else if (s->state == VHOST_USER_TMEM_PROBING &&
+               s->probe_len == sizeof(s->probe_reply)) {
+        vhost_user_tmem_probe_done(s);
+    }
+    if (s->faulty_queue >= 0) {
+        virtio_error(vdev, "vhost-user-tmem %s: the driver put queue %d "
+                     "outside of memory", vhost_user_tmem_name(s),
+                     s->faulty_queue);
+        s->faulty_queue = -1;
     }
     if (s->notify && s->running) {
         s->notify = false;
         virtio_notify_config(vdev);
+    }
+    if (s->changed) {
+        s->changed = false;
+        vhost_user_tmem_send_event(s);
+    }
+}
+
+static void vhost_user_tmem_closed(VHostUserTmem *s)
+{
+    trace_vhost_user_tmem_disconnect(s);
+    s->user.closed = true;
+    if (s->user.timed_out) {
+        g_autofree char *error = vhost_user_tmem_timeout_error(s);
+
+        vhost_user_tmem_set_error(s, error);
+        s->retry_at_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME) +
+                         (int64_t)RETRY_WAIT_FACTOR * s->backend_timeout_ms;
+    } else if (vhost_user_tmem_connected(s) || !s->reported_error) {
+        vhost_user_tmem_set_error(s, "it closed the connection");
+    }
+    vhost_user_tmem_set_state(s, vhost_user_tmem_is_started(s) ?
+                                 VHOST_USER_TMEM_LOST : VHOST_USER_TMEM_IDLE);
+    /*
+     * Tells the migration code not to make the failure its own. Once that
+     * reads the dirty log it has to go on: what the backend wrote last is
+     * read when the device is stopped, and of a started device only.
+     */
+    if (!s->dev.log_enabled) {
+        s->dev.started = false;
+    }
+    if (vhost_user_tmem_generation(s)) {
+        /* When QEMU ends it closes its chardevs, and nobody lost anything. */
+        if (!runstate_check(RUN_STATE_SHUTDOWN)) {
+            warn_report("vhost-user-tmem %s: lost its backend: %s; "
+                        "the guest runs on without",
+                        vhost_user_tmem_name(s), s->last_error);
+        }
+        vhost_user_tmem_set_generation(s, 0);
+        s->notify = true;
     }
 }
 
@@ -466,30 +675,10 @@ static void vhost_user_tmem_event(void *opaque, QEMUChrEvent event)
 
     switch (event) {
     case CHR_EVENT_OPENED:
-        s->opened = true;
         qemu_bh_schedule(s->bh);
         break;
     case CHR_EVENT_CLOSED:
-        s->opened = false;
-        s->probing = false;
-        s->lost = true;
-        s->user.chr = &s->no_chardev;
-        /*
-         * Tells the migration code not to make the failure its own. Once that
-         * reads the dirty log it has to go on: what the backend wrote last is
-         * read when the device is stopped, and of a started device only.
-         */
-        if (!s->dev.log_enabled) {
-            s->dev.started = false;
-        }
-        if (vhost_user_tmem_generation(s)) {
-            warn_report("vhost-user-tmem %s: lost its backend, "
-                        "the guest runs on without",
-                        vhost_user_tmem_name(s));
-            vhost_user_tmem_set_generation(s, 0);
-            s->notify = true;
-        }
-        qemu_bh_schedule(s->bh);
+        vhost_user_tmem_closed(s);
         break;
     case CHR_EVENT_BREAK:
     case CHR_EVENT_MUX_IN:
@@ -527,13 +716,16 @@ static void vhost_user_tmem_set_queue_sizes(VHostUserTmem *s)
 
     for (i = 0; i < vhost_user_tmem_num_virtqs(s); i++) {
         virtio_queue_set_num(VIRTIO_DEVICE(s), i, s->queue_size);
+        /* A driver that set addresses before has caches of another size. */
+        virtio_init_region_cache(VIRTIO_DEVICE(s), i);
     }
 }
 
 static void vhost_user_tmem_set_status(VirtIODevice *vdev, uint8_t status)
 {
     VHostUserTmem *s = VHOST_USER_TMEM(vdev);
-    bool running = virtio_device_should_start(vdev, status);
+    bool running = virtio_device_should_start(vdev, status) && !vdev->broken &&
+                   s->faulty_queue < 0;
 
     if (status && !(status & VIRTIO_CONFIG_S_FEATURES_OK)) {
         vhost_user_tmem_set_queue_sizes(s);
@@ -551,14 +743,19 @@ static void vhost_user_tmem_reset(VirtIODevice *vdev)
 {
     VHostUserTmem *s = VHOST_USER_TMEM(vdev);
 
-    vhost_user_tmem_set_generation(s, 0);
+    if (vhost_user_tmem_generation(s)) {
+        vhost_user_tmem_set_generation(s, 0);
+    }
     s->notify = false;
+    s->faulty_queue = -1;
 }
 
-/* Without a backend its vhost_ops is NULL, which callers take as none. */
 static struct vhost_dev *vhost_user_tmem_get_vhost(VirtIODevice *vdev)
 {
-    return &VHOST_USER_TMEM(vdev)->dev;
+    VHostUserTmem *s = VHOST_USER_TMEM(vdev);
+
+    return s->state == VHOST_USER_TMEM_READY || vdev->vhost_started ? &s->dev :
+                                                                      NULL;
 }
 
 /*
@@ -588,10 +785,70 @@ static bool vhost_user_tmem_ram_is_shared(MemoryRegion *mr)
     return true;
 }
 
+/* Memory devices whose backend is a container of aliases name it themselves. */
+static bool vhost_user_tmem_check_memory_device(Object *device, Error **errp)
+{
+    HostMemoryBackend *backend = (HostMemoryBackend *)
+        object_dynamic_cast(object_property_get_link(device, "memdev", NULL),
+                            TYPE_MEMORY_BACKEND);
+
+    if (backend && !vhost_user_tmem_ram_is_shared(
+            host_memory_backend_get_memory(backend))) {
+        error_setg(errp, "memory backend '%s' is not shared, so the backend of "
+                   "vhost-user-tmem cannot map it",
+                   object_get_canonical_path_component(OBJECT(backend)));
+        error_append_hint(errp, "Create it with -object memory-backend-memfd,"
+                          "share=on\n");
+        return false;
+    }
+    return true;
+}
+
+static int vhost_user_tmem_pre_plug(NotifierWithReturn *notifier, void *data,
+                                    Error **errp)
+{
+    return vhost_user_tmem_check_memory_device(OBJECT(data), errp) ? 0 :
+                                                                     -EINVAL;
+}
+
+static int vhost_user_tmem_check_child(Object *child, void *opaque)
+{
+    return object_dynamic_cast(child, TYPE_MEMORY_DEVICE) &&
+           DEVICE(child)->realized &&
+           !vhost_user_tmem_check_memory_device(child, opaque);
+}
+
+/*
+ * A background snapshot write-protects QEMU's mapping of the guest's memory,
+ * and would not see what the backend writes through its own.
+ */
+static int vhost_user_tmem_migration(NotifierWithReturn *notifier,
+                                     MigrationEvent *event, Error **errp)
+{
+    VHostUserTmem *s = container_of(notifier, VHostUserTmem,
+                                    migration_notifier);
+
+    if (event->type == MIG_EVENT_PRECOPY_SETUP &&
+        migrate_background_snapshot()) {
+        error_setg(errp, "vhost-user-tmem %s does not support background "
+                   "snapshots: they would miss what its backend writes",
+                   vhost_user_tmem_name(s));
+        return -ENOTSUP;
+    }
+    return 0;
+}
+
 static bool vhost_user_tmem_check_machine(VHostUserTmem *s, Error **errp)
 {
     VirtIODevice *vdev = VIRTIO_DEVICE(s);
+    Object *mmio = object_dynamic_cast(
+        OBJECT(qdev_get_parent_bus(DEVICE(s))->parent), TYPE_VIRTIO_MMIO);
 
+    if (mmio && VIRTIO_MMIO(mmio)->legacy) {
+        error_setg(errp, "vhost-user-tmem is not a legacy device: start QEMU "
+                   "with -global virtio-mmio.force-legacy=false");
+        return false;
+    }
     if (current_machine->cgs) {
         error_setg(errp, "vhost-user-tmem cannot be used in a guest with "
                    "encrypted memory: the backend must read its pages");
@@ -618,7 +875,9 @@ static bool vhost_user_tmem_check_machine(VHostUserTmem *s, Error **errp)
                           current_machine->ram_size / MiB);
         return false;
     }
-    return true;
+    return object_child_foreach_recursive(OBJECT(current_machine),
+                                          vhost_user_tmem_check_child,
+                                          errp) == 0;
 }
 
 static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
@@ -628,8 +887,9 @@ static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
                    "chardev");
         return false;
     }
-    if (!object_dynamic_cast(OBJECT(s->chardev.chr), TYPE_CHARDEV_SOCKET)) {
-        error_setg(errp, "vhost-user-tmem: chardev '%s' is not a socket",
+    if (!qemu_chr_has_feature(s->chardev.chr, QEMU_CHAR_FEATURE_FD_PASS)) {
+        error_setg(errp, "vhost-user-tmem: chardev '%s' is not a Unix socket, "
+                   "so it cannot pass guest memory to the backend",
                    s->chardev.chr->label);
         return false;
     }
@@ -666,9 +926,15 @@ static void vhost_user_tmem_realize(DeviceState *dev, Error **errp)
     s->num_queues = vhost_user_tmem_num_queues(s);
     nvqs = vhost_user_tmem_num_virtqs(s);
 
-    if (!vhost_user_init(&s->user, &s->no_chardev, errp)) {
+    if (!vhost_user_init(&s->user, &s->chardev, errp)) {
         return;
     }
+    vhost_user_set_timeout(&s->user, s->backend_timeout_ms);
+    s->user.supports_config = true;
+    s->user.protocol_features = TMEM_PROTOCOL_FEATURES;
+    s->user.closed = true;
+    s->faulty_queue = -1;
+    s->last_error = g_strdup("no backend has connected yet");
 
     virtio_init(vdev, VIRTIO_ID_TMEM, sizeof(s->config));
     s->config = (struct virtio_tmem_config) {
@@ -689,7 +955,9 @@ static void vhost_user_tmem_realize(DeviceState *dev, Error **errp)
                                 &dev->mem_reentrancy_guard);
     s->retry_timer = timer_new_ms(QEMU_CLOCK_REALTIME, vhost_user_tmem_bh, s);
 
-    qemu_chr_fe_set_sync_timeout(&s->chardev, s->backend_timeout_ms);
+    s->memory_notifier.notify = vhost_user_tmem_pre_plug;
+    memory_device_add_pre_plug_notifier(&s->memory_notifier);
+    migration_add_notifier(&s->migration_notifier, vhost_user_tmem_migration);
 
     /* Connects now if there is a connection, else as soon as there is. */
     qemu_chr_fe_set_handlers(&s->chardev, NULL, NULL, vhost_user_tmem_event,
@@ -705,13 +973,16 @@ static void vhost_user_tmem_unrealize(DeviceState *dev)
     virtio_set_status(vdev, 0);
     qemu_chr_fe_set_handlers(&s->chardev, NULL, NULL, NULL, NULL, NULL, NULL,
                              false);
-    vhost_user_tmem_disconnect(s);
+    if (s->dev.vhost_ops) {
+        vhost_dev_cleanup(&s->dev);
+    }
+    migration_remove_notifier(&s->migration_notifier);
+    notifier_with_return_remove(&s->memory_notifier);
     qemu_bh_delete(s->bh);
     timer_free(s->retry_timer);
 
-    /* The backend lets go of the guest's memory when its connection ends. */
+    /* The backend unmaps the guest's memory when its connection ends. */
     vhost_user_tmem_drop(s);
-    qemu_chr_fe_set_sync_timeout(&s->chardev, 0);
     vhost_user_cleanup(&s->user);
 
     for (i = 0; i < vhost_user_tmem_num_virtqs(s); i++) {
@@ -719,9 +990,20 @@ static void vhost_user_tmem_unrealize(DeviceState *dev)
     }
     g_free(s->virtqs);
     g_free(s->vhost_vqs);
-    g_free(s->last_error);
-    s->last_error = NULL;
+    g_clear_pointer(&s->last_error, g_free);
+    g_clear_pointer(&s->reported_error, g_free);
+    g_clear_pointer(&s->last_event, g_free);
     virtio_cleanup(vdev);
+}
+
+/* virtio_save() writes the configuration that the guest read last. */
+static int vhost_user_tmem_pre_save(void *opaque)
+{
+    VirtIODevice *vdev = VIRTIO_DEVICE(opaque);
+
+    memset(vdev->config + offsetof(struct virtio_tmem_config, generation), 0,
+           sizeof_field(struct virtio_tmem_config, generation));
+    return 0;
 }
 
 /*
@@ -732,6 +1014,7 @@ static const VMStateDescription vmstate_vhost_user_tmem = {
     .name = "vhost-user-tmem",
     .minimum_version_id = 1,
     .version_id = 1,
+    .pre_save = vhost_user_tmem_pre_save,
     .fields = (const VMStateField[]) {
         VMSTATE_UINT16_EQUAL(num_queues, VHostUserTmem,
                              "num-queues of vhost-user-tmem must be equal at "
@@ -752,12 +1035,42 @@ static const Property vhost_user_tmem_properties[] = {
                        backend_timeout_ms, 1000),
 };
 
+/* Of QOM, for management software. */
+
+static bool vhost_user_tmem_prop_connected(Object *obj, Error **errp)
+{
+    return vhost_user_tmem_connected(VHOST_USER_TMEM(obj));
+}
+
+static void vhost_user_tmem_prop_generation(Object *obj, Visitor *v,
+                                            const char *name, void *opaque,
+                                            Error **errp)
+{
+    uint64_t generation = vhost_user_tmem_generation(VHOST_USER_TMEM(obj));
+
+    visit_type_uint64(v, name, &generation, errp);
+}
+
+static char *vhost_user_tmem_prop_last_error(Object *obj, Error **errp)
+{
+    VHostUserTmem *s = VHOST_USER_TMEM(obj);
+
+    return g_strdup(s->last_error ? s->last_error : "");
+}
+
 static void vhost_user_tmem_class_init(ObjectClass *klass, void *data)
 {
     DeviceClass *dc = DEVICE_CLASS(klass);
     VirtioDeviceClass *vdc = VIRTIO_DEVICE_CLASS(klass);
 
     device_class_set_props(dc, vhost_user_tmem_properties);
+    object_class_property_add_bool(klass, "connected",
+                                   vhost_user_tmem_prop_connected, NULL);
+    object_class_property_add(klass, "generation", "uint64",
+                              vhost_user_tmem_prop_generation, NULL, NULL,
+                              NULL);
+    object_class_property_add_str(klass, "last-error",
+                                  vhost_user_tmem_prop_last_error, NULL);
     dc->vmsd = &vmstate_vhost_user_tmem;
     set_bit(DEVICE_CATEGORY_MISC, dc->categories);
     vdc->realize = vhost_user_tmem_realize;

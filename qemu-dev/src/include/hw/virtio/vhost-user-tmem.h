@@ -13,6 +13,7 @@
 #include "hw/virtio/vhost.h"
 #include "hw/virtio/vhost-user.h"
 #include "hw/virtio/virtio.h"
+#include "qemu/notify.h"
 #include "qemu/timer.h"
 #include "qom/object.h"
 #include "standard-headers/linux/virtio_tmem.h"
@@ -26,6 +27,15 @@ OBJECT_DECLARE_SIMPLE_TYPE(VHostUserTmem, VHOST_USER_TMEM)
 /* A vhost-user header and the u64 that answers GET_FEATURES. */
 #define VHOST_USER_TMEM_PROBE_SIZE (12 + 8)
 
+/* Of the backend; hw/virtio/vhost-user-tmem.c has a diagram. */
+typedef enum VHostUserTmemState {
+    VHOST_USER_TMEM_IDLE,       /* no backend, or none that was asked yet */
+    VHOST_USER_TMEM_PROBING,    /* GET_FEATURES is sent, unanswered */
+    VHOST_USER_TMEM_READY,      /* the handshake is under way or done */
+    VHOST_USER_TMEM_STARTED,    /* the backend serves the queues */
+    VHOST_USER_TMEM_LOST,       /* the connection ended while STARTED */
+} VHostUserTmemState;
+
 struct VHostUserTmem {
     VirtIODevice parent_obj;
 
@@ -33,41 +43,39 @@ struct VHostUserTmem {
     CharBackend chardev;
     uint16_t num_queues;            /* request queues, without control */
     uint16_t queue_size;            /* descriptors in each queue */
-    uint32_t backend_timeout_ms;    /* longest wait for one answer */
+    uint32_t backend_timeout_ms;    /* longest wait in one operation */
 
     /* What the guest reads; only the generation ever changes. */
     struct virtio_tmem_config config;
 
-    /* Valid from connect to disconnect, zeroed (vhost_ops NULL) otherwise. */
+    /*
+     * Initialised by a handshake and kept until the next one, so that the
+     * backend's limit of memory slots holds while none is connected.
+     */
     struct vhost_dev dev;
     struct vhost_virtqueue *vhost_vqs;
     VirtQueue **virtqs;
-
-    /*
-     * user.chr is &chardev while the vhost_dev above belongs to the open
-     * connection, else &no_chardev, which has no driver: every message fails
-     * at once and none can reach the connection that came after.
-     */
     VhostUserState user;
-    CharBackend no_chardev;
 
-    bool opened;                    /* the chardev has a connection */
-    bool probing;                   /* GET_FEATURES is sent on it, unanswered */
-    bool connected;                 /* dev is initialised */
-    bool started;                   /* the backend serves the queues */
-    bool lost;                      /* dev's connection is gone, clean up */
+    VHostUserTmemState state;
     bool running;                   /* driver is up and the VM runs */
     bool notify;                    /* config interrupt is due */
+    bool changed;                   /* QMP event is due */
+    int faulty_queue;               /* its ring is not in memory; -1 for none */
     uint8_t probe_reply[VHOST_USER_TMEM_PROBE_SIZE];
     unsigned int probe_len;         /* bytes of probe_reply received */
 
     /* Does all work that an event may not do in place. */
     QEMUBH *bh;
-
-    /* Refusals are told once, and the next attempt is put off. */
     QEMUTimer *retry_timer;
     int64_t retry_at_ms;            /* realtime clock; no probe before it */
-    char *last_error;               /* refusal told last */
+
+    char *last_error;               /* why the backend is refused or lost */
+    char *reported_error;           /* refusal written to stderr last */
+    char *last_event;               /* content of the QMP event sent last */
+
+    NotifierWithReturn memory_notifier;
+    NotifierWithReturn migration_notifier;
 };
 
 /**

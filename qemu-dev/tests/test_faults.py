@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Faults of guests, backends and operators: what each costs, and who is blamed."""
+
+import time
+
+import pytest
+
+from machine import (
+    ACKNOWLEDGE,
+    BACKEND_TIMEOUT_MS,
+    DRIVER,
+    IMPATIENT,
+    NEEDS_RESET,
+    SCALE,
+    wait_for,
+)
+
+# Long enough that a loaded machine does not exceed it by itself.
+OPERATION_MS = int(1000 * SCALE)
+ANSWER_MS = int(OPERATION_MS * 0.9)
+RETRY_WAIT_FACTOR = 20  # of the device
+
+MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
+    1 << bit for bit in (0, 1, 3, 9, 13, 15)
+)
+EVENT_INTERVAL_NS = 10**9  # at most one QMP event of a device in it
+BASELINE_SLOTS = 8  # of a backend without CONFIGURE_MEM_SLOTS
+DIMM_BYTES = 2 << 20
+HOTPLUG = ["-m", "64M,slots=16,maxmem=1G"]
+# Neither RAM nor a device: below the firmware, above the RAM.
+NOWHERE = 0x80000000
+
+
+def connections(daemon):
+    return len([event for event in daemon.read() if event.get("event") == "connected"])
+
+
+# Waiting
+
+
+@pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
+@pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
+def test_one_deadline_covers_an_operation(machine, backend, operation, arguments):
+    """Each answer, or each byte of one, comes in time, and all of them together do not."""
+    delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
+    features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
+    daemon = backend("--delay-ms", str(delay_ms), "--protocol-features", hex(features), *arguments)
+    vm = machine(device=f",backend-timeout-ms={OPERATION_MS}", more=HOTPLUG)
+    daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
+    wait_for("the handshake", lambda: vm.property("connected"))
+    run = {
+        "start": vm.driver_up,
+        "stop": lambda: vm.qmp("stop"),
+        "reset": vm.reset,
+        "plug": lambda: plug(vm, "more"),
+    }
+    if operation != "start":
+        vm.driver_up()
+    daemon.be_slow()
+    start = time.monotonic()
+    run[operation]()
+    elapsed_ms = (time.monotonic() - start) * 1000
+    print(f"{operation}: {elapsed_ms:.0f} ms, {daemon.requests()[-1]}")
+    assert elapsed_ms < 1.8 * OPERATION_MS
+    vm.alive()
+
+
+def test_a_slow_handshake_is_bounded(machine, backend):
+    daemon = backend("--delay-ms", str(ANSWER_MS))
+    daemon.be_slow()
+    vm = machine(device=f",backend-timeout-ms={OPERATION_MS}")
+    daemon.wait("the probe", lambda event: event.get("request") == "GET_FEATURES")
+    wait_for("the refusal", lambda: vm.property("last-error").startswith("it did not answer"))
+    assert daemon.requests().count("SET_VRING_CALL") == 0
+
+
+@pytest.mark.parametrize("operation", ["stop", "reset"])
+def test_a_backend_that_timed_out_is_left_alone(machine, backend, operation):
+    """However the time-out came about, as after a refusal."""
+    daemon = backend("--delay-ms", str(10 * BACKEND_TIMEOUT_MS))
+    vm = machine(device=IMPATIENT)
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    asked = daemon.requests().count("GET_FEATURES")
+    daemon.be_slow()
+    start = time.monotonic()
+    if operation == "stop":
+        vm.qmp("stop")
+    else:
+        vm.reset()
+    daemon.be_slow(False)
+    assert vm.property("last-error") == f"it did not answer within {BACKEND_TIMEOUT_MS} ms"
+    wait_for("the next attempt", lambda: daemon.requests().count("GET_FEATURES") > asked)
+    assert (time.monotonic() - start) * 1000 >= RETRY_WAIT_FACTOR * BACKEND_TIMEOUT_MS
+
+
+# Memory
+
+
+def plug(vm, name, share=True):
+    vm.qmp(
+        "object-add",
+        **{"qom-type": "memory-backend-memfd", "id": name, "size": DIMM_BYTES, "share": share},
+    )
+    vm.qmp("device_add", driver="pc-dimm", id=f"{name}-dimm", memdev=name)
+
+
+def test_plugged_memory_must_be_shared(machine, backend):
+    vm = machine(more=HOTPLUG)
+    with pytest.raises(RuntimeError, match="'alone' is not shared"):
+        plug(vm, "alone", share=False)
+    daemon = backend()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    with pytest.raises(RuntimeError, match="'served' is not shared"):
+        plug(vm, "served", share=False)
+    tables = daemon.requests().count("SET_MEM_TABLE")
+    plug(vm, "shared")
+    daemon.wait("it", lambda event: daemon.requests().count("SET_MEM_TABLE") > tables)
+    assert vm.generation() == daemon.generation()
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["memory first", "device first"])
+@pytest.mark.parametrize(
+    "device",
+    [
+        "pc-dimm,memdev=more",
+        "virtio-mem-pci,memdev=more",
+        "virtio-mem-pci,memdev=more,dynamic-memslots=on",
+    ],
+)
+def test_memory_of_the_command_line_must_be_shared(machine, device, first):
+    memory = ["-object", "memory-backend-memfd,id=mem,size=64M,share=on"]
+    plugged = ["-object", "memory-backend-memfd,id=more,size=128M,share=off", "-device", device]
+    with pytest.raises(ConnectionError) as caught:
+        machine(
+            machine=",memory-backend=mem",
+            memory=memory + plugged if first else memory,
+            more=HOTPLUG if first else HOTPLUG + plugged,
+        )
+    assert "'more' is not shared" in str(caught.value)
+    assert "share=on" in str(caught.value)
+
+
+def test_memory_slots_are_counted_without_a_backend(machine, backend):
+    """What a lost backend could not map, the next one cannot either."""
+    features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
+    daemon = backend("--protocol-features", hex(features))
+    vm = machine(more=HOTPLUG)
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    daemon.kill()
+    vm.wait_generation(0)
+    with pytest.raises(RuntimeError, match="free memory slots"):
+        for count in range(BASELINE_SLOTS + 1):
+            plug(vm, f"m{count}")
+    daemon = backend("--protocol-features", hex(features))
+    vm.wait_generation(None)
+    assert vm.generation() == daemon.generation()
+
+
+# Guests
+
+
+@pytest.mark.parametrize("where", [NOWHERE, (64 << 20) - 0x4000])
+def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
+    daemon = backend()
+    vm = machine()
+    wait_for("the handshake", lambda: vm.property("connected"))
+    vm.driver_up(rings=where)
+    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    assert vm.generation() == 0
+    vm.qmp("stop")
+    vm.qmp("cont")
+    assert vm.property("connected")
+    vm.driver_up()
+    assert vm.wait_generation(None)
+    assert connections(daemon) == 1
+    assert "backend refused" not in vm.errors()
+
+
+def test_queue_size_set_after_addresses(machine):
+    """The caches of a ring have its size: QEMU aborts where it reads beyond their end."""
+    vm = machine()
+    vm.driver_up()
+    vm.reset()
+    vm.write(vm.common + 22, 2, 0)
+    vm.write(vm.common + 24, 2, 16)
+    for offset, part in ((32, 0), (40, 0x8000), (48, 0xC000)):
+        vm.write(vm.common + offset, 4, 0x100000 + part)
+        vm.write(vm.common + offset + 4, 4, 0)
+    vm.write(vm.common + 28, 2, 1)
+    vm.set_status(ACKNOWLEDGE | DRIVER)
+    vm.qmp("x-query-virtio-queue-element", path=vm.path(), queue=0, index=200)
+    vm.alive()
+
+
+def test_configuration_generation_changes_with_the_content(machine, backend):
+    """Not only with the interrupt, which a paused VM gets later."""
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    wait_for("the interrupt", vm.config_interrupt)
+    vm.qmp("stop")
+    before = vm.config_generation()
+    daemon.kill()
+    vm.wait_generation(0)
+    assert not vm.config_interrupt()
+    assert vm.config_generation() != before
+
+
+# Backends
+
+
+def test_only_needed_protocol_features_are_acknowledged(machine, backend):
+    # All but PAGEFAULT, DEVICE_STATE and what changes the meaning of messages used here.
+    offered = (1 << 17) - 1 & ~(1 << 8 | 1 << 14 | MEM_SLOTS | 1 << 16)
+    daemon = backend("--protocol-features", hex(offered))
+    machine()
+    [event] = daemon.wait(
+        "the features", lambda event: event.get("request") == "SET_PROTOCOL_FEATURES"
+    )[:1]
+    assert event["value"] == MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
+
+
+# Operators
+
+
+@pytest.mark.parametrize(
+    "chardev",
+    [
+        "socket,id=tmem,host=127.0.0.1,port=1,reconnect-ms=1000",
+        "socket,id=tmem,host=127.0.0.1,port=0,server=on,wait=off",
+    ],
+)
+def test_sockets_that_pass_no_descriptors(machine, chardev):
+    with pytest.raises(ConnectionError) as caught:
+        machine(chardev=chardev)
+    assert "chardev 'tmem' is not a Unix socket" in str(caught.value)
+
+
+def test_legacy_mmio(machine):
+    options = {"board": "microvm", "driver": "vhost-user-tmem"}
+    with pytest.raises(ConnectionError) as caught:
+        machine(**options)
+    assert "virtio-mmio.force-legacy=false" in str(caught.value)
+    machine(more=["-global", "virtio-mmio.force-legacy=false"], **options).alive()
+
+
+def test_the_end_of_qemu_is_no_loss(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    vm.qmp("quit")
+    vm.process.wait(20)
+    assert "lost its backend" not in vm.errors()
+
+
+# Migration
+
+
+def arrived(vm):
+    return wait_for(
+        "the migration",
+        lambda: (
+            (status := vm.qmp("query-migrate").get("status"))
+            and status in ("completed", "failed")
+            and status
+        ),
+    )
+
+
+def test_post_copy_that_is_possible_and_not_used(machine, backend, folder):
+    """The capability alone keeps the backend of the destination off for no longer."""
+    vm = machine()
+    vm.driver_up()
+    target = machine(path=folder / "target", more=["-incoming", "defer"])
+    for each in (vm, target):
+        capability = {"capability": "postcopy-ram", "state": True}
+        each.qmp("migrate-set-capabilities", capabilities=[capability])
+    target.qmp("migrate-incoming", uri=f"unix:{folder}/migration")
+    vm.qmp("migrate", uri=f"unix:{folder}/migration")
+    assert arrived(vm) == arrived(target) == "completed"
+    daemon = backend(path=folder / "target")
+    target.map()
+    target.wait_generation(None)
+    assert target.generation() == daemon.generation()
+
+
+def test_memory_that_arrives_is_shown_to_no_backend(machine, backend, folder):
+    daemon = backend(path=folder)
+    target = machine(more=["-incoming", "defer"])
+    capability = {"capability": "postcopy-ram", "state": True}
+    daemon.wait("a connection", lambda event: event.get("event") == "connected")
+    # A backend that was asked for its features would be in the way of it.
+    target.qmp("migrate-set-capabilities", capabilities=[capability])
+    assert daemon.requests() == []
+    assert not target.property("connected")
+
+
+def test_the_generation_is_not_in_the_stream(machine, backend, folder):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    generation = vm.wait_generation(daemon.generation()) and vm.generation()
+    vm.qmp("migrate", uri=f"exec:cat >{folder}/state")
+    assert arrived(vm) == "completed"
+    state = (folder / "state").read_bytes()
+    assert b"vhost-user-tmem" in state
+    assert generation.to_bytes(8, "little") not in state
+    vm.qmp("cont")
+    assert vm.wait_generation(generation)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_background_snapshots_are_refused(machine, backend, folder, served):
+    vm = machine()
+    vm.driver_up()
+    if served:
+        vm.wait_generation(backend().generation())
+    capability = {"capability": "background-snapshot", "state": True}
+    try:
+        vm.qmp("migrate-set-capabilities", capabilities=[capability])
+    except RuntimeError as error:
+        pytest.skip(f"not on this host: {error}")
+    try:
+        vm.qmp("migrate", uri=f"exec:cat >{folder}/state")
+    except RuntimeError as error:
+        assert "background snapshots" in str(error)
+    else:
+        assert arrived(vm) == "failed"
+        assert "background snapshots" in vm.qmp("query-migrate")["error-desc"]
+    assert vm.qmp("query-status")["status"] == "running"
+
+
+# Management
+
+
+def test_properties_and_events_give_the_state(machine, backend):
+    vm = machine()
+    path = vm.path()
+    assert vm.property("connected") is False
+    assert vm.property("generation") == 0
+    assert vm.property("last-error") == "no backend has connected yet"
+    daemon = backend("--batch-max", "1")
+    wait_for("the refusal", lambda: "batch_max 1" in vm.property("last-error"))
+    daemon.kill()
+    vm.driver_up()
+    daemon = backend()
+    vm.wait_generation(daemon.generation())
+    assert vm.property("connected") is True
+    assert vm.property("generation") == daemon.generation()
+    assert vm.property("last-error") == ""
+    daemon.kill()
+    vm.wait_generation(0)
+    assert vm.property("connected") is False
+    assert vm.property("last-error") == "it closed the connection"
+
+    def events():
+        # Under qtest the clock of the limit moves only by this command.
+        vm.command(f"clock_step {EVENT_INTERVAL_NS}")
+        return vm.tmem_events()
+
+    # One a second at most: the last of a burst is what counts.
+    lost = {
+        "id": "t0",
+        "qom-path": path,
+        "connected": False,
+        "generation": 0,
+        "error": "it closed the connection",
+    }
+    wait_for("the event", lambda: events() and events()[-1] == lost)
+
+
+def test_a_backend_that_is_refused_again_sends_no_event(machine, backend):
+    vm = machine()
+    daemon = backend("--batch-max", "1")
+    wait_for("more attempts", lambda: connections(daemon) > 2)
+    vm.command(f"clock_step {EVENT_INTERVAL_NS}")
+    before = len(vm.tmem_events())
+    assert before > 0
+    attempts = connections(daemon)
+    wait_for("more attempts", lambda: connections(daemon) > attempts + 1)
+    vm.command(f"clock_step {EVENT_INTERVAL_NS}")
+    assert len(vm.tmem_events()) == before
+
+
+def test_a_backend_that_hangs_up_at_once_is_named(machine, backend):
+    vm = machine()
+    backend("--close-at", "1")
+    wait_for("it", lambda: vm.property("last-error") == "it closed the connection")
