@@ -142,11 +142,15 @@ struct virtio_tmem_pool_create {
 #define VIRTIO_TMEM_R_TRIPPED			3	/* breaker open: answers were late */
 #define VIRTIO_TMEM_R_POISONED			4	/* a check failed: off until reload */
 
+/* Bits of virtio_tmem_report.hooks: this type of file system is served. The others are the driver's own. */
+#define VIRTIO_TMEM_H_EXT4			56
+#define VIRTIO_TMEM_H_XFS			57
+
 /* REPORT: req, report; answered by resp. For the host's statistics only. */
 struct virtio_tmem_report {
 	__le32 version;			/* major << 16 | minor << 8 | patch */
 	__le32 state;			/* VIRTIO_TMEM_R_... */
-	__le64 hooks;			/* a bit per hook that is live */
+	__le64 hooks;			/* a bit per hook that is live; VIRTIO_TMEM_H_... */
 	__le64 memory_bytes;		/* that the driver holds in the guest */
 	__le64 index_pages;		/* pages that the guest believes are here */
 	__le64 puts;			/* pages accepted into the put ring */

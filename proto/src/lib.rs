@@ -161,6 +161,11 @@ constants! {
     "VIRTIO_TMEM_R_TRIPPED" R_TRIPPED: u32 = 3;
     /// [`Report::state`]: a check failed; off until reload.
     "VIRTIO_TMEM_R_POISONED" R_POISONED: u32 = 4;
+
+    /// Bit of [`Report::hooks`]: ext4 is served.
+    "VIRTIO_TMEM_H_EXT4" H_EXT4: u32 = 56;
+    /// Bit of [`Report::hooks`]: xfs is served.
+    "VIRTIO_TMEM_H_XFS" H_XFS: u32 = 57;
 }
 
 structs! {
