@@ -62,7 +62,7 @@ bool tmem_online(void);
 
 /*
  * Process context. The device learns of the pool when it is online, again after each generation.
- * One that replaces @old, which is not used for puts any more, has the same policies.
+ * One that replaces @old, which is not used for puts any more, has the same policies and marks.
  */
 struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
 /*
@@ -72,8 +72,6 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old);
 void tmem_pool_empty(struct tmem_pool *pool);
 /* Process context. Pages held of it, counted by a walk through the whole index. */
 unsigned long tmem_pool_pages(struct tmem_pool *pool);
-/* Did marks of tmem_bypass() overflow, so that the pool takes no puts? */
-bool tmem_pool_overflowed(const struct tmem_pool *pool);
 /* Empties it at once; memory is freed behind. No other call with this pool may be running. */
 void tmem_pool_free(struct tmem_pool *pool);
 
@@ -93,12 +91,22 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why);
 
 /*
- * No put is taken for the inode until tmem_unbypass(), and what is held is erased. Any context but
- * NMI; cannot fail: if no memory is at hand the whole pool takes no puts until it is freed.
+ * Marks: no put is taken for a marked inode. tmem_bypass() sets a mark, in any context but NMI, and
+ * cannot fail: without memory for it, marks are lost and no put is taken for the file system. What
+ * is held stays; a caller for whom it may be old erases it afterwards. Returns whether marks run
+ * out or were lost: then the caller has to have them swept. tmem_unbypass() clears a mark unless
+ * @writers, if given, is above 0. After lost marks, all inodes that may need one are marked again,
+ * and tmem_bypass_restored() ends the state if no further mark was lost since @lost was read.
+ * tmem_bypass_all() marks all inodes until the file system is unmounted; then the hooks get no page
+ * of it either, and empty the pool.
  */
-void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why);
+bool tmem_bypass(struct tmem_pool *pool, u64 ino);
 bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino);
-void tmem_unbypass(struct tmem_pool *pool, u64 ino);
+void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers);
+unsigned long tmem_bypass_lost(const struct tmem_pool *pool);
+void tmem_bypass_all(struct tmem_pool *pool);
+bool tmem_bypass_is_all(const struct tmem_pool *pool);
+bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost);
 
 /*
  * A wish that pages of the inode are not put, of as many as there is room for. tmem_policy_forbid()
@@ -153,6 +161,17 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index);
 
 /* Hook state for the report and sysfs: one bit per live hook; reason is NULL when all is well. */
 void tmem_core_set_hooks(u64 live, const char *off_reason);
+
+/* Length of a note, which is one line. */
+#define TMEM_NOTE_BYTES 1024
+
+/*
+ * Which types of file systems are served, as bits of the report (VIRTIO_TMEM_H_...), and what is
+ * not served and why: sysfs adds this to the state. A driver with a note that serves none is off.
+ */
+void tmem_core_set_served(u64 types, const char *note);
+/* Sets the text that sysfs shows after "on". */
+void tmem_core_set_note(const char *note);
 
 /* /sys/kernel/virtio_tmem, from tmem_core_init() to tmem_core_exit(). */
 extern struct kobject *tmem_kobj;

@@ -1,119 +1,261 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Inodes that must not be put, however clean their pages look: swap files, files open for direct
- * writing and the like. A mark in an XArray of the pool, by inode number.
+ * Marks: inodes whose pages must not be put, however clean they look, because cached pages may
+ * differ from the disk (direct writes, swap files and the like).
  *
- * A mark is set and the inode's object detached under the lock of its bucket, where each put looks
- * again: a put that comes later sees the mark. Marks are few and their memory is bounded; if one
- * cannot be stored, all of the pool is marked. Never waits, never fails.
+ * The marks belong to a mount. The pools that replace each other while it is mounted share them.
+ *
+ * A mark is set before what is held of the inode is erased, and each put looks for it under the
+ * bucket lock that erasing takes. A put that comes before is erased; one that comes after finds the
+ * mark. Setting a mark never waits and never fails: if there is no memory for it, marks are lost
+ * and no put is taken for the mount until the hooks have swept it (hooks/marks.c).
+ *
+ * One word has the marks of 32 neighbouring inode numbers, so that 10,000 files of one directory
+ * take some 3 KiB.
+ *
+ * Out of scope: when a mark may be cleared. The hooks decide that.
  */
+#include <linux/slab.h>
+
 #include "index.h"
 
-/* Bypassed inodes a pool; above, the pool takes no puts. */
-#define BYPASSED_MAX		4096
-/* The same if the marks of all pools would take more than this part of the index's memory. */
+/* Inode numbers of one word: a value entry of an XArray has 63 bits. */
+#define MARKS_PER_WORD		32
+/* Marks of all pools may take this part of the index's memory. Spread out, each has 576 bytes. */
 #define BYPASS_DIVISOR		4
+/* Marks run out when they take this part of what they may take: time to sweep. */
+#define CROWDED_NUMERATOR	3
+#define CROWDED_DENOMINATOR	4
 
-static atomic_long_t bypass_bytes;	/* of the marks; part of tmem_index_used_bytes */
+struct tmem_marks {
+	struct xarray words;	/* by inode number / MARKS_PER_WORD; its lock guards the next two */
+	unsigned long nr;
+	unsigned long lost;	/* that could not be stored since the last complete sweep */
+	bool all;		/* each inode counts as marked; never cleared */
+	unsigned int pools;	/* that share this; under the lock of the list of pools */
+};
 
-/* Marks come before entries, which make room for them: their memory is not asked for but taken. */
+static atomic_long_t bypass_bytes;	/* of all marks; part of tmem_index_used_bytes */
+
+/* Entries make room for marks, which come before them: memory for marks is not asked for. */
 static void charge_marks(long bytes)
 {
 	atomic_long_add(bytes, &bypass_bytes);
 	atomic_long_add(bytes, &tmem_index_used_bytes);
 }
 
-static bool room_for_mark(long bytes)
+static long marks_limit(void)
 {
-	return atomic_long_read(&bypass_bytes) + bytes <=
-	       (tmem_index_limit() - tmem_table_bytes()) / BYPASS_DIVISOR;
+	return (tmem_index_limit() - tmem_table_bytes()) / BYPASS_DIVISOR;
+}
+
+static unsigned long mark_bit(u64 ino)
+{
+	return BIT(ino % MARKS_PER_WORD);
+}
+
+static unsigned long load_word(struct tmem_marks *marks, u64 ino)
+{
+	void *word = xa_load(&marks->words, ino / MARKS_PER_WORD);
+
+	return word ? xa_to_value(word) : 0;
 }
 
 /**
- * tmem_bypass() - take no puts for an inode, and erase its pages
- * @pool: file system
- * @ino: inode number
- * @why: for the counters
+ * tmem_bypass_init() - no marks, or those of the pool that is replaced
+ * @pool: a new file system
+ * @old: the pool that it replaces, or NULL
  *
- * Context: any but NMI. If the mark cannot be stored, the pool takes no puts until it is freed.
- * Marks may push the index over its limit for the time until the evictor, woken here, has run.
+ * Context: process; one tmem_bypass_init() or tmem_bypass_free() at a time.
+ *
+ * Return: 0 or -ENOMEM.
  */
-void tmem_bypass(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
+int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old)
 {
-	u32 nr = bucket_of(pool, ino);
-	struct object *object;
-	unsigned long flags;
-
-	spin_lock_irqsave(&tmem_buckets[nr].lock, flags);
-	xa_lock(&pool->bypass);
-	if (!xa_load(&pool->bypass, ino) && !pool->bypass_all) {
-		long bytes = tmem_alone_in_node(&pool->bypass, ino) ? sizeof(struct xa_node) : 0;
-
-		if (pool->nr_bypassed >= BYPASSED_MAX || !room_for_mark(bytes) ||
-		    xa_is_err(__xa_store(&pool->bypass, ino, xa_mk_value(1), GFP_INDEX))) {
-			WRITE_ONCE(pool->bypass_all, true);
-		} else {
-			pool->nr_bypassed++;
-			charge_marks(bytes);
-		}
+	if (old) {
+		pool->marks = old->marks;
+	} else {
+		pool->marks = kzalloc(sizeof(*pool->marks), GFP_KERNEL);
+		if (!pool->marks)
+			return -ENOMEM;
+		xa_init(&pool->marks->words);
 	}
-	xa_unlock(&pool->bypass);
-	object = find_object(&tmem_buckets[nr], pool, ino);
-	if (object)
-		tmem_object_detach(nr, object, why);
-	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
-	tmem_index_make_room();
+	pool->marks->pools++;
+	return 0;
 }
 
 /**
- * tmem_is_bypassed() - is an inode marked by tmem_bypass()?
- * @pool: file system
- * @ino: inode number
- *
- * Return: true if puts of it are refused.
- */
-bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
-{
-	return bypassed(pool, ino);
-}
-
-/**
- * tmem_unbypass() - take puts for an inode again
- * @pool: file system
- * @ino: inode number
- *
- * Context: any but NMI.
- */
-void tmem_unbypass(struct tmem_pool *pool, u64 ino)
-{
-	u32 nr = bucket_of(pool, ino);
-	unsigned long flags;
-
-	spin_lock_irqsave(&tmem_buckets[nr].lock, flags);
-	xa_lock(&pool->bypass);
-	if (__xa_erase(&pool->bypass, ino)) {
-		pool->nr_bypassed--;
-		if (tmem_alone_in_node(&pool->bypass, ino))
-			charge_marks(-(long)sizeof(struct xa_node));
-	}
-	xa_unlock(&pool->bypass);
-	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
-}
-
-/**
- * tmem_bypass_free() - forget all marks of a pool that nobody uses any more
- * @pool: file system
+ * tmem_bypass_free() - forget the marks of a pool, unless another pool shares them
+ * @pool: file system that nobody uses any more
  */
 void tmem_bypass_free(struct tmem_pool *pool)
 {
 	unsigned long i, node = ULONG_MAX;
-	void *mark;
+	void *word;
 
-	xa_for_each(&pool->bypass, i, mark) {
+	if (--pool->marks->pools)
+		return;
+	xa_for_each(&pool->marks->words, i, word) {
 		if (!i || i >> XA_CHUNK_SHIFT == node)
 			continue;
 		node = i >> XA_CHUNK_SHIFT;
 		charge_marks(-(long)sizeof(struct xa_node));
 	}
-	xa_destroy(&pool->bypass);
+	xa_destroy(&pool->marks->words);
+	kfree(pool->marks);
+}
+
+/* Returns whether the mark is stored. The lock of @marks->words is held. */
+static bool store_mark(struct tmem_marks *marks, u64 ino)
+{
+	unsigned long word = load_word(marks, ino), i = ino / MARKS_PER_WORD;
+	long bytes = 0;
+
+	if (word & mark_bit(ino))
+		return true;
+	if (!word && tmem_alone_in_node(&marks->words, i))
+		bytes = sizeof(struct xa_node);
+	if (atomic_long_read(&bypass_bytes) + bytes > marks_limit())
+		return false;
+	if (xa_is_err(__xa_store(&marks->words, i, xa_mk_value(word | mark_bit(ino)), GFP_INDEX)))
+		return false;
+	charge_marks(bytes);
+	WRITE_ONCE(marks->nr, marks->nr + 1);
+	return true;
+}
+
+/**
+ * tmem_bypass() - take no puts for an inode from here on
+ * @pool: file system
+ * @ino: inode number
+ *
+ * The inode's entries stay: a caller whose operation makes them old erases them afterwards. If the
+ * mark cannot be stored, no put is taken for the file system until tmem_bypass_restored().
+ *
+ * Context: any but NMI. Marks may push the index over its limit until the evictor, woken here, has
+ * run.
+ *
+ * Return: true if marks run out or ran out, so that the caller has to have them swept.
+ */
+bool tmem_bypass(struct tmem_pool *pool, u64 ino)
+{
+	struct tmem_marks *marks = pool->marks;
+	unsigned long flags;
+	bool crowded;
+
+	xa_lock_irqsave(&marks->words, flags);
+	if (!store_mark(marks, ino))
+		WRITE_ONCE(marks->lost, marks->lost + 1);
+	crowded = marks->lost || atomic_long_read(&bypass_bytes) >
+				 marks_limit() / CROWDED_DENOMINATOR * CROWDED_NUMERATOR;
+	xa_unlock_irqrestore(&marks->words, flags);
+	tmem_index_make_room();
+	return crowded;
+}
+
+/**
+ * tmem_is_bypassed() - may pages of an inode not be put?
+ * @pool: file system
+ * @ino: inode number
+ *
+ * Context: any. The put that must not miss a mark asks under the inode's bucket lock.
+ *
+ * Return: true if the inode is marked, if marks of the file system were lost, or if all of its
+ * inodes count as marked.
+ */
+bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
+{
+	struct tmem_marks *marks = pool->marks;
+
+	return READ_ONCE(marks->lost) || READ_ONCE(marks->all) ||
+	       (READ_ONCE(marks->nr) && load_word(marks, ino) & mark_bit(ino));
+}
+
+/**
+ * tmem_unbypass() - clear the mark of an inode
+ * @pool: file system
+ * @ino: inode number
+ * @writers: how many have the inode open for writing, or NULL if nobody can
+ *
+ * The mark stays if there are writers. They are counted under the lock that marks are set under:
+ * each writer is counted before it sets a mark, so no mark of a running write is cleared.
+ *
+ * Context: any but NMI.
+ */
+void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers)
+{
+	struct tmem_marks *marks = pool->marks;
+	unsigned long flags, word, i = ino / MARKS_PER_WORD;
+
+	if (!READ_ONCE(marks->nr))
+		return;
+	xa_lock_irqsave(&marks->words, flags);
+	word = load_word(marks, ino);
+	if (!(word & mark_bit(ino)) || (writers && atomic_read(writers) > 0))
+		goto unlock;
+	word &= ~mark_bit(ino);
+	if (word) {
+		/* Replaces a value: allocates nothing. */
+		__xa_store(&marks->words, i, xa_mk_value(word), 0);
+	} else {
+		__xa_erase(&marks->words, i);
+		if (tmem_alone_in_node(&marks->words, i))
+			charge_marks(-(long)sizeof(struct xa_node));
+	}
+	WRITE_ONCE(marks->nr, marks->nr - 1);
+unlock:
+	xa_unlock_irqrestore(&marks->words, flags);
+}
+
+/**
+ * tmem_bypass_all() - mark all inodes of a file system, until it is unmounted
+ * @pool: file system
+ *
+ * Context: any but NMI.
+ */
+void tmem_bypass_all(struct tmem_pool *pool)
+{
+	WRITE_ONCE(pool->marks->all, true);
+}
+
+/**
+ * tmem_bypass_is_all() - was tmem_bypass_all() called?
+ * @pool: file system
+ *
+ * Return: true if so.
+ */
+bool tmem_bypass_is_all(const struct tmem_pool *pool)
+{
+	return READ_ONCE(pool->marks->all);
+}
+
+/**
+ * tmem_bypass_lost() - how many marks of a file system were lost
+ * @pool: file system
+ *
+ * Return: 0, or a number that grows; the file system takes no puts then.
+ */
+unsigned long tmem_bypass_lost(const struct tmem_pool *pool)
+{
+	return READ_ONCE(pool->marks->lost);
+}
+
+/**
+ * tmem_bypass_restored() - each inode that may have lost its mark was marked again
+ * @pool: file system
+ * @lost: what tmem_bypass_lost() returned before the first of them was
+ *
+ * Return: true if no further mark was lost meanwhile, so that puts are taken again.
+ */
+bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost)
+{
+	struct tmem_marks *marks = pool->marks;
+	unsigned long flags;
+
+	xa_lock_irqsave(&marks->words, flags);
+	if (marks->lost == lost)
+		WRITE_ONCE(marks->lost, 0);
+	lost = marks->lost;
+	xa_unlock_irqrestore(&marks->words, flags);
+	return !lost;
 }

@@ -12,7 +12,8 @@
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
  *	    stats.c: state_lock		state for sysfs; also taken alone
- * control_vq_lock and the lock of admit.c stand alone; vq_lock and bucket->lock are never held
+ * control_vq_lock and the locks of admit.c, bypass.c and policy.c stand alone; vq_lock and
+ * bucket->lock are never held
  * together. Callers may hold mm and file system locks (i_pages), so nothing above may be held
  * while taking one of those.
  */
@@ -268,6 +269,7 @@ unsigned long tmem_index_pool_pages(u32 id);
 void tmem_index_erase_offset(u32 bucket, u64 object, u64 index, u64 offset);
 
 /* bypass.c */
+int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old);
 void tmem_bypass_free(struct tmem_pool *pool);
 
 /* evict.c */
@@ -283,9 +285,7 @@ struct tmem_pool {
 	u32 id;				/* at the host; 0: not there. Read under a bucket lock */
 	u32 burnt_id;			/* to be destroyed at the host, if it is there */
 	bool freed;			/* by the hooks; under tmem_pools_lock */
-	bool bypass_all;		/* a mark could not be stored; under a bucket lock */
-	unsigned int nr_bypassed;	/* under the lock of bypass */
-	struct xarray bypass;		/* by inode number */
+	struct tmem_marks *marks;	/* never changes */
 	struct tmem_policies *policies;	/* never changes */
 	struct rcu_head rcu;
 };

@@ -7,15 +7,15 @@
  * 64 page numbers; a leaf packs its entries in 6 to 64 places, since most files are small and all
  * memory together is bounded.
  *
- * Races. All state of an inode, its entries, its bypass mark as seen by puts, and the id of its
+ * Races. All state of an inode, its entries, its mark (bypass.c) as seen by puts, and the id of its
  * pool as seen by them, is read and written under the lock of the bucket that it hashes to, and
  * nothing else: any two operations on an inode are ordered by that lock.
  *  - Put and invalidation: the hooks call tmem_put() before the page leaves the page cache and
  *    invalidate after they made sure that it left (or is theirs). If the invalidation took the
  *    lock first, the lock would order the put, and with it the page's removal, after the
  *    caller's look at the page cache, which saw it removed: a contradiction. So it finds the entry.
- *  - Put and bypass: the mark is set and the object detached in one section; a put that comes later
- *    sees the mark in its own.
+ *  - Put and bypass: the mark is set first, then the object is detached under this lock. A put
+ *    whose section comes before is detached with the object; one that comes after sees the mark.
  *  - Put and forgetting everything (tmem_pools_forget() sets the ids of all pools to 0): entries
  *    hang from objects that carry the id of their pool, ids are never reused, and a put reads the
  *    id under the lock, so an entry that was made before is unreachable afterwards; the sweep comes
@@ -193,7 +193,7 @@ int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		tmem_object_detach(nr, object, TMEM_INVAL_INODE);
 		object = NULL;
 	}
-	if (bypassed(key->pool, key->ino))
+	if (tmem_is_bypassed(key->pool, key->ino))
 		err = -EPERM;
 	else if (tmem_policy_never(key))
 		err = -EACCES;

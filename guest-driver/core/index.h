@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Inside of the index: the table of objects, for index.c (one inode by name), bypass.c (inodes that
- * are not put) and evict.c (whatever has to go). What a put needs of it is inline.
+ * Inside of the index: the table of objects, for index.c (one inode by name) and evict.c (whatever
+ * has to go). What a put needs of it is inline.
  *
  * Objects in the table are touched under the lock of their bucket, and never without.
  */
@@ -61,11 +61,6 @@ static inline void unlink_object(struct object *object, struct hlist_head *freed
 {
 	hlist_del_rcu(&object->node);
 	hlist_add_head_rcu(&object->node, freed);
-}
-
-static inline bool bypassed(struct tmem_pool *pool, u64 ino)
-{
-	return READ_ONCE(pool->bypass_all) || xa_load(&pool->bypass, ino);
 }
 
 #endif /* _TMEM_INDEX_H */

@@ -37,18 +37,22 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 	if (!pool)
 		return NULL;
 	strscpy(pool->name, name, sizeof(pool->name));
-	xa_init(&pool->bypass);
 	mutex_lock(&tmem_pools_lock);
-	if (tmem_policy_init(pool, old)) {
-		mutex_unlock(&tmem_pools_lock);
-		kfree(pool);
-		return NULL;
+	if (tmem_policy_init(pool, old))
+		goto nomem;
+	if (tmem_bypass_init(pool, old)) {
+		tmem_policy_free(pool);
+		goto nomem;
 	}
 	pool->serial = ++last_serial;
 	list_add_tail(&pool->list, &tmem_pools);
 	mutex_unlock(&tmem_pools_lock);
 	tmem_control_resync_any(false);
 	return pool;
+nomem:
+	mutex_unlock(&tmem_pools_lock);
+	kfree(pool);
+	return NULL;
 }
 
 static void free_dead(void)
@@ -143,17 +147,6 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool)
 	u32 id = READ_ONCE(pool->id);
 
 	return id ? tmem_index_pool_pages(id) : 0;
-}
-
-/**
- * tmem_pool_overflowed() - were there too many inodes to be marked by tmem_bypass()?
- * @pool: the pool
- *
- * Return: true if the pool takes no puts any more.
- */
-bool tmem_pool_overflowed(const struct tmem_pool *pool)
-{
-	return READ_ONCE(pool->bypass_all);
 }
 
 /**

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * State of the module and its counters, readable in /sys/kernel/virtio_tmem/:
- *	state		one line: on, "offline: <why>", "off: <why>", tripped, "poisoned: <why>"
+ *	state		one line: on, "on: <notes>", "offline: <why>", "off: <why>", tripped,
+ *			"tripped: <notes>", "poisoned: <why>"
  *	hooks		hooks that are live, one bit each
  *	stats/<counter>	see stats_list.h
  *	stats/index_pages, index_bytes, memory_bytes: what is held now; index_bytes has its table
@@ -27,7 +28,10 @@ static bool ready;			/* a device with a backend */
 static bool is_tripped;
 static char poison_reason[REASON_BYTES];
 static char hooks_reason[REASON_BYTES];
+static char on_note[REASON_BYTES];
 static char offline_reason[REASON_BYTES] = "no device";
+static char note[TMEM_NOTE_BYTES];
+static u64 served;			/* bits of VIRTIO_TMEM_H_... */
 static u64 hooks_live;
 
 static void update_online(void)
@@ -141,6 +145,40 @@ void tmem_core_set_hooks(u64 live, const char *off_reason)
 }
 
 /**
+ * tmem_core_set_served() - which file systems are served
+ * @types: bits of the report
+ * @text: what is not served, in one line, or ""
+ */
+void tmem_core_set_served(u64 types, const char *text)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&state_lock, flags);
+	served = types;
+	strscpy(note, text, sizeof(note));
+	spin_unlock_irqrestore(&state_lock, flags);
+	tmem_control_report_any();
+}
+
+static bool none_served(void)
+{
+	return *note && !served;
+}
+
+/**
+ * tmem_core_set_note() - what the reader of "state" shall know although the cache works
+ * @text: one line without its end
+ */
+void tmem_core_set_note(const char *text)
+{
+	unsigned long flags;
+
+	spin_lock_irqsave(&state_lock, flags);
+	strscpy(on_note, text, sizeof(on_note));
+	spin_unlock_irqrestore(&state_lock, flags);
+}
+
+/**
  * tmem_state_report() - state for the host
  * @hooks: set to the hooks that are live
  *
@@ -152,10 +190,10 @@ u32 tmem_state_report(u64 *hooks)
 	u32 state;
 
 	spin_lock_irqsave(&state_lock, flags);
-	*hooks = hooks_live;
+	*hooks = hooks_live | served;
 	if (poison_reason[0])
 		state = VIRTIO_TMEM_R_POISONED;
-	else if (hooks_reason[0])
+	else if (hooks_reason[0] || none_served())
 		state = VIRTIO_TMEM_R_OFF;
 	else if (!ready)
 		state = VIRTIO_TMEM_R_OFFLINE;
@@ -256,11 +294,15 @@ static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, cha
 		len = sysfs_emit(buf, "poisoned: %s\n", poison_reason);
 	else if (hooks_reason[0])
 		len = sysfs_emit(buf, "off: %s\n", hooks_reason);
+	else if (none_served())
+		len = sysfs_emit(buf, "off: %s\n", note);
 	else if (!ready)
 		len = sysfs_emit(buf, "%s: %s\n", rcu_access_pointer(tmem_device) ?
 				 "offline" : "off", offline_reason);
 	else
-		len = sysfs_emit(buf, "%s\n", is_tripped ? "tripped" : "on");
+		len = sysfs_emit(buf, "%s%s%s%s%s\n", is_tripped ? "tripped" : "on",
+				 *note || *on_note ? ": " : "", on_note,
+				 *note && *on_note ? "; " : "", note);
 	spin_unlock_irq(&state_lock);
 	return len;
 }

@@ -11,6 +11,7 @@
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pagemap.h>
+#include <linux/security.h>
 
 #include "../compat.h"
 #include "hooks.h"
@@ -53,18 +54,27 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 		fs = tmem_fs_find(inode->i_sb);
 		if (fs) {
 			tmem_verify_void(fs, inode->i_ino, first, last);
-			if (mapping_exiting(mapping))
+			if (mapping_exiting(mapping)) {
 				tmem_fs_inode_gone(fs, inode);
-			else if (first <= last)
+			} else if (first <= last) {
 				tmem_invalidate(fs->pool, inode->i_ino, first, last,
 						TMEM_INVAL_TRUNCATE);
+				tmem_fs_clear_mark(fs, inode, 0);
+			}
 		}
 		rcu_read_unlock();
 	}
 	tmem_leave();
 }
 
-static void bypass_inode(const struct inode *inode, enum tmem_inval why, bool sticky)
+static bool wants_truncate(struct ftrace_regs *fregs)
+{
+	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+
+	return mapping->host && tmem_fs_serves(mapping->host->i_sb);
+}
+
+static void bypass_inode(const struct inode *inode, enum tmem_inval why)
 {
 	struct tmem_fs *fs;
 
@@ -73,23 +83,22 @@ static void bypass_inode(const struct inode *inode, enum tmem_inval why, bool st
 	rcu_read_lock();
 	fs = tmem_fs_find(inode->i_sb);
 	if (fs)
-		tmem_fs_bypass(fs, inode, why, sticky);
+		tmem_fs_bypass(fs, inode, why);
 	rcu_read_unlock();
 }
 
 /*
  * A direct write is about to start (or has ended). Erasing its range would not
- * do: a page that is read in beside it and reclaimed again would be put, and
- * the invalidation at the end is left out if nothing is cached then. So the
- * inode takes no puts while it is open for writing. A page read in beside the
- * write and still cached is removed by that invalidation, before the file can
- * be closed.
+ * do: a page that is read in beside it and reclaimed again would be put. The
+ * invalidation at the end is left out if nothing is cached then, and if the
+ * write failed midway, which leaves a page that is clean and old in the page
+ * cache. So the inode is marked, until no page of that time is left (marks.c).
  */
 static void entry_direct(struct ftrace_regs *fregs)
 {
 	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
 
-	bypass_inode(mapping->host, TMEM_INVAL_DIRECT, false);
+	bypass_inode(mapping->host, TMEM_INVAL_DIRECT);
 }
 
 /**
@@ -97,16 +106,16 @@ static void entry_direct(struct ftrace_regs *fregs)
  * @fregs: the two files
  *
  * That neither dirties nor removes pages of the donor, so its page cache may
- * have what the disk no longer has: sticky until it is evicted. Pages in the
- * making at this moment are filled under their lock, as by the disk.
+ * have what the disk no longer has. Pages in the making at this moment are
+ * filled under their lock, as by the disk.
  */
 void tmem_entry_move_ext(struct ftrace_regs *fregs)
 {
 	const struct file *orig = (void *)tmem_arg(fregs, 0);
 	const struct file *donor = (void *)tmem_arg(fregs, 1);
 
-	bypass_inode(file_inode(orig), TMEM_INVAL_MOVE_EXT, true);
-	bypass_inode(file_inode(donor), TMEM_INVAL_MOVE_EXT, true);
+	bypass_inode(file_inode(orig), TMEM_INVAL_MOVE_EXT);
+	bypass_inode(file_inode(donor), TMEM_INVAL_MOVE_EXT);
 }
 
 /**
@@ -114,13 +123,13 @@ void tmem_entry_move_ext(struct ftrace_regs *fregs)
  * @fregs: second argument is the file
  *
  * Swapping writes below the page cache, and what was cached before stays
- * cached after swapoff: sticky.
+ * cached after swapoff.
  */
 void tmem_entry_swapon(struct ftrace_regs *fregs)
 {
 	const struct file *file = (void *)tmem_arg(fregs, 1);
 
-	bypass_inode(file_inode(file), TMEM_INVAL_INODE, true);
+	bypass_inode(file_inode(file), TMEM_INVAL_INODE);
 }
 
 /**
@@ -128,33 +137,43 @@ void tmem_entry_swapon(struct ftrace_regs *fregs)
  * @fregs: first argument is the mapping
  *
  * md writes the blocks of a bitmap file itself: it has the file open for writing when it asks, and
- * what was cached before stays cached after it closed it: sticky. Who asks about a file that nobody
- * has open for writing only looks (FIBMAP), and marks for all of them could be more than there is
- * room for.
+ * what was cached before stays cached after md closed the file. A process that asks about a file
+ * that nobody has open for writing only looks (FIBMAP), and marks for all such files could be more
+ * than there is memory for.
  */
 void tmem_entry_bmap(struct ftrace_regs *fregs)
 {
 	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
 
 	if (atomic_read(&mapping->host->i_writecount) > 0)
-		bypass_inode(mapping->host, TMEM_INVAL_INODE, true);
+		bypass_inode(mapping->host, TMEM_INVAL_INODE);
 }
 
 /*
  * A new mount is known before the first file is opened on it. Not coherence:
  * files that are open for writing when it becomes known are cached only after
  * they were closed.
+ *
+ * vfs_get_tree() would be the place, but may wait for a disk for ever, and with
+ * it the unloading of this module. It calls this function at its end, with
+ * s_umount held for writing. The function allocates memory at most.
  */
-static int wrap_get_tree(struct fs_context *fc)
+static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned long kern_flags,
+			     unsigned long *set_kern_flags)
 {
 	int err;
 
 	tmem_enter();
-	err = vfs_get_tree(fc);
-	if (!err && fc->root)
-		tmem_fs_mounted(fc->root->d_sb);
+	err = security_sb_set_mnt_opts(sb, options, kern_flags, set_kern_flags);
+	if (!err)
+		tmem_fs_mounted(sb);
 	tmem_leave();
 	return err;
+}
+
+static bool wants_set_mnt_opts(struct ftrace_regs *fregs)
+{
+	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
 }
 
 /* The pool goes before anything of the super block does; see tmem_fs_drop(). */
@@ -164,6 +183,11 @@ static void wrap_shutdown_super(struct super_block *sb)
 	tmem_fs_drop(sb);
 	generic_shutdown_super(sb);
 	tmem_leave();
+}
+
+static bool wants_shutdown_super(struct ftrace_regs *fregs)
+{
+	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
 }
 
 /*
@@ -268,6 +292,13 @@ static int wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice
 	return ret;
 }
 
+static bool wants_fadvise(struct ftrace_regs *fregs)
+{
+	const struct file *file = (void *)tmem_arg(fregs, 0);
+
+	return tmem_fs_serves(file_inode(file)->i_sb);
+}
+
 /**
  * tmem_coherence_add - the functions of mm and VFS that are watched on every kernel
  *
@@ -277,17 +308,22 @@ int tmem_coherence_add(void)
 {
 	const struct tmem_target targets[] = {
 		{ (unsigned long)truncate_inode_pages_range, TMEM_HOOK_TRUNCATE, NULL,
-		  wrap_truncate },
+		  wrap_truncate, wants_truncate },
 		{ (unsigned long)invalidate_inode_pages2_range, TMEM_HOOK_DIRECT, entry_direct },
-		{ (unsigned long)vfs_get_tree, TMEM_HOOK_MOUNT, NULL, wrap_get_tree },
+		{ (unsigned long)security_sb_set_mnt_opts, TMEM_HOOK_MOUNT, NULL,
+		  wrap_set_mnt_opts, wants_set_mnt_opts },
 		{ (unsigned long)generic_shutdown_super, TMEM_HOOK_UNMOUNT, NULL,
-		  wrap_shutdown_super },
-		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, wrap_fadvise },
+		  wrap_shutdown_super, wants_shutdown_super },
+		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, wrap_fadvise,
+		  wants_fadvise },
 	};
 	unsigned int i;
 	int err;
 
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
+		/* Without it that function is inline, and a mount is known at its first page. */
+		if (targets[i].hook == TMEM_HOOK_MOUNT && !IS_ENABLED(CONFIG_SECURITY))
+			continue;
 		err = tmem_ftrace_add(&targets[i]);
 		if (err) {
 			tmem_hooks_off("cannot hook %s: error %d",

@@ -99,14 +99,18 @@ static struct miscdevice device = {
 static bool registered;
 
 /**
- * tmem_device_init() - create the device; the hooks are live
+ * tmem_device_init() - create the device, if it is not there; the hooks are live
  *
  * Without it the cache works all the same.
  */
 void tmem_device_init(void)
 {
-	int err = misc_register(&device);
+	int err;
 
+	/* It stays while the hooks are released. */
+	if (registered)
+		return;
+	err = misc_register(&device);
 	if (err)
 		pr_warn("virtio_tmem: no %s: error %d\n", VIRTIO_TMEM_DEVICE, err);
 	else

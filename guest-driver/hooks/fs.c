@@ -17,6 +17,7 @@
 #include <linux/pagemap.h>
 #include <linux/slab.h>
 #include <linux/workqueue.h>
+#include <virtio_tmem.h>
 
 #include "../compat.h"
 #include "hooks.h"
@@ -43,12 +44,19 @@ struct tmem_fs_type tmem_fs_types[] = {
 	{
 		.name = "ext4",
 		.mapping_ok = ext4_mapping_ok,
-		.symbols = { { "ext4_move_extents", TMEM_HOOK_MOVE_EXT, tmem_entry_move_ext } },
+		.symbols = {
+			{ "ext4_move_extents", TMEM_HOOK_MOVE_EXT, tmem_entry_move_ext },
+			{ "__ext4_warning", TMEM_HOOK_CONVERSION, tmem_entry_ext4_warning },
+			{ "jbd2_journal_abort", TMEM_HOOK_JOURNAL_ABORT, tmem_entry_journal_abort },
+			{}
+		},
 		.at_load = true,
+		.report_bit = VIRTIO_TMEM_H_EXT4,
 	},
 	{
 		.name = "xfs",
 		.mapping_ok = xfs_mapping_ok,
+		.report_bit = VIRTIO_TMEM_H_XFS,
 	},
 	{}
 };
@@ -70,6 +78,8 @@ static DEFINE_MUTEX(switch_lock);
 static DEFINE_MUTEX(discovery_lock);
 static void tmem_discover(struct work_struct *work);
 static DECLARE_DELAYED_WORK(discovery, tmem_discover);
+static void tmem_sweep(struct work_struct *work);
+static DECLARE_DELAYED_WORK(sweep, tmem_sweep);
 static unsigned int found;		/* types activated and file systems registered */
 static unsigned int fruitless;		/* discoveries in a row that found nothing */
 
@@ -78,6 +88,12 @@ static unsigned int fruitless;		/* discoveries in a row that found nothing */
  * looked at once a second only.
  */
 #define TMEM_FRUITLESS_MAX 16
+
+/*
+ * Marks of a file system are swept once in this time, however fast they run out: a sweep looks at
+ * all inodes in memory.
+ */
+#define TMEM_SWEEP_SECONDS 10
 
 /*
  * A file system may have millions of inodes, and who makes or evicts one spins meanwhile: so many
@@ -150,6 +166,45 @@ void tmem_fs_put(struct tmem_fs *fs)
 		complete(&fs->idle);
 }
 
+/* For the state and the report: which types are served, and what is not, with the reason. */
+static void tmem_fs_tell(void)
+{
+	static DEFINE_MUTEX(lock);
+	static char note[TMEM_NOTE_BYTES];	/* @lock */
+	const struct tmem_fs_type *type;
+	u64 served = 0;
+	struct tmem_fs *fs;
+	unsigned int i;
+	size_t len = 0;
+	bool failed = false;
+
+	mutex_lock(&lock);
+	*note = '\0';
+	for (type = tmem_fs_types; type->name; type++) {
+		/* Pairs with tmem_fs_type_failed(). */
+		failed |= smp_load_acquire(&type->failed);
+		if (READ_ONCE(type->active))
+			served |= BIT_ULL(type->report_bit);
+	}
+	for (type = tmem_fs_types; type->name && failed; type++) {
+		if (READ_ONCE(type->active))
+			len += scnprintf(note + len, sizeof(note) - len, "%s%s is served",
+					 len ? "; " : "", type->name);
+		else if (READ_ONCE(type->failed))
+			len += scnprintf(note + len, sizeof(note) - len, "%s%s: %s",
+					 len ? "; " : "", type->name, type->why_failed);
+	}
+	spin_lock_irq(&fs_lock);
+	hash_for_each(tmem_fs_hash, i, fs, node)
+		if (*fs->mount->refused)
+			len += scnprintf(note + len, sizeof(note) - len, "%s%s is %s",
+					 len ? "; " : "", kobject_name(&fs->mount->kobj),
+					 fs->mount->refused);
+	spin_unlock_irq(&fs_lock);
+	tmem_core_set_served(served, note);
+	mutex_unlock(&lock);
+}
+
 /* No hook can find it any more. */
 static void tmem_fs_free(struct tmem_fs *fs)
 {
@@ -191,6 +246,8 @@ void tmem_fs_drop(const struct super_block *sb)
 		return;
 	WRITE_ONCE(fs->live, false);
 	synchronize_rcu_expedited();
+	if (*fs->mount->refused)
+		tmem_fs_tell();
 	tmem_fs_remove(fs);
 }
 
@@ -212,6 +269,23 @@ bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 	if (READ_ONCE(inode->i_mapping->wb_err))
 		return false;
 	return fs->type->mapping_ok(inode->i_mapping);
+}
+
+/**
+ * tmem_fs_serves - is a super block of a type that is served?
+ * @sb: the super block
+ *
+ * Context: any.
+ * Return: true if so, whether or not it is served itself.
+ */
+bool tmem_fs_serves(const struct super_block *sb)
+{
+	unsigned int i;
+
+	for (i = 0; i < NR_FS_TYPES; i++)
+		if (sb->s_bdev && !strcmp(sb->s_type->name, tmem_fs_types[i].name))
+			return true;
+	return false;
 }
 
 /**
@@ -240,17 +314,23 @@ bool tmem_fs_note(const struct super_block *sb)
 	return noted;
 }
 
-/*
- * Looks at each inode of a file system, but for those made meanwhile, until @look returns true. The
- * lock is given up now and then, while a reference to the inode it is at keeps its place in the
- * list. The caller holds s_umount, so unmounting meets no such reference.
+/**
+ * tmem_fs_walk - look at each inode of a file system, but for those made meanwhile
+ * @sb: its super block; the caller holds s_umount
+ * @look: called under s_inode_list_lock; returns true to end the walk
+ * @arg: for @look
  *
- * None is taken to an inode without a name: were it the last, the inode would be deleted here. That
- * waits while the file system is frozen, and who thaws it waits for s_umount. A name can be lost
- * only while it is not frozen, and who freezes it waits for s_umount.
+ * The lock is released now and then, while a reference to the current inode keeps its place in the
+ * list. Unmounting meets no such reference, since the caller holds s_umount.
+ *
+ * The walk takes no reference to an inode without a name: were it the last, the inode would be
+ * deleted here. That waits while the file system is frozen, and the task that thaws it waits for
+ * s_umount. A name can be lost only while the file system is not frozen, and the task that freezes
+ * it waits for s_umount.
+ *
+ * Context: process, may sleep.
  */
-static void walk_inodes(struct super_block *sb, bool (*look)(struct inode *inode, void *arg),
-			void *arg)
+void tmem_fs_walk(struct super_block *sb, bool (*look)(struct inode *inode, void *arg), void *arg)
 {
 	struct inode *inode, *kept = NULL;
 	unsigned int run = 0;
@@ -298,8 +378,18 @@ static const struct address_space_operations *tmem_fs_aops(struct super_block *s
 {
 	struct aops_search search = { .type = type };
 
-	walk_inodes(sb, look_for_aops, &search);
+	tmem_fs_walk(sb, look_for_aops, &search);
 	return search.aops;
+}
+
+static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function, int err)
+{
+	snprintf(type->why_failed, sizeof(type->why_failed), "cannot hook %s: error %d%s",
+		 function, err, err == -EBUSY ? " (a live patch has it)" : "");
+	pr_warn("virtio_tmem: %s is not served: %s\n", type->name, type->why_failed);
+	/* Pairs with tmem_fs_tell(): the reason is complete. */
+	smp_store_release(&type->failed, true);
+	tmem_fs_tell();
 }
 
 /* Coherence first: the functions that read come last. */
@@ -315,66 +405,53 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 	};
 	const struct tmem_fs_symbol *symbol;
 	unsigned int i;
+	char its[32];
 	int err;
 
 	for (symbol = type->symbols; symbol->name; symbol++) {
 		err = tmem_ftrace_add_name(symbol->name, symbol->hook, symbol->entry);
 		if (err) {
-			tmem_hooks_off("%s: cannot hook %s: error %d%s", type->name, symbol->name,
-				       err, err == -EBUSY ? " (a live patch has it)" : "");
-			goto failed;
+			tmem_fs_type_failed(type, symbol->name, err);
+			return;
 		}
 	}
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
 		err = targets[i].addr ? tmem_ftrace_add(&targets[i]) : -ENOENT;
 		if (err) {
-			tmem_hooks_off("%s: cannot hook its %s: error %d%s", type->name,
-				       tmem_hook_names[targets[i].hook], err,
-				       err == -EBUSY ? " (a live patch has it)" : "");
-			goto failed;
+			snprintf(its, sizeof(its), "its %s", tmem_hook_names[targets[i].hook]);
+			tmem_fs_type_failed(type, its, err);
+			return;
 		}
 	}
 	WRITE_ONCE(type->active, true);
 	found++;
-	return;
-failed:
-	WRITE_ONCE(type->failed, true);
+	tmem_fs_tell();
 }
 
-struct marking {
-	struct tmem_fs *fs;
-	bool lost_marks;
-};
-
-static bool mark_writers(struct inode *inode, void *arg)
+/* Whether a mount is refused holds until it is unmounted. */
+static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type)
 {
-	struct marking *marking = arg;
-	bool writers = atomic_read(&inode->i_writecount) > 0;
-	bool suspect = marking->lost_marks && (writers || READ_ONCE(inode->i_data.nrpages));
+	struct tmem_mount *mount = tmem_mount_new(sb, type);
+	char why[TMEM_REFUSED_BYTES - sizeof("refused: ")];
 
-	if (S_ISREG(inode->i_mode) && (writers || suspect))
-		tmem_fs_bypass(marking->fs, inode, TMEM_INVAL_DIRECT,
-			       suspect || IS_SWAPFILE(inode));
-	return false;
+	if (mount && tmem_refuse(sb, why, sizeof(why))) {
+		snprintf(mount->refused, sizeof(mount->refused), "refused: %s", why);
+		pr_notice("virtio_tmem: %s on %s is %s\n", type->name, sb->s_id, mount->refused);
+	}
+	return mount;
 }
 
 /*
- * From the moment it can be found, invalidations reach the pool; only then are
- * those inodes marked that someone may be changing already, having passed a
- * hook before: all who truncate or write directly hold i_writecount. Only then
- * are puts allowed. Inodes need not be looked at in one go: who begins to write
- * or makes an inode beside it passes the hooks.
+ * From the moment it can be found, invalidations reach the pool. Only then are those inodes marked
+ * that may have changed before, as no hook knew the file system: a task may have passed a hook, or
+ * swapped to a file, or exchanged its blocks. Only then are puts allowed.
  *
- * One that is to be flushed is replaced: the sticky marks, which are the
- * mount's, live on, as they are about the page cache, and so do the policies,
- * which both pools have. If there were too many marks, each inode is marked that
- * may have been one: that has pages cached, or that someone may be changing. The
- * others have nothing that the disk does not.
+ * One that is to be flushed is replaced. The marks and the policies live on: both pools share them.
  */
 static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 {
-	struct marking marking = {};
 	struct tmem_fs *fs, *old;
+	bool marked = true;
 
 	/* s_umount and discovery_lock keep it from being freed. */
 	rcu_read_lock();
@@ -395,7 +472,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 		kfree(fs);
 		return;
 	}
-	fs->mount = old ? old->mount : tmem_mount_new(sb, type);
+	fs->mount = old ? old->mount : mount_new(sb, type);
 	if (!fs->mount) {
 		tmem_pool_free(fs->pool);
 		kfree(fs);
@@ -416,18 +493,20 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 
 	if (old) {
 		TMEM_HOLD(replace);
-		marking.lost_marks = tmem_fs_inherit_marks(fs);
 		tmem_fs_free(old);
+	} else if (!*fs->mount->refused) {
+		marked = tmem_fs_mark_suspects(fs, sb);
 	}
-
-	marking.fs = fs;
-	walk_inodes(sb, mark_writers, &marking);
+	if (!marked)
+		tmem_fs_sweep_soon(fs);
 
 	mutex_lock(&switch_lock);
-	if (!type->off && !fs->mount->off)
+	if (!type->off && !fs->mount->off && !*fs->mount->refused)
 		/* After the marks above; read_begin() and put_folio() look at it first. */
 		smp_store_release(&fs->live, true);
 	mutex_unlock(&switch_lock);
+	if (*fs->mount->refused)
+		tmem_fs_tell();
 }
 
 /* s_umount is held and @sb is alive. */
@@ -479,7 +558,7 @@ void tmem_fs_flush_all(void)
 
 /**
  * tmem_fs_mounted - a file system was mounted
- * @sb: its super block, s_umount held for writing
+ * @sb: its super block, s_umount held
  */
 void tmem_fs_mounted(struct super_block *sb)
 {
@@ -507,8 +586,7 @@ void tmem_fs_mounted(struct super_block *sb)
  * gets whose request is on its way, which end by their deadline. Hooks go on
  * to mark who writes directly.
  *
- * On: the discovery work gives each an empty pool and marks anew. That is also
- * the way out for one that had too many marks.
+ * On: the discovery work gives each an empty pool.
  *
  * Context: process, may sleep, but not for s_umount or discovery_lock.
  */
@@ -567,12 +645,14 @@ const char *tmem_fs_state(const struct tmem_mount *mount)
 	fs = tmem_fs_find(mount->sb);
 	if (READ_ONCE(mount->off) || READ_ONCE(mount->type->off))
 		state = "off";
+	else if (*mount->refused)
+		state = mount->refused;
 	else if (!fs || !READ_ONCE(fs->live))
 		state = "starting";
-	else if (READ_ONCE(mount->sticky_all))
-		state = "blocked: too many files changed below the page cache";
-	else if (tmem_pool_overflowed(fs->pool))
-		state = "blocked: too many files open for direct writes";
+	else if (tmem_bypass_is_all(fs->pool))
+		state = "blocked: the file system had an error";
+	else if (tmem_bypass_lost(fs->pool))
+		state = "blocked: too many files may differ from the disk";
 	rcu_read_unlock();
 	return state;
 }
@@ -593,6 +673,56 @@ unsigned long tmem_fs_pages(const struct tmem_mount *mount)
 	pages = tmem_pool_pages(fs->pool);
 	tmem_fs_put(fs);
 	return pages;
+}
+
+/**
+ * tmem_fs_sweep_soon - marks of a file system run out or were lost
+ * @fs: the file system
+ *
+ * Context: any but NMI.
+ */
+void tmem_fs_sweep_soon(struct tmem_fs *fs)
+{
+	struct tmem_mount *mount = fs->mount;
+	unsigned long due = READ_ONCE(mount->next_sweep), now = jiffies;
+
+	if (READ_ONCE(mount->sweep) || READ_ONCE(discovery_stopped))
+		return;
+	WRITE_ONCE(mount->sweep, true);
+	/* One work item for all mounts: a later time does not replace an earlier one. */
+	if (time_before(now, due))
+		queue_delayed_work(tmem_system_wq, &sweep, due - now);
+	else
+		mod_delayed_work(tmem_system_wq, &sweep, 0);
+}
+
+/* s_umount is held and @sb is alive. */
+static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
+{
+	struct tmem_fs *fs;
+
+	mutex_lock(&discovery_lock);
+	/* s_umount and discovery_lock keep it from being freed. */
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	rcu_read_unlock();
+	if (fs && READ_ONCE(fs->mount->sweep) && !discovery_stopped) {
+		/* First: marks that run out from here on ask again. */
+		WRITE_ONCE(fs->mount->next_sweep, jiffies + TMEM_SWEEP_SECONDS * HZ);
+		WRITE_ONCE(fs->mount->sweep, false);
+		if (!tmem_fs_sweep(fs, sb))
+			tmem_fs_sweep_soon(fs);
+	}
+	mutex_unlock(&discovery_lock);
+}
+
+static void tmem_sweep(struct work_struct *work)
+{
+	unsigned int i;
+
+	for (i = 0; i < NR_FS_TYPES; i++)
+		if (READ_ONCE(tmem_fs_types[i].fst))
+			iterate_supers_type(tmem_fs_types[i].fst, tmem_fs_sweep_seen, NULL);
 }
 
 static void tmem_discover(struct work_struct *work)
@@ -627,12 +757,17 @@ static void tmem_discover(struct work_struct *work)
 /**
  * tmem_fs_init - look for mounted file systems
  *
- * Return: 0; a file system that cannot be served is reported with tmem_hooks_off().
+ * Return: 0; a file system that cannot be served is named in the state.
  */
 int tmem_fs_init(void)
 {
 	unsigned int i;
 
+	types_noted = 0;
+	fruitless = 0;
+	mutex_lock(&discovery_lock);
+	WRITE_ONCE(discovery_stopped, false);
+	mutex_unlock(&discovery_lock);
 	for (i = 0; i < NR_FS_TYPES; i++)
 		if (tmem_fs_types[i].at_load)
 			set_bit(i, &types_noted);
@@ -653,13 +788,17 @@ void tmem_fs_stop(void)
 	WRITE_ONCE(discovery_stopped, true);
 	mutex_unlock(&discovery_lock);
 	cancel_delayed_work_sync(&discovery);
+	cancel_delayed_work_sync(&sweep);
 }
 
 /**
  * tmem_fs_exit - free everything; no hook is left
+ *
+ * tmem_fs_init() may follow.
  */
 void tmem_fs_exit(void)
 {
+	struct tmem_fs_type *type;
 	struct hlist_node *next;
 	struct tmem_fs *fs;
 	unsigned int i;
@@ -668,11 +807,20 @@ void tmem_fs_exit(void)
 		spin_lock_irq(&fs_lock);
 		hash_del_rcu(&fs->node);
 		spin_unlock_irq(&fs_lock);
+		/* A task that reads its state in sysfs may have found it. */
+		synchronize_rcu_expedited();
 		tmem_fs_remove(fs);
 	}
-	/* A last note, or a mount's switch, may have passed the check just before. */
+	/* A last note, a mount's switch or a mark may have passed the check just before. */
 	cancel_delayed_work_sync(&discovery);
-	for (i = 0; i < NR_FS_TYPES; i++)
-		if (tmem_fs_types[i].fst)
-			module_put(tmem_fs_types[i].fst->owner);
+	cancel_delayed_work_sync(&sweep);
+	nr_fs = 0;
+	for (type = tmem_fs_types; type->name; type++) {
+		if (type->fst)
+			module_put(type->fst->owner);
+		WRITE_ONCE(type->fst, NULL);
+		WRITE_ONCE(type->active, false);
+		WRITE_ONCE(type->failed, false);
+	}
+	tmem_fs_tell();
 }

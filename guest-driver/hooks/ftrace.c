@@ -19,8 +19,8 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* mm and VFS 6, self-test 1, and 5 for each type of file system. */
-#define TMEM_TARGETS_MAX 17
+/* mm and VFS 6, self-test 1, ext4 7 and xfs 4. */
+#define TMEM_TARGETS_MAX 18
 
 /* The traced instruction is the first one or follows ENDBR64; functions are aligned to this. */
 #define TMEM_ENTRY_MAX_BYTES 16
@@ -58,15 +58,30 @@ static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 		return;
 	if (target->entry)
 		target->entry(fregs);
-	if (target->wrap && !within_module(parent_ip, THIS_MODULE))
+	if (target->wrap && !within_module(parent_ip, THIS_MODULE) &&
+	    (!target->wanted || target->wanted(fregs)))
 		tmem_set_ip(fregs, (unsigned long)target->wrap);
 }
 
-static struct ftrace_ops tmem_ftrace_ops = {
-	.func = tmem_ftrace_func,
-	.flags = FTRACE_OPS_FL_IPMODIFY | FTRACE_OPS_FL_PERMANENT |
-		 (IS_ENABLED(CONFIG_DYNAMIC_FTRACE_WITH_ARGS) ? 0 : FTRACE_OPS_FL_SAVE_REGS),
-};
+static struct ftrace_ops tmem_ftrace_ops;
+
+/**
+ * tmem_ftrace_reset - begin without targets
+ *
+ * Nothing is watched, and no task is in the code of this module.
+ */
+void tmem_ftrace_reset(void)
+{
+	nr_targets = 0;
+	draining = false;
+	/* Freeing its filter leaves pointers to what was freed. */
+	tmem_ftrace_ops = (struct ftrace_ops) {
+		.func = tmem_ftrace_func,
+		.flags = FTRACE_OPS_FL_IPMODIFY | FTRACE_OPS_FL_PERMANENT |
+			 (IS_ENABLED(CONFIG_DYNAMIC_FTRACE_WITH_ARGS) ? 0 :
+			  FTRACE_OPS_FL_SAVE_REGS),
+	};
+}
 
 /**
  * tmem_ftrace_add - watch a function
@@ -148,15 +163,21 @@ int tmem_ftrace_start(void)
 
 /**
  * tmem_ftrace_stop - watch no function; tmem_ftrace_drain() waits
+ *
+ * A kernel that gave up on ftrace (ftrace_kill()) leaves all call sites as they are.
+ *
+ * Return: true if so; false if functions still lead into this module, and always will.
  */
-void tmem_ftrace_stop(void)
+bool tmem_ftrace_stop(void)
 {
-	if (registered && !WARN_ON(unregister_ftrace_function(&tmem_ftrace_ops)))
-		registered = false;
+	if (registered && unregister_ftrace_function(&tmem_ftrace_ops))
+		return false;
+	registered = false;
 	/* Freeing it twice, after a start that failed, would corrupt the kernel's lists. */
 	if (filtered)
 		ftrace_free_filter(&tmem_ftrace_ops);
 	filtered = false;
+	return true;
 }
 
 /**

@@ -7,8 +7,8 @@
  * erases it, since it may become eligible again with other contents. And a hook
  * that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outer first: s_umount, discovery_lock of fs.c, switch_lock of fs.c, a folio's lock,
- * the i_pages lock, tmem_mount.bypass_lock, the list lock of verify.c, the locks of the core. Being
+ * Lock order, outer first: hooks_mutex of init.c, s_umount, discovery_lock of fs.c, switch_lock of
+ * fs.c, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of the core. Being
  * inside a file of mounts.c counts as a lock below s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
@@ -30,7 +30,7 @@ enum tmem_hook {
 	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
 	TMEM_HOOK_TRUNCATE,	/* truncate_inode_pages_range() */
 	TMEM_HOOK_DIRECT,	/* invalidate_inode_pages2_range() */
-	TMEM_HOOK_MOUNT,	/* vfs_get_tree() */
+	TMEM_HOOK_MOUNT,	/* security_sb_set_mnt_opts() */
 	TMEM_HOOK_UNMOUNT,	/* generic_shutdown_super() */
 	TMEM_HOOK_FADVISE,	/* generic_fadvise() */
 	TMEM_HOOK_DROP_SLAB,	/* drop_slab(): second half of drop_caches=3 */
@@ -39,6 +39,9 @@ enum tmem_hook {
 	TMEM_HOOK_BMAP,		/* the file system's ->bmap */
 	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
 	TMEM_HOOK_READ_FOLIO,	/* the file system's ->read_folio */
+	TMEM_HOOK_CONVERSION,	/* __ext4_warning(): of a failed conversion */
+	TMEM_HOOK_JOURNAL_ABORT,	/* jbd2_journal_abort() */
+	TMEM_HOOK_FS_ERROR,	/* tracepoints: ext4_error, ext4_shutdown */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
 	NR_TMEM_HOOKS
 };
@@ -73,12 +76,6 @@ static inline bool tmem_selftest_blind(enum tmem_hook hook)
 
 /* --- fs.c ---------------------------------------------------------------------------------- */
 
-/*
- * Inodes of a file system that take no puts until they are evicted. More than
- * that many at once (defragmenting a whole disk) and the file system takes none.
- */
-#define TMEM_STICKY_MAX 64
-
 /* Functions below the page cache that no operations table leads to. */
 struct tmem_fs_symbol {
 	const char *name;
@@ -86,19 +83,24 @@ struct tmem_fs_symbol {
 	void (*entry)(struct ftrace_regs *fregs);
 };
 
+/* Length of a reason, which is one line. */
+#define TMEM_REFUSED_BYTES 128
+
 /* A kind of file system that is served; tmem_fs_types[] ends with one without a name. */
 struct tmem_fs_type {
 	const char *name;
 	/* Does this mapping keep its data where the hooks expect it? */
 	bool (*mapping_ok)(const struct address_space *mapping);
-	struct tmem_fs_symbol symbols[2];
+	struct tmem_fs_symbol symbols[4];
 	/* Built in or loaded early: look for mounts of it when this module is loaded. */
 	bool at_load;
+	unsigned int report_bit;	/* VIRTIO_TMEM_H_... */
 
-	/* Written under discovery_lock; all are read without, too. */
+	/* Written under discovery_lock; all but the last are read without, too. */
 	struct file_system_type *fst;
 	bool active;
 	bool failed;
+	char why_failed[TMEM_REFUSED_BYTES];
 
 	bool off;			/* by the operator; switch_lock of fs.c */
 	struct kobject *kobj;		/* mounts.c */
@@ -111,8 +113,8 @@ struct tmem_mount_counts {
 };
 
 /*
- * What sysfs shows of a mount, and its sticky marks, from when it is registered until it is
- * unmounted. A struct tmem_fs may be replaced meanwhile, by another that has all of this.
+ * A mount as sysfs shows it, from its registration until it is unmounted. Each struct tmem_fs that
+ * replaces another meanwhile points to the same mount.
  */
 struct tmem_mount {
 	struct kobject kobj;
@@ -121,11 +123,9 @@ struct tmem_mount {
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
 	bool off;			/* by the operator; switch_lock of fs.c */
-
-	spinlock_t bypass_lock;		/* unbypassing against bypassing; sticky inodes */
-	bool sticky_all;
-	unsigned int nr_sticky;		/* read without the lock, too */
-	u64 sticky[TMEM_STICKY_MAX];
+	char refused[TMEM_REFUSED_BYTES];	/* why it is not served; empty if it is */
+	bool sweep;			/* its marks have to be swept */
+	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
 };
 
 /* A mounted file system. */
@@ -150,6 +150,9 @@ void tmem_fs_drop(const struct super_block *sb);
 void tmem_fs_flush_all(void);
 void tmem_fs_mounted(struct super_block *sb);
 bool tmem_fs_note(const struct super_block *sb);
+bool tmem_fs_serves(const struct super_block *sb);
+void tmem_fs_sweep_soon(struct tmem_fs *fs);
+void tmem_fs_walk(struct super_block *sb, bool (*look)(struct inode *inode, void *arg), void *arg);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
 const char *tmem_fs_state(const struct tmem_mount *mount);
@@ -168,11 +171,20 @@ static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *ino
 
 /* --- marks.c ------------------------------------------------------------------------------- */
 
-void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
-		    bool sticky);
-bool tmem_fs_inherit_marks(struct tmem_fs *fs);
-bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode);
+void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why);
+void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode);
+void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long own);
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode);
+bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb);
+bool tmem_fs_sweep(struct tmem_fs *fs, struct super_block *sb);
+
+/* --- errors.c ------------------------------------------------------------------------------ */
+
+void tmem_entry_ext4_warning(struct ftrace_regs *fregs);
+void tmem_entry_journal_abort(struct ftrace_regs *fregs);
+void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *function,
+			   unsigned int line);
+void tmem_probe_ext4_shutdown(void *data, struct super_block *sb, unsigned long flags);
 
 /* --- mounts.c ------------------------------------------------------------------------------ */
 
@@ -182,10 +194,15 @@ int tmem_mounts_init(void);
 void tmem_mounts_stop(void);
 void tmem_mounts_exit(void);
 
+/* --- refuse.c ------------------------------------------------------------------------------ */
+
+bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
+
 /* --- put.c --------------------------------------------------------------------------------- */
 
 int tmem_probes_register(void);
 void tmem_probes_unregister(void);
+bool tmem_probes_see_errors(void);
 void tmem_probe_new_mounts(bool on);
 
 /* --- ftrace.c ------------------------------------------------------------------------------ */
@@ -198,13 +215,19 @@ struct tmem_target {
 	void (*entry)(struct ftrace_regs *fregs);
 	/* Called instead, unless this module is the caller. */
 	void *wrap;
+	/*
+	 * Whether a call with these arguments is replaced; in any context. Without it all are. A
+	 * task inside a replacement keeps the module loaded, so none waits for a server.
+	 */
+	bool (*wanted)(struct ftrace_regs *fregs);
 };
 
 int tmem_ftrace_add(const struct tmem_target *target);
 int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
 			 void (*entry)(struct ftrace_regs *fregs));
 int tmem_ftrace_start(void);
-void tmem_ftrace_stop(void);
+bool tmem_ftrace_stop(void);
+void tmem_ftrace_reset(void);
 void tmem_ftrace_drain(void);
 
 extern atomic_t tmem_nr_inside;
@@ -256,6 +279,7 @@ void tmem_verify_cancel(struct tmem_verify *v);
 void tmem_verify_submit(struct tmem_verify *v);
 void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t last);
 void tmem_verify_void_fs(const struct tmem_fs *fs);
+void tmem_verify_untested(const char *release);
 int tmem_verify_init(void);
 void tmem_verify_exit(void);
 
@@ -279,6 +303,8 @@ const char *tmem_selftest_run(void);
 
 /* Puts and gets are allowed at all. */
 extern bool tmem_hooks_on;
+/* Kernels and file systems are served that the tests do not have. */
+extern bool tmem_allow_untested;
 void tmem_hooks_set(enum tmem_hook hook);
 __printf(1, 2) void tmem_hooks_off(const char *fmt, ...);
 

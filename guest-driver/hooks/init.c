@@ -6,26 +6,34 @@
  * the reason in the log and in sysfs; loading succeeds all the same.
  */
 #include <linux/module.h>
+#include <linux/mutex.h>
 #include <linux/sched.h>
+#include <linux/string.h>
+#include <linux/sysfs.h>
 #include <linux/utsname.h>
 
 #include "../compat.h"
 #include "hooks.h"
 
+#define TMEM_TESTED_RELEASES_MAX 4
+
 /* Kernels on which the torture tests pass. */
-static const struct {
+static const struct tested_kernel {
 	const char *release;	/* beginning of uname -r */
 	unsigned int series;	/* of the headers it was built with */
 	const char *vendor;	/* somewhere in uname -v */
+	/* Point releases that were tested, as uname -v names them after the vendor. */
+	const char *point_releases[TMEM_TESTED_RELEASES_MAX];
 } tested_kernels[] = {
-	{ "6.1.", KERNEL_VERSION(6, 1, 0), "Debian" },
-	{ "6.12.", KERNEL_VERSION(6, 12, 0), "Debian" },
-	{ "7.2.", KERNEL_VERSION(7, 2, 0), "Debian" },
+	{ "6.1.", KERNEL_VERSION(6, 1, 0), "Debian", { "6.1.192" } },
+	{ "6.12.", KERNEL_VERSION(6, 12, 0), "Debian", { "6.12.117" } },
+	{ "7.2.", KERNEL_VERSION(7, 2, 0), "Debian", { "7.2.12" } },
+	{ "7.3.", KERNEL_VERSION(7, 3, 0), "Debian", { "7.3.4" } },
 };
 
-static bool allow_untested;
-module_param(allow_untested, bool, 0444);
-MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones");
+bool tmem_allow_untested;
+module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
+MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones, and file systems with other blocks");
 
 const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_REMOVED] = "removed",
@@ -41,6 +49,9 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_BMAP] = "bmap",
 	[TMEM_HOOK_READAHEAD] = "readahead",
 	[TMEM_HOOK_READ_FOLIO] = "read_folio",
+	[TMEM_HOOK_CONVERSION] = "conversion",
+	[TMEM_HOOK_JOURNAL_ABORT] = "journal_abort",
+	[TMEM_HOOK_FS_ERROR] = "fs_error",
 	[TMEM_HOOK_SELFTEST] = "selftest",
 };
 
@@ -83,13 +94,19 @@ module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
 MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cache is wrong then");
 module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
 MODULE_PARM_DESC(test_selftest_blind, "names of hooks that the self-test shall not see called");
+
+static bool test_untested_release;
+module_param(test_untested_release, bool, 0444);
+MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was not tested");
 #endif
 
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */
-static char off_reason[256];	/* written once */
+static char off_reason[256];	/* the first one since the hooks were taken last */
 static bool probes_on, ftrace_on;
+static DEFINE_MUTEX(hooks_mutex);	/* guards: hooks being taken and released, hooks_taken */
+static bool hooks_taken;
 
 /**
  * tmem_hooks_set - a hook is live
@@ -104,8 +121,8 @@ void tmem_hooks_set(enum tmem_hook hook)
 }
 
 /**
- * tmem_hooks_off - say why the cache, or a file system, stays off
- * @fmt: a reason; the first one is kept
+ * tmem_hooks_off - say why the cache stays off
+ * @fmt: a reason; the first one is kept until the hooks are taken again
  *
  * Process context, one at a time.
  */
@@ -122,37 +139,76 @@ void tmem_hooks_off(const char *fmt, ...)
 	tmem_core_set_hooks(live, off_reason);
 }
 
-static bool kernel_tested(void)
+/* Returns the row of the running kernel's series and vendor, or NULL. */
+static const struct tested_kernel *find_tested_kernel(void)
 {
 	const struct new_utsname *uts = init_utsname();
 	unsigned int i;
 
 	/* Debian has these series for other processors, too. */
 	if (!IS_ENABLED(CONFIG_X86_64))
-		return false;
+		return NULL;
 	for (i = 0; i < ARRAY_SIZE(tested_kernels); i++) {
 		if (!strncmp(uts->release, tested_kernels[i].release,
 			     strlen(tested_kernels[i].release)) &&
 		    tested_kernels[i].series == TMEM_BUILT_FOR &&
 		    strstr(uts->version, tested_kernels[i].vendor))
-			return true;
+			return &tested_kernels[i];
 	}
-	return false;
+	return NULL;
 }
 
-/* Unregisters all; no code of hooks/ runs afterwards. Any part may not have been begun. */
-static void hooks_down(void)
+/*
+ * Has more hits compared with the disk if the running kernel's point release was not tested. The
+ * self-test cannot prove that a point release left the file systems as they were.
+ */
+static void check_point_release(const struct tested_kernel *kernel)
 {
+	const struct new_utsname *uts = init_utsname();
+	char release[sizeof(uts->version)];
+	const char *name;
+	unsigned int i;
+
+	if (!kernel) {
+		tmem_verify_untested(uts->release);
+		return;
+	}
+	/* "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)": 6.12.117 */
+	name = skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
+	strscpy(release, name, sizeof(release));
+	release[strcspn(release, "- ")] = '\0';
+#ifdef TMEM_TEST
+	if (test_untested_release) {
+		tmem_verify_untested(release);
+		return;
+	}
+#endif
+	for (i = 0; i < TMEM_TESTED_RELEASES_MAX && kernel->point_releases[i]; i++)
+		if (!strcmp(release, kernel->point_releases[i]))
+			return;
+	tmem_verify_untested(release);
+}
+
+/*
+ * Unregisters all. Any part may not have been begun. Returns whether no code of hooks/ runs any
+ * more; if not, the module must never be freed.
+ */
+static bool hooks_down(void)
+{
+	bool stopped;
+
 	WRITE_ONCE(tmem_hooks_on, false);
 	tmem_fs_stop();
 	if (probes_on)
 		tmem_probes_unregister();
 	probes_on = false;
-	tmem_ftrace_stop();
-	if (ftrace_on)
+	stopped = tmem_ftrace_stop();
+	if (stopped && ftrace_on)
 		tmem_ftrace_drain();
-	ftrace_on = false;
+	if (stopped)
+		ftrace_on = false;
 	live = 0;
+	return stopped;
 }
 
 static int hooks_up(void)
@@ -160,6 +216,7 @@ static int hooks_up(void)
 	const char *why;
 	int err;
 
+	tmem_ftrace_reset();
 	err = tmem_verify_init();
 	if (err) {
 		tmem_hooks_off("out of memory");
@@ -191,8 +248,84 @@ static int hooks_up(void)
 	}
 	tmem_hooks_set(TMEM_HOOK_REMOVED);
 	tmem_hooks_set(TMEM_HOOK_DIRTY);
+	if (tmem_probes_see_errors())
+		tmem_hooks_set(TMEM_HOOK_FS_ERROR);
 	return 0;
 }
+
+#define DEAD_FTRACE "the kernel gave up on ftrace; restart the guest"
+
+static int take_hooks(void)
+{
+	const struct tested_kernel *kernel = find_tested_kernel();
+	int err;
+
+	lockdep_assert_held(&hooks_mutex);
+	*off_reason = '\0';
+	/* A put takes locks with interrupts off: on such a kernel they sleep. */
+	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
+		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
+		return -EOPNOTSUPP;
+	}
+	if (!kernel && !tmem_allow_untested) {
+		tmem_hooks_off("kernel %s (%s) is not tested; allow_untested=1 uses it anyway",
+			       init_utsname()->release, init_utsname()->version);
+		return -EOPNOTSUPP;
+	}
+	err = hooks_up();
+	if (err) {
+		if (!hooks_down())
+			__module_get(THIS_MODULE);
+		tmem_verify_exit();
+		tmem_core_set_hooks(0, off_reason);
+		return err;
+	}
+	check_point_release(kernel);
+	WRITE_ONCE(tmem_hooks_on, true);
+	hooks_taken = true;
+	tmem_fs_init();
+	tmem_device_init();
+	return 0;
+}
+
+static int release_hooks(void)
+{
+	lockdep_assert_held(&hooks_mutex);
+	if (!hooks_down()) {
+		tmem_hooks_off(DEAD_FTRACE);
+		/* Call sites lead into this module for ever. */
+		__module_get(THIS_MODULE);
+		return -EIO;
+	}
+	hooks_taken = false;
+	tmem_hooks_off("hooks are released; writing 1 to hooks_enabled takes them again");
+	tmem_verify_exit();
+	tmem_fs_exit();
+	return 0;
+}
+
+static ssize_t hooks_enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+{
+	return sysfs_emit(buf, "%d\n", READ_ONCE(hooks_taken));
+}
+
+/* A live patch can take a function that the driver hooks while the hooks are released. */
+static ssize_t hooks_enabled_store(struct kobject *kobj, struct kobj_attribute *attr,
+				   const char *buf, size_t count)
+{
+	bool on;
+	int err = kstrtobool(buf, &on);
+
+	if (err)
+		return err;
+	mutex_lock(&hooks_mutex);
+	if (on != hooks_taken)
+		err = on ? take_hooks() : release_hooks();
+	mutex_unlock(&hooks_mutex);
+	return err ?: count;
+}
+
+static struct kobj_attribute hooks_enabled_attribute = __ATTR_RW(hooks_enabled);
 
 /**
  * tmem_hooks_init - bring the hooks up
@@ -205,26 +338,24 @@ int tmem_hooks_init(void)
 
 	if (err)
 		return err;
-	/* A put takes locks with interrupts off: on such a kernel they sleep. */
-	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
-		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
-		return 0;
-	}
-	if (!kernel_tested() && !allow_untested) {
-		tmem_hooks_off("kernel %s (%s) is not tested; allow_untested=1 uses it anyway",
-			       init_utsname()->release, init_utsname()->version);
-		return 0;
-	}
-	if (hooks_up()) {
-		hooks_down();
-		tmem_verify_exit();
-		tmem_core_set_hooks(0, off_reason);
-		return 0;
-	}
-	WRITE_ONCE(tmem_hooks_on, true);
-	tmem_fs_init();
-	tmem_device_init();
+	mutex_lock(&hooks_mutex);
+	take_hooks();
+	mutex_unlock(&hooks_mutex);
+	if (sysfs_create_file(tmem_kobj, &hooks_enabled_attribute.attr))
+		pr_warn("virtio_tmem: no hooks_enabled in sysfs\n");
 	return 0;
+}
+
+/*
+ * Call sites in the kernel lead into this module, and nothing can change them any more. It is too
+ * late to refuse unloading, so rmmod does not return. Nothing is put or got; calls pass through.
+ */
+static void stay_for_ever(void)
+{
+	tmem_core_set_hooks(0, DEAD_FTRACE);
+	pr_crit("virtio_tmem: the kernel gave up on ftrace and cannot release the hooks: the module stays in memory and rmmod does not return until the guest is restarted\n");
+	for (;;)
+		schedule_timeout_idle(MAX_SCHEDULE_TIMEOUT);
 }
 
 /**
@@ -232,10 +363,13 @@ int tmem_hooks_init(void)
  */
 void tmem_hooks_exit(void)
 {
+	/* Waits for a task that is taking or releasing the hooks. */
+	sysfs_remove_file(tmem_kobj, &hooks_enabled_attribute.attr);
 	tmem_device_exit();
 	/* No more switching of file system types; those of mounts go with them. */
 	tmem_mounts_stop();
-	hooks_down();
+	if (!hooks_down())
+		stay_for_ever();
 	/* Verifications look at folios only, but their file systems are compared. */
 	tmem_verify_exit();
 	tmem_fs_exit();

@@ -1,118 +1,81 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Which inodes of a mount are marked, so that they take no puts: those that are written below the
- * page cache.
+ * Which inodes of a mount are marked, so that they take no puts: those whose cached pages may
+ * differ from the disk.
  *
- * A mark holds while anyone has the inode open for writing. Clearing it at a put and setting it
- * are one at a time (bypass_lock), and whoever writes raised i_writecount before he set the mark,
- * so a mark set for a running write is never cleared. A sticky mark stays until the inode is
- * evicted: its page cache may hold what the disk does not.
+ * A page that is read in beside a write below the page cache is clean and may be old. It can stay
+ * so for as long as it is cached: the kernel's own invalidation after a direct write is left out if
+ * the write fails midway, and there is none after swapoff or EXT4_IOC_MOVE_EXT. So a mark is
+ * cleared only where no such page can be left:
  *
- * Where the marks are kept is core/bypass.c. Never here: which operations set one (coherence.c).
+ *  - at the eviction of the inode, or
+ *  - under the i_pages lock, while nobody has the inode open for writing, and no page is cached but
+ *    those that the caller holds locked to fill them from the disk, or removes under that lock.
+ *
+ * A task that writes below the page cache opens the inode for writing before the mark is set, and
+ * keeps it open until the write has ended, asynchronous writes included. A put never clears a mark.
+ *
+ * Marks that cannot be stored are lost; then the mount takes no puts until a sweep has marked each
+ * inode again that may need it. The same holds for what happened before a mount was known.
+ *
+ * Where the marks are kept is core/bypass.c. Out of scope: which operations set one (coherence.c).
  */
 #include <linux/fs.h>
-#include <linux/spinlock.h>
+#include <linux/pagemap.h>
 
 #include "hooks.h"
-
-static bool tmem_mount_sticky(const struct tmem_mount *mount, u64 ino)
-{
-	unsigned int i;
-
-	lockdep_assert_held(&mount->bypass_lock);
-	if (mount->sticky_all)
-		return true;
-	for (i = 0; i < mount->nr_sticky; i++)
-		if (mount->sticky[i] == ino)
-			return true;
-	return false;
-}
 
 /**
  * tmem_fs_bypass - an inode is about to change below the page cache
  * @fs: its file system
  * @inode: the inode
  * @why: counted
- * @sticky: not only while it is open for writing but until it is evicted
  *
  * Context: any but NMI.
  */
-void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why,
-		    bool sticky)
+void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inval why)
 {
-	struct tmem_mount *mount = fs->mount;
 	u64 ino = inode->i_ino;
-	unsigned long flags;
 
 	/* Also where the mark is set already: a get may have come before it. */
 	tmem_verify_void(fs, ino, 0, ULONG_MAX);
-
-	spin_lock_irqsave(&mount->bypass_lock, flags);
-	if (sticky && !tmem_mount_sticky(mount, ino)) {
-		if (mount->nr_sticky < TMEM_STICKY_MAX) {
-			mount->sticky[mount->nr_sticky] = ino;
-			WRITE_ONCE(mount->nr_sticky, mount->nr_sticky + 1);
-		} else {
-			WRITE_ONCE(mount->sticky_all, true);
-		}
-	}
-	/* Even if it counts as marked: in a pool without room for marks, it may hold pages. */
-	tmem_bypass(fs->pool, ino, why);
-	spin_unlock_irqrestore(&mount->bypass_lock, flags);
+	if (tmem_bypass(fs->pool, ino))
+		tmem_fs_sweep_soon(fs);
+	tmem_invalidate_inode(fs->pool, ino, why);
 }
 
 /**
- * tmem_fs_inherit_marks - a mount's sticky marks hold for the pool of one that replaces another
- * @fs: the new one, which nobody finds yet
- *
- * Under the lock, so that none of them ends on the way.
- *
- * Context: process.
- * Return: true if there were too many to keep: then any inode may be one that had a mark.
- */
-bool tmem_fs_inherit_marks(struct tmem_fs *fs)
-{
-	struct tmem_mount *mount = fs->mount;
-	unsigned int i;
-	bool lost;
-
-	spin_lock_irq(&mount->bypass_lock);
-	for (i = 0; i < mount->nr_sticky; i++)
-		tmem_bypass(fs->pool, mount->sticky[i], TMEM_INVAL_DIRECT);
-	lost = mount->sticky_all;
-	WRITE_ONCE(mount->sticky_all, false);
-	spin_unlock_irq(&mount->bypass_lock);
-	return lost;
-}
-
-/**
- * tmem_fs_may_put - is the inode free of a mark, or can it be freed of it?
+ * tmem_fs_emptied - the last cached pages of an inode are being removed
  * @fs: its file system
- * @inode: the inode
- *
- * The caller found it live, so that the marks are set. A mark that is set after
- * this said yes makes tmem_put() refuse.
+ * @inode: the inode; the i_pages lock is held, and no page is left when it is released
  *
  * Context: any but NMI.
  */
-bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
+void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode)
 {
-	struct tmem_mount *mount = fs->mount;
-	u64 ino = inode->i_ino;
-	unsigned long flags;
-	bool ok = true;
+	lockdep_assert_held(&inode->i_data.i_pages.xa_lock);
+	tmem_unbypass(fs->pool, inode->i_ino, &inode->i_writecount);
+}
 
-	if (READ_ONCE(mount->sticky_all))
-		return false;
-	if (likely(!tmem_is_bypassed(fs->pool, ino)))
-		return true;
-	spin_lock_irqsave(&mount->bypass_lock, flags);
-	if (tmem_mount_sticky(mount, ino) || atomic_read(&inode->i_writecount) > 0)
-		ok = false;
-	else
-		tmem_unbypass(fs->pool, ino);
-	spin_unlock_irqrestore(&mount->bypass_lock, flags);
-	return ok;
+/**
+ * tmem_fs_clear_mark - clear the mark of an inode if no old page of it can be cached
+ * @fs: its file system
+ * @inode: the inode
+ * @own: how many pages the caller has added to its page cache, holds locked, and is about to read
+ *
+ * Context: any but NMI.
+ */
+void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long own)
+{
+	struct address_space *mapping = &inode->i_data;
+	unsigned long flags;
+
+	if (likely(!tmem_is_bypassed(fs->pool, inode->i_ino)))
+		return;
+	xa_lock_irqsave(&mapping->i_pages, flags);
+	if (mapping->nrpages == own)
+		tmem_unbypass(fs->pool, inode->i_ino, &inode->i_writecount);
+	xa_unlock_irqrestore(&mapping->i_pages, flags);
 }
 
 /**
@@ -120,32 +83,75 @@ bool tmem_fs_may_put(struct tmem_fs *fs, const struct inode *inode)
  * @fs: its file system
  * @inode: the inode
  *
- * Marks end: nobody has it open. What is held of an inode that still has a
+ * Its mark ends: nobody has it open. What is held of an inode that still has a
  * name stays, which is the point of the cache; that of a deleted one goes.
  */
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
 {
-	struct tmem_mount *mount = fs->mount;
 	u64 ino = inode->i_ino;
-	unsigned long flags;
-	unsigned int i;
 
 	if (!inode->i_nlink || !tmem_fs_inode_ok(fs, inode))
 		tmem_invalidate_inode(fs->pool, ino, TMEM_INVAL_INODE);
 	if (!inode->i_nlink)
 		tmem_policy_forget(fs->pool, ino);
+	tmem_unbypass(fs->pool, ino, NULL);
+}
 
-	/* A sticky one may have no mark in a pool that is about to replace another. */
-	if (!tmem_is_bypassed(fs->pool, ino) && !READ_ONCE(mount->nr_sticky))
-		return;
-	spin_lock_irqsave(&mount->bypass_lock, flags);
-	for (i = 0; i < mount->nr_sticky; i++) {
-		if (mount->sticky[i] == ino) {
-			mount->sticky[i] = mount->sticky[mount->nr_sticky - 1];
-			WRITE_ONCE(mount->nr_sticky, mount->nr_sticky - 1);
-			break;
-		}
+static bool clear_idle(struct inode *inode, void *fs)
+{
+	if (S_ISREG(inode->i_mode))
+		tmem_fs_clear_mark(fs, inode, 0);
+	return false;
+}
+
+/*
+ * Nothing is erased: what is held was put while its inode had no mark, and has been erased since by
+ * what changed it.
+ */
+static bool mark_suspect(struct inode *inode, void *arg)
+{
+	struct tmem_fs *fs = arg;
+
+	if (S_ISREG(inode->i_mode) &&
+	    (atomic_read(&inode->i_writecount) > 0 || READ_ONCE(inode->i_data.nrpages)))
+		tmem_bypass(fs->pool, inode->i_ino);
+	return false;
+}
+
+/**
+ * tmem_fs_mark_suspects - mark each inode that may have changed unseen
+ * @fs: a file system of which hooks have known nothing until now, or whose marks were lost
+ * @sb: its super block, s_umount held
+ *
+ * Suspects are inodes that are open for writing and inodes that have pages cached. No other inode
+ * has anything that could differ from the disk. Inodes need not be looked at in one go: a task that
+ * begins to write, or makes an inode, beside this passes the hooks.
+ *
+ * Context: process, may sleep.
+ * Return: true if all marks were stored.
+ */
+bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb)
+{
+	unsigned long lost = tmem_bypass_lost(fs->pool);
+
+	tmem_fs_walk(sb, mark_suspect, fs);
+	return tmem_bypass_restored(fs->pool, lost);
+}
+
+/**
+ * tmem_fs_sweep - clear the marks that are not needed any more
+ * @fs: the file system, whose marks run out or were lost, or that had an error
+ * @sb: its super block, s_umount held
+ *
+ * Context: process, may sleep.
+ * Return: true if the file system has all of its marks, or needs none any more.
+ */
+bool tmem_fs_sweep(struct tmem_fs *fs, struct super_block *sb)
+{
+	if (tmem_bypass_is_all(fs->pool)) {
+		tmem_pool_empty(fs->pool);
+		return true;
 	}
-	tmem_unbypass(fs->pool, ino);
-	spin_unlock_irqrestore(&mount->bypass_lock, flags);
+	tmem_fs_walk(sb, clear_idle, fs);
+	return !tmem_bypass_lost(fs->pool) || tmem_fs_mark_suspects(fs, sb);
 }

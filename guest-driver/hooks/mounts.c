@@ -139,7 +139,7 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 	mount->sb = sb;
 	mount->type = type;
 	init_completion(&mount->released);
-	spin_lock_init(&mount->bypass_lock);
+	mount->next_sweep = jiffies;
 	mount->counts = alloc_percpu(struct tmem_mount_counts);
 	if (!mount->counts) {
 		kfree(mount);

@@ -82,7 +82,8 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
 		return 0;
 	}
-	if (!tmem_fs_may_put(fs, inode)) {
+	/* A mark that is set after this makes tmem_put() refuse. */
+	if (tmem_is_bypassed(fs->pool, inode->i_ino)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_marked, all);
 		return 0;
 	}
@@ -126,6 +127,9 @@ static void probe_removed(void *data, struct folio *folio)
 	if (done < nr && !tmem_hook_off(TMEM_HOOK_REMOVED))
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,
 				folio->index + nr - 1, TMEM_INVAL_REMOVED);
+	/* This folio is counted until the probe has returned. */
+	if (mapping->nrpages == nr)
+		tmem_fs_emptied(fs, inode);
 out:
 	rcu_read_unlock();
 }
@@ -164,11 +168,15 @@ static void probe_added(void *data, struct folio *folio)
 static struct tmem_probe {
 	const char *name;
 	void *func;
+	/* A file system that is a module has its tracepoints elsewhere. */
+	bool optional;
 	struct tracepoint *tp;
 	bool registered;
 } probes[] = {
 	{ "mm_filemap_delete_from_page_cache", probe_removed },
 	{ "writeback_dirty_folio", probe_dirty },
+	{ "ext4_error", tmem_probe_ext4_error, .optional = true },
+	{ "ext4_shutdown", tmem_probe_ext4_shutdown, .optional = true },
 	{ "mm_filemap_add_to_page_cache", probe_added },
 };
 
@@ -188,7 +196,7 @@ static int probe_set(struct tmem_probe *probe, bool on)
 {
 	int err;
 
-	if (probe->registered == on)
+	if (probe->registered == on || !probe->tp)
 		return 0;
 	err = on ? tracepoint_probe_register(probe->tp, probe->func, NULL) :
 		   tracepoint_probe_unregister(probe->tp, probe->func, NULL);
@@ -209,7 +217,7 @@ int tmem_probes_register(void)
 
 	for_each_kernel_tracepoint(probe_match, NULL);
 	for (i = 0; i < ARRAY_SIZE(probes); i++) {
-		if (!probes[i].tp) {
+		if (!probes[i].tp && !probes[i].optional) {
 			tmem_hooks_off("this kernel has no tracepoint %s", probes[i].name);
 			return -ENOENT;
 		}
@@ -223,6 +231,21 @@ int tmem_probes_register(void)
 		}
 	}
 	return 0;
+}
+
+/**
+ * tmem_probes_see_errors - did all optional tracepoints exist?
+ *
+ * Return: true if so, after tmem_probes_register().
+ */
+bool tmem_probes_see_errors(void)
+{
+	unsigned int i;
+
+	for (i = 0; i < NR_STEADY_PROBES; i++)
+		if (!probes[i].registered)
+			return false;
+	return true;
 }
 
 /**

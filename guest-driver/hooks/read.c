@@ -67,7 +67,7 @@ static bool read_begin(struct tmem_read *rd, struct address_space *mapping)
 		return false;
 	}
 	/* Pairs with tmem_fs_register(). */
-	if (!smp_load_acquire(&rd->fs->live) || !tmem_online())
+	if (!smp_load_acquire(&rd->fs->live) || !tmem_online() || tmem_bypass_is_all(rd->fs->pool))
 		goto put;
 	if (must_not_wait()) {
 		tmem_count(TMEM_STAT_reads_nowait);
@@ -313,6 +313,7 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 		mapping->a_ops->readahead(rac);
 		goto leave;
 	}
+	tmem_fs_clear_mark(rd.fs, mapping->host, left);
 	/*
 	 * A folio of which not all can be put is never got. Readahead of 8 MiB, which is what 7.2
 	 * does on virtio-blk, would make nearly all of a stream's folios so large.

@@ -195,6 +195,12 @@ const char *tmem_selftest_run(void)
 	const char *why = "no inode to be had";
 	struct inode *inode;
 
+	calls_seen = 0;
+	atomic_set(&reclaimed_seen, 0);
+	atomic_set(&removed_seen, 0);
+	atomic_set(&dirty_seen, 0);
+	atomic_set(&redirected, 0);
+	atomic_set(&original_run, 0);
 	if (IS_ERR(mnt))
 		return "the test's file system cannot be mounted";
 	inode = alloc_anon_inode(mnt->mnt_sb);

@@ -16,6 +16,7 @@
 #include <linux/module.h>
 #include <linux/pagemap.h>
 #include <linux/slab.h>
+#include <linux/utsname.h>
 #include <linux/workqueue.h>
 
 #include "../core/stats.h"
@@ -27,6 +28,8 @@
 /* By default: the first hits of each file system all, then every so many. */
 #define TMEM_VERIFY_FIRST_HITS 1000
 #define TMEM_VERIFY_EVERY_HITS 1024
+/* One hit in this many is compared on an untested kernel release; README.md has the cost. */
+#define TMEM_VERIFY_UNTESTED_HITS 64
 
 struct tmem_verify {
 	struct list_head list;		/* all of them; the pending lock */
@@ -43,9 +46,45 @@ struct tmem_verify {
 };
 
 static int verify_every = -1;
-module_param(verify_every, int, 0644);
+
+/* The kernel release, if it was not tested, else empty. Guarded by the lock of the parameters. */
+static char untested_release[__NEW_UTS_LEN + 1];
+/* Value that verify_every=-1 stands for; written before there are hits. */
+static unsigned int default_every = TMEM_VERIFY_EVERY_HITS;
+
+/* Shows in "state" how many hits are compared. The caller holds the lock of the parameters. */
+static void show_untested(void)
+{
+	char note[128];
+	int every = verify_every < 0 ? TMEM_VERIFY_UNTESTED_HITS : verify_every;
+
+	if (!*untested_release)
+		return;
+	if (every)
+		scnprintf(note, sizeof(note), "kernel %s is not tested, one hit in %d is compared",
+			  untested_release, every);
+	else
+		scnprintf(note, sizeof(note), "kernel %s is not tested, no hit is compared",
+			  untested_release);
+	tmem_core_set_note(note);
+}
+
+static int set_verify_every(const char *val, const struct kernel_param *kp)
+{
+	int err = param_set_int(val, kp);
+
+	if (!err)
+		show_untested();
+	return err;
+}
+
+static const struct kernel_param_ops verify_every_ops = {
+	.set = set_verify_every,
+	.get = param_get_int,
+};
+module_param_cb(verify_every, &verify_every_ops, &verify_every, 0644);
 MODULE_PARM_DESC(verify_every,
-		 "read each n-th hit from disk as well and compare (0: none; -1: the first 1000 of each file system, then each 1024th)");
+		 "read each n-th hit from disk as well and compare (0: none; -1: the first 1000 of each file system, then each 1024th, or each 64th on an untested kernel release)");
 
 static unsigned long verify_voided;
 module_param(verify_voided, ulong, 0444);
@@ -74,7 +113,7 @@ bool tmem_verify_due(struct tmem_fs *fs)
 	hit = atomic_long_inc_return(&fs->hits);
 	if (every > 0)
 		return !(hit % every);
-	return hit <= TMEM_VERIFY_FIRST_HITS || !(hit % TMEM_VERIFY_EVERY_HITS);
+	return hit <= TMEM_VERIFY_FIRST_HITS || !(hit % default_every);
 }
 
 /**
@@ -256,6 +295,23 @@ static void verify_work(struct work_struct *unused)
 		verify_free(v);
 		cond_resched();
 	}
+}
+
+/**
+ * tmem_verify_untested - compare more hits: the kernel release was not tested
+ * @release: the release, for "state"
+ *
+ * An explicit verify_every of the operator still wins. Process context, before there are hits.
+ */
+void tmem_verify_untested(const char *release)
+{
+	kernel_param_lock(THIS_MODULE);
+	default_every = TMEM_VERIFY_UNTESTED_HITS;
+	strscpy(untested_release, release, sizeof(untested_release));
+	show_untested();
+	kernel_param_unlock(THIS_MODULE);
+	pr_notice("virtio_tmem: kernel %s is not tested: more hits are compared with the disk\n",
+		  release);
 }
 
 /**

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Errors of ext4 after which a clean page differs from the disk.
+ *
+ * Written data goes to blocks that count as unwritten, and the blocks are converted when the data
+ * is on the disk. If that conversion fails, ext4 only logs it: the page has the data, is clean, and
+ * leaves writeback, while the disk reads as zeroes. mapping->wb_err is not set. Each cause is
+ * reported, before the page leaves writeback, by one of these:
+ *
+ *  - a failed conversion: __ext4_warning(), whose fifth argument is the inode number. The inode is
+ *    marked (marks.c), so that it is cached again when the page has left the page cache;
+ *  - an aborted journal: jbd2_journal_abort(). No conversion succeeds after it, and none says so.
+ *    Changed metadata is dropped, so that an inode that was evicted can come back in an older
+ *    state. The file system takes no puts and gets until it is unmounted, and its pool is emptied;
+ *  - a forced shutdown, or any error of a file system without a journal: the tracepoints
+ *    ext4_shutdown and ext4_error. The consequence is that of an aborted journal.
+ *
+ * xfs sets mapping->wb_err wherever a conversion fails, which tmem_fs_inode_ok() looks at.
+ *
+ * Out of scope: an error from before this module was loaded.
+ */
+#include <linux/fs.h>
+#include <linux/ftrace.h>
+#include <linux/jbd2.h>
+#include <linux/string.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/* fs/ext4/extents.c: the only function whose warning is about a conversion. */
+#define CONVERSION "ext4_convert_unwritten_extents"
+
+static void fs_failed(const struct super_block *sb)
+{
+	struct tmem_fs *fs;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	if (fs) {
+		tmem_bypass_all(fs->pool);
+		/* The sweep empties the pool. */
+		tmem_fs_sweep_soon(fs);
+	}
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_entry_ext4_warning - ext4 warns of something
+ * @fregs: super block, function, line, format, and the inode number of a failed conversion
+ */
+void tmem_entry_ext4_warning(struct ftrace_regs *fregs)
+{
+	const struct super_block *sb = (void *)tmem_arg(fregs, 0);
+	const char *function = (void *)tmem_arg(fregs, 1);
+	struct tmem_fs *fs;
+
+	if (strcmp(function, CONVERSION))
+		return;
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	if (fs && tmem_bypass(fs->pool, tmem_arg(fregs, 4)))
+		tmem_fs_sweep_soon(fs);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_entry_journal_abort - a journal is given up
+ * @fregs: first argument is the journal, whose private field is the super block
+ */
+void tmem_entry_journal_abort(struct ftrace_regs *fregs)
+{
+	const journal_t *journal = (void *)tmem_arg(fregs, 0);
+
+	/* That of another user of jbd2 is no super block that the driver knows. */
+	fs_failed(READ_ONCE(journal->j_private));
+}
+
+/**
+ * tmem_probe_ext4_error - tracepoint: ext4 found an error
+ * @data: unused
+ * @sb: where
+ * @function: in ext4
+ * @line: of its source
+ */
+void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *function,
+			   unsigned int line)
+{
+	if (!tmem_hook_off(TMEM_HOOK_FS_ERROR))
+		fs_failed(sb);
+}
+
+/**
+ * tmem_probe_ext4_shutdown - tracepoint: ext4 is about to be shut down by force
+ * @data: unused
+ * @sb: where
+ * @flags: how
+ */
+void tmem_probe_ext4_shutdown(void *data, struct super_block *sb, unsigned long flags)
+{
+	if (!tmem_hook_off(TMEM_HOOK_FS_ERROR))
+		fs_failed(sb);
+}
