@@ -17,6 +17,7 @@ mod replay;
 mod replay_test;
 mod report;
 mod rig;
+mod slice;
 mod threads;
 mod times;
 mod timing;
@@ -43,6 +44,8 @@ enum Command {
     Path(path::Args),
     /// Hit ratios of all policies over pool sizes, on traces that tmemd recorded.
     Replay(replay::Args),
+    /// How long a VM waits for its pages beside another that keeps the worker busy.
+    Slice(slice::Args),
     /// Whether a guest can tell by time that a VM of another trust domain has a page.
     Timing(timing::Args),
     /// Many VMs on one tmemd: what it takes, a storm of connections, a large VM that leaves.
@@ -99,6 +102,7 @@ fn main() -> ExitCode {
         Command::Engine(args) => engine::run(&args),
         Command::Path(args) => path::run(&args),
         Command::Replay(args) => replay::run(&args),
+        Command::Slice(args) => slice::run(&args),
         Command::Timing(args) => timing::run(&args),
         Command::Vms(args) => vms::run(&args),
     };

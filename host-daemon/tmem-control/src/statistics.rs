@@ -163,6 +163,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Driver, ("state", "tmem_vm_driver_state", Exact), (Text, ""), "off, on, offline (no daemon), tripped (late answers, tries again), poisoned (a mismatch: off until it is loaded anew); metric: 1 for the state it is in, `none` without a report", GUEST),
     row(Driver, ("kernel", "", No), (Text, ""), "of the guest", GUEST),
     row(Driver, ("hooks", "", No), (Text, ""), "a bit for each place in the kernel that it is hooked into", GUEST),
+    row(Driver, ("file_systems", "", No), (Text, ""), "types of file systems that it serves; empty before it knows the first, and from older drivers", GUEST),
     row(Driver, ("memory_bytes", "tmem_vm_driver_memory_bytes", Exact), (Gauge, "bytes"), "memory that the driver takes of the guest", GUEST),
     row(Driver, ("index_pages", "tmem_vm_driver_index_pages", Exact), (Gauge, "pages"), "pages that it believes to be here", GUEST),
     row(Driver, ("puts", "tmem_vm_driver_puts", Exact), (Counter, "pages"), "sent", GUEST),
@@ -225,6 +226,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("cpu_ms", "tmem_daemon_cpu_seconds", Exact), (Counter, "ms"), "processor time of the whole process: these, connections, control", USAGE),
     row(Daemon, ("resident_bytes", "tmem_daemon_resident_bytes", Steps), (Gauge, "bytes"), "memory of the process without what it maps of guests; the pool and the daemon's own", USAGE),
     row(Daemon, ("memory_locked", "tmem_daemon_memory_locked", Exact), (Gauge, ""), "all of the pool's memory is locked: pages of guests stay out of the host's swap (metric: 1 or 0)", HEAP),
+    row(Daemon, ("interrupts_lost", "tmem_daemon_interrupts_lost", Exact), (Counter, "interrupts"), "interrupts that the kernel refused to deliver to a guest or its VMM, which the log names; the guest goes on at its deadline. Must be 0", "tmemd/src/bell.rs"),
 ];
 
 impl Scope {

@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use tmem_pool::{GetResult, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, Time};
+use tmem_pool::{
+    GetResult, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
+};
 use tmemd::VmConfig;
 use tmemd::events::{Events, Subscription};
 use tmemd::parts::{
@@ -40,6 +42,10 @@ const OBJECT: u64 = 1;
 /// Looks of a turn at most: one for each chain and each answer, and one for each slice of its data; a
 /// turn has 64 pages of work and may begin another batch with the last of them.
 const LOOKS_PER_ROUND_MAX: u64 = 1000;
+
+/// Work of a slice at most, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a first step that
+/// begins however little is left.
+const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 
 /// Rounds until nothing is left to do, at most. An input has less work than that.
 const ROUNDS_MAX: usize = 2000;
@@ -132,6 +138,24 @@ impl Told for Watch {
     fn generation(&self) -> u64 {
         self.generation.fetch_add(1, SeqCst) + 1
     }
+}
+
+/// Estimates from the pool's counters what a turn's work costs at least. No figure by which the daemon
+/// itself ends a turn is used.
+fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
+    let since = |of: fn(&TenantStats) -> u64| of(after) - of(before);
+    let (puts, refused) = (since(|s| s.puts), since(|s| s.puts_refused));
+    let (gets, hits) = (since(|s| s.gets), since(|s| s.hits));
+    // A large object is dropped in one step, and freed later.
+    let detached = after.detached_pages.saturating_sub(before.detached_pages);
+    let dropped = since(|s| s.flushed_pages).saturating_sub(detached);
+    1_000 * (puts - refused)
+        + 300 * refused
+        + 900 * hits
+        + 200 * (gets - hits)
+        + 250 * dropped
+        + 400 * since(|s| s.evictions)
+        + since(|s| s.gain_steps)
 }
 
 /// Locks what no panic of the daemon's can have left half done, since such a one ends the run.
@@ -282,12 +306,19 @@ impl Host {
             workers,
             janitor,
             hands,
+            vm,
             ..
         } = &*self.base;
         let mut hands = hands.borrow_mut();
         for _ in 0..ROUNDS_MAX {
             let before = self.watch.looks.load(SeqCst);
+            let stats = vm.tenant.stats();
             workers.round(0, &mut hands, janitor).expect("epoll");
+            let work_ns = work_ns(&stats, &vm.tenant.stats());
+            assert!(
+                work_ns <= WORK_PER_SLICE_MAX_NS,
+                "a slice of {work_ns} ns of work"
+            );
             let looks = self.watch.looks.load(SeqCst) - before;
             assert!(looks <= LOOKS_PER_ROUND_MAX, "a turn of {looks} looks");
             if looks == 0 {
@@ -301,6 +332,34 @@ impl Host {
     /// Background work.
     pub fn settle(&self) {
         self.base.settle(self.watch.now_ns());
+    }
+
+    /// Stores pages of one value for the guest, without a request of its own.
+    #[cfg(test)]
+    pub fn store_same(&self, pages: u64) {
+        let tenant = &self.base.vm.tenant;
+        tenant.create_pool(POOL).expect("the first");
+        for index in 0..pages {
+            let put = Put {
+                object: OBJECT,
+                index,
+                cookie: index + 1,
+                workingset: false,
+                page: &[7; tmem_pool::PAGE_SIZE],
+            };
+            let mut stored = [PutResult::Refused];
+            let done = tenant.put(Time(0), POOL, &[put], &mut stored);
+            assert!(done.is_ok() && stored == [PutResult::Stored]);
+            if index % 64 == 63 {
+                self.settle();
+            }
+        }
+    }
+
+    /// Pages of the guest.
+    #[cfg(test)]
+    pub fn held(&self) -> u64 {
+        self.base.vm.tenant.stats().pages
     }
 
     /// Nothing that went wrong was the daemon's own fault.

@@ -431,3 +431,45 @@ fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
     }
     true
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tmem_sim::requests::REQ_BYTES;
+    use virtio_tmem as wire;
+
+    const NEXT: u16 = 1;
+    const WRITE: u16 = 2;
+    const INDIRECT: u16 = 4;
+
+    /// Each chain drops as much as one slice may, by [`Host::work`]: all of them together take many.
+    #[test]
+    fn a_slice_of_many_flushes_is_bounded() {
+        const PAGES: u64 = 511;
+        let mut machine = Machine::new(SIZE_MAX, false);
+        // Pages that the guest has not put itself.
+        machine.judged = false;
+        machine.host.store_same(u64::from(SIZE_MAX) * PAGES);
+        for chain in 0..SIZE_MAX {
+            let mut bytes = machine.model.generation().to_le_bytes().to_vec();
+            bytes.extend(wire::T_FLUSH.to_le_bytes());
+            bytes.extend(1u16.to_le_bytes());
+            bytes.extend(1u32.to_le_bytes());
+            bytes.extend([0; 8]);
+            assert_eq!(bytes.len(), REQ_BYTES);
+            for number in [1, u64::from(chain) * PAGES, PAGES] {
+                bytes.extend(number.to_le_bytes());
+            }
+            let at = ARENA + u64::from(chain) * 0x100;
+            let (answer, table) = (at + 0x40, at + 0x80);
+            assert!(machine.ram.write(at, &bytes));
+            machine.describe(table, 0, at, bytes.len() as u32, (NEXT, 1));
+            machine.describe(table, 1, answer, 8, (WRITE, 0));
+            let head = (INDIRECT, 0);
+            machine.describe(machine.rings[1].table, chain.into(), table, 32, head);
+            machine.offer(1, chain);
+        }
+        machine.kick(1);
+        assert_eq!(machine.host.held(), 0);
+    }
+}

@@ -1,14 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A page and its stored form: a repeated pattern, compressed, or raw. Pure functions, no state.
+//! A page and its stored form: a repeated pattern, compressed, or raw.
+//!
+//! zstd copies parts of a page into its contexts. Contexts therefore lie in memory that is never dumped and, where
+//! the process may lock memory, never swapped. They are wiped after use, so that no byte of a page outlives the
+//! step that needed it. lz4 keeps no bytes of a page: its table on the stack has positions only.
 //!
 //! A stored form as long as a page is the page. Any other begins with a byte that names its codec.
 //! Stored bytes are the host's own, but decoding is bounded all the same: a broken form gives an
 //! error, never a byte outside the page.
 
 use crate::config::{PAGE_SIZE, Page};
+use crate::secret::SecretPages;
 use std::cell::RefCell;
 use std::ffi::c_int;
-use zstd_safe::{CCtx, CParameter, DCtx, DParameter, FrameFormat};
+use std::io;
+use std::ptr::NonNull;
+use zstd_safe::zstd_sys::{self, ZSTD_CCtx, ZSTD_DCtx, ZSTD_cParameter, ZSTD_dParameter};
 
 /// Forms above this are kept raw: the rest saves nothing (measured: .0004 of the store).
 pub(crate) const ENCODED_BYTES_MAX: usize = 3840;
@@ -29,15 +36,100 @@ const ZSTD_LEVEL: i32 = 1;
 /// Forms between these lengths gain from zstd; others hardly (measured).
 pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
 
+/// ZSTD_f_zstd1_magicless: frames without the four bytes of a magic number.
+const ZSTD_MAGICLESS: c_int = zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as c_int;
+
 thread_local! {
-    // 95 KiB for each thread that restores pages.
-    static ZSTD: RefCell<DCtx<'static>> = RefCell::new({
-        let mut context = DCtx::create();
-        context
-            .set_parameter(DParameter::Format(FrameFormat::Magicless))
-            .expect("zstd knows the parameter");
-        context
+    /// The context of each thread that restores pages, 96 KiB. None until the thread meets its first zstd frame.
+    static RESTORER: RefCell<Option<Restorer>> = const { RefCell::new(None) };
+}
+
+/// A zstd context that restores pages.
+struct Restorer {
+    /// Holds the context.
+    memory: SecretPages,
+    /// The memory holds a context, and perhaps parts of a page. False: it is zero.
+    in_use: bool,
+}
+
+impl Restorer {
+    fn new() -> io::Result<Restorer> {
+        // SAFETY: the function only computes a size.
+        let bytes = unsafe { zstd_sys::ZSTD_estimateDCtxSize() };
+        Ok(Restorer {
+            memory: SecretPages::new(bytes.div_ceil(PAGE_SIZE))?,
+            in_use: false,
+        })
+    }
+
+    /// The context. None: zstd takes no memory of this size or refuses the parameter, which no released version
+    /// does.
+    fn context(&mut self) -> Option<NonNull<ZSTD_DCtx>> {
+        let memory = self.memory.pages().as_flattened_mut();
+        let (at, bytes) = (memory.as_mut_ptr(), memory.len());
+        if self.in_use {
+            // The context begins where its memory begins.
+            return NonNull::new(at.cast());
+        }
+        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of the context.
+        let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticDCtx(at.cast(), bytes) })?;
+        let format = ZSTD_dParameter::ZSTD_d_experimentalParam1;
+        let result =
+            // SAFETY: the context was just made.
+            unsafe { zstd_sys::ZSTD_DCtx_setParameter(context.as_ptr(), format, ZSTD_MAGICLESS) };
+        self.in_use = true;
+        is_ok(result).then_some(context)
+    }
+
+    /// Restores a page from a frame. Returns its length, or None if the frame is not whole.
+    fn restore(&mut self, frame: &[u8], out: &mut Page) -> Option<usize> {
+        let context = self.context()?;
+        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed with them.
+        let len = unsafe {
+            zstd_sys::ZSTD_decompressDCtx(
+                context.as_ptr(),
+                out.as_mut_ptr().cast(),
+                PAGE_SIZE,
+                frame.as_ptr().cast(),
+                frame.len(),
+            )
+        };
+        is_ok(len).then_some(len)
+    }
+
+    fn wipe(&mut self) {
+        if self.in_use {
+            self.in_use = false;
+            self.memory.wipe();
+        }
+    }
+}
+
+/// zstd's result is no error.
+fn is_ok(result: usize) -> bool {
+    // SAFETY: the function only compares numbers.
+    unsafe { zstd_sys::ZSTD_isError(result) == 0 }
+}
+
+/// Wipes what restoring pages left in the calling thread's context.
+pub(crate) fn wipe() {
+    // An error: the thread ends, and the context's memory went back to the system.
+    let _ = RESTORER.try_with(|restorer| {
+        if let Some(restorer) = &mut *restorer.borrow_mut() {
+            restorer.wipe();
+        }
     });
+}
+
+/// Restores a page from a zstd frame. None: the frame is broken, or the system has no memory for the first context
+/// of this thread. In both cases the caller gives the stored copy up.
+fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
+    RESTORER.with_borrow_mut(|restorer| {
+        if restorer.is_none() {
+            *restorer = Restorer::new().ok();
+        }
+        restorer.as_mut()?.restore(frame, out)
+    })
 }
 
 /// The stored bytes do not decode to a page.
@@ -81,23 +173,57 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
-/// Compresses pages further, and slower. 0.6 MiB.
-pub(crate) struct Denser(CCtx<'static>);
+/// Whether a stored form takes zstd to decode, which is twice as slow as lz4.
+pub(crate) fn is_dense(bytes: &[u8]) -> bool {
+    bytes.len() < PAGE_SIZE && bytes.first() == Some(&FORM_ZSTD)
+}
+
+/// Compresses pages further, and slower.
+pub(crate) struct Denser {
+    /// Holds the context: 76 KiB, since zstd sizes its tables by the length of a page.
+    memory: SecretPages,
+    /// The memory holds a context, and perhaps parts of a page. False: it is zero.
+    in_use: bool,
+}
 
 impl Denser {
-    pub(crate) fn new() -> Denser {
-        let mut context = CCtx::create();
-        for parameter in [
-            CParameter::CompressionLevel(ZSTD_LEVEL),
-            CParameter::Format(FrameFormat::Magicless),
-            CParameter::ContentSizeFlag(false),
-            CParameter::ChecksumFlag(false),
-        ] {
-            context
-                .set_parameter(parameter)
-                .expect("zstd knows the parameter");
+    /// # Errors
+    /// The system has not the address space.
+    pub(crate) fn new() -> io::Result<Denser> {
+        // SAFETY: the functions only compute.
+        let bytes = unsafe {
+            let parameters = zstd_sys::ZSTD_getCParams(ZSTD_LEVEL, PAGE_SIZE as u64, 0);
+            zstd_sys::ZSTD_estimateCCtxSize_usingCParams(parameters)
+        };
+        Ok(Denser {
+            memory: SecretPages::new(bytes.div_ceil(PAGE_SIZE))?,
+            in_use: false,
+        })
+    }
+
+    /// The context. None: zstd takes no memory of this size or refuses a parameter, which no released version does.
+    fn context(&mut self) -> Option<NonNull<ZSTD_CCtx>> {
+        let memory = self.memory.pages().as_flattened_mut();
+        let (at, bytes) = (memory.as_mut_ptr(), memory.len());
+        if self.in_use {
+            // The context begins where its memory begins.
+            return NonNull::new(at.cast());
         }
-        Denser(context)
+        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of the context.
+        let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticCCtx(at.cast(), bytes) })?;
+        self.in_use = true;
+        let parameters = [
+            (ZSTD_cParameter::ZSTD_c_compressionLevel, ZSTD_LEVEL),
+            // The format.
+            (ZSTD_cParameter::ZSTD_c_experimentalParam2, ZSTD_MAGICLESS),
+            (ZSTD_cParameter::ZSTD_c_contentSizeFlag, 0),
+            (ZSTD_cParameter::ZSTD_c_checksumFlag, 0),
+        ];
+        let all = parameters.into_iter().all(|(parameter, value)| {
+            // SAFETY: the context was just made.
+            is_ok(unsafe { zstd_sys::ZSTD_CCtx_setParameter(context.as_ptr(), parameter, value) })
+        });
+        all.then_some(context)
     }
 
     /// The denser form of a page. None: it is as long as `bytes_max`, or longer.
@@ -108,9 +234,27 @@ impl Denser {
         bytes_max: usize,
     ) -> Option<&'a [u8]> {
         buffer[0] = FORM_ZSTD;
-        let Denser(context) = self;
-        let len = context.compress2(&mut buffer[1..bytes_max], page).ok()?;
-        Some(&buffer[..1 + len])
+        let context = self.context()?;
+        let out = &mut buffer[1..bytes_max];
+        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed with them.
+        let len = unsafe {
+            zstd_sys::ZSTD_compress2(
+                context.as_ptr(),
+                out.as_mut_ptr().cast(),
+                out.len(),
+                page.as_ptr().cast(),
+                PAGE_SIZE,
+            )
+        };
+        is_ok(len).then(|| &buffer[..1 + len])
+    }
+
+    /// Wipes what pages left in the context.
+    pub(crate) fn wipe(&mut self) {
+        if self.in_use {
+            self.in_use = false;
+            self.memory.wipe();
+        }
     }
 }
 
@@ -123,8 +267,8 @@ pub(crate) fn decode(stored: &[u8], out: &mut Page) -> Result<(), Corrupt> {
     let block = match stored.split_first() {
         Some((&FORM_LZ4, block)) => block,
         Some((&FORM_ZSTD, frame)) => {
-            return match ZSTD.with_borrow_mut(|context| context.decompress(&mut out[..], frame)) {
-                Ok(PAGE_SIZE) => Ok(()),
+            return match restore(frame, out) {
+                Some(PAGE_SIZE) => Ok(()),
                 _ => Err(Corrupt),
             };
         }
@@ -144,5 +288,78 @@ pub(crate) fn decode(stored: &[u8], out: &mut Page) -> Result<(), Corrupt> {
         Ok(())
     } else {
         Err(Corrupt)
+    }
+}
+
+#[cfg(all(test, not(miri)))]
+mod tests {
+    use super::*;
+    use std::hint::black_box;
+    use std::time::{Duration, Instant};
+
+    fn text() -> Page {
+        std::array::from_fn(|at| b'a' + (at * at * 31 / 7 % 13) as u8)
+    }
+
+    #[test]
+    fn contexts_are_zero_after_wiping() {
+        let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
+        let mut denser = Denser::new().expect("memory");
+        let mut restorer = Restorer::new().expect("memory");
+        let is_zero =
+            |memory: &mut SecretPages| memory.pages().iter().all(|page| *page == [0; PAGE_SIZE]);
+        // More than once: a wiped context is made again.
+        for _ in 0..3 {
+            let stored = denser
+                .encode(&page, &mut buffer, PAGE_SIZE)
+                .expect("it shrinks");
+            assert_eq!(restorer.restore(&stored[1..], &mut out), Some(PAGE_SIZE));
+            assert!(out == page);
+            assert!(!is_zero(&mut denser.memory) && !is_zero(&mut restorer.memory));
+            denser.wipe();
+            restorer.wipe();
+            assert!(is_zero(&mut denser.memory) && is_zero(&mut restorer.memory));
+        }
+    }
+
+    /// Prints what wiping adds to a page that is restored or compressed alone, which is the worst case.
+    #[test]
+    #[ignore = "measures: run it with --release --ignored --nocapture"]
+    fn cost_of_wiping() {
+        let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
+        let mut denser = Denser::new().expect("memory");
+        let mut restorer = Restorer::new().expect("memory");
+        let stored = denser
+            .encode(&page, &mut buffer, PAGE_SIZE)
+            .expect("it shrinks")
+            .to_vec();
+        println!(
+            "contexts: {} and {} pages",
+            denser.memory.pages().len(),
+            restorer.memory.pages().len()
+        );
+        for wipe in [false, true, false, true] {
+            let time = |what: &mut dyn FnMut()| {
+                let rounds = (0..200).map(|_| {
+                    let begun = Instant::now();
+                    (0..50).for_each(|_| what());
+                    begun.elapsed() / 50
+                });
+                rounds.min().unwrap_or(Duration::ZERO)
+            };
+            let compressed = time(&mut || {
+                black_box(denser.encode(&page, &mut buffer, PAGE_SIZE));
+                if wipe {
+                    denser.wipe();
+                }
+            });
+            let restored = time(&mut || {
+                black_box(restorer.restore(&stored[1..], &mut out));
+                if wipe {
+                    restorer.wipe();
+                }
+            });
+            println!("wipe {wipe}: compress {compressed:?}, restore {restored:?}");
+        }
     }
 }

@@ -12,7 +12,7 @@
 use crate::apart::Apart;
 use crate::heap::{Table, Zeroed};
 use crate::sync::{AtomicU32, Mutex, MutexGuard};
-use crate::whole::whole;
+use crate::whole::{broken, whole};
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -27,7 +27,10 @@ const LOAD: (u64, u64) = (4, 3);
 /// choose without the seed.
 const PROBES_MAX: usize = 32;
 
-/// For the log.
+/// Threads that have listed a blob and not yet counted it, at most: far more than a process has.
+const UNCOUNTED_MAX: u64 = 4096;
+
+/// Name of the table, for log messages.
 const TABLE: &str = "the table of equal pages";
 
 /// Of a blob: what chains it.
@@ -142,14 +145,24 @@ impl Dedup {
         if at == blob {
             chain.bucket.0.store(next, Relaxed);
         } else {
+            let mut left = self.chain_max();
             while links.next(at) != blob {
                 at = links.next(at);
+                if at == 0 || left == 0 {
+                    broken(TABLE);
+                }
+                left -= 1;
             }
             links.set_next(at, next);
         }
         drop(chain);
         self.nr_blobs.fetch_sub(1, Relaxed);
         self.fit(links);
+    }
+
+    /// Blobs that a chain can have: a longer one has no end.
+    fn chain_max(&self) -> u64 {
+        u64::from(self.nr_blobs.load(Relaxed)) + UNCOUNTED_MAX
     }
 
     /// Splits or joins a bucket, if that is due and nobody else does it.
@@ -177,6 +190,7 @@ impl Dedup {
         let old = new - half;
         let _lock = self.lock_of(old.into());
         let mut chains = [0; 2];
+        let mut left = self.chain_max();
         let mut blob = self.buckets.get(old).0.load(Relaxed);
         while blob != 0 {
             let next = links.next(blob);
@@ -184,6 +198,10 @@ impl Dedup {
             links.set_next(blob, *chain);
             *chain = blob;
             blob = next;
+            if left == 0 {
+                broken(TABLE);
+            }
+            left -= 1;
         }
         for (bucket, chain) in [old, new].into_iter().zip(chains) {
             self.buckets.get(bucket).0.store(chain, Relaxed);
@@ -202,11 +220,16 @@ impl Dedup {
         let gone = self.buckets.get(new);
         let mut blob = gone.0.load(Relaxed);
         gone.0.store(0, Relaxed);
+        let mut left = self.chain_max();
         while blob != 0 {
             let next = links.next(blob);
             links.set_next(blob, old.0.load(Relaxed));
             old.0.store(blob, Relaxed);
             blob = next;
+            if left == 0 {
+                broken(TABLE);
+            }
+            left -= 1;
         }
         self.nr_buckets.store(new, Relaxed);
     }
@@ -260,6 +283,69 @@ mod tests {
 
         fn set_next(&self, blob: u32, next: u32) {
             self.0[blob as usize].0.store(next, Relaxed);
+        }
+    }
+
+    /// A table of blobs with one hash, each linked to the one before.
+    fn one_chain() -> (Dedup, Blobs) {
+        let blobs = Blobs((0..10).map(|_| (AtomicU32::new(0), 5)).collect());
+        let table = Dedup::new(5_000).expect("address space");
+        (1..10).for_each(|blob| table.add(&blobs, table.lock(5), blob));
+        (table, blobs)
+    }
+
+    #[test]
+    #[ignore = "ends its process: see broken_chains_end_the_process"]
+    fn removes_what_is_not_listed() {
+        let (table, blobs) = one_chain();
+        blobs.set_next(5, 0);
+        table.remove(&blobs, 1);
+    }
+
+    #[test]
+    #[ignore = "ends its process: see broken_chains_end_the_process"]
+    fn removes_from_a_circle() {
+        let (table, blobs) = one_chain();
+        blobs.set_next(5, 9);
+        table.remove(&blobs, 1);
+    }
+
+    #[test]
+    #[ignore = "ends its process: see broken_chains_end_the_process"]
+    fn splits_a_circle() {
+        let (table, blobs) = one_chain();
+        // Each step of a split turns a link round, so that the walk needs two blobs that name each other anew.
+        let circle = Circle(blobs);
+        let chain = table.lock(5);
+        chain.bucket.0.store(1, Relaxed);
+        drop(chain);
+        (0..=5).for_each(|_| table.split(&circle));
+    }
+
+    /// A blob of that hash is its own successor, whatever is written.
+    struct Circle(Blobs);
+
+    impl Links for Circle {
+        fn hash(&self, blob: u32) -> u64 {
+            self.0.hash(blob)
+        }
+
+        fn next(&self, blob: u32) -> u32 {
+            blob
+        }
+
+        fn set_next(&self, _blob: u32, _next: u32) {}
+    }
+
+    #[test]
+    #[cfg(not(miri))]
+    fn broken_chains_end_the_process() {
+        for name in [
+            "removes_what_is_not_listed",
+            "removes_from_a_circle",
+            "splits_a_circle",
+        ] {
+            crate::tests::aborts(&format!("dedup::tests::{name}"));
         }
     }
 

@@ -10,12 +10,13 @@
 //!
 //! It costs most operations one look at a hash.
 
+use crate::cost::{FOLLOWED_NS, FORGET_NS};
 use crate::index::Key;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
 /// Keys that are followed, 100 B each.
-const SAMPLES_MAX: usize = 1024;
+pub(crate) const SAMPLES_MAX: usize = 1024;
 
 /// How much more memory, in percent.
 pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
@@ -67,11 +68,25 @@ pub(crate) struct Gain {
     pub losses: [u64; LOSS_PERCENT.len()],
     /// Hits that `losses` was told from.
     pub hits_seen: u64,
+    /// Followed keys that all calls so far passed.
+    pub steps: u64,
+    /// Followed keys that they forgot.
+    pub forgotten: u64,
 }
 
 impl Gain {
     fn is_sampled(&self, key_hash: u64) -> bool {
         key_hash >> HASH_SHIFT & ((1 << self.shift) - 1) == 0
+    }
+
+    /// Cost of all calls so far, without their constant part.
+    pub(crate) fn cost_ns(&self) -> u64 {
+        self.steps * FOLLOWED_NS + self.forgotten * FORGET_NS
+    }
+
+    /// Largest cost of [`drop_where`](Self::drop_where).
+    pub(crate) fn drop_where_ns_max(&self) -> u64 {
+        self.puts.len() as u64 * (FOLLOWED_NS + FORGET_NS)
     }
 
     /// Memory held.
@@ -95,9 +110,11 @@ impl Gain {
             && let Some((_, (_, hash))) = self.puts.pop_first()
         {
             self.by_hash.remove(&hash);
+            self.forgotten += 1;
         }
         while self.puts.len() > SAMPLES_MAX {
             self.shift += 1;
+            self.steps += self.puts.len() as u64;
             let (puts, by_hash) = (std::mem::take(&mut self.puts), &mut self.by_hash);
             let mask = (1u64 << self.shift) - 1;
             self.puts = puts
@@ -127,7 +144,7 @@ impl Gain {
             return;
         }
         // A page that was put and never held fits into less: more would not have helped.
-        let after = (self.puts.range(put..).count() as u64) << self.shift;
+        let after = self.put_after(put);
         for (hits, percent) in self.hits.iter_mut().zip(GAIN_PERCENT) {
             if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
                 *hits += 1 << self.shift;
@@ -135,12 +152,19 @@ impl Gain {
         }
     }
 
+    /// Pages that were put from the `put`th on and are followed, or left out.
+    fn put_after(&mut self, put: u64) -> u64 {
+        let followed = self.puts.range(put..).count() as u64;
+        self.steps += followed;
+        followed << self.shift
+    }
+
     fn hit(&mut self, put: u64, used_pages: u64) {
         self.turn = self.turn.wrapping_add(1);
         if !self.turn.is_multiple_of(HITS_PER_LOOK) {
             return;
         }
-        let after = (self.puts.range(put..).count() as u64) << self.shift;
+        let after = self.put_after(put);
         let weight = HITS_PER_LOOK << self.shift;
         self.hits_seen += weight;
         for (losses, percent) in self.losses.iter_mut().zip(LOSS_PERCENT) {
@@ -156,11 +180,14 @@ impl Gain {
             && let Some(put) = self.by_hash.remove(&key_hash)
         {
             self.puts.remove(&put);
+            self.forgotten += 1;
         }
     }
 
     /// Nor do all for which `gone` is true. Takes a step for each key that is followed.
     pub(crate) fn drop_where(&mut self, gone: impl Fn(Key) -> bool) {
+        let followed = self.puts.len();
+        self.steps += followed as u64;
         let by_hash = &mut self.by_hash;
         self.puts.retain(|_, (key, hash)| {
             let gone = gone(*key);
@@ -169,6 +196,7 @@ impl Gain {
             }
             !gone
         });
+        self.forgotten += (followed - self.puts.len()) as u64;
     }
 }
 

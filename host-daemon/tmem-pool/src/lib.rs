@@ -15,6 +15,7 @@
 //! | file | its idea |
 //! | --- | --- |
 //! | `config.rs` | sizes and limits with their reasons |
+//! | `cost.rs` | what the work of a request costs |
 //! | `pool.rs`, `registry.rs` | all tenants, whose pages go when it is full; background work; admission |
 //! | `tenant.rs`, `state.rs` | one tenant: what runs outside its lock, what under it |
 //! | `index/`, `entry.rs` | keys and what is kept for each |
@@ -41,6 +42,7 @@ mod blob;
 mod check;
 mod codec;
 mod config;
+mod cost;
 mod dedup;
 mod entry;
 mod error;
@@ -68,6 +70,7 @@ pub use config::{
     ADDRESS_SPACE_TIMES, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
     POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
 };
+pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use gain::{
     GAIN_OVER_MAX, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT,

@@ -7,7 +7,7 @@
 use crate::account::{Account, Sum};
 use crate::apart::Apart;
 use crate::blob::{DomainId, Settled, Store};
-use crate::codec::Denser;
+use crate::codec::{self, Denser};
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
     KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, PoolConfig, Quota, SWEEP_NS, SWEEP_PAGES,
@@ -266,8 +266,9 @@ impl Inner {
         tenant.forgotten(&self.account);
     }
 
-    /// Removes a tenant that left and is empty.
-    fn forget(&self, tenant: &Arc<tenant::Inner>) {
+    /// Removes a departed tenant whose pages are all freed. A member, and a departed tenant with
+    /// pages left, stay.
+    pub(crate) fn forget(&self, tenant: &Arc<tenant::Inner>) {
         if !self
             .read()
             .departed
@@ -277,6 +278,12 @@ impl Inner {
             return;
         }
         let mut registry = self.write();
+        // The caller saw no detached pages, but perhaps before the tenant's last handle detached all
+        // pages and the tenant departed. From then on nothing more is detached, and the thread that
+        // frees the last page calls this again.
+        if tenant.has_dead() {
+            return;
+        }
         let departed = &mut registry.departed;
         if let Some(at) = departed.iter().position(|other| Arc::ptr_eq(other, tenant)) {
             departed.swap_remove(at);
@@ -367,6 +374,8 @@ impl Inner {
         }
         if worked > 0 {
             buffer.wipe();
+            denser.wipe();
+            codec::wipe();
         }
         let looked = *next - first;
         if *next >= places {
@@ -507,7 +516,7 @@ impl Pool {
             sweep: Mutex::new(Sweep {
                 begun: Time(0),
                 next: 1,
-                denser: Denser::new(),
+                denser: Denser::new()?,
                 buffer: SecretPages::new(2)?,
             }),
             registry: RwLock::new(Registry::new(size_bytes)),

@@ -145,6 +145,7 @@ impl Tenant {
             };
             let mut freed = Freed::new();
             while self.state.flush(pool, range, usize::MAX, &mut freed) {}
+            self.state.forget(pool, range);
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
     STALE_SKIPS_MAX,
 };
+use crate::cost::{FORGET_NS, KEY_NS};
 use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::{self, Arrival, Leave, Policy};
@@ -27,7 +28,7 @@ use std::sync::Arc;
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
 /// Pages of a flush whose hashes are looked at one by one; of more, the keys that are followed.
-const FLUSH_HASHES_MAX: u64 = 64;
+pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 
 /// Raw pages, and places in the queue of pages that were and no longer are, per raw page allowed.
 const RAW_QUEUE_PART: usize = 2;
@@ -366,7 +367,7 @@ impl State {
     }
 
     /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. True: there
-    /// may be more.
+    /// may be more; false: [`forget`](Self::forget) comes next.
     pub(crate) fn flush(
         &mut self,
         pool: PoolRef,
@@ -379,7 +380,6 @@ impl State {
             mut index,
             last,
         } = range;
-        self.forget_gain(pool, range);
         if self.index.object_pages(pool, object) == 0 {
             return false;
         }
@@ -402,8 +402,17 @@ impl State {
         true
     }
 
-    /// What is flushed is not asked for again, also if it is not here any more.
-    fn forget_gain(
+    /// What [`forget`](Self::forget) costs at most.
+    pub(crate) fn forget_ns_max(&self, Range { index, last, .. }: Range) -> u64 {
+        match last - index {
+            FLUSH_HASHES_MAX.. => self.gain.drop_where_ns_max(),
+            others => (others + 1) * (KEY_NS + FORGET_NS),
+        }
+    }
+
+    /// What is flushed is not asked for again, also if it is not here any more. Called once for each
+    /// range, when its pages are dropped: it may pass all followed keys.
+    pub(crate) fn forget(
         &mut self,
         pool: PoolRef,
         Range {

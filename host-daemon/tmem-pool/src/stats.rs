@@ -72,6 +72,8 @@ pub struct TenantStats {
     pub loss_hits: [u64; 3],
     /// Counter, pages, about: hits that `loss_hits` was told from.
     pub loss_hits_seen: u64,
+    /// Followed keys that requests passed, one by one, for the figures above: work, for those who bound it.
+    pub gain_steps: u64,
     /// Gauge, pages: how many raw pages it may have.
     pub raw_pages_max: u64,
     /// Gauge, pages: dropped and not yet freed. They still occupy the pool.

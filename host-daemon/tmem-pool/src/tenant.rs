@@ -9,9 +9,14 @@
 
 use crate::account::{Account, Sum};
 use crate::blob::{DomainId, Reader, Store};
+use crate::codec;
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota,
     RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, SETTLE_PAGES, TenantSpec, Time,
+};
+use crate::cost::{
+    DROP_NS, DROP_SAME_NS, EVICT_NS, GET_DENSE_NS, GET_NS, GET_SAME_NS, KEY_NS, MISS_NS, PUT_NS,
+    RANGE_NS, REFUSE_NS,
 };
 use crate::entry::{Content, Entry};
 use crate::error::{AdmissionError, CreateError, NoPool};
@@ -20,7 +25,7 @@ use crate::heap::prefetch_lines;
 use crate::index::Key;
 use crate::index::{Id, PoolRef};
 use crate::pool;
-use crate::state::{Freed, NewPage, Range, Reason, Refusal, State};
+use crate::state::{FLUSH_HASHES_MAX, Freed, NewPage, Range, Reason, Refusal, State};
 use crate::stats::{Counters, TenantStats};
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
 use std::fmt;
@@ -238,6 +243,8 @@ impl Inner {
         if let Some(buffer) = buffer {
             engine.give_buffer(buffer);
         }
+        // What comparing pages with stored ones left.
+        codec::wipe();
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.account);
         // The last first, so that those without memory keep their order.
@@ -314,12 +321,28 @@ impl Drop for Locked<'_> {
     }
 }
 
+/// Returns the cost of dropping a page of this content.
+fn drop_ns(content: &Content) -> u64 {
+    match content {
+        Content::Same(_) => DROP_SAME_NS,
+        Content::Raw(_) | Content::Blob(_) => DROP_NS,
+    }
+}
+
 /// What a get has taken out, to be freed when it is dropped: better when the guest has its answer,
 /// since it is a fifth of the work.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
     contents: Freed,
+    cost_ns: u64,
+}
+
+impl Spent<'_> {
+    /// Cost of the get in nanoseconds, including that of freeing the pages that it took out.
+    pub fn cost_ns(&self) -> u64 {
+        self.cost_ns
+    }
 }
 
 impl Drop for Spent<'_> {
@@ -330,6 +353,8 @@ impl Drop for Spent<'_> {
             }
             self.store.release_content(content);
         }
+        // What restoring the pages left, now that nobody waits for them.
+        codec::wipe();
     }
 }
 
@@ -404,6 +429,9 @@ impl Tenant {
     /// oldest ones. A page for which the pool has no room evicts, in bounded steps, those of the
     /// tenant most above its entitlement. It is refused if that does not suffice, and never waits.
     ///
+    /// Returns what that costs, in nanoseconds: at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each page,
+    /// but for followed keys, of which later puts forget fewer.
+    ///
     /// # Errors
     /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
     ///
@@ -415,29 +443,37 @@ impl Tenant {
         pool: u32,
         pages: &[Put<'_>],
         results: &mut [PutResult],
-    ) -> Result<(), NoPool> {
+    ) -> Result<u64, NoPool> {
         assert_eq!(pages.len(), results.len(), "a result for each page");
         results.fill(PutResult::Refused);
         let pool = self.0.lock().pool(pool)?;
         let groups = pages
             .chunks(PUT_GROUP_PAGES)
             .zip(results.chunks_mut(PUT_GROUP_PAGES));
+        let mut cost_ns = 0;
         for (pages, group_results) in groups {
-            if !self.put_group(pool, pages, group_results) {
+            let Some(group_ns) = self.put_group(pool, pages, group_results) else {
                 results.fill(PutResult::Refused);
                 return Err(NoPool);
-            }
+            };
+            cost_ns += group_ns;
         }
-        Ok(())
+        Ok(cost_ns)
     }
 
-    /// False: the pool has ended.
-    fn put_group(&self, pool: PoolRef, pages: &[Put<'_>], results: &mut [PutResult]) -> bool {
+    /// Returns what it costs. None: the pool has ended.
+    fn put_group(
+        &self,
+        pool: PoolRef,
+        pages: &[Put<'_>],
+        results: &mut [PutResult],
+    ) -> Option<u64> {
         let engine = &self.0.pool;
         // What would be refused is not copied.
         let raw_room = self.0.lock().raw_room();
         let mut raw = [None; PUT_GROUP_PAGES];
-        let mut steps = pages.len() * EVICTIONS_PER_PUT_PAGE;
+        let steps_max = pages.len() * EVICTIONS_PER_PUT_PAGE;
+        let mut steps = steps_max;
         for put in pages.iter().take(raw_room) {
             prefetch_lines(put.page.as_ptr());
         }
@@ -445,8 +481,10 @@ impl Tenant {
             *raw = engine.put_raw(put.page, &mut steps);
         }
         let has_index_room = engine.has_index_room();
+        let copied = raw.iter().flatten().count();
         let mut freed = Freed::new();
         let mut state = self.0.lock();
+        let gain_before_ns = state.gain.cost_ns();
         let live = state.index.is_live(pool);
         for (nth, ((put, raw), result)) in pages.iter().zip(raw).zip(results).enumerate() {
             let Some((blob, check)) = raw else {
@@ -475,9 +513,15 @@ impl Tenant {
                 *result = PutResult::Stored;
             }
         }
+        let gain_ns = state.gain.cost_ns() - gain_before_ns;
         drop(state);
+        let evicted = steps_max - steps + freed.len();
         engine.release_all(freed);
-        live
+        let cost_ns = copied as u64 * PUT_NS
+            + (pages.len() - copied) as u64 * REFUSE_NS
+            + evicted as u64 * EVICT_NS
+            + gain_ns;
+        live.then_some(cost_ns)
     }
 
     /// Gets pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results`
@@ -509,6 +553,7 @@ impl Tenant {
         let mut spent = Spent {
             store: &self.0.pool.store,
             contents: Freed::with_capacity(cookies.len()),
+            cost_ns: 0,
         };
         let mut index = Some(index);
         let chunks = cookies
@@ -517,14 +562,7 @@ impl Tenant {
             .zip(results.chunks_mut(LOCKED_PAGES_MAX));
         for ((cookies, out), results) in chunks {
             let Some(first) = index else { break };
-            self.get_chunk(
-                pool,
-                (object, first),
-                cookies,
-                out,
-                results,
-                &mut spent.contents,
-            );
+            self.get_chunk(pool, (object, first), cookies, out, results, &mut spent);
             index = first.checked_add(cookies.len() as u64);
         }
         Ok(spent)
@@ -537,7 +575,7 @@ impl Tenant {
         cookies: &[u64],
         out: &mut [Page],
         results: &mut [GetResult],
-        spent: &mut Freed,
+        spent: &mut Spent<'_>,
     ) {
         let Handle {
             pool: engine,
@@ -550,10 +588,12 @@ impl Tenant {
         let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
         let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
         let mut state = self.0.lock();
+        let gain_before_ns = state.gain.cost_ns();
         if state.index.is_live(pool) {
             let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
             state.take(pool, object, index, &cookies[..nr], taken, ids);
         }
+        spent.cost_ns += state.gain.cost_ns() - gain_before_ns;
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
@@ -589,8 +629,14 @@ impl Tenant {
                 tenant.log_mismatch(object, index + i as u64);
                 mismatches += 1;
             }
-            spent.push(entry.content());
+            spent.cost_ns += match reader {
+                Reader::Same(_) => GET_SAME_NS,
+                Reader::Bytes(bytes) if codec::is_dense(bytes.bytes()) => GET_DENSE_NS,
+                Reader::Bytes(_) => GET_NS,
+            };
+            spent.contents.push(entry.content());
         }
+        spent.cost_ns += (cookies.len() as u64 - hits - mismatches) * MISS_NS;
         if hits + mismatches > 0 {
             let mut state = self.0.lock();
             state.counters.hits += hits;
@@ -611,13 +657,14 @@ impl Tenant {
         index: u64,
         nr_pages: Option<u64>,
     ) -> Result<(), NoPool> {
-        self.flush_some(pool, object, index, nr_pages, &mut { usize::MAX })
+        self.flush_some(pool, object, index, nr_pages, &mut { u64::MAX })
             .map(|_| ())
     }
 
-    /// A [`flush`](Self::flush) in steps, for callers that others wait for: it drops at most
-    /// `budget` pages and lowers it by as many. True: all is dropped; false: the budget is spent,
-    /// and the same call with a new one goes on.
+    /// A [`flush`](Self::flush) in steps, for callers that others wait for: it costs at most
+    /// `budget_ns` nanoseconds by the engine's figures, which it lowers by what it cost. True: all is
+    /// dropped; false: the budget does not suffice for the next step, and the same call with a new
+    /// one of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more goes on.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -627,7 +674,7 @@ impl Tenant {
         object: u64,
         index: u64,
         nr_pages: Option<u64>,
-        budget: &mut usize,
+        budget_ns: &mut u64,
     ) -> Result<bool, NoPool> {
         let pool = self.0.lock().pool(pool)?;
         let last = match nr_pages {
@@ -641,19 +688,37 @@ impl Tenant {
             last,
         };
         loop {
+            let Some(left_ns) = budget_ns.checked_sub(RANGE_NS) else {
+                return Ok(false);
+            };
+            *budget_ns = left_ns;
             let mut freed = Freed::new();
             let mut state = self.0.lock();
             // A pool that ended meanwhile has nothing to drop; a new one of its id is not meant.
             if !state.index.is_live(pool) {
                 return Ok(true);
             }
-            let pages_max = LOCKED_PAGES_MAX.min(*budget);
+            let pages_max = (left_ns / DROP_NS).min(LOCKED_PAGES_MAX as u64) as usize;
             let more = state.flush(pool, range, pages_max, &mut freed);
+            let dropped_ns = freed.iter().map(drop_ns).sum::<u64>();
+            *budget_ns = budget_ns.saturating_sub(dropped_ns);
+            let done = !more && state.forget_ns_max(range) <= *budget_ns;
+            if done {
+                let gain_before_ns = state.gain.cost_ns();
+                state.forget(pool, range);
+                let keys_ns = match last - index {
+                    nr if nr < FLUSH_HASHES_MAX => (nr + 1) * KEY_NS,
+                    _ => 0,
+                };
+                *budget_ns -= state.gain.cost_ns() - gain_before_ns + keys_ns;
+            }
             drop(state);
-            *budget -= freed.len();
             self.0.pool.release_all(freed);
-            if !more || *budget == 0 {
-                return Ok(!more);
+            if done {
+                return Ok(true);
+            }
+            if !more || *budget_ns < RANGE_NS + DROP_NS {
+                return Ok(false);
             }
         }
     }
@@ -735,6 +800,7 @@ impl Tenant {
             gain_hits: state.gain.hits,
             loss_hits: state.gain.losses,
             loss_hits_seen: state.gain.hits_seen,
+            gain_steps: state.gain.steps,
             raw_pages_max: state.raw_max.into(),
             detached_pages: state.index.detached.pages.into(),
             pools: state.index.nr_pools() as u64,

@@ -20,3 +20,14 @@ pub(crate) fn whole<G>(locked: LockResult<G>, what: &str) -> G {
         std::process::abort()
     })
 }
+
+/// Ends the process because a structure that all tenants share contradicts itself. Going on could loop without end
+/// under a lock that all tenants need, or hand out one page's memory twice.
+#[cold]
+pub(crate) fn broken(what: &str) -> ! {
+    tracing::error!(
+        "a bug in the engine, or a fault of this host's memory: {what} contradicts itself; the process ends, \
+         since nobody may be answered from there"
+    );
+    std::process::abort()
+}

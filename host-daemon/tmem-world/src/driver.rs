@@ -67,8 +67,10 @@ pub struct Driver {
     objects: BTreeMap<u32, u64>,
     object_last: u64,
     index: BTreeMap<FilePage, u64>,
-    /// Inodes that are not put.
+    /// Marked inodes: they are not put.
     bypass: BTreeSet<u32>,
+    /// The hooks know the file system.
+    known: bool,
     places_free: Vec<u64>,
     slots: Vec<Vec<Slot>>,
     batches: Vec<[Option<PutBatch>; PUTS]>,
@@ -104,6 +106,7 @@ impl Driver {
             object_last: 1,
             index: BTreeMap::new(),
             bypass: BTreeSet::new(),
+            known: true,
             places_free: transport.layout.places.clone(),
             slots: vec![Vec::new(); queues],
             batches: (0..queues).map(|_| [const { None }; PUTS]).collect(),
@@ -259,17 +262,33 @@ impl Driver {
         self.bypass.remove(&inode);
     }
 
-    /// A file is not put until it is closed, and nothing of it is held.
+    /// Marks a file: it is not put, and nothing of it is held.
     pub fn bypass(&mut self, inode: u32) {
+        if !self.known {
+            return;
+        }
         if !self.is(Mutation::EntryKeptAtDirectWrite) {
             self.invalidate(inode, 0, u64::MAX);
         }
         self.bypass.insert(inode);
     }
 
-    /// Nobody writes past the page cache any more.
+    /// Clears the mark of a file.
     pub fn unbypass(&mut self, inode: u32) {
         self.bypass.remove(&inode);
+    }
+
+    /// The file system is mounted, and the hooks do not know it yet.
+    pub fn hide(&mut self) {
+        self.known = false;
+    }
+
+    /// The hooks get to know the file system: files that may have changed before are marked.
+    pub fn register(&mut self, suspects: impl IntoIterator<Item = u32>) {
+        if !self.known && !self.is(Mutation::LateMountUnmarked) {
+            self.bypass.extend(suspects);
+        }
+        self.known = true;
     }
 }
 

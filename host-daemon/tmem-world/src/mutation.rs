@@ -49,6 +49,10 @@ pub enum Mutation {
     EntryKeptAtDrop,
     /// The driver keeps the entries of what a direct write changed.
     EntryKeptAtDirectWrite,
+    /// A put clears the mark of a file that nobody has open for writing any more.
+    MarkClearedAtPut,
+    /// A file system that becomes known late has no marks.
+    LateMountUnmarked,
     /// The driver keeps the entries of what was truncated.
     EntryKeptAtTruncate,
     /// The driver takes pages that the device says it has not.
@@ -67,7 +71,7 @@ pub enum Mutation {
 
 impl Mutation {
     /// All there are.
-    pub const ALL: [Mutation; 28] = [
+    pub const ALL: [Mutation; 30] = [
         Mutation::GenerationKept,
         Mutation::GenerationCounted,
         Mutation::GenerationUnchecked,
@@ -89,6 +93,8 @@ impl Mutation {
         Mutation::EntryKeptAtGet,
         Mutation::EntryKeptAtDrop,
         Mutation::EntryKeptAtDirectWrite,
+        Mutation::MarkClearedAtPut,
+        Mutation::LateMountUnmarked,
         Mutation::EntryKeptAtTruncate,
         Mutation::MissTaken,
         Mutation::BounceReused,

@@ -39,10 +39,15 @@ pub enum Step {
     Delete(u8, u8),
     /// A page is written past the page cache.
     WriteDirect(u8, u8, u8),
-    /// That ends.
+    /// A page is written past the page cache beside a reader, and the write fails in the end.
+    FailDirect(u8, u8, u8),
+    /// The last writer closes the file.
     Close(u8, u8),
-    /// The file system is mounted anew.
+    /// The file system is mounted again.
     Remount(u8),
+    /// The file system is mounted again, and the hooks get to know it later.
+    RemountUnseen(u8),
+    See(u8),
     /// The guest asks for what was once put.
     AskOld(u8, u16),
     /// Time passes, in µs.
@@ -175,10 +180,15 @@ impl Draw {
             102..=121 => Step::Evict(guest, file, page, self.rng.u8(1..=PAGES as u8)),
             122 => Step::Truncate(guest, file, page),
             123 => Step::Delete(guest, file),
-            124 | 125 => Step::WriteDirect(guest, file, page),
+            124 => Step::WriteDirect(guest, file, page),
+            125 => Step::FailDirect(guest, file, page),
             126 | 127 => Step::Close(guest, file),
-            128 => Step::Remount(guest),
-            129..=136 => Step::AskOld(guest, self.rng.u16(..)),
+            128 => match self.rng.bool() {
+                true => Step::Remount(guest),
+                false => Step::RemountUnseen(guest),
+            },
+            129 | 130 => Step::See(guest),
+            131..=136 => Step::AskOld(guest, self.rng.u16(..)),
             _ => {
                 let times = [20, 100, 1_000, 6_000, 21_000, 60_000, 300_000, 1_100_000];
                 Step::Time(times[self.rng.usize(..times.len())])

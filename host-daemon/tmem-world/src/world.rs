@@ -305,11 +305,24 @@ impl World {
                     kernel.write_direct(storage, f, p, version);
                 });
             }
+            Step::FailDirect(g, f, p) => {
+                let (g, f, p) = (guest(g), file(f), page(p));
+                let version = self.guests[g].new_version();
+                self.files(g, |kernel, storage| {
+                    kernel.fail_direct(storage, f, p, version);
+                });
+            }
             Step::Close(g, f) => {
                 let f = file(f);
-                self.files(guest(g), |kernel, _| kernel.driver.unbypass(f));
+                self.files(guest(g), |kernel, _| kernel.close(f));
             }
-            Step::Remount(g) => self.files(guest(g), |kernel, storage| kernel.remount(storage)),
+            Step::Remount(g) => {
+                self.files(guest(g), |kernel, storage| kernel.remount(storage, true));
+            }
+            Step::RemountUnseen(g) => {
+                self.files(guest(g), |kernel, storage| kernel.remount(storage, false));
+            }
+            Step::See(g) => self.files(guest(g), |kernel, _| kernel.register()),
             Step::AskOld(g, pick) => self.ask_old(guest(g), pick),
             Step::Time(us) => self.advance(u64::from(us) * 1_000),
             Step::Kill(h, looks) => self.light(host(h), looks),

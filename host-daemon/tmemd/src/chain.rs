@@ -7,6 +7,7 @@
 
 use crate::memory::GuestMemory;
 use crate::peer::{HungUp, Peer};
+use std::cell::Cell;
 use virtio_queue::DescriptorChain;
 use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
@@ -86,6 +87,10 @@ pub struct Chain {
     writable_bytes: u64,
     descriptors: u32,
     readable_after_writable: bool,
+    /// A buffer of the writable part, and the offset at which it begins: the one that was written last.
+    /// An answer is written from front to back in up to a hundred pieces, each of which would look for its
+    /// place from the first of a thousand buffers.
+    written_last: Cell<(usize, u64)>,
 }
 
 impl Chain {
@@ -108,6 +113,7 @@ impl Chain {
         self.writable.clear();
         (self.readable_bytes, self.writable_bytes) = (0, 0);
         self.descriptors = 0;
+        self.written_last.set((0, 0));
         self.readable_after_writable = false;
         let mut more = true;
         for (number, descriptor) in descriptors.enumerate() {
@@ -154,6 +160,16 @@ impl Chain {
     /// Descriptors, empty ones included.
     pub fn descriptors(&self) -> u32 {
         self.descriptors
+    }
+
+    /// Pages that the larger part has room for.
+    pub fn pages(&self) -> u64 {
+        self.readable_bytes.max(self.writable_bytes) / PAGE_SIZE as u64
+    }
+
+    /// Bytes of the readable part.
+    pub fn readable_bytes(&self) -> u64 {
+        self.readable_bytes
     }
 
     /// Bytes of the writable part.
@@ -210,13 +226,20 @@ impl Chain {
         offset: u64,
         bytes: &[u8],
     ) -> Result<bool, GuestMemoryError> {
-        let (mut skip, mut rest) = (offset, bytes);
-        for buffer in &self.writable {
+        let (from, begins) = match self.written_last.get() {
+            last if last.1 <= offset => last,
+            _ => (0, 0),
+        };
+        let (mut skip, mut rest, mut begins) = (offset - begins, bytes, begins);
+        for (number, buffer) in self.writable.iter().enumerate().skip(from) {
             let length = u64::from(buffer.length);
             if skip >= length {
                 skip -= length;
+                begins += length;
                 continue;
             }
+            self.written_last.set((number, begins));
+            begins += length;
             let now = ((length - skip) as usize).min(rest.len());
             let Some(address) = buffer.address.checked_add(skip) else {
                 return Ok(false);

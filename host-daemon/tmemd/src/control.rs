@@ -10,7 +10,9 @@ use crate::janitor::Janitor;
 use crate::log_limit::LogLimit;
 use crate::outside::Outside;
 use crate::pressure::Size;
+use crate::rate::Rate;
 use crate::registry::{Refused, Registry};
+use crate::snapshot::Shared;
 use crate::statistics;
 use crate::vm::Vm;
 use crate::worker::Workers;
@@ -19,7 +21,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tmem_control as api;
 use tmem_pool::Pool;
@@ -38,6 +40,23 @@ const CATCH_UP: Timespec = Timespec {
     tv_nsec: 0,
 };
 
+/// Calls of a read-only client in a second, and at once: later ones wait in the client's own thread. An exporter and
+/// tmemctl make a few.
+const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
+
+/// How often a call that waits is tried again.
+const CALL_WAIT: Duration = Duration::from_millis(5);
+
+/// All figures that the interface tells, of about one time.
+#[derive(Debug)]
+pub struct Figures {
+    list: Vec<api::Vm>,
+    daemon: api::DaemonStats,
+    pool: api::PoolStats,
+    vms: Vec<api::VmStats>,
+    freeable: [i64; 4],
+}
+
 /// What control sockets answer from.
 pub struct Control {
     /// The pool.
@@ -54,6 +73,8 @@ pub struct Control {
     pub events: Arc<Events>,
     /// Its clock.
     pub outside: Outside,
+    /// Figures for read-only clients.
+    pub snapshot: Shared<Figures>,
 }
 
 /// One socket's side of it.
@@ -66,6 +87,7 @@ struct Side {
 pub struct Service {
     varlink: VarlinkService,
     control: Arc<Control>,
+    read_only: bool,
     log_limit: LogLimit,
 }
 
@@ -79,6 +101,7 @@ impl Service {
         let interface = api::new(Box::new(side));
         Service {
             control,
+            read_only,
             varlink: VarlinkService::new(
                 "virtio-tmem",
                 "tmemd",
@@ -153,6 +176,11 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
     {
         return;
     }
+    let calls = Arc::new(AtomicU64::new(match service.read_only {
+        true => READ_ONLY_CALLS_PER_SECOND,
+        false => 0,
+    }));
+    let (rate, begun) = (Rate::new(&calls), Instant::now());
     let mut message = Vec::new();
     let mut part = [0u8; 4096];
     loop {
@@ -170,6 +198,9 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
                 return;
             }
             if message.last() == Some(&0) {
+                while !rate.admit(begun.elapsed().as_nanos() as u64, 1) {
+                    std::thread::sleep(CALL_WAIT);
+                }
                 if is_subscription(&message) {
                     // An error means that the client is gone.
                     let _ = monitor(&service.control, stream);
@@ -191,17 +222,25 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
 
 impl api::VarlinkInterface for Side {
     fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
-        call.reply(
-            self.control
-                .registry
-                .vms()
-                .iter()
-                .map(|vm| statistics::vm(vm))
-                .collect(),
-        )
+        if self.read_only {
+            return call.reply(self.figures().list.clone());
+        }
+        let vms = self.control.registry.vms();
+        call.reply(vms.iter().map(|vm| statistics::vm(vm)).collect())
     }
 
     fn stats(&self, call: &mut dyn api::Call_Stats, name: Option<String>) -> varlink::Result<()> {
+        if self.read_only {
+            let figures = self.figures();
+            let mut vms = figures.vms.clone();
+            if let Some(wanted) = name {
+                vms.retain(|vm| vm.name == wanted);
+                if vms.is_empty() {
+                    return call.reply_no_such_vm(wanted);
+                }
+            }
+            return call.reply(figures.daemon.clone(), figures.pool.clone(), vms);
+        }
         let all = self.control.registry.vms();
         let vms = match &name {
             None => all.iter().map(|vm| statistics::of_vm(vm)).collect(),
@@ -348,16 +387,11 @@ impl api::VarlinkInterface for Side {
     }
 
     fn freeable(&self, call: &mut dyn api::Call_Freeable) -> varlink::Result<()> {
-        let stats = self.control.pool.stats();
-        let int = statistics::int;
-        let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
-        let floor_bytes = least_bytes.max(stats.reserved_bytes);
-        call.reply(
-            int(stats.held_bytes),
-            int(stats.held_bytes.saturating_sub(least_bytes)),
-            int(stats.held_bytes.saturating_sub(floor_bytes)),
-            int(stats.frames_bytes.saturating_sub(stats.payload_bytes)),
-        )
+        let [held, freeable, above_reserves, sparse] = match self.read_only {
+            true => self.figures().freeable,
+            false => freeable(&self.control.pool.stats()),
+        };
+        call.reply(held, freeable, above_reserves, sparse)
     }
 
     fn monitor(&self, call: &mut dyn api::Call_Monitor) -> varlink::Result<()> {
@@ -365,7 +399,36 @@ impl api::VarlinkInterface for Side {
     }
 }
 
+/// What the pool holds, and what it could give back: all, what is above reserves, and what lies between its pages.
+fn freeable(stats: &tmem_pool::PoolStats) -> [i64; 4] {
+    let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
+    let floor_bytes = least_bytes.max(stats.reserved_bytes);
+    [
+        stats.held_bytes,
+        stats.held_bytes.saturating_sub(least_bytes),
+        stats.held_bytes.saturating_sub(floor_bytes),
+        stats.frames_bytes.saturating_sub(stats.payload_bytes),
+    ]
+    .map(statistics::int)
+}
+
 impl Side {
+    /// The figures for read-only clients.
+    fn figures(&self) -> Arc<Figures> {
+        let control = &self.control;
+        control.snapshot.get(Instant::now(), || {
+            let vms = control.registry.vms();
+            let stats = control.pool.stats();
+            Figures {
+                list: vms.iter().map(|vm| statistics::vm(vm)).collect(),
+                daemon: statistics::of_daemon(control, &vms),
+                pool: statistics::pool(control, &stats),
+                vms: vms.iter().map(|vm| statistics::of_vm(vm)).collect(),
+                freeable: freeable(&stats),
+            }
+        })
+    }
+
     fn vm(&self, name: &str) -> Option<Arc<Vm>> {
         let vms = self.control.registry.vms();
         vms.into_iter().find(|vm| *vm.name() == *name)

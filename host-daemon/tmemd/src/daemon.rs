@@ -193,6 +193,7 @@ impl Daemon {
             size,
             events,
             outside: outside.clone(),
+            snapshot: Default::default(),
         });
         let mut listeners = Vec::new();
         let service = |read_only| Arc::new(Service::new(control.clone(), read_only));

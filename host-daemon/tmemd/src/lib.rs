@@ -9,15 +9,17 @@
 //! | `daemon.rs`, `sockets.rs` | start, stop, listening sockets |
 //! | `registry.rs`, `notes.rs` | which VMs there are, and what is noted of them for the next start |
 //! | `connection.rs`, `device.rs` | a connection's control thread and its messages |
+//! | `reply.rs` | how replies are sent without a call that could pass descriptors |
 //! | `memory.rs`, `dirty.rs` | guest memory and the dirty log |
 //! | `lost.rs` | what if a page of them is gone when it is touched |
 //! | `peer.rs` | whether that memory is still the guest's: the front end is there |
 //! | `worker.rs`, `poller.rs` | data workers, how they wait: with `uring.rs` or `epoll.rs` |
 //! | `bell.rs`, `polling.rs` | calls, which never wait; how long to look before asking for a kick |
-//! | `run_queue.rs`, `vring.rs` | whose turn it is, what is done in a turn |
+//! | `run_queue.rs`, `slice.rs`, `vring.rs` | whose turn it is, how much work a turn may do, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
 //! | `vm.rs`, `rate.rs`, `janitor.rs` | a VM and its counters, how much it may ask for, background work |
 //! | `control.rs`, `events.rs`, `event_limit.rs` | control interface, who is told what happened, how much of it a VM can cause |
+//! | `snapshot.rs` | figures that clients which only read share for a short time |
 //! | `log_limit.rs`, `bucket.rs` | how many lines of log others can cause, how often something may happen |
 //! | `statistics.rs`, `latency.rs`, `usage.rs` | figures: all of them, times of requests, what the daemon takes |
 //! | `pressure.rs` | the pool gives way when the host is short of memory |
@@ -66,9 +68,12 @@ pub mod pulse;
 mod rate;
 mod recorder;
 mod registry;
+mod reply;
 pub mod request;
 mod run_queue;
 pub mod sandbox;
+mod slice;
+mod snapshot;
 mod sockets;
 mod statistics;
 mod uring;

@@ -34,15 +34,20 @@ pub(crate) struct LogLimit {
 impl Default for LogLimit {
     /// For one of the daemon's sockets.
     fn default() -> LogLimit {
-        LogLimit {
-            own: Bucket::new(BURST, PERIOD),
-            all: None,
-            left_out: Mutex::default(),
-        }
+        LogLimit::const_default()
     }
 }
 
 impl LogLimit {
+    /// For a static: one of the daemon's own causes.
+    pub(crate) const fn const_default() -> LogLimit {
+        LogLimit {
+            own: Bucket::new(BURST, PERIOD),
+            all: None,
+            left_out: Mutex::new(0),
+        }
+    }
+
     /// For a VM.
     pub(crate) fn of_vm() -> LogLimit {
         LogLimit::within(&ALL)

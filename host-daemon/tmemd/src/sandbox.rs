@@ -118,8 +118,8 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
-    // To the journal.
-    libc::SYS_sendmsg,
+    // Log lines to the journal and replies to vhost-user messages. No thread has sendmsg(2), by which it could
+    // pass file descriptors: see reply.rs.
     libc::SYS_sendto,
     libc::SYS_set_robust_list,
     // Ends a connection whose memory has gone.
@@ -465,11 +465,13 @@ mod tests {
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
     use rustix::net::{AddressFamily, SocketType, socket};
     use std::fs;
+    use std::os::fd::AsRawFd;
     use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, Output};
     use std::sync::Arc;
     use tmem_sim::{Missing, skipped};
+    use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
     fn config(run_folder: &Path) -> Config {
         Config {
@@ -492,7 +494,11 @@ mod tests {
     /// In a thread of its own, which takes the sandbox with it: threads begun before are not in it.
     fn inside<R: Send>(kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
         let folder = tempfile::tempdir().expect("a folder");
-        let at = folder.path();
+        inside_at(folder.path(), kind, what)
+    }
+
+    /// Runs `what` in a sandbox whose configuration names that folder.
+    fn inside_at<R: Send>(at: &Path, kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
         fs::write(at.join("tmemd.toml"), "").expect("written");
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -571,6 +577,39 @@ mod tests {
     #[test]
     fn threads_that_read_messages_of_vmms_open_nothing() {
         opens_nothing(Kind::Connection);
+    }
+
+    const KINDS: [Kind; 4] = [Kind::Starting, Kind::Serving, Kind::Connection, Kind::Data];
+
+    #[test]
+    fn no_thread_passes_descriptors() {
+        let (left, right) = UnixStream::pair().expect("a pair");
+        for kind in KINDS {
+            inside(kind, |_| {
+                let passed = left.send_with_fd(&b"x"[..], right.as_raw_fd());
+                let errno = passed.expect_err("a descriptor was passed").errno();
+                assert_eq!(errno, libc::EPERM, "{kind:?}");
+                // As the vhost crate sends a reply.
+                let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
+                assert_eq!(sent.expect("a reply"), 5, "{kind:?}");
+            });
+        }
+    }
+
+    /// As tracing-journald sends a line: through a socket that is already there, to a path.
+    #[test]
+    fn every_thread_reaches_the_journal() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let journal = UnixDatagram::bind(&path).expect("bound");
+        let socket = UnixDatagram::unbound().expect("a socket");
+        for kind in KINDS {
+            inside_at(folder.path(), kind, |_| {
+                socket.send_to(b"MESSAGE=x", &path).expect("a log line");
+            });
+            let mut line = [0; 16];
+            assert_eq!(journal.recv(&mut line).expect("received"), 9, "{kind:?}");
+        }
     }
 
     fn opens_nothing(kind: Kind) {

@@ -3,6 +3,7 @@
 //!
 //! Only sums and copies are made here: what is counted is counted where it happens.
 
+use crate::bell;
 use crate::control::Control;
 use crate::usage;
 use crate::vm::Vm;
@@ -119,6 +120,14 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
     }
 }
 
+/// Returns the types of file systems that a driver reports as served, separated by commas.
+fn file_systems(hooks: u64) -> String {
+    let known = [(wire::H_EXT4, "ext4"), (wire::H_XFS, "xfs")];
+    let served = known.iter().filter(|(bit, _)| hooks & (1 << bit) != 0);
+    let names: Vec<&str> = served.map(|(_, name)| *name).collect();
+    names.join(", ")
+}
+
 /// The name of a state that a driver reports.
 pub fn driver_state(state: u32) -> &'static str {
     match state {
@@ -169,6 +178,7 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
             .map(printable)
             .collect(),
         hooks: report.hooks.get() as i64,
+        file_systems: file_systems(report.hooks.get()),
         memory_bytes: int(report.memory_bytes.get()),
         index_pages: int(report.index_pages.get()),
         puts: int(report.puts.get()),
@@ -189,9 +199,13 @@ fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
     stats.compressed_bytes.saturating_sub(first_bytes)
 }
 
-/// The pool's figures.
+/// The pool's figures, as of now.
 pub fn of_pool(control: &Control) -> api::PoolStats {
-    let stats = control.pool.stats();
+    pool(control, &control.pool.stats())
+}
+
+/// The pool's figures.
+pub fn pool(control: &Control, stats: &tmem_pool::PoolStats) -> api::PoolStats {
     let size = &control.size;
     api::PoolStats {
         size_bytes: int(stats.size_bytes),
@@ -209,7 +223,7 @@ pub fn of_pool(control: &Control) -> api::PoolStats {
         original_bytes: int(stats.original_bytes),
         compressed_bytes: int(stats.compressed_bytes),
         saved_bytes: int(stats.original_bytes) - int(stats.held_bytes),
-        dedup_saved_bytes: int(dedup_saved_bytes(&stats)),
+        dedup_saved_bytes: int(dedup_saved_bytes(stats)),
         nursery_pages: int(stats.raw_pages),
         same_filled_pages: int(stats.same_filled_pages),
         shared_pages: int(stats.shared_pages),
@@ -257,6 +271,7 @@ pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
         cpu_ms: int(usage::process_cpu_ms()),
         resident_bytes: int(usage::resident_bytes()),
         memory_locked: control.pool.is_locked(),
+        interrupts_lost: int(bell::lost()),
     }
 }
 
@@ -275,6 +290,13 @@ mod tests {
         let told = of_latencies(&latencies);
         let sum: i64 = told.buckets.iter().sum();
         assert!(sum.checked_mul(100).is_some() && told.sum_ns == i64::MAX);
+    }
+
+    #[test]
+    fn file_systems_of_a_report_are_named() {
+        assert_eq!(file_systems(0x1ffff), "");
+        assert_eq!(file_systems((1 << 56) | 0x1ffff), "ext4");
+        assert_eq!(file_systems(u64::MAX), "ext4, xfs");
     }
 
     /// An operator who merges trust domains for it gets nothing.

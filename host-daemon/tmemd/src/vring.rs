@@ -6,17 +6,24 @@
 //! tries it, so that a control thread that holds it delays no other VM; the control thread raises
 //! `hold` before it takes it, upon which the worker leaves after the chain it is at. So when the
 //! control thread has the lock, the vring is drained: chains are answered one by one in the order
-//! in which they were made available, and none is ever left half done.
+//! in which they were made available.
+//!
+//! A turn is a scheduling slice (`slice.rs`). Its end may interrupt a chain, which then counts as not
+//! taken: the next turn finds it at the head of the available ring, and goes on where the last turn stopped.
+//! If the ring changes hands first (GET_VRING_BASE, another daemon), its next owner executes the chain from its
+//! beginning, as after a daemon that was killed (DEV-24 in proto/SPEC.md): puts and flushes are
+//! repeated, and pages that a GET has already taken are missed.
 
 use crate::bell;
 use crate::chain::{Chain, READ_BUFFER_BYTES, WriteError};
-use crate::execute::{self, Context, PageBuffers};
+use crate::execute::{self, Context, PageBuffers, Progress};
 use crate::latency::Histogram;
 use crate::memory::Memory;
 use crate::outside::Outside;
 use crate::peer::{HungUp, Peer};
 use crate::polling::Polling;
 use crate::request::{self, Body, QueueKind, Rejected};
+use crate::slice::{CHAIN_NS, DESCRIPTOR_NS, PAGE_EXPECTED_NS, READ_PAGE_NS, Slice};
 use crate::vm::Vm;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -28,13 +35,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
 use vm_memory::{Bytes, GuestAddress};
 
-/// Pages of work in a turn: one largest batch, or as many small ones as make that up. Turns go round
-/// by VM, so that neither large batches nor many queues get a guest more than another.
-const TURN_PAGES: u32 = wire::BATCH_MAX as u32;
-
-/// Descriptors whose walk counts as the work of a page, in time: a request needs two, but a guest may
-/// cut the smallest into as many as a queue has.
-const DESCRIPTORS_PER_PAGE: u32 = 64;
+const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
 /// After so long, a drain refuses or misses what the current chain has left to do: half of the
 /// 10 ms that it may take, the other half being for what has begun.
@@ -98,6 +99,23 @@ pub struct State {
     stopped: Option<String>,
     /// When it ran dry, and whether to look or to sleep then.
     polling: Polling,
+    /// The chain that the end of a turn interrupted: the next one that is available.
+    unfinished: Option<Unfinished>,
+}
+
+/// A chain that the end of a turn interrupted.
+#[derive(Clone, Copy)]
+struct Unfinished {
+    /// Its first descriptor.
+    head: u16,
+    /// Generation, type, count and pool, as they were read. A guest that changes them, or the ring, has
+    /// its request executed from the beginning.
+    header: [u8; size_of::<wire::Req>()],
+    /// When its execution began, for its latency.
+    begun_ns: u64,
+    /// It exceeds the VM's rate, which is asked once for each chain.
+    limited: bool,
+    progress: Progress,
 }
 
 /// What a turn leaves.
@@ -115,7 +133,12 @@ pub enum Turn {
 }
 
 /// What `Vring::answer` says.
-type Answered<'a> = (Option<u32>, u32, Option<&'a Histogram>);
+enum Answered<'a> {
+    /// Bytes written, since when, and where the time is counted.
+    Done(u32, u64, Option<&'a Histogram>),
+    /// The slice is over.
+    Unfinished(Unfinished),
+}
 
 /// Why a turn ended before its time.
 enum Halt {
@@ -209,6 +232,7 @@ impl Vring {
                 synced: false,
                 stopped: None,
                 polling: Polling::default(),
+                unfinished: None,
             }),
         }
     }
@@ -311,8 +335,7 @@ impl Vring {
             Ok(turn) => turn,
             Err(Halt::Lost) => {
                 // The control thread ends the connection, and lets go of the memory.
-                let answered = state.queue.next_used();
-                state.queue.set_next_avail(answered);
+                state.give_back();
                 state.stopped = Some("a page of the guest's memory has gone".into());
                 self.link.vm.hang_up();
                 Turn::Idle
@@ -323,8 +346,7 @@ impl Vring {
             }
             Err(Halt::HungUp) => {
                 // Until the control thread, which is yet to hear of it, lets go of the memory.
-                let answered = state.queue.next_used();
-                state.queue.set_next_avail(answered);
+                state.give_back();
                 state.stopped = Some("the front end hung up".into());
                 Turn::Idle
             }
@@ -365,13 +387,17 @@ impl Vring {
             .queue
             .disable_notification(memory)
             .map_err(ring_fault("the used ring"))?;
-        let mut budget_pages = TURN_PAGES;
+        let slice = Slice::begin(&self.link.outside);
+        let mut unfinished = state.unfinished.take();
         let mut to_interrupt = false;
+        // The first chain of a turn is always taken.
+        let mut has_begun = false;
         let turn = loop {
             if self.hold.load(Ordering::SeqCst) {
+                state.unfinished = unfinished;
                 break Turn::Idle;
             }
-            if budget_pages == 0 {
+            if has_begun && !slice.fits(CHAIN_NS) {
                 break Turn::More;
             }
             // For the next chain, or for the wish to be kicked.
@@ -389,7 +415,8 @@ impl Vring {
                     break Turn::Idle;
                 }
                 // More came just now. Counted as work, so that the turn ends whatever is done.
-                budget_pages -= 1;
+                slice.charge(CHAIN_NS);
+                has_begun = true;
                 state
                     .queue
                     .disable_notification(memory)
@@ -412,12 +439,25 @@ impl Vring {
                 .chain
                 .fill(memory, descriptors)
                 .map_err(|error| error.to_string())?;
-            let mut spent = Vec::new();
-            let (used_bytes, cost_pages, timed) = self.answer(table, scratch, &mut spent)?;
-            let Some(used_bytes) = used_bytes else {
-                // It is not taken: the next turn, or whoever has the ring then, begins it anew.
-                state.queue.set_next_avail(state.queue.next_used());
+            let chain = &scratch.chain;
+            slice.charge(CHAIN_NS + u64::from(chain.descriptors()) * DESCRIPTOR_NS);
+            let expected_ns = chain.pages().min(wire::BATCH_MAX as u64) * PAGE_EXPECTED_NS;
+            if has_begun && !slice.fits(expected_ns) {
+                state.give_back();
                 break Turn::More;
+            }
+            has_begun = true;
+            let last = unfinished.take().filter(|last| last.head == head);
+            let mut spent = Vec::new();
+            let answered =
+                self.answer(table, scratch, &slice, (head, begun_ns), last, &mut spent)?;
+            let (used_bytes, begun_ns, timed) = match answered {
+                Answered::Done(used_bytes, begun_ns, timed) => (used_bytes, begun_ns, timed),
+                Answered::Unfinished(chain) => {
+                    state.give_back();
+                    state.unfinished = Some(chain);
+                    break Turn::More;
+                }
             };
             peer.look()?;
             intact(table)?;
@@ -430,8 +470,6 @@ impl Vring {
             if let Some(histogram) = timed {
                 histogram.count(Duration::from_nanos(self.now_ns() - begun_ns));
             }
-            let walk_pages = scratch.chain.descriptors() / DESCRIPTORS_PER_PAGE;
-            budget_pages = budget_pages.saturating_sub(cost_pages + walk_pages);
             // The driver says with EVENT_IDX which answer it waits for; otherwise one interrupt
             // stands for the whole turn.
             to_interrupt = !state.queue.event_idx_enabled();
@@ -447,12 +485,14 @@ impl Vring {
         Ok(turn)
     }
 
-    /// Executes the chain in `scratch`: bytes written, None if it has to be executed again, pages of
-    /// work, and where its time is counted.
+    /// Executes the chain in `scratch`, or goes on with it if it was interrupted last.
     fn answer<'a>(
         &'a self,
         table: &Memory,
         scratch: &mut Scratch,
+        slice: &Slice<'_>,
+        (head, begun_ns): (u16, u64),
+        last: Option<Unfinished>,
         spent: &mut Vec<Spent<'a>>,
     ) -> Result<Answered<'a>, Halt> {
         let memory = &table.guest;
@@ -468,6 +508,8 @@ impl Vring {
                 Halt::Fault(format!("a buffer of the guest cannot be accessed: {error}"))
             }
         };
+        let read_pages = chain.readable_bytes().min(READ_BUFFER_BYTES as u64) / PAGE_BYTES;
+        slice.charge(read_pages * READ_PAGE_NS);
         let readable = chain
             .read(
                 memory,
@@ -487,30 +529,45 @@ impl Vring {
         };
         match parsed {
             Ok(request) => {
-                let cost_pages = request::cost_pages(&request.body);
+                let mut header = [0; size_of::<wire::Req>()];
+                header.copy_from_slice(&readable[..size_of::<wire::Req>()]);
+                let last = last.filter(|last| last.header == header);
+                let mut chain_state = last.unwrap_or_else(|| {
+                    let cost_pages = request::cost_pages(&request.body);
+                    Unfinished {
+                        head,
+                        header,
+                        begun_ns,
+                        limited: !vm.rate.admit(self.now_ns(), cost_pages),
+                        progress: Progress::default(),
+                    }
+                });
                 let context = Context {
                     vm,
                     peer: &self.link.peer,
                     generation: self.link.generation.load(Ordering::SeqCst),
                     outside: &self.link.outside,
-                    limited: !vm.rate.admit(self.now_ns(), cost_pages),
+                    limited: chain_state.limited,
                     cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
+                    slice,
                 };
-                let used = execute::execute(&context, &request, chain, memory, pages, spent);
+                let kept = (spent, &mut chain_state.progress);
+                let used = execute::execute(&context, &request, chain, memory, pages, kept);
                 let timed = match &request.body {
                     Body::Put { .. } => Some(&vm.counters.put_latency),
                     Body::Get { .. } => Some(&vm.counters.get_latency),
                     Body::Flush { .. } => Some(&vm.counters.flush_latency),
                     _ => None,
                 };
-                Ok((used.map_err(fault)?, cost_pages, timed))
+                Ok(match used.map_err(fault)? {
+                    Some(used_bytes) => Answered::Done(used_bytes, chain_state.begun_ns, timed),
+                    None => Answered::Unfinished(chain_state),
+                })
             }
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
                 let used = execute::answer_status(chain, memory, &self.link.peer, status);
-                // A bad request may be as large to read as any.
-                let read_pages = (readable.len() / wire::PAGE_SIZE) as u32;
-                Ok((Some(used.map_err(fault)?), 1 + read_pages, None))
+                Ok(Answered::Done(used.map_err(fault)?, begun_ns, None))
             }
             Err(Rejected::Unanswerable) => Err(Halt::Fault(format!(
                 "a request has {} writable bytes, too few for an answer",
@@ -523,8 +580,7 @@ impl Vring {
         let vm = &self.link.vm;
         vm.counters.queues_stopped.fetch_add(1, Ordering::Relaxed);
         vm.queue_stopped(self.index, &reason);
-        // The chain that it stopped at was not answered.
-        state.queue.set_next_avail(state.queue.next_used());
+        state.give_back();
         state.stopped = Some(reason);
         // For what was answered before it.
         if let Some(call) = &state.call {
@@ -601,8 +657,15 @@ impl State {
         self.ready && self.enabled && self.kick.is_some() && self.stopped.is_none()
     }
 
+    /// The chain that was taken last and is not answered counts as not taken.
+    fn give_back(&mut self) {
+        self.queue.set_next_avail(self.queue.next_used());
+        self.unfinished = None;
+    }
+
     /// Sets where the next chain is taken, and clears a fault: the ring is set up anew.
     pub fn set_base(&mut self, base: u16) {
+        self.unfinished = None;
         self.queue.set_next_avail(base);
         self.queue.set_next_used(base);
         self.ready = false;

@@ -8,12 +8,13 @@ use rustix::process::geteuid;
 use std::collections::HashMap;
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use tempfile::TempDir;
 use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
-use tmem_sim::{Missing, skipped};
+use tmem_sim::fault::{self, Expect, Target};
+use tmem_sim::{Driver, DriverConfig, Missing, skipped};
 
 /// nobody's, who owns nothing.
 const USER: u32 = 65534;
@@ -288,4 +289,76 @@ fn it_tells_that_its_memory_is_not_locked() {
         .stats(None)
         .call();
     assert!(!stats.expect("answers").daemon.memory_locked);
+}
+
+/// Starts the daemon with the folder `$2` in the place of the journal's, and says that its stderr is the journal's.
+const BESIDE_A_JOURNAL: &str = r#"
+set -e
+mount -t tmpfs none /run
+mkdir -p /run/systemd/journal
+mount --bind "$2" /run/systemd/journal
+exec 2>"$2/stderr"
+export JOURNAL_STREAM="$(stat -Lc %d:%i "$2/stderr")"
+exec "$1" --pool-size 64MiB --config /dev/null --control "$2/control" --vm "socket=$2/web1.sock,name=web1"
+"#;
+
+/// The filters of system calls leave the journal's datagrams to each kind of thread, although they leave no thread
+/// the call by which descriptors could pass.
+#[test]
+fn threads_of_all_kinds_log_to_the_journal() {
+    let mounts = Command::new("unshare")
+        .args(["-Urm", "mount", "-t", "tmpfs", "none", "/run"])
+        .status();
+    if !mounts.is_ok_and(|status| status.success()) {
+        return skipped(
+            Missing::Root,
+            "a journal's place can be taken only where user namespaces are allowed",
+        );
+    }
+    let folder = tempfile::tempdir().expect("folder");
+    let journal = UnixDatagram::bind(folder.path().join("socket")).expect("bound");
+    journal.set_nonblocking(true).expect("set");
+    let child = Command::new("unshare")
+        .args(["-Urm", "sh", "-c", BESIDE_A_JOURNAL, "sh"])
+        .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder.path()])
+        .spawn();
+    let _daemon = Running(child.expect("started"));
+    let mut lines = Vec::new();
+    let mut told = |what: &str, parts: &[&str]| {
+        until(what, || {
+            let mut line = [0; 4096];
+            while let Ok(bytes) = journal.recv(&mut line) {
+                lines.push(String::from_utf8_lossy(&line[..bytes]).into_owned());
+            }
+            let has_all = |line: &String| parts.iter().all(|part| line.contains(part));
+            lines.iter().any(has_all)
+        });
+    };
+    let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).expect("a guest");
+    let socket = folder.path().join("web1.sock");
+    until("tmemd takes the VM", || {
+        driver.guest.connect(&socket).is_ok()
+    });
+    driver.guest.start().expect("started");
+    driver.new_generation().expect("answered");
+    driver.settle().expect("answered");
+    driver.create_pool().expect("answered");
+    told(
+        "a connection's thread logs",
+        &["connected", "TMEM_VM", "web1"],
+    );
+    let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
+    let fault = fault::all().into_iter().find(stops).expect("there are");
+    let target = Target {
+        queue: 1,
+        pool: driver.pool(),
+        object: 1,
+        index: 0,
+        cookie: 1,
+    };
+    fault.send(&mut driver.guest, target);
+    told("a worker logs", &["stopped until", "TMEM_VM", "web1"]);
+    let mut control = client(&folder.path().join("control"));
+    control.flush("web1".into()).call().expect("flushed");
+    told("a control client's thread logs", &["flushed", "TMEM_PAGES"]);
 }

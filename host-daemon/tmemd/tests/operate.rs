@@ -7,6 +7,7 @@ use common::{Daemon, until, work};
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::time::{Duration, Instant};
 use tmem_control::{ErrorKind, Event, VarlinkClient, VarlinkClientInterface, VmStats};
 use tmem_sim::{Content, Driver, PutPage, Request};
 
@@ -360,4 +361,34 @@ fn a_subscription_needs_more_and_ends_with_the_client() {
             client(&daemon.path("control")).list().call().is_ok()
         });
     }
+}
+
+/// Reads all figures `calls` times. Returns how long that took.
+fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
+    let (mut client, begun) = (client(socket), Instant::now());
+    for _ in 0..calls {
+        client.stats(None).call().unwrap();
+        assert_eq!(client.list().call().unwrap().vms.len(), 2);
+        client.freeable().call().unwrap();
+    }
+    begun.elapsed()
+}
+
+#[test]
+fn a_client_that_may_only_read_waits_if_it_asks_in_a_loop() {
+    let daemon = daemon();
+    let read_only = daemon.path("read-only");
+    // Of 150 calls 50 are answered at once, and 50 in each second that follows.
+    let took = read_in_a_loop(&read_only, 50);
+    assert!(took >= Duration::from_millis(1900), "{took:?}");
+    // Another one is not held up by it.
+    let took = read_in_a_loop(&read_only, 10);
+    assert!(took < Duration::from_millis(1900), "{took:?}");
+    assert_eq!(stats(&mut client(&read_only), "a").name, "a");
+    let mut nobody = client(&read_only);
+    let error = nobody
+        .stats(Some("c".into()))
+        .call()
+        .expect_err("no such VM");
+    assert!(matches!(error.kind(), ErrorKind::NoSuchVm(_)), "{error}");
 }

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tmem_pool::{Pool, PoolConfig, Quota, TenantSpec, Time};
+use tmem_pool::{Pool, PoolConfig, Quota, Tenant, TenantSpec, Time};
 use tmemd::VmConfig;
 use tmemd::config::{EventLoop, Waiting};
 use tmemd::parts::{Janitor, Outside, Shared, Vm, Workers, serve};
@@ -130,6 +130,23 @@ impl Host {
         quota: Quota,
         guest: &mut Guest,
     ) -> Result<(), String> {
+        let connect = |stream| guest.connect(stream);
+        self.connect_by(path, name, trust_domain, quota, connect)?;
+        Ok(())
+    }
+
+    /// Connects a guest of any kind. Returns its place in the pool, for work that no guest asked for.
+    ///
+    /// # Errors
+    /// The daemon refuses.
+    pub fn connect_by(
+        &self,
+        path: &Path,
+        name: &str,
+        trust_domain: Option<&str>,
+        quota: Quota,
+        connect: impl FnOnce(UnixStream) -> Result<(), String>,
+    ) -> Result<Tenant, String> {
         let config: VmConfig = format!("name={name},socket=none")
             .parse()
             .map_err(|error: tmemd::ConfigError| error.to_string())?;
@@ -142,7 +159,7 @@ impl Host {
             .pool
             .add_tenant(spec)
             .map_err(|error| error.to_string())?;
-        let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
+        let vm = Arc::new(Vm::new(config, tenant.clone(), None, Arc::default()));
         let fault = |error: std::io::Error| error.to_string();
         let (own, other) = UnixStream::pair().map_err(fault)?;
         let shared = path.shared.clone();
@@ -152,7 +169,8 @@ impl Host {
             .stack_size(STACK_BYTES)
             .spawn(move || serve(&vm, own, &shared))
             .map_err(fault)?;
-        guest.connect(other)
+        connect(other)?;
+        Ok(tenant)
     }
 
     /// Until no page is raw and nothing is left to free.

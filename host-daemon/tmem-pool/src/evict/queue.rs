@@ -34,14 +34,27 @@ impl Queue {
 
     pub(super) fn remove(&mut self, entries: &mut Entries, id: Id) {
         let (prev, next) = (entries[id].prev, entries[id].next);
+        // A broken queue could name a page that is gone, or the same one without an end. The panic empties the tenant.
+        let before = if prev == 0 {
+            self.head
+        } else {
+            entries[prev].next
+        };
+        let after = if next == 0 {
+            self.tail
+        } else {
+            entries[next].prev
+        };
+        assert!(
+            before == id && after == id,
+            "links of a queue around entry {id}"
+        );
         if prev == 0 {
-            debug_assert_eq!(self.head, id);
             self.head = next;
         } else {
             entries[prev].next = next;
         }
         if next == 0 {
-            debug_assert_eq!(self.tail, id);
             self.tail = prev;
         } else {
             entries[next].prev = prev;
@@ -58,5 +71,37 @@ impl Queue {
             (prev, id) = (id, entries[id].next);
         }
         assert_eq!((prev, len), (self.tail, self.len), "end of a queue");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::entry::Entry;
+    use crate::index::Chunks;
+
+    /// Removes the second of three pages after `damage`.
+    fn remove_after(damage: fn(&mut Entries, [Id; 3])) {
+        let mut entries = Entries::new(16, Chunks::some());
+        let mut queue = Queue::default();
+        let ids = [(); 3].map(|()| {
+            let id = entries.insert(Entry::default()).expect("memory");
+            queue.push(&mut entries, id);
+            id
+        });
+        damage(&mut entries, ids);
+        queue.remove(&mut entries, ids[1]);
+    }
+
+    #[test]
+    #[should_panic(expected = "links of a queue")]
+    fn a_link_that_passes_the_page_is_found() {
+        remove_after(|entries, [first, _, last]| entries[first].next = last);
+    }
+
+    #[test]
+    #[should_panic(expected = "links of a queue")]
+    fn a_page_that_is_its_own_successor_is_found() {
+        remove_after(|entries, [_, second, _]| entries[second].next = second);
     }
 }

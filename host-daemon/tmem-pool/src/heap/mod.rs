@@ -31,7 +31,7 @@ use crate::apart::Apart;
 use crate::config::PAGE_SIZE;
 use crate::fail;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
-use crate::whole::whole;
+use crate::whole::{broken, whole};
 use std::cell::Cell;
 use std::io;
 use std::slice;
@@ -62,6 +62,11 @@ const SPAN_BITS: u32 = 28;
 const _: () = assert!(PINS_BITS + LEN_BITS + SLOT_BITS + SPAN_BITS == u64::BITS);
 const _: () = assert!(1 << SLOT_BITS >= SLOTS_MAX && 1 << LEN_BITS >= PAGE_SIZE);
 const PINS: u64 = (1 << PINS_BITS) - 1;
+
+/// Readers of one blob, at most. A thread has up to 64 of them: the pages of a get may all be the same one. The
+/// daemon has at most 64 workers, which are 4,096 readers. The rest of the bits is for threads that add themselves
+/// before they see that there are too many: the count never reaches the bits of the length.
+const PINS_MAX: u64 = PINS / 2;
 
 /// Where a handle's bytes are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -472,7 +477,9 @@ impl<X: Zeroed> Heap<X> {
     fn pin(&self, handle: u32) -> Place {
         // Acquire: the bytes, if compaction has just moved them.
         let before = self.word(handle).fetch_add(1, Acquire);
-        assert!(before & PINS < PINS, "too many readers of one blob");
+        if before & PINS >= PINS_MAX {
+            broken(HEAP);
+        }
         Place::of(before)
     }
 
@@ -620,6 +627,13 @@ impl<X: Zeroed> Heap<X> {
             return;
         };
         let (prev, next) = (s.prev.get(), s.next.get());
+        let before = match prev {
+            0 => state.heads[group],
+            _ => self.span(prev).next.get(),
+        };
+        if before != span || (next != 0 && self.span(next).prev.get() != span) {
+            broken(HEAP);
+        }
         if prev == 0 {
             state.heads[group] = next;
         } else {

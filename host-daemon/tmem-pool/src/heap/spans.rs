@@ -9,7 +9,7 @@ use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
 use crate::config::RAW_PART;
 use crate::fail;
-use crate::whole::whole;
+use crate::whole::{broken, whole};
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
@@ -91,6 +91,10 @@ impl<X: Zeroed> Heap<X> {
         let span = *head;
         if span == 0 {
             return None;
+        }
+        // Wrong only in a list that is broken: a span would be given away twice, or without an end.
+        if self.span(span).frames.get() != frames {
+            broken(HEAP);
         }
         *head = self.span(span).next.get();
         Some(span)

@@ -429,3 +429,61 @@ fn efficiency_after_churn_and_after_deleting_half() {
         heap.free(handle);
     }
 }
+
+/// So many readers are served, and their count touches nothing else of the word.
+#[test]
+#[cfg(not(miri))]
+fn a_blob_has_many_readers() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let handle = heap.store(b"bytes", BYTES_MAX).expect("memory");
+    let readers: Vec<_> = (0..PINS_MAX).map(|_| heap.reader(handle)).collect();
+    assert_eq!(heap.len(handle), 5);
+    assert!(readers.iter().all(|reader| reader.bytes() == b"bytes"));
+    drop(readers);
+    heap.free(handle);
+    heap.check(0);
+}
+
+#[test]
+#[ignore = "ends its process: see too_many_readers_end_the_process"]
+fn one_reader_too_many() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let handle = heap.store(b"bytes", BYTES_MAX).expect("memory");
+    (0..=PINS_MAX).for_each(|_| std::mem::forget(heap.reader(handle)));
+}
+
+#[test]
+#[cfg(not(miri))]
+fn too_many_readers_end_the_process() {
+    crate::tests::aborts("heap::tests::one_reader_too_many");
+}
+
+#[test]
+#[ignore = "ends its process: see broken_lists_of_spans_end_the_process"]
+fn idle_spans_in_a_circle() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let page = [1; PAGE_SIZE];
+    let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("memory"));
+    handles.into_iter().for_each(|handle| heap.free(handle));
+    let first = heap.free_spans.lock().expect("whole").idle[0];
+    heap.span(first).next.set(first);
+    heap.release_idle();
+}
+
+#[test]
+#[ignore = "ends its process: see broken_lists_of_spans_end_the_process"]
+fn spans_of_a_class_that_pass_one() {
+    let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
+    let handle = heap.store(&[1; 2000], BYTES_MAX).expect("memory");
+    let nr = heap.classes.for_len(2000);
+    heap.lock(nr).heads = [0; GROUPS];
+    heap.free(handle);
+}
+
+#[test]
+#[cfg(not(miri))]
+fn broken_lists_of_spans_end_the_process() {
+    for name in ["idle_spans_in_a_circle", "spans_of_a_class_that_pass_one"] {
+        crate::tests::aborts(&format!("heap::tests::{name}"));
+    }
+}

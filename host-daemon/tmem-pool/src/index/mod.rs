@@ -183,8 +183,11 @@ impl Index {
 
     /// A pool that was found is still live.
     pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
-        // A serial is never used again, and a free record's number may be another pool's.
-        self.live.values().any(|&id| id == pool.id) && self.pools[pool.id].serial == pool.serial
+        // A free record's value says nothing, and its number may be another pool's by now; a serial is
+        // never used again.
+        self.pools.get(pool.id).is_some_and(|record| {
+            record.serial == pool.serial && self.live.get(&record.nr) == Some(&pool.id)
+        })
     }
 
     /// An empty pool under a number that no live one has.

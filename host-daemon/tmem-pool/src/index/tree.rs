@@ -29,6 +29,8 @@ pub(crate) struct Node {
 // One for each 15 pages: eight bytes more are half of one for each page.
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
+/// Above all levels.
+const LEVEL_END: u32 = u32::MAX;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 
 // SAFETY: all zero is the default, of plain numbers.
@@ -94,6 +96,13 @@ impl Node {
         (self.first_level & LEVEL) as u32
     }
 
+    /// The node's level, which is below that of its parent: a walk down a tree ends.
+    fn below(&self, above: u32) -> u32 {
+        let level = self.level();
+        assert!(level < above, "levels of a tree: {level} below {above}");
+        level
+    }
+
     fn nr_children(&self) -> usize {
         self.children.iter().filter(|&&id| id != 0).count()
     }
@@ -126,11 +135,13 @@ impl Nodes {
     /// The node of level 0 that holds the page, or would.
     fn leaf(&self, root: Id, index: u64) -> Option<Id> {
         let mut at = root;
+        let mut above = LEVEL_END;
         while at != 0 {
             let node = &self[at];
             if !node.covers(index) {
                 return None;
             }
+            above = node.below(above);
             if node.level() == 0 {
                 return Some(at);
             }
@@ -198,11 +209,13 @@ impl Nodes {
         entry: Id,
     ) -> Result<Hook, Full> {
         let (mut parent, mut at) = (0, *root);
+        let mut above = LEVEL_END;
         while at != 0 {
             let node = &mut self[at];
             if !node.covers(index) {
                 break;
             }
+            above = node.below(above);
             let child = node.child_of(index);
             if node.level() == 0 {
                 debug_assert_eq!(node.children[child], 0, "page {index} has an entry");
@@ -334,6 +347,19 @@ mod tests {
             2 => rng.next() >> rng.below(64),
             _ => u64::MAX - rng.below(40),
         }
+    }
+
+    #[test]
+    #[should_panic(expected = "levels of a tree")]
+    fn a_circle_is_not_followed() {
+        let mut nodes = Nodes::new(64, Chunks::some());
+        let mut root = 0;
+        for (index, entry) in [(0, 1), (u64::MAX, 2)] {
+            nodes.hang(&mut root, OBJECT, index, entry).expect("memory");
+        }
+        let child = nodes[root].child_of(5);
+        nodes[root].children[child] = root;
+        nodes.find(root, 5);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 //! What is not tried here are orders of memory weaker than that of the turns.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, config, noise, partly_noise};
+use super::{OPEN, POOL, add, config, noise, partly_noise, settle_raw};
 use crate::blob::{DomainId, Settled, Store};
 use crate::heap::{Handle, Heap};
 use crate::{GetResult, PAGE_SIZE, Page, PageHash, Pool, Put, PutResult, Time};
@@ -15,7 +15,7 @@ use shuttle::{FailurePersistence, MaxSteps, Runner};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-/// Orders that each test tries; all of them together take about half a minute.
+/// Orders that each test tries. All tests together take about a minute.
 const ORDERS: u64 = 1000;
 
 /// One order in two thousand has a reader come between compaction's two looks at a blob's word.
@@ -298,6 +298,51 @@ fn a_tenant_goes_while_it_gets() {
             (stats.tenants, stats.departed_tenants, stats.blobs),
             (0, 0, 0)
         );
+        pool.check_invariants();
+    });
+}
+
+/// A background worker frees the last page of a destroyed pool while the tenant, which has a page in
+/// another pool, departs. The worker must not take the departed tenant for an empty one. Few orders
+/// meet there, so each order tries several tenants.
+#[test]
+fn departing_tenant_is_kept_until_its_pages_are_freed() {
+    const OTHER: u32 = POOL + 1;
+    const TENANTS: usize = 16;
+    let pages = [partly_noise(1, 4), partly_noise(2, 4)];
+    let name = "departing_tenant_is_kept_until_its_pages_are_freed";
+    in_all_orders(name, ORDERS, move || {
+        let pool = Pool::new(config(1 << 20)).unwrap();
+        for _ in 0..TENANTS {
+            let tenant = add(&pool, "a", None, OPEN);
+            tenant.create_pool(OTHER).unwrap();
+            for (id, page) in [POOL, OTHER].into_iter().zip(&pages) {
+                let put = Put {
+                    object: 1,
+                    index: 1,
+                    cookie: 1,
+                    workingset: false,
+                    page,
+                };
+                let mut results = [PutResult::Refused];
+                tenant.put(Time(0), id, &[put], &mut results).unwrap();
+                assert_eq!(results, [PutResult::Stored]);
+            }
+            settle_raw(&tenant);
+            tenant.destroy_pool(OTHER).unwrap();
+            let working = {
+                let pool = pool.clone();
+                thread::spawn(move || pool.maintain(Time(0), 8))
+            };
+            drop(tenant);
+            working.join().unwrap();
+            while pool.maintain(Time(0), 64) {}
+            let stats = pool.stats();
+            assert_eq!(
+                (stats.tenants, stats.departed_tenants, stats.blobs),
+                (0, 0, 0)
+            );
+        }
         pool.check_invariants();
     });
 }

@@ -17,6 +17,36 @@ use crate::{
 };
 use rng::Rng;
 
+/// Runs an ignored test in a process of its own, which it has to end by abort().
+#[cfg(not(miri))]
+pub(crate) fn aborts(name: &str) {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Command, Stdio};
+    use std::time::{Duration, Instant};
+    /// The number of SIGABRT.
+    const ABORTED: i32 = 6;
+    let own = std::env::current_exe().expect("there");
+    let mut child = Command::new(own)
+        .args(["--ignored", "--exact", name])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("started");
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let status = loop {
+        if let Some(status) = child.try_wait().expect("a child") {
+            break status;
+        }
+        if Instant::now() > deadline {
+            child.kill().expect("a child");
+            child.wait().expect("a child");
+            panic!("{name} loops without an end");
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    assert_eq!(status.signal(), Some(ABORTED), "{name}: {status}");
+}
+
 /// No reserve, no limit.
 const OPEN: Quota = Quota {
     reserve_bytes: 0,

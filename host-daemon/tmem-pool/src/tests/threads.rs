@@ -2,9 +2,10 @@
 //! Many threads at once: each knows what its own keys may answer, whatever the others do.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, new_pool, noise, partly_noise, settle};
+use super::{OPEN, POOL, add, new_pool, noise, partly_noise, put, settle};
 use crate::{GetResult, PAGE_SIZE, Page, Pool, Put, PutResult, Quota, Tenant, TenantSpec, Time};
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::thread;
 
@@ -194,4 +195,21 @@ fn threads() {
             "{stats:?}"
         );
     });
+}
+
+/// The call of a background worker that saw no detached pages just before the tenant departed. The
+/// orders of the real threads are tried in `interleavings`.
+#[test]
+fn departed_tenant_with_pages_is_not_forgotten() {
+    let pool = new_pool(600 << 10);
+    let tenant = add(&pool, "a", None, OPEN);
+    assert_eq!(put(&tenant, 1, 1, 1, &noise(1)), PutResult::Stored);
+    let departed = Arc::clone(tenant.inner());
+    drop(tenant);
+    pool.inner().forget(&departed);
+    let stats = pool.stats();
+    assert_eq!((stats.departed_tenants, stats.blobs), (1, 1));
+    settle(&pool);
+    let stats = pool.stats();
+    assert_eq!((stats.departed_tenants, stats.blobs), (0, 0));
 }

@@ -53,7 +53,7 @@ impl Driver {
     }
 
     fn take_put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) -> bool {
-        if self.online().is_none() || self.bypass.contains(&inode) {
+        if self.online().is_none() || !self.known || self.bypass.contains(&inode) {
             return false;
         }
         let Some(place) = self.places_free.pop() else {

@@ -45,7 +45,8 @@ impl World {
         for g in 0..self.guests.len() {
             for file in 0..FILES {
                 self.files(g, |kernel, storage| {
-                    kernel.driver.unbypass(file);
+                    kernel.register();
+                    kernel.close(file);
                     kernel.write_back(storage, file);
                     kernel.evict(file, 0, PAGES);
                 });

@@ -274,6 +274,7 @@ mod tests {
             state: state.into(),
             kernel: "6.12".into(),
             hooks: 0,
+            file_systems: String::new(),
             memory_bytes: 0,
             index_pages: 0,
             puts: 0,

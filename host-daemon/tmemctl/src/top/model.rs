@@ -258,7 +258,7 @@ pub mod tests {
                 (Kind::Histogram, _) => {
                     serde_json::json!({ "sum_ns": 0, "buckets": vec![0; 16] })
                 }
-                (_, "name" | "version" | "state" | "kernel") => "".into(),
+                (_, "name" | "version" | "state" | "kernel" | "file_systems") => "".into(),
                 (_, "connected" | "frozen" | "memory_locked") => false.into(),
                 (_, "gain_hits" | "loss_hits") => serde_json::json!([0, 0, 0]),
                 (_, "driver") => serde_json::Value::Null,

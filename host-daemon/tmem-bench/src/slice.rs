@@ -1,0 +1,561 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How long a VM waits for its pages beside another VM that keeps the worker busy.
+//!
+//! A victim gets one page at a time, alone and beside an attacker, in turns. The attacker has as many
+//! requests in flight as its queue takes, of the kind that takes the worker longest. Both share one
+//! worker, which has a processor of its own; a thread on another processor drives both guests. Times are
+//! from the request to its answer, as the victim sees them.
+
+use crate::path::guest::{Guest, Run};
+use crate::path::host::{Host, Path, pin};
+use crate::report::progress;
+use serde_json::json;
+use std::collections::VecDeque;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time};
+use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
+use tmemd::config::EventLoop;
+use virtio_tmem as wire;
+use zerocopy::IntoBytes;
+
+/// Chains in flight.
+const CHAINS: usize = 64;
+/// Pages of the largest range that one slice was once allowed.
+const RANGE_PAGES: u64 = 511;
+/// Pages of an object that a FLUSH frees itself.
+const OBJECT_PAGES: u64 = 16;
+/// Chains of objects and of batches: as many pages as can be made in a moment.
+const FEW_CHAINS: usize = 16;
+const BATCH: usize = wire::BATCH_MAX;
+/// Pages that the victim has.
+const VICTIM_PAGES: usize = 512;
+const POOL: u32 = 1;
+const PAGE: u64 = PAGE_SIZE as u64;
+const POOL_BYTES: u64 = 1 << 30;
+/// Time after which pages are cold.
+const COLD_NS: u64 = 3_600_000_000_000;
+/// An attack that has no end is stopped after so long.
+const ATTACK: Duration = Duration::from_millis(30);
+const TIMEOUT: Duration = Duration::from_secs(20);
+/// The worker does not sleep between requests.
+const POLL_MAX: Duration = Duration::from_millis(1);
+const PROCESSORS: [usize; 2] = [0, 1];
+
+/// Options of the benchmark.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Rounds for each attack, one alone and one beside it.
+    #[arg(long, default_value_t = 40, value_name = "NUMBER")]
+    rounds: usize,
+    /// The victim pauses so long between two gets. Without a pause its next get comes in time for the same
+    /// slice, so that most of them wait for no other VM.
+    #[arg(long, default_value_t = 20, value_name = "NUMBER")]
+    pause_us: u64,
+    /// Event loop of the worker: auto, epoll or io_uring.
+    #[arg(long, default_value = "auto", value_name = "KIND")]
+    event_loop: EventLoop,
+    /// The result for machines, on standard output.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Requests that keep the worker busy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Attack {
+    FlushRanges,
+    FlushEmptyRanges,
+    FlushObjects,
+    GetDense,
+    PutNoise,
+    Descriptors,
+    Pools,
+}
+
+impl Attack {
+    const ALL: [Attack; 7] = [
+        Attack::FlushRanges,
+        Attack::FlushEmptyRanges,
+        Attack::FlushObjects,
+        Attack::GetDense,
+        Attack::PutNoise,
+        Attack::Descriptors,
+        Attack::Pools,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Attack::FlushRanges => "FLUSH, 64 chains of 511 same-filled pages",
+            Attack::FlushEmptyRanges => "FLUSH, chains of 64 large ranges without pages",
+            Attack::FlushObjects => "FLUSH, 16 chains of 64 objects of 16 pages",
+            Attack::GetDense => "GET, 16 chains of 64 pages in zstd's form",
+            Attack::PutNoise => "PUT, 16 chains of 64 incompressible pages",
+            Attack::Descriptors => "GET, chains of 1,000 descriptors",
+            Attack::Pools => "POOL_CREATE and POOL_DESTROY",
+        }
+    }
+
+    fn key(self) -> &'static str {
+        match self {
+            Attack::FlushRanges => "flush_ranges",
+            Attack::FlushEmptyRanges => "flush_empty_ranges",
+            Attack::FlushObjects => "flush_objects",
+            Attack::GetDense => "get_dense",
+            Attack::PutNoise => "put_noise",
+            Attack::Descriptors => "descriptors",
+            Attack::Pools => "pools",
+        }
+    }
+
+    /// An answered chain is sent again: it needs no pages that the first answer has used up.
+    fn is_endless(self) -> bool {
+        matches!(
+            self,
+            Attack::FlushEmptyRanges | Attack::Descriptors | Attack::Pools
+        )
+    }
+
+    fn chains(self) -> usize {
+        match self {
+            Attack::FlushObjects | Attack::GetDense | Attack::PutNoise => FEW_CHAINS,
+            _ => CHAINS,
+        }
+    }
+
+    fn queue(self) -> usize {
+        usize::from(self != Attack::Pools)
+    }
+}
+
+/// A guest whose chains are ready to be sent.
+struct Attacker {
+    guest: FakeGuest,
+    attack: Attack,
+    chains: Vec<(Vec<Buffer>, u64)>,
+    /// Chains to send.
+    left: VecDeque<usize>,
+    in_flight: usize,
+    answered: usize,
+    stopped: bool,
+}
+
+fn noise(rng: &mut fastrand::Rng) -> Page {
+    let mut page = [0; PAGE_SIZE];
+    rng.fill(&mut page);
+    page
+}
+
+/// Eight letters, which zstd packs into fewer bits and lz4 does not.
+fn dense(rng: &mut fastrand::Rng) -> Page {
+    let mut page = noise(rng);
+    page.iter_mut()
+        .for_each(|byte| *byte = b"etaoinsh"[usize::from(*byte % 8)]);
+    page
+}
+
+impl Attacker {
+    fn new(attack: Attack) -> Result<Attacker, String> {
+        let config = GuestConfig {
+            name: "attacker".into(),
+            ram: vec![RamRegion {
+                start: 0,
+                size_bytes: 16 << 20,
+            }],
+            request_queues: 1,
+            slots: 1,
+            ..GuestConfig::default()
+        };
+        let guest = FakeGuest::new(config).map_err(|e| format!("memory of a guest: {e}"))?;
+        Ok(Attacker {
+            guest,
+            attack,
+            chains: Vec::new(),
+            left: VecDeque::new(),
+            in_flight: 0,
+            answered: 0,
+            stopped: false,
+        })
+    }
+
+    fn connect(&mut self, stream: UnixStream) -> Result<(), String> {
+        let fault = |error: tmem_sim::GuestError| error.to_string();
+        self.guest.connect_stream(stream).map_err(fault)?;
+        self.guest.start().map_err(fault)?;
+        let create = Request::PoolCreate {
+            pool: POOL,
+            flags: 0,
+        };
+        self.guest.submit(0, create).ok_or("no room")?;
+        self.guest.wait(TIMEOUT).map_err(fault)?;
+        self.build();
+        Ok(())
+    }
+
+    fn header(&self, kind: u16, count: usize, pool: u32) -> Vec<u8> {
+        let req = wire::Req {
+            generation: self.guest.generation().into(),
+            r#type: kind.into(),
+            count: (count as u16).into(),
+            pool: pool.into(),
+            reserved: 0.into(),
+        };
+        req.as_bytes().to_vec()
+    }
+
+    /// Returns the readable part of a chain, without its pages.
+    fn request(&self, nth: usize) -> Vec<u8> {
+        let first = nth as u64;
+        let range = |object: u64, index: u64, nr_pages: u64| wire::Range {
+            object: object.into(),
+            index: index.into(),
+            nr_pages: nr_pages.into(),
+        };
+        let get = |object: u64, index: u64| wire::Get {
+            object: object.into(),
+            index: index.into(),
+        };
+        let parts = match self.attack {
+            Attack::FlushRanges => {
+                let range = range(1, first * RANGE_PAGES, RANGE_PAGES);
+                [self.header(wire::T_FLUSH, 1, POOL), range.as_bytes().into()]
+            }
+            Attack::FlushEmptyRanges => {
+                let ranges = vec![range(9, 0, 1 << 20); BATCH];
+                let head = self.header(wire::T_FLUSH, BATCH, POOL);
+                [head, ranges.as_bytes().into()]
+            }
+            Attack::FlushObjects => {
+                let objects = first * BATCH as u64..(first + 1) * BATCH as u64;
+                let ranges: Vec<_> = objects.map(|nth| range(1 + nth, 0, wire::TO_END)).collect();
+                let head = self.header(wire::T_FLUSH, BATCH, POOL);
+                [head, ranges.as_bytes().into()]
+            }
+            Attack::GetDense | Attack::Descriptors => {
+                let count = match self.attack {
+                    Attack::GetDense => BATCH,
+                    _ => 1,
+                };
+                let index = first * BATCH as u64;
+                let mut body = get(1, index).as_bytes().to_vec();
+                (0..count as u64).for_each(|nth| body.extend((index + nth + 1).to_le_bytes()));
+                [self.header(wire::T_GET, count, POOL), body]
+            }
+            Attack::PutNoise => {
+                let page = |nth: u64| wire::PutPage {
+                    object: 1.into(),
+                    index: (first * BATCH as u64 + nth).into(),
+                    cookie: 1.into(),
+                    flags: 0.into(),
+                    reserved: 0.into(),
+                };
+                let pages: Vec<_> = (0..BATCH as u64).map(page).collect();
+                let head = self.header(wire::T_PUT, BATCH, POOL);
+                [head, pages.as_bytes().into()]
+            }
+            Attack::Pools if nth.is_multiple_of(2) => {
+                [self.header(wire::T_POOL_CREATE, 0, 2), vec![0; 8]]
+            }
+            Attack::Pools => [self.header(wire::T_POOL_DESTROY, 0, 2), Vec::new()],
+        };
+        parts.concat()
+    }
+
+    fn build(&mut self) {
+        let ram = self.guest.ram().clone();
+        let data = ram.alloc(BATCH as u64);
+        let mut rng = fastrand::Rng::with_seed(1);
+        for nth in 0..BATCH as u64 {
+            ram.write(data + nth * PAGE, &noise(&mut rng));
+        }
+        let buffer = |addr, len: usize, writable| Buffer {
+            addr,
+            len: len as u32,
+            writable,
+        };
+        for nth in 0..self.attack.chains() {
+            let request = self.request(nth);
+            let (at, answer, table) = (ram.alloc(1), ram.alloc(2), ram.alloc(5));
+            ram.write(at, &request);
+            let answered = size_of::<wire::Resp>();
+            let results = answered + BATCH * size_of::<wire::GetPage>();
+            let mut chain = vec![buffer(at, request.len(), false)];
+            match self.attack {
+                Attack::GetDense => {
+                    chain.push(buffer(answer, results, true));
+                    chain.push(buffer(data, BATCH * PAGE_SIZE, true));
+                }
+                Attack::PutNoise => {
+                    chain.push(buffer(data, BATCH * PAGE_SIZE, false));
+                    chain.push(buffer(answer, answered + BATCH, true));
+                }
+                Attack::Descriptors => {
+                    chain.clear();
+                    let bytes = 0..request.len() as u64;
+                    chain.extend(bytes.map(|byte| buffer(at + byte, 1, false)));
+                    let room = answered + size_of::<wire::GetPage>() + PAGE_SIZE;
+                    for from in (0..room).step_by(5) {
+                        chain.push(buffer(answer + from as u64, 5.min(room - from), true));
+                    }
+                }
+                _ => chain.push(buffer(answer, answered, true)),
+            }
+            self.chains.push((chain, table));
+        }
+    }
+
+    fn begin(&mut self) {
+        (self.stopped, self.answered) = (false, 0);
+        self.left.extend(0..self.chains.len());
+    }
+
+    /// Takes answers and sends what is left.
+    fn go_on(&mut self) -> Result<(), String> {
+        let queue = self.attack.queue();
+        loop {
+            let used = self.guest.ring_mut(queue).pop_used();
+            let Some(used) = used.map_err(|e| e.to_string())? else {
+                break;
+            };
+            self.in_flight -= 1;
+            self.answered += 1;
+            if self.attack.is_endless() && !self.stopped {
+                self.left.push_back(used.token as usize);
+            }
+        }
+        let mut sent = false;
+        while let Some(&nth) = self.left.front() {
+            let (chain, table) = &self.chains[nth];
+            let ring = self.guest.ring_mut(queue);
+            if ring.add(chain, Some(*table), nth as u64).is_err() {
+                break;
+            }
+            self.left.pop_front();
+            self.in_flight += 1;
+            sent = true;
+        }
+        if sent {
+            self.guest.publish(queue);
+        }
+        Ok(())
+    }
+
+    fn is_busy(&self) -> bool {
+        self.in_flight > 0
+    }
+}
+
+/// Stores pages by calling the engine.
+fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(), String> {
+    let puts: Vec<_> = pages
+        .iter()
+        .zip(index..)
+        .map(|(page, index)| Put {
+            object,
+            index,
+            cookie: index + 1,
+            workingset: false,
+            page,
+        })
+        .collect();
+    let mut results = vec![PutResult::Refused; puts.len()];
+    let put = tenant.put(Time(0), POOL, &puts, &mut results);
+    let stored = results.iter().all(|result| *result == PutResult::Stored);
+    match put.is_ok() && stored {
+        true => Ok(()),
+        false => Err("a page is refused".into()),
+    }
+}
+
+/// A victim, an attacker and their daemon.
+struct Rig {
+    victim: Guest,
+    attacker: Attacker,
+    tenant: Tenant,
+    host: Host,
+    _path: Path,
+    now_ns: u64,
+}
+
+impl Rig {
+    fn new(attack: Attack, event_loop: EventLoop) -> Result<Rig, String> {
+        let host = Host::new(POOL_BYTES)?;
+        let path = host.serve(event_loop, POLL_MAX, PROCESSORS[0])?;
+        let mut rng = fastrand::Rng::with_seed(2);
+        let pages: Vec<Page> = (0..VICTIM_PAGES).map(|_| dense(&mut rng)).collect();
+        let mut victim = Guest::new("victim", pages.iter(), 1)?;
+        let quota = Quota {
+            reserve_bytes: POOL_BYTES / 4,
+            limit_bytes: None,
+            weight: 100,
+        };
+        host.connect_as(&path, "victim", None, quota, &mut victim)?;
+        let mut attacker = Attacker::new(attack)?;
+        let tenant = host.connect_by(&path, "attacker", None, quota, |stream| {
+            attacker.connect(stream)
+        })?;
+        Ok(Rig {
+            victim,
+            attacker,
+            tenant,
+            host,
+            _path: path,
+            now_ns: 0,
+        })
+    }
+
+    fn settle(&mut self) {
+        while self.host.pool.maintain(Time(self.now_ns), 4096) {}
+    }
+
+    /// Stores what the attack uses up.
+    fn stock(&mut self, round: usize) -> Result<(), String> {
+        let mut rng = fastrand::Rng::with_seed(round as u64);
+        match self.attacker.attack {
+            Attack::FlushRanges => {
+                let pages = [[7; PAGE_SIZE]; BATCH];
+                for index in (0..CHAINS as u64 * RANGE_PAGES).step_by(BATCH) {
+                    store(&self.tenant, 1, index, &pages)?;
+                    self.settle();
+                }
+            }
+            Attack::FlushObjects => {
+                for object in 0..(FEW_CHAINS * BATCH) as u64 {
+                    let pages: Vec<_> = (0..OBJECT_PAGES).map(|_| dense(&mut rng)).collect();
+                    store(&self.tenant, 1 + object, 0, &pages)?;
+                    self.settle();
+                }
+            }
+            Attack::GetDense => {
+                for index in (0..(FEW_CHAINS * BATCH) as u64).step_by(BATCH) {
+                    let pages: Vec<_> = (0..BATCH).map(|_| dense(&mut rng)).collect();
+                    store(&self.tenant, 1, index, &pages)?;
+                    self.settle();
+                }
+                for _ in 0..4 {
+                    self.now_ns += COLD_NS;
+                    self.settle();
+                }
+            }
+            // Keys that are followed.
+            Attack::FlushEmptyRanges | Attack::Pools if round == 0 => {
+                let pages = [[7; PAGE_SIZE]; BATCH];
+                for index in (0..1024).step_by(BATCH) {
+                    store(&self.tenant, 1, index, &pages)?;
+                }
+                self.settle();
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Gets one page after the other, and returns the times in µs. Beside the attack, for as long as it
+    /// takes; alone, as long as all pages last.
+    fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
+        let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
+            .map(|nth| Run {
+                index: nth * BATCH,
+                pages: BATCH,
+            })
+            .collect();
+        // Puts the pages again that the last round took.
+        self.victim.all(&runs, true)?;
+        self.settle();
+        let mut times = Vec::new();
+        let mut begun = Instant::now();
+        if beside {
+            self.attacker.begin();
+            // The attacker is busy only when the worker has answered one of its chains.
+            while self.attacker.answered == 0 {
+                self.attacker.go_on()?;
+                if begun.elapsed() > TIMEOUT {
+                    return Err("the attacker is not answered".into());
+                }
+            }
+            begun = Instant::now();
+        }
+        for index in 0..VICTIM_PAGES {
+            if beside && (!self.attacker.is_busy() || begun.elapsed() > ATTACK) {
+                break;
+            }
+            let paused = Instant::now();
+            while paused.elapsed() < pause {
+                if beside {
+                    self.attacker.go_on()?;
+                }
+            }
+            let sent = Instant::now();
+            if !self.victim.get(Run { index, pages: 1 }, 0) {
+                return Err("a get is in flight".into());
+            }
+            while self.victim.answer()?.is_none() {
+                if beside {
+                    self.attacker.go_on()?;
+                }
+                if sent.elapsed() > TIMEOUT {
+                    return Err("a get is not answered".into());
+                }
+            }
+            times.push(sent.elapsed().as_secs_f64() * 1e6);
+        }
+        self.attacker.stopped = true;
+        while self.attacker.is_busy() || !self.attacker.left.is_empty() {
+            self.attacker.go_on()?;
+            if begun.elapsed() > TIMEOUT {
+                return Err("the attacker is not answered".into());
+            }
+        }
+        self.settle();
+        Ok(times)
+    }
+}
+
+fn percentile(sorted: &[f64], part: f64) -> f64 {
+    sorted[((sorted.len() - 1) as f64 * part) as usize]
+}
+
+/// Runs and prints all.
+///
+/// # Errors
+/// The daemon refuses, or a request is not answered.
+pub fn run(args: &Args) -> Result<(), String> {
+    pin(None, PROCESSORS[1])?;
+    let pause = Duration::from_micros(args.pause_us);
+    let mut all = serde_json::Map::new();
+    if !args.json {
+        println!(
+            "{:48} {:>7} {:>8} {:>8} {:>8} {:>8}",
+            "µs for a get of one page", "gets", "p50", "p99", "p99.9", "max"
+        );
+    }
+    for attack in Attack::ALL {
+        progress(attack.name());
+        let mut rig = Rig::new(attack, args.event_loop)?;
+        let mut times = [Vec::new(), Vec::new()];
+        for round in 0..args.rounds {
+            rig.stock(round)?;
+            let first = round % 2;
+            for arm in [first, 1 - first] {
+                times[arm].extend(rig.times(arm == 1, pause)?);
+            }
+        }
+        let mut figures = serde_json::Map::new();
+        let names = [("alone", "  alone"), ("beside", attack.name())];
+        for ((key, name), mut times) in names.into_iter().zip(times) {
+            times.sort_by(f64::total_cmp);
+            let [p50, p99, p999, max] =
+                [0.5, 0.99, 0.999, 1.0].map(|part| percentile(&times, part));
+            let gets = times.len();
+            if !args.json {
+                println!("{name:48} {gets:7} {p50:8.1} {p99:8.1} {p999:8.1} {max:8.1}");
+            }
+            let figure = json!({"gets": gets, "p50": p50, "p99": p99, "p99.9": p999, "max": max});
+            figures.insert(key.into(), figure);
+        }
+        all.insert(attack.key().into(), figures.into());
+    }
+    if args.json {
+        println!("{}", serde_json::Value::Object(all));
+    }
+    Ok(())
+}

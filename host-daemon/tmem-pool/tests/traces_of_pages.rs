@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Copies of a page's bytes that the engine leaves in the memory of its process.
+//!
+//! One test in a process of its own, since it reads all memory of the process.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use tmem_pool::{GetResult, PAGE_SIZE, Pool, Put, PutResult, SecretPages, Tenant, Time};
+
+/// Bytes of each page that the test looks for, which zstd keeps as literals: no other page has five of them in a row.
+/// They are inverted, so that the test itself holds them nowhere else.
+const NEEDLE_INVERTED: [u8; 16] = [
+    !b'k', !b'b', !b'e', !b'h', !b'c', !b'l', !b'a', !b'i', !b'g', !b'd', !b'l', !b'f', !b'k',
+    !b'a', !b'j', !b'c',
+];
+
+/// Hours of the engine's clock after which a page has become cold and was compressed by zstd.
+const HOURS: u64 = 24;
+
+/// Pages that are put, each with the needle.
+const PAGES: usize = 8;
+
+/// Fills a page with words in no order and the needle: lz4 finds the words, and zstd also finds that few letters are
+/// used.
+fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
+    let mut state = seed;
+    let mut random = |below: u64| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % below
+    };
+    let words: [[u8; 7]; 200] =
+        std::array::from_fn(|_| std::array::from_fn(|_| b'a' + random(12) as u8));
+    for chunk in page.chunks_mut(8) {
+        let word = &words[random(200) as usize];
+        chunk[..7].copy_from_slice(word);
+        chunk[7] = b' ';
+    }
+    for (byte, inverted) in page[2003..].iter_mut().zip(NEEDLE_INVERTED) {
+        *byte = !inverted;
+    }
+}
+
+/// Addresses of the needle in all memory that the process can write to.
+fn found() -> Vec<u64> {
+    let memory = File::open("/proc/self/mem").expect("it is there");
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("it is there");
+    let pagemap = File::open("/proc/self/pagemap").expect("it is there");
+    // Two pages, so that a needle across a boundary is found, in memory of its own that is left out.
+    let mut window = SecretPages::new(2).expect("memory");
+    let own = window.pages().as_ptr() as u64;
+    let mut found = Vec::new();
+    for line in maps.lines().filter(|line| line.contains(" rw")) {
+        let (start, end) = line
+            .split(' ')
+            .next()
+            .and_then(|range| range.split_once('-'))
+            .expect("a range");
+        let address = |text| u64::from_str_radix(text, 16).expect("an address");
+        let (start, end) = (address(start), address(end));
+        let bytes = window.pages().as_flattened_mut();
+        bytes.fill(0);
+        for page in (start..end)
+            .step_by(PAGE_SIZE)
+            .filter(|page| !(own..own + 2 * PAGE_SIZE as u64).contains(page))
+        {
+            bytes.copy_within(PAGE_SIZE.., 0);
+            let mut entry = [0; 8];
+            let present = pagemap
+                .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
+                .is_ok();
+            // Bit 63: in memory (Documentation/admin-guide/mm/pagemap.rst).
+            if !present
+                || u64::from_le_bytes(entry) >> 63 == 0
+                || memory.read_exact_at(&mut bytes[PAGE_SIZE..], page).is_err()
+            {
+                bytes[PAGE_SIZE..].fill(0);
+                continue;
+            }
+            let from = PAGE_SIZE - NEEDLE_INVERTED.len() + 1;
+            for at in from..2 * PAGE_SIZE - NEEDLE_INVERTED.len() + 1 {
+                let here = &bytes[at..at + NEEDLE_INVERTED.len()];
+                if here
+                    .iter()
+                    .zip(NEEDLE_INVERTED)
+                    .all(|(byte, inverted)| *byte == !inverted)
+                {
+                    found.push(page + at as u64 - PAGE_SIZE as u64);
+                }
+            }
+        }
+    }
+    found
+}
+
+/// Puts the pages, and leaves no copy of its own.
+fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
+    for index in 0..PAGES {
+        let [page, _] = pages.pages() else {
+            panic!("two pages")
+        };
+        fill(page, index as u64);
+        let put = Put {
+            object,
+            index: index as u64,
+            cookie: 1,
+            workingset: false,
+            page,
+        };
+        let mut results = [PutResult::Refused];
+        tenant
+            .put(Time(0), 1, &[put], &mut results)
+            .expect("it has the pool");
+        assert_eq!(results, [PutResult::Stored]);
+    }
+    pages.wipe();
+}
+
+fn maintain(pool: &Pool) {
+    for hour in 0..HOURS {
+        while pool.maintain(Time(hour * 3_600_000_000_000), 64) {}
+    }
+}
+
+#[test]
+fn zstd_leaves_no_copy_of_a_page() {
+    let pool = common::pool(64 << 20);
+    let tenant = common::tenant(&pool, "a");
+    let mut pages = SecretPages::new(2).expect("memory");
+    put_all(&tenant, 1, &mut pages);
+    assert_eq!(found().len(), PAGES, "raw pages are found");
+    maintain(&pool);
+    assert_eq!(pool.stats().denser_blobs, PAGES as u64, "all became cold");
+    assert_eq!(found(), [], "of what was compressed");
+    // Equal pages are compared with those that are stored.
+    put_all(&tenant, 2, &mut pages);
+    while pool.maintain(Time(HOURS * 3_600_000_000_000), 64) {}
+    assert_eq!(tenant.stats().shared_pages, PAGES as u64, "all are equal");
+    assert_eq!(found(), [], "of what was compared");
+    for index in 0..PAGES {
+        let [_, out] = pages.pages() else {
+            panic!("two pages")
+        };
+        let mut results = [GetResult::Miss];
+        let spent = tenant.get(
+            Time(0),
+            1,
+            1,
+            index as u64,
+            &[1],
+            std::slice::from_mut(out),
+            &mut results,
+        );
+        drop(spent.expect("it has the pool"));
+        assert_eq!(results, [GetResult::Hit { cookie: 1 }]);
+        let [page, out] = pages.pages() else {
+            panic!("two pages")
+        };
+        fill(page, index as u64);
+        assert!(page == out);
+    }
+    pages.wipe();
+    assert_eq!(found(), [], "of what was restored");
+}

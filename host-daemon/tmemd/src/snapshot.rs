@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Figures that all read-only clients share for a short time.
+//!
+//! Each figure of a VM is read under the lock that its requests take, too. A client that may only read must not be
+//! able to take the locks of all VMs in a loop, so it gets figures that are up to [`AGE_MAX`] old. Clients of
+//! the full socket are operators, whose figures are of now.
+
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Age of the figures that read-only clients get, at most: locks are taken for them ten times a second.
+pub(crate) const AGE_MAX: Duration = Duration::from_millis(100);
+
+/// The latest snapshot and when it was begun.
+#[derive(Debug)]
+pub(crate) struct Shared<T>(Mutex<Option<(Instant, Arc<T>)>>);
+
+impl<T> Default for Shared<T> {
+    fn default() -> Shared<T> {
+        Shared(Mutex::default())
+    }
+}
+
+impl<T> Shared<T> {
+    /// Returns the latest snapshot, or makes one if that is too old. Clients that come meanwhile wait for it.
+    pub(crate) fn get(&self, now: Instant, make: impl FnOnce() -> T) -> Arc<T> {
+        let mut latest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((made, snapshot)) = &*latest
+            && now.saturating_duration_since(*made) < AGE_MAX
+        {
+            return snapshot.clone();
+        }
+        let snapshot = Arc::new(make());
+        *latest = Some((now, snapshot.clone()));
+        snapshot
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ten_snapshots_a_second_are_made_for_any_number_of_calls() {
+        let (shared, start) = (Shared::default(), Instant::now());
+        let mut made = 0;
+        for call in 0..10_000 {
+            let now = start + Duration::from_micros(call * 100);
+            let seen = shared.get(now, || {
+                made += 1;
+                now
+            });
+            assert!(now - *seen < AGE_MAX);
+        }
+        assert_eq!(made, 10);
+    }
+}
