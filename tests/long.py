@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
-from driver import Torture, state, stats
+from driver import Torture, is_on, state, stats
 from test_filesystems import SCENARIOS, SMALL, boot, mounted
 
 from harness import disk, module
@@ -122,7 +122,7 @@ def turn(
                 progress.hits += numbers.get("hits", 0)
                 counters = stats(guest)
                 assert counters["mismatches"] + counters["verify_mismatches"] == 0, counters
-                assert state(guest) == "on", state(guest)
+                assert is_on(guest), state(guest)
             session.check_consoles()
         except (HarnessError, AssertionError):
             print(f"{session.report()}\nlong: FAILED: {where}: {command}", flush=True)

@@ -12,7 +12,11 @@
  *   special same FILE			cached and direct reads agree; 1 if not
  *   special move-ext FILE DONOR	exchange the blocks of two ext4 files of the same size
  *   special advise FILE BYTES		says that the first bytes are not needed, again and again
- *   special direct DIR COUNT		make so many files by a direct write each
+ *   special direct DIR COUNT		make COUNT files by a direct write each
+ *   special tables DIR COUNT		the same, says "ready" and keeps all of them open
+ *   special shutdown DIR			end the ext4 or xfs at DIR by force, its log unwritten
+ *   special swap-out BYTES		write to memory and have that much of it swapped out
+ *   special block FILE PAGE		print the file system's block of a page, counted in pages
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -20,6 +24,7 @@
 #include <linux/fscrypt.h>
 #include <linux/fsverity.h>
 #include <linux/loop.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,11 +32,16 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/quota.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #define PAGE		4096UL
+/* fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h */
+#define IOC_SHUTDOWN		_IOR('X', 125, uint32_t)
+#define GOING_FLAGS_NOLOGFLUSH	2
+#define FILES_BESIDE	16UL	/* that a process has open besides those it counts */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
 /*
  * The kernel uses a part of it, and lets it be longer than its header says. So long, since
@@ -211,22 +221,67 @@ static int advise(const char *path, off_t bytes)
 	return fail("posix_fadvise");
 }
 
-static int direct(const char *dir, unsigned long count)
+static int direct(const char *dir, unsigned long count, bool keep)
 {
+	struct rlimit files = { count + FILES_BESIDE, count + FILES_BESIDE };
 	uint8_t *page = aligned_alloc(PAGE, PAGE);
 	char path[256];
 
 	if (!page)
 		return fail("memory");
+	if (keep && setrlimit(RLIMIT_NOFILE, &files))
+		return fail("RLIMIT_NOFILE");
 	memset(page, 1, PAGE);
 	for (unsigned long i = 0; i < count; i++) {
 		int fd;
 
 		snprintf(path, sizeof(path), "%s/direct%lu", dir, i);
 		fd = open(path, O_CREAT | O_WRONLY | O_DIRECT, 0600);
-		if (fd < 0 || write(fd, page, PAGE) != (ssize_t)PAGE || close(fd))
+		if (fd < 0 || write(fd, page, PAGE) != (ssize_t)PAGE || (!keep && close(fd)))
 			return fail(path);
 	}
+	if (keep) {
+		puts("ready");
+		fflush(stdout);
+		pause();
+	}
+	return 0;
+}
+
+static int shut_down(const char *dir)
+{
+	uint32_t flags = GOING_FLAGS_NOLOGFLUSH;
+	int fd = open(dir, O_RDONLY | O_DIRECTORY);
+
+	if (fd < 0 || ioctl(fd, IOC_SHUTDOWN, &flags))
+		return fail("shutdown");
+	return 0;
+}
+
+static int swap_out(size_t bytes)
+{
+	uint8_t *memory = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+			       -1, 0);
+
+	if (memory == MAP_FAILED)
+		return fail("mmap");
+	for (size_t at = 0; at < bytes; at++)
+		memory[at] = at * 7 + at / PAGE + 1;
+	if (madvise(memory, bytes, MADV_PAGEOUT))
+		return fail("MADV_PAGEOUT");
+	return 0;
+}
+
+static int block(const char *path, int page)
+{
+	int fd = open(path, O_RDONLY), bytes, at;
+
+	if (fd < 0 || ioctl(fd, FIGETBSZ, &bytes))
+		return fail(path);
+	at = page * (int)PAGE / bytes;
+	if (ioctl(fd, FIBMAP, &at) || !at)
+		return fail("FIBMAP");
+	printf("%lu\n", (unsigned long)at * bytes / PAGE);
 	return 0;
 }
 
@@ -255,7 +310,15 @@ int main(int argc, char **argv)
 	if (argc == 4 && !strcmp(argv[1], "advise"))
 		return advise(argv[2], strtol(argv[3], NULL, 0));
 	if (argc == 4 && !strcmp(argv[1], "direct"))
-		return direct(argv[2], strtoul(argv[3], NULL, 0));
+		return direct(argv[2], strtoul(argv[3], NULL, 0), false);
+	if (argc == 4 && !strcmp(argv[1], "tables"))
+		return direct(argv[2], strtoul(argv[3], NULL, 0), true);
+	if (argc == 3 && !strcmp(argv[1], "shutdown"))
+		return shut_down(argv[2]);
+	if (argc == 3 && !strcmp(argv[1], "swap-out"))
+		return swap_out(strtoul(argv[2], NULL, 0));
+	if (argc == 4 && !strcmp(argv[1], "block"))
+		return block(argv[2], atoi(argv[3]));
 	fputs("usage: see the top of special.c\n", stderr);
 	return 2;
 }

@@ -186,10 +186,10 @@ bool memcg_reclaim(uint64_t bytes)
 /* --- what the kernel gets wrong by itself --------------------------------------------------- */
 
 /*
- * Linux 7.2's ext4 zeroes the rest of a file's last block before it makes FALLOC_FL_ZERO_RANGE's
- * whole blocks unwritten ones, if the file grows by it: the page is read again for that, keeps its
- * old bytes, and is taken for written, so what is written to it later is lost. Tried out on a new
- * file that has not left the page cache: nothing but the kernel answers here.
+ * The ext4 of Linux 7.2 and 7.3 zeroes the rest of a file's last block before it makes the whole
+ * blocks of a FALLOC_FL_ZERO_RANGE unwritten ones, if the file grows. The page is read again for
+ * that, keeps its old bytes and is taken for written, so what is written to it later is lost. The
+ * probe uses a new file whose pages have not left the page cache: only the kernel answers here.
  */
 bool zero_range_is_wrong(const char *dir)
 {

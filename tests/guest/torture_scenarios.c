@@ -30,7 +30,6 @@
 #define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
 #define MIN_BLOCK	1024UL	/* of a file system, in which FIBMAP counts */
 #define HUGE		(2UL << 20)	/* the largest folio of a file on x86 */
-#define MANY_FILES	4200	/* more than the driver keeps marks for, see BYPASSED_MAX there */
 
 static void evict_all(struct worker *w, struct file *f)
 {
@@ -194,31 +193,6 @@ static void scenario_direct(struct worker *w, struct file *f, struct file *g)
 	begin(w, f, "direct write");
 	file_write_direct(w, f, 2 * PAGE, 8 * PAGE);
 	look(w, f);
-}
-
-/* With so many files written directly that the driver has no mark for one more. */
-static void scenario_direct_many(struct worker *w, struct file *f, struct file *g)
-{
-	char path[256];
-	int fd;
-
-	prime(w, g, "direct writes to many files");
-	prime(w, f, "direct writes to many files");
-	for (int i = 0; i < MANY_FILES; i++) {
-		snprintf(path, sizeof(path), "%s/many%d", w->dir, i);
-		fd = open(path, O_CREAT | O_WRONLY | O_DIRECT, 0600);
-		if (fd < 0 || pwrite(fd, w->buffer, PAGE, 0) != PAGE)
-			fail(w, NULL, "direct write to %s", path);
-		close(fd);
-	}
-	begin(w, f, "direct write");
-	file_write_direct(w, f, 2 * PAGE, 8 * PAGE);
-	look(w, f);
-	look(w, g);
-	for (int i = 0; i < MANY_FILES; i++) {
-		snprintf(path, sizeof(path), "%s/many%d", w->dir, i);
-		unlink(path);
-	}
 }
 
 static void scenario_move_ext(struct worker *w, struct file *f, struct file *g)
@@ -667,7 +641,6 @@ static const struct {
 	{ "zero_grow_write", scenario_zero_grow_write },
 	{ "shift", scenario_shift },
 	{ "direct", scenario_direct },
-	{ "direct_many", scenario_direct_many },
 	{ "move_ext", scenario_move_ext },
 	{ "bmap", scenario_bmap },
 	{ "clone", scenario_clone },

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernels that check themselves, built from Debian's kernel source package in the cache.
+"""Kernels that check themselves or are configured as other vendors do, built from Debian's source.
 
 `tests/debug-kernel/base.config` is what the VMs need; a fragment of the kind ("debug",
-"kcsan") adds the checks. Kept are the bootable image and a tree to build modules in, not
-the sources. A build takes 13 minutes of one core.
+"kcsan", "rhel", ...) adds the rest, and its lines win over those of the base. Kept are the
+bootable image and a tree to build modules in, not the sources. A build takes 13 minutes of
+one core.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from harness import toolchain
 from harness.paths import TESTS, HarnessError, cache_dir
 
-# The source package of the series that the stock kernels' tests use most.
-SUITE = "bookworm-security"
-SOURCE_PACKAGE = r"linux-source-6\.12"
+# Suite and name of the source package, of the series that the stock kernels' tests use most.
+SOURCE = ("bookworm-security", r"linux-source-6\.12")
 
 FRAGMENTS = TESTS / "debug-kernel"
-KINDS = ("debug", "kcsan")
+CHECKING = ("debug", "kcsan")
+# Fedora follows the newest series, RHEL 10 has 6.12.
+VENDORS = {
+    "fedora": ("trixie-backports", r"linux-source-7\.3"),
+    "rhel": SOURCE,
+    "ubuntu": SOURCE,
+}
+KINDS = (*CHECKING, *VENDORS)
 
 
 def fingerprint(kind: str) -> str:
@@ -44,20 +52,20 @@ def build(kind: str, root: Path) -> str:
     shutil.rmtree(root, ignore_errors=True)
     work.mkdir(parents=True)
     _say(f"fetching the source of a kernel to build as '{kind}'")
-    source = _unpack(work)
+    source = _unpack(work, *VENDORS.get(kind, SOURCE))
     version = _make(source, "kernelversion").strip()
 
     config = work / "all.config"
-    parts = [(FRAGMENTS / f"{name}.config").read_text() for name in ("base", kind)]
-    parts.append(f'CONFIG_LOCALVERSION="-tmem-{kind}"\n')
-    config.write_text("".join(parts))
+    options = merge((FRAGMENTS / f"{name}.config").read_text() for name in ("base", kind))
+    options["CONFIG_LOCALVERSION"] = f'"-tmem-{kind}"'
+    config.write_text("".join(f"{name}={value}\n" for name, value in options.items()))
     out = work / "out"
     out.mkdir()
     arguments = [
         f"O={out}",
         f"KCONFIG_ALLCONFIG={config}",
-        # The driver asks where a kernel comes from.
-        f"KBUILD_BUILD_TIMESTAMP=Debian source {version}",
+        # The driver asks for the vendor and the point release, in the form of Debian's kernels.
+        f"KBUILD_BUILD_TIMESTAMP=Debian {version}",
         "KBUILD_BUILD_USER=tmem",
         "KBUILD_BUILD_HOST=tests",
     ]
@@ -82,8 +90,14 @@ def build(kind: str, root: Path) -> str:
     return release
 
 
-def _unpack(work: Path) -> Path:
-    toolchain.fetch(SUITE, (SOURCE_PACKAGE,), work / "debs", work / "deb")
+def merge(fragments: Iterable[str]) -> dict[str, str]:
+    """Returns the options of configuration fragments; the last value of an option wins."""
+    lines = "\n".join(fragments).splitlines()
+    return dict(line.split("=", 1) for line in lines if line.startswith("CONFIG_"))
+
+
+def _unpack(work: Path, suite: str, package: str) -> Path:
+    toolchain.fetch(suite, (package,), work / "debs", work / "deb")
     (archive,) = (work / "deb/usr/src").glob("linux-source-*.tar.xz")
     source = work / "source"
     source.mkdir()
@@ -115,8 +129,14 @@ def _make(source: Path, *arguments: str) -> str:
 def _check(wanted: Path, got: Path) -> None:
     """What the configuration asks for and a dependency denied would silently check nothing."""
     have = set(got.read_text().splitlines())
-    asked = [line for line in wanted.read_text().splitlines() if line.endswith("=y")]
-    if missing := [line for line in asked if line not in have]:
+    asked = merge([wanted.read_text()])
+    missing = [
+        f"{name}=y" for name, value in asked.items() if f"{name}=y" not in have and value == "y"
+    ]
+    missing += [
+        f"{name}=n" for name, value in asked.items() if f"{name}=y" in have and value == "n"
+    ]
+    if missing:
         raise HarnessError(f"the kernel's configuration did not take {', '.join(missing)}")
 
 

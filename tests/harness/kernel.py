@@ -55,23 +55,29 @@ SERIES = {
             r"linux-kbuild-6\.12\.[0-9]+[+]deb12",
         ),
     ),
-    # The image in parts; linux-image- only has them depend on each other.
-    "7.2": Series(
-        "trixie-backports",
-        (
-            r"linux-base-7\.2\.[0-9]+[+]deb13-cloud-amd64",
-            r"linux-binary-7\.2\.[0-9]+[+]deb13-cloud-amd64",
-            r"linux-modules-7\.2\.[0-9]+[+]deb13-cloud-amd64",
-            r"linux-headers-7\.2\.[0-9]+[+]deb13-cloud-amd64",
-            r"linux-headers-7\.2\.[0-9]+[+]deb13-common",
-            r"linux-kbuild-7\.2\.[0-9]+[+]deb13",
-        ),
-        compiler="trixie",
-        # Patching of static keys and call sites oopses in a stock 7.2 while another virtual
-        # processor of TCG executes them in a thread of its own (int3 in a task that no handler
-        # claims), with no module of ours. So all of them take turns in one thread.
-        tcg_threads="single",
-    ),
+    # Kernels of this age come in parts; linux-image- only has the parts depend on each other.
+    # The first processor of a stock 7.2 patches static keys and call sites. A second virtual
+    # processor of TCG that executes them in a thread of its own then dies (int3 in a task that
+    # no handler claims), with no module loaded. One thread runs all processors in turn.
+    **{
+        series: Series(
+            "trixie-backports",
+            tuple(
+                pattern.format(re.escape(series))
+                for pattern in (
+                    r"linux-base-{}\.[0-9]+[+]deb13-cloud-amd64",
+                    r"linux-binary-{}\.[0-9]+[+]deb13-cloud-amd64",
+                    r"linux-modules-{}\.[0-9]+[+]deb13-cloud-amd64",
+                    r"linux-headers-{}\.[0-9]+[+]deb13-cloud-amd64",
+                    r"linux-headers-{}\.[0-9]+[+]deb13-common",
+                    r"linux-kbuild-{}\.[0-9]+[+]deb13",
+                )
+            ),
+            compiler="trixie",
+            tcg_threads="single",
+        )
+        for series in ("7.2", "7.3")
+    },
 }
 
 

@@ -14,6 +14,7 @@ from harness.kernel import Kernel
 from harness.paths import ROOT, HarnessError, cache_dir
 
 MODULE = "virtio_tmem.ko"
+PATCH = "tests/guest/patch"
 SUFFIXES = (".c", ".h", ".S", ".mk")
 NAMES = ("Makefile", "Kbuild")
 BUILDS_KEPT = 16  # per kernel; edits and branches would pile up
@@ -25,7 +26,18 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
         if not Path(named).is_file():
             raise HarnessError(f"TMEM_KO={named}: no such file")
         return Path(named)
-    sources = _sources()
+    return _build(kernel, _sources(), "guest-driver", MODULE, test=test)
+
+
+def build_patch(kernel: Kernel) -> Path:
+    """The module of tests/guest/patch for a kernel: another user of ftrace."""
+    sources = sorted((ROOT / PATCH).iterdir())
+    return _build(kernel, sources, PATCH, "patch.ko")
+
+
+def _build(
+    kernel: Kernel, sources: list[Path], source_folder: str, name: str, *, test: bool = False
+) -> Path:
     digest = hashlib.sha256(f"{kernel.root.name} {test}".encode())
     for path in sources:
         digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
@@ -34,10 +46,10 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
     folder = base / (digest.hexdigest()[:16] + ("-test" if test else ""))
     with open(base / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        module = folder / "guest-driver" / MODULE
+        module = folder / source_folder / name
         if not module.is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            _compile(kernel, folder, sources, test)
+            _compile(kernel, folder, sources, module, test)
             _forget_old(base)
         os.utime(folder)
         return module
@@ -54,12 +66,15 @@ def _sources() -> list[Path]:
     return sorted(found)
 
 
-def _compile(kernel: Kernel, folder: Path, sources: list[Path], test: bool) -> None:
+def _compile(kernel: Kernel, folder: Path, sources: list[Path], module: Path, test: bool) -> None:
     for path in sources:
         copy = folder / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    command = ["make", "-C", str(folder / "guest-driver"), f"KDIR={kernel.kdir}"]
+    if module.name == MODULE:
+        command = ["make", "-C", str(module.parent), f"KDIR={kernel.kdir}"]
+    else:
+        command = ["make", "-C", str(kernel.kdir), f"M={module.parent}", "modules"]
     if test:
         command.append("TEST=1")
     # make's own variables of a caller (make check) are not for the kernel's build.
@@ -73,7 +88,7 @@ def _compile(kernel: Kernel, folder: Path, sources: list[Path], test: bool) -> N
         text=True,
         env=environment,
     )
-    if done.returncode != 0 or not (folder / "guest-driver" / MODULE).is_file():
+    if done.returncode != 0 or not module.is_file():
         raise HarnessError(f"{' '.join(command)} failed:\n{done.stdout[-8192:]}")
 
 

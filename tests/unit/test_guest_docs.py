@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from test_abi import DRIVER, without_tests
 
-from harness import kernel
+from harness import kernel, served
 from harness.paths import ROOT
 
 pytestmark = pytest.mark.smoke
@@ -50,32 +50,44 @@ def all_sources() -> str:
     return "\n".join(source(str(path.relative_to(DRIVER))) for path in paths)
 
 
-def kernels_of_source() -> list[tuple[str, str, str]]:
-    """Beginning of the release, series as "6.1", vendor: the rows of tested_kernels[]."""
-    entry = r'\{ "([^"]+)", KERNEL_VERSION\((\d+), (\d+), 0\), "([^"]+)" \},'
-    body = source("hooks/init.c").split("tested_kernels[] = {", 1)[1].split("\n};", 1)[0]
-    found = re.findall(entry, body)
-    assert len(found) == body.count("KERNEL_VERSION") > 1
-    return [(release, f"{major}.{minor}", vendor) for release, major, minor, vendor in found]
+def kernels_of_source() -> list[served.Served]:
+    """The rows of tested_kernels[]."""
+    found = served.kernels(source("hooks/init.c"))
+    assert len(found) > 1
+    return found
 
 
 def test_kernels() -> None:
     rows = table(SUPPORT, "kernels")
-    assert sorted((code(row[1]), code(row[2])) for row in rows) == sorted(
-        (release, vendor) for release, _, vendor in kernels_of_source()
+    assert sorted(
+        (code(row[1]), code(row[2]), tuple(re.findall(r"`([^`]+)`", row[3]))) for row in rows
+    ) == sorted((row.begins, row.vendor, row.releases) for row in kernels_of_source())
+    for row in kernels_of_source():
+        assert row.begins == f"{row.series}."
+        assert row.releases and all(name.startswith(row.begins) for name in row.releases)
+        assert row.series in kernel.SERIES, f"{row.series} is listed, but no test can boot it"
+
+
+def test_dkms_demands_what_the_page_names() -> None:
+    """DKMS builds the module for a kernel whose configuration has what the hooks use."""
+    conf = (DRIVER / "dkms.conf.in").read_text()
+    (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
+    (row,) = re.findall(
+        r"^\| without (.*?) \| not built by DKMS", SUPPORT.read_text(), re.MULTILINE
     )
-    for release, series, _ in kernels_of_source():
-        assert release == f"{series}."
-        assert series in kernel.SERIES, f"{series} is listed as tested, but no test can boot it"
+    wanted = {*re.findall(r"`(CONFIG_\w+)`", row), "!CONFIG_PREEMPT_RT"}
+    assert set(demanded.split()) == wanted
+    assert "CONFIG_LIVEPATCH" not in wanted, "nothing of the driver uses live patching"
 
 
 def test_project_page_names_the_kernels() -> None:
     (row,) = re.findall(r"^\| guest kernels \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     now, later = row.split("|")[2:4]
-    for _, series, vendor in kernels_of_source():
-        assert vendor in now
-        assert re.search(rf"\b{re.escape(series)}\b", now), f"README.md: {series} is missing"
-        assert not re.search(rf"\b{re.escape(series)}\b", later)
+    for row_of_source in kernels_of_source():
+        series = re.escape(row_of_source.series)
+        assert row_of_source.vendor in now
+        assert re.search(rf"\b{series}\b", now), f"README.md: {series} is missing"
+        assert not re.search(rf"\b{series}\b", later)
 
 
 def test_file_systems() -> None:

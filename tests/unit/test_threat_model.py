@@ -14,7 +14,7 @@ from harness.paths import ROOT
 pytestmark = pytest.mark.smoke
 
 PAGE = ROOT / "docs/threat-model.md"
-TABLES = ("guest-host", "guest-guest", "qemu", "local", "operator", "device")
+TABLES = ("guest-host", "guest-guest", "qemu", "local", "operator", "device", "disk")
 CELL = r"`[\w./-]+::\w+`"
 
 

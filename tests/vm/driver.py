@@ -132,6 +132,11 @@ def state(guest: Guest) -> str:
     return guest.read(f"{SYSFS}/state")
 
 
+def is_on(guest: Guest) -> bool:
+    """Returns whether the driver works; a note about an untested kernel release may follow."""
+    return state(guest).split(":")[0] == "on"
+
+
 def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> str:
     """Waits until the driver's state begins so; the error says what it is instead.
 
@@ -269,11 +274,13 @@ class LastingTorture:
 
 
 class Torture:
-    """A run of torture in a guest."""
+    """A run of torture in a guest, on files of the directory `where`."""
 
-    def __init__(self, guest: Guest, arguments: str, seconds: float = 300) -> None:
+    def __init__(
+        self, guest: Guest, arguments: str, seconds: float = 300, where: str = WHERE
+    ) -> None:
         self.guest = guest
-        self.command = f"{TORTURE} {arguments} {WHERE}"
+        self.command = f"{TORTURE} {arguments} {where}"
         self.job: Job = guest.start(self.command, seconds)
 
     def finish(self) -> dict[str, int]:

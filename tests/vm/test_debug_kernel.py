@@ -82,7 +82,7 @@ FAULTS = {
 
 @pytest.fixture
 def checking(kernel: Kernel) -> None:
-    if kernel.series not in debug_kernel.KINDS:
+    if kernel.series not in debug_kernel.CHECKING:
         pytest.skip(f"Linux {kernel.series} does not check itself: --kernel debug, --kernel kcsan")
 
 

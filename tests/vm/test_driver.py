@@ -27,6 +27,7 @@ from driver import (
     driver_vm,
     evict,
     growth,
+    is_on,
     load,
     seed,
     set_parameter,
@@ -342,13 +343,13 @@ def test_breaker_opens_while_the_daemon_is_replaced(
     daemon.restart()
 
     def replaced() -> bool:
-        return growth(before, stats(guest))["generation_changes"] > 0 and state(guest) == "on"
+        return growth(before, stats(guest))["generation_changes"] > 0 and is_on(guest)
 
     until(replaced, ONLINE_SECONDS, "the driver works with the new daemon")
     hold.release()
     reader.wait().check()
     assert growth(before, stats(guest))["trips"] == 1
-    assert state(guest) == "on"
+    assert is_on(guest)
     assert checksums(guest, files) == {path: sums[path] for path in files}
 
 

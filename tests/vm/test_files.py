@@ -23,7 +23,7 @@ from driver import (
 )
 from test_driver import changed_content, overwrite
 
-from harness.disk import FileSystem
+from harness.disk import FILE_SYSTEMS, FileSystem
 from harness.guest import Guest
 from harness.kernel import Kernel
 from harness.paths import TESTS, HarnessError, guest_program
@@ -292,6 +292,63 @@ def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
     guest.mount("data", WHERE)
     assert checksums(guest, [f"{WHERE}/f"]) == {f"{WHERE}/f": digest}
     assert stats(guest)["hits"] == before["hits"]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_overlayfs(session: Session, kernel: Kernel, module: Path, kind: str) -> None:
+    """A container's files are cached as those of the file system below, and change with them."""
+    if not there(kernel, "overlay"):
+        pytest.skip(f"kernel {kernel.release} has no overlayfs")
+    guest = driver_guest(
+        session, kernel, module,
+        fs=FILE_SYSTEMS[kind], cpus=2, modules=["overlay", *there(kernel, "xfs")],
+        files={SPECIAL: guest_program(TESTS / "guest/special.c")},
+        parameters="verify_every=1",
+    )  # fmt: skip
+    lower, upper, work, merged = (f"{WHERE}/{name}" for name in ("lower", "upper", "work", "all"))
+    guest.sh(f"mkdir {lower} {upper} {work} {merged}")
+    (digest,) = make(guest, f"{lower}/image").values()
+    make(guest, f"{lower}/kept")
+    guest.sh(f"mount -t overlay none -o lowerdir={lower},upperdir={upper},workdir={work} {merged}")
+    image = f"{merged}/image"
+
+    # A file of the lower layer comes back, read and mapped.
+    check_cached(guest, {image: digest})
+    evict(guest, [image])
+    before = stats(guest)["hits"]
+    assert guest.sh(f"{SPECIAL} map {image} | sha256sum").split()[0] == digest
+    assert stats(guest)["hits"] - before > FILE_PAGES // 2
+
+    # The first write copies the file up: what is read is new, the lower file is as it was.
+    for number, flags in enumerate(("notrunc", "notrunc,fsync")):
+        evict(guest, [image])
+        content = changed_content(f"copied up {number}")
+        guest.put("/tmp/new", content)
+        guest.sh(f"dd if=/tmp/new of={image} bs=4096 conv={flags} 2>/dev/null")
+        check_cached(guest, {image: hashlib.sha256(content).hexdigest()})
+        check_cached(guest, {f"{lower}/image": digest})
+
+    # Written around the page cache, while pages of the file are held.
+    evict(guest, [image])
+    content = changed_content("direct")
+    guest.put("/tmp/new", content)
+    guest.sh(f"dd if=/tmp/new of={image} bs=65536 oflag=direct conv=notrunc 2>/dev/null")
+    assert checksums(guest, [image]) == {image: hashlib.sha256(content).hexdigest()}
+
+    # Truncated and removed: nothing old comes back under the same name.
+    evict(guest, [image])
+    guest.sh(f"rm {image} && truncate -s {len(content)} {image}")
+    zeroes = hashlib.sha256(bytes(len(content))).hexdigest()
+    for _ in range(2):
+        assert evict(guest, [image]) and checksums(guest, [image]) == {image: zeroes}
+
+    # What needs a block device below, or ext4's own calls, has tests without overlayfs.
+    arguments = f"--seed={seed()} --ops=2000 --files=16 --size-max=524288 --no-swap --no-remount"
+    Torture(guest, arguments, where=merged).finish()
+    counters = stats(guest)
+    assert counters["verified_hits"] > FILE_PAGES
+    assert counters["mismatches"] + counters["verify_mismatches"] == 0
 
 
 @pytest.mark.smoke

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Fragments of kernel configurations: the kind's lines win over those of the base."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import debug_kernel
+
+pytestmark = pytest.mark.smoke
+
+
+def test_last_value_wins() -> None:
+    base = "# a comment\nCONFIG_A=y\nCONFIG_B=y\n"
+    assert debug_kernel.merge([base, 'CONFIG_A=n\nCONFIG_C="x=y"\n']) == {
+        "CONFIG_A": "n",
+        "CONFIG_B": "y",
+        "CONFIG_C": '"x=y"',
+    }
+
+
+@pytest.mark.parametrize("kind", sorted(debug_kernel.VENDORS))
+def test_vendor_kernels_have_no_live_patching(kind: str) -> None:
+    texts = [(debug_kernel.FRAGMENTS / f"{name}.config").read_text() for name in ("base", kind)]
+    assert debug_kernel.merge(texts)["CONFIG_LIVEPATCH"] == "n"

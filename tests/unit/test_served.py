@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A kernel series that Debian offers and the driver does not serve is found, by its name."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness import served
+from harness.paths import HarnessError
+
+pytestmark = pytest.mark.smoke
+
+NAMES = {
+    "bookworm": "linux-image-6.1.0-50-cloud-amd64-unsigned",
+    "trixie-backports": "linux-image-7.4.1+deb13-cloud-amd64",
+}
+
+
+def newest(suite: str) -> str:
+    return NAMES.get(suite, "linux-image-6.12.117+deb13-cloud-amd64-unsigned")
+
+
+def rows(*series: str, vendor: str = "Debian") -> list[served.Served]:
+    return [served.Served(f"{name}.", name, vendor, ()) for name in series]
+
+
+def test_missing_series_is_named() -> None:
+    lines, missing = served.compare(rows("6.1", "6.12"), newest)
+    assert missing == ["7.4"]
+    assert [line for line in lines if "MISSING" in line] == [
+        "trixie-backports: 7.4 MISSING (linux-image-7.4.1+deb13-cloud-amd64)"
+    ]
+    assert len(lines) == len(served.SUITES)
+
+
+def test_series_of_another_vendor_is_missing() -> None:
+    others = rows("7.4", vendor="Ubuntu")
+    assert served.compare(rows("6.1", "6.12") + others, newest)[1] == ["7.4"]
+
+
+def test_all_series_are_served() -> None:
+    assert served.compare(rows("6.1", "6.12", "7.4"), newest)[1] == []
+
+
+def test_name_without_series_is_an_error() -> None:
+    with pytest.raises(HarnessError, match="names no kernel series"):
+        served.compare(rows("6.1"), lambda suite: "linux-image-cloud-amd64")
+
+
+def test_rows_of_an_unknown_form_are_an_error() -> None:
+    text = served.SOURCE.read_text()
+    assert len(served.kernels(text)) > 1
+    with pytest.raises(HarnessError, match="unknown form"):
+        served.kernels(text.replace('{ "6.12.", ', '{ /* older */ "6.12.", '))

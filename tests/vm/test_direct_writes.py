@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Direct writes that fail midway, and the marks of files that were written directly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from driver import WHERE, checksums, driver_guest, set_parameter, settle, stats
+from test_files import check_cached
+from test_mounts import Mount, make
+
+from harness.disk import FILE_SYSTEMS
+from harness.guest import Guest, Job
+from harness.kernel import Kernel
+from harness.paths import TESTS, guest_program
+from harness.session import Session
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+DIRECTFAIL = "/bin/directfail"
+DM = "/bin/dm"
+SPECIAL = "/bin/special"
+PROGRAMS = (DIRECTFAIL, DM, SPECIAL)
+PAGE = 4096
+SECTOR = 512
+# How direct writes are issued: see tests/guest/directfail.c.
+WAYS = ("sync", "nowait", "aio", "io_uring")
+# What directfail says of a way that gives up before it writes.
+GAVE_UP = 3
+OLD, NEW = b"A" * PAGE, b"B" * PAGE
+# A database with a file for each of its tables.
+TABLES = 10_000
+# Marks of 2,048 neighbouring inode numbers take a node of 576 bytes, and all marks a quarter of the
+# index: room for two nodes, and files that need more.
+MARKS_ROOM_BYTES = 4 * (2 * 576)
+MANY_MARKS = 6000
+# A sweep that found too little is repeated after 10 s.
+SWEPT_SECONDS = 60.0
+
+
+def boot(session: Session, kernel: Kernel, module: Path, fs: str, *modules: str) -> Guest:
+    return driver_guest(
+        session,
+        kernel,
+        module,
+        fs=FILE_SYSTEMS[fs],
+        cpus=2,
+        modules=[*(["xfs"] if fs == "xfs" else []), *modules],
+        files={path: guest_program(TESTS / f"guest/{Path(path).name}.c") for path in PROGRAMS},
+    )
+
+
+def drop(guest: Guest) -> None:
+    """Compaction empties processors' lists of new pages, whose pages could not be dropped."""
+    guest.sh("sync; echo 1 >/proc/sys/vm/compact_memory; echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+
+
+def make_two_pages(guest: Guest, path: str) -> None:
+    guest.put(path, OLD + OLD)
+    drop(guest)
+
+
+def check_new(guest: Guest, path: str) -> None:
+    """The file is as the disk has it, and comes from the cache again once it was read so."""
+    drop(guest)
+    for _ in range(2):
+        assert guest.get(path) == NEW + OLD, path
+        drop(guest)
+    before = stats(guest)["hits"]
+    assert guest.get(path) == NEW + OLD
+    assert stats(guest)["hits"] - before == 2, "cached again after its pages left the page cache"
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("fs", ["ext4", "xfs"])
+def test_write_that_faults_midway(session: Session, kernel: Kernel, module: Path, fs: str) -> None:
+    """The kernel leaves a clean page that is older than the disk: it is not put."""
+    guest = boot(session, kernel, module, fs)
+    written = 0
+    for way in WAYS:
+        path = f"{WHERE}/{way}"
+        make_two_pages(guest, path)
+        done = guest.run(f"{DIRECTFAIL} {way} {path}", 120)
+        print(done.text)
+        if done.status == GAVE_UP:
+            continue
+        assert done.status == 0, done.text
+        written += 1
+        check_new(guest, path)
+    assert written >= len(WAYS) - 1, "only a write that must not wait may give up"
+
+
+@pytest.mark.parametrize("fs", [pytest.param("ext4", marks=pytest.mark.smoke), "xfs"])
+def test_write_that_the_disk_refuses_midway(
+    session: Session, kernel: Kernel, module: Path, fs: str
+) -> None:
+    """As above, where the second page of the disk cannot be written."""
+    guest = boot(session, kernel, module, fs, "dm_mod", "dm_flakey")
+    guest.sh(f"umount {WHERE}", 60)
+    disk = f"/dev/{guest.disk('data')}"
+    sectors = int(guest.read(f"/sys/class/block/{guest.disk('data')}/size"))
+    whole = f"0 {sectors} linear '{disk} 0'"
+    node = guest.sh(f"{DM} data {whole}").strip()
+    guest.sh(f"mount -t {fs} {node} {WHERE}", 60)
+    for way in ("sync", "aio"):
+        path = f"{WHERE}/{way}"
+        make_two_pages(guest, path)
+        block = int(guest.sh(f"{SPECIAL} block {path} 1"))
+        bad = block * (PAGE // SECTOR)
+        after = bad + PAGE // SECTOR
+        guest.sh(
+            f"{DM} data 0 {bad} linear '{disk} 0' {bad} {after - bad} flakey"
+            f" '{disk} {bad} 0 1 1 error_writes' {after} {sectors - after} linear '{disk} {after}'"
+        )
+        done = guest.run(f"{DIRECTFAIL} {way} {path} device", 120)
+        print(done.text)
+        assert done.status == 0, done.text
+        assert "Input/output error" in done.text
+        guest.sh(f"{DM} data {whole}")
+        check_new(guest, path)
+
+
+def many_open(guest: Guest, count: int) -> Job:
+    """A process that has so many files open that it wrote directly."""
+    guest.sh(f"mkdir -p {WHERE}/tables")
+    tables = guest.start(f"exec {SPECIAL} tables {WHERE}/tables {count}", 600)
+    until(lambda: b"ready" in tables.stdout() or tables.done(), 300, f"{count} files are written")
+    assert not tables.done(), tables.wait().text
+    return tables
+
+
+def wait_swept(mount: Mount) -> None:
+    until(lambda: mount.read("state") == "on", SWEPT_SECONDS, "the marks are swept")
+
+
+def test_many_tables(session: Session, kernel: Kernel, module: Path) -> None:
+    """A database that has 10,000 files open for direct writes costs no other file its cache."""
+    guest = boot(session, kernel, module, "ext4")
+    mount = Mount(guest, WHERE)
+    sums = make(guest, WHERE)
+    check_cached(guest, sums)
+    tables = many_open(guest, TABLES)
+    assert mount.read("state") == "on"
+    check_cached(guest, sums)
+    tables.kill()
+    tables.wait()
+
+
+@pytest.mark.smoke
+def test_marks_that_run_out(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """Files that were written directly and closed keep no mark that another file needs. Where all
+    marks are needed, nothing is put, and what is read is right."""
+    guest = boot(session, kernel, test_module, "ext4")
+    mount = Mount(guest, WHERE)
+    room = MARKS_ROOM_BYTES + stats(guest)["index_bytes"]
+    sums = make(guest, WHERE)
+    victim = f"{WHERE}/victim"
+    guest.put(victim, OLD + OLD)
+    check_cached(guest, sums)
+    drop(guest)
+
+    set_parameter(guest, "test_index_bytes", str(room))
+    guest.sh(f"mkdir {WHERE}/closed && {SPECIAL} direct {WHERE}/closed {MANY_MARKS}", 300)
+    wait_swept(mount)
+
+    tables = many_open(guest, MANY_MARKS)
+    assert mount.read("state").startswith("blocked: ")
+    before = mount.count("puts")
+    assert checksums(guest, list(sums)) == sums
+    drop(guest)
+    assert mount.count("puts") == before
+    done = guest.run(f"{DIRECTFAIL} sync {victim}", 120)
+    assert done.status == 0, done.text
+    drop(guest)
+    assert guest.get(victim) == NEW + OLD
+
+    tables.kill()
+    tables.wait()
+    wait_swept(mount)
+    set_parameter(guest, "test_index_bytes", "0")
+    assert guest.get(victim) == NEW + OLD
+    check_cached(guest, sums)

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Errors of a file system after which a clean page differs from the disk.
+
+ext4 writes data to blocks that count as unwritten and converts them afterwards. The disk below can
+be stopped in between, so that the conversion fails when the data is written.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from driver import WHERE, driver_guest, evict, set_parameter, settle, stats, wait_served
+from test_files import check_cached
+from test_mounts import Mount, make
+
+from harness import disk
+from harness.guest import Guest, Job
+from harness.kernel import Kernel
+from harness.paths import TESTS, HarnessError, guest_program
+from harness.session import Session
+from harness.vm import MIB
+from harness.wait import until
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+DM = "/bin/dm"
+SPECIAL = "/bin/special"
+PAGE = 4096
+SECTORS = PAGE // 512
+PAGES = 16
+NAME = "unwritten"
+PATH = f"{WHERE}/{NAME}"
+DATA = b"A" * PAGE
+NO_JOURNAL = ("-O", "^has_journal")
+# Longer than the test needs; see fail_conversion().
+DELAY_MS = 60_000
+WRITEBACK_SECONDS = 60.0
+SHUTDOWN_SECONDS = 30.0
+EMPTIED_SECONDS = 30.0
+
+
+class Below:
+    """An ext4 on a device-mapper device over the data disk, with a file of unwritten blocks."""
+
+    def __init__(self, session: Session, kernel: Kernel, module: Path, *options: str) -> None:
+        self.image = disk.ext4(session.folder / "data.img", 256 * MIB, None, *options)
+        self.guest = driver_guest(
+            session,
+            kernel,
+            module,
+            cpus=2,
+            disks=[disk.Disk("data", self.image)],
+            modules=["dm_mod", "dm_delay"],
+            files={
+                path: guest_program(TESTS / f"guest/{Path(path).name}.c") for path in (DM, SPECIAL)
+            },
+        )
+        guest = self.guest
+        guest.sh(f"umount {WHERE}", 60)
+        self.disk = f"/dev/{guest.disk('data')}"
+        self.sectors = int(guest.read(f"/sys/class/block/{guest.disk('data')}/size"))
+        self.node = guest.sh(f"{DM} data {self.whole()}").strip()
+        self.mount()
+        guest.sh(f"fallocate -l {PAGES * PAGE} {PATH} && sync")
+
+    def mount(self) -> None:
+        self.guest.sh(f"mount -t ext4 {self.node} {WHERE}", 60)
+        wait_served(self.guest)
+
+    def whole(self) -> str:
+        return f"0 {self.sectors} linear '{self.disk} 0'"
+
+    def except_block(self, block: int, target: str) -> str:
+        """A table that has another target in place of one block of a page."""
+        bad, after = block * SECTORS, (block + 1) * SECTORS
+        return (
+            f"0 {bad} linear '{self.disk} 0' {bad} {SECTORS} {target}"
+            f" {after} {self.sectors - after} linear '{self.disk} {after}'"
+        )
+
+    def write(self, page: int, count: int = 1) -> None:
+        self.guest.put("/tmp/data", DATA * count)
+        self.guest.sh(f"dd if=/tmp/data of={PATH} bs={PAGE} seek={page} conv=notrunc 2>/dev/null")
+
+    def write_back(self) -> Job:
+        """Begins to write the file back to a disk that does not answer."""
+        writing = self.guest.start(f"exec sync {PATH}", 120)
+        until(lambda: self.writeback_kib() > 0, WRITEBACK_SECONDS, "pages are written back")
+        return writing
+
+    def go_on(self, table: str, writing: Job) -> None:
+        self.guest.sh(f"{DM} data {table}")
+        writing.wait()
+        until(lambda: self.writeback_kib() == 0, WRITEBACK_SECONDS, "all is written back")
+
+    def writeback_kib(self) -> int:
+        return int(self.guest.sh("sed -n 's/^Writeback: *//p' /proc/meminfo").split()[0])
+
+
+def extent_block(image: Path) -> int:
+    """The block that has the extents of the file, by the image of an unmounted disk."""
+    done = subprocess.run(
+        ["debugfs", "-R", f"stat /{NAME}", str(image)], check=True, capture_output=True, text=True
+    )
+    found = re.search(r"\(ETB0\):(\d+)", done.stdout)
+    if not found:
+        raise HarnessError(f"no extent block in {done.stdout}")
+    return int(found[1])
+
+
+def fail_conversion(below: Below) -> None:
+    """Page 1 is written, and its extents cannot be read afterwards.
+
+    The file system has no journal, which would hold the extents in memory.
+    """
+    guest = below.guest
+    # Every second page, so that the extents need a block of their own.
+    for page in range(0, PAGES, 2):
+        below.write(page)
+        guest.sh(f"sync {PATH}")
+    data = int(guest.sh(f"{SPECIAL} block {PATH} 0")) + 1
+    guest.sh(f"sync; umount {WHERE}", 60)
+    extents = extent_block(below.image)
+    below.mount()
+    below.write(1)
+    place = f"{below.disk} {data * SECTORS}"
+    # Reads and flushes are not delayed.
+    delay = below.except_block(data, f"delay '{place} 0 {place} {DELAY_MS} {place} 0'")
+    guest.sh(f"{DM} data {delay}")
+    writing = below.write_back()
+    # Compaction empties processors' lists of buffers, whose pages could not be dropped.
+    guest.sh(
+        f"sync {below.node}; echo 1 >/proc/sys/vm/compact_memory; echo 1 >/proc/sys/vm/drop_caches"
+    )
+    # A delay ends when its device is suspended: the conversion asks this table for the extents.
+    below.go_on(below.except_block(extents, "error ''"), writing)
+    print(guest.sh("dmesg | tail -n 4"))
+    assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
+    guest.sh(f"{DM} data {below.whole()}")
+
+
+def read_page(guest: Guest, page: int) -> bytes:
+    guest.sh(f"dd if={PATH} of=/tmp/found bs={PAGE} skip={page} count=1 2>/dev/null")
+    return guest.get("/tmp/found")
+
+
+@pytest.mark.smoke
+def test_conversion_fails(session: Session, kernel: Kernel, module: Path) -> None:
+    """The page is clean and has what was written; the disk reads as zeroes."""
+    below = Below(session, kernel, module, *NO_JOURNAL)
+    guest = below.guest
+    fail_conversion(below)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    assert read_page(guest, 1) == bytes(PAGE)
+    check_cached(guest, make(guest, WHERE))
+
+
+def test_conversion_fails_without_the_hook(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    below = Below(session, kernel, test_module, *NO_JOURNAL)
+    guest = below.guest
+    set_parameter(guest, "test_hooks_off", "conversion")
+    fail_conversion(below)
+    guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+    settle(guest)
+    assert read_page(guest, 1) == DATA, "old bytes: the test sees the fault"
+
+
+def shut_down(below: Below) -> int:
+    """Shuts the file system down between a write and its conversion; returns how many pages were
+    put afterwards."""
+    guest = below.guest
+    below.write(0, PAGES)
+    guest.sh(f"{DM} data suspend")
+    writing = below.write_back()
+    shutting = guest.start(f"exec {SPECIAL} shutdown {WHERE}", 120)
+    # It is seen at its beginning; its end may wait for the disk.
+    until(lambda: "shut down requested" in guest.sh("dmesg"), SHUTDOWN_SECONDS, "shutdown begins")
+    below.go_on(below.whole(), writing)
+    assert shutting.wait().status == 0
+    settle(guest)
+    before = stats(guest)["puts"]
+    guest.sh("echo 1 >/proc/sys/vm/drop_caches")
+    return settle(guest)["puts"] - before
+
+
+@pytest.mark.parametrize(
+    "hooks_off",
+    [pytest.param("", marks=pytest.mark.smoke, id="all"), "journal_abort", "fs_error"],
+)
+def test_shut_down_by_force(
+    session: Session, kernel: Kernel, test_module: Path, hooks_off: str
+) -> None:
+    """Nothing of the file system is put or held any more; either of two reports is enough."""
+    below = Below(session, kernel, test_module)
+    guest, mount = below.guest, Mount(below.guest, WHERE)
+    check_cached(guest, make(guest, WHERE))
+    evict(guest, [f"{WHERE}/made0"])
+    assert mount.count("held_pages") > 0
+    set_parameter(guest, "test_hooks_off", hooks_off)
+    assert shut_down(below) == 0
+    assert mount.read("state") == "blocked: the file system had an error"
+    until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
+
+
+def test_shut_down_without_the_hooks(session: Session, kernel: Kernel, test_module: Path) -> None:
+    below = Below(session, kernel, test_module)
+    set_parameter(below.guest, "test_hooks_off", "journal_abort,fs_error")
+    assert shut_down(below) > 0

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Other users of ftrace in the guest: live patches of functions that the driver hooks, and a kernel
+that gave up on ftrace.
+
+tests/guest/patch takes a function as a live patch does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from driver import (
+    DEADLINE_MS,
+    DISK_BYTES,
+    MODULE,
+    SYSFS,
+    WHERE,
+    Torture,
+    checksums,
+    driver_vm,
+    evict,
+    seed,
+    settle,
+    start_daemon,
+    state,
+    stats,
+    wait_state,
+)
+from test_driver import changed_content
+from test_files import check_cached, make
+
+from harness import disk, module
+from harness.daemon import Daemon
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import TESTS, guest_program
+from harness.session import Session
+from harness.vm import Tmem
+from harness.wait import until
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+
+DM = "/bin/dm"
+PATCH = "/patch.ko"
+XFS = "/xfs"
+# VIRTIO_TMEM_H_EXT4 and VIRTIO_TMEM_H_XFS, and where the bits of file systems begin.
+H_EXT4, H_XFS = 1 << 56, 1 << 57
+H_FIRST = 56
+
+
+def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Guest, Daemon]:
+    """A guest with an ext4 and an xfs, both mounted, and no driver yet."""
+    daemon = start_daemon(session)
+    data = disk.ext4(session.folder / "data.img", DISK_BYTES)
+    xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES)
+    vm = driver_vm(
+        session,
+        kernel,
+        ko,
+        Tmem(daemon.socket("vm1")),
+        cpus=2,
+        disks=[Disk("data", data), Disk("xfs", xfs)],
+        modules=["xfs", *modules],
+        files={PATCH: module.build_patch(kernel), DM: guest_program(TESTS / "guest/dm.c")},
+        tcg_threads="single",  # for loading and unloading, see test_unload_under_load
+    )
+    guest = vm.start()
+    guest.mount("data", WHERE)
+    guest.mount("xfs", XFS, "xfs")
+    return guest, daemon
+
+
+def load(guest: Guest, state_begins: str = "on") -> None:
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
+    wait_state(guest, state_begins)
+
+
+def reported(daemon: Daemon) -> tuple[str, int]:
+    """State and file systems of the last report."""
+    (vm,) = daemon.stats()["vms"]
+    driver = vm["driver"]
+    return (driver["state"], driver["hooks"] >> H_FIRST << H_FIRST) if driver else ("", 0)
+
+
+def see(guest: Guest, path: str) -> None:
+    """The driver learns of a file system from the first page of a file."""
+    guest.sh(f"dd if=/dev/zero of={path} bs=64k count=1 2>/dev/null && sync")
+    guest.sh(f"echo 1 >/proc/sys/vm/drop_caches && cat {path} >/dev/null")
+    settle(guest)
+
+
+def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """The other one is served, and both are named in the state and in the report."""
+    guest, daemon = boot(session, kernel, test_module)
+    guest.insmod(PATCH, "function=xfs_vm_readahead")
+    load(guest)
+    see(guest, f"{WHERE}/seen")
+    see(guest, f"{XFS}/seen")
+    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch has it)"
+    wait_state(guest, f"on: {reason}")
+    check_cached(guest, make(guest, f"{WHERE}/f"))
+    assert guest.sh(f"ls {SYSFS}/mounts | wc -l").strip() == "1"
+    until(lambda: reported(daemon) == ("on", H_EXT4), 30, "the report names ext4 alone")
+
+    # If none can be hooked the driver is off.
+    guest.sh(f"rmmod virtio_tmem && umount {WHERE} && umount {XFS} && rmmod patch", 60)
+    guest.insmod(PATCH, "function=ext4_readahead")
+    guest.mount("data", WHERE)
+    load(guest, "o")
+    see(guest, f"{WHERE}/seen")
+    wait_state(guest, "off: ext4: cannot hook its readahead: error -16")
+    until(lambda: reported(daemon) == ("off", 0), 30, "the report says off")
+
+
+def test_unload_beside_a_mount_that_hangs(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """A mount that waits for a dead disk does not hold up rmmod."""
+    guest, _ = boot(session, kernel, test_module, "dm_mod")
+    load(guest)
+    guest.sh(f"umount {XFS}", 60)
+    device = guest.disk("xfs")
+    sectors = guest.read(f"/sys/class/block/{device}/size")
+    node = guest.sh(f"{DM} dead 0 {sectors} linear '/dev/{device} 0'").strip()
+    guest.sh(f"{DM} dead suspend")
+    mount = guest.start(f"echo $$ >/tmp/mount.pid; exec mount -t ext4 {node} {XFS}", 600)
+
+    def asleep() -> bool:
+        done = guest.run("cat /proc/$(cat /tmp/mount.pid)/stack")
+        return "get_tree" in done.text
+
+    until(asleep, 60, "mount waits for the disk")
+    guest.sh("rmmod virtio_tmem", 60)
+    assert not mount.done()
+    guest.sh(f"{DM} dead 0 {sectors} linear '/dev/{device} 0'")
+    assert mount.wait().status != 0, "it is an xfs"
+
+
+def test_unload_after_ftrace_was_killed(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Call sites lead into the module for ever: it is not freed, and caches nothing."""
+    guest, _ = boot(session, kernel, test_module)
+    load(guest)
+    sums = make(guest, f"{WHERE}/f")
+    check_cached(guest, sums)
+    guest.insmod(PATCH, "kill=1")
+    unload = guest.start("rmmod virtio_tmem", 3600)
+    until(lambda: "rmmod does not return" in guest.sh("dmesg"), 60, "rmmod says that it stays")
+    assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
+    # Each of them goes through the module's code.
+    for _ in range(2):
+        guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
+        assert checksums(guest, list(sums)) == sums
+    guest.sh(f"echo 1 >{WHERE}/f && rm {WHERE}/f && umount {WHERE}", 60)
+    guest.mount("data", WHERE)
+    guest.sh(f"ls {WHERE}")
+    assert not unload.done()
+
+
+def switch_hooks(guest: Guest, on: bool) -> int:
+    """Status of the write."""
+    status = guest.run(f"echo {int(on)} >{SYSFS}/hooks_enabled", 120).status
+    assert guest.read(f"{SYSFS}/hooks_enabled") == str(int(on and status == 0))
+    return status
+
+
+def test_live_patch_of_a_hooked_function(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """The hooks are released, the function is patched, and the hooks are taken when it is free."""
+    guest, _ = boot(session, kernel, test_module)
+    load(guest)
+    path = f"{WHERE}/f"
+    check_cached(guest, make(guest, path))
+    held = evict(guest, [path])["index_pages"]
+    for function in ("truncate_inode_pages_range", "ext4_readahead"):
+        patch = f"insmod {PATCH} function={function}"
+        assert "busy" in guest.run(patch).stderr.decode(), "the driver has it"
+
+        assert switch_hooks(guest, False) == 0
+        assert state(guest).startswith("off: hooks are released; ")
+        assert held > 0 and stats(guest)["index_pages"] == 0
+        assert guest.sh(f"ls {SYSFS}/mounts") == ""
+        guest.sh(patch)
+        # What changes now changes unseen.
+        content = changed_content(f"{function} is patched")
+        guest.put(path, content)
+        guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+
+        status = switch_hooks(guest, True)
+        if function == "ext4_readahead":
+            assert status == 0
+            wait_state(
+                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch has it)"
+            )
+            assert switch_hooks(guest, False) == 0
+        else:
+            assert status != 0
+            assert state(guest).startswith(
+                "off: functions cannot be redirected: error -16: a live patch has one"
+            )
+        sums = {path: hashlib.sha256(content).hexdigest()}
+        assert checksums(guest, [path]) == sums
+        guest.sh("rmmod patch")
+        assert switch_hooks(guest, True) == 0
+        wait_state(guest, "on")
+        guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
+        assert checksums(guest, [path]) == sums
+        check_cached(guest, sums)
+        held = evict(guest, [path])["index_pages"]
+    guest.sh("rmmod virtio_tmem", 60)
+
+
+def held_some(guest: Guest, torture: Torture) -> None:
+    until(
+        lambda: stats(guest)["index_pages"] > 20 or torture.job.done(), 120, "some pages are held"
+    )
+
+
+def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+    guest, _ = boot(session, kernel, test_module)
+    load(guest)
+    torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
+    rounds = 0
+    while not torture.job.done() and rounds < 20:
+        held_some(guest, torture)
+        assert switch_hooks(guest, False) == 0
+        assert switch_hooks(guest, True) == 0
+        rounds += 1
+    torture.finish()
+    assert rounds >= 2
+    assert stats(guest)["mismatches"] == 0
+    wait_state(guest, "on")
+
+
+def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module: Path) -> None:
+    """What cannot be released pins the module."""
+    guest, _ = boot(session, kernel, test_module)
+    load(guest)
+    sums = make(guest, f"{WHERE}/f")
+    guest.insmod(PATCH, "kill=1")
+    assert guest.run(f"echo 0 >{SYSFS}/hooks_enabled", 120).status != 0
+    assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
+    assert guest.run("rmmod virtio_tmem").status != 0, "it is in use"
+    guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
+    assert checksums(guest, list(sums)) == sums

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Mounts that the driver refuses: encrypted or verified devices below, and untested geometries."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from driver import (
+    DEADLINE_MS,
+    DISK_BYTES,
+    MODULE,
+    driver_guest,
+    settle,
+    state,
+    wait_state,
+)
+from test_driver import changed_content
+from test_files import check_cached, there
+from test_mounts import Mount
+
+from harness import disk
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.paths import TESTS, guest_program
+from harness.session import Session
+from harness.vm import MIB
+from harness.wait import until
+
+pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
+
+DM = "/bin/dm"
+INNER = "/inner"
+SECTOR = 512
+BLOCK = 4096
+OTHER_BYTES = 64 * MIB
+SECTORS = OTHER_BYTES // SECTOR
+# A key for AES-256 in XTS mode, in hexadecimal; any will do.
+KEY = "0123456789abcdef" * 8
+CRYPTO = ("xts", "ecb", "aes_generic", "sha256_generic")
+CRYPT_REASON = "dm-0 has a crypt target; allow_encrypted=1"
+
+
+def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
+    """A guest with a served ext4 at /mnt, and a disk for each image that is named."""
+    image = disk.ext4(session.folder / "data.img", DISK_BYTES)
+    return driver_guest(
+        session,
+        kernel,
+        module,
+        cpus=2,
+        disks=[Disk("data", image), *(Disk(name, path) for name, path in more.items())],
+        modules=there(kernel, *CRYPTO, *modules),
+        files={DM: guest_program(TESTS / "guest/dm.c")},
+    )
+
+
+def reload(guest: Guest, parameters: str) -> None:
+    guest.sh("rmmod virtio_tmem", 60)
+    guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0 {parameters}")
+    wait_state(guest, "on")
+
+
+def write(guest: Guest, path: str) -> dict[str, str]:
+    content = changed_content(path)
+    guest.put(path, content)
+    guest.sh("sync")
+    return {path: hashlib.sha256(content).hexdigest()}
+
+
+def known(guest: Guest) -> Mount:
+    """The mount at INNER, as soon as the driver knows it: an xfs from the first page of a file."""
+    mount = Mount(guest, INNER)
+    path = guest.sh(f"find {INNER} -type f -size +8k").split()[0]
+
+    def there_is() -> bool:
+        guest.sh(f"cat {path} >/dev/null && sync && echo 1 >/proc/sys/vm/drop_caches", 60)
+        settle(guest)
+        return guest.run(f"test -d {mount.path}").status == 0
+
+    until(there_is, 60, f"the driver knows {INNER}")
+    return mount
+
+
+def check_refused(guest: Guest, reason: str) -> None:
+    """The file system at INNER is named with a reason, and nothing of it is put."""
+    mount = known(guest)
+    mount.wait("refused: ")
+    assert reason in mount.read("state")
+    number = mount.path.rpartition("/")[2]
+    assert f"{number} is refused: " in state(guest) and reason in state(guest)
+    assert state(guest).startswith("on: "), "the other one is served"
+    assert mount.count("puts") == mount.count("gets") == 0
+    # Not even after its switch was used.
+    mount.switch(False)
+    mount.switch(True)
+    mount.wait("refused: ")
+    assert known(guest).count("puts") == 0
+
+
+def check_served(guest: Guest) -> None:
+    path = f"{INNER}/served"
+    check_cached(guest, write(guest, path))
+    assert Mount(guest, INNER).read("state") == "on"
+    guest.sh(f"rm {path}")
+
+
+def gone(guest: Guest) -> None:
+    """Unmounted, the file system is not in the state any more."""
+    guest.sh(f"umount {INNER}", 60)
+    assert state(guest) == "on"
+
+
+def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> None:
+    other = disk.blank(session.folder / "other.img", OTHER_BYTES)
+    guest = boot(session, kernel, module, "dm_mod", "dm_crypt", "raid1", "loop", other=other)
+    device = f"/dev/{guest.disk('other')}"
+    secret = guest.sh(f"{DM} secret 0 {SECTORS} crypt 'aes-xts-plain64 {KEY} 0 {device} 0'").strip()
+    guest.sh(f"mkdir {INNER} && mke2fs -q {secret} && mount -t ext4 {secret} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, CRYPT_REASON)
+    gone(guest)
+
+    # A part of the table is enough, and so is any level below.
+    half = SECTORS // 2
+    linear = guest.sh(
+        f"{DM} upper 0 {half} linear '{device} 0' {half} {half} linear '{secret} {half}'"
+    ).strip()
+    guest.sh(f"mke2fs -q {linear} && mount -t ext4 {linear} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, CRYPT_REASON)
+    gone(guest)
+
+    # An array without a superblock, made by hand.
+    number = guest.read(f"/sys/block/{linear.rpartition('/')[2]}/dev")
+    name = linear.rpartition("/")[2]
+    guest.sh(
+        "echo md7 >/sys/module/md_mod/parameters/new_array && cd /sys/block/md7/md &&"
+        " echo none >metadata_version && echo raid1 >level && echo 1 >raid_disks &&"
+        f" echo {OTHER_BYTES // 1024} >component_size && echo {number} >new_dev &&"
+        f" echo 0 >dev-{name}/slot && echo active >array_state"
+    )
+    guest.sh(f"mount -t ext4 /dev/md7 {INNER}", 60)
+    check_refused(guest, CRYPT_REASON)
+    gone(guest)
+
+    # A loop device's file may be on the encrypted disk.
+    guest.sh(f"mount -t ext4 /dev/md7 {INNER}", 60)
+    guest.sh(f"truncate -s 16M {INNER}/image && losetup /dev/loop0 {INNER}/image")
+    guest.sh("mkdir /loop && mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /loop", 60)
+    write(guest, "/loop/f")
+    until(lambda: "7:0 is refused: " in state(guest), 30, "the loop device is refused")
+    guest.sh("umount /loop && losetup -d /dev/loop0", 60)
+
+    # Known when the module is loaded, too; and the operator may want it.
+    reload(guest, "")
+    check_refused(guest, CRYPT_REASON)
+    reload(guest, "allow_encrypted=1")
+    check_served(guest)
+
+
+def verity_tree(data: bytes) -> tuple[bytes, str]:
+    """The hash tree of dm-verity, version 1 without salt, and its root hash."""
+    levels = [data]
+    while len(levels[-1]) > BLOCK:
+        below = levels[-1]
+        hashes = b"".join(
+            hashlib.sha256(below[at : at + BLOCK]).digest() for at in range(0, len(below), BLOCK)
+        )
+        levels.append(hashes + bytes(-len(hashes) % BLOCK))
+    return b"".join(reversed(levels[1:])), hashlib.sha256(levels[-1]).hexdigest()
+
+
+def test_verified_device(session: Session, kernel: Kernel, module: Path) -> None:
+    tree = session.folder / "tree"
+    tree.mkdir()
+    (tree / "f").write_bytes(changed_content("f"))
+    image = disk.ext4(session.folder / "other.img", 16 * MIB, tree)
+    hashes, root = verity_tree(image.read_bytes())
+    (session.folder / "hashes.img").write_bytes(hashes)
+    guest = boot(
+        session,
+        kernel,
+        module,
+        "dm_mod",
+        "dm_verity",
+        other=image,
+        hashes=session.folder / "hashes.img",
+    )
+    data, tree_device = (f"/dev/{guest.disk(name)}" for name in ("other", "hashes"))
+    blocks = image.stat().st_size // BLOCK
+    node = guest.sh(
+        f"{DM} proved 0 {blocks * BLOCK // SECTOR} verity"
+        f" '1 {data} {tree_device} {BLOCK} {BLOCK} {blocks} 0 sha256 {root} -'"
+    ).strip()
+    guest.sh(f"mkdir {INNER} && mount -t ext4 -o ro,noload {node} {INNER}", 60)
+    check_refused(guest, "dm-0 has a verity target; allow_encrypted=1")
+    gone(guest)
+
+
+def test_plain_stack(session: Session, kernel: Kernel, module: Path) -> None:
+    """Linear on linear is served, also beside an encrypted disk."""
+    other = disk.blank(session.folder / "other.img", OTHER_BYTES)
+    guest = boot(session, kernel, module, "dm_mod", "dm_crypt", other=other)
+    device = f"/dev/{guest.disk('other')}"
+    half = SECTORS // 2
+    lower = guest.sh(f"{DM} lower 0 {half} linear '{device} 0'").strip()
+    upper = guest.sh(f"{DM} upper 0 {half} linear '{lower} 0'").strip()
+    guest.sh(f"{DM} swap 0 {half} crypt 'aes-xts-plain64 {KEY} 0 {device} {half}'")
+    guest.sh(f"mkdir {INNER} && mke2fs -q {upper} && mount -t ext4 {upper} {INNER}", 60)
+    check_served(guest)
+    assert state(guest) == "on"
+
+
+def test_untested_geometry(session: Session, kernel: Kernel, module: Path) -> None:
+    two = disk.ext4(session.folder / "two.img", OTHER_BYTES, None, "-b", "2048")
+    real = disk.blank(session.folder / "real.img", OTHER_BYTES)
+    xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES, "-r", f"rtdev={real}")
+    guest = boot(session, kernel, module, "xfs", two=two, xfs=xfs, real=real)
+    nodes = {name: f"/dev/{guest.disk(name)}" for name in ("two", "xfs", "real")}
+    guest.sh(f"mkdir {INNER} && mount -t ext4 {nodes['two']} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, "blocks of 2048 bytes are not tested; allow_untested=1")
+    gone(guest)
+    guest.sh(f"mount -t xfs -o rtdev={nodes['real']} {nodes['xfs']} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, "a realtime or zoned xfs is not tested; allow_untested=1")
+    reload(guest, "allow_untested=1")
+    known(guest).wait("on")
+    check_served(guest)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""A point release that was not tested is served, has more hits compared, and says so."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from driver import (
+    PARAMETERS,
+    WHERE,
+    driver_guest,
+    evict,
+    growth,
+    load,
+    set_parameter,
+    state,
+    stats,
+)
+
+from harness import served
+from harness.guest import Guest
+from harness.kernel import Kernel
+from harness.session import Session
+
+pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
+
+# A put ring has room for the pages of one.
+FILES = [f"{WHERE}/{number}" for number in range(12)]
+# TMEM_VERIFY_FIRST_HITS, TMEM_VERIFY_EVERY_HITS and TMEM_VERIFY_UNTESTED_HITS of verify.c.
+FIRST_HITS = 1000
+TESTED_EVERY = 1024
+UNTESTED_EVERY = 64
+
+
+def release(guest: Guest) -> str:
+    """The point release of a Debian kernel."""
+    return guest.sh("uname -v").split("Debian ", 1)[1].split("-", 1)[0]
+
+
+def note(guest: Guest, share: str) -> str:
+    return f"on: kernel {release(guest)} is not tested, {share} compared"
+
+
+def write_files(guest: Guest) -> None:
+    # The driver samples folios. Without readahead each folio that is read is one page.
+    guest.sh(f"echo 0 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
+    for path in FILES:
+        guest.sh(f"dd if=/dev/urandom of={path} bs=1M count=1 2>/dev/null")
+        evict(guest, [path])
+
+
+def sectors_read(guest: Guest) -> int:
+    """Sectors of 512 bytes that were read from the data disk."""
+    return int(guest.read(f"/sys/block/{guest.disk('data')}/stat").split()[2])
+
+
+def read_again(guest: Guest) -> tuple[int, int]:
+    """Reads the evicted files; returns the hits, and how many of them were compared.
+
+    Prints what the reading cost: docs/guest-support.md has these figures.
+    """
+    before, sectors, begun = stats(guest), sectors_read(guest), time.monotonic()
+    grown = growth(before, evict(guest, FILES))
+    seconds = time.monotonic() - begun
+    assert guest.read(f"{PARAMETERS}/verify_voided") == "0", "nothing writes to the files"
+    print(
+        f"{grown['hits']} hits, {grown['verified_hits']} compared,"
+        f" {sectors_read(guest) - sectors} sectors, {seconds:.2f} s,"
+        f" gets waited {grown['waits_us']} us"
+    )
+    return grown["hits"], grown["verified_hits"]
+
+
+def read_first_hits(guest: Guest) -> None:
+    """Reads the files until the first hits of the file system, which are all compared, are over.
+
+    Files that were just written may have large folios, of which only the first pages are put.
+    """
+    seen = compared = 0
+    while seen <= FIRST_HITS:
+        hits, more = read_again(guest)
+        assert hits > 0
+        seen, compared = seen + hits, compared + more
+    assert compared > FIRST_HITS // 2, "the first hits are compared"
+
+
+def check_share(hits: int, compared: int, every: int) -> None:
+    # Hits are counted through all readings: each may begin just before or after a compared hit.
+    assert abs(compared - hits / every) <= 1, f"{compared} of {hits} hits"
+
+
+@pytest.mark.smoke
+def test_more_hits_are_compared(session: Session, kernel: Kernel, test_module: Path) -> None:
+    guest = driver_guest(session, kernel, test_module, parameters="test_untested_release=1")
+    assert state(guest) == note(guest, "one hit in 64 is")
+    write_files(guest)
+    read_first_hits(guest)
+    hits, compared = read_again(guest)
+    assert hits > 2 * TESTED_EVERY
+    check_share(hits, compared, UNTESTED_EVERY)
+
+    # The operator's value wins, and the state has it.
+    for every in (1024, 512):
+        set_parameter(guest, "verify_every", f"{every}")
+        assert state(guest) == note(guest, f"one hit in {every} is")
+        check_share(*read_again(guest), every)
+    set_parameter(guest, "verify_every", "0")
+    assert state(guest) == note(guest, "no hit is")
+    assert read_again(guest)[1] == 0
+    assert stats(guest)["verify_mismatches"] == 0
+
+
+@pytest.mark.smoke
+def test_operators_value_wins_at_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+    guest = driver_guest(
+        session, kernel, test_module, parameters="test_untested_release=1 verify_every=256"
+    )
+    assert state(guest) == note(guest, "one hit in 256 is")
+    write_files(guest)
+    check_share(*read_again(guest), 256)
+
+
+@pytest.mark.smoke
+def test_tested_release(session: Session, kernel: Kernel, module: Path) -> None:
+    """Without a note, and with the usual sample, if this release is listed."""
+    guest = driver_guest(session, kernel, module, parameters="")
+    listed = {name for row in served.kernels() for name in row.releases}
+    tested = release(guest) in listed
+    assert state(guest) == ("on" if tested else note(guest, "one hit in 64 is"))
+    write_files(guest)
+    read_first_hits(guest)
+    check_share(*read_again(guest), TESTED_EVERY if tested else UNTESTED_EVERY)
+    # Loading again starts from the sources' list.
+    guest.sh("umount /mnt && rmmod virtio_tmem")
+    load(guest, "allow_untested=1")
+    assert state(guest) == ("on" if tested else note(guest, "one hit in 64 is"))
