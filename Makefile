@@ -9,8 +9,8 @@ PYTHON = tests/python
 PYTEST = cd tests && ./python -m pytest unit vm
 
 .DELETE_ON_ERROR:
-.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
-	check-guest-long check-all check-kernel-debug check-miri check-sim check-sim-long \
+.PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
+	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
 	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
 
@@ -49,6 +49,9 @@ bench-path: deps ## the path from a virtqueue to the engine and back, beside zra
 bench-timing: deps ## whether a guest can tell by time what a VM of another trust domain has; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- timing $(ARGS)
 
+bench-slice: deps ## how long a VM waits for a page beside another that keeps the worker busy; ARGS="--json"
+	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- slice $(ARGS)
+
 bench-vms: deps ## 256 VMs on one daemon: what it takes, a storm of connections, a large one that leaves; ARGS="--help"
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmem-bench
 	host-daemon/target/release/tmem-bench vms $(ARGS)
@@ -83,6 +86,9 @@ check-ops: deps-test all ## commands, a VM's figures, metrics before a real Prom
 	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
 	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_figures.py
 
+check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series that the driver does not serve
+	@tests/kernel newest
+
 DURATION ?= 2h
 KERNELS ?= $(KERNEL)
 check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (KERNELS=6.12)
@@ -91,18 +97,22 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 # Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-6.12-1` one.
 # Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
 # with the others, all but what is about QEMU and the tests themselves.
-VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5
+VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5 \
+	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
 SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri fuzz
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
+# Kernels with the configuration of other vendors, built in the same way.
+VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
 # Of all these .ci/run takes as many as fit, in turn; not what needs a nightly compiler, and not the
 # kernels that are built first.
-TURNS = $(filter-out miri fuzz,$(SHARDS))
+# Those of 7.3 join when each has passed once: test_core::test_suspend did not end there.
+TURNS = $(filter-out miri fuzz vm-7.3-%,$(SHARDS))
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
 
-.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING)) shards
+.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING) $(VENDORS)) shards
 shards: ## names of the shards that take turns in .ci/run
 	@echo $(TURNS)
 
@@ -118,6 +128,10 @@ $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 $(addprefix shard-,$(CHECKING)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_debug_kernel.py
+
+$(addprefix shard-,$(VENDORS)): shard-kernel-%: deps-test all
+	tests/kernel prepare $* --key release
+	cd tests && ./python -m pytest --kernel $* vm/test_vendor_config.py
 
 check-kernel-debug: shard-kernel-debug ## the torture on a kernel with lockdep, KASAN and kmemleak
 
