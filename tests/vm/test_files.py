@@ -294,6 +294,11 @@ def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
     assert stats(guest)["hits"] == before["hits"]
 
 
+# The stock kernel gives this warning once per boot, with no module loaded, when memory.reclaim
+# evicts an overlayfs inode whose ext4 inode is dirty. See docs/guest-tests.md, "Left out".
+OVERLAY_FAULT = r"WARNING: .* ext4_write_inode\+"
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_overlayfs(session: Session, kernel: Kernel, module: Path, kind: str) -> None:
@@ -305,6 +310,7 @@ def test_overlayfs(session: Session, kernel: Kernel, module: Path, kind: str) ->
         fs=FILE_SYSTEMS[kind], cpus=2, modules=["overlay", *there(kernel, "xfs")],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
         parameters="verify_every=1",
+        known_faults=OVERLAY_FAULT,
     )  # fmt: skip
     lower, upper, work, merged = (f"{WHERE}/{name}" for name in ("lower", "upper", "work", "all"))
     guest.sh(f"mkdir {lower} {upper} {work} {merged}")
