@@ -105,6 +105,26 @@ fn tables() {
             &[0, 0],
         ),
         (
+            "MiB of the example of docs/quotas.md: db, web, ci",
+            8192,
+            &[
+                quota(1024, None, 100),
+                quota(0, None, 200),
+                quota(0, Some(1024), 100),
+            ],
+            &[3072, 4096, 1024],
+        ),
+        (
+            "the same in a pool of half the size",
+            4096,
+            &[
+                quota(1024, None, 100),
+                quota(0, None, 200),
+                quota(0, Some(1024), 100),
+            ],
+            &[1792, 1536, 768],
+        ),
+        (
             "the largest",
             u64::MAX,
             &[quota(u64::MAX, None, u32::MAX), quota(0, None, u32::MAX)],
