@@ -18,10 +18,11 @@ from harness.kernel import Kernel
 from harness.paths import HarnessError, qemu_binary
 from harness.process import Process, tail
 from harness.qmp import Qmp, QmpError
-from harness.wait import Deadline, until
+from harness.wait import Deadline, WaitTimeout, until
 
 MIB = 1 << 20
 END_SECONDS = 20.0  # a QEMU that closed its sockets, until it has written its core
+REPLY_SECONDS = 5.0  # the agent of a guest that runs, to a connection that works
 BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
 
 # A console that shows one of these is a failed test, whatever else it saw. KCSAN reports the
@@ -242,6 +243,27 @@ class Vm:
         self.guest.start("reboot -f")
         self.qmp.wait_event("RESET", 30, mark)
         return self._booted_again(before)
+
+    def suspend(self) -> Guest:
+        """Suspends the guest to RAM, wakes it up and connects to its agent again.
+
+        On resume, Linux 7.3 loses the message that the host has the agent's port open, because
+        virtcons_restore() offers its buffers too late. QEMU sends that message at each
+        connection, so a connection without an answer is replaced by another one.
+        """
+        mark = self.qmp.events_seen()
+        self.guest.start("echo mem >/sys/power/state")
+        self.qmp.wait_event("SUSPEND", 30, mark)
+        self.qmp.execute("system_wakeup")
+        self.qmp.wait_event("WAKEUP", 30, mark)
+
+        def connected() -> Guest | None:
+            try:
+                return self.connect(REPLY_SECONDS)
+            except WaitTimeout:
+                return None
+
+        return until(connected, BOOT_SECONDS, f"{self.name}: the guest's agent answers")
 
     def _booted_again(self, before: str) -> Guest:
         guest = self.connect()

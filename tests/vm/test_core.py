@@ -493,11 +493,7 @@ def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
     evict(guest, list(files))
     assert daemon.stats()["pool"]["pages"] > PAGES
     before = stats(guest)
-    mark = vm.qmp.events_seen()
-    job = guest.start("echo mem >/sys/power/state", 60)
-    vm.qmp.wait_event("SUSPEND", 30, mark)
-    vm.qmp.execute("system_wakeup")
-    job.wait().check()
+    guest = vm.suspend()
     wait_state(guest, "on")
     after = stats(guest)
     assert after["index_pages"] == 0
