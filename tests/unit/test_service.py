@@ -52,7 +52,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     if reason := systemd.why_not():
         pytest.skip(f"no systemd of our own here: {reason}")
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
-    # As docs/operating.md and the package do.
+    # As docs/install.md and the package do.
     shutil.copy(SOURCES / UNIT, host.units)
     shutil.copy(host_binary("tmemd"), host.folder / "sbin/tmemd")
     sysusers = (SOURCES / "virtio-tmem.sysusers").read_text()

@@ -295,7 +295,8 @@ def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 # The stock kernel gives this warning once per boot, with no module loaded, when memory.reclaim
-# evicts an overlayfs inode whose ext4 inode is dirty. See docs/guest-tests.md, "Left out".
+# evicts an overlayfs inode whose ext4 inode is dirty. See docs/guest-tests.md,
+# "Kernel faults that the tests avoid".
 OVERLAY_FAULT = r"WARNING: .* ext4_write_inode\+"
 
 

@@ -205,7 +205,7 @@ fn family(name: &str, row: &Statistic) -> Family {
     let figures = STATISTICS.iter().filter(|other| other.metric().0 == name);
     let help = match (row.metric().1, figures.count()) {
         (Some((key, _)), 2..) => {
-            format!("by {key}: docs/statistics.md has the meaning of each")
+            format!("by {key}; docs/statistics.md explains each value")
         }
         _ => row.meaning.into(),
     };

@@ -54,34 +54,34 @@ const fn key(
 /// All keys of the file.
 #[rustfmt::skip]
 pub const KEYS: &[Key] = &[
-    key("pool_size", ("size", "none: it must be given"), true, "memory of the pool, metadata included"),
-    key("host_free_min", ("size", "a 32nd of the host, at most 1GiB"), true, "memory that the pool leaves available on the host; 0: none. With `memory_pressure = \"none\"`, too, it never gives way"),
-    key("memory_pressure", ("path, or none", "/proc/pressure/memory"), false, "how long tasks wait for memory, for which the pool gives way, too: the host's file, or that of a control group"),
+    key("pool_size", ("size", "none: it must be given"), true, "size of the pool, including metadata"),
+    key("host_free_min", ("size", "a 32nd of the host, at most 1GiB"), true, "memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none` as well, the pool never shrinks for the host"),
+    key("memory_pressure", ("path, or none", "/proc/pressure/memory"), false, "pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a control group. The pool also shrinks when tasks wait"),
     key("workers", ("threads", "half the processors, 2 to 8"), false, "threads that answer requests"),
-    key("background_threads", ("1 to 64", "a quarter of the processors, 1 to 8"), false, "threads that find equal pages, compress, and make room, while no guest waits; too few of them, and `refused nursery` grows"),
-    key("event_loop", ("auto, epoll or io_uring", "auto"), false, "what workers sleep in; auto is io_uring, or epoll where the kernel does not give it"),
-    key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker looks at a virtqueue that has run dry before it asks for a kick, if its guest was that quick before; 0: never"),
-    key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put and get in a second; what it asks for beyond that is refused or missed at once. Flushes count, and are always done. 0: as many as it likes"),
+    key("background_threads", ("1 to 64", "a quarter of the processors, 1 to 8"), false, "threads that find equal pages, compress and release memory while no guest waits. With too few threads, `refused nursery` grows"),
+    key("event_loop", ("auto, epoll or io_uring", "auto"), false, "how workers wait for events. auto: io_uring, or epoll if the kernel does not allow io_uring"),
+    key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last pause was that short. 0: never"),
+    key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put and get in a second. Puts and gets above it are refused or missed at once. Flushes count, too, and are always executed. 0: no limit"),
     key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
-    key("control_group", ("text", "the daemon's group"), false, "whose members may use that socket: a group's name in /etc/group, or its number"),
-    key("control_read_only", ("path", "none"), false, "socket of its methods that only read"),
-    key("control_read_only_group", ("text", "the daemon's group"), false, "whose members may use that one; give it to a group that may look and nothing else"),
-    key("run_folder", ("path", "the folder of control"), false, "where sockets of VMs that are added lie, and what is noted of them"),
-    key("log", ("filter", "info"), true, "what is logged: error, warn, info, debug, or a filter as `info,tmemd::pressure=debug`; the environment's TMEMD_LOG comes first"),
-    key("vm", ("tables", "none"), true, "VMs that are served from the start, a `[[vm]]` each; others are added by libvirt's hook. Of a reload only their quotas hold at once"),
+    key("control_group", ("text", "the daemon's group"), false, "group whose members may use the control socket: its name in /etc/group, or its number"),
+    key("control_read_only", ("path", "none"), false, "read-only socket of the control interface"),
+    key("control_read_only_group", ("text", "the daemon's group"), false, "group whose members may use the read-only socket. Use a group without other rights"),
+    key("run_folder", ("path", "the folder of control"), false, "run folder: directory of the sockets of VMs that are added, and of the VM store"),
+    key("log", ("filter", "info"), true, "log level error, warn, info or debug, or a filter such as `info,tmemd::pressure=debug`. The environment variable TMEMD_LOG takes precedence"),
+    key("vm", ("tables", "none"), true, "VMs that are served from the start, one `[[vm]]` table each; libvirt's hook adds others. A reload applies only their quotas"),
 ];
 
 /// And those of a `[[vm]]`.
 #[rustfmt::skip]
 pub const VM_KEYS: &[Key] = &[
-    key("name", ("text", "none: it must be given"), false, "1 to 64 letters, digits or any of - _ . : @ +"),
-    key("socket", ("path", "none: it must be given"), false, "its vhost-user socket"),
-    key("owner", ("text", "the daemon's user"), false, "whom its QEMU runs as, who may connect: a user's name in /etc/passwd, or its number"),
-    key("uuid", ("text", "none"), false, "as libvirt knows it"),
-    key("trust_domain", ("text", "none: it shares with nobody"), false, "VMs of equal domains share equal pages"),
-    key("reserve", ("size", "0"), true, "entitled to this before others share the rest"),
-    key("limit", ("size", "none"), true, "never charged more than this"),
-    key("weight", ("0 to 10000", "100"), true, "share of what nobody has reserved"),
+    key("name", ("text", "none: it must be given"), false, "name of the VM: 1 to 64 letters, digits or any of - _ . : @ +"),
+    key("socket", ("path", "none: it must be given"), false, "path of the VM's vhost-user socket"),
+    key("owner", ("text", "the daemon's user"), false, "user of the VM's QEMU, who may connect: a name in /etc/passwd, or a number"),
+    key("uuid", ("text", "none"), false, "UUID of the libvirt domain"),
+    key("trust_domain", ("text", "none: it shares with nobody"), false, "trust domain: VMs with the same name share equal pages"),
+    key("reserve", ("size", "0"), true, "memory to which the VM is entitled before others share the rest"),
+    key("limit", ("size", "none"), true, "maximum charge of the VM"),
+    key("weight", ("0 to 10000", "100"), true, "the VM's share of memory that is not reserved"),
 ];
 
 /// What a file says; what it does not say is None.
