@@ -11,7 +11,7 @@ PYTEST = cd tests && ./python -m pytest unit vm
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
 	check-guest-long check-all check-newest check-kernel-debug check-miri check-sim check-sim-long \
-	lint lint-rust lint-c lint-shell lint-python lint-licence test-rust \
+	lint lint-rust lint-c lint-shell lint-python lint-prose lint-licence test-rust \
 	test-driver fuzz fuzz-guests clean
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
@@ -158,7 +158,7 @@ shard-fuzz:
 	scripts/deps fuzz
 	host-daemon/fuzz/run 3
 
-lint: lint-rust lint-c lint-shell lint-python lint-licence
+lint: lint-rust lint-c lint-shell lint-python lint-prose lint-licence
 
 lint-rust:
 	cargo fmt --manifest-path host-daemon/Cargo.toml --all --check
@@ -172,9 +172,12 @@ lint-shell:
 	git ls-files | xargs -r awk 'FNR == 1 && /^#!.*[\/ ](ba)?sh$$/ { print FILENAME }' | xargs -r shellcheck
 
 lint-python:
-	cd tests && ./python -m ruff check . ../qemu-dev/tests
-	cd tests && ./python -m ruff format --check . ../qemu-dev/tests
+	cd tests && ./python -m ruff check . ../qemu-dev/tests ../scripts/lint-prose
+	cd tests && ./python -m ruff format --check . ../qemu-dev/tests ../scripts/lint-prose
 	cd tests && MYPYPATH=vm ./python -m mypy harness demo.py bench_guest.py bench_density.py bench_life.py long.py conftest.py kernel unit vm
+
+lint-prose:
+	scripts/lint-prose
 
 lint-licence:
 	scripts/lint-licence
