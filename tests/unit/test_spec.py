@@ -72,7 +72,7 @@ def test_where_it_is_kept_and_shown(rule: str) -> None:
 def test_names_are_looked_up() -> None:
     """What is not there is not found."""
     spec = "tests/unit/test_spec.py"
-    chain = "tmemd/src/chain.rs"
+    chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")
     assert is_test(spec, "test_names_are_looked_up") and not is_test(spec, "rules")
     assert is_there(chain, "fill") and not is_test(chain, "fill")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.smoke
 
 UNIT = ROOT / "host-daemon/tmemd/tmemd.service"
 GUIDE = ROOT / "docs/operating.md"
-WATCHDOG = ROOT / "host-daemon/tmemd/src/watchdog.rs"
+WATCHDOG = ROOT / "host-daemon/tmemd/src/host/watchdog.rs"
 
 
 def settings() -> dict[str, str]:

@@ -83,7 +83,7 @@ const fn row(
     }
 }
 
-const VM: &str = "tmemd/src/vm.rs";
+const VM: &str = "tmemd/src/vm/state.rs";
 const STATE: &str = "tmem-pool/src/state.rs";
 const TENANT: &str = "tmem-pool/src/tenant.rs";
 const ENTRY: &str = "tmem-pool/src/entry.rs";
@@ -91,10 +91,10 @@ const GAIN: &str = "tmem-pool/src/gain.rs";
 const POOL: &str = "tmem-pool/src/pool.rs";
 const HEAP: &str = "tmem-pool/src/heap/mod.rs";
 const BLOB: &str = "tmem-pool/src/blob.rs";
-const PRESSURE: &str = "tmemd/src/pressure.rs";
-const USAGE: &str = "tmemd/src/usage.rs";
-const FIGURES: &str = "tmemd/src/statistics.rs";
-const GUEST: &str = "tmemd/src/execute.rs";
+const PRESSURE: &str = "tmemd/src/host/pressure.rs";
+const USAGE: &str = "tmemd/src/host/usage.rs";
+const FIGURES: &str = "tmemd/src/control/statistics.rs";
+const GUEST: &str = "tmemd/src/queue/execute.rs";
 
 use Export::{Exact, No, Steps};
 use Kind::{Counter, Gauge, Histogram, Text};

@@ -18,7 +18,7 @@ use tmem_pool::{
     GetResult, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
 };
 use tmemd::VmConfig;
-use tmemd::events::{Events, Subscription};
+use tmemd::events::bus::{Events, Subscription};
 use tmemd::parts::{
     Device, Hands, HungUp, Janitor, Outside, Peer, Session, Shared, Told, Vm, Workers,
 };

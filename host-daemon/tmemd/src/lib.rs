@@ -36,64 +36,29 @@
 //! is that of its size. Who tells an event holds the list of subscribers and one's queue, and nothing
 //! is taken under them; above them, and the VM's name, is the lock of what a VM's limit has waiting.
 
-pub mod account;
-mod bell;
-mod bucket;
-mod chain;
 pub mod config;
-mod connection;
 mod control;
-mod credentials;
 mod daemon;
-mod device;
-mod dirty;
-mod epoll;
-mod event_limit;
 pub mod events;
-mod execute;
-pub mod file;
-mod janitor;
-mod latency;
-mod log_limit;
-mod lost;
-mod mapping;
+pub mod host;
 mod memory;
-mod notes;
-mod outside;
-mod peer;
-mod poller;
-mod polling;
-pub mod pressure;
-pub mod pulse;
-mod rate;
-mod recorder;
-mod registry;
-mod reply;
-pub mod request;
-mod run_queue;
-pub mod sandbox;
-mod slice;
-mod snapshot;
-mod sockets;
-mod statistics;
-mod uring;
-mod usage;
+pub mod queue;
+mod socket;
+mod util;
+mod vhost;
 mod vm;
-mod vring;
-pub mod watchdog;
-mod worker;
 
-pub use config::{Config, ConfigError, PressureConfig, TraceConfig, VmConfig};
-pub use daemon::{Daemon, StartError};
+pub use config::settings::{Config, ConfigError, PressureConfig, TraceConfig, VmConfig};
+pub use daemon::lifecycle::{Daemon, StartError};
 
 /// The daemon without its threads and sockets, for the simulator and the benchmark alone.
 #[doc(hidden)]
 pub mod parts {
-    pub use crate::connection::{Session, Shared, serve};
-    pub use crate::device::Device;
-    pub use crate::janitor::Janitor;
-    pub use crate::outside::{Outside, Told};
-    pub use crate::peer::{HungUp, Peer};
-    pub use crate::vm::Vm;
-    pub use crate::worker::{Hands, Workers};
+    pub use crate::host::background::Janitor;
+    pub use crate::host::clock::{Outside, Told};
+    pub use crate::memory::peer::{HungUp, Peer};
+    pub use crate::queue::worker::{Hands, Workers};
+    pub use crate::vhost::connection::{Session, Shared, serve};
+    pub use crate::vhost::device::Device;
+    pub use crate::vm::state::Vm;
 }

@@ -7,13 +7,13 @@ use signal_hook::iterator::Signals;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
-use tmemd::account::Account;
+use tmemd::config::account::Account;
+use tmemd::config::file::{self, File};
 use tmemd::config::{
     self, EventLoop, Waiting, background_threads_default, parse_size, workers_default,
 };
-use tmemd::file::{self, File};
-use tmemd::sandbox;
-use tmemd::watchdog::{self, NotifyState, Watchdog};
+use tmemd::host::sandbox;
+use tmemd::host::watchdog::{self, NotifyState, Watchdog};
 use tmemd::{Config, ConfigError, Daemon, VmConfig};
 
 /// Host daemon of virtio-tmem: keeps pages that guests evict in a pool that all VMs share.

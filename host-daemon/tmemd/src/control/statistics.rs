@@ -1,0 +1,333 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The figures that the control interface tells; docs/statistics.md says what each means.
+//!
+//! Only sums and copies are made here: what is counted is counted where it happens.
+
+use crate::control::varlink::Control;
+use crate::host::usage;
+use crate::queue::notifier;
+use crate::vm::state::Vm;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use tmem_control as api;
+use tmem_pool::{PAGE_SIZE, Work};
+use virtio_tmem as wire;
+
+/// varlink integers are signed.
+pub fn int(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
+fn load(counter: &AtomicU64) -> i64 {
+    int(counter.load(Ordering::Relaxed))
+}
+
+/// A quota of the pool as one of the control interface.
+pub fn quota(quota: &tmem_pool::Quota) -> api::Quota {
+    api::Quota {
+        reserve_bytes: int(quota.reserve_bytes),
+        limit_bytes: quota.limit_bytes.map(int),
+        weight: i64::from(quota.weight),
+    }
+}
+
+/// Who it is and what it may have.
+pub fn vm(vm: &Vm) -> api::Vm {
+    let stats = vm.tenant.stats();
+    api::Vm {
+        name: vm.name().to_string(),
+        uuid: vm.config.uuid.clone(),
+        socket: vm.config.socket.display().to_string(),
+        trust_domain: vm.config.trust_domain.clone(),
+        quota: api::Quota {
+            reserve_bytes: int(stats.reserve_bytes),
+            limit_bytes: stats.limit_bytes.map(int),
+            weight: i64::from(stats.weight),
+        },
+        connected: vm.connected.load(Ordering::Acquire),
+        problem: vm.problem(),
+        frozen: vm.frozen.load(Ordering::Relaxed),
+    }
+}
+
+/// One VM's figures.
+pub fn of_vm(vm: &Vm) -> api::VmStats {
+    let stats = vm.tenant.stats();
+    let counters = &vm.counters;
+    // The engine has not seen these.
+    let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
+    let kept_elsewhere = stats.raw_pages + stats.same_filled_pages + stats.shared_pages;
+    let own_evictions = stats.evictions_limit + stats.evictions_shrink;
+    let ints = |numbers: [u64; 3]| numbers.into_iter().map(int).collect();
+    api::VmStats {
+        name: vm.name().to_string(),
+        connected: vm.connected.load(Ordering::Acquire),
+        frozen: vm.frozen.load(Ordering::Relaxed),
+        connections: load(&counters.connections),
+        connections_refused: load(&counters.connections_refused),
+        queues_stopped: load(&counters.queues_stopped),
+        requests: load(&counters.requests),
+        requests_stale: load(&counters.requests_stale),
+        requests_bad: load(&counters.requests_bad),
+        drain_cut_pages: load(&counters.drain_cut_pages),
+        limited_pages: load(&counters.limited_pages),
+        pages: int(stats.pages),
+        charged_bytes: int(stats.charged_bytes),
+        entitled_bytes: int(stats.entitled_bytes),
+        original_bytes: int(stats.original_bytes),
+        compressed_bytes: int(stats.compressed_bytes),
+        saved_bytes: int(stats.original_bytes) - int(stats.charged_bytes),
+        nursery_pages: int(stats.raw_pages),
+        nursery_pages_max: int(stats.raw_pages_max),
+        same_filled_pages: int(stats.same_filled_pages),
+        shared_pages: int(stats.shared_pages),
+        stored_pages: int(stats.pages.saturating_sub(kept_elsewhere)),
+        detached_pages: int(stats.detached_pages),
+        puts: int(stats.puts + refused_frozen),
+        puts_refused: int(stats.puts_refused + refused_frozen),
+        refused_nursery: int(stats.refused_nursery),
+        refused_pool: int(stats.refused_pool),
+        refused_limit: int(stats.refused_limit),
+        refused_keys: int(stats.refused_keys),
+        refused_frozen: int(refused_frozen),
+        settled_same_filled: int(stats.settled_same_filled),
+        settled_shared: int(stats.settled_shared),
+        settled_compressed: int(stats.settled_compressed),
+        settled_raw: int(stats.settled_raw),
+        gets: int(stats.gets),
+        hits: int(stats.hits),
+        misses: int(stats.gets.saturating_sub(stats.hits)),
+        cookie_mismatches: int(stats.cookie_mismatches),
+        disk_read_avoided_bytes: int(stats.hits.saturating_mul(PAGE_SIZE as u64)),
+        evictions: int(stats.evictions),
+        evictions_limit: int(stats.evictions_limit),
+        evictions_pool: int(stats.evictions.saturating_sub(own_evictions)),
+        evictions_shrink: int(stats.evictions_shrink),
+        flushed_pages: int(stats.flushed_pages),
+        replaced_pages: int(stats.replaced_pages),
+        hash_mismatches: int(stats.hash_mismatches),
+        gain_hits: ints(stats.gain_hits),
+        loss_hits: ints(stats.loss_hits),
+        loss_hits_seen: int(stats.loss_hits_seen),
+        put_latency: counters.put_latency.read(),
+        get_latency: counters.get_latency.read(),
+        flush_latency: counters.flush_latency.read(),
+        wait_latency: counters.wait_latency.read(),
+        cpu_requests_ms: load(&counters.turns_ns) / 1_000_000,
+        driver: vm
+            .report()
+            .map(|report| of_driver(&report, vm.latencies().as_ref())),
+    }
+}
+
+/// Returns the types of file systems that a driver reports as served, separated by commas.
+fn file_systems(hooks: u64) -> String {
+    let known = [(wire::H_EXT4, "ext4"), (wire::H_XFS, "xfs")];
+    let served = known.iter().filter(|(bit, _)| hooks & (1 << bit) != 0);
+    let names: Vec<&str> = served.map(|(_, name)| *name).collect();
+    names.join(", ")
+}
+
+/// The name of a state that a driver reports.
+pub fn driver_state(state: u32) -> &'static str {
+    match state {
+        wire::R_OFF => "off",
+        wire::R_ON => "on",
+        wire::R_OFFLINE => "offline",
+        wire::R_TRIPPED => "tripped",
+        wire::R_POISONED => "poisoned",
+        _ => "unknown",
+    }
+}
+
+/// The most that a bucket of the guest's is told as: whoever adds up sixteen, and takes percents of
+/// them, must not overflow. A million requests a second take nine years to get there.
+const GUEST_COUNT_MAX: u64 = 1 << 48;
+
+/// The guest wrote this: numbers are bounded.
+fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
+    let bounded = |count: &wire::U64| int(count.get().min(GUEST_COUNT_MAX));
+    api::Histogram {
+        sum_ns: int(latencies.get_ns.get()),
+        buckets: latencies.get.iter().map(bounded).collect(),
+    }
+}
+
+/// The guest wrote this: text is made harmless for terminals and logs.
+fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
+    let version = report.version.get();
+    let printable = |byte: &u8| {
+        if byte.is_ascii_graphic() {
+            char::from(*byte)
+        } else {
+            '?'
+        }
+    };
+    api::DriverReport {
+        version: format!(
+            "{}.{}.{}",
+            version >> 16,
+            (version >> 8) & 0xff,
+            version & 0xff
+        ),
+        state: driver_state(report.state.get()).into(),
+        kernel: report
+            .kernel
+            .iter()
+            .take_while(|byte| **byte != 0)
+            .map(printable)
+            .collect(),
+        hooks: report.hooks.get() as i64,
+        file_systems: file_systems(report.hooks.get()),
+        memory_bytes: int(report.memory_bytes.get()),
+        index_pages: int(report.index_pages.get()),
+        puts: int(report.puts.get()),
+        puts_dropped: int(report.puts_dropped.get()),
+        gets: int(report.gets.get()),
+        hits: int(report.hits.get()),
+        late: int(report.late.get()),
+        mismatches: int(report.mismatches.get()),
+        invalidations: int(report.invalidations.get()),
+        get_latency: latencies.map(of_latencies),
+    }
+}
+
+/// Copies are counted as they were first compressed, as those of `compressed_bytes` are: what they became smaller
+/// by later is not equal pages' doing.
+fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
+    let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
+    stats.compressed_bytes.saturating_sub(first_bytes)
+}
+
+/// The pool's figures, as of now.
+pub fn of_pool(control: &Control) -> api::PoolStats {
+    pool(control, &control.pool.stats())
+}
+
+/// The pool's figures.
+pub fn pool(control: &Control, stats: &tmem_pool::PoolStats) -> api::PoolStats {
+    let size = &control.size;
+    api::PoolStats {
+        size_bytes: int(stats.size_bytes),
+        configured_bytes: int(size.full_bytes()),
+        host_shrinks: load(&size.shrinks),
+        host_grows: load(&size.grows),
+        held_bytes: int(stats.held_bytes),
+        frames_bytes: int(stats.frames_bytes),
+        payload_bytes: int(stats.payload_bytes),
+        metadata_bytes: int(stats.metadata_bytes),
+        charged_bytes: int(stats.charged_bytes),
+        reserved_bytes: int(stats.reserved_bytes),
+        tenants: int(stats.tenants),
+        pages: int(stats.pages),
+        original_bytes: int(stats.original_bytes),
+        compressed_bytes: int(stats.compressed_bytes),
+        saved_bytes: int(stats.original_bytes) - int(stats.held_bytes),
+        dedup_saved_bytes: int(dedup_saved_bytes(stats)),
+        nursery_pages: int(stats.raw_pages),
+        same_filled_pages: int(stats.same_filled_pages),
+        shared_pages: int(stats.shared_pages),
+        detached_pages: int(stats.detached_pages),
+        blobs: int(stats.blobs),
+        moved_blobs: int(stats.moved_blobs),
+        denser_blobs: int(stats.denser_blobs),
+        denser_saved_bytes: int(stats.denser_saved_bytes),
+        zstd_saved_bytes: int(stats.dense_gain_bytes),
+        puts: int(stats.puts),
+        puts_refused: int(stats.puts_refused),
+        gets: int(stats.gets),
+        hits: int(stats.hits),
+        evictions: int(stats.evictions),
+        evictions_limit: int(stats.evictions_limit),
+        evictions_pool: int(stats
+            .evictions
+            .saturating_sub(stats.evictions_limit + stats.evictions_shrink)),
+        evictions_shrink: int(stats.evictions_shrink),
+        flushed_pages: int(stats.flushed_pages),
+        hash_mismatches: int(stats.hash_mismatches),
+    }
+}
+
+/// The daemon's own.
+pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
+    let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
+    // Before the sum that they are part of.
+    let background = |work| int(control.janitor.background.cpu_ms(work));
+    let [settling, recompression, room] =
+        [Work::Settle, Work::Recompress, Work::MakeRoom].map(background);
+    api::DaemonStats {
+        version: env!("CARGO_PKG_VERSION").into(),
+        pid: i64::from(std::process::id()),
+        uptime_seconds: int(control.outside.uptime().as_secs()),
+        workers: control.workers.count() as i64,
+        vms: vms.len() as i64,
+        vms_connected: count(|vm| vm.connected.load(Ordering::Acquire)),
+        vms_frozen: count(|vm| vm.frozen.load(Ordering::Relaxed)),
+        cpu_workers_ms: int(control.workers.stage().cpu_ms()),
+        cpu_background_ms: int(control.janitor.stage.cpu_ms()),
+        cpu_settling_ms: settling,
+        cpu_recompression_ms: recompression,
+        cpu_room_ms: room,
+        cpu_ms: int(usage::process_cpu_ms()),
+        resident_bytes: int(usage::resident_bytes()),
+        memory_locked: control.pool.is_locked(),
+        interrupts_lost: int(notifier::lost()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use zerocopy::FromZeros;
+
+    /// Whoever adds them up must not overflow.
+    #[test]
+    fn what_a_guest_counts_is_bounded() {
+        let latencies = wire::Latencies {
+            get_ns: u64::MAX.into(),
+            get: [u64::MAX.into(); 16],
+        };
+        let told = of_latencies(&latencies);
+        let sum: i64 = told.buckets.iter().sum();
+        assert!(sum.checked_mul(100).is_some() && told.sum_ns == i64::MAX);
+    }
+
+    #[test]
+    fn file_systems_of_a_report_are_named() {
+        assert_eq!(file_systems(0x1ffff), "");
+        assert_eq!(file_systems((1 << 56) | 0x1ffff), "ext4");
+        assert_eq!(file_systems(u64::MAX), "ext4, xfs");
+    }
+
+    /// An operator who merges trust domains for it gets nothing.
+    #[test]
+    fn what_zstd_gains_is_not_what_equal_pages_do() {
+        let mut stats = tmem_pool::PoolStats {
+            compressed_bytes: 100,
+            payload_bytes: 70,
+            dense_gain_bytes: 30,
+            ..Default::default()
+        };
+        assert_eq!(dedup_saved_bytes(&stats), 0);
+        stats.payload_bytes = 30;
+        assert_eq!(dedup_saved_bytes(&stats), 40);
+        // Pages that were dropped and are not yet freed are in the payload alone.
+        stats.payload_bytes = 90;
+        assert_eq!(dedup_saved_bytes(&stats), 0);
+    }
+
+    /// It may reach a terminal, a log and a metric.
+    #[test]
+    fn what_a_guest_calls_its_kernel_is_made_harmless() {
+        let mut report = wire::Report::new_zeroed();
+        let text = b"6.12\x1b]0;x\x07\n\xc2\x9b1m {}\"\0behind";
+        report.kernel[..text.len()].copy_from_slice(text);
+        assert_eq!(of_driver(&report, None).kernel, "6.12?]0;x????1m?{}\"");
+        report.kernel = [0xff; 64];
+        assert_eq!(
+            of_driver(&report, None).kernel,
+            "?".repeat(64),
+            "without an end"
+        );
+    }
+}

@@ -1,0 +1,451 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The control sockets: varlink interface `io.virtiotmem.Control`, whose file is in `tmem-control`.
+//!
+//! A thread per client, with limits on clients, message size and idle time. A read-only socket
+//! answers the methods that only read. Nothing here touches a page.
+
+use crate::config::settings::POOL_BYTES_MIN;
+use crate::control::snapshot::Shared;
+use crate::control::statistics;
+use crate::events::bus::{Events, Kind};
+use crate::host::background::Janitor;
+use crate::host::clock::Outside;
+use crate::host::pressure::Size;
+use crate::queue::worker::Workers;
+use crate::util::log_limit::LogLimit;
+use crate::util::request_rate::Rate;
+use crate::vm::registry::{Refused, Registry};
+use crate::vm::state::Vm;
+use rustix::event::{PollFd, PollFlags, Timespec};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+use tmem_control as api;
+use tmem_pool::Pool;
+use varlink::{ConnectionHandler, VarlinkService};
+
+/// Clients of a control socket at once: people, an exporter, a bridge, and as many again.
+pub const CLIENTS_MAX: usize = 16;
+/// The longest message that a client may send; the longest method call has some hundred bytes.
+const MESSAGE_BYTES_MAX: usize = 64 << 10;
+/// A client that says nothing for so long, or does not take its answer, is let go.
+const IDLE: Duration = Duration::from_secs(60);
+
+/// Events that a VM caused too quickly are told so much later than there is room for them, at most.
+const CATCH_UP: Timespec = Timespec {
+    tv_sec: 1,
+    tv_nsec: 0,
+};
+
+/// Calls of a read-only client in a second, and at once: later ones wait in the client's own thread. An exporter and
+/// tmemctl make a few.
+const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
+
+/// How often a call that waits is tried again.
+const CALL_WAIT: Duration = Duration::from_millis(5);
+
+/// All figures that the interface tells, of about one time.
+#[derive(Debug)]
+pub struct Figures {
+    list: Vec<api::Vm>,
+    daemon: api::DaemonStats,
+    pool: api::PoolStats,
+    vms: Vec<api::VmStats>,
+    freeable: [i64; 4],
+}
+
+/// What control sockets answer from.
+pub struct Control {
+    /// The pool.
+    pub pool: Arc<Pool>,
+    /// The VMs.
+    pub registry: Arc<Registry>,
+    /// The data workers.
+    pub workers: Arc<Workers>,
+    /// Background work.
+    pub janitor: Arc<Janitor>,
+    /// The pool's size.
+    pub size: Arc<Size>,
+    /// What happens.
+    pub events: Arc<Events>,
+    /// Its clock.
+    pub outside: Outside,
+    /// Figures for read-only clients.
+    pub snapshot: Shared<Figures>,
+}
+
+/// One socket's side of it.
+struct Side {
+    control: Arc<Control>,
+    read_only: bool,
+}
+
+/// The service of one socket.
+pub struct Service {
+    varlink: VarlinkService,
+    control: Arc<Control>,
+    read_only: bool,
+    log_limit: LogLimit,
+}
+
+impl Service {
+    /// The service of one socket.
+    pub fn new(control: Arc<Control>, read_only: bool) -> Service {
+        let side = Side {
+            control: control.clone(),
+            read_only,
+        };
+        let interface = api::new(Box::new(side));
+        Service {
+            control,
+            read_only,
+            varlink: VarlinkService::new(
+                "virtio-tmem",
+                "tmemd",
+                env!("CARGO_PKG_VERSION"),
+                "https://varlink.org/",
+                vec![Box::new(interface)],
+            ),
+            log_limit: LogLimit::default(),
+        }
+    }
+
+    /// Logs what a client did, at a bounded rate: it may do so in a loop.
+    pub fn warn(&self, message: std::fmt::Arguments<'_>) {
+        match self.log_limit.admit(Instant::now()) {
+            None => {}
+            Some(0) => tracing::warn!("control socket: {message}"),
+            Some(left_out) => {
+                tracing::warn!("control socket: {message} ({left_out} messages left out)");
+            }
+        }
+    }
+}
+
+/// The message asks for events. Those are written as they come, which the library's service, whose answers
+/// are whole, is not for.
+fn is_subscription(message: &[u8]) -> bool {
+    let message = message.strip_suffix(&[0]).unwrap_or(message);
+    let call: serde_json::Value = serde_json::from_slice(message).unwrap_or_default();
+    call["method"] == format!("{}.Monitor", api::INTERFACE) && call["more"] == true
+}
+
+/// Writes events until the client goes, says something more, or does not take them.
+fn monitor(control: &Control, mut stream: &UnixStream) -> std::io::Result<()> {
+    // Each who listens does so, and nobody has to if nobody listens.
+    let catch_up = || {
+        for vm in control.registry.vms() {
+            vm.catch_up(Instant::now());
+        }
+    };
+    // What waited while nobody listened is no news.
+    catch_up();
+    let subscription = control.events.subscribe()?;
+    loop {
+        catch_up();
+        let mut fds = [
+            PollFd::new(stream, PollFlags::IN),
+            PollFd::new(subscription.ready(), PollFlags::IN),
+        ];
+        match rustix::event::poll(&mut fds, Some(&CATCH_UP)) {
+            Ok(_) => {}
+            Err(rustix::io::Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        }
+        if !fds[0].revents().is_empty() {
+            return Ok(());
+        }
+        for event in subscription.take() {
+            let answer = serde_json::json!({ "parameters": { "event": event }, "continues": true });
+            let mut answer = serde_json::to_vec(&answer)?;
+            answer.push(0);
+            stream.write_all(&answer)?;
+        }
+    }
+}
+
+/// Serves a client to its end.
+pub fn serve(service: &Service, mut stream: &UnixStream) {
+    if stream
+        .set_read_timeout(Some(IDLE))
+        .and(stream.set_write_timeout(Some(IDLE)))
+        .is_err()
+    {
+        return;
+    }
+    let calls = Arc::new(AtomicU64::new(match service.read_only {
+        true => READ_ONLY_CALLS_PER_SECOND,
+        false => 0,
+    }));
+    let (rate, begun) = (Rate::new(&calls), Instant::now());
+    let mut message = Vec::new();
+    let mut part = [0u8; 4096];
+    loop {
+        let read = match stream.read(&mut part) {
+            Ok(0) | Err(_) => return,
+            Ok(read) => read,
+        };
+        // One message a time, so that the limit holds for each; clients may send several at once.
+        for piece in part[..read].split_inclusive(|byte| *byte == 0) {
+            message.extend_from_slice(piece);
+            if message.len() > MESSAGE_BYTES_MAX {
+                service.warn(format_args!(
+                    "a client sent more than {MESSAGE_BYTES_MAX} bytes and is let go"
+                ));
+                return;
+            }
+            if message.last() == Some(&0) {
+                while !rate.admit(begun.elapsed().as_nanos() as u64, 1) {
+                    std::thread::sleep(CALL_WAIT);
+                }
+                if is_subscription(&message) {
+                    // An error means that the client is gone.
+                    let _ = monitor(&service.control, stream);
+                    return;
+                }
+                let mut answer = Vec::new();
+                let result = service
+                    .varlink
+                    .handle(&mut message.as_slice(), &mut answer, None);
+                // Also after an error: it may have been put into words.
+                if stream.write_all(&answer).is_err() || result.is_err() {
+                    return;
+                }
+                message.clear();
+            }
+        }
+    }
+}
+
+impl api::VarlinkInterface for Side {
+    fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply(self.figures().list.clone());
+        }
+        let vms = self.control.registry.vms();
+        call.reply(vms.iter().map(|vm| statistics::vm(vm)).collect())
+    }
+
+    fn stats(&self, call: &mut dyn api::Call_Stats, name: Option<String>) -> varlink::Result<()> {
+        if self.read_only {
+            let figures = self.figures();
+            let mut vms = figures.vms.clone();
+            if let Some(wanted) = name {
+                vms.retain(|vm| vm.name == wanted);
+                if vms.is_empty() {
+                    return call.reply_no_such_vm(wanted);
+                }
+            }
+            return call.reply(figures.daemon.clone(), figures.pool.clone(), vms);
+        }
+        let all = self.control.registry.vms();
+        let vms = match &name {
+            None => all.iter().map(|vm| statistics::of_vm(vm)).collect(),
+            Some(wanted) => match all.iter().find(|vm| *vm.name() == **wanted) {
+                Some(vm) => vec![statistics::of_vm(vm)],
+                None => return call.reply_no_such_vm(wanted.clone()),
+            },
+        };
+        let control = &self.control;
+        call.reply(
+            statistics::of_daemon(control, &all),
+            statistics::of_pool(control),
+            vms,
+        )
+    }
+
+    fn set_quota(
+        &self,
+        call: &mut dyn api::Call_SetQuota,
+        name: String,
+        quota: api::Quota,
+    ) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("SetQuota".into());
+        }
+        match self.control.registry.set_quota(&name, &quota) {
+            None => call.reply_no_such_vm(name),
+            Some(Ok(())) => {
+                tracing::info!(vm = name, ?quota, "quota changed");
+                call.reply()
+            }
+            Some(Err(why)) => call.reply_bad_quota(name, why.to_string()),
+        }
+    }
+
+    fn add_vm(&self, call: &mut dyn api::Call_AddVm, vm: api::VmSpec) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("AddVm".into());
+        }
+        let name = vm.name.clone();
+        match self.control.registry.add(vm) {
+            Ok(added) => call.reply(added),
+            Err(Refused::Quota(reason)) => call.reply_bad_quota(name, reason),
+            Err(Refused::Vm(reason)) => call.reply_bad_vm(name, reason),
+        }
+    }
+
+    fn remove_vm(
+        &self,
+        call: &mut dyn api::Call_RemoveVm,
+        uuid: String,
+        socket: String,
+    ) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("RemoveVm".into());
+        }
+        let socket = Path::new(&socket);
+        let removed = self.control.registry.remove(&uuid, socket);
+        call.reply(removed)
+    }
+
+    fn make_room(&self, call: &mut dyn api::Call_MakeRoom, bytes: i64) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("MakeRoom".into());
+        }
+        let bytes = u64::try_from(bytes).unwrap_or(0);
+        call.reply(self.control.size.make_room(bytes))
+    }
+
+    fn set_problem(
+        &self,
+        call: &mut dyn api::Call_SetProblem,
+        uuid: String,
+        socket: String,
+        problem: Option<String>,
+    ) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("SetProblem".into());
+        }
+        let socket = Path::new(&socket);
+        match self.control.registry.set_problem(&uuid, socket, problem) {
+            true => call.reply(),
+            false => call.reply_no_such_vm(uuid),
+        }
+    }
+
+    fn flush(&self, call: &mut dyn api::Call_Flush, name: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Flush".into());
+        }
+        let Some(vm) = self.vm(&name) else {
+            return call.reply_no_such_vm(name);
+        };
+        let pages = vm.tenant.drop_pages();
+        if let Some(tap) = &vm.tap {
+            tap.clear();
+        }
+        tracing::info!(vm = name, pages, "flushed");
+        vm.tell(Kind::Flushed, format_args!("{pages} pages"));
+        call.reply(statistics::int(pages))
+    }
+
+    fn freeze(&self, call: &mut dyn api::Call_Freeze, name: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Freeze".into());
+        }
+        match self.set_frozen(&name, true) {
+            Some(changed) => call.reply(changed),
+            None => call.reply_no_such_vm(name),
+        }
+    }
+
+    fn thaw(&self, call: &mut dyn api::Call_Thaw, name: String) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Thaw".into());
+        }
+        match self.set_frozen(&name, false) {
+            Some(changed) => call.reply(changed),
+            None => call.reply_no_such_vm(name),
+        }
+    }
+
+    fn resize(&self, call: &mut dyn api::Call_Resize, size_bytes: i64) -> varlink::Result<()> {
+        if self.read_only {
+            return call.reply_read_only_socket("Resize".into());
+        }
+        let bytes_max = self.control.pool.size_max_bytes();
+        let bytes = u64::try_from(size_bytes).ok();
+        match bytes.filter(|bytes| (POOL_BYTES_MIN..=bytes_max).contains(bytes)) {
+            Some(bytes) => {
+                tracing::info!(size_bytes, "resized");
+                self.control.size.set_full(bytes);
+                self.control.registry.has_grown();
+                call.reply()
+            }
+            None => call.reply_bad_size(
+                size_bytes,
+                format!(
+                    "a pool has {POOL_BYTES_MIN} to {bytes_max} bytes: no more than what the host had when \
+                     the daemon was started"
+                ),
+            ),
+        }
+    }
+
+    fn freeable(&self, call: &mut dyn api::Call_Freeable) -> varlink::Result<()> {
+        let [held, freeable, above_reserves, sparse] = match self.read_only {
+            true => self.figures().freeable,
+            false => freeable(&self.control.pool.stats()),
+        };
+        call.reply(held, freeable, above_reserves, sparse)
+    }
+
+    fn monitor(&self, call: &mut dyn api::Call_Monitor) -> varlink::Result<()> {
+        call.reply_more_expected("Monitor".into())
+    }
+}
+
+/// What the pool holds, and what it could give back: all, what is above reserves, and what lies between its pages.
+fn freeable(stats: &tmem_pool::PoolStats) -> [i64; 4] {
+    let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
+    let floor_bytes = least_bytes.max(stats.reserved_bytes);
+    [
+        stats.held_bytes,
+        stats.held_bytes.saturating_sub(least_bytes),
+        stats.held_bytes.saturating_sub(floor_bytes),
+        stats.frames_bytes.saturating_sub(stats.payload_bytes),
+    ]
+    .map(statistics::int)
+}
+
+impl Side {
+    /// The figures for read-only clients.
+    fn figures(&self) -> Arc<Figures> {
+        let control = &self.control;
+        control.snapshot.get(Instant::now(), || {
+            let vms = control.registry.vms();
+            let stats = control.pool.stats();
+            Figures {
+                list: vms.iter().map(|vm| statistics::vm(vm)).collect(),
+                daemon: statistics::of_daemon(control, &vms),
+                pool: statistics::pool(control, &stats),
+                vms: vms.iter().map(|vm| statistics::of_vm(vm)).collect(),
+                freeable: freeable(&stats),
+            }
+        })
+    }
+
+    fn vm(&self, name: &str) -> Option<Arc<Vm>> {
+        let vms = self.control.registry.vms();
+        vms.into_iter().find(|vm| *vm.name() == *name)
+    }
+
+    /// None: there is no such VM; true: it was not so.
+    fn set_frozen(&self, name: &str, frozen: bool) -> Option<bool> {
+        let vm = self.vm(name)?;
+        let changed = vm.frozen.swap(frozen, Ordering::Relaxed) != frozen;
+        if changed {
+            let (kind, text) = match frozen {
+                true => (Kind::Frozen, "its puts are refused from now on"),
+                false => (Kind::Thawed, "its puts are taken again"),
+            };
+            tracing::info!(vm = name, frozen, "{text}");
+            vm.tell(kind, format_args!("{text}"));
+        }
+        Some(changed)
+    }
+}

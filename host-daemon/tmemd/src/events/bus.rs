@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What happened, for those who subscribed to it: VMs come and go, operators act, the host is short.
+//!
+//! Each subscriber has a queue of its own, which is bounded: one that does not take its events loses the
+//! oldest and is told how many. Never here: an event for each request of a guest, and how many events a
+//! VM may cause, see event_limit.rs.
+
+use crate::queue::poller::{consume, signal};
+use rustix::event::EventfdFlags;
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::SystemTime;
+use tmem_control::Event;
+
+/// Events that wait for a subscriber at most: some for each of many VMs that come back at once.
+const QUEUE_MAX: usize = 1024;
+
+/// What happened. The names are part of the control interface: docs/control.md.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// The subscription begins.
+    Subscribed,
+    /// A VM is served from now on.
+    Added,
+    /// And no more.
+    Removed,
+    /// Its VMM has connected.
+    Connected,
+    /// Its connection has ended.
+    Disconnected,
+    /// A second connection to its socket was refused.
+    ConnectionRefused,
+    /// A virtqueue was stopped for a fault.
+    QueueStopped,
+    /// The guest's driver reports another state.
+    Driver,
+    /// Its quota was changed.
+    Quota,
+    /// Its manager says that it is not as it was asked for, or that it is again.
+    Problem,
+    /// Its pages were dropped by an operator.
+    Flushed,
+    /// See Freeze.
+    Frozen,
+    /// See Thaw.
+    Thawed,
+    /// The pool's configured size was changed.
+    Resized,
+    /// The host is short of memory, and the pool begins to shrink.
+    HostShort,
+    /// The pool has its configured size again.
+    HostWell,
+    /// The configuration was read again.
+    Reloaded,
+}
+
+impl Kind {
+    /// All there are, for the documents' test.
+    pub const ALL: [Kind; 17] = [
+        Kind::Subscribed,
+        Kind::Added,
+        Kind::Removed,
+        Kind::Connected,
+        Kind::Disconnected,
+        Kind::ConnectionRefused,
+        Kind::QueueStopped,
+        Kind::Driver,
+        Kind::Quota,
+        Kind::Problem,
+        Kind::Flushed,
+        Kind::Frozen,
+        Kind::Thawed,
+        Kind::Resized,
+        Kind::HostShort,
+        Kind::HostWell,
+        Kind::Reloaded,
+    ];
+
+    /// Some: a guest, its VMM or who connects to its socket can cause it in a loop. Of what is of the same sort
+    /// the last says how it is.
+    pub fn sort(self) -> Option<Kind> {
+        match self {
+            Kind::Connected | Kind::Disconnected => Some(Kind::Connected),
+            Kind::ConnectionRefused | Kind::QueueStopped | Kind::Driver => Some(self),
+            Kind::Subscribed | Kind::Added | Kind::Removed | Kind::Quota | Kind::Problem => None,
+            Kind::Flushed | Kind::Frozen | Kind::Thawed | Kind::Resized => None,
+            Kind::HostShort | Kind::HostWell | Kind::Reloaded => None,
+        }
+    }
+
+    /// Its name on the wire.
+    pub fn name(self) -> &'static str {
+        match self {
+            Kind::Subscribed => "subscribed",
+            Kind::Added => "added",
+            Kind::Removed => "removed",
+            Kind::Connected => "connected",
+            Kind::Disconnected => "disconnected",
+            Kind::ConnectionRefused => "connection-refused",
+            Kind::QueueStopped => "queue-stopped",
+            Kind::Driver => "driver",
+            Kind::Quota => "quota",
+            Kind::Problem => "problem",
+            Kind::Flushed => "flushed",
+            Kind::Frozen => "frozen",
+            Kind::Thawed => "thawed",
+            Kind::Resized => "resized",
+            Kind::HostShort => "host-short",
+            Kind::HostWell => "host-well",
+            Kind::Reloaded => "reloaded",
+        }
+    }
+}
+
+/// Where events are told.
+#[derive(Debug, Default)]
+pub struct Events {
+    /// Guards who listens and how many events there were. A subscriber's queue is locked under it.
+    state: Mutex<(Vec<Weak<Subscription>>, i64)>,
+}
+
+/// One who listens, until it is dropped.
+#[derive(Debug)]
+pub struct Subscription {
+    /// Guards what waits, and how many were lost since the last one was taken.
+    queue: Mutex<(VecDeque<Event>, i64)>,
+    /// Readable while something waits.
+    ready: OwnedFd,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Events {
+    fn event(number: i64, kind: Kind, vm: Option<&str>, text: String) -> Event {
+        let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        Event {
+            number,
+            time_ms: now.map_or(0, |now| now.as_millis() as i64),
+            kind: kind.name().into(),
+            vm: vm.map(Into::into),
+            text,
+            lost: 0,
+        }
+    }
+
+    /// Tells everybody. Cheap if nobody listens; never waits for one who does.
+    pub fn tell(&self, kind: Kind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
+        let mut state = lock(&self.state);
+        state.1 += 1;
+        if state.0.is_empty() {
+            return;
+        }
+        let event = Events::event(state.1, kind, vm, text.to_string());
+        state.0.retain(|subscription| {
+            let subscription = subscription.upgrade();
+            subscription.is_some_and(|s| {
+                s.push(event.clone());
+                true
+            })
+        });
+    }
+
+    /// Listens from now on; the first event says so.
+    pub fn subscribe(&self) -> io::Result<Arc<Subscription>> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let subscription = Arc::new(Subscription {
+            queue: Mutex::default(),
+            ready: rustix::event::eventfd(0, flags)?,
+        });
+        let mut state = lock(&self.state);
+        let text = "events from now on".into();
+        subscription.push(Events::event(state.1, Kind::Subscribed, None, text));
+        state.0.push(Arc::downgrade(&subscription));
+        Ok(subscription)
+    }
+}
+
+impl Subscription {
+    fn push(&self, event: Event) {
+        let mut queue = lock(&self.queue);
+        if queue.0.len() >= QUEUE_MAX {
+            queue.0.pop_front();
+            queue.1 += 1;
+        }
+        queue.0.push_back(event);
+        signal(&self.ready);
+    }
+
+    /// Readable while something waits.
+    pub fn ready(&self) -> &OwnedFd {
+        &self.ready
+    }
+
+    /// What waits, oldest first.
+    pub fn take(&self) -> Vec<Event> {
+        consume(&self.ready);
+        let mut queue = lock(&self.queue);
+        let lost = std::mem::take(&mut queue.1);
+        let mut events: Vec<Event> = queue.0.drain(..).collect();
+        if let Some(first) = events.first_mut() {
+            first.lost = lost;
+        }
+        events
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_document_has_all_kinds() {
+        let document = include_str!("../../../../docs/control.md");
+        let (_, events) = document.split_once("## Events").expect("its chapter");
+        for kind in Kind::ALL {
+            let named = |row: &str| {
+                let first = row.trim_start_matches("| ").split(" |").next();
+                first.is_some_and(|names| names.split(", ").any(|name| name == kind.name()))
+            };
+            assert!(events.lines().any(named), "{} is missing", kind.name());
+        }
+    }
+
+    #[test]
+    fn a_slow_subscriber_loses_the_oldest_and_is_told() {
+        let events = Events::default();
+        events.tell(Kind::Added, Some("a"), format_args!("before"));
+        let subscription = events.subscribe().expect("a descriptor");
+        let tell = |count| {
+            for nth in 0..count {
+                events.tell(Kind::Connected, Some("a"), format_args!("{nth}"));
+            }
+        };
+        tell(2);
+        let taken = subscription.take();
+        let kinds: Vec<&str> = taken.iter().map(|event| event.kind.as_str()).collect();
+        assert_eq!(kinds, ["subscribed", "connected", "connected"]);
+        assert_eq!(taken[2].number, taken[1].number + 1);
+        tell(QUEUE_MAX + 5);
+        let taken = subscription.take();
+        assert_eq!((taken.len(), taken[0].lost), (QUEUE_MAX, 5));
+        assert_eq!(taken[0].text, "5", "the oldest are lost");
+        assert!(subscription.take().is_empty());
+        drop(subscription);
+        tell(1);
+        assert!(lock(&events.state).0.is_empty(), "and it is forgotten");
+    }
+}

@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! How many events a VM can cause: so many at once, and after them one for each period.
+//!
+//! A guest that changes its state in a loop must not push the events of others out of a subscriber's queue. What
+//! there is no room for waits, the last of its sort alone, and is told when there is room: what is told
+//! last of a VM is how it is. Never here: events that an operator causes.
+
+use crate::events::bus::Kind;
+use crate::util::token_bucket::Bucket;
+use std::collections::VecDeque;
+use std::fmt::Arguments;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Events of a VM at once, and after them one for each period. All its queues may stop at once, and it
+/// may come back a few times; a subscriber keeps 32 times as many.
+pub(crate) const BURST: u32 = 32;
+/// See [`BURST`].
+pub(crate) const PERIOD: Duration = Duration::from_secs(5);
+
+/// The events of one VM.
+#[derive(Debug)]
+pub(crate) struct EventLimit {
+    room: Bucket,
+    /// Guards what waits, oldest first: one of each sort at most. Events are told under it, in this order.
+    waiting: Mutex<VecDeque<Waiting>>,
+}
+
+#[derive(Debug)]
+struct Waiting {
+    kind: Kind,
+    text: String,
+    /// How many of its sort were left out before it.
+    left_out: u64,
+}
+
+impl Default for EventLimit {
+    fn default() -> EventLimit {
+        EventLimit {
+            room: Bucket::new(BURST, PERIOD),
+            waiting: Mutex::default(),
+        }
+    }
+}
+
+impl EventLimit {
+    /// Something happens, and is told now or later.
+    pub(crate) fn add(&self, now: Instant, kind: Kind, text: Arguments<'_>, tell: impl Tell) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = waiting
+            .iter()
+            .position(|other| other.kind.sort() == kind.sort());
+        let before = before.and_then(|at| waiting.remove(at));
+        let event = Waiting {
+            kind,
+            text: text.to_string(),
+            left_out: before.map_or(0, |before| before.left_out + 1),
+        };
+        waiting.push_back(event);
+        self.tell_some(&mut waiting, now, tell);
+    }
+
+    /// Tells what there is room for now.
+    pub(crate) fn catch_up(&self, now: Instant, tell: impl Tell) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        self.tell_some(&mut waiting, now, tell);
+    }
+
+    fn tell_some(&self, waiting: &mut VecDeque<Waiting>, now: Instant, tell: impl Tell) {
+        while !waiting.is_empty() && self.room.take(now) {
+            match waiting.pop_front() {
+                Some(event) if event.left_out > 0 => {
+                    let (text, left_out) = (event.text, event.left_out);
+                    tell(
+                        event.kind,
+                        format_args!("{text} ({left_out} left out before)"),
+                    );
+                }
+                Some(event) => tell(event.kind, format_args!("{}", event.text)),
+                None => {}
+            }
+        }
+    }
+}
+
+/// Who tells one.
+pub(crate) trait Tell: Fn(Kind, Arguments<'_>) {}
+impl<F: Fn(Kind, Arguments<'_>)> Tell for F {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::RefCell;
+
+    #[test]
+    fn what_is_left_out_is_told_as_the_last_of_its_sort() {
+        let limit = EventLimit::default();
+        let told = RefCell::new(Vec::new());
+        let tell =
+            |kind: Kind, text: Arguments<'_>| told.borrow_mut().push((kind, text.to_string()));
+        let start = Instant::now();
+        for nth in 0..BURST {
+            limit.add(start, Kind::Driver, format_args!("{nth}"), tell);
+        }
+        assert_eq!(told.take().len(), BURST as usize);
+        for nth in 0..10 {
+            limit.add(start, Kind::Connected, format_args!("{nth}"), tell);
+            limit.add(start, Kind::QueueStopped, format_args!("{nth}"), tell);
+            limit.add(start, Kind::Disconnected, format_args!("{nth}"), tell);
+        }
+        limit.catch_up(start, tell);
+        assert_eq!(told.take(), [], "there is no room");
+        limit.catch_up(start + PERIOD, tell);
+        let stopped = (Kind::QueueStopped, "9 (9 left out before)".into());
+        assert_eq!(told.take(), [stopped], "there is room for one");
+        // What comes later is told later.
+        limit.add(start + PERIOD, Kind::Driver, format_args!("on"), tell);
+        limit.catch_up(start + 10 * PERIOD, tell);
+        let gone = (Kind::Disconnected, "9 (19 left out before)".into());
+        assert_eq!(told.take(), [gone, (Kind::Driver, "on".into())]);
+        limit.catch_up(start + 20 * PERIOD, tell);
+        assert_eq!(told.take(), []);
+    }
+}

@@ -1,0 +1,802 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! What the process can still do when somebody else steers it: nothing that it does not need.
+//!
+//! - Landlock: no file but those that it is told of, no TCP, no signal to others; from Linux 7.1 on no socket
+//!   of others either. Before, its unit alone hides those, see [`told`].
+//! - seccomp: no system call but those below, by what a thread is for. Threads that touch guests' data have the
+//!   shortest list: they open nothing, connect to nothing and begin no threads. Nor do those that read what a
+//!   VMM sends.
+//! - Of root's capabilities, if it is run as root, three.
+//! - It gains no rights by executing something, which it cannot anyway; it cannot be traced by others of
+//!   its user, and leaves no core dump.
+//!
+//! A call that is not allowed fails with EPERM, so that a library that would like to make one does without;
+//! what would only ever be an attack ends the process. The rings of io_uring, whose operations seccomp does not
+//! see, are restricted by themselves, see uring.rs; who began to serve can make no other.
+//!
+//! Once entered it holds for all threads begun later, until the process ends; `--no-sandbox` is for debuggers.
+//! Never here: a path that is not of the configuration.
+
+use crate::config::settings::Config;
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, LandlockStatus,
+    PathBeneath, PathFd, RestrictionStatus, Ruleset, RulesetAttr, RulesetCreatedAttr,
+    RulesetStatus, Scope,
+};
+use libc::c_long;
+use rustix::process::{DumpableBehavior, set_dumpable_behavior};
+use rustix::thread::{
+    CapabilitySet, CapabilitySets, capabilities, capability_is_in_bounding_set,
+    remove_capability_from_bounding_set, set_capabilities,
+};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule,
+};
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// The newest that is known here; an older kernel does what it can.
+const LANDLOCK: ABI = ABI::V9;
+
+/// Where the journal listens: tmem-log sends to a socket there by name, each line anew.
+const JOURNAL: &str = "/run/systemd/journal";
+
+/// Sockets are given to users of QEMUs and groups of operators, and have their modes set, even if they are given
+/// already; pages of guests are locked, however many. Its unit gives it the first two, and locks by a limit.
+const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::IPC_LOCK);
+
+/// What a thread is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// Makes what others use while they serve.
+    Starting,
+    /// Serves control clients, looks at the host.
+    Serving,
+    /// Reads what a VMM sends.
+    Connection,
+    /// Serves queues, or works on the pool.
+    Data,
+}
+
+/// A filter for each kind but the first.
+struct Filters {
+    serving: BpfProgram,
+    connection: BpfProgram,
+    data: BpfProgram,
+}
+
+/// Filters of threads, once the sandbox was entered.
+static FILTERS: OnceLock<Filters> = OnceLock::new();
+
+/// Memory, waiting, time, its own end, log lines through descriptors that are there.
+const DATA_CALLS: &[c_long] = &[
+    libc::SYS_brk,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_close,
+    libc::SYS_epoll_pwait,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_epoll_wait,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_fcntl,
+    libc::SYS_fdatasync,
+    libc::SYS_fstat,
+    libc::SYS_futex,
+    libc::SYS_getpid,
+    libc::SYS_getrandom,
+    libc::SYS_gettid,
+    // Rings eventfds, see bell.rs.
+    libc::SYS_io_getevents,
+    libc::SYS_io_submit,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_madvise,
+    libc::SYS_membarrier,
+    libc::SYS_mlock2,
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_mremap,
+    libc::SYS_munlock,
+    libc::SYS_munmap,
+    libc::SYS_nanosleep,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_preadv2,
+    libc::SYS_pwritev2,
+    libc::SYS_read,
+    libc::SYS_restart_syscall,
+    libc::SYS_rseq,
+    libc::SYS_rt_sigaction,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    // Log lines to the journal and replies to vhost-user messages. No thread has sendmsg(2), by which it could
+    // pass file descriptors: see reply.rs.
+    libc::SYS_sendto,
+    libc::SYS_set_robust_list,
+    // Ends a connection whose memory has gone.
+    libc::SYS_shutdown,
+    libc::SYS_sigaltstack,
+    // To itself: abort().
+    libc::SYS_tgkill,
+    libc::SYS_write,
+    libc::SYS_writev,
+];
+
+/// And a socket that is there already, files that come through it, kicks to watch.
+const CONNECTION_CALLS: &[c_long] = &[
+    libc::SYS_epoll_ctl,
+    libc::SYS_fstatfs,
+    // What a descriptor is, told by /proc/self/fd.
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_readlink,
+    libc::SYS_readlinkat,
+    libc::SYS_recvmsg,
+];
+
+/// And files, sockets and threads.
+const SERVING_CALLS: &[c_long] = &[
+    libc::SYS_accept4,
+    libc::SYS_bind,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_chmod,
+    libc::SYS_clone3,
+    libc::SYS_connect,
+    libc::SYS_dup,
+    libc::SYS_epoll_create1,
+    libc::SYS_eventfd2,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_fchownat,
+    libc::SYS_fsync,
+    libc::SYS_ftruncate,
+    libc::SYS_getdents64,
+    libc::SYS_getegid,
+    libc::SYS_geteuid,
+    libc::SYS_getgid,
+    libc::SYS_getpeername,
+    libc::SYS_getsockname,
+    libc::SYS_getsockopt,
+    libc::SYS_getuid,
+    libc::SYS_listen,
+    libc::SYS_lseek,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_lstat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_mkdir,
+    libc::SYS_mkdirat,
+    libc::SYS_mlock,
+    libc::SYS_newfstatat,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_open,
+    libc::SYS_openat,
+    libc::SYS_pipe2,
+    libc::SYS_prctl,
+    libc::SYS_prlimit64,
+    libc::SYS_recvfrom,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_rename,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_seccomp,
+    libc::SYS_setsockopt,
+    libc::SYS_socket,
+    libc::SYS_socketpair,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_stat,
+    libc::SYS_statx,
+    libc::SYS_sysinfo,
+    libc::SYS_timerfd_create,
+    libc::SYS_timerfd_settime,
+    libc::SYS_uname,
+    #[cfg(target_arch = "x86_64")]
+    libc::SYS_unlink,
+    libc::SYS_unlinkat,
+];
+
+/// And what the workers have to themselves: contexts of io_uring, and of the AIO that bell.rs has. seccomp does
+/// not see what is asked of the first, so that they are made and restricted before anybody is served.
+const STARTING_CALLS: &[c_long] = &[libc::SYS_io_setup, libc::SYS_io_uring_setup];
+
+/// Nothing in this process ever asks for one of these.
+const ATTACKS: &[c_long] = &[
+    libc::SYS_bpf,
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_finit_module,
+    libc::SYS_init_module,
+    libc::SYS_kexec_load,
+    libc::SYS_mount,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_ptrace,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_userfaultfd,
+];
+
+/// Enters the sandbox. What cannot be had of it on this kernel is said in the log.
+///
+/// # Errors
+/// A path of the configuration is not there, or the system fails.
+pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    drop_capabilities()?;
+    // What the kernel told the process at its start is read once, with calls that a connection's thread, which
+    // would be the first to ask for it, does not have.
+    rustix::param::page_size();
+    let ruled = restrict_files(config, file)?;
+    match told(&ruled.ruleset, ruled.landlock) {
+        None => {}
+        Some(Told::Info(text)) => tracing::info!("{text}"),
+        Some(Told::Warning(text)) => tracing::warn!("{text}"),
+    }
+    for filter in [filter(Kind::Starting)?, no_clone3()?, attacks()?] {
+        // Sets no_new_privs as well. Of filters that differ the strictest holds.
+        seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
+    }
+    // The first time only: the process has one sandbox.
+    let _ = FILTERS.set(Filters {
+        serving: filter(Kind::Serving)?,
+        connection: filter(Kind::Connection)?,
+        data: filter(Kind::Data)?,
+    });
+    Ok(())
+}
+
+/// Narrows the calling thread, and those that it begins later, to what its kind needs, if the process is in the
+/// sandbox. No other is told: one with a filter of its own could not be.
+///
+/// # Panics
+/// The kernel does not take the filter: it took the wider one.
+pub fn narrow(kind: Kind) {
+    let Some(filters) = FILTERS.get() else {
+        return;
+    };
+    let filter = match kind {
+        // Its own since the sandbox was entered.
+        Kind::Starting => return,
+        Kind::Serving => &filters.serving,
+        Kind::Connection => &filters.connection,
+        Kind::Data => &filters.data,
+    };
+    seccompiler::apply_filter(filter).expect("the kernel took a filter before");
+}
+
+/// A line of the log about what the kernel leaves open.
+#[derive(Debug, PartialEq, Eq)]
+enum Told {
+    Info(&'static str),
+    Warning(&'static str),
+}
+
+/// None: it does all that is asked of it.
+fn told(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<Told> {
+    match (ruleset, landlock) {
+        (RulesetStatus::FullyEnforced, _) => None,
+        // Of what they do not know, only sockets are of use to anybody.
+        (
+            RulesetStatus::PartiallyEnforced,
+            LandlockStatus::Available {
+                effective_abi: ABI::V6 | ABI::V7 | ABI::V8,
+                ..
+            },
+        ) => Some(Told::Info(
+            "this kernel's Landlock does not keep the daemon from sockets of others, as from Linux 7.1 on: its \
+             unit hides them; run by hand it may connect to those that its user may",
+        )),
+        _ => Some(Told::Warning(
+            "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, or does not have \
+             lsm=landlock",
+        )),
+    }
+}
+
+/// Keeps no more than [`CAPABILITIES`]: the calling thread, and those that it begins.
+fn drop_capabilities() -> io::Result<()> {
+    let has = capabilities(None)?;
+    // Who may not change what a program that is executed could get has nothing to pass on, and executes none.
+    if has.effective.contains(CapabilitySet::SETPCAP) {
+        for capability in (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit)) {
+            // An error: the kernel has no capability of that number.
+            let is_there = capability_is_in_bounding_set(capability).unwrap_or(false);
+            if is_there && !CAPABILITIES.contains(capability) {
+                remove_capability_from_bounding_set(capability)?;
+            }
+        }
+    }
+    // With the inheritable ones go those that are ambient.
+    set_capabilities(
+        None,
+        CapabilitySets {
+            effective: has.permitted & CAPABILITIES,
+            permitted: has.permitted & CAPABILITIES,
+            inheritable: CapabilitySet::empty(),
+        },
+    )?;
+    Ok(())
+}
+
+/// A rule about one argument, of which all but the bits of `mask` count for nothing.
+fn argument(number: u8, mask: i32, value: i32) -> io::Result<SeccompRule> {
+    let mask = SeccompCmpOp::MaskedEq(mask as u64);
+    SeccompCondition::new(number, SeccompCmpArgLen::Dword, mask, value as u64)
+        .and_then(|condition| SeccompRule::new(vec![condition]))
+        .map_err(io::Error::other)
+}
+
+fn compile(
+    rules: BTreeMap<c_long, Vec<SeccompRule>>,
+    otherwise: SeccompAction,
+    action: SeccompAction,
+) -> io::Result<BpfProgram> {
+    let arch = std::env::consts::ARCH
+        .try_into()
+        .map_err(io::Error::other)?;
+    SeccompFilter::new(rules, otherwise, action, arch)
+        .and_then(BpfProgram::try_from)
+        .map_err(io::Error::other)
+}
+
+fn filter(kind: Kind) -> io::Result<BpfProgram> {
+    // Each has what the next one has.
+    let lists = [STARTING_CALLS, SERVING_CALLS, CONNECTION_CALLS, DATA_CALLS];
+    let own = match kind {
+        Kind::Starting => &lists[..],
+        Kind::Serving => &lists[1..],
+        Kind::Connection => &lists[2..],
+        Kind::Data => &lists[3..],
+    };
+    let calls = own.iter().copied().flatten();
+    let mut rules: BTreeMap<_, _> = calls.map(|&call| (call, Vec::new())).collect();
+    // No memory becomes code.
+    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+        rules.insert(call, vec![argument(2, libc::PROT_EXEC, 0)?]);
+    }
+    if matches!(kind, Kind::Starting | Kind::Serving) {
+        let thread = libc::CLONE_THREAD | libc::CLONE_VM;
+        rules.insert(libc::SYS_clone, vec![argument(0, thread, thread)?]);
+        rules.insert(libc::SYS_socket, vec![argument(0, -1, libc::AF_UNIX)?]);
+        // What std makes a socket not block with.
+        rules.insert(
+            libc::SYS_ioctl,
+            vec![argument(1, -1, libc::FIONBIO as i32)?],
+        );
+    }
+    let refuse = SeccompAction::Errno(libc::EPERM as u32);
+    compile(rules, refuse, SeccompAction::Allow)
+}
+
+/// As if the kernel did not know it, so that threads begin with clone(), whose flags a filter sees.
+fn no_clone3() -> io::Result<BpfProgram> {
+    let rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+    let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
+    compile(rules, SeccompAction::Allow, unknown)
+}
+
+fn attacks() -> io::Result<BpfProgram> {
+    let rules = ATTACKS.iter().map(|&call| (call, Vec::new())).collect();
+    compile(rules, SeccompAction::Allow, SeccompAction::KillProcess)
+}
+
+fn restrict_files(config: &Config, file: &Path) -> io::Result<RestrictionStatus> {
+    rules(config, file)
+        .map_err(|error| io::Error::other(format!("confining the daemon to its files: {error}")))
+}
+
+fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::RulesetError> {
+    let read = AccessFs::ReadFile | AccessFs::ReadDir;
+    let write = read | AccessFs::WriteFile;
+    let all = write
+        | AccessFs::MakeReg
+        | AccessFs::MakeDir
+        | AccessFs::MakeSock
+        | AccessFs::RemoveFile
+        // Whether somebody listens on a socket that is in the way of its own.
+        | AccessFs::ResolveUnix
+        | AccessFs::Truncate;
+    let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
+    let mut paths: Vec<(PathBuf, BitFlags<AccessFs>)> = vec![
+        ("/dev/null".into(), AccessFs::ReadFile.into()),
+        ("/proc/self".into(), read),
+        ("/proc/meminfo".into(), AccessFs::ReadFile.into()),
+        ("/proc/pressure".into(), write),
+        ("/sys/devices/system/cpu".into(), read),
+        ("/sys/fs/cgroup".into(), read),
+        (JOURNAL.into(), AccessFs::ResolveUnix.into()),
+        // An editor that saves puts a new file in its place.
+        (parent(file), read),
+        (config.run_folder.clone(), all),
+        (parent(&config.control), all),
+    ];
+    paths.extend(
+        config
+            .control_read_only
+            .iter()
+            .map(|path| (parent(path), all)),
+    );
+    paths.extend(config.vms.iter().map(|vm| (parent(&vm.socket), all)));
+    let trace = config.trace.iter();
+    paths.extend(trace.map(|trace| (parent(&trace.path), AccessFs::MakeReg | AccessFs::WriteFile)));
+    if let Some(pressure) = &config.pressure {
+        paths.push((pressure.meminfo.clone(), AccessFs::ReadFile.into()));
+        let stalls = pressure.stalls.iter();
+        paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
+    }
+    // The service manager's, which may be an abstract one.
+    let manager = std::env::var_os("NOTIFY_SOCKET").map(PathBuf::from);
+    let manager = manager.filter(|path| path.is_absolute());
+    paths.extend(manager.map(|path| (path, AccessFs::ResolveUnix.into())));
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(LANDLOCK))?
+        .handle_access(AccessNet::from_all(LANDLOCK))?
+        // Not abstract sockets: a service manager may listen on one.
+        .scope(Scope::Signal)?
+        .create()?;
+    for (path, access) in paths {
+        // What is not there cannot be opened; whoever needs it says so.
+        let Ok(fd) = PathFd::new(&path) else { continue };
+        let access = match path.is_dir() {
+            true => access,
+            false => access & AccessFs::from_file(LANDLOCK),
+        };
+        ruleset = ruleset.add_rule(PathBeneath::new(fd, access))?;
+    }
+    ruleset.restrict_self()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::settings::{EventLoop, Waiting};
+    use crate::queue::poller;
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::io::Errno;
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+    use rustix::net::{AddressFamily, SocketType, socket};
+    use std::fs;
+    use std::os::fd::AsRawFd;
+    use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::{Command, Output};
+    use std::sync::Arc;
+    use tmem_sim::{Missing, skipped};
+    use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+    fn config(run_folder: &Path) -> Config {
+        Config {
+            pool_size_bytes: 1 << 20,
+            workers: 1,
+            background_threads: 1,
+            waiting: Waiting::default(),
+            vm_pages_per_second: 0,
+            control: run_folder.join("control"),
+            control_group: None,
+            control_read_only: None,
+            control_read_only_group: None,
+            run_folder: run_folder.into(),
+            vms: Vec::new(),
+            pressure: None,
+            trace: None,
+        }
+    }
+
+    /// In a thread of its own, which takes the sandbox with it: threads begun before are not in it.
+    fn inside<R: Send>(kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
+        let folder = tempfile::tempdir().expect("a folder");
+        inside_at(folder.path(), kind, what)
+    }
+
+    /// Runs `what` in a sandbox whose configuration names that folder.
+    fn inside_at<R: Send>(at: &Path, kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
+        fs::write(at.join("tmemd.toml"), "").expect("written");
+        std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                enter(&config(at), &at.join("tmemd.toml")).expect("entered");
+                narrow(kind);
+                what(at)
+            });
+            thread.join().expect("it lives")
+        })
+    }
+
+    /// A test that is none by itself.
+    fn in_a_process(name: &str) -> Output {
+        let own = std::env::current_exe().expect("there");
+        let test = format!("sandbox::tests::{name}");
+        let mut command = Command::new(own);
+        let output = command.args(["--ignored", "--exact", &test]).output();
+        output.expect("it runs")
+    }
+
+    #[test]
+    fn files_of_others_are_out_of_reach() {
+        let other = tempfile::tempdir().expect("a folder");
+        let denied = |result: io::Result<()>| {
+            let error = result.expect_err("it is not of the configuration");
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+        };
+        inside(Kind::Serving, |own| {
+            denied(fs::read("/etc/passwd").map(drop));
+            denied(fs::read_dir("/etc").map(drop));
+            denied(fs::write(other.path().join("new"), ""));
+            denied(fs::create_dir(other.path().join("new")));
+            fs::write(own.join("note"), "kept").expect("its own folder");
+            fs::rename(own.join("note"), own.join("vm")).expect("its own folder");
+            assert_eq!(fs::read(own.join("vm")).expect("its own file"), b"kept");
+            fs::remove_file(own.join("vm")).expect("its own file");
+            fs::read("/proc/self/stat").expect("of itself");
+            fs::read("/proc/meminfo").expect("of the host");
+        });
+    }
+
+    #[test]
+    fn calls_that_nobody_needs_are_refused() {
+        inside(Kind::Serving, |_| {
+            let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
+            assert_eq!(tcp.expect_err("TCP"), Errno::PERM);
+            socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a local socket");
+            std::thread::spawn(|| ()).join().expect("a thread");
+            let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
+            let map = |prot| {
+                // SAFETY: new memory, of which nothing is used.
+                unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }
+            };
+            assert_eq!(map(read | ProtFlags::EXEC).expect_err("code"), Errno::PERM);
+            let page = map(read | write).expect("memory");
+            // SAFETY: the page that was just mapped.
+            let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
+            assert_eq!(done.expect_err("code"), Errno::PERM);
+            // SAFETY: it is of no use any more.
+            unsafe { rustix::mm::munmap(page, 4096) }.expect("unmapped");
+            // SAFETY: fork's call without the flags of a thread; it is refused, and would only end.
+            let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
+            if child == 0 {
+                // SAFETY: the child that should not be.
+                unsafe { libc::_exit(1) };
+            }
+            assert_eq!(child, -1, "a process");
+        });
+    }
+
+    #[test]
+    fn threads_that_touch_pages_open_nothing() {
+        opens_nothing(Kind::Data);
+    }
+
+    #[test]
+    fn threads_that_read_messages_of_vmms_open_nothing() {
+        opens_nothing(Kind::Connection);
+    }
+
+    const KINDS: [Kind; 4] = [Kind::Starting, Kind::Serving, Kind::Connection, Kind::Data];
+
+    #[test]
+    fn no_thread_passes_descriptors() {
+        let (left, right) = UnixStream::pair().expect("a pair");
+        for kind in KINDS {
+            inside(kind, |_| {
+                let passed = left.send_with_fd(&b"x"[..], right.as_raw_fd());
+                let errno = passed.expect_err("a descriptor was passed").errno();
+                assert_eq!(errno, libc::EPERM, "{kind:?}");
+                // As the vhost crate sends a reply.
+                let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
+                assert_eq!(sent.expect("a reply"), 5, "{kind:?}");
+            });
+        }
+    }
+
+    /// As tracing-journald sends a line: through a socket that is already there, to a path.
+    #[test]
+    fn every_thread_reaches_the_journal() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("socket");
+        let journal = UnixDatagram::bind(&path).expect("bound");
+        let socket = UnixDatagram::unbound().expect("a socket");
+        for kind in KINDS {
+            inside_at(folder.path(), kind, |_| {
+                socket.send_to(b"MESSAGE=x", &path).expect("a log line");
+            });
+            let mut line = [0; 16];
+            assert_eq!(journal.recv(&mut line).expect("received"), 9, "{kind:?}");
+        }
+    }
+
+    fn opens_nothing(kind: Kind) {
+        let (left, right) = UnixDatagram::pair().expect("a pair");
+        inside(kind, |own| {
+            let error = fs::read(own.join("tmemd.toml")).expect_err("opened");
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+            let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
+            assert_eq!(local.expect_err("a socket"), Errno::PERM);
+            // Not even with a socket that is there.
+            let error = left.connect(own.join("any")).expect_err("connected");
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM));
+            right.send(b"what is there").expect("works");
+            let thread = std::thread::Builder::new().spawn(|| ());
+            assert!(thread.is_err(), "a thread");
+        });
+    }
+
+    /// What a call for a context of io_uring and one for a context of AIO come to.
+    fn contexts() -> [io::Result<()>; 2] {
+        let made = |made: c_long| match made {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        };
+        // `struct io_uring_params`: no flags.
+        let mut parameters = [0u64; 15];
+        let mut context: libc::c_ulong = 0;
+        // SAFETY: the kernel reads and writes the parameters, and returns a descriptor, which is nobody's. The
+        // entries are one.
+        let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
+        let ring = made(ring);
+        // SAFETY: the kernel writes a context's number to where the pointer says; room for one event.
+        let bell = made(unsafe { libc::syscall(libc::SYS_io_setup, 1, &mut context) });
+        [ring, bell]
+    }
+
+    fn refused(contexts: [io::Result<()>; 2]) {
+        for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts) {
+            let error = made.expect_err(what);
+            assert_eq!(error.raw_os_error(), Some(libc::EPERM), "{what}");
+        }
+    }
+
+    /// seccomp does not see what a ring is asked for, and one that is new is restricted by nobody.
+    #[test]
+    fn who_serves_makes_no_rings() {
+        if let [Err(error), _] | [_, Err(error)] = contexts() {
+            return skipped(Missing::IoUring, error);
+        }
+        inside(Kind::Starting, |_| {
+            for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts()) {
+                made.unwrap_or_else(|error| panic!("{what}, before it serves: {error}"));
+            }
+        });
+        inside(Kind::Serving, |_| {
+            refused(contexts());
+            // As a connection's, which is begun by the acceptor.
+            let later = std::thread::spawn(|| {
+                refused(contexts());
+                narrow(Kind::Connection);
+                refused(contexts());
+            });
+            later.join().expect("refused");
+        });
+        inside(Kind::Data, |_| refused(contexts()));
+    }
+
+    #[test]
+    #[ignore = "puts its process into the sandbox: see when_it_has_started_no_ring_can_be_made"]
+    fn starts() {
+        inside(Kind::Starting, |own| {
+            let daemon = crate::Daemon::start(config(own)).expect("starts");
+            refused(contexts());
+            daemon.stop();
+        });
+    }
+
+    #[test]
+    fn when_it_has_started_no_ring_can_be_made() {
+        let output = in_a_process("starts");
+        assert!(output.status.success(), "{output:?}");
+    }
+
+    /// As in a container that forbids rings.
+    #[test]
+    fn where_rings_are_refused_workers_wait_with_epoll() {
+        inside(Kind::Serving, |_| {
+            let error = poller::create(EventLoop::IoUring, 1)
+                .err()
+                .expect("refused");
+            let said = error.to_string();
+            assert!(said.contains("\"auto\" takes epoll instead"), "{said}");
+            let pollers = poller::create(EventLoop::Auto, 2).expect("epoll");
+            assert_eq!(pollers.len(), 2);
+            let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+            for poller in pollers {
+                let kick = Arc::new(eventfd(0, flags).expect("eventfd"));
+                poller.add(&kick, 7).expect("watched");
+                poller::signal(&kick);
+                let mut ready = Vec::new();
+                poller.wait(&mut ready, true).expect("it can wait");
+                assert_eq!(ready, [7]);
+            }
+        });
+    }
+
+    /// Whether this machine's kernel knows the right is told by what `enter` logs; so it is by this.
+    #[test]
+    fn what_the_kernel_leaves_open_is_told() {
+        let on = |effective_abi| LandlockStatus::Available {
+            effective_abi,
+            kernel_abi: None,
+        };
+        let (full, part) = (
+            RulesetStatus::FullyEnforced,
+            RulesetStatus::PartiallyEnforced,
+        );
+        let none = RulesetStatus::NotEnforced;
+        assert_eq!(told(&full, on(ABI::V9)), None);
+        for abi in [ABI::V6, ABI::V7, ABI::V8] {
+            let told = told(&part, on(abi)).expect("it knows no sockets");
+            let Told::Info(text) = told else {
+                panic!("{abi:?}: {told:?}");
+            };
+            assert!(text.contains("sockets") && text.contains("7.1"), "{text}");
+        }
+        for (ruleset, landlock) in [
+            (&part, on(ABI::V5)),
+            (&part, on(ABI::V1)),
+            (&none, LandlockStatus::NotEnabled),
+            (&none, LandlockStatus::NotImplemented),
+        ] {
+            let told = told(ruleset, landlock).expect("files are open");
+            let Told::Warning(text) = told else {
+                panic!("{landlock:?}: {told:?}");
+            };
+            assert!(text.contains("lsm=landlock"), "{text}");
+        }
+    }
+
+    /// Those in folders of its configuration alone, whether its files' modes would let it or not.
+    #[test]
+    fn sockets_of_others_are_out_of_reach() {
+        let other = tempfile::tempdir().expect("a folder");
+        let theirs = other.path().join("bus");
+        let _listener = UnixListener::bind(&theirs).expect("bound");
+        // In a thread of its own, as below.
+        let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
+        let abi = match ruled.join().expect("it lives").expect("ruled").landlock {
+            LandlockStatus::Available { effective_abi, .. } => effective_abi,
+            _ => ABI::Unsupported,
+        };
+        inside(Kind::Serving, |own| {
+            let mine = own.join("own");
+            let _listener = UnixListener::bind(&mine).expect("its own folder");
+            UnixStream::connect(&mine).expect("its own folder");
+            let connected = UnixStream::connect(&theirs);
+            match abi {
+                ABI::V9 => {
+                    let error = connected.expect_err("it is not of the configuration");
+                    assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+                }
+                // As docs/threat-model.md says.
+                _ => drop(connected.expect("nothing keeps it from it")),
+            }
+        });
+        if abi != ABI::V9 {
+            skipped(
+                Missing::LandlockSockets,
+                format_args!("its Landlock is {abi:?}"),
+            );
+        }
+    }
+
+    #[test]
+    #[ignore = "ends its process: see what_only_attackers_do_ends_the_process"]
+    fn executes() {
+        inside(Kind::Serving, |_| {
+            let arguments = [std::ptr::null::<libc::c_char>()];
+            // SAFETY: a name that ends with 0, and an empty list; it does not return, or fails.
+            unsafe { libc::execv(c"/bin/true".as_ptr(), arguments.as_ptr()) };
+        });
+    }
+
+    #[test]
+    fn what_only_attackers_do_ends_the_process() {
+        let output = in_a_process("executes");
+        assert_eq!(output.status.signal(), Some(libc::SIGSYS), "{output:?}");
+    }
+}

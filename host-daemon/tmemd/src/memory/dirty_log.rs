@@ -1,0 +1,185 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The dirty log of a live migration: every guest page that the daemon writes is marked in it.
+//!
+//! One log per connection; each memory region marks through it with its own base address. So the
+//! log outlives a change of the memory table, and switching it off reaches every region. Guest
+//! memory is only written through vm-memory, which marks after the write.
+
+use crate::memory::mapping::Mapping;
+use crate::memory::sigbus::Lost;
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
+use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
+
+/// A page of the log, VHOST_LOG_PAGE of the vhost-user specification.
+const LOG_PAGE_BYTES: u64 = 4096;
+
+/// A log of 1 TiB of guest memory has 32 MiB; no machine needs more than 64 times that.
+const LOG_BYTES_MAX: u64 = 1 << 31;
+
+/// The log of a connection.
+#[derive(Debug, Default)]
+pub struct DirtyLog {
+    /// VHOST_F_LOG_ALL is acknowledged.
+    enabled: AtomicBool,
+    /// Guards the mapping against being replaced while it is marked.
+    map: RwLock<Option<LogMap>>,
+    /// Pages beyond the end of the log, or written while there was none.
+    missed: AtomicU64,
+}
+
+impl DirtyLog {
+    /// Follows VHOST_F_LOG_ALL.
+    pub fn set_enabled(&self, enabled: bool) {
+        self.enabled.store(enabled, Ordering::SeqCst);
+        if !enabled {
+            *self.map.write().unwrap_or_else(PoisonError::into_inner) = None;
+        }
+    }
+
+    /// Replaces the log's memory (SET_LOG_BASE).
+    pub fn set_map(&self, map: LogMap) {
+        *self.map.write().unwrap_or_else(PoisonError::into_inner) = Some(map);
+    }
+
+    /// Pages that were written and could not be marked.
+    pub fn missed_pages(&self) -> u64 {
+        self.missed.load(Ordering::Relaxed)
+    }
+
+    fn mark(&self, address: u64, length: usize) {
+        if !self.enabled.load(Ordering::SeqCst) || length == 0 {
+            return;
+        }
+        let first = address / LOG_PAGE_BYTES;
+        let last = address.saturating_add(length as u64 - 1) / LOG_PAGE_BYTES;
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        for page in first..=last {
+            let byte = map.as_ref().and_then(|map| map.byte(page / 8));
+            match byte {
+                Some(byte) => {
+                    byte.fetch_or(1 << (page % 8), Ordering::SeqCst);
+                }
+                None => {
+                    self.missed.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+
+    fn is_marked(&self, address: u64) -> bool {
+        let page = address / LOG_PAGE_BYTES;
+        let map = self.map.read().unwrap_or_else(PoisonError::into_inner);
+        let byte = map.as_ref().and_then(|map| map.byte(page / 8));
+        byte.is_some_and(|byte| byte.load(Ordering::SeqCst) & (1 << (page % 8)) != 0)
+    }
+}
+
+/// The log's memory, which the VMM shares. It is only used through atomics.
+#[derive(Debug)]
+pub struct LogMap(Mapping);
+
+impl LogMap {
+    /// Maps `length` bytes of a file that [`crate::memory::table::check_file`] has found good; `lost` is
+    /// told when a page of it has gone.
+    pub fn new(file: &File, offset: u64, length: u64, lost: &Arc<Lost>) -> std::io::Result<LogMap> {
+        if length == 0 || length > LOG_BYTES_MAX {
+            return Err(std::io::Error::other(format!(
+                "a dirty log of {length} bytes: it must have 1 to {LOG_BYTES_MAX}"
+            )));
+        }
+        Ok(LogMap(Mapping::new(file, offset, length as usize, lost)?))
+    }
+
+    fn byte(&self, number: u64) -> Option<&AtomicU8> {
+        if number >= self.0.bytes() as u64 {
+            return None;
+        }
+        // SAFETY: the number is within the mapping, which lives as long as self, and other
+        // processes, too, only change it atomically; AtomicU8 has no alignment.
+        Some(unsafe { &*self.0.start().add(number as usize).cast::<AtomicU8>() })
+    }
+}
+
+/// The part of the log that belongs to a memory region.
+#[derive(Debug)]
+pub struct RegionLog {
+    /// Shared by the regions of a connection.
+    pub log: Arc<DirtyLog>,
+    /// Guest physical address of the region.
+    pub base: u64,
+}
+
+/// The part of the log that belongs to a slice of a memory region.
+#[derive(Clone, Copy, Debug)]
+pub struct SliceLog<'a> {
+    log: &'a DirtyLog,
+    base: u64,
+}
+
+impl<'a> WithBitmapSlice<'a> for RegionLog {
+    type S = SliceLog<'a>;
+}
+
+impl Bitmap for RegionLog {
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        self.log.mark(self.base + offset as u64, len);
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        self.log.is_marked(self.base + offset as u64)
+    }
+
+    fn slice_at(&self, offset: usize) -> SliceLog<'_> {
+        SliceLog {
+            log: &self.log,
+            base: self.base + offset as u64,
+        }
+    }
+}
+
+impl<'a> WithBitmapSlice<'_> for SliceLog<'a> {
+    type S = SliceLog<'a>;
+}
+
+impl BitmapSlice for SliceLog<'_> {}
+
+impl<'a> Bitmap for SliceLog<'a> {
+    fn mark_dirty(&self, offset: usize, len: usize) {
+        self.log.mark(self.base + offset as u64, len);
+    }
+
+    fn dirty_at(&self, offset: usize) -> bool {
+        self.log.is_marked(self.base + offset as u64)
+    }
+
+    fn slice_at(&self, offset: usize) -> SliceLog<'a> {
+        SliceLog {
+            log: self.log,
+            base: self.base + offset as u64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    #[test]
+    fn a_page_of_the_log_that_has_gone_is_told() {
+        let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("memfd");
+        ftruncate(&file, 8192).expect("its length");
+        let lost = Arc::default();
+        let map = LogMap::new(&file.into(), 0, 8192, &lost).expect("mapped");
+        crate::memory::sigbus::take_away(map.0.start(), 4096);
+        let log = DirtyLog::default();
+        log.set_enabled(true);
+        log.set_map(map);
+        log.mark(8 * LOG_PAGE_BYTES * 4096, 1);
+        assert!(!lost.is_lost(), "the other page");
+        log.mark(0, 1);
+        assert!(lost.is_lost());
+    }
+}

@@ -1,0 +1,502 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Guest memory: regions that the VMM shares, checked and mapped.
+//!
+//! A table never changes; adding or removing a region makes a new one, so that whoever locks a
+//! vring sees one table whole. A region whose file could be truncated is refused: touching it
+//! afterwards ends the connection, if that is noticed in time ([`crate::memory::sigbus`]).
+
+use crate::memory::dirty_log::{DirtyLog, RegionLog};
+use crate::memory::mapping::Mapping;
+use crate::memory::sigbus::{Lost, page_bytes};
+use rustix::fs::SealFlags;
+use std::fs::File;
+use std::sync::Arc;
+use virtio_tmem as wire;
+use vm_memory::mmap::MmapRegionBuilder;
+use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
+
+/// The guest's physical memory with its dirty log.
+pub type GuestMemory = GuestMemoryMmap<RegionLog>;
+
+/// Regions of a VM at most. 256 VMs with as many stay below the kernel's limit of 65,530 mappings
+/// of a process; a VM has 8 in vhost's older interface.
+pub const REGIONS_MAX: usize = 64;
+
+/// Bytes of all regions of a VM at most. A file may be any size and hold nothing, and the daemon's
+/// address space, which all VMs share, has 128 TiB: a VM may have this table, a new one and those not
+/// yet unmapped ([`crate::host::background::DISCARDED_MAX`]), six in all, so that none can take it whole.
+pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
+
+/// A region as the VMM describes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RegionSpec {
+    /// Guest physical address.
+    pub guest_address: u64,
+    /// Address in the VMM, by which it names rings.
+    pub user_address: u64,
+    /// Length in bytes.
+    pub bytes: u64,
+    /// Of the region in its file, in bytes.
+    pub file_offset: u64,
+}
+
+/// Why a region is not taken; the text says what to do.
+#[derive(Debug)]
+pub struct MemoryError(String);
+
+impl std::fmt::Display for MemoryError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for MemoryError {}
+
+/// A region of a table.
+#[derive(Clone)]
+struct Region {
+    spec: RegionSpec,
+    /// Shared by all tables that have the region; the last one unmaps it.
+    _mapping: Arc<Mapping>,
+}
+
+/// A memory table.
+pub struct Memory {
+    regions: Vec<Region>,
+    /// For access by guest physical address. It points into the mappings of `regions`: only to be
+    /// borrowed from here, never cloned.
+    pub guest: GuestMemory,
+    /// Whether a page of it was found to have gone.
+    pub lost: Arc<Lost>,
+}
+
+impl Memory {
+    /// A table of no regions. Those that it will have tell `lost` when a page has gone.
+    pub fn empty(lost: &Arc<Lost>) -> Memory {
+        Memory {
+            regions: Vec::new(),
+            guest: GuestMemory::new(),
+            lost: lost.clone(),
+        }
+    }
+
+    /// This table and one region more.
+    pub fn with_region(
+        &self,
+        spec: RegionSpec,
+        file: File,
+        log: &Arc<DirtyLog>,
+    ) -> Result<Memory, MemoryError> {
+        if self.regions.len() >= REGIONS_MAX {
+            return Err(MemoryError(format!(
+                "more than {REGIONS_MAX} memory regions"
+            )));
+        }
+        let at = spec.guest_address;
+        check_file(&file, spec.file_offset, spec.bytes)
+            .map_err(|e| MemoryError(format!("the memory region at guest address {at:#x} {e}")))?;
+        let odd =
+            |what: String| MemoryError(format!("memory region at guest address {at:#x}: {what}"));
+        let sum = |sum: u64, region: &Region| sum.saturating_add(region.spec.bytes);
+        let all_bytes = self.regions.iter().fold(spec.bytes, sum);
+        if all_bytes > MEMORY_BYTES_MAX {
+            return Err(odd(format!(
+                "with it the VM has {all_bytes} bytes of memory: at most {MEMORY_BYTES_MAX} are mapped"
+            )));
+        }
+        let bytes = usize::try_from(spec.bytes).map_err(|e| odd(e.to_string()))?;
+        if spec.user_address.checked_add(spec.bytes).is_none() {
+            return Err(odd("its address in the VMM overflows".into()));
+        }
+        // Regions may overlap in the VMM's addresses, where one memory is seen at two places of the
+        // guest; only guest addresses must be unambiguous.
+        let region_log = RegionLog {
+            log: log.clone(),
+            base: at,
+        };
+        let mapping = Mapping::new(&file, spec.file_offset, bytes, &self.lost)
+            .map_err(|e| odd(format!("cannot be mapped readable and writable: {e}")))?;
+        let builder = MmapRegionBuilder::new_with_bitmap(bytes, region_log)
+            .with_file_offset(FileOffset::new(file, spec.file_offset))
+            .with_mmap_prot(PROT_READ_WRITE)
+            .with_mmap_flags(MAP_SHARED);
+        // SAFETY: a mapping of so many bytes, which this table keeps as long as the region.
+        let builder = unsafe { builder.with_raw_mmap_pointer(mapping.start()) };
+        let region = builder.build().map_err(|e| odd(e.to_string()))?;
+        let region = GuestRegionMmap::new(region, GuestAddress(at))
+            .ok_or_else(|| odd("its guest address overflows".into()))?;
+        let guest = self
+            .guest
+            .insert_region(Arc::new(region))
+            .map_err(|e| odd(e.to_string()))?;
+        let mut regions = self.regions.clone();
+        regions.push(Region {
+            spec,
+            _mapping: Arc::new(mapping),
+        });
+        Ok(self.changed(regions, guest))
+    }
+
+    /// This table without a region, found by its guest address, VMM address and length.
+    pub fn without_region(&self, spec: RegionSpec) -> Result<Memory, MemoryError> {
+        let same = |Region { spec: other, .. }: &Region| {
+            other.guest_address == spec.guest_address
+                && other.user_address == spec.user_address
+                && other.bytes == spec.bytes
+        };
+        let unknown = || {
+            MemoryError(format!(
+                "there is no memory region of {} bytes at guest address {:#x} to remove",
+                spec.bytes, spec.guest_address
+            ))
+        };
+        let position = self.regions.iter().position(same).ok_or_else(unknown)?;
+        let (guest, _) = self
+            .guest
+            .remove_region(GuestAddress(spec.guest_address), spec.bytes)
+            .map_err(|_| unknown())?;
+        let mut regions = self.regions.clone();
+        regions.remove(position);
+        Ok(self.changed(regions, guest))
+    }
+
+    fn changed(&self, regions: Vec<Region>, guest: GuestMemory) -> Memory {
+        Memory {
+            regions,
+            guest,
+            lost: self.lost.clone(),
+        }
+    }
+
+    /// The guest address of `bytes` at an address of the VMM, if they lie in one region.
+    pub fn guest_address(&self, user_address: u64, bytes: u64) -> Option<u64> {
+        self.regions.iter().find_map(|Region { spec: region, .. }| {
+            let offset = user_address.checked_sub(region.user_address)?;
+            let inside = offset.checked_add(bytes)? <= region.bytes;
+            inside.then(|| region.guest_address + offset)
+        })
+    }
+}
+
+const PROT_READ_WRITE: i32 =
+    (rustix::mm::ProtFlags::READ.bits() | rustix::mm::ProtFlags::WRITE.bits()) as i32;
+const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
+
+/// Checks that a mapping of the bytes can never lose its file: the file is sealed against
+/// shrinking and is long enough.
+pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryError> {
+    let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
+    if !seals.contains(SealFlags::SHRINK) {
+        return Err(MemoryError(
+            "is in a file that another process could truncate (no F_SEAL_SHRINK), which would \
+             end the VM's connection: give it memory of memory-backend-memfd,share=on (libvirt: \
+             <memoryBacking><source type='memfd'/><access mode='shared'/>)"
+                .into(),
+        ));
+    }
+    let end = offset.checked_add(bytes);
+    let length = rustix::fs::fstat(file)
+        .map(|stat| stat.st_size as u64)
+        .unwrap_or(0);
+    if bytes == 0 || end.is_none_or(|end| end > length) {
+        return Err(MemoryError(format!(
+            "has {bytes} bytes at offset {offset} of a file of {length}: it must lie in it"
+        )));
+    }
+    let page_bytes = page_bytes(file).map_err(|error| MemoryError(error.to_string()))?;
+    // A part of a huge page can be mapped, but neither unmapped nor replaced.
+    let whole = |number: u64| number.is_multiple_of(page_bytes);
+    if page_bytes > wire::PAGE_SIZE as u64 && !(whole(bytes) && whole(offset)) {
+        return Err(MemoryError(format!(
+            "has {bytes} bytes at offset {offset} of a file with pages of {page_bytes}: it must be \
+             whole pages"
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::dirty_log::LogMap;
+    use rustix::fs::{MemfdFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use std::os::unix::fs::FileExt;
+    use vm_memory::Bytes;
+
+    const MIB: u64 = 1 << 20;
+
+    fn memfd(bytes: u64, seals: SealFlags) -> File {
+        let file =
+            memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, bytes).expect("its length");
+        fcntl_add_seals(&file, seals).expect("its seals");
+        file.into()
+    }
+
+    fn spec(guest_address: u64, user_address: u64, bytes: u64) -> RegionSpec {
+        RegionSpec {
+            guest_address,
+            user_address,
+            bytes,
+            file_offset: 0,
+        }
+    }
+
+    fn add(memory: &Memory, spec: RegionSpec, file: File) -> Result<Memory, String> {
+        memory
+            .with_region(spec, file, &Arc::default())
+            .map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn only_sealed_files_are_mapped() {
+        let empty = Memory::empty(&Arc::default());
+        let region = spec(0, 0, MIB);
+        add(&empty, region, memfd(MIB, SealFlags::SHRINK)).expect("sealed");
+        add(
+            &empty,
+            region,
+            memfd(MIB, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL),
+        )
+        .expect("sealed as by QEMU");
+        let ordinary = tempfile::tempfile().expect("file");
+        ordinary.set_len(MIB).expect("its length");
+        for file in [
+            memfd(MIB, SealFlags::empty()),
+            memfd(MIB, SealFlags::GROW),
+            ordinary,
+        ] {
+            let error = add(&empty, region, file).err().expect("not sealed");
+            for part in ["0x0", "F_SEAL_SHRINK", "memory-backend-memfd,share=on"] {
+                assert!(error.contains(part), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn files_must_hold_the_region() {
+        let file = || memfd(MIB, SealFlags::SHRINK);
+        let empty = Memory::empty(&Arc::default());
+        let with = |offset, bytes| {
+            add(
+                &empty,
+                RegionSpec {
+                    file_offset: offset,
+                    ..spec(0, 0, bytes)
+                },
+                file(),
+            )
+        };
+        with(4096, MIB - 4096).map(drop).expect("inside");
+        for (offset, bytes) in [(4096, MIB), (0, MIB + 4096), (u64::MAX, MIB), (0, u64::MAX)] {
+            let error = with(offset, bytes).err().expect("outside");
+            assert!(error.contains(&bytes.to_string()), "{error}");
+        }
+    }
+
+    #[test]
+    fn files_must_be_writable() {
+        let seals = SealFlags::SHRINK | SealFlags::FUTURE_WRITE;
+        let error = add(
+            &Memory::empty(&Arc::default()),
+            spec(0, 0, MIB),
+            memfd(MIB, seals),
+        )
+        .err()
+        .expect("sealed");
+        assert!(error.contains("writable"), "{error}");
+    }
+
+    /// Touching one would be a SIGBUS.
+    #[test]
+    fn huge_pages_that_are_not_there_are_not_mapped() {
+        let more_than_any_host_has = 1 << 42;
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        let file = memfd_create("test", flags).expect("memfd");
+        ftruncate(&file, more_than_any_host_has).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let region = spec(0, 0, more_than_any_host_has);
+        let error = add(&Memory::empty(&Arc::default()), region, file.into());
+        let error = error.err().expect("not enough huge pages");
+        assert!(error.contains("cannot be mapped"), "{error}");
+    }
+
+    /// It could not be unmapped again, nor replaced when it has gone.
+    #[test]
+    fn parts_of_huge_pages_are_not_mapped() {
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
+        let file = memfd_create("test", flags).expect("memfd");
+        let page_bytes = page_bytes(&file.try_clone().expect("a handle").into()).expect("known");
+        ftruncate(&file, 4 * page_bytes).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        for (offset, bytes) in [(0, page_bytes / 2), (page_bytes / 2, page_bytes)] {
+            let region = RegionSpec {
+                file_offset: offset,
+                ..spec(0, 0, bytes)
+            };
+            let same = file.try_clone().expect("a handle").into();
+            let error = add(&Memory::empty(&Arc::default()), region, same);
+            let error = error.err().expect("a part of a page");
+            assert!(error.contains("whole pages"), "{error}");
+        }
+    }
+
+    #[test]
+    fn regions_do_not_overlap_and_are_found_by_both_addresses() {
+        let file = || memfd(MIB, SealFlags::SHRINK);
+        let memory = add(
+            &Memory::empty(&Arc::default()),
+            spec(0, 0x7000_0000, MIB),
+            file(),
+        )
+        .expect("first");
+        let memory = add(&memory, spec(4 * MIB, 0x8000_0000, MIB), file()).expect("second");
+        add(&memory, spec(MIB / 2, 0x9000_0000, MIB), file())
+            .err()
+            .expect("guest addresses");
+        add(&memory, spec(8 * MIB, 0x8000_1000, MIB), file()).expect("seen at two places");
+        add(&memory, spec(8 * MIB, u64::MAX - 4096, MIB), file())
+            .err()
+            .expect("overflow");
+        add(&memory, spec(u64::MAX - 4095, 0x9000_0000, MIB), file())
+            .err()
+            .expect("overflow");
+
+        assert_eq!(memory.guest_address(0x8000_0010, 16), Some(4 * MIB + 16));
+        assert_eq!(memory.guest_address(0x8000_0000, MIB), Some(4 * MIB));
+        assert_eq!(memory.guest_address(0x8000_0000, MIB + 1), None);
+        assert_eq!(memory.guest_address(0x7fff_ffff, 2), None);
+        assert_eq!(memory.guest_address(0x8000_0000, u64::MAX), None);
+
+        memory
+            .without_region(spec(4 * MIB, 0x8000_0000, 4096))
+            .err()
+            .expect("another length");
+        memory
+            .without_region(spec(4 * MIB, 0x7000_0000, MIB))
+            .err()
+            .expect("another address");
+        let memory = memory
+            .without_region(spec(4 * MIB, 0x8000_0000, MIB))
+            .expect("there");
+        assert_eq!(memory.guest_address(0x8000_0000, 1), None);
+        assert_eq!(memory.guest_address(0x7000_0000, 1), Some(0));
+    }
+
+    #[test]
+    fn there_is_a_limit_of_regions() {
+        let mut memory = Memory::empty(&Arc::default());
+        let region = |number: u64| spec(number * MIB, number * MIB, 4096);
+        let file = || memfd(4096, SealFlags::SHRINK);
+        for number in 0..REGIONS_MAX as u64 {
+            memory = add(&memory, region(number), file()).expect("within the limit");
+        }
+        let error = add(&memory, region(REGIONS_MAX as u64), file())
+            .err()
+            .expect("one too many");
+        assert!(error.contains(&REGIONS_MAX.to_string()), "{error}");
+    }
+
+    /// A file may be as long as it likes and hold nothing.
+    #[test]
+    fn address_space_has_a_limit() {
+        let half = MEMORY_BYTES_MAX / 2;
+        let file = |bytes| memfd(bytes, SealFlags::SHRINK);
+        let memory = add(
+            &Memory::empty(&Arc::default()),
+            spec(0, 0, half),
+            file(half),
+        )
+        .expect("a half");
+        let memory = add(&memory, spec(half, half, half), file(half)).expect("the other half");
+        let region = spec(2 * half, 2 * half, 4096);
+        let error = add(&memory, region, file(4096)).err().expect("too much");
+        assert!(error.contains(&MEMORY_BYTES_MAX.to_string()), "{error}");
+    }
+
+    /// The pages that a log says are dirty.
+    fn dirty_pages(file: &File) -> Vec<u64> {
+        let mut bytes = [0u8; 64];
+        file.read_exact_at(&mut bytes, 0).expect("the log");
+        (0..512)
+            .filter(|page| bytes[page / 8] & (1 << (page % 8)) != 0)
+            .map(|p| p as u64)
+            .collect()
+    }
+
+    #[test]
+    fn every_written_page_is_logged() {
+        let log = Arc::new(DirtyLog::default());
+        let log_file = memfd(64, SealFlags::SHRINK);
+        let memory = Memory::empty(&Arc::default())
+            .with_region(spec(MIB, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
+            .expect("good");
+        let guest = &memory.guest;
+        let write = |page: u64| {
+            guest
+                .write_slice(&[1], GuestAddress(page * 4096))
+                .expect("inside")
+        };
+
+        log.set_map(LogMap::new(&log_file, 0, 64, &Arc::default()).expect("good"));
+        write(256);
+        assert!(dirty_pages(&log_file).is_empty(), "not enabled");
+        log.set_enabled(true);
+        // At the edges of pages: 8 bytes over a border, a whole page, an atomic store.
+        guest
+            .write_slice(&[1; 8], GuestAddress(257 * 4096 - 4))
+            .expect("inside");
+        guest
+            .write_slice(&[1; 4096], GuestAddress(300 * 4096))
+            .expect("inside");
+        guest
+            .store(
+                1u16,
+                GuestAddress(511 * 4096 + 4094),
+                std::sync::atomic::Ordering::Release,
+            )
+            .expect("inside");
+        assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511]);
+        guest
+            .read_slice(&mut [0; 8], GuestAddress(400 * 4096))
+            .expect("inside");
+        assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511], "reading");
+
+        // Another table keeps the log.
+        let memory = memory.without_region(spec(MIB, 0, MIB)).expect("there");
+        let memory = memory
+            .with_region(spec(0, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
+            .expect("good");
+        memory
+            .guest
+            .write_slice(&[1], GuestAddress(0))
+            .expect("inside");
+        assert_eq!(dirty_pages(&log_file), [0, 256, 257, 300, 511]);
+        assert_eq!(log.missed_pages(), 0);
+
+        // Beyond the end of the log: told, not forgotten.
+        let memory = memory
+            .with_region(
+                spec(2 * MIB, 2 * MIB, MIB),
+                memfd(MIB, SealFlags::SHRINK),
+                &log,
+            )
+            .expect("good");
+        memory
+            .guest
+            .write_slice(&[1; 8192], GuestAddress(2 * MIB))
+            .expect("inside");
+        assert_eq!(log.missed_pages(), 2);
+
+        log.set_enabled(false);
+        memory
+            .guest
+            .write_slice(&[1], GuestAddress(8192))
+            .expect("inside");
+        assert_eq!(
+            dirty_pages(&log_file),
+            [0, 256, 257, 300, 511],
+            "not enabled any more"
+        );
+    }
+}

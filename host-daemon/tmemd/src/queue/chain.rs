@@ -1,0 +1,491 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! One descriptor chain: walked strictly, read once, written at offsets.
+//!
+//! virtio-queue's iterator ends a malformed chain as if it were complete; here each chain that it
+//! ended early is found out and is an error, as is one that points outside of guest memory. Guest
+//! addresses live only as long as the vring is locked.
+
+use crate::memory::peer::{HungUp, Peer};
+use crate::memory::table::GuestMemory;
+use std::cell::Cell;
+use virtio_queue::DescriptorChain;
+use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
+
+/// Bytes that are written after one look at the front end: some µs of copying.
+const SLICE_BYTES: usize = 16 * PAGE_SIZE;
+
+/// Why a chain cannot be followed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChainError {
+    /// A descriptor is missing: bad index, loop, nested or unreadable indirect table, or more than
+    /// 4 GiB.
+    Broken,
+    /// More descriptors than a queue may have.
+    TooLong,
+    /// A buffer outside of the guest's memory.
+    Outside {
+        /// Guest physical address.
+        address: u64,
+        /// Bytes.
+        length: u32,
+    },
+}
+
+impl std::fmt::Display for ChainError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            ChainError::Broken => write!(f, "a descriptor chain cannot be followed"),
+            ChainError::TooLong => {
+                write!(
+                    f,
+                    "a descriptor chain has more than {QUEUE_SIZE_MAX} descriptors"
+                )
+            }
+            ChainError::Outside { address, length } => write!(
+                f,
+                "a descriptor names {length} bytes at guest address {address:#x}, which is not \
+                 all in the memory that the VMM shares"
+            ),
+        }
+    }
+}
+
+/// Why an answer was not written, or not to its end.
+#[derive(Debug)]
+pub enum WriteError {
+    /// Nobody waits for it, and the memory may be something else by now.
+    HungUp,
+    /// It cannot be accessed.
+    Memory(GuestMemoryError),
+}
+
+impl From<HungUp> for WriteError {
+    fn from(_: HungUp) -> Self {
+        WriteError::HungUp
+    }
+}
+
+impl From<GuestMemoryError> for WriteError {
+    fn from(error: GuestMemoryError) -> Self {
+        WriteError::Memory(error)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Buffer {
+    address: GuestAddress,
+    length: u32,
+}
+
+/// The buffers of one chain; kept by a worker and filled anew for each.
+#[derive(Default)]
+pub struct Chain {
+    readable: Vec<Buffer>,
+    writable: Vec<Buffer>,
+    readable_bytes: u64,
+    writable_bytes: u64,
+    descriptors: u32,
+    readable_after_writable: bool,
+    /// A buffer of the writable part, and the offset at which it begins: the one that was written last.
+    /// An answer is written from front to back in up to a hundred pieces, each of which would look for its
+    /// place from the first of a thousand buffers.
+    written_last: Cell<(usize, u64)>,
+}
+
+impl Chain {
+    /// Room for the longest chain, so that none allocates.
+    pub fn new() -> Self {
+        Chain {
+            readable: Vec::with_capacity(usize::from(QUEUE_SIZE_MAX)),
+            writable: Vec::with_capacity(usize::from(QUEUE_SIZE_MAX)),
+            ..Chain::default()
+        }
+    }
+
+    /// Walks a chain to its end.
+    pub fn fill(
+        &mut self,
+        memory: &GuestMemory,
+        descriptors: DescriptorChain<&GuestMemory>,
+    ) -> Result<(), ChainError> {
+        self.readable.clear();
+        self.writable.clear();
+        (self.readable_bytes, self.writable_bytes) = (0, 0);
+        self.descriptors = 0;
+        self.written_last.set((0, 0));
+        self.readable_after_writable = false;
+        let mut more = true;
+        for (number, descriptor) in descriptors.enumerate() {
+            if number >= usize::from(QUEUE_SIZE_MAX) {
+                return Err(ChainError::TooLong);
+            }
+            self.descriptors += 1;
+            more = descriptor.has_next();
+            let (address, length) = (descriptor.addr(), descriptor.len());
+            if length == 0 {
+                continue;
+            }
+            let (list, bytes, access) = if descriptor.is_write_only() {
+                (
+                    &mut self.writable,
+                    &mut self.writable_bytes,
+                    Permissions::Write,
+                )
+            } else {
+                self.readable_after_writable |= !self.writable.is_empty();
+                (
+                    &mut self.readable,
+                    &mut self.readable_bytes,
+                    Permissions::Read,
+                )
+            };
+            if !memory.check_range(address, length as usize, access) {
+                return Err(ChainError::Outside {
+                    address: address.raw_value(),
+                    length,
+                });
+            }
+            list.push(Buffer { address, length });
+            *bytes += u64::from(length);
+        }
+        // The iterator ends at the last descriptor or at one that it cannot read.
+        if more {
+            Err(ChainError::Broken)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Descriptors, empty ones included.
+    pub fn descriptors(&self) -> u32 {
+        self.descriptors
+    }
+
+    /// Pages that the larger part has room for.
+    pub fn pages(&self) -> u64 {
+        self.readable_bytes.max(self.writable_bytes) / PAGE_SIZE as u64
+    }
+
+    /// Bytes of the readable part.
+    pub fn readable_bytes(&self) -> u64 {
+        self.readable_bytes
+    }
+
+    /// Bytes of the writable part.
+    pub fn writable_bytes(&self) -> u64 {
+        self.writable_bytes
+    }
+
+    /// A readable descriptor follows a writable one, which no request has.
+    pub fn is_out_of_order(&self) -> bool {
+        self.readable_after_writable
+    }
+
+    /// Copies the readable part out of guest memory, each byte once: at most one byte more than
+    /// any request has, which is enough to tell that it is none. `into` holds that many.
+    pub fn read<'a>(
+        &self,
+        memory: &GuestMemory,
+        into: &'a mut [u8],
+    ) -> Result<&'a [u8], GuestMemoryError> {
+        let mut filled = 0;
+        for buffer in &self.readable {
+            let wanted = (buffer.length as usize).min(into.len() - filled);
+            memory.read_slice(&mut into[filled..filled + wanted], buffer.address)?;
+            filled += wanted;
+        }
+        Ok(&into[..filled])
+    }
+
+    /// Copies bytes to an offset of the writable part, as long as the front end is there; false if
+    /// they do not fit.
+    pub fn write(
+        &self,
+        memory: &GuestMemory,
+        peer: &Peer,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<bool, WriteError> {
+        if offset + bytes.len() as u64 > self.writable_bytes {
+            return Ok(false);
+        }
+        for (number, slice) in bytes.chunks(SLICE_BYTES).enumerate() {
+            peer.look()?;
+            let offset = offset + (number * SLICE_BYTES) as u64;
+            if !self.write_slice(memory, offset, slice)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    fn write_slice(
+        &self,
+        memory: &GuestMemory,
+        offset: u64,
+        bytes: &[u8],
+    ) -> Result<bool, GuestMemoryError> {
+        let (from, begins) = match self.written_last.get() {
+            last if last.1 <= offset => last,
+            _ => (0, 0),
+        };
+        let (mut skip, mut rest, mut begins) = (offset - begins, bytes, begins);
+        for (number, buffer) in self.writable.iter().enumerate().skip(from) {
+            let length = u64::from(buffer.length);
+            if skip >= length {
+                skip -= length;
+                begins += length;
+                continue;
+            }
+            self.written_last.set((number, begins));
+            begins += length;
+            let now = ((length - skip) as usize).min(rest.len());
+            let Some(address) = buffer.address.checked_add(skip) else {
+                return Ok(false);
+            };
+            memory.write_slice(&rest[..now], address)?;
+            (skip, rest) = (0, &rest[now..]);
+            if rest.is_empty() {
+                break;
+            }
+        }
+        Ok(true)
+    }
+}
+
+/// Size of the buffer for [`Chain::read`].
+pub const READ_BUFFER_BYTES: usize = READABLE_BYTES_MAX + 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::table::{Memory, RegionSpec};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    use std::os::unix::net::UnixStream;
+    use virtio_queue::{Queue, QueueOwnedT, QueueT};
+
+    const NEXT: u16 = 1;
+    const WRITE: u16 = 2;
+    const INDIRECT: u16 = 4;
+    const MEMORY_BYTES: u64 = 1 << 20;
+    const SIZE: u16 = 16;
+    /// Descriptor table, available ring, used ring and an indirect table in guest memory.
+    const TABLE: u64 = 0;
+    const AVAIL: u64 = 0x1000;
+    const USED: u64 = 0x2000;
+    const INDIRECT_TABLE: u64 = 0x3000;
+    const DATA: u64 = 0x10000;
+
+    fn memory() -> Memory {
+        let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, MEMORY_BYTES).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let spec = RegionSpec {
+            guest_address: 0,
+            user_address: 0,
+            bytes: MEMORY_BYTES,
+            file_offset: 0,
+        };
+        Memory::empty(&Default::default())
+            .with_region(spec, file.into(), &Default::default())
+            .expect("good")
+    }
+
+    type Descriptor = (u64, u32, u16, u16);
+
+    fn put_table(memory: &GuestMemory, at: u64, descriptors: &[Descriptor]) {
+        for (number, (address, length, flags, next)) in descriptors.iter().enumerate() {
+            let mut bytes = address.to_le_bytes().to_vec();
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend(next.to_le_bytes());
+            memory
+                .write_slice(&bytes, GuestAddress(at + 16 * number as u64))
+                .expect("inside");
+        }
+    }
+
+    /// Walks the chain that begins at the first descriptor.
+    fn fill(
+        memory: &GuestMemory,
+        table: &[Descriptor],
+        indirect: &[Descriptor],
+    ) -> Result<Chain, ChainError> {
+        put_table(memory, TABLE, table);
+        put_table(memory, INDIRECT_TABLE, indirect);
+        memory
+            .write_slice(&[0, 0, 1, 0, 0, 0], GuestAddress(AVAIL))
+            .expect("inside");
+        let mut queue = Queue::new(SIZE).expect("a power of two");
+        queue.set_avail_ring_address(Some(AVAIL as u32), None);
+        queue.set_used_ring_address(Some(USED as u32), None);
+        queue.set_ready(true);
+        let descriptors = queue
+            .iter(memory)
+            .expect("good rings")
+            .next()
+            .expect("one chain");
+        let mut chain = Chain::new();
+        chain.fill(memory, descriptors).map(|()| chain)
+    }
+
+    #[test]
+    fn bytes_are_gathered_and_scattered_over_any_descriptors() {
+        let memory = memory();
+        let memory = &memory.guest;
+        let bytes: Vec<u8> = (0..100).collect();
+        memory
+            .write_slice(&bytes, GuestAddress(DATA))
+            .expect("inside");
+        let table = [
+            (DATA, 3, NEXT, 1),
+            (DATA + 3, 0, NEXT, 2),
+            (DATA + 3, 97, NEXT, 3),
+            (DATA + 0x100, 1, NEXT | WRITE, 4),
+            (DATA + 0x200, 5, NEXT | WRITE, 5),
+            (DATA + 0x300, 4, WRITE, 0),
+        ];
+        for indirect in [false, true] {
+            let chain = if indirect {
+                fill(memory, &[(INDIRECT_TABLE, 96, INDIRECT, 0)], &table)
+            } else {
+                fill(memory, &table, &[])
+            };
+            let chain = chain.expect("good");
+            assert!(!chain.is_out_of_order());
+            assert_eq!(chain.writable_bytes(), 10);
+            let mut buffer = [0; READ_BUFFER_BYTES];
+            assert_eq!(chain.read(memory, &mut buffer).expect("inside"), bytes);
+            assert_eq!(
+                chain.read(memory, &mut [0; 4]).expect("inside"),
+                [0, 1, 2, 3],
+                "bounded"
+            );
+
+            memory
+                .write_slice(&[0; 0x300], GuestAddress(DATA + 0x100))
+                .expect("inside");
+            let (own, _front_end) = UnixStream::pair().expect("sockets");
+            let peer = Peer::new(own);
+            assert_eq!(chain.write(memory, &peer, 0, &[1, 2, 3]).ok(), Some(true));
+            assert_eq!(
+                chain.write(memory, &peer, 4, &[5, 6, 7, 8, 9, 10]).ok(),
+                Some(true)
+            );
+            assert_eq!(
+                chain.write(memory, &peer, 9, &[1, 1]).ok(),
+                Some(false),
+                "does not fit"
+            );
+            let mut seen = [[0; 6]; 3];
+            for (number, seen) in seen.iter_mut().enumerate() {
+                let at = DATA + 0x100 * (number as u64 + 1);
+                memory.read_slice(seen, GuestAddress(at)).expect("inside");
+            }
+            assert_eq!(
+                seen,
+                [[1, 0, 0, 0, 0, 0], [2, 3, 0, 5, 6, 0], [7, 8, 9, 10, 0, 0]]
+            );
+        }
+    }
+
+    #[test]
+    fn readable_after_writable_is_seen() {
+        let memory = memory();
+        let table = [(DATA, 8, NEXT | WRITE, 1), (DATA, 8, 0, 0)];
+        assert!(
+            fill(&memory.guest, &table, &[])
+                .expect("walked")
+                .is_out_of_order()
+        );
+    }
+
+    #[test]
+    fn chains_without_an_end_are_broken() {
+        let memory = memory();
+        let good = (DATA, 8, NEXT, 1);
+        let broken: [(&str, &[Descriptor], &[Descriptor]); 9] = [
+            ("a loop", &[good, (DATA, 8, NEXT, 0)], &[]),
+            ("an index beyond the table", &[(DATA, 8, NEXT, SIZE)], &[]),
+            (
+                "a nested table",
+                &[(INDIRECT_TABLE, 16, INDIRECT, 0)],
+                &[(DATA, 16, INDIRECT, 0)],
+            ),
+            (
+                "an odd table",
+                &[(INDIRECT_TABLE, 17, INDIRECT, 0)],
+                &[(DATA, 8, 0, 0)],
+            ),
+            ("an empty table", &[(INDIRECT_TABLE, 0, INDIRECT, 0)], &[]),
+            ("a table elsewhere", &[(MEMORY_BYTES, 16, INDIRECT, 0)], &[]),
+            (
+                "an end beyond the table",
+                &[(INDIRECT_TABLE, 16, INDIRECT, 0)],
+                &[good],
+            ),
+            (
+                "a bad table after a good start",
+                &[good, (MEMORY_BYTES, 16, INDIRECT, 0)],
+                &[],
+            ),
+            (
+                "a huge table",
+                &[(INDIRECT_TABLE, !15, INDIRECT, 0)],
+                &[(DATA, 8, 0, 0)],
+            ),
+        ];
+        for (what, table, indirect) in broken {
+            let error = fill(&memory.guest, table, indirect).err();
+            assert_eq!(error, Some(ChainError::Broken), "{what}");
+        }
+    }
+
+    #[test]
+    fn more_than_4_gib_is_broken_and_too_many_descriptors_are_too_long() {
+        let memory = memory();
+        let large = u32::MAX;
+        let error = fill(&memory.guest, &[(DATA, 0, NEXT, 1), (0, large, 0, 0)], &[]).err();
+        assert_eq!(
+            error,
+            Some(ChainError::Outside {
+                address: 0,
+                length: large
+            })
+        );
+
+        let count = QUEUE_SIZE_MAX + 1;
+        let table: Vec<Descriptor> = (1..=count)
+            .map(|next| (DATA, 1, if next < count { NEXT } else { 0 }, next))
+            .collect();
+        let whole = [(INDIRECT_TABLE, u32::from(count) * 16, INDIRECT, 0)];
+        assert_eq!(
+            fill(&memory.guest, &whole, &table).err(),
+            Some(ChainError::TooLong)
+        );
+    }
+
+    #[test]
+    fn buffers_outside_of_memory_are_named() {
+        let memory = memory();
+        for (address, length) in [
+            (MEMORY_BYTES, 1),
+            (MEMORY_BYTES - 1, 2),
+            (u64::MAX, 1),
+            (u64::MAX - 1, 16),
+            (1 << 40, 4096),
+        ] {
+            for flags in [0, WRITE] {
+                let error = fill(&memory.guest, &[(address, length, flags, 0)], &[]).err();
+                assert_eq!(error, Some(ChainError::Outside { address, length }));
+            }
+        }
+        let error = ChainError::Outside {
+            address: 0x1000,
+            length: 7,
+        }
+        .to_string();
+        assert!(error.contains("0x1000") && error.contains('7'), "{error}");
+    }
+}

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Waiting with epoll, where io_uring is missing or forbidden. Level-triggered: a kick that is not
+//! consumed is reported again.
+//!
+//! System calls: epoll_create1, epoll_ctl, epoll_wait, eventfd2.
+
+use crate::queue::poller::{Poller, WAKE, consume, signal};
+use rustix::buffer::spare_capacity;
+use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
+use rustix::event::{EventfdFlags, Timespec};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+/// Events taken at once; the others are reported by the next wait.
+const EVENTS_MAX: usize = 256;
+
+/// epoll and an eventfd to wake it.
+pub struct Epoll {
+    epoll: OwnedFd,
+    wake: OwnedFd,
+}
+
+impl Epoll {
+    /// A poller that watches nothing.
+    pub fn new() -> io::Result<Epoll> {
+        let epoll = epoll::create(CreateFlags::CLOEXEC)?;
+        let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        epoll::add(&epoll, &wake, EventData::new_u64(WAKE), EventFlags::IN)?;
+        Ok(Epoll { epoll, wake })
+    }
+}
+
+impl Poller for Epoll {
+    fn add(&self, fd: &Arc<OwnedFd>, token: u64) -> io::Result<()> {
+        let data = EventData::new_u64(token);
+        Ok(epoll::add(&self.epoll, fd, data, EventFlags::IN)?)
+    }
+
+    fn remove(&self, fd: &OwnedFd, _token: u64) -> io::Result<()> {
+        Ok(epoll::delete(&self.epoll, fd)?)
+    }
+
+    fn wait(&self, ready: &mut Vec<u64>, block: bool) -> io::Result<()> {
+        ready.clear();
+        let mut events = Vec::with_capacity(EVENTS_MAX);
+        let none = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let timeout = if block { None } else { Some(&none) };
+        match epoll::wait(&self.epoll, spare_capacity(&mut events), timeout) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        for event in &events {
+            match event.data.u64() {
+                WAKE => consume(&self.wake),
+                token => ready.push(token),
+            }
+        }
+        Ok(())
+    }
+
+    fn wake(&self) {
+        signal(&self.wake);
+    }
+}

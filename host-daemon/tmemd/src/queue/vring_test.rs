@@ -1,0 +1,1221 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A vring without a connection: what a turn does, how it is stopped, what a drain leaves.
+
+use super::*;
+use crate::config::settings::VmConfig;
+use crate::host::clock::Told;
+use crate::memory::peer::Peer;
+use crate::memory::table::RegionSpec;
+use crate::queue::poller::consume;
+use crate::queue::slice::SLICE_NS;
+use crate::util::request_rate::Rate;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use std::os::unix::net::UnixStream;
+use tmem_pool::{Pool, PoolConfig, TenantSpec};
+use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, Req};
+use vm_memory::GuestMemoryBackend;
+use zerocopy::IntoBytes;
+
+const MEMORY_BYTES: u64 = 4 << 20;
+const SIZE: u16 = 256;
+const GENERATION: u64 = 77;
+/// The VMM's address of the guest's first byte, so that the two are not confused.
+const USER: u64 = 0x7000_0000;
+const TABLE: u64 = 0;
+const AVAIL: u64 = 0x2000;
+const USED: u64 = 0x3000;
+/// Requests and answers, one after the other.
+const DATA: u64 = 0x10000;
+const NEXT: u16 = 1;
+const WRITE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+struct Guest {
+    vring: Vring,
+    memory: Arc<Memory>,
+    link: Arc<Link>,
+    _front_end: UnixStream,
+    call: OwnedFd,
+    scratch: Scratch,
+    free: u64,
+    heads: u16,
+    available: u16,
+    pool: Pool,
+    /// What the VM may ask for; 0: as much as it likes.
+    pages_per_second: Arc<AtomicU64>,
+    clock: Arc<Clock>,
+}
+
+/// A clock that stands still, so that a slice ends by its work alone, unless a test lets time pass each
+/// time that it is read.
+#[derive(Default)]
+struct Clock {
+    now_ns: AtomicU64,
+    step_ns: AtomicU64,
+}
+
+impl Told for Clock {
+    fn now_ns(&self) -> u64 {
+        let step_ns = self.step_ns.load(Ordering::Relaxed);
+        self.now_ns.fetch_add(step_ns, Ordering::Relaxed)
+    }
+
+    fn generation(&self) -> u64 {
+        GENERATION
+    }
+}
+
+/// A ring that the VMM starts at a base while its used index is another.
+fn guest_at(base: u16, used: u16) -> Guest {
+    notifier::prepare().expect("AIO");
+    let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
+    ftruncate(&file, MEMORY_BYTES).expect("its length");
+    fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+    let spec = RegionSpec {
+        guest_address: 0,
+        user_address: USER,
+        bytes: MEMORY_BYTES,
+        file_offset: 0,
+    };
+    let memory = Memory::empty(&Default::default())
+        .with_region(spec, file.into(), &Default::default())
+        .expect("good");
+    let memory = Arc::new(memory);
+
+    let pool = Pool::new(PoolConfig {
+        size_bytes: 64 << 20,
+        size_max_bytes: 0,
+        seed: 1,
+        policy: Default::default(),
+    })
+    .expect("address space");
+    let config: VmConfig = "name=test,socket=none".parse().expect("good");
+    let spec = TenantSpec {
+        name: "test".into(),
+        trust_domain: None,
+        quota: config.quota,
+    };
+    let tenant = pool.add_tenant(spec).expect("fits");
+    tenant.create_pool(1).expect("new");
+    let (own, front_end) = UnixStream::pair().expect("sockets");
+    let pages_per_second = Arc::default();
+    let mut vm = Vm::new(config, tenant, None, Arc::default());
+    vm.rate = Rate::new(&pages_per_second);
+    let clock: Arc<Clock> = Arc::default();
+    let link = Arc::new(Link {
+        vm: Arc::new(vm),
+        peer: Peer::new(own),
+        generation: AtomicU64::new(GENERATION),
+        outside: Outside::Told(clock.clone()),
+    });
+    let vring = Vring::new(1, 0, link.clone());
+    let call = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
+    memory
+        .guest
+        .store(used.to_le(), GuestAddress(USED + 2), Ordering::Release)
+        .expect("inside");
+    {
+        let mut state = vring.lock();
+        state.queue.set_size(SIZE);
+        state.memory = memory.clone();
+        state.set_base(base);
+        state.addresses = Some(RingAddresses {
+            descriptor: USER + TABLE,
+            available: USER + AVAIL,
+            used: USER + USED,
+        });
+        state.kick = Some(0);
+        state.call = Some(call.try_clone().expect("a second handle"));
+        state.enabled = true;
+        vring.configure(&mut state);
+    }
+    let available = base;
+    Guest {
+        vring,
+        memory,
+        link,
+        _front_end: front_end,
+        call,
+        scratch: Scratch::new().expect("address space"),
+        free: DATA,
+        heads: 0,
+        available,
+        pool,
+        pages_per_second,
+        clock,
+    }
+}
+
+fn guest() -> Guest {
+    guest_at(0, 0)
+}
+
+impl Guest {
+    fn descriptor(&self, number: u16, address: u64, length: usize, flags: u16) {
+        let mut bytes = address.to_le_bytes().to_vec();
+        bytes.extend((length as u32).to_le_bytes());
+        bytes.extend(flags.to_le_bytes());
+        bytes.extend((number + 1).to_le_bytes());
+        let at = GuestAddress(TABLE + 16 * u64::from(number));
+        self.memory.guest.write_slice(&bytes, at).expect("inside");
+    }
+
+    /// Makes a request available; returns where its answer goes.
+    fn send(&mut self, readable: &[u8], writable_bytes: usize) -> u64 {
+        let (request, answer) = (self.free, self.free + readable.len() as u64);
+        self.free = answer + writable_bytes as u64;
+        self.memory
+            .guest
+            .write_slice(readable, GuestAddress(request))
+            .expect("inside");
+        self.descriptor(self.heads, request, readable.len(), NEXT);
+        self.descriptor(self.heads + 1, answer, writable_bytes, WRITE);
+        self.offer(2);
+        answer
+    }
+
+    /// Makes a chain available that stands in an indirect table.
+    fn send_indirect(&mut self, table: u64, descriptors: usize) {
+        self.descriptor(self.heads, table, 16 * descriptors, INDIRECT);
+        self.offer(1);
+    }
+
+    fn offer(&mut self, descriptors: u16) {
+        let slot = AVAIL + 4 + 2 * u64::from(self.available % SIZE);
+        let memory = &self.memory.guest;
+        memory
+            .store(self.heads.to_le(), GuestAddress(slot), Ordering::Release)
+            .expect("inside");
+        self.heads += descriptors;
+        self.available = self.available.wrapping_add(1);
+        let index = self.available.to_le();
+        memory
+            .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
+            .expect("inside");
+    }
+
+    fn put(&mut self, index: u64, count: usize) -> u64 {
+        let mut bytes = req(wire::T_PUT, count).as_bytes().to_vec();
+        for number in 0..count as u64 {
+            let page = PutPage {
+                object: 1.into(),
+                index: (index + number).into(),
+                cookie: (index + number + 1).into(),
+                flags: 0.into(),
+                reserved: 0.into(),
+            };
+            bytes.extend(page.as_bytes());
+        }
+        for number in 0..count {
+            bytes.extend([(index as usize + number) as u8; PAGE_SIZE]);
+        }
+        self.send(&bytes, 8 + count)
+    }
+
+    fn get(&mut self, index: u64, count: usize) -> u64 {
+        let get = Get {
+            object: 1.into(),
+            index: index.into(),
+        };
+        let mut bytes = [req(wire::T_GET, count).as_bytes(), get.as_bytes()].concat();
+        for number in 0..count as u64 {
+            bytes.extend((index + number + 1).to_le_bytes());
+        }
+        self.send(&bytes, 8 + count * (size_of::<GetPage>() + PAGE_SIZE))
+    }
+
+    /// Stores a page in the pool, in its final form.
+    fn store(&self, index: u64, page: &[u8; PAGE_SIZE]) {
+        let put = tmem_pool::Put {
+            object: 1,
+            index,
+            cookie: index + 1,
+            workingset: false,
+            page,
+        };
+        let mut stored = [tmem_pool::PutResult::Refused];
+        let tenant = &self.link.vm.tenant;
+        tenant
+            .put(tmem_pool::Time(0), 1, &[put], &mut stored)
+            .expect("a live pool");
+        assert_eq!(stored, [tmem_pool::PutResult::Stored]);
+        if index % 64 == 63 {
+            while self.pool.maintain(tmem_pool::Time(0), 64) {}
+        }
+    }
+
+    /// Stores pages that zstd makes smaller than lz4 does, and lets so much time pass that it has.
+    fn store_dense(&self, count: u64) -> Vec<[u8; PAGE_SIZE]> {
+        let page = |number: u64| {
+            let mut page = [0; PAGE_SIZE];
+            let mut state = number + 1;
+            for byte in &mut page {
+                state = state
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1);
+                *byte = b"etaoinsh"[(state >> 61) as usize];
+            }
+            page
+        };
+        let pages: Vec<_> = (0..count).map(page).collect();
+        for (index, page) in pages.iter().enumerate() {
+            self.store(index as u64, page);
+        }
+        for sweep in 1..=4 {
+            let now = tmem_pool::Time(sweep * 3_600_000_000_000);
+            while self.pool.maintain(now, 64) {}
+        }
+        let dense = self.pool.stats().denser_blobs;
+        assert_eq!(dense, count, "pages in zstd's form");
+        pages
+    }
+
+    fn turn(&mut self) -> Turn {
+        self.vring.turn(&mut self.scratch, 0)
+    }
+
+    fn used(&self) -> u16 {
+        let index = self
+            .memory
+            .guest
+            .load(GuestAddress(USED + 2), Ordering::Acquire);
+        u16::from_le(index.expect("inside"))
+    }
+
+    fn bytes(&self, address: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        self.memory
+            .guest
+            .read_slice(&mut bytes, GuestAddress(address))
+            .expect("inside");
+        bytes
+    }
+
+    /// Results of a GET's pages.
+    fn results(&self, answer: u64, count: usize) -> Vec<u8> {
+        self.bytes(answer + 8, count * 16)
+            .chunks(16)
+            .map(|page| page[8])
+            .collect()
+    }
+
+    fn stopped(&self) -> Option<String> {
+        self.vring.lock().stopped.clone()
+    }
+
+    fn interrupted(&self) -> bool {
+        let mut bytes = [0; 8];
+        rustix::io::read(&self.call, &mut bytes).is_ok()
+    }
+}
+
+/// A request that forgets some pages of the object that all pages here are of.
+fn flush(index: u64, nr_pages: u64) -> Vec<u8> {
+    let range = wire::Range {
+        object: 1.into(),
+        index: index.into(),
+        nr_pages: nr_pages.into(),
+    };
+    [req(wire::T_FLUSH, 1).as_bytes(), range.as_bytes()].concat()
+}
+
+fn req(request_type: u16, count: usize) -> Req {
+    Req {
+        generation: GENERATION.into(),
+        r#type: request_type.into(),
+        count: (count as u16).into(),
+        pool: 1.into(),
+        reserved: 0.into(),
+    }
+}
+
+#[test]
+fn a_page_goes_and_comes_back() {
+    let mut guest = guest();
+    let (put, get) = (guest.put(5, 3), guest.get(5, 3));
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 2);
+    let expected = [
+        vec![wire::S_OK, 0, 0, 0, 0, 0, 0, 0],
+        vec![wire::P_STORED; 3],
+    ]
+    .concat();
+    assert_eq!(guest.bytes(put, 11), expected);
+    assert_eq!(guest.results(get, 3), [wire::P_HIT; 3]);
+    let data = get + 8 + 3 * 16;
+    for page in 0..3 {
+        assert_eq!(
+            guest.bytes(data + page * 4096, 4096),
+            [5 + page as u8; 4096]
+        );
+    }
+    assert!(guest.interrupted());
+}
+
+#[test]
+fn a_turn_is_bounded() {
+    let mut guest = guest();
+    for index in 0..70 {
+        guest.put(index, 1);
+    }
+    assert_eq!(guest.turn(), Turn::More);
+    let answered = guest.used();
+    assert!((30..=66).contains(&answered), "{answered}");
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 70);
+}
+
+/// Dropping a page costs more than this: so many are the most that a slice has time for.
+const DROPPED_PER_SLICE_MAX: u64 = SLICE_NS / 250;
+
+/// Each chain is one range of many pages without stored bytes, which are dropped the fastest.
+#[test]
+fn flush_work_is_bounded_per_slice_over_many_chains() {
+    const CHAINS: u64 = 64;
+    const PAGES: u64 = 511;
+    let mut guest = guest();
+    for index in 0..CHAINS * PAGES {
+        guest.store(index, &[7; PAGE_SIZE]);
+    }
+    for chain in 0..CHAINS {
+        guest.send(&flush(chain * PAGES, PAGES), 8);
+    }
+    let (mut held, mut slices) = (CHAINS * PAGES, 0);
+    loop {
+        let turn = guest.turn();
+        let now = guest.link.vm.tenant.stats().pages;
+        assert!(held - now <= DROPPED_PER_SLICE_MAX, "{held} to {now}");
+        assert!(now < held, "a slice without progress");
+        (held, slices) = (now, slices + 1);
+        if turn == Turn::Idle {
+            break;
+        }
+    }
+    assert_eq!((held, u64::from(guest.used())), (0, CHAINS));
+    assert!(slices >= CHAINS * PAGES / DROPPED_PER_SLICE_MAX);
+}
+
+/// A large range passes all keys that are followed to estimate gains, also if no page is in it.
+#[test]
+fn ranges_without_pages_are_bounded_per_slice_too() {
+    const STEP_NS_MIN: u64 = 1;
+    let mut guest = guest();
+    for index in 0..1000 {
+        guest.store(index, &[7; PAGE_SIZE]);
+    }
+    let range = wire::Range {
+        object: 2.into(),
+        index: 0.into(),
+        nr_pages: 1000.into(),
+    };
+    let ranges = vec![range; wire::BATCH_MAX];
+    let bytes = [
+        req(wire::T_FLUSH, ranges.len()).as_bytes(),
+        ranges.as_bytes(),
+    ]
+    .concat();
+    for _ in 0..10 {
+        guest.send(&bytes, 8);
+    }
+    let steps = |guest: &Guest| guest.link.vm.tenant.stats().gain_steps;
+    let (mut before, mut slices) = (steps(&guest), 0);
+    let all = before + 10 * 64 * 1000;
+    while guest.used() < 10 {
+        guest.turn();
+        let now = steps(&guest);
+        assert!(now > before, "a slice without progress");
+        assert!(
+            (now - before) * STEP_NS_MIN <= SLICE_NS / 2,
+            "{before} to {now}"
+        );
+        (before, slices) = (now, slices + 1);
+    }
+    assert_eq!(before, all, "each range once");
+    assert!(slices >= 7, "{slices}");
+}
+
+/// Pages in zstd's form take longer than a slice for a whole batch.
+#[test]
+fn a_get_of_dense_pages_takes_two_slices() {
+    let mut guest = guest();
+    let expected = guest.store_dense(64);
+    let answer = guest.get(0, 64);
+    assert_eq!((guest.turn(), guest.used()), (Turn::More, 0));
+    let hits = guest.link.vm.tenant.stats().hits;
+    assert!((20..=33).contains(&hits), "{hits} pages of 6 µs");
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 1));
+    assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
+    assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
+    let data = guest.bytes(answer + 8 + 64 * 16, 64 * PAGE_SIZE);
+    assert!(data == expected.concat(), "each page once, in its place");
+    let length = guest.bytes(USED + 4 + 4, 4);
+    assert_eq!(length, (8 + 64 * (16 + 4096) as u32).to_le_bytes());
+}
+
+/// The clock ends a slice, too, and each slice makes progress however late it is.
+#[test]
+fn requests_of_each_type_resume_when_time_is_up() {
+    let mut guest = guest();
+    guest.clock.step_ns.store(SLICE_NS, Ordering::Relaxed);
+    let turns = |guest: &mut Guest, used: u16| {
+        let mut turns = 0;
+        while guest.used() < used {
+            assert_ne!(guest.turn(), Turn::Idle, "{used}");
+            turns += 1;
+            assert!(turns < 100, "no progress");
+        }
+        turns
+    };
+    let put = guest.put(3, 64);
+    assert!(turns(&mut guest, 1) > 5);
+    assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
+    assert_eq!(guest.bytes(put + 8, 64), [wire::P_STORED; 64]);
+    // The last ones are not there.
+    let get = guest.get(35, 64);
+    assert!(turns(&mut guest, 2) > 5);
+    let results = [[wire::P_HIT; 32], [wire::P_MISS; 32]].concat();
+    assert_eq!(guest.results(get, 64), results);
+    for page in 0..32 {
+        let data = guest.bytes(get + 8 + 64 * 16 + page * 4096, 4096);
+        assert_eq!(data, [35 + page as u8; 4096]);
+    }
+    let length = guest.bytes(USED + 4 + 8 + 4, 4);
+    let written = 8 + 64 * 16 + 32 * 4096u32;
+    assert_eq!(length, written.to_le_bytes(), "to the last hit");
+    let ranges = [(3, 16), (19, 16)].map(|(index, nr_pages): (u64, u64)| wire::Range {
+        object: 1.into(),
+        index: index.into(),
+        nr_pages: nr_pages.into(),
+    });
+    let flush = [req(wire::T_FLUSH, 2).as_bytes(), ranges.as_bytes()].concat();
+    let flushed = guest.send(&flush, 8);
+    assert!(turns(&mut guest, 3) > 1);
+    assert_eq!(guest.bytes(flushed, 1), [wire::S_OK]);
+    assert_eq!(guest.link.vm.tenant.stats().pages, 0);
+}
+
+/// An interrupted chain was not taken. Whoever gets the ring executes it from the beginning.
+#[test]
+fn a_drain_gives_an_interrupted_chain_back() {
+    let mut guest = guest();
+    guest.store_dense(64);
+    let answer = guest.get(0, 64);
+    assert_eq!((guest.turn(), guest.used()), (Turn::More, 0));
+    let hits = guest.link.vm.tenant.stats().hits as usize;
+    guest.vring.raise_hold();
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    let mut state = guest.vring.lock();
+    assert_eq!(state.queue.next_avail(), 0, "the base that the VMM gets");
+    assert!(state.unfinished.is_some(), "a hold alone changes nothing");
+    state.set_base(0);
+    assert!(state.unfinished.is_none());
+    guest.vring.configure(&mut state);
+    drop(state);
+    guest.vring.lower_hold();
+    while guest.turn() == Turn::More {}
+    assert_eq!(guest.used(), 1);
+    let mut expected = [wire::P_HIT; 64];
+    expected[..hits].fill(wire::P_MISS);
+    assert_eq!(
+        guest.results(answer, 64),
+        expected,
+        "{hits} were taken before"
+    );
+}
+
+/// After a hold that changes nothing, such as for a region of memory that is added, it goes on.
+#[test]
+fn after_a_hold_an_interrupted_chain_goes_on() {
+    let mut guest = guest();
+    guest.store_dense(64);
+    let answer = guest.get(0, 64);
+    assert_eq!(guest.turn(), Turn::More);
+    guest.vring.raise_hold();
+    assert_eq!(guest.turn(), Turn::Idle);
+    {
+        let mut state = guest.vring.lock();
+        state.memory = guest.memory.clone();
+        guest.vring.configure(&mut state);
+    }
+    guest.vring.lower_hold();
+    while guest.turn() == Turn::More {}
+    assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
+}
+
+/// What ends between two slices ends for the whole request.
+#[test]
+fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
+    for (what, status) in [("pool", wire::S_NO_POOL), ("generation", wire::S_STALE)] {
+        let mut guest = guest();
+        guest.store_dense(64);
+        let get = guest.get(0, 64);
+        assert_eq!(guest.turn(), Turn::More, "{what}");
+        if what == "pool" {
+            guest.link.vm.tenant.destroy_pool(1).expect("there");
+        } else {
+            let generation = &guest.link.generation;
+            generation.store(GENERATION + 1, Ordering::SeqCst);
+        }
+        while guest.turn() == Turn::More {}
+        assert_eq!(guest.used(), 1, "{what}");
+        assert_eq!(guest.bytes(get, 1), [status], "{what}");
+        assert_eq!(guest.results(get, 64), [wire::P_MISS; 64], "{what}");
+        let length = guest.bytes(USED + 4 + 4, 4);
+        assert_eq!(length, (8 + 64 * 16u32).to_le_bytes(), "{what}");
+    }
+}
+
+/// A guest that writes another request in the place of an interrupted one has that one executed.
+#[test]
+fn another_request_in_the_place_of_an_interrupted_one_begins_anew() {
+    let mut guest = guest();
+    guest.store_dense(64);
+    let get = guest.get(0, 64);
+    assert_eq!(guest.turn(), Turn::More);
+    let taken = guest.link.vm.tenant.stats().hits;
+    // The same shape, of a pool that there is not.
+    let mut other = req(wire::T_GET, 64);
+    other.pool = 2.into();
+    let at = GuestAddress(get - (24 + 16 + 64 * 8));
+    let memory = &guest.memory.guest;
+    memory.write_slice(other.as_bytes(), at).expect("inside");
+    while guest.turn() == Turn::More {}
+    assert_eq!(
+        (guest.bytes(get, 1), guest.used()),
+        (vec![wire::S_NO_POOL], 1)
+    );
+    assert_eq!(guest.results(get, 64), [wire::P_MISS; 64]);
+    assert_eq!(guest.link.vm.tenant.stats().hits, taken);
+}
+
+/// A chain counts once against the rate of its VM, and what it began within the rate it finishes.
+#[test]
+fn the_rate_is_asked_once_for_an_interrupted_chain() {
+    let mut guest = guest();
+    guest.store_dense(64);
+    guest.pages_per_second.store(1, Ordering::SeqCst);
+    let get = guest.get(0, 64);
+    assert_eq!(guest.turn(), Turn::More);
+    while guest.turn() == Turn::More {}
+    assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
+}
+
+/// A flush drops what its range holds, which may be the whole pool: other VMs, and whoever wants
+/// the ring, wait for a part of it only.
+#[test]
+fn a_flush_of_much_takes_many_turns() {
+    let mut guest = guest();
+    for index in 0..3000 {
+        guest.store(index, &[7; PAGE_SIZE]);
+    }
+    let flush = flush(1, wire::TO_END);
+    let answer = guest.send(&flush, 8);
+    let get = guest.get(5, 1);
+    let mut held = 3000;
+    let mut turns = 0;
+    while guest.turn() == Turn::More {
+        turns += 1;
+        let (before, now) = (held, guest.link.vm.tenant.stats().pages);
+        assert!(
+            now < before && before - now <= DROPPED_PER_SLICE_MAX,
+            "{before} to {now}"
+        );
+        held = now;
+        if turns == 2 {
+            let state = guest.vring.lock();
+            assert_eq!(
+                (state.queue.next_avail(), guest.used()),
+                (0, 0),
+                "not taken"
+            );
+        }
+    }
+    assert!(turns >= 4, "{turns} turns");
+    assert_eq!(guest.link.vm.tenant.stats().pages, 1, "index 0 stays");
+    assert_eq!(guest.used(), 2);
+    assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
+    assert_eq!(guest.results(get, 1), [wire::P_MISS]);
+}
+
+/// Descriptors cost as well: a guest may cut a small request into a thousand.
+#[test]
+fn a_turn_of_long_chains_is_shorter() {
+    let mut guest = guest();
+    for _ in 0..70 {
+        let table = guest.free;
+        let (request, answer) = (table + 16 * 200, table + 16 * 200 + 24);
+        guest.free = answer + 8;
+        guest
+            .memory
+            .guest
+            .write_slice(
+                req(wire::T_POOL_DESTROY, 0).as_bytes(),
+                GuestAddress(request),
+            )
+            .expect("inside");
+        for number in 0..200u16 {
+            let (address, length, flags) = match number {
+                0 => (request, 24u32, NEXT),
+                199 => (answer, 8, WRITE),
+                _ => (request, 0, NEXT),
+            };
+            let mut bytes = address.to_le_bytes().to_vec();
+            bytes.extend(length.to_le_bytes());
+            bytes.extend(flags.to_le_bytes());
+            bytes.extend((number + 1).to_le_bytes());
+            let at = GuestAddress(table + 16 * u64::from(number));
+            guest.memory.guest.write_slice(&bytes, at).expect("inside");
+        }
+        guest.send_indirect(table, 200);
+    }
+    assert_eq!(guest.turn(), Turn::More);
+    let answered = u32::from(guest.used());
+    // 200 descriptors take 10 µs.
+    assert!((1..=16).contains(&answered), "{answered}");
+    while guest.turn() == Turn::More {}
+    assert_eq!(guest.used(), 70);
+}
+
+#[test]
+fn the_driver_can_suppress_interrupts() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    let flags = AVAIL_F_NO_INTERRUPT.to_le();
+    guest
+        .memory
+        .guest
+        .store(flags, GuestAddress(AVAIL), Ordering::Release)
+        .expect("inside");
+    guest.turn();
+    assert_eq!(guest.used(), 1);
+    assert!(!guest.interrupted());
+}
+
+#[test]
+fn nothing_answered_is_no_interrupt() {
+    let mut guest = guest();
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert!(!guest.interrupted());
+    guest.put(0, 1);
+    guest.turn();
+    assert!(guest.interrupted());
+    guest.turn();
+    assert!(!guest.interrupted());
+}
+
+/// With EVENT_IDX the driver names the answer that it waits for.
+#[test]
+fn event_index_decides_on_interrupts() {
+    let mut guest = guest();
+    guest.vring.lock().queue.set_event_idx(true);
+    let wait_for = |guest: &Guest, used: u16| {
+        let at = GuestAddress(AVAIL + 4 + 2 * u64::from(SIZE));
+        guest
+            .memory
+            .guest
+            .store(used.to_le(), at, Ordering::Release)
+            .expect("inside");
+    };
+    wait_for(&guest, 2);
+    for (index, interrupted) in [false, false, true, false].into_iter().enumerate() {
+        guest.put(index as u64, 1);
+        guest.turn();
+        assert_eq!(guest.interrupted(), interrupted, "answer {index}");
+    }
+    let at = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
+    let kick_at: u16 = guest
+        .memory
+        .guest
+        .load(at, Ordering::Acquire)
+        .expect("inside");
+    assert_eq!(u16::from_le(kick_at), 4, "the next chain is to be kicked");
+}
+
+#[test]
+fn a_held_vring_takes_nothing() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.vring.raise_hold();
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0), "announced");
+    guest.vring.lower_hold();
+    {
+        let _state = guest.vring.lock();
+        assert_eq!(
+            guest.vring.turn(&mut guest.scratch, 0),
+            Turn::Idle,
+            "locked"
+        );
+    }
+    assert_eq!(guest.used(), 0);
+    guest.turn();
+    assert_eq!(guest.used(), 1);
+}
+
+/// Each thing that an answer leaves in guest memory is preceded by a look of its own.
+#[test]
+fn after_a_hang_up_nothing_is_touched() {
+    const PAGES: usize = 20;
+    let stages = [
+        // Looks that find the front end there: status, pages written, used index, kick wished at.
+        (0, [0, 0, 1, 1]),
+        (1, [0, 0, 1, 1]),
+        (2, [0, 0, 1, 1]),
+        (3, [1, 0, 1, 1]),
+        (4, [1, 16, 1, 1]),
+        (5, [1, PAGES, 1, 1]),
+        (6, [1, PAGES, 2, 1]),
+        (7, [1, PAGES, 2, 2]),
+    ];
+    for (looks, expected) in stages {
+        let mut guest = guest();
+        guest.vring.lock().queue.set_event_idx(true);
+        guest.put(1, PAGES);
+        assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 1));
+        consume(&guest.call);
+        let answer = guest.get(1, PAGES);
+        let all = |guest: &Guest| guest.bytes(0, MEMORY_BYTES as usize);
+        let before = all(&guest);
+        guest.link.peer.hang_up_after(looks);
+        assert_eq!(guest.turn(), Turn::Idle);
+        let results = guest.results(answer, PAGES);
+        let data = guest.bytes(answer + 8 + 16 * PAGES as u64, PAGES * PAGE_SIZE);
+        let kick_at = guest.bytes(USED + 4 + 8 * u64::from(SIZE), 2);
+        let seen = [
+            usize::from(results == [wire::P_HIT; PAGES]),
+            data.chunks(PAGE_SIZE).filter(|page| page[4095] > 0).count(),
+            usize::from(guest.used()),
+            usize::from(kick_at[0]),
+        ];
+        assert_eq!(seen, expected, "{looks} looks");
+        if looks < 3 {
+            assert!(before == all(&guest), "{looks} looks");
+        }
+        assert_eq!(guest.stopped().is_some(), looks < 7, "{looks} looks");
+        let stopped = guest
+            .link
+            .vm
+            .counters
+            .queues_stopped
+            .load(Ordering::Relaxed);
+        assert_eq!(stopped, 0, "nobody's fault");
+        // And for good.
+        guest.link.peer.hang_up_after(u64::MAX);
+        guest.put(50, 1);
+        let offered = all(&guest);
+        guest.turn();
+        assert_eq!(offered == all(&guest), looks < 7, "{looks} looks");
+    }
+}
+
+/// Without EVENT_IDX the first thing that a turn does is to write.
+#[test]
+fn after_a_hang_up_no_flag_is_set() {
+    let mut guest = guest();
+    guest.put(1, 1);
+    let before = guest.bytes(0, MEMORY_BYTES as usize);
+    guest.link.peer.hang_up_after(0);
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
+}
+
+/// What is not begun when a drain's time is up is missed, or refused with nothing left behind.
+#[test]
+fn a_drain_cuts() {
+    let mut guest = guest();
+    guest.put(0, 2);
+    guest.turn();
+    // A cut in the past and no hold: the chain is taken, and finds its time up.
+    guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
+    let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
+    guest.turn();
+    guest.vring.lower_hold();
+    assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
+    assert_eq!(guest.results(missed, 1), [wire::P_MISS]);
+    assert_eq!(
+        guest
+            .link
+            .vm
+            .counters
+            .drain_cut_pages
+            .load(Ordering::Relaxed),
+        2
+    );
+    let both = guest.get(0, 2);
+    guest.turn();
+    assert_eq!(
+        guest.results(both, 2),
+        [wire::P_MISS, wire::P_HIT],
+        "0 was dropped, 1 was kept"
+    );
+}
+
+/// A drain changes what becomes of pages, not the status of a request.
+#[test]
+fn a_drain_that_cuts_still_knows_which_pools_there_are() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.turn();
+    let tenant = guest.link.vm.tenant.clone();
+    tenant.destroy_pool(1).expect("there");
+    guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
+    let (put, get) = (guest.put(0, 1), guest.get(0, 1));
+    guest.turn();
+    assert_eq!(guest.bytes(put, 9)[0], wire::S_NO_POOL);
+    assert_eq!(guest.bytes(get, 1), [wire::S_NO_POOL]);
+    assert_eq!(guest.results(get, 1), [wire::P_MISS]);
+}
+
+/// What goes beyond a VM's rate is answered at once: refused with nothing left behind, or missed and kept.
+#[test]
+fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
+    let mut guest = guest();
+    guest.put(0, 2);
+    guest.turn();
+    // One page in a second: after a batch the next is a minute later.
+    guest.pages_per_second.store(1, Ordering::SeqCst);
+    let first = guest.get(5, 64);
+    guest.turn();
+    assert_eq!(guest.results(first, 64), [wire::P_MISS; 64], "not held");
+    let counters = guest.link.clone();
+    let limited = move || counters.vm.counters.limited_pages.load(Ordering::Relaxed);
+    assert_eq!(limited(), 0);
+    let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
+    let flush = flush(20, 1);
+    let flushed = guest.send(&flush, 8);
+    assert_eq!(
+        (guest.turn(), guest.used()),
+        (Turn::Idle, 5),
+        "all answered"
+    );
+    assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
+    assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
+    assert_eq!(guest.bytes(missed, 1), [wire::S_OK]);
+    assert_eq!(guest.results(missed, 1), [wire::P_MISS]);
+    assert_eq!(guest.bytes(flushed, 1), [wire::S_OK]);
+    assert_eq!(limited(), 2);
+    guest.pages_per_second.store(0, Ordering::SeqCst);
+    let both = guest.get(0, 2);
+    guest.turn();
+    assert_eq!(
+        guest.results(both, 2),
+        [wire::P_MISS, wire::P_HIT],
+        "0 was dropped, 1 was kept"
+    );
+    assert_eq!(limited(), 2);
+}
+
+/// A VM that asks for too much may flush all the same: what it wants forgotten is.
+#[test]
+fn flushes_are_carried_out_at_any_rate() {
+    let mut guest = guest();
+    guest.put(0, 4);
+    guest.turn();
+    guest.pages_per_second.store(1, Ordering::SeqCst);
+    guest.get(5, 64);
+    let flush = flush(1, 2);
+    guest.send(&flush, 8);
+    guest.turn();
+    guest.pages_per_second.store(0, Ordering::SeqCst);
+    let all = guest.get(0, 4);
+    guest.turn();
+    let (hit, miss) = (wire::P_HIT, wire::P_MISS);
+    assert_eq!(guest.results(all, 4), [hit, miss, miss, hit]);
+}
+
+#[test]
+fn another_generation_touches_nothing() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.turn();
+    guest
+        .link
+        .generation
+        .store(GENERATION + 1, Ordering::SeqCst);
+    let (get, put) = (guest.get(0, 1), guest.put(0, 1));
+    guest.turn();
+    assert_eq!(guest.bytes(get, 1), [wire::S_STALE]);
+    assert_eq!(guest.results(get, 1), [wire::P_MISS]);
+    assert_eq!(
+        guest.bytes(put, 9),
+        [wire::S_STALE, 0, 0, 0, 0, 0, 0, 0, wire::P_REFUSED]
+    );
+    guest.link.generation.store(GENERATION, Ordering::SeqCst);
+    let get = guest.get(0, 1);
+    guest.turn();
+    assert_eq!(guest.results(get, 1), [wire::P_HIT]);
+}
+
+/// No room for a status: the queue stops, tells the VMM, and gives the chain back.
+#[test]
+fn an_unanswerable_request_stops_the_queue() {
+    let mut guest = guest();
+    let error = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
+    guest.vring.lock().error = Some(error.try_clone().expect("a second handle"));
+    guest.put(0, 1);
+    guest.send(req(wire::T_POOL_DESTROY, 0).as_bytes(), 7);
+    guest.put(1, 1);
+    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.used(), 1, "what came before it is answered");
+    assert!(guest.interrupted(), "and told");
+    assert!(
+        guest
+            .stopped()
+            .expect("stopped")
+            .contains("7 writable bytes")
+    );
+    assert!(
+        rustix::io::read(&error, &mut [0; 8]).is_ok(),
+        "the VMM is told"
+    );
+    assert_eq!(
+        (guest.turn(), guest.used()),
+        (Turn::Idle, 1),
+        "it stays stopped"
+    );
+    let mut state = guest.vring.lock();
+    assert_eq!(state.queue.next_avail(), 1, "the base that the VMM gets");
+    state.set_base(1);
+    guest.vring.configure(&mut state);
+    assert!(state.is_running(), "set up anew");
+}
+
+#[test]
+fn more_chains_than_the_ring_has_stop_the_queue() {
+    let mut guest = guest();
+    let index = (SIZE + 1).to_le();
+    guest
+        .memory
+        .guest
+        .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
+        .expect("inside");
+    guest.turn();
+    assert!(guest.stopped().expect("stopped").contains("available ring"));
+}
+
+#[test]
+fn an_answer_out_of_order_is_never_published() {
+    let mut guest = guest();
+    let answer = guest.send(&flush(0, 1), 8);
+    guest.send(&flush(1, 1), 8);
+    // As a bug would: the first chain is passed over.
+    guest.vring.lock().queue.set_next_avail(1);
+    assert_eq!(guest.turn(), Turn::Idle);
+    let why = guest.stopped().expect("it has stopped");
+    assert!(why.contains("a bug in the daemon"), "{why}");
+    assert_eq!(guest.used(), 0);
+    assert_eq!(guest.bytes(answer, 8), [0; 8]);
+}
+
+#[test]
+fn a_base_beside_the_used_index_is_refused() {
+    for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
+        let guest = guest_at(base, used);
+        let reason = guest.stopped().expect("stopped");
+        assert!(reason.contains(&format!("starts it at {base}")), "{reason}");
+    }
+    let mut guest = guest_at(u16::MAX, u16::MAX);
+    guest.put(0, 1);
+    guest.put(1, 1);
+    guest.turn();
+    assert_eq!((guest.stopped(), guest.used()), (None, 1), "over the wrap");
+}
+
+#[test]
+fn rings_outside_of_memory_do_not_run() {
+    let mut guest = guest();
+    {
+        let mut state = guest.vring.lock();
+        state.memory = Arc::new(Memory::empty(&Default::default()));
+        guest.vring.configure(&mut state);
+        assert!(!state.is_running(), "no memory yet");
+    }
+    guest.put(0, 1);
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    for odd in [USER + MEMORY_BYTES - 8, USER - 8, u64::MAX] {
+        let mut state = guest.vring.lock();
+        state.memory = guest.memory.clone();
+        state.addresses = Some(RingAddresses {
+            descriptor: USER + TABLE,
+            available: USER + AVAIL,
+            used: odd,
+        });
+        guest.vring.configure(&mut state);
+        assert!(!state.is_running(), "{odd:#x}");
+    }
+    let mut state = guest.vring.lock();
+    state.addresses = Some(RingAddresses {
+        descriptor: USER + TABLE + 1,
+        available: USER + AVAIL,
+        used: USER + USED,
+    });
+    guest.vring.configure(&mut state);
+    assert!(
+        state
+            .stopped
+            .as_ref()
+            .is_some_and(|reason| reason.contains("misplaced"))
+    );
+}
+
+#[test]
+fn readable_after_writable_is_bad() {
+    let mut guest = guest();
+    let flush = flush(0, 1);
+    for (turned, status) in [(false, wire::S_OK), (true, wire::S_BAD)] {
+        let head = guest.heads;
+        let answer = guest.send(&flush, 8);
+        if turned {
+            guest.descriptor(head, answer, 8, WRITE | NEXT);
+            guest.descriptor(head + 1, answer - flush.len() as u64, flush.len(), 0);
+        }
+        guest.turn();
+        assert_eq!(guest.bytes(answer, 1), [status]);
+    }
+}
+
+#[test]
+fn a_panic_stops_one_queue() {
+    let mut guest = guest();
+    guest.put(0, 1);
+    guest.vring.stop_after_panic();
+    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    assert_eq!(
+        guest
+            .link
+            .vm
+            .counters
+            .queues_stopped
+            .load(Ordering::Relaxed),
+        1
+    );
+    consume(&guest.call);
+}
+
+/// Each page that a request needs goes away just before it is looked at: the connection is ended, the
+/// guest has no answer, and nothing is stored or dropped for what may be the daemon's own zeros.
+#[test]
+fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
+    const HELD: u64 = 40;
+    // What goes, and where it is. The request begins with a page of its own.
+    const REQUEST: u64 = DATA + 0x10000;
+    let cases = [
+        ("table", TABLE),
+        ("available ring", AVAIL),
+        ("used ring", USED),
+        ("request", REQUEST),
+        ("data", REQUEST + PAGE_SIZE as u64),
+        ("answer", REQUEST + 4 * PAGE_SIZE as u64),
+    ];
+    for base in [0, 5] {
+        for (what, page) in cases {
+            let mut guest = guest_at(base, base);
+            let own = UnixStream::pair().expect("sockets");
+            let _place = crate::vm::state::Connected::claim(&guest.link.vm, &own.0).expect("free");
+            guest.put(HELD, 8);
+            assert_eq!(guest.turn(), Turn::Idle);
+            let before = guest.pool.stats().pages;
+            assert_eq!((guest.used(), before), (base + 1, 8), "{what}");
+            guest.free = REQUEST;
+            if what == "answer" {
+                guest.get(HELD, 8);
+            } else {
+                guest.put(0, 4);
+            }
+            let address = guest.memory.guest.get_host_address(GuestAddress(page));
+            crate::memory::sigbus::take_away(address.expect("inside"), PAGE_SIZE);
+
+            assert_eq!(guest.turn(), Turn::Idle, "{what}");
+            let reason = guest.stopped().unwrap_or_else(|| panic!("{what}: it runs"));
+            assert!(reason.contains("gone"), "{what}: {reason}");
+            if what != "used ring" {
+                assert_eq!(guest.used(), base + 1, "{what}: answered");
+            }
+            let stored = guest.pool.stats().pages;
+            let expected = if what == "answer" { 0 } else { before };
+            assert_eq!(stored, expected, "{what}");
+            let counters = &guest.link.vm.counters;
+            let faults = counters.queues_stopped.load(Ordering::Relaxed);
+            assert_eq!(faults, 0, "{what}: taken for a fault of the guest");
+            let ended = Peer::new(own.1.try_clone().expect("a handle")).look();
+            assert_eq!(ended, Err(HungUp), "{what}: the connection goes on");
+        }
+    }
+}
+
+/// What turns go round by.
+#[test]
+fn the_vrings_of_a_vm_have_one_owner() {
+    let (one, other) = (guest(), guest());
+    let second = Vring::new(2, 0, one.link.clone());
+    assert_eq!(one.vring.owner(), second.owner());
+    assert_ne!(one.vring.owner(), other.vring.owner());
+}
+
+#[test]
+fn buffers_of_a_worker_are_never_dumped() {
+    let mut scratch = Scratch::new().expect("address space");
+    let buffers = [
+        scratch.readable.pages().as_ptr() as usize,
+        scratch.pages.pages().as_ptr() as usize,
+    ];
+    let smaps = std::fs::read_to_string("/proc/self/smaps").expect("readable");
+    let mut undumped = Vec::new();
+    let mut range = 0..0;
+    for line in smaps.lines() {
+        let address = |text| usize::from_str_radix(text, 16).ok();
+        let first = line.split(' ').next().unwrap_or_default().split_once('-');
+        if let Some((Some(start), Some(end))) = first.map(|(a, b)| (address(a), address(b))) {
+            range = start..end;
+        } else if line.starts_with("VmFlags:") && line.contains(" dd") {
+            undumped.push(range.clone());
+        }
+    }
+    for buffer in buffers {
+        let inside = undumped.iter().any(|range| range.contains(&buffer));
+        assert!(inside, "{buffer:#x} is in none of {undumped:x?}");
+    }
+}
+
+/// Looked at, a ring that has run dry asks for no kicks; what comes is seen all the same, and when the
+/// time is up it asks again.
+#[test]
+fn no_kick_is_wanted_while_it_is_looked_at() {
+    const LONG: u64 = u64::MAX / 2;
+    let mut guest = guest();
+    let wanted = |guest: &Guest| {
+        let flags: u16 = guest
+            .memory
+            .guest
+            .load(GuestAddress(USED), Ordering::Acquire)
+            .expect("inside");
+        u16::from_le(flags) & 1 == 0
+    };
+    guest.put(0, 1);
+    assert_eq!(
+        guest.vring.turn(&mut guest.scratch, LONG),
+        Turn::Idle,
+        "nothing is known yet"
+    );
+    assert!(wanted(&guest));
+    guest.put(1, 1);
+    let Turn::Look { until_ns } = guest.vring.turn(&mut guest.scratch, LONG) else {
+        panic!("the pause was short");
+    };
+    assert!(!wanted(&guest) && !guest.vring.looks_busy(until_ns));
+    assert!(guest.vring.looks_busy(0), "the time is up");
+    guest.put(2, 1);
+    assert!(guest.vring.looks_busy(until_ns));
+    assert!(matches!(
+        guest.vring.turn(&mut guest.scratch, LONG),
+        Turn::Look { .. }
+    ));
+    assert_eq!(guest.used(), 3);
+    // As at the end of the time.
+    assert_eq!(guest.vring.turn(&mut guest.scratch, 0), Turn::Idle);
+    assert!(wanted(&guest));
+    // Who is held is no longer looked at.
+    let state = guest.vring.lock();
+    assert!(guest.vring.looks_busy(until_ns));
+    drop(state);
+}

@@ -1,0 +1,234 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Listening Unix sockets: those of a dead daemon are replaced, those of a live one are refused. Who connects is
+//! whom the socket is for, whatever became of its file's mode.
+
+use crate::socket::credentials::{Credentials, Whose};
+use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid, chownat};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+/// Who may connect.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    /// User; None: the daemon's.
+    pub owner: Option<u32>,
+    /// Group; None: the daemon's.
+    pub group: Option<u32>,
+    /// Permissions.
+    pub mode: u32,
+}
+
+impl Default for Access {
+    /// The daemon's user and group, nobody else.
+    fn default() -> Access {
+        Access {
+            owner: None,
+            group: None,
+            mode: 0o660,
+        }
+    }
+}
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 64;
+
+/// A listening socket that removes its file when dropped, if the file is still its own.
+pub struct Listener {
+    /// The socket; accepting never waits.
+    pub socket: UnixListener,
+    path: PathBuf,
+    device_inode: (u64, u64),
+    /// Whose it was when it was made: the daemon's.
+    made_for: (u32, u32),
+    /// As it was asked for.
+    mode: AtomicU32,
+    /// Its file is removed already, and another may have its inode.
+    closed: AtomicBool,
+}
+
+/// Somebody whom a socket is not for.
+#[derive(Debug)]
+pub struct Stranger {
+    who: Credentials,
+    whose: Whose,
+}
+
+impl std::fmt::Display for Stranger {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Whose { owner, group, mode } = self.whose;
+        write!(
+            f,
+            "process {} of user {}: the socket is for user {owner} and group {group}, with mode {mode:o}, \
+             whatever the mode of its file is now",
+            self.who.pid, self.who.user
+        )
+    }
+}
+
+/// Connects, to see whether somebody listens. Only who may write to a socket's file is told, and that of a VM was
+/// given away: it is taken back first.
+fn knock(path: &Path) -> io::Result<UnixStream> {
+    match UnixStream::connect(path) {
+        Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
+        connected => return connected,
+    }
+    // A handle, so that it stays the same file.
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
+    let metadata = std::fs::File::from(file.try_clone()?).metadata()?;
+    if !metadata.file_type().is_socket() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    let give = |file: &OwnedFd, owner| chownat(file, "", Some(owner), None, AtFlags::EMPTY_PATH);
+    give(&file, rustix::process::geteuid())?;
+    let connected = UnixStream::connect(path);
+    if connected.is_ok() {
+        give(&file, Uid::from_raw(metadata.uid()))?;
+    }
+    connected
+}
+
+fn at(path: &Path, what: impl std::fmt::Display) -> io::Error {
+    io::Error::other(format!("socket {}: {what}", path.display()))
+}
+
+impl Listener {
+    /// Binds and listens.
+    pub fn bind(path: &Path, access: Access) -> io::Result<Listener> {
+        match std::fs::symlink_metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at(path, error)),
+            Ok(metadata) if !metadata.file_type().is_socket() => {
+                return Err(at(
+                    path,
+                    "there is a file in its place, which is not a socket",
+                ));
+            }
+            Ok(_) => match knock(path) {
+                Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
+                    std::fs::remove_file(path).map_err(|e| at(path, e))?;
+                    tracing::info!("replaced the socket {} of a dead process", path.display());
+                }
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                    return Err(at(
+                        path,
+                        "there is a socket of another user, who may be listening on it: remove it if nobody is, \
+                         or choose another path",
+                    ));
+                }
+                _ => {
+                    return Err(at(
+                        path,
+                        "another process is listening on it: stop that one, or choose another path",
+                    ));
+                }
+            },
+        }
+        // Listening comes last, so that nobody can slip in before all is set.
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let bound = SocketAddrUnix::new(path).and_then(|address| {
+            let unix = AddressFamily::UNIX;
+            let socket = rustix::net::socket_with(unix, SocketType::STREAM, flags, None)?;
+            rustix::net::bind(&socket, &address)?;
+            Ok(socket)
+        });
+        let socket = bound.map_err(|errno| match path.parent() {
+            Some(folder) if errno == Errno::NOENT => at(
+                path,
+                format_args!(
+                    "there is no directory {}: create it, or choose another path",
+                    folder.display()
+                ),
+            ),
+            _ => at(path, io::Error::from(errno)),
+        })?;
+        // Removes its file from here on, whatever fails.
+        let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
+        let listener = Listener {
+            socket: socket.into(),
+            path: path.into(),
+            device_inode: (metadata.dev(), metadata.ino()),
+            made_for: (metadata.uid(), metadata.gid()),
+            mode: AtomicU32::new(access.mode),
+            closed: AtomicBool::new(false),
+        };
+        listener.give(access)?;
+        rustix::net::listen(&listener.socket, BACKLOG).map_err(|e| at(path, io::Error::from(e)))?;
+        Ok(listener)
+    }
+
+    /// Sets who may connect.
+    pub fn give(&self, access: Access) -> io::Result<()> {
+        let path = &self.path;
+        let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
+        let owner = access.owner.unwrap_or(self.made_for.0);
+        let group = access.group.unwrap_or(self.made_for.1);
+        if (metadata.uid(), metadata.gid()) != (owner, group) {
+            let (uid, gid) = (Some(Uid::from_raw(owner)), Some(Gid::from_raw(group)));
+            chownat(CWD, path, uid, gid, AtFlags::SYMLINK_NOFOLLOW).map_err(|errno| {
+                at(
+                    path,
+                    format_args!(
+                        "it cannot be given to user {owner} and group {group} ({errno}): run the daemon as \
+                         root or by its unit, or ask for no other user and group"
+                    ),
+                )
+            })?;
+        }
+        let mode = access.mode;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+            .map_err(|e| at(path, e))?;
+        self.mode.store(mode, Ordering::SeqCst);
+        Ok(())
+    }
+
+    /// Takes a connection; never waits. Whoever it is not for is told of instead.
+    ///
+    /// # Errors
+    /// There is none, or the system fails.
+    pub fn accept(&self) -> io::Result<Result<UnixStream, Stranger>> {
+        let (stream, _) = self.socket.accept()?;
+        stream.set_nonblocking(false)?;
+        let metadata = std::fs::symlink_metadata(&self.path).ok();
+        let Some(metadata) = metadata.filter(|m| (m.dev(), m.ino()) == self.device_inode) else {
+            // Whoever came just before it went.
+            return Err(io::ErrorKind::WouldBlock.into());
+        };
+        let whose = Whose {
+            owner: metadata.uid(),
+            group: metadata.gid(),
+            mode: self.mode.load(Ordering::SeqCst),
+        };
+        let who = Credentials::of(&stream)?;
+        match who.may_connect(whose, rustix::process::geteuid().as_raw()) {
+            true => Ok(Ok(stream)),
+            false => Ok(Err(Stranger { who, whose })),
+        }
+    }
+
+    /// Removes its file, if it is still its own; at once, whoever else still has the listener.
+    pub fn close(&self) {
+        if self.closed.swap(true, Ordering::SeqCst) {
+            return;
+        }
+        let metadata = std::fs::symlink_metadata(&self.path);
+        if metadata.is_ok_and(|m| (m.dev(), m.ino()) == self.device_inode)
+            && let Err(error) = std::fs::remove_file(&self.path)
+        {
+            tracing::warn!("socket {} cannot be removed: {error}", self.path.display());
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}

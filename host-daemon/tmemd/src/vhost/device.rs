@@ -1,0 +1,687 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The vhost-user back end of one connection: what each message of the front end does.
+//!
+//! Runs on the connection's control thread and does no pool work, so that each message is answered
+//! at once: what changes rings or memory holds the vrings it concerns, which waits at most for the
+//! chain that each is at, and emptying the tenant is O(1).
+
+use crate::host::background::Janitor;
+use crate::host::clock::Outside;
+use crate::host::heartbeat::Heart;
+use crate::memory::dirty_log::{DirtyLog, LogMap};
+use crate::memory::peer::Peer;
+use crate::memory::sigbus::Lost;
+use crate::memory::table::{Memory, REGIONS_MAX, RegionSpec, check_file};
+use crate::queue::notifier;
+use crate::queue::vring::{Link, RingAddresses, State, Vring};
+use crate::queue::worker::Workers;
+use crate::vm::state::Vm;
+use std::fs::File;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, MutexGuard};
+use vhost::VhostUserMemoryRegionBase;
+use vhost::vhost_user::message::*;
+use vhost::vhost_user::{Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+use virtio_queue::QueueT;
+use virtio_tmem as wire;
+use zerocopy::IntoBytes;
+
+/// Queues: control and as many request queues as there may be.
+pub const QUEUES: usize = 1 + wire::REQUEST_QUEUES_MAX;
+
+const VIRTIO_F_VERSION_1: u64 = 1 << 32;
+const VIRTIO_F_INDIRECT_DESC: u64 = 1 << 28;
+const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
+
+/// No reserved bit of the device, no packed ring, no ACCESS_PLATFORM (SPEC.md, "Feature bits").
+const FEATURES: u64 = VIRTIO_F_VERSION_1
+    | VIRTIO_F_INDIRECT_DESC
+    | VIRTIO_F_EVENT_IDX
+    | VhostUserVirtioFeatures::LOG_ALL.bits()
+    | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+
+/// Not STATUS, which the library does not handle, and not INFLIGHT_SHMFD: the drain leaves nothing
+/// in flight, and what a killed daemon had in flight is replayed, requests being idempotent.
+const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
+    .union(VhostUserProtocolFeatures::CONFIG)
+    .union(VhostUserProtocolFeatures::REPLY_ACK)
+    .union(VhostUserProtocolFeatures::LOG_SHMFD)
+    .union(VhostUserProtocolFeatures::RESET_DEVICE)
+    .union(VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS);
+
+/// The back end of one connection.
+pub struct Device {
+    link: Arc<Link>,
+    vrings: Vec<Arc<Vring>>,
+    workers: Arc<Workers>,
+    janitor: Arc<Janitor>,
+    memory: Arc<Memory>,
+    /// Whether it was found to have lost a page, or the dirty log was.
+    lost: Arc<Lost>,
+    log: Arc<DirtyLog>,
+    missed_pages: u64,
+    /// Of the control thread, while it waits for workers.
+    heart: Heart,
+    /// The front end's wish was refused in a way that it can live with: the connection stays.
+    refused: bool,
+}
+
+fn failed(what: impl std::fmt::Display) -> Error {
+    Error::ReqHandlerError(std::io::Error::other(what.to_string()))
+}
+
+impl Device {
+    /// An empty device with a new generation. The tenant must be empty.
+    pub fn new(
+        vm: Arc<Vm>,
+        peer: Peer,
+        workers: Arc<Workers>,
+        janitor: Arc<Janitor>,
+        outside: Outside,
+    ) -> std::io::Result<Device> {
+        let log = Arc::new(DirtyLog::default());
+        let link = Arc::new(Link {
+            vm,
+            peer,
+            generation: AtomicU64::new(outside.new_generation()?),
+            outside,
+        });
+        let heart = workers
+            .pulse()
+            .heart(&format!("the connection of {}", link.vm.name()));
+        let first = workers.assign();
+        let vring = |index| {
+            Arc::new(Vring::new(
+                index,
+                (first + index) % workers.count(),
+                link.clone(),
+            ))
+        };
+        let vrings = (0..QUEUES).map(vring).collect();
+        let lost = Arc::default();
+        let memory = Arc::new(Memory::empty(&lost));
+        Ok(Device {
+            link,
+            vrings,
+            workers,
+            janitor,
+            memory,
+            lost,
+            log,
+            missed_pages: 0,
+            heart,
+            refused: false,
+        })
+    }
+
+    /// True once after a message that was refused without harm.
+    pub fn take_refused(&mut self) -> bool {
+        std::mem::take(&mut self.refused)
+    }
+
+    /// A page of what the front end shares has gone: the connection must end.
+    pub fn memory_is_lost(&self) -> bool {
+        self.lost.is_lost()
+    }
+
+    fn vm(&self) -> &Vm {
+        &self.link.vm
+    }
+
+    fn vring(&self, index: u32) -> Result<&Arc<Vring>> {
+        self.vrings.get(index as usize).ok_or_else(|| {
+            failed(format!(
+                "there is no virtqueue {index}: the device has {QUEUES}"
+            ))
+        })
+    }
+
+    /// The first half of what any message does that drains, for a simulator that has no second thread
+    /// to be in the middle of it: workers leave at the end of their chain, and cut it short soon.
+    pub fn begin_drain(&self) {
+        self.vrings.iter().for_each(|vring| vring.raise_hold());
+    }
+
+    /// Drains some vrings, lets `change` act on them, and lets the workers back in.
+    fn hold<R>(
+        &self,
+        vrings: &[Arc<Vring>],
+        change: impl FnOnce(&mut [MutexGuard<'_, State>]) -> R,
+    ) -> R {
+        self.heart.work();
+        // All at once, so that the waits overlap.
+        vrings.iter().for_each(|vring| vring.raise_hold());
+        let mut states: Vec<_> = vrings.iter().map(|vring| vring.lock()).collect();
+        let result = change(&mut states);
+        let running: Vec<bool> = states.iter().map(|state| state.is_running()).collect();
+        drop(states);
+        for (vring, running) in vrings.iter().zip(running) {
+            vring.lower_hold();
+            if running {
+                self.workers.schedule(vring);
+            }
+        }
+        self.heart.rest();
+        result
+    }
+
+    /// Drains one vring and changes it.
+    fn hold_one<R>(
+        &self,
+        index: u32,
+        change: impl FnOnce(&Arc<Vring>, &mut State) -> R,
+    ) -> Result<R> {
+        let vring = self.vring(index)?;
+        Ok(self.hold(std::slice::from_ref(vring), |states| {
+            change(vring, &mut states[0])
+        }))
+    }
+
+    fn drop_kick(&self, vring: &Vring, state: &mut State) {
+        if let Some(token) = state.kick.take() {
+            self.workers.unregister(vring, token);
+        }
+    }
+
+    /// Puts a new memory table under all vrings; the old one, used by nobody, is unmapped later.
+    fn replace_memory(&mut self, memory: Memory) {
+        let memory = Arc::new(memory);
+        self.hold(&self.vrings, |states| {
+            for (vring, state) in self.vrings.iter().zip(states) {
+                state.memory = memory.clone();
+                vring.configure(state);
+            }
+        });
+        let old = std::mem::replace(&mut self.memory, memory);
+        self.janitor.discard(old, &self.vm().discarded);
+    }
+
+    fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
+        self.vm().warn(format_args!("{error}"));
+        failed(error)
+    }
+
+    /// Empties the tenant and names a new span of time; all rings are disabled.
+    fn reset(&mut self) -> Result<()> {
+        let outside = &self.link.outside;
+        let generation = outside.new_generation().map_err(Error::ReqHandlerError)?;
+        self.hold(&self.vrings, |states| {
+            states.iter_mut().for_each(|state| state.enabled = false);
+            self.vm().clear();
+            self.link.generation.store(generation, Ordering::SeqCst);
+        });
+        self.janitor.work_may_be_there();
+        Ok(())
+    }
+
+    /// Ends the device: all rings stopped, memory let go, the tenant emptied.
+    pub fn end(&mut self) {
+        self.hold(&self.vrings, |states| {
+            for (vring, state) in self.vrings.iter().zip(states) {
+                self.drop_kick(vring, state);
+                state.enabled = false;
+                state.memory = Arc::new(Memory::empty(&self.lost));
+                (state.call, state.error) = (None, None);
+            }
+            self.vm().clear();
+        });
+        self.report_missed_pages();
+        let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty(&self.lost)));
+        self.janitor.discard(old, &self.vm().discarded);
+    }
+
+    /// Tells of those that were not told yet.
+    fn report_missed_pages(&mut self) {
+        let missed = self.log.missed_pages();
+        if missed > self.missed_pages {
+            self.vm().warn(format_args!(
+                "{} written guest pages could not be marked in the dirty log, which is too \
+                 short: the migration that is going on must not be completed",
+                missed - self.missed_pages
+            ));
+            self.missed_pages = missed;
+        }
+    }
+}
+
+/// Makes sure that a descriptor of the front end is an eventfd, and not, say, a file of a file system
+/// that the front end serves itself. Reading it never waits by `poller::consume`, and ringing it by
+/// `notifier::ring`, whatever the front end does with the flags of the file, which it shares.
+fn event_fd(file: File) -> Result<OwnedFd> {
+    let fd = OwnedFd::from(file);
+    let bad = |what: String| failed(format!("not an eventfd: {what}"));
+    let link = format!("/proc/self/fd/{}", fd.as_raw_fd());
+    let target = std::fs::read_link(&link).map_err(|e| bad(format!("{link}: {e}")))?;
+    if target.as_os_str() != "anon_inode:[eventfd]" {
+        return Err(bad(target.display().to_string()));
+    }
+    Ok(fd)
+}
+
+impl VhostUserBackendReqHandlerMut for Device {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    fn reset_owner(&mut self) -> Result<()> {
+        self.reset()
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        self.reset()
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(FEATURES)
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        if features & !FEATURES != 0 {
+            return Err(failed(format!(
+                "feature bits {:#x} were not offered",
+                features & !FEATURES
+            )));
+        }
+        let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
+        self.hold(&self.vrings, |states| {
+            // While nothing is written, so that each write is either before or after the change.
+            self.log
+                .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
+            for state in states {
+                state
+                    .queue
+                    .set_event_idx(features & VIRTIO_F_EVENT_IDX != 0);
+                state.enabled |= enable;
+            }
+        });
+        self.report_missed_pages();
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<Vec<VhostUserMemoryRegionBase>>> {
+        let mut memory = Memory::empty(&self.lost);
+        for (region, file) in regions.iter().zip(files) {
+            let spec = RegionSpec {
+                guest_address: region.guest_phys_addr,
+                user_address: region.user_addr,
+                bytes: region.memory_size,
+                file_offset: region.mmap_offset,
+            };
+            memory = memory
+                .with_region(spec, file, &self.log)
+                .map_err(|error| self.refuse_memory(error))?;
+        }
+        self.replace_memory(memory);
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        let max = u32::from(wire::QUEUE_SIZE_MAX);
+        if num == 0 || num > max || !num.is_power_of_two() {
+            return Err(failed(format!(
+                "virtqueue {index} has {num} descriptors: it must have a power of two, at most \
+                 {max}"
+            )));
+        }
+        self.hold_one(index, |vring, state| {
+            state.queue.set_size(num as u16);
+            vring.configure(state);
+        })
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        _flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        // The used ring is logged like all guest memory, so the flags and the log address, which
+        // say how it should be, are not needed.
+        self.hold_one(index, |vring, state| {
+            state.addresses = Some(RingAddresses {
+                descriptor,
+                available,
+                used,
+            });
+            vring.configure(state);
+        })
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let base = u16::try_from(base)
+            .map_err(|_| failed(format!("virtqueue {index} cannot start at {base}")))?;
+        self.hold_one(index, |vring, state| {
+            state.set_base(base);
+            vring.configure(state);
+        })
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        let base = self.hold_one(index, |vring, state| {
+            self.drop_kick(vring, state);
+            state.call = None;
+            let base = state.queue.next_avail();
+            state.set_base(base);
+            base
+        })?;
+        // The last message before a migration is completed.
+        self.report_missed_pages();
+        Ok(VhostUserVringState::new(index, u32::from(base)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let file = file.ok_or_else(|| {
+            failed(format!(
+                "virtqueue {index}: rings without a kick (polled) are not supported"
+            ))
+        })?;
+        let fd = Arc::new(event_fd(file)?);
+        self.hold_one(u32::from(index), |vring, state| {
+            self.drop_kick(vring, state);
+            let token = self
+                .workers
+                .register(vring, fd)
+                .map_err(|e| failed(format!("virtqueue {index}: bad kick eventfd: {e}")))?;
+            state.kick = Some(token);
+            vring.configure(state);
+            Ok(())
+        })?
+    }
+
+    fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let fd = file.map(event_fd).transpose()?;
+        self.hold_one(u32::from(index), |_, state| {
+            // A daemon that was killed may have published answers and not interrupted for them.
+            // With EVENT_IDX no later answer would: the driver would wait for ever.
+            if let Some(call) = &fd {
+                notifier::ring(call);
+            }
+            state.call = fd;
+        })
+    }
+
+    fn set_vring_err(&mut self, index: u8, file: Option<File>) -> Result<()> {
+        let fd = file.map(event_fd).transpose()?;
+        self.hold_one(u32::from(index), |_, state| state.error = fd)
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(PROTOCOL_FEATURES)
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        match features & !PROTOCOL_FEATURES.bits() {
+            0 => Ok(()),
+            odd => Err(failed(format!(
+                "protocol feature bits {odd:#x} were not offered"
+            ))),
+        }
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(QUEUES as u64)
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        self.hold_one(index, |_, state| state.enabled = enable)
+    }
+
+    fn get_config(&mut self, offset: u32, size: u32, _: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        let config = wire::Config {
+            generation: self.link.generation.load(Ordering::SeqCst).into(),
+            page_size: (wire::PAGE_SIZE as u32).into(),
+            num_request_queues: (wire::REQUEST_QUEUES_MAX as u16).into(),
+            batch_max: (wire::BATCH_MAX as u16).into(),
+            pools_max: (wire::POOLS_MAX as u32).into(),
+            reserved: [0.into(); 3],
+        };
+        let (first, end) = (offset as usize, offset as usize + size as usize);
+        config
+            .as_bytes()
+            .get(first..end)
+            .map(<[u8]>::to_vec)
+            .ok_or_else(|| {
+                failed(format!(
+                    "the configuration has {} bytes; {size} at {offset} were asked for",
+                    size_of::<wire::Config>()
+                ))
+            })
+    }
+
+    fn set_config(&mut self, _: u32, _: &[u8], _: VhostUserConfigFlags) -> Result<()> {
+        self.refused = true;
+        Err(failed("the configuration is read-only"))
+    }
+
+    fn set_gpu_socket(&mut self, _: GpuBackend) -> Result<()> {
+        Err(Error::InvalidOperation("not a GPU"))
+    }
+
+    fn get_shared_object(&mut self, _: VhostUserSharedMsg) -> Result<File> {
+        Err(Error::InvalidOperation("no shared objects"))
+    }
+
+    fn get_inflight_fd(&mut self, _: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        Err(Error::InvalidOperation("nothing is in flight"))
+    }
+
+    fn set_inflight_fd(&mut self, _: &VhostUserInflight, _: File) -> Result<()> {
+        Err(Error::InvalidOperation("nothing is in flight"))
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(REGIONS_MAX as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        file: File,
+        _postcopy_listening: Option<bool>,
+    ) -> Result<Option<VhostUserMemoryRegionBase>> {
+        let memory = self
+            .memory
+            .with_region(single_region(region), file, &self.log)
+            .map_err(|error| self.refuse_memory(error))?;
+        self.replace_memory(memory);
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let memory = self
+            .memory
+            .without_region(single_region(region))
+            .map_err(|error| self.refuse_memory(error))?;
+        self.replace_memory(memory);
+        Ok(())
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _: VhostTransferStateDirection,
+        _: VhostTransferStatePhase,
+        _: File,
+    ) -> Result<Option<File>> {
+        Err(Error::InvalidOperation(
+            "the device has no state to transfer",
+        ))
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        Err(Error::InvalidOperation(
+            "the device has no state to transfer",
+        ))
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        Err(Error::InvalidOperation("no shared memory regions"))
+    }
+
+    fn set_log_base(&mut self, log: &VhostUserLog, file: File) -> Result<()> {
+        check_file(&file, log.mmap_offset, log.mmap_size)
+            .map_err(|error| self.refuse_memory(format!("the dirty log {error}")))?;
+        let map = LogMap::new(&file, log.mmap_offset, log.mmap_size, &self.lost)
+            .map_err(|error| self.refuse_memory(format!("the dirty log: {error}")))?;
+        self.log.set_map(map);
+        Ok(())
+    }
+}
+
+fn single_region(region: &VhostUserSingleMemoryRegion) -> RegionSpec {
+    RegionSpec {
+        guest_address: region.guest_phys_addr,
+        user_address: region.user_addr,
+        bytes: region.memory_size,
+        file_offset: region.mmap_offset,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::background::DISCARDED_MAX;
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+    /// The regions of one name that this process has mapped.
+    fn mapped(name: &str) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
+        maps.lines().filter(|line| line.contains(name)).count()
+    }
+
+    /// Connections of a VM one after the other, and a janitor that has much else to do.
+    fn devices() -> (
+        impl Fn() -> (Device, std::os::unix::net::UnixStream),
+        Arc<Workers>,
+        Arc<Janitor>,
+    ) {
+        let pool = tmem_pool::Pool::new(tmem_pool::PoolConfig {
+            size_bytes: 1 << 20,
+            size_max_bytes: 0,
+            seed: 1,
+            policy: Default::default(),
+        })
+        .expect("address space");
+        let config: crate::config::settings::VmConfig =
+            "name=test,socket=none".parse().expect("good");
+        let spec = tmem_pool::TenantSpec {
+            name: "test".into(),
+            trust_domain: None,
+            quota: config.quota,
+        };
+        let tenant = pool.add_tenant(spec).expect("fits");
+        let outside = Outside::host();
+        let pulse = Arc::default();
+        let janitor = Janitor::start(Arc::new(pool), &outside, 1, &pulse).expect("starts");
+        let workers =
+            Arc::new(Workers::start(1, Default::default(), &janitor, &pulse).expect("start"));
+        janitor.stop();
+        let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
+        let (own_workers, own_janitor) = (workers.clone(), janitor.clone());
+        let device = move || {
+            let (own, front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
+            let (workers, janitor) = (own_workers.clone(), own_janitor.clone());
+            let device = Device::new(
+                vm.clone(),
+                Peer::new(own),
+                workers,
+                janitor,
+                outside.clone(),
+            );
+            (device.expect("random"), front_end)
+        };
+        (device, workers, janitor)
+    }
+
+    /// What is in flight is bounded by these: chains are answered one by one, in the order of a ring.
+    #[test]
+    fn queues_and_their_sizes_are_limited() {
+        let (device, workers, _janitor) = devices();
+        let (mut device, _front_end) = device();
+        let last = QUEUES as u32 - 1;
+        for queue in [0, 1, last] {
+            for size in [1, 2, 512, 1024] {
+                device.set_vring_num(queue, size).expect("a power of two");
+            }
+            for size in [0, 3, 1023, 1025, 2048, 1 << 16, 1 << 31, u32::MAX] {
+                let error = device.set_vring_num(queue, size).expect_err("none");
+                assert!(error.to_string().contains(&size.to_string()), "{error}");
+            }
+            device.set_vring_base(queue, 65_535).expect("the last");
+            device.set_vring_base(queue, 65_536).expect_err("too far");
+        }
+        for queue in [last + 1, 256, 1 << 31, u32::MAX] {
+            device.set_vring_num(queue, 1).expect_err("no such queue");
+            device.set_vring_base(queue, 0).expect_err("no such queue");
+            assert!(device.get_vring_base(queue).is_err(), "no such queue");
+            device.set_vring_enable(queue, true).expect_err("none");
+        }
+        workers.stop();
+    }
+
+    #[test]
+    fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
+        let (device, workers, janitor) = devices();
+        let name = "tmemd-changes-in-a-loop";
+        let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
+        ftruncate(&file, 4096).expect("its length");
+        fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
+        let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
+        // Also if it connects anew meanwhile.
+        for connection in 0..3 {
+            let (mut device, _front_end) = device();
+            for _ in 0..50 {
+                let file = file.try_clone().expect("another handle").into();
+                device
+                    .set_mem_table(&[region], vec![file], None)
+                    .expect("good");
+            }
+            // Of those that are kept the first was empty; and there is the one that it has.
+            assert_eq!(mapped(name), DISCARDED_MAX, "connection {connection}");
+            device.end();
+            assert_eq!(mapped(name), DISCARDED_MAX - 1, "connection {connection}");
+        }
+        janitor.unmap();
+        assert_eq!(mapped(name), 0);
+        workers.stop();
+    }
+
+    #[test]
+    fn only_eventfds_are_kicks_and_calls() {
+        let fd = eventfd(0, EventfdFlags::empty()).expect("eventfd");
+        let other = fd.try_clone().expect("a second handle");
+        let fd = event_fd(fd.into()).expect("an eventfd");
+        // Reading an empty one would wait for ever.
+        crate::queue::poller::consume(&fd);
+        crate::queue::poller::signal(&other);
+        let (reader, _writer) = std::io::pipe().expect("pipe");
+        let file = tempfile::tempfile().expect("file");
+        for odd in [OwnedFd::from(reader).into(), file] {
+            let error = event_fd(odd).expect_err("not an eventfd").to_string();
+            assert!(error.contains("not an eventfd"), "{error}");
+        }
+    }
+
+    #[test]
+    fn nothing_reserved_is_offered() {
+        for bit in [
+            wire::F_PERSISTENT,
+            wire::F_SHARED,
+            wire::F_RETAIN,
+            wire::F_EVENTS,
+        ] {
+            assert_eq!(FEATURES & (1 << bit), 0);
+        }
+        // ACCESS_PLATFORM and RING_PACKED.
+        assert_eq!(FEATURES & (1 << 33 | 1 << 34), 0);
+    }
+}

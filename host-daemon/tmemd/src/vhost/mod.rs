@@ -1,0 +1,9 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The vhost-user back end: one connection and one device for each VM that has a front end.
+//!
+//! Belongs here: vhost-user messages and replies. Out of scope: requests on the virtqueues, see
+//! `queue/`.
+
+pub(crate) mod connection;
+pub(crate) mod device;
+pub(crate) mod reply;

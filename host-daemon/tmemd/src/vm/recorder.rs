@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Records what guests ask of the pool, for `tmem-bench replay`; docs/traces.md has the format.
+//!
+//! Off unless asked for, and then bounded. A worker appends to a buffer in memory; a thread writes
+//! full ones to the file, so that no guest waits for the host's disk. What compressing a page once
+//! more takes, a guest does wait.
+
+use crate::host::sandbox::{self, Kind};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+use tmem_pool::trace::{Blind, Event, Op, SizeClass, Writer};
+use tmem_pool::{Put, PutResult};
+
+/// Bytes that are handed to the file at once: some ten thousand events.
+const BUFFER_BYTES: usize = 64 << 10;
+
+struct State {
+    writer: Writer,
+    buffer: Vec<u8>,
+    /// That may still be written.
+    left_bytes: u64,
+    /// To the thread that writes; None when the trace has ended.
+    full: Option<Sender<Vec<u8>>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// A trace that is being recorded.
+pub struct Recorder {
+    path: PathBuf,
+    begun: Instant,
+    blind: Blind,
+    /// Guards what is not yet written, and so the order of events. Taken with none of the pool's
+    /// locks.
+    state: Mutex<State>,
+}
+
+fn write_all(mut file: File, path: &Path, buffers: &Receiver<Vec<u8>>) {
+    for buffer in buffers {
+        if let Err(error) = file.write_all(&buffer) {
+            tracing::error!("trace {}: {error}; it ends here", path.display());
+            return;
+        }
+    }
+}
+
+impl Recorder {
+    /// Into a file that is not there yet and that only its owner reads: it tells what guests do.
+    ///
+    /// # Errors
+    /// It is there, or cannot be made.
+    pub fn create(path: &Path, bytes_max: u64) -> io::Result<Recorder> {
+        let file = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)
+            .map_err(|e| io::Error::new(e.kind(), format!("trace {}: {e}", path.display())))?;
+        let (full, buffers) = channel();
+        let own_path = path.to_owned();
+        let thread = std::thread::Builder::new()
+            .name("trace".into())
+            .spawn(move || {
+                sandbox::narrow(Kind::Data);
+                write_all(file, &own_path, &buffers);
+            })?;
+        tracing::info!(bytes_max, "recording a trace to {}", path.display());
+        Ok(Recorder {
+            path: path.to_owned(),
+            begun: Instant::now(),
+            blind: Blind::default(),
+            state: Mutex::new(State {
+                writer: Writer::default(),
+                buffer: Vec::with_capacity(BUFFER_BYTES),
+                left_bytes: bytes_max,
+                full: Some(full),
+                thread: Some(thread),
+            }),
+        })
+    }
+
+    /// Ends the trace: when this returns, all of it is in the file.
+    pub fn finish(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let buffer = std::mem::take(&mut state.buffer);
+        if let Some(full) = state.full.take() {
+            // An error was logged by the thread, which is gone then.
+            let _ = full.send(buffer);
+        }
+        let thread = state.thread.take();
+        drop(state);
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that writes the trace panicked");
+        }
+    }
+
+    fn record(&self, tenant: u32, ops: impl Iterator<Item = Op>) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let State {
+            writer,
+            buffer,
+            left_bytes,
+            full,
+            ..
+        } = &mut *state;
+        let Some(sender) = full else { return };
+        // Under the lock, so that time does not go back.
+        let time_us = self.begun.elapsed().as_micros() as u64;
+        let mut is_full = false;
+        for op in ops {
+            is_full = *left_bytes < (buffer.len() + Writer::EVENT_BYTES_MAX) as u64;
+            if is_full {
+                break;
+            }
+            let event = Event {
+                time_us,
+                tenant,
+                op,
+            };
+            writer.write(&event, buffer);
+        }
+        if is_full || buffer.len() >= BUFFER_BYTES {
+            *left_bytes -= buffer.len() as u64;
+            let buffer = std::mem::replace(buffer, Vec::with_capacity(BUFFER_BYTES));
+            // As above.
+            if sender.send(buffer).is_err() || is_full {
+                *full = None;
+            }
+        }
+        if is_full {
+            tracing::info!("trace {}: it has its size and ends", self.path.display());
+        }
+    }
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// Records one VM's part of a trace.
+#[derive(Clone)]
+pub struct Tap {
+    recorder: Arc<Recorder>,
+    tenant: u32,
+}
+
+impl Tap {
+    /// For the VM of this number.
+    pub fn new(recorder: Arc<Recorder>, tenant: u32) -> Tap {
+        Tap { recorder, tenant }
+    }
+
+    /// Pages that were put. A refused one leaves nothing under its key: it is written as flushed.
+    pub fn put(&self, pool: u32, puts: &[Put<'_>], results: &[PutResult]) {
+        let blind = &self.recorder.blind;
+        let ops: Vec<Op> = puts
+            .iter()
+            .zip(results)
+            .filter_map(|(put, result)| {
+                let (object, distance) = blind.object(self.tenant, pool, put.object);
+                let page = distance.page(put.index)?;
+                Some(match result {
+                    PutResult::Stored => Op::Put {
+                        object,
+                        page,
+                        workingset: put.workingset,
+                        size: SizeClass::of(put.page),
+                    },
+                    PutResult::Refused => Op::Flush {
+                        object,
+                        page,
+                        nr_pages: Some(1),
+                    },
+                })
+            })
+            .collect();
+        self.recorder.record(self.tenant, ops.into_iter());
+    }
+
+    /// Pages `index ..` of an object that were asked for, and whether they were returned.
+    pub fn get(&self, pool: u32, object: u64, index: u64, hits: impl Iterator<Item = bool>) {
+        let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
+        let ops = hits.zip(index..).filter_map(|(hit, index)| {
+            let page = distance.page(index)?;
+            Some(Op::Get { object, page, hit })
+        });
+        self.recorder.record(self.tenant, ops);
+    }
+
+    /// Pages that were flushed; None: to the end.
+    pub fn flush(&self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
+        let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
+        let op = match (index, nr_pages) {
+            (0, None) => Some(Op::FlushObject(object)),
+            _ => distance.page(index).map(|page| Op::Flush {
+                object,
+                page,
+                nr_pages,
+            }),
+        };
+        self.recorder.record(self.tenant, op.into_iter());
+    }
+
+    /// A pool that ended.
+    pub fn destroy_pool(&self, pool: u32) {
+        let pool = self.recorder.blind.pool(self.tenant, pool);
+        self.recorder
+            .record(self.tenant, std::iter::once(Op::DestroyPool(pool)));
+    }
+
+    /// All pools ended.
+    pub fn clear(&self) {
+        self.recorder
+            .record(self.tenant, std::iter::once(Op::Clear));
+    }
+}

@@ -1,0 +1,700 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Which VMs there are: those given at the start, which stay, and those added and removed since.
+//!
+//! It owns their listening sockets and their place in the pool, and notes those that were added, so
+//! that they are back after a restart of the daemon. A call to it that fails has changed nothing.
+//! Never here: a connection's messages, and pages.
+
+use crate::config::account::Account;
+use crate::config::settings::{
+    NAME_BYTES_MAX, VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid, reserve_text,
+};
+use crate::events::bus::{Events, Kind};
+use crate::host::pressure::Size;
+use crate::queue::poller::signal;
+use crate::socket::listener::{Access, Listener};
+use crate::util::request_rate::Rate;
+use crate::vm::recorder::{Recorder, Tap};
+use crate::vm::state::Vm;
+use crate::vm::store::{Note, Notes};
+use rustix::event::EventfdFlags;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tmem_control::VmSpec;
+use tmem_pool::{AdmissionError, Pool, Quota, TenantSpec};
+
+/// Of a socket only whether it may be written to counts; more bits would be a mistake.
+const MODE_BITS: i64 = 0o666;
+
+/// End of a VM's name while the VM that it comes from, by a migration on this host, is there.
+const INCOMING: &str = "+incoming";
+
+/// Of a VM that was removed: what it reserved is free at once, not only when its last page is.
+const NOTHING: Quota = Quota {
+    reserve_bytes: 0,
+    limit_bytes: Some(0),
+    weight: 0,
+};
+
+/// Why a VM is not served, or not so; a sentence without the VM's name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Refused {
+    /// For its quota.
+    Quota(String),
+    /// For something else.
+    Vm(String),
+}
+
+impl std::fmt::Display for Refused {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (Refused::Quota(reason) | Refused::Vm(reason)) = self;
+        f.write_str(reason)
+    }
+}
+
+struct Member {
+    vm: Arc<Vm>,
+    /// None until the daemon can serve.
+    listener: Option<Arc<Listener>>,
+    /// What it was added with, as it is noted; None: it was given at the daemon's start.
+    added: Option<VmSpec>,
+    /// It was brought back with a smaller reserve than that; why, for people.
+    short: Option<String>,
+}
+
+/// The VMs.
+pub struct Registry {
+    pool: Arc<Pool>,
+    recorder: Option<Arc<Recorder>>,
+    events: Arc<Events>,
+    /// Of each VM; see `Rate`.
+    pages_per_second: Arc<AtomicU64>,
+    run_folder: PathBuf,
+    notes: Notes,
+    /// Guards who is there, in the order of coming, and how many ever came.
+    members: Mutex<(Vec<Member>, u32)>,
+    /// Tells who waits for connections that there are other sockets to wait for.
+    changed: OwnedFd,
+}
+
+impl Member {
+    fn is(&self, uuid: Option<&String>, socket: &Path) -> bool {
+        self.vm.config.uuid.as_ref() == uuid && self.vm.config.socket == socket
+    }
+}
+
+/// A name that tells the second end of a migration from the first.
+fn incoming(name: &str) -> String {
+    // Names are ASCII.
+    let room = NAME_BYTES_MAX - INCOMING.len();
+    format!("{}{INCOMING}", &name[..name.len().min(room)])
+}
+
+/// What is wrong with a reserve.
+fn too_much(error: &AdmissionError) -> Refused {
+    Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
+}
+
+/// A quota of the control interface as one of the pool.
+pub fn pool_quota(quota: &tmem_control::Quota) -> Result<Quota, Refused> {
+    let bytes = |key: &str, value: i64| {
+        u64::try_from(value).map_err(|_| Refused::Quota(format!("{key}={value} is negative")))
+    };
+    let out_of_range = |_| Refused::Quota(format!("weight={} is out of range", quota.weight));
+    let quota = Quota {
+        reserve_bytes: bytes("reserve_bytes", quota.reserve_bytes)?,
+        limit_bytes: quota
+            .limit_bytes
+            .map(|limit| bytes("limit_bytes", limit))
+            .transpose()?,
+        weight: u32::try_from(quota.weight).map_err(out_of_range)?,
+    };
+    check_quota(&quota).map_err(Refused::Quota)?;
+    Ok(quota)
+}
+
+impl Registry {
+    /// Without VMs.
+    pub fn new(
+        pool: Arc<Pool>,
+        recorder: Option<Arc<Recorder>>,
+        events: Arc<Events>,
+        run_folder: &Path,
+    ) -> io::Result<Registry> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Registry {
+            pool,
+            recorder,
+            events,
+            pages_per_second: Arc::default(),
+            run_folder: run_folder.into(),
+            notes: Notes::new(run_folder),
+            members: Mutex::default(),
+            changed: rustix::event::eventfd(0, flags)?,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Vec<Member>, u32)> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on each VM may ask for so many pages in a second; 0: as many as it likes.
+    pub fn set_pages_per_second(&self, pages: u64) {
+        self.pages_per_second.store(pages, Ordering::Relaxed);
+    }
+
+    /// Readable after [`listeners`](Self::listeners) has changed.
+    pub fn changed(&self) -> &OwnedFd {
+        &self.changed
+    }
+
+    /// All VMs, in the order of their names.
+    pub fn vms(&self) -> Vec<Arc<Vm>> {
+        let mut vms: Vec<Arc<Vm>> = self.lock().0.iter().map(|m| m.vm.clone()).collect();
+        vms.sort_by_key(|vm| vm.name());
+        vms
+    }
+
+    /// All sockets, and whose they are.
+    pub fn listeners(&self) -> Vec<(Arc<Listener>, Arc<Vm>)> {
+        let members = self.lock();
+        let both = |m: &Member| Some((m.listener.clone()?, m.vm.clone()));
+        members.0.iter().filter_map(both).collect()
+    }
+
+    /// A VM that the daemon is started with. Its socket comes with [`listen`](Self::listen).
+    pub fn give(&self, config: &VmConfig) -> Result<(), AdmissionError> {
+        let mut members = self.lock();
+        let vm = self.make(&mut members.1, config)?;
+        members.0.push(Member {
+            vm,
+            listener: None,
+            added: None,
+            short: None,
+        });
+        Ok(())
+    }
+
+    fn make(&self, came: &mut u32, config: &VmConfig) -> Result<Arc<Vm>, AdmissionError> {
+        let spec = TenantSpec {
+            name: config.name.clone(),
+            trust_domain: config.trust_domain.clone(),
+            quota: config.quota,
+        };
+        let tenant = self.pool.add_tenant(spec)?;
+        let tap = self
+            .recorder
+            .clone()
+            .map(|recorder| Tap::new(recorder, *came));
+        *came += 1;
+        let events = self.events.clone();
+        let mut vm = Vm::new(config.clone(), tenant, tap, events);
+        vm.rate = Rate::new(&self.pages_per_second);
+        Ok(Arc::new(vm))
+    }
+
+    /// Binds the sockets of the VMs that were given, now that the daemon can serve them.
+    pub fn listen(&self) -> io::Result<()> {
+        for member in &mut self.lock().0 {
+            let vm = &member.vm;
+            let access = Access {
+                owner: vm.config.owner.as_ref().and_then(Account::number),
+                ..Access::default()
+            };
+            let listener = Listener::bind(&vm.config.socket, access)
+                .map_err(|e| io::Error::other(format!("VM {}: {e}", vm.name())))?;
+            member.listener = Some(Arc::new(listener));
+        }
+        Ok(())
+    }
+
+    /// Brings back the VMs that were noted, in the order of their sockets; if the pool is too small for
+    /// a reserve now, with what is left of it. One that cannot be is named and left out, and so is
+    /// its note left as it is: nothing else suffers.
+    pub fn restore(&self) {
+        let notes = self.notes.read().unwrap_or_else(|error| {
+            tracing::error!("the VMs that were added before cannot be brought back: {error}");
+            Vec::new()
+        });
+        let mut members = self.lock();
+        for Note { path, vm } in notes {
+            // Without one if the note cannot be read.
+            let name = vm.as_ref().ok().map(|spec| spec.name.clone());
+            let name = name.as_deref();
+            let added = vm.map_err(Refused::Vm).and_then(|spec| {
+                let (config, access) = self.understand(&spec)?;
+                let given = |m: &Member| m.added.is_none() && m.vm.config.uuid == config.uuid;
+                if members.0.iter().any(given) {
+                    let what = "the VM was given to the daemon at its start as well";
+                    return Err(Refused::Vm(what.into()));
+                }
+                self.insert(&mut members, &config, access, spec, true)
+            });
+            match added {
+                Ok(None) => tracing::info!(vm = name, "VM noted in {} is back", path.display()),
+                Ok(Some(reason)) => tracing::warn!(
+                    vm = name,
+                    reason,
+                    "VM noted in {} is back, but {reason}",
+                    path.display()
+                ),
+                Err(why) => tracing::error!(
+                    vm = name,
+                    reason = %why,
+                    "the VM noted in {} is left out: {why}; once that is mended start the VM anew, or \
+                     remove the file",
+                    path.display()
+                ),
+            }
+        }
+    }
+
+    /// What was asked for, checked as far as it can be alone.
+    fn understand(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
+        let fault =
+            |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
+        let id = |key: &str, id: Option<i64>| {
+            let number = id.map(u32::try_from).transpose();
+            // The last one stands for "as it was" in system calls.
+            let number = number.ok().filter(|number| *number != Some(u32::MAX));
+            number.ok_or_else(|| {
+                let value = id.unwrap_or_default().to_string();
+                fault(key, &value, "is no number of a user or group".into())
+            })
+        };
+        let mode = spec.mode.unwrap_or(i64::from(Access::default().mode));
+        if mode & !MODE_BITS != 0 {
+            let what = format!("has more bits than those of {MODE_BITS:o}");
+            return Err(fault("mode", &format!("{mode:o}"), what));
+        }
+        let access = Access {
+            owner: id("owner", spec.owner)?,
+            group: id("group", spec.group)?,
+            mode: mode as u32,
+        };
+        let socket = PathBuf::from(&spec.socket);
+        if !self.is_ours(&socket) {
+            let what = format!(
+                "sockets of VMs lie in {}: give its device one there, or start the daemon with another \
+                 --run-folder",
+                self.run_folder.display()
+            );
+            return Err(fault("socket", &spec.socket, what));
+        }
+        let domain = spec.trust_domain.as_deref().map(parse_name).transpose();
+        let domain = domain.map_err(|what| {
+            let value = spec.trust_domain.as_deref().unwrap_or_default();
+            fault("trust_domain", value, what)
+        });
+        let config = VmConfig {
+            name: parse_name(&spec.name).map_err(|what| fault("name", &spec.name, what))?,
+            uuid: Some(parse_uuid(&spec.uuid).map_err(|what| fault("uuid", &spec.uuid, what))?),
+            trust_domain: domain?,
+            quota: pool_quota(&spec.quota)?,
+            socket,
+            // Its socket is made for whom `access` says.
+            owner: None,
+        };
+        Ok((config, access))
+    }
+
+    /// A VM that was not there, or the second end of one that is. A reserve that does not fit is
+    /// refused, or, with `any_reserve`, cut to what does: the reason is told.
+    fn insert(
+        &self,
+        members: &mut (Vec<Member>, u32),
+        config: &VmConfig,
+        access: Access,
+        spec: VmSpec,
+        any_reserve: bool,
+    ) -> Result<Option<String>, Refused> {
+        if members.0.len() >= VMS_MAX {
+            return Err(Refused::Vm(format!(
+                "there are {VMS_MAX} VMs already, and no more are served"
+            )));
+        }
+        let mut config = config.clone();
+        let first = |m: &Member| *m.vm.name() == *config.name && m.vm.config.uuid == config.uuid;
+        if members.0.iter().any(first) {
+            config.name = incoming(&config.name);
+        }
+        for other in &members.0 {
+            let name = other.vm.name();
+            if *name == *config.name {
+                return Err(Refused::Vm(format!(
+                    "another VM has the name {name}: it is {}",
+                    identity(&other.vm)
+                )));
+            }
+            if other.vm.config.socket == config.socket {
+                return Err(Refused::Vm(format!(
+                    "socket={} is that of the VM {name}",
+                    config.socket.display()
+                )));
+            }
+        }
+        let mut short = None;
+        let vm = match self.make(&mut members.1, &config) {
+            Err(error) if any_reserve => {
+                config.quota.reserve_bytes = error.available_bytes;
+                short = Some(format!("{}; it has what is left", too_much(&error)));
+                self.make(&mut members.1, &config)
+            }
+            made => made,
+        };
+        let vm = vm.map_err(|e| too_much(&e))?;
+        vm.set_problem(short.clone());
+        let listener =
+            Listener::bind(&config.socket, access).map_err(|e| Refused::Vm(e.to_string()))?;
+        let written = self.notes.write(&spec);
+        written.map_err(|e| Refused::Vm(format!("it would not outlive the daemon: {e}")))?;
+        members.0.push(Member {
+            vm,
+            listener: Some(Arc::new(listener)),
+            added: Some(spec),
+            short: short.clone(),
+        });
+        signal(&self.changed);
+        Ok(short)
+    }
+
+    /// Reserves may fit now, and names be free, that were not before.
+    fn make_good(&self, members: &mut [Member]) {
+        for at in 0..members.len() {
+            let wanted = members[at].added.as_ref().map(|added| added.name.clone());
+            let has = |m: &Member| Some(&*m.vm.name()) == wanted.as_deref();
+            if let Some(name) = &wanted
+                && !members.iter().any(has)
+            {
+                let vm = &members[at].vm;
+                tracing::info!(vm = name, "VM {} has a new name", vm.name());
+                vm.rename(name);
+            }
+            let member = &mut members[at];
+            let (Some(short), Some(added)) = (&member.short, &member.added) else {
+                continue;
+            };
+            let set = pool_quota(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
+            if let Ok(Ok(())) = set {
+                let name = member.vm.name();
+                tracing::info!(vm = %name, "VM {name}: its reserve fits now");
+                if member.vm.problem().as_ref() == Some(short) {
+                    member.vm.set_problem(None);
+                }
+                member.short = None;
+            }
+        }
+    }
+
+    /// The pool is larger.
+    pub fn has_grown(&self) {
+        self.make_good(&mut self.lock().0);
+    }
+
+    /// Adds a VM, or changes the one of its UUID. True: there was none.
+    pub fn add(&self, spec: VmSpec) -> Result<bool, Refused> {
+        let (config, access) = self.understand(&spec)?;
+        let uuid = config.uuid.clone().unwrap_or_default();
+        let mut members = self.lock();
+        let added = self.add_to(&mut members, &config, access, VmSpec { uuid, ..spec })?;
+        self.make_good(&mut members.0);
+        Ok(added)
+    }
+
+    fn add_to(
+        &self,
+        members: &mut (Vec<Member>, u32),
+        config: &VmConfig,
+        access: Access,
+        spec: VmSpec,
+    ) -> Result<bool, Refused> {
+        let of_it = |m: &Member| m.vm.config.uuid == config.uuid;
+        let at_it = |m: &Member| m.is(config.uuid.as_ref(), &config.socket);
+        let is_free = |m: &Member| m.added.is_none() || !m.vm.connected.load(Ordering::Acquire);
+        let all = &members.0;
+        let ends = all.iter().filter(|m| of_it(m)).count();
+        let there = all.iter().position(at_it);
+        let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
+        let Some(at) = there else {
+            // What is connected at another socket is the end that it comes from.
+            if ends > 1 {
+                let what = "it is connected at two sockets already, as in a migration on this host";
+                return Err(Refused::Vm(what.into()));
+            }
+            self.insert(members, config, access, spec, ends == 1)?;
+            let socket = config.socket.display();
+            tracing::info!(vm = config.name, uuid = config.uuid, %socket, "added");
+            let (kind, vm) = (Kind::Added, Some(config.name.as_str()));
+            self.events.tell(kind, vm, format_args!("at {socket}"));
+            return Ok(true);
+        };
+        let member = &members.0[at];
+        let (vm, is) = (member.vm.clone(), &member.vm.config);
+        if is.socket != config.socket || is.trust_domain != config.trust_domain {
+            let which = |domain: &Option<String>| domain.clone().unwrap_or_else(|| "none".into());
+            let differs = format!(
+                "it is served at {} in trust domain {}, not at {} in {}",
+                is.socket.display(),
+                which(&is.trust_domain),
+                config.socket.display(),
+                which(&config.trust_domain)
+            );
+            let Some(old) = member.added.clone() else {
+                let what = "by the daemon's --vm: change one of both";
+                return Err(Refused::Vm(format!("{differs}, {what}")));
+            };
+            if vm.connected.load(Ordering::Acquire) {
+                let what = "it is connected: this changes when it is started anew";
+                return Err(Refused::Vm(format!("{differs}, and {what}")));
+            }
+            let (old_config, old_access) = self.understand(&old)?;
+            self.take_out(members, at);
+            if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
+                if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
+                    tracing::error!(vm = %vm.name(), reason = %error, "it is no longer served: {error}");
+                }
+                return Err(why);
+            }
+            if old_config.socket != config.socket {
+                self.forget(&old_config.socket);
+            }
+            return Ok(false);
+        }
+        let Some(old) = member.added.clone() else {
+            let set = vm.tenant.set_quota(config.quota);
+            set.map_err(|e| too_much(&e))?;
+            vm.set_problem(None);
+            return Ok(false);
+        };
+        if old == spec && member.short.is_none() {
+            vm.set_problem(None);
+            return Ok(false);
+        }
+        // Its own other end may, for a while.
+        let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
+        if let Some(other) = members.0.iter().find(|m| named_so(m)) {
+            return Err(Refused::Vm(format!(
+                "another VM has the name {}: it is {}",
+                config.name,
+                identity(&other.vm)
+            )));
+        }
+        let (_, old_access) = self.understand(&old)?;
+        let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
+        give(access).map_err(|error| Refused::Vm(error.to_string()))?;
+        // After it: a quota that was lowered need not fit any more as it was.
+        if let Err(error) = vm.tenant.set_quota(config.quota) {
+            // It was its owner's before.
+            let _ = give(old_access);
+            return Err(too_much(&error));
+        }
+        vm.set_problem(None);
+        members.0[at].short = None;
+        self.note(&mut members.0[at], spec);
+        Ok(false)
+    }
+
+    /// What is in force already is noted.
+    fn note(&self, member: &mut Member, spec: VmSpec) {
+        if let Err(error) = self.notes.write(&spec) {
+            tracing::error!(
+                vm = %member.vm.name(),
+                reason = %error,
+                "after a restart of the daemon it is what it was before: {error}"
+            );
+        }
+        member.added = Some(spec);
+    }
+
+    /// Changes a quota. None: there is no such VM.
+    pub fn set_quota(
+        &self,
+        name: &str,
+        quota: &tmem_control::Quota,
+    ) -> Option<Result<(), Refused>> {
+        let mut members = self.lock();
+        let mut all = members.0.iter_mut();
+        let member = all.find(|m| &*m.vm.name() == name)?;
+        let set = pool_quota(quota).and_then(|quota| {
+            let set = member.vm.tenant.set_quota(quota);
+            set.map_err(|e| too_much(&e))
+        });
+        if set.is_ok() {
+            self.has_quota(member, quota);
+            self.make_good(&mut members.0);
+        }
+        Some(set)
+    }
+
+    /// It was set.
+    fn has_quota(&self, member: &mut Member, quota: &tmem_control::Quota) {
+        member.vm.set_problem(None);
+        member.short = None;
+        let vm = &member.vm;
+        vm.tell(Kind::Quota, format_args!("{}", quota_text(quota)));
+        if let Some(added) = &member.added {
+            let quota = quota.clone();
+            let spec = VmSpec {
+                quota,
+                ..added.clone()
+            };
+            self.note(member, spec);
+        }
+    }
+
+    /// Another configured size of the pool, if one is given, and other quotas of VMs by their names, all
+    /// at once.
+    pub fn configure(
+        &self,
+        size: &Size,
+        full_bytes: Option<u64>,
+        quotas: &[(&str, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let mut members = self.lock();
+        let other = |m: &Member| {
+            let name = m.vm.name();
+            quotas.iter().find(|(of, _)| *of == &*name).map(|q| q.1)
+        };
+        let of_tenants: Vec<_> = members
+            .0
+            .iter()
+            .filter_map(|m| Some((&m.vm.tenant, other(m)?)))
+            .collect();
+        size.configure(full_bytes, &of_tenants)?;
+        for member in &mut members.0 {
+            if let Some(quota) = other(member) {
+                self.has_quota(member, &crate::control::statistics::quota(&quota));
+            }
+        }
+        self.make_good(&mut members.0);
+        Ok(())
+    }
+
+    /// Keeps what a VM's manager says is wrong with it, or else what the daemon does. False: there is
+    /// no such VM.
+    pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
+        let members = self.lock();
+        let uuid = uuid.to_ascii_lowercase();
+        let Some(member) = members.0.iter().find(|m| m.is(Some(&uuid), socket)) else {
+            return false;
+        };
+        let what = problem.as_deref().unwrap_or("none any more");
+        member.vm.tell(Kind::Problem, format_args!("{what}"));
+        member
+            .vm
+            .set_problem(problem.or_else(|| member.short.clone()));
+        true
+    }
+
+    /// Ends a VM that was added. False: there is none.
+    pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
+        let mut members = self.lock();
+        let uuid = uuid.to_ascii_lowercase();
+        let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
+        let there = members.0.iter().position(is_it);
+        let others = |m: &Member| m.vm.config.socket == socket;
+        // Also a note that could not be understood: its VM has gone.
+        if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
+            self.forget(socket);
+        }
+        if let Some(at) = there {
+            let vm = self.take_out(&mut members, at);
+            tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "removed");
+            vm.tell(Kind::Removed, format_args!("removed"));
+            self.make_good(&mut members.0);
+        }
+        there.is_some()
+    }
+
+    /// It lies where sockets of VMs do.
+    fn is_ours(&self, socket: &Path) -> bool {
+        let name = socket.file_name();
+        name.is_some_and(|name| self.run_folder.join(name) == socket)
+    }
+
+    fn forget(&self, socket: &Path) {
+        if let Err(error) = self.notes.remove(socket) {
+            let socket = socket.display();
+            tracing::error!(%socket, reason = %error, "VM at {socket}: after a restart of the daemon it is back: {error}");
+        }
+    }
+
+    /// Its note stays.
+    fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
+        let Member { vm, listener, .. } = members.0.remove(at);
+        if let Some(listener) = listener {
+            listener.close();
+        }
+        vm.cut();
+        vm.clear();
+        if let Err(error) = vm.tenant.set_quota(NOTHING) {
+            tracing::error!(vm = %vm.name(), reason = %error, "a bug: {error}");
+        }
+        signal(&self.changed);
+        vm
+    }
+}
+
+/// A quota for people.
+fn quota_text(quota: &tmem_control::Quota) -> String {
+    let limit = quota.limit_bytes.map(|bytes| format!("{bytes} bytes"));
+    format!(
+        "reserve {} bytes, limit {}, weight {}",
+        quota.reserve_bytes,
+        limit.as_deref().unwrap_or("none"),
+        quota.weight
+    )
+}
+
+/// How somebody can find a VM.
+fn identity(vm: &Vm) -> String {
+    match &vm.config.uuid {
+        Some(uuid) => format!("the one with the UUID {uuid}"),
+        None => "one that was given to the daemon at its start".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tmem_pool::PoolConfig;
+
+    #[test]
+    fn what_a_removed_vm_reserved_is_free_while_others_still_have_it() {
+        const POOL_BYTES: i64 = 16 << 20;
+        let pool = Pool::new(PoolConfig {
+            size_bytes: POOL_BYTES as u64,
+            size_max_bytes: POOL_BYTES as u64,
+            seed: 1,
+            policy: Default::default(),
+        });
+        let pool = Arc::new(pool.expect("address space"));
+        let folder = tempfile::tempdir().expect("folder");
+        let events = Arc::default();
+        let registry = Registry::new(pool, None, events, folder.path()).expect("a registry");
+        let spec = |nth: u32| VmSpec {
+            name: format!("vm-{nth}"),
+            uuid: format!("00000000-0000-0000-0000-{nth:012}"),
+            socket: folder.path().join(nth.to_string()).display().to_string(),
+            quota: tmem_control::Quota {
+                reserve_bytes: POOL_BYTES,
+                limit_bytes: None,
+                weight: 1,
+            },
+            trust_domain: None,
+            owner: None,
+            group: None,
+            mode: None,
+        };
+        assert_eq!(registry.add(spec(1)), Ok(true));
+        // As the thread of its connection has it, which ends when it comes to that.
+        let held = registry.vms();
+        registry.add(spec(2)).expect_err("all is reserved");
+        assert!(registry.remove(&spec(1).uuid, Path::new(&spec(1).socket)));
+        assert_eq!(registry.add(spec(2)), Ok(true));
+        drop(held);
+    }
+}
