@@ -42,6 +42,8 @@ mod daemon;
 pub mod events;
 pub mod host;
 mod memory;
+#[cfg(test)]
+mod module_graph_test;
 pub mod queue;
 mod socket;
 mod util;

@@ -7,6 +7,7 @@
 
 pub mod account;
 pub mod file;
+pub mod meminfo;
 pub mod settings;
 
 pub use settings::*;

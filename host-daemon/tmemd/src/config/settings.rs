@@ -3,7 +3,7 @@
 //! VM, the key and the value, so that nothing later has to doubt them.
 
 use crate::config::account::{Account, GROUPS, USERS};
-use crate::host::pressure;
+use crate::config::meminfo::host_memory_bytes;
 use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -178,7 +178,7 @@ pub fn background_threads_default() -> usize {
 /// Memory to leave available if nothing is said: a 32nd of the host's, in which the kernel still
 /// reclaims without haste, but no more than 1 GiB, which outlasts the second between two looks.
 pub fn host_free_min_default() -> u64 {
-    (pressure::host_memory_bytes() / 32).min(1 << 30)
+    (host_memory_bytes() / 32).min(1 << 30)
 }
 
 /// Parses a size: a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.

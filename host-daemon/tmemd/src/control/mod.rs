@@ -5,5 +5,6 @@
 //! scope: state of VMs, see `vm/`.
 
 pub(crate) mod snapshot;
+pub(crate) mod sources;
 pub(crate) mod statistics;
 pub(crate) mod varlink;

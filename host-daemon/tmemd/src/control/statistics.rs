@@ -3,10 +3,10 @@
 //!
 //! Only sums and copies are made here: what is counted is counted where it happens.
 
-use crate::control::varlink::Control;
+use crate::control::sources::Sources;
 use crate::host::usage;
 use crate::queue::notifier;
-use crate::vm::state::Vm;
+use crate::vm::state::{Vm, driver_state};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use tmem_control as api;
@@ -20,15 +20,6 @@ pub fn int(number: u64) -> i64 {
 
 fn load(counter: &AtomicU64) -> i64 {
     int(counter.load(Ordering::Relaxed))
-}
-
-/// A quota of the pool as one of the control interface.
-pub fn quota(quota: &tmem_pool::Quota) -> api::Quota {
-    api::Quota {
-        reserve_bytes: int(quota.reserve_bytes),
-        limit_bytes: quota.limit_bytes.map(int),
-        weight: i64::from(quota.weight),
-    }
 }
 
 /// Who it is and what it may have.
@@ -128,18 +119,6 @@ fn file_systems(hooks: u64) -> String {
     names.join(", ")
 }
 
-/// The name of a state that a driver reports.
-pub fn driver_state(state: u32) -> &'static str {
-    match state {
-        wire::R_OFF => "off",
-        wire::R_ON => "on",
-        wire::R_OFFLINE => "offline",
-        wire::R_TRIPPED => "tripped",
-        wire::R_POISONED => "poisoned",
-        _ => "unknown",
-    }
-}
-
 /// The most that a bucket of the guest's is told as: whoever adds up sixteen, and takes percents of
 /// them, must not overflow. A million requests a second take nine years to get there.
 const GUEST_COUNT_MAX: u64 = 1 << 48;
@@ -200,12 +179,12 @@ fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
 }
 
 /// The pool's figures, as of now.
-pub fn of_pool(control: &Control) -> api::PoolStats {
+pub fn of_pool(control: &Sources) -> api::PoolStats {
     pool(control, &control.pool.stats())
 }
 
 /// The pool's figures.
-pub fn pool(control: &Control, stats: &tmem_pool::PoolStats) -> api::PoolStats {
+pub fn pool(control: &Sources, stats: &tmem_pool::PoolStats) -> api::PoolStats {
     let size = &control.size;
     api::PoolStats {
         size_bytes: int(stats.size_bytes),
@@ -249,7 +228,7 @@ pub fn pool(control: &Control, stats: &tmem_pool::PoolStats) -> api::PoolStats {
 }
 
 /// The daemon's own.
-pub fn of_daemon(control: &Control, vms: &[Arc<Vm>]) -> api::DaemonStats {
+pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
     // Before the sum that they are part of.
     let background = |work| int(control.janitor.background.cpu_ms(work));

@@ -5,16 +5,12 @@
 //! answers the methods that only read. Nothing here touches a page.
 
 use crate::config::settings::POOL_BYTES_MIN;
-use crate::control::snapshot::Shared;
+use crate::control::sources::{Figures, Sources};
 use crate::control::statistics;
-use crate::events::bus::{Events, Kind};
-use crate::host::background::Janitor;
-use crate::host::clock::Outside;
-use crate::host::pressure::Size;
-use crate::queue::worker::Workers;
+use crate::events::bus::Kind;
 use crate::util::log_limit::LogLimit;
 use crate::util::request_rate::Rate;
-use crate::vm::registry::{Refused, Registry};
+use crate::vm::registry::Refused;
 use crate::vm::state::Vm;
 use rustix::event::{PollFd, PollFlags, Timespec};
 use std::io::{Read, Write};
@@ -24,7 +20,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tmem_control as api;
-use tmem_pool::Pool;
 use varlink::{ConnectionHandler, VarlinkService};
 
 /// Clients of a control socket at once: people, an exporter, a bridge, and as many again.
@@ -47,53 +42,23 @@ const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 /// How often a call that waits is tried again.
 const CALL_WAIT: Duration = Duration::from_millis(5);
 
-/// All figures that the interface tells, of about one time.
-#[derive(Debug)]
-pub struct Figures {
-    list: Vec<api::Vm>,
-    daemon: api::DaemonStats,
-    pool: api::PoolStats,
-    vms: Vec<api::VmStats>,
-    freeable: [i64; 4],
-}
-
-/// What control sockets answer from.
-pub struct Control {
-    /// The pool.
-    pub pool: Arc<Pool>,
-    /// The VMs.
-    pub registry: Arc<Registry>,
-    /// The data workers.
-    pub workers: Arc<Workers>,
-    /// Background work.
-    pub janitor: Arc<Janitor>,
-    /// The pool's size.
-    pub size: Arc<Size>,
-    /// What happens.
-    pub events: Arc<Events>,
-    /// Its clock.
-    pub outside: Outside,
-    /// Figures for read-only clients.
-    pub snapshot: Shared<Figures>,
-}
-
 /// One socket's side of it.
 struct Side {
-    control: Arc<Control>,
+    control: Arc<Sources>,
     read_only: bool,
 }
 
 /// The service of one socket.
 pub struct Service {
     varlink: VarlinkService,
-    control: Arc<Control>,
+    control: Arc<Sources>,
     read_only: bool,
     log_limit: LogLimit,
 }
 
 impl Service {
     /// The service of one socket.
-    pub fn new(control: Arc<Control>, read_only: bool) -> Service {
+    pub fn new(control: Arc<Sources>, read_only: bool) -> Service {
         let side = Side {
             control: control.clone(),
             read_only,
@@ -134,7 +99,7 @@ fn is_subscription(message: &[u8]) -> bool {
 }
 
 /// Writes events until the client goes, says something more, or does not take them.
-fn monitor(control: &Control, mut stream: &UnixStream) -> std::io::Result<()> {
+fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
     // Each who listens does so, and nobody has to if nobody listens.
     let catch_up = || {
         for vm in control.registry.vms() {

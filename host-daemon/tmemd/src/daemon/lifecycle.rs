@@ -6,17 +6,19 @@
 //! connections, then the connections, then the workers.
 
 use crate::config::account::Account;
+use crate::config::meminfo::host_memory_bytes;
 use crate::config::settings::{Config, ConfigError, VmConfig, reserve_text};
-use crate::control::varlink::{self, Control, Service};
+use crate::control::sources::Sources;
+use crate::control::varlink::{self, Service};
 use crate::events::bus::Events;
 use crate::host::background::Janitor;
 use crate::host::clock::Outside;
 use crate::host::heartbeat::{Heart, Pulse};
-use crate::host::pressure::{Size, Watcher, host_memory_bytes};
+use crate::host::pressure::{Size, Watcher};
 use crate::host::sandbox::{self, Kind};
-use crate::queue::poller::{consume, signal};
 use crate::queue::worker::Workers;
 use crate::socket::listener::{Access, Listener, Stranger};
+use crate::util::event_fd::{consume, signal};
 use crate::util::log_limit::LogLimit;
 use crate::vhost::connection::{self, Shared};
 use crate::vm::recorder::Recorder;
@@ -102,7 +104,7 @@ pub struct Daemon {
     janitor: Arc<Janitor>,
     recorder: Option<Arc<Recorder>>,
     watcher: Option<Watcher>,
-    control: Option<Arc<Control>>,
+    control: Option<Arc<Sources>>,
     pulse: Arc<Pulse>,
     /// Guards what it was started with, or has read since. The registry is locked under it.
     config: Mutex<Config>,
@@ -185,7 +187,7 @@ impl Daemon {
         if let Some(pressure) = pressure {
             daemon.watcher = Some(Watcher::start(pressure.clone(), size.clone(), &pulse)?);
         }
-        let control = Arc::new(Control {
+        let control = Arc::new(Sources {
             pool,
             registry: registry.clone(),
             workers: workers.clone(),

@@ -5,7 +5,7 @@
 //! oldest and is told how many. Never here: an event for each request of a guest, and how many events a
 //! VM may cause, see event_limit.rs.
 
-use crate::queue::poller::{consume, signal};
+use crate::util::event_fd::{consume, signal};
 use rustix::event::EventfdFlags;
 use std::collections::VecDeque;
 use std::io;

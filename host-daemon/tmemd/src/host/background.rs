@@ -8,7 +8,7 @@ use crate::host::clock::Outside;
 use crate::host::heartbeat::{Heart, Pulse};
 use crate::host::sandbox::{self, Kind};
 use crate::host::usage::{Background, Stage};
-use crate::memory::table::Memory;
+use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -36,7 +36,7 @@ pub struct Discarded(Arc<()>);
 
 /// A memory table that waits to be unmapped, and is counted until then.
 struct Garbage {
-    _memory: Arc<Memory>,
+    _memory: Arc<dyn Any + Send + Sync>,
     /// After the memory, so that it is dropped after it.
     _counted: Arc<()>,
 }
@@ -180,7 +180,7 @@ impl Janitor {
 
     /// Unmaps a memory table some time soon, if nobody else has it; at once, if of its VM too many
     /// wait already.
-    pub fn discard(&self, memory: Arc<Memory>, of_vm: &Discarded) {
+    pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
         // One is the VM's own, and one this.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
@@ -251,7 +251,7 @@ mod tests {
             Janitor::start_with(1, &Pulse::default(), Arc::default(), maintain).expect("a thread");
         let of_vm = Discarded::default();
         for _ in 0..3 {
-            let memory = Arc::new(Memory::empty(&Arc::default()));
+            let memory = Arc::new([0u8; 16]);
             let held = Arc::downgrade(&memory);
             janitor.discard(memory, &of_vm);
             let deadline = std::time::Instant::now() + Duration::from_secs(60);

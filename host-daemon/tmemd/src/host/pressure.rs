@@ -7,11 +7,12 @@
 //! back, slowly, as a pool that grew as fast as it shrank would swing. Everything in a pool is a copy:
 //! giving it up costs time, never data.
 
+use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::{POOL_BYTES_MIN, PressureConfig};
 use crate::events::bus::{Events, Kind};
 use crate::host::background::Janitor;
 use crate::host::heartbeat::{Heart, Pulse};
-use crate::queue::poller::signal;
+use crate::util::event_fd::signal;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -172,15 +173,6 @@ impl Governor {
     }
 }
 
-/// A line's number in /proc/meminfo.
-fn meminfo_bytes(meminfo: &str, name: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-    let kib: u64 = line.trim().strip_suffix(" kB")?.parse().ok()?;
-    Some(kib << 10)
-}
-
 /// How long any task has waited, in µs, of a file of PSI.
 fn stall_us(pressure: &str) -> Option<u64> {
     let some = pressure
@@ -190,12 +182,6 @@ fn stall_us(pressure: &str) -> Option<u64> {
         .split(' ')
         .find_map(|field| field.strip_prefix("total="))?;
     total.parse().ok()
-}
-
-/// Memory of the host; 0 if it does not say.
-pub fn host_memory_bytes() -> u64 {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    meminfo_bytes(&meminfo, "MemTotal").unwrap_or(0)
 }
 
 /// Has the kernel tell when somebody waits. None: it does not, and looking has to do.
@@ -667,14 +653,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_read() {
-        let meminfo = "MemTotal:       24684112 kB\nMemFree:  19 kB\nMemAvailable:   22753792 kB\n";
-        assert_eq!(
-            meminfo_bytes(meminfo, "MemAvailable"),
-            Some(22_753_792 << 10)
-        );
-        assert_eq!(meminfo_bytes(meminfo, "Mem"), None);
-        assert_eq!(meminfo_bytes("MemAvailable: lots\n", "MemAvailable"), None);
+    fn the_total_stall_time_is_read() {
         let pressure = "some avg10=1.53 avg60=0.87 avg300=0.26 total=42424242\n\
                         full avg10=0.00 avg60=0.00 avg300=0.00 total=7\n";
         assert_eq!(stall_us(pressure), Some(42_424_242));

@@ -459,7 +459,8 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
 mod tests {
     use super::*;
     use crate::config::settings::{EventLoop, Waiting};
-    use crate::queue::poller;
+    use crate::queue::event_loop;
+    use crate::util::event_fd::signal;
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::io::Errno;
     use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
@@ -697,18 +698,18 @@ mod tests {
     #[test]
     fn where_rings_are_refused_workers_wait_with_epoll() {
         inside(Kind::Serving, |_| {
-            let error = poller::create(EventLoop::IoUring, 1)
+            let error = event_loop::create(EventLoop::IoUring, 1)
                 .err()
                 .expect("refused");
             let said = error.to_string();
             assert!(said.contains("\"auto\" takes epoll instead"), "{said}");
-            let pollers = poller::create(EventLoop::Auto, 2).expect("epoll");
+            let pollers = event_loop::create(EventLoop::Auto, 2).expect("epoll");
             assert_eq!(pollers.len(), 2);
             let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
             for poller in pollers {
                 let kick = Arc::new(eventfd(0, flags).expect("eventfd"));
                 poller.add(&kick, 7).expect("watched");
-                poller::signal(&kick);
+                signal(&kick);
                 let mut ready = Vec::new();
                 poller.wait(&mut ready, true).expect("it can wait");
                 assert_eq!(ready, [7]);

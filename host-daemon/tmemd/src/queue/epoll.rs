@@ -4,7 +4,8 @@
 //!
 //! System calls: epoll_create1, epoll_ctl, epoll_wait, eventfd2.
 
-use crate::queue::poller::{Poller, WAKE, consume, signal};
+use crate::queue::poller::{Poller, WAKE};
+use crate::util::event_fd::{consume, signal};
 use rustix::buffer::spare_capacity;
 use rustix::event::epoll::{self, CreateFlags, EventData, EventFlags};
 use rustix::event::{EventfdFlags, Timespec};

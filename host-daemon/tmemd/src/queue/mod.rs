@@ -6,6 +6,7 @@
 
 pub(crate) mod chain;
 pub(crate) mod epoll;
+pub(crate) mod event_loop;
 pub(crate) mod execute;
 pub(crate) mod notifier;
 pub(crate) mod poller;

@@ -9,7 +9,8 @@
 //!
 //! System calls: io_uring_setup, io_uring_register (before it serves), io_uring_enter, eventfd2.
 
-use crate::queue::poller::{Poller, WAKE, consume, signal};
+use crate::queue::poller::{Poller, WAKE};
+use crate::util::event_fd::{consume, signal};
 use io_uring::register::Restriction;
 use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue, types};
 use rustix::event::{EventfdFlags, PollFlags};

@@ -10,10 +10,12 @@ use crate::host::background::Janitor;
 use crate::host::heartbeat::{Heart, Pulse};
 use crate::host::sandbox::{self, Kind};
 use crate::host::usage::Stage;
+use crate::queue::event_loop;
 use crate::queue::notifier;
-use crate::queue::poller::{self, Poller, consume};
+use crate::queue::poller::Poller;
 use crate::queue::run_queue::RunQueue;
 use crate::queue::vring::{Scratch, Turn, Vring};
+use crate::util::event_fd::consume;
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -99,7 +101,7 @@ impl Workers {
                 poll_max_ns: waiting.poll_max.as_nanos() as u64,
             })
         };
-        let pollers = poller::create(waiting.event_loop, count)?;
+        let pollers = event_loop::create(waiting.event_loop, count)?;
         Ok(Workers {
             workers: pollers.into_iter().map(worker).collect(),
             threads: Mutex::new(Vec::new()),

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Building blocks without knowledge of VMs: rate limiters and latency histograms.
+//! Building blocks without knowledge of VMs: eventfds, rate limiters and latency histograms.
 //!
 //! Belongs here: code that several directories need and that needs none of them. Out of scope: the
 //! action that a limiter admits or rejects.
 
+pub(crate) mod event_fd;
 pub(crate) mod histogram;
 pub(crate) mod log_limit;
 pub(crate) mod request_rate;

@@ -661,8 +661,8 @@ mod tests {
         let other = fd.try_clone().expect("a second handle");
         let fd = event_fd(fd.into()).expect("an eventfd");
         // Reading an empty one would wait for ever.
-        crate::queue::poller::consume(&fd);
-        crate::queue::poller::signal(&other);
+        crate::util::event_fd::consume(&fd);
+        crate::util::event_fd::signal(&other);
         let (reader, _writer) = std::io::pipe().expect("pipe");
         let file = tempfile::tempfile().expect("file");
         for odd in [OwnedFd::from(reader).into(), file] {

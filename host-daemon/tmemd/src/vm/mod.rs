@@ -5,6 +5,7 @@
 //! Belongs here: all that is known of a VM beyond a single connection. Out of scope: its connection,
 //! see `vhost/`, and its virtqueues, see `queue/`.
 
+pub(crate) mod quota;
 pub(crate) mod recorder;
 pub(crate) mod registry;
 pub(crate) mod state;

@@ -7,13 +7,14 @@
 
 use crate::config::account::Account;
 use crate::config::settings::{
-    NAME_BYTES_MAX, VMS_MAX, VmConfig, check_quota, parse_name, parse_uuid, reserve_text,
+    NAME_BYTES_MAX, VMS_MAX, VmConfig, parse_name, parse_uuid, reserve_text,
 };
 use crate::events::bus::{Events, Kind};
 use crate::host::pressure::Size;
-use crate::queue::poller::signal;
 use crate::socket::listener::{Access, Listener};
+use crate::util::event_fd::signal;
 use crate::util::request_rate::Rate;
+use crate::vm::quota;
 use crate::vm::recorder::{Recorder, Tap};
 use crate::vm::state::Vm;
 use crate::vm::store::{Note, Notes};
@@ -96,24 +97,6 @@ fn incoming(name: &str) -> String {
 /// What is wrong with a reserve.
 fn too_much(error: &AdmissionError) -> Refused {
     Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
-}
-
-/// A quota of the control interface as one of the pool.
-pub fn pool_quota(quota: &tmem_control::Quota) -> Result<Quota, Refused> {
-    let bytes = |key: &str, value: i64| {
-        u64::try_from(value).map_err(|_| Refused::Quota(format!("{key}={value} is negative")))
-    };
-    let out_of_range = |_| Refused::Quota(format!("weight={} is out of range", quota.weight));
-    let quota = Quota {
-        reserve_bytes: bytes("reserve_bytes", quota.reserve_bytes)?,
-        limit_bytes: quota
-            .limit_bytes
-            .map(|limit| bytes("limit_bytes", limit))
-            .transpose()?,
-        weight: u32::try_from(quota.weight).map_err(out_of_range)?,
-    };
-    check_quota(&quota).map_err(Refused::Quota)?;
-    Ok(quota)
 }
 
 impl Registry {
@@ -293,7 +276,7 @@ impl Registry {
             name: parse_name(&spec.name).map_err(|what| fault("name", &spec.name, what))?,
             uuid: Some(parse_uuid(&spec.uuid).map_err(|what| fault("uuid", &spec.uuid, what))?),
             trust_domain: domain?,
-            quota: pool_quota(&spec.quota)?,
+            quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
             // Its socket is made for whom `access` says.
             owner: None,
@@ -377,7 +360,7 @@ impl Registry {
             let (Some(short), Some(added)) = (&member.short, &member.added) else {
                 continue;
             };
-            let set = pool_quota(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
+            let set = quota::from_api(&added.quota).map(|quota| member.vm.tenant.set_quota(quota));
             if let Ok(Ok(())) = set {
                 let name = member.vm.name();
                 tracing::info!(vm = %name, "VM {name}: its reserve fits now");
@@ -518,10 +501,12 @@ impl Registry {
         let mut members = self.lock();
         let mut all = members.0.iter_mut();
         let member = all.find(|m| &*m.vm.name() == name)?;
-        let set = pool_quota(quota).and_then(|quota| {
-            let set = member.vm.tenant.set_quota(quota);
-            set.map_err(|e| too_much(&e))
-        });
+        let set = quota::from_api(quota)
+            .map_err(Refused::Quota)
+            .and_then(|quota| {
+                let set = member.vm.tenant.set_quota(quota);
+                set.map_err(|e| too_much(&e))
+            });
         if set.is_ok() {
             self.has_quota(member, quota);
             self.make_good(&mut members.0);
@@ -534,7 +519,7 @@ impl Registry {
         member.vm.set_problem(None);
         member.short = None;
         let vm = &member.vm;
-        vm.tell(Kind::Quota, format_args!("{}", quota_text(quota)));
+        vm.tell(Kind::Quota, format_args!("{}", quota::describe(quota)));
         if let Some(added) = &member.added {
             let quota = quota.clone();
             let spec = VmSpec {
@@ -566,7 +551,7 @@ impl Registry {
         size.configure(full_bytes, &of_tenants)?;
         for member in &mut members.0 {
             if let Some(quota) = other(member) {
-                self.has_quota(member, &crate::control::statistics::quota(&quota));
+                self.has_quota(member, &quota::to_api(&quota));
             }
         }
         self.make_good(&mut members.0);
@@ -636,17 +621,6 @@ impl Registry {
         signal(&self.changed);
         vm
     }
-}
-
-/// A quota for people.
-fn quota_text(quota: &tmem_control::Quota) -> String {
-    let limit = quota.limit_bytes.map(|bytes| format!("{bytes} bytes"));
-    format!(
-        "reserve {} bytes, limit {}, weight {}",
-        quota.reserve_bytes,
-        limit.as_deref().unwrap_or("none"),
-        quota.weight
-    )
 }
 
 /// How somebody can find a VM.

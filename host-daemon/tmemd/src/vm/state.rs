@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 use tmem_pool::Tenant;
-use virtio_tmem::{Latencies, Report};
+use virtio_tmem::{self as wire, Latencies, Report};
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -174,7 +174,7 @@ impl Vm {
     pub fn set_report(&self, report: Report) {
         let before = lock(&self.report).replace(report);
         if before.map(|report| report.state) != Some(report.state) {
-            let state = crate::control::statistics::driver_state(report.state.get());
+            let state = driver_state(report.state.get());
             self.tell(
                 Kind::Driver,
                 format_args!("the guest's driver says: {state}"),
@@ -277,6 +277,18 @@ impl Vm {
     }
 }
 
+/// Returns the name of a state that the guest driver reports.
+pub fn driver_state(state: u32) -> &'static str {
+    match state {
+        wire::R_OFF => "off",
+        wire::R_ON => "on",
+        wire::R_OFFLINE => "offline",
+        wire::R_TRIPPED => "tripped",
+        wire::R_POISONED => "poisoned",
+        _ => "unknown",
+    }
+}
+
 /// A connection's place at its VM, for as long as this lives.
 pub struct Connected(Arc<Vm>);
 
@@ -321,7 +333,6 @@ mod tests {
     use super::*;
     use crate::events::limit::{BURST, PERIOD};
     use tmem_pool::{Pool, PoolConfig, TenantSpec};
-    use virtio_tmem as wire;
     use zerocopy::FromZeros;
 
     /// It would push what happens to others out of the queue of who listens.

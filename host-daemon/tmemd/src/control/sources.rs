@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! The parts of the daemon that the control interface works on, and the statistics that it caches.
+
+use crate::control::snapshot::Shared;
+use crate::events::bus::Events;
+use crate::host::background::Janitor;
+use crate::host::clock::Outside;
+use crate::host::pressure::Size;
+use crate::queue::worker::Workers;
+use crate::vm::registry::Registry;
+use std::sync::Arc;
+use tmem_control as api;
+use tmem_pool::Pool;
+
+/// The statistics that the interface returns, all taken at about the same time.
+#[derive(Debug)]
+pub struct Figures {
+    /// The VMs and their quotas.
+    pub list: Vec<api::Vm>,
+    /// Statistics of the daemon.
+    pub daemon: api::DaemonStats,
+    /// Statistics of the pool.
+    pub pool: api::PoolStats,
+    /// Statistics of each VM.
+    pub vms: Vec<api::VmStats>,
+    /// Held bytes, freeable bytes, freeable bytes above the reserves, and unused bytes in frames.
+    pub freeable: [i64; 4],
+}
+
+/// The parts of the daemon that the control sockets read and change.
+pub struct Sources {
+    /// The pool.
+    pub pool: Arc<Pool>,
+    /// The VMs.
+    pub registry: Arc<Registry>,
+    /// The data workers.
+    pub workers: Arc<Workers>,
+    /// The background workers.
+    pub janitor: Arc<Janitor>,
+    /// The size of the pool.
+    pub size: Arc<Size>,
+    /// The subscribers to events.
+    pub events: Arc<Events>,
+    /// The clock from which the uptime is read.
+    pub outside: Outside,
+    /// Statistics that all read-only clients share.
+    pub snapshot: Shared<Figures>,
+}

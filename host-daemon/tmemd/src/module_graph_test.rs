@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Checks that neither the files nor the directories of the crate import each other in a cycle.
+//!
+//! Test modules are exempt: a test may use any part of the crate. `lib.rs` and `main.rs` are exempt
+//! because they are the roots that name every other file.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+type Graph = BTreeMap<String, BTreeSet<String>>;
+
+/// Names of the files and directories below `folder`, with the suffix `.rs` removed from files.
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).expect("a readable folder");
+    let name = |entry: std::io::Result<std::fs::DirEntry>| {
+        let name = entry.expect("readable").file_name();
+        name.to_string_lossy().trim_end_matches(".rs").to_owned()
+    };
+    entries.map(name).collect()
+}
+
+/// Returns the paths that follow `crate::` in a source's code, without comments and test modules.
+fn imports(source: &str) -> Vec<Vec<&str>> {
+    let code = source.split("#[cfg(test)]\nmod ").next().unwrap_or("");
+    let lines = code.lines().filter(|line| !line.trim().starts_with("//"));
+    let paths = lines.flat_map(|line| line.split("crate::").skip(1));
+    paths
+        .map(|text| text.split("::").take(3).map(identifier).collect())
+        .collect()
+}
+
+/// Returns the identifier at the start of a text.
+fn identifier(text: &str) -> &str {
+    let is_part = |c: char| c.is_alphanumeric() || c == '_';
+    text.split(|c| !is_part(c)).next().unwrap_or("")
+}
+
+/// Returns a cycle of the graph, if it has one.
+fn cycle(graph: &Graph) -> Option<Vec<String>> {
+    fn walk(graph: &Graph, path: &mut Vec<String>, done: &mut BTreeSet<String>) -> bool {
+        let node = path.last().expect("a node").clone();
+        for next in graph.get(&node).into_iter().flatten() {
+            let is_cycle = path.contains(next);
+            path.push(next.clone());
+            if is_cycle || (!done.contains(next) && walk(graph, path, done)) {
+                return true;
+            }
+            path.pop();
+        }
+        done.insert(node);
+        false
+    }
+    let mut done = BTreeSet::new();
+    graph.keys().find_map(|node| {
+        let mut path = vec![node.clone()];
+        walk(graph, &mut path, &mut done).then_some(path)
+    })
+}
+
+#[test]
+fn a_cycle_of_imports_is_found() {
+    let edge = |from: &str, to: &str| (from.to_owned(), BTreeSet::from([to.to_owned()]));
+    let mut graph = Graph::from([edge("a", "b"), edge("b", "c"), edge("d", "b")]);
+    assert_eq!(cycle(&graph), None);
+    graph.extend([edge("c", "a")]);
+    assert_eq!(cycle(&graph).expect("a cycle"), ["a", "b", "c", "a"]);
+    let source = "use crate::a::b::{C, D};\n// crate::e::f\nfn f() { crate::g::h::i() }\n\
+                  #[cfg(test)]\nmod tests {\n use crate::j::k;\n}";
+    let found = imports(source);
+    assert_eq!(found, [["a", "b", ""].as_slice(), &["g", "h", "i"]]);
+}
+
+#[test]
+fn files_and_directories_have_no_import_cycle() {
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src"));
+    let (mut files, mut folders) = (Graph::new(), Graph::new());
+    let is_folder = |name: &String| root.join(name).is_dir();
+    for folder in names(root).into_iter().filter(is_folder) {
+        for file in names(&root.join(&folder)) {
+            if file.ends_with("_test") {
+                continue;
+            }
+            let name = format!("{folder}::{file}");
+            let source = std::fs::read_to_string(root.join(&folder).join(format!("{file}.rs")));
+            let source = source.expect("directories contain source files only");
+            assert!(!source.contains("super::super::"), "{name}");
+            for import in imports(&source) {
+                let (to, to_file) = (import[0], import.get(1).copied().unwrap_or(""));
+                let target = root.join(to).join(format!("{to_file}.rs"));
+                let shown = import.join("::");
+                assert!(target.is_file(), "{name}: crate::{shown} names no file");
+                let files = files.entry(name.clone()).or_default();
+                files.insert(format!("{to}::{to_file}"));
+                if to != folder {
+                    folders.entry(folder.clone()).or_default().insert(to.into());
+                }
+            }
+        }
+    }
+    assert!(files.len() > 30, "imports are not found: {files:?}");
+    for graph in [files, folders] {
+        assert_eq!(cycle(&graph), None, "an import cycle");
+    }
+}

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Signalling and resetting eventfds.
+//!
+//! Out of scope: interrupting a guest through an eventfd that its front end owns, see
+//! `queue/notifier.rs`.
+
+use rustix::io::ReadWriteFlags;
+use std::io::IoSliceMut;
+use std::os::fd::OwnedFd;
+
+/// Adds 1 to an eventfd of the daemon's own. An eventfd whose counter is full is signalled already, so
+/// the error is ignored. For an eventfd of a front end use `queue::notifier::notify`: a plain write to
+/// it may block.
+pub fn signal(fd: &OwnedFd) {
+    let _ = rustix::io::write(fd, &1u64.to_ne_bytes());
+}
+
+/// Resets an eventfd's counter to 0. The call never blocks, whatever the peer does with the flags of
+/// the file that it shares, and whatever it reads from the eventfd between the poll and this read.
+pub fn consume(fd: &OwnedFd) {
+    let mut count = [0u8; 8];
+    let mut buffers = [IoSliceMut::new(&mut count)];
+    let _ = rustix::io::preadv2(fd, &mut buffers, NO_OFFSET, ReadWriteFlags::NOWAIT);
+}
+
+/// Offset -1 of preadv2(2): the file's own position, which an eventfd does not have.
+const NO_OFFSET: u64 = u64::MAX;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{EventfdFlags, Timespec, eventfd};
+    use std::sync::mpsc;
+
+    #[test]
+    fn consume_resets_the_counter_and_never_blocks() {
+        // Without O_NONBLOCK, which a front end can clear at any time. A plain read would block.
+        let fd = eventfd(3, EventfdFlags::CLOEXEC).expect("eventfd");
+        let (sender, done) = mpsc::channel();
+        std::thread::spawn(move || {
+            consume(&fd);
+            let mut polled = [rustix::event::PollFd::new(
+                &fd,
+                rustix::event::PollFlags::IN,
+            )];
+            let now = Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            };
+            let left = rustix::event::poll(&mut polled, Some(&now)).expect("poll");
+            consume(&fd);
+            sender.send(left).expect("waited for");
+        });
+        let left = done.recv_timeout(std::time::Duration::from_secs(30));
+        assert_eq!(left, Ok(0), "a signal is left, or consume blocked");
+    }
+}
