@@ -20,7 +20,8 @@ use tmem_pool::{
 use tmemd::VmConfig;
 use tmemd::events::bus::{Events, Subscription};
 use tmemd::parts::{
-    Device, Hands, HungUp, Janitor, Outside, Peer, Session, Shared, Told, Vm, Workers,
+    BackgroundWorkers, ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session,
+    SimulatedClock, Vm, WorkerContext, Workers,
 };
 
 /// Enough for all that an input can put.
@@ -129,7 +130,7 @@ impl Watch {
     }
 }
 
-impl Told for Watch {
+impl SimulatedClock for Watch {
     fn now_ns(&self) -> u64 {
         self.now_ns.load(SeqCst)
     }
@@ -170,8 +171,8 @@ struct Base {
     vm: Arc<Vm>,
     neighbour: Tenant,
     workers: Arc<Workers>,
-    janitor: Arc<Janitor>,
-    hands: RefCell<Hands>,
+    background: Arc<BackgroundWorkers>,
+    context: RefCell<WorkerContext>,
     told: Arc<Subscription>,
 }
 
@@ -224,15 +225,20 @@ impl Base {
         let told = events.subscribe().expect("a descriptor");
         let config: VmConfig = "name=guest,socket=none".parse().expect("good");
         let vm = Arc::new(Vm::new(config, guest, None, events));
-        let janitor = Janitor::start(pool.clone(), &Outside::host(), 0, &Default::default());
+        let background = BackgroundWorkers::start(
+            pool.clone(),
+            &ClockAndEntropy::host(),
+            0,
+            &Default::default(),
+        );
         let workers = Workers::without_threads(1, Duration::ZERO).expect("descriptors");
         Base {
             pool,
             vm,
             neighbour,
             workers: Arc::new(workers),
-            janitor: janitor.expect("no thread is started"),
-            hands: RefCell::new(Hands::new().expect("memory")),
+            background: background.expect("no thread is started"),
+            context: RefCell::new(WorkerContext::new().expect("memory")),
             told,
         }
     }
@@ -283,14 +289,14 @@ impl Host {
         let base = BASE.with(Rc::clone);
         base.give_the_neighbour_its_pages();
         let watch: Arc<Watch> = Arc::default();
-        let shared = Shared {
+        let shared = ConnectionContext {
             workers: base.workers.clone(),
-            janitor: base.janitor.clone(),
-            outside: Outside::Told(watch.clone()),
+            background: base.background.clone(),
+            clock: ClockAndEntropy::Simulated(watch.clone()),
         };
         let (own, front_end) = UnixStream::pair().expect("descriptors");
         let looks = watch.clone();
-        let peer = Peer::told(Box::new(move || looks.look()));
+        let peer = Peer::simulated(Box::new(move || looks.look()));
         let session = Session::begin(&base.vm, &own, peer, &shared);
         Host {
             base,
@@ -304,16 +310,16 @@ impl Host {
     pub fn work(&mut self) {
         let Base {
             workers,
-            janitor,
-            hands,
+            background,
+            context,
             vm,
             ..
         } = &*self.base;
-        let mut hands = hands.borrow_mut();
+        let mut context = context.borrow_mut();
         for _ in 0..ROUNDS_MAX {
             let before = self.watch.looks.load(SeqCst);
             let stats = vm.tenant.stats();
-            workers.round(0, &mut hands, janitor).expect("epoll");
+            workers.round(0, &mut context, background).expect("epoll");
             let work_ns = work_ns(&stats, &vm.tenant.stats());
             assert!(
                 work_ns <= WORK_PER_SLICE_MAX_NS,
@@ -322,7 +328,7 @@ impl Host {
             let looks = self.watch.looks.load(SeqCst) - before;
             assert!(looks <= LOOKS_PER_ROUND_MAX, "a turn of {looks} looks");
             if looks == 0 {
-                janitor.unmap();
+                background.unmap();
                 return;
             }
         }
@@ -376,7 +382,7 @@ impl Host {
         session.end();
         base.take_the_neighbours_pages();
         base.settle(0);
-        base.janitor.unmap();
+        base.background.unmap();
         let held = base.pool.stats().pages;
         assert_eq!(held, 0, "pages of nobody");
     }

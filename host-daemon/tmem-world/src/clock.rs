@@ -3,7 +3,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use tmemd::parts::Told;
+use tmemd::parts::SimulatedClock;
 
 /// One for each daemon; they all tell the time of one world.
 pub struct Clock {
@@ -35,7 +35,7 @@ impl Clock {
     }
 }
 
-impl Told for Clock {
+impl SimulatedClock for Clock {
     fn now_ns(&self) -> u64 {
         self.now_ns.load(Relaxed) + self.ahead_ns.load(Relaxed)
     }

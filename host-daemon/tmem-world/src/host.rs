@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A host: the real daemon and the real pool, without threads. What its threads would do is done
-//! when the world says so, a round of a worker or a step of a janitor at a time.
+//! when the world says so, a round of a worker or a step of a background worker at a time.
 //!
 //! A host that is dropped is a daemon that was killed: nothing is drained, nobody is told.
 
@@ -12,7 +12,8 @@ use std::time::Duration;
 use tmem_pool::{Pool, PoolConfig, Quota, TenantSpec, Time};
 use tmemd::VmConfig;
 use tmemd::parts::{
-    Device, Hands, HungUp, Janitor, Outside, Peer, Session, Shared, Told, Vm, Workers,
+    BackgroundWorkers, ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session,
+    SimulatedClock, Vm, WorkerContext, Workers,
 };
 
 use crate::clock::Clock;
@@ -111,8 +112,8 @@ pub struct HostConfig {
 pub struct Host {
     pool: Arc<Pool>,
     vms: Vec<Arc<Vm>>,
-    shared: Shared,
-    hands: Vec<Hands>,
+    shared: ConnectionContext,
+    contexts: Vec<WorkerContext>,
     clock: Arc<Clock>,
     /// The whole daemon dies when it burns.
     pub death: Arc<Fuse>,
@@ -156,21 +157,21 @@ impl Host {
             };
             vms.push(Arc::new(Vm::new(vm, tenant, None, Arc::default())));
         }
-        let outside = Outside::Told(clock.clone());
-        let janitor = Janitor::start(pool.clone(), &outside, 0, &Default::default())
+        let simulated = ClockAndEntropy::Simulated(clock.clone());
+        let background = BackgroundWorkers::start(pool.clone(), &simulated, 0, &Default::default())
             .expect("no thread is started");
         let workers =
             Workers::without_threads(config.workers, config.poll_max).expect("descriptors");
         Host {
             pool,
             vms,
-            shared: Shared {
+            shared: ConnectionContext {
                 workers: Arc::new(workers),
-                janitor,
-                outside,
+                background,
+                clock: simulated,
             },
-            hands: (0..config.workers)
-                .map(|_| Hands::new().expect("memory"))
+            contexts: (0..config.workers)
+                .map(|_| WorkerContext::new().expect("memory"))
                 .collect(),
             clock,
             death: Fuse::new(),
@@ -181,15 +182,15 @@ impl Host {
 
     /// Workers.
     pub fn workers(&self) -> usize {
-        self.hands.len()
+        self.contexts.len()
     }
 
     /// One round of a worker: a turn for each VM that has work.
     pub fn round(&mut self, worker: usize) {
         if !self.frozen {
-            let hands = &mut self.hands[worker];
-            let (workers, janitor) = (&self.shared.workers, &self.shared.janitor);
-            workers.round(worker, hands, janitor).expect("epoll");
+            let context = &mut self.contexts[worker];
+            let (workers, background) = (&self.shared.workers, &self.shared.background);
+            workers.round(worker, context, background).expect("epoll");
         }
     }
 
@@ -198,7 +199,7 @@ impl Host {
         if self.frozen {
             return false;
         }
-        self.shared.janitor.unmap();
+        self.shared.background.unmap();
         self.pool
             .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)
     }
@@ -248,7 +249,7 @@ impl Host {
                 Ok(())
             }
         };
-        let peer = Peer::told(Box::new(look));
+        let peer = Peer::simulated(Box::new(look));
         let session = Session::begin(&self.vms[guest], &own, peer, &self.shared)?;
         Some((session, other))
     }

@@ -19,7 +19,7 @@ pub enum Step {
     Serve(u16),
     /// A worker of a host has a round.
     Round(u8, u8),
-    /// Janitors of a host work.
+    /// The background workers of a host run.
     Maintain(u8),
     /// The guest takes interrupts and does what waits.
     Run(u8),

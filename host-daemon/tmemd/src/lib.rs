@@ -17,16 +17,16 @@
 //! | `bell.rs`, `polling.rs` | calls, which never wait; how long to look before asking for a kick |
 //! | `run_queue.rs`, `slice.rs`, `vring.rs` | whose turn it is, how much work a turn may do, what is done in a turn |
 //! | `chain.rs`, `request.rs`, `execute.rs` | a descriptor chain, what it asks, what is done |
-//! | `vm.rs`, `rate.rs`, `janitor.rs` | a VM and its counters, how much it may ask for, background work |
+//! | `vm.rs`, `rate.rs`, `background.rs` | a VM and its counters, how much it may ask for, background work |
 //! | `control.rs`, `events.rs`, `event_limit.rs` | control interface, who is told what happened, how much of it a VM can cause |
 //! | `snapshot.rs` | figures that clients which only read share for a short time |
 //! | `log_limit.rs`, `bucket.rs` | how many lines of log others can cause, how often something may happen |
 //! | `statistics.rs`, `latency.rs`, `usage.rs` | figures: all of them, times of requests, what the daemon takes |
 //! | `pressure.rs` | the pool gives way when the host is short of memory |
-//! | `pulse.rs`, `watchdog.rs` | whether each thread goes on, and who is told if one does not |
+//! | `heartbeats.rs`, `watchdog.rs` | whether each thread goes on, and who is told if one does not |
 //! | `sandbox.rs` | what the process can still do when somebody else steers it |
 //! | `recorder.rs` | what guests ask, into a file |
-//! | `outside.rs` | time and chance, which a simulator can give |
+//! | `clock.rs` | time and chance, which a simulator can give |
 //!
 //! Threads and locks: a connection's control thread may hold all its vrings' locks, in the order of
 //! their numbers; a worker tries one vring's lock. Under them come a worker's registry or inbox,
@@ -56,11 +56,11 @@ pub use daemon::lifecycle::{Daemon, StartError};
 /// The daemon without its threads and sockets, for the simulator and the benchmark alone.
 #[doc(hidden)]
 pub mod parts {
-    pub use crate::host::background::Janitor;
-    pub use crate::host::clock::{Outside, Told};
+    pub use crate::host::background::BackgroundWorkers;
+    pub use crate::host::clock::{ClockAndEntropy, SimulatedClock};
     pub use crate::memory::peer::{HungUp, Peer};
-    pub use crate::queue::worker::{Hands, Workers};
-    pub use crate::vhost::connection::{Session, Shared, serve};
+    pub use crate::queue::worker::{WorkerContext, Workers};
+    pub use crate::vhost::connection::{ConnectionContext, Session, serve};
     pub use crate::vhost::device::Device;
     pub use crate::vm::state::Vm;
 }

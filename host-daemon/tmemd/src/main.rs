@@ -212,7 +212,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
     }
     let daemon = Daemon::start(config)?;
     // Until the process ends: the stop, too, could hang.
-    let _watchdog = Watchdog::start(daemon.pulse().clone())?;
+    let _watchdog = Watchdog::start(daemon.heartbeats().clone())?;
     watchdog::tell(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");
     for signal in signals.forever() {

@@ -189,7 +189,7 @@ fn a_user_of_its_own_serves_qemu_of_another() {
     until("filters for each kind of thread", || {
         let filters = filters(daemon.0.id());
         let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));
-        let narrow = ["worker", "janitor", "unmapper", "trace"];
+        let narrow = ["worker", "background", "unmapper", "trace"];
         let later = ["tmemd", "acceptor", "watchdog", "pressure", "control"];
         narrow.into_iter().all(|kind| has(kind, 1))
             && later.into_iter().all(|kind| has(kind, 1))

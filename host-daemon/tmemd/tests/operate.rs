@@ -71,11 +71,11 @@ fn requests_are_timed_and_counted() {
 /// not keep.
 #[test]
 fn processor_time_is_told_by_work_and_by_vm() {
-    const JANITORS: i64 = 2;
+    const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
     // So small that there is room to be made.
     let mut daemon = Daemon::with_arguments(&vms, "4MiB", |_| {
-        let threads = JANITORS.to_string();
+        let threads = BACKGROUND_THREADS.to_string();
         ["--background-threads", &threads]
             .map(String::from)
             .to_vec()
@@ -101,7 +101,7 @@ fn processor_time_is_told_by_work_and_by_vm() {
         // that turns read is the same one, not rounded. What no turn has is waking up, and unmapping.
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
         let sum = settling_ms + told.daemon.cpu_recompression_ms + room_ms;
-        let most = told.daemon.cpu_background_ms + JANITORS * 2 * tick_ms;
+        let most = told.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
         assert!(sum <= most, "{:?}", told.daemon);
     }
     let [a, b] = ["a", "b"].map(|vm| stats(&mut client, vm));

@@ -172,27 +172,27 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
 /// the default, and as many threads as that.
 #[test]
 fn so_many_threads_as_are_asked_for_do_the_background_work() {
-    let janitors = |daemon: &Running| {
+    let background_threads = |daemon: &Running| {
         let tasks = format!("/proc/{}/task", daemon.child.id());
         let names = fs::read_dir(tasks).expect("it runs").map(|task| {
             let comm = task.expect("a thread").path().join("comm");
             // A thread of another kind may have ended.
             fs::read_to_string(comm).unwrap_or_default()
         });
-        names.filter(|name| name.trim() == "janitor").count()
+        names.filter(|name| name.trim() == "background").count()
     };
     let text = "pool_size = \"64MiB\"\nbackground_threads = 3\n";
     let of_file = Running::start(|_| text.into());
     // Threads get their names when they first run.
-    until("there are three", || janitors(&of_file) == 3);
+    until("there are three", || background_threads(&of_file) == 3);
     let of_option = Running::start_with(&["--background-threads", "5"], |_| text.into());
-    until("there are five", || janitors(&of_option) == 5);
+    until("there are five", || background_threads(&of_option) == 5);
     let said = of_file.reload("pool_size = \"64MiB\"\nbackground_threads = 4\n");
     assert!(
         said.contains("next start on hold: background_threads"),
         "{said}"
     );
-    assert_eq!(janitors(&of_file), 3);
+    assert_eq!(background_threads(&of_file), 3);
     for (threads, good) in [("0", false), ("1", true), ("64", true), ("65", false)] {
         let checked = check(of_file.path(), &["--background-threads", threads]);
         assert_eq!(checked.status.success(), good, "{threads}");

@@ -149,7 +149,7 @@ fn a_worker_that_hangs_is_told() {
     };
     assert_eq!(hear(&manager), HANGS, "it lives no more");
     let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
-    // A janitor that waits for a lock that a stopped one holds hangs, too, and comes first.
+    // A background worker that waits for a lock held by a stopped thread hangs, too, and is listed first.
     let told = |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
     assert!(log.lines().any(told), "{log}");
     // It goes on as soon as it can, if nobody has ended it.

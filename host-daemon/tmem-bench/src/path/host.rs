@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's data path in this process: its workers and connections, without its janitors, whose
+//! The daemon's data path in this process: its workers and connections, without its background workers, whose
 //! work is done between measurements.
 
 use crate::path::guest::Guest;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use tmem_pool::{Pool, PoolConfig, Quota, Tenant, TenantSpec, Time};
 use tmemd::VmConfig;
 use tmemd::config::{EventLoop, Waiting};
-use tmemd::parts::{Janitor, Outside, Shared, Vm, Workers, serve};
+use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers, serve};
 
 /// Pages of background work at a time.
 const MAINTAIN_PAGES: usize = 4096;
@@ -25,13 +25,13 @@ const STACK_BYTES: usize = 256 << 10;
 /// A pool.
 pub struct Host {
     pub pool: Arc<Pool>,
-    janitor: Arc<Janitor>,
-    outside: Outside,
+    background: Arc<BackgroundWorkers>,
+    clock: ClockAndEntropy,
 }
 
 /// Workers that serve it.
 pub struct Path {
-    shared: Shared,
+    shared: ConnectionContext,
     /// The thread of the only worker.
     pub worker: Pid,
 }
@@ -50,12 +50,13 @@ impl Host {
         };
         let fault = |error: std::io::Error| format!("a pool: {error}");
         let pool = Arc::new(Pool::new(config).map_err(fault)?);
-        let outside = Outside::host();
-        let janitor = Janitor::start(pool.clone(), &outside, 0, &Arc::default()).map_err(fault)?;
+        let clock = ClockAndEntropy::host();
+        let background =
+            BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default()).map_err(fault)?;
         Ok(Host {
             pool,
-            janitor,
-            outside,
+            background,
+            clock,
         })
     }
 
@@ -75,7 +76,8 @@ impl Host {
         };
         let fault = |error: std::io::Error| format!("a worker: {error}");
         let before = threads("worker-");
-        let workers = Workers::start(1, waiting, &self.janitor, &Arc::default()).map_err(fault)?;
+        let workers =
+            Workers::start(1, waiting, &self.background, &Arc::default()).map_err(fault)?;
         // It takes its name itself.
         let begun = Instant::now();
         let worker = loop {
@@ -90,10 +92,10 @@ impl Host {
         };
         pin(Some(worker), processor)?;
         Ok(Path {
-            shared: Shared {
+            shared: ConnectionContext {
                 workers: Arc::new(workers),
-                janitor: self.janitor.clone(),
-                outside: self.outside.clone(),
+                background: self.background.clone(),
+                clock: self.clock.clone(),
             },
             worker,
         })
@@ -177,7 +179,7 @@ impl Host {
     pub fn settle(&self) {
         while self
             .pool
-            .maintain(Time(self.outside.now_ns()), MAINTAIN_PAGES)
+            .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)
         {}
     }
 }

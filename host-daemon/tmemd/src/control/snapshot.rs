@@ -13,15 +13,15 @@ pub(crate) const AGE_MAX: Duration = Duration::from_millis(100);
 
 /// The latest snapshot and when it was begun.
 #[derive(Debug)]
-pub(crate) struct Shared<T>(Mutex<Option<(Instant, Arc<T>)>>);
+pub(crate) struct Snapshot<T>(Mutex<Option<(Instant, Arc<T>)>>);
 
-impl<T> Default for Shared<T> {
-    fn default() -> Shared<T> {
-        Shared(Mutex::default())
+impl<T> Default for Snapshot<T> {
+    fn default() -> Snapshot<T> {
+        Snapshot(Mutex::default())
     }
 }
 
-impl<T> Shared<T> {
+impl<T> Snapshot<T> {
     /// Returns the latest snapshot, or makes one if that is too old. Clients that come meanwhile wait for it.
     pub(crate) fn get(&self, now: Instant, make: impl FnOnce() -> T) -> Arc<T> {
         let mut latest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -42,7 +42,7 @@ mod tests {
 
     #[test]
     fn ten_snapshots_a_second_are_made_for_any_number_of_calls() {
-        let (shared, start) = (Shared::default(), Instant::now());
+        let (shared, start) = (Snapshot::default(), Instant::now());
         let mut made = 0;
         for call in 0..10_000 {
             let now = start + Duration::from_micros(call * 100);

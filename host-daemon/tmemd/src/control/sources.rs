@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The parts of the daemon that the control interface works on, and the statistics that it caches.
 
-use crate::control::snapshot::Shared;
+use crate::control::snapshot::Snapshot;
 use crate::events::bus::Events;
-use crate::host::background::Janitor;
-use crate::host::clock::Outside;
-use crate::host::pressure::Size;
+use crate::host::background::BackgroundWorkers;
+use crate::host::clock::ClockAndEntropy;
+use crate::host::pressure::PoolSize;
 use crate::queue::worker::Workers;
 use crate::vm::registry::Registry;
 use std::sync::Arc;
@@ -36,13 +36,13 @@ pub struct Sources {
     /// The data workers.
     pub workers: Arc<Workers>,
     /// The background workers.
-    pub janitor: Arc<Janitor>,
+    pub background: Arc<BackgroundWorkers>,
     /// The size of the pool.
-    pub size: Arc<Size>,
+    pub size: Arc<PoolSize>,
     /// The subscribers to events.
     pub events: Arc<Events>,
     /// The clock from which the uptime is read.
-    pub outside: Outside,
+    pub clock: ClockAndEntropy,
     /// Statistics that all read-only clients share.
-    pub snapshot: Shared<Figures>,
+    pub snapshot: Snapshot<Figures>,
 }

@@ -104,7 +104,7 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         get_latency: counters.get_latency.read(),
         flush_latency: counters.flush_latency.read(),
         wait_latency: counters.wait_latency.read(),
-        cpu_requests_ms: load(&counters.turns_ns) / 1_000_000,
+        cpu_requests_ms: load(&counters.slices_ns) / 1_000_000,
         driver: vm
             .report()
             .map(|report| of_driver(&report, vm.latencies().as_ref())),
@@ -231,26 +231,26 @@ pub fn pool(control: &Sources, stats: &tmem_pool::PoolStats) -> api::PoolStats {
 pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
     // Before the sum that they are part of.
-    let background = |work| int(control.janitor.background.cpu_ms(work));
+    let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [settling, recompression, room] =
         [Work::Settle, Work::Recompress, Work::MakeRoom].map(background);
     api::DaemonStats {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: i64::from(std::process::id()),
-        uptime_seconds: int(control.outside.uptime().as_secs()),
+        uptime_seconds: int(control.clock.uptime().as_secs()),
         workers: control.workers.count() as i64,
         vms: vms.len() as i64,
         vms_connected: count(|vm| vm.connected.load(Ordering::Acquire)),
         vms_frozen: count(|vm| vm.frozen.load(Ordering::Relaxed)),
         cpu_workers_ms: int(control.workers.stage().cpu_ms()),
-        cpu_background_ms: int(control.janitor.stage.cpu_ms()),
+        cpu_background_ms: int(control.background.stage.cpu_ms()),
         cpu_settling_ms: settling,
         cpu_recompression_ms: recompression,
         cpu_room_ms: room,
         cpu_ms: int(usage::process_cpu_ms()),
         resident_bytes: int(usage::resident_bytes()),
         memory_locked: control.pool.is_locked(),
-        interrupts_lost: int(notifier::lost()),
+        interrupts_lost: int(notifier::lost_interrupts()),
     }
 }
 

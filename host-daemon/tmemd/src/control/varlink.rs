@@ -7,9 +7,9 @@
 use crate::config::settings::POOL_BYTES_MIN;
 use crate::control::sources::{Figures, Sources};
 use crate::control::statistics;
-use crate::events::bus::Kind;
+use crate::events::bus::EventKind;
 use crate::util::log_limit::LogLimit;
-use crate::util::request_rate::Rate;
+use crate::util::request_rate::RequestRate;
 use crate::vm::registry::Refused;
 use crate::vm::state::Vm;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -43,7 +43,7 @@ const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 const CALL_WAIT: Duration = Duration::from_millis(5);
 
 /// One socket's side of it.
-struct Side {
+struct SocketInterface {
     control: Arc<Sources>,
     read_only: bool,
 }
@@ -59,11 +59,11 @@ pub struct Service {
 impl Service {
     /// The service of one socket.
     pub fn new(control: Arc<Sources>, read_only: bool) -> Service {
-        let side = Side {
+        let interface = SocketInterface {
             control: control.clone(),
             read_only,
         };
-        let interface = api::new(Box::new(side));
+        let interface = api::new(Box::new(interface));
         Service {
             control,
             read_only,
@@ -145,7 +145,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
         true => READ_ONLY_CALLS_PER_SECOND,
         false => 0,
     }));
-    let (rate, begun) = (Rate::new(&calls), Instant::now());
+    let (rate, begun) = (RequestRate::new(&calls), Instant::now());
     let mut message = Vec::new();
     let mut part = [0u8; 4096];
     loop {
@@ -185,7 +185,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
     }
 }
 
-impl api::VarlinkInterface for Side {
+impl api::VarlinkInterface for SocketInterface {
     fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
         if self.read_only {
             return call.reply(self.figures().list.clone());
@@ -304,7 +304,7 @@ impl api::VarlinkInterface for Side {
             tap.clear();
         }
         tracing::info!(vm = name, pages, "flushed");
-        vm.tell(Kind::Flushed, format_args!("{pages} pages"));
+        vm.tell(EventKind::Flushed, format_args!("{pages} pages"));
         call.reply(statistics::int(pages))
     }
 
@@ -377,7 +377,7 @@ fn freeable(stats: &tmem_pool::PoolStats) -> [i64; 4] {
     .map(statistics::int)
 }
 
-impl Side {
+impl SocketInterface {
     /// The figures for read-only clients.
     fn figures(&self) -> Arc<Figures> {
         let control = &self.control;
@@ -405,8 +405,8 @@ impl Side {
         let changed = vm.frozen.swap(frozen, Ordering::Relaxed) != frozen;
         if changed {
             let (kind, text) = match frozen {
-                true => (Kind::Frozen, "its puts are refused from now on"),
-                false => (Kind::Thawed, "its puts are taken again"),
+                true => (EventKind::Frozen, "its puts are refused from now on"),
+                false => (EventKind::Thawed, "its puts are taken again"),
             };
             tracing::info!(vm = name, frozen, "{text}");
             vm.tell(kind, format_args!("{text}"));

@@ -11,16 +11,16 @@ use crate::config::settings::{Config, ConfigError, VmConfig, reserve_text};
 use crate::control::sources::Sources;
 use crate::control::varlink::{self, Service};
 use crate::events::bus::Events;
-use crate::host::background::Janitor;
-use crate::host::clock::Outside;
-use crate::host::heartbeat::{Heart, Pulse};
-use crate::host::pressure::{Size, Watcher};
-use crate::host::sandbox::{self, Kind};
+use crate::host::background::BackgroundWorkers;
+use crate::host::clock::ClockAndEntropy;
+use crate::host::heartbeat::{Heartbeat, Heartbeats};
+use crate::host::pressure::{PoolSize, PressureWatcher};
+use crate::host::sandbox::{self, ThreadKind};
 use crate::queue::worker::Workers;
-use crate::socket::listener::{Access, Listener, Stranger};
+use crate::socket::listener::{Access, Listener, UnauthorizedPeer};
 use crate::util::event_fd::{consume, signal};
 use crate::util::log_limit::LogLimit;
-use crate::vhost::connection::{self, Shared};
+use crate::vhost::connection::{self, ConnectionContext};
 use crate::vm::recorder::Recorder;
 use crate::vm::registry::Registry;
 use crate::vm::state::Vm;
@@ -83,11 +83,11 @@ enum Purpose {
 
 impl Purpose {
     /// Whoever connected is not whom the socket is for.
-    fn refuse(&self, stranger: &Stranger) {
+    fn refuse(&self, peer: &UnauthorizedPeer) {
         match self {
-            Purpose::Vm(vm) => vm.refuse(stranger),
+            Purpose::Vm(vm) => vm.refuse(peer),
             Purpose::Control(service, _) => {
-                service.warn(format_args!("a client is refused, {stranger}"))
+                service.warn(format_args!("a client is refused, {peer}"))
             }
         }
     }
@@ -101,11 +101,11 @@ pub struct Daemon {
     acceptor: Option<JoinHandle<Vec<Connection>>>,
     stop: Arc<OwnedFd>,
     workers: Arc<Workers>,
-    janitor: Arc<Janitor>,
+    background: Arc<BackgroundWorkers>,
     recorder: Option<Arc<Recorder>>,
-    watcher: Option<Watcher>,
+    pressure_watcher: Option<PressureWatcher>,
     control: Option<Arc<Sources>>,
-    pulse: Arc<Pulse>,
+    heartbeats: Arc<Heartbeats>,
     /// Guards what it was started with, or has read since. The registry is locked under it.
     config: Mutex<Config>,
 }
@@ -116,7 +116,7 @@ impl Daemon {
         config.check().map_err(StartError::Config)?;
         config.find_accounts().map_err(StartError::Config)?;
         raise_descriptor_limit();
-        let outside = Outside::host();
+        let clock = ClockAndEntropy::host();
         let seed = getrandom::u64().map_err(io::Error::other)?;
         let pool = Pool::new(PoolConfig {
             size_bytes: config.pool_size_bytes,
@@ -136,7 +136,7 @@ impl Daemon {
             Some(trace) => Some(Arc::new(Recorder::create(&trace.path, trace.bytes_max)?)),
             None => None,
         };
-        warn_of_others(&config.run_folder);
+        warn_of_writable_folder(&config.run_folder);
         let events: Arc<Events> = Arc::default();
         let registry = Registry::new(
             pool.clone(),
@@ -149,17 +149,19 @@ impl Daemon {
         for vm in &config.vms {
             registry.give(vm).map_err(StartError::Admission)?;
         }
-        let pulse: Arc<Pulse> = Arc::default();
-        let janitor = Janitor::start(pool.clone(), &outside, config.background_threads, &pulse)?;
-        let workers = match Workers::start(config.workers, config.waiting, &janitor, &pulse) {
+        let heartbeats: Arc<Heartbeats> = Arc::default();
+        let background =
+            BackgroundWorkers::start(pool.clone(), &clock, config.background_threads, &heartbeats)?;
+        let workers = match Workers::start(config.workers, config.waiting, &background, &heartbeats)
+        {
             Ok(workers) => Arc::new(workers),
             Err(error) => {
-                janitor.stop();
+                background.stop();
                 return Err(error.into());
             }
         };
         // Workers have their rings. The caller's thread, and what it begins from here on, make no others.
-        sandbox::narrow(Kind::Serving);
+        sandbox::narrow(ThreadKind::Serving);
         // From here on dropping the daemon cleans up, whatever fails.
         let stop = Arc::new(
             rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
@@ -169,32 +171,36 @@ impl Daemon {
             acceptor: None,
             stop: stop.clone(),
             workers: workers.clone(),
-            janitor: janitor.clone(),
+            background: background.clone(),
             recorder,
-            watcher: None,
+            pressure_watcher: None,
             control: None,
-            pulse: pulse.clone(),
+            heartbeats: heartbeats.clone(),
             config: Mutex::new(config.clone()),
         };
         let pressure = config.pressure.as_ref();
-        let size = Arc::new(Size::new(
+        let size = Arc::new(PoolSize::new(
             pressure,
             config.pool_size_bytes,
             pool.clone(),
-            janitor.clone(),
+            background.clone(),
             events.clone(),
         ));
         if let Some(pressure) = pressure {
-            daemon.watcher = Some(Watcher::start(pressure.clone(), size.clone(), &pulse)?);
+            daemon.pressure_watcher = Some(PressureWatcher::start(
+                pressure.clone(),
+                size.clone(),
+                &heartbeats,
+            )?);
         }
         let control = Arc::new(Sources {
             pool,
             registry: registry.clone(),
             workers: workers.clone(),
-            janitor: janitor.clone(),
+            background: background.clone(),
             size,
             events,
-            outside: outside.clone(),
+            clock: clock.clone(),
             snapshot: Default::default(),
         });
         let mut listeners = Vec::new();
@@ -218,18 +224,16 @@ impl Daemon {
         daemon.control = Some(control);
         registry.listen()?;
         registry.restore();
-        let shared = Shared {
+        let shared = ConnectionContext {
             workers,
-            janitor,
-            outside,
+            background,
+            clock,
         };
-        let heart = pulse.heart("acceptor");
-        let ended = Arc::new(Ended::new()?);
-        daemon.acceptor = Some(
-            std::thread::Builder::new()
-                .name("acceptor".into())
-                .spawn(move || accept_all(&listeners, &registry, &shared, &ended, &stop, &heart))?,
-        );
+        let heartbeat = heartbeats.register("acceptor");
+        let ended = Arc::new(EndedThreads::new()?);
+        daemon.acceptor = Some(std::thread::Builder::new().name("acceptor".into()).spawn(
+            move || accept_all(&listeners, &registry, &shared, &ended, &stop, &heartbeat),
+        )?);
         Ok(daemon)
     }
 
@@ -330,13 +334,13 @@ impl Daemon {
         let text = format_args!("the configuration was read again");
         control
             .events
-            .tell(crate::events::bus::Kind::Reloaded, None, text);
+            .tell(crate::events::bus::EventKind::Reloaded, None, text);
         Ok(later)
     }
 
     /// What tells whether its threads go on.
-    pub fn pulse(&self) -> &Arc<Pulse> {
-        &self.pulse
+    pub fn heartbeats(&self) -> &Arc<Heartbeats> {
+        &self.heartbeats
     }
 
     /// Stops it: drains, empties the pool of every VM, removes the sockets.
@@ -361,11 +365,11 @@ impl Daemon {
                 tracing::error!("a connection's thread panicked");
             }
         }
-        if let Some(watcher) = &self.watcher {
-            watcher.stop();
+        if let Some(pressure_watcher) = &self.pressure_watcher {
+            pressure_watcher.stop();
         }
         self.workers.stop();
-        self.janitor.stop();
+        self.background.stop();
         if let Some(recorder) = &self.recorder {
             recorder.finish();
         }
@@ -379,7 +383,7 @@ impl Drop for Daemon {
 }
 
 /// A VMM gives its memory to whoever listens on its socket.
-fn warn_of_others(run_folder: &Path) {
+fn warn_of_writable_folder(run_folder: &Path) {
     // That it is not there will be told by whoever needs it.
     let Ok(metadata) = std::fs::metadata(run_folder) else {
         return;
@@ -405,16 +409,16 @@ fn raise_descriptor_limit() {
 
 /// Which connections' threads have come to their end, so that nothing of them is kept until the next
 /// one comes.
-struct Ended {
+struct EndedThreads {
     told: OwnedFd,
     /// Guards those not yet joined. Taken alone.
     threads: Mutex<Vec<ThreadId>>,
 }
 
-impl Ended {
-    fn new() -> io::Result<Ended> {
+impl EndedThreads {
+    fn new() -> io::Result<EndedThreads> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        Ok(Ended {
+        Ok(EndedThreads {
             told: rustix::event::eventfd(0, flags)?,
             threads: Mutex::default(),
         })
@@ -440,9 +444,9 @@ impl Ended {
 }
 
 /// Tells the end of the thread that drops it.
-struct Ends(Arc<Ended>);
+struct EndGuard(Arc<EndedThreads>);
 
-impl Drop for Ends {
+impl Drop for EndGuard {
     fn drop(&mut self) {
         self.0.lock().push(std::thread::current().id());
         signal(&self.0.told);
@@ -453,10 +457,10 @@ impl Drop for Ends {
 fn accept_all(
     own: &[(Arc<Listener>, Purpose)],
     registry: &Registry,
-    shared: &Shared,
-    ended: &Arc<Ended>,
+    shared: &ConnectionContext,
+    ended: &Arc<EndedThreads>,
     stop: &OwnedFd,
-    heart: &Heart,
+    heartbeat: &Heartbeat,
 ) -> Vec<Connection> {
     let mut connections: Vec<Connection> = Vec::new();
     // It goes on trying.
@@ -469,7 +473,7 @@ fn accept_all(
         }
     };
     loop {
-        heart.work();
+        heartbeat.work();
         // Before it is asked: what changes afterwards is told again.
         consume(registry.changed());
         let vms = registry.listeners();
@@ -482,9 +486,9 @@ fn accept_all(
         fds.push(PollFd::new(registry.changed(), PollFlags::IN));
         fds.push(PollFd::new(&ended.told, PollFlags::IN));
         fds.push(PollFd::new(stop, PollFlags::IN));
-        heart.rest();
+        heartbeat.rest();
         let polled = rustix::event::poll(&mut fds, None);
-        heart.work();
+        heartbeat.work();
         match polled {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
@@ -502,9 +506,9 @@ fn accept_all(
         ended.join(&mut connections);
         for ((listener, purpose), _) in listeners.iter().zip(ready).filter(|(_, ready)| *ready) {
             let accepted = listener.accept().and_then(|accepted| match accepted {
-                Ok(stream) => spawn(stream, purpose, shared, Ends(ended.clone())).map(Some),
-                Err(stranger) => {
-                    purpose.refuse(&stranger);
+                Ok(stream) => spawn(stream, purpose, shared, EndGuard(ended.clone())).map(Some),
+                Err(peer) => {
+                    purpose.refuse(&peer);
                     Ok(None)
                 }
             });
@@ -521,21 +525,21 @@ fn accept_all(
 }
 
 /// A client's place at a control socket, for as long as this lives.
-struct Place(Arc<Mutex<usize>>);
+struct ClientSlot(Arc<Mutex<usize>>);
 
-impl Place {
+impl ClientSlot {
     /// None: all are taken.
-    fn claim(clients: &Arc<Mutex<usize>>) -> Option<Place> {
+    fn claim(clients: &Arc<Mutex<usize>>) -> Option<ClientSlot> {
         let mut count = clients.lock().unwrap_or_else(PoisonError::into_inner);
         if *count >= varlink::CLIENTS_MAX {
             return None;
         }
         *count += 1;
-        Some(Place(clients.clone()))
+        Some(ClientSlot(clients.clone()))
     }
 }
 
-impl Drop for Place {
+impl Drop for ClientSlot {
     fn drop(&mut self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
     }
@@ -544,8 +548,8 @@ impl Drop for Place {
 fn spawn(
     stream: UnixStream,
     purpose: &Purpose,
-    shared: &Shared,
-    ends: Ends,
+    shared: &ConnectionContext,
+    ends: EndGuard,
 ) -> io::Result<Connection> {
     let handle = stream.try_clone()?;
     let builder = std::thread::Builder::new().stack_size(CONNECTION_STACK_BYTES);
@@ -555,7 +559,7 @@ fn spawn(
             let builder = builder.name(format!("vm-{}", vm.name()));
             builder.spawn(move || {
                 let _ends = ends;
-                sandbox::narrow(Kind::Connection);
+                sandbox::narrow(ThreadKind::Connection);
                 // The acceptor has another handle of the socket: the peer must see the end now.
                 let end = stream.try_clone();
                 connection::serve(&vm, stream, &shared);
@@ -568,7 +572,7 @@ fn spawn(
             let (service, clients) = (service.clone(), clients.clone());
             builder.name("control".into()).spawn(move || {
                 let _ends = ends;
-                if let Some(_place) = Place::claim(&clients) {
+                if let Some(_place) = ClientSlot::claim(&clients) {
                     let serve = AssertUnwindSafe(|| varlink::serve(&service, &stream));
                     if catch_unwind(serve).is_err() {
                         tracing::error!("a bug: the thread of a control client panicked");
@@ -595,17 +599,17 @@ mod tests {
         let clients = Arc::default();
         for _ in 0..varlink::CLIENTS_MAX + 1 {
             let client = AssertUnwindSafe(|| {
-                let _place = Place::claim(&clients).expect("a place");
+                let _place = ClientSlot::claim(&clients).expect("a place");
                 panic!("as a bug might");
             });
             let panic = catch_unwind(client).expect_err("panicked");
             assert!(panic.is::<&str>(), "there was no place");
         }
         let places: Vec<_> = (0..varlink::CLIENTS_MAX)
-            .map(|_| Place::claim(&clients).expect("a place"))
+            .map(|_| ClientSlot::claim(&clients).expect("a place"))
             .collect();
-        assert!(Place::claim(&clients).is_none());
+        assert!(ClientSlot::claim(&clients).is_none());
         drop(places);
-        assert!(Place::claim(&clients).is_some());
+        assert!(ClientSlot::claim(&clients).is_some());
     }
 }

@@ -19,7 +19,7 @@ const QUEUE_MAX: usize = 1024;
 
 /// What happened. The names are part of the control interface: docs/control.md.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum EventKind {
     /// The subscription begins.
     Subscribed,
     /// A VM is served from now on.
@@ -56,60 +56,66 @@ pub enum Kind {
     Reloaded,
 }
 
-impl Kind {
+impl EventKind {
     /// All there are, for the documents' test.
-    pub const ALL: [Kind; 17] = [
-        Kind::Subscribed,
-        Kind::Added,
-        Kind::Removed,
-        Kind::Connected,
-        Kind::Disconnected,
-        Kind::ConnectionRefused,
-        Kind::QueueStopped,
-        Kind::Driver,
-        Kind::Quota,
-        Kind::Problem,
-        Kind::Flushed,
-        Kind::Frozen,
-        Kind::Thawed,
-        Kind::Resized,
-        Kind::HostShort,
-        Kind::HostWell,
-        Kind::Reloaded,
+    pub const ALL: [EventKind; 17] = [
+        EventKind::Subscribed,
+        EventKind::Added,
+        EventKind::Removed,
+        EventKind::Connected,
+        EventKind::Disconnected,
+        EventKind::ConnectionRefused,
+        EventKind::QueueStopped,
+        EventKind::Driver,
+        EventKind::Quota,
+        EventKind::Problem,
+        EventKind::Flushed,
+        EventKind::Frozen,
+        EventKind::Thawed,
+        EventKind::Resized,
+        EventKind::HostShort,
+        EventKind::HostWell,
+        EventKind::Reloaded,
     ];
 
     /// Some: a guest, its VMM or who connects to its socket can cause it in a loop. Of what is of the same sort
     /// the last says how it is.
-    pub fn sort(self) -> Option<Kind> {
+    pub fn sort(self) -> Option<EventKind> {
         match self {
-            Kind::Connected | Kind::Disconnected => Some(Kind::Connected),
-            Kind::ConnectionRefused | Kind::QueueStopped | Kind::Driver => Some(self),
-            Kind::Subscribed | Kind::Added | Kind::Removed | Kind::Quota | Kind::Problem => None,
-            Kind::Flushed | Kind::Frozen | Kind::Thawed | Kind::Resized => None,
-            Kind::HostShort | Kind::HostWell | Kind::Reloaded => None,
+            EventKind::Connected | EventKind::Disconnected => Some(EventKind::Connected),
+            EventKind::ConnectionRefused | EventKind::QueueStopped | EventKind::Driver => {
+                Some(self)
+            }
+            EventKind::Subscribed
+            | EventKind::Added
+            | EventKind::Removed
+            | EventKind::Quota
+            | EventKind::Problem => None,
+            EventKind::Flushed | EventKind::Frozen | EventKind::Thawed | EventKind::Resized => None,
+            EventKind::HostShort | EventKind::HostWell | EventKind::Reloaded => None,
         }
     }
 
     /// Its name on the wire.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Subscribed => "subscribed",
-            Kind::Added => "added",
-            Kind::Removed => "removed",
-            Kind::Connected => "connected",
-            Kind::Disconnected => "disconnected",
-            Kind::ConnectionRefused => "connection-refused",
-            Kind::QueueStopped => "queue-stopped",
-            Kind::Driver => "driver",
-            Kind::Quota => "quota",
-            Kind::Problem => "problem",
-            Kind::Flushed => "flushed",
-            Kind::Frozen => "frozen",
-            Kind::Thawed => "thawed",
-            Kind::Resized => "resized",
-            Kind::HostShort => "host-short",
-            Kind::HostWell => "host-well",
-            Kind::Reloaded => "reloaded",
+            EventKind::Subscribed => "subscribed",
+            EventKind::Added => "added",
+            EventKind::Removed => "removed",
+            EventKind::Connected => "connected",
+            EventKind::Disconnected => "disconnected",
+            EventKind::ConnectionRefused => "connection-refused",
+            EventKind::QueueStopped => "queue-stopped",
+            EventKind::Driver => "driver",
+            EventKind::Quota => "quota",
+            EventKind::Problem => "problem",
+            EventKind::Flushed => "flushed",
+            EventKind::Frozen => "frozen",
+            EventKind::Thawed => "thawed",
+            EventKind::Resized => "resized",
+            EventKind::HostShort => "host-short",
+            EventKind::HostWell => "host-well",
+            EventKind::Reloaded => "reloaded",
         }
     }
 }
@@ -135,7 +141,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Events {
-    fn event(number: i64, kind: Kind, vm: Option<&str>, text: String) -> Event {
+    fn event(number: i64, kind: EventKind, vm: Option<&str>, text: String) -> Event {
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         Event {
             number,
@@ -148,7 +154,7 @@ impl Events {
     }
 
     /// Tells everybody. Cheap if nobody listens; never waits for one who does.
-    pub fn tell(&self, kind: Kind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
+    pub fn tell(&self, kind: EventKind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
         let mut state = lock(&self.state);
         state.1 += 1;
         if state.0.is_empty() {
@@ -173,7 +179,7 @@ impl Events {
         });
         let mut state = lock(&self.state);
         let text = "events from now on".into();
-        subscription.push(Events::event(state.1, Kind::Subscribed, None, text));
+        subscription.push(Events::event(state.1, EventKind::Subscribed, None, text));
         state.0.push(Arc::downgrade(&subscription));
         Ok(subscription)
     }
@@ -216,7 +222,7 @@ mod tests {
     fn the_document_has_all_kinds() {
         let document = include_str!("../../../../docs/control.md");
         let (_, events) = document.split_once("## Events").expect("its chapter");
-        for kind in Kind::ALL {
+        for kind in EventKind::ALL {
             let named = |row: &str| {
                 let first = row.trim_start_matches("| ").split(" |").next();
                 first.is_some_and(|names| names.split(", ").any(|name| name == kind.name()))
@@ -228,11 +234,11 @@ mod tests {
     #[test]
     fn a_slow_subscriber_loses_the_oldest_and_is_told() {
         let events = Events::default();
-        events.tell(Kind::Added, Some("a"), format_args!("before"));
+        events.tell(EventKind::Added, Some("a"), format_args!("before"));
         let subscription = events.subscribe().expect("a descriptor");
         let tell = |count| {
             for nth in 0..count {
-                events.tell(Kind::Connected, Some("a"), format_args!("{nth}"));
+                events.tell(EventKind::Connected, Some("a"), format_args!("{nth}"));
             }
         };
         tell(2);

@@ -5,7 +5,7 @@
 //! there is no room for waits, the last of its sort alone, and is told when there is room: what is told
 //! last of a VM is how it is. Never here: events that an operator causes.
 
-use crate::events::bus::Kind;
+use crate::events::bus::EventKind;
 use crate::util::token_bucket::Bucket;
 use std::collections::VecDeque;
 use std::fmt::Arguments;
@@ -23,12 +23,12 @@ pub(crate) const PERIOD: Duration = Duration::from_secs(5);
 pub(crate) struct EventLimit {
     room: Bucket,
     /// Guards what waits, oldest first: one of each sort at most. Events are told under it, in this order.
-    waiting: Mutex<VecDeque<Waiting>>,
+    pending: Mutex<VecDeque<PendingEvent>>,
 }
 
 #[derive(Debug)]
-struct Waiting {
-    kind: Kind,
+struct PendingEvent {
+    kind: EventKind,
     text: String,
     /// How many of its sort were left out before it.
     left_out: u64,
@@ -38,37 +38,37 @@ impl Default for EventLimit {
     fn default() -> EventLimit {
         EventLimit {
             room: Bucket::new(BURST, PERIOD),
-            waiting: Mutex::default(),
+            pending: Mutex::default(),
         }
     }
 }
 
 impl EventLimit {
     /// Something happens, and is told now or later.
-    pub(crate) fn add(&self, now: Instant, kind: Kind, text: Arguments<'_>, tell: impl Tell) {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = waiting
+    pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, tell: impl Tell) {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = pending
             .iter()
             .position(|other| other.kind.sort() == kind.sort());
-        let before = before.and_then(|at| waiting.remove(at));
-        let event = Waiting {
+        let before = before.and_then(|at| pending.remove(at));
+        let event = PendingEvent {
             kind,
             text: text.to_string(),
             left_out: before.map_or(0, |before| before.left_out + 1),
         };
-        waiting.push_back(event);
-        self.tell_some(&mut waiting, now, tell);
+        pending.push_back(event);
+        self.tell_some(&mut pending, now, tell);
     }
 
     /// Tells what there is room for now.
     pub(crate) fn catch_up(&self, now: Instant, tell: impl Tell) {
-        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
-        self.tell_some(&mut waiting, now, tell);
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        self.tell_some(&mut pending, now, tell);
     }
 
-    fn tell_some(&self, waiting: &mut VecDeque<Waiting>, now: Instant, tell: impl Tell) {
-        while !waiting.is_empty() && self.room.take(now) {
-            match waiting.pop_front() {
+    fn tell_some(&self, pending: &mut VecDeque<PendingEvent>, now: Instant, tell: impl Tell) {
+        while !pending.is_empty() && self.room.take(now) {
+            match pending.pop_front() {
                 Some(event) if event.left_out > 0 => {
                     let (text, left_out) = (event.text, event.left_out);
                     tell(
@@ -84,8 +84,8 @@ impl EventLimit {
 }
 
 /// Who tells one.
-pub(crate) trait Tell: Fn(Kind, Arguments<'_>) {}
-impl<F: Fn(Kind, Arguments<'_>)> Tell for F {}
+pub(crate) trait Tell: Fn(EventKind, Arguments<'_>) {}
+impl<F: Fn(EventKind, Arguments<'_>)> Tell for F {}
 
 #[cfg(test)]
 mod tests {
@@ -97,27 +97,27 @@ mod tests {
         let limit = EventLimit::default();
         let told = RefCell::new(Vec::new());
         let tell =
-            |kind: Kind, text: Arguments<'_>| told.borrow_mut().push((kind, text.to_string()));
+            |kind: EventKind, text: Arguments<'_>| told.borrow_mut().push((kind, text.to_string()));
         let start = Instant::now();
         for nth in 0..BURST {
-            limit.add(start, Kind::Driver, format_args!("{nth}"), tell);
+            limit.add(start, EventKind::Driver, format_args!("{nth}"), tell);
         }
         assert_eq!(told.take().len(), BURST as usize);
         for nth in 0..10 {
-            limit.add(start, Kind::Connected, format_args!("{nth}"), tell);
-            limit.add(start, Kind::QueueStopped, format_args!("{nth}"), tell);
-            limit.add(start, Kind::Disconnected, format_args!("{nth}"), tell);
+            limit.add(start, EventKind::Connected, format_args!("{nth}"), tell);
+            limit.add(start, EventKind::QueueStopped, format_args!("{nth}"), tell);
+            limit.add(start, EventKind::Disconnected, format_args!("{nth}"), tell);
         }
         limit.catch_up(start, tell);
         assert_eq!(told.take(), [], "there is no room");
         limit.catch_up(start + PERIOD, tell);
-        let stopped = (Kind::QueueStopped, "9 (9 left out before)".into());
+        let stopped = (EventKind::QueueStopped, "9 (9 left out before)".into());
         assert_eq!(told.take(), [stopped], "there is room for one");
         // What comes later is told later.
-        limit.add(start + PERIOD, Kind::Driver, format_args!("on"), tell);
+        limit.add(start + PERIOD, EventKind::Driver, format_args!("on"), tell);
         limit.catch_up(start + 10 * PERIOD, tell);
-        let gone = (Kind::Disconnected, "9 (19 left out before)".into());
-        assert_eq!(told.take(), [gone, (Kind::Driver, "on".into())]);
+        let gone = (EventKind::Disconnected, "9 (19 left out before)".into());
+        assert_eq!(told.take(), [gone, (EventKind::Driver, "on".into())]);
         limit.catch_up(start + 20 * PERIOD, tell);
         assert_eq!(told.take(), []);
     }

@@ -4,10 +4,10 @@
 //! Who unmaps has a thread of its own, since that takes as long as VMs have memory: seconds, in which
 //! the pool's work goes on. For the same reason it has no heart that somebody watches.
 
-use crate::host::clock::Outside;
-use crate::host::heartbeat::{Heart, Pulse};
-use crate::host::sandbox::{self, Kind};
-use crate::host::usage::{Background, Stage};
+use crate::host::clock::ClockAndEntropy;
+use crate::host::heartbeat::{Heartbeat, Heartbeats};
+use crate::host::sandbox::{self, ThreadKind};
+use crate::host::usage::{BackgroundTime, Stage};
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -35,19 +35,19 @@ pub const DISCARDED_MAX: usize = 4;
 pub struct Discarded(Arc<()>);
 
 /// A memory table that waits to be unmapped, and is counted until then.
-struct Garbage {
+struct DiscardedMemory {
     _memory: Arc<dyn Any + Send + Sync>,
     /// After the memory, so that it is dropped after it.
     _counted: Arc<()>,
 }
 
 /// Handle of the threads.
-pub struct Janitor {
+pub struct BackgroundWorkers {
     /// Since a thread last looked, there may be work again.
     work: AtomicBool,
     stop: AtomicBool,
     /// Guards memory tables to unmap. Taken alone.
-    garbage: Mutex<Vec<Garbage>>,
+    discarded: Mutex<Vec<DiscardedMemory>>,
     /// Guards the handles of the threads that do the pool's work.
     threads: Mutex<Vec<JoinHandle<()>>>,
     /// Guards the handle of the one that unmaps. Taken alone.
@@ -55,68 +55,68 @@ pub struct Janitor {
     /// What they take.
     pub stage: Stage,
     /// And what for, of those that do the pool's work.
-    pub background: Arc<Background>,
+    pub cpu_time: Arc<BackgroundTime>,
 }
 
-impl Janitor {
+impl BackgroundWorkers {
     /// Starts so many threads, and one more that unmaps; 0: the caller is all of them.
     ///
     /// # Errors
     /// The system has none; those that were started have ended.
     pub fn start(
         pool: Arc<Pool>,
-        outside: &Outside,
+        clock: &ClockAndEntropy,
         threads: usize,
-        pulse: &Pulse,
-    ) -> std::io::Result<Arc<Janitor>> {
-        let outside = outside.clone();
-        let background: Arc<Background> = Arc::default();
-        Janitor::start_with(threads, pulse, background.clone(), move || {
-            let mut turn = background.turn();
-            let now = Time(outside.now_ns());
-            pool.maintain_telling(now, MAINTAIN_PAGES, &mut |work| turn.begins(work))
+        heartbeats: &Heartbeats,
+    ) -> std::io::Result<Arc<BackgroundWorkers>> {
+        let clock = clock.clone();
+        let cpu_time: Arc<BackgroundTime> = Arc::default();
+        BackgroundWorkers::start_with(threads, heartbeats, cpu_time.clone(), move || {
+            let mut timed = cpu_time.begin();
+            let now = Time(clock.now_ns());
+            pool.maintain_telling(now, MAINTAIN_PAGES, &mut |work| timed.switch_to(work))
         })
     }
 
     /// `maintain` does some work and tells whether more is left.
     fn start_with(
         threads: usize,
-        pulse: &Pulse,
-        background: Arc<Background>,
+        heartbeats: &Heartbeats,
+        cpu_time: Arc<BackgroundTime>,
         maintain: impl Fn() -> bool + Send + Sync + 'static,
-    ) -> std::io::Result<Arc<Janitor>> {
+    ) -> std::io::Result<Arc<BackgroundWorkers>> {
         let maintain = Arc::new(maintain);
-        let janitor = Arc::new(Janitor {
+        let background = Arc::new(BackgroundWorkers {
             work: AtomicBool::new(false),
             stop: AtomicBool::new(false),
-            garbage: Mutex::new(Vec::new()),
+            discarded: Mutex::new(Vec::new()),
             threads: Mutex::new(Vec::new()),
             unmapper: Mutex::new(None),
             stage: Stage::default(),
-            background,
+            cpu_time,
         });
         if threads > 0 {
-            let own = janitor.clone();
+            let own = background.clone();
             let thread = std::thread::Builder::new()
                 .name("unmapper".into())
                 .spawn(move || own.run_unmapper())?;
-            *janitor.unmapper() = Some(thread);
+            *background.unmapper() = Some(thread);
         }
         for _ in 0..threads {
-            let (own, maintain) = (janitor.clone(), maintain.clone());
-            let heart = pulse.heart("janitor");
+            let (own, maintain) = (background.clone(), maintain.clone());
+            let heartbeat = heartbeats.register("background");
             let thread = std::thread::Builder::new()
-                .name("janitor".into())
-                .spawn(move || own.run(&*maintain, &heart));
+                .name("background".into())
+                .spawn(move || own.run(&*maintain, &heartbeat));
             match thread {
-                Ok(thread) => janitor.handles().push(thread),
+                Ok(thread) => background.handles().push(thread),
                 Err(error) => {
-                    janitor.stop();
+                    background.stop();
                     return Err(error);
                 }
             }
         }
-        Ok(janitor)
+        Ok(background)
     }
 
     fn handles(&self) -> MutexGuard<'_, Vec<JoinHandle<()>>> {
@@ -128,7 +128,7 @@ impl Janitor {
     }
 
     fn run_unmapper(&self) {
-        sandbox::narrow(Kind::Data);
+        sandbox::narrow(ThreadKind::Data);
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.unmap();
@@ -137,14 +137,14 @@ impl Janitor {
         }
     }
 
-    fn run(&self, maintain: &dyn Fn() -> bool, heart: &Heart) {
-        sandbox::narrow(Kind::Data);
+    fn run(&self, maintain: &dyn Fn() -> bool, heartbeat: &Heartbeat) {
+        sandbox::narrow(ThreadKind::Data);
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.work.store(false, Ordering::SeqCst);
-            heart.work();
+            heartbeat.work();
             let done = catch_unwind(AssertUnwindSafe(maintain));
-            heart.rest();
+            heartbeat.rest();
             let Ok(more) = done else {
                 // Without this work no VM has room soon. A panic that comes again and again must not
                 // fill the log.
@@ -163,13 +163,17 @@ impl Janitor {
 
     /// Unmaps what was discarded until now.
     pub fn unmap(&self) {
-        let garbage =
-            std::mem::take(&mut *self.garbage.lock().unwrap_or_else(PoisonError::into_inner));
-        drop(garbage);
+        let discarded = std::mem::take(
+            &mut *self
+                .discarded
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        );
+        drop(discarded);
     }
 
     /// To be called after anything that may leave background work; cheap.
-    pub fn work_may_be_there(&self) {
+    pub fn wake(&self) {
         // Wakes only on the first call since a thread last looked.
         if !self.work.swap(true, Ordering::SeqCst) {
             for thread in &*self.handles() {
@@ -186,14 +190,14 @@ impl Janitor {
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }
-        let garbage = Garbage {
+        let discarded = DiscardedMemory {
             _memory: memory,
             _counted: counted,
         };
-        self.garbage
+        self.discarded
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .push(garbage);
+            .push(discarded);
         if let Some(unmapper) = &*self.unmapper() {
             unmapper.thread().unpark();
         }
@@ -207,7 +211,7 @@ impl Janitor {
         for thread in threads.into_iter().chain(unmapper) {
             thread.thread().unpark();
             if thread.join().is_err() {
-                tracing::error!("a janitor panicked");
+                tracing::error!("a background worker panicked");
             }
         }
     }
@@ -231,11 +235,12 @@ mod tests {
             let _ = tell.send(call);
             false
         };
-        let janitor =
-            Janitor::start_with(1, &Pulse::default(), Arc::default(), maintain).expect("a thread");
+        let background =
+            BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
+                .expect("a thread");
         let call = told.recv_timeout(Duration::from_secs(60));
         assert_eq!(call, Ok(1), "nobody works any more");
-        janitor.stop();
+        background.stop();
     }
 
     /// And how long that takes is nobody's business: the watchdog looks at no heart of it.
@@ -247,13 +252,14 @@ mod tests {
             let gone = gone.lock().unwrap_or_else(PoisonError::into_inner);
             gone.recv().is_ok()
         };
-        let janitor =
-            Janitor::start_with(1, &Pulse::default(), Arc::default(), maintain).expect("a thread");
+        let background =
+            BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
+                .expect("a thread");
         let of_vm = Discarded::default();
         for _ in 0..3 {
             let memory = Arc::new([0u8; 16]);
             let held = Arc::downgrade(&memory);
-            janitor.discard(memory, &of_vm);
+            background.discard(memory, &of_vm);
             let deadline = std::time::Instant::now() + Duration::from_secs(60);
             while held.strong_count() > 0 || Arc::strong_count(&of_vm.0) > 1 {
                 assert!(std::time::Instant::now() < deadline, "it waits");
@@ -261,6 +267,6 @@ mod tests {
             }
         }
         drop(go);
-        janitor.stop();
+        background.stop();
     }
 }

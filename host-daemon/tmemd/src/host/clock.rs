@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Time and chance as a simulator gives them.
-pub trait Told: Send + Sync {
+pub trait SimulatedClock: Send + Sync {
     /// Nanoseconds since the daemon's start; never less than before.
     fn now_ns(&self) -> u64;
     /// A number that no guest can have seen before, never 0.
@@ -17,24 +17,24 @@ pub trait Told: Send + Sync {
 
 /// Where time and chance come from. Clones are handles to the same.
 #[derive(Clone)]
-pub enum Outside {
+pub enum ClockAndEntropy {
     /// The host, since the daemon's start.
     Host(Instant),
     /// A simulator.
-    Told(Arc<dyn Told>),
+    Simulated(Arc<dyn SimulatedClock>),
 }
 
-impl Outside {
+impl ClockAndEntropy {
     /// The host's; the clock starts now.
-    pub fn host() -> Outside {
-        Outside::Host(Instant::now())
+    pub fn host() -> ClockAndEntropy {
+        ClockAndEntropy::Host(Instant::now())
     }
 
     /// Nanoseconds since the daemon's start.
     pub fn now_ns(&self) -> u64 {
         match self {
-            Outside::Host(start) => start.elapsed().as_nanos() as u64,
-            Outside::Told(told) => told.now_ns(),
+            ClockAndEntropy::Host(start) => start.elapsed().as_nanos() as u64,
+            ClockAndEntropy::Simulated(clock) => clock.now_ns(),
         }
     }
 
@@ -45,8 +45,8 @@ impl Outside {
 
     /// A number that no guest can have seen before: random and never 0.
     pub fn new_generation(&self) -> std::io::Result<u64> {
-        if let Outside::Told(told) = self {
-            return Ok(told.generation());
+        if let ClockAndEntropy::Simulated(clock) = self {
+            return Ok(clock.generation());
         }
         loop {
             let number = getrandom::u64().map_err(std::io::Error::other)?;
@@ -63,11 +63,11 @@ mod tests {
 
     #[test]
     fn generations_are_random_and_never_0() {
-        let outside = Outside::host();
+        let clock = ClockAndEntropy::host();
         let mut seen = std::collections::HashSet::new();
         let (mut ones, mut zeros) = (0, 0);
         for _ in 0..1000 {
-            let generation = outside.new_generation().expect("random");
+            let generation = clock.new_generation().expect("random");
             assert_ne!(generation, 0);
             assert!(seen.insert(generation), "{generation:#x} came twice");
             (ones, zeros) = (ones | generation, zeros | !generation);

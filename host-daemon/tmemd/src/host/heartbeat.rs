@@ -12,14 +12,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// Looks that find a thread at the same piece of work before it hangs. They are counted, not timed:
 /// a daemon that was stopped and goes on has not looked meanwhile.
-pub const LOOKS_MAX: u32 = 4;
+pub const MISSED_CHECKS_MAX: u32 = 4;
 
 /// Instead of beats: the thread has ended as it should.
 const ENDED: u64 = u64::MAX;
 
 /// The hearts of a daemon.
 #[derive(Default)]
-pub struct Pulse {
+pub struct Heartbeats {
     /// Guards the hearts and what was seen of them. Taken alone.
     watched: Mutex<Vec<Watched>>,
 }
@@ -34,14 +34,14 @@ struct Watched {
 }
 
 /// A thread's own, which nobody else beats.
-pub struct Heart {
+pub struct Heartbeat {
     /// Odd: it works, at a piece that is another with each number. Even: it rests.
     beats: Arc<AtomicU64>,
 }
 
-impl Pulse {
+impl Heartbeats {
     /// A heart that rests.
-    pub fn heart(&self, name: &str) -> Heart {
+    pub fn register(&self, name: &str) -> Heartbeat {
         let beats = Arc::new(AtomicU64::new(0));
         self.lock().push(Watched {
             name: name.into(),
@@ -49,7 +49,7 @@ impl Pulse {
             seen: 0,
             looks: 0,
         });
-        Heart { beats }
+        Heartbeat { beats }
     }
 
     /// Looks at all hearts. Returns the names of those that hang.
@@ -64,7 +64,7 @@ impl Pulse {
                 false => 0,
             };
             one.seen = beats;
-            if one.looks >= LOOKS_MAX {
+            if one.looks >= MISSED_CHECKS_MAX {
                 hang.push(one.name.clone());
             }
         }
@@ -76,7 +76,7 @@ impl Pulse {
     }
 }
 
-impl Heart {
+impl Heartbeat {
     /// A bounded piece of work begins, be it the next or the first.
     pub fn work(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
@@ -96,7 +96,7 @@ impl Heart {
     }
 }
 
-impl Drop for Heart {
+impl Drop for Heartbeat {
     /// A thread that panics is lost; any other that lets go of its heart has ended as it should.
     fn drop(&mut self) {
         match std::thread::panicking() {
@@ -110,66 +110,72 @@ impl Drop for Heart {
 mod tests {
     use super::*;
 
-    fn looks(pulse: &Pulse, times: u32) -> Vec<String> {
-        (0..times).map(|_| pulse.look()).last().unwrap_or_default()
+    fn looks(heartbeats: &Heartbeats, times: u32) -> Vec<String> {
+        (0..times)
+            .map(|_| heartbeats.look())
+            .last()
+            .unwrap_or_default()
     }
 
     #[test]
     fn who_stays_at_a_piece_of_work_hangs() {
-        let pulse = Pulse::default();
-        let (one, other) = (pulse.heart("one"), pulse.heart("other"));
+        let heartbeats = Heartbeats::default();
+        let (one, other) = (heartbeats.register("one"), heartbeats.register("other"));
         one.work();
-        for _ in 0..2 * LOOKS_MAX {
+        for _ in 0..2 * MISSED_CHECKS_MAX {
             other.work();
-            let hang = pulse.look();
+            let hang = heartbeats.look();
             other.rest();
             assert!(hang.is_empty() || hang == ["one"], "{hang:?}");
         }
-        assert_eq!(pulse.look(), ["one"]);
+        assert_eq!(heartbeats.look(), ["one"]);
         one.work();
-        assert!(pulse.look().is_empty(), "it goes on after all");
-        assert_eq!(looks(&pulse, LOOKS_MAX), ["one"]);
+        assert!(heartbeats.look().is_empty(), "it goes on after all");
+        assert_eq!(looks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
     }
 
     #[test]
     fn who_rests_does_not_hang() {
-        let pulse = Pulse::default();
-        let heart = pulse.heart("idle");
-        assert!(looks(&pulse, 3 * LOOKS_MAX).is_empty(), "it never worked");
-        heart.work();
-        heart.rest();
-        heart.rest();
-        assert!(looks(&pulse, 3 * LOOKS_MAX).is_empty());
+        let heartbeats = Heartbeats::default();
+        let heartbeat = heartbeats.register("idle");
+        assert!(
+            looks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty(),
+            "it never worked"
+        );
+        heartbeat.work();
+        heartbeat.rest();
+        heartbeat.rest();
+        assert!(looks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty());
     }
 
     #[test]
     fn who_works_for_long_and_goes_on_does_not_hang() {
-        let pulse = Pulse::default();
-        let heart = pulse.heart("busy");
-        for _ in 0..3 * LOOKS_MAX {
-            heart.work();
-            assert!(looks(&pulse, LOOKS_MAX).is_empty());
+        let heartbeats = Heartbeats::default();
+        let heartbeat = heartbeats.register("busy");
+        for _ in 0..3 * MISSED_CHECKS_MAX {
+            heartbeat.work();
+            assert!(looks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
         }
         // A rest in between is another piece of work, too.
-        heart.rest();
-        heart.work();
-        assert!(looks(&pulse, LOOKS_MAX).is_empty());
+        heartbeat.rest();
+        heartbeat.work();
+        assert!(looks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
     }
 
     #[test]
     fn a_thread_that_panics_is_lost_and_one_that_ends_is_not() {
-        let pulse = Arc::new(Pulse::default());
+        let heartbeats = Arc::new(Heartbeats::default());
         for panics in [false, true] {
-            let heart = pulse.heart("thread");
+            let heartbeat = heartbeats.register("thread");
             let thread = std::thread::spawn(move || {
-                heart.rest();
+                heartbeat.rest();
                 assert!(!panics, "as a bug might");
             });
             assert_eq!(thread.join().is_err(), panics);
-            let hang = looks(&pulse, 1 + LOOKS_MAX);
+            let hang = looks(&heartbeats, 1 + MISSED_CHECKS_MAX);
             assert_eq!(hang.len(), usize::from(panics), "{hang:?}");
         }
-        pulse.heart("given up").lose();
-        assert_eq!(looks(&pulse, 1 + LOOKS_MAX).len(), 2);
+        heartbeats.register("given up").lose();
+        assert_eq!(looks(&heartbeats, 1 + MISSED_CHECKS_MAX).len(), 2);
     }
 }

@@ -9,9 +9,9 @@
 
 use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::{POOL_BYTES_MIN, PressureConfig};
-use crate::events::bus::{Events, Kind};
-use crate::host::background::Janitor;
-use crate::host::heartbeat::{Heart, Pulse};
+use crate::events::bus::{EventKind, Events};
+use crate::host::background::BackgroundWorkers;
+use crate::host::heartbeat::{Heartbeat, Heartbeats};
 use crate::util::event_fd::signal;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use std::fs::{File, OpenOptions};
@@ -72,7 +72,7 @@ const ROOM_POLL: Duration = Duration::from_millis(5);
 
 /// What the host says.
 #[derive(Clone, Copy, Debug)]
-struct Signs {
+struct Readings {
     /// Memory that the host could give without reclaim hurting anyone; None: it does not say.
     available_bytes: Option<u64>,
     /// Somebody waits for memory.
@@ -115,10 +115,10 @@ impl Governor {
 
     /// The size that the pool should have from now on, if it is another one. `held_bytes`: what it
     /// holds.
-    fn step(&mut self, now: Instant, signs: Signs, held_bytes: u64) -> Option<u64> {
-        let available_bytes = signs.available_bytes.unwrap_or(u64::MAX);
+    fn step(&mut self, now: Instant, readings: Readings, held_bytes: u64) -> Option<u64> {
+        let available_bytes = readings.available_bytes.unwrap_or(u64::MAX);
         let missing_bytes = self.free_min_bytes.saturating_sub(available_bytes);
-        let size_bytes = if missing_bytes > 0 || signs.stalled {
+        let size_bytes = if missing_bytes > 0 || readings.stalled {
             self.calm_since = None;
             let (wanted, part) = if missing_bytes > 0 {
                 (missing_bytes, SHRINK_PART)
@@ -223,12 +223,12 @@ impl Stalls {
 
 /// The pool's size: what operators want, as far as the host lets them. Everybody who changes it does so
 /// here.
-pub struct Size {
+pub struct PoolSize {
     /// Guards the decision until the pool has it. The pool's registry is locked under it, and it under the
     /// list of VMs.
     governor: Mutex<Governor>,
     pool: Arc<Pool>,
-    janitor: Arc<Janitor>,
+    background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
     /// Where the host says what it has; None: the pool never gives way to it.
     meminfo: Option<PathBuf>,
@@ -238,20 +238,20 @@ pub struct Size {
     pub grows: AtomicU64,
 }
 
-impl Size {
+impl PoolSize {
     /// Of a pool that has its configured size.
     pub fn new(
         pressure: Option<&PressureConfig>,
         full_bytes: u64,
         pool: Arc<Pool>,
-        janitor: Arc<Janitor>,
+        background: Arc<BackgroundWorkers>,
         events: Arc<Events>,
-    ) -> Size {
+    ) -> PoolSize {
         let free_min_bytes = pressure.map_or(0, |pressure| pressure.host_free_min_bytes);
-        Size {
+        PoolSize {
             governor: Mutex::new(Governor::new(free_min_bytes, full_bytes)),
             pool,
-            janitor,
+            background,
             events,
             meminfo: pressure.map(|pressure| pressure.meminfo.clone()),
             shrinks: AtomicU64::new(0),
@@ -297,9 +297,9 @@ impl Size {
         let size_bytes = governor.set_full(full_bytes);
         self.pool.resize(size_bytes);
         drop(governor);
-        self.janitor.work_may_be_there();
+        self.background.wake();
         let text = format_args!("the pool's size is to be {full_bytes} bytes");
-        self.events.tell(Kind::Resized, None, text);
+        self.events.tell(EventKind::Resized, None, text);
     }
 
     /// So much of the host's memory should be available from now on.
@@ -308,11 +308,14 @@ impl Size {
     }
 
     /// Follows what the host says.
-    fn follow(&self, now: Instant, signs: Signs) {
+    fn follow(&self, now: Instant, readings: Readings) {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
-        if governor.step(now, signs, self.pool.held_bytes()).is_some() {
-            let why = format_args!("the host is or was short of memory ({signs:?})");
+        if governor
+            .step(now, readings, self.pool.held_bytes())
+            .is_some()
+        {
+            let why = format_args!("the host is or was short of memory ({readings:?})");
             self.resized(governor, before_bytes, why);
         }
     }
@@ -358,7 +361,7 @@ impl Size {
         let (size_bytes, full_bytes) = (governor.size_bytes, governor.full_bytes);
         self.pool.resize(size_bytes);
         drop(governor);
-        self.janitor.work_may_be_there();
+        self.background.wake();
         let counter = match size_bytes < before_bytes {
             true => &self.shrinks,
             false => &self.grows,
@@ -367,11 +370,11 @@ impl Size {
         // The first step and the last are news, those between are not.
         if before_bytes == full_bytes {
             let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
-            self.events.tell(Kind::HostShort, None, text);
+            self.events.tell(EventKind::HostShort, None, text);
             tracing::warn!(size_bytes, "the pool shrinks: {why}");
         } else if size_bytes == full_bytes {
             let text = format_args!("the pool has its {full_bytes} bytes again");
-            self.events.tell(Kind::HostWell, None, text);
+            self.events.tell(EventKind::HostWell, None, text);
             tracing::info!(size_bytes, "the pool has its size again");
         } else {
             tracing::debug!(size_bytes, "the pool's size changes: {why}");
@@ -380,26 +383,30 @@ impl Size {
 }
 
 /// The thread that watches.
-pub struct Watcher {
+pub struct PressureWatcher {
     stop: Arc<OwnedFd>,
     /// Guards the thread's handle. Taken alone.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl Watcher {
+impl PressureWatcher {
     /// Starts it.
     ///
     /// # Errors
     /// The system has no thread or descriptor.
-    pub fn start(config: PressureConfig, size: Arc<Size>, pulse: &Pulse) -> io::Result<Watcher> {
+    pub fn start(
+        config: PressureConfig,
+        size: Arc<PoolSize>,
+        heartbeats: &Heartbeats,
+    ) -> io::Result<PressureWatcher> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let stop = Arc::new(rustix::event::eventfd(0, flags)?);
         let own_stop = stop.clone();
-        let heart = pulse.heart("pressure");
+        let heartbeat = heartbeats.register("pressure");
         let thread = std::thread::Builder::new()
             .name("pressure".into())
-            .spawn(move || watch(&config, &size, &own_stop, &heart))?;
-        Ok(Watcher {
+            .spawn(move || watch(&config, &size, &own_stop, &heartbeat))?;
+        Ok(PressureWatcher {
             stop,
             thread: Mutex::new(Some(thread)),
         })
@@ -434,21 +441,21 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     fds[0].revents().is_empty()
 }
 
-fn watch(config: &PressureConfig, size: &Size, stop: &OwnedFd, heart: &Heart) {
+fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &Heartbeat) {
     let trigger = config.stalls.as_deref().and_then(trigger);
     let mut stalls = Stalls::default();
     loop {
-        heart.work();
+        heartbeat.work();
         let meminfo = std::fs::read_to_string(&config.meminfo).unwrap_or_default();
         let pressure = config.stalls.as_deref().map(std::fs::read_to_string);
         let total_us = pressure.and_then(|text| stall_us(&text.ok()?));
         let now = Instant::now();
-        let signs = Signs {
+        let readings = Readings {
             available_bytes: meminfo_bytes(&meminfo, "MemAvailable"),
             stalled: stalls.look(total_us, now),
         };
-        size.follow(now, signs);
-        heart.rest();
+        size.follow(now, readings);
+        heartbeat.rest();
         // A trigger that has fired is quiet for a window; shortage goes on all the same.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {
@@ -470,7 +477,7 @@ mod tests {
     const FREE_MIN: u64 = GIB;
 
     /// A host with a pool that takes all it may, and frees at once.
-    struct Host {
+    struct TestHost {
         governor: Governor,
         now: Instant,
         /// Available without the pool.
@@ -478,9 +485,9 @@ mod tests {
         size: u64,
     }
 
-    impl Host {
-        fn new(others: u64) -> Host {
-            Host {
+    impl TestHost {
+        fn new(others: u64) -> TestHost {
+            TestHost {
                 governor: Governor::new(FREE_MIN, FULL),
                 now: Instant::now(),
                 others,
@@ -494,11 +501,11 @@ mod tests {
 
         fn step(&mut self, stalled: bool) -> u64 {
             self.now += PERIOD;
-            let signs = Signs {
+            let readings = Readings {
                 available_bytes: Some(self.available()),
                 stalled,
             };
-            if let Some(size) = self.governor.step(self.now, signs, self.size) {
+            if let Some(size) = self.governor.step(self.now, readings, self.size) {
                 assert!(
                     size.abs_diff(self.size) <= (self.size / SHRINK_PART).max(FULL / GROW_PART)
                 );
@@ -510,7 +517,7 @@ mod tests {
 
     #[test]
     fn room_is_made_at_once_and_kept_for_a_while() {
-        let mut host = Host::new(12 * GIB);
+        let mut host = TestHost::new(12 * GIB);
         // 4 GiB are available, of which one is to stay.
         assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, FULL);
@@ -526,14 +533,14 @@ mod tests {
         let made = host.governor.make_room(1 << 60, 0, 6 * GIB);
         assert_eq!(made, Some(POOL_BYTES_MIN));
         // It does not hold what it may, which is no help to the host.
-        let mut host = Host::new(12 * GIB);
+        let mut host = TestHost::new(12 * GIB);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, 3 * GIB);
         assert_eq!(made, Some(GIB));
     }
 
     #[test]
     fn it_leaves_the_host_what_it_needs_and_no_more() {
-        let mut host = Host::new(12 * GIB);
+        let mut host = TestHost::new(12 * GIB);
         assert_eq!(host.step(false), FULL, "enough is free");
         host.others = 6 * GIB;
         let steps = (1..100).find(|_| {
@@ -550,7 +557,7 @@ mod tests {
 
     #[test]
     fn it_grows_back_late_and_slowly() {
-        let mut host = Host::new(4 * GIB);
+        let mut host = TestHost::new(4 * GIB);
         while host.available() < FREE_MIN {
             host.step(false);
         }
@@ -578,7 +585,7 @@ mod tests {
     #[test]
     fn it_does_not_swing() {
         // Room for a pool of 4 GiB and what has to be free.
-        let mut host = Host::new(5 * GIB);
+        let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
         for nth in 0..2000 {
             let before = host.size;
@@ -590,7 +597,7 @@ mod tests {
 
     #[test]
     fn waits_shrink_it_down_to_the_least() {
-        let mut host = Host::new(100 * GIB);
+        let mut host = TestHost::new(100 * GIB);
         let mut steps = 0;
         while host.size > POOL_BYTES_MIN {
             host.step(true);
@@ -605,13 +612,13 @@ mod tests {
     #[test]
     fn room_that_was_not_taken_goes_first() {
         let mut governor = Governor::new(FREE_MIN, FULL);
-        let signs = Signs {
+        let readings = Readings {
             available_bytes: Some(FREE_MIN - (1 << 20)),
             stalled: false,
         };
-        let size = governor.step(Instant::now(), signs, GIB).unwrap();
+        let size = governor.step(Instant::now(), readings, GIB).unwrap();
         assert_eq!(size, GIB - (1 << 20));
-        let unknown = Signs {
+        let unknown = Readings {
             available_bytes: None,
             stalled: false,
         };
@@ -620,7 +627,7 @@ mod tests {
 
     #[test]
     fn another_size_waits_for_the_host() {
-        let mut host = Host::new(100 * GIB);
+        let mut host = TestHost::new(100 * GIB);
         assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
         assert_eq!(host.governor.set_full(FULL), FULL);
         host.step(true);

@@ -2,7 +2,7 @@
 //! What the process can still do when somebody else steers it: nothing that it does not need.
 //!
 //! - Landlock: no file but those that it is told of, no TCP, no signal to others; from Linux 7.1 on no socket
-//!   of others either. Before, its unit alone hides those, see [`told`].
+//!   of others either. Before, its unit alone hides those, see [`missing_protection`].
 //! - seccomp: no system call but those below, by what a thread is for. Threads that touch guests' data have the
 //!   shortest list: they open nothing, connect to nothing and begin no threads. Nor do those that read what a
 //!   VMM sends.
@@ -52,7 +52,7 @@ const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
 
 /// What a thread is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ThreadKind {
     /// Makes what others use while they serve.
     Starting,
     /// Serves control clients, looks at the host.
@@ -235,20 +235,20 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     // would be the first to ask for it, does not have.
     rustix::param::page_size();
     let ruled = restrict_files(config, file)?;
-    match told(&ruled.ruleset, ruled.landlock) {
+    match missing_protection(&ruled.ruleset, ruled.landlock) {
         None => {}
-        Some(Told::Info(text)) => tracing::info!("{text}"),
-        Some(Told::Warning(text)) => tracing::warn!("{text}"),
+        Some(LogLine::Info(text)) => tracing::info!("{text}"),
+        Some(LogLine::Warning(text)) => tracing::warn!("{text}"),
     }
-    for filter in [filter(Kind::Starting)?, no_clone3()?, attacks()?] {
+    for filter in [filter(ThreadKind::Starting)?, no_clone3()?, attacks()?] {
         // Sets no_new_privs as well. Of filters that differ the strictest holds.
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
     // The first time only: the process has one sandbox.
     let _ = FILTERS.set(Filters {
-        serving: filter(Kind::Serving)?,
-        connection: filter(Kind::Connection)?,
-        data: filter(Kind::Data)?,
+        serving: filter(ThreadKind::Serving)?,
+        connection: filter(ThreadKind::Connection)?,
+        data: filter(ThreadKind::Data)?,
     });
     Ok(())
 }
@@ -258,29 +258,29 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
 ///
 /// # Panics
 /// The kernel does not take the filter: it took the wider one.
-pub fn narrow(kind: Kind) {
+pub fn narrow(kind: ThreadKind) {
     let Some(filters) = FILTERS.get() else {
         return;
     };
     let filter = match kind {
         // Its own since the sandbox was entered.
-        Kind::Starting => return,
-        Kind::Serving => &filters.serving,
-        Kind::Connection => &filters.connection,
-        Kind::Data => &filters.data,
+        ThreadKind::Starting => return,
+        ThreadKind::Serving => &filters.serving,
+        ThreadKind::Connection => &filters.connection,
+        ThreadKind::Data => &filters.data,
     };
     seccompiler::apply_filter(filter).expect("the kernel took a filter before");
 }
 
 /// A line of the log about what the kernel leaves open.
 #[derive(Debug, PartialEq, Eq)]
-enum Told {
+enum LogLine {
     Info(&'static str),
     Warning(&'static str),
 }
 
 /// None: it does all that is asked of it.
-fn told(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<Told> {
+fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<LogLine> {
     match (ruleset, landlock) {
         (RulesetStatus::FullyEnforced, _) => None,
         // Of what they do not know, only sockets are of use to anybody.
@@ -290,11 +290,11 @@ fn told(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<Told> {
                 effective_abi: ABI::V6 | ABI::V7 | ABI::V8,
                 ..
             },
-        ) => Some(Told::Info(
+        ) => Some(LogLine::Info(
             "this kernel's Landlock does not keep the daemon from sockets of others, as from Linux 7.1 on: its \
              unit hides them; run by hand it may connect to those that its user may",
         )),
-        _ => Some(Told::Warning(
+        _ => Some(LogLine::Warning(
             "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, or does not have \
              lsm=landlock",
         )),
@@ -347,14 +347,14 @@ fn compile(
         .map_err(io::Error::other)
 }
 
-fn filter(kind: Kind) -> io::Result<BpfProgram> {
+fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
     // Each has what the next one has.
     let lists = [STARTING_CALLS, SERVING_CALLS, CONNECTION_CALLS, DATA_CALLS];
     let own = match kind {
-        Kind::Starting => &lists[..],
-        Kind::Serving => &lists[1..],
-        Kind::Connection => &lists[2..],
-        Kind::Data => &lists[3..],
+        ThreadKind::Starting => &lists[..],
+        ThreadKind::Serving => &lists[1..],
+        ThreadKind::Connection => &lists[2..],
+        ThreadKind::Data => &lists[3..],
     };
     let calls = own.iter().copied().flatten();
     let mut rules: BTreeMap<_, _> = calls.map(|&call| (call, Vec::new())).collect();
@@ -362,7 +362,7 @@ fn filter(kind: Kind) -> io::Result<BpfProgram> {
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![argument(2, libc::PROT_EXEC, 0)?]);
     }
-    if matches!(kind, Kind::Starting | Kind::Serving) {
+    if matches!(kind, ThreadKind::Starting | ThreadKind::Serving) {
         let thread = libc::CLONE_THREAD | libc::CLONE_VM;
         rules.insert(libc::SYS_clone, vec![argument(0, thread, thread)?]);
         rules.insert(libc::SYS_socket, vec![argument(0, -1, libc::AF_UNIX)?]);
@@ -493,13 +493,13 @@ mod tests {
     }
 
     /// In a thread of its own, which takes the sandbox with it: threads begun before are not in it.
-    fn inside<R: Send>(kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
+    fn inside<R: Send>(kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         let folder = tempfile::tempdir().expect("a folder");
         inside_at(folder.path(), kind, what)
     }
 
     /// Runs `what` in a sandbox whose configuration names that folder.
-    fn inside_at<R: Send>(at: &Path, kind: Kind, what: impl FnOnce(&Path) -> R + Send) -> R {
+    fn inside_at<R: Send>(at: &Path, kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         fs::write(at.join("tmemd.toml"), "").expect("written");
         std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
@@ -527,7 +527,7 @@ mod tests {
             let error = result.expect_err("it is not of the configuration");
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
         };
-        inside(Kind::Serving, |own| {
+        inside(ThreadKind::Serving, |own| {
             denied(fs::read("/etc/passwd").map(drop));
             denied(fs::read_dir("/etc").map(drop));
             denied(fs::write(other.path().join("new"), ""));
@@ -543,7 +543,7 @@ mod tests {
 
     #[test]
     fn calls_that_nobody_needs_are_refused() {
-        inside(Kind::Serving, |_| {
+        inside(ThreadKind::Serving, |_| {
             let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
             assert_eq!(tcp.expect_err("TCP"), Errno::PERM);
             socket(AddressFamily::UNIX, SocketType::STREAM, None).expect("a local socket");
@@ -572,15 +572,20 @@ mod tests {
 
     #[test]
     fn threads_that_touch_pages_open_nothing() {
-        opens_nothing(Kind::Data);
+        opens_nothing(ThreadKind::Data);
     }
 
     #[test]
     fn threads_that_read_messages_of_vmms_open_nothing() {
-        opens_nothing(Kind::Connection);
+        opens_nothing(ThreadKind::Connection);
     }
 
-    const KINDS: [Kind; 4] = [Kind::Starting, Kind::Serving, Kind::Connection, Kind::Data];
+    const KINDS: [ThreadKind; 4] = [
+        ThreadKind::Starting,
+        ThreadKind::Serving,
+        ThreadKind::Connection,
+        ThreadKind::Data,
+    ];
 
     #[test]
     fn no_thread_passes_descriptors() {
@@ -613,7 +618,7 @@ mod tests {
         }
     }
 
-    fn opens_nothing(kind: Kind) {
+    fn opens_nothing(kind: ThreadKind) {
         let (left, right) = UnixDatagram::pair().expect("a pair");
         inside(kind, |own| {
             let error = fs::read(own.join("tmemd.toml")).expect_err("opened");
@@ -660,28 +665,28 @@ mod tests {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
             return skipped(Missing::IoUring, error);
         }
-        inside(Kind::Starting, |_| {
+        inside(ThreadKind::Starting, |_| {
             for (what, made) in ["io_uring_setup", "io_setup"].iter().zip(contexts()) {
                 made.unwrap_or_else(|error| panic!("{what}, before it serves: {error}"));
             }
         });
-        inside(Kind::Serving, |_| {
+        inside(ThreadKind::Serving, |_| {
             refused(contexts());
             // As a connection's, which is begun by the acceptor.
             let later = std::thread::spawn(|| {
                 refused(contexts());
-                narrow(Kind::Connection);
+                narrow(ThreadKind::Connection);
                 refused(contexts());
             });
             later.join().expect("refused");
         });
-        inside(Kind::Data, |_| refused(contexts()));
+        inside(ThreadKind::Data, |_| refused(contexts()));
     }
 
     #[test]
     #[ignore = "puts its process into the sandbox: see when_it_has_started_no_ring_can_be_made"]
     fn starts() {
-        inside(Kind::Starting, |own| {
+        inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("starts");
             refused(contexts());
             daemon.stop();
@@ -697,7 +702,7 @@ mod tests {
     /// As in a container that forbids rings.
     #[test]
     fn where_rings_are_refused_workers_wait_with_epoll() {
-        inside(Kind::Serving, |_| {
+        inside(ThreadKind::Serving, |_| {
             let error = event_loop::create(EventLoop::IoUring, 1)
                 .err()
                 .expect("refused");
@@ -729,11 +734,12 @@ mod tests {
             RulesetStatus::PartiallyEnforced,
         );
         let none = RulesetStatus::NotEnforced;
-        assert_eq!(told(&full, on(ABI::V9)), None);
+        assert_eq!(missing_protection(&full, on(ABI::V9)), None);
         for abi in [ABI::V6, ABI::V7, ABI::V8] {
-            let told = told(&part, on(abi)).expect("it knows no sockets");
-            let Told::Info(text) = told else {
-                panic!("{abi:?}: {told:?}");
+            let missing_protection =
+                missing_protection(&part, on(abi)).expect("it knows no sockets");
+            let LogLine::Info(text) = missing_protection else {
+                panic!("{abi:?}: {missing_protection:?}");
             };
             assert!(text.contains("sockets") && text.contains("7.1"), "{text}");
         }
@@ -743,9 +749,9 @@ mod tests {
             (&none, LandlockStatus::NotEnabled),
             (&none, LandlockStatus::NotImplemented),
         ] {
-            let told = told(ruleset, landlock).expect("files are open");
-            let Told::Warning(text) = told else {
-                panic!("{landlock:?}: {told:?}");
+            let missing_protection = missing_protection(ruleset, landlock).expect("files are open");
+            let LogLine::Warning(text) = missing_protection else {
+                panic!("{landlock:?}: {missing_protection:?}");
             };
             assert!(text.contains("lsm=landlock"), "{text}");
         }
@@ -763,7 +769,7 @@ mod tests {
             LandlockStatus::Available { effective_abi, .. } => effective_abi,
             _ => ABI::Unsupported,
         };
-        inside(Kind::Serving, |own| {
+        inside(ThreadKind::Serving, |own| {
             let mine = own.join("own");
             let _listener = UnixListener::bind(&mine).expect("its own folder");
             UnixStream::connect(&mine).expect("its own folder");
@@ -788,7 +794,7 @@ mod tests {
     #[test]
     #[ignore = "ends its process: see what_only_attackers_do_ends_the_process"]
     fn executes() {
-        inside(Kind::Serving, |_| {
+        inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
             // SAFETY: a name that ends with 0, and an empty list; it does not return, or fails.
             unsafe { libc::execv(c"/bin/true".as_ptr(), arguments.as_ptr()) };

@@ -33,12 +33,12 @@ impl Stage {
 
 /// Processor time of background work by what it is for.
 #[derive(Debug, Default)]
-pub struct Background([AtomicU64; Work::ALL.len()]);
+pub struct BackgroundTime([AtomicU64; Work::ALL.len()]);
 
-impl Background {
+impl BackgroundTime {
     /// The calling thread begins a turn.
-    pub fn turn(&self) -> Turn<'_> {
-        Turn {
+    pub fn begin(&self) -> TimedWork<'_> {
+        TimedWork {
             sums: self,
             begun_cpu_ns: clock_ns(ClockId::ThreadCPUTime),
             at: Work::Settle,
@@ -60,17 +60,17 @@ impl Background {
 /// monotonic clock, for which no call is needed. So all sums together are what the kernel counts,
 /// also where the thread had to wait for a processor; which of them bears such a pause is chance.
 #[derive(Debug)]
-pub struct Turn<'a> {
-    sums: &'a Background,
+pub struct TimedWork<'a> {
+    sums: &'a BackgroundTime,
     begun_cpu_ns: u64,
     at: Work,
     since_ns: u64,
     passed_ns: [u64; Work::ALL.len()],
 }
 
-impl Turn<'_> {
+impl TimedWork<'_> {
     /// From now on it is for this.
-    pub fn begins(&mut self, work: Work) {
+    pub fn switch_to(&mut self, work: Work) {
         if work != self.at {
             let now_ns = clock_ns(ClockId::Monotonic);
             self.passed_ns[self.at as usize] += now_ns - self.since_ns;
@@ -79,7 +79,7 @@ impl Turn<'_> {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for TimedWork<'_> {
     fn drop(&mut self) {
         // Neither clock goes back; a panic here would end the daemon.
         let last_ns = clock_ns(ClockId::Monotonic).saturating_sub(self.since_ns);
@@ -160,24 +160,24 @@ mod tests {
     /// Compared with what the same thread's clock tells, never with a time that a busy machine may not keep.
     #[test]
     fn work_is_counted_where_it_belongs_and_waiting_is_not() {
-        let background = Background::default();
+        let background = BackgroundTime::default();
         let sums = || Work::ALL.map(|work| background.0[work as usize].load(Relaxed));
         let begun_ns = clock_ns(ClockId::ThreadCPUTime);
-        let mut turn = background.turn();
-        turn.begins(Work::Recompress);
+        let mut work_time = background.begin();
+        work_time.switch_to(Work::Recompress);
         burn(20);
         // The same again is no change.
-        turn.begins(Work::Recompress);
+        work_time.switch_to(Work::Recompress);
         burn(20);
         assert_eq!(sums(), [0; 3], "it counts at its end");
-        drop(turn);
+        drop(work_time);
         let [_, recompress, room] = sums();
         assert!(recompress > 0 && room == 0, "{:?}", sums());
 
         // A panic ends it, too.
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            let mut turn = background.turn();
-            turn.begins(Work::MakeRoom);
+            let mut work_time = background.begin();
+            work_time.switch_to(Work::MakeRoom);
             burn(20);
             panic!("as a bug would");
         }));
@@ -187,9 +187,9 @@ mod tests {
         );
 
         // Who waits takes nothing.
-        let turn = background.turn();
+        let work_time = background.begin();
         std::thread::sleep(Duration::from_millis(50));
-        drop(turn);
+        drop(work_time);
         let cpu_ns = clock_ns(ClockId::ThreadCPUTime) - begun_ns;
         let sum_ns: u64 = sums().into_iter().sum();
         assert!(sum_ns <= cpu_ns, "{sum_ns} of {cpu_ns}");

@@ -4,9 +4,9 @@
 //! The manager ends and restarts a daemon of which it hears nothing for its period (WatchdogSec=,
 //! WATCHDOG_USEC); that covers one that is stopped or starved as a whole. Of a single thread that
 //! hangs, the manager is told at once. Guests lose their cache by it and no byte, and QEMU finds the
-//! new daemon by itself, so a wrong alarm costs time only. Never here: which threads, see `pulse.rs`.
+//! new daemon by itself, so a wrong alarm costs time only. Never here: which threads, see `heartbeats.rs`.
 
-use crate::host::heartbeat::{LOOKS_MAX, Pulse};
+use crate::host::heartbeat::{Heartbeats, MISSED_CHECKS_MAX};
 pub use sd_notify::NotifyState;
 use std::io;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use std::time::Duration;
 /// Without a service manager that asks for another one: a hung thread is logged, then.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
-/// Looks in a period. A thread that hangs is told of after [`LOOKS_MAX`] and one more of them, which
+/// Looks in a period. A thread that hangs is told of after [`MISSED_CHECKS_MAX`] and one more of them, which
 /// is sooner than the manager would miss a word.
-const LOOKS_PER_PERIOD: u32 = 8;
-const _: () = assert!(LOOKS_MAX + 1 < LOOKS_PER_PERIOD);
+const CHECKS_PER_PERIOD: u32 = 8;
+const _: () = assert!(MISSED_CHECKS_MAX + 1 < CHECKS_PER_PERIOD);
 
 /// The thread that looks; dropping this ends it.
 pub struct Watchdog {
@@ -33,16 +33,16 @@ impl Watchdog {
     ///
     /// # Errors
     /// The system has no thread.
-    pub fn start(pulse: Arc<Pulse>) -> io::Result<Watchdog> {
+    pub fn start(heartbeats: Arc<Heartbeats>) -> io::Result<Watchdog> {
         let period = sd_notify::watchdog_enabled().unwrap_or(PERIOD_DEFAULT);
         let (stop, stopped) = channel();
         let thread = std::thread::Builder::new()
             .name("watchdog".into())
             .spawn(move || {
                 let mut hung = Vec::new();
-                let wait = || stopped.recv_timeout(period / LOOKS_PER_PERIOD);
+                let wait = || stopped.recv_timeout(period / CHECKS_PER_PERIOD);
                 while wait() == Err(RecvTimeoutError::Timeout) {
-                    look(&pulse, &mut hung);
+                    look(&heartbeats, &mut hung);
                 }
             })?;
         Ok(Watchdog {
@@ -64,8 +64,8 @@ impl Drop for Watchdog {
 }
 
 /// `hung` is what was told of already.
-fn look(pulse: &Pulse, hung: &mut Vec<String>) {
-    let found = pulse.look();
+fn look(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
+    let found = heartbeats.look();
     if found.is_empty() {
         tell(NotifyState::Watchdog);
     } else {

@@ -34,14 +34,14 @@ pub struct HungUp;
 ///
 /// Its handle is one of several of the same socket: whoever ends a connection shuts the socket
 /// down, so that the front end sees the end before the last of them is closed.
-pub struct Peer(Kind);
+pub struct Peer(Source);
 
 /// How it is looked at, in a simulator.
-pub type Look = Box<dyn Fn() -> Result<(), HungUp> + Send + Sync>;
+pub type Check = Box<dyn Fn() -> Result<(), HungUp> + Send + Sync>;
 
-enum Kind {
+enum Source {
     Socket(Socket),
-    Told(Look),
+    Simulated(Check),
 }
 
 struct Socket {
@@ -51,40 +51,40 @@ struct Socket {
     seen_at_ns: AtomicU64,
     /// So many looks find it there.
     #[cfg(test)]
-    looks: AtomicU64,
+    checks: AtomicU64,
 }
 
 impl Peer {
     /// Whoever is at the other end of that socket.
     pub fn new(stream: UnixStream) -> Peer {
-        Peer(Kind::Socket(Socket {
+        Peer(Source::Socket(Socket {
             socket: stream.into(),
             epoch: Instant::now(),
             seen_at_ns: 0.into(),
             #[cfg(test)]
-            looks: u64::MAX.into(),
+            checks: u64::MAX.into(),
         }))
     }
 
     /// Whoever a simulator says is there: each look asks it.
-    pub fn told(look: Look) -> Peer {
-        Peer(Kind::Told(look))
+    pub fn simulated(check: Check) -> Peer {
+        Peer(Source::Simulated(check))
     }
 
     /// Finds out whether it is still there; never waits. A hang-up is never taken back.
-    pub fn look(&self) -> Result<(), HungUp> {
+    pub fn check(&self) -> Result<(), HungUp> {
         match &self.0 {
-            Kind::Socket(socket) => socket.look(),
-            Kind::Told(look) => look(),
+            Source::Socket(socket) => socket.check(),
+            Source::Simulated(check) => check(),
         }
     }
 
     /// Lets it hang up between a look and the next: so many find it there.
     #[cfg(test)]
-    pub fn hang_up_after(&self, looks: u64) {
+    pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
-            Kind::Socket(socket) => socket.looks.store(looks, Ordering::SeqCst),
-            Kind::Told(_) => unreachable!("it is told when"),
+            Source::Socket(socket) => socket.checks.store(checks, Ordering::SeqCst),
+            Source::Simulated(_) => unreachable!("it is told when"),
         }
     }
 }
@@ -95,11 +95,11 @@ impl Socket {
         (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }
 
-    fn look(&self) -> Result<(), HungUp> {
+    fn check(&self) -> Result<(), HungUp> {
         #[cfg(test)]
         {
-            let left = self.looks.load(Ordering::SeqCst);
-            self.looks
+            let left = self.checks.load(Ordering::SeqCst);
+            self.checks
                 .store(left.checked_sub(1).ok_or(HungUp)?, Ordering::SeqCst);
         }
         // From before the look: the daemon may be stopped after it.
@@ -141,26 +141,26 @@ mod tests {
     }
 
     /// A look when the one before is no longer good.
-    fn look(peer: &Peer) -> Result<(), HungUp> {
+    fn check(peer: &Peer) -> Result<(), HungUp> {
         std::thread::sleep(2 * GOOD_FOR);
-        peer.look()
+        peer.check()
     }
 
     #[test]
     fn the_first_look_is_one() {
         let (own, other) = UnixStream::pair().expect("sockets");
         drop(other);
-        assert_eq!(Peer::new(own).look(), Err(HungUp));
+        assert_eq!(Peer::new(own).check(), Err(HungUp));
     }
 
     #[test]
     fn messages_are_no_hang_up() {
         let (peer, _own, mut other) = pair();
-        assert_eq!(look(&peer), Ok(()));
+        assert_eq!(check(&peer), Ok(()));
         other.write_all(b"unread").expect("room");
-        assert_eq!(look(&peer), Ok(()));
+        assert_eq!(check(&peer), Ok(()));
         drop(other);
-        assert_eq!(look(&peer), Err(HungUp), "unread messages or none");
+        assert_eq!(check(&peer), Err(HungUp), "unread messages or none");
     }
 
     #[test]
@@ -168,18 +168,18 @@ mod tests {
         for how in [Shutdown::Write, Shutdown::Both] {
             let (peer, _own, other) = pair();
             other.shutdown(how).expect("connected");
-            assert_eq!(look(&peer), Err(HungUp), "{how:?}");
-            assert_eq!(look(&peer), Err(HungUp), "{how:?}: for good");
+            assert_eq!(check(&peer), Err(HungUp), "{how:?}");
+            assert_eq!(check(&peer), Err(HungUp), "{how:?}: for good");
         }
         let (peer, own, other) = pair();
         let other_handle = other.try_clone().expect("a second handle");
         drop(other);
-        assert_eq!(look(&peer), Ok(()), "another handle is open");
+        assert_eq!(check(&peer), Ok(()), "another handle is open");
         drop(other_handle);
-        assert_eq!(look(&peer), Err(HungUp));
+        assert_eq!(check(&peer), Err(HungUp));
         drop(own);
         let (peer, own, _other) = pair();
         own.shutdown(Shutdown::Both).expect("connected");
-        assert_eq!(look(&peer), Err(HungUp), "by this daemon");
+        assert_eq!(check(&peer), Err(HungUp), "by this daemon");
     }
 }

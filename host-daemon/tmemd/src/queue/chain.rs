@@ -24,7 +24,7 @@ pub enum ChainError {
     /// More descriptors than a queue may have.
     TooLong,
     /// A buffer outside of the guest's memory.
-    Outside {
+    ClockAndEntropy {
         /// Guest physical address.
         address: u64,
         /// Bytes.
@@ -42,7 +42,7 @@ impl std::fmt::Display for ChainError {
                     "a descriptor chain has more than {QUEUE_SIZE_MAX} descriptors"
                 )
             }
-            ChainError::Outside { address, length } => write!(
+            ChainError::ClockAndEntropy { address, length } => write!(
                 f,
                 "a descriptor names {length} bytes at guest address {address:#x}, which is not \
                  all in the memory that the VMM shares"
@@ -141,7 +141,7 @@ impl Chain {
                 )
             };
             if !memory.check_range(address, length as usize, access) {
-                return Err(ChainError::Outside {
+                return Err(ChainError::ClockAndEntropy {
                     address: address.raw_value(),
                     length,
                 });
@@ -211,7 +211,7 @@ impl Chain {
             return Ok(false);
         }
         for (number, slice) in bytes.chunks(SLICE_BYTES).enumerate() {
-            peer.look()?;
+            peer.check()?;
             let offset = offset + (number * SLICE_BYTES) as u64;
             if !self.write_slice(memory, offset, slice)? {
                 return Ok(false);
@@ -449,7 +449,7 @@ mod tests {
         let error = fill(&memory.guest, &[(DATA, 0, NEXT, 1), (0, large, 0, 0)], &[]).err();
         assert_eq!(
             error,
-            Some(ChainError::Outside {
+            Some(ChainError::ClockAndEntropy {
                 address: 0,
                 length: large
             })
@@ -478,10 +478,10 @@ mod tests {
         ] {
             for flags in [0, WRITE] {
                 let error = fill(&memory.guest, &[(address, length, flags, 0)], &[]).err();
-                assert_eq!(error, Some(ChainError::Outside { address, length }));
+                assert_eq!(error, Some(ChainError::ClockAndEntropy { address, length }));
             }
         }
-        let error = ChainError::Outside {
+        let error = ChainError::ClockAndEntropy {
             address: 0x1000,
             length: 7,
         }

@@ -11,7 +11,7 @@
 //! request again and goes on behind the finished pages. If the request changed meanwhile, which no driver
 //! does, the guest gets the results of a mixture of its own two requests.
 
-use crate::host::clock::Outside;
+use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::Peer;
 use crate::memory::table::GuestMemory;
 use crate::queue::chain::{Chain, WriteError};
@@ -48,11 +48,11 @@ pub struct Context<'vm, 'a> {
     /// The connection's generation.
     pub generation: u64,
     /// Time.
-    pub outside: &'a Outside,
+    pub clock: &'a ClockAndEntropy,
     /// It asks for more than its rate: all is refused or missed.
     pub limited: bool,
     /// True once a drain waits no longer: what is not begun is refused or missed.
-    pub cut: &'a dyn Fn() -> bool,
+    pub drain_expired: &'a dyn Fn() -> bool,
     /// Bounds the work.
     pub slice: &'a Slice<'a>,
 }
@@ -68,7 +68,7 @@ pub struct Progress {
 
 impl Context<'_, '_> {
     fn now(&self) -> Time {
-        Time(self.outside.now_ns())
+        Time(self.clock.now_ns())
     }
 }
 
@@ -238,17 +238,17 @@ fn put(
     let mut from = progress.done.min(pages.len());
     let mut done = from;
     while status == wire::S_OK && done < pages.len() {
-        let cut = (context.cut)();
+        let drain_expired = (context.drain_expired)();
         let left = pages.len() - done;
         let group = match slice.step_pages(PUT_NS_MAX, left.min(GROUP_PAGES)) {
             Some(pages) => pages,
             // A drain that waits no longer has all refused at once.
-            None if cut => left,
+            None if drain_expired => left,
             None => break,
         };
         let end = done + group;
         let frozen = vm.frozen.load(Ordering::Relaxed);
-        if frozen || context.limited || cut {
+        if frozen || context.limited || drain_expired {
             // A refused page leaves nothing behind, not even what was put before.
             for page in &pages[done..end] {
                 let (object, index) = (page.object.get(), page.index.get());
@@ -372,13 +372,13 @@ fn get<'vm>(
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
-        if context.limited || (context.cut)() {
-            let cut = (count - done) as u64;
+        if context.limited || (context.drain_expired)() {
+            let drain_expired = (count - done) as u64;
             let counter = match context.limited {
                 true => &vm.counters.limited_pages,
                 false => &vm.counters.drain_cut_pages,
             };
-            counter.fetch_add(cut, Ordering::Relaxed);
+            counter.fetch_add(drain_expired, Ordering::Relaxed);
             // Drops nothing, and says whether there is such a pool: what changes is pages to misses, not
             // the status of a request.
             if vm.tenant.flush(pool, *object, *index, Some(0)).is_err() {

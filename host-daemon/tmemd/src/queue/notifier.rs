@@ -32,7 +32,7 @@ const ATTEMPTS_MAX: usize = 10_000;
 /// `struct iocb` of linux/aio_abi.h, where bytes are in the order of a little-endian machine.
 #[repr(C)]
 #[derive(Default)]
-struct Operation {
+struct Iocb {
     data: u64,
     key: u32,
     rw_flags: u32,
@@ -50,7 +50,7 @@ struct Operation {
 /// `struct io_event`.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-struct Event([u64; 4]);
+struct IoEvent([u64; 4]);
 
 const OPCODE_PREAD: u16 = 0;
 const FLAG_EVENTFD: u32 = 1;
@@ -59,35 +59,35 @@ const FLAG_EVENTFD: u32 = 1;
 compile_error!("struct iocb has key and rw_flags the other way round");
 
 /// A context of the kernel's AIO, which any thread may use.
-struct Bell {
+struct Notifier {
     context: c_ulong,
     null: OwnedFd,
 }
 
 /// There is one for the process, and it goes with it.
-static BELL: OnceLock<Bell> = OnceLock::new();
+static NOTIFIER: OnceLock<Notifier> = OnceLock::new();
 
 /// Makes sure that [`ring`] can; to be called before anything is served.
 ///
 /// # Errors
 /// The kernel has no AIO, or all that it has is taken.
 pub fn prepare() -> io::Result<()> {
-    if BELL.get().is_none() {
+    if NOTIFIER.get().is_none() {
         // If another thread was quicker, one context is too many, which is no harm.
-        let _ = BELL.set(Bell::new()?);
+        let _ = NOTIFIER.set(Notifier::new()?);
     }
     Ok(())
 }
 
 /// Interrupts that could not be delivered.
-static LOST: AtomicU64 = AtomicU64::new(0);
+static LOST_INTERRUPTS: AtomicU64 = AtomicU64::new(0);
 
 /// Limits log lines about them: a worker can lose one for each answer.
 static LOST_LINES: LogLimit = LogLimit::const_default();
 
 /// Interrupts that could not be delivered since the start.
-pub fn lost() -> u64 {
-    LOST.load(Ordering::Relaxed)
+pub fn lost_interrupts() -> u64 {
+    LOST_INTERRUPTS.load(Ordering::Relaxed)
 }
 
 /// Rings an eventfd. It never waits, whatever others do with it. An interrupt that the kernel does not deliver is
@@ -95,12 +95,12 @@ pub fn lost() -> u64 {
 ///
 /// # Panics
 /// Nobody has called [`prepare`].
-pub fn ring(fd: &OwnedFd) {
-    let bell = BELL.get().expect("prepared before anything is served");
-    if let Err(error) = bell.ring(fd) {
+pub fn notify(fd: &OwnedFd) {
+    let notifier = NOTIFIER.get().expect("prepared before anything is served");
+    if let Err(error) = notifier.notify(fd) {
         // Of an eventfd that is open this is want of memory. The front end's device looks again at
         // its deadline, and its driver goes on without answers.
-        LOST.fetch_add(1, Ordering::Relaxed);
+        LOST_INTERRUPTS.fetch_add(1, Ordering::Relaxed);
         if let Some(left_out) = LOST_LINES.admit(Instant::now()) {
             tracing::error!(
                 left_out,
@@ -110,8 +110,8 @@ pub fn ring(fd: &OwnedFd) {
     }
 }
 
-impl Bell {
-    fn new() -> io::Result<Bell> {
+impl Notifier {
+    fn new() -> io::Result<Notifier> {
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         let mut context: c_ulong = 0;
         // SAFETY: the kernel writes a context's number to where the pointer says.
@@ -123,16 +123,16 @@ impl Bell {
                  {error}); if others have taken all, raise fs.aio-max-nr"
             )));
         }
-        Ok(Bell { context, null })
+        Ok(Notifier { context, null })
     }
 
-    fn ring(&self, fd: &OwnedFd) -> io::Result<()> {
-        let mut operation = Operation {
+    fn notify(&self, fd: &OwnedFd) -> io::Result<()> {
+        let mut operation = Iocb {
             opcode: OPCODE_PREAD,
             fd: self.null.as_raw_fd() as u32,
             flags: FLAG_EVENTFD,
             eventfd: fd.as_raw_fd() as u32,
-            ..Operation::default()
+            ..Iocb::default()
         };
         let mut last = io::Error::from_raw_os_error(libc::EAGAIN);
         for _ in 0..ATTEMPTS_MAX {
@@ -153,7 +153,7 @@ impl Bell {
             last = io::Error::last_os_error();
             match last.raw_os_error() {
                 // No completion has room.
-                Some(libc::EAGAIN) => self.forget(),
+                Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,
             }
@@ -162,8 +162,8 @@ impl Bell {
     }
 
     /// Takes completions, which say nothing.
-    fn forget(&self) {
-        let mut events = [Event::default(); EVENTS_MAX];
+    fn reap(&self) {
+        let mut events = [IoEvent::default(); EVENTS_MAX];
         // SAFETY: the kernel writes at most as many events as there is room for; no time is given,
         // and with a minimum of 0 it does not wait.
         unsafe {
@@ -196,13 +196,13 @@ mod tests {
     fn each_ring_counts_from_any_thread() {
         prepare().expect("AIO");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd");
-        const RINGS: u64 = 20_000;
+        const CALLS: u64 = 20_000;
         std::thread::scope(|scope| {
             for _ in 0..3 {
-                scope.spawn(|| (0..RINGS).for_each(|_| ring(&fd)));
+                scope.spawn(|| (0..CALLS).for_each(|_| notify(&fd)));
             }
         });
-        assert_eq!(count(&fd), 3 * RINGS);
+        assert_eq!(count(&fd), 3 * CALLS);
     }
 
     /// One test looks at the count of the whole process: no other one loses interrupts.
@@ -211,12 +211,16 @@ mod tests {
         prepare().expect("AIO");
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
         let no_eventfd = null.expect("opened");
-        let before = lost();
-        (0..100).for_each(|_| ring(&no_eventfd));
-        assert_eq!(lost() - before, 100);
+        let before = lost_interrupts();
+        (0..100).for_each(|_| notify(&no_eventfd));
+        assert_eq!(lost_interrupts() - before, 100);
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd");
-        ring(&fd);
-        assert_eq!((count(&fd), lost() - before), (1, 100), "others arrive");
+        notify(&fd);
+        assert_eq!(
+            (count(&fd), lost_interrupts() - before),
+            (1, 100),
+            "others arrive"
+        );
     }
 
     /// As a front end can have it at any time: an ordinary write would wait for ever.
@@ -227,7 +231,7 @@ mod tests {
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).expect("empty");
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
-            (0..1000).for_each(|_| ring(&fd));
+            (0..1000).for_each(|_| notify(&fd));
             sender.send(count(&fd)).expect("waited for");
         });
         let counted = done.recv_timeout(Duration::from_secs(30));

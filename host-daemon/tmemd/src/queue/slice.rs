@@ -10,7 +10,7 @@
 //! Out of scope: what is left of an interrupted request (`execute.rs`), whose slice is next
 //! (`run_queue.rs`).
 
-use crate::host::clock::Outside;
+use crate::host::clock::ClockAndEntropy;
 use std::cell::Cell;
 use tmem_pool::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
 
@@ -43,7 +43,7 @@ const _: () = {
 
 /// The slice that is running.
 pub struct Slice<'a> {
-    outside: &'a Outside,
+    clock: &'a ClockAndEntropy,
     ends_at_ns: u64,
     left_ns: Cell<u64>,
     has_worked: Cell<bool>,
@@ -51,10 +51,10 @@ pub struct Slice<'a> {
 
 impl Slice<'_> {
     /// Begins now.
-    pub fn begin(outside: &Outside) -> Slice<'_> {
+    pub fn begin(clock: &ClockAndEntropy) -> Slice<'_> {
         Slice {
-            outside,
-            ends_at_ns: outside.now_ns() + SLICE_NS,
+            clock,
+            ends_at_ns: clock.now_ns() + SLICE_NS,
             left_ns: Cell::new(SLICE_NS),
             has_worked: Cell::new(false),
         }
@@ -68,13 +68,13 @@ impl Slice<'_> {
     /// Whether work of that cost fits.
     pub fn fits(&self, cost_ns: u64) -> bool {
         let left_ns = self.left_ns.get();
-        left_ns >= cost_ns && self.outside.now_ns() + cost_ns <= self.ends_at_ns
+        left_ns >= cost_ns && self.clock.now_ns() + cost_ns <= self.ends_at_ns
     }
 
     /// Allows a step that costs `least_ns` or more. Returns what it may cost; None: the slice is over.
     pub fn step(&self, least_ns: u64) -> Option<u64> {
         let left_ns = self.left_ns.get();
-        let time_left_ns = self.ends_at_ns.saturating_sub(self.outside.now_ns());
+        let time_left_ns = self.ends_at_ns.saturating_sub(self.clock.now_ns());
         let step_ns = left_ns.min(time_left_ns);
         let first = !self.has_worked.replace(true);
         match first {

@@ -14,7 +14,7 @@
 //! beginning, as after a daemon that was killed (DEV-24 in proto/SPEC.md): puts and flushes are
 //! repeated, and pages that a GET has already taken are missed.
 
-use crate::host::clock::Outside;
+use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::{HungUp, Peer};
 use crate::memory::table::Memory;
 use crate::queue::chain::{Chain, READ_BUFFER_BYTES, WriteError};
@@ -60,7 +60,7 @@ pub struct Link {
     /// The number that requests must carry; changes only while all vrings are held.
     pub generation: AtomicU64,
     /// Time.
-    pub outside: Outside,
+    pub clock: ClockAndEntropy,
 }
 
 /// Ring addresses as the VMM gives them: its own.
@@ -75,7 +75,7 @@ pub struct RingAddresses {
 }
 
 /// Guarded by the vring's lock.
-pub struct State {
+pub struct VringState {
     /// Ring indices and addresses.
     pub queue: Queue,
     /// The guest's memory; empty while there is none.
@@ -120,11 +120,11 @@ struct Unfinished {
 
 /// What a turn leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Turn {
+pub enum SliceEnd {
     /// Nothing to do before the next kick.
     Idle,
     /// Nothing to do, and no kick is asked for: to be looked at until then, and to get a turn then.
-    Look {
+    Poll {
         /// By the daemon's clock.
         until_ns: u64,
     },
@@ -205,7 +205,7 @@ pub struct Vring {
     hold: AtomicBool,
     /// Nanoseconds of the daemon's clock at which a drain cuts off; `u64::MAX` while there is none.
     cut_at_ns: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<VringState>,
 }
 
 impl Vring {
@@ -220,7 +220,7 @@ impl Vring {
             link,
             hold: AtomicBool::new(false),
             cut_at_ns: AtomicU64::new(u64::MAX),
-            state: Mutex::new(State {
+            state: Mutex::new(VringState {
                 queue,
                 memory: Arc::new(Memory::empty(&Arc::default())),
                 addresses: None,
@@ -248,7 +248,7 @@ impl Vring {
     }
 
     fn now_ns(&self) -> u64 {
-        self.link.outside.now_ns()
+        self.link.clock.now_ns()
     }
 
     /// Whether it is to be put in the worker's run queue, from now on: it is not there yet.
@@ -261,7 +261,7 @@ impl Vring {
     }
 
     /// It was taken from there for a turn that has not begun, so that a kick during it is not lost. Returns
-    /// when that was, for [`took`](Self::took).
+    /// when that was, for [`charge_time`](Self::took).
     pub fn dequeue(&self) -> u64 {
         let now_ns = self.now_ns();
         let waited_ns = now_ns - self.queued_at_ns.load(Ordering::Relaxed);
@@ -275,10 +275,10 @@ impl Vring {
     /// call: a turn may be a single page in 5 µs, of which the clock of a thread's processor time would take
     /// a tenth. The two differ where a worker has to wait for a processor, or for a page of the guest's that
     /// the host has swapped; it waits for nothing else in a turn.
-    pub fn took(&self, begun_ns: u64) {
+    pub fn charge_time(&self, begun_ns: u64) {
         let took_ns = self.now_ns() - begun_ns;
         let counters = &self.link.vm.counters;
-        counters.turns_ns.fetch_add(took_ns, Ordering::Relaxed);
+        counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);
     }
 
     /// First half of holding: the worker leaves at the end of the chain it is at.
@@ -291,7 +291,7 @@ impl Vring {
     }
 
     /// Second half: waits for that. The vring is drained as long as the guard lives.
-    pub fn lock(&self) -> MutexGuard<'_, State> {
+    pub fn lock(&self) -> MutexGuard<'_, VringState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -304,7 +304,7 @@ impl Vring {
 
     /// There is something to do, or a turn has to say that there is not. Cheap: for a vring whose last
     /// turn said to look.
-    pub fn looks_busy(&self, until_ns: u64) -> bool {
+    pub fn poll_has_ended(&self, until_ns: u64) -> bool {
         // Of the control thread's: it schedules the vring when it lets go.
         let Some(state) = self.try_lock() else {
             return true;
@@ -320,40 +320,40 @@ impl Vring {
 
     /// Answers some chains, in order. When there are no more it may say to look for others up to
     /// `poll_max_ns`, instead of asking for a kick.
-    pub fn turn(&self, scratch: &mut Scratch, poll_max_ns: u64) -> Turn {
+    pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
         // Only the control thread holds the lock for longer, and it schedules the vring after it.
         let Some(mut state) = self.try_lock() else {
-            return Turn::Idle;
+            return SliceEnd::Idle;
         };
         if !state.is_running() {
-            return Turn::Idle;
+            return SliceEnd::Idle;
         }
         let memory = state.memory.clone();
-        let result = self.run(&mut state, &memory, scratch, poll_max_ns);
+        let result = self.answer_chains(&mut state, &memory, scratch, poll_max_ns);
         // Whatever it did last, and what it then took for a fault of the guest.
         match intact(&memory).and(result) {
-            Ok(turn) => turn,
+            Ok(end) => end,
             Err(Halt::Lost) => {
                 // The control thread ends the connection, and lets go of the memory.
                 state.give_back();
                 state.stopped = Some("a page of the guest's memory has gone".into());
                 self.link.vm.hang_up();
-                Turn::Idle
+                SliceEnd::Idle
             }
             Err(Halt::Fault(reason)) => {
                 self.stop(&mut state, reason);
-                Turn::Idle
+                SliceEnd::Idle
             }
             Err(Halt::HungUp) => {
                 // Until the control thread, which is yet to hear of it, lets go of the memory.
                 state.give_back();
                 state.stopped = Some("the front end hung up".into());
-                Turn::Idle
+                SliceEnd::Idle
             }
         }
     }
 
-    /// Stops the queue after a panic in `turn`, which is a bug of the daemon: other queues go on.
+    /// Stops the queue after a panic in `end`, which is a bug of the daemon: other queues go on.
     pub fn stop_after_panic(&self) {
         let mut state = self.lock();
         self.stop(
@@ -362,7 +362,7 @@ impl Vring {
         );
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, VringState>> {
         match self.state.try_lock() {
             Ok(state) => Some(state),
             Err(std::sync::TryLockError::Poisoned(state)) => Some(state.into_inner()),
@@ -370,49 +370,49 @@ impl Vring {
         }
     }
 
-    fn run(
+    fn answer_chains(
         &self,
-        state: &mut State,
+        state: &mut VringState,
         table: &Memory,
         scratch: &mut Scratch,
         poll_max_ns: u64,
-    ) -> Result<Turn, Halt> {
+    ) -> Result<SliceEnd, Halt> {
         let memory = &table.guest;
         let ring_fault = |what: &'static str| {
             move |error: virtio_queue::Error| format!("{what} cannot be accessed: {error}")
         };
         let peer = &self.link.peer;
-        peer.look()?;
+        peer.check()?;
         state
             .queue
             .disable_notification(memory)
             .map_err(ring_fault("the used ring"))?;
-        let slice = Slice::begin(&self.link.outside);
+        let slice = Slice::begin(&self.link.clock);
         let mut unfinished = state.unfinished.take();
         let mut to_interrupt = false;
         // The first chain of a turn is always taken.
         let mut has_begun = false;
-        let turn = loop {
+        let end = loop {
             if self.hold.load(Ordering::SeqCst) {
                 state.unfinished = unfinished;
-                break Turn::Idle;
+                break SliceEnd::Idle;
             }
             if has_begun && !slice.fits(CHAIN_NS) {
-                break Turn::More;
+                break SliceEnd::More;
             }
             // For the next chain, or for the wish to be kicked.
-            peer.look()?;
+            peer.check()?;
             let chains = state.queue.iter(memory);
             let Some(descriptors) = chains
                 .map_err(|error| format!("the available ring is broken: {error}"))?
                 .next()
             else {
                 if let Some(until_ns) = state.polling.dry(self.now_ns(), poll_max_ns) {
-                    break Turn::Look { until_ns };
+                    break SliceEnd::Poll { until_ns };
                 }
                 let more = state.queue.enable_notification(memory);
                 if !more.map_err(ring_fault("the used ring"))? {
-                    break Turn::Idle;
+                    break SliceEnd::Idle;
                 }
                 // More came just now. Counted as work, so that the turn ends whatever is done.
                 slice.charge(CHAIN_NS);
@@ -444,7 +444,7 @@ impl Vring {
             let expected_ns = chain.pages().min(wire::BATCH_MAX as u64) * PAGE_EXPECTED_NS;
             if has_begun && !slice.fits(expected_ns) {
                 state.give_back();
-                break Turn::More;
+                break SliceEnd::More;
             }
             has_begun = true;
             let last = unfinished.take().filter(|last| last.head == head);
@@ -456,10 +456,10 @@ impl Vring {
                 Answered::Unfinished(chain) => {
                     state.give_back();
                     state.unfinished = Some(chain);
-                    break Turn::More;
+                    break SliceEnd::More;
                 }
             };
-            peer.look()?;
+            peer.check()?;
             intact(table)?;
             state
                 .queue
@@ -482,7 +482,7 @@ impl Vring {
         if to_interrupt {
             state.interrupt(memory)?;
         }
-        Ok(turn)
+        Ok(end)
     }
 
     /// Executes the chain in `scratch`, or goes on with it if it was interrupted last.
@@ -546,9 +546,9 @@ impl Vring {
                     vm,
                     peer: &self.link.peer,
                     generation: self.link.generation.load(Ordering::SeqCst),
-                    outside: &self.link.outside,
+                    clock: &self.link.clock,
                     limited: chain_state.limited,
-                    cut: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
+                    drain_expired: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
                     slice,
                 };
                 let kept = (spent, &mut chain_state.progress);
@@ -576,7 +576,7 @@ impl Vring {
         }
     }
 
-    fn stop(&self, state: &mut State, reason: String) {
+    fn stop(&self, state: &mut VringState, reason: String) {
         let vm = &self.link.vm;
         vm.counters.queues_stopped.fetch_add(1, Ordering::Relaxed);
         vm.queue_stopped(self.index, &reason);
@@ -584,16 +584,16 @@ impl Vring {
         state.stopped = Some(reason);
         // For what was answered before it.
         if let Some(call) = &state.call {
-            notifier::ring(call);
+            notifier::notify(call);
         }
         if let Some(error) = &state.error {
-            notifier::ring(error);
+            notifier::notify(error);
         }
     }
 
     /// Takes over what the VMM told: finds the rings in guest memory, and when they are there for
     /// the first time, compares the used index with the base. The caller holds the vring.
-    pub fn configure(&self, state: &mut State) {
+    pub fn configure(&self, state: &mut VringState) {
         state.ready = false;
         let Some(addresses) = state.addresses else {
             return;
@@ -651,7 +651,7 @@ impl Vring {
     }
 }
 
-impl State {
+impl VringState {
     /// A worker may take chains.
     pub fn is_running(&self) -> bool {
         self.ready && self.enabled && self.kick.is_some() && self.stopped.is_none()
@@ -688,7 +688,7 @@ impl State {
             wanted = u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0;
         }
         if let (true, Some(call)) = (wanted, &self.call) {
-            notifier::ring(call);
+            notifier::notify(call);
         }
         Ok(())
     }

@@ -3,12 +3,12 @@
 
 use super::*;
 use crate::config::settings::VmConfig;
-use crate::host::clock::Told;
+use crate::host::clock::SimulatedClock;
 use crate::memory::peer::Peer;
 use crate::memory::table::RegionSpec;
 use crate::queue::slice::SLICE_NS;
 use crate::util::event_fd::consume;
-use crate::util::request_rate::Rate;
+use crate::util::request_rate::RequestRate;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::os::unix::net::UnixStream;
@@ -55,7 +55,7 @@ struct Clock {
     step_ns: AtomicU64,
 }
 
-impl Told for Clock {
+impl SimulatedClock for Clock {
     fn now_ns(&self) -> u64 {
         let step_ns = self.step_ns.load(Ordering::Relaxed);
         self.now_ns.fetch_add(step_ns, Ordering::Relaxed)
@@ -101,13 +101,13 @@ fn guest_at(base: u16, used: u16) -> Guest {
     let (own, front_end) = UnixStream::pair().expect("sockets");
     let pages_per_second = Arc::default();
     let mut vm = Vm::new(config, tenant, None, Arc::default());
-    vm.rate = Rate::new(&pages_per_second);
+    vm.rate = RequestRate::new(&pages_per_second);
     let clock: Arc<Clock> = Arc::default();
     let link = Arc::new(Link {
         vm: Arc::new(vm),
         peer: Peer::new(own),
         generation: AtomicU64::new(GENERATION),
-        outside: Outside::Told(clock.clone()),
+        clock: ClockAndEntropy::Simulated(clock.clone()),
     });
     let vring = Vring::new(1, 0, link.clone());
     let call = eventfd(0, EventfdFlags::NONBLOCK).expect("eventfd");
@@ -271,8 +271,8 @@ impl Guest {
         pages
     }
 
-    fn turn(&mut self) -> Turn {
-        self.vring.turn(&mut self.scratch, 0)
+    fn run_slice(&mut self) -> SliceEnd {
+        self.vring.run_slice(&mut self.scratch, 0)
     }
 
     fn used(&self) -> u16 {
@@ -334,7 +334,7 @@ fn req(request_type: u16, count: usize) -> Req {
 fn a_page_goes_and_comes_back() {
     let mut guest = guest();
     let (put, get) = (guest.put(5, 3), guest.get(5, 3));
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert_eq!(guest.used(), 2);
     let expected = [
         vec![wire::S_OK, 0, 0, 0, 0, 0, 0, 0],
@@ -359,10 +359,10 @@ fn a_turn_is_bounded() {
     for index in 0..70 {
         guest.put(index, 1);
     }
-    assert_eq!(guest.turn(), Turn::More);
+    assert_eq!(guest.run_slice(), SliceEnd::More);
     let answered = guest.used();
     assert!((30..=66).contains(&answered), "{answered}");
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert_eq!(guest.used(), 70);
 }
 
@@ -383,12 +383,12 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
     }
     let (mut held, mut slices) = (CHAINS * PAGES, 0);
     loop {
-        let turn = guest.turn();
+        let end = guest.run_slice();
         let now = guest.link.vm.tenant.stats().pages;
         assert!(held - now <= DROPPED_PER_SLICE_MAX, "{held} to {now}");
         assert!(now < held, "a slice without progress");
         (held, slices) = (now, slices + 1);
-        if turn == Turn::Idle {
+        if end == SliceEnd::Idle {
             break;
         }
     }
@@ -422,7 +422,7 @@ fn ranges_without_pages_are_bounded_per_slice_too() {
     let (mut before, mut slices) = (steps(&guest), 0);
     let all = before + 10 * 64 * 1000;
     while guest.used() < 10 {
-        guest.turn();
+        guest.run_slice();
         let now = steps(&guest);
         assert!(now > before, "a slice without progress");
         assert!(
@@ -441,10 +441,10 @@ fn a_get_of_dense_pages_takes_two_slices() {
     let mut guest = guest();
     let expected = guest.store_dense(64);
     let answer = guest.get(0, 64);
-    assert_eq!((guest.turn(), guest.used()), (Turn::More, 0));
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::More, 0));
     let hits = guest.link.vm.tenant.stats().hits;
     assert!((20..=33).contains(&hits), "{hits} pages of 6 µs");
-    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 1));
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
     assert_eq!(guest.bytes(answer, 1), [wire::S_OK]);
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
     let data = guest.bytes(answer + 8 + 64 * 16, 64 * PAGE_SIZE);
@@ -461,7 +461,7 @@ fn requests_of_each_type_resume_when_time_is_up() {
     let turns = |guest: &mut Guest, used: u16| {
         let mut turns = 0;
         while guest.used() < used {
-            assert_ne!(guest.turn(), Turn::Idle, "{used}");
+            assert_ne!(guest.run_slice(), SliceEnd::Idle, "{used}");
             turns += 1;
             assert!(turns < 100, "no progress");
         }
@@ -501,10 +501,10 @@ fn a_drain_gives_an_interrupted_chain_back() {
     let mut guest = guest();
     guest.store_dense(64);
     let answer = guest.get(0, 64);
-    assert_eq!((guest.turn(), guest.used()), (Turn::More, 0));
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::More, 0));
     let hits = guest.link.vm.tenant.stats().hits as usize;
     guest.vring.raise_hold();
-    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
     let mut state = guest.vring.lock();
     assert_eq!(state.queue.next_avail(), 0, "the base that the VMM gets");
     assert!(state.unfinished.is_some(), "a hold alone changes nothing");
@@ -513,7 +513,7 @@ fn a_drain_gives_an_interrupted_chain_back() {
     guest.vring.configure(&mut state);
     drop(state);
     guest.vring.lower_hold();
-    while guest.turn() == Turn::More {}
+    while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.used(), 1);
     let mut expected = [wire::P_HIT; 64];
     expected[..hits].fill(wire::P_MISS);
@@ -530,16 +530,16 @@ fn after_a_hold_an_interrupted_chain_goes_on() {
     let mut guest = guest();
     guest.store_dense(64);
     let answer = guest.get(0, 64);
-    assert_eq!(guest.turn(), Turn::More);
+    assert_eq!(guest.run_slice(), SliceEnd::More);
     guest.vring.raise_hold();
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     {
         let mut state = guest.vring.lock();
         state.memory = guest.memory.clone();
         guest.vring.configure(&mut state);
     }
     guest.vring.lower_hold();
-    while guest.turn() == Turn::More {}
+    while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
 }
 
@@ -550,14 +550,14 @@ fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
         let mut guest = guest();
         guest.store_dense(64);
         let get = guest.get(0, 64);
-        assert_eq!(guest.turn(), Turn::More, "{what}");
+        assert_eq!(guest.run_slice(), SliceEnd::More, "{what}");
         if what == "pool" {
             guest.link.vm.tenant.destroy_pool(1).expect("there");
         } else {
             let generation = &guest.link.generation;
             generation.store(GENERATION + 1, Ordering::SeqCst);
         }
-        while guest.turn() == Turn::More {}
+        while guest.run_slice() == SliceEnd::More {}
         assert_eq!(guest.used(), 1, "{what}");
         assert_eq!(guest.bytes(get, 1), [status], "{what}");
         assert_eq!(guest.results(get, 64), [wire::P_MISS; 64], "{what}");
@@ -572,7 +572,7 @@ fn another_request_in_the_place_of_an_interrupted_one_begins_anew() {
     let mut guest = guest();
     guest.store_dense(64);
     let get = guest.get(0, 64);
-    assert_eq!(guest.turn(), Turn::More);
+    assert_eq!(guest.run_slice(), SliceEnd::More);
     let taken = guest.link.vm.tenant.stats().hits;
     // The same shape, of a pool that there is not.
     let mut other = req(wire::T_GET, 64);
@@ -580,7 +580,7 @@ fn another_request_in_the_place_of_an_interrupted_one_begins_anew() {
     let at = GuestAddress(get - (24 + 16 + 64 * 8));
     let memory = &guest.memory.guest;
     memory.write_slice(other.as_bytes(), at).expect("inside");
-    while guest.turn() == Turn::More {}
+    while guest.run_slice() == SliceEnd::More {}
     assert_eq!(
         (guest.bytes(get, 1), guest.used()),
         (vec![wire::S_NO_POOL], 1)
@@ -596,8 +596,8 @@ fn the_rate_is_asked_once_for_an_interrupted_chain() {
     guest.store_dense(64);
     guest.pages_per_second.store(1, Ordering::SeqCst);
     let get = guest.get(0, 64);
-    assert_eq!(guest.turn(), Turn::More);
-    while guest.turn() == Turn::More {}
+    assert_eq!(guest.run_slice(), SliceEnd::More);
+    while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
 }
 
@@ -614,7 +614,7 @@ fn a_flush_of_much_takes_many_turns() {
     let get = guest.get(5, 1);
     let mut held = 3000;
     let mut turns = 0;
-    while guest.turn() == Turn::More {
+    while guest.run_slice() == SliceEnd::More {
         turns += 1;
         let (before, now) = (held, guest.link.vm.tenant.stats().pages);
         assert!(
@@ -669,11 +669,11 @@ fn a_turn_of_long_chains_is_shorter() {
         }
         guest.send_indirect(table, 200);
     }
-    assert_eq!(guest.turn(), Turn::More);
+    assert_eq!(guest.run_slice(), SliceEnd::More);
     let answered = u32::from(guest.used());
     // 200 descriptors take 10 µs.
     assert!((1..=16).contains(&answered), "{answered}");
-    while guest.turn() == Turn::More {}
+    while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.used(), 70);
 }
 
@@ -687,7 +687,7 @@ fn the_driver_can_suppress_interrupts() {
         .guest
         .store(flags, GuestAddress(AVAIL), Ordering::Release)
         .expect("inside");
-    guest.turn();
+    guest.run_slice();
     assert_eq!(guest.used(), 1);
     assert!(!guest.interrupted());
 }
@@ -695,12 +695,12 @@ fn the_driver_can_suppress_interrupts() {
 #[test]
 fn nothing_answered_is_no_interrupt() {
     let mut guest = guest();
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert!(!guest.interrupted());
     guest.put(0, 1);
-    guest.turn();
+    guest.run_slice();
     assert!(guest.interrupted());
-    guest.turn();
+    guest.run_slice();
     assert!(!guest.interrupted());
 }
 
@@ -720,7 +720,7 @@ fn event_index_decides_on_interrupts() {
     wait_for(&guest, 2);
     for (index, interrupted) in [false, false, true, false].into_iter().enumerate() {
         guest.put(index as u64, 1);
-        guest.turn();
+        guest.run_slice();
         assert_eq!(guest.interrupted(), interrupted, "answer {index}");
     }
     let at = GuestAddress(USED + 4 + 8 * u64::from(SIZE));
@@ -737,18 +737,22 @@ fn a_held_vring_takes_nothing() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.vring.raise_hold();
-    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0), "announced");
+    assert_eq!(
+        (guest.run_slice(), guest.used()),
+        (SliceEnd::Idle, 0),
+        "announced"
+    );
     guest.vring.lower_hold();
     {
         let _state = guest.vring.lock();
         assert_eq!(
-            guest.vring.turn(&mut guest.scratch, 0),
-            Turn::Idle,
+            guest.vring.run_slice(&mut guest.scratch, 0),
+            SliceEnd::Idle,
             "locked"
         );
     }
     assert_eq!(guest.used(), 0);
-    guest.turn();
+    guest.run_slice();
     assert_eq!(guest.used(), 1);
 }
 
@@ -771,13 +775,13 @@ fn after_a_hang_up_nothing_is_touched() {
         let mut guest = guest();
         guest.vring.lock().queue.set_event_idx(true);
         guest.put(1, PAGES);
-        assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 1));
+        assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 1));
         consume(&guest.call);
         let answer = guest.get(1, PAGES);
         let all = |guest: &Guest| guest.bytes(0, MEMORY_BYTES as usize);
         let before = all(&guest);
         guest.link.peer.hang_up_after(looks);
-        assert_eq!(guest.turn(), Turn::Idle);
+        assert_eq!(guest.run_slice(), SliceEnd::Idle);
         let results = guest.results(answer, PAGES);
         let data = guest.bytes(answer + 8 + 16 * PAGES as u64, PAGES * PAGE_SIZE);
         let kick_at = guest.bytes(USED + 4 + 8 * u64::from(SIZE), 2);
@@ -803,7 +807,7 @@ fn after_a_hang_up_nothing_is_touched() {
         guest.link.peer.hang_up_after(u64::MAX);
         guest.put(50, 1);
         let offered = all(&guest);
-        guest.turn();
+        guest.run_slice();
         assert_eq!(offered == all(&guest), looks < 7, "{looks} looks");
     }
 }
@@ -815,7 +819,7 @@ fn after_a_hang_up_no_flag_is_set() {
     guest.put(1, 1);
     let before = guest.bytes(0, MEMORY_BYTES as usize);
     guest.link.peer.hang_up_after(0);
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
 }
 
@@ -824,11 +828,11 @@ fn after_a_hang_up_no_flag_is_set() {
 fn a_drain_cuts() {
     let mut guest = guest();
     guest.put(0, 2);
-    guest.turn();
+    guest.run_slice();
     // A cut in the past and no hold: the chain is taken, and finds its time up.
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
-    guest.turn();
+    guest.run_slice();
     guest.vring.lower_hold();
     assert_eq!(guest.bytes(put, 9)[8], wire::P_REFUSED);
     assert_eq!(guest.results(missed, 1), [wire::P_MISS]);
@@ -842,7 +846,7 @@ fn a_drain_cuts() {
         2
     );
     let both = guest.get(0, 2);
-    guest.turn();
+    guest.run_slice();
     assert_eq!(
         guest.results(both, 2),
         [wire::P_MISS, wire::P_HIT],
@@ -855,12 +859,12 @@ fn a_drain_cuts() {
 fn a_drain_that_cuts_still_knows_which_pools_there_are() {
     let mut guest = guest();
     guest.put(0, 1);
-    guest.turn();
+    guest.run_slice();
     let tenant = guest.link.vm.tenant.clone();
     tenant.destroy_pool(1).expect("there");
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, get) = (guest.put(0, 1), guest.get(0, 1));
-    guest.turn();
+    guest.run_slice();
     assert_eq!(guest.bytes(put, 9)[0], wire::S_NO_POOL);
     assert_eq!(guest.bytes(get, 1), [wire::S_NO_POOL]);
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
@@ -871,11 +875,11 @@ fn a_drain_that_cuts_still_knows_which_pools_there_are() {
 fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
     let mut guest = guest();
     guest.put(0, 2);
-    guest.turn();
+    guest.run_slice();
     // One page in a second: after a batch the next is a minute later.
     guest.pages_per_second.store(1, Ordering::SeqCst);
     let first = guest.get(5, 64);
-    guest.turn();
+    guest.run_slice();
     assert_eq!(guest.results(first, 64), [wire::P_MISS; 64], "not held");
     let counters = guest.link.clone();
     let limited = move || counters.vm.counters.limited_pages.load(Ordering::Relaxed);
@@ -884,8 +888,8 @@ fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
     let flush = flush(20, 1);
     let flushed = guest.send(&flush, 8);
     assert_eq!(
-        (guest.turn(), guest.used()),
-        (Turn::Idle, 5),
+        (guest.run_slice(), guest.used()),
+        (SliceEnd::Idle, 5),
         "all answered"
     );
     assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
@@ -896,7 +900,7 @@ fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
     assert_eq!(limited(), 2);
     guest.pages_per_second.store(0, Ordering::SeqCst);
     let both = guest.get(0, 2);
-    guest.turn();
+    guest.run_slice();
     assert_eq!(
         guest.results(both, 2),
         [wire::P_MISS, wire::P_HIT],
@@ -910,15 +914,15 @@ fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
 fn flushes_are_carried_out_at_any_rate() {
     let mut guest = guest();
     guest.put(0, 4);
-    guest.turn();
+    guest.run_slice();
     guest.pages_per_second.store(1, Ordering::SeqCst);
     guest.get(5, 64);
     let flush = flush(1, 2);
     guest.send(&flush, 8);
-    guest.turn();
+    guest.run_slice();
     guest.pages_per_second.store(0, Ordering::SeqCst);
     let all = guest.get(0, 4);
-    guest.turn();
+    guest.run_slice();
     let (hit, miss) = (wire::P_HIT, wire::P_MISS);
     assert_eq!(guest.results(all, 4), [hit, miss, miss, hit]);
 }
@@ -927,13 +931,13 @@ fn flushes_are_carried_out_at_any_rate() {
 fn another_generation_touches_nothing() {
     let mut guest = guest();
     guest.put(0, 1);
-    guest.turn();
+    guest.run_slice();
     guest
         .link
         .generation
         .store(GENERATION + 1, Ordering::SeqCst);
     let (get, put) = (guest.get(0, 1), guest.put(0, 1));
-    guest.turn();
+    guest.run_slice();
     assert_eq!(guest.bytes(get, 1), [wire::S_STALE]);
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
     assert_eq!(
@@ -942,7 +946,7 @@ fn another_generation_touches_nothing() {
     );
     guest.link.generation.store(GENERATION, Ordering::SeqCst);
     let get = guest.get(0, 1);
-    guest.turn();
+    guest.run_slice();
     assert_eq!(guest.results(get, 1), [wire::P_HIT]);
 }
 
@@ -955,7 +959,7 @@ fn an_unanswerable_request_stops_the_queue() {
     guest.put(0, 1);
     guest.send(req(wire::T_POOL_DESTROY, 0).as_bytes(), 7);
     guest.put(1, 1);
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert_eq!(guest.used(), 1, "what came before it is answered");
     assert!(guest.interrupted(), "and told");
     assert!(
@@ -969,8 +973,8 @@ fn an_unanswerable_request_stops_the_queue() {
         "the VMM is told"
     );
     assert_eq!(
-        (guest.turn(), guest.used()),
-        (Turn::Idle, 1),
+        (guest.run_slice(), guest.used()),
+        (SliceEnd::Idle, 1),
         "it stays stopped"
     );
     let mut state = guest.vring.lock();
@@ -989,7 +993,7 @@ fn more_chains_than_the_ring_has_stop_the_queue() {
         .guest
         .store(index, GuestAddress(AVAIL + 2), Ordering::Release)
         .expect("inside");
-    guest.turn();
+    guest.run_slice();
     assert!(guest.stopped().expect("stopped").contains("available ring"));
 }
 
@@ -1000,7 +1004,7 @@ fn an_answer_out_of_order_is_never_published() {
     guest.send(&flush(1, 1), 8);
     // As a bug would: the first chain is passed over.
     guest.vring.lock().queue.set_next_avail(1);
-    assert_eq!(guest.turn(), Turn::Idle);
+    assert_eq!(guest.run_slice(), SliceEnd::Idle);
     let why = guest.stopped().expect("it has stopped");
     assert!(why.contains("a bug in the daemon"), "{why}");
     assert_eq!(guest.used(), 0);
@@ -1017,7 +1021,7 @@ fn a_base_beside_the_used_index_is_refused() {
     let mut guest = guest_at(u16::MAX, u16::MAX);
     guest.put(0, 1);
     guest.put(1, 1);
-    guest.turn();
+    guest.run_slice();
     assert_eq!((guest.stopped(), guest.used()), (None, 1), "over the wrap");
 }
 
@@ -1031,7 +1035,7 @@ fn rings_outside_of_memory_do_not_run() {
         assert!(!state.is_running(), "no memory yet");
     }
     guest.put(0, 1);
-    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
     for odd in [USER + MEMORY_BYTES - 8, USER - 8, u64::MAX] {
         let mut state = guest.vring.lock();
         state.memory = guest.memory.clone();
@@ -1069,7 +1073,7 @@ fn readable_after_writable_is_bad() {
             guest.descriptor(head, answer, 8, WRITE | NEXT);
             guest.descriptor(head + 1, answer - flush.len() as u64, flush.len(), 0);
         }
-        guest.turn();
+        guest.run_slice();
         assert_eq!(guest.bytes(answer, 1), [status]);
     }
 }
@@ -1079,7 +1083,7 @@ fn a_panic_stops_one_queue() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.vring.stop_after_panic();
-    assert_eq!((guest.turn(), guest.used()), (Turn::Idle, 0));
+    assert_eq!((guest.run_slice(), guest.used()), (SliceEnd::Idle, 0));
     assert_eq!(
         guest
             .link
@@ -1113,7 +1117,7 @@ fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
             let own = UnixStream::pair().expect("sockets");
             let _place = crate::vm::state::Connected::claim(&guest.link.vm, &own.0).expect("free");
             guest.put(HELD, 8);
-            assert_eq!(guest.turn(), Turn::Idle);
+            assert_eq!(guest.run_slice(), SliceEnd::Idle);
             let before = guest.pool.stats().pages;
             assert_eq!((guest.used(), before), (base + 1, 8), "{what}");
             guest.free = REQUEST;
@@ -1125,7 +1129,7 @@ fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
             let address = guest.memory.guest.get_host_address(GuestAddress(page));
             crate::memory::sigbus::take_away(address.expect("inside"), PAGE_SIZE);
 
-            assert_eq!(guest.turn(), Turn::Idle, "{what}");
+            assert_eq!(guest.run_slice(), SliceEnd::Idle, "{what}");
             let reason = guest.stopped().unwrap_or_else(|| panic!("{what}: it runs"));
             assert!(reason.contains("gone"), "{what}: {reason}");
             if what != "used ring" {
@@ -1137,7 +1141,7 @@ fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
             let counters = &guest.link.vm.counters;
             let faults = counters.queues_stopped.load(Ordering::Relaxed);
             assert_eq!(faults, 0, "{what}: taken for a fault of the guest");
-            let ended = Peer::new(own.1.try_clone().expect("a handle")).look();
+            let ended = Peer::new(own.1.try_clone().expect("a handle")).check();
             assert_eq!(ended, Err(HungUp), "{what}: the connection goes on");
         }
     }
@@ -1193,29 +1197,29 @@ fn no_kick_is_wanted_while_it_is_looked_at() {
     };
     guest.put(0, 1);
     assert_eq!(
-        guest.vring.turn(&mut guest.scratch, LONG),
-        Turn::Idle,
+        guest.vring.run_slice(&mut guest.scratch, LONG),
+        SliceEnd::Idle,
         "nothing is known yet"
     );
     assert!(wanted(&guest));
     guest.put(1, 1);
-    let Turn::Look { until_ns } = guest.vring.turn(&mut guest.scratch, LONG) else {
+    let SliceEnd::Poll { until_ns } = guest.vring.run_slice(&mut guest.scratch, LONG) else {
         panic!("the pause was short");
     };
-    assert!(!wanted(&guest) && !guest.vring.looks_busy(until_ns));
-    assert!(guest.vring.looks_busy(0), "the time is up");
+    assert!(!wanted(&guest) && !guest.vring.poll_has_ended(until_ns));
+    assert!(guest.vring.poll_has_ended(0), "the time is up");
     guest.put(2, 1);
-    assert!(guest.vring.looks_busy(until_ns));
+    assert!(guest.vring.poll_has_ended(until_ns));
     assert!(matches!(
-        guest.vring.turn(&mut guest.scratch, LONG),
-        Turn::Look { .. }
+        guest.vring.run_slice(&mut guest.scratch, LONG),
+        SliceEnd::Poll { .. }
     ));
     assert_eq!(guest.used(), 3);
     // As at the end of the time.
-    assert_eq!(guest.vring.turn(&mut guest.scratch, 0), Turn::Idle);
+    assert_eq!(guest.vring.run_slice(&mut guest.scratch, 0), SliceEnd::Idle);
     assert!(wanted(&guest));
     // Who is held is no longer looked at.
     let state = guest.vring.lock();
-    assert!(guest.vring.looks_busy(until_ns));
+    assert!(guest.vring.poll_has_ended(until_ns));
     drop(state);
 }

@@ -6,15 +6,15 @@
 //! starves another. A worker never blocks but to wait for kicks: it only tries a vring's lock.
 
 use crate::config::settings::{EventLoop, Waiting};
-use crate::host::background::Janitor;
-use crate::host::heartbeat::{Heart, Pulse};
-use crate::host::sandbox::{self, Kind};
+use crate::host::background::BackgroundWorkers;
+use crate::host::heartbeat::{Heartbeat, Heartbeats};
+use crate::host::sandbox::{self, ThreadKind};
 use crate::host::usage::Stage;
 use crate::queue::event_loop;
 use crate::queue::notifier;
 use crate::queue::poller::Poller;
 use crate::queue::run_queue::RunQueue;
-use crate::queue::vring::{Scratch, Turn, Vring};
+use crate::queue::vring::{Scratch, SliceEnd, Vring};
 use crate::util::event_fd::consume;
 use std::collections::HashMap;
 use std::io;
@@ -47,7 +47,7 @@ pub struct Workers {
     next_token: AtomicU64,
     next_worker: AtomicUsize,
     stage: Arc<Stage>,
-    pulse: Arc<Pulse>,
+    heartbeats: Arc<Heartbeats>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -59,20 +59,20 @@ impl Workers {
     pub fn start(
         count: usize,
         waiting: Waiting,
-        janitor: &Arc<Janitor>,
-        pulse: &Arc<Pulse>,
+        background: &Arc<BackgroundWorkers>,
+        heartbeats: &Arc<Heartbeats>,
     ) -> io::Result<Workers> {
         let mut workers = Workers::new(count, waiting)?;
-        workers.pulse = pulse.clone();
+        workers.heartbeats = heartbeats.clone();
         for (number, worker) in workers.workers.iter().enumerate() {
-            let (own, janitor) = (worker.clone(), janitor.clone());
+            let (own, background) = (worker.clone(), background.clone());
             let name = format!("worker-{number}");
-            let (hands, heart) = (Hands::new()?, pulse.heart(&name));
+            let (context, heartbeat) = (WorkerContext::new()?, heartbeats.register(&name));
             let stage = workers.stage.clone();
             let thread = std::thread::Builder::new().name(name).spawn(move || {
-                sandbox::narrow(Kind::Data);
+                sandbox::narrow(ThreadKind::Data);
                 stage.join();
-                own.run(&janitor, hands, heart);
+                own.run(&background, context, heartbeat);
             })?;
             lock(&workers.threads).push(thread);
         }
@@ -108,13 +108,18 @@ impl Workers {
             next_token: AtomicU64::new(0),
             next_worker: AtomicUsize::new(0),
             stage: Arc::default(),
-            pulse: Arc::default(),
+            heartbeats: Arc::default(),
         })
     }
 
     /// What a worker does each time that it looks around; only where it has no thread.
-    pub fn round(&self, worker: usize, hands: &mut Hands, janitor: &Janitor) -> io::Result<()> {
-        self.workers[worker].round(hands, janitor, None)
+    pub fn round(
+        &self,
+        worker: usize,
+        context: &mut WorkerContext,
+        background: &BackgroundWorkers,
+    ) -> io::Result<()> {
+        self.workers[worker].round(context, background, None)
     }
 
     /// How many there are.
@@ -128,8 +133,8 @@ impl Workers {
     }
 
     /// What tells that its threads go on; those of connections, too.
-    pub fn pulse(&self) -> &Pulse {
-        &self.pulse
+    pub fn heartbeats(&self) -> &Heartbeats {
+        &self.heartbeats
     }
 
     /// The worker that the first vring of a connection should belong to; the others follow.
@@ -184,39 +189,44 @@ impl Workers {
 
 /// Vrings that a worker looks at, at most: each look waits for the guest's memory. Others are asked for a
 /// kick as soon as they are dry.
-const LOOKED_AT_MAX: usize = 16;
+const POLLED_MAX: usize = 16;
 
 /// What a worker has to itself.
-pub struct Hands {
+pub struct WorkerContext {
     scratch: Scratch,
     ready: Vec<u64>,
     run_queue: RunQueue<Arc<Vring>>,
     /// Dry, and not asked for a kick until then.
-    looked_at: Vec<(Arc<Vring>, u64)>,
+    polled: Vec<(Arc<Vring>, u64)>,
 }
 
-impl Hands {
+impl WorkerContext {
     /// Nothing to do yet.
     ///
     /// # Errors
     /// The system has not the address space.
-    pub fn new() -> io::Result<Hands> {
-        Ok(Hands {
+    pub fn new() -> io::Result<WorkerContext> {
+        Ok(WorkerContext {
             scratch: Scratch::new()?,
             ready: Vec::new(),
             run_queue: RunQueue::new(),
-            looked_at: Vec::with_capacity(LOOKED_AT_MAX),
+            polled: Vec::with_capacity(POLLED_MAX),
         })
     }
 }
 
 impl Worker {
-    fn run(&self, janitor: &Janitor, mut hands: Hands, heart: Heart) {
+    fn run(
+        &self,
+        background: &BackgroundWorkers,
+        mut context: WorkerContext,
+        heartbeat: Heartbeat,
+    ) {
         while !self.stop.load(Ordering::SeqCst) {
-            if let Err(error) = self.round(&mut hands, janitor, Some(&heart)) {
+            if let Err(error) = self.round(&mut context, background, Some(&heartbeat)) {
                 // Cannot happen while its descriptors are open; serving without it is impossible.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
-                heart.lose();
+                heartbeat.lose();
                 return;
             }
         }
@@ -224,18 +234,23 @@ impl Worker {
 
     /// Looks who has work, and gives each VM a turn. A thread, which has a heart, waits for work if
     /// there is none.
-    fn round(&self, hands: &mut Hands, janitor: &Janitor, heart: Option<&Heart>) -> io::Result<()> {
-        let Hands {
+    fn round(
+        &self,
+        context: &mut WorkerContext,
+        background: &BackgroundWorkers,
+        heartbeat: Option<&Heartbeat>,
+    ) -> io::Result<()> {
+        let WorkerContext {
             scratch,
             ready,
             run_queue,
-            looked_at,
-        } = hands;
-        let idle = run_queue.is_empty() && looked_at.is_empty();
-        let wait = heart.filter(|_| idle);
-        wait.inspect(|heart| heart.rest());
+            polled,
+        } = context;
+        let idle = run_queue.is_empty() && polled.is_empty();
+        let wait = heartbeat.filter(|_| idle);
+        wait.inspect(|heartbeat| heartbeat.rest());
         self.poller.wait(ready, wait.is_some())?;
-        heart.inspect(|heart| heart.work());
+        heartbeat.inspect(|heartbeat| heartbeat.work());
         let mut enqueue = |vring: Arc<Vring>| {
             if vring.enqueue() {
                 run_queue.push(vring.owner(), vring);
@@ -251,12 +266,12 @@ impl Worker {
             }
         }
         lock(&self.inbox).drain(..).for_each(&mut enqueue);
-        looked_at.retain(|(vring, until_ns)| {
-            let busy = vring.looks_busy(*until_ns);
-            if busy {
+        polled.retain(|(vring, until_ns)| {
+            let ended = vring.poll_has_ended(*until_ns);
+            if ended {
                 enqueue(vring.clone());
             }
-            !busy
+            !ended
         });
         if run_queue.is_empty() {
             std::hint::spin_loop();
@@ -266,28 +281,28 @@ impl Worker {
             let Some(vring) = run_queue.pop() else {
                 break;
             };
-            heart.inspect(|heart| heart.work());
+            heartbeat.inspect(|heartbeat| heartbeat.work());
             let begun_ns = vring.dequeue();
             // A kick, or a control thread, may have been quicker than the look.
-            looked_at.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
-            let poll_max_ns = match looked_at.len() {
-                LOOKED_AT_MAX.. => 0,
+            polled.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
+            let poll_max_ns = match polled.len() {
+                POLLED_MAX.. => 0,
                 _ => self.poll_max_ns,
             };
-            let turn = AssertUnwindSafe(|| vring.turn(scratch, poll_max_ns));
-            let turn = std::panic::catch_unwind(turn);
-            vring.took(begun_ns);
-            match turn {
-                Ok(Turn::Idle) => {}
-                Ok(Turn::Look { until_ns }) => looked_at.push((vring, until_ns)),
-                Ok(Turn::More) => {
+            let end = AssertUnwindSafe(|| vring.run_slice(scratch, poll_max_ns));
+            let end = std::panic::catch_unwind(end);
+            vring.charge_time(begun_ns);
+            match end {
+                Ok(SliceEnd::Idle) => {}
+                Ok(SliceEnd::Poll { until_ns }) => polled.push((vring, until_ns)),
+                Ok(SliceEnd::More) => {
                     if vring.enqueue() {
                         run_queue.push(vring.owner(), vring);
                     }
                 }
                 Err(_) => vring.stop_after_panic(),
             }
-            janitor.work_may_be_there();
+            background.wake();
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ pub struct Credentials {
 
 /// Whom a socket is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Whose {
+pub struct Permissions {
     /// User.
     pub owner: u32,
     /// Group.
@@ -53,8 +53,8 @@ impl Credentials {
 
     /// It may connect: as the kernel decides about files, but that `daemon`, which is the daemon's own user, and
     /// root always may.
-    pub fn may_connect(&self, whose: Whose, daemon: u32) -> bool {
-        let Whose { owner, group, mode } = whose;
+    pub fn may_connect(&self, permissions: Permissions, daemon: u32) -> bool {
+        let Permissions { owner, group, mode } = permissions;
         let bits = match self.user {
             user if user == 0 || user == daemon => return true,
             user if user == owner => mode >> 6,
@@ -119,13 +119,13 @@ mod tests {
 
     #[test]
     fn who_may_connect_is_what_was_asked_for() {
-        let may = |who: Credentials, mode| {
-            let whose = Whose {
+        let may = |credentials: Credentials, mode| {
+            let permissions = Permissions {
                 owner: 107,
                 group: 36,
                 mode,
             };
-            who.may_connect(whose, DAEMON)
+            credentials.may_connect(permissions, DAEMON)
         };
         for (mode, owner, group, others) in [
             (0o600, true, false, false),
@@ -147,13 +147,13 @@ mod tests {
     #[test]
     fn the_kernel_tells_who_it_is() {
         let (one, _other) = UnixStream::pair().expect("sockets");
-        let who = Credentials::of(&one).expect("told");
-        assert_eq!(who.pid, std::process::id());
-        assert_eq!(who.user, rustix::process::geteuid().as_raw());
+        let credentials = Credentials::of(&one).expect("told");
+        assert_eq!(credentials.pid, std::process::id());
+        assert_eq!(credentials.user, rustix::process::geteuid().as_raw());
         let mut groups = rustix::process::getgroups().expect("told");
         groups.push(rustix::process::getegid());
         for group in groups {
-            assert!(who.groups.contains(&group.as_raw()), "{group:?}");
+            assert!(credentials.groups.contains(&group.as_raw()), "{group:?}");
         }
     }
 }

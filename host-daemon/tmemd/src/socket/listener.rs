@@ -2,7 +2,7 @@
 //! Listening Unix sockets: those of a dead daemon are replaced, those of a live one are refused. Who connects is
 //! whom the socket is for, whatever became of its file's mode.
 
-use crate::socket::credentials::{Credentials, Whose};
+use crate::socket::credentials::{Credentials, Permissions};
 use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid, chownat};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -45,7 +45,7 @@ pub struct Listener {
     path: PathBuf,
     device_inode: (u64, u64),
     /// Whose it was when it was made: the daemon's.
-    made_for: (u32, u32),
+    created_as: (u32, u32),
     /// As it was asked for.
     mode: AtomicU32,
     /// Its file is removed already, and another may have its inode.
@@ -54,26 +54,26 @@ pub struct Listener {
 
 /// Somebody whom a socket is not for.
 #[derive(Debug)]
-pub struct Stranger {
-    who: Credentials,
-    whose: Whose,
+pub struct UnauthorizedPeer {
+    credentials: Credentials,
+    permissions: Permissions,
 }
 
-impl std::fmt::Display for Stranger {
+impl std::fmt::Display for UnauthorizedPeer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Whose { owner, group, mode } = self.whose;
+        let Permissions { owner, group, mode } = self.permissions;
         write!(
             f,
             "process {} of user {}: the socket is for user {owner} and group {group}, with mode {mode:o}, \
              whatever the mode of its file is now",
-            self.who.pid, self.who.user
+            self.credentials.pid, self.credentials.user
         )
     }
 }
 
 /// Connects, to see whether somebody listens. Only who may write to a socket's file is told, and that of a VM was
 /// given away: it is taken back first.
-fn knock(path: &Path) -> io::Result<UnixStream> {
+fn probe(path: &Path) -> io::Result<UnixStream> {
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
         connected => return connected,
@@ -110,7 +110,7 @@ impl Listener {
                     "there is a file in its place, which is not a socket",
                 ));
             }
-            Ok(_) => match knock(path) {
+            Ok(_) => match probe(path) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                     std::fs::remove_file(path).map_err(|e| at(path, e))?;
                     tracing::info!("replaced the socket {} of a dead process", path.display());
@@ -155,7 +155,7 @@ impl Listener {
             socket: socket.into(),
             path: path.into(),
             device_inode: (metadata.dev(), metadata.ino()),
-            made_for: (metadata.uid(), metadata.gid()),
+            created_as: (metadata.uid(), metadata.gid()),
             mode: AtomicU32::new(access.mode),
             closed: AtomicBool::new(false),
         };
@@ -168,8 +168,8 @@ impl Listener {
     pub fn give(&self, access: Access) -> io::Result<()> {
         let path = &self.path;
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
-        let owner = access.owner.unwrap_or(self.made_for.0);
-        let group = access.group.unwrap_or(self.made_for.1);
+        let owner = access.owner.unwrap_or(self.created_as.0);
+        let group = access.group.unwrap_or(self.created_as.1);
         if (metadata.uid(), metadata.gid()) != (owner, group) {
             let (uid, gid) = (Some(Uid::from_raw(owner)), Some(Gid::from_raw(group)));
             chownat(CWD, path, uid, gid, AtFlags::SYMLINK_NOFOLLOW).map_err(|errno| {
@@ -193,7 +193,7 @@ impl Listener {
     ///
     /// # Errors
     /// There is none, or the system fails.
-    pub fn accept(&self) -> io::Result<Result<UnixStream, Stranger>> {
+    pub fn accept(&self) -> io::Result<Result<UnixStream, UnauthorizedPeer>> {
         let (stream, _) = self.socket.accept()?;
         stream.set_nonblocking(false)?;
         let metadata = std::fs::symlink_metadata(&self.path).ok();
@@ -201,15 +201,18 @@ impl Listener {
             // Whoever came just before it went.
             return Err(io::ErrorKind::WouldBlock.into());
         };
-        let whose = Whose {
+        let permissions = Permissions {
             owner: metadata.uid(),
             group: metadata.gid(),
             mode: self.mode.load(Ordering::SeqCst),
         };
-        let who = Credentials::of(&stream)?;
-        match who.may_connect(whose, rustix::process::geteuid().as_raw()) {
+        let credentials = Credentials::of(&stream)?;
+        match credentials.may_connect(permissions, rustix::process::geteuid().as_raw()) {
             true => Ok(Ok(stream)),
-            false => Ok(Err(Stranger { who, whose })),
+            false => Ok(Err(UnauthorizedPeer {
+                credentials,
+                permissions,
+            })),
         }
     }
 

@@ -15,17 +15,17 @@ const BURST_NS: u64 = 1_000_000_000;
 
 /// The rate of a VM.
 #[derive(Debug, Default)]
-pub struct Rate {
+pub struct RequestRate {
     /// Pages in a second, the same for all VMs; 0: as many as it likes.
     per_second: Arc<AtomicU64>,
     /// By the daemon's clock, when all that it asked for would be through at that rate.
     through_ns: AtomicU64,
 }
 
-impl Rate {
+impl RequestRate {
     /// Of a VM that was quiet.
-    pub fn new(per_second: &Arc<AtomicU64>) -> Rate {
-        Rate {
+    pub fn new(per_second: &Arc<AtomicU64>) -> RequestRate {
+        RequestRate {
             per_second: per_second.clone(),
             through_ns: AtomicU64::new(0),
         }
@@ -55,7 +55,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     /// Pages of requests of `batch` that are admitted at each of these times, of 10,000 asked for.
-    fn admitted(rate: &Rate, batch: u32, times: &[u64]) -> Vec<u32> {
+    fn admitted(rate: &RequestRate, batch: u32, times: &[u64]) -> Vec<u32> {
         let at = |now: &u64| {
             let requests = (0..10_000 / batch).filter(|_| rate.admit(*now, batch));
             requests.count() as u32 * batch
@@ -67,25 +67,25 @@ mod tests {
     fn as_many_as_it_says_and_a_second_at_once() {
         let per_second = Arc::new(AtomicU64::new(1000));
         let times = [5 * SECOND, 5 * SECOND, 5 * SECOND + SECOND / 2, 9 * SECOND];
-        let rate = Rate::new(&per_second);
+        let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 1, &times), [1000, 0, 500, 1000]);
         // The last of them begins within the rate.
-        let rate = Rate::new(&per_second);
+        let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &times), [1024, 0, 512, 1024]);
         // Slower than a batch a second: one now and then.
         per_second.store(1, Ordering::Relaxed);
-        let rate = Rate::new(&per_second);
+        let rate = RequestRate::new(&per_second);
         let times = [SECOND, 2 * SECOND, 63 * SECOND, 65 * SECOND];
         assert_eq!(admitted(&rate, 64, &times), [64, 0, 0, 64]);
     }
 
     #[test]
     fn without_a_rate_all_are() {
-        let rate = Rate::default();
+        let rate = RequestRate::default();
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);
         // And whatever is said, nothing overflows.
         let per_second = Arc::new(AtomicU64::new(u64::MAX));
-        let rate = Rate::new(&per_second);
+        let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);
         per_second.store(1, Ordering::Relaxed);
         assert!(rate.admit(u64::MAX, u32::MAX) && !rate.admit(0, 1));

@@ -4,9 +4,9 @@
 //! A front end that sends half a message, or nothing, holds up its own thread and nobody else's.
 //! Whatever ends the loop, the tenant is emptied and the vrings are stopped.
 
-use crate::events::bus::Kind;
-use crate::host::background::Janitor;
-use crate::host::clock::Outside;
+use crate::events::bus::EventKind;
+use crate::host::background::BackgroundWorkers;
+use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::Peer;
 use crate::queue::worker::Workers;
 use crate::vhost::device::Device;
@@ -19,19 +19,19 @@ use vhost::vhost_user::{BackendReqHandler, Error};
 
 /// What a connection shares with the daemon.
 #[derive(Clone)]
-pub struct Shared {
+pub struct ConnectionContext {
     /// The data workers.
     pub workers: Arc<Workers>,
     /// The background thread.
-    pub janitor: Arc<Janitor>,
+    pub background: Arc<BackgroundWorkers>,
     /// Time and chance.
-    pub outside: Outside,
+    pub clock: ClockAndEntropy,
 }
 
 /// A connection that has its VM's place, from its first message to its end.
 pub struct Session {
     device: Arc<Mutex<Device>>,
-    janitor: Arc<Janitor>,
+    background: Arc<BackgroundWorkers>,
     /// Last, so that nobody else has the place before the device has ended.
     _connected: Connected,
 }
@@ -42,7 +42,7 @@ impl Session {
         vm: &Arc<Vm>,
         stream: &UnixStream,
         peer: Peer,
-        shared: &Shared,
+        shared: &ConnectionContext,
     ) -> Option<Session> {
         let connected = match Connected::claim(vm, stream) {
             Ok(connected) => connected,
@@ -64,12 +64,12 @@ impl Session {
         vm.counters.connections.fetch_add(1, Ordering::Relaxed);
         // A connection starts empty, whatever was before.
         vm.clear();
-        let (workers, janitor) = (shared.workers.clone(), shared.janitor.clone());
-        let outside = shared.outside.clone();
-        match Device::new(vm.clone(), peer, workers, janitor, outside) {
+        let (workers, background) = (shared.workers.clone(), shared.background.clone());
+        let clock = shared.clock.clone();
+        match Device::new(vm.clone(), peer, workers, background, clock) {
             Ok(device) => Some(Session {
                 device: Arc::new(Mutex::new(device)),
-                janitor: shared.janitor.clone(),
+                background: shared.background.clone(),
                 _connected: connected,
             }),
             Err(error) => {
@@ -89,12 +89,12 @@ impl Session {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         device.end();
         drop(device);
-        self.janitor.work_may_be_there();
+        self.background.wake();
     }
 }
 
 /// Serves a connection to its end.
-pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
+pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     let Ok(same) = stream.try_clone() else {
         vm.warn(format_args!("no file descriptor is left for a connection"));
         return;
@@ -104,7 +104,7 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
     };
     let device = session.device().clone();
     vm.info(format_args!("connected"));
-    vm.tell(Kind::Connected, format_args!("connected"));
+    vm.tell(EventKind::Connected, format_args!("connected"));
     let mut handler = BackendReqHandler::from_stream(stream, device.clone());
     let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
         loop {
@@ -141,6 +141,6 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &Shared) {
             "connection ended: a bug, its control thread panicked"
         ),
     }
-    vm.tell(Kind::Disconnected, format_args!("disconnected"));
+    vm.tell(EventKind::Disconnected, format_args!("disconnected"));
     session.end();
 }

@@ -5,15 +5,15 @@
 //! at once: what changes rings or memory holds the vrings it concerns, which waits at most for the
 //! chain that each is at, and emptying the tenant is O(1).
 
-use crate::host::background::Janitor;
-use crate::host::clock::Outside;
-use crate::host::heartbeat::Heart;
+use crate::host::background::BackgroundWorkers;
+use crate::host::clock::ClockAndEntropy;
+use crate::host::heartbeat::Heartbeat;
 use crate::memory::dirty_log::{DirtyLog, LogMap};
 use crate::memory::peer::Peer;
 use crate::memory::sigbus::Lost;
 use crate::memory::table::{Memory, REGIONS_MAX, RegionSpec, check_file};
 use crate::queue::notifier;
-use crate::queue::vring::{Link, RingAddresses, State, Vring};
+use crate::queue::vring::{Link, RingAddresses, Vring, VringState};
 use crate::queue::worker::Workers;
 use crate::vm::state::Vm;
 use std::fs::File;
@@ -55,14 +55,14 @@ pub struct Device {
     link: Arc<Link>,
     vrings: Vec<Arc<Vring>>,
     workers: Arc<Workers>,
-    janitor: Arc<Janitor>,
+    background: Arc<BackgroundWorkers>,
     memory: Arc<Memory>,
     /// Whether it was found to have lost a page, or the dirty log was.
     lost: Arc<Lost>,
     log: Arc<DirtyLog>,
     missed_pages: u64,
     /// Of the control thread, while it waits for workers.
-    heart: Heart,
+    heartbeat: Heartbeat,
     /// The front end's wish was refused in a way that it can live with: the connection stays.
     refused: bool,
 }
@@ -77,19 +77,19 @@ impl Device {
         vm: Arc<Vm>,
         peer: Peer,
         workers: Arc<Workers>,
-        janitor: Arc<Janitor>,
-        outside: Outside,
+        background: Arc<BackgroundWorkers>,
+        clock: ClockAndEntropy,
     ) -> std::io::Result<Device> {
         let log = Arc::new(DirtyLog::default());
         let link = Arc::new(Link {
             vm,
             peer,
-            generation: AtomicU64::new(outside.new_generation()?),
-            outside,
+            generation: AtomicU64::new(clock.new_generation()?),
+            clock,
         });
-        let heart = workers
-            .pulse()
-            .heart(&format!("the connection of {}", link.vm.name()));
+        let heartbeat = workers
+            .heartbeats()
+            .register(&format!("the connection of {}", link.vm.name()));
         let first = workers.assign();
         let vring = |index| {
             Arc::new(Vring::new(
@@ -105,12 +105,12 @@ impl Device {
             link,
             vrings,
             workers,
-            janitor,
+            background,
             memory,
             lost,
             log,
             missed_pages: 0,
-            heart,
+            heartbeat,
             refused: false,
         })
     }
@@ -147,9 +147,9 @@ impl Device {
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
-        change: impl FnOnce(&mut [MutexGuard<'_, State>]) -> R,
+        change: impl FnOnce(&mut [MutexGuard<'_, VringState>]) -> R,
     ) -> R {
-        self.heart.work();
+        self.heartbeat.work();
         // All at once, so that the waits overlap.
         vrings.iter().for_each(|vring| vring.raise_hold());
         let mut states: Vec<_> = vrings.iter().map(|vring| vring.lock()).collect();
@@ -162,7 +162,7 @@ impl Device {
                 self.workers.schedule(vring);
             }
         }
-        self.heart.rest();
+        self.heartbeat.rest();
         result
     }
 
@@ -170,7 +170,7 @@ impl Device {
     fn hold_one<R>(
         &self,
         index: u32,
-        change: impl FnOnce(&Arc<Vring>, &mut State) -> R,
+        change: impl FnOnce(&Arc<Vring>, &mut VringState) -> R,
     ) -> Result<R> {
         let vring = self.vring(index)?;
         Ok(self.hold(std::slice::from_ref(vring), |states| {
@@ -178,7 +178,7 @@ impl Device {
         }))
     }
 
-    fn drop_kick(&self, vring: &Vring, state: &mut State) {
+    fn drop_kick(&self, vring: &Vring, state: &mut VringState) {
         if let Some(token) = state.kick.take() {
             self.workers.unregister(vring, token);
         }
@@ -194,7 +194,7 @@ impl Device {
             }
         });
         let old = std::mem::replace(&mut self.memory, memory);
-        self.janitor.discard(old, &self.vm().discarded);
+        self.background.discard(old, &self.vm().discarded);
     }
 
     fn refuse_memory(&self, error: impl std::fmt::Display) -> Error {
@@ -204,14 +204,14 @@ impl Device {
 
     /// Empties the tenant and names a new span of time; all rings are disabled.
     fn reset(&mut self) -> Result<()> {
-        let outside = &self.link.outside;
-        let generation = outside.new_generation().map_err(Error::ReqHandlerError)?;
+        let clock = &self.link.clock;
+        let generation = clock.new_generation().map_err(Error::ReqHandlerError)?;
         self.hold(&self.vrings, |states| {
             states.iter_mut().for_each(|state| state.enabled = false);
             self.vm().clear();
             self.link.generation.store(generation, Ordering::SeqCst);
         });
-        self.janitor.work_may_be_there();
+        self.background.wake();
         Ok(())
     }
 
@@ -228,7 +228,7 @@ impl Device {
         });
         self.report_missed_pages();
         let old = std::mem::replace(&mut self.memory, Arc::new(Memory::empty(&self.lost)));
-        self.janitor.discard(old, &self.vm().discarded);
+        self.background.discard(old, &self.vm().discarded);
     }
 
     /// Tells of those that were not told yet.
@@ -247,7 +247,7 @@ impl Device {
 
 /// Makes sure that a descriptor of the front end is an eventfd, and not, say, a file of a file system
 /// that the front end serves itself. Reading it never waits by `poller::consume`, and ringing it by
-/// `notifier::ring`, whatever the front end does with the flags of the file, which it shares.
+/// `notifier::notify`, whatever the front end does with the flags of the file, which it shares.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
     let bad = |what: String| failed(format!("not an eventfd: {what}"));
@@ -403,7 +403,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             // A daemon that was killed may have published answers and not interrupted for them.
             // With EVENT_IDX no later answer would: the driver would wait for ever.
             if let Some(call) = &fd {
-                notifier::ring(call);
+                notifier::notify(call);
             }
             state.call = fd;
         })
@@ -558,11 +558,11 @@ mod tests {
         maps.lines().filter(|line| line.contains(name)).count()
     }
 
-    /// Connections of a VM one after the other, and a janitor that has much else to do.
+    /// Connections of a VM one after the other, and stopped background workers.
     fn devices() -> (
         impl Fn() -> (Device, std::os::unix::net::UnixStream),
         Arc<Workers>,
-        Arc<Janitor>,
+        Arc<BackgroundWorkers>,
     ) {
         let pool = tmem_pool::Pool::new(tmem_pool::PoolConfig {
             size_bytes: 1 << 20,
@@ -579,33 +579,35 @@ mod tests {
             quota: config.quota,
         };
         let tenant = pool.add_tenant(spec).expect("fits");
-        let outside = Outside::host();
-        let pulse = Arc::default();
-        let janitor = Janitor::start(Arc::new(pool), &outside, 1, &pulse).expect("starts");
-        let workers =
-            Arc::new(Workers::start(1, Default::default(), &janitor, &pulse).expect("start"));
-        janitor.stop();
+        let clock = ClockAndEntropy::host();
+        let heartbeats = Arc::default();
+        let background =
+            BackgroundWorkers::start(Arc::new(pool), &clock, 1, &heartbeats).expect("starts");
+        let workers = Arc::new(
+            Workers::start(1, Default::default(), &background, &heartbeats).expect("start"),
+        );
+        background.stop();
         let vm = Arc::new(Vm::new(config, tenant, None, Arc::default()));
-        let (own_workers, own_janitor) = (workers.clone(), janitor.clone());
+        let (own_workers, own_background) = (workers.clone(), background.clone());
         let device = move || {
             let (own, front_end) = std::os::unix::net::UnixStream::pair().expect("sockets");
-            let (workers, janitor) = (own_workers.clone(), own_janitor.clone());
+            let (workers, background) = (own_workers.clone(), own_background.clone());
             let device = Device::new(
                 vm.clone(),
                 Peer::new(own),
                 workers,
-                janitor,
-                outside.clone(),
+                background,
+                clock.clone(),
             );
             (device.expect("random"), front_end)
         };
-        (device, workers, janitor)
+        (device, workers, background)
     }
 
     /// What is in flight is bounded by these: chains are answered one by one, in the order of a ring.
     #[test]
     fn queues_and_their_sizes_are_limited() {
-        let (device, workers, _janitor) = devices();
+        let (device, workers, _background) = devices();
         let (mut device, _front_end) = device();
         let last = QUEUES as u32 - 1;
         for queue in [0, 1, last] {
@@ -630,7 +632,7 @@ mod tests {
 
     #[test]
     fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
-        let (device, workers, janitor) = devices();
+        let (device, workers, background) = devices();
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
         ftruncate(&file, 4096).expect("its length");
@@ -650,7 +652,7 @@ mod tests {
             device.end();
             assert_eq!(mapped(name), DISCARDED_MAX - 1, "connection {connection}");
         }
-        janitor.unmap();
+        background.unmap();
         assert_eq!(mapped(name), 0);
         workers.stop();
     }

@@ -5,7 +5,7 @@
 //! full ones to the file, so that no guest waits for the host's disk. What compressing a page once
 //! more takes, a guest does wait.
 
-use crate::host::sandbox::{self, Kind};
+use crate::host::sandbox::{self, ThreadKind};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -20,7 +20,7 @@ use tmem_pool::{Put, PutResult};
 /// Bytes that are handed to the file at once: some ten thousand events.
 const BUFFER_BYTES: usize = 64 << 10;
 
-struct State {
+struct TraceState {
     writer: Writer,
     buffer: Vec<u8>,
     /// That may still be written.
@@ -37,7 +37,7 @@ pub struct Recorder {
     blind: Blind,
     /// Guards what is not yet written, and so the order of events. Taken with none of the pool's
     /// locks.
-    state: Mutex<State>,
+    state: Mutex<TraceState>,
 }
 
 fn write_all(mut file: File, path: &Path, buffers: &Receiver<Vec<u8>>) {
@@ -66,7 +66,7 @@ impl Recorder {
         let thread = std::thread::Builder::new()
             .name("trace".into())
             .spawn(move || {
-                sandbox::narrow(Kind::Data);
+                sandbox::narrow(ThreadKind::Data);
                 write_all(file, &own_path, &buffers);
             })?;
         tracing::info!(bytes_max, "recording a trace to {}", path.display());
@@ -74,7 +74,7 @@ impl Recorder {
             path: path.to_owned(),
             begun: Instant::now(),
             blind: Blind::default(),
-            state: Mutex::new(State {
+            state: Mutex::new(TraceState {
                 writer: Writer::default(),
                 buffer: Vec::with_capacity(BUFFER_BYTES),
                 left_bytes: bytes_max,
@@ -101,7 +101,7 @@ impl Recorder {
 
     fn record(&self, tenant: u32, ops: impl Iterator<Item = Op>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State {
+        let TraceState {
             writer,
             buffer,
             left_bytes,

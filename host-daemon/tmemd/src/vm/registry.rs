@@ -9,15 +9,15 @@ use crate::config::account::Account;
 use crate::config::settings::{
     NAME_BYTES_MAX, VMS_MAX, VmConfig, parse_name, parse_uuid, reserve_text,
 };
-use crate::events::bus::{Events, Kind};
-use crate::host::pressure::Size;
+use crate::events::bus::{EventKind, Events};
+use crate::host::pressure::PoolSize;
 use crate::socket::listener::{Access, Listener};
 use crate::util::event_fd::signal;
-use crate::util::request_rate::Rate;
+use crate::util::request_rate::RequestRate;
 use crate::vm::quota;
 use crate::vm::recorder::{Recorder, Tap};
 use crate::vm::state::Vm;
-use crate::vm::store::{Note, Notes};
+use crate::vm::store::{StoredVm, VmStore};
 use rustix::event::EventfdFlags;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -74,7 +74,7 @@ pub struct Registry {
     /// Of each VM; see `Rate`.
     pages_per_second: Arc<AtomicU64>,
     run_folder: PathBuf,
-    notes: Notes,
+    store: VmStore,
     /// Guards who is there, in the order of coming, and how many ever came.
     members: Mutex<(Vec<Member>, u32)>,
     /// Tells who waits for connections that there are other sockets to wait for.
@@ -114,7 +114,7 @@ impl Registry {
             events,
             pages_per_second: Arc::default(),
             run_folder: run_folder.into(),
-            notes: Notes::new(run_folder),
+            store: VmStore::new(run_folder),
             members: Mutex::default(),
             changed: rustix::event::eventfd(0, flags)?,
         })
@@ -175,7 +175,7 @@ impl Registry {
         *came += 1;
         let events = self.events.clone();
         let mut vm = Vm::new(config.clone(), tenant, tap, events);
-        vm.rate = Rate::new(&self.pages_per_second);
+        vm.rate = RequestRate::new(&self.pages_per_second);
         Ok(Arc::new(vm))
     }
 
@@ -198,17 +198,17 @@ impl Registry {
     /// a reserve now, with what is left of it. One that cannot be is named and left out, and so is
     /// its note left as it is: nothing else suffers.
     pub fn restore(&self) {
-        let notes = self.notes.read().unwrap_or_else(|error| {
+        let store = self.store.read().unwrap_or_else(|error| {
             tracing::error!("the VMs that were added before cannot be brought back: {error}");
             Vec::new()
         });
         let mut members = self.lock();
-        for Note { path, vm } in notes {
+        for StoredVm { path, vm } in store {
             // Without one if the note cannot be read.
             let name = vm.as_ref().ok().map(|spec| spec.name.clone());
             let name = name.as_deref();
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
-                let (config, access) = self.understand(&spec)?;
+                let (config, access) = self.parse_spec(&spec)?;
                 let given = |m: &Member| m.added.is_none() && m.vm.config.uuid == config.uuid;
                 if members.0.iter().any(given) {
                     let what = "the VM was given to the daemon at its start as well";
@@ -236,7 +236,7 @@ impl Registry {
     }
 
     /// What was asked for, checked as far as it can be alone.
-    fn understand(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
+    fn parse_spec(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
         let fault =
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
         let id = |key: &str, id: Option<i64>| {
@@ -332,7 +332,7 @@ impl Registry {
         vm.set_problem(short.clone());
         let listener =
             Listener::bind(&config.socket, access).map_err(|e| Refused::Vm(e.to_string()))?;
-        let written = self.notes.write(&spec);
+        let written = self.store.write(&spec);
         written.map_err(|e| Refused::Vm(format!("it would not outlive the daemon: {e}")))?;
         members.0.push(Member {
             vm,
@@ -379,7 +379,7 @@ impl Registry {
 
     /// Adds a VM, or changes the one of its UUID. True: there was none.
     pub fn add(&self, spec: VmSpec) -> Result<bool, Refused> {
-        let (config, access) = self.understand(&spec)?;
+        let (config, access) = self.parse_spec(&spec)?;
         let uuid = config.uuid.clone().unwrap_or_default();
         let mut members = self.lock();
         let added = self.add_to(&mut members, &config, access, VmSpec { uuid, ..spec })?;
@@ -410,7 +410,7 @@ impl Registry {
             self.insert(members, config, access, spec, ends == 1)?;
             let socket = config.socket.display();
             tracing::info!(vm = config.name, uuid = config.uuid, %socket, "added");
-            let (kind, vm) = (Kind::Added, Some(config.name.as_str()));
+            let (kind, vm) = (EventKind::Added, Some(config.name.as_str()));
             self.events.tell(kind, vm, format_args!("at {socket}"));
             return Ok(true);
         };
@@ -433,7 +433,7 @@ impl Registry {
                 let what = "it is connected: this changes when it is started anew";
                 return Err(Refused::Vm(format!("{differs}, and {what}")));
             }
-            let (old_config, old_access) = self.understand(&old)?;
+            let (old_config, old_access) = self.parse_spec(&old)?;
             self.take_out(members, at);
             if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
                 if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
@@ -465,7 +465,7 @@ impl Registry {
                 identity(&other.vm)
             )));
         }
-        let (_, old_access) = self.understand(&old)?;
+        let (_, old_access) = self.parse_spec(&old)?;
         let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
         give(access).map_err(|error| Refused::Vm(error.to_string()))?;
         // After it: a quota that was lowered need not fit any more as it was.
@@ -482,7 +482,7 @@ impl Registry {
 
     /// What is in force already is noted.
     fn note(&self, member: &mut Member, spec: VmSpec) {
-        if let Err(error) = self.notes.write(&spec) {
+        if let Err(error) = self.store.write(&spec) {
             tracing::error!(
                 vm = %member.vm.name(),
                 reason = %error,
@@ -519,7 +519,7 @@ impl Registry {
         member.vm.set_problem(None);
         member.short = None;
         let vm = &member.vm;
-        vm.tell(Kind::Quota, format_args!("{}", quota::describe(quota)));
+        vm.tell(EventKind::Quota, format_args!("{}", quota::describe(quota)));
         if let Some(added) = &member.added {
             let quota = quota.clone();
             let spec = VmSpec {
@@ -534,7 +534,7 @@ impl Registry {
     /// at once.
     pub fn configure(
         &self,
-        size: &Size,
+        size: &PoolSize,
         full_bytes: Option<u64>,
         quotas: &[(&str, Quota)],
     ) -> Result<(), AdmissionError> {
@@ -567,7 +567,7 @@ impl Registry {
             return false;
         };
         let what = problem.as_deref().unwrap_or("none any more");
-        member.vm.tell(Kind::Problem, format_args!("{what}"));
+        member.vm.tell(EventKind::Problem, format_args!("{what}"));
         member
             .vm
             .set_problem(problem.or_else(|| member.short.clone()));
@@ -588,7 +588,7 @@ impl Registry {
         if let Some(at) = there {
             let vm = self.take_out(&mut members, at);
             tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "removed");
-            vm.tell(Kind::Removed, format_args!("removed"));
+            vm.tell(EventKind::Removed, format_args!("removed"));
             self.make_good(&mut members.0);
         }
         there.is_some()
@@ -601,7 +601,7 @@ impl Registry {
     }
 
     fn forget(&self, socket: &Path) {
-        if let Err(error) = self.notes.remove(socket) {
+        if let Err(error) = self.store.remove(socket) {
             let socket = socket.display();
             tracing::error!(%socket, reason = %error, "VM at {socket}: after a restart of the daemon it is back: {error}");
         }
@@ -613,7 +613,7 @@ impl Registry {
         if let Some(listener) = listener {
             listener.close();
         }
-        vm.cut();
+        vm.remove();
         vm.clear();
         if let Err(error) = vm.tenant.set_quota(NOTHING) {
             tracing::error!(vm = %vm.name(), reason = %error, "a bug: {error}");

@@ -4,13 +4,13 @@
 //! It lives until it is removed; its storage lives as long as a connection.
 
 use crate::config::settings::VmConfig;
-use crate::events::bus::{Events, Kind};
+use crate::events::bus::{EventKind, Events};
 use crate::events::limit::EventLimit;
 use crate::host::background::Discarded;
-use crate::socket::listener::Stranger;
+use crate::socket::listener::UnauthorizedPeer;
 use crate::util::histogram::Histogram;
 use crate::util::log_limit::LogLimit;
-use crate::util::request_rate::Rate;
+use crate::util::request_rate::RequestRate;
 use crate::vm::recorder::Tap;
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
@@ -46,7 +46,7 @@ pub struct Counters {
     /// Pages refused since the VM is frozen.
     pub refused_frozen: AtomicU64,
     /// Time that workers were at its requests.
-    pub turns_ns: AtomicU64,
+    pub slices_ns: AtomicU64,
     /// Times of PUT requests.
     pub put_latency: Histogram,
     /// Times of GET requests.
@@ -68,7 +68,7 @@ pub struct Vm {
     /// Where what it asks is recorded.
     pub tap: Option<Tap>,
     /// How much it may ask for.
-    pub rate: Rate,
+    pub rate: RequestRate,
     /// What happened.
     pub counters: Counters,
     /// There is a connection.
@@ -86,19 +86,19 @@ pub struct Vm {
     /// Guards what a manager says is wrong with it; under it no other lock is taken.
     problem: Mutex<Option<String>>,
     /// Guards who is at the socket; under it no other lock is taken.
-    line: Mutex<Line>,
+    front_end: Mutex<FrontEndSlot>,
     log_limit: LogLimit,
     /// Memory tables of its connections, also of those before, that are not unmapped yet.
     pub discarded: Discarded,
 }
 
 /// Who is at a VM's socket.
-enum Line {
-    Nobody,
+enum FrontEndSlot {
+    Free,
     /// A front end; this ends its connection.
-    FrontEnd(UnixStream),
+    Connected(UnixStream),
     /// The VM was removed: nobody any more.
-    Cut,
+    Removed,
 }
 
 impl Vm {
@@ -109,7 +109,7 @@ impl Vm {
             config,
             tenant,
             tap,
-            rate: Rate::default(),
+            rate: RequestRate::default(),
             counters: Counters::default(),
             connected: AtomicBool::new(false),
             frozen: AtomicBool::new(false),
@@ -118,7 +118,7 @@ impl Vm {
             report: Mutex::new(None),
             latencies: Mutex::new(None),
             problem: Mutex::new(None),
-            line: Mutex::new(Line::Nobody),
+            front_end: Mutex::new(FrontEndSlot::Free),
             log_limit: LogLimit::of_vm(),
             discarded: Discarded::default(),
         }
@@ -145,8 +145,10 @@ impl Vm {
     }
 
     /// Ends its connection, if there is one, and has no other: it was removed.
-    pub fn cut(&self) {
-        if let Line::FrontEnd(stream) = std::mem::replace(&mut *lock(&self.line), Line::Cut) {
+    pub fn remove(&self) {
+        if let FrontEndSlot::Connected(stream) =
+            std::mem::replace(&mut *lock(&self.front_end), FrontEndSlot::Removed)
+        {
             // An error means that it has ended already.
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -154,7 +156,7 @@ impl Vm {
 
     /// Ends its connection, if there is one; it may have another.
     pub fn hang_up(&self) {
-        if let Line::FrontEnd(stream) = &*lock(&self.line) {
+        if let FrontEndSlot::Connected(stream) = &*lock(&self.front_end) {
             // An error means that it has ended already.
             let _ = stream.shutdown(Shutdown::Both);
         }
@@ -176,7 +178,7 @@ impl Vm {
         if before.map(|report| report.state) != Some(report.state) {
             let state = driver_state(report.state.get());
             self.tell(
-                Kind::Driver,
+                EventKind::Driver,
                 format_args!("the guest's driver says: {state}"),
             );
         }
@@ -198,7 +200,7 @@ impl Vm {
     }
 
     /// Tells those who listen what happens to it; what it can cause in a loop, at a bounded rate.
-    pub fn tell(&self, kind: Kind, text: std::fmt::Arguments<'_>) {
+    pub fn tell(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
         match kind.sort() {
             None => self.tell_now(kind, text),
             Some(_) => {
@@ -214,7 +216,7 @@ impl Vm {
         self.event_limit.catch_up(now, tell);
     }
 
-    fn tell_now(&self, kind: Kind, text: std::fmt::Arguments<'_>) {
+    fn tell_now(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
         self.events.tell(kind, Some(&self.name()), text);
     }
 
@@ -223,14 +225,14 @@ impl Vm {
         self.counters
             .connections_refused
             .fetch_add(1, Ordering::Relaxed);
-        self.tell(Kind::ConnectionRefused, why);
+        self.tell(EventKind::ConnectionRefused, why);
     }
 
     /// Its socket is not for whoever connected.
-    pub fn refuse(&self, stranger: &Stranger) {
-        self.refused(format_args!("{stranger}"));
+    pub fn refuse(&self, peer: &UnauthorizedPeer) {
+        self.refused(format_args!("{peer}"));
         self.warn(format_args!(
-            "a connection to {} is refused, {stranger}; have the VM's QEMU run as that user, or name its user: \
+            "a connection to {} is refused, {peer}; have the VM's QEMU run as that user, or name its user: \
              <seclabel model='dac'> of the domain, tmem-hook --owner, or owner of its [[vm]] or --vm",
             self.config.socket.display()
         ));
@@ -253,7 +255,7 @@ impl Vm {
     /// Logs why a virtqueue does no more, and tells it.
     pub fn queue_stopped(&self, virtqueue: usize, reason: &str) {
         self.tell(
-            Kind::QueueStopped,
+            EventKind::QueueStopped,
             format_args!("virtqueue {virtqueue}: {reason}"),
         );
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
@@ -306,13 +308,13 @@ pub enum NoPlace {
 impl Connected {
     /// Takes the place.
     pub fn claim(vm: &Arc<Vm>, stream: &UnixStream) -> Result<Connected, NoPlace> {
-        let mut line = lock(&vm.line);
-        match *line {
-            Line::Nobody => {}
-            Line::FrontEnd(_) => return Err(NoPlace::Taken),
-            Line::Cut => return Err(NoPlace::Removed),
+        let mut front_end = lock(&vm.front_end);
+        match *front_end {
+            FrontEndSlot::Free => {}
+            FrontEndSlot::Connected(_) => return Err(NoPlace::Taken),
+            FrontEndSlot::Removed => return Err(NoPlace::Removed),
         }
-        *line = Line::FrontEnd(stream.try_clone().map_err(|_| NoPlace::NoHandle)?);
+        *front_end = FrontEndSlot::Connected(stream.try_clone().map_err(|_| NoPlace::NoHandle)?);
         vm.connected.store(true, Ordering::Release);
         Ok(Connected(vm.clone()))
     }
@@ -320,9 +322,9 @@ impl Connected {
 
 impl Drop for Connected {
     fn drop(&mut self) {
-        let mut line = lock(&self.0.line);
-        if let Line::FrontEnd(_) = *line {
-            *line = Line::Nobody;
+        let mut front_end = lock(&self.0.front_end);
+        if let FrontEndSlot::Connected(_) = *front_end {
+            *front_end = FrontEndSlot::Free;
         }
         self.0.connected.store(false, Ordering::Release);
     }

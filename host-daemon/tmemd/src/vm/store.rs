@@ -18,20 +18,20 @@ const NOTE_BYTES_MAX: u64 = 64 << 10;
 const SUFFIX: &str = ".json";
 
 /// The folder with the notes.
-pub struct Notes(PathBuf);
+pub struct VmStore(PathBuf);
 
 /// A note, or what is wrong with it.
-pub struct Note {
+pub struct StoredVm {
     /// Its file.
     pub path: PathBuf,
     /// What it says.
     pub vm: Result<VmSpec, String>,
 }
 
-impl Notes {
+impl VmStore {
     /// Those in that run folder. Nothing is made before something is noted.
-    pub fn new(run_folder: &Path) -> Notes {
-        Notes(run_folder.join("vms"))
+    pub fn new(run_folder: &Path) -> VmStore {
+        VmStore(run_folder.join("vms"))
     }
 
     /// None: such a socket has no name.
@@ -64,25 +64,25 @@ impl Notes {
     ///
     /// # Errors
     /// The folder is there and cannot be read.
-    pub fn read(&self) -> io::Result<Vec<Note>> {
+    pub fn read(&self) -> io::Result<Vec<StoredVm>> {
         let folder = match self.check().and_then(|()| fs::read_dir(&self.0)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-            folder => Notes::at(&self.0, folder)?,
+            folder => VmStore::at(&self.0, folder)?,
         };
-        let mut notes = Vec::new();
+        let mut store = Vec::new();
         for entry in folder {
-            let path = Notes::at(&self.0, entry)?.path();
+            let path = VmStore::at(&self.0, entry)?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             // Others are notes that were never finished.
             if let Some(socket) = name.strip_suffix(SUFFIX) {
-                notes.push(Note {
+                store.push(StoredVm {
                     vm: read(&path, socket),
                     path,
                 });
             }
         }
-        notes.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(notes)
+        store.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(store)
     }
 
     /// Notes a VM, in place of what was noted of its socket.
@@ -93,9 +93,9 @@ impl Notes {
         let made = DirBuilder::new().mode(0o700).create(&self.0);
         match made {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            made => Notes::at(&self.0, made)?,
+            made => VmStore::at(&self.0, made)?,
         }
-        Notes::at(&self.0, self.check())?;
+        VmStore::at(&self.0, self.check())?;
         let path = self.path(Path::new(&vm.socket));
         let path = path.ok_or_else(|| io::Error::other("its socket has no name"))?;
         let new = path.with_extension("new");
@@ -109,7 +109,7 @@ impl Notes {
             file.sync_all()?;
             fs::rename(&new, &path)
         };
-        Notes::at(&path, write())
+        VmStore::at(&path, write())
     }
 
     /// Forgets the VM at that socket; that there is no note is fine.
@@ -122,7 +122,7 @@ impl Notes {
         };
         match self.check().and_then(|()| fs::remove_file(&path)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-            removed => Notes::at(&path, removed),
+            removed => VmStore::at(&path, removed),
         }
     }
 }
@@ -163,12 +163,12 @@ mod tests {
     #[test]
     fn what_is_noted_is_read_until_it_is_removed() {
         let folder = tempfile::tempdir().expect("a folder");
-        let notes = Notes::new(folder.path());
-        notes.remove(Path::new(SOCKET)).expect("nothing to do");
-        assert!(notes.read().expect("nothing there").is_empty());
-        notes.write(&vm("a")).expect("written");
-        notes.write(&vm("b")).expect("replaced");
-        let read = notes.read().expect("readable");
+        let store = VmStore::new(folder.path());
+        store.remove(Path::new(SOCKET)).expect("nothing to do");
+        assert!(store.read().expect("nothing there").is_empty());
+        store.write(&vm("a")).expect("written");
+        store.write(&vm("b")).expect("replaced");
+        let read = store.read().expect("readable");
         assert_eq!(read.len(), 1, "and nothing is left of writing");
         assert_eq!(read[0].vm, Ok(vm("b")));
         let mode = |path: &Path| {
@@ -177,57 +177,57 @@ mod tests {
         };
         assert_eq!(mode(&read[0].path), 0o600);
         assert_eq!(mode(&folder.path().join("vms")), 0o700);
-        notes.remove(Path::new(SOCKET)).expect("removed");
-        assert!(notes.read().expect("readable").is_empty());
+        store.remove(Path::new(SOCKET)).expect("removed");
+        assert!(store.read().expect("readable").is_empty());
     }
 
     /// Of those that another user could have put there nothing is read, written or removed.
     #[test]
     fn a_folder_that_others_can_write_to_is_not_used() {
         let there = tempfile::tempdir().expect("a folder");
-        let notes = Notes::new(there.path());
-        notes.write(&vm("a")).expect("written");
+        let store = VmStore::new(there.path());
+        store.write(&vm("a")).expect("written");
         let vms = there.path().join("vms");
-        let note = vms.join("a.sock.json");
-        let before = fs::read(&note).expect("there");
-        let refused = |notes: &Notes, why: &str| {
-            let read = notes.read().map(drop);
-            for result in [read, notes.write(&vm("b")), notes.remove(Path::new(SOCKET))] {
+        let stored = vms.join("a.sock.json");
+        let before = fs::read(&stored).expect("there");
+        let refused = |store: &VmStore, why: &str| {
+            let read = store.read().map(drop);
+            for result in [read, store.write(&vm("b")), store.remove(Path::new(SOCKET))] {
                 let error = result.expect_err(why).to_string();
                 assert!(error.contains("nobody else can write"), "{why}: {error}");
             }
-            assert_eq!(fs::read(&note).expect("there"), before, "{why}");
+            assert_eq!(fs::read(&stored).expect("there"), before, "{why}");
         };
 
         let here = tempfile::tempdir().expect("a folder");
         std::os::unix::fs::symlink(&vms, here.path().join("vms")).expect("a link");
-        refused(&Notes::new(here.path()), "a link");
+        refused(&VmStore::new(here.path()), "a link");
         for mode in [0o770, 0o702] {
             fs::set_permissions(&vms, fs::Permissions::from_mode(mode)).expect("set");
-            refused(&notes, "a mode");
+            refused(&store, "a mode");
         }
         fs::set_permissions(&vms, fs::Permissions::from_mode(0o755)).expect("set");
-        assert_eq!(notes.read().expect("others may only look").len(), 1);
+        assert_eq!(store.read().expect("others may only look").len(), 1);
         if rustix::process::geteuid().is_root() {
             std::os::unix::fs::chown(&vms, Some(1), None).expect("given away");
-            refused(&notes, "another user's");
+            refused(&store, "another user's");
         }
     }
 
     #[test]
     fn what_cannot_be_understood_is_named() {
         let folder = tempfile::tempdir().expect("a folder");
-        let notes = Notes::new(folder.path());
-        notes.write(&vm("a")).expect("written");
+        let store = VmStore::new(folder.path());
+        store.write(&vm("a")).expect("written");
         let path = |name: &str| folder.path().join("vms").join(name);
         fs::write(path("b.json"), "{").expect("written");
         fs::copy(path("a.sock.json"), path("c.json")).expect("copied");
         fs::write(path("d.json"), vec![b' '; 1 << 20]).expect("written");
         fs::write(path("e.new"), "{").expect("written");
-        let read = notes.read().expect("readable");
+        let read = store.read().expect("readable");
         assert_eq!(read.len(), 4);
         assert_eq!(read[0].vm, Ok(vm("a")));
-        assert!(read[1..].iter().all(|note| note.vm.is_err()));
+        assert!(read[1..].iter().all(|stored| stored.vm.is_err()));
         assert!(read[2].vm.as_ref().is_err_and(|what| what.contains(SOCKET)));
         assert!(read[2].path.ends_with("vms/c.json"));
     }
