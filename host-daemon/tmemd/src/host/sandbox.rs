@@ -514,7 +514,7 @@ mod tests {
     /// A test that is none by itself.
     fn in_a_process(name: &str) -> Output {
         let own = std::env::current_exe().expect("there");
-        let test = format!("sandbox::tests::{name}");
+        let test = format!("host::sandbox::tests::{name}");
         let mut command = Command::new(own);
         let output = command.args(["--ignored", "--exact", &test]).output();
         output.expect("it runs")

@@ -432,7 +432,7 @@ mod tests {
     /// Runs a test of this file that must end its process, in another one.
     fn ends_with(name: &str) -> std::process::ExitStatus {
         let program = std::env::current_exe().expect("this program");
-        let name = format!("lost::tests::{name}");
+        let name = format!("memory::sigbus::tests::{name}");
         let mut command = std::process::Command::new(program);
         command.args([&name, "--exact", "--ignored", "--nocapture"]);
         let output = command.output().expect("it runs");

@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Applies a new configuration to the running daemon.
+//!
+//! Out of scope: reading the configuration file, see `config/file.rs`.
+
+use crate::config::settings::{Config, ConfigError, VmConfig, reserve_text};
+use crate::control::sources::Sources;
+use crate::daemon::lifecycle::Daemon;
+use crate::events::bus::EventKind;
+use std::path::Path;
+use std::sync::PoisonError;
+
+impl Daemon {
+    /// Applies the settings that can change while the daemon runs: the size of the pool, the memory to
+    /// leave available on the host, the rate limit and the quotas of configured VMs. No VM is
+    /// interrupted. Returns the names of changed settings that take effect at the next start only.
+    ///
+    /// # Errors
+    /// The configuration is invalid; then nothing changes.
+    pub fn reload(&self, new: Config) -> Result<Vec<String>, ConfigError> {
+        new.check()?;
+        let Some(control) = &self.control else {
+            return Ok(Vec::new());
+        };
+        let mut config = self.config.lock().unwrap_or_else(PoisonError::into_inner);
+        // The last step that can fail. The steps that follow take effect completely.
+        set_size_and_quotas(control, &config, &new)?;
+        config.pool_size_bytes = new.pool_size_bytes;
+        control
+            .registry
+            .set_pages_per_second(new.vm_pages_per_second);
+        config.vm_pages_per_second = new.vm_pages_per_second;
+        let mut later = vm_changes(&mut config, &new);
+        match config.pressure.is_some() {
+            true => control.size.set_free_min(free_min_bytes(&new)),
+            // Without a watcher thread, which only a start creates, the limit has no effect.
+            false if new.pressure.is_some() => later.push("host_free_min".into()),
+            false => {}
+        }
+        later.extend(settings_for_next_start(&config, &new));
+        let text = format_args!("the configuration was read again");
+        control.events.tell(EventKind::Reloaded, None, text);
+        Ok(later)
+    }
+}
+
+/// Sets the size of the pool and the quotas of configured VMs. Size and quotas depend on each other,
+/// so either all of them change or none.
+///
+/// # Errors
+/// The size exceeds the host's memory at the start, or a reserve does not fit.
+fn set_size_and_quotas(
+    control: &Sources,
+    config: &Config,
+    new: &Config,
+) -> Result<(), ConfigError> {
+    let size_max_bytes = control.pool.size_max_bytes();
+    let size_bytes = new.pool_size_bytes;
+    if size_bytes > size_max_bytes {
+        return Err(ConfigError(format!(
+            "a pool of {size_bytes} bytes is more than the host had at the start: {size_max_bytes}"
+        )));
+    }
+    let full_bytes = (size_bytes != config.pool_size_bytes).then_some(size_bytes);
+    let differs = |vm: &&VmConfig| {
+        let mut known = config.vms.iter();
+        known.any(|old| old.name == vm.name && old.quota != vm.quota)
+    };
+    let changed = new.vms.iter().filter(differs);
+    let quotas: Vec<_> = changed.map(|vm| (vm.name.as_str(), vm.quota)).collect();
+    let set = control
+        .registry
+        .configure(&control.size, full_bytes, &quotas);
+    set.map_err(|error| {
+        let what = reserve_text(error.reserve_bytes, error.available_bytes);
+        ConfigError(format!("VM {:?}: {what}", error.tenant))
+    })
+}
+
+/// Records the new quotas of the VMs in `config`. Returns the changes of VMs that need a restart.
+fn vm_changes(config: &mut Config, new: &Config) -> Vec<String> {
+    let mut later = Vec::new();
+    for vm in &new.vms {
+        match config.vms.iter_mut().find(|old| old.name == vm.name) {
+            Some(old) => {
+                old.quota = vm.quota;
+                if old != vm {
+                    later.push(format!(
+                        "socket, owner, UUID and trust domain of VM {}",
+                        vm.name
+                    ));
+                }
+            }
+            None => later.push(format!("VM {}, which is new", vm.name)),
+        }
+    }
+    let removed = config
+        .vms
+        .iter()
+        .filter(|old| new.vms.iter().all(|vm| vm.name != old.name));
+    later.extend(removed.map(|old| format!("that there is no VM {}", old.name)));
+    later
+}
+
+fn free_min_bytes(config: &Config) -> u64 {
+    let pressure = config.pressure.as_ref();
+    pressure.map_or(0, |pressure| pressure.host_free_min_bytes)
+}
+
+fn stalls(config: &Config) -> Option<&Path> {
+    config.pressure.as_ref()?.stalls.as_deref()
+}
+
+/// Returns the names of settings that differ and take effect at the next start only.
+fn settings_for_next_start(old: &Config, new: &Config) -> Vec<String> {
+    let changes = [
+        ("memory_pressure", stalls(old) != stalls(new)),
+        ("workers", old.workers != new.workers),
+        (
+            "background_threads",
+            old.background_threads != new.background_threads,
+        ),
+        ("event_loop or poll_max_us", old.waiting != new.waiting),
+        ("control", old.control != new.control),
+        ("control_group", old.control_group != new.control_group),
+        (
+            "control_read_only",
+            old.control_read_only != new.control_read_only,
+        ),
+        (
+            "control_read_only_group",
+            old.control_read_only_group != new.control_read_only_group,
+        ),
+        ("run_folder", old.run_folder != new.run_folder),
+    ];
+    let changed = changes.into_iter().filter(|(_, differs)| *differs);
+    changed.map(|(name, _)| name.to_owned()).collect()
+}
