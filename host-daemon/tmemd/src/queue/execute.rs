@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Executes a request against a tenant and writes the answer into guest memory.
+//! Executes a request on the tenant of its VM and writes the answer into guest memory.
 //!
-//! Page data passes through buffers of the worker in both directions: the guest can change its
-//! memory at any time, and the pool must never see that. Work is done in groups of up to
-//! [`GROUP_PAGES`]; once a drain's time is up, what has not begun is refused or missed.
+//! Page contents pass through buffers of the worker in both directions. The guest can change its
+//! memory at any time, and the pool must never observe such a change. Pages are processed in groups of
+//! up to [`GROUP_PAGES`]. When the time limit of a drain expires, the remaining pages of a PUT are
+//! refused and the remaining pages of a GET are missed.
 //!
-//! A request that costs more than a scheduling slice is interrupted between two groups. What it has
-//! done by then is in the pool or in guest memory, results included, so that only two numbers are kept of it
-//! ([`Progress`]), and no page of a guest stays in a buffer of the worker. The next slice reads the
-//! request again and goes on behind the finished pages. If the request changed meanwhile, which no driver
-//! does, the guest gets the results of a mixture of its own two requests.
+//! A request that costs more than a scheduling slice is interrupted between two groups. The finished
+//! part is then in the pool or in guest memory, results included. So only two numbers are kept of an
+//! interrupted request ([`Progress`]), and no page of a guest stays in a buffer of the worker. The next
+//! slice reads the request again and continues after the finished pages. If the guest changes the
+//! request meanwhile, which no correct driver does, it gets results of a mixture of both requests.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::Peer;
@@ -19,6 +20,7 @@ use crate::queue::request::{Body, Request};
 use crate::queue::slice::{STEP_NS, Slice};
 use crate::vm::state::Vm;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 #[cfg(test)]
 use tmem_pool::Page;
@@ -27,43 +29,33 @@ use tmem_pool::{
     PutResult, SecretPages, Spent, Time,
 };
 use virtio_tmem as wire;
-use virtio_tmem::{GetPage, Resp};
+use virtio_tmem::{GetPage, PutPage, Resp, U64};
 use zerocopy::IntoBytes;
 
-/// Pages between two looks at the clock: some tens of µs, a small part of the 10 ms that a drain may take.
+/// Pages between two reads of the clock. They take some tens of µs, a small part of the 10 ms that a
+/// drain may take.
 const GROUP_PAGES: usize = 16;
 
-/// A range of few pages begins with no less.
+/// Least time in ns with which the flush of a range begins, even if the range has few pages.
 const RANGE_NS_LEAST: u64 = 5_000;
 
 const RESP_BYTES: usize = size_of::<Resp>();
 const GET_PAGE_BYTES: usize = size_of::<GetPage>();
 
-/// What a request needs beside itself.
+/// The circumstances in which a request is executed.
 pub struct Context<'vm, 'a> {
-    /// Whose pages these are.
+    /// The VM that sent the request.
     pub vm: &'vm Vm,
-    /// Who waits for the answer.
-    pub peer: &'a Peer,
     /// The connection's generation.
     pub generation: u64,
-    /// Time.
+    /// The daemon's clock.
     pub clock: &'a ClockAndEntropy,
-    /// It asks for more than its rate: all is refused or missed.
+    /// The request exceeds the VM's rate: all its pages are refused or missed.
     pub limited: bool,
-    /// True once a drain waits no longer: what is not begun is refused or missed.
+    /// Returns true when the time limit of a drain has expired: remaining pages are refused or missed.
     pub drain_expired: &'a dyn Fn() -> bool,
     /// Bounds the work.
     pub slice: &'a Slice<'a>,
-}
-
-/// How far a request has come.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Progress {
-    /// Pages of a PUT or GET, or ranges of a FLUSH, that are finished. Their results are written.
-    done: usize,
-    /// Bytes of the answer, up to the last page that was written.
-    used_bytes: usize,
 }
 
 impl Context<'_, '_> {
@@ -72,19 +64,37 @@ impl Context<'_, '_> {
     }
 }
 
-/// Buffers of a worker for the pages of a GET.
+/// How far a request was executed.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Progress {
+    /// Finished pages of a PUT or GET, or finished ranges of a FLUSH. Their results are written.
+    done: usize,
+    /// Bytes of the answer, up to the last page that was written.
+    used_bytes: usize,
+}
+
+/// What remains of a request after its execution in one slice.
+pub struct Remainder<'vm, 'a> {
+    /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest has
+    /// its answer.
+    pub spent: &'a mut Vec<Spent<'vm>>,
+    /// How far the request was executed.
+    pub progress: &'a mut Progress,
+}
+
+/// Buffers of a worker for the pages of a GET. They are neither swapped nor dumped.
 pub struct PageBuffers(SecretPages);
 
 impl PageBuffers {
-    /// Room for the largest batch.
+    /// Allocates buffers for the largest batch.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system lacks address space.
     pub fn new() -> io::Result<PageBuffers> {
         SecretPages::new(wire::BATCH_MAX).map(PageBuffers)
     }
 
-    /// They are neither swapped nor dumped.
+    /// Returns the buffers.
     #[cfg(test)]
     pub fn pages(&mut self) -> &mut [Page] {
         self.0.pages()
@@ -98,101 +108,156 @@ fn resp(status: u8) -> Resp {
     }
 }
 
-/// Writes an answer that is a status alone; returns the bytes written.
-pub fn answer_status(
-    chain: &Chain,
-    memory: &GuestMemory,
-    peer: &Peer,
-    status: u8,
-) -> Result<u32, WriteError> {
-    let wrote = chain.write(memory, peer, 0, resp(status).as_bytes())?;
-    debug_assert!(wrote, "parse made sure that a status fits");
-    Ok(RESP_BYTES as u32)
+/// The writable part of a chain, which receives the answer.
+#[derive(Clone, Copy)]
+pub struct Answer<'a> {
+    /// The chain of the request.
+    pub chain: &'a Chain,
+    /// The memory that contains its buffers.
+    pub memory: &'a GuestMemory,
+    /// The front end, which must be connected while guest memory is written.
+    pub peer: &'a Peer,
 }
 
-/// Executes and answers; returns the bytes to report in the used element. None: the slice is over before
-/// the request is finished, and it is not answered; executing it again with the same `progress` goes on.
-/// What a GET has taken out is in `spent`, to be freed once the guest has its answer.
+impl Answer<'_> {
+    /// Writes an answer that consists of a status. Returns the bytes written.
+    ///
+    /// # Errors
+    /// The front end hung up, or guest memory cannot be accessed.
+    pub fn answer_status(&self, status: u8) -> Result<u32, WriteError> {
+        self.write(0, resp(status).as_bytes())?;
+        Ok(RESP_BYTES as u32)
+    }
+
+    /// Writes bytes at an offset of the answer.
+    fn write(&self, offset: usize, bytes: &[u8]) -> Result<(), WriteError> {
+        let fits = self
+            .chain
+            .write(self.memory, self.peer, offset as u64, bytes)?;
+        debug_assert!(fits, "parse checked the length of the writable part");
+        Ok(())
+    }
+
+    /// Writes a status and the results, except the results of the first `from` pages. Each result has
+    /// `result_bytes` bytes.
+    fn write_results(
+        &self,
+        from: usize,
+        result_bytes: usize,
+        answer: &[u8],
+    ) -> Result<(), WriteError> {
+        if from == 0 {
+            return self.write(0, answer);
+        }
+        let at = RESP_BYTES + from * result_bytes;
+        self.write(0, &answer[..RESP_BYTES])?;
+        self.write(at, &answer[at..])
+    }
+}
+
+/// Executes a request and writes its answer. Returns the bytes to report in the used element, or None
+/// if the slice is over before the request is finished. An unfinished request has no answer yet; another
+/// call with the same `progress` continues it.
+///
+/// # Errors
+/// The front end hung up, or guest memory cannot be accessed.
 pub fn execute<'vm>(
     context: &Context<'vm, '_>,
     request: &Request<'_>,
-    chain: &Chain,
-    memory: &GuestMemory,
+    answer: Answer<'_>,
     buffers: &mut PageBuffers,
-    (spent, progress): (&mut Vec<Spent<'vm>>, &mut Progress),
+    remainder: Remainder<'vm, '_>,
 ) -> Result<Option<u32>, WriteError> {
+    let (vm, pool) = (context.vm, request.header.pool);
     let stale = request.header.generation != context.generation;
     if stale {
-        context
-            .vm
-            .counters
-            .requests_stale
-            .fetch_add(1, Ordering::Relaxed);
+        vm.counters.requests_stale.fetch_add(1, Ordering::Relaxed);
     }
-    let pool = request.header.pool;
-    let tenant = &context.vm.tenant;
+    let progress = remainder.progress;
     let status = match &request.body {
-        Body::Put { .. } => return put(context, stale, request, chain, memory, progress),
-        Body::Get { .. } => {
-            let kept = (spent, progress);
-            return get(context, stale, request, chain, memory, buffers, kept);
+        Body::Put { pages, data } => {
+            let batch = PutBatch { pool, pages, data };
+            return put(context, stale, &batch, answer, progress);
         }
-        _ if stale => wire::S_STALE,
-        Body::Flush { ranges } => {
-            let flush = |range: &wire::Range| {
-                let nr_pages = match range.nr_pages.get() {
-                    wire::TO_END => None,
-                    nr_pages => Some(nr_pages),
-                };
-                let (object, index) = (range.object.get(), range.index.get());
-                let done = flush_range(context, pool, object, index, nr_pages);
-                if let (Some(tap), Ok(true)) = (&context.vm.tap, done) {
-                    tap.flush(pool, object, index, nr_pages);
-                }
-                done
+        Body::Get {
+            object,
+            index,
+            cookies,
+        } => {
+            let batch = GetBatch {
+                pool,
+                object: *object,
+                index: *index,
+                cookies,
             };
-            let mut status = wire::S_OK;
-            for range in ranges.iter().skip(progress.done) {
-                match flush(range) {
-                    Ok(true) => progress.done += 1,
-                    Ok(false) => return Ok(None),
-                    Err(tmem_pool::NoPool) => {
-                        status = wire::S_NO_POOL;
-                        break;
-                    }
-                }
-            }
-            status
+            let remainder = Remainder {
+                spent: remainder.spent,
+                progress,
+            };
+            return get(context, stale, &batch, answer, buffers, remainder);
         }
-        Body::PoolCreate => match tenant.create_pool(pool) {
+        _ if stale => Some(wire::S_STALE),
+        Body::Flush { ranges } => flush(context, pool, ranges, progress),
+        Body::PoolCreate => Some(match vm.tenant.create_pool(pool) {
             Ok(()) => wire::S_OK,
             Err(CreateError::Exists) => wire::S_BAD,
             Err(CreateError::Limit) => wire::S_LIMIT,
-        },
-        Body::PoolDestroy if context.slice.step(DESTROY_NS_MAX).is_none() => return Ok(None),
-        Body::PoolDestroy => match tenant.destroy_pool(pool) {
-            Ok(()) => {
-                context.slice.charge(DESTROY_NS_MAX);
-                if let Some(tap) = &context.vm.tap {
-                    tap.destroy_pool(pool);
-                }
-                wire::S_OK
-            }
-            Err(tmem_pool::NoPool) => wire::S_NO_POOL,
-        },
+        }),
+        Body::PoolDestroy => destroy_pool(context, pool),
         Body::Report(report) => {
-            context.vm.set_report(**report);
-            wire::S_OK
+            vm.set_report(**report);
+            Some(wire::S_OK)
         }
         Body::Latencies(latencies) => {
-            context.vm.set_latencies(**latencies);
-            wire::S_OK
+            vm.set_latencies(**latencies);
+            Some(wire::S_OK)
         }
     };
-    answer_status(chain, memory, context.peer, status).map(Some)
+    status
+        .map(|status| answer.answer_status(status))
+        .transpose()
 }
 
-/// Drops a range as far as the slice allows. True: all of it.
+/// Destroys a pool. Returns the status, or None if the slice is over.
+fn destroy_pool(context: &Context<'_, '_>, pool: u32) -> Option<u8> {
+    let Context { vm, slice, .. } = context;
+    slice.step(DESTROY_NS_MAX)?;
+    let Ok(()) = vm.tenant.destroy_pool(pool) else {
+        return Some(wire::S_NO_POOL);
+    };
+    slice.charge(DESTROY_NS_MAX);
+    if let Some(tap) = &vm.tap {
+        tap.destroy_pool(pool);
+    }
+    Some(wire::S_OK)
+}
+
+/// Drops ranges of pages. Returns the status, or None if the slice is over.
+fn flush(
+    context: &Context<'_, '_>,
+    pool: u32,
+    ranges: &[wire::Range],
+    progress: &mut Progress,
+) -> Option<u8> {
+    for range in ranges.iter().skip(progress.done) {
+        let nr_pages = match range.nr_pages.get() {
+            wire::TO_END => None,
+            nr_pages => Some(nr_pages),
+        };
+        let (object, index) = (range.object.get(), range.index.get());
+        match flush_range(context, pool, object, index, nr_pages) {
+            Ok(true) => progress.done += 1,
+            Ok(false) => return None,
+            Err(NoPool) => return Some(wire::S_NO_POOL),
+        }
+        if let Some(tap) = &context.vm.tap {
+            tap.flush(pool, object, index, nr_pages);
+        }
+    }
+    Some(wire::S_OK)
+}
+
+/// Drops a range as far as the slice allows. Returns true if the whole range is dropped.
 fn flush_range(
     context: &Context<'_, '_>,
     pool: u32,
@@ -208,10 +273,10 @@ fn flush_range(
             .tenant
             .flush_some(pool, object, index, nr_pages, &mut left_ns);
         slice.charge(step_ns - left_ns);
-        // With less it may have done nothing, and would do so again.
         if done? {
             return Ok(true);
         }
+        // With less time the pool may have dropped nothing, and would drop nothing again.
         if step_ns < FLUSH_NS_MIN {
             break;
         }
@@ -219,251 +284,293 @@ fn flush_range(
     Ok(false)
 }
 
+/// The pages of a PUT. `pages` and `data` have the same length.
+struct PutBatch<'a> {
+    pool: u32,
+    pages: &'a [PutPage],
+    data: &'a [[u8; wire::PAGE_SIZE]],
+}
+
+/// Executes a PUT. Returns like [`execute`].
 fn put(
     context: &Context<'_, '_>,
     stale: bool,
-    request: &Request<'_>,
-    chain: &Chain,
-    memory: &GuestMemory,
+    batch: &PutBatch<'_>,
+    answer: Answer<'_>,
     progress: &mut Progress,
 ) -> Result<Option<u32>, WriteError> {
-    let Body::Put { pages, data } = &request.body else {
-        return Ok(Some(0));
-    };
-    let (vm, slice) = (context.vm, context.slice);
-    let pool = request.header.pool;
+    let (vm, slice, count) = (context.vm, context.slice, batch.pages.len());
     let mut results = [wire::P_REFUSED; wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // Results before it are written.
-    let mut from = progress.done.min(pages.len());
+    // The results of the pages before `from` are written.
+    let mut from = progress.done.min(count);
     let mut done = from;
-    while status == wire::S_OK && done < pages.len() {
+    while status == wire::S_OK && done < count {
         let drain_expired = (context.drain_expired)();
-        let left = pages.len() - done;
+        let left = count - done;
         let group = match slice.step_pages(PUT_NS_MAX, left.min(GROUP_PAGES)) {
             Some(pages) => pages,
-            // A drain that waits no longer has all refused at once.
+            // An expired drain refuses all remaining pages at once.
             None if drain_expired => left,
             None => break,
         };
-        let end = done + group;
+        let group = done..done + group;
+        done = group.end;
         let frozen = vm.frozen.load(Ordering::Relaxed);
-        if frozen || context.limited || drain_expired {
-            // A refused page leaves nothing behind, not even what was put before.
-            for page in &pages[done..end] {
-                let (object, index) = (page.object.get(), page.index.get());
-                let mut left_ns = u64::MAX;
-                let dropped = vm
-                    .tenant
-                    .flush_some(pool, object, index, Some(1), &mut left_ns);
-                slice.charge(u64::MAX - left_ns);
-                if dropped.is_err() {
-                    status = wire::S_NO_POOL;
-                    break;
-                }
-                if let (true, Some(tap)) = (frozen || context.limited, &vm.tap) {
-                    tap.flush(pool, object, index, Some(1));
-                }
-            }
-            let counter = match (frozen, context.limited) {
-                (true, _) => &vm.counters.refused_frozen,
-                (false, true) => &vm.counters.limited_pages,
-                (false, false) => &vm.counters.drain_cut_pages,
-            };
-            counter.fetch_add(group as u64, Ordering::Relaxed);
-            done = end;
-            continue;
+        let stored = if frozen || context.limited || drain_expired {
+            refuse_group(context, batch, group, frozen)
+        } else {
+            store_group(context, batch, group.clone(), &mut results[group])
+        };
+        if stored.is_err() {
+            status = wire::S_NO_POOL;
         }
-        let puts: Vec<Put<'_>> = pages[done..end]
-            .iter()
-            .zip(&data[done..end])
-            .map(|(page, data)| Put {
-                object: page.object.get(),
-                index: page.index.get(),
-                cookie: page.cookie.get(),
-                workingset: page.flags.get() & wire::PUT_WORKINGSET != 0,
-                page: data,
-            })
-            .collect();
-        let mut answers = [PutResult::Refused; GROUP_PAGES];
-        let answers = &mut answers[..puts.len()];
-        match vm.tenant.put(context.now(), pool, &puts, answers) {
-            Ok(cost_ns) => {
-                slice.charge(cost_ns);
-                if let Some(tap) = &vm.tap {
-                    tap.put(pool, &puts, answers);
-                }
-                for (result, put) in results[done..end].iter_mut().zip(answers) {
-                    *result = match put {
-                        PutResult::Stored => wire::P_STORED,
-                        PutResult::Refused => wire::P_REFUSED,
-                    };
-                }
-            }
-            Err(NoPool) => status = wire::S_NO_POOL,
-        }
-        done = end;
     }
-    let write = |offset: usize, bytes: &[u8]| {
-        let wrote = chain.write(memory, context.peer, offset as u64, bytes)?;
-        debug_assert!(wrote, "parse made sure that the answer fits");
-        Ok::<_, WriteError>(())
-    };
-    if status == wire::S_OK && done < pages.len() {
-        write(RESP_BYTES + from, &results[from..done])?;
+    if status == wire::S_OK && done < count {
+        answer.write(RESP_BYTES + from, &results[from..done])?;
         progress.done = done;
         return Ok(None);
     }
     if status != wire::S_OK {
-        // The pool or the generation ended, perhaps between two groups; so did what they stored.
+        // The pool or the generation ended, perhaps between two groups, and the stored pages with it.
         results.fill(wire::P_REFUSED);
         from = 0;
     }
-    let mut answer = [0u8; RESP_BYTES + wire::BATCH_MAX];
-    answer[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
-    let bytes = RESP_BYTES + pages.len();
-    answer[RESP_BYTES..bytes].copy_from_slice(&results[..pages.len()]);
-    write_results(from, 1, &answer[..bytes], write)?;
-    Ok(Some(bytes as u32))
+    let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX];
+    bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
+    let end = RESP_BYTES + count;
+    bytes[RESP_BYTES..end].copy_from_slice(&results[..count]);
+    answer.write_results(from, 1, &bytes[..end])?;
+    Ok(Some(end as u32))
 }
 
-/// Writes a status and results, but for those of the first `from` pages, of which each has `result_bytes`.
-fn write_results<E>(
-    from: usize,
-    result_bytes: usize,
-    answer: &[u8],
-    write: impl Fn(usize, &[u8]) -> Result<(), E>,
-) -> Result<(), E> {
-    if from == 0 {
-        return write(0, answer);
-    }
-    let at = RESP_BYTES + from * result_bytes;
-    write(0, &answer[..RESP_BYTES])?;
-    write(at, &answer[at..])
-}
-
-fn get<'vm>(
-    context: &Context<'vm, '_>,
-    stale: bool,
-    request: &Request<'_>,
-    chain: &Chain,
-    memory: &GuestMemory,
-    buffers: &mut PageBuffers,
-    (spent, progress): (&mut Vec<Spent<'vm>>, &mut Progress),
-) -> Result<Option<u32>, WriteError> {
-    let Body::Get {
-        object,
-        index,
-        cookies,
-    } = &request.body
-    else {
-        return Ok(Some(0));
+/// Refuses a group of pages. A refused page leaves nothing under its key, so an older version that is
+/// in the pool is dropped.
+fn refuse_group(
+    context: &Context<'_, '_>,
+    batch: &PutBatch<'_>,
+    group: Range<usize>,
+    frozen: bool,
+) -> Result<(), NoPool> {
+    let (vm, slice, pool) = (context.vm, context.slice, batch.pool);
+    let counter = match (frozen, context.limited) {
+        (true, _) => &vm.counters.refused_frozen,
+        (false, true) => &vm.counters.limited_pages,
+        (false, false) => &vm.counters.drain_cut_pages,
     };
-    let (vm, slice, pool) = (context.vm, context.slice, request.header.pool);
-    let count = cookies.len();
-    let miss = GetPage {
+    counter.fetch_add(group.len() as u64, Ordering::Relaxed);
+    for page in &batch.pages[group] {
+        let (object, index) = (page.object.get(), page.index.get());
+        let mut left_ns = u64::MAX;
+        let dropped = vm
+            .tenant
+            .flush_some(pool, object, index, Some(1), &mut left_ns);
+        slice.charge(u64::MAX - left_ns);
+        dropped?;
+        if let (true, Some(tap)) = (frozen || context.limited, &vm.tap) {
+            tap.flush(pool, object, index, Some(1));
+        }
+    }
+    Ok(())
+}
+
+/// Stores a group of pages and sets their results.
+fn store_group(
+    context: &Context<'_, '_>,
+    batch: &PutBatch<'_>,
+    group: Range<usize>,
+    results: &mut [u8],
+) -> Result<(), NoPool> {
+    let (vm, pool) = (context.vm, batch.pool);
+    let puts: Vec<Put<'_>> = batch.pages[group.clone()]
+        .iter()
+        .zip(&batch.data[group])
+        .map(|(page, data)| Put {
+            object: page.object.get(),
+            index: page.index.get(),
+            cookie: page.cookie.get(),
+            workingset: page.flags.get() & wire::PUT_WORKINGSET != 0,
+            page: data,
+        })
+        .collect();
+    let mut stored = [PutResult::Refused; GROUP_PAGES];
+    let stored = &mut stored[..puts.len()];
+    let cost_ns = vm.tenant.put(context.now(), pool, &puts, stored)?;
+    context.slice.charge(cost_ns);
+    if let Some(tap) = &vm.tap {
+        tap.put(pool, &puts, stored);
+    }
+    for (result, put) in results.iter_mut().zip(stored) {
+        *result = match put {
+            PutResult::Stored => wire::P_STORED,
+            PutResult::Refused => wire::P_REFUSED,
+        };
+    }
+    Ok(())
+}
+
+/// The pages of a GET: consecutive pages of an object from `index` on, one for each cookie.
+struct GetBatch<'a> {
+    pool: u32,
+    object: u64,
+    index: u64,
+    cookies: &'a [U64],
+}
+
+/// The result of a page that is not returned.
+fn miss() -> GetPage {
+    GetPage {
         cookie: 0.into(),
         result: wire::P_MISS,
         reserved: [0; 7],
-    };
-    let mut results = [miss; wire::BATCH_MAX];
+    }
+}
+
+/// Executes a GET. Returns like [`execute`].
+fn get<'vm>(
+    context: &Context<'vm, '_>,
+    stale: bool,
+    batch: &GetBatch<'_>,
+    answer: Answer<'_>,
+    buffers: &mut PageBuffers,
+    remainder: Remainder<'vm, '_>,
+) -> Result<Option<u32>, WriteError> {
+    let (slice, count) = (context.slice, batch.cookies.len());
+    let Remainder { spent, progress } = remainder;
+    let mut results = [miss(); wire::BATCH_MAX];
     let mut status = if stale { wire::S_STALE } else { wire::S_OK };
-    // Results before it are written, and so is their data.
+    // The results and contents of the pages before `from` are written.
     let mut from = progress.done.min(count);
     let mut done = from;
     while status == wire::S_OK && done < count {
-        if context.limited || (context.drain_expired)() {
-            let drain_expired = (count - done) as u64;
-            let counter = match context.limited {
-                true => &vm.counters.limited_pages,
-                false => &vm.counters.drain_cut_pages,
-            };
-            counter.fetch_add(drain_expired, Ordering::Relaxed);
-            // Drops nothing, and says whether there is such a pool: what changes is pages to misses, not
-            // the status of a request.
-            if vm.tenant.flush(pool, *object, *index, Some(0)).is_err() {
-                status = wire::S_NO_POOL;
-            }
+        let taken = if context.limited || (context.drain_expired)() {
+            let missed = miss_rest(context, batch, count - done);
             done = count;
-            break;
-        }
-        let Some(group) = slice.step_pages(GET_NS_MAX, (count - done).min(GROUP_PAGES)) else {
-            break;
+            missed
+        } else {
+            let Some(group) = slice.step_pages(GET_NS_MAX, (count - done).min(GROUP_PAGES)) else {
+                break;
+            };
+            let group = done..done + group;
+            done = group.end;
+            let pages = &mut buffers.0.pages()[group.clone()];
+            take_group(context, batch, group.start, pages, &mut results[group])
+                .map(|taken| spent.push(taken))
         };
-        let end = done + group;
-        let mut wanted = [0u64; GROUP_PAGES];
-        for (wanted, cookie) in wanted.iter_mut().zip(&cookies[done..end]) {
-            *wanted = cookie.get();
+        if taken.is_err() {
+            status = wire::S_NO_POOL;
         }
-        let wanted = &wanted[..group];
-        let mut answers = [GetResult::Miss; GROUP_PAGES];
-        let answers = &mut answers[..group];
-        let out = &mut buffers.0.pages()[done..end];
-        let first = index + done as u64;
-        let got = vm
-            .tenant
-            .get(context.now(), pool, *object, first, wanted, out, answers);
-        match got {
-            Ok(taken) => {
-                slice.charge(taken.cost_ns());
-                spent.push(taken);
-                if let Some(tap) = &vm.tap {
-                    let hits = answers.iter().map(|result| *result != GetResult::Miss);
-                    tap.get(pool, *object, first, hits);
-                }
-                let answers = results[done..end].iter_mut().zip(answers);
-                for ((result, got), wanted) in answers.zip(wanted) {
-                    // The pool answers no other cookie; looked at here all the same, since a page
-                    // of another put is the one thing that must never leave.
-                    if let GetResult::Hit { cookie } = got
-                        && *cookie == *wanted
-                    {
-                        result.cookie = (*cookie).into();
-                        result.result = wire::P_HIT;
-                    }
-                }
-            }
-            Err(NoPool) => status = wire::S_NO_POOL,
-        }
-        done = end;
     }
-
-    let write = |offset: usize, bytes: &[u8]| {
-        let wrote = chain.write(memory, context.peer, offset as u64, bytes)?;
-        debug_assert!(wrote, "parse made sure that the answer fits");
-        Ok::<_, WriteError>(())
-    };
     if status != wire::S_OK {
         // The pool or the generation ended, perhaps between two groups.
-        results.fill(miss);
+        results.fill(miss());
         (from, done, progress.used_bytes) = (0, count, 0);
     }
-    let mut answer = [0u8; RESP_BYTES + wire::BATCH_MAX * GET_PAGE_BYTES];
-    answer[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
-    let data_offset = RESP_BYTES + count * GET_PAGE_BYTES;
-    answer[RESP_BYTES..data_offset].copy_from_slice(results[..count].as_bytes());
-    if done == count {
-        write_results(from, GET_PAGE_BYTES, &answer[..data_offset], write)?;
-    } else {
-        let at = |page| RESP_BYTES + page * GET_PAGE_BYTES;
-        write(at(from), &answer[at(from)..at(done)])?;
+    let results = &results[..count];
+    write_get_results(answer, status, results, from..done)?;
+    let written = write_get_pages(answer, results, from..done, buffers)?;
+    let least_bytes = RESP_BYTES + count * GET_PAGE_BYTES;
+    let used_bytes = written.unwrap_or(least_bytes.max(progress.used_bytes));
+    *progress = Progress { done, used_bytes };
+    Ok((done == count).then_some(used_bytes as u32))
+}
+
+/// Counts the remaining pages of a GET as missed. The limits of rate and drain turn hits into misses
+/// but do not change the status of a request, so the pool must exist.
+fn miss_rest(context: &Context<'_, '_>, batch: &GetBatch<'_>, pages: usize) -> Result<(), NoPool> {
+    let vm = context.vm;
+    let counter = match context.limited {
+        true => &vm.counters.limited_pages,
+        false => &vm.counters.drain_cut_pages,
+    };
+    counter.fetch_add(pages as u64, Ordering::Relaxed);
+    // A flush of no pages drops nothing and fails if the pool does not exist.
+    vm.tenant
+        .flush(batch.pool, batch.object, batch.index, Some(0))
+        .map(drop)
+}
+
+/// Takes a group of pages, from number `start` of the batch on, out of the pool. Copies their contents
+/// to `pages` and sets their results.
+fn take_group<'vm>(
+    context: &Context<'vm, '_>,
+    batch: &GetBatch<'_>,
+    start: usize,
+    pages: &mut [tmem_pool::Page],
+    results: &mut [GetPage],
+) -> Result<Spent<'vm>, NoPool> {
+    let (vm, pool, object) = (context.vm, batch.pool, batch.object);
+    let mut wanted = [0u64; GROUP_PAGES];
+    for (wanted, cookie) in wanted.iter_mut().zip(&batch.cookies[start..]) {
+        *wanted = cookie.get();
     }
-    let mut used_bytes = data_offset.max(progress.used_bytes);
-    // Neighbouring hits go in one copy; the data of a miss is left as the driver had it.
-    let mut page = from;
-    while page < done {
-        let hits = results[page..done]
+    let wanted = &wanted[..pages.len()];
+    let mut found = [GetResult::Miss; GROUP_PAGES];
+    let found = &mut found[..pages.len()];
+    let first = batch.index + start as u64;
+    let taken = vm
+        .tenant
+        .get(context.now(), pool, object, first, wanted, pages, found)?;
+    context.slice.charge(taken.cost_ns());
+    if let Some(tap) = &vm.tap {
+        let hits = found.iter().map(|result| *result != GetResult::Miss);
+        tap.get(pool, object, first, hits);
+    }
+    for ((result, found), wanted) in results.iter_mut().zip(found).zip(wanted) {
+        // The pool returns no page with another cookie. The comparison is repeated here because a page
+        // of another put must never reach a guest.
+        if let GetResult::Hit { cookie } = found
+            && *cookie == *wanted
+        {
+            result.cookie = (*cookie).into();
+            result.result = wire::P_HIT;
+        }
+    }
+    Ok(taken)
+}
+
+/// Writes the results of the pages in `group`, and the status once all pages are done.
+fn write_get_results(
+    answer: Answer<'_>,
+    status: u8,
+    results: &[GetPage],
+    group: Range<usize>,
+) -> Result<(), WriteError> {
+    let mut bytes = [0u8; RESP_BYTES + wire::BATCH_MAX * GET_PAGE_BYTES];
+    let at = |page| RESP_BYTES + page * GET_PAGE_BYTES;
+    let end = at(results.len());
+    bytes[..RESP_BYTES].copy_from_slice(resp(status).as_bytes());
+    bytes[RESP_BYTES..end].copy_from_slice(results.as_bytes());
+    if group.end == results.len() {
+        answer.write_results(group.start, GET_PAGE_BYTES, &bytes[..end])
+    } else {
+        answer.write(at(group.start), &bytes[at(group.start)..at(group.end)])
+    }
+}
+
+/// Writes the contents of the hits in `group`, adjacent hits in one copy. The data of a miss stays as
+/// the driver left it. Returns the end of the last page in the answer, in bytes; None without a hit.
+fn write_get_pages(
+    answer: Answer<'_>,
+    results: &[GetPage],
+    group: Range<usize>,
+    buffers: &mut PageBuffers,
+) -> Result<Option<usize>, WriteError> {
+    let data_offset = RESP_BYTES + results.len() * GET_PAGE_BYTES;
+    let mut end = None;
+    let mut page = group.start;
+    while page < group.end {
+        let hits = results[page..group.end]
             .iter()
             .take_while(|r| r.result == wire::P_HIT)
             .count();
         if hits > 0 {
             let offset = data_offset + page * wire::PAGE_SIZE;
             let bytes = buffers.0.pages()[page..page + hits].as_flattened();
-            write(offset, bytes)?;
-            used_bytes = offset + bytes.len();
+            answer.write(offset, bytes)?;
+            end = Some(offset + bytes.len());
         }
         page += hits.max(1);
     }
-    *progress = Progress { done, used_bytes };
-    Ok((done == count).then_some(used_bytes as u32))
+    Ok(end)
 }

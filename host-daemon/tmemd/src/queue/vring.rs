@@ -16,12 +16,12 @@
 
 use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::{HungUp, Peer};
-use crate::memory::table::Memory;
+use crate::memory::table::{GuestMemory, Memory};
 use crate::queue::chain::{Chain, READ_BUFFER_BYTES, WriteError};
-use crate::queue::execute::{self, Context, PageBuffers, Progress};
+use crate::queue::execute::{self, Answer, Context, PageBuffers, Progress, Remainder};
 use crate::queue::notifier;
 use crate::queue::polling::Polling;
-use crate::queue::request::{self, Body, QueueKind, Rejected};
+use crate::queue::request::{self, Body, QueueKind, Rejected, Request};
 use crate::queue::slice::{CHAIN_NS, DESCRIPTOR_NS, PAGE_EXPECTED_NS, READ_PAGE_NS, Slice};
 use crate::util::histogram::Histogram;
 use crate::vm::state::Vm;
@@ -31,7 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tmem_pool::{SecretPages, Spent};
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
+use virtio_queue::{DescriptorChain, Queue, QueueOwnedT, QueueT};
 use virtio_tmem as wire;
 use vm_memory::{Bytes, GuestAddress};
 
@@ -132,11 +132,31 @@ pub enum SliceEnd {
     More,
 }
 
-/// What `Vring::answer` says.
+/// A chain that was taken from the available ring.
+struct TakenChain {
+    /// Index of its first descriptor.
+    head: u16,
+    /// When it was taken, in ns of the daemon's clock.
+    begun_ns: u64,
+    /// The state of the chain with this head that the last slice interrupted.
+    interrupted: Option<Unfinished>,
+}
+
+/// A chain whose answer is in guest memory.
+struct Done<'a> {
+    /// Bytes to report in the used element.
+    used_bytes: u32,
+    /// When its execution began, in ns of the daemon's clock.
+    begun_ns: u64,
+    /// The histogram that counts its latency.
+    latency: Option<&'a Histogram>,
+}
+
+/// Result of `Vring::answer`.
 enum Answered<'a> {
-    /// Bytes written, since when, and where the time is counted.
-    Done(u32, u64, Option<&'a Histogram>),
-    /// The slice is over.
+    /// The answer is complete.
+    Done(Done<'a>),
+    /// The slice is over before the request is finished.
     Unfinished(Unfinished),
 }
 
@@ -156,10 +176,47 @@ impl From<HungUp> for Halt {
     }
 }
 
+impl From<WriteError> for Halt {
+    fn from(error: WriteError) -> Self {
+        match error {
+            WriteError::HungUp => Halt::HungUp,
+            WriteError::Memory(error) => {
+                Halt::Fault(format!("a buffer of the guest cannot be accessed: {error}"))
+            }
+        }
+    }
+}
+
 impl From<String> for Halt {
     fn from(reason: String) -> Self {
         Halt::Fault(reason)
     }
+}
+
+/// Converts an error of an access to the used ring.
+fn used_ring_fault(error: virtio_queue::Error) -> Halt {
+    Halt::Fault(format!("the used ring cannot be accessed: {error}"))
+}
+
+/// Takes the next chain from the available ring. Returns None if the ring is empty.
+fn next_chain<'m>(
+    state: &mut VringState,
+    memory: &'m GuestMemory,
+) -> Result<Option<DescriptorChain<&'m GuestMemory>>, Halt> {
+    let chains = state.queue.iter(memory);
+    let next = chains
+        .map_err(|error| format!("the available ring is broken: {error}"))?
+        .next();
+    // After a lost back end the VMM replays requests from the last used element on. An answer out of
+    // order would write into memory that the driver has reused.
+    let answered = state.queue.next_used().wrapping_add(1);
+    if next.is_some() && state.queue.next_avail() != answered {
+        return Err(Halt::Fault(format!(
+            "a bug in the daemon: {} chains were taken, and this would be the answer to number {answered}",
+            state.queue.next_avail(),
+        )));
+    }
+    Ok(next)
 }
 
 /// What was read of the memory until now is the guest's.
@@ -370,6 +427,7 @@ impl Vring {
         }
     }
 
+    /// Answers chains until the slice is over, the ring is empty or a drain begins.
     fn answer_chains(
         &self,
         state: &mut VringState,
@@ -378,19 +436,14 @@ impl Vring {
         poll_max_ns: u64,
     ) -> Result<SliceEnd, Halt> {
         let memory = &table.guest;
-        let ring_fault = |what: &'static str| {
-            move |error: virtio_queue::Error| format!("{what} cannot be accessed: {error}")
-        };
         let peer = &self.link.peer;
         peer.check()?;
-        state
-            .queue
-            .disable_notification(memory)
-            .map_err(ring_fault("the used ring"))?;
+        let disabled = state.queue.disable_notification(memory);
+        disabled.map_err(used_ring_fault)?;
         let slice = Slice::begin(&self.link.clock);
         let mut unfinished = state.unfinished.take();
         let mut to_interrupt = false;
-        // The first chain of a turn is always taken.
+        // The first chain of a slice is always taken, whatever it is expected to cost.
         let mut has_begun = false;
         let end = loop {
             if self.hold.load(Ordering::SeqCst) {
@@ -400,45 +453,23 @@ impl Vring {
             if has_begun && !slice.fits(CHAIN_NS) {
                 break SliceEnd::More;
             }
-            // For the next chain, or for the wish to be kicked.
+            // The next steps read the available ring or write the event index.
             peer.check()?;
-            let chains = state.queue.iter(memory);
-            let Some(descriptors) = chains
-                .map_err(|error| format!("the available ring is broken: {error}"))?
-                .next()
-            else {
-                if let Some(until_ns) = state.polling.dry(self.now_ns(), poll_max_ns) {
-                    break SliceEnd::Poll { until_ns };
+            let Some(descriptors) = next_chain(state, memory)? else {
+                if let Some(end) = self.ring_is_empty(state, memory, poll_max_ns)? {
+                    break end;
                 }
-                let more = state.queue.enable_notification(memory);
-                if !more.map_err(ring_fault("the used ring"))? {
-                    break SliceEnd::Idle;
-                }
-                // More came just now. Counted as work, so that the turn ends whatever is done.
+                // A chain arrived just now. The check is charged as work, so that the slice ends even if
+                // the guest repeats this.
                 slice.charge(CHAIN_NS);
                 has_begun = true;
-                state
-                    .queue
-                    .disable_notification(memory)
-                    .map_err(ring_fault("the used ring"))?;
                 continue;
             };
-            // After a lost backend the VMM replays from the last used element: completing out of
-            // order would answer into memory that the driver has reused.
-            let answered = state.queue.next_used().wrapping_add(1);
-            if state.queue.next_avail() != answered {
-                return Err(Halt::Fault(format!(
-                    "a bug in the daemon: {} chains were taken, and this would be the answer to number {answered}",
-                    state.queue.next_avail(),
-                )));
-            }
             let head = descriptors.head_index();
             let begun_ns = self.now_ns();
             state.polling.work(begun_ns, poll_max_ns);
-            scratch
-                .chain
-                .fill(memory, descriptors)
-                .map_err(|error| error.to_string())?;
+            let filled = scratch.chain.fill(memory, descriptors);
+            filled.map_err(|error| error.to_string())?;
             let chain = &scratch.chain;
             slice.charge(CHAIN_NS + u64::from(chain.descriptors()) * DESCRIPTOR_NS);
             let expected_ns = chain.pages().min(wire::BATCH_MAX as u64) * PAGE_EXPECTED_NS;
@@ -447,36 +478,27 @@ impl Vring {
                 break SliceEnd::More;
             }
             has_begun = true;
-            let last = unfinished.take().filter(|last| last.head == head);
+            let taken = TakenChain {
+                head,
+                begun_ns,
+                interrupted: unfinished.take().filter(|last| last.head == head),
+            };
             let mut spent = Vec::new();
-            let answered =
-                self.answer(table, scratch, &slice, (head, begun_ns), last, &mut spent)?;
-            let (used_bytes, begun_ns, timed) = match answered {
-                Answered::Done(used_bytes, begun_ns, timed) => (used_bytes, begun_ns, timed),
+            match self.answer(table, scratch, &slice, taken, &mut spent)? {
+                Answered::Done(done) => self.publish(state, table, head, done)?,
                 Answered::Unfinished(chain) => {
                     state.give_back();
                     state.unfinished = Some(chain);
                     break SliceEnd::More;
                 }
-            };
-            peer.check()?;
-            intact(table)?;
-            state
-                .queue
-                .add_used(memory, head, used_bytes)
-                .map_err(ring_fault("the used ring"))?;
-            let counters = &self.link.vm.counters;
-            counters.requests.fetch_add(1, Ordering::Relaxed);
-            if let Some(histogram) = timed {
-                histogram.count(Duration::from_nanos(self.now_ns() - begun_ns));
             }
-            // The driver says with EVENT_IDX which answer it waits for; otherwise one interrupt
-            // stands for the whole turn.
+            // With EVENT_IDX the driver names the answer for which it wants an interrupt. Without it, one
+            // interrupt at the end stands for the whole slice.
             to_interrupt = !state.queue.event_idx_enabled();
             if !to_interrupt {
                 state.interrupt(memory)?;
             }
-            // The guest has its answer: freeing what it got is not its time any more.
+            // The guest has its answer, so freeing the storage does not delay it.
             drop(spent);
         };
         if to_interrupt {
@@ -485,95 +507,150 @@ impl Vring {
         Ok(end)
     }
 
-    /// Executes the chain in `scratch`, or goes on with it if it was interrupted last.
+    /// Decides what follows on an empty ring: polling, or a kick that the guest is asked for. Returns
+    /// None if a chain arrived meanwhile.
+    fn ring_is_empty(
+        &self,
+        state: &mut VringState,
+        memory: &GuestMemory,
+        poll_max_ns: u64,
+    ) -> Result<Option<SliceEnd>, Halt> {
+        if let Some(until_ns) = state.polling.dry(self.now_ns(), poll_max_ns) {
+            return Ok(Some(SliceEnd::Poll { until_ns }));
+        }
+        let more = state.queue.enable_notification(memory);
+        if !more.map_err(used_ring_fault)? {
+            return Ok(Some(SliceEnd::Idle));
+        }
+        let disabled = state.queue.disable_notification(memory);
+        disabled.map_err(used_ring_fault)?;
+        Ok(None)
+    }
+
+    /// Puts an answered chain into the used ring and counts it.
+    fn publish(
+        &self,
+        state: &mut VringState,
+        table: &Memory,
+        head: u16,
+        done: Done<'_>,
+    ) -> Result<(), Halt> {
+        self.link.peer.check()?;
+        intact(table)?;
+        let added = state.queue.add_used(&table.guest, head, done.used_bytes);
+        added.map_err(used_ring_fault)?;
+        let counters = &self.link.vm.counters;
+        counters.requests.fetch_add(1, Ordering::Relaxed);
+        if let Some(latency) = done.latency {
+            latency.count(Duration::from_nanos(self.now_ns() - done.begun_ns));
+        }
+        Ok(())
+    }
+
+    /// Executes the chain in `scratch`, or continues it if the last slice interrupted it.
     fn answer<'a>(
         &'a self,
         table: &Memory,
         scratch: &mut Scratch,
         slice: &Slice<'_>,
-        (head, begun_ns): (u16, u64),
-        last: Option<Unfinished>,
+        taken: TakenChain,
         spent: &mut Vec<Spent<'a>>,
     ) -> Result<Answered<'a>, Halt> {
-        let memory = &table.guest;
         let Scratch {
             chain,
             readable,
             pages,
         } = scratch;
         let vm: &'a Vm = &self.link.vm;
-        let fault = |error| match error {
-            WriteError::HungUp => Halt::HungUp,
-            WriteError::Memory(error) => {
-                Halt::Fault(format!("a buffer of the guest cannot be accessed: {error}"))
-            }
+        let answer = Answer {
+            chain,
+            memory: &table.guest,
+            peer: &self.link.peer,
         };
         let read_pages = chain.readable_bytes().min(READ_BUFFER_BYTES as u64) / PAGE_BYTES;
         slice.charge(read_pages * READ_PAGE_NS);
-        let readable = chain
-            .read(
-                memory,
-                &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES],
-            )
-            .map_err(|error| fault(error.into()))?;
-        // Before anything is done about it: an empty page is not to be stored as the guest's.
+        let buffer = &mut readable.pages().as_flattened_mut()[..READ_BUFFER_BYTES];
+        let readable = chain.read(&table.guest, buffer);
+        let readable = readable.map_err(WriteError::from)?;
+        // Checked before the request is executed: a zero page that replaced a lost page of the guest must
+        // not be stored as the guest's page.
         intact(table)?;
-        let kind = if self.index == wire::CONTROL_QUEUE {
-            QueueKind::Control
-        } else {
-            QueueKind::Request
+        let kind = match self.index {
+            wire::CONTROL_QUEUE => QueueKind::Control,
+            _ => QueueKind::Request,
         };
         let parsed = match request::parse(kind, readable, chain.writable_bytes()) {
             Ok(_) if chain.is_out_of_order() => Err(Rejected::Status(wire::S_BAD)),
             parsed => parsed,
         };
-        match parsed {
-            Ok(request) => {
-                let mut header = [0; size_of::<wire::Req>()];
-                header.copy_from_slice(&readable[..size_of::<wire::Req>()]);
-                let last = last.filter(|last| last.header == header);
-                let mut chain_state = last.unwrap_or_else(|| {
-                    let cost_pages = request::cost_pages(&request.body);
-                    Unfinished {
-                        head,
-                        header,
-                        begun_ns,
-                        limited: !vm.rate.admit(self.now_ns(), cost_pages),
-                        progress: Progress::default(),
-                    }
-                });
-                let context = Context {
-                    vm,
-                    peer: &self.link.peer,
-                    generation: self.link.generation.load(Ordering::SeqCst),
-                    clock: &self.link.clock,
-                    limited: chain_state.limited,
-                    drain_expired: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
-                    slice,
-                };
-                let kept = (spent, &mut chain_state.progress);
-                let used = execute::execute(&context, &request, chain, memory, pages, kept);
-                let timed = match &request.body {
-                    Body::Put { .. } => Some(&vm.counters.put_latency),
-                    Body::Get { .. } => Some(&vm.counters.get_latency),
-                    Body::Flush { .. } => Some(&vm.counters.flush_latency),
-                    _ => None,
-                };
-                Ok(match used.map_err(fault)? {
-                    Some(used_bytes) => Answered::Done(used_bytes, chain_state.begun_ns, timed),
-                    None => Answered::Unfinished(chain_state),
-                })
-            }
+        let request = match parsed {
+            Ok(request) => request,
             Err(Rejected::Status(status)) => {
                 vm.counters.requests_bad.fetch_add(1, Ordering::Relaxed);
-                let used = execute::answer_status(chain, memory, &self.link.peer, status);
-                Ok(Answered::Done(used.map_err(fault)?, begun_ns, None))
+                return Ok(Answered::Done(Done {
+                    used_bytes: answer.answer_status(status)?,
+                    begun_ns: taken.begun_ns,
+                    latency: None,
+                }));
             }
-            Err(Rejected::Unanswerable) => Err(Halt::Fault(format!(
-                "a request has {} writable bytes, too few for an answer",
-                chain.writable_bytes()
-            ))),
-        }
+            Err(Rejected::Unanswerable) => {
+                return Err(Halt::Fault(format!(
+                    "a request has {} writable bytes, too few for an answer",
+                    chain.writable_bytes()
+                )));
+            }
+        };
+        let mut state = self.begin_or_continue(taken, readable, &request);
+        let context = Context {
+            vm,
+            generation: self.link.generation.load(Ordering::SeqCst),
+            clock: &self.link.clock,
+            limited: state.limited,
+            drain_expired: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
+            slice,
+        };
+        let remainder = Remainder {
+            spent,
+            progress: &mut state.progress,
+        };
+        let used = execute::execute(&context, &request, answer, pages, remainder)?;
+        let latency = match &request.body {
+            Body::Put { .. } => Some(&vm.counters.put_latency),
+            Body::Get { .. } => Some(&vm.counters.get_latency),
+            Body::Flush { .. } => Some(&vm.counters.flush_latency),
+            _ => None,
+        };
+        Ok(match used {
+            Some(used_bytes) => Answered::Done(Done {
+                used_bytes,
+                begun_ns: state.begun_ns,
+                latency,
+            }),
+            None => Answered::Unfinished(state),
+        })
+    }
+
+    /// Returns the state with which a request is executed: that of its interruption, if the request is
+    /// still the same, or a new one.
+    fn begin_or_continue(
+        &self,
+        taken: TakenChain,
+        readable: &[u8],
+        request: &Request<'_>,
+    ) -> Unfinished {
+        let mut header = [0; size_of::<wire::Req>()];
+        header.copy_from_slice(&readable[..size_of::<wire::Req>()]);
+        let interrupted = taken.interrupted.filter(|last| last.header == header);
+        interrupted.unwrap_or_else(|| {
+            let cost_pages = request::cost_pages(&request.body);
+            Unfinished {
+                head: taken.head,
+                header,
+                begun_ns: taken.begun_ns,
+                limited: !self.link.vm.rate.admit(self.now_ns(), cost_pages),
+                progress: Progress::default(),
+            }
+        })
     }
 
     fn stop(&self, state: &mut VringState, reason: String) {
@@ -673,7 +750,7 @@ impl VringState {
         self.stopped = None;
     }
 
-    fn interrupt(&mut self, memory: &crate::memory::table::GuestMemory) -> Result<(), String> {
+    fn interrupt(&mut self, memory: &GuestMemory) -> Result<(), String> {
         let fault = |error: &dyn std::fmt::Display| {
             format!("the available ring cannot be accessed: {error}")
         };
