@@ -87,7 +87,7 @@ struct Arguments {
     no_sandbox: bool,
 }
 
-/// What a daemon is started with: options, then the file, then defaults.
+/// Merges options, file and defaults, in this order of precedence.
 fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> {
     let size = arguments.pool_size.or(file.pool_size).ok_or_else(|| {
         let at = arguments.config.display();
@@ -100,7 +100,7 @@ fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> 
     let of_control = control.parent().unwrap_or(Path::new("/"));
     let run_folder = arguments.run_folder.as_ref().or(file.run_folder.as_ref());
     let run_folder = run_folder.map_or(of_control, PathBuf::as_path).join(".");
-    // Whoever adds a VM names its socket from the root.
+    // Requests that add a VM name its socket by an absolute path.
     let run_folder = std::path::absolute(&run_folder)
         .map_err(|error| ConfigError(format!("run folder {}: {error}", run_folder.display())))?;
     let stalls = arguments
@@ -192,10 +192,10 @@ fn main() -> ExitCode {
 }
 
 fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::error::Error>> {
-    // Before the daemon starts, so that no signal is lost while it does.
+    // Registered before the daemon starts, so that no signal is lost meanwhile.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     let (mut config, file) = read(arguments)?;
-    // While it may still read the files that they are in.
+    // Looked up while the process may still read the files of users and groups.
     config.find_accounts()?;
     if let Some(filter) = &file.log {
         log.set(filter)?;
@@ -211,7 +211,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         false => sandbox::enter(&config, &arguments.config)?,
     }
     let daemon = Daemon::start(config)?;
-    // Until the process ends: the stop, too, could hang.
+    // Kept until the process ends, because the stop could hang, too.
     let _watchdog = Watchdog::start(daemon.heartbeats().clone())?;
     watchdog::tell(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");
@@ -228,7 +228,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
     Ok(())
 }
 
-/// What is wrong changes nothing.
+/// Reads the configuration again and applies it. An invalid configuration changes nothing.
 fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
     let done = read(arguments).and_then(|(config, file)| {
         let later = daemon.reload(config)?;

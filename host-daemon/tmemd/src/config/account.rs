@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! A user or group that the configuration names, and its number.
 //!
-//! The number is looked up once, before the sandbox is entered, in which nothing reads /etc/passwd any more. A
-//! configuration that is read again is therefore compared by what is written. Never here: whoever connects.
+//! The number is looked up once, before the sandbox is entered, because /etc/passwd cannot be read
+//! in the sandbox. A reloaded configuration is therefore compared by the written names. Out of
+//! scope: the users of peers, see `socket/credentials.rs`.
 
 use std::str::FromStr;
 use tmem_control::accounts;
 
-/// Where users are.
+/// The file of users.
 pub const USERS: &str = "/etc/passwd";
-/// Where groups are.
+/// The file of groups.
 pub const GROUPS: &str = "/etc/group";
 
-/// A user or a group. Those that are written alike are equal.
+/// A user or a group. Two values are equal if they are written alike.
 #[derive(Clone, Debug, Eq)]
 pub struct Account {
-    /// As it is written: its name, or its number.
+    /// The name or number as it is written.
     pub name: String,
-    /// None until it is looked up.
+    /// The number; None until it is looked up.
     number: Option<u32>,
 }
 
@@ -30,7 +31,7 @@ impl PartialEq for Account {
 impl FromStr for Account {
     type Err = String;
 
-    /// Looks nothing up.
+    /// Parses a name without looking it up.
     fn from_str(name: &str) -> Result<Account, String> {
         match name {
             "" => Err("is empty".into()),
@@ -43,21 +44,21 @@ impl FromStr for Account {
 }
 
 impl Account {
-    /// Its number, once it was [looked up](Self::find).
+    /// Returns the number, once it was [looked up](Self::find).
     pub fn number(&self) -> Option<u32> {
         self.number
     }
 
-    /// Looks it up in that file, if it was not yet.
+    /// Looks the name up in a file, unless that was done before.
     ///
     /// # Errors
-    /// It is not there; what to do.
+    /// The name is not there; the text says what to do.
     pub fn find(&mut self, file: &str) -> Result<(), String> {
         if self.number.is_some() {
             return Ok(());
         }
         let rows = std::fs::read(file);
-        // People's names in it may be in any encoding.
+        // Other fields may be in any encoding.
         let text = String::from_utf8_lossy(rows.as_deref().unwrap_or_default());
         self.number = accounts::number(&text, &self.name);
         match (self.number, &rows) {
@@ -101,7 +102,7 @@ mod tests {
             );
         }
 
-        // As in the sandbox.
+        // As in the sandbox, the file cannot be read.
         std::fs::remove_file(file).expect("there");
         found.find(file).expect("it is known");
         assert_eq!(found, account("metrics"));

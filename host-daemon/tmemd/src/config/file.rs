@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The configuration file, `/etc/virtio-tmem/tmemd.toml`: read strictly, so that a key that is misspelt is
-//! an error that names its neighbour, and not a daemon that does something else.
+//! The configuration file, `/etc/virtio-tmem/tmemd.toml`. A misspelt key is an error that suggests
+//! the right one.
 //!
-//! [`KEYS`] is the source: docs/configuration.md and tmemd.toml are held against it. Never here: a key that
-//! works only sometimes.
+//! [`KEYS`] is the source: tests compare docs/configuration.md and tmemd.toml with it. Out of
+//! scope: keys that only work in some cases.
 
 use crate::config::account::Account;
 use crate::config::settings::{
@@ -12,27 +12,27 @@ use crate::config::settings::{
 use std::path::{Path, PathBuf};
 use toml::{Table, Value};
 
-/// Where it is unless told otherwise.
+/// Default path of the file.
 pub const DEFAULT_PATH: &str = "/etc/virtio-tmem/tmemd.toml";
 
-/// A larger file is none of ours: 1,024 VMs take some 200 KiB.
+/// Maximum size of the file in bytes; 1,024 VMs take some 200 KiB.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// Names that differ in more places are not meant.
+/// Maximum edit distance of a suggestion.
 const MISSPELT_MAX: usize = 3;
 
-/// A key.
+/// A key of the file.
 #[derive(Debug)]
 pub struct Key {
-    /// As it is written.
+    /// Its name.
     pub name: &'static str,
-    /// What its value is.
+    /// The unit or type of its value.
     pub unit: &'static str,
-    /// What holds without it.
+    /// Its default.
     pub default: &'static str,
-    /// What it does.
+    /// Its effect.
     pub meaning: &'static str,
-    /// It holds from a reload on, else from the next start.
+    /// True if a reload applies it, false if the next start does.
     pub reloads: bool,
 }
 
@@ -71,7 +71,7 @@ pub const KEYS: &[Key] = &[
     key("vm", ("tables", "none"), true, "VMs that are served from the start, one `[[vm]]` table each; libvirt's hook adds others. A reload applies only their quotas"),
 ];
 
-/// And those of a `[[vm]]`.
+/// All keys of a `[[vm]]`.
 #[rustfmt::skip]
 pub const VM_KEYS: &[Key] = &[
     key("name", ("text", "none: it must be given"), false, "name of the VM: 1 to 64 letters, digits or any of - _ . : @ +"),
@@ -84,7 +84,7 @@ pub const VM_KEYS: &[Key] = &[
     key("weight", ("0 to 10000", "100"), true, "the VM's share of memory that is not reserved"),
 ];
 
-/// What a file says; what it does not say is None.
+/// The content of a file. A key that the file does not contain is None.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct File {
     /// See [`KEYS`].
@@ -119,7 +119,7 @@ pub struct File {
     pub vms: Vec<VmConfig>,
 }
 
-/// The nearest of the names, if one is meant.
+/// Returns the most similar key, if one is similar enough.
 fn nearest<'a>(name: &str, keys: &'a [Key]) -> Option<&'a str> {
     let distance = |key: &&Key| {
         strsim::damerau_levenshtein(
@@ -141,7 +141,7 @@ fn unknown(name: &str, keys: &[Key]) -> String {
     }
 }
 
-/// A size with a unit, or a number of bytes.
+/// Parses a size with a unit, or a number of bytes.
 fn size(value: &Value) -> Result<u64, String> {
     match value {
         Value::Integer(bytes) => u64::try_from(*bytes).map_err(|_| "it is negative".into()),
@@ -168,7 +168,7 @@ fn path(value: &Value) -> Result<PathBuf, String> {
 fn vm(table: &Table) -> Result<VmConfig, ConfigError> {
     let name = table.get("name").and_then(Value::as_str).unwrap_or("?");
     let fault = |what: String| ConfigError(format!("[[vm]] {name:?}: {what}"));
-    // In the command line's form, whose checks hold here as well.
+    // Converted to the form of the command line, so that the same checks apply.
     let mut pairs = Vec::new();
     for (key, value) in table {
         if !VM_KEYS.iter().any(|known| known.name == key) {
@@ -191,7 +191,7 @@ fn vm(table: &Table) -> Result<VmConfig, ConfigError> {
 }
 
 impl File {
-    /// Understands a file's text.
+    /// Parses the text of a file.
     ///
     /// # Errors
     /// A sentence that names the key and the value, or the line.
@@ -263,10 +263,10 @@ impl File {
         Ok(file)
     }
 
-    /// Reads a file. The one at the default path need not be there.
+    /// Reads a file. The file of the default path need not exist.
     ///
     /// # Errors
-    /// It cannot be read or understood; the sentence begins with its path.
+    /// The file cannot be read or parsed; the sentence begins with its path.
     pub fn read(at: &Path) -> Result<File, ConfigError> {
         let fault = |what: String| ConfigError(format!("{}: {what}", at.display()));
         let bytes = std::fs::metadata(at).map(|metadata| metadata.len());
@@ -385,7 +385,7 @@ mod tests {
         }
     }
 
-    /// Each key is in the example with its meaning, and the example is good.
+    /// The example contains each key with its meaning, and the example is valid.
     #[test]
     fn the_example_has_every_key() {
         let uncommented: String = EXAMPLE

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon is told: pool, sockets, VMs. Parsed and checked here, with errors that name the
-//! VM, the key and the value, so that nothing later has to doubt them.
+//! The settings of the daemon: pool, sockets, VMs. They are parsed and validated here. Errors name
+//! the VM, the key and the value, so that no later code has to check a setting again.
 
 use crate::config::account::{Account, GROUPS, USERS};
 use crate::config::meminfo::host_memory_bytes;
@@ -9,70 +9,70 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tmem_pool::Quota;
 
-/// VMs of a daemon at most: four times what it is built for; each may need a thread and some
-/// hundred file descriptors and mappings.
+/// Maximum number of VMs: four times the design target. Each may need a thread and some hundred
+/// file descriptors and mappings.
 pub const VMS_MAX: usize = 1024;
-/// Data workers at most: more than memory bandwidth can feed.
+/// Maximum number of data workers: more than memory bandwidth can supply.
 pub const WORKERS_MAX: usize = 64;
-/// Threads for background work at most: more than memory bandwidth can feed, too.
+/// Maximum number of background threads: more than memory bandwidth can supply.
 pub const BACKGROUND_THREADS_MAX: usize = 64;
-/// And if nothing is said: compression by so many is faster than guests put.
+/// Default maximum of background threads. They compress faster than guests put.
 const BACKGROUND_THREADS_DEFAULT_MAX: usize = 8;
-/// Weight of a VM that is told none.
+/// Default weight of a VM.
 pub const WEIGHT_DEFAULT: u32 = 100;
-/// Weights go from 0, no share of what is not reserved, to this.
+/// Maximum weight. Weight 0 means no share of the unreserved memory.
 pub const WEIGHT_MAX: u32 = 10_000;
-/// The smallest pool: below it, metadata of a few VMs is all there is room for.
+/// Smallest pool in bytes. A smaller pool has space for little more than the metadata of a few VMs.
 pub const POOL_BYTES_MIN: u64 = 1 << 20;
-/// A trace ends at this size if it is told none: some ten million events.
+/// Default size at which a trace ends: some ten million events.
 pub const TRACE_BYTES_DEFAULT: &str = "64MiB";
-/// Time that a worker looks at a virtqueue that has run dry, if nothing is said: twice what a kick and the
-/// wake-up by it take between two processors.
+/// Default time for which a worker polls an empty virtqueue: twice the time of a kick and its
+/// wake-up between two processors.
 pub const POLL_MAX_DEFAULT: Duration = Duration::from_micros(50);
-/// No pause that is longer is worth a processor.
+/// Longest polling time in µs; a longer pause is not worth a processor.
 pub const POLL_US_MAX: u64 = 1000;
-/// Pages in a second that an operator can allow each VM; more than a host can copy.
+/// Maximum rate limit of a VM in pages per second: more than a host can copy.
 pub const VM_PAGES_PER_SECOND_MAX: u64 = 1_000_000_000;
-/// The longest name of a VM or trust domain, in bytes.
+/// Longest name of a VM or trust domain, in bytes.
 pub const NAME_BYTES_MAX: usize = 64;
 
-/// Everything that a daemon is started with.
+/// The complete configuration of a daemon.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Memory of the pool, metadata included.
+    /// Size of the pool in bytes, metadata included.
     pub pool_size_bytes: u64,
-    /// Data workers.
+    /// Number of data workers.
     pub workers: usize,
-    /// Threads that find equal pages, compress, and make room.
+    /// Number of threads that deduplicate, compress and make room.
     pub background_threads: usize,
-    /// How they wait for work.
+    /// How the data workers wait for work.
     pub waiting: Waiting,
-    /// Pages that each VM may ask for in a second; 0: as many as it likes.
+    /// Pages per second that each VM may use; 0 for no limit.
     pub vm_pages_per_second: u64,
     /// Socket of the control interface.
     pub control: PathBuf,
-    /// Whose members may use it; None: the daemon's.
+    /// Group that may use the control socket; None for the daemon's group.
     pub control_group: Option<Account>,
-    /// Socket of its methods that only read.
+    /// Read-only socket of the control interface.
     pub control_read_only: Option<PathBuf>,
-    /// Whose members may use that one; None: the daemon's.
+    /// Group that may use the read-only socket; None for the daemon's group.
     pub control_read_only_group: Option<Account>,
-    /// Where the sockets of VMs that are added lie, and in `vms/` what they were added with.
+    /// Folder for the sockets of added VMs. Its folder `vms/` stores the added VMs.
     pub run_folder: PathBuf,
-    /// The VMs served from the start.
+    /// The VMs that are served from the start.
     pub vms: Vec<VmConfig>,
-    /// The pool gives way to the host; None: it never does.
+    /// When the pool shrinks for the host; None if it never does.
     pub pressure: Option<PressureConfig>,
-    /// Where to record what guests ask, if at all.
+    /// The trace to record, if any.
     pub trace: Option<TraceConfig>,
 }
 
 /// How a worker waits for work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Waiting {
-    /// What it sleeps in.
+    /// The kernel interface in which a worker sleeps.
     pub event_loop: EventLoop,
-    /// How long it looks at a virtqueue that has run dry, at most.
+    /// Longest time for which a worker polls an empty virtqueue.
     pub poll_max: Duration,
 }
 
@@ -85,15 +85,15 @@ impl Default for Waiting {
     }
 }
 
-/// What a worker sleeps in.
+/// The kernel interface in which a worker sleeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EventLoop {
-    /// io_uring, or epoll where the kernel does not give it.
+    /// io_uring, or epoll if the kernel does not provide io_uring.
     #[default]
     Auto,
     /// epoll.
     Epoll,
-    /// io_uring, or the daemon does not start.
+    /// io_uring; without it the daemon does not start.
     IoUring,
 }
 
@@ -110,44 +110,45 @@ impl std::str::FromStr for EventLoop {
     }
 }
 
-/// When the pool gives way to the host's other users of memory.
+/// When the pool shrinks for other users of the host's memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PressureConfig {
-    /// So much should be available on the host.
+    /// Memory in bytes that should stay available on the host.
     pub host_free_min_bytes: u64,
-    /// Where the host tells what is.
+    /// The file that reports the available memory.
     pub meminfo: PathBuf,
-    /// Where the host, or a control group, tells how long tasks waited for memory.
+    /// The PSI file of the host or of a control group.
     pub stalls: Option<PathBuf>,
 }
 
 /// A trace to record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceConfig {
-    /// Its file, which is not there yet.
+    /// The trace's file, which must not exist.
     pub path: PathBuf,
-    /// It ends there.
+    /// Size in bytes at which the trace ends.
     pub bytes_max: u64,
 }
 
 /// A VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VmConfig {
-    /// For people and statistics; unique.
+    /// Unique name for people and statistics.
     pub name: String,
-    /// vhost-user socket; unique.
+    /// Unique path of the vhost-user socket.
     pub socket: PathBuf,
-    /// Whom its QEMU runs as; None: the daemon's user, or of one that is added what AddVm says.
+    /// The user that the VM's QEMU runs as; None for the daemon's user. For an added VM the request
+    /// AddVm contains it.
     pub owner: Option<Account>,
-    /// As libvirt knows it, in lower case; unique.
+    /// Unique UUID in lower case, as libvirt knows it.
     pub uuid: Option<String>,
-    /// VMs of equal domains share equal pages; None shares with nobody.
+    /// VMs of the same trust domain share equal pages; without one, a VM shares with no other.
     pub trust_domain: Option<String>,
-    /// Its part of the pool.
+    /// The VM's quota.
     pub quota: Quota,
 }
 
-/// What is wrong with a configuration; a sentence.
+/// Why a configuration is invalid; a sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConfigError(pub String);
 
@@ -163,30 +164,37 @@ fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Workers if nothing is said: they copy pages in and decompress them, while a guest waits, so two at
-/// least; and no more than half of the processors, which are the guests'.
+/// Returns the default number of workers. They copy and decompress pages while a guest waits, so
+/// there are at least two, but at most half of the processors, which belong to the guests.
 pub fn workers_default() -> usize {
     (processors() / 2).clamp(2, 8)
 }
 
-/// Threads for background work if nothing is said: a quarter of the processors, since nobody waits for
-/// it but puts that are refused meanwhile.
+/// Returns the default number of background threads: a quarter of the processors, because only puts
+/// that are refused meanwhile depend on them.
 pub fn background_threads_default() -> usize {
     processors().div_ceil(4).min(BACKGROUND_THREADS_DEFAULT_MAX)
 }
 
-/// Memory to leave available if nothing is said: a 32nd of the host's, in which the kernel still
-/// reclaims without haste, but no more than 1 GiB, which outlasts the second between two looks.
+/// Returns the default of the memory to leave available, in bytes: a 32nd of the host's, at which
+/// the kernel still reclaims calmly, but at most 1 GiB, which lasts longer than the second between
+/// two readings.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)
 }
 
 /// Parses a size: a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
+///
+/// # Errors
+/// The text is no size.
 pub fn parse_size(text: &str) -> Result<u64, ConfigError> {
     tmem_control::size::parse(text).map_err(ConfigError)
 }
 
-/// Parses a name that can stand in a log line, a table and a metric.
+/// Parses a name that can be used in a log line, a table and a metric.
+///
+/// # Errors
+/// The name is invalid; the text says why.
 pub fn parse_name(text: &str) -> Result<String, String> {
     let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(good) {
@@ -197,7 +205,10 @@ pub fn parse_name(text: &str) -> Result<String, String> {
     Ok(text.into())
 }
 
-/// Parses a UUID; gives it back in lower case.
+/// Parses a UUID and returns it in lower case.
+///
+/// # Errors
+/// The text is no UUID.
 pub fn parse_uuid(text: &str) -> Result<String, String> {
     let groups: Vec<&str> = text.split('-').collect();
     let lengths: Vec<usize> = groups.iter().map(|g| g.len()).collect();
@@ -279,7 +290,10 @@ impl std::str::FromStr for VmConfig {
     }
 }
 
-/// What makes a quota senseless in itself.
+/// Checks a quota by itself.
+///
+/// # Errors
+/// The text says what is wrong.
 pub fn check_quota(quota: &Quota) -> Result<(), String> {
     match quota.limit_bytes {
         Some(limit) if limit < quota.reserve_bytes => Err(format!(
@@ -293,7 +307,7 @@ pub fn check_quota(quota: &Quota) -> Result<(), String> {
     }
 }
 
-/// What is wrong with a reserve beside others.
+/// Describes a reserve that does not fit beside the others.
 pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
     format!(
         "a reserve of {reserve_bytes} bytes does not fit: the other VMs' reserves leave {available_bytes} \
@@ -302,7 +316,10 @@ pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
 }
 
 impl Config {
-    /// Checks what no single value shows.
+    /// Checks the relations between settings.
+    ///
+    /// # Errors
+    /// The text names the setting and the value.
     pub fn check(&self) -> Result<(), ConfigError> {
         let fault = |what: String| Err(ConfigError(what));
         if self.pool_size_bytes < POOL_BYTES_MIN {
@@ -353,7 +370,7 @@ impl Config {
         }
         let mut available_bytes = self.pool_size_bytes;
         for vm in &self.vms {
-            // All of it can be used: no limit is below it.
+            // A reserve must be usable completely, so no limit may be below it.
             let reserve_bytes = vm.quota.reserve_bytes;
             let Some(left_bytes) = available_bytes.checked_sub(reserve_bytes) else {
                 let what = reserve_text(reserve_bytes, available_bytes);
@@ -372,10 +389,10 @@ impl Config {
         Ok(())
     }
 
-    /// Looks up the users and groups that it names, those that were not yet.
+    /// Looks up the users and groups of the configuration that are not looked up yet.
     ///
     /// # Errors
-    /// There is no such one.
+    /// A user or group does not exist.
     pub fn find_accounts(&mut self) -> Result<(), ConfigError> {
         for (key, group) in [
             ("control_group", &mut self.control_group),

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Figures that all read-only clients share for a short time.
+//! Statistics that all read-only clients share for a short time.
 //!
-//! Each figure of a VM is read under the lock that its requests take, too. A client that may only read must not be
-//! able to take the locks of all VMs in a loop, so it gets figures that are up to [`AGE_MAX`] old. Clients of
-//! the full socket are operators, whose figures are of now.
+//! Reading the statistics of a VM takes the lock that its requests take. A read-only client must
+//! not be able to take the locks of all VMs in a loop, so it receives statistics that are up to
+//! [`AGE_MAX`] old. Clients of the full socket are operators and receive current ones.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Age of the figures that read-only clients get, at most: locks are taken for them ten times a second.
+/// Maximum age of the statistics for read-only clients: the locks are taken for them ten times a
+/// second.
 pub(crate) const AGE_MAX: Duration = Duration::from_millis(100);
 
-/// The latest snapshot and when it was begun.
+/// The latest snapshot and its time.
 #[derive(Debug)]
 pub(crate) struct Snapshot<T>(Mutex<Option<(Instant, Arc<T>)>>);
 
@@ -22,7 +23,8 @@ impl<T> Default for Snapshot<T> {
 }
 
 impl<T> Snapshot<T> {
-    /// Returns the latest snapshot, or makes one if that is too old. Clients that come meanwhile wait for it.
+    /// Returns the latest snapshot, or makes a new one if it is too old. Concurrent callers wait
+    /// for the new one.
     pub(crate) fn get(&self, now: Instant, make: impl FnOnce() -> T) -> Arc<T> {
         let mut latest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((made, snapshot)) = &*latest

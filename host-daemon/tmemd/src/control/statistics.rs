@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The figures that the control interface tells; docs/statistics.md says what each means.
+//! The statistics that the control interface returns; docs/statistics.md describes each value.
 //!
-//! Only sums and copies are made here: what is counted is counted where it happens.
+//! This file only copies and adds values. Events are counted where they occur.
 
 use crate::control::sources::Sources;
 use crate::host::usage;
@@ -13,7 +13,7 @@ use tmem_control as api;
 use tmem_pool::{PAGE_SIZE, Work};
 use virtio_tmem as wire;
 
-/// varlink integers are signed.
+/// Converts an unsigned number, because varlink integers are signed.
 pub fn int(number: u64) -> i64 {
     i64::try_from(number).unwrap_or(i64::MAX)
 }
@@ -22,7 +22,7 @@ fn load(counter: &AtomicU64) -> i64 {
     int(counter.load(Ordering::Relaxed))
 }
 
-/// Who it is and what it may have.
+/// Returns the identity and the quota of a VM.
 pub fn vm(vm: &Vm) -> api::Vm {
     let stats = vm.tenant.stats();
     api::Vm {
@@ -41,11 +41,11 @@ pub fn vm(vm: &Vm) -> api::Vm {
     }
 }
 
-/// One VM's figures.
+/// Returns the statistics of a VM.
 pub fn of_vm(vm: &Vm) -> api::VmStats {
     let stats = vm.tenant.stats();
     let counters = &vm.counters;
-    // The engine has not seen these.
+    // Puts that a frozen VM is refused do not reach the engine.
     let refused_frozen = counters.refused_frozen.load(Ordering::Relaxed);
     let kept_elsewhere = stats.raw_pages + stats.same_filled_pages + stats.shared_pages;
     let own_evictions = stats.evictions_limit + stats.evictions_shrink;
@@ -119,11 +119,11 @@ fn file_systems(hooks: u64) -> String {
     names.join(", ")
 }
 
-/// The most that a bucket of the guest's is told as: whoever adds up sixteen, and takes percents of
-/// them, must not overflow. A million requests a second take nine years to get there.
+/// Upper bound of a histogram bucket that a guest reports. The sum and the percentages of sixteen
+/// buckets must not overflow. A million requests a second take nine years to reach it.
 const GUEST_COUNT_MAX: u64 = 1 << 48;
 
-/// The guest wrote this: numbers are bounded.
+/// Converts latencies that the guest wrote. Counts are bounded.
 fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
     let bounded = |count: &wire::U64| int(count.get().min(GUEST_COUNT_MAX));
     api::Histogram {
@@ -132,7 +132,7 @@ fn of_latencies(latencies: &wire::Latencies) -> api::Histogram {
     }
 }
 
-/// The guest wrote this: text is made harmless for terminals and logs.
+/// Converts a report that the guest wrote. Text is made harmless for terminals and logs.
 fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api::DriverReport {
     let version = report.version.get();
     let printable = |byte: &u8| {
@@ -171,19 +171,20 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
     }
 }
 
-/// Copies are counted as they were first compressed, as those of `compressed_bytes` are: what they became smaller
-/// by later is not equal pages' doing.
+/// Returns the bytes that deduplication saves. Pages count with the size of their first
+/// compression, like `compressed_bytes`, because later compression is not an effect of
+/// deduplication.
 fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
     let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
     stats.compressed_bytes.saturating_sub(first_bytes)
 }
 
-/// The pool's figures, as of now.
+/// Returns the current statistics of the pool.
 pub fn of_pool(control: &Sources) -> api::PoolStats {
     pool(control, &control.pool.stats())
 }
 
-/// The pool's figures.
+/// Converts statistics of the pool.
 pub fn pool(control: &Sources, stats: &tmem_pool::PoolStats) -> api::PoolStats {
     let size = &control.size;
     api::PoolStats {
@@ -227,10 +228,10 @@ pub fn pool(control: &Sources, stats: &tmem_pool::PoolStats) -> api::PoolStats {
     }
 }
 
-/// The daemon's own.
+/// Returns the statistics of the daemon.
 pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
-    // Before the sum that they are part of.
+    // Read before the sum that contains them, so that they never exceed it.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [settling, recompression, room] =
         [Work::Settle, Work::Recompress, Work::MakeRoom].map(background);
@@ -259,7 +260,7 @@ mod tests {
     use super::*;
     use zerocopy::FromZeros;
 
-    /// Whoever adds them up must not overflow.
+    /// Readers add the counts up and multiply them.
     #[test]
     fn what_a_guest_counts_is_bounded() {
         let latencies = wire::Latencies {
@@ -278,7 +279,7 @@ mod tests {
         assert_eq!(file_systems(u64::MAX), "ext4, xfs");
     }
 
-    /// An operator who merges trust domains for it gets nothing.
+    /// An operator who merges trust domains because of this value would gain nothing.
     #[test]
     fn what_zstd_gains_is_not_what_equal_pages_do() {
         let mut stats = tmem_pool::PoolStats {
@@ -290,12 +291,12 @@ mod tests {
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);
-        // Pages that were dropped and are not yet freed are in the payload alone.
+        // Pages that are dropped and not yet freed count in the payload only.
         stats.payload_bytes = 90;
         assert_eq!(dedup_saved_bytes(&stats), 0);
     }
 
-    /// It may reach a terminal, a log and a metric.
+    /// The name may be shown on a terminal, in a log and in a metric.
     #[test]
     fn what_a_guest_calls_its_kernel_is_made_harmless() {
         let mut report = wire::Report::new_zeroed();

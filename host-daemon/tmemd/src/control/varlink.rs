@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control sockets: varlink interface `io.virtiotmem.Control`, whose file is in `tmem-control`.
+//! The control sockets, with the varlink interface `io.virtiotmem.Control`, which is defined in
+//! `tmem-control`.
 //!
-//! A thread per client, with limits on clients, message size and idle time. A read-only socket
-//! answers the methods that only read. Nothing here touches a page.
+//! Each client has a thread, with limits on clients, message size and idle time. A read-only socket
+//! answers only methods that read. No code here touches a page.
 
 use crate::config::settings::POOL_BYTES_MIN;
 use crate::control::sources::{Figures, Sources};
@@ -22,27 +23,28 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use varlink::{ConnectionHandler, VarlinkService};
 
-/// Clients of a control socket at once: people, an exporter, a bridge, and as many again.
+/// Maximum number of clients of a control socket: people, an exporter, a bridge, and as many again.
 pub const CLIENTS_MAX: usize = 16;
-/// The longest message that a client may send; the longest method call has some hundred bytes.
+/// Longest message of a client in bytes; the longest valid call has some hundred.
 const MESSAGE_BYTES_MAX: usize = 64 << 10;
-/// A client that says nothing for so long, or does not take its answer, is let go.
+/// Idle time after which a client is disconnected. It also bounds the time that a client may take
+/// to read its answer.
 const IDLE: Duration = Duration::from_secs(60);
 
-/// Events that a VM caused too quickly are told so much later than there is room for them, at most.
+/// Period in which events are sent that a VM caused too quickly.
 const CATCH_UP: Timespec = Timespec {
     tv_sec: 1,
     tv_nsec: 0,
 };
 
-/// Calls of a read-only client in a second, and at once: later ones wait in the client's own thread. An exporter and
-/// tmemctl make a few.
+/// Calls of a read-only client per second, and in a burst. Further calls wait in the client's
+/// thread. An exporter and tmemctl make a few.
 const READ_ONLY_CALLS_PER_SECOND: u64 = 50;
 
-/// How often a call that waits is tried again.
+/// Time after which a waiting call is tried again.
 const CALL_WAIT: Duration = Duration::from_millis(5);
 
-/// One socket's side of it.
+/// The implementation of the interface for one socket.
 struct SocketInterface {
     control: Arc<Sources>,
     read_only: bool,
@@ -57,7 +59,7 @@ pub struct Service {
 }
 
 impl Service {
-    /// The service of one socket.
+    /// Creates the service of a socket.
     pub fn new(control: Arc<Sources>, read_only: bool) -> Service {
         let interface = SocketInterface {
             control: control.clone(),
@@ -78,7 +80,7 @@ impl Service {
         }
     }
 
-    /// Logs what a client did, at a bounded rate: it may do so in a loop.
+    /// Logs an action of a client at a bounded rate, because the client may repeat it in a loop.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         match self.log_limit.admit(Instant::now()) {
             None => {}
@@ -90,23 +92,23 @@ impl Service {
     }
 }
 
-/// The message asks for events. Those are written as they come, which the library's service, whose answers
-/// are whole, is not for.
+/// Returns true if a message subscribes to events. Events are written as they occur, which the
+/// library's service cannot do.
 fn is_subscription(message: &[u8]) -> bool {
     let message = message.strip_suffix(&[0]).unwrap_or(message);
     let call: serde_json::Value = serde_json::from_slice(message).unwrap_or_default();
     call["method"] == format!("{}.Monitor", api::INTERFACE) && call["more"] == true
 }
 
-/// Writes events until the client goes, says something more, or does not take them.
+/// Writes events until the client disconnects, sends another message, or does not read them.
 fn monitor(control: &Sources, mut stream: &UnixStream) -> std::io::Result<()> {
-    // Each who listens does so, and nobody has to if nobody listens.
+    // Each subscriber does this; without a subscriber it is not needed.
     let catch_up = || {
         for vm in control.registry.vms() {
             vm.catch_up(Instant::now());
         }
     };
-    // What waited while nobody listened is no news.
+    // Events that waited while there was no subscriber are not sent to this one.
     catch_up();
     let subscription = control.events.subscribe()?;
     loop {
@@ -153,7 +155,8 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
             Ok(0) | Err(_) => return,
             Ok(read) => read,
         };
-        // One message a time, so that the limit holds for each; clients may send several at once.
+        // Messages are handled one by one, so that the limit applies to each. A client may send
+        // several at once.
         for piece in part[..read].split_inclusive(|byte| *byte == 0) {
             message.extend_from_slice(piece);
             if message.len() > MESSAGE_BYTES_MAX {
@@ -167,7 +170,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
                     std::thread::sleep(CALL_WAIT);
                 }
                 if is_subscription(&message) {
-                    // An error means that the client is gone.
+                    // An error means that the client has disconnected.
                     let _ = monitor(&service.control, stream);
                     return;
                 }
@@ -175,7 +178,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
                 let result = service
                     .varlink
                     .handle(&mut message.as_slice(), &mut answer, None);
-                // Also after an error: it may have been put into words.
+                // The answer may contain an error message, so it is written even after an error.
                 if stream.write_all(&answer).is_err() || result.is_err() {
                     return;
                 }
@@ -364,7 +367,8 @@ impl api::VarlinkInterface for SocketInterface {
     }
 }
 
-/// What the pool holds, and what it could give back: all, what is above reserves, and what lies between its pages.
+/// Returns the bytes that the pool holds, that it could free, that it could free above the
+/// reserves, and that are unused in its frames.
 fn freeable(stats: &tmem_pool::PoolStats) -> [i64; 4] {
     let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
     let floor_bytes = least_bytes.max(stats.reserved_bytes);
@@ -378,7 +382,7 @@ fn freeable(stats: &tmem_pool::PoolStats) -> [i64; 4] {
 }
 
 impl SocketInterface {
-    /// The figures for read-only clients.
+    /// Returns the statistics for read-only clients.
     fn figures(&self) -> Arc<Figures> {
         let control = &self.control;
         control.snapshot.get(Instant::now(), || {
@@ -399,7 +403,7 @@ impl SocketInterface {
         vms.into_iter().find(|vm| *vm.name() == *name)
     }
 
-    /// None: there is no such VM; true: it was not so.
+    /// Freezes or thaws a VM. Returns whether this changed its state; None if there is no such VM.
     fn set_frozen(&self, name: &str, frozen: bool) -> Option<bool> {
         let vm = self.vm(name)?;
         let changed = vm.frozen.swap(frozen, Ordering::Relaxed) != frozen;

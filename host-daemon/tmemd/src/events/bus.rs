@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happened, for those who subscribed to it: VMs come and go, operators act, the host is short.
+//! Events and their subscribers: VMs come and go, operators act, the host runs short of memory.
 //!
-//! Each subscriber has a queue of its own, which is bounded: one that does not take its events loses the
-//! oldest and is told how many. Never here: an event for each request of a guest, and how many events a
-//! VM may cause, see event_limit.rs.
+//! Each subscriber has a bounded queue. A subscriber that does not read its events loses the oldest
+//! ones and receives their number. Out of scope: events for single requests of a guest, and the
+//! bound on the events of a VM, see `limit.rs`.
 
 use crate::util::event_fd::{consume, signal};
 use rustix::event::EventfdFlags;
@@ -14,37 +14,37 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::SystemTime;
 use tmem_control::Event;
 
-/// Events that wait for a subscriber at most: some for each of many VMs that come back at once.
+/// Events that wait for a subscriber at most: several for each of many VMs that reconnect at once.
 const QUEUE_MAX: usize = 1024;
 
-/// What happened. The names are part of the control interface: docs/control.md.
+/// Kinds of events. Their names are part of the control interface (docs/control.md).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EventKind {
     /// The subscription begins.
     Subscribed,
-    /// A VM is served from now on.
+    /// The daemon serves the VM from now on.
     Added,
-    /// And no more.
+    /// The daemon no longer serves the VM.
     Removed,
-    /// Its VMM has connected.
+    /// The VMM has connected.
     Connected,
-    /// Its connection has ended.
+    /// The connection has ended.
     Disconnected,
-    /// A second connection to its socket was refused.
+    /// A connection to the VM's socket was refused.
     ConnectionRefused,
-    /// A virtqueue was stopped for a fault.
+    /// A virtqueue was stopped because of a fault.
     QueueStopped,
     /// The guest's driver reports another state.
     Driver,
-    /// Its quota was changed.
+    /// The VM's quota was changed.
     Quota,
-    /// Its manager says that it is not as it was asked for, or that it is again.
+    /// The VM's manager reports a problem, or its end.
     Problem,
-    /// Its pages were dropped by an operator.
+    /// An operator dropped the VM's pages.
     Flushed,
-    /// See Freeze.
+    /// The VM was frozen, see the method Freeze.
     Frozen,
-    /// See Thaw.
+    /// The VM was thawed, see the method Thaw.
     Thawed,
     /// The pool's configured size was changed.
     Resized,
@@ -57,7 +57,7 @@ pub enum EventKind {
 }
 
 impl EventKind {
-    /// All there are, for the documents' test.
+    /// All kinds, for the test of the documentation.
     pub const ALL: [EventKind; 17] = [
         EventKind::Subscribed,
         EventKind::Added,
@@ -78,8 +78,8 @@ impl EventKind {
         EventKind::Reloaded,
     ];
 
-    /// Some: a guest, its VMM or who connects to its socket can cause it in a loop. Of what is of the same sort
-    /// the last says how it is.
+    /// Returns Some if a guest, its VMM or a peer of its socket can cause the event in a loop. The
+    /// last event of the same sort describes the current state.
     pub fn sort(self) -> Option<EventKind> {
         match self {
             EventKind::Connected | EventKind::Disconnected => Some(EventKind::Connected),
@@ -96,7 +96,7 @@ impl EventKind {
         }
     }
 
-    /// Its name on the wire.
+    /// Returns the name in the control interface.
     pub fn name(self) -> &'static str {
         match self {
             EventKind::Subscribed => "subscribed",
@@ -120,19 +120,20 @@ impl EventKind {
     }
 }
 
-/// Where events are told.
+/// The subscribers, to which events are sent.
 #[derive(Debug, Default)]
 pub struct Events {
-    /// Guards who listens and how many events there were. A subscriber's queue is locked under it.
+    /// Guards the subscribers and the number of events so far. A subscriber's queue is locked under
+    /// it.
     state: Mutex<(Vec<Weak<Subscription>>, i64)>,
 }
 
-/// One who listens, until it is dropped.
+/// A subscription, which lasts until it is dropped.
 #[derive(Debug)]
 pub struct Subscription {
-    /// Guards what waits, and how many were lost since the last one was taken.
+    /// Guards the waiting events, and the number of events lost since the last one was taken.
     queue: Mutex<(VecDeque<Event>, i64)>,
-    /// Readable while something waits.
+    /// Readable while events wait.
     ready: OwnedFd,
 }
 
@@ -153,7 +154,7 @@ impl Events {
         }
     }
 
-    /// Tells everybody. Cheap if nobody listens; never waits for one who does.
+    /// Sends an event to all subscribers. It is cheap without subscribers and never waits for one.
     pub fn tell(&self, kind: EventKind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
         let mut state = lock(&self.state);
         state.1 += 1;
@@ -170,7 +171,10 @@ impl Events {
         });
     }
 
-    /// Listens from now on; the first event says so.
+    /// Subscribes from now on. The first event reports the subscription.
+    ///
+    /// # Errors
+    /// The system has no descriptor left.
     pub fn subscribe(&self) -> io::Result<Arc<Subscription>> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let subscription = Arc::new(Subscription {
@@ -196,12 +200,12 @@ impl Subscription {
         signal(&self.ready);
     }
 
-    /// Readable while something waits.
+    /// Returns a descriptor that is readable while events wait.
     pub fn ready(&self) -> &OwnedFd {
         &self.ready
     }
 
-    /// What waits, oldest first.
+    /// Takes the waiting events, oldest first.
     pub fn take(&self) -> Vec<Event> {
         consume(&self.ready);
         let mut queue = lock(&self.queue);

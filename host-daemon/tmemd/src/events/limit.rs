@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How many events a VM can cause: so many at once, and after them one for each period.
+//! Bound on the events that one VM can cause: a burst, and after it one event per period.
 //!
-//! A guest that changes its state in a loop must not push the events of others out of a subscriber's queue. What
-//! there is no room for waits, the last of its sort alone, and is told when there is room: what is told
-//! last of a VM is how it is. Never here: events that an operator causes.
+//! A guest that changes its state in a loop must not displace events of other VMs from a
+//! subscriber's queue. An event beyond the bound waits and replaces an older one of the same sort.
+//! It is sent when the bound permits, so the last event of a VM describes its current state. Out of
+//! scope: events that an operator causes.
 
 use crate::events::bus::EventKind;
 use crate::util::token_bucket::Bucket;
@@ -12,17 +13,18 @@ use std::fmt::Arguments;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Events of a VM at once, and after them one for each period. All its queues may stop at once, and it
-/// may come back a few times; a subscriber keeps 32 times as many.
+/// Events of a VM in a burst. All its queues may stop at once, and it may reconnect a few times. A
+/// subscriber's queue holds 32 times as many.
 pub(crate) const BURST: u32 = 32;
-/// See [`BURST`].
+/// Time in which a VM earns one more event.
 pub(crate) const PERIOD: Duration = Duration::from_secs(5);
 
 /// The events of one VM.
 #[derive(Debug)]
 pub(crate) struct EventLimit {
     room: Bucket,
-    /// Guards what waits, oldest first: one of each sort at most. Events are told under it, in this order.
+    /// Guards the waiting events, oldest first and at most one of each sort. Events are sent under
+    /// it, in this order.
     pending: Mutex<VecDeque<PendingEvent>>,
 }
 
@@ -30,7 +32,7 @@ pub(crate) struct EventLimit {
 struct PendingEvent {
     kind: EventKind,
     text: String,
-    /// How many of its sort were left out before it.
+    /// Events of the same sort that were left out before.
     left_out: u64,
 }
 
@@ -44,7 +46,7 @@ impl Default for EventLimit {
 }
 
 impl EventLimit {
-    /// Something happens, and is told now or later.
+    /// Adds an event, which is sent now or later.
     pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, tell: impl Tell) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let before = pending
@@ -60,7 +62,7 @@ impl EventLimit {
         self.tell_some(&mut pending, now, tell);
     }
 
-    /// Tells what there is room for now.
+    /// Sends waiting events as far as the bound permits.
     pub(crate) fn catch_up(&self, now: Instant, tell: impl Tell) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         self.tell_some(&mut pending, now, tell);
@@ -83,7 +85,7 @@ impl EventLimit {
     }
 }
 
-/// Who tells one.
+/// A function that sends an event.
 pub(crate) trait Tell: Fn(EventKind, Arguments<'_>) {}
 impl<F: Fn(EventKind, Arguments<'_>)> Tell for F {}
 
@@ -113,7 +115,7 @@ mod tests {
         limit.catch_up(start + PERIOD, tell);
         let stopped = (EventKind::QueueStopped, "9 (9 left out before)".into());
         assert_eq!(told.take(), [stopped], "there is room for one");
-        // What comes later is told later.
+        // A later event is sent later.
         limit.add(start + PERIOD, EventKind::Driver, format_args!("on"), tell);
         limit.catch_up(start + 10 * PERIOD, tell);
         let gone = (EventKind::Disconnected, "9 (19 left out before)".into());

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The threads for what nobody should wait for: the pool's background work, and unmapping memory.
+//! Background worker threads: the pool's background work and unmapping memory.
 //!
-//! Who unmaps has a thread of its own, since that takes as long as VMs have memory: seconds, in which
-//! the pool's work goes on. For the same reason it has no heart that somebody watches.
+//! Unmapping has a thread of its own. It takes as long as VMs have memory, which may be seconds,
+//! and the pool's work continues meanwhile. For the same reason that thread has no heartbeat.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::host::heartbeat::{Heartbeat, Heartbeats};
@@ -16,53 +16,56 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 use tmem_pool::{Pool, Time};
 
-/// Pages of background work between two looks at whether the daemon stops.
+/// Pages of background work between two checks whether the daemon stops.
 const MAINTAIN_PAGES: usize = 1024;
 
-/// Without a sign of work it looks this often, since the pool's work may depend on time.
+/// Longest pause between two runs, because some of the pool's work depends on time.
 const PERIOD: Duration = Duration::from_millis(500);
 
-/// Under load it looks no more often than this once nothing is left to do. A VM has some hundred
-/// pages that wait for it at least, more than it puts in this time.
+/// Shortest pause after a run that left no work. The raw pages that a VM may have, some hundreds,
+/// last longer than this.
 const PERIOD_MIN: Duration = Duration::from_millis(1);
 
-/// Memory tables of a VM that wait to be unmapped. A front end that changes its table faster unmaps the
-/// others itself: they count against limits that all VMs share.
+/// Memory tables of a VM that may wait to be unmapped. A front end that changes its table faster
+/// waits while its own thread unmaps further tables, because they count against limits that all VMs
+/// share.
 pub const DISCARDED_MAX: usize = 4;
 
-/// How many memory tables of a VM wait to be unmapped, or are just being: each has a clone.
+/// Number of memory tables of a VM that wait to be unmapped or are being unmapped. Each of them
+/// holds a clone.
 #[derive(Debug, Default)]
 pub struct Discarded(Arc<()>);
 
-/// A memory table that waits to be unmapped, and is counted until then.
+/// A memory table that waits to be unmapped and is counted until then.
 struct DiscardedMemory {
     _memory: Arc<dyn Any + Send + Sync>,
-    /// After the memory, so that it is dropped after it.
+    /// Declared after the memory, so that it is dropped after it.
     _counted: Arc<()>,
 }
 
-/// Handle of the threads.
+/// The background worker threads.
 pub struct BackgroundWorkers {
-    /// Since a thread last looked, there may be work again.
+    /// Set when new work may exist since a thread last checked.
     work: AtomicBool,
     stop: AtomicBool,
-    /// Guards memory tables to unmap. Taken alone.
+    /// Guards the memory to unmap. Leaf lock.
     discarded: Mutex<Vec<DiscardedMemory>>,
     /// Guards the handles of the threads that do the pool's work.
     threads: Mutex<Vec<JoinHandle<()>>>,
-    /// Guards the handle of the one that unmaps. Taken alone.
+    /// Guards the handle of the thread that unmaps. Leaf lock.
     unmapper: Mutex<Option<JoinHandle<()>>>,
-    /// What they take.
+    /// Processor time of all background threads.
     pub stage: Stage,
-    /// And what for, of those that do the pool's work.
+    /// Processor time of the pool's background work, by kind.
     pub cpu_time: Arc<BackgroundTime>,
 }
 
 impl BackgroundWorkers {
-    /// Starts so many threads, and one more that unmaps; 0: the caller is all of them.
+    /// Starts `threads` threads for the pool's work and one that unmaps. With 0 no thread is
+    /// started, and the caller does all work.
     ///
     /// # Errors
-    /// The system has none; those that were started have ended.
+    /// The system lacks a thread; the threads that were started have ended.
     pub fn start(
         pool: Arc<Pool>,
         clock: &ClockAndEntropy,
@@ -78,7 +81,7 @@ impl BackgroundWorkers {
         })
     }
 
-    /// `maintain` does some work and tells whether more is left.
+    /// Starts threads that call `maintain`, which does some work and returns true if more is left.
     fn start_with(
         threads: usize,
         heartbeats: &Heartbeats,
@@ -132,7 +135,7 @@ impl BackgroundWorkers {
         self.stage.join();
         while !self.stop.load(Ordering::SeqCst) {
             self.unmap();
-            // At once if there is more.
+            // Returns at once if memory was discarded meanwhile.
             std::thread::park();
         }
     }
@@ -146,8 +149,8 @@ impl BackgroundWorkers {
             let done = catch_unwind(AssertUnwindSafe(maintain));
             heartbeat.rest();
             let Ok(more) = done else {
-                // Without this work no VM has room soon. A panic that comes again and again must not
-                // fill the log.
+                // Without background work VMs soon run out of space, so the thread continues. The
+                // pause keeps a repeated panic from filling the log.
                 tracing::error!("a bug in the engine: background work panicked; it goes on");
                 std::thread::park_timeout(PERIOD);
                 continue;
@@ -161,7 +164,7 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Unmaps what was discarded until now.
+    /// Unmaps all memory that was discarded until now.
     pub fn unmap(&self) {
         let discarded = std::mem::take(
             &mut *self
@@ -172,9 +175,10 @@ impl BackgroundWorkers {
         drop(discarded);
     }
 
-    /// To be called after anything that may leave background work; cheap.
+    /// Wakes the threads. Callers call it after anything that may leave background work; it is
+    /// cheap.
     pub fn wake(&self) {
-        // Wakes only on the first call since a thread last looked.
+        // Only the first call since a thread last checked wakes the threads.
         if !self.work.swap(true, Ordering::SeqCst) {
             for thread in &*self.handles() {
                 thread.thread().unpark();
@@ -182,11 +186,11 @@ impl BackgroundWorkers {
         }
     }
 
-    /// Unmaps a memory table some time soon, if nobody else has it; at once, if of its VM too many
-    /// wait already.
+    /// Unmaps memory later, when nothing else uses it. If too many tables of the VM wait already,
+    /// the caller's thread unmaps it.
     pub fn discard(&self, memory: Arc<dyn Any + Send + Sync>, of_vm: &Discarded) {
         let counted = of_vm.0.clone();
-        // One is the VM's own, and one this.
+        // The count includes the VM's own reference and this one.
         if Arc::strong_count(&of_vm.0) - 2 >= DISCARDED_MAX {
             return;
         }
@@ -231,7 +235,7 @@ mod tests {
             let call = calls.fetch_add(1, Ordering::SeqCst);
             assert!(call > 0, "the first call panics");
             let tell = tell.lock().unwrap_or_else(PoisonError::into_inner);
-            // An error: the test has seen enough.
+            // An error means that the test has seen enough.
             let _ = tell.send(call);
             false
         };
@@ -243,7 +247,7 @@ mod tests {
         background.stop();
     }
 
-    /// And how long that takes is nobody's business: the watchdog looks at no heart of it.
+    /// The watchdog ignores the time that unmapping takes, because the thread has no heartbeat.
     #[test]
     fn memory_is_unmapped_while_the_pool_works_without_an_end() {
         let (go, gone) = mpsc::channel::<()>();

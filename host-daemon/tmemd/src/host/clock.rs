@@ -1,36 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon takes from outside that is neither a guest's nor its VMM's: time and chance.
+//! Clock and entropy source of the daemon.
 //!
-//! One handle for all of it, so that a simulator can give both and a run of it can be repeated.
-//! Never here: waiting. Who waits has a thread of its own, of which a simulator has none.
+//! One handle provides both, so that a simulator can replace them and repeat a run. Out of scope:
+//! waiting. Only threads wait, and a simulator has none.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Time and chance as a simulator gives them.
+/// Clock and entropy as a simulator provides them.
 pub trait SimulatedClock: Send + Sync {
-    /// Nanoseconds since the daemon's start; never less than before.
+    /// Returns the nanoseconds since the daemon's start; never less than before.
     fn now_ns(&self) -> u64;
-    /// A number that no guest can have seen before, never 0.
+    /// Returns a number that no guest can have seen before, never 0.
     fn generation(&self) -> u64;
 }
 
-/// Where time and chance come from. Clones are handles to the same.
+/// The clock and entropy source. Clones refer to the same source.
 #[derive(Clone)]
 pub enum ClockAndEntropy {
-    /// The host, since the daemon's start.
+    /// The host's; the value is the daemon's start.
     Host(Instant),
-    /// A simulator.
+    /// A simulator's.
     Simulated(Arc<dyn SimulatedClock>),
 }
 
 impl ClockAndEntropy {
-    /// The host's; the clock starts now.
+    /// Creates the host's source. The clock starts now.
     pub fn host() -> ClockAndEntropy {
         ClockAndEntropy::Host(Instant::now())
     }
 
-    /// Nanoseconds since the daemon's start.
+    /// Returns the nanoseconds since the daemon's start.
     pub fn now_ns(&self) -> u64 {
         match self {
             ClockAndEntropy::Host(start) => start.elapsed().as_nanos() as u64,
@@ -38,12 +38,15 @@ impl ClockAndEntropy {
         }
     }
 
-    /// Time since the daemon's start.
+    /// Returns the time since the daemon's start.
     pub fn uptime(&self) -> Duration {
         Duration::from_nanos(self.now_ns())
     }
 
-    /// A number that no guest can have seen before: random and never 0.
+    /// Returns a number that no guest can have seen before: random and never 0.
+    ///
+    /// # Errors
+    /// The host has no entropy.
     pub fn new_generation(&self) -> std::io::Result<u64> {
         if let ClockAndEntropy::Simulated(clock) = self {
             return Ok(clock.generation());

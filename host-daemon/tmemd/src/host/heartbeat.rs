@@ -1,46 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Signs of life: whether each thread that VMs need goes on with the work that it is at.
+//! Heartbeats: whether each thread that VMs need makes progress.
 //!
-//! A thread that works says so, again with every bounded piece; one that waits for others, or does
-//! what may take as long as it takes (unmapping a terabyte), says that it rests and is not looked
-//! at. So an idle daemon is not a hung one, and a front end that sends half a message hangs nothing.
-//! A beat is one store to memory of the thread's own. Never here: what is done about a thread that
-//! hangs; see `watchdog.rs`.
+//! A thread that works counts its heartbeat with every bounded piece of work. A thread that waits
+//! for others, or does work without a bound (unmapping a terabyte), rests and is not checked. An
+//! idle daemon is therefore not a hung one, and a front end that sends half a message hangs
+//! nothing. A beat is one store to memory of the thread. Out of scope: the reaction to a thread
+//! that hangs, see `watchdog.rs`.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Looks that find a thread at the same piece of work before it hangs. They are counted, not timed:
-/// a daemon that was stopped and goes on has not looked meanwhile.
+/// Checks that find a thread at the same piece of work before it counts as hung. They are counted,
+/// not timed: a daemon that was stopped was not checked meanwhile.
 pub const MISSED_CHECKS_MAX: u32 = 4;
 
-/// Instead of beats: the thread has ended as it should.
+/// Value of the counter after the thread has ended as it should.
 const ENDED: u64 = u64::MAX;
 
-/// The hearts of a daemon.
+/// The heartbeats of a daemon's threads.
 #[derive(Default)]
 pub struct Heartbeats {
-    /// Guards the hearts and what was seen of them. Taken alone.
+    /// Guards the heartbeats and the results of earlier checks. Leaf lock.
     watched: Mutex<Vec<Watched>>,
 }
 
 struct Watched {
     name: String,
     beats: Arc<AtomicU64>,
-    /// Its beats at the last look.
+    /// The counter at the last check.
     seen: u64,
-    /// Looks since then that found it at the same work.
+    /// Consecutive checks that found the thread at the same piece of work.
     looks: u32,
 }
 
-/// A thread's own, which nobody else beats.
+/// The heartbeat of one thread.
 pub struct Heartbeat {
-    /// Odd: it works, at a piece that is another with each number. Even: it rests.
+    /// Counter of beats. An odd value means work, and each value is another piece; an even value
+    /// means rest.
     beats: Arc<AtomicU64>,
 }
 
 impl Heartbeats {
-    /// A heart that rests.
+    /// Registers a thread, which rests at first.
     pub fn register(&self, name: &str) -> Heartbeat {
         let beats = Arc::new(AtomicU64::new(0));
         self.lock().push(Watched {
@@ -52,7 +53,7 @@ impl Heartbeats {
         Heartbeat { beats }
     }
 
-    /// Looks at all hearts. Returns the names of those that hang.
+    /// Checks all threads. Returns the names of those that hang.
     pub fn look(&self) -> Vec<String> {
         let mut watched = self.lock();
         watched.retain(|one| one.beats.load(Ordering::Relaxed) != ENDED);
@@ -77,19 +78,19 @@ impl Heartbeats {
 }
 
 impl Heartbeat {
-    /// A bounded piece of work begins, be it the next or the first.
+    /// Begins a bounded piece of work, the first or the next.
     pub fn work(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats | 1) + 2, Ordering::Relaxed);
     }
 
-    /// The thread waits for others, or does what has no bound.
+    /// Begins a wait for others, or work without a bound.
     pub fn rest(&self) {
         let beats = self.beats.load(Ordering::Relaxed);
         self.beats.store((beats + 1) & !1, Ordering::Relaxed);
     }
 
-    /// The thread ends though it is needed: it hangs from now on.
+    /// Reports the thread as hung, because it ends although it is needed.
     pub fn lose(self) {
         self.work();
         std::mem::forget(self);
@@ -97,7 +98,8 @@ impl Heartbeat {
 }
 
 impl Drop for Heartbeat {
-    /// A thread that panics is lost; any other that lets go of its heart has ended as it should.
+    /// A thread that panics counts as hung. Any other thread that drops its heartbeat has ended as
+    /// it should.
     fn drop(&mut self) {
         match std::thread::panicking() {
             true => self.work(),
@@ -156,7 +158,7 @@ mod tests {
             heartbeat.work();
             assert!(looks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
         }
-        // A rest in between is another piece of work, too.
+        // Work after a rest is another piece of work.
         heartbeat.rest();
         heartbeat.work();
         assert!(looks(&heartbeats, MISSED_CHECKS_MAX).is_empty());

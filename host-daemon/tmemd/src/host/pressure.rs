@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gives the pool's memory back when the host runs short of it.
+//! Returns memory of the pool when the host runs short of it.
 //!
-//! A thread looks at the memory that the host has available and at how long tasks waited for some
-//! (PSI), at least once a second and at once when the kernel tells of such waits. What is missing
-//! comes out of the pool in steps; when the host has been well for a while the pool's size grows
-//! back, slowly, as a pool that grew as fast as it shrank would swing. Everything in a pool is a copy:
-//! giving it up costs time, never data.
+//! A thread reads the available memory of the host and how long tasks waited for memory (PSI): at
+//! least once a second, and at once when the kernel reports such waits. The pool shrinks in steps
+//! by the amount that is missing. After a quiet period it grows back slowly, because a pool that
+//! grew as fast as it shrank would oscillate. A pool contains only copies, so shrinking it costs
+//! time and never data.
 
 use crate::config::meminfo::meminfo_bytes;
 use crate::config::settings::{POOL_BYTES_MIN, PressureConfig};
@@ -24,69 +24,72 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_pool::{AdmissionError, Pool, Quota, Tenant};
 
-/// Between two looks without a sign from the kernel. A guest's host fills some GiB in this time,
-/// which is what `host_free_min_bytes` is for.
+/// Time between two readings without a report from the kernel. A host's guests may fill some GiB in
+/// this time, which is the purpose of `host_free_min_bytes`.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// Not more often than this after a sign: freeing a step takes some of it, and what the host has
-/// available follows only then.
+/// Least time between two readings after a report. Freeing a step takes part of it, and the
+/// available memory changes only afterwards.
 const PERIOD_MIN: Duration = Duration::from_millis(100);
 
-/// Waits that count as a shortage: a tenth of the time somebody waited for memory.
+/// Share of the window that counts as a shortage: a tenth of the time some task waited for memory.
 const STALL_PART: u32 = 10;
 
-/// Over so long; a multiple of two seconds needs no privilege (Documentation/accounting/psi.rst).
+/// The window for waits. A multiple of two seconds needs no privilege
+/// (Documentation/accounting/psi.rst).
 const STALL_WINDOW: Duration = Duration::from_secs(2);
 
-/// One step takes at most so much of what the pool holds, when memory is missing: a reading that is
-/// out of date, as after a burst, must not empty the pool, and eight steps leave a third.
+/// Largest share of the held memory that one step takes when memory is missing. A reading may be
+/// out of date, as after a burst, and must not empty the pool; eight steps leave a third.
 const SHRINK_PART: u64 = 8;
 
-/// And so much when somebody waits though enough is available: that may be for a limit of their own,
-/// which the pool cannot help.
+/// Share of the held memory that one step takes when tasks wait although enough memory is
+/// available. They may wait because of a limit of their own, which the pool cannot help.
 const STALL_SHRINK_PART: u64 = 16;
 
-/// But at least this, so that the end comes in bounded time.
+/// Least size of a step in bytes, so that shrinking ends in bounded time.
 const SHRINK_BYTES_MIN: u64 = 4 << 20;
 
-/// It grows only while a quarter more is available than has to be, or what it gains is missing at
-/// once.
+/// The pool grows only while a quarter more than the minimum is available. Otherwise the growth
+/// would be missing at once.
 const MARGIN_PART: u64 = 4;
 
-/// And when nothing was short for so long: longer than the window of waits, than a sweep of the
-/// kernel through its lists, and than most bursts.
+/// The pool grows only after no shortage for so long: longer than the window for waits, a sweep of
+/// the kernel through its lists, and most bursts.
 const CALM: Duration = Duration::from_secs(15);
 
-/// A step of growth is so much of the configured size: back from nothing within two minutes.
+/// A growth step is this share of the configured size, so the pool grows back from nothing within
+/// two minutes.
 const GROW_PART: u64 = 64;
 
-/// Growth steps are as far from each other.
+/// Time between two growth steps.
 const GROW_PERIOD: Duration = Duration::from_secs(2);
 
-/// Somebody who asked for room waits so long at most: memory comes back at some GiB a second, and a
-/// VM's start is not to hang on it.
+/// Longest wait of a caller that asked for room. Memory returns at some GiB a second, and the start
+/// of a VM must not hang on it.
 pub const ROOM_WAIT: Duration = Duration::from_secs(1);
 
-/// Between two looks at whether there is room.
+/// Time between two checks whether there is room.
 const ROOM_POLL: Duration = Duration::from_millis(5);
 
-/// What the host says.
+/// Readings from the host.
 #[derive(Clone, Copy, Debug)]
 struct Readings {
-    /// Memory that the host could give without reclaim hurting anyone; None: it does not say.
+    /// Memory that the host can allocate without harmful reclaim, in bytes; None if the host does
+    /// not report it.
     available_bytes: Option<u64>,
-    /// Somebody waits for memory.
+    /// Tasks wait for memory.
     stalled: bool,
 }
 
-/// Decides the pool's size. No clock, no files: these are told.
+/// Decides the size of the pool. Clock and readings are arguments.
 #[derive(Debug)]
 struct Governor {
     free_min_bytes: u64,
-    /// As configured.
+    /// The configured size in bytes.
     full_bytes: u64,
     size_bytes: u64,
-    /// Nothing is short since.
+    /// Time since which nothing was short.
     calm_since: Option<Instant>,
     grown: Option<Instant>,
 }
@@ -102,9 +105,9 @@ impl Governor {
         }
     }
 
-    /// Another configured size. Returns the size that the pool should have now.
+    /// Sets another configured size in bytes. Returns the size that the pool should have now.
     fn set_full(&mut self, full_bytes: u64) -> u64 {
-        // One that gave way to the host grows as before, and does not jump.
+        // A pool that shrank for the host continues to grow in steps and does not jump.
         let is_full = self.size_bytes == self.full_bytes;
         self.full_bytes = full_bytes;
         if is_full || self.size_bytes > full_bytes {
@@ -113,8 +116,8 @@ impl Governor {
         self.size_bytes
     }
 
-    /// The size that the pool should have from now on, if it is another one. `held_bytes`: what it
-    /// holds.
+    /// Returns the new size in bytes if the pool should change it. `held_bytes` is the memory that
+    /// it holds.
     fn step(&mut self, now: Instant, readings: Readings, held_bytes: u64) -> Option<u64> {
         let available_bytes = readings.available_bytes.unwrap_or(u64::MAX);
         let missing_bytes = self.free_min_bytes.saturating_sub(available_bytes);
@@ -125,7 +128,8 @@ impl Governor {
             } else {
                 (u64::MAX, STALL_SHRINK_PART)
             };
-            // What it has not taken yet is no help to the host, but must not be taken now either.
+            // Memory that the pool does not hold is no help to the host, but the pool must not take
+            // it now either.
             let held_bytes = held_bytes.min(self.size_bytes);
             let step_bytes = wanted.min((held_bytes / part).max(SHRINK_BYTES_MIN));
             held_bytes
@@ -141,10 +145,10 @@ impl Governor {
         })
     }
 
-    /// The size that leaves `room_bytes` to somebody who is about to take them, if it is another one.
-    /// Of `available_bytes` it is known that they are not out of date, so all goes in one step.
+    /// Returns the new size in bytes if the pool must shrink to leave `room_bytes` to another
+    /// process. `available_bytes` is up to date, so all of it goes in one step.
     fn make_room(&mut self, room_bytes: u64, available_bytes: u64, held_bytes: u64) -> Option<u64> {
-        // Nor does it grow before they can be taken.
+        // The pool must not grow before the other process takes the memory.
         self.calm_since = None;
         let wanted_bytes = self.free_min_bytes.saturating_add(room_bytes);
         let missing_bytes = wanted_bytes.saturating_sub(available_bytes);
@@ -173,7 +177,7 @@ impl Governor {
     }
 }
 
-/// How long any task has waited, in µs, of a file of PSI.
+/// Returns the total time in µs for which some task waited, from the text of a PSI file.
 fn stall_us(pressure: &str) -> Option<u64> {
     let some = pressure
         .lines()
@@ -184,7 +188,8 @@ fn stall_us(pressure: &str) -> Option<u64> {
     total.parse().ok()
 }
 
-/// Has the kernel tell when somebody waits. None: it does not, and looking has to do.
+/// Registers a PSI trigger. Returns None if the kernel does not support it; the periodic reading
+/// must suffice then.
 fn trigger(path: &Path) -> Option<File> {
     let mut file = OpenOptions::new().read(true).write(true).open(path).ok()?;
     let window_us = STALL_WINDOW.as_micros();
@@ -198,15 +203,15 @@ fn trigger(path: &Path) -> Option<File> {
     }
 }
 
-/// Waits of the last while, from the total that a file tells.
+/// The waits of the current window, from the totals of a PSI file.
 #[derive(Debug, Default)]
 struct Stalls {
-    /// The total and when it was that, at the window's begin.
+    /// The total in µs and the time at the begin of the window.
     begin: Option<(u64, Instant)>,
 }
 
 impl Stalls {
-    /// Somebody waited for a tenth of the window or more, up to now.
+    /// Returns true if some task waited for a tenth of the window or more.
     fn look(&mut self, total_us: Option<u64>, now: Instant) -> bool {
         let Some(total_us) = total_us else {
             return false;
@@ -221,25 +226,25 @@ impl Stalls {
     }
 }
 
-/// The pool's size: what operators want, as far as the host lets them. Everybody who changes it does so
-/// here.
+/// The size of the pool: the configured size, as far as the host permits. All changes of the size
+/// go through this value.
 pub struct PoolSize {
-    /// Guards the decision until the pool has it. The pool's registry is locked under it, and it under the
-    /// list of VMs.
+    /// Guards the decision until the pool has applied it. The lock of the VM list may be held
+    /// before it; the pool's registry is locked under it.
     governor: Mutex<Governor>,
     pool: Arc<Pool>,
     background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
-    /// Where the host says what it has; None: the pool never gives way to it.
+    /// The file that reports the host's memory; None if the pool never shrinks for the host.
     meminfo: Option<PathBuf>,
-    /// Steps that made it smaller.
+    /// Steps that made the pool smaller.
     pub shrinks: AtomicU64,
-    /// Steps that made it larger again.
+    /// Steps that made the pool larger again.
     pub grows: AtomicU64,
 }
 
 impl PoolSize {
-    /// Of a pool that has its configured size.
+    /// Creates the value for a pool that has its configured size.
     pub fn new(
         pressure: Option<&PressureConfig>,
         full_bytes: u64,
@@ -263,19 +268,19 @@ impl PoolSize {
         self.governor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// As configured.
+    /// Returns the configured size in bytes.
     pub fn full_bytes(&self) -> u64 {
         self.lock().full_bytes
     }
 
-    /// Another configured size.
+    /// Sets another configured size in bytes.
     pub fn set_full(&self, full_bytes: u64) {
         let governor = self.lock();
         self.pool.set_full(full_bytes);
         self.follow_full(governor, full_bytes);
     }
 
-    /// Another configured size, if one is given, and other quotas, all at once.
+    /// Sets another configured size, if one is given, and other quotas in one step.
     ///
     /// # Errors
     /// A reserve does not fit; then nothing changes.
@@ -292,7 +297,7 @@ impl PoolSize {
         Ok(())
     }
 
-    /// The pool admits by that size already.
+    /// Resizes the pool, which already admits reserves by that size.
     fn follow_full(&self, mut governor: MutexGuard<'_, Governor>, full_bytes: u64) {
         let size_bytes = governor.set_full(full_bytes);
         self.pool.resize(size_bytes);
@@ -302,12 +307,12 @@ impl PoolSize {
         self.events.tell(EventKind::Resized, None, text);
     }
 
-    /// So much of the host's memory should be available from now on.
+    /// Sets the memory in bytes that should stay available on the host.
     pub fn set_free_min(&self, free_min_bytes: u64) {
         self.lock().free_min_bytes = free_min_bytes;
     }
 
-    /// Follows what the host says.
+    /// Applies readings of the host.
     fn follow(&self, now: Instant, readings: Readings) {
         let mut governor = self.lock();
         let before_bytes = governor.size_bytes;
@@ -320,8 +325,8 @@ impl PoolSize {
         }
     }
 
-    /// Gives way to somebody who is about to take so much, and waits for it within [`ROOM_WAIT`].
-    /// True: the host has it, or does not say what it has, or the pool never gives way.
+    /// Makes room for another process and waits for it, at most for [`ROOM_WAIT`]. Returns true if
+    /// the host has the memory, or does not report it, or if the pool never shrinks for the host.
     pub fn make_room(&self, room_bytes: u64) -> bool {
         let deadline = Instant::now() + ROOM_WAIT;
         let mut governor = self.lock();
@@ -351,7 +356,7 @@ impl PoolSize {
         meminfo_bytes(&meminfo, "MemAvailable")
     }
 
-    /// Has the pool do what was decided.
+    /// Has the pool apply a decision, and reports it.
     fn resized(
         &self,
         governor: MutexGuard<'_, Governor>,
@@ -367,7 +372,7 @@ impl PoolSize {
             false => &self.grows,
         };
         counter.fetch_add(1, Relaxed);
-        // The first step and the last are news, those between are not.
+        // The first and the last step are events; the steps between are not.
         if before_bytes == full_bytes {
             let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
             self.events.tell(EventKind::HostShort, None, text);
@@ -382,18 +387,18 @@ impl PoolSize {
     }
 }
 
-/// The thread that watches.
+/// The thread that watches the host's memory.
 pub struct PressureWatcher {
     stop: Arc<OwnedFd>,
-    /// Guards the thread's handle. Taken alone.
+    /// Guards the thread's handle. Leaf lock.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl PressureWatcher {
-    /// Starts it.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// The system has no thread or descriptor.
+    /// The system lacks a thread or a descriptor.
     pub fn start(
         config: PressureConfig,
         size: Arc<PoolSize>,
@@ -412,7 +417,7 @@ impl PressureWatcher {
         })
     }
 
-    /// Ends it.
+    /// Ends the thread.
     pub fn stop(&self) {
         signal(&self.stop);
         let thread = self
@@ -426,7 +431,7 @@ impl PressureWatcher {
     }
 }
 
-/// Waits for a sign of the kernel or for the time. False: it is to stop.
+/// Waits for a report of the kernel or for the time. Returns false if the thread must stop.
 fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     let timeout = Timespec {
         tv_sec: time.as_secs() as i64,
@@ -436,7 +441,7 @@ fn wait(trigger: Option<&File>, stop: &OwnedFd, time: Duration) -> bool {
     if let Some(trigger) = trigger {
         fds.push(PollFd::new(trigger, PollFlags::PRI));
     }
-    // An error is a sign as good as any; the stop is looked at first.
+    // An error counts as a report. The stop is checked first.
     let _ = rustix::event::poll(&mut fds, Some(&timeout));
     fds[0].revents().is_empty()
 }
@@ -456,7 +461,7 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
         };
         size.follow(now, readings);
         heartbeat.rest();
-        // A trigger that has fired is quiet for a window; shortage goes on all the same.
+        // A trigger that has fired stays quiet for a window, but the shortage may continue.
         let begun = Instant::now();
         if !wait(trigger.as_ref(), stop, PERIOD) {
             return;
@@ -476,11 +481,11 @@ mod tests {
     const FULL: u64 = 8 * GIB;
     const FREE_MIN: u64 = GIB;
 
-    /// A host with a pool that takes all it may, and frees at once.
+    /// A host with a pool that takes all memory that it may and frees it at once.
     struct TestHost {
         governor: Governor,
         now: Instant,
-        /// Available without the pool.
+        /// Available memory without the pool, in bytes.
         others: u64,
         size: u64,
     }
@@ -518,7 +523,7 @@ mod tests {
     #[test]
     fn room_is_made_at_once_and_kept_for_a_while() {
         let mut host = TestHost::new(12 * GIB);
-        // 4 GiB are available, of which one is to stay.
+        // 4 GiB are available, of which 1 GiB must stay.
         assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, FULL);
         assert_eq!(made, Some(6 * GIB), "what is missing, in one step");
@@ -529,10 +534,10 @@ mod tests {
             assert!(host.now - since < 2 * CALM, "it grows back");
         }
         assert!(host.now - since >= CALM);
-        // More than there is.
+        // A request that exceeds the host's memory.
         let made = host.governor.make_room(1 << 60, 0, 6 * GIB);
         assert_eq!(made, Some(POOL_BYTES_MIN));
-        // It does not hold what it may, which is no help to the host.
+        // Memory that the pool may take but does not hold is no help to the host.
         let mut host = TestHost::new(12 * GIB);
         let made = host.governor.make_room(5 * GIB, 4 * GIB, 3 * GIB);
         assert_eq!(made, Some(GIB));
@@ -549,7 +554,7 @@ mod tests {
         });
         assert!(steps.unwrap() < 10, "{steps:?}");
         assert_eq!(host.size, 5 * GIB, "what is missing, to the byte");
-        // It stays there: what is available is not a quarter more than has to be.
+        // It stays there, because less than a quarter more than the minimum is available.
         for _ in 0..100 {
             assert_eq!(host.step(false), 5 * GIB);
         }
@@ -567,7 +572,7 @@ mod tests {
         for _ in 0..calm_steps {
             assert_eq!(host.step(false), small);
         }
-        // Somebody waits once: it begins anew, and smaller.
+        // One wait starts the quiet period again, and the pool shrinks.
         assert!(host.step(true) < small);
         let small = host.size;
         for _ in 0..calm_steps {
@@ -584,7 +589,7 @@ mod tests {
 
     #[test]
     fn it_does_not_swing() {
-        // Room for a pool of 4 GiB and what has to be free.
+        // Enough for a pool of 4 GiB and the minimum.
         let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
         for nth in 0..2000 {

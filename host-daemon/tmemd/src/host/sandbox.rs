@@ -1,21 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the process can still do when somebody else steers it: nothing that it does not need.
+//! The sandbox: it limits an attacker who controls the process to what the daemon needs.
 //!
-//! - Landlock: no file but those that it is told of, no TCP, no signal to others; from Linux 7.1 on no socket
-//!   of others either. Before, its unit alone hides those, see [`missing_protection`].
-//! - seccomp: no system call but those below, by what a thread is for. Threads that touch guests' data have the
-//!   shortest list: they open nothing, connect to nothing and begin no threads. Nor do those that read what a
-//!   VMM sends.
-//! - Of root's capabilities, if it is run as root, three.
-//! - It gains no rights by executing something, which it cannot anyway; it cannot be traced by others of
-//!   its user, and leaves no core dump.
+//! - Landlock permits only the configured files, no TCP, and no signals to other processes. From
+//!   Linux 7.1 on it also forbids sockets of other processes; before, only the unit hides them, see
+//!   `missing_protection`.
+//! - seccomp permits only the system calls below, by the kind of thread. Threads that touch guests'
+//!   data have the shortest list: they open no files, make no connections and start no threads.
+//!   Threads that read messages of a VMM do neither.
+//! - Of root's capabilities, three remain if the daemon runs as root.
+//! - The process gains no rights by execve(2), which seccomp forbids anyway. Other processes of its
+//!   user cannot trace it, and it writes no core dump.
 //!
-//! A call that is not allowed fails with EPERM, so that a library that would like to make one does without;
-//! what would only ever be an attack ends the process. The rings of io_uring, whose operations seccomp does not
-//! see, are restricted by themselves, see uring.rs; who began to serve can make no other.
+//! A call that is not permitted fails with EPERM, so that a library can do without it. A call that
+//! only an attack would make ends the process. seccomp does not see the operations of an io_uring,
+//! so each ring is restricted by itself (`queue/uring.rs`), and serving threads cannot create a
+//! ring.
 //!
-//! Once entered it holds for all threads begun later, until the process ends; `--no-sandbox` is for debuggers.
-//! Never here: a path that is not of the configuration.
+//! The sandbox covers all threads that start after it was entered, until the process ends.
+//! `--no-sandbox` is for debuggers. Out of scope: paths that are not in the configuration.
 
 use crate::config::settings::Config;
 use landlock::{
@@ -38,42 +40,44 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// The newest that is known here; an older kernel does what it can.
+/// The newest Landlock ABI that this file knows. An older kernel enforces what it can.
 const LANDLOCK: ABI = ABI::V9;
 
-/// Where the journal listens: tmem-log sends to a socket there by name, each line anew.
+/// The folder of the journal's socket. tmem-log sends each line to a socket there by name.
 const JOURNAL: &str = "/run/systemd/journal";
 
-/// Sockets are given to users of QEMUs and groups of operators, and have their modes set, even if they are given
-/// already; pages of guests are locked, however many. Its unit gives it the first two, and locks by a limit.
+/// Capabilities that remain. The daemon gives sockets to the users of QEMUs and to groups of
+/// operators, and sets their modes afterwards; it locks pages of guests in memory. The unit grants
+/// the first two and permits locking by a limit.
 const CAPABILITIES: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::FOWNER)
     .union(CapabilitySet::IPC_LOCK);
 
-/// What a thread is for.
+/// Kinds of threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Makes what others use while they serve.
+    /// Creates the resources that other threads use while they serve.
     Starting,
-    /// Serves control clients, looks at the host.
+    /// Serves control clients or watches the host.
     Serving,
-    /// Reads what a VMM sends.
+    /// Reads messages of a VMM.
     Connection,
-    /// Serves queues, or works on the pool.
+    /// Serves queues or works on the pool.
     Data,
 }
 
-/// A filter for each kind but the first.
+/// A filter for each kind except the first.
 struct Filters {
     serving: BpfProgram,
     connection: BpfProgram,
     data: BpfProgram,
 }
 
-/// Filters of threads, once the sandbox was entered.
+/// The filters, once the sandbox was entered.
 static FILTERS: OnceLock<Filters> = OnceLock::new();
 
-/// Memory, waiting, time, its own end, log lines through descriptors that are there.
+/// System calls of all threads: memory, waiting, time, exit, and log lines through open
+/// descriptors.
 const DATA_CALLS: &[c_long] = &[
     libc::SYS_brk,
     libc::SYS_clock_gettime,
@@ -91,7 +95,7 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_getpid,
     libc::SYS_getrandom,
     libc::SYS_gettid,
-    // Rings eventfds, see bell.rs.
+    // Interrupts of guests, see queue/notifier.rs.
     libc::SYS_io_getevents,
     libc::SYS_io_submit,
     libc::SYS_io_uring_enter,
@@ -118,31 +122,32 @@ const DATA_CALLS: &[c_long] = &[
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
     libc::SYS_sched_yield,
-    // Log lines to the journal and replies to vhost-user messages. No thread has sendmsg(2), by which it could
-    // pass file descriptors: see reply.rs.
+    // Log lines to the journal, and replies to vhost-user messages. No thread has sendmsg(2), which
+    // could pass file descriptors: see vhost/reply.rs.
     libc::SYS_sendto,
     libc::SYS_set_robust_list,
-    // Ends a connection whose memory has gone.
+    // Ends a connection whose memory was lost.
     libc::SYS_shutdown,
     libc::SYS_sigaltstack,
-    // To itself: abort().
+    // Used by abort(), for the process itself.
     libc::SYS_tgkill,
     libc::SYS_write,
     libc::SYS_writev,
 ];
 
-/// And a socket that is there already, files that come through it, kicks to watch.
+/// Further system calls of connection threads: an open socket, files that are passed through it,
+/// and watching kicks.
 const CONNECTION_CALLS: &[c_long] = &[
     libc::SYS_epoll_ctl,
     libc::SYS_fstatfs,
-    // What a descriptor is, told by /proc/self/fd.
+    // Reads the type of a descriptor from /proc/self/fd.
     #[cfg(target_arch = "x86_64")]
     libc::SYS_readlink,
     libc::SYS_readlinkat,
     libc::SYS_recvmsg,
 ];
 
-/// And files, sockets and threads.
+/// Further system calls of serving threads: files, sockets and threads.
 const SERVING_CALLS: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_bind,
@@ -202,11 +207,12 @@ const SERVING_CALLS: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// And what the workers have to themselves: contexts of io_uring, and of the AIO that bell.rs has. seccomp does
-/// not see what is asked of the first, so that they are made and restricted before anybody is served.
+/// Further system calls at the start: contexts of io_uring, and of the AIO that queue/notifier.rs
+/// uses. seccomp does not see the operations of a ring, so rings are created and restricted before
+/// the daemon serves.
 const STARTING_CALLS: &[c_long] = &[libc::SYS_io_setup, libc::SYS_io_uring_setup];
 
-/// Nothing in this process ever asks for one of these.
+/// System calls that no part of this process ever makes.
 const ATTACKS: &[c_long] = &[
     libc::SYS_bpf,
     libc::SYS_execve,
@@ -224,15 +230,15 @@ const ATTACKS: &[c_long] = &[
     libc::SYS_userfaultfd,
 ];
 
-/// Enters the sandbox. What cannot be had of it on this kernel is said in the log.
+/// Enters the sandbox. The log names the protections that this kernel lacks.
 ///
 /// # Errors
-/// A path of the configuration is not there, or the system fails.
+/// A path of the configuration does not exist, or the system fails.
 pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     drop_capabilities()?;
-    // What the kernel told the process at its start is read once, with calls that a connection's thread, which
-    // would be the first to ask for it, does not have.
+    // The page size is read once now, by calls that a connection's thread, its first user, may not
+    // make.
     rustix::param::page_size();
     let ruled = restrict_files(config, file)?;
     match missing_protection(&ruled.ruleset, ruled.landlock) {
@@ -241,10 +247,10 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
         Some(LogLine::Warning(text)) => tracing::warn!("{text}"),
     }
     for filter in [filter(ThreadKind::Starting)?, no_clone3()?, attacks()?] {
-        // Sets no_new_privs as well. Of filters that differ the strictest holds.
+        // This also sets no_new_privs. If filters differ, the strictest applies.
         seccompiler::apply_filter(&filter).map_err(io::Error::other)?;
     }
-    // The first time only: the process has one sandbox.
+    // Set only the first time; the process has one sandbox.
     let _ = FILTERS.set(Filters {
         serving: filter(ThreadKind::Serving)?,
         connection: filter(ThreadKind::Connection)?,
@@ -253,17 +259,18 @@ pub fn enter(config: &Config, file: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Narrows the calling thread, and those that it begins later, to what its kind needs, if the process is in the
-/// sandbox. No other is told: one with a filter of its own could not be.
+/// Restricts the calling thread, and the threads that it starts later, to the calls of its kind. It
+/// does nothing outside the sandbox. Other threads are not affected, because a thread with a filter
+/// of its own cannot be synchronized.
 ///
 /// # Panics
-/// The kernel does not take the filter: it took the wider one.
+/// The kernel refuses the filter, although it accepted a wider one.
 pub fn narrow(kind: ThreadKind) {
     let Some(filters) = FILTERS.get() else {
         return;
     };
     let filter = match kind {
-        // Its own since the sandbox was entered.
+        // This filter applies since the sandbox was entered.
         ThreadKind::Starting => return,
         ThreadKind::Serving => &filters.serving,
         ThreadKind::Connection => &filters.connection,
@@ -272,18 +279,18 @@ pub fn narrow(kind: ThreadKind) {
     seccompiler::apply_filter(filter).expect("the kernel took a filter before");
 }
 
-/// A line of the log about what the kernel leaves open.
+/// A log line about a protection that the kernel lacks.
 #[derive(Debug, PartialEq, Eq)]
 enum LogLine {
     Info(&'static str),
     Warning(&'static str),
 }
 
-/// None: it does all that is asked of it.
+/// Returns the log line about missing protections; None if the kernel enforces all of them.
 fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<LogLine> {
     match (ruleset, landlock) {
         (RulesetStatus::FullyEnforced, _) => None,
-        // Of what they do not know, only sockets are of use to anybody.
+        // Of the rights that these versions do not know, only sockets matter.
         (
             RulesetStatus::PartiallyEnforced,
             LandlockStatus::Available {
@@ -301,20 +308,21 @@ fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Opti
     }
 }
 
-/// Keeps no more than [`CAPABILITIES`]: the calling thread, and those that it begins.
+/// Drops all capabilities of the calling thread except [`CAPABILITIES`], also for the threads that
+/// it starts.
 fn drop_capabilities() -> io::Result<()> {
     let has = capabilities(None)?;
-    // Who may not change what a program that is executed could get has nothing to pass on, and executes none.
+    // A process without CAP_SETPCAP cannot change the bounding set. It executes no program anyway.
     if has.effective.contains(CapabilitySet::SETPCAP) {
         for capability in (0..u64::BITS).map(|bit| CapabilitySet::from_bits_retain(1 << bit)) {
-            // An error: the kernel has no capability of that number.
+            // An error means that the kernel has no capability of that number.
             let is_there = capability_is_in_bounding_set(capability).unwrap_or(false);
             if is_there && !CAPABILITIES.contains(capability) {
                 remove_capability_from_bounding_set(capability)?;
             }
         }
     }
-    // With the inheritable ones go those that are ambient.
+    // Clearing the inheritable set also clears the ambient set.
     set_capabilities(
         None,
         CapabilitySets {
@@ -326,7 +334,7 @@ fn drop_capabilities() -> io::Result<()> {
     Ok(())
 }
 
-/// A rule about one argument, of which all but the bits of `mask` count for nothing.
+/// Creates a rule about one argument, of which only the bits of `mask` are compared.
 fn argument(number: u8, mask: i32, value: i32) -> io::Result<SeccompRule> {
     let mask = SeccompCmpOp::MaskedEq(mask as u64);
     SeccompCondition::new(number, SeccompCmpArgLen::Dword, mask, value as u64)
@@ -348,7 +356,7 @@ fn compile(
 }
 
 fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
-    // Each has what the next one has.
+    // Each kind has the calls of the kinds after it.
     let lists = [STARTING_CALLS, SERVING_CALLS, CONNECTION_CALLS, DATA_CALLS];
     let own = match kind {
         ThreadKind::Starting => &lists[..],
@@ -358,7 +366,7 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
     };
     let calls = own.iter().copied().flatten();
     let mut rules: BTreeMap<_, _> = calls.map(|&call| (call, Vec::new())).collect();
-    // No memory becomes code.
+    // No memory may become executable.
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {
         rules.insert(call, vec![argument(2, libc::PROT_EXEC, 0)?]);
     }
@@ -366,7 +374,7 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
         let thread = libc::CLONE_THREAD | libc::CLONE_VM;
         rules.insert(libc::SYS_clone, vec![argument(0, thread, thread)?]);
         rules.insert(libc::SYS_socket, vec![argument(0, -1, libc::AF_UNIX)?]);
-        // What std makes a socket not block with.
+        // FIONBIO, with which std makes a socket non-blocking.
         rules.insert(
             libc::SYS_ioctl,
             vec![argument(1, -1, libc::FIONBIO as i32)?],
@@ -376,7 +384,8 @@ fn filter(kind: ThreadKind) -> io::Result<BpfProgram> {
     compile(rules, refuse, SeccompAction::Allow)
 }
 
-/// As if the kernel did not know it, so that threads begin with clone(), whose flags a filter sees.
+/// Creates a filter that hides clone3(2), so that threads start with clone(2), whose flags a filter
+/// sees.
 fn no_clone3() -> io::Result<BpfProgram> {
     let rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let unknown = SeccompAction::Errno(libc::ENOSYS as u32);
@@ -401,7 +410,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         | AccessFs::MakeDir
         | AccessFs::MakeSock
         | AccessFs::RemoveFile
-        // Whether somebody listens on a socket that is in the way of its own.
+        // Finds out whether a process listens on a socket that is in the way.
         | AccessFs::ResolveUnix
         | AccessFs::Truncate;
     let parent = |path: &Path| path.parent().unwrap_or(Path::new("/")).to_path_buf();
@@ -413,7 +422,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         ("/sys/devices/system/cpu".into(), read),
         ("/sys/fs/cgroup".into(), read),
         (JOURNAL.into(), AccessFs::ResolveUnix.into()),
-        // An editor that saves puts a new file in its place.
+        // An editor that saves the file replaces it by a new one.
         (parent(file), read),
         (config.run_folder.clone(), all),
         (parent(&config.control), all),
@@ -432,7 +441,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         let stalls = pressure.stalls.iter();
         paths.extend(stalls.map(|path| (path.clone(), AccessFs::ReadFile | AccessFs::WriteFile)));
     }
-    // The service manager's, which may be an abstract one.
+    // The socket of the service manager, which may be an abstract one.
     let manager = std::env::var_os("NOTIFY_SOCKET").map(PathBuf::from);
     let manager = manager.filter(|path| path.is_absolute());
     paths.extend(manager.map(|path| (path, AccessFs::ResolveUnix.into())));
@@ -440,11 +449,11 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
         .set_compatibility(CompatLevel::BestEffort)
         .handle_access(AccessFs::from_all(LANDLOCK))?
         .handle_access(AccessNet::from_all(LANDLOCK))?
-        // Not abstract sockets: a service manager may listen on one.
+        // Abstract sockets stay permitted, because a service manager may listen on one.
         .scope(Scope::Signal)?
         .create()?;
     for (path, access) in paths {
-        // What is not there cannot be opened; whoever needs it says so.
+        // A missing path cannot be opened; its user reports it.
         let Ok(fd) = PathFd::new(&path) else { continue };
         let access = match path.is_dir() {
             true => access,
@@ -492,7 +501,7 @@ mod tests {
         }
     }
 
-    /// In a thread of its own, which takes the sandbox with it: threads begun before are not in it.
+    /// Runs `what` in a sandboxed thread. Threads that were started before are not in the sandbox.
     fn inside<R: Send>(kind: ThreadKind, what: impl FnOnce(&Path) -> R + Send) -> R {
         let folder = tempfile::tempdir().expect("a folder");
         inside_at(folder.path(), kind, what)
@@ -511,7 +520,7 @@ mod tests {
         })
     }
 
-    /// A test that is none by itself.
+    /// Runs an ignored test in a process of its own.
     fn in_a_process(name: &str) -> Output {
         let own = std::env::current_exe().expect("there");
         let test = format!("host::sandbox::tests::{name}");
@@ -550,20 +559,21 @@ mod tests {
             std::thread::spawn(|| ()).join().expect("a thread");
             let (read, write) = (ProtFlags::READ, ProtFlags::WRITE);
             let map = |prot| {
-                // SAFETY: new memory, of which nothing is used.
+                // SAFETY: the mapping is new, and nothing uses it.
                 unsafe { mmap_anonymous(std::ptr::null_mut(), 4096, prot, MapFlags::PRIVATE) }
             };
             assert_eq!(map(read | ProtFlags::EXEC).expect_err("code"), Errno::PERM);
             let page = map(read | write).expect("memory");
-            // SAFETY: the page that was just mapped.
+            // SAFETY: the page was just mapped.
             let done = unsafe { mprotect(page, 4096, MprotectFlags::READ | MprotectFlags::EXEC) };
             assert_eq!(done.expect_err("code"), Errno::PERM);
-            // SAFETY: it is of no use any more.
+            // SAFETY: nothing uses the page any more.
             unsafe { rustix::mm::munmap(page, 4096) }.expect("unmapped");
-            // SAFETY: fork's call without the flags of a thread; it is refused, and would only end.
+            // SAFETY: the call is fork's, without the flags of a thread. It must be refused; a
+            // child would only exit.
             let child = unsafe { libc::syscall(libc::SYS_clone, libc::SIGCHLD, 0, 0, 0, 0) };
             if child == 0 {
-                // SAFETY: the child that should not be.
+                // SAFETY: only a child that must not exist gets here.
                 unsafe { libc::_exit(1) };
             }
             assert_eq!(child, -1, "a process");
@@ -595,14 +605,14 @@ mod tests {
                 let passed = left.send_with_fd(&b"x"[..], right.as_raw_fd());
                 let errno = passed.expect_err("a descriptor was passed").errno();
                 assert_eq!(errno, libc::EPERM, "{kind:?}");
-                // As the vhost crate sends a reply.
+                // The way in which the vhost crate sends a reply.
                 let sent = left.send_with_fds(&[&b"re"[..], &b"ply"[..]], &[]);
                 assert_eq!(sent.expect("a reply"), 5, "{kind:?}");
             });
         }
     }
 
-    /// As tracing-journald sends a line: through a socket that is already there, to a path.
+    /// The way in which tracing-journald sends a line: through an open socket, to a path.
     #[test]
     fn every_thread_reaches_the_journal() {
         let folder = tempfile::tempdir().expect("a folder");
@@ -625,7 +635,7 @@ mod tests {
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             let local = socket(AddressFamily::UNIX, SocketType::STREAM, None);
             assert_eq!(local.expect_err("a socket"), Errno::PERM);
-            // Not even with a socket that is there.
+            // An open socket cannot connect either.
             let error = left.connect(own.join("any")).expect_err("connected");
             assert_eq!(error.raw_os_error(), Some(libc::EPERM));
             right.send(b"what is there").expect("works");
@@ -634,22 +644,22 @@ mod tests {
         });
     }
 
-    /// What a call for a context of io_uring and one for a context of AIO come to.
+    /// Tries to create a context of io_uring and one of AIO.
     fn contexts() -> [io::Result<()>; 2] {
         let made = |made: c_long| match made {
             -1 => Err(io::Error::last_os_error()),
             _ => Ok(()),
         };
-        // `struct io_uring_params`: no flags.
+        // `struct io_uring_params` without flags.
         let mut parameters = [0u64; 15];
         let mut context: libc::c_ulong = 0;
-        // SAFETY: the kernel reads and writes the parameters, and returns a descriptor, which is nobody's. The
-        // entries are one.
+        // SAFETY: the kernel reads and writes the parameters and returns a new descriptor. The ring
+        // has one entry.
         let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) };
         let ring = made(ring);
-        // SAFETY: the kernel writes a context's number to where the pointer says; room for one event.
-        let bell = made(unsafe { libc::syscall(libc::SYS_io_setup, 1, &mut context) });
-        [ring, bell]
+        // SAFETY: the kernel writes a context's number to the pointer's target.
+        let aio = made(unsafe { libc::syscall(libc::SYS_io_setup, 1, &mut context) });
+        [ring, aio]
     }
 
     fn refused(contexts: [io::Result<()>; 2]) {
@@ -659,7 +669,7 @@ mod tests {
         }
     }
 
-    /// seccomp does not see what a ring is asked for, and one that is new is restricted by nobody.
+    /// seccomp does not see the operations of a ring, and a new ring is not restricted.
     #[test]
     fn who_serves_makes_no_rings() {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
@@ -672,7 +682,7 @@ mod tests {
         });
         inside(ThreadKind::Serving, |_| {
             refused(contexts());
-            // As a connection's, which is begun by the acceptor.
+            // A connection's thread, which the acceptor starts.
             let later = std::thread::spawn(|| {
                 refused(contexts());
                 narrow(ThreadKind::Connection);
@@ -699,7 +709,7 @@ mod tests {
         assert!(output.status.success(), "{output:?}");
     }
 
-    /// As in a container that forbids rings.
+    /// The situation of a container that forbids io_uring.
     #[test]
     fn where_rings_are_refused_workers_wait_with_epoll() {
         inside(ThreadKind::Serving, |_| {
@@ -722,7 +732,8 @@ mod tests {
         });
     }
 
-    /// Whether this machine's kernel knows the right is told by what `enter` logs; so it is by this.
+    /// The log line of `enter` tells whether this machine's kernel knows the right, so the test
+    /// uses it, too.
     #[test]
     fn what_the_kernel_leaves_open_is_told() {
         let on = |effective_abi| LandlockStatus::Available {
@@ -757,13 +768,13 @@ mod tests {
         }
     }
 
-    /// Those in folders of its configuration alone, whether its files' modes would let it or not.
+    /// Only sockets in the configured folders can be connected to, whatever their modes permit.
     #[test]
     fn sockets_of_others_are_out_of_reach() {
         let other = tempfile::tempdir().expect("a folder");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("bound");
-        // In a thread of its own, as below.
+        // In a thread of its own, because the rules cannot be removed from a thread.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
         let abi = match ruled.join().expect("it lives").expect("ruled").landlock {
             LandlockStatus::Available { effective_abi, .. } => effective_abi,
@@ -779,7 +790,7 @@ mod tests {
                     let error = connected.expect_err("it is not of the configuration");
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
                 }
-                // As docs/threat-model.md says.
+                // The remaining risk that docs/threat-model.md describes.
                 _ => drop(connected.expect("nothing keeps it from it")),
             }
         });
@@ -796,7 +807,7 @@ mod tests {
     fn executes() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
-            // SAFETY: a name that ends with 0, and an empty list; it does not return, or fails.
+            // SAFETY: a name that ends with 0 and an empty list. The call fails or does not return.
             unsafe { libc::execv(c"/bin/true".as_ptr(), arguments.as_ptr()) };
         });
     }

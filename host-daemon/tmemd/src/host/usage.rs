@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon itself takes of the host: processor time by stage, and memory, as the kernel counts them.
-//! That costs nothing until somebody asks. What background work is for the kernel does not know, nor for whom
-//! a worker works: of the first the threads tell here, of the other in `vring.rs`.
+//! Resources that the daemon uses: processor time by stage, and memory, as the kernel counts them.
+//!
+//! Counting costs nothing until the values are read. The kernel knows neither the kind of
+//! background work nor the VM that a worker serves: background threads count the former here, and
+//! workers count the latter in `queue/vring.rs`.
 
 use rustix::thread::Pid;
 use rustix::time::{ClockId, clock_gettime};
@@ -9,18 +11,18 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 use tmem_pool::Work;
 
-/// Threads of one stage, which they join at their start.
+/// The threads of one stage. Each thread joins at its start.
 #[derive(Debug, Default)]
 pub struct Stage(Mutex<Vec<Pid>>);
 
 impl Stage {
-    /// The calling thread is of it, until the daemon ends.
+    /// Adds the calling thread until the daemon ends.
     pub fn join(&self) {
         let mut threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         threads.push(rustix::thread::gettid());
     }
 
-    /// Processor time of its threads, in ms.
+    /// Returns the processor time of the threads in ms.
     pub fn cpu_ms(&self) -> u64 {
         let threads = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let one = |thread: &Pid| {
@@ -31,12 +33,12 @@ impl Stage {
     }
 }
 
-/// Processor time of background work by what it is for.
+/// Processor time of background work by kind.
 #[derive(Debug, Default)]
 pub struct BackgroundTime([AtomicU64; Work::ALL.len()]);
 
 impl BackgroundTime {
-    /// The calling thread begins a turn.
+    /// Begins to time work of the calling thread.
     pub fn begin(&self) -> TimedWork<'_> {
         TimedWork {
             sums: self,
@@ -47,18 +49,19 @@ impl BackgroundTime {
         }
     }
 
-    /// What turns that have ended took for it, in ms.
+    /// Returns the processor time of finished work of that kind, in ms.
     pub fn cpu_ms(&self, work: Work) -> u64 {
         self.0[work as usize].load(Relaxed) / 1_000_000
     }
 }
 
-/// A thread's turn of background work. Its end counts it.
+/// Timed background work of a thread. Dropping the value adds its time to the sums.
 ///
-/// Work changes every 30 or so pages, in some 100 µs: the clock of the thread's processor time, which is a
-/// system call of half a microsecond, is read at begin and end alone, and what it tells is divided by the
-/// monotonic clock, for which no call is needed. So all sums together are what the kernel counts,
-/// also where the thread had to wait for a processor; which of them bears such a pause is chance.
+/// The kind of work changes every 30 or so pages, in some 100 µs. The clock of the thread's
+/// processor time needs a system call of half a microsecond, so it is read at begin and end only.
+/// Its difference is divided in proportion to the monotonic clock, which needs no call. The sums
+/// together therefore equal the kernel's count, also if the thread waited for a processor; the kind
+/// that bears such a wait is random.
 #[derive(Debug)]
 pub struct TimedWork<'a> {
     sums: &'a BackgroundTime,
@@ -69,7 +72,7 @@ pub struct TimedWork<'a> {
 }
 
 impl TimedWork<'_> {
-    /// From now on it is for this.
+    /// Changes the kind of the work.
     pub fn switch_to(&mut self, work: Work) {
         if work != self.at {
             let now_ns = clock_ns(ClockId::Monotonic);
@@ -81,7 +84,7 @@ impl TimedWork<'_> {
 
 impl Drop for TimedWork<'_> {
     fn drop(&mut self) {
-        // Neither clock goes back; a panic here would end the daemon.
+        // Neither clock runs backwards; saturating keeps a surprise from ending the daemon.
         let last_ns = clock_ns(ClockId::Monotonic).saturating_sub(self.since_ns);
         self.passed_ns[self.at as usize] += last_ns;
         let cpu_ns = clock_ns(ClockId::ThreadCPUTime).saturating_sub(self.begun_cpu_ns);
@@ -92,7 +95,7 @@ impl Drop for TimedWork<'_> {
     }
 }
 
-/// Divides a sum in proportion; no more than that sum.
+/// Divides a sum in proportion to weights. The parts never exceed the sum.
 fn divide<const N: usize>(sum: u64, weights: [u64; N]) -> [u64; N] {
     let all: u128 = weights.iter().map(|weight| u128::from(*weight)).sum();
     let part = |weight| u128::from(sum) * u128::from(weight) / all.max(1);
@@ -104,12 +107,12 @@ fn clock_ns(clock: ClockId) -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Processor time of the whole process, in ms; 0 if the kernel does not say.
+/// Returns the processor time of the whole process in ms; 0 if the kernel does not report it.
 pub fn process_cpu_ms() -> u64 {
     cpu_ms(&std::fs::read_to_string("/proc/self/stat").unwrap_or_default())
 }
 
-/// Memory of its own, without what it maps of guests.
+/// Returns the resident memory of the daemon in bytes, without shared guest memory.
 pub fn resident_bytes() -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status
@@ -119,9 +122,10 @@ pub fn resident_bytes() -> u64 {
     kib.unwrap_or(0) << 10
 }
 
-/// Fields 14 and 15 of a stat file, user and system time in ticks; see proc_pid_stat(5).
+/// Returns the sum of fields 14 and 15 of a stat file, user and system time, in ms; see
+/// proc_pid_stat(5).
 fn cpu_ms(stat: &str) -> u64 {
-    // The second field is a name in brackets, which may have blanks and brackets of its own.
+    // The second field is a name in parentheses, which may contain blanks and parentheses.
     let after_name = stat.rsplit_once(')').map_or("", |(_, rest)| rest);
     let mut fields = after_name.split_whitespace().skip(11);
     let mut ticks = || fields.next()?.parse::<u64>().ok();
@@ -157,7 +161,7 @@ mod tests {
         while clock_ns(ClockId::ThreadCPUTime) < begun_ns + ms * 1_000_000 {}
     }
 
-    /// Compared with what the same thread's clock tells, never with a time that a busy machine may not keep.
+    /// Compared with the clock of the same thread, because a busy machine may delay it arbitrarily.
     #[test]
     fn work_is_counted_where_it_belongs_and_waiting_is_not() {
         let background = BackgroundTime::default();
@@ -166,7 +170,7 @@ mod tests {
         let mut work_time = background.begin();
         work_time.switch_to(Work::Recompress);
         burn(20);
-        // The same again is no change.
+        // The same kind is no change.
         work_time.switch_to(Work::Recompress);
         burn(20);
         assert_eq!(sums(), [0; 3], "it counts at its end");
@@ -174,7 +178,7 @@ mod tests {
         let [_, recompress, room] = sums();
         assert!(recompress > 0 && room == 0, "{:?}", sums());
 
-        // A panic ends it, too.
+        // A panic ends the work, too.
         let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let mut work_time = background.begin();
             work_time.switch_to(Work::MakeRoom);
@@ -186,14 +190,14 @@ mod tests {
             sums()[Work::MakeRoom as usize] > 0 && sums()[Work::Recompress as usize] == recompress
         );
 
-        // Who waits takes nothing.
+        // A waiting thread uses no processor time.
         let work_time = background.begin();
         std::thread::sleep(Duration::from_millis(50));
         drop(work_time);
         let cpu_ns = clock_ns(ClockId::ThreadCPUTime) - begun_ns;
         let sum_ns: u64 = sums().into_iter().sum();
         assert!(sum_ns <= cpu_ns, "{sum_ns} of {cpu_ns}");
-        // Of each turn dividing leaves less than a nanosecond for each kind.
+        // The division loses less than a nanosecond for each kind and piece of work.
         assert!(sum_ns >= 60_000_000 - 9, "{sum_ns}");
     }
 

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tells the service manager that the daemon lives, for as long as it does.
+//! Reports to the service manager that the daemon is alive.
 //!
-//! The manager ends and restarts a daemon of which it hears nothing for its period (WatchdogSec=,
-//! WATCHDOG_USEC); that covers one that is stopped or starved as a whole. Of a single thread that
-//! hangs, the manager is told at once. Guests lose their cache by it and no byte, and QEMU finds the
-//! new daemon by itself, so a wrong alarm costs time only. Never here: which threads, see `heartbeats.rs`.
+//! The manager restarts a daemon from which it receives nothing for its period (WatchdogSec=,
+//! WATCHDOG_USEC). That covers a daemon that is stopped or starved as a whole. A single thread that
+//! hangs is reported at once. A restart costs guests their cache and no data, and QEMU reconnects
+//! by itself, so a false alarm costs time only. Out of scope: detecting a hung thread, see
+//! `heartbeat.rs`.
 
 use crate::host::heartbeat::{Heartbeats, MISSED_CHECKS_MAX};
 pub use sd_notify::NotifyState;
@@ -14,25 +15,25 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Without a service manager that asks for another one: a hung thread is logged, then.
+/// Period without a service manager that asks for another one. A hung thread is then logged.
 const PERIOD_DEFAULT: Duration = Duration::from_secs(10);
 
-/// Looks in a period. A thread that hangs is told of after [`MISSED_CHECKS_MAX`] and one more of them, which
-/// is sooner than the manager would miss a word.
+/// Checks in a period. A thread that hangs is reported after [`MISSED_CHECKS_MAX`] + 1 checks,
+/// before the manager would miss a message.
 const CHECKS_PER_PERIOD: u32 = 8;
 const _: () = assert!(MISSED_CHECKS_MAX + 1 < CHECKS_PER_PERIOD);
 
-/// The thread that looks; dropping this ends it.
+/// The thread that checks the heartbeats; dropping the value ends it.
 pub struct Watchdog {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Watchdog {
-    /// Starts to look, in the period that the service manager asks for.
+    /// Starts the thread with the period that the service manager asks for.
     ///
     /// # Errors
-    /// The system has no thread.
+    /// The system lacks a thread.
     pub fn start(heartbeats: Arc<Heartbeats>) -> io::Result<Watchdog> {
         let period = sd_notify::watchdog_enabled().unwrap_or(PERIOD_DEFAULT);
         let (stop, stopped) = channel();
@@ -63,7 +64,7 @@ impl Drop for Watchdog {
     }
 }
 
-/// `hung` is what was told of already.
+/// Checks the heartbeats once. `hung` contains the threads that were reported before.
 fn look(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     let found = heartbeats.look();
     if found.is_empty() {
@@ -81,8 +82,8 @@ fn look(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     *hung = found;
 }
 
-/// Tells the service manager, if there is one. It is none of the guests' business if it does not
-/// listen.
+/// Sends a state to the service manager, if there is one. A failure is logged and has no effect on
+/// guests.
 pub fn tell(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
         tracing::debug!("the service manager cannot be told: {error}");

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The dirty log of a live migration: every guest page that the daemon writes is marked in it.
+//! The dirty log of a live migration, in which every guest page that the daemon writes is marked.
 //!
-//! One log per connection; each memory region marks through it with its own base address. So the
-//! log outlives a change of the memory table, and switching it off reaches every region. Guest
-//! memory is only written through vm-memory, which marks after the write.
+//! There is one log for each connection. Each memory region marks pages through it with the base
+//! address of the region. The log therefore survives a change of the memory table, and disabling it
+//! affects every region. Guest memory is only written through vm-memory, which marks a page after
+//! the write.
 
 use crate::memory::mapping::Mapping;
 use crate::memory::sigbus::Lost;
@@ -12,25 +13,25 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use vm_memory::bitmap::{Bitmap, BitmapSlice, WithBitmapSlice};
 
-/// A page of the log, VHOST_LOG_PAGE of the vhost-user specification.
+/// Page size of the log, VHOST_LOG_PAGE of the vhost-user specification.
 const LOG_PAGE_BYTES: u64 = 4096;
 
-/// A log of 1 TiB of guest memory has 32 MiB; no machine needs more than 64 times that.
+/// Maximum size of a log in bytes, which covers 64 TiB of guest memory.
 const LOG_BYTES_MAX: u64 = 1 << 31;
 
 /// The log of a connection.
 #[derive(Debug, Default)]
 pub struct DirtyLog {
-    /// VHOST_F_LOG_ALL is acknowledged.
+    /// VHOST_F_LOG_ALL is set.
     enabled: AtomicBool,
-    /// Guards the mapping against being replaced while it is marked.
+    /// Guards the mapping against replacement while a page is marked.
     map: RwLock<Option<LogMap>>,
-    /// Pages beyond the end of the log, or written while there was none.
+    /// Pages beyond the end of the log, or written while logging was enabled without a log.
     missed: AtomicU64,
 }
 
 impl DirtyLog {
-    /// Follows VHOST_F_LOG_ALL.
+    /// Enables or disables logging (VHOST_F_LOG_ALL).
     pub fn set_enabled(&self, enabled: bool) {
         self.enabled.store(enabled, Ordering::SeqCst);
         if !enabled {
@@ -43,7 +44,7 @@ impl DirtyLog {
         *self.map.write().unwrap_or_else(PoisonError::into_inner) = Some(map);
     }
 
-    /// Pages that were written and could not be marked.
+    /// Returns the number of written pages that could not be marked.
     pub fn missed_pages(&self) -> u64 {
         self.missed.load(Ordering::Relaxed)
     }
@@ -76,13 +77,16 @@ impl DirtyLog {
     }
 }
 
-/// The log's memory, which the VMM shares. It is only used through atomics.
+/// Memory of the log, which the VMM shares. It is only accessed by atomic operations.
 #[derive(Debug)]
 pub struct LogMap(Mapping);
 
 impl LogMap {
-    /// Maps `length` bytes of a file that [`crate::memory::table::check_file`] has found good; `lost` is
-    /// told when a page of it has gone.
+    /// Maps `length` bytes of a file that [`crate::memory::table::check_file`] accepted. `lost` is
+    /// set when a page of it is lost.
+    ///
+    /// # Errors
+    /// The length is out of range, or the system cannot map the file.
     pub fn new(file: &File, offset: u64, length: u64, lost: &Arc<Lost>) -> std::io::Result<LogMap> {
         if length == 0 || length > LOG_BYTES_MAX {
             return Err(std::io::Error::other(format!(
@@ -96,8 +100,8 @@ impl LogMap {
         if number >= self.0.bytes() as u64 {
             return None;
         }
-        // SAFETY: the number is within the mapping, which lives as long as self, and other
-        // processes, too, only change it atomically; AtomicU8 has no alignment.
+        // SAFETY: the byte is inside the mapping, which lives as long as self. Other processes also
+        // change it by atomic operations only, and AtomicU8 needs no alignment.
         Some(unsafe { &*self.0.start().add(number as usize).cast::<AtomicU8>() })
     }
 }
@@ -105,7 +109,7 @@ impl LogMap {
 /// The part of the log that belongs to a memory region.
 #[derive(Debug)]
 pub struct RegionLog {
-    /// Shared by the regions of a connection.
+    /// The log of the connection, shared by its regions.
     pub log: Arc<DirtyLog>,
     /// Guest physical address of the region.
     pub base: u64,

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory that a front end shares, mapped into the daemon: watched for loss, unmapped bit by bit.
+//! A mapping of memory that a front end shares. It survives the loss of a page and is unmapped in
+//! steps.
 //!
-//! To unmap 64 GiB that were touched takes the kernel seconds, with the lock held that all threads
-//! need to map anything, and before Linux 6.4 to touch a page for the first time. So pages are given
-//! back in small pieces before, each of which holds it for less than a millisecond, and what is then
-//! unmapped holds none. Never here: whether a file is fit to be mapped; see `memory.rs`.
+//! Unmapping 64 GiB of touched memory takes the kernel seconds, during which it holds the mmap
+//! lock. All threads need that lock to map memory and, before Linux 6.4, to fault in a page. Drop
+//! therefore releases the pages in small steps, each of which holds the lock for less than a
+//! millisecond, and then unmaps address ranges that contain no pages. Out of scope: whether a file
+//! may be mapped, see `table.rs`.
 
 use crate::memory::sigbus::{Lost, Watch, page_bytes};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -13,11 +15,11 @@ use std::io;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Bytes of pages given back at once: 0.3 ms for 4 KiB pages on the machine of docs/benchmarks, and
-/// so much that the largest mapping, 8 TiB that hold nothing, is gone in two seconds.
+/// Bytes of pages that one step releases. It takes 0.3 ms for 4 KiB pages on the machine of
+/// docs/benchmarks. The largest mapping, 8 TiB without pages, is gone after two seconds.
 const GIVE_BACK_BYTES: usize = 4 << 20;
 
-/// Bytes unmapped at once, which hold no page any more: 0.1 ms, for the tables that held them.
+/// Bytes of address space without pages that one step unmaps. It takes 0.1 ms, for the page tables.
 const UNMAP_BYTES: usize = 1 << 30;
 
 /// Bytes of a file, mapped readable, writable and shared.
@@ -26,52 +28,52 @@ pub struct Mapping {
     start: *mut u8,
     bytes: usize,
     page_bytes: usize,
-    /// None while it is being unmapped: the place may be another's at once.
+    /// Registration with the SIGBUS handler. None during unmapping, because the kernel may reuse
+    /// the address range at once.
     watch: Option<Watch>,
 }
 
-// SAFETY: the value owns the mapping, and never accesses it; what others may do with its address is
-// theirs to say.
+// SAFETY: the value owns the mapping and never accesses it. Users of its address are responsible
+// for their accesses.
 unsafe impl Send for Mapping {}
-// SAFETY: as above.
+// SAFETY: the value never accesses the mapping, as for `Send`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps a part of a file that [`crate::memory::table::check_file`] has found good; `lost` is told when
-    /// a page of it has gone.
+    /// Maps a part of a file that [`crate::memory::table::check_file`] accepted. `lost` is set when
+    /// a page of it is lost.
     ///
     /// # Errors
-    /// The system does not map or watch it.
+    /// The system cannot map or watch it.
     pub fn new(file: &File, offset: u64, bytes: usize, lost: &Arc<Lost>) -> io::Result<Mapping> {
         let file_page_bytes = page_bytes(file)?;
-        // Not NORESERVE, which for huge pages means that touching one may end the daemon when there is
-        // none left; for others it makes no difference.
+        // MAP_NORESERVE is not set: for huge pages it means that an access may end the daemon if no
+        // page is free. For other pages it makes no difference.
         let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         let anywhere = std::ptr::null_mut();
-        // SAFETY: a fresh shared mapping at an address of the kernel's choice touches nothing that
-        // exists.
+        // SAFETY: a new shared mapping at an address of the kernel's choice overlaps nothing.
         let start = unsafe { rustix::mm::mmap(anywhere, bytes, prot, flags, file, offset) }?;
-        // Whatever fails from here on unmaps it.
+        // From here on, dropping the value unmaps the range if a later step fails.
         let mut mapping = Mapping {
             start: start.cast(),
             bytes,
             page_bytes: file_page_bytes as usize,
             watch: None,
         };
-        // A core dump of the daemon must not hold guests' memory.
-        // SAFETY: the range is the mapping's own, and the advice changes none of its bytes.
+        // A core dump of the daemon must not contain guest memory. SAFETY: the range belongs to the
+        // mapping, and the advice changes none of its bytes.
         unsafe { rustix::mm::madvise(start, bytes, Advice::LinuxDontDump) }?;
         let watch = Watch::new(mapping.start, bytes, file_page_bytes, lost)?;
         mapping.watch = Some(watch);
         Ok(mapping)
     }
 
-    /// Its first byte, for as long as this lives.
+    /// Returns the address of the first byte, valid as long as the value lives.
     pub fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// Its length.
+    /// Returns the length in bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -83,10 +85,10 @@ impl Drop for Mapping {
         for step in steps(self.bytes, self.page_bytes) {
             let (Step::GiveBack(range) | Step::Unmap(range)) = &step;
             let at = self.start.wrapping_add(range.start).cast();
-            // SAFETY: a part of the mapping that this value owns and nobody uses any more; what was
-            // unmapped before is not touched again. The file keeps its pages. Errors: the kernel does
-            // not give back huge pages one by one before 5.18, they are few; a part that is not
-            // unmapped, which the kernel has no reason for, stays the daemon's.
+            // SAFETY: the range belongs to this mapping, which nothing uses any more, and ranges
+            // that were unmapped are not touched again. The file keeps its pages. Errors are
+            // ignored: before 5.18 the kernel does not release single huge pages, of which there
+            // are few; a range that the kernel does not unmap stays mapped.
             let _ = unsafe {
                 match step {
                     Step::GiveBack(_) => {
@@ -99,16 +101,16 @@ impl Drop for Mapping {
     }
 }
 
-/// What is done to a mapping, one after the other.
+/// A step of unmapping.
 #[derive(Debug, PartialEq, Eq)]
 enum Step {
     GiveBack(Range<usize>),
     Unmap(Range<usize>),
 }
 
-/// How a mapping of so many bytes, whole pages of such a size, is unmapped.
+/// Returns the steps that unmap `bytes` of pages of a given size.
 fn steps(bytes: usize, page_bytes: usize) -> impl Iterator<Item = Step> {
-    // A part of a huge page can be neither.
+    // A part of a huge page can be neither released nor unmapped.
     let step = move |most: usize| most.next_multiple_of(page_bytes.max(1));
     let pieces = move |range: Range<usize>, most: usize| {
         let end = range.end;
@@ -130,7 +132,8 @@ mod tests {
 
     const PAGE: usize = 4096;
 
-    /// Of the only file of that name, or of one page that begins there: others map where it was at any time.
+    /// Tells whether the file of that name, or one page of it, is mapped. Other threads may map
+    /// memory at a released address at any time.
     fn is_mapped(name: &str, page: usize) -> bool {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
         let own = format!("{page:x}-{:x} ", page + PAGE);
@@ -140,7 +143,7 @@ mod tests {
 
     #[test]
     fn all_of_it_is_unmapped_and_the_file_keeps_its_bytes() {
-        // Two steps of unmapping and a rest of one page.
+        // Two steps of unmapping and one more page.
         let bytes = 2 * UNMAP_BYTES + PAGE;
         let file = memfd_create("all-of-it", MemfdFlags::CLOEXEC).expect("memfd");
         ftruncate(&file, bytes as u64).expect("its length");
@@ -151,12 +154,12 @@ mod tests {
         let mapping = map();
         let at = |mapping: &Mapping, byte| mapping.start().wrapping_add(byte);
         for byte in touched {
-            // SAFETY: inside of the mapping, which is only accessed so.
+            // SAFETY: the address is inside the mapping, which is only accessed like this.
             unsafe { at(&mapping, byte).write_volatile(7) };
         }
-        // One has gone, and the daemon's own is in its place.
+        // One page is lost and replaced by a page of the daemon.
         take_away(at(&mapping, 2 * GIVE_BACK_BYTES), PAGE);
-        // SAFETY: as above.
+        // SAFETY: the address is inside the mapping, which is only accessed like this.
         let gone = unsafe { at(&mapping, 2 * GIVE_BACK_BYTES).read_volatile() };
         assert!(gone == 0 && lost.is_lost());
         let gone = at(&mapping, 2 * GIVE_BACK_BYTES).addr();
@@ -166,12 +169,12 @@ mod tests {
         assert!(!is_mapped("/memfd:all-of-it", gone), "a part is left");
         let mapping = map();
         for byte in touched {
-            // SAFETY: as above.
+            // SAFETY: the address is inside the mapping, which is only accessed like this.
             assert_eq!(unsafe { at(&mapping, byte).read_volatile() }, 7);
         }
     }
 
-    /// In pieces, no page twice, and none unmapped that was not given back.
+    /// No page is covered twice, and none is unmapped before it was released.
     #[test]
     fn pages_are_given_back_before_they_are_unmapped() {
         const GIB: usize = 1 << 30;

@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether the front end is still there: a worker looks before it touches guest memory.
+//! Check that the front end is still connected, which a worker makes before it touches guest
+//! memory.
 //!
-//! A VMM gives up on a daemon that is stopped or starved: it closes the connection, and the guest
-//! may be reset and use the memory of rings and buffers for something else, which the daemon still
-//! maps. When the daemon goes on, a worker may be ahead of the control thread that will hear of it,
-//! with a kick to follow or in the middle of a chain. While the VMM waits for an answer the memory
-//! stays what it was, so unread messages do not matter.
+//! A VMM gives up on a daemon that is stopped or starved, and closes the connection. The guest may
+//! then be reset and use the memory of rings and buffers for other data, while the daemon still
+//! maps it. When the daemon continues, a worker may run before the control thread notices the end
+//! of the connection. While the VMM waits for an answer, the memory keeps its meaning, so unread
+//! messages do not matter.
 //!
-//! What remains is the time between a look and the access that follows it: a daemon that is
-//! stopped just there, for as long as the VMM waits, still writes what it was about to write, at
-//! most a slice of an answer. And for [`GOOD_FOR`] a look is not repeated. No look of the daemon
-//! can close the first; only a VMM that waits for the daemon's end can. Never here: what to do
-//! about a hang-up.
+//! The time between a check and the access that follows remains unprotected. A daemon that is
+//! stopped exactly there, for as long as the VMM waits, still completes that access: it writes at
+//! most one slice of an answer. Only a VMM that waits for the end of the daemon could prevent that.
+//! In addition, a check is not repeated within [`GOOD_FOR`]. Out of scope: the reaction to a
+//! hang-up.
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -20,23 +21,23 @@ use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a look is good for, since a small request takes not much longer than a system call.
-/// In that time no VMM gets from closing a connection over running its guest again to a guest that
-/// has freed the memory and uses it for something else. A daemon that is stopped between two looks
-/// sees at the second that time has gone by.
+/// How long the result of a check is valid, because a small request takes not much longer than a
+/// system call. In that time no VMM can close a connection, run its guest again, and have the guest
+/// reuse the memory. A daemon that is stopped between two checks notices at the second check that
+/// the time has passed.
 const GOOD_FOR: Duration = Duration::from_micros(5);
 
-/// The front end's end of a connection is closed.
+/// The front end closed its end of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HungUp;
 
 /// The front end of a connection.
 ///
-/// Its handle is one of several of the same socket: whoever ends a connection shuts the socket
-/// down, so that the front end sees the end before the last of them is closed.
+/// The handle is one of several of the same socket. A thread that ends a connection shuts the
+/// socket down, so that the front end sees the end before the last handle is closed.
 pub struct Peer(Source);
 
-/// How it is looked at, in a simulator.
+/// The check of a simulated front end.
 pub type Check = Box<dyn Fn() -> Result<(), HungUp> + Send + Sync>;
 
 enum Source {
@@ -47,15 +48,16 @@ enum Source {
 struct Socket {
     socket: OwnedFd,
     epoch: Instant,
-    /// When a look began that found it there, by `now_ns`. Whichever worker looked.
+    /// Start of the last check that found the front end connected, by any worker, in ns by
+    /// `now_ns`.
     seen_at_ns: AtomicU64,
-    /// So many looks find it there.
+    /// The number of checks that still find the front end connected.
     #[cfg(test)]
     checks: AtomicU64,
 }
 
 impl Peer {
-    /// Whoever is at the other end of that socket.
+    /// Creates the front end at the other end of a socket.
     pub fn new(stream: UnixStream) -> Peer {
         Peer(Source::Socket(Socket {
             socket: stream.into(),
@@ -66,12 +68,15 @@ impl Peer {
         }))
     }
 
-    /// Whoever a simulator says is there: each look asks it.
+    /// Creates a simulated front end; each check calls `check`.
     pub fn simulated(check: Check) -> Peer {
         Peer(Source::Simulated(check))
     }
 
-    /// Finds out whether it is still there; never waits. A hang-up is never taken back.
+    /// Checks whether the front end is connected, without waiting.
+    ///
+    /// # Errors
+    /// It is not; this is permanent.
     pub fn check(&self) -> Result<(), HungUp> {
         match &self.0 {
             Source::Socket(socket) => socket.check(),
@@ -79,7 +84,7 @@ impl Peer {
         }
     }
 
-    /// Lets it hang up between a look and the next: so many find it there.
+    /// Simulates a hang-up after that many checks.
     #[cfg(test)]
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
@@ -90,7 +95,7 @@ impl Peer {
 }
 
 impl Socket {
-    /// Starts where 0 is too long ago to be good.
+    /// Returns the time in ns, which starts so high that a check at time 0 has expired.
     fn now_ns(&self) -> u64 {
         (self.epoch.elapsed() + GOOD_FOR).as_nanos() as u64
     }
@@ -102,13 +107,13 @@ impl Socket {
             self.checks
                 .store(left.checked_sub(1).ok_or(HungUp)?, Ordering::SeqCst);
         }
-        // From before the look: the daemon may be stopped after it.
+        // Read before the check, because the daemon may be stopped after it.
         let now_ns = self.now_ns();
         let seen_ago_ns = now_ns.saturating_sub(self.seen_at_ns.load(Ordering::Relaxed));
         if seen_ago_ns < GOOD_FOR.as_nanos() as u64 {
             return Ok(());
         }
-        // HUP and ERR are told unasked.
+        // The kernel always reports HUP and ERR.
         let mut fds = [PollFd::new(&self.socket, PollFlags::RDHUP)];
         let no_wait = Timespec {
             tv_sec: 0,
@@ -121,7 +126,7 @@ impl Socket {
                     return Ok(());
                 }
                 Err(Errno::INTR) => {}
-                // Who cannot look must not touch.
+                // If the check fails, memory must not be touched.
                 Ok(_) | Err(_) => return Err(HungUp),
             }
         }
@@ -140,7 +145,7 @@ mod tests {
         (Peer::new(own), same, other)
     }
 
-    /// A look when the one before is no longer good.
+    /// Checks after the previous check has expired.
     fn check(peer: &Peer) -> Result<(), HungUp> {
         std::thread::sleep(2 * GOOD_FOR);
         peer.check()

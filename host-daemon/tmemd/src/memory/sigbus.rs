@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Shared memory that loses a page while the daemon has it mapped.
+//! Handling of SIGBUS: shared memory that loses a page while the daemon has it mapped.
 //!
-//! No seal keeps a file of huge pages from losing one: whoever shares it punches a hole, and at the
-//! next access there may be none left. A memory error takes any page. The access is a SIGBUS, which
-//! by default ends the daemon and with it every VM's cache. Here its handler finds out whose mapping
-//! it was, marks that memory as lost, and only then puts an empty page of the daemon's own in the
-//! place, so that the access goes on. So whoever reads shared memory and looks afterwards either has
-//! the guest's bytes or is told.
+//! No seal prevents a file of huge pages from losing a page. The process that shares the file can
+//! punch a hole, and at the next access no huge page may be free. A memory error of the host
+//! removes any page. The access raises SIGBUS, which by default ends the daemon and thereby every
+//! VM's cache. The handler here finds the mapping, marks its memory as lost, and only then puts an
+//! empty page of the daemon in that place, so that the access can continue. A thread that reads
+//! shared memory and checks the mark afterwards therefore has the guest's bytes or learns of the
+//! loss.
 //!
-//! The handler runs in the middle of anything: it uses atomics and system calls, and nothing that
-//! allocates, locks or can panic. Never here: what becomes of the VM.
+//! The handler may interrupt any code. It uses atomic operations and system calls, and nothing that
+//! allocates, locks or can panic. Out of scope: what happens to the VM.
 
 use rustix::fs::FsWord;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -23,21 +24,22 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 pub use mark::Lost;
 
-/// So that nobody can replace a page that is not marked: what shows it is made here alone.
+/// This module alone creates the proof of a mark, so no code can replace a page without marking it.
 mod mark {
     use super::*;
 
-    /// Whether the memory that a front end shares has lost a page; never taken back.
+    /// Flag of the memory that a front end shares: set once a page is lost, and never cleared.
     #[derive(Debug, Default)]
     pub struct Lost(AtomicBool);
 
-    /// A memory is marked as lost, and all who look from now on are told.
+    /// Proof that a memory is marked as lost. Every check from now on reports the loss.
     pub struct Marked(());
 
     impl Lost {
-        /// What was read until now may be the daemon's own zeros, and what was written may be nowhere.
+        /// Returns true if a page is lost. Data that was read before may then be zeros of the
+        /// daemon, and data that was written may be missing.
         pub fn is_lost(&self) -> bool {
-            // After the reads that it is asked about.
+            // Orders the check after the reads that it covers.
             fence(Ordering::SeqCst);
             self.0.load(Ordering::SeqCst)
         }
@@ -49,7 +51,7 @@ mod mark {
     }
 }
 
-/// Bytes of a page of a file: what can be replaced of its mapping.
+/// Returns the size of a file's pages in bytes: the unit in which its mapping can be replaced.
 pub fn page_bytes(file: &File) -> io::Result<u64> {
     let stat = rustix::fs::fstatfs(file)?;
     Ok(match stat.f_type {
@@ -58,22 +60,22 @@ pub fn page_bytes(file: &File) -> io::Result<u64> {
     })
 }
 
-/// See statfs(2).
+/// Magic number of hugetlbfs, see statfs(2).
 const HUGETLBFS_MAGIC: FsWord = 0x958458f6;
 
-/// A mapping whose loss is survived, for as long as this lives. To be dropped before it is unmapped.
+/// Registration of a mapping with the handler. It must be dropped before the mapping is unmapped.
 #[derive(Debug)]
 pub struct Watch {
     slot: &'static Slot,
-    /// The slot points to it.
+    /// Keeps the flag alive, to which the slot points.
     _lost: Arc<Lost>,
 }
 
 impl Watch {
-    /// Watches a mapping, all of it, of a file with such pages.
+    /// Watches a whole mapping of a file with pages of `page_bytes`.
     ///
     /// # Errors
-    /// The system takes no handler for it.
+    /// The system does not install the handler.
     pub fn new(
         start: *const u8,
         bytes: usize,
@@ -87,7 +89,7 @@ impl Watch {
         let lost_ptr = Arc::as_ptr(lost).cast_mut();
         slot.lost.store(lost_ptr, Ordering::SeqCst);
         slot.start.store(start, Ordering::SeqCst);
-        // Last: from here on the slot is used.
+        // Stored last, because it makes the slot valid for the handler.
         slot.end.store(start + bytes, Ordering::SeqCst);
         Ok(Watch {
             slot,
@@ -103,20 +105,20 @@ impl Drop for Watch {
     }
 }
 
-/// A mapping, as the handler sees it.
+/// A mapping as the handler sees it.
 #[derive(Debug)]
 struct Slot {
     start: AtomicUsize,
-    /// After its last byte. 0: there is none.
+    /// Address after the last byte; 0 if the slot is free.
     end: AtomicUsize,
     page_bytes: AtomicUsize,
     lost: AtomicPtr<Lost>,
 }
 
-/// Mappings of a chunk: more than a VM has, few enough to be nothing.
+/// Slots of a chunk: more than a VM needs, and little memory.
 const CHUNK_SLOTS: usize = 64;
 
-/// Slots stay where they are for ever, so that the handler can look at all of them at any time.
+/// A chunk of slots. Chunks are never freed, so the handler can read all slots at any time.
 struct Chunk {
     slots: [Slot; CHUNK_SLOTS],
     next: AtomicPtr<Chunk>,
@@ -140,7 +142,7 @@ impl Chunk {
 
 static FIRST: Chunk = Chunk::new();
 
-/// Guards which slots are free. Taken alone.
+/// Guards the list of free slots. Leaf lock.
 static FREE: Mutex<Free> = Mutex::new(Free {
     slots: Vec::new(),
     last: None,
@@ -148,7 +150,7 @@ static FREE: Mutex<Free> = Mutex::new(Free {
 
 struct Free {
     slots: Vec<&'static Slot>,
-    /// The chunk that another one comes after. None: the first one is not used yet.
+    /// The last chunk of the list; None before the first chunk is used.
     last: Option<&'static Chunk>,
 }
 
@@ -165,7 +167,8 @@ impl Free {
             let chunk: &'static Chunk = match self.last {
                 None => &FIRST,
                 Some(last) => {
-                    // As many as there ever were mappings at once; they are used again.
+                    // There are as many slots as there ever were mappings at once. Freed slots are
+                    // used again.
                     let chunk = Box::leak(Box::new(Chunk::new()));
                     last.next.store(chunk, Ordering::SeqCst);
                     chunk
@@ -177,30 +180,30 @@ impl Free {
     }
 }
 
-/// What SIGBUS did before.
+/// The action of SIGBUS before the handler was installed.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
-/// Takes SIGBUS over, once for the process.
+/// Installs the handler, once for the process.
 fn install() -> io::Result<()> {
-    /// Guards that only one does it.
+    /// Guards against two threads that install the handler.
     static INSTALL: Mutex<()> = Mutex::new(());
     let _guard = INSTALL.lock().unwrap_or_else(PoisonError::into_inner);
     if BEFORE.get().is_some() {
         return Ok(());
     }
     let mut before = MaybeUninit::<libc::sigaction>::zeroed();
-    // SAFETY: it only asks, and fills what it is given; zeros are a valid sigaction.
+    // SAFETY: the call only queries the action and fills `before`; a zeroed sigaction is valid.
     let before = unsafe {
         if libc::sigaction(libc::SIGBUS, null(), before.as_mut_ptr()) != 0 {
             return Err(io::Error::last_os_error());
         }
         before.assume_init()
     };
-    // Before the handler is there, which needs it.
+    // Stored before the handler is installed, because the handler reads it.
     let _ = BEFORE.set(before);
     let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_sigbus;
-    // SAFETY: zeros are a valid sigaction, with no signal blocked. The handler keeps to what is
-    // allowed in one; it runs on the alternative stack, where there is one, as the one before did.
+    // SAFETY: a zeroed sigaction is valid and blocks no signal. The handler only does what a signal
+    // handler may do. Like the action before, it runs on the alternative stack if there is one.
     let done = unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
         action.sa_sigaction = handler as usize;
@@ -214,16 +217,17 @@ fn install() -> io::Result<()> {
 }
 
 extern "C" fn on_sigbus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
-    // SAFETY: the kernel passes a valid one.
+    // SAFETY: the kernel passes a valid siginfo.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
-    // The others are not of an access: sent by somebody, or told for information.
+    // Other codes belong to no access: a process sent the signal, or the kernel reports an error
+    // early.
     let is_fault = (libc::BUS_ADRALN..=libc::BUS_MCEERR_AR).contains(&code);
     if is_fault && replace(address) {
         return;
     }
-    // SAFETY: async-signal-safe functions with valid arguments. What follows is what would have
-    // been without this handler: an access is made again and meets the handler before, anything
-    // else ends the process.
+    // SAFETY: async-signal-safe functions with valid arguments. The effect is the same as without
+    // this handler: an access is repeated and meets the previous action, and any other SIGBUS ends
+    // the process.
     unsafe {
         match BEFORE.get() {
             Some(before) if is_fault => {
@@ -237,21 +241,23 @@ extern "C" fn on_sigbus(_: c_int, info: *mut libc::siginfo_t, _: *mut c_void) {
     }
 }
 
-/// Marks the memory that an address belongs to as lost, then puts an empty page there. False: it is
-/// no memory of a front end, or there is no page.
+/// Marks the memory of an address as lost and then maps an empty page there. Returns false if the
+/// address is in no watched mapping, or no page can be mapped.
 fn replace(address: usize) -> bool {
     let mut chunk = &FIRST;
     loop {
         for slot in &chunk.slots {
-            // The mapping that is looked for stays as long as this thread uses it. Others come and
-            // go meanwhile, but those that the same slot is used for are never where it is.
+            // The mapping that contains the address stays registered as long as this thread uses
+            // it. Other mappings may be registered and removed meanwhile, but never at the same
+            // address.
             let end = slot.end.load(Ordering::SeqCst);
             let start = slot.start.load(Ordering::SeqCst);
             let page_bytes = slot.page_bytes.load(Ordering::SeqCst);
             let lost = slot.lost.load(Ordering::SeqCst);
             let same = slot.end.load(Ordering::SeqCst) == end;
             if same && start <= address && address < end {
-                // SAFETY: the mapping is there, so its watch is, which keeps this alive.
+                // SAFETY: the mapping is registered, so its watch exists, which keeps the flag
+                // alive.
                 let marked = unsafe { (*lost).mark() };
                 let page = address & !page_bytes.wrapping_sub(1);
                 return put_empty_page(page, page_bytes, marked);
@@ -266,16 +272,18 @@ fn replace(address: usize) -> bool {
     }
 }
 
-/// Only after the mark: who reads the empty page and looks then must be told.
+/// Maps an empty page. It takes the proof of a mark, because a thread that reads the empty page and
+/// checks afterwards must see the mark.
 fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     let at = std::ptr::with_exposed_provenance_mut::<c_void>(page);
-    // SAFETY: it replaces a page of a mapping that is only accessed as memory that may change at
-    // any time, and that no longer has this page. It is unmapped with the rest.
+    // SAFETY: the call replaces a page that is gone, in a mapping that is only accessed as memory
+    // that may change at any time. The page is unmapped with the rest of the mapping.
     unsafe {
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let mapped = rustix::mm::mmap_anonymous(at, page_bytes, prot, flags);
-        // As the page before. What is not left out of a dump is what was about to be answered.
+        // Excluded from core dumps like the page before. On an error the dump may contain an
+        // answer.
         mapped.is_ok() && {
             let _ = rustix::mm::madvise(at, page_bytes, Advice::LinuxDontDump);
             true
@@ -283,12 +291,12 @@ fn put_empty_page(page: usize, page_bytes: usize, _: mark::Marked) -> bool {
     }
 }
 
-/// Tests take pages away with it, without privileges: in the place of some of a mapping comes a
-/// file that was truncated.
+/// Removes pages in tests, without privileges: it maps a truncated file in their place.
 #[cfg(test)]
 pub fn take_away(start: *mut u8, bytes: usize) {
     let file = rustix::fs::memfd_create("gone", rustix::fs::MemfdFlags::CLOEXEC).expect("memfd");
-    // SAFETY: as for `put_empty_page`.
+    // SAFETY: as in `put_empty_page`, the range is only accessed as memory that may change at any
+    // time.
     let mapped = unsafe {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
@@ -337,19 +345,19 @@ mod tests {
         }
 
         fn read(&self, page: usize) -> u8 {
-            // SAFETY: inside of the mapping, which is only accessed so.
+            // SAFETY: the address is inside the mapping, which is only accessed like this.
             unsafe { self.at(page).read_volatile() }
         }
 
         fn write(&self, page: usize, byte: u8) {
-            // SAFETY: as above.
+            // SAFETY: the address is inside the mapping, which is only accessed like this.
             unsafe { self.at(page).write_volatile(byte) };
         }
     }
 
     impl Drop for Mapping {
         fn drop(&mut self) {
-            // SAFETY: nobody uses it any more.
+            // SAFETY: nothing uses the mapping any more.
             let _ = unsafe { rustix::mm::munmap(self.start.cast(), self.bytes) };
         }
     }
@@ -369,7 +377,7 @@ mod tests {
         assert!(!lost.is_lost(), "nobody has touched what has gone");
         assert_eq!(one.read(2), 0);
         assert!(lost.is_lost());
-        // Reads and writes go on, and the rest is what it was.
+        // Reads and writes continue, and the other pages keep their content.
         one.write(2, 9);
         one.write(3, 9);
         assert_eq!((one.read(1), one.read(2), one.read(3)), (7, 9, 9));
@@ -377,12 +385,12 @@ mod tests {
         assert!(!kept.is_lost(), "another's memory");
     }
 
-    /// Another thread that reads the page just when it is replaced is told, too. What is tried are
-    /// moments: without the order some of them fail.
+    /// Another thread that reads the page while it is replaced must see the mark, too. The test
+    /// tries many points in time; with the wrong order some of them fail.
     #[test]
     fn nobody_reads_an_empty_page_and_is_not_told() {
         const ROUNDS: u32 = 1500;
-        /// Until the page has been replaced surely.
+        /// Long enough that the page has been replaced.
         const SPINS: u32 = 2000;
         for round in 0..ROUNDS {
             let mapping = Mapping::new(1);
@@ -397,12 +405,12 @@ mod tests {
                     while !gone.load(Ordering::SeqCst) {
                         std::hint::spin_loop();
                     }
-                    // In another moment each time, near and far.
+                    // A different point in time in each round.
                     for _ in 0..round.wrapping_mul(7919) % SPINS {
                         std::hint::spin_loop();
                     }
                     let page = std::ptr::with_exposed_provenance::<u8>(page);
-                    // SAFETY: inside of the mapping, which is only accessed so.
+                    // SAFETY: the address is inside the mapping, which is only accessed like this.
                     (unsafe { page.read_volatile() }, lost.is_lost())
                 });
                 take_away(mapping.at(0), PAGE);
@@ -429,7 +437,7 @@ mod tests {
         }
     }
 
-    /// Runs a test of this file that must end its process, in another one.
+    /// Runs a test of this file in a process of its own, because the test ends its process.
     fn ends_with(name: &str) -> std::process::ExitStatus {
         let program = std::env::current_exe().expect("this program");
         let name = format!("memory::sigbus::tests::{name}");
@@ -466,7 +474,7 @@ mod tests {
         let _watch = mapping.watch(&lost);
         let own = rustix::process::getpid();
         rustix::process::kill_process(own, rustix::process::Signal::BUS).expect("sent");
-        // Whichever thread takes it.
+        // Any thread may receive the signal.
         std::thread::sleep(std::time::Duration::from_secs(60));
     }
 }

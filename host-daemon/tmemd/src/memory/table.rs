@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guest memory: regions that the VMM shares, checked and mapped.
+//! Guest memory: the memory table, with regions that the VMM shares. They are checked and mapped.
 //!
-//! A table never changes; adding or removing a region makes a new one, so that whoever locks a
-//! vring sees one table whole. A region whose file could be truncated is refused: touching it
-//! afterwards ends the connection, if that is noticed in time ([`crate::memory::sigbus`]).
+//! A table never changes. Adding or removing a region creates a new table, so a thread that holds a
+//! vring sees a consistent table. A region whose file could be truncated is refused. If a page of a
+//! mapped region is lost anyway, the connection ends ([`crate::memory::sigbus`]).
 
 use crate::memory::dirty_log::{DirtyLog, RegionLog};
 use crate::memory::mapping::Mapping;
@@ -18,13 +18,13 @@ use vm_memory::{FileOffset, GuestAddress, GuestMemoryMmap, GuestRegionMmap};
 /// The guest's physical memory with its dirty log.
 pub type GuestMemory = GuestMemoryMmap<RegionLog>;
 
-/// Regions of a VM at most. 256 VMs with as many stay below the kernel's limit of 65,530 mappings
-/// of a process; a VM has 8 in vhost's older interface.
+/// Maximum number of regions of a VM. With it, 256 VMs stay below the kernel's limit of 65,530
+/// mappings per process. The older vhost interface has 8.
 pub const REGIONS_MAX: usize = 64;
 
-/// Bytes of all regions of a VM at most. A file may be any size and hold nothing, and the daemon's
-/// address space, which all VMs share, has 128 TiB: a VM may have this table, a new one and those not
-/// yet unmapped ([`crate::host::background::DISCARDED_MAX`]), six in all, so that none can take it whole.
+/// Maximum size of all regions of a VM in bytes. A sparse file may have any size, and the address
+/// space of the daemon has 128 TiB for all VMs. A VM may have six tables mapped: this one, a new
+/// one and [`crate::host::background::DISCARDED_MAX`] that wait to be unmapped.
 pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 
 /// A region as the VMM describes it.
@@ -32,15 +32,15 @@ pub const MEMORY_BYTES_MAX: u64 = 8 << 40;
 pub struct RegionSpec {
     /// Guest physical address.
     pub guest_address: u64,
-    /// Address in the VMM, by which it names rings.
+    /// Address in the VMM, which ring addresses refer to.
     pub user_address: u64,
     /// Length in bytes.
     pub bytes: u64,
-    /// Of the region in its file, in bytes.
+    /// Offset of the region in its file, in bytes.
     pub file_offset: u64,
 }
 
-/// Why a region is not taken; the text says what to do.
+/// Why a region is refused; the text says what to do.
 #[derive(Debug)]
 pub struct MemoryError(String);
 
@@ -56,22 +56,23 @@ impl std::error::Error for MemoryError {}
 #[derive(Clone)]
 struct Region {
     spec: RegionSpec,
-    /// Shared by all tables that have the region; the last one unmaps it.
+    /// The mapping, shared by all tables with this region. The last table unmaps it.
     _mapping: Arc<Mapping>,
 }
 
 /// A memory table.
 pub struct Memory {
     regions: Vec<Region>,
-    /// For access by guest physical address. It points into the mappings of `regions`: only to be
-    /// borrowed from here, never cloned.
+    /// Access by guest physical address. It points into the mappings of `regions`, so it must be
+    /// borrowed and never cloned.
     pub guest: GuestMemory,
-    /// Whether a page of it was found to have gone.
+    /// Set if a page of the memory was lost.
     pub lost: Arc<Lost>,
 }
 
 impl Memory {
-    /// A table of no regions. Those that it will have tell `lost` when a page has gone.
+    /// Creates a table without regions. Regions that are added later set `lost` when a page is
+    /// lost.
     pub fn empty(lost: &Arc<Lost>) -> Memory {
         Memory {
             regions: Vec::new(),
@@ -80,7 +81,10 @@ impl Memory {
         }
     }
 
-    /// This table and one region more.
+    /// Returns this table with one more region.
+    ///
+    /// # Errors
+    /// The region is invalid, or one too many, or cannot be mapped.
     pub fn with_region(
         &self,
         spec: RegionSpec,
@@ -108,8 +112,8 @@ impl Memory {
         if spec.user_address.checked_add(spec.bytes).is_none() {
             return Err(odd("its address in the VMM overflows".into()));
         }
-        // Regions may overlap in the VMM's addresses, where one memory is seen at two places of the
-        // guest; only guest addresses must be unambiguous.
+        // Regions may overlap in the VMM's addresses, because guest memory may appear at two places
+        // of the guest. Only guest addresses must be unambiguous.
         let region_log = RegionLog {
             log: log.clone(),
             base: at,
@@ -120,7 +124,7 @@ impl Memory {
             .with_file_offset(FileOffset::new(file, spec.file_offset))
             .with_mmap_prot(PROT_READ_WRITE)
             .with_mmap_flags(MAP_SHARED);
-        // SAFETY: a mapping of so many bytes, which this table keeps as long as the region.
+        // SAFETY: the mapping has that many bytes, and this table keeps it as long as the region.
         let builder = unsafe { builder.with_raw_mmap_pointer(mapping.start()) };
         let region = builder.build().map_err(|e| odd(e.to_string()))?;
         let region = GuestRegionMmap::new(region, GuestAddress(at))
@@ -137,7 +141,10 @@ impl Memory {
         Ok(self.changed(regions, guest))
     }
 
-    /// This table without a region, found by its guest address, VMM address and length.
+    /// Returns this table without the region of that guest address, VMM address and length.
+    ///
+    /// # Errors
+    /// There is no such region.
     pub fn without_region(&self, spec: RegionSpec) -> Result<Memory, MemoryError> {
         let same = |Region { spec: other, .. }: &Region| {
             other.guest_address == spec.guest_address
@@ -168,7 +175,8 @@ impl Memory {
         }
     }
 
-    /// The guest address of `bytes` at an address of the VMM, if they lie in one region.
+    /// Converts a VMM address to a guest address. Returns None if the `bytes` from there on are not
+    /// in one region.
     pub fn guest_address(&self, user_address: u64, bytes: u64) -> Option<u64> {
         self.regions.iter().find_map(|Region { spec: region, .. }| {
             let offset = user_address.checked_sub(region.user_address)?;
@@ -182,8 +190,11 @@ const PROT_READ_WRITE: i32 =
     (rustix::mm::ProtFlags::READ.bits() | rustix::mm::ProtFlags::WRITE.bits()) as i32;
 const MAP_SHARED: i32 = rustix::mm::MapFlags::SHARED.bits() as i32;
 
-/// Checks that a mapping of the bytes can never lose its file: the file is sealed against
-/// shrinking and is long enough.
+/// Checks that a mapping of the bytes cannot lose its file: the file is sealed against shrinking
+/// and long enough.
+///
+/// # Errors
+/// It is not; the text says what to do.
 pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryError> {
     let seals = rustix::fs::fcntl_get_seals(file).unwrap_or(SealFlags::empty());
     if !seals.contains(SealFlags::SHRINK) {
@@ -204,7 +215,7 @@ pub fn check_file(file: &File, offset: u64, bytes: u64) -> Result<(), MemoryErro
         )));
     }
     let page_bytes = page_bytes(file).map_err(|error| MemoryError(error.to_string()))?;
-    // A part of a huge page can be mapped, but neither unmapped nor replaced.
+    // A part of a huge page can be mapped, but it can be neither unmapped nor replaced.
     let whole = |number: u64| number.is_multiple_of(page_bytes);
     if page_bytes > wire::PAGE_SIZE as u64 && !(whole(bytes) && whole(offset)) {
         return Err(MemoryError(format!(
@@ -307,7 +318,7 @@ mod tests {
         assert!(error.contains("writable"), "{error}");
     }
 
-    /// Touching one would be a SIGBUS.
+    /// An access to a page beyond the end of its file raises SIGBUS.
     #[test]
     fn huge_pages_that_are_not_there_are_not_mapped() {
         let more_than_any_host_has = 1 << 42;
@@ -321,7 +332,7 @@ mod tests {
         assert!(error.contains("cannot be mapped"), "{error}");
     }
 
-    /// It could not be unmapped again, nor replaced when it has gone.
+    /// Such a part could be neither unmapped nor replaced after a loss.
     #[test]
     fn parts_of_huge_pages_are_not_mapped() {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
@@ -397,7 +408,7 @@ mod tests {
         assert!(error.contains(&REGIONS_MAX.to_string()), "{error}");
     }
 
-    /// A file may be as long as it likes and hold nothing.
+    /// A sparse file may have any length.
     #[test]
     fn address_space_has_a_limit() {
         let half = MEMORY_BYTES_MAX / 2;
@@ -414,7 +425,7 @@ mod tests {
         assert!(error.contains(&MEMORY_BYTES_MAX.to_string()), "{error}");
     }
 
-    /// The pages that a log says are dirty.
+    /// Returns the numbers of the pages that are marked in a log.
     fn dirty_pages(file: &File) -> Vec<u64> {
         let mut bytes = [0u8; 64];
         file.read_exact_at(&mut bytes, 0).expect("the log");
@@ -442,7 +453,7 @@ mod tests {
         write(256);
         assert!(dirty_pages(&log_file).is_empty(), "not enabled");
         log.set_enabled(true);
-        // At the edges of pages: 8 bytes over a border, a whole page, an atomic store.
+        // Writes at page boundaries: 8 bytes across a boundary, a whole page, an atomic store.
         guest
             .write_slice(&[1; 8], GuestAddress(257 * 4096 - 4))
             .expect("inside");
@@ -462,7 +473,7 @@ mod tests {
             .expect("inside");
         assert_eq!(dirty_pages(&log_file), [256, 257, 300, 511], "reading");
 
-        // Another table keeps the log.
+        // A new table keeps the log.
         let memory = memory.without_region(spec(MIB, 0, MIB)).expect("there");
         let memory = memory
             .with_region(spec(0, 0, MIB), memfd(MIB, SealFlags::SHRINK), &log)
@@ -474,7 +485,7 @@ mod tests {
         assert_eq!(dirty_pages(&log_file), [0, 256, 257, 300, 511]);
         assert_eq!(log.missed_pages(), 0);
 
-        // Beyond the end of the log: told, not forgotten.
+        // Writes beyond the end of the log are counted.
         let memory = memory
             .with_region(
                 spec(2 * MIB, 2 * MIB, MIB),

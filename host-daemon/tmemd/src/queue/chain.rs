@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One descriptor chain: walked strictly, read once, written at offsets.
+//! One descriptor chain: validated completely, read once, written at offsets.
 //!
-//! virtio-queue's iterator ends a malformed chain as if it were complete; here each chain that it
-//! ended early is found out and is an error, as is one that points outside of guest memory. Guest
-//! addresses live only as long as the vring is locked.
+//! virtio-queue's iterator ends a malformed chain as if it were complete. This module detects such
+//! a chain and reports an error, as it does for a buffer outside guest memory. Guest addresses are
+//! used only while the vring is locked.
 
 use crate::memory::peer::{HungUp, Peer};
 use crate::memory::table::GuestMemory;
@@ -12,7 +12,7 @@ use virtio_queue::DescriptorChain;
 use virtio_tmem::{PAGE_SIZE, QUEUE_SIZE_MAX, READABLE_BYTES_MAX};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, GuestMemoryError, Permissions};
 
-/// Bytes that are written after one look at the front end: some µs of copying.
+/// Bytes that are written after one check of the front end; the copy takes some µs.
 const SLICE_BYTES: usize = 16 * PAGE_SIZE;
 
 /// Why a chain cannot be followed.
@@ -23,11 +23,11 @@ pub enum ChainError {
     Broken,
     /// More descriptors than a queue may have.
     TooLong,
-    /// A buffer outside of the guest's memory.
-    ClockAndEntropy {
+    /// A buffer is not inside the guest's memory.
+    Outside {
         /// Guest physical address.
         address: u64,
-        /// Bytes.
+        /// Length in bytes.
         length: u32,
     },
 }
@@ -42,7 +42,7 @@ impl std::fmt::Display for ChainError {
                     "a descriptor chain has more than {QUEUE_SIZE_MAX} descriptors"
                 )
             }
-            ChainError::ClockAndEntropy { address, length } => write!(
+            ChainError::Outside { address, length } => write!(
                 f,
                 "a descriptor names {length} bytes at guest address {address:#x}, which is not \
                  all in the memory that the VMM shares"
@@ -51,12 +51,12 @@ impl std::fmt::Display for ChainError {
     }
 }
 
-/// Why an answer was not written, or not to its end.
+/// Why an answer was not written completely.
 #[derive(Debug)]
 pub enum WriteError {
-    /// Nobody waits for it, and the memory may be something else by now.
+    /// The front end hung up, and the memory may have another use by now.
     HungUp,
-    /// It cannot be accessed.
+    /// Guest memory cannot be accessed.
     Memory(GuestMemoryError),
 }
 
@@ -78,7 +78,7 @@ struct Buffer {
     length: u32,
 }
 
-/// The buffers of one chain; kept by a worker and filled anew for each.
+/// The buffers of one chain. A worker keeps the value and fills it again for each chain.
 #[derive(Default)]
 pub struct Chain {
     readable: Vec<Buffer>,
@@ -87,14 +87,14 @@ pub struct Chain {
     writable_bytes: u64,
     descriptors: u32,
     readable_after_writable: bool,
-    /// A buffer of the writable part, and the offset at which it begins: the one that was written last.
-    /// An answer is written from front to back in up to a hundred pieces, each of which would look for its
-    /// place from the first of a thousand buffers.
+    /// The writable buffer that was written last, and the offset at which it begins. An answer is
+    /// written from front to back in up to a hundred pieces; without this, each of them would
+    /// search from the first of up to a thousand buffers.
     written_last: Cell<(usize, u64)>,
 }
 
 impl Chain {
-    /// Room for the longest chain, so that none allocates.
+    /// Allocates space for the longest chain, so that filling it allocates nothing.
     pub fn new() -> Self {
         Chain {
             readable: Vec::with_capacity(usize::from(QUEUE_SIZE_MAX)),
@@ -103,7 +103,10 @@ impl Chain {
         }
     }
 
-    /// Walks a chain to its end.
+    /// Reads the descriptors of a chain.
+    ///
+    /// # Errors
+    /// The chain is malformed, see [`ChainError`].
     pub fn fill(
         &mut self,
         memory: &GuestMemory,
@@ -141,7 +144,7 @@ impl Chain {
                 )
             };
             if !memory.check_range(address, length as usize, access) {
-                return Err(ChainError::ClockAndEntropy {
+                return Err(ChainError::Outside {
                     address: address.raw_value(),
                     length,
                 });
@@ -157,33 +160,37 @@ impl Chain {
         }
     }
 
-    /// Descriptors, empty ones included.
+    /// Returns the number of descriptors, empty ones included.
     pub fn descriptors(&self) -> u32 {
         self.descriptors
     }
 
-    /// Pages that the larger part has room for.
+    /// Returns the number of pages that the larger part can hold.
     pub fn pages(&self) -> u64 {
         self.readable_bytes.max(self.writable_bytes) / PAGE_SIZE as u64
     }
 
-    /// Bytes of the readable part.
+    /// Returns the bytes of the readable part.
     pub fn readable_bytes(&self) -> u64 {
         self.readable_bytes
     }
 
-    /// Bytes of the writable part.
+    /// Returns the bytes of the writable part.
     pub fn writable_bytes(&self) -> u64 {
         self.writable_bytes
     }
 
-    /// A readable descriptor follows a writable one, which no request has.
+    /// Returns true if a readable descriptor follows a writable one, which no valid request has.
     pub fn is_out_of_order(&self) -> bool {
         self.readable_after_writable
     }
 
-    /// Copies the readable part out of guest memory, each byte once: at most one byte more than
-    /// any request has, which is enough to tell that it is none. `into` holds that many.
+    /// Copies the readable part out of guest memory, each byte once. It copies at most one byte
+    /// more than the largest request has, which is enough to reject a longer one. `into` has space
+    /// for that many bytes.
+    ///
+    /// # Errors
+    /// Guest memory cannot be accessed.
     pub fn read<'a>(
         &self,
         memory: &GuestMemory,
@@ -198,8 +205,11 @@ impl Chain {
         Ok(&into[..filled])
     }
 
-    /// Copies bytes to an offset of the writable part, as long as the front end is there; false if
-    /// they do not fit.
+    /// Copies bytes to an offset of the writable part while the front end is connected. Returns
+    /// false if they do not fit.
+    ///
+    /// # Errors
+    /// The front end hung up, or guest memory cannot be accessed.
     pub fn write(
         &self,
         memory: &GuestMemory,
@@ -254,7 +264,7 @@ impl Chain {
     }
 }
 
-/// Size of the buffer for [`Chain::read`].
+/// Size of the buffer for [`Chain::read`] in bytes.
 pub const READ_BUFFER_BYTES: usize = READABLE_BYTES_MAX + 1;
 
 #[cfg(test)]
@@ -306,7 +316,7 @@ mod tests {
         }
     }
 
-    /// Walks the chain that begins at the first descriptor.
+    /// Reads the chain that begins at the first descriptor.
     fn fill(
         memory: &GuestMemory,
         table: &[Descriptor],
@@ -449,7 +459,7 @@ mod tests {
         let error = fill(&memory.guest, &[(DATA, 0, NEXT, 1), (0, large, 0, 0)], &[]).err();
         assert_eq!(
             error,
-            Some(ChainError::ClockAndEntropy {
+            Some(ChainError::Outside {
                 address: 0,
                 length: large
             })
@@ -478,10 +488,10 @@ mod tests {
         ] {
             for flags in [0, WRITE] {
                 let error = fill(&memory.guest, &[(address, length, flags, 0)], &[]).err();
-                assert_eq!(error, Some(ChainError::ClockAndEntropy { address, length }));
+                assert_eq!(error, Some(ChainError::Outside { address, length }));
             }
         }
-        let error = ChainError::ClockAndEntropy {
+        let error = ChainError::Outside {
             address: 0x1000,
             length: 7,
         }

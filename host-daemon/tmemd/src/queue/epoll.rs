@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Waiting with epoll, where io_uring is missing or forbidden. Level-triggered: a kick that is not
-//! consumed is reported again.
+//! Waiting with epoll, where io_uring is missing or forbidden. It is level-triggered: a kick that
+//! is not consumed is reported again.
 //!
 //! System calls: epoll_create1, epoll_ctl, epoll_wait, eventfd2.
 
@@ -13,17 +13,20 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-/// Events taken at once; the others are reported by the next wait.
+/// Events taken with one call; the next call returns the others.
 const EVENTS_MAX: usize = 256;
 
-/// epoll and an eventfd to wake it.
+/// An epoll instance and an eventfd to wake its worker.
 pub struct Epoll {
     epoll: OwnedFd,
     wake: OwnedFd,
 }
 
 impl Epoll {
-    /// A poller that watches nothing.
+    /// Creates a poller that watches nothing.
+    ///
+    /// # Errors
+    /// The system has no descriptor left.
     pub fn new() -> io::Result<Epoll> {
         let epoll = epoll::create(CreateFlags::CLOEXEC)?;
         let wake = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;

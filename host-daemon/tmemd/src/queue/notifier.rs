@@ -1,17 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rings eventfds of a front end, its calls and error descriptors, without ever waiting.
+//! Signals eventfds of a front end (calls and error descriptors) without blocking.
 //!
-//! A write to an eventfd whose counter is full waits, unless O_NONBLOCK is set; that flag belongs to
-//! the open file, which the front end shares and can change at any time. RWF_NOWAIT is refused for
-//! eventfds. An io_uring write to one that is full stays in the ring, another with each call; and on
-//! its way it looks at the flag and has the eventfd look at it again, so that whether it can wait in
-//! between is the kernel's to promise, which it does not (400,000 writes did not, while another
-//! thread changed the flag). The kernel itself rings eventfds without waiting, among others when an
-//! operation of its AIO (io_submit(2)) is done and names one. So a ring is such an operation: a read
-//! of nothing from /dev/null, done before the system call returns. What a full counter loses was
-//! signalled already.
+//! A write to an eventfd whose counter is full blocks unless O_NONBLOCK is set. That flag belongs
+//! to the open file, which the front end shares and can change at any time. RWF_NOWAIT is refused
+//! for eventfds. An io_uring write to a full eventfd stays in the ring, so each further
+//! notification would add another. io_uring also reads the flag before the eventfd reads it again,
+//! so the kernel does not guarantee that the write cannot block in between (400,000 writes did not
+//! block while another thread changed the flag). The kernel signals an eventfd without blocking
+//! when an AIO operation (io_submit(2)) that names it completes. A notification is therefore such
+//! an operation: a read of 0 bytes from /dev/null, complete before the system call returns. If the
+//! counter is full, the notification is dropped; the eventfd is signalled anyway.
 //!
-//! System calls: io_submit; now and then io_getevents; at the start io_setup, and open of /dev/null.
+//! System calls: io_submit, sometimes io_getevents; at the start io_setup and open of /dev/null.
 
 use crate::util::log_limit::LogLimit;
 use libc::{c_long, c_ulong};
@@ -22,14 +22,15 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Operations whose completions nobody has taken. The host has 65,536 for all processes
-/// (fs.aio-max-nr); a few save system calls to take them.
+/// Maximum number of completions that are not reaped. All processes of the host share 65,536
+/// (fs.aio-max-nr); a few of them save system calls.
 const EVENTS_MAX: usize = 128;
 
-/// Threads that ring at the same time take each other's places; none does so this often.
+/// Attempts of a notification while other threads use up the free completions. No thread needs this
+/// many.
 const ATTEMPTS_MAX: usize = 10_000;
 
-/// `struct iocb` of linux/aio_abi.h, where bytes are in the order of a little-endian machine.
+/// `struct iocb` of linux/aio_abi.h on a little-endian machine.
 #[repr(C)]
 #[derive(Default)]
 struct Iocb {
@@ -58,48 +59,48 @@ const FLAG_EVENTFD: u32 = 1;
 #[cfg(target_endian = "big")]
 compile_error!("struct iocb has key and rw_flags the other way round");
 
-/// A context of the kernel's AIO, which any thread may use.
+/// A context of the kernel's AIO. Any thread may use it.
 struct Notifier {
     context: c_ulong,
     null: OwnedFd,
 }
 
-/// There is one for the process, and it goes with it.
+/// The context of the process. The kernel destroys it when the process ends.
 static NOTIFIER: OnceLock<Notifier> = OnceLock::new();
 
-/// Makes sure that [`ring`] can; to be called before anything is served.
+/// Creates the context that [`notify`] uses. The caller must call it before it serves a queue.
 ///
 /// # Errors
-/// The kernel has no AIO, or all that it has is taken.
+/// The kernel has no AIO, or other processes use all operations.
 pub fn prepare() -> io::Result<()> {
     if NOTIFIER.get().is_none() {
-        // If another thread was quicker, one context is too many, which is no harm.
+        // If another thread was faster, one context remains unused, which is harmless.
         let _ = NOTIFIER.set(Notifier::new()?);
     }
     Ok(())
 }
 
-/// Interrupts that could not be delivered.
+/// Interrupts that the kernel did not deliver.
 static LOST_INTERRUPTS: AtomicU64 = AtomicU64::new(0);
 
-/// Limits log lines about them: a worker can lose one for each answer.
+/// Limits the log lines about lost interrupts, because a worker can lose one for each answer.
 static LOST_LINES: LogLimit = LogLimit::const_default();
 
-/// Interrupts that could not be delivered since the start.
+/// Returns the number of interrupts since the start that the kernel did not deliver.
 pub fn lost_interrupts() -> u64 {
     LOST_INTERRUPTS.load(Ordering::Relaxed)
 }
 
-/// Rings an eventfd. It never waits, whatever others do with it. An interrupt that the kernel does not deliver is
-/// counted and logged.
+/// Signals an eventfd. It never blocks, whatever other processes do with the eventfd. An interrupt
+/// that the kernel does not deliver is counted and logged.
 ///
 /// # Panics
-/// Nobody has called [`prepare`].
+/// [`prepare`] was not called.
 pub fn notify(fd: &OwnedFd) {
     let notifier = NOTIFIER.get().expect("prepared before anything is served");
     if let Err(error) = notifier.notify(fd) {
-        // Of an eventfd that is open this is want of memory. The front end's device looks again at
-        // its deadline, and its driver goes on without answers.
+        // The eventfd is open, so the kernel lacks memory. The guest's driver notices the missing
+        // interrupt at its deadline.
         LOST_INTERRUPTS.fetch_add(1, Ordering::Relaxed);
         if let Some(left_out) = LOST_LINES.admit(Instant::now()) {
             tracing::error!(
@@ -114,7 +115,7 @@ impl Notifier {
     fn new() -> io::Result<Notifier> {
         let null = rustix::fs::open("/dev/null", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
         let mut context: c_ulong = 0;
-        // SAFETY: the kernel writes a context's number to where the pointer says.
+        // SAFETY: the kernel writes a context's number to `context`, which is valid for the write.
         let done = unsafe { libc::syscall(libc::SYS_io_setup, EVENTS_MAX as c_long, &mut context) };
         if done < 0 {
             let error = io::Error::last_os_error();
@@ -137,8 +138,8 @@ impl Notifier {
         let mut last = io::Error::from_raw_os_error(libc::EAGAIN);
         for _ in 0..ATTEMPTS_MAX {
             let mut operations = [&raw mut operation];
-            // SAFETY: the context lives as long as the process; the kernel reads one operation, which
-            // reads nothing and is done before it returns.
+            // SAFETY: the context lives as long as the process. The kernel reads one operation,
+            // which reads no data and completes before the call returns.
             let done = unsafe {
                 libc::syscall(
                     libc::SYS_io_submit,
@@ -152,7 +153,7 @@ impl Notifier {
             }
             last = io::Error::last_os_error();
             match last.raw_os_error() {
-                // No completion has room.
+                // No free completion.
                 Some(libc::EAGAIN) => self.reap(),
                 Some(libc::EINTR) => {}
                 _ => break,
@@ -161,11 +162,11 @@ impl Notifier {
         Err(last)
     }
 
-    /// Takes completions, which say nothing.
+    /// Discards completions. Their content has no meaning.
     fn reap(&self) {
         let mut events = [IoEvent::default(); EVENTS_MAX];
-        // SAFETY: the kernel writes at most as many events as there is room for; no time is given,
-        // and with a minimum of 0 it does not wait.
+        // SAFETY: the kernel writes at most `EVENTS_MAX` events, for which the array has space.
+        // With a minimum of 0 events and no time-out it does not wait.
         unsafe {
             libc::syscall(
                 libc::SYS_io_getevents,
@@ -205,7 +206,7 @@ mod tests {
         assert_eq!(count(&fd), 3 * CALLS);
     }
 
-    /// One test looks at the count of the whole process: no other one loses interrupts.
+    /// Only this test may lose interrupts: the counter belongs to the whole process.
     #[test]
     fn lost_interrupts_are_counted() {
         prepare().expect("AIO");
@@ -223,7 +224,8 @@ mod tests {
         );
     }
 
-    /// As a front end can have it at any time: an ordinary write would wait for ever.
+    /// The eventfd's counter is full and the descriptor blocking, as a front end can set at any
+    /// time. A plain write would block forever.
     #[test]
     fn ringing_never_waits() {
         prepare().expect("AIO");

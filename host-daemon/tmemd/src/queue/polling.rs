@@ -1,30 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How long a vring that has run dry is looked at before its driver is asked for kicks again.
+//! Adaptive polling: how long a worker polls an empty vring before it requests a kick.
 //!
-//! A kick and the wake-up that follows take longer than most requests, so a driver that sends the
-//! next one soon is better met by looking. Whether it does is not known but by what it did before:
-//! if the pause before its last request was one that looking could have bridged, it is looked for
-//! up to the bound, and otherwise not at all. So a driver that is quiet, or slower than that, costs
-//! no time after the first time, and no pause costs more than the bound. Never here: whose vring.
+//! A kick and the wake-up that follows take longer than most requests, so polling pays if the
+//! driver sends its next request soon. The last pause predicts the next one. If the pause before
+//! the last request was shorter than the bound, the vring is polled for up to the bound; otherwise
+//! it is not polled. A quiet or slow driver therefore costs polling time only once, and no pause
+//! costs more than the bound. Out of scope: which vrings are polled, see `worker.rs`.
 
-/// The pauses of one vring.
+/// Polling state of one vring.
 #[derive(Debug, Default)]
 pub struct Polling {
-    /// Since when it is dry; None while it has work.
+    /// When the vring became empty, in ns; None while it has work.
     dry_since_ns: Option<u64>,
-    /// The last pause was short.
+    /// The last pause was shorter than the bound.
     worth_it: bool,
 }
 
 impl Polling {
-    /// It is dry. Some: look again until then; None: ask for a kick.
+    /// Notes that the vring is empty. Returns the time in ns until which to poll it, or None to
+    /// request a kick.
     pub fn dry(&mut self, now_ns: u64, max_ns: u64) -> Option<u64> {
         let since_ns = *self.dry_since_ns.get_or_insert(now_ns);
         let until_ns = since_ns.saturating_add(max_ns);
         (self.worth_it && now_ns < until_ns).then_some(until_ns)
     }
 
-    /// It has work.
+    /// Notes that the vring has work.
     pub fn work(&mut self, now_ns: u64, max_ns: u64) {
         if let Some(since_ns) = self.dry_since_ns.take() {
             self.worth_it = now_ns.saturating_sub(since_ns) < max_ns;
@@ -55,7 +56,7 @@ mod tests {
         assert_eq!(polling.dry(9000, MAX), None, "the last pause was long");
         polling.work(9000, MAX);
         assert_eq!(polling.dry(9010, MAX), Some(9010 + MAX));
-        // More work without a pause says nothing.
+        // Work without a pause before it does not change the prediction.
         polling.work(9020, MAX);
         polling.work(9900, MAX);
         assert_eq!(polling.dry(9900, MAX), Some(9900 + MAX));

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! From the bytes of a descriptor chain to a request, or to the reason why it is none.
+//! Parses the bytes of a descriptor chain into a request.
 //!
-//! A pure function of bytes that the guest can no longer change: the caller has copied them. What
-//! it returns is in range; whether the generation is right and the pool is live is for the
-//! executor. It must never panic and never look at anything but its arguments.
+//! Parsing is a pure function of bytes that the guest can no longer change, because the caller has
+//! copied them. It never panics and uses nothing but its arguments. Values of the result are in
+//! range. Out of scope: whether the generation is current and the pool exists, see `execute.rs`.
 
 use virtio_tmem as wire;
 use virtio_tmem::{Get, Latencies, PoolCreate, PutPage, Range, Report, Req, Resp, U64};
@@ -18,46 +18,46 @@ pub enum QueueKind {
     Request,
 }
 
-/// What every request carries.
+/// The part that all requests have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// As the driver knows it.
+    /// The generation that the driver knows.
     pub generation: u64,
-    /// In range, but not known to be live. 0 for a report.
+    /// Pool number, in range; the pool need not exist. 0 for a report.
     pub pool: u32,
 }
 
-/// A request of good shape whose values are in range.
+/// A well-formed request whose values are in range.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Body<'a> {
-    /// `pages.len() == data.len()`.
+    /// Store pages. `pages` and `data` have the same length.
     Put {
         /// Keys, cookies and flags.
         pages: &'a [PutPage],
         /// Page contents.
         data: &'a [[u8; wire::PAGE_SIZE]],
     },
-    /// The run of pages from `index` on, one per cookie.
+    /// Return consecutive pages from `index` on, one for each cookie.
     Get {
-        /// Not 0.
+        /// Object number, not 0.
         object: u64,
-        /// First page.
+        /// Index of the first page.
         index: u64,
-        /// The cookie wanted of each page.
+        /// The wanted cookie of each page.
         cookies: &'a [U64],
     },
-    /// Ranges to drop.
+    /// Drop ranges of pages.
     Flush {
-        /// At least one.
+        /// The ranges, at least one.
         ranges: &'a [Range],
     },
     /// Create the pool of the header.
     PoolCreate,
     /// Destroy the pool of the header.
     PoolDestroy,
-    /// The driver's counters.
+    /// Counters of the driver.
     Report(&'a Report),
-    /// How long the driver's readers waited.
+    /// Latencies that the driver's readers observed.
     Latencies(&'a Latencies),
 }
 
@@ -66,26 +66,30 @@ pub enum Body<'a> {
 pub struct Request<'a> {
     /// Generation and pool.
     pub header: Header,
-    /// The rest, by type.
+    /// The remaining content, by type.
     pub body: Body<'a>,
 }
 
-/// Why there is nothing to execute.
+/// Why a chain contains no request to execute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rejected {
-    /// Answer with this status and nothing else: `S_BAD` or `S_UNSUPPORTED`.
+    /// The answer is this status alone: `S_BAD` or `S_UNSUPPORTED`.
     Status(u8),
-    /// There is no room for an answer: the queue stops.
+    /// The chain has no space for an answer, so the queue stops.
     Unanswerable,
 }
 
 const BAD: Rejected = Rejected::Status(wire::S_BAD);
 const UNSUPPORTED: Rejected = Rejected::Status(wire::S_UNSUPPORTED);
 
-/// Reads a request from the readable bytes of a chain, given the length of its writable part.
+/// Parses a request from the readable bytes of a chain and the length of its writable part in
+/// bytes.
 ///
-/// A caller that found more than [`wire::READABLE_BYTES_MAX`] readable bytes may pass any
+/// If a chain has more than [`wire::READABLE_BYTES_MAX`] readable bytes, the caller passes any
 /// `READABLE_BYTES_MAX + 1` of them: no request is that large.
+///
+/// # Errors
+/// The bytes are not a request, see [`Rejected`].
 pub fn parse(
     kind: QueueKind,
     readable: &[u8],
@@ -131,7 +135,7 @@ pub fn parse(
     Ok(Request { header, body })
 }
 
-/// Pages that a request of bad or good shape asks for, for accounting of work: at least 1.
+/// Returns the number of pages with which a request counts against the VM's rate: at least 1.
 pub fn cost_pages(body: &Body<'_>) -> u32 {
     match body {
         Body::Put { pages, .. } => pages.len() as u32,
@@ -141,7 +145,7 @@ pub fn cost_pages(body: &Body<'_>) -> u32 {
     }
 }
 
-/// The pages from index on exist: object is not 0 and no index reaches the limit.
+/// Returns true if the pages can exist: the object is not 0 and no index reaches the limit.
 fn in_range(object: u64, index: u64, nr_pages: u64) -> bool {
     let limit = 1u64 << wire::INDEX_BITS;
     object != 0 && index < limit && nr_pages <= limit - index
@@ -248,7 +252,7 @@ mod tests {
         }
     }
 
-    /// A good request of each type: queue, type, count, bytes.
+    /// A valid request of each type: queue, type, count, bytes.
     fn good() -> Vec<(QueueKind, u16, u16, Vec<u8>)> {
         use QueueKind::{Control, Request};
         let page = put_page(1, LAST_INDEX, u64::MAX, wire::PUT_WORKINGSET, 0);
@@ -323,7 +327,7 @@ mod tests {
         }
     }
 
-    /// Each part of exactly its size, no byte more or less.
+    /// Each part must have exactly its size.
     #[test]
     fn other_sizes_are_bad() {
         for (queue, t, n, readable) in good() {
@@ -393,7 +397,7 @@ mod tests {
     fn headers_out_of_range_are_bad() {
         for (queue, t, n, mut readable) in good() {
             let room = writable(t, n);
-            // Reserved, each of its bytes.
+            // Each byte of the reserved field.
             for byte in 16..24 {
                 readable[byte] = 1;
                 assert_eq!(
@@ -403,7 +407,7 @@ mod tests {
                 );
                 readable[byte] = 0;
             }
-            // The pool; a report has none, nor have latencies.
+            // The pool number. Reports and latencies have none.
             readable[12..16].fill(0);
             assert_eq!(
                 parse(queue, &readable, room).is_ok(),
@@ -426,7 +430,7 @@ mod tests {
     #[test]
     fn put_pages_out_of_range() {
         let one = |page: PutPage| {
-            // The second of two, so that each is looked at.
+            // The invalid page is the second of two, so that not only the first is checked.
             let pages = [put_page(1, 0, 1, 0, 0), page];
             let head = req(wire::T_PUT, 2);
             let all = bytes(&[head.as_bytes(), pages.as_bytes(), &[0; 2 * wire::PAGE_SIZE]]);

@@ -1,37 +1,38 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whose turn it is: VMs take turns, and within a VM its vrings do.
+//! Scheduling order of a worker: VMs take turns, and within a VM its vrings take turns.
 //!
-//! So a guest that has many queues, and keeps them all full, gets no more of a worker than one that
-//! has one, and a newcomer waits for one turn of each VM that has work. Never here: what a turn is.
+//! A guest that keeps many queues full gets no more of a worker than a guest with one queue. A new
+//! item waits for one slice of each VM that has work. Out of scope: the length of a slice, see
+//! `slice.rs`.
 
 use std::collections::VecDeque;
 
-/// Things to do, each of an owner.
+/// A queue of items, each with an owner.
 pub struct RunQueue<T> {
-    /// By owner, in the order of their next turns; none is empty. There are as many as VMs have
-    /// work for this worker at once, few enough to be searched.
+    /// The items by owner, in the order of the next slices. No list is empty. There are only as
+    /// many owners as VMs have work for this worker, so a linear search is fast enough.
     owners: VecDeque<(usize, VecDeque<T>)>,
 }
 
 impl<T> RunQueue<T> {
-    /// Nothing to do.
+    /// Creates an empty queue.
     pub fn new() -> Self {
         RunQueue {
             owners: VecDeque::new(),
         }
     }
 
-    /// Nothing is to be done.
+    /// Returns true if the queue has no items.
     pub fn is_empty(&self) -> bool {
         self.owners.is_empty()
     }
 
-    /// Owners that have something to do: as many turns are a round.
+    /// Returns the number of owners that have items. That many calls of `pop` are one round.
     pub fn owners(&self) -> usize {
         self.owners.len()
     }
 
-    /// Puts a thing behind the others of its owner, and a new owner behind the other owners.
+    /// Appends an item to the list of its owner, and a new owner after the other owners.
     pub fn push(&mut self, owner: usize, thing: T) {
         match self.owners.iter_mut().find(|(other, _)| *other == owner) {
             Some((_, things)) => things.push_back(thing),
@@ -39,7 +40,7 @@ impl<T> RunQueue<T> {
         }
     }
 
-    /// Takes what is next; its owner goes behind the others.
+    /// Takes the next item. Its owner moves to the end.
     pub fn pop(&mut self) -> Option<T> {
         let (owner, mut things) = self.owners.pop_front()?;
         let thing = things.pop_front();
@@ -70,7 +71,7 @@ mod tests {
         queue.push(2, 20);
         assert_eq!(queue.owners(), 2);
         assert_eq!((queue.pop(), queue.pop()), (Some(10), Some(20)));
-        // Again at once, as who has more to do.
+        // Pushed again at once, like a vring that has more work.
         queue.push(1, 10);
         queue.push(2, 20);
         queue.push(3, 30);

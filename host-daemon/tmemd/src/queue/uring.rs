@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Waiting with io_uring: each kick is a poll in the ring that stays until it is removed, so that a
-//! worker that has work sees new kicks in memory that it shares with the kernel, and makes a system
-//! call only to sleep, or when the kernel says that something is to be fetched.
+//! Waiting with io_uring. Each kick is a multishot poll that stays in the ring until it is removed.
+//! A worker that has work sees new kicks in memory that it shares with the kernel. It makes a
+//! system call only to sleep, or when the kernel reports pending work.
 //!
-//! The ring can do nothing else: it is restricted to [`OPERATIONS`] before it is used. No operation
-//! has memory of ours, so that none has to be waited for before memory goes; each holds its own
-//! reference to the file. Never here: writes to call eventfds, see bell.rs.
+//! The ring can do nothing else: it is restricted to [`OPERATIONS`] before its first use. No
+//! operation refers to memory of the daemon, so nothing must wait for an operation before memory is
+//! freed. Each operation holds its own reference to the file. Out of scope: interrupting guests,
+//! see `notifier.rs`.
 //!
-//! System calls: io_uring_setup, io_uring_register (before it serves), io_uring_enter, eventfd2.
+//! System calls: io_uring_setup and io_uring_register at the start, io_uring_enter, eventfd2.
 
 use crate::queue::poller::{Poller, WAKE};
 use crate::util::event_fd::{consume, signal};
@@ -19,17 +20,17 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// All that the ring may be asked for.
+/// The only operations that the ring accepts.
 pub const OPERATIONS: [u8; 2] = [opcode::PollAdd::CODE, opcode::AsyncCancel::CODE];
 
-/// Polls begun or ended at once; more take another system call.
+/// Polls that one system call can begin or end.
 const SUBMITTED_MAX: u32 = 128;
 
-/// Kicks reported at once: as many as 256 VMs have queues, on two workers. More are kept by the
-/// kernel, and their polls are begun anew.
+/// Kicks that are reported at once: as many as 256 VMs have queues, on two workers. The kernel
+/// keeps further ones and ends their polls, which are then begun again.
 const COMPLETIONS_MAX: u32 = 4096;
 
-/// The token of what nobody waits for. Other tokens count from 0.
+/// Token of operations whose completion is ignored. Tokens of kicks count up from 0.
 const NOBODY: u64 = u64::MAX - 1;
 
 /// A poll to begin or to end.
@@ -38,22 +39,22 @@ enum Change {
     Remove(u64),
 }
 
-/// A ring and an eventfd to wake it.
+/// An io_uring and an eventfd to wake its worker.
 pub struct Uring {
-    /// Guards the ring. The one thread that waits takes it, alone or with `changes` under it.
+    /// Guards the ring. Only the thread that waits takes it, alone or with `changes` under it.
     ring: Mutex<Ring>,
-    /// Guards what the ring is yet to be told, in order.
+    /// Guards the changes that the ring has yet to receive, in their order.
     changes: Mutex<Vec<Change>>,
     wake: Arc<OwnedFd>,
 }
 
 struct Ring {
     io: IoUring,
-    /// It takes operations, of the thread that waited first and of no other.
+    /// The ring accepts operations, from the thread that waited first and from no other.
     enabled: bool,
-    /// So that a process that has nothing to do does not count as one that waits for a disk.
+    /// Flags of a wait. NO_IOWAIT keeps an idle process from counting as waiting for a disk.
     wait_flags: EnterFlags,
-    /// What is polled, by token.
+    /// The descriptors that are polled, by token.
     watched: HashMap<u64, Arc<OwnedFd>>,
 }
 
@@ -62,13 +63,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Uring {
-    /// A poller that watches nothing.
+    /// Creates a poller that watches nothing.
     ///
     /// # Errors
-    /// The kernel is older than 6.1, or does not let us.
+    /// The kernel is older than 6.1 or does not permit io_uring.
     pub fn new() -> io::Result<Uring> {
         let io: IoUring = IoUring::builder()
-            // Kicks are reported when the worker asks, not by interrupting it.
+            // The kernel reports kicks when the worker asks for them, without interrupting the
+            // worker.
             .setup_single_issuer()
             .setup_defer_taskrun()
             .setup_taskrun_flag()
@@ -109,8 +111,8 @@ fn poll(fd: RawFd, token: u64) -> squeue::Entry {
 
 impl Ring {
     fn push(&mut self, entry: squeue::Entry) -> io::Result<()> {
-        // SAFETY: polls and their ends name no memory, and descriptors that are open until they are
-        // submitted: those of `watched` or the wake descriptor.
+        // SAFETY: polls and cancellations refer to no memory. Their descriptors stay open until the
+        // submission: they are in `watched`, or are the wake descriptor.
         while unsafe { self.io.submission().push(&entry) }.is_err() {
             self.io.submit()?;
         }
@@ -125,9 +127,10 @@ impl Ring {
                 self.push(entry)
             }
             Change::Remove(token) => {
-                // Not PollRemove: it fails and leaves the poll if that was signalled and the kernel is yet
-                // to report it. This has what is to report it end it instead.
-                // Submitted before its descriptor is let go, which it may be yet to be polled by.
+                // PollRemove would fail and leave the poll if the eventfd was signalled and the
+                // kernel has yet to report it. AsyncCancel ends the poll in that case, too. It is
+                // submitted before the descriptor is released, because the poll itself may not be
+                // submitted yet.
                 self.push(opcode::AsyncCancel::new(token).build().user_data(NOBODY))?;
                 self.io.submit()?;
                 self.watched.remove(&token);
@@ -136,7 +139,8 @@ impl Ring {
         }
     }
 
-    /// Takes what the kernel has reported. True: there was a wake, which is gone with this.
+    /// Takes the completions that the kernel has reported. Returns true if there was a wake, which
+    /// is consumed.
     fn reap(&mut self, wake: &OwnedFd, ready: &mut Vec<u64>) -> io::Result<bool> {
         let mut woken = false;
         loop {
@@ -149,12 +153,12 @@ impl Ring {
                 WAKE => wake.as_raw_fd(),
                 token => match self.watched.get(&token) {
                     Some(fd) => fd.as_raw_fd(),
-                    // It was removed meanwhile.
+                    // The kick was removed meanwhile.
                     None => continue,
                 },
             };
             if result < 0 {
-                // It is an eventfd and open: only want of memory can be the reason.
+                // The eventfd is open, so only a lack of memory can be the reason.
                 let error = io::Error::from_raw_os_error(-result);
                 tracing::error!("a kick could not be watched, and is watched anew: {error}");
             }
@@ -194,8 +198,9 @@ impl Poller for Uring {
         for change in std::mem::take(&mut *lock(&self.changes)) {
             ring.make(change)?;
         }
-        // The kernel may report whenever it is told something, as by the changes. Who takes a wake must
-        // not sleep on it: what it was for came after the caller looked.
+        // The kernel may report completions with every submission, also with those of the changes.
+        // A wake among them must not be followed by sleep: its reason arose after the caller looked
+        // for work.
         let woken = ring.reap(&self.wake, ready)?;
         let wait_flags = ring.wait_flags.bits();
         let (submitter, queue, _) = ring.io.split();
@@ -203,7 +208,7 @@ impl Poller for Uring {
         let entries = queue.len() as u32;
         drop(queue);
         let done = if block && ready.is_empty() && !woken {
-            // SAFETY: no argument is passed, and what is submitted names no memory.
+            // SAFETY: no argument is passed, and the submitted operations refer to no memory.
             unsafe { submitter.enter::<()>(entries, 1, wait_flags, None) }
         } else if pending {
             submitter.submit()
@@ -212,7 +217,7 @@ impl Poller for Uring {
         };
         match done {
             Ok(_) => {}
-            // A signal, or memory or room for completions is short: the next time.
+            // A signal, or a temporary lack of memory or of completions: the next wait tries again.
             Err(error)
                 if matches!(
                     error.raw_os_error(),
@@ -234,7 +239,7 @@ mod tests {
     use super::*;
     use tmem_sim::{Missing, skipped};
 
-    /// Whoever takes over a worker can have its ring do nothing that the worker itself does not.
+    /// An attacker who controls a worker thread cannot have the ring do other operations.
     #[test]
     fn other_operations_are_refused() {
         let uring = match Uring::new() {

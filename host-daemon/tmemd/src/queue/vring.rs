@@ -1,18 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One virtqueue: its state, what a worker does in a turn, and how the control thread stops it.
+//! One virtqueue: its state, the work of a worker in one slice, and how the control thread stops
+//! it.
 //!
-//! Two threads know a vring: the worker that it belongs to and the control thread of its
-//! connection. The lock guards everything that may hold a guest address. The worker only ever
-//! tries it, so that a control thread that holds it delays no other VM; the control thread raises
-//! `hold` before it takes it, upon which the worker leaves after the chain it is at. So when the
-//! control thread has the lock, the vring is drained: chains are answered one by one in the order
-//! in which they were made available.
+//! Two threads use a vring: the worker that it belongs to and the control thread of its connection.
+//! The lock guards everything that may hold a guest address. The worker only tries the lock, so a
+//! control thread that holds it delays no other VM. Before the control thread takes the lock, it
+//! sets `hold`, and the worker leaves after its current chain. When the control thread has the
+//! lock, the vring is therefore drained: chains are answered one by one, in the order in which they
+//! became available.
 //!
-//! A turn is a scheduling slice (`slice.rs`). Its end may interrupt a chain, which then counts as not
-//! taken: the next turn finds it at the head of the available ring, and goes on where the last turn stopped.
-//! If the ring changes hands first (GET_VRING_BASE, another daemon), its next owner executes the chain from its
-//! beginning, as after a daemon that was killed (DEV-24 in proto/SPEC.md): puts and flushes are
-//! repeated, and pages that a GET has already taken are missed.
+//! A worker processes a vring in scheduling slices (`slice.rs`). The end of a slice may interrupt a
+//! chain. The chain then counts as not taken: the next slice finds it at the head of the available
+//! ring and continues it. If the ring gets another owner first (GET_VRING_BASE, another daemon),
+//! the new owner executes the chain from its beginning, as after a daemon that was killed (DEV-24
+//! in proto/SPEC.md). Puts and flushes are then repeated, and pages that a GET has already taken
+//! are missed.
 
 use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::{HungUp, Peer};
@@ -37,33 +39,33 @@ use vm_memory::{Bytes, GuestAddress};
 
 const PAGE_BYTES: u64 = wire::PAGE_SIZE as u64;
 
-/// After so long, a drain refuses or misses what the current chain has left to do: half of the
-/// 10 ms that it may take, the other half being for what has begun.
+/// Time after which a drain refuses or misses the rest of the current chain. It is half of the 10
+/// ms that a drain may take; the other half is for the group that has begun.
 const DRAIN_CUT: Duration = Duration::from_millis(5);
 
-/// Descriptors are 16 bytes; a used ring has 8 per element and an available ring 2, each with a
-/// head and an event index of 6 in all (virtio 1.3, 2.7).
+/// Sizes of ring elements in bytes (virtio 1.3, 2.7). Available and used ring also have a header
+/// and an event index, 6 bytes in all.
 const DESCRIPTOR_BYTES: u64 = 16;
 const AVAIL_ELEMENT_BYTES: u64 = 2;
 const USED_ELEMENT_BYTES: u64 = 8;
 const RING_EXTRA_BYTES: u64 = 6;
 
-/// In the flags of an available ring: the driver wants no interrupts.
+/// Flag of the available ring: the driver wants no interrupts.
 const AVAIL_F_NO_INTERRUPT: u16 = 1;
 
-/// What the vrings of a connection share.
+/// Data that the vrings of a connection share.
 pub struct Link {
-    /// Whose connection it is.
+    /// The VM of the connection.
     pub vm: Arc<Vm>,
-    /// Its VMM.
+    /// The front end.
     pub peer: Peer,
-    /// The number that requests must carry; changes only while all vrings are held.
+    /// The generation that requests must carry. It changes only while all vrings are held.
     pub generation: AtomicU64,
-    /// Time.
+    /// The daemon's clock and entropy source.
     pub clock: ClockAndEntropy,
 }
 
-/// Ring addresses as the VMM gives them: its own.
+/// Ring addresses as the VMM gives them, in its own address space.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RingAddresses {
     /// Descriptor table.
@@ -74,61 +76,62 @@ pub struct RingAddresses {
     pub used: u64,
 }
 
-/// Guarded by the vring's lock.
+/// The part of a vring that its lock guards.
 pub struct VringState {
     /// Ring indices and addresses.
     pub queue: Queue,
-    /// The guest's memory; empty while there is none.
+    /// The guest's memory; empty before the first memory table.
     pub memory: Arc<Memory>,
-    /// As told by the VMM.
+    /// Ring addresses from SET_VRING_ADDR.
     pub addresses: Option<RingAddresses>,
-    /// What the worker knows the kick by. Present from SET_VRING_KICK to GET_VRING_BASE: the ring
-    /// is started.
+    /// Token by which the worker knows the kick. It is set from SET_VRING_KICK to GET_VRING_BASE;
+    /// the ring is started while it is set.
     pub kick: Option<u64>,
-    /// Interrupts the guest.
+    /// The eventfd that interrupts the guest.
     pub call: Option<OwnedFd>,
-    /// Tells the VMM that the ring is broken.
+    /// The eventfd that reports a broken ring to the VMM.
     pub error: Option<OwnedFd>,
-    /// As told by SET_VRING_ENABLE.
+    /// State from SET_VRING_ENABLE.
     pub enabled: bool,
-    /// Rings are in guest memory, and the used index was found to be the base.
+    /// The rings are in guest memory, and the used index equals the base.
     ready: bool,
-    /// The used index was compared with the base since that was set.
+    /// The used index was compared with the base after the last SET_VRING_BASE.
     synced: bool,
-    /// Why nothing is done until the ring is set up anew.
+    /// Why the ring is stopped until it is set up again.
     stopped: Option<String>,
-    /// When it ran dry, and whether to look or to sleep then.
+    /// Decides whether the worker polls an empty ring.
     polling: Polling,
-    /// The chain that the end of a turn interrupted: the next one that is available.
+    /// The chain that the end of a slice interrupted: the next one that is available.
     unfinished: Option<Unfinished>,
 }
 
-/// A chain that the end of a turn interrupted.
+/// A chain that the end of a slice interrupted.
 #[derive(Clone, Copy)]
 struct Unfinished {
-    /// Its first descriptor.
+    /// Index of its first descriptor.
     head: u16,
-    /// Generation, type, count and pool, as they were read. A guest that changes them, or the ring, has
-    /// its request executed from the beginning.
+    /// Generation, type, count and pool as the worker read them. If the guest changes them or the
+    /// ring, the request is executed from its beginning.
     header: [u8; size_of::<wire::Req>()],
-    /// When its execution began, for its latency.
+    /// When its execution began, in ns of the daemon's clock.
     begun_ns: u64,
-    /// It exceeds the VM's rate, which is asked once for each chain.
+    /// The chain exceeds the VM's rate. The rate is checked once for each chain.
     limited: bool,
     progress: Progress,
 }
 
-/// What a turn leaves.
+/// State of a vring at the end of a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SliceEnd {
-    /// Nothing to do before the next kick.
+    /// There is nothing to do before the next kick.
     Idle,
-    /// Nothing to do, and no kick is asked for: to be looked at until then, and to get a turn then.
+    /// There is nothing to do, and no kick is requested. The worker polls the ring and gives it
+    /// another slice at `until_ns`.
     Poll {
-        /// By the daemon's clock.
+        /// End of the polling, in ns of the daemon's clock.
         until_ns: u64,
     },
-    /// There is more.
+    /// More chains are available.
     More,
 }
 
@@ -160,13 +163,13 @@ enum Answered<'a> {
     Unfinished(Unfinished),
 }
 
-/// Why a turn ended before its time.
+/// Why a slice ended early.
 enum Halt {
-    /// The memory may no longer be the guest's.
+    /// The front end hung up, so the memory may no longer be the guest's.
     HungUp,
-    /// A page of it has gone, and what was read may be the daemon's own zeros.
+    /// A page of guest memory was lost. Data that was read may be the zeros that replaced it.
     Lost,
-    /// A fault of the guest, of the VMM or of the daemon.
+    /// A fault of the guest, of the VMM or of the daemon; the text describes it.
     Fault(String),
 }
 
@@ -219,7 +222,7 @@ fn next_chain<'m>(
     Ok(next)
 }
 
-/// What was read of the memory until now is the guest's.
+/// Returns an error if guest memory has lost a page. All data read before a success is the guest's.
 fn intact(memory: &Memory) -> Result<(), Halt> {
     match memory.lost.is_lost() {
         true => Err(Halt::Lost),
@@ -227,7 +230,7 @@ fn intact(memory: &Memory) -> Result<(), Halt> {
     }
 }
 
-/// Buffers of a worker.
+/// Buffers of a worker for one chain.
 pub struct Scratch {
     chain: Chain,
     readable: SecretPages,
@@ -235,10 +238,10 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Buffers for the largest request.
+    /// Allocates buffers for the largest request.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system lacks address space.
     pub fn new() -> io::Result<Scratch> {
         Ok(Scratch {
             chain: Chain::new(),
@@ -252,21 +255,22 @@ impl Scratch {
 pub struct Vring {
     /// Number within the device; 0 is the control queue.
     pub index: usize,
-    /// The worker that it belongs to.
+    /// Number of the worker that the vring belongs to.
     pub worker: usize,
-    /// It is in the worker's run queue.
+    /// The vring is in the worker's run queue.
     queued: AtomicBool,
-    /// Since when, on the daemon's clock; the worker's own.
+    /// When it was queued, in ns of the daemon's clock. Only the worker uses it.
     queued_at_ns: AtomicU64,
     link: Arc<Link>,
     hold: AtomicBool,
-    /// Nanoseconds of the daemon's clock at which a drain cuts off; `u64::MAX` while there is none.
+    /// When a drain refuses or misses the rest of a chain, in ns of the daemon's clock; `u64::MAX`
+    /// without a drain.
     cut_at_ns: AtomicU64,
     state: Mutex<VringState>,
 }
 
 impl Vring {
-    /// A vring that was never set up.
+    /// Creates a vring that is not set up.
     pub fn new(index: usize, worker: usize, link: Arc<Link>) -> Vring {
         let queue = Queue::new(wire::QUEUE_SIZE_MAX).expect("the maximum is a power of two");
         Vring {
@@ -294,12 +298,12 @@ impl Vring {
         }
     }
 
-    /// Tells the vrings of one VM from those of others.
+    /// Identifies the VM of the vring in the run queue.
     pub fn owner(&self) -> usize {
         Arc::as_ptr(&self.link.vm) as usize
     }
 
-    /// For messages.
+    /// Returns the VM's name for log messages.
     pub fn vm_name(&self) -> Arc<str> {
         self.link.vm.name()
     }
@@ -308,7 +312,7 @@ impl Vring {
         self.link.clock.now_ns()
     }
 
-    /// Whether it is to be put in the worker's run queue, from now on: it is not there yet.
+    /// Marks the vring as queued. Returns true if the caller must put it into the run queue.
     pub fn enqueue(&self) -> bool {
         let comes = !self.queued.swap(true, Ordering::SeqCst);
         if comes {
@@ -317,8 +321,8 @@ impl Vring {
         comes
     }
 
-    /// It was taken from there for a turn that has not begun, so that a kick during it is not lost. Returns
-    /// when that was, for [`charge_time`](Self::took).
+    /// Marks the vring as taken from the run queue, before its slice begins, so that a kick during
+    /// the slice is not lost. Returns the time in ns for [`charge_time`](Self::charge_time).
     pub fn dequeue(&self) -> u64 {
         let now_ns = self.now_ns();
         let waited_ns = now_ns - self.queued_at_ns.load(Ordering::Relaxed);
@@ -328,17 +332,17 @@ impl Vring {
         now_ns
     }
 
-    /// Its turn has ended: that was its VM's time. By the daemon's clock, which is read without a system
-    /// call: a turn may be a single page in 5 µs, of which the clock of a thread's processor time would take
-    /// a tenth. The two differ where a worker has to wait for a processor, or for a page of the guest's that
-    /// the host has swapped; it waits for nothing else in a turn.
+    /// Adds the time since `begun_ns` to the VM's processor time. The daemon's clock is read
+    /// without a system call: a slice may be a single page in 5 µs, and reading the clock of the
+    /// thread's processor time would take a tenth of that. The two clocks differ only if the worker
+    /// waits for a processor or for a swapped page of the guest.
     pub fn charge_time(&self, begun_ns: u64) {
         let took_ns = self.now_ns() - begun_ns;
         let counters = &self.link.vm.counters;
         counters.slices_ns.fetch_add(took_ns, Ordering::Relaxed);
     }
 
-    /// First half of holding: the worker leaves at the end of the chain it is at.
+    /// First half of holding a vring: the worker leaves at the end of its current chain.
     pub fn raise_hold(&self) {
         self.cut_at_ns.store(
             self.now_ns() + DRAIN_CUT.as_nanos() as u64,
@@ -347,22 +351,23 @@ impl Vring {
         self.hold.store(true, Ordering::SeqCst);
     }
 
-    /// Second half: waits for that. The vring is drained as long as the guard lives.
+    /// Second half of holding a vring: waits for the worker to leave. The vring is drained as long
+    /// as the guard lives.
     pub fn lock(&self) -> MutexGuard<'_, VringState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets the worker back in; the caller must have dropped the guard, and must schedule the
-    /// vring afterwards, since the worker ignored kicks meanwhile.
+    /// Lets the worker back in. The caller must have dropped the guard, and must schedule the vring
+    /// afterwards, because the worker ignored kicks meanwhile.
     pub fn lower_hold(&self) {
         self.cut_at_ns.store(u64::MAX, Ordering::SeqCst);
         self.hold.store(false, Ordering::SeqCst);
     }
 
-    /// There is something to do, or a turn has to say that there is not. Cheap: for a vring whose last
-    /// turn said to look.
+    /// Returns true if a polled vring needs a slice: a chain has arrived, the polling time is over,
+    /// or the ring is no longer running.
     pub fn poll_has_ended(&self, until_ns: u64) -> bool {
-        // Of the control thread's: it schedules the vring when it lets go.
+        // The control thread holds the lock; it schedules the vring when it releases the lock.
         let Some(state) = self.try_lock() else {
             return true;
         };
@@ -375,10 +380,10 @@ impl Vring {
             || self.now_ns() >= until_ns
     }
 
-    /// Answers some chains, in order. When there are no more it may say to look for others up to
-    /// `poll_max_ns`, instead of asking for a kick.
+    /// Answers some chains in order. On an empty ring it may ask to be polled for up to
+    /// `poll_max_ns` instead of requesting a kick.
     pub fn run_slice(&self, scratch: &mut Scratch, poll_max_ns: u64) -> SliceEnd {
-        // Only the control thread holds the lock for longer, and it schedules the vring after it.
+        // Only the control thread holds the lock for longer, and it schedules the vring afterwards.
         let Some(mut state) = self.try_lock() else {
             return SliceEnd::Idle;
         };
@@ -387,11 +392,12 @@ impl Vring {
         }
         let memory = state.memory.clone();
         let result = self.answer_chains(&mut state, &memory, scratch, poll_max_ns);
-        // Whatever it did last, and what it then took for a fault of the guest.
+        // A lost page comes before every other result, including a supposed fault of the guest that
+        // resulted from reading zeros.
         match intact(&memory).and(result) {
             Ok(end) => end,
             Err(Halt::Lost) => {
-                // The control thread ends the connection, and lets go of the memory.
+                // The control thread ends the connection and releases the memory.
                 state.give_back();
                 state.stopped = Some("a page of the guest's memory has gone".into());
                 self.link.vm.hang_up();
@@ -402,7 +408,8 @@ impl Vring {
                 SliceEnd::Idle
             }
             Err(Halt::HungUp) => {
-                // Until the control thread, which is yet to hear of it, lets go of the memory.
+                // The ring stays stopped until the control thread notices the hang-up and releases
+                // the memory.
                 state.give_back();
                 state.stopped = Some("the front end hung up".into());
                 SliceEnd::Idle
@@ -410,7 +417,8 @@ impl Vring {
         }
     }
 
-    /// Stops the queue after a panic in `end`, which is a bug of the daemon: other queues go on.
+    /// Stops the queue after a panic in a slice, which is a bug of the daemon. Other queues
+    /// continue.
     pub fn stop_after_panic(&self) {
         let mut state = self.lock();
         self.stop(
@@ -659,7 +667,7 @@ impl Vring {
         vm.queue_stopped(self.index, &reason);
         state.give_back();
         state.stopped = Some(reason);
-        // For what was answered before it.
+        // Interrupts for the answers before the fault.
         if let Some(call) = &state.call {
             notifier::notify(call);
         }
@@ -668,8 +676,8 @@ impl Vring {
         }
     }
 
-    /// Takes over what the VMM told: finds the rings in guest memory, and when they are there for
-    /// the first time, compares the used index with the base. The caller holds the vring.
+    /// Applies the settings from the VMM: locates the rings in guest memory and, once they are all
+    /// there, compares the used index with the base. The caller holds the vring.
     pub fn configure(&self, state: &mut VringState) {
         state.ready = false;
         let Some(addresses) = state.addresses else {
@@ -687,7 +695,7 @@ impl Vring {
             find(addresses.available, AVAIL_ELEMENT_BYTES, RING_EXTRA_BYTES),
             find(addresses.used, USED_ELEMENT_BYTES, RING_EXTRA_BYTES),
         ) else {
-            // The VMM adds regions one by one: the ring is ready when all are there.
+            // The VMM adds regions one by one. The ring becomes ready when all of them are present.
             return;
         };
         let placed = state
@@ -729,18 +737,18 @@ impl Vring {
 }
 
 impl VringState {
-    /// A worker may take chains.
+    /// Returns true if a worker may take chains.
     pub fn is_running(&self) -> bool {
         self.ready && self.enabled && self.kick.is_some() && self.stopped.is_none()
     }
 
-    /// The chain that was taken last and is not answered counts as not taken.
+    /// Returns the last chain to the available ring if it is not answered.
     fn give_back(&mut self) {
         self.queue.set_next_avail(self.queue.next_used());
         self.unfinished = None;
     }
 
-    /// Sets where the next chain is taken, and clears a fault: the ring is set up anew.
+    /// Sets the index of the next chain and clears a fault: the ring is being set up again.
     pub fn set_base(&mut self, base: u16) {
         self.unfinished = None;
         self.queue.set_next_avail(base);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The data workers: a fixed number of threads, each an event loop over the kicks of its vrings.
-//! A vring belongs to one worker as long as its connection lives.
+//! The data workers: a fixed number of threads, each with an event loop over the kicks of its
+//! vrings. A vring belongs to one worker as long as its connection lives.
 //!
-//! Vrings with work stand in a run queue and get turns of bounded work, VM by VM, so that none
-//! starves another. A worker never blocks but to wait for kicks: it only tries a vring's lock.
+//! Vrings with work are in a run queue and get slices of bounded work, VM by VM, so that no VM
+//! starves another. A worker blocks only to wait for kicks; it never waits for a vring's lock.
 
 use crate::config::settings::{EventLoop, Waiting};
 use crate::host::background::BackgroundWorkers;
@@ -25,18 +25,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// A kick and whose it is.
+/// A kick and its vring.
 type Registration = (Arc<OwnedFd>, Arc<Vring>);
 
-/// One worker, as others see it.
+/// The part of a worker that other threads use.
 struct Worker {
     poller: Box<dyn Poller>,
-    /// Guards the kicks by token. Taken alone.
+    /// Guards the kicks by token. Leaf lock.
     registry: Mutex<HashMap<u64, Registration>>,
-    /// Guards vrings to look at without a kick. Taken alone.
+    /// Guards the vrings to process without a kick. Leaf lock.
     inbox: Mutex<Vec<Arc<Vring>>>,
     stop: AtomicBool,
-    /// See [`Waiting::poll_max`].
+    /// Longest polling time in ns, see [`Waiting::poll_max`].
     poll_max_ns: u64,
 }
 
@@ -56,6 +56,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Workers {
     /// Starts `count` workers.
+    ///
+    /// # Errors
+    /// The system lacks a thread, a descriptor or the event loop.
     pub fn start(
         count: usize,
         waiting: Waiting,
@@ -79,9 +82,13 @@ impl Workers {
         Ok(workers)
     }
 
-    /// `count` workers that do nothing but in [`round`](Self::round).
+    /// Creates `count` workers without threads. They work only in calls of [`round`](Self::round).
+    ///
+    /// # Errors
+    /// The system lacks a descriptor.
     pub fn without_threads(count: usize, poll_max: Duration) -> io::Result<Workers> {
-        // Who has many of them at once, and drives them from any thread, is not to depend on the kernel.
+        // A simulator has many workers and calls them from any thread, which an io_uring does not
+        // allow.
         let event_loop = EventLoop::Epoll;
         let waiting = Waiting {
             event_loop,
@@ -112,7 +119,10 @@ impl Workers {
         })
     }
 
-    /// What a worker does each time that it looks around; only where it has no thread.
+    /// Runs one round of a worker that has no thread.
+    ///
+    /// # Errors
+    /// The system cannot wait for kicks.
     pub fn round(
         &self,
         worker: usize,
@@ -122,27 +132,31 @@ impl Workers {
         self.workers[worker].round(context, background, None)
     }
 
-    /// How many there are.
+    /// Returns the number of workers.
     pub fn count(&self) -> usize {
         self.workers.len()
     }
 
-    /// What they take.
+    /// Returns the processor time of the workers.
     pub fn stage(&self) -> &Stage {
         &self.stage
     }
 
-    /// What tells that its threads go on; those of connections, too.
+    /// Returns the heartbeats of the workers' threads, which connections use, too.
     pub fn heartbeats(&self) -> &Heartbeats {
         &self.heartbeats
     }
 
-    /// The worker that the first vring of a connection should belong to; the others follow.
+    /// Returns the worker for the first vring of a connection. The other vrings use the following
+    /// workers.
     pub fn assign(&self) -> usize {
         self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()
     }
 
-    /// Watches a kick; the token ends it.
+    /// Watches a kick. Returns the token that ends the watch.
+    ///
+    /// # Errors
+    /// The kernel cannot watch the descriptor.
     pub fn register(&self, vring: &Arc<Vring>, kick: Arc<OwnedFd>) -> io::Result<u64> {
         let worker = &self.workers[vring.worker];
         let token = self.next_token.fetch_add(1, Ordering::Relaxed);
@@ -154,7 +168,7 @@ impl Workers {
         Ok(token)
     }
 
-    /// Ends watching a kick.
+    /// Stops watching a kick.
     pub fn unregister(&self, vring: &Vring, token: u64) {
         let worker = &self.workers[vring.worker];
         let registration = lock(&worker.registry).remove(&token);
@@ -166,14 +180,14 @@ impl Workers {
         }
     }
 
-    /// Lets the worker look at a vring, kick or none.
+    /// Has the worker process a vring without a kick.
     pub fn schedule(&self, vring: &Arc<Vring>) {
         let worker = &self.workers[vring.worker];
         lock(&worker.inbox).push(vring.clone());
         worker.poller.wake();
     }
 
-    /// Ends the workers after the turns that they are at.
+    /// Ends the workers after their current slices.
     pub fn stop(&self) {
         for worker in &self.workers {
             worker.stop.store(true, Ordering::SeqCst);
@@ -187,24 +201,24 @@ impl Workers {
     }
 }
 
-/// Vrings that a worker looks at, at most: each look waits for the guest's memory. Others are asked for a
-/// kick as soon as they are dry.
+/// Maximum number of vrings that a worker polls, since each poll reads guest memory. Further vrings
+/// request a kick as soon as they are empty.
 const POLLED_MAX: usize = 16;
 
-/// What a worker has to itself.
+/// Data that only the worker itself uses.
 pub struct WorkerContext {
     scratch: Scratch,
     ready: Vec<u64>,
     run_queue: RunQueue<Arc<Vring>>,
-    /// Dry, and not asked for a kick until then.
+    /// Empty vrings that request no kick, each with the end of its polling in ns.
     polled: Vec<(Arc<Vring>, u64)>,
 }
 
 impl WorkerContext {
-    /// Nothing to do yet.
+    /// Creates a context without work.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system lacks address space.
     pub fn new() -> io::Result<WorkerContext> {
         Ok(WorkerContext {
             scratch: Scratch::new()?,
@@ -224,7 +238,8 @@ impl Worker {
     ) {
         while !self.stop.load(Ordering::SeqCst) {
             if let Err(error) = self.round(&mut context, background, Some(&heartbeat)) {
-                // Cannot happen while its descriptors are open; serving without it is impossible.
+                // This cannot happen while the descriptors are open. The worker cannot serve
+                // without waiting.
                 tracing::error!("a worker cannot wait for kicks and ends: {error}");
                 heartbeat.lose();
                 return;
@@ -232,8 +247,8 @@ impl Worker {
         }
     }
 
-    /// Looks who has work, and gives each VM a turn. A thread, which has a heart, waits for work if
-    /// there is none.
+    /// Collects the vrings that have work and gives each VM one slice. A worker with a thread
+    /// passes its heartbeat and waits if there is no work.
     fn round(
         &self,
         context: &mut WorkerContext,
@@ -276,14 +291,14 @@ impl Worker {
         if run_queue.is_empty() {
             std::hint::spin_loop();
         }
-        // Then look who else has come.
+        // One slice for each VM, then the kicks are collected again.
         for _ in 0..run_queue.owners() {
             let Some(vring) = run_queue.pop() else {
                 break;
             };
             heartbeat.inspect(|heartbeat| heartbeat.work());
             let begun_ns = vring.dequeue();
-            // A kick, or a control thread, may have been quicker than the look.
+            // A kick or the control thread may have queued the vring before its poll ended.
             polled.retain(|(other, _)| !Arc::ptr_eq(other, &vring));
             let poll_max_ns = match polled.len() {
                 POLLED_MAX.. => 0,

@@ -1,48 +1,49 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is at the other end of a socket, by the kernel's word, and whether a socket is for him.
+//! The credentials of a peer, as the kernel reports them, and whether a socket admits them.
 //!
-//! The mode of a socket's file keeps out most. But its owner may change it, so may a hasty chmod; what was asked
-//! for holds all the same. Never here: what a connection may do once it is taken.
+//! The mode of a socket's file keeps out most users. But its owner may change the mode, as may an
+//! accidental chmod; the configured permissions hold regardless. Out of scope: what an admitted
+//! connection may do.
 
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 
-/// Groups of a process, at most: the kernel's NGROUPS_MAX.
+/// Maximum number of groups of a process: the kernel's NGROUPS_MAX.
 const GROUPS_MAX: usize = 65536;
 
-/// To connect to a socket is to write to it.
+/// Connecting to a socket needs write permission.
 const WRITE: u32 = 0o2;
 
-/// Whoever connected, as the kernel noted it then.
+/// The credentials of a peer at the time of its connect(2).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Credentials {
-    /// Process; 0: of a PID namespace that the daemon does not see.
+    /// Process; 0 if it is in a PID namespace that the daemon does not see.
     pub pid: u32,
     /// User.
     pub user: u32,
-    /// Groups, all of them.
+    /// All groups.
     pub groups: Vec<u32>,
 }
 
-/// Whom a socket is for.
+/// The permissions of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Permissions {
     /// User.
     pub owner: u32,
     /// Group.
     pub group: u32,
-    /// Permissions, as they were asked for.
+    /// The configured permission bits.
     pub mode: u32,
 }
 
 impl Credentials {
-    /// Those of a connection's other end.
+    /// Reads the credentials of a connection's peer.
     ///
     /// # Errors
-    /// The system fails.
+    /// The system call fails.
     pub fn of(stream: &UnixStream) -> io::Result<Credentials> {
-        // As struct ucred: process, user, group.
+        // The layout of struct ucred: process, user, group.
         let mut own = [0; 3];
         numbers(stream, libc::SO_PEERCRED, &mut own).1?;
         let [pid, user, group] = own;
@@ -51,8 +52,8 @@ impl Credentials {
         Ok(Credentials { pid, user, groups })
     }
 
-    /// It may connect: as the kernel decides about files, but that `daemon`, which is the daemon's own user, and
-    /// root always may.
+    /// Returns true if the peer may connect: by the kernel's rules for files, except that root and
+    /// `daemon`, the daemon's own user, always may.
     pub fn may_connect(&self, permissions: Permissions, daemon: u32) -> bool {
         let Permissions { owner, group, mode } = permissions;
         let bits = match self.user {
@@ -65,12 +66,15 @@ impl Credentials {
     }
 }
 
-/// An option of a socket, as numbers: how many there are, of which no more are written than there is room for.
+/// Reads a socket option that is an array of numbers. Returns the number of elements; no more are
+/// written than fit.
 ///
-/// Not rustix's, for whom no process has the number 0: one of a foreign PID namespace does.
+/// rustix cannot be used here: its process ids are never 0, but a process of a foreign PID
+/// namespace has that id.
 fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize, io::Result<()>) {
     let mut bytes = size_of_val(room) as libc::socklen_t;
-    // SAFETY: the room has that many bytes, of numbers that may have any value, and the kernel writes no more.
+    // SAFETY: `room` has that many bytes, of numbers that may have any value, and the kernel writes
+    // no more.
     let done = unsafe {
         let room = room.as_mut_ptr().cast();
         libc::getsockopt(
@@ -88,10 +92,10 @@ fn numbers(stream: &UnixStream, option: libc::c_int, room: &mut [u32]) -> (usize
     (bytes as usize / size_of::<u32>(), result)
 }
 
-/// The supplementary ones.
+/// Returns the supplementary groups.
 fn more_groups(stream: &UnixStream) -> io::Result<Vec<u32>> {
     let mut groups = Vec::new();
-    // Nothing changes them once somebody has connected.
+    // The groups of a connection never change.
     let (count, result) = numbers(stream, libc::SO_PEERGROUPS, &mut groups);
     match result {
         Err(error) if error.raw_os_error() == Some(libc::ERANGE) && count <= GROUPS_MAX => {}
@@ -135,7 +139,7 @@ mod tests {
             (0o444, false, false, false),
         ] {
             assert_eq!(may(somebody(107, &[5]), mode), owner, "{mode:o}");
-            // The owner's bits are his, whatever his groups may.
+            // The owner's bits apply to the owner, whatever the groups may do.
             assert_eq!(may(somebody(107, &[36]), mode), owner, "{mode:o}");
             assert_eq!(may(somebody(1000, &[5, 36]), mode), group, "{mode:o}");
             assert_eq!(may(somebody(1000, &[5]), mode), others, "{mode:o}");

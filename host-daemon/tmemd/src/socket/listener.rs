@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Listening Unix sockets: those of a dead daemon are replaced, those of a live one are refused. Who connects is
-//! whom the socket is for, whatever became of its file's mode.
+//! Listening Unix sockets. A socket of a dead daemon is replaced; a socket of a live one is an
+//! error. Only authorized peers are admitted, whatever the mode of the socket's file is.
 
 use crate::socket::credentials::{Credentials, Permissions};
 use rustix::fs::{AtFlags, CWD, Gid, Mode, OFlags, Uid, chownat};
@@ -13,19 +13,19 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// Who may connect.
+/// The configured permissions of a socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Access {
-    /// User; None: the daemon's.
+    /// User; None for the daemon's user.
     pub owner: Option<u32>,
-    /// Group; None: the daemon's.
+    /// Group; None for the daemon's group.
     pub group: Option<u32>,
-    /// Permissions.
+    /// Permission bits.
     pub mode: u32,
 }
 
 impl Default for Access {
-    /// The daemon's user and group, nobody else.
+    /// The daemon's user and group only.
     fn default() -> Access {
         Access {
             owner: None,
@@ -38,21 +38,21 @@ impl Default for Access {
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 64;
 
-/// A listening socket that removes its file when dropped, if the file is still its own.
+/// A listening socket. Dropping it removes its file, if the file is still its own.
 pub struct Listener {
-    /// The socket; accepting never waits.
+    /// The socket; accepting never blocks.
     pub socket: UnixListener,
     path: PathBuf,
     device_inode: (u64, u64),
-    /// Whose it was when it was made: the daemon's.
+    /// User and group of the file when it was created: the daemon's.
     created_as: (u32, u32),
-    /// As it was asked for.
+    /// The configured permission bits.
     mode: AtomicU32,
-    /// Its file is removed already, and another may have its inode.
+    /// The file is removed, and another file may have its inode.
     closed: AtomicBool,
 }
 
-/// Somebody whom a socket is not for.
+/// A peer that a socket does not admit.
 #[derive(Debug)]
 pub struct UnauthorizedPeer {
     credentials: Credentials,
@@ -71,14 +71,18 @@ impl std::fmt::Display for UnauthorizedPeer {
     }
 }
 
-/// Connects, to see whether somebody listens. Only who may write to a socket's file is told, and that of a VM was
-/// given away: it is taken back first.
+/// Connects to find out whether a process listens on a socket. Connecting needs write permission,
+/// and the socket of a VM belongs to another user, so the function takes the file's ownership
+/// first.
+///
+/// # Errors
+/// No process listens (`ConnectionRefused`), or the file is no socket or not accessible.
 fn probe(path: &Path) -> io::Result<UnixStream> {
     match UnixStream::connect(path) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {}
         connected => return connected,
     }
-    // A handle, so that it stays the same file.
+    // A handle of the file, so that the file cannot be exchanged meanwhile.
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let file = rustix::fs::openat(CWD, path, flags, Mode::empty())?;
     let metadata = std::fs::File::from(file.try_clone()?).metadata()?;
@@ -99,7 +103,10 @@ fn at(path: &Path, what: impl std::fmt::Display) -> io::Error {
 }
 
 impl Listener {
-    /// Binds and listens.
+    /// Binds a socket and listens.
+    ///
+    /// # Errors
+    /// The path is in use, or the socket cannot be created; the text says what to do.
     pub fn bind(path: &Path, access: Access) -> io::Result<Listener> {
         match std::fs::symlink_metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -131,7 +138,7 @@ impl Listener {
                 }
             },
         }
-        // Listening comes last, so that nobody can slip in before all is set.
+        // listen(2) comes last, so that no peer can connect before all permissions are set.
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let bound = SocketAddrUnix::new(path).and_then(|address| {
             let unix = AddressFamily::UNIX;
@@ -149,7 +156,7 @@ impl Listener {
             ),
             _ => at(path, io::Error::from(errno)),
         })?;
-        // Removes its file from here on, whatever fails.
+        // From here on, dropping the listener removes the file if a later step fails.
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
         let listener = Listener {
             socket: socket.into(),
@@ -164,7 +171,10 @@ impl Listener {
         Ok(listener)
     }
 
-    /// Sets who may connect.
+    /// Sets the permissions of the socket.
+    ///
+    /// # Errors
+    /// The system refuses; the text says what to do.
     pub fn give(&self, access: Access) -> io::Result<()> {
         let path = &self.path;
         let metadata = std::fs::symlink_metadata(path).map_err(|e| at(path, e))?;
@@ -189,16 +199,16 @@ impl Listener {
         Ok(())
     }
 
-    /// Takes a connection; never waits. Whoever it is not for is told of instead.
+    /// Accepts a connection without waiting. Returns an unauthorized peer as the inner error.
     ///
     /// # Errors
-    /// There is none, or the system fails.
+    /// No connection waits (`WouldBlock`), or the system fails.
     pub fn accept(&self) -> io::Result<Result<UnixStream, UnauthorizedPeer>> {
         let (stream, _) = self.socket.accept()?;
         stream.set_nonblocking(false)?;
         let metadata = std::fs::symlink_metadata(&self.path).ok();
         let Some(metadata) = metadata.filter(|m| (m.dev(), m.ino()) == self.device_inode) else {
-            // Whoever came just before it went.
+            // The peer connected just before the file was removed.
             return Err(io::ErrorKind::WouldBlock.into());
         };
         let permissions = Permissions {
@@ -216,7 +226,7 @@ impl Listener {
         }
     }
 
-    /// Removes its file, if it is still its own; at once, whoever else still has the listener.
+    /// Removes the file, if it is still its own, even if other users of the listener remain.
     pub fn close(&self) {
         if self.closed.swap(true, Ordering::SeqCst) {
             return;

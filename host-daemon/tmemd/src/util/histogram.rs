@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How long requests take: counts in buckets whose bounds double, so that one look at the clock before
-//! and one after a request is all that it costs.
+//! Latency histogram with buckets whose bounds double. It costs two reads of the clock for each
+//! request.
 //!
-//! Never: an unbounded number of buckets, or one that a guest chooses.
+//! Out of scope: an unbounded number of buckets, and buckets that a guest chooses.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-/// Below 1 µs, then up to 2, 4, … 16,384 µs, which is more than a drain may take, and all others.
+/// Number of buckets: below 1 µs, then up to 2, 4, … 16,384 µs, which is longer than a drain may
+/// take, and all longer times.
 pub const BUCKETS: usize = 16;
 
-/// A histogram that any thread may count in.
+/// A histogram that any thread may update.
 #[derive(Debug, Default)]
 pub struct Histogram {
     sum_ns: AtomicU64,
@@ -26,7 +27,7 @@ impl Histogram {
         self.sum_ns.fetch_add(time.as_nanos() as u64, Relaxed);
     }
 
-    /// For the control interface.
+    /// Returns the histogram for the control interface.
     pub fn read(&self) -> tmem_control::Histogram {
         let int = |number: &AtomicU64| i64::try_from(number.load(Relaxed)).unwrap_or(i64::MAX);
         tmem_control::Histogram {

@@ -1,45 +1,47 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How much of the log others can cause: each VM and each control socket so many lines, and all VMs together.
+//! Bound on the log lines that VMs and clients can cause: for each VM, for each control socket, and
+//! for all VMs together.
 //!
-//! A guest must not fill the host's disk, and many that belong to one customer must not either. What is left out is
-//! counted, and told by the next line. Never here: what is logged.
+//! Neither a guest nor many guests of one customer may fill the host's disk. The next line contains
+//! the number of lines that were left out. Out of scope: the content of the lines.
 
 use crate::util::token_bucket::Bucket;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Lines at once, and after them one for each period. Of one VM, or of one of the daemon's sockets.
+/// Lines of a VM or of a socket in a burst.
 const BURST: u32 = 10;
-/// See [`BURST`].
+/// Time in which a VM or a socket earns one more line.
 const PERIOD: Duration = Duration::from_secs(5);
 
-/// Of all VMs together: as many as there may be can come back at once, and half as many go wrong.
+/// Lines of all VMs in a burst. The maximum number of VMs can reconnect at once, and half of them
+/// can fail.
 const BURST_ALL: u32 = 512;
-/// See [`BURST_ALL`]: 86,400 lines a day, some 20 MB.
+/// Time in which all VMs together earn one more line: 86,400 lines a day, some 20 MB.
 const PERIOD_ALL: Duration = Duration::from_secs(1);
 
-/// All VMs of this process, which has one log.
+/// The bound on all VMs of the process, which has one log.
 static ALL: Bucket = Bucket::new(BURST_ALL, PERIOD_ALL);
 
-/// The lines of one VM, or of one of the daemon's sockets.
+/// The bound on the lines of one VM or of one socket.
 #[derive(Debug)]
 pub(crate) struct LogLimit {
     own: Bucket,
-    /// It shares these, too.
+    /// The bound on all VMs, which also applies to a VM.
     all: Option<&'static Bucket>,
-    /// Guards how many were left out since the last. The buckets are locked under it.
+    /// Guards the number of lines left out since the last line. The buckets are locked under it.
     left_out: Mutex<u64>,
 }
 
 impl Default for LogLimit {
-    /// For one of the daemon's sockets.
+    /// Creates the limit of a socket.
     fn default() -> LogLimit {
         LogLimit::const_default()
     }
 }
 
 impl LogLimit {
-    /// For a static: one of the daemon's own causes.
+    /// Creates a limit for a static variable.
     pub(crate) const fn const_default() -> LogLimit {
         LogLimit {
             own: Bucket::new(BURST, PERIOD),
@@ -48,7 +50,7 @@ impl LogLimit {
         }
     }
 
-    /// For a VM.
+    /// Creates the limit of a VM.
     pub(crate) fn of_vm() -> LogLimit {
         LogLimit::within(&ALL)
     }
@@ -60,7 +62,8 @@ impl LogLimit {
         }
     }
 
-    /// None: leave it out. Some: write it, and this many were left out before it.
+    /// Returns the number of lines left out before this one, or None if this line must be left out,
+    /// too.
     pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
         let own = self.own.take(now);
@@ -106,7 +109,7 @@ mod tests {
         };
         let lines: u32 = (0..BURST).map(|_| round(start).0).sum();
         assert_eq!(lines, BURST_ALL);
-        // Their own lines they have still, and nothing is lost of the count.
+        // The VMs keep their own lines, and no left-out line is uncounted.
         let later = start + 1000 * PERIOD_ALL;
         assert_eq!(round(later), (100, u64::from(100 * BURST - BURST_ALL)));
     }

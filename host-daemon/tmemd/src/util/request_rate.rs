@@ -1,29 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How many pages a VM may ask for in a second, if its host's operator says.
+//! Rate limit of a VM in pages per second, if the operator sets one.
 //!
-//! Turns are fair among VMs, but what one VM asks for while nobody else wants anything is bounded by the
-//! workers alone. Beyond its rate a VM is answered at once and gets nothing: pages are refused and missed,
-//! which costs a tenth of what storing them does. Never here: waiting. A guest that is slowed down by a
-//! host that lets it wait takes the wait for a fault of the device.
+//! Slices are fair among VMs, but without other demand a single VM is bounded by the workers alone.
+//! A request beyond the rate is answered at once: its pages are refused or missed, which costs a
+//! tenth of storing them. Out of scope: delaying a request, because a guest would take a delay for
+//! a fault of the device.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What a VM may ask for at once after it was quiet: a second's pages, so that a file is read at full speed
-/// by a guest that does so now and then.
+/// Burst of a VM that was quiet: the pages of one second, in ns. A guest that reads a file now and
+/// then does so at full speed.
 const BURST_NS: u64 = 1_000_000_000;
 
-/// The rate of a VM.
+/// The rate limit of a VM.
 #[derive(Debug, Default)]
 pub struct RequestRate {
-    /// Pages in a second, the same for all VMs; 0: as many as it likes.
+    /// Pages per second, the same for all VMs; 0 for no limit.
     per_second: Arc<AtomicU64>,
-    /// By the daemon's clock, when all that it asked for would be through at that rate.
+    /// Time in ns of the daemon's clock at which all admitted pages would be through at that rate.
     through_ns: AtomicU64,
 }
 
 impl RequestRate {
-    /// Of a VM that was quiet.
+    /// Creates the limit of a VM that was quiet.
     pub fn new(per_second: &Arc<AtomicU64>) -> RequestRate {
         RequestRate {
             per_second: per_second.clone(),
@@ -31,8 +31,8 @@ impl RequestRate {
         }
     }
 
-    /// Whether it may have so many pages now, which are then counted. A request that begins within the rate
-    /// is within it whole, so that some always are.
+    /// Counts the pages of a request. Returns false if it exceeds the rate. A request that begins
+    /// within the rate is admitted completely, so that some requests of any size are.
     pub fn admit(&self, now_ns: u64, pages: u32) -> bool {
         let per_second = self.per_second.load(Ordering::Relaxed);
         if per_second == 0 {
@@ -54,7 +54,8 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// Pages of requests of `batch` that are admitted at each of these times, of 10,000 asked for.
+    /// Returns the pages that are admitted at each of these times, of 10,000 requested in batches
+    /// of `batch`.
     fn admitted(rate: &RequestRate, batch: u32, times: &[u64]) -> Vec<u32> {
         let at = |now: &u64| {
             let requests = (0..10_000 / batch).filter(|_| rate.admit(*now, batch));
@@ -69,10 +70,10 @@ mod tests {
         let times = [5 * SECOND, 5 * SECOND, 5 * SECOND + SECOND / 2, 9 * SECOND];
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 1, &times), [1000, 0, 500, 1000]);
-        // The last of them begins within the rate.
+        // The last batch begins within the rate.
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &times), [1024, 0, 512, 1024]);
-        // Slower than a batch a second: one now and then.
+        // With a rate below one batch per second, some batches are admitted.
         per_second.store(1, Ordering::Relaxed);
         let rate = RequestRate::new(&per_second);
         let times = [SECOND, 2 * SECOND, 63 * SECOND, 65 * SECOND];
@@ -83,7 +84,7 @@ mod tests {
     fn without_a_rate_all_are() {
         let rate = RequestRate::default();
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);
-        // And whatever is said, nothing overflows.
+        // Extreme values do not overflow.
         let per_second = Arc::new(AtomicU64::new(u64::MAX));
         let rate = RequestRate::new(&per_second);
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);

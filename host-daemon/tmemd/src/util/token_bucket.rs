@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How often something may happen: so many times at once, and after them once for each period.
+//! Token bucket: a burst, and after it one token per period.
 //!
-//! Never here: what, and what becomes of the times that are too many.
+//! Out of scope: the action that needs a token, and its handling without one.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Times that it may happen.
+/// A token bucket.
 #[derive(Debug)]
 pub(crate) struct Bucket {
     burst: u32,
     period: Duration,
-    /// Guards (times spent of the burst, when the last was earned back). Taken last.
+    /// Guards the tokens that are spent, and when the last one was earned back. Leaf lock.
     state: Mutex<(u32, Option<Instant>)>,
 }
 
 impl Bucket {
-    /// A full one. A period is a whole number of seconds.
+    /// Creates a full bucket. The period is a whole number of seconds.
     pub(crate) const fn new(burst: u32, period: Duration) -> Bucket {
         Bucket {
             burst,
@@ -25,7 +25,7 @@ impl Bucket {
         }
     }
 
-    /// Whether it may happen now, which is then counted.
+    /// Takes a token. Returns false if there is none.
     pub(crate) fn take(&self, now: Instant) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let (spent, earned) = &mut *state;
@@ -40,7 +40,7 @@ impl Bucket {
         admitted
     }
 
-    /// It did not happen.
+    /// Returns a token that was not used.
     pub(crate) fn give_back(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.0 = state.0.saturating_sub(1);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The control thread of a VM's connection: takes its messages one by one.
+//! The control thread of a VM's connection, which processes vhost-user messages one by one.
 //!
-//! A front end that sends half a message, or nothing, holds up its own thread and nobody else's.
-//! Whatever ends the loop, the tenant is emptied and the vrings are stopped.
+//! A front end that sends half a message, or none, blocks only its own thread. At the end of the
+//! connection the tenant is emptied and the vrings are stopped, whatever ended it.
 
 use crate::events::bus::EventKind;
 use crate::host::background::BackgroundWorkers;
@@ -17,27 +17,28 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
 use vhost::vhost_user::{BackendReqHandler, Error};
 
-/// What a connection shares with the daemon.
+/// The parts of the daemon that a connection uses.
 #[derive(Clone)]
 pub struct ConnectionContext {
     /// The data workers.
     pub workers: Arc<Workers>,
-    /// The background thread.
+    /// The background workers.
     pub background: Arc<BackgroundWorkers>,
-    /// Time and chance.
+    /// The daemon's clock and entropy source.
     pub clock: ClockAndEntropy,
 }
 
-/// A connection that has its VM's place, from its first message to its end.
+/// A connection that occupies its VM's slot, from its first message to its end.
 pub struct Session {
     device: Arc<Mutex<Device>>,
     background: Arc<BackgroundWorkers>,
-    /// Last, so that nobody else has the place before the device has ended.
+    /// The last field, so that the slot becomes free only after the device has ended.
     _connected: Connected,
 }
 
 impl Session {
-    /// Takes the VM's place and empties it; None: it is logged why not.
+    /// Occupies the VM's slot and empties the tenant. Returns None if that fails, after logging the
+    /// reason.
     pub fn begin(
         vm: &Arc<Vm>,
         stream: &UnixStream,
@@ -54,7 +55,7 @@ impl Session {
                 ));
                 return None;
             }
-            // It came just before its socket went.
+            // The peer connected just before the VM's socket was removed.
             Err(NoPlace::Removed) => return None,
             Err(NoPlace::NoHandle) => {
                 vm.warn(format_args!("no file descriptor is left for a connection"));
@@ -62,7 +63,7 @@ impl Session {
             }
         };
         vm.counters.connections.fetch_add(1, Ordering::Relaxed);
-        // A connection starts empty, whatever was before.
+        // A connection starts with an empty tenant.
         vm.clear();
         let (workers, background) = (shared.workers.clone(), shared.background.clone());
         let clock = shared.clock.clone();
@@ -79,12 +80,12 @@ impl Session {
         }
     }
 
-    /// What its messages are for.
+    /// Returns the device that processes the messages.
     pub fn device(&self) -> &Arc<Mutex<Device>> {
         &self.device
     }
 
-    /// Ends it: the vrings are stopped and the VM is emptied.
+    /// Ends the connection: stops the vrings and empties the tenant.
     pub fn end(self) {
         let mut device = self.device.lock().unwrap_or_else(PoisonError::into_inner);
         device.end();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The vhost-user back end of one connection: what each message of the front end does.
+//! The vhost-user back end of one connection: the effect of each message of the front end.
 //!
-//! Runs on the connection's control thread and does no pool work, so that each message is answered
-//! at once: what changes rings or memory holds the vrings it concerns, which waits at most for the
-//! chain that each is at, and emptying the tenant is O(1).
+//! It runs on the connection's control thread and does no pool work, so each message is answered
+//! quickly. A message that changes rings or memory holds the vrings in question, and waits at most
+//! for their current chains. Emptying the tenant is O(1).
 
 use crate::host::background::BackgroundWorkers;
 use crate::host::clock::ClockAndEntropy;
@@ -27,22 +27,24 @@ use virtio_queue::QueueT;
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Queues: control and as many request queues as there may be.
+/// Number of queues: the control queue and the maximum number of request queues.
 pub const QUEUES: usize = 1 + wire::REQUEST_QUEUES_MAX;
 
 const VIRTIO_F_VERSION_1: u64 = 1 << 32;
 const VIRTIO_F_INDIRECT_DESC: u64 = 1 << 28;
 const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
 
-/// No reserved bit of the device, no packed ring, no ACCESS_PLATFORM (SPEC.md, "Feature bits").
+/// Offered features: no reserved bit of the device, no packed ring, no ACCESS_PLATFORM (SPEC.md,
+/// "Feature bits").
 const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VIRTIO_F_INDIRECT_DESC
     | VIRTIO_F_EVENT_IDX
     | VhostUserVirtioFeatures::LOG_ALL.bits()
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 
-/// Not STATUS, which the library does not handle, and not INFLIGHT_SHMFD: the drain leaves nothing
-/// in flight, and what a killed daemon had in flight is replayed, requests being idempotent.
+/// Offered protocol features. STATUS is missing because the library does not handle it.
+/// INFLIGHT_SHMFD is missing because a drain leaves nothing in flight, and requests of a killed
+/// daemon are replayed, which is safe because they are idempotent.
 const PROTOCOL_FEATURES: VhostUserProtocolFeatures = VhostUserProtocolFeatures::MQ
     .union(VhostUserProtocolFeatures::CONFIG)
     .union(VhostUserProtocolFeatures::REPLY_ACK)
@@ -57,13 +59,13 @@ pub struct Device {
     workers: Arc<Workers>,
     background: Arc<BackgroundWorkers>,
     memory: Arc<Memory>,
-    /// Whether it was found to have lost a page, or the dirty log was.
+    /// Set if the guest's memory or the dirty log lost a page.
     lost: Arc<Lost>,
     log: Arc<DirtyLog>,
     missed_pages: u64,
-    /// Of the control thread, while it waits for workers.
+    /// Heartbeat of the control thread while it waits for workers.
     heartbeat: Heartbeat,
-    /// The front end's wish was refused in a way that it can live with: the connection stays.
+    /// The last message was refused, and the connection may continue.
     refused: bool,
 }
 
@@ -72,7 +74,10 @@ fn failed(what: impl std::fmt::Display) -> Error {
 }
 
 impl Device {
-    /// An empty device with a new generation. The tenant must be empty.
+    /// Creates a device with a new generation. The tenant must be empty.
+    ///
+    /// # Errors
+    /// The system has no entropy.
     pub fn new(
         vm: Arc<Vm>,
         peer: Peer,
@@ -115,12 +120,12 @@ impl Device {
         })
     }
 
-    /// True once after a message that was refused without harm.
+    /// Returns true once after a message that was refused without ending the connection.
     pub fn take_refused(&mut self) -> bool {
         std::mem::take(&mut self.refused)
     }
 
-    /// A page of what the front end shares has gone: the connection must end.
+    /// Returns true if a page of shared memory was lost, so that the connection must end.
     pub fn memory_is_lost(&self) -> bool {
         self.lost.is_lost()
     }
@@ -137,20 +142,20 @@ impl Device {
         })
     }
 
-    /// The first half of what any message does that drains, for a simulator that has no second thread
-    /// to be in the middle of it: workers leave at the end of their chain, and cut it short soon.
+    /// Begins a drain without waiting: workers leave at the end of their chain and soon cut it
+    /// short. A simulator calls it to interrupt a slice, because it has no second thread.
     pub fn begin_drain(&self) {
         self.vrings.iter().for_each(|vring| vring.raise_hold());
     }
 
-    /// Drains some vrings, lets `change` act on them, and lets the workers back in.
+    /// Drains some vrings, calls `change` on their states, and lets the workers back in.
     fn hold<R>(
         &self,
         vrings: &[Arc<Vring>],
         change: impl FnOnce(&mut [MutexGuard<'_, VringState>]) -> R,
     ) -> R {
         self.heartbeat.work();
-        // All at once, so that the waits overlap.
+        // All vrings are held before the first is locked, so that the waits overlap.
         vrings.iter().for_each(|vring| vring.raise_hold());
         let mut states: Vec<_> = vrings.iter().map(|vring| vring.lock()).collect();
         let result = change(&mut states);
@@ -166,7 +171,7 @@ impl Device {
         result
     }
 
-    /// Drains one vring and changes it.
+    /// Drains one vring and changes its state.
     fn hold_one<R>(
         &self,
         index: u32,
@@ -184,7 +189,7 @@ impl Device {
         }
     }
 
-    /// Puts a new memory table under all vrings; the old one, used by nobody, is unmapped later.
+    /// Gives a new memory table to all vrings. The old table is unmapped later.
     fn replace_memory(&mut self, memory: Memory) {
         let memory = Arc::new(memory);
         self.hold(&self.vrings, |states| {
@@ -202,7 +207,7 @@ impl Device {
         failed(error)
     }
 
-    /// Empties the tenant and names a new span of time; all rings are disabled.
+    /// Empties the tenant, begins a new generation and disables all rings.
     fn reset(&mut self) -> Result<()> {
         let clock = &self.link.clock;
         let generation = clock.new_generation().map_err(Error::ReqHandlerError)?;
@@ -215,7 +220,7 @@ impl Device {
         Ok(())
     }
 
-    /// Ends the device: all rings stopped, memory let go, the tenant emptied.
+    /// Ends the device: stops all rings, releases the memory and empties the tenant.
     pub fn end(&mut self) {
         self.hold(&self.vrings, |states| {
             for (vring, state) in self.vrings.iter().zip(states) {
@@ -231,7 +236,7 @@ impl Device {
         self.background.discard(old, &self.vm().discarded);
     }
 
-    /// Tells of those that were not told yet.
+    /// Logs the number of missed pages of the dirty log if it has grown.
     fn report_missed_pages(&mut self) {
         let missed = self.log.missed_pages();
         if missed > self.missed_pages {
@@ -245,9 +250,12 @@ impl Device {
     }
 }
 
-/// Makes sure that a descriptor of the front end is an eventfd, and not, say, a file of a file system
-/// that the front end serves itself. Reading it never waits by `poller::consume`, and ringing it by
-/// `notifier::notify`, whatever the front end does with the flags of the file, which it shares.
+/// Checks that a descriptor from the front end is an eventfd and not, for example, a file of a file
+/// system that the front end serves. For an eventfd, neither `event_fd::consume` nor
+/// `notifier::notify` blocks, whatever the front end does with the flags of the shared file.
+///
+/// # Errors
+/// It is no eventfd.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
     let bad = |what: String| failed(format!("not an eventfd: {what}"));
@@ -285,7 +293,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let enable = features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0;
         self.hold(&self.vrings, |states| {
-            // While nothing is written, so that each write is either before or after the change.
+            // Changed while nothing is written, so that each write is either before or after the
+            // change.
             self.log
                 .set_enabled(features & VhostUserVirtioFeatures::LOG_ALL.bits() != 0);
             for state in states {
@@ -344,8 +353,8 @@ impl VhostUserBackendReqHandlerMut for Device {
         available: u64,
         _log: u64,
     ) -> Result<()> {
-        // The used ring is logged like all guest memory, so the flags and the log address, which
-        // say how it should be, are not needed.
+        // The used ring is logged like all guest memory. The flags and the log address, which
+        // select how it is logged, are not needed.
         self.hold_one(index, |vring, state| {
             state.addresses = Some(RingAddresses {
                 descriptor,
@@ -373,7 +382,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             state.set_base(base);
             base
         })?;
-        // The last message before a migration is completed.
+        // GET_VRING_BASE is the last message before a migration is completed.
         self.report_missed_pages();
         Ok(VhostUserVringState::new(index, u32::from(base)))
     }
@@ -400,8 +409,8 @@ impl VhostUserBackendReqHandlerMut for Device {
     fn set_vring_call(&mut self, index: u8, file: Option<File>) -> Result<()> {
         let fd = file.map(event_fd).transpose()?;
         self.hold_one(u32::from(index), |_, state| {
-            // A daemon that was killed may have published answers and not interrupted for them.
-            // With EVENT_IDX no later answer would: the driver would wait for ever.
+            // A killed daemon may have published answers without an interrupt. With EVENT_IDX no
+            // later answer would cause one, and the driver would wait forever.
             if let Some(call) = &fd {
                 notifier::notify(call);
             }
@@ -552,13 +561,14 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
-    /// The regions of one name that this process has mapped.
+    /// Returns the number of mappings of a file name in this process.
     fn mapped(name: &str) -> usize {
         let maps = std::fs::read_to_string("/proc/self/maps").expect("maps");
         maps.lines().filter(|line| line.contains(name)).count()
     }
 
-    /// Connections of a VM one after the other, and stopped background workers.
+    /// Returns a function that creates consecutive connections of one VM, with stopped background
+    /// workers.
     fn devices() -> (
         impl Fn() -> (Device, std::os::unix::net::UnixStream),
         Arc<Workers>,
@@ -604,7 +614,7 @@ mod tests {
         (device, workers, background)
     }
 
-    /// What is in flight is bounded by these: chains are answered one by one, in the order of a ring.
+    /// Chains are answered one by one in ring order, so these limits bound the work in flight.
     #[test]
     fn queues_and_their_sizes_are_limited() {
         let (device, workers, _background) = devices();
@@ -638,7 +648,7 @@ mod tests {
         ftruncate(&file, 4096).expect("its length");
         fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seals");
         let region = VhostUserMemoryRegion::new(0, 4096, 0, 0);
-        // Also if it connects anew meanwhile.
+        // The bound holds across connections, too.
         for connection in 0..3 {
             let (mut device, _front_end) = device();
             for _ in 0..50 {
@@ -647,7 +657,7 @@ mod tests {
                     .set_mem_table(&[region], vec![file], None)
                     .expect("good");
             }
-            // Of those that are kept the first was empty; and there is the one that it has.
+            // The first of the kept tables was empty, and the device itself has one more.
             assert_eq!(mapped(name), DISCARDED_MAX, "connection {connection}");
             device.end();
             assert_eq!(mapped(name), DISCARDED_MAX - 1, "connection {connection}");
@@ -662,7 +672,7 @@ mod tests {
         let fd = eventfd(0, EventfdFlags::empty()).expect("eventfd");
         let other = fd.try_clone().expect("a second handle");
         let fd = event_fd(fd.into()).expect("an eventfd");
-        // Reading an empty one would wait for ever.
+        // Reading an empty eventfd must not block.
         crate::util::event_fd::consume(&fd);
         crate::util::event_fd::signal(&other);
         let (reader, _writer) = std::io::pipe().expect("pipe");

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Records what guests ask of the pool, for `tmem-bench replay`; docs/traces.md has the format.
+//! Records the requests of guests to the pool for `tmem-bench replay`; docs/traces.md describes the
+//! format.
 //!
-//! Off unless asked for, and then bounded. A worker appends to a buffer in memory; a thread writes
-//! full ones to the file, so that no guest waits for the host's disk. What compressing a page once
-//! more takes, a guest does wait.
+//! Recording is off by default and bounded. A worker appends to a buffer in memory, and a thread
+//! writes full buffers to the file, so no guest waits for the host's disk. A guest does wait while
+//! each page is compressed once more.
 
 use crate::host::sandbox::{self, ThreadKind};
 use std::fs::{File, OpenOptions};
@@ -17,15 +18,15 @@ use std::time::Instant;
 use tmem_pool::trace::{Blind, Event, Op, SizeClass, Writer};
 use tmem_pool::{Put, PutResult};
 
-/// Bytes that are handed to the file at once: some ten thousand events.
+/// Bytes that are written to the file at once: some ten thousand events.
 const BUFFER_BYTES: usize = 64 << 10;
 
 struct TraceState {
     writer: Writer,
     buffer: Vec<u8>,
-    /// That may still be written.
+    /// Bytes that may still be written.
     left_bytes: u64,
-    /// To the thread that writes; None when the trace has ended.
+    /// Sends full buffers to the writing thread; None after the trace has ended.
     full: Option<Sender<Vec<u8>>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -35,8 +36,8 @@ pub struct Recorder {
     path: PathBuf,
     begun: Instant,
     blind: Blind,
-    /// Guards what is not yet written, and so the order of events. Taken with none of the pool's
-    /// locks.
+    /// Guards the data that is not yet written, and thereby the order of events. None of the pool's
+    /// locks is held with it.
     state: Mutex<TraceState>,
 }
 
@@ -50,10 +51,11 @@ fn write_all(mut file: File, path: &Path, buffers: &Receiver<Vec<u8>>) {
 }
 
 impl Recorder {
-    /// Into a file that is not there yet and that only its owner reads: it tells what guests do.
+    /// Creates a trace in a new file that only its owner can read, because it describes the guests'
+    /// activity.
     ///
     /// # Errors
-    /// It is there, or cannot be made.
+    /// The file exists or cannot be created.
     pub fn create(path: &Path, bytes_max: u64) -> io::Result<Recorder> {
         let file = OpenOptions::new()
             .write(true)
@@ -84,12 +86,12 @@ impl Recorder {
         })
     }
 
-    /// Ends the trace: when this returns, all of it is in the file.
+    /// Ends the trace. When this returns, the file is complete.
     pub fn finish(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let buffer = std::mem::take(&mut state.buffer);
         if let Some(full) = state.full.take() {
-            // An error was logged by the thread, which is gone then.
+            // An error means that the thread has logged a failure and ended.
             let _ = full.send(buffer);
         }
         let thread = state.thread.take();
@@ -109,7 +111,7 @@ impl Recorder {
             ..
         } = &mut *state;
         let Some(sender) = full else { return };
-        // Under the lock, so that time does not go back.
+        // Read under the lock, so that time never runs backwards in the trace.
         let time_us = self.begun.elapsed().as_micros() as u64;
         let mut is_full = false;
         for op in ops {
@@ -127,7 +129,7 @@ impl Recorder {
         if is_full || buffer.len() >= BUFFER_BYTES {
             *left_bytes -= buffer.len() as u64;
             let buffer = std::mem::replace(buffer, Vec::with_capacity(BUFFER_BYTES));
-            // As above.
+            // An error means that the thread has logged a failure and ended.
             if sender.send(buffer).is_err() || is_full {
                 *full = None;
             }
@@ -144,7 +146,7 @@ impl Drop for Recorder {
     }
 }
 
-/// Records one VM's part of a trace.
+/// Records the requests of one VM.
 #[derive(Clone)]
 pub struct Tap {
     recorder: Arc<Recorder>,
@@ -152,12 +154,13 @@ pub struct Tap {
 }
 
 impl Tap {
-    /// For the VM of this number.
+    /// Creates the recorder of the VM with this number.
     pub fn new(recorder: Arc<Recorder>, tenant: u32) -> Tap {
         Tap { recorder, tenant }
     }
 
-    /// Pages that were put. A refused one leaves nothing under its key: it is written as flushed.
+    /// Records pages that were put. A refused page leaves nothing under its key and is recorded as
+    /// a flush.
     pub fn put(&self, pool: u32, puts: &[Put<'_>], results: &[PutResult]) {
         let blind = &self.recorder.blind;
         let ops: Vec<Op> = puts
@@ -184,7 +187,7 @@ impl Tap {
         self.recorder.record(self.tenant, ops.into_iter());
     }
 
-    /// Pages `index ..` of an object that were asked for, and whether they were returned.
+    /// Records a request for the pages of an object from `index` on, and whether each was returned.
     pub fn get(&self, pool: u32, object: u64, index: u64, hits: impl Iterator<Item = bool>) {
         let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
         let ops = hits.zip(index..).filter_map(|(hit, index)| {
@@ -194,7 +197,7 @@ impl Tap {
         self.recorder.record(self.tenant, ops);
     }
 
-    /// Pages that were flushed; None: to the end.
+    /// Records a flush; without a number of pages it reaches to the end of the object.
     pub fn flush(&self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
         let (object, distance) = self.recorder.blind.object(self.tenant, pool, object);
         let op = match (index, nr_pages) {
@@ -208,14 +211,14 @@ impl Tap {
         self.recorder.record(self.tenant, op.into_iter());
     }
 
-    /// A pool that ended.
+    /// Records the end of a pool.
     pub fn destroy_pool(&self, pool: u32) {
         let pool = self.recorder.blind.pool(self.tenant, pool);
         self.recorder
             .record(self.tenant, std::iter::once(Op::DestroyPool(pool)));
     }
 
-    /// All pools ended.
+    /// Records the end of all pools.
     pub fn clear(&self) {
         self.recorder
             .record(self.tenant, std::iter::once(Op::Clear));

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which VMs there are: those given at the start, which stay, and those added and removed since.
+//! The VMs that the daemon serves: those of the configuration, which stay, and those that are added
+//! and removed while it runs.
 //!
-//! It owns their listening sockets and their place in the pool, and notes those that were added, so
-//! that they are back after a restart of the daemon. A call to it that fails has changed nothing.
-//! Never here: a connection's messages, and pages.
+//! The registry owns their sockets and their tenants, and stores added VMs so that they return
+//! after a restart of the daemon. A call that fails has changed nothing. Out of scope: messages of
+//! a connection, and pages.
 
 use crate::config::account::Account;
 use crate::config::settings::{
@@ -27,25 +28,26 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tmem_control::VmSpec;
 use tmem_pool::{AdmissionError, Pool, Quota, TenantSpec};
 
-/// Of a socket only whether it may be written to counts; more bits would be a mistake.
+/// Permission bits that a socket may have. Only write permission matters for a socket; other bits
+/// are a mistake.
 const MODE_BITS: i64 = 0o666;
 
-/// End of a VM's name while the VM that it comes from, by a migration on this host, is there.
+/// Suffix of a VM's name while the VM from which it is migrated on this host still exists.
 const INCOMING: &str = "+incoming";
 
-/// Of a VM that was removed: what it reserved is free at once, not only when its last page is.
+/// Quota of a removed VM. It frees the reserve at once, before the last page is freed.
 const NOTHING: Quota = Quota {
     reserve_bytes: 0,
     limit_bytes: Some(0),
     weight: 0,
 };
 
-/// Why a VM is not served, or not so; a sentence without the VM's name.
+/// Why a VM is refused; a sentence without the VM's name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refused {
-    /// For its quota.
+    /// Because of its quota.
     Quota(String),
-    /// For something else.
+    /// For another reason.
     Vm(String),
 }
 
@@ -60,24 +62,25 @@ struct Member {
     vm: Arc<Vm>,
     /// None until the daemon can serve.
     listener: Option<Arc<Listener>>,
-    /// What it was added with, as it is noted; None: it was given at the daemon's start.
+    /// The request with which the VM was added, as it is stored; None for a VM of the
+    /// configuration.
     added: Option<VmSpec>,
-    /// It was brought back with a smaller reserve than that; why, for people.
+    /// Why the VM was restored with a smaller reserve; text for operators.
     short: Option<String>,
 }
 
-/// The VMs.
+/// The VMs of the daemon.
 pub struct Registry {
     pool: Arc<Pool>,
     recorder: Option<Arc<Recorder>>,
     events: Arc<Events>,
-    /// Of each VM; see `Rate`.
+    /// Rate limit of each VM, see `RequestRate`.
     pages_per_second: Arc<AtomicU64>,
     run_folder: PathBuf,
     store: VmStore,
-    /// Guards who is there, in the order of coming, and how many ever came.
+    /// Guards the VMs in the order of their arrival, and the number of VMs that ever arrived.
     members: Mutex<(Vec<Member>, u32)>,
-    /// Tells who waits for connections that there are other sockets to wait for.
+    /// Signalled when the listening sockets have changed.
     changed: OwnedFd,
 }
 
@@ -87,20 +90,23 @@ impl Member {
     }
 }
 
-/// A name that tells the second end of a migration from the first.
+/// Returns the name of the second end of a migration on this host.
 fn incoming(name: &str) -> String {
-    // Names are ASCII.
+    // Names are ASCII, so every byte is a character boundary.
     let room = NAME_BYTES_MAX - INCOMING.len();
     format!("{}{INCOMING}", &name[..name.len().min(room)])
 }
 
-/// What is wrong with a reserve.
+/// Describes a reserve that does not fit.
 fn too_much(error: &AdmissionError) -> Refused {
     Refused::Quota(reserve_text(error.reserve_bytes, error.available_bytes))
 }
 
 impl Registry {
-    /// Without VMs.
+    /// Creates a registry without VMs.
+    ///
+    /// # Errors
+    /// The system has no descriptor left.
     pub fn new(
         pool: Arc<Pool>,
         recorder: Option<Arc<Recorder>>,
@@ -124,31 +130,34 @@ impl Registry {
         self.members.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on each VM may ask for so many pages in a second; 0: as many as it likes.
+    /// Sets the pages per second that each VM may use; 0 for no limit.
     pub fn set_pages_per_second(&self, pages: u64) {
         self.pages_per_second.store(pages, Ordering::Relaxed);
     }
 
-    /// Readable after [`listeners`](Self::listeners) has changed.
+    /// Returns a descriptor that is readable after [`listeners`](Self::listeners) has changed.
     pub fn changed(&self) -> &OwnedFd {
         &self.changed
     }
 
-    /// All VMs, in the order of their names.
+    /// Returns all VMs in the order of their names.
     pub fn vms(&self) -> Vec<Arc<Vm>> {
         let mut vms: Vec<Arc<Vm>> = self.lock().0.iter().map(|m| m.vm.clone()).collect();
         vms.sort_by_key(|vm| vm.name());
         vms
     }
 
-    /// All sockets, and whose they are.
+    /// Returns all sockets with their VMs.
     pub fn listeners(&self) -> Vec<(Arc<Listener>, Arc<Vm>)> {
         let members = self.lock();
         let both = |m: &Member| Some((m.listener.clone()?, m.vm.clone()));
         members.0.iter().filter_map(both).collect()
     }
 
-    /// A VM that the daemon is started with. Its socket comes with [`listen`](Self::listen).
+    /// Adds a VM of the configuration. Its socket is bound by [`listen`](Self::listen).
+    ///
+    /// # Errors
+    /// Its reserve does not fit.
     pub fn give(&self, config: &VmConfig) -> Result<(), AdmissionError> {
         let mut members = self.lock();
         let vm = self.make(&mut members.1, config)?;
@@ -179,7 +188,10 @@ impl Registry {
         Ok(Arc::new(vm))
     }
 
-    /// Binds the sockets of the VMs that were given, now that the daemon can serve them.
+    /// Binds the sockets of the VMs of the configuration, now that the daemon can serve them.
+    ///
+    /// # Errors
+    /// A socket cannot be bound.
     pub fn listen(&self) -> io::Result<()> {
         for member in &mut self.lock().0 {
             let vm = &member.vm;
@@ -194,9 +206,9 @@ impl Registry {
         Ok(())
     }
 
-    /// Brings back the VMs that were noted, in the order of their sockets; if the pool is too small for
-    /// a reserve now, with what is left of it. One that cannot be is named and left out, and so is
-    /// its note left as it is: nothing else suffers.
+    /// Restores the VMs of the store, in the order of their sockets. A reserve that no longer fits
+    /// is cut to what is left. A VM that cannot be restored is logged and left out, and its file is
+    /// kept.
     pub fn restore(&self) {
         let store = self.store.read().unwrap_or_else(|error| {
             tracing::error!("the VMs that were added before cannot be brought back: {error}");
@@ -204,7 +216,7 @@ impl Registry {
         });
         let mut members = self.lock();
         for StoredVm { path, vm } in store {
-            // Without one if the note cannot be read.
+            // None if the file cannot be read.
             let name = vm.as_ref().ok().map(|spec| spec.name.clone());
             let name = name.as_deref();
             let added = vm.map_err(Refused::Vm).and_then(|spec| {
@@ -235,13 +247,13 @@ impl Registry {
         }
     }
 
-    /// What was asked for, checked as far as it can be alone.
+    /// Validates a request as far as possible without the other VMs.
     fn parse_spec(&self, spec: &VmSpec) -> Result<(VmConfig, Access), Refused> {
         let fault =
             |key: &str, value: &str, what: String| Refused::Vm(format!("{key}={value}: {what}"));
         let id = |key: &str, id: Option<i64>| {
             let number = id.map(u32::try_from).transpose();
-            // The last one stands for "as it was" in system calls.
+            // u32::MAX means "unchanged" in system calls.
             let number = number.ok().filter(|number| *number != Some(u32::MAX));
             number.ok_or_else(|| {
                 let value = id.unwrap_or_default().to_string();
@@ -278,14 +290,14 @@ impl Registry {
             trust_domain: domain?,
             quota: quota::from_api(&spec.quota).map_err(Refused::Quota)?,
             socket,
-            // Its socket is made for whom `access` says.
+            // `access` contains the owner of the socket.
             owner: None,
         };
         Ok((config, access))
     }
 
-    /// A VM that was not there, or the second end of one that is. A reserve that does not fit is
-    /// refused, or, with `any_reserve`, cut to what does: the reason is told.
+    /// Inserts a new VM, or the second end of a migration on this host. A reserve that does not fit
+    /// is an error or, with `any_reserve`, cut to what is left. Returns the reason for a cut.
     fn insert(
         &self,
         members: &mut (Vec<Member>, u32),
@@ -344,7 +356,7 @@ impl Registry {
         Ok(short)
     }
 
-    /// Reserves may fit now, and names be free, that were not before.
+    /// Grants reserves that fit now, and names that are free now.
     fn make_good(&self, members: &mut [Member]) {
         for at in 0..members.len() {
             let wanted = members[at].added.as_ref().map(|added| added.name.clone());
@@ -372,12 +384,15 @@ impl Registry {
         }
     }
 
-    /// The pool is larger.
+    /// Grants reserves after the pool has grown.
     pub fn has_grown(&self) {
         self.make_good(&mut self.lock().0);
     }
 
-    /// Adds a VM, or changes the one of its UUID. True: there was none.
+    /// Adds a VM, or changes the VM of the same UUID. Returns true if the VM is new.
+    ///
+    /// # Errors
+    /// The request is invalid or conflicts with another VM.
     pub fn add(&self, spec: VmSpec) -> Result<bool, Refused> {
         let (config, access) = self.parse_spec(&spec)?;
         let uuid = config.uuid.clone().unwrap_or_default();
@@ -402,7 +417,7 @@ impl Registry {
         let there = all.iter().position(at_it);
         let there = there.or_else(|| all.iter().position(|m| of_it(m) && is_free(m)));
         let Some(at) = there else {
-            // What is connected at another socket is the end that it comes from.
+            // A connection at another socket is the end from which the VM is migrated.
             if ends > 1 {
                 let what = "it is connected at two sockets already, as in a migration on this host";
                 return Err(Refused::Vm(what.into()));
@@ -456,7 +471,7 @@ impl Registry {
             vm.set_problem(None);
             return Ok(false);
         }
-        // Its own other end may, for a while.
+        // The other end of the same VM may have the name for a while.
         let named_so = |m: &Member| m.vm.config.uuid != config.uuid && *m.vm.name() == *config.name;
         if let Some(other) = members.0.iter().find(|m| named_so(m)) {
             return Err(Refused::Vm(format!(
@@ -468,9 +483,9 @@ impl Registry {
         let (_, old_access) = self.parse_spec(&old)?;
         let give = |access| member.listener.as_ref().map_or(Ok(()), |l| l.give(access));
         give(access).map_err(|error| Refused::Vm(error.to_string()))?;
-        // After it: a quota that was lowered need not fit any more as it was.
+        // Done after the socket, because a reduced quota may no longer fit when it is set back.
         if let Err(error) = vm.tenant.set_quota(config.quota) {
-            // It was its owner's before.
+            // The socket is given back to its previous owner.
             let _ = give(old_access);
             return Err(too_much(&error));
         }
@@ -480,7 +495,7 @@ impl Registry {
         Ok(false)
     }
 
-    /// What is in force already is noted.
+    /// Stores a change that is already in effect.
     fn note(&self, member: &mut Member, spec: VmSpec) {
         if let Err(error) = self.store.write(&spec) {
             tracing::error!(
@@ -492,7 +507,7 @@ impl Registry {
         member.added = Some(spec);
     }
 
-    /// Changes a quota. None: there is no such VM.
+    /// Changes a quota. Returns None if there is no such VM.
     pub fn set_quota(
         &self,
         name: &str,
@@ -514,7 +529,7 @@ impl Registry {
         Some(set)
     }
 
-    /// It was set.
+    /// Records a quota that was set.
     fn has_quota(&self, member: &mut Member, quota: &tmem_control::Quota) {
         member.vm.set_problem(None);
         member.short = None;
@@ -530,8 +545,11 @@ impl Registry {
         }
     }
 
-    /// Another configured size of the pool, if one is given, and other quotas of VMs by their names, all
-    /// at once.
+    /// Sets another configured size of the pool, if one is given, and other quotas by VM name, in
+    /// one step.
+    ///
+    /// # Errors
+    /// A reserve does not fit; then nothing changes.
     pub fn configure(
         &self,
         size: &PoolSize,
@@ -558,8 +576,8 @@ impl Registry {
         Ok(())
     }
 
-    /// Keeps what a VM's manager says is wrong with it, or else what the daemon does. False: there is
-    /// no such VM.
+    /// Sets the problem that a VM's manager reports. Without one, a reserve that was cut remains as
+    /// the problem. Returns false if there is no such VM.
     pub fn set_problem(&self, uuid: &str, socket: &Path, problem: Option<String>) -> bool {
         let members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
@@ -574,14 +592,14 @@ impl Registry {
         true
     }
 
-    /// Ends a VM that was added. False: there is none.
+    /// Removes a VM that was added. Returns false if there is none.
     pub fn remove(&self, uuid: &str, socket: &Path) -> bool {
         let mut members = self.lock();
         let uuid = uuid.to_ascii_lowercase();
         let is_it = |m: &Member| m.added.is_some() && m.is(Some(&uuid), socket);
         let there = members.0.iter().position(is_it);
         let others = |m: &Member| m.vm.config.socket == socket;
-        // Also a note that could not be understood: its VM has gone.
+        // A file that could not be parsed is removed as well, because its VM is gone.
         if there.is_some() || (self.is_ours(socket) && !members.0.iter().any(others)) {
             self.forget(socket);
         }
@@ -594,7 +612,7 @@ impl Registry {
         there.is_some()
     }
 
-    /// It lies where sockets of VMs do.
+    /// Returns true if the socket is directly in the run folder.
     fn is_ours(&self, socket: &Path) -> bool {
         let name = socket.file_name();
         name.is_some_and(|name| self.run_folder.join(name) == socket)
@@ -607,7 +625,7 @@ impl Registry {
         }
     }
 
-    /// Its note stays.
+    /// Removes a VM without its stored file.
     fn take_out(&self, members: &mut (Vec<Member>, u32), at: usize) -> Arc<Vm> {
         let Member { vm, listener, .. } = members.0.remove(at);
         if let Some(listener) = listener {
@@ -623,7 +641,7 @@ impl Registry {
     }
 }
 
-/// How somebody can find a VM.
+/// Describes a VM for operators.
 fn identity(vm: &Vm) -> String {
     match &vm.config.uuid {
         Some(uuid) => format!("the one with the UUID {uuid}"),
@@ -664,7 +682,7 @@ mod tests {
             mode: None,
         };
         assert_eq!(registry.add(spec(1)), Ok(true));
-        // As the thread of its connection has it, which ends when it comes to that.
+        // The thread of a connection holds the VM until it ends.
         let held = registry.vms();
         registry.add(spec(2)).expect_err("all is reserved");
         assert!(registry.remove(&spec(1).uuid, Path::new(&spec(1).socket)));

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A VM as the daemon knows it: its name, its tenant, its counters, what its manager says.
+//! The state of a VM: its name, tenant, counters, and what its driver and manager report.
 //!
-//! It lives until it is removed; its storage lives as long as a connection.
+//! The value lives until the VM is removed. The tenant's pages live as long as a connection.
 
 use crate::config::settings::VmConfig;
 use crate::events::bus::{EventKind, Events};
@@ -24,85 +24,85 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Counters of a VM, from the daemon's start.
+/// Counters of a VM since the daemon's start.
 #[derive(Debug, Default)]
 pub struct Counters {
-    /// Connections taken.
+    /// Accepted connections.
     pub connections: AtomicU64,
-    /// Connections closed at once: there was one already, or the socket is not for them.
+    /// Refused connections: one existed already, or the peer was not authorized.
     pub connections_refused: AtomicU64,
-    /// Virtqueues stopped for a fault of the guest or of the VMM.
+    /// Virtqueues that were stopped because of a fault of the guest or the VMM.
     pub queues_stopped: AtomicU64,
-    /// Descriptor chains answered.
+    /// Answered descriptor chains.
     pub requests: AtomicU64,
-    /// Of these, with another generation.
+    /// Requests with an old generation.
     pub requests_stale: AtomicU64,
-    /// Of these, answered BAD or UNSUPPORTED for their shape.
+    /// Requests answered BAD or UNSUPPORTED because of their shape.
     pub requests_bad: AtomicU64,
-    /// Pages refused or missed because a drain's time was up.
+    /// Pages refused or missed because the time limit of a drain expired.
     pub drain_cut_pages: AtomicU64,
-    /// Pages refused or missed because the VM asked for more than its rate.
+    /// Pages refused or missed because the VM exceeded its rate.
     pub limited_pages: AtomicU64,
-    /// Pages refused since the VM is frozen.
+    /// Pages refused because the VM is frozen.
     pub refused_frozen: AtomicU64,
-    /// Time that workers were at its requests.
+    /// Time in ns that workers spent on the VM's requests.
     pub slices_ns: AtomicU64,
-    /// Times of PUT requests.
+    /// Latency of PUT requests.
     pub put_latency: Histogram,
-    /// Times of GET requests.
+    /// Latency of GET requests.
     pub get_latency: Histogram,
-    /// Times of FLUSH requests; of one that takes several turns, of the last.
+    /// Latency of FLUSH requests, from the first slice to the last.
     pub flush_latency: Histogram,
-    /// Times that its queues waited for a turn of their worker.
+    /// Time that the VM's queues waited for a slice of their worker.
     pub wait_latency: Histogram,
 }
 
 /// A VM that has a socket.
 pub struct Vm {
-    /// As configured, but for the name and the quota, which may change.
+    /// The configuration. Name and quota may have changed since.
     pub config: VmConfig,
-    /// Guards its name; under it no other lock is taken.
+    /// Guards the name. Leaf lock.
     name: Mutex<Arc<str>>,
-    /// Its storage.
+    /// The VM's part of the pool.
     pub tenant: Tenant,
-    /// Where what it asks is recorded.
+    /// The trace that records the VM's requests, if any.
     pub tap: Option<Tap>,
-    /// How much it may ask for.
+    /// The VM's rate limit.
     pub rate: RequestRate,
-    /// What happened.
+    /// The VM's counters.
     pub counters: Counters,
-    /// There is a connection.
+    /// A front end is connected.
     pub connected: AtomicBool,
-    /// It puts no more pages.
+    /// Puts of the VM are refused.
     pub frozen: AtomicBool,
-    /// Who is told what happens.
+    /// Receives the VM's events.
     events: Arc<Events>,
-    /// How much of it, of what the VM can cause.
+    /// Bounds the events that the VM can cause.
     event_limit: EventLimit,
-    /// Guards the last report of the driver; never held together with another lock.
+    /// Guards the last report of the driver. Leaf lock.
     report: Mutex<Option<Report>>,
-    /// Guards the last latencies of the driver; never held together with another lock.
+    /// Guards the last latencies of the driver. Leaf lock.
     latencies: Mutex<Option<Latencies>>,
-    /// Guards what a manager says is wrong with it; under it no other lock is taken.
+    /// Guards the problem that a manager reported. Leaf lock.
     problem: Mutex<Option<String>>,
-    /// Guards who is at the socket; under it no other lock is taken.
+    /// Guards the slot of the front end. Leaf lock.
     front_end: Mutex<FrontEndSlot>,
     log_limit: LogLimit,
-    /// Memory tables of its connections, also of those before, that are not unmapped yet.
+    /// Counts memory tables of all connections of the VM that are not unmapped yet.
     pub discarded: Discarded,
 }
 
-/// Who is at a VM's socket.
+/// The slot for the front end of a VM.
 enum FrontEndSlot {
     Free,
-    /// A front end; this ends its connection.
+    /// A front end is connected; the stream can end its connection.
     Connected(UnixStream),
-    /// The VM was removed: nobody any more.
+    /// The VM was removed; no front end can connect.
     Removed,
 }
 
 impl Vm {
-    /// A VM without a connection.
+    /// Creates a VM without a connection.
     pub fn new(config: VmConfig, tenant: Tenant, tap: Option<Tap>, events: Arc<Events>) -> Vm {
         Vm {
             name: Mutex::new(config.name.as_str().into()),
@@ -124,46 +124,46 @@ impl Vm {
         }
     }
 
-    /// Its name, for messages.
+    /// Returns the name, for messages.
     pub fn name(&self) -> Arc<str> {
         lock(&self.name).clone()
     }
 
-    /// From now on it is called so.
+    /// Changes the name.
     pub fn rename(&self, name: &str) {
         *lock(&self.name) = name.into();
     }
 
-    /// What its manager says is wrong with it, kept until it is no longer.
+    /// Sets or clears the problem that the VM's manager reports.
     pub fn set_problem(&self, problem: Option<String>) {
         *lock(&self.problem) = problem;
     }
 
-    /// What its manager said last.
+    /// Returns the problem that the VM's manager reported last.
     pub fn problem(&self) -> Option<String> {
         lock(&self.problem).clone()
     }
 
-    /// Ends its connection, if there is one, and has no other: it was removed.
+    /// Marks the VM as removed: ends its connection and admits no other.
     pub fn remove(&self) {
         if let FrontEndSlot::Connected(stream) =
             std::mem::replace(&mut *lock(&self.front_end), FrontEndSlot::Removed)
         {
-            // An error means that it has ended already.
+            // An error means that the connection has already ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// Ends its connection, if there is one; it may have another.
+    /// Ends the connection, if there is one. The front end may reconnect.
     pub fn hang_up(&self) {
         if let FrontEndSlot::Connected(stream) = &*lock(&self.front_end) {
-            // An error means that it has ended already.
+            // An error means that the connection has already ended.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
-    /// Forgets all its pages, in constant time, and what its driver reported: a connection or a
-    /// generation begins or ends.
+    /// Drops all pages in constant time, and the driver's report: a connection or a generation
+    /// begins or ends.
     pub fn clear(&self) {
         self.tenant.clear();
         if let Some(tap) = &self.tap {
@@ -172,7 +172,7 @@ impl Vm {
         self.clear_report();
     }
 
-    /// Keeps what the driver reports.
+    /// Keeps a report of the driver, and sends an event if its state changed.
     pub fn set_report(&self, report: Report) {
         let before = lock(&self.report).replace(report);
         if before.map(|report| report.state) != Some(report.state) {
@@ -184,22 +184,23 @@ impl Vm {
         }
     }
 
-    /// What the driver reported last, on this connection.
+    /// Returns the last report of the driver on this connection.
     pub fn report(&self) -> Option<Report> {
         *lock(&self.report)
     }
 
-    /// Keeps how long the driver's readers waited, by its own account.
+    /// Keeps the latencies that the driver reports for its readers.
     pub fn set_latencies(&self, latencies: Latencies) {
         *lock(&self.latencies) = Some(latencies);
     }
 
-    /// What the driver said of them last, on this connection; older ones never do.
+    /// Returns the last latencies of the driver on this connection; None for an older driver.
     pub fn latencies(&self) -> Option<Latencies> {
         *lock(&self.latencies)
     }
 
-    /// Tells those who listen what happens to it; what it can cause in a loop, at a bounded rate.
+    /// Sends an event about the VM. Events that the VM can cause in a loop are sent at a bounded
+    /// rate.
     pub fn tell(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
         match kind.sort() {
             None => self.tell_now(kind, text),
@@ -210,7 +211,7 @@ impl Vm {
         }
     }
 
-    /// Tells what was left out until now and says how it is, if there is room.
+    /// Sends events that waited, as far as the bound permits.
     pub fn catch_up(&self, now: Instant) {
         let tell = |kind, text: std::fmt::Arguments<'_>| self.tell_now(kind, text);
         self.event_limit.catch_up(now, tell);
@@ -220,7 +221,7 @@ impl Vm {
         self.events.tell(kind, Some(&self.name()), text);
     }
 
-    /// Counts a connection that is closed at once, and tells why.
+    /// Counts a refused connection and sends an event with the reason.
     pub fn refused(&self, why: std::fmt::Arguments<'_>) {
         self.counters
             .connections_refused
@@ -228,7 +229,7 @@ impl Vm {
         self.tell(EventKind::ConnectionRefused, why);
     }
 
-    /// Its socket is not for whoever connected.
+    /// Reports a peer that the VM's socket does not admit.
     pub fn refuse(&self, peer: &UnauthorizedPeer) {
         self.refused(format_args!("{peer}"));
         self.warn(format_args!(
@@ -243,23 +244,24 @@ impl Vm {
         *lock(&self.latencies) = None;
     }
 
-    /// Logs a warning about this VM, at a bounded rate: a guest must not fill the host's disk.
+    /// Logs a warning about the VM at a bounded rate, because a guest must not fill the host's
+    /// disk.
     pub fn warn(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // Said only if there are some.
+            // The field is omitted if it is 0.
             let left_out = (left_out > 0).then_some(left_out);
             tracing::warn!(vm = %self.name(), left_out, "{message}");
         }
     }
 
-    /// Logs why a virtqueue does no more, and tells it.
+    /// Logs why a virtqueue stopped, and sends an event.
     pub fn queue_stopped(&self, virtqueue: usize, reason: &str) {
         self.tell(
             EventKind::QueueStopped,
             format_args!("virtqueue {virtqueue}: {reason}"),
         );
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // Said only if there are some.
+            // The field is omitted if it is 0.
             let left_out = (left_out > 0).then_some(left_out);
             let vm = self.name();
             tracing::warn!(
@@ -269,10 +271,10 @@ impl Vm {
         }
     }
 
-    /// Logs what a VM or its VMM did, at the same rate: it may do so in a loop.
+    /// Logs an action of the VM or its VMM at a bounded rate, because they may repeat it in a loop.
     pub fn info(&self, message: std::fmt::Arguments<'_>) {
         if let Some(left_out) = self.log_limit.admit(Instant::now()) {
-            // Said only if there are some.
+            // The field is omitted if it is 0.
             let left_out = (left_out > 0).then_some(left_out);
             tracing::info!(vm = %self.name(), left_out, "{message}");
         }
@@ -291,22 +293,25 @@ pub fn driver_state(state: u32) -> &'static str {
     }
 }
 
-/// A connection's place at its VM, for as long as this lives.
+/// A connection's slot at its VM; dropping it releases the slot.
 pub struct Connected(Arc<Vm>);
 
-/// Why a connection has no place.
+/// Why a connection gets no slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NoPlace {
-    /// There is a connection already.
+    /// A front end is connected already.
     Taken,
     /// The VM was removed.
     Removed,
-    /// The system has no second handle of the socket.
+    /// The system has no descriptor left.
     NoHandle,
 }
 
 impl Connected {
-    /// Takes the place.
+    /// Takes the slot.
+    ///
+    /// # Errors
+    /// See [`NoPlace`].
     pub fn claim(vm: &Arc<Vm>, stream: &UnixStream) -> Result<Connected, NoPlace> {
         let mut front_end = lock(&vm.front_end);
         match *front_end {
@@ -337,7 +342,7 @@ mod tests {
     use tmem_pool::{Pool, PoolConfig, TenantSpec};
     use zerocopy::FromZeros;
 
-    /// It would push what happens to others out of the queue of who listens.
+    /// Such a guest would displace events of other VMs from a subscriber's queue.
     #[test]
     fn a_guest_that_reports_in_a_loop_drowns_nobody() {
         let pool = Pool::new(PoolConfig {
@@ -376,7 +381,7 @@ mod tests {
                 .filter(move |event| event.vm.as_deref() == Some(name))
         };
         assert_eq!(of("other").count(), 1);
-        // One or another period may have passed.
+        // One or two periods may have passed.
         assert!(of("loud").count() < 2 * BURST as usize);
         loud.catch_up(Instant::now() + 2 * PERIOD);
         let taken = subscription.take();

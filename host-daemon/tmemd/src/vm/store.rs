@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon notes of the VMs that were added, so that its next start has them again: one file
-//! for each in `vms/` of the run folder, named after the VM's socket.
+//! The store of added VMs, from which the next start of the daemon restores them. Each VM has a
+//! file in `vms/` of the run folder, named after its socket.
 //!
-//! A file is there whole or not at all. One that cannot be understood is left as it is and named.
-//! Never here: pages, or anything a guest said.
+//! A file is written atomically. A file that cannot be parsed is reported and kept. Out of scope:
+//! pages, and data from guests.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -11,39 +11,39 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use tmem_control::VmSpec;
 
-/// A note has some hundred bytes; a larger one is none of ours.
+/// Maximum size of a file in bytes; a valid one has some hundred.
 const NOTE_BYTES_MAX: u64 = 64 << 10;
 
-/// End of a note's name.
+/// Suffix of a stored file.
 const SUFFIX: &str = ".json";
 
-/// The folder with the notes.
+/// The folder with the stored VMs.
 pub struct VmStore(PathBuf);
 
-/// A note, or what is wrong with it.
+/// A stored VM.
 pub struct StoredVm {
     /// Its file.
     pub path: PathBuf,
-    /// What it says.
+    /// Its content, or why the file is invalid.
     pub vm: Result<VmSpec, String>,
 }
 
 impl VmStore {
-    /// Those in that run folder. Nothing is made before something is noted.
+    /// Creates the store of a run folder. The folder itself is created when a VM is stored.
     pub fn new(run_folder: &Path) -> VmStore {
         VmStore(run_folder.join("vms"))
     }
 
-    /// None: such a socket has no name.
+    /// Returns the file of a socket; None if the socket has no file name.
     fn path(&self, socket: &Path) -> Option<PathBuf> {
         let mut name = socket.file_name()?.to_os_string();
         name.push(SUFFIX);
         Some(self.0.join(name))
     }
 
-    /// Who can write there can say which VMs there are, in which trust domain and whose, and which
-    /// files of the daemon's user are overwritten. In a run folder that others can write to, they
-    /// may have made it.
+    /// Checks that only the daemon can write to the folder. A user who can write there decides
+    /// which VMs exist, in which trust domain, and whose files are overwritten. In a run folder
+    /// that others can write to, another user may have created it.
     fn check(&self) -> io::Result<()> {
         let is = fs::symlink_metadata(&self.0)?;
         let me = rustix::process::geteuid().as_raw();
@@ -60,10 +60,10 @@ impl VmStore {
         result.map_err(|e| io::Error::new(e.kind(), format!("note {}: {e}", path.display())))
     }
 
-    /// All there are, in the order of their names.
+    /// Reads all stored VMs in the order of their names.
     ///
     /// # Errors
-    /// The folder is there and cannot be read.
+    /// The folder exists and cannot be read.
     pub fn read(&self) -> io::Result<Vec<StoredVm>> {
         let folder = match self.check().and_then(|()| fs::read_dir(&self.0)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -73,7 +73,7 @@ impl VmStore {
         for entry in folder {
             let path = VmStore::at(&self.0, entry)?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            // Others are notes that were never finished.
+            // Other files are left from an interrupted write.
             if let Some(socket) = name.strip_suffix(SUFFIX) {
                 store.push(StoredVm {
                     vm: read(&path, socket),
@@ -85,10 +85,10 @@ impl VmStore {
         Ok(store)
     }
 
-    /// Notes a VM, in place of what was noted of its socket.
+    /// Stores a VM in place of an earlier one with the same socket.
     ///
     /// # Errors
-    /// It cannot be written; what was noted before stays.
+    /// The file cannot be written; the earlier one stays.
     pub fn write(&self, vm: &VmSpec) -> io::Result<()> {
         let made = DirBuilder::new().mode(0o700).create(&self.0);
         match made {
@@ -105,17 +105,17 @@ impl VmStore {
             options.write(true).create(true).truncate(true).mode(0o600);
             let mut file = options.open(&new)?;
             file.write_all(text.as_bytes())?;
-            // The name must not be there before the content, should the host stop just now.
+            // The content must be on disk before the name, in case the host stops.
             file.sync_all()?;
             fs::rename(&new, &path)
         };
         VmStore::at(&path, write())
     }
 
-    /// Forgets the VM at that socket; that there is no note is fine.
+    /// Removes the VM of a socket. It need not be stored.
     ///
     /// # Errors
-    /// The note is there and cannot be removed.
+    /// The file exists and cannot be removed.
     pub fn remove(&self, socket: &Path) -> io::Result<()> {
         let Some(path) = self.path(socket) else {
             return Ok(());
@@ -181,7 +181,7 @@ mod tests {
         assert!(store.read().expect("readable").is_empty());
     }
 
-    /// Of those that another user could have put there nothing is read, written or removed.
+    /// Files that another user could have created are neither read nor written nor removed.
     #[test]
     fn a_folder_that_others_can_write_to_is_not_used() {
         let there = tempfile::tempdir().expect("a folder");
