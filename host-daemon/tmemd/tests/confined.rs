@@ -144,7 +144,7 @@ fn web1(socket: &Path) -> VmSpec {
 }
 
 #[test]
-fn a_user_of_its_own_serves_qemu_of_another() {
+fn the_daemon_serves_a_qemu_of_another_user() {
     if !geteuid().is_root() {
         return skipped(
             Missing::Root,
@@ -218,7 +218,7 @@ fn a_user_of_its_own_serves_qemu_of_another() {
 
 /// By hand: what root can do that the daemon does not need is given up, by every thread.
 #[test]
-fn as_root_it_keeps_what_it_needs() {
+fn as_root_the_daemon_keeps_only_needed_capabilities() {
     if !geteuid().is_root() {
         return skipped(Missing::Root, "only root can start it as root");
     }
@@ -273,7 +273,7 @@ fn as_root_it_keeps_what_it_needs() {
 
 /// Another user's is not. The daemon tells so in its figures, where tmemctl doctor looks.
 #[test]
-fn it_tells_that_its_memory_is_not_locked() {
+fn unlocked_memory_is_logged() {
     if !geteuid().is_root() {
         return skipped(
             Missing::Root,

@@ -49,7 +49,7 @@ fn sockets(config: &Config) -> Vec<PathBuf> {
 }
 
 #[test]
-fn list_and_stats_on_both_sockets() {
+fn list_and_stats_work_on_both_sockets() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("starts");
@@ -119,7 +119,7 @@ fn a_connection_is_counted() {
 
 /// A front end that sends half a message holds up itself and nobody else, not even the end.
 #[test]
-fn half_a_message_holds_up_nobody() {
+fn half_a_message_blocks_only_its_connection() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("starts");
@@ -211,7 +211,7 @@ fn only_the_full_socket_changes_quotas() {
 
 /// A client that sends too much, nonsense or half a message harms nobody.
 #[test]
-fn odd_clients_are_let_go() {
+fn misbehaving_clients_are_disconnected() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("starts");
@@ -259,7 +259,7 @@ fn odd_clients_are_let_go() {
 }
 
 #[test]
-fn there_is_a_limit_of_clients() {
+fn the_number_of_clients_is_limited() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("starts");
@@ -284,7 +284,7 @@ fn there_is_a_limit_of_clients() {
 }
 
 #[test]
-fn sockets_have_their_modes_and_go_with_the_daemon() {
+fn sockets_have_their_modes_and_are_removed_at_the_stop() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("starts");
@@ -352,7 +352,7 @@ fn a_socket_of_another_is_not_removed() {
 }
 
 #[test]
-fn reserves_must_fit() {
+fn reserves_that_do_not_fit_are_refused() {
     let directory = tempfile::tempdir().expect("directory");
     let mut config = config(directory.path());
     config.vms[0].quota.reserve_bytes = 64 << 20;
@@ -389,7 +389,7 @@ fn tmemd(directory: &Path) -> Running {
 }
 
 #[test]
-fn signals_end_it_cleanly() {
+fn signals_end_the_daemon_cleanly() {
     for signal in [rustix::process::Signal::TERM, rustix::process::Signal::INT] {
         let directory = tempfile::tempdir().expect("directory");
         let config = config(directory.path());
@@ -429,7 +429,7 @@ fn log_of(mut daemon: Running) -> String {
 
 /// Somebody who may connect must not fill the host's disk.
 #[test]
-fn what_clients_do_is_logged_at_a_bounded_rate() {
+fn log_lines_of_clients_are_rate_limited() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = tmemd(directory.path());
@@ -493,7 +493,7 @@ fn an_answer_may_be_longer_than_a_call() {
 
 /// A VMM gives its memory to whoever is at its socket.
 #[test]
-fn a_folder_that_everybody_can_write_to_is_named() {
+fn a_world_writable_folder_is_logged() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     for (mode, named) in [(0o770, false), (0o777, true)] {
@@ -507,7 +507,7 @@ fn a_folder_that_everybody_can_write_to_is_named() {
 }
 
 #[test]
-fn wrong_arguments_are_named() {
+fn invalid_arguments_are_named() {
     for (arguments, part) in [
         (&["--pool-size", "12XB"][..], "XB"),
         (
@@ -536,7 +536,7 @@ fn wrong_arguments_are_named() {
 /// What the host says is files in the test's directory here: a machine of its own to make short of
 /// memory is more than a test has.
 #[test]
-fn the_pool_gives_way_to_the_host_and_comes_back() {
+fn the_pool_shrinks_for_the_host_and_grows_back() {
     let directory = tempfile::tempdir().expect("directory");
     let path = |name: &str| directory.path().join(name);
     // At once, as the kernel does it.

@@ -52,8 +52,8 @@ fn slots() -> GuestConfig {
 
 /// Pause and continue with batches in flight.
 #[test]
-fn a_pause_lets_go_and_keeps_the_cache() {
-    let seed = seed("a_pause_lets_go_and_keeps_the_cache");
+fn a_pause_releases_memory_and_keeps_the_cache() {
+    let seed = seed("a_pause_releases_memory_and_keeps_the_cache");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = DriverConfig {
@@ -106,8 +106,8 @@ fn a_pause_lets_go_and_keeps_the_cache() {
 
 /// RESET_DEVICE, and the end of a connection, with batches in flight.
 #[test]
-fn a_reset_lets_go() {
-    let seed = seed("a_reset_lets_go");
+fn a_reset_releases_memory_and_empties_the_cache() {
+    let seed = seed("a_reset_releases_memory_and_empties_the_cache");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = DriverConfig {
@@ -135,8 +135,8 @@ fn a_reset_lets_go() {
 
 /// The memory map changes under load, as at a hotplug: nothing is lost or late.
 #[test]
-fn the_memory_table_changes_under_load() {
-    let seed = seed("the_memory_table_changes_under_load");
+fn changing_the_memory_table_under_load_loses_no_request() {
+    let seed = seed("changing_the_memory_table_under_load_loses_no_request");
     for mem_slots in [false, true] {
         let mut daemon = Daemon::start(&[("a", None)]);
         let mut ram = guest("a").ram;
@@ -249,8 +249,8 @@ fn a_refused_put_leaves_nothing() {
 
 /// A region that is taken away with requests in it is never written again.
 #[test]
-fn a_region_that_goes_is_let_go() {
-    let seed = seed("a_region_that_goes_is_let_go");
+fn a_removed_region_is_unmapped() {
+    let seed = seed("a_removed_region_is_unmapped");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", seed);
@@ -340,7 +340,7 @@ fn staged(driver: &mut Driver, object: u64) {
 
 /// When it matters: a migration ends with GET_VRING_BASE, or with the connection.
 #[test]
-fn a_dirty_log_that_is_too_short_is_told_before_the_migration_ends() {
+fn a_short_dirty_log_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     for stops in [true, false] {
         let mut daemon = Daemon::start(&[("a", None)]);
@@ -374,7 +374,7 @@ fn a_dirty_log_that_is_too_short_is_told_before_the_migration_ends() {
 /// Every page that the daemon changes is in the dirty log: while it runs, at a pause, and after a
 /// new memory table.
 #[test]
-fn the_dirty_log_covers_what_changed() {
+fn the_dirty_log_covers_all_written_pages() {
     let mut daemon = Daemon::start(&[("a", None)]);
     for round in 0..6 {
         let config = GuestConfig {

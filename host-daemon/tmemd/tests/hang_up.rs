@@ -92,7 +92,7 @@ fn get(driver: &Driver, object: u64, first: u64) -> Request {
 }
 
 #[test]
-fn stopped_while_the_front_end_hangs_up() {
+fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let socket = daemon.socket("a");
     let mut probe = FakeGuest::new(common::guest("a")).unwrap();

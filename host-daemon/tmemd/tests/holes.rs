@@ -55,7 +55,7 @@ fn print(what: &str, mut times: Vec<Duration>) {
 
 #[test]
 #[ignore = "measures, on a quiet machine with 6 GiB to spare: --release -- --ignored --nocapture"]
-fn while_a_hole_is_punched_others_wait() {
+fn punching_a_hole_delays_other_vms() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut neighbour = daemon.driver("b", 1);
     let region = |start, size_bytes| RamRegion { start, size_bytes };

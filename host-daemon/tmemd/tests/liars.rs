@@ -97,7 +97,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
 
 /// Every fault of the list, alone.
 #[test]
-fn every_fault_has_its_answer() {
+fn every_malformed_request_has_its_answer() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut driver = daemon.driver("liar", 1);
     let mut neighbour = daemon.driver("neighbour", 2);
@@ -151,8 +151,8 @@ fn every_fault_has_its_answer() {
 /// Memory that changes while the daemon reads it: the daemon lives, neighbours see nothing, and a
 /// hit is always the page of the cookie that comes with it.
 #[test]
-fn requests_that_change_under_its_eyes() {
-    let seed = seed("requests_that_change_under_its_eyes");
+fn requests_that_change_while_they_are_read_are_harmless() {
+    let seed = seed("requests_that_change_while_they_are_read_are_harmless");
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut liar = daemon.driver("liar", seed);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
@@ -225,8 +225,8 @@ fn requests_that_change_under_its_eyes() {
 
 /// Scribbles over everything: rings, descriptors, requests.
 #[test]
-fn memory_that_is_noise() {
-    let seed = seed("memory_that_is_noise");
+fn random_guest_memory_is_harmless() {
+    let seed = seed("random_guest_memory_is_harmless");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
@@ -276,7 +276,7 @@ fn memory_that_is_noise() {
 
 /// A guest that kicks, fills its rings round and round and never takes an answer.
 #[test]
-fn answers_that_nobody_takes() {
+fn a_guest_that_takes_no_answers_blocks_no_other() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut liar = daemon.driver("liar", 1);
     let mut neighbour = daemon.driver("neighbour", 2);
@@ -360,7 +360,7 @@ fn answers_that_nobody_takes() {
 /// Calls that would wait: the front end takes O_NONBLOCK away from the files that it shares, and keeps
 /// their counters full. Its own guest may miss interrupts. Nobody else notices, and the daemon ends.
 #[test]
-fn calls_that_would_wait_hold_up_nobody() {
+fn blocking_call_eventfds_block_no_other_vm() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut liar = daemon.driver("liar", 1);
     let mut neighbour = daemon.driver("neighbour", 2);

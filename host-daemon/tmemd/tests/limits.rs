@@ -60,7 +60,7 @@ fn log(daemon: &Daemon) -> String {
 }
 
 #[test]
-fn all_vms_together_fill_no_log() {
+fn log_lines_of_all_vms_are_bounded() {
     let names: Vec<String> = (0..80).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
     let begun = Instant::now();
@@ -95,7 +95,7 @@ fn all_vms_together_fill_no_log() {
 }
 
 #[test]
-fn connections_that_cannot_be_accepted_fill_no_log() {
+fn log_lines_of_failed_accepts_are_bounded() {
     let mut daemon = visible();
     at_rest(&mut daemon);
     let pid = Pid::from_raw(daemon.pid() as i32).expect("a process");
@@ -137,7 +137,7 @@ fn connections_that_cannot_be_accepted_fill_no_log() {
 
 /// All that a front end may ask for: queues, regions, the largest rings.
 #[test]
-fn a_connection_takes_no_more_than_stated() {
+fn resources_of_a_connection_are_bounded() {
     let mut daemon = visible();
     let region = |number: u64| RamRegion {
         start: number << 32,

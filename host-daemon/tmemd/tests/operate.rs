@@ -70,7 +70,7 @@ fn requests_are_timed_and_counted() {
 /// It grows with work, and not for a VM that asks nothing. No time is compared with one that a busy machine may
 /// not keep.
 #[test]
-fn processor_time_is_told_by_work_and_by_vm() {
+fn processor_time_is_reported_by_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
     // So small that there is room to be made.
@@ -115,7 +115,7 @@ fn processor_time_is_told_by_work_and_by_vm() {
 
 /// Beside the report, and only from drivers that say it.
 #[test]
-fn how_long_readers_waited_is_told() {
+fn latencies_of_readers_are_reported() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 1);
     let mut client = client(&daemon.path("control"));
@@ -141,7 +141,7 @@ fn how_long_readers_waited_is_told() {
 }
 
 #[test]
-fn a_flushed_vm_has_nothing_and_goes_on() {
+fn a_flushed_vm_is_empty_and_continues() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 2);
     (0..100).for_each(|index| put(&mut driver, index));
@@ -160,7 +160,7 @@ fn a_flushed_vm_has_nothing_and_goes_on() {
 
 /// What was put before under its key must not come back either.
 #[test]
-fn a_frozen_vm_puts_nothing_and_gets_what_is_there() {
+fn a_frozen_vm_puts_nothing_and_still_gets() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 3);
     (0..50).for_each(|index| put(&mut driver, index));
@@ -186,7 +186,7 @@ fn a_frozen_vm_puts_nothing_and_gets_what_is_there() {
 }
 
 #[test]
-fn a_resized_pool_gives_back_and_takes_again() {
+fn a_resized_pool_shrinks_and_grows() {
     let mut daemon = daemon();
     let mut driver = daemon.driver("a", 4);
     (0..4000).for_each(|index| put(&mut driver, index));
@@ -222,7 +222,7 @@ fn a_resized_pool_gives_back_and_takes_again() {
 }
 
 #[test]
-fn who_may_only_read_changes_nothing() {
+fn the_read_only_socket_changes_nothing() {
     let daemon = daemon();
     let mut client = client(&daemon.path("read-only"));
     let refused = |kind: &ErrorKind, method: &str| {
@@ -243,7 +243,7 @@ fn who_may_only_read_changes_nothing() {
 }
 
 #[test]
-fn nobody_is_named() {
+fn unknown_vms_are_named_in_errors() {
     let daemon = daemon();
     let mut client = client(&daemon.path("control"));
     let unknown = |kind: &ErrorKind| {
@@ -258,7 +258,7 @@ fn nobody_is_named() {
 }
 
 #[test]
-fn events_come_as_they_happen() {
+fn events_are_sent_as_they_happen() {
     let mut daemon = daemon();
     let (sender, receiver) = std::sync::mpsc::channel::<Event>();
     let socket = daemon.path("read-only");
@@ -299,7 +299,7 @@ fn events_come_as_they_happen() {
 /// Connections that come and go in a loop are not told one by one, but how it is at the end is, though
 /// nothing more happens.
 #[test]
-fn what_was_left_out_is_told_later() {
+fn left_out_events_are_sent_later() {
     let daemon = daemon();
     let mut listener = subscribe(&daemon.path("read-only")).unwrap();
     let mut client = client(&daemon.path("control"));
@@ -332,7 +332,7 @@ fn subscribe(control: &Path) -> io::Result<UnixStream> {
 }
 
 #[test]
-fn a_subscription_needs_more_and_ends_with_the_client() {
+fn a_subscription_requires_more_and_ends_with_the_client() {
     let daemon = daemon();
     let error = client(&daemon.path("control")).monitor().call();
     let error = error.expect_err("without more");
@@ -375,7 +375,7 @@ fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
 }
 
 #[test]
-fn a_client_that_may_only_read_waits_if_it_asks_in_a_loop() {
+fn calls_of_read_only_clients_are_rate_limited() {
     let daemon = daemon();
     let read_only = daemon.path("read-only");
     // Of 150 calls 50 are answered at once, and 50 in each second that follows.

@@ -112,8 +112,12 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
 
 /// Thousands of requests of four guests; what the pool has room for comes back.
 #[test]
-fn a_crowd_in_a_roomy_pool() {
-    let drivers = crowd(seed("a_crowd_in_a_roomy_pool"), "512MiB", 8_000);
+fn random_guests_in_a_large_pool_read_their_own_pages() {
+    let drivers = crowd(
+        seed("random_guests_in_a_large_pool_read_their_own_pages"),
+        "512MiB",
+        8_000,
+    );
     for (driver, cut) in drivers {
         let counts = driver.model.counts();
         println!(
@@ -131,8 +135,12 @@ fn a_crowd_in_a_roomy_pool() {
 
 /// The same where pages are pushed out all the time.
 #[test]
-fn a_crowd_in_a_tight_pool() {
-    let drivers = crowd(seed("a_crowd_in_a_tight_pool"), "2MiB", 5_000);
+fn random_guests_in_a_small_pool_read_their_own_pages() {
+    let drivers = crowd(
+        seed("random_guests_in_a_small_pool_read_their_own_pages"),
+        "2MiB",
+        5_000,
+    );
     let lost: u64 = drivers
         .iter()
         .map(|(d, _)| d.model.counts().lost + d.model.counts().refused)
@@ -144,8 +152,8 @@ fn a_crowd_in_a_tight_pool() {
 
 /// Full batches through the largest rings and the smallest.
 #[test]
-fn batches_and_rings_of_every_size() {
-    let seed = seed("batches_and_rings_of_every_size");
+fn batches_and_rings_of_every_size_work() {
+    let seed = seed("batches_and_rings_of_every_size_work");
     let mut daemon = Daemon::start(&[("a", None)]);
     for (queue_size, request_queues, features_off) in [
         (1024, 1, F_EVENT_IDX),

@@ -171,7 +171,7 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
 /// The remedy of puts that are refused since too many pages wait: the option before the file, the file before
 /// the default, and as many threads as that.
 #[test]
-fn so_many_threads_as_are_asked_for_do_the_background_work() {
+fn the_configured_number_of_background_threads_starts() {
     let background_threads = |daemon: &Running| {
         let tasks = format!("/proc/{}/task", daemon.child.id());
         let names = fs::read_dir(tasks).expect("it runs").map(|task| {
@@ -203,7 +203,7 @@ fn so_many_threads_as_are_asked_for_do_the_background_work() {
 
 /// What a reserve has to fit into is the size of the file that was read last: the next start has no other.
 #[test]
-fn reserves_have_to_fit_the_size_that_was_read_again() {
+fn reserves_must_fit_a_reloaded_size() {
     let running = Running::start(|at| format!("pool_size = \"128MiB\"\n{}", vm(at, "greedy", "")));
     let at = running.path();
     let read = |size: &str, reserve: &str| {
@@ -233,7 +233,7 @@ fn reserves_have_to_fit_the_size_that_was_read_again() {
 /// Reserves and the pool's size hang on each other: whatever the file's order, they are taken over together,
 /// or nothing of the file is.
 #[test]
-fn a_file_is_taken_over_as_a_whole_or_not_at_all() {
+fn a_file_is_applied_completely_or_not_at_all() {
     let reserves = |at: &Path, a: &str, b: &str| {
         let reserve = |mib: &str| format!("reserve = \"{mib}\"\n");
         vm(at, "a", &reserve(a)) + &vm(at, "b", &reserve(b))
@@ -303,7 +303,7 @@ fn a_file_is_taken_over_as_a_whole_or_not_at_all() {
 
 /// In the sandbox nothing can be looked up: what is written is compared.
 #[test]
-fn users_and_groups_are_looked_up_at_the_start_alone() {
+fn users_and_groups_are_looked_up_only_at_the_start() {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
     let text = |at: &Path, group: &str, user: &str| {
         format!(
@@ -405,7 +405,7 @@ fn a_file_is_checked_without_a_daemon() {
 /// Beyond the rate that the file allows each VM, pages are refused and missed at once; it can be changed
 /// while guests ask.
 #[test]
-fn pages_per_second_of_a_vm() {
+fn a_reload_changes_the_rate_limit() {
     let limited = "pool_size = \"64MiB\"\nvm_pages_per_second = 100\n";
     let running = Running::start(|folder| {
         format!("{limited}{}{}", vm(folder, "web", ""), vm(folder, "db", ""))

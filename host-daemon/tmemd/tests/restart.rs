@@ -12,8 +12,8 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 /// kill -9 with requests in flight, again and again.
 #[test]
-fn killed_with_requests_in_flight() {
-    let seed = seed("killed_with_requests_in_flight");
+fn requests_in_flight_at_a_kill_are_replayed() {
+    let seed = seed("requests_in_flight_at_a_kill_are_replayed");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut drivers = [daemon.driver("a", seed), daemon.driver("b", seed + 1)];
@@ -126,8 +126,8 @@ fn a_connection_starts_empty() {
 
 /// Whatever else than the generation a request carries is STALE and changes nothing.
 #[test]
-fn another_generation_touches_nothing() {
-    let seed = seed("another_generation_touches_nothing");
+fn a_stale_request_changes_nothing() {
+    let seed = seed("a_stale_request_changes_nothing");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", seed);
@@ -214,7 +214,7 @@ fn another_generation_touches_nothing() {
 /// A daemon that died between an answer and its interrupt leaves a driver that waits: its successor
 /// interrupts whoever gives it a call descriptor.
 #[test]
-fn a_new_daemon_interrupts_for_what_the_old_one_answered() {
+fn a_new_daemon_interrupts_for_answers_of_the_old_one() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let call = EventFd::new(EFD_NONBLOCK).unwrap();

@@ -54,7 +54,7 @@ fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64)
 
 /// The configuration is within the limits, and no feature is offered that must not be.
 #[test]
-fn configuration_and_features() {
+fn configuration_and_features_match_the_specification() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let driver = daemon.driver("a", 1);
     let config = driver.guest.device().unwrap();
@@ -145,7 +145,7 @@ fn every_bit_of_a_key_counts() {
 
 /// If a key occurs twice in a put, the later one counts.
 #[test]
-fn the_last_put_counts() {
+fn the_last_put_of_a_key_wins() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -236,7 +236,7 @@ fn answers_come_in_order() {
 
 /// Flushes drop what they name and nothing else.
 #[test]
-fn flushes_drop_what_they_name() {
+fn flushes_drop_exactly_their_ranges() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let pool = driver.pool();
@@ -286,7 +286,7 @@ fn flushes_drop_what_they_name() {
 
 /// 256 pools and not one more; ids are the driver's; a destroyed pool is empty.
 #[test]
-fn pools_and_their_limit() {
+fn the_number_of_pools_is_limited() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut driver = daemon.driver("a", 1);
     let mut other = daemon.driver("b", 2);
@@ -319,7 +319,7 @@ fn pools_and_their_limit() {
 
 /// Two VMs of one trust domain and equal ids, cookies and contents: neither reaches the other's.
 #[test]
-fn nothing_of_a_neighbour() {
+fn a_vm_gets_no_page_of_another() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut a = daemon.driver("a", 1);
     let mut b = daemon.driver("b", 1);

@@ -39,8 +39,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
 }
 
 #[test]
-fn all_slots_come_and_go_under_load() {
-    let seed = seed("all_slots_come_and_go_under_load");
+fn memory_slots_change_under_load() {
+    let seed = seed("memory_slots_change_under_load");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
     let config = DriverConfig {
@@ -93,8 +93,8 @@ fn all_slots_come_and_go_under_load() {
 }
 
 #[test]
-fn one_slot_more_is_refused_and_disturbs_nobody_else() {
-    let seed = seed("one_slot_more_is_refused_and_disturbs_nobody_else");
+fn one_slot_too_many_is_refused_without_effect_on_others() {
+    let seed = seed("one_slot_too_many_is_refused_without_effect_on_others");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let config = |seed| DriverConfig {

@@ -65,7 +65,7 @@ fn live(round: u64) {
 }
 
 #[test]
-fn a_clean_stop_gives_all_back() {
+fn a_clean_stop_releases_all_resources() {
     let own = std::process::id() as i32;
     // Or the kernel decides in steps of 2 MiB what is left.
     disable_transparent_huge_pages(true).expect("3.15 or later");

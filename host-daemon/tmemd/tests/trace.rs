@@ -71,7 +71,7 @@ fn read(bytes: &[u8]) -> Vec<Event> {
 }
 
 #[test]
-fn what_was_asked_is_written() {
+fn a_trace_contains_the_requests() {
     let mut daemon = recording("1MiB");
     let mut driver = daemon.driver("b", 1);
     let contents = [Content::Noise(1), Content::Noise(2), Content::SameFilled(0)];
@@ -149,7 +149,7 @@ fn what_was_asked_is_written() {
 }
 
 #[test]
-fn it_ends_at_its_size() {
+fn a_trace_ends_at_its_maximum_size() {
     let mut daemon = recording("1000B");
     let mut driver = daemon.driver("a", 1);
     for index in 1..=100 {
@@ -168,7 +168,7 @@ fn it_ends_at_its_size() {
 }
 
 #[test]
-fn a_file_that_is_there_is_left_alone() {
+fn an_existing_file_is_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();
     let trace = folder.path().join("trace");
     fs::write(&trace, "mine").unwrap();

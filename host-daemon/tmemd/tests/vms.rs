@@ -137,7 +137,7 @@ fn ended(mut stream: UnixStream) -> bool {
 }
 
 #[test]
-fn a_vm_comes_and_goes() {
+fn a_vm_is_added_and_removed() {
     let host = host();
     assert!(!host.path("vms").exists(), "nothing is noted yet");
     let mut spec = host.spec(&UUID.to_uppercase(), "web");
@@ -173,7 +173,7 @@ fn a_vm_comes_and_goes() {
 }
 
 #[test]
-fn values_change_where_they_stand() {
+fn an_added_vm_is_changed_in_place() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -224,7 +224,7 @@ fn values_change_where_they_stand() {
 }
 
 #[test]
-fn a_change_that_is_refused_changes_nothing() {
+fn a_refused_change_has_no_effect() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -301,7 +301,7 @@ fn a_change_that_is_refused_changes_nothing() {
 }
 
 #[test]
-fn what_was_given_at_the_start_stays() {
+fn configured_vms_cannot_be_removed() {
     let host = host();
     let mut spec = host.spec(GIVEN, "given");
     spec.name = "what-libvirt-calls-it".into();
@@ -316,7 +316,7 @@ fn what_was_given_at_the_start_stays() {
 }
 
 #[test]
-fn a_problem_stays_until_it_is_mended() {
+fn a_problem_stays_until_it_is_fixed() {
     let host = host();
     let spec = host.spec(UUID, "web");
     host.add(&spec);
@@ -377,7 +377,7 @@ fn the_read_only_socket_adds_and_removes_nothing() {
 }
 
 #[test]
-fn a_restart_brings_them_back() {
+fn added_vms_are_restored_after_a_restart() {
     let mut host = host();
     let me = fs::metadata(host.folder.path()).expect("there").uid();
     let mut spec = host.spec(UUID, "web");
@@ -410,7 +410,7 @@ fn a_restart_brings_them_back() {
 }
 
 #[test]
-fn a_smaller_pool_takes_a_vm_back_with_what_is_left() {
+fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let mut host = host();
     let reserving = |uuid, name: &str, mib: i64| {
         let mut spec = host.spec(uuid, name);
@@ -533,7 +533,7 @@ fn two_ends_of_a_migration_are_two_vms() {
 
 /// Notes that are broken or of the wrong VM harm no other VM.
 #[test]
-fn a_bad_note_is_left_out_and_left_alone() {
+fn an_invalid_stored_vm_is_skipped_and_kept() {
     let mut host = host();
     let third = "5ca1ab1e-0000-4000-8000-000000000003";
     host.add(&host.spec(UUID, "web"));
@@ -559,7 +559,7 @@ fn a_bad_note_is_left_out_and_left_alone() {
 }
 
 #[test]
-fn there_is_a_limit_of_vms() {
+fn the_number_of_vms_is_limited() {
     let host = host();
     let mut client = host.client();
     let spec = |number: usize| {
@@ -579,7 +579,7 @@ fn there_is_a_limit_of_vms() {
 
 /// Many at once: no socket is lost, and none is left.
 #[test]
-fn vms_come_and_go_together() {
+fn vms_are_added_and_removed_concurrently() {
     let host = host();
     let number = |path: &Path| fs::read_dir(path).expect("there").count();
     let before = number(host.folder.path());

@@ -52,7 +52,7 @@ fn lives_for(manager: &UnixDatagram, time: Duration) {
 }
 
 #[test]
-fn it_says_when_it_serves_that_it_lives_and_when_it_ends() {
+fn the_service_manager_learns_of_start_life_and_stop() {
     let (mut daemon, manager) = watched(&[("a", None)]);
     assert_eq!(hear(&manager), "READY=1");
     UnixStream::connect(daemon.socket("a")).expect("it serves");
@@ -74,7 +74,7 @@ fn it_says_when_it_serves_that_it_lives_and_when_it_ends() {
 /// Who waits for others does not hang: not the workers of an idle daemon, nor the thread of a front
 /// end that sends half a message, or nothing.
 #[test]
-fn who_waits_does_not_hang() {
+fn a_waiting_thread_does_not_hang() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
     // It worked before, and does not any more.
     let mut driver = daemon.driver("idle", 1);
@@ -129,7 +129,7 @@ fn workers(daemon: &Daemon) -> Vec<libc::pid_t> {
 }
 
 #[test]
-fn a_worker_that_hangs_is_told() {
+fn a_hung_worker_is_reported() {
     let (mut daemon, manager) = watched(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     assert_eq!(hear(&manager), "READY=1");

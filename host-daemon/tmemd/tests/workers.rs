@@ -96,7 +96,7 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
 /// time: whenever the worker comes round, both get a turn, so for each request of the small one the
 /// flooder gets a batch or two, however many it has waiting.
 #[test]
-fn a_flood_takes_its_share_and_no_more() {
+fn a_flood_of_requests_takes_only_its_share() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
         let why = "with one the worker has many turns while we do not look";
         return skipped(Missing::Processors, why);

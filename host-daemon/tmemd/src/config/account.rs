@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_looked_up_once() {
+    fn an_account_is_looked_up_once() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("group");
         let file = path.to_str().expect("a name");

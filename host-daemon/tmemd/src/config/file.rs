@@ -292,7 +292,7 @@ mod tests {
     const EXAMPLE: &str = include_str!("../../tmemd.toml");
 
     #[test]
-    fn a_file_in_full() {
+    fn a_file_with_all_keys_is_parsed() {
         let file = File::parse(
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
              control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn faults_are_named_with_what_is_meant() {
+    fn errors_suggest_the_nearest_key() {
         for (text, parts) in [
             ("poolsize = 1", &["poolsize", "pool_size is meant?"][..]),
             ("Pool-Size = 1", &["pool_size is meant?"]),
@@ -387,7 +387,7 @@ mod tests {
 
     /// The example contains each key with its meaning, and the example is valid.
     #[test]
-    fn the_example_has_every_key() {
+    fn the_example_contains_every_key() {
         let uncommented: String = EXAMPLE
             .lines()
             .map(|line| line.strip_prefix("#: ").unwrap_or(line))
@@ -419,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn the_document_has_every_key() {
+    fn the_documentation_contains_every_key() {
         let document = include_str!("../../../../docs/configuration.md");
         for key in KEYS.iter().chain(VM_KEYS) {
             let reload = if key.reloads { "reload" } else { "start" };

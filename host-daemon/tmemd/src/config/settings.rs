@@ -420,7 +420,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes() {
+    fn sizes_are_parsed_with_their_units() {
         for (text, bytes) in [
             ("0", 0),
             ("4096", 4096),
@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn a_vm_in_full() {
+    fn a_vm_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
                             trust-domain=debian,reserve=16MiB,limit=1GiB,weight=7"
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn whole_configurations() {
+    fn contradicting_settings_are_refused() {
         config(&["name=a,socket=/a", "name=b,socket=/b"])
             .check()
             .expect("good");
@@ -639,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn accounts_that_are_not_there_are_named() {
+    fn missing_accounts_are_named() {
         let some = |name: &str| Some(name.parse().expect("a name"));
         let mut good = Config {
             control_group: some("root"),

@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ten_snapshots_a_second_are_made_for_any_number_of_calls() {
+    fn at_most_ten_snapshots_per_second_are_made() {
         let (shared, start) = (Snapshot::default(), Instant::now());
         let mut made = 0;
         for call in 0..10_000 {

@@ -262,7 +262,7 @@ mod tests {
 
     /// Readers add the counts up and multiply them.
     #[test]
-    fn what_a_guest_counts_is_bounded() {
+    fn counts_of_a_guest_are_bounded() {
         let latencies = wire::Latencies {
             get_ns: u64::MAX.into(),
             get: [u64::MAX.into(); 16],
@@ -281,7 +281,7 @@ mod tests {
 
     /// An operator who merges trust domains because of this value would gain nothing.
     #[test]
-    fn what_zstd_gains_is_not_what_equal_pages_do() {
+    fn zstd_gain_does_not_count_as_deduplication() {
         let mut stats = tmem_pool::PoolStats {
             compressed_bytes: 100,
             payload_bytes: 70,
@@ -298,7 +298,7 @@ mod tests {
 
     /// The name may be shown on a terminal, in a log and in a metric.
     #[test]
-    fn what_a_guest_calls_its_kernel_is_made_harmless() {
+    fn the_kernel_name_of_a_guest_is_sanitized() {
         let mut report = wire::Report::new_zeroed();
         let text = b"6.12\x1b]0;x\x07\n\xc2\x9b1m {}\"\0behind";
         report.kernel[..text.len()].copy_from_slice(text);

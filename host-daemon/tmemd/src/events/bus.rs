@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_document_has_all_kinds() {
+    fn the_documentation_contains_all_kinds() {
         let document = include_str!("../../../../docs/control.md");
         let (_, events) = document.split_once("## Events").expect("its chapter");
         for kind in EventKind::ALL {
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_slow_subscriber_loses_the_oldest_and_is_told() {
+    fn a_slow_subscriber_loses_the_oldest_events_and_learns_how_many() {
         let events = Events::default();
         events.tell(EventKind::Added, Some("a"), format_args!("before"));
         let subscription = events.subscribe().expect("a descriptor");

@@ -95,7 +95,7 @@ mod tests {
     use std::cell::RefCell;
 
     #[test]
-    fn what_is_left_out_is_told_as_the_last_of_its_sort() {
+    fn of_left_out_events_the_last_of_each_sort_is_sent() {
         let limit = EventLimit::default();
         let told = RefCell::new(Vec::new());
         let tell =

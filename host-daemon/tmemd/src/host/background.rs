@@ -227,7 +227,7 @@ mod tests {
     use std::sync::mpsc;
 
     #[test]
-    fn a_panic_does_not_end_it() {
+    fn a_panic_does_not_end_a_background_worker() {
         let (tell, told) = mpsc::channel();
         let tell = Mutex::new(tell);
         let calls = std::sync::atomic::AtomicUsize::new(0);
@@ -249,7 +249,7 @@ mod tests {
 
     /// The watchdog ignores the time that unmapping takes, because the thread has no heartbeat.
     #[test]
-    fn memory_is_unmapped_while_the_pool_works_without_an_end() {
+    fn memory_is_unmapped_during_endless_pool_work() {
         let (go, gone) = mpsc::channel::<()>();
         let gone = Mutex::new(gone);
         let maintain = move || {

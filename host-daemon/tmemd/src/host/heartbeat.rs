@@ -120,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn who_stays_at_a_piece_of_work_hangs() {
+    fn a_thread_without_progress_hangs() {
         let heartbeats = Heartbeats::default();
         let (one, other) = (heartbeats.register("one"), heartbeats.register("other"));
         one.work();
@@ -137,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn who_rests_does_not_hang() {
+    fn a_resting_thread_does_not_hang() {
         let heartbeats = Heartbeats::default();
         let heartbeat = heartbeats.register("idle");
         assert!(
@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn who_works_for_long_and_goes_on_does_not_hang() {
+    fn a_thread_with_progress_does_not_hang() {
         let heartbeats = Heartbeats::default();
         let heartbeat = heartbeats.register("busy");
         for _ in 0..3 * MISSED_CHECKS_MAX {
@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_panics_is_lost_and_one_that_ends_is_not() {
+    fn a_panicked_thread_hangs_and_an_ended_one_does_not() {
         let heartbeats = Arc::new(Heartbeats::default());
         for panics in [false, true] {
             let heartbeat = heartbeats.register("thread");

@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn it_leaves_the_host_what_it_needs_and_no_more() {
+    fn the_pool_shrinks_by_the_missing_memory_and_no_more() {
         let mut host = TestHost::new(12 * GIB);
         assert_eq!(host.step(false), FULL, "enough is free");
         host.others = 6 * GIB;
@@ -561,7 +561,7 @@ mod tests {
     }
 
     #[test]
-    fn it_grows_back_late_and_slowly() {
+    fn the_pool_grows_back_late_and_slowly() {
         let mut host = TestHost::new(4 * GIB);
         while host.available() < FREE_MIN {
             host.step(false);
@@ -588,7 +588,7 @@ mod tests {
     }
 
     #[test]
-    fn it_does_not_swing() {
+    fn the_size_does_not_oscillate() {
         // Enough for a pool of 4 GiB and the minimum.
         let mut host = TestHost::new(5 * GIB);
         let mut changes = 0;
@@ -601,7 +601,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_shrink_it_down_to_the_least() {
+    fn stalls_shrink_the_pool_to_its_minimum() {
         let mut host = TestHost::new(100 * GIB);
         let mut steps = 0;
         while host.size > POOL_BYTES_MIN {
@@ -615,7 +615,7 @@ mod tests {
     }
 
     #[test]
-    fn room_that_was_not_taken_goes_first() {
+    fn unused_pool_memory_is_given_up_first() {
         let mut governor = Governor::new(FREE_MIN, FULL);
         let readings = Readings {
             available_bytes: Some(FREE_MIN - (1 << 20)),
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn another_size_waits_for_the_host() {
+    fn a_larger_configured_size_waits_for_the_host() {
         let mut host = TestHost::new(100 * GIB);
         assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
         assert_eq!(host.governor.set_full(FULL), FULL);
@@ -644,7 +644,7 @@ mod tests {
     }
 
     #[test]
-    fn stalls_of_the_window_count() {
+    fn stalls_are_summed_over_the_window() {
         let mut stalls = Stalls::default();
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);

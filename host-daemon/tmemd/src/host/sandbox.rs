@@ -530,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn files_of_others_are_out_of_reach() {
+    fn other_files_cannot_be_opened() {
         let other = tempfile::tempdir().expect("a folder");
         let denied = |result: io::Result<()>| {
             let error = result.expect_err("it is not of the configuration");
@@ -551,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_nobody_needs_are_refused() {
+    fn unneeded_system_calls_are_refused() {
         inside(ThreadKind::Serving, |_| {
             let tcp = socket(AddressFamily::INET, SocketType::STREAM, None);
             assert_eq!(tcp.expect_err("TCP"), Errno::PERM);
@@ -581,12 +581,12 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_touch_pages_open_nothing() {
+    fn data_threads_cannot_open_files() {
         opens_nothing(ThreadKind::Data);
     }
 
     #[test]
-    fn threads_that_read_messages_of_vmms_open_nothing() {
+    fn connection_threads_cannot_open_files() {
         opens_nothing(ThreadKind::Connection);
     }
 
@@ -598,7 +598,7 @@ mod tests {
     ];
 
     #[test]
-    fn no_thread_passes_descriptors() {
+    fn no_thread_can_pass_descriptors() {
         let (left, right) = UnixStream::pair().expect("a pair");
         for kind in KINDS {
             inside(kind, |_| {
@@ -614,7 +614,7 @@ mod tests {
 
     /// The way in which tracing-journald sends a line: through an open socket, to a path.
     #[test]
-    fn every_thread_reaches_the_journal() {
+    fn every_thread_can_write_to_the_journal() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let journal = UnixDatagram::bind(&path).expect("bound");
@@ -671,7 +671,7 @@ mod tests {
 
     /// seccomp does not see the operations of a ring, and a new ring is not restricted.
     #[test]
-    fn who_serves_makes_no_rings() {
+    fn serving_threads_cannot_create_rings() {
         if let [Err(error), _] | [_, Err(error)] = contexts() {
             return skipped(Missing::IoUring, error);
         }
@@ -694,7 +694,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "puts its process into the sandbox: see when_it_has_started_no_ring_can_be_made"]
+    #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
     fn starts() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("starts");
@@ -704,14 +704,14 @@ mod tests {
     }
 
     #[test]
-    fn when_it_has_started_no_ring_can_be_made() {
+    fn a_started_daemon_cannot_create_rings() {
         let output = in_a_process("starts");
         assert!(output.status.success(), "{output:?}");
     }
 
     /// The situation of a container that forbids io_uring.
     #[test]
-    fn where_rings_are_refused_workers_wait_with_epoll() {
+    fn workers_use_epoll_where_io_uring_is_refused() {
         inside(ThreadKind::Serving, |_| {
             let error = event_loop::create(EventLoop::IoUring, 1)
                 .err()
@@ -735,7 +735,7 @@ mod tests {
     /// The log line of `enter` tells whether this machine's kernel knows the right, so the test
     /// uses it, too.
     #[test]
-    fn what_the_kernel_leaves_open_is_told() {
+    fn missing_protection_is_logged() {
         let on = |effective_abi| LandlockStatus::Available {
             effective_abi,
             kernel_abi: None,
@@ -770,7 +770,7 @@ mod tests {
 
     /// Only sockets in the configured folders can be connected to, whatever their modes permit.
     #[test]
-    fn sockets_of_others_are_out_of_reach() {
+    fn other_sockets_cannot_be_connected() {
         let other = tempfile::tempdir().expect("a folder");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("bound");
@@ -803,7 +803,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see what_only_attackers_do_ends_the_process"]
+    #[ignore = "ends its process: see attack_system_calls_end_the_process"]
     fn executes() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
@@ -813,7 +813,7 @@ mod tests {
     }
 
     #[test]
-    fn what_only_attackers_do_ends_the_process() {
+    fn attack_system_calls_end_the_process() {
         let output = in_a_process("executes");
         assert_eq!(output.status.signal(), Some(libc::SIGSYS), "{output:?}");
     }

@@ -139,7 +139,7 @@ mod tests {
     use std::time::{Duration, Instant};
 
     #[test]
-    fn names_do_not_matter() {
+    fn thread_names_do_not_confuse_the_stat_parser() {
         let hz = rustix::param::clock_ticks_per_second();
         let stat = |name: &str| format!("7 ({name}) S 1 1 1 0 -1 0 1 2 3 4 {hz} {} 0 0", 2 * hz);
         assert_eq!(cpu_ms(&stat("worker-0")), 3000);
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sum_is_divided_and_nothing_is_added() {
+    fn divided_parts_never_exceed_the_sum() {
         assert_eq!(divide(100, [1, 2, 1]), [25, 50, 25]);
         assert_eq!(divide(100, [1, 1, 1]), [33, 33, 33]);
         assert_eq!(divide(7, [0, 0, 0]), [0, 0, 0]);
@@ -163,7 +163,7 @@ mod tests {
 
     /// Compared with the clock of the same thread, because a busy machine may delay it arbitrarily.
     #[test]
-    fn work_is_counted_where_it_belongs_and_waiting_is_not() {
+    fn work_counts_by_kind_and_waiting_does_not_count() {
         let background = BackgroundTime::default();
         let sums = || Work::ALL.map(|work| background.0[work as usize].load(Relaxed));
         let begun_ns = clock_ns(ClockId::ThreadCPUTime);

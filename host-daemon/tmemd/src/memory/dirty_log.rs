@@ -172,7 +172,7 @@ mod tests {
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     #[test]
-    fn a_page_of_the_log_that_has_gone_is_told() {
+    fn a_lost_page_of_the_log_is_reported() {
         let file = memfd_create("log", MemfdFlags::CLOEXEC).expect("memfd");
         ftruncate(&file, 8192).expect("its length");
         let lost = Arc::default();

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn all_of_it_is_unmapped_and_the_file_keeps_its_bytes() {
+    fn dropping_unmaps_everything_and_the_file_keeps_its_content() {
         // Two steps of unmapping and one more page.
         let bytes = 2 * UNMAP_BYTES + PAGE;
         let file = memfd_create("all-of-it", MemfdFlags::CLOEXEC).expect("memfd");
@@ -176,7 +176,7 @@ mod tests {
 
     /// No page is covered twice, and none is unmapped before it was released.
     #[test]
-    fn pages_are_given_back_before_they_are_unmapped() {
+    fn pages_are_released_before_they_are_unmapped() {
         const GIB: usize = 1 << 30;
         for page_bytes in [PAGE, 2 << 20, GIB, 16 * GIB] {
             for pages in [1, 2, 3, 1025, 100_000] {

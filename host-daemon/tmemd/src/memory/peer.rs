@@ -152,14 +152,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_look_is_one() {
+    fn the_first_check_asks_the_kernel() {
         let (own, other) = UnixStream::pair().expect("sockets");
         drop(other);
         assert_eq!(Peer::new(own).check(), Err(HungUp));
     }
 
     #[test]
-    fn messages_are_no_hang_up() {
+    fn unread_messages_are_no_hang_up() {
         let (peer, _own, mut other) = pair();
         assert_eq!(check(&peer), Ok(()));
         other.write_all(b"unread").expect("room");
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn each_way_to_hang_up_is_seen() {
+    fn each_way_to_hang_up_is_detected() {
         for how in [Shutdown::Write, Shutdown::Both] {
             let (peer, _own, other) = pair();
             other.shutdown(how).expect("connected");

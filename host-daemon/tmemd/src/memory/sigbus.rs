@@ -363,7 +363,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_has_gone_is_empty_and_told() {
+    fn a_lost_page_reads_as_zeros_and_is_reported() {
         let (one, other) = (Mapping::new(4), Mapping::new(4));
         let (lost, kept) = (Arc::<Lost>::default(), Arc::<Lost>::default());
         let (_a, _b) = (one.watch(&lost), other.watch(&kept));
@@ -388,7 +388,7 @@ mod tests {
     /// Another thread that reads the page while it is replaced must see the mark, too. The test
     /// tries many points in time; with the wrong order some of them fail.
     #[test]
-    fn nobody_reads_an_empty_page_and_is_not_told() {
+    fn no_read_of_a_replaced_page_misses_the_mark() {
         const ROUNDS: u32 = 1500;
         /// Long enough that the page has been replaced.
         const SPINS: u32 = 2000;
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_used_again_and_there_are_as_many_as_needed() {
+    fn slots_are_reused_and_unlimited() {
         let mappings: Vec<Mapping> = (0..3 * CHUNK_SLOTS).map(|_| Mapping::new(2)).collect();
         for round in 0..3 {
             let lost: Vec<Arc<Lost>> = mappings.iter().map(|_| Arc::default()).collect();
@@ -450,14 +450,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_watched_ends_the_process() {
+    fn a_fault_outside_watched_memory_ends_the_process() {
         for name in ["no_longer_watched", "sent"] {
             assert_eq!(ends_with(name).signal(), Some(libc::SIGBUS), "{name}");
         }
     }
 
     #[test]
-    #[ignore = "ends its process: for what_is_not_watched_ends_the_process"]
+    #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
     fn no_longer_watched() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
@@ -467,7 +467,7 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: for what_is_not_watched_ends_the_process"]
+    #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
     fn sent() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn files_must_hold_the_region() {
+    fn files_must_contain_the_region() {
         let file = || memfd(MIB, SealFlags::SHRINK);
         let empty = Memory::empty(&Arc::default());
         let with = |offset, bytes| {
@@ -320,7 +320,7 @@ mod tests {
 
     /// An access to a page beyond the end of its file raises SIGBUS.
     #[test]
-    fn huge_pages_that_are_not_there_are_not_mapped() {
+    fn missing_huge_pages_are_not_mapped() {
         let more_than_any_host_has = 1 << 42;
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::HUGETLB;
         let file = memfd_create("test", flags).expect("memfd");
@@ -395,7 +395,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_a_limit_of_regions() {
+    fn the_number_of_regions_is_limited() {
         let mut memory = Memory::empty(&Arc::default());
         let region = |number: u64| spec(number * MIB, number * MIB, 4096);
         let file = || memfd(4096, SealFlags::SHRINK);
@@ -410,7 +410,7 @@ mod tests {
 
     /// A sparse file may have any length.
     #[test]
-    fn address_space_has_a_limit() {
+    fn the_size_of_all_regions_is_limited() {
         let half = MEMORY_BYTES_MAX / 2;
         let file = |bytes| memfd(bytes, SealFlags::SHRINK);
         let memory = add(

@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn each_ring_counts_from_any_thread() {
+    fn every_notification_counts_from_any_thread() {
         prepare().expect("AIO");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd");
         const CALLS: u64 = 20_000;
@@ -227,7 +227,7 @@ mod tests {
     /// The eventfd's counter is full and the descriptor blocking, as a front end can set at any
     /// time. A plain write would block forever.
     #[test]
-    fn ringing_never_waits() {
+    fn notifying_never_blocks() {
         prepare().expect("AIO");
         let fd = eventfd(0, EventfdFlags::CLOEXEC).expect("eventfd");
         rustix::io::write(&fd, &(u64::MAX - 1).to_ne_bytes()).expect("empty");

@@ -40,7 +40,7 @@ mod tests {
     const MAX: u64 = 50;
 
     #[test]
-    fn looks_if_the_last_pause_was_short() {
+    fn a_short_last_pause_starts_polling() {
         let mut polling = Polling::default();
         assert_eq!(polling.dry(1000, MAX), None, "nothing is known");
         polling.work(1000 + MAX - 1, MAX);
@@ -63,7 +63,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bound_of_0_is_never() {
+    fn a_bound_of_0_disables_polling() {
         let mut polling = Polling::default();
         for now in 0..9 {
             assert_eq!(polling.dry(now, 0), None);

@@ -291,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn good_requests_are_read() {
+    fn valid_requests_are_parsed() {
         for (queue, t, n, readable) in good() {
             let request = parse(queue, &readable, writable(t, n)).expect("good");
             assert_eq!(
@@ -351,7 +351,7 @@ mod tests {
     }
 
     #[test]
-    fn no_room_for_a_status_is_unanswerable_whatever_is_asked() {
+    fn a_request_without_space_for_a_status_is_unanswerable() {
         for room in 0..size_of::<Resp>() as u64 {
             for (queue, _, _, readable) in good() {
                 assert_eq!(parse(queue, &readable, room), Err(Rejected::Unanswerable));
@@ -428,7 +428,7 @@ mod tests {
     }
 
     #[test]
-    fn put_pages_out_of_range() {
+    fn put_pages_out_of_range_are_bad() {
         let one = |page: PutPage| {
             // The invalid page is the second of two, so that not only the first is checked.
             let pages = [put_page(1, 0, 1, 0, 0), page];
@@ -446,7 +446,7 @@ mod tests {
     }
 
     #[test]
-    fn runs_and_ranges_out_of_range() {
+    fn get_and_flush_ranges_out_of_range_are_bad() {
         let get = |object: u64, index: u64| {
             let get = Get {
                 object: object.into(),
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn control_requests_out_of_range() {
+    fn control_requests_out_of_range_are_bad() {
         let create = |flags: u32, reserved: u32| {
             let create = PoolCreate {
                 flags: flags.into(),

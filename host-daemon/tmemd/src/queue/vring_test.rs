@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A vring without a connection: what a turn does, how it is stopped, what a drain leaves.
+//! Tests of a vring without a connection: the work of a slice, stopping, and the state after a
+//! drain.
 
 use super::*;
 use crate::config::settings::VmConfig;
@@ -20,7 +21,8 @@ use zerocopy::IntoBytes;
 const MEMORY_BYTES: u64 = 4 << 20;
 const SIZE: u16 = 256;
 const GENERATION: u64 = 77;
-/// The VMM's address of the guest's first byte, so that the two are not confused.
+/// The VMM's address of the guest's first byte. It differs from the guest address, so that the two
+/// cannot be confused.
 const USER: u64 = 0x7000_0000;
 const TABLE: u64 = 0;
 const AVAIL: u64 = 0x2000;
@@ -42,13 +44,13 @@ struct Guest {
     heads: u16,
     available: u16,
     pool: Pool,
-    /// What the VM may ask for; 0: as much as it likes.
+    /// The VM's rate in pages per second; 0 for no limit.
     pages_per_second: Arc<AtomicU64>,
     clock: Arc<Clock>,
 }
 
-/// A clock that stands still, so that a slice ends by its work alone, unless a test lets time pass each
-/// time that it is read.
+/// A clock that stands still, so that only work ends a slice. A test can let time pass with each
+/// read.
 #[derive(Default)]
 struct Clock {
     now_ns: AtomicU64,
@@ -66,7 +68,7 @@ impl SimulatedClock for Clock {
     }
 }
 
-/// A ring that the VMM starts at a base while its used index is another.
+/// Creates a ring that the VMM starts at `base` while its used index is `used`.
 fn guest_at(base: u16, used: u16) -> Guest {
     notifier::prepare().expect("AIO");
     let file = memfd_create("test", MemfdFlags::ALLOW_SEALING).expect("memfd");
@@ -161,7 +163,7 @@ impl Guest {
         self.memory.guest.write_slice(&bytes, at).expect("inside");
     }
 
-    /// Makes a request available; returns where its answer goes.
+    /// Makes a request available. Returns the address of its answer.
     fn send(&mut self, readable: &[u8], writable_bytes: usize) -> u64 {
         let (request, answer) = (self.free, self.free + readable.len() as u64);
         self.free = answer + writable_bytes as u64;
@@ -175,7 +177,7 @@ impl Guest {
         answer
     }
 
-    /// Makes a chain available that stands in an indirect table.
+    /// Makes a chain in an indirect table available.
     fn send_indirect(&mut self, table: u64, descriptors: usize) {
         self.descriptor(self.heads, table, 16 * descriptors, INDIRECT);
         self.offer(1);
@@ -245,7 +247,8 @@ impl Guest {
         }
     }
 
-    /// Stores pages that zstd makes smaller than lz4 does, and lets so much time pass that it has.
+    /// Stores pages that zstd compresses better than lz4, and lets time pass until they are
+    /// recompressed.
     fn store_dense(&self, count: u64) -> Vec<[u8; PAGE_SIZE]> {
         let page = |number: u64| {
             let mut page = [0; PAGE_SIZE];
@@ -292,7 +295,7 @@ impl Guest {
         bytes
     }
 
-    /// Results of a GET's pages.
+    /// Reads the results of a GET's pages.
     fn results(&self, answer: u64, count: usize) -> Vec<u8> {
         self.bytes(answer + 8, count * 16)
             .chunks(16)
@@ -310,7 +313,7 @@ impl Guest {
     }
 }
 
-/// A request that forgets some pages of the object that all pages here are of.
+/// Creates a FLUSH of some pages of the object that all tests use.
 fn flush(index: u64, nr_pages: u64) -> Vec<u8> {
     let range = wire::Range {
         object: 1.into(),
@@ -331,7 +334,7 @@ fn req(request_type: u16, count: usize) -> Req {
 }
 
 #[test]
-fn a_page_goes_and_comes_back() {
+fn a_put_page_is_returned_by_a_get() {
     let mut guest = guest();
     let (put, get) = (guest.put(5, 3), guest.get(5, 3));
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
@@ -354,7 +357,7 @@ fn a_page_goes_and_comes_back() {
 }
 
 #[test]
-fn a_turn_is_bounded() {
+fn the_work_of_a_slice_is_bounded() {
     let mut guest = guest();
     for index in 0..70 {
         guest.put(index, 1);
@@ -366,10 +369,10 @@ fn a_turn_is_bounded() {
     assert_eq!(guest.used(), 70);
 }
 
-/// Dropping a page costs more than this: so many are the most that a slice has time for.
+/// Dropping a page costs more than 250 ns, so a slice cannot drop more pages than this.
 const DROPPED_PER_SLICE_MAX: u64 = SLICE_NS / 250;
 
-/// Each chain is one range of many pages without stored bytes, which are dropped the fastest.
+/// Each chain is one range of many pages without stored bytes, which are the fastest to drop.
 #[test]
 fn flush_work_is_bounded_per_slice_over_many_chains() {
     const CHAINS: u64 = 64;
@@ -396,7 +399,7 @@ fn flush_work_is_bounded_per_slice_over_many_chains() {
     assert!(slices >= CHAINS * PAGES / DROPPED_PER_SLICE_MAX);
 }
 
-/// A large range passes all keys that are followed to estimate gains, also if no page is in it.
+/// A large range visits all keys that are tracked for gain estimates, even if it contains no page.
 #[test]
 fn ranges_without_pages_are_bounded_per_slice_too() {
     const STEP_NS_MIN: u64 = 1;
@@ -435,7 +438,7 @@ fn ranges_without_pages_are_bounded_per_slice_too() {
     assert!(slices >= 7, "{slices}");
 }
 
-/// Pages in zstd's form take longer than a slice for a whole batch.
+/// A whole batch of pages in zstd form takes longer than a slice.
 #[test]
 fn a_get_of_dense_pages_takes_two_slices() {
     let mut guest = guest();
@@ -471,7 +474,7 @@ fn requests_of_each_type_resume_when_time_is_up() {
     assert!(turns(&mut guest, 1) > 5);
     assert_eq!(guest.bytes(put, 1), [wire::S_OK]);
     assert_eq!(guest.bytes(put + 8, 64), [wire::P_STORED; 64]);
-    // The last ones are not there.
+    // The last pages are not in the pool.
     let get = guest.get(35, 64);
     assert!(turns(&mut guest, 2) > 5);
     let results = [[wire::P_HIT; 32], [wire::P_MISS; 32]].concat();
@@ -495,7 +498,8 @@ fn requests_of_each_type_resume_when_time_is_up() {
     assert_eq!(guest.link.vm.tenant.stats().pages, 0);
 }
 
-/// An interrupted chain was not taken. Whoever gets the ring executes it from the beginning.
+/// An interrupted chain counts as not taken. The next owner of the ring executes it from its
+/// beginning.
 #[test]
 fn a_drain_gives_an_interrupted_chain_back() {
     let mut guest = guest();
@@ -524,9 +528,9 @@ fn a_drain_gives_an_interrupted_chain_back() {
     );
 }
 
-/// After a hold that changes nothing, such as for a region of memory that is added, it goes on.
+/// A hold without a change, as for an added memory region, does not restart the chain.
 #[test]
-fn after_a_hold_an_interrupted_chain_goes_on() {
+fn an_interrupted_chain_continues_after_a_hold() {
     let mut guest = guest();
     guest.store_dense(64);
     let answer = guest.get(0, 64);
@@ -543,7 +547,7 @@ fn after_a_hold_an_interrupted_chain_goes_on() {
     assert_eq!(guest.results(answer, 64), [wire::P_HIT; 64]);
 }
 
-/// What ends between two slices ends for the whole request.
+/// If the pool or generation ends between two slices, it ends for the whole request.
 #[test]
 fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
     for (what, status) in [("pool", wire::S_NO_POOL), ("generation", wire::S_STALE)] {
@@ -566,15 +570,15 @@ fn an_interrupted_chain_whose_pool_or_generation_ends_has_no_pages() {
     }
 }
 
-/// A guest that writes another request in the place of an interrupted one has that one executed.
+/// A guest that replaces an interrupted request gets the new request executed.
 #[test]
-fn another_request_in_the_place_of_an_interrupted_one_begins_anew() {
+fn a_request_that_replaces_an_interrupted_one_starts_from_its_beginning() {
     let mut guest = guest();
     guest.store_dense(64);
     let get = guest.get(0, 64);
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let taken = guest.link.vm.tenant.stats().hits;
-    // The same shape, of a pool that there is not.
+    // A request of the same shape for a pool that does not exist.
     let mut other = req(wire::T_GET, 64);
     other.pool = 2.into();
     let at = GuestAddress(get - (24 + 16 + 64 * 8));
@@ -589,9 +593,9 @@ fn another_request_in_the_place_of_an_interrupted_one_begins_anew() {
     assert_eq!(guest.link.vm.tenant.stats().hits, taken);
 }
 
-/// A chain counts once against the rate of its VM, and what it began within the rate it finishes.
+/// A chain counts once against the rate of its VM. A chain that began within the rate is finished.
 #[test]
-fn the_rate_is_asked_once_for_an_interrupted_chain() {
+fn an_interrupted_chain_counts_once_against_the_rate() {
     let mut guest = guest();
     guest.store_dense(64);
     guest.pages_per_second.store(1, Ordering::SeqCst);
@@ -601,10 +605,10 @@ fn the_rate_is_asked_once_for_an_interrupted_chain() {
     assert_eq!(guest.results(get, 64), [wire::P_HIT; 64]);
 }
 
-/// A flush drops what its range holds, which may be the whole pool: other VMs, and whoever wants
-/// the ring, wait for a part of it only.
+/// A flush drops all pages in its range, possibly the whole pool. Other VMs and a drain wait for a
+/// part of it only.
 #[test]
-fn a_flush_of_much_takes_many_turns() {
+fn a_large_flush_takes_many_slices() {
     let mut guest = guest();
     for index in 0..3000 {
         guest.store(index, &[7; PAGE_SIZE]);
@@ -638,9 +642,9 @@ fn a_flush_of_much_takes_many_turns() {
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
-/// Descriptors cost as well: a guest may cut a small request into a thousand.
+/// Descriptors have a cost, because a guest may split a small request into a thousand of them.
 #[test]
-fn a_turn_of_long_chains_is_shorter() {
+fn descriptors_are_charged_to_the_slice() {
     let mut guest = guest();
     for _ in 0..70 {
         let table = guest.free;
@@ -671,7 +675,7 @@ fn a_turn_of_long_chains_is_shorter() {
     }
     assert_eq!(guest.run_slice(), SliceEnd::More);
     let answered = u32::from(guest.used());
-    // 200 descriptors take 10 µs.
+    // 200 descriptors cost 10 µs.
     assert!((1..=16).contains(&answered), "{answered}");
     while guest.run_slice() == SliceEnd::More {}
     assert_eq!(guest.used(), 70);
@@ -693,7 +697,7 @@ fn the_driver_can_suppress_interrupts() {
 }
 
 #[test]
-fn nothing_answered_is_no_interrupt() {
+fn no_interrupt_without_an_answer() {
     let mut guest = guest();
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     assert!(!guest.interrupted());
@@ -704,7 +708,7 @@ fn nothing_answered_is_no_interrupt() {
     assert!(!guest.interrupted());
 }
 
-/// With EVENT_IDX the driver names the answer that it waits for.
+/// With EVENT_IDX the driver names the answer for which it wants an interrupt.
 #[test]
 fn event_index_decides_on_interrupts() {
     let mut guest = guest();
@@ -733,7 +737,7 @@ fn event_index_decides_on_interrupts() {
 }
 
 #[test]
-fn a_held_vring_takes_nothing() {
+fn a_held_vring_takes_no_chain() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.vring.raise_hold();
@@ -756,12 +760,12 @@ fn a_held_vring_takes_nothing() {
     assert_eq!(guest.used(), 1);
 }
 
-/// Each thing that an answer leaves in guest memory is preceded by a look of its own.
+/// Every write of an answer to guest memory is preceded by its own check of the front end.
 #[test]
-fn after_a_hang_up_nothing_is_touched() {
+fn no_memory_is_touched_after_a_hang_up() {
     const PAGES: usize = 20;
     let stages = [
-        // Looks that find the front end there: status, pages written, used index, kick wished at.
+        // Successful checks, and the expected status, written pages, used index and event index.
         (0, [0, 0, 1, 1]),
         (1, [0, 0, 1, 1]),
         (2, [0, 0, 1, 1]),
@@ -803,7 +807,7 @@ fn after_a_hang_up_nothing_is_touched() {
             .queues_stopped
             .load(Ordering::Relaxed);
         assert_eq!(stopped, 0, "nobody's fault");
-        // And for good.
+        // The ring stays stopped.
         guest.link.peer.hang_up_after(u64::MAX);
         guest.put(50, 1);
         let offered = all(&guest);
@@ -812,9 +816,9 @@ fn after_a_hang_up_nothing_is_touched() {
     }
 }
 
-/// Without EVENT_IDX the first thing that a turn does is to write.
+/// Without EVENT_IDX the first action of a slice is a write.
 #[test]
-fn after_a_hang_up_no_flag_is_set() {
+fn no_flag_is_set_after_a_hang_up() {
     let mut guest = guest();
     guest.put(1, 1);
     let before = guest.bytes(0, MEMORY_BYTES as usize);
@@ -823,13 +827,15 @@ fn after_a_hang_up_no_flag_is_set() {
     assert!(before == guest.bytes(0, MEMORY_BYTES as usize));
 }
 
-/// What is not begun when a drain's time is up is missed, or refused with nothing left behind.
+/// After the time limit of a drain, remaining pages are missed, or refused without leaving anything
+/// under their keys.
 #[test]
-fn a_drain_cuts() {
+fn an_expired_drain_refuses_and_misses_the_rest() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // A cut in the past and no hold: the chain is taken, and finds its time up.
+    // The time limit is in the past and the vring is not held: the worker takes the chain and finds
+    // the limit expired.
     guest.vring.cut_at_ns.store(0, Ordering::SeqCst);
     let (put, missed) = (guest.put(0, 1), guest.get(1, 1));
     guest.run_slice();
@@ -854,9 +860,9 @@ fn a_drain_cuts() {
     );
 }
 
-/// A drain changes what becomes of pages, not the status of a request.
+/// A drain changes the results of pages, not the status of a request.
 #[test]
-fn a_drain_that_cuts_still_knows_which_pools_there_are() {
+fn an_expired_drain_still_reports_missing_pools() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.run_slice();
@@ -870,13 +876,14 @@ fn a_drain_that_cuts_still_knows_which_pools_there_are() {
     assert_eq!(guest.results(get, 1), [wire::P_MISS]);
 }
 
-/// What goes beyond a VM's rate is answered at once: refused with nothing left behind, or missed and kept.
+/// Requests beyond a VM's rate are answered at once: pages are refused without leaving anything, or
+/// missed and kept.
 #[test]
-fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
+fn requests_beyond_the_rate_are_answered_at_once() {
     let mut guest = guest();
     guest.put(0, 2);
     guest.run_slice();
-    // One page in a second: after a batch the next is a minute later.
+    // With one page per second, the batch after a full one is admitted a minute later.
     guest.pages_per_second.store(1, Ordering::SeqCst);
     let first = guest.get(5, 64);
     guest.run_slice();
@@ -909,9 +916,9 @@ fn beyond_its_rate_a_vm_gets_nothing_and_waits_for_nothing() {
     assert_eq!(limited(), 2);
 }
 
-/// A VM that asks for too much may flush all the same: what it wants forgotten is.
+/// A VM beyond its rate can still flush, so that no page stays that it wants dropped.
 #[test]
-fn flushes_are_carried_out_at_any_rate() {
+fn flushes_are_not_rate_limited() {
     let mut guest = guest();
     guest.put(0, 4);
     guest.run_slice();
@@ -928,7 +935,7 @@ fn flushes_are_carried_out_at_any_rate() {
 }
 
 #[test]
-fn another_generation_touches_nothing() {
+fn a_stale_request_changes_nothing() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.run_slice();
@@ -950,7 +957,7 @@ fn another_generation_touches_nothing() {
     assert_eq!(guest.results(get, 1), [wire::P_HIT]);
 }
 
-/// No room for a status: the queue stops, tells the VMM, and gives the chain back.
+/// Without space for a status the queue stops, reports to the VMM, and returns the chain.
 #[test]
 fn an_unanswerable_request_stops_the_queue() {
     let mut guest = guest();
@@ -1002,7 +1009,7 @@ fn an_answer_out_of_order_is_never_published() {
     let mut guest = guest();
     let answer = guest.send(&flush(0, 1), 8);
     guest.send(&flush(1, 1), 8);
-    // As a bug would: the first chain is passed over.
+    // Simulates a bug: the first chain is skipped.
     guest.vring.lock().queue.set_next_avail(1);
     assert_eq!(guest.run_slice(), SliceEnd::Idle);
     let why = guest.stopped().expect("it has stopped");
@@ -1012,7 +1019,7 @@ fn an_answer_out_of_order_is_never_published() {
 }
 
 #[test]
-fn a_base_beside_the_used_index_is_refused() {
+fn a_base_that_differs_from_the_used_index_is_refused() {
     for (base, used) in [(1, 0), (0, 1), (0, u16::MAX)] {
         let guest = guest_at(base, used);
         let reason = guest.stopped().expect("stopped");
@@ -1079,7 +1086,7 @@ fn readable_after_writable_is_bad() {
 }
 
 #[test]
-fn a_panic_stops_one_queue() {
+fn a_panic_stops_only_its_queue() {
     let mut guest = guest();
     guest.put(0, 1);
     guest.vring.stop_after_panic();
@@ -1096,12 +1103,12 @@ fn a_panic_stops_one_queue() {
     consume(&guest.call);
 }
 
-/// Each page that a request needs goes away just before it is looked at: the connection is ended, the
-/// guest has no answer, and nothing is stored or dropped for what may be the daemon's own zeros.
+/// Each page that a request needs is lost just before it is accessed. The connection must end
+/// without an answer, and nothing may be stored or dropped because of zeros of the daemon.
 #[test]
-fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
+fn a_lost_page_of_the_guest_ends_the_connection() {
     const HELD: u64 = 40;
-    // What goes, and where it is. The request begins with a page of its own.
+    // The page that is lost and its address. The request begins in a page of its own.
     const REQUEST: u64 = DATA + 0x10000;
     let cases = [
         ("table", TABLE),
@@ -1147,9 +1154,9 @@ fn a_page_of_the_guest_that_has_gone_ends_the_connection() {
     }
 }
 
-/// What turns go round by.
+/// The run queue schedules by owner.
 #[test]
-fn the_vrings_of_a_vm_have_one_owner() {
+fn all_vrings_of_a_vm_have_the_same_owner() {
     let (one, other) = (guest(), guest());
     let second = Vring::new(2, 0, one.link.clone());
     assert_eq!(one.vring.owner(), second.owner());
@@ -1157,7 +1164,7 @@ fn the_vrings_of_a_vm_have_one_owner() {
 }
 
 #[test]
-fn buffers_of_a_worker_are_never_dumped() {
+fn worker_buffers_are_excluded_from_core_dumps() {
     let mut scratch = Scratch::new().expect("address space");
     let buffers = [
         scratch.readable.pages().as_ptr() as usize,
@@ -1181,10 +1188,10 @@ fn buffers_of_a_worker_are_never_dumped() {
     }
 }
 
-/// Looked at, a ring that has run dry asks for no kicks; what comes is seen all the same, and when the
-/// time is up it asks again.
+/// While a ring is polled it requests no kicks. New chains are noticed anyway, and after the
+/// polling it requests kicks again.
 #[test]
-fn no_kick_is_wanted_while_it_is_looked_at() {
+fn a_polled_ring_requests_no_kick() {
     const LONG: u64 = u64::MAX / 2;
     let mut guest = guest();
     let wanted = |guest: &Guest| {
@@ -1215,10 +1222,10 @@ fn no_kick_is_wanted_while_it_is_looked_at() {
         SliceEnd::Poll { .. }
     ));
     assert_eq!(guest.used(), 3);
-    // As at the end of the time.
+    // The end of the polling time.
     assert_eq!(guest.vring.run_slice(&mut guest.scratch, 0), SliceEnd::Idle);
     assert!(wanted(&guest));
-    // Who is held is no longer looked at.
+    // A held vring is no longer polled.
     let state = guest.vring.lock();
     assert!(guest.vring.poll_has_ended(until_ns));
     drop(state);

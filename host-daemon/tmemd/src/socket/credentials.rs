@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_connect_is_what_was_asked_for() {
+    fn the_configured_permissions_decide_who_may_connect() {
         let may = |credentials: Credentials, mode| {
             let permissions = Permissions {
                 owner: 107,
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_tells_who_it_is() {
+    fn credentials_come_from_the_kernel() {
         let (one, _other) = UnixStream::pair().expect("sockets");
         let credentials = Credentials::of(&one).expect("told");
         assert_eq!(credentials.pid, std::process::id());

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_time_has_its_bucket() {
+    fn each_latency_counts_in_its_bucket() {
         for (ns, bucket) in [
             (0, 0),
             (999, 0),

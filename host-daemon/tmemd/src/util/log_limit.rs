@@ -83,7 +83,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn log_is_limited_and_says_what_it_left_out() {
+    fn the_log_is_limited_and_counts_left_out_lines() {
         let limit = LogLimit::default();
         let start = Instant::now();
         for _ in 0..BURST {
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn all_vms_together_are_limited_too() {
+    fn all_vms_together_are_limited() {
         static FEW: Bucket = Bucket::new(BURST_ALL, PERIOD_ALL);
         let vms: Vec<LogLimit> = (0..100).map(|_| LogLimit::within(&FEW)).collect();
         let start = Instant::now();

@@ -65,7 +65,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_as_it_says_and_a_second_at_once() {
+    fn the_rate_holds_with_a_burst_of_one_second() {
         let per_second = Arc::new(AtomicU64::new(1000));
         let times = [5 * SECOND, 5 * SECOND, 5 * SECOND + SECOND / 2, 9 * SECOND];
         let rate = RequestRate::new(&per_second);
@@ -81,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_rate_all_are() {
+    fn without_a_rate_all_requests_are_admitted() {
         let rate = RequestRate::default();
         assert_eq!(admitted(&rate, 64, &[0, u64::MAX]), [9984, 9984]);
         // Extreme values do not overflow.

@@ -641,7 +641,7 @@ mod tests {
     }
 
     #[test]
-    fn a_front_end_that_changes_its_memory_in_a_loop_piles_up_nothing() {
+    fn memory_table_changes_in_a_loop_leave_no_mappings() {
         let (device, workers, background) = devices();
         let name = "tmemd-changes-in-a-loop";
         let file = memfd_create(name, MemfdFlags::ALLOW_SEALING).expect("memfd");
@@ -684,7 +684,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_reserved_is_offered() {
+    fn no_reserved_feature_is_offered() {
         for bit in [
             wire::F_PERSISTENT,
             wire::F_SHARED,

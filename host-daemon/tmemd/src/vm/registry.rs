@@ -655,7 +655,7 @@ mod tests {
     use tmem_pool::PoolConfig;
 
     #[test]
-    fn what_a_removed_vm_reserved_is_free_while_others_still_have_it() {
+    fn the_reserve_of_a_removed_vm_is_free_at_once() {
         const POOL_BYTES: i64 = 16 << 20;
         let pool = Pool::new(PoolConfig {
             size_bytes: POOL_BYTES as u64,

@@ -344,7 +344,7 @@ mod tests {
 
     /// Such a guest would displace events of other VMs from a subscriber's queue.
     #[test]
-    fn a_guest_that_reports_in_a_loop_drowns_nobody() {
+    fn reports_in_a_loop_do_not_displace_events_of_other_vms() {
         let pool = Pool::new(PoolConfig {
             size_bytes: 64 << 20,
             size_max_bytes: 0,

@@ -161,7 +161,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_noted_is_read_until_it_is_removed() {
+    fn a_stored_vm_is_read_until_it_is_removed() {
         let folder = tempfile::tempdir().expect("a folder");
         let store = VmStore::new(folder.path());
         store.remove(Path::new(SOCKET)).expect("nothing to do");
@@ -183,7 +183,7 @@ mod tests {
 
     /// Files that another user could have created are neither read nor written nor removed.
     #[test]
-    fn a_folder_that_others_can_write_to_is_not_used() {
+    fn a_folder_writable_by_others_is_not_used() {
         let there = tempfile::tempdir().expect("a folder");
         let store = VmStore::new(there.path());
         store.write(&vm("a")).expect("written");
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_understood_is_named() {
+    fn invalid_files_are_reported() {
         let folder = tempfile::tempdir().expect("a folder");
         let store = VmStore::new(folder.path());
         store.write(&vm("a")).expect("written");

@@ -70,7 +70,7 @@ fn let_everybody_in(socket: &Path) {
 }
 
 #[test]
-fn who_a_socket_is_not_for_is_refused() {
+fn unauthorized_peers_are_refused() {
     if !geteuid().is_root() {
         return skipped(Missing::Root, "only root can connect as other users");
     }
@@ -147,7 +147,7 @@ fn who_a_socket_is_not_for_is_refused() {
 
 /// Each socket is for whom the configuration names, at each start, without a chgrp.
 #[test]
-fn sockets_are_given_to_whom_the_configuration_names() {
+fn sockets_belong_to_the_configured_users() {
     if !geteuid().is_root() {
         return skipped(
             Missing::Root,

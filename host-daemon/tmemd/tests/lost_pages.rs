@@ -164,7 +164,7 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
 
 /// The first to touch it may be the control thread, which looks at a ring that is started.
 #[test]
-fn found_by_the_control_thread() {
+fn a_page_lost_to_the_control_thread_ends_the_connection() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = daemon_here(dir.path(), &["a"]);
     let mut driver = Driver::new(two_regions("a"), DriverConfig::default()).unwrap();
@@ -257,7 +257,7 @@ impl Drop for HugePages {
 }
 
 #[test]
-fn a_hole_in_huge_pages() {
+fn a_hole_in_huge_pages_ends_only_its_connection() {
     // Two regions, and as many again that are left.
     let kept = match HugePages::more(6) {
         Ok(kept) => kept,
