@@ -152,11 +152,11 @@ pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("gain_hits", "tmem_vm_gain_hits{more_percent=25/50/100}", Exact), (Counter, "pages"), "estimate: misses that would have been hits with 25, 50 and 100 % more memory", GAIN),
     row(Vm, ("loss_hits", "tmem_vm_loss_hits{less_percent=25/50/75}", Exact), (Counter, "pages"), "estimate: hits that would have been misses with 25, 50 and 75 % less memory than the VM held", GAIN),
     row(Vm, ("loss_hits_seen", "tmem_vm_loss_hits_seen", Exact), (Counter, "pages"), "estimate: hits from which `loss_hits` was computed", GAIN),
-    row(Vm, ("put_latency", "tmem_vm_request_duration_seconds{request=put}", Exact), (Histogram, "ns, requests"), "time of PUT requests, of up to 64 pages each, from the moment when a worker takes the request until the answer is in the used ring. The wait for a worker is in `wait_latency`", "tmemd/src/latency.rs"),
-    row(Vm, ("get_latency", "tmem_vm_request_duration_seconds{request=get}", Exact), (Histogram, "ns, requests"), "time of GET requests, measured as `put_latency`", "tmemd/src/latency.rs"),
-    row(Vm, ("flush_latency", "tmem_vm_request_duration_seconds{request=flush}", Exact), (Histogram, "ns, requests"), "time of FLUSH requests, measured as `put_latency`. For a request that takes several scheduling slices, only the last slice counts", "tmemd/src/latency.rs"),
-    row(Vm, ("wait_latency", "tmem_vm_turn_wait_seconds", Exact), (Histogram, "ns, turns"), "wait of the VM's queues for a worker, from the moment when the worker sees their work until the scheduling slice begins. A slice answers requests for up to some hundred pages", "tmemd/src/vring.rs"),
-    row(Vm, ("cpu_requests_ms", "tmem_vm_cpu_seconds", Exact), (Counter, "ms"), "time of workers at the VM's requests, by the clock. It includes waits for a processor, and for guest memory that the host has swapped out, so the sum over all VMs may exceed `cpu_workers_ms`. It does not include background work", "tmemd/src/vring.rs"),
+    row(Vm, ("put_latency", "tmem_vm_request_duration_seconds{request=put}", Exact), (Histogram, "ns, requests"), "time of PUT requests, of up to 64 pages each, from the moment when a worker takes the request until the answer is in the used ring. The wait for a worker is in `wait_latency`", "tmemd/src/util/histogram.rs"),
+    row(Vm, ("get_latency", "tmem_vm_request_duration_seconds{request=get}", Exact), (Histogram, "ns, requests"), "time of GET requests, measured as `put_latency`", "tmemd/src/util/histogram.rs"),
+    row(Vm, ("flush_latency", "tmem_vm_request_duration_seconds{request=flush}", Exact), (Histogram, "ns, requests"), "time of FLUSH requests, measured as `put_latency`. For a request that takes several scheduling slices, only the last slice counts", "tmemd/src/util/histogram.rs"),
+    row(Vm, ("wait_latency", "tmem_vm_turn_wait_seconds", Exact), (Histogram, "ns, turns"), "wait of the VM's queues for a worker, from the moment when the worker sees their work until the scheduling slice begins. A slice answers requests for up to some hundred pages", "tmemd/src/queue/vring.rs"),
+    row(Vm, ("cpu_requests_ms", "tmem_vm_cpu_seconds", Exact), (Counter, "ms"), "time of workers at the VM's requests, by the clock. It includes waits for a processor, and for guest memory that the host has swapped out, so the sum over all VMs may exceed `cpu_workers_ms`. It does not include background work", "tmemd/src/queue/vring.rs"),
     row(Vm, ("driver", "", No), (Text, ""), "last report of the guest driver on this connection, if there is one; see the next table", VM),
 
     row(Driver, ("version", "", No), (Text, ""), "version of the module", GUEST),
@@ -214,7 +214,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("version", "", No), (Text, ""), "version of tmemd; the label `version` of `tmem_daemon_info`", FIGURES),
     row(Daemon, ("pid", "", No), (Text, ""), "process ID of tmemd", FIGURES),
     row(Daemon, ("uptime_seconds", "tmem_daemon_uptime_seconds", Exact), (Gauge, "seconds"), "time since the daemon's start", FIGURES),
-    row(Daemon, ("workers", "tmem_daemon_workers", Exact), (Gauge, "threads"), "threads that answer requests", "tmemd/src/worker.rs"),
+    row(Daemon, ("workers", "tmem_daemon_workers", Exact), (Gauge, "threads"), "threads that answer requests", "tmemd/src/queue/worker.rs"),
     row(Daemon, ("vms", "tmem_daemon_vms", Exact), (Gauge, "VMs"), "VMs for which the daemon has a socket", FIGURES),
     row(Daemon, ("vms_connected", "tmem_daemon_vms_connected", Exact), (Gauge, "VMs"), "VMs that are connected", FIGURES),
     row(Daemon, ("vms_frozen", "tmem_daemon_vms_frozen", Exact), (Gauge, "VMs"), "VMs that are frozen", FIGURES),
@@ -226,7 +226,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Daemon, ("cpu_ms", "tmem_daemon_cpu_seconds", Exact), (Counter, "ms"), "processor time of the process: requests, background work, connections and control", USAGE),
     row(Daemon, ("resident_bytes", "tmem_daemon_resident_bytes", Steps), (Gauge, "bytes"), "resident memory of the process without mapped guest memory: the pool and the daemon's own memory", USAGE),
     row(Daemon, ("memory_locked", "tmem_daemon_memory_locked", Exact), (Gauge, ""), "whether all memory of the pool is locked, so that pages of guests are never swapped by the host (metric: 1 or 0)", HEAP),
-    row(Daemon, ("interrupts_lost", "tmem_daemon_interrupts_lost", Exact), (Counter, "interrupts"), "interrupts that the kernel refused to deliver to a guest or its VMM. The log names them, and the guest continues at its deadline. Must be 0", "tmemd/src/bell.rs"),
+    row(Daemon, ("interrupts_lost", "tmem_daemon_interrupts_lost", Exact), (Counter, "interrupts"), "interrupts that the kernel refused to deliver to a guest or its VMM. The log names them, and the guest continues at its deadline. Must be 0", "tmemd/src/queue/notifier.rs"),
 ];
 
 impl Scope {

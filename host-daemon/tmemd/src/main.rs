@@ -56,7 +56,7 @@ struct Arguments {
     /// [default: a quarter of the processors, 1 to 8]
     #[arg(long, value_name = "N")]
     background_threads: Option<usize>,
-    /// What workers sleep in: auto, epoll or io_uring [default: auto]
+    /// Kernel interface in which workers sleep: auto, epoll or io_uring [default: auto]
     #[arg(long, value_name = "KIND")]
     event_loop: Option<EventLoop>,
     /// µs that they look at a virtqueue that has run dry before they ask for a kick, if its guest was that

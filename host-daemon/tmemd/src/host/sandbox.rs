@@ -7,7 +7,7 @@
 //! - seccomp permits only the system calls below, by the kind of thread. Threads that touch guests'
 //!   data have the shortest list: they open no files, make no connections and start no threads.
 //!   Threads that read messages of a VMM do neither.
-//! - Of root's capabilities, three remain if the daemon runs as root.
+//! - Three of root's capabilities remain if the daemon runs as root.
 //! - The process gains no rights by execve(2), which seccomp forbids anyway. Other processes of its
 //!   user cannot trace it, and it writes no core dump.
 //!
@@ -290,7 +290,7 @@ enum LogLine {
 fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Option<LogLine> {
     match (ruleset, landlock) {
         (RulesetStatus::FullyEnforced, _) => None,
-        // Of the rights that these versions do not know, only sockets matter.
+        // The right to sockets is the only one that matters and that these versions lack.
         (
             RulesetStatus::PartiallyEnforced,
             LandlockStatus::Available {

@@ -170,7 +170,7 @@ mod tests {
         let mut work_time = background.begin();
         work_time.switch_to(Work::Recompress);
         burn(20);
-        // The same kind is no change.
+        // Switching to the same kind changes nothing.
         work_time.switch_to(Work::Recompress);
         burn(20);
         assert_eq!(sums(), [0; 3], "it counts at its end");

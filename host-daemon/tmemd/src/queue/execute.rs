@@ -73,7 +73,7 @@ pub struct Progress {
     used_bytes: usize,
 }
 
-/// What remains of a request after its execution in one slice.
+/// State of a request after its execution in one slice.
 pub struct Remainder<'vm, 'a> {
     /// Storage of the pages that a GET took out of the pool. The caller frees it after the guest has
     /// its answer.
