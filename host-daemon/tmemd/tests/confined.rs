@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The real daemon in its sandbox: as its unit runs it, a user of its own with two capabilities, and by hand as root.
+//! The real daemon in its sandbox: as its unit runs it, as a user of its own with two capabilities,
+//! and by hand as root.
 
 mod common;
 
@@ -16,23 +17,23 @@ use tmem_control::{Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::{Driver, DriverConfig, Missing, skipped};
 
-/// nobody's, who owns nothing.
+/// The user nobody, who owns nothing.
 const USER: u32 = 65534;
-/// Somebody else's: libvirt's QEMUs run as this one on Debian.
+/// The user that libvirt's QEMUs run as on Debian.
 const QEMU: u32 = 64055;
-/// Whoever may use the control socket; nobody is not in it.
+/// A group that may use the control socket; nobody is not a member.
 const ADMINS: u32 = 64058;
-/// CAP_CHOWN and CAP_FOWNER, the unit's.
+/// CAP_CHOWN and CAP_FOWNER, which the unit grants.
 const CAPABILITIES: u64 = 1 << 0 | 1 << 3;
-/// CAP_IPC_LOCK, which root has unless it is a container's.
+/// CAP_IPC_LOCK, which root has outside containers.
 const IPC_LOCK: u64 = 1 << 14;
 
-/// Filters of system calls that all threads have.
+/// System call filters that all threads have.
 const FILTERS: u32 = 3;
 
 struct Running(Child);
 
-/// What the unit leaves it.
+/// Restricts the command like the unit does.
 fn confine(command: &mut Command) {
     let capabilities = "-all,+chown,+fowner";
     command
@@ -43,7 +44,7 @@ fn confine(command: &mut Command) {
         .arg(format!("--bounding-set={capabilities}"));
 }
 
-/// As the unit starts it.
+/// Starts the daemon like the unit does.
 fn start(folder: &Path, control: &str) -> Running {
     let mut command = Command::new("setpriv");
     confine(&mut command);
@@ -85,11 +86,11 @@ fn status_of(task: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// How many filters of system calls each kind of thread has.
+/// Returns the number of system call filters for each kind of thread.
 fn filters(pid: u32) -> HashMap<String, u32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it runs");
     let of_task = |task: PathBuf| {
-        // A connection's thread may end between the list and the look.
+        // A connection's thread may end between the list and this read.
         let name = fs::read_to_string(task.join("comm")).ok()?;
         let text = fs::read_to_string(task.join("status")).ok()?;
         let mut lines = text.lines();
@@ -106,13 +107,13 @@ fn client(control: &Path) -> VarlinkClient {
     tmem_control::connect(control).expect("connected")
 }
 
-/// A daemon's program and folders, those of that user.
+/// Creates a daemon's program and folders, owned by that user.
 fn folders(user: u32) -> TempDir {
     let folder = tempfile::tempdir().expect("folder");
     let at = |name: &str| folder.path().join(name);
     fs::set_permissions(folder.path(), Permissions::from_mode(0o755)).expect("set");
-    // By another process: one that another test starts meanwhile would have the file open for writing, and it could
-    // not be executed.
+    // Copied by another process. A process that another test starts meanwhile would inherit a file
+    // that is open for writing, and the copy could not be executed.
     let mut copy = Command::new("cp");
     let copied = copy
         .arg(env!("CARGO_BIN_EXE_tmemd"))
@@ -177,15 +178,15 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     let status = status(daemon.0.id());
     let number = |key: &str, radix| u64::from_str_radix(status[key].trim(), radix).expect(key);
     assert_eq!(number("NoNewPrivs", 10), 1);
-    // A filter decides.
+    // 2 means filter mode.
     assert_eq!(number("Seccomp", 10), 2);
     assert_eq!(number("CapEff", 16), CAPABILITIES);
     assert_eq!(number("CapBnd", 16), CAPABILITIES);
-    // Nobody of its user may look into it: its files in /proc are root's.
+    // Other processes of its user cannot inspect it: its files in /proc belong to root.
     let own = fs::metadata(format!("/proc/{}/mem", daemon.0.id())).expect("it runs");
     assert_eq!(own.uid(), 0, "it can be traced and dumped");
-    // Threads that touch pages have a filter more than all have, as soon as they have begun; so have those that
-    // begin when rings are made, and those of connections one more than these.
+    // Threads that touch pages have one more filter from their start, as have threads that start
+    // when the rings exist. Threads of connections have another one.
     until("filters for each kind of thread", || {
         let filters = filters(daemon.0.id());
         let has = |kind, more| filters.get(kind) == Some(&(FILTERS + more));
@@ -197,7 +198,7 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     });
     drop(vm);
 
-    // One that was killed leaves a socket that was given away; the next one takes its place.
+    // A killed daemon leaves a socket that belongs to another user; the next daemon replaces it.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("there");
     let _next = start(folder.path(), "control");
@@ -208,15 +209,15 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     until("the VM is back", || UnixStream::connect(&socket).is_ok());
     let is = told();
     assert_eq!(is.1, QEMU);
-    // While it lives, nobody does.
+    // A live daemon's socket is not replaced.
     let _other = start(folder.path(), "other");
-    // It answers when it has tried.
+    // The daemon answers after it has tried.
     let vms = client(&at("run/other")).list().call().expect("answers").vms;
     assert!(vms.is_empty());
     assert_eq!(told(), is);
 }
 
-/// By hand: what root can do that the daemon does not need is given up, by every thread.
+/// A daemon started by root drops all rights that it does not need, in every thread.
 #[test]
 fn as_root_the_daemon_keeps_only_needed_capabilities() {
     if !geteuid().is_root() {
@@ -225,7 +226,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     let folder = folders(0);
     let at = |name: &str| folder.path().join(name);
     let run = |control| {
-        // Root's memory is locked whatever its limit is.
+        // Root can lock memory whatever its limit is.
         let mut command = Command::new("prlimit");
         command.arg("--memlock=65536:65536");
         start_by(command, folder.path(), control)
@@ -236,7 +237,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     let added = full.add_vm(web1(&socket)).call();
     assert!(added.expect("added").added);
     assert_eq!(fs::metadata(&socket).expect("there").uid(), QEMU);
-    // With a thread of a connection.
+    // So that a connection's thread exists.
     let _vm = UnixStream::connect(&socket).expect("root may");
 
     let pid = daemon.0.id();
@@ -264,14 +265,14 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
     }
     let told = full.stats(None).call().expect("answers").daemon;
     assert_eq!(told.memory_locked, may_lock != 0, "whatever its limit is");
-    // What it gave away it still finds to be its own.
+    // The daemon recognizes sockets that it gave to other users as its own.
     drop(daemon);
     fs::remove_file(at("traces/control")).expect("there");
     let _next = run("control");
     until("the VM is back", || UnixStream::connect(&socket).is_ok());
 }
 
-/// Another user's is not. The daemon tells so in its figures, where tmemctl doctor looks.
+/// Another user's memory is not locked. The statistics, which tmemctl doctor reads, report it.
 #[test]
 fn unlocked_memory_is_logged() {
     if !geteuid().is_root() {
@@ -291,7 +292,8 @@ fn unlocked_memory_is_logged() {
     assert!(!stats.expect("answers").daemon.memory_locked);
 }
 
-/// Starts the daemon with the folder `$2` in the place of the journal's, and says that its stderr is the journal's.
+/// Starts the daemon with the folder `$2` in place of the journal's, and with an environment that
+/// names its stderr as the journal's.
 const BESIDE_A_JOURNAL: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -302,8 +304,8 @@ export JOURNAL_STREAM="$(stat -Lc %d:%i "$2/stderr")"
 exec "$1" --pool-size 64MiB --config /dev/null --control "$2/control" --vm "socket=$2/web1.sock,name=web1"
 "#;
 
-/// The filters of system calls leave the journal's datagrams to each kind of thread, although they leave no thread
-/// the call by which descriptors could pass.
+/// The system call filters let every kind of thread send datagrams to the journal, but let no
+/// thread make the call that could pass descriptors.
 #[test]
 fn threads_of_all_kinds_log_to_the_journal() {
     let mounts = Command::new("unshare")

@@ -117,7 +117,7 @@ fn a_connection_is_counted() {
     until("the VM is gone", || !web().connected);
 }
 
-/// A front end that sends half a message holds up itself and nobody else, not even the end.
+/// A front end that sends half a message delays neither other connections nor the stop.
 #[test]
 fn half_a_message_blocks_only_its_connection() {
     let directory = tempfile::tempdir().expect("directory");
@@ -190,7 +190,7 @@ fn only_the_full_socket_changes_quotas() {
             limit_bytes: Some(1),
             ..good.clone()
         },
-        // Beside the 4 MiB of the other VM there is no room for it.
+        // This does not fit beside the 4 MiB of the other VM.
         Quota {
             reserve_bytes: 64 << 20,
             ..good.clone()
@@ -209,7 +209,7 @@ fn only_the_full_socket_changes_quotas() {
     assert_eq!(quota_of(&mut full, 1), good);
 }
 
-/// A client that sends too much, nonsense or half a message harms nobody.
+/// A client that sends too much, nonsense or half a message affects no other client.
 #[test]
 fn misbehaving_clients_are_disconnected() {
     let directory = tempfile::tempdir().expect("directory");
@@ -223,7 +223,7 @@ fn misbehaving_clients_are_disconnected() {
         b"nonsense\0".to_vec(),
         b"{}\0".to_vec(),
         b"\0".to_vec(),
-        // As deep as it fits: who reads it must not need as much stack.
+        // Nested as deeply as fits: parsing must not need as much stack.
         [&[b'['; 60 << 10][..], b"\0"].concat(),
         [
             &br#"{"method":"io.virtiotmem.Control.List","parameters":"#[..],
@@ -234,14 +234,14 @@ fn misbehaving_clients_are_disconnected() {
     ] {
         let mut stream = UnixStream::connect(&config.control).expect("connects");
         stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-        // It may be let go before all is sent.
+        // The daemon may close the connection before everything is sent.
         let _ = stream.write_all(&message);
         let end = stream.read_to_end(&mut Vec::new());
         let waits = end.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
         assert!(!waits, "it is still there");
         client.list().call().expect("others are served");
     }
-    // Two at once, and the second in two parts.
+    // Two messages at once, the second in two parts.
     let mut stream = UnixStream::connect(&config.control).expect("connects");
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
     let call = b"{\"method\":\"io.virtiotmem.Control.List\"}\0";
@@ -274,7 +274,7 @@ fn the_number_of_clients_is_limited() {
     assert!(clients.iter().all(served));
     let refused = UnixStream::connect(&config.control).expect("connects");
     assert!(!served(&refused));
-    // Those who may only read cannot keep out those who may do more, nor the other way round.
+    // Read-only clients cannot keep out full clients, or the other way round.
     let other = config.control_read_only.as_ref().expect("configured");
     assert!(served(&UnixStream::connect(other).expect("connects")));
     drop(clients);
@@ -292,12 +292,12 @@ fn sockets_have_their_modes_and_are_removed_at_the_stop() {
         let mode = fs::metadata(&socket).expect("there").permissions().mode();
         assert_eq!(mode & 0o777, 0o660, "{}", socket.display());
     }
-    // Clients of all kinds do not hold it up.
+    // Clients of all kinds do not delay the stop.
     let control = UnixStream::connect(&config.control).expect("connects");
     let vm = UnixStream::connect(&config.vms[0].socket).expect("connects");
     daemon.stop();
     for mut stream in [control, vm] {
-        // Or reset, if it was not accepted yet.
+        // The connection may be reset if it was not accepted yet.
         assert_eq!(stream.read(&mut [0]).unwrap_or(0), 0);
     }
     for socket in sockets(&config) {
@@ -343,7 +343,7 @@ fn a_socket_of_another_is_not_removed() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("starts");
-    // Elsewhere first: the file system may give a freed inode to the next file.
+    // Created elsewhere first, because the file system may give a freed inode to the next file.
     let other = directory.path().join("other");
     let _other = UnixListener::bind(&other).expect("binds");
     fs::rename(&other, &config.control).expect("replaced");
@@ -362,12 +362,12 @@ fn reserves_that_do_not_fit_are_refused() {
     assert!(sockets(&config).iter().all(|socket| !socket.exists()));
 }
 
-/// A daemon that goes with its test, also if that fails.
+/// A daemon that is killed at the end of its test, also if the test fails.
 struct Running(Child);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Both fail where it has ended and was waited for, which is as well.
+        // Both calls fail if the daemon has already ended, which is fine.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -427,7 +427,7 @@ fn log_of(mut daemon: Running) -> String {
     log
 }
 
-/// Somebody who may connect must not fill the host's disk.
+/// A user who may connect must not be able to fill the host's disk.
 #[test]
 fn log_lines_of_clients_are_rate_limited() {
     let directory = tempfile::tempdir().expect("directory");
@@ -439,7 +439,7 @@ fn log_lines_of_clients_are_rate_limited() {
     let too_much = vec![b'x'; (64 << 10) + 1];
     for _ in 0..50 {
         let mut stream = connect().expect("connects");
-        // It may be let go before all is sent.
+        // The daemon may close the connection before everything is sent.
         let _ = stream.write_all(&too_much);
         let _ = stream.read(&mut [0]);
     }
@@ -455,12 +455,12 @@ fn log_lines_of_clients_are_rate_limited() {
     assert_eq!(served.len(), 16, "others were refused");
     let log = log_of(daemon);
     let lines = log.matches("control socket: a client").count();
-    // Ten at once and one each five seconds.
+    // A burst of ten, and one every five seconds.
     let bound = 11 + 2 * begun.elapsed().as_secs() as usize / 5;
     assert!((1..=bound).contains(&lines), "{lines} lines: {log}");
 }
 
-/// docs/control.md: 64 KiB bound what a client says, not what it is told.
+/// docs/control.md: 64 KiB bound a client's messages, not the answers.
 #[test]
 fn an_answer_may_be_longer_than_a_call() {
     let directory = tempfile::tempdir().expect("directory");
@@ -491,7 +491,7 @@ fn an_answer_may_be_longer_than_a_call() {
     assert_eq!(vms, Some(64));
 }
 
-/// A VMM gives its memory to whoever is at its socket.
+/// A VMM gives its memory to the process that listens on its socket.
 #[test]
 fn a_world_writable_folder_is_logged() {
     let directory = tempfile::tempdir().expect("directory");
@@ -533,13 +533,13 @@ fn invalid_arguments_are_named() {
     }
 }
 
-/// What the host says is files in the test's directory here: a machine of its own to make short of
-/// memory is more than a test has.
+/// Files in the test's directory stand for the host's files, because the test cannot make a machine
+/// short of memory.
 #[test]
 fn the_pool_shrinks_for_the_host_and_grows_back() {
     let directory = tempfile::tempdir().expect("directory");
     let path = |name: &str| directory.path().join(name);
-    // At once, as the kernel does it.
+    // Replaced atomically, like the kernel's files.
     let host = |available: u64, stall_us: u64| {
         let meminfo = format!("MemAvailable:   {} kB\n", available >> 10);
         let pressure = format!("some avg10=0.00 avg60=0.00 avg300=0.00 total={stall_us}\n");
@@ -571,7 +571,7 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
     host(1 << 30, 0);
     until("it begins to grow", || pool().host_grows > 0);
     let size_bytes = pool().size_bytes;
-    // A quarter of the time in waits.
+    // A quarter of the time is spent waiting.
     let begun = Instant::now();
     until("waits are noticed", || {
         host(1 << 30, begun.elapsed().as_micros() as u64 / 4);

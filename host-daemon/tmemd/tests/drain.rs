@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Letting go of queues and memory (SPEC.md, "Drain"): when the daemon has answered
-//! GET_VRING_BASE, SET_MEM_TABLE or RESET_DEVICE, what it took is answered, logged and published,
-//! and it never touches that memory again.
+//! Draining queues and releasing memory (SPEC.md, "Drain"). When the daemon has answered
+//! GET_VRING_BASE, SET_MEM_TABLE or RESET_DEVICE, all requests that it took are answered, logged
+//! and published, and it never touches that memory again.
 
 mod common;
 
@@ -15,7 +15,7 @@ use tmem_sim::{
 use vhost::vhost_user::VhostUserFrontend;
 use virtio_tmem as wire;
 
-/// Requests of every size on every queue, not waited for.
+/// Submits requests of every size on every queue without waiting.
 fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     for _ in 0..rng.usize(8..24) {
         let (object, start) = (rng.u64(1..6), rng.u64(..8) * 64);
@@ -28,7 +28,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// The daemon takes other work for a while: time for a thread that still holds an address.
+/// Gives the daemon other work for a while, so that a thread that still holds an address has time
+/// to use it.
 fn time_passes(neighbour: &mut Driver) {
     work(neighbour, 60);
 }
@@ -92,7 +93,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
         driver.model.counts()
     );
     assert!(met > 0, "no pause met a request in flight");
-    // Kept: a page put before a pause comes back after it.
+    // A page put before a pause is returned after it.
     driver.put(9, 0, 64);
     driver.settle().unwrap();
     let kept = driver.index().keys().filter(|k| k.object == 9).count();
@@ -104,7 +105,7 @@ fn a_pause_releases_memory_and_keeps_the_cache() {
     assert_eq!(driver.model.counts().hits - hits, kept as u64);
 }
 
-/// RESET_DEVICE, and the end of a connection, with batches in flight.
+/// RESET_DEVICE and the end of a connection, with batches in flight.
 #[test]
 fn a_reset_releases_memory_and_empties_the_cache() {
     let seed = seed("a_reset_releases_memory_and_empties_the_cache");
@@ -133,14 +134,14 @@ fn a_reset_releases_memory_and_empties_the_cache() {
     work(&mut driver, 100);
 }
 
-/// The memory map changes under load, as at a hotplug: nothing is lost or late.
+/// The memory map changes under load, as at a hotplug. Nothing is lost or late.
 #[test]
 fn changing_the_memory_table_under_load_loses_no_request() {
     let seed = seed("changing_the_memory_table_under_load_loses_no_request");
     for mem_slots in [false, true] {
         let mut daemon = Daemon::start(&[("a", None)]);
         let mut ram = guest("a").ram;
-        // Comes and goes with nothing in it.
+        // A region that comes and goes and contains nothing.
         ram.push(RamRegion {
             start: 2 << 32,
             size_bytes: 1 << 20,
@@ -171,8 +172,9 @@ fn changing_the_memory_table_under_load_loses_no_request() {
     }
 }
 
-/// What a drain has no time for is refused and leaves nothing behind, nor what was there before.
-/// The daemon is stopped in the middle of a batch that a drain waits for, until its time is up.
+/// Pages that a drain has no time for are refused, and leave neither themselves nor an older
+/// version. The daemon is stopped in the middle of a batch that a drain waits for, until the time
+/// limit has expired.
 #[test]
 fn a_refused_put_leaves_nothing() {
     let seed = seed("a_refused_put_leaves_nothing");
@@ -199,7 +201,7 @@ fn a_refused_put_leaves_nothing() {
             driver.put(object, 0, 64);
         }
         driver.settle().unwrap();
-        // The cookies that a refused put must not leave, then those that it must not store.
+        // The cookies of the older versions, then the cookies of the refused puts.
         let mut cookies: Vec<(Key, u64)> = Vec::new();
         cookies.extend(driver.index().iter().map(|(k, c)| (*k, *c)));
         for object in 1..=4 {
@@ -221,7 +223,7 @@ fn a_refused_put_leaves_nothing() {
         if new == 0 {
             continue;
         }
-        // The oracle allows a hit only for the last cookie of a page that was stored last.
+        // The oracle allows a hit only for the cookie of the last stored put.
         for (key, cookie) in cookies {
             let Key {
                 pool,
@@ -247,7 +249,7 @@ fn a_refused_put_leaves_nothing() {
     println!("{refused} pages refused");
 }
 
-/// A region that is taken away with requests in it is never written again.
+/// A removed region that contains requests is never written again.
 #[test]
 fn a_removed_region_is_unmapped() {
     let seed = seed("a_removed_region_is_unmapped");
@@ -273,7 +275,7 @@ fn a_removed_region_is_unmapped() {
         };
         let machine = GuestConfig {
             ram,
-            // REM_MEM_REG, or a table without it.
+            // REM_MEM_REG, or a table without the region.
             mem_slots: round % 2 == 0,
             ..slots()
         };
@@ -288,14 +290,14 @@ fn a_removed_region_is_unmapped() {
             gone.is_empty(),
             "pages {gone:x?} of a region that is gone were written"
         );
-        // Answers to what the daemon took are there and true.
+        // Answers to requests that the daemon took are present and correct.
         driver.collect().unwrap();
         driver.guest.hang_up().unwrap();
     }
     daemon.expect_alive();
 }
 
-/// The device's pages of a set of requests: what it may write, and so must log.
+/// Submits requests and returns the pages that the daemon may write, which it must log.
 fn staged(driver: &mut Driver, object: u64) {
     let pool = driver.pool();
     let generation = driver.guest.generation();
@@ -338,7 +340,7 @@ fn staged(driver: &mut Driver, object: u64) {
     driver.guest.add(0, report, generation).unwrap();
 }
 
-/// When it matters: a migration ends with GET_VRING_BASE, or with the connection.
+/// A migration ends with GET_VRING_BASE or with the connection.
 #[test]
 fn a_short_dirty_log_is_reported_before_the_migration_ends() {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
@@ -417,7 +419,7 @@ fn the_dirty_log_covers_all_written_pages() {
                         .collect::<Vec<_>>()
             };
             daemon.until("all is answered", || used(&driver));
-            // Published is not logged: the mark may follow the index, but not a stop.
+            // The mark of a published answer may follow the index, but not the stop.
             driver.guest.stop().unwrap();
         }
         let changed = driver.guest.ram().changed_pages(&before);
@@ -438,7 +440,7 @@ fn the_dirty_log_covers_all_written_pages() {
                 device.len()
             );
         }
-        // And it is a log, not a mark on everything: 5 answers, 136 pages, two used rings.
+        // The log contains only written pages: 5 answers, 136 pages, two used rings.
         assert!(
             log.dirty_pages() < 200,
             "{} pages logged",

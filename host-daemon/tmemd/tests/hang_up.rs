@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that is stopped while its front end hangs up: when it continues, the memory that it
-//! still maps is used for something else, and not a byte of it may change.
+//! A daemon that is stopped while its front end hangs up. When it continues, the guest has other
+//! data in the memory that the daemon still maps, and no byte of it may change.
 //!
-//! QEMU gives up on a daemon that does not answer, and the guest goes on without it: it may reset
-//! the device, or reboot, and use the memory of rings and buffers for anything.
+//! QEMU gives up on a daemon that does not answer, and the guest continues without it. The guest
+//! may reset the device or reboot, and use the memory of rings and buffers for other data.
 
 mod common;
 
@@ -13,21 +13,21 @@ use tmem_sim::requests::PAGE;
 use tmem_sim::ring::{F_NEXT, F_WRITE};
 use tmem_sim::{Desc, Driver, FakeGuest, Request};
 
-/// Each is a race of the daemon's workers with its control thread, which the workers would win in
+/// Each round is a race between the workers and the control thread, which the workers would win in
 /// some.
 const ROUNDS: u64 = 60;
 
-/// Chains that each ring then seems to hold.
+/// Chains that each ring appears to contain.
 const CHAINS: u16 = 16;
 
-/// Pages that each of these chains asks for.
+/// Pages that each of these chains requests.
 const CHAIN_PAGES: u64 = 2;
 
-/// What all other memory then holds.
+/// Content of all other memory.
 const CANARY: u8 = 0xa5;
 
-/// Fills all memory with canaries, and leaves in each request queue's ring what a daemon that
-/// looked at it would take for requests: pages that it holds would go where canaries are.
+/// Fills all memory with canaries. In the ring of each request queue it leaves apparent requests
+/// for pages that the daemon holds, with buffers that contain canaries.
 fn overwrite(driver: &Driver) {
     let (guest, ram) = (&driver.guest, driver.guest.ram());
     let index = |queue| guest.ring(queue).used_idx_in_memory();
@@ -74,7 +74,7 @@ fn overwrite(driver: &Driver) {
     }
 }
 
-/// A request for pages that the daemon holds.
+/// Creates a request for pages that the daemon holds.
 fn get(driver: &Driver, object: u64, first: u64) -> Request {
     let cookie = |(key, cookie): (&tmem_sim::Key, &u64)| {
         let asked = key.object == object && (first..first + CHAIN_PAGES).contains(&key.index);
@@ -118,7 +118,8 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
         let before = driver.guest.ram().snapshot();
         daemon.resume();
 
-        // One connection a VM: it takes another when it has let go of the first one's memory.
+        // A VM has one connection. The daemon accepts another after it has released the memory of
+        // the first.
         daemon.until("the daemon notices", || probe.connect(&socket).is_ok());
         probe.disconnect();
         let pages = driver.guest.ram().changed_pages(&before);
@@ -131,7 +132,7 @@ fn a_daemon_stopped_during_a_hang_up_writes_nothing() {
         "in {} of {ROUNDS} rounds the daemon wrote to memory that it had lost: {changed:x?}",
         changed.len()
     );
-    // And whoever comes then is served.
+    // A later connection is served.
     let mut driver = daemon.driver("a", ROUNDS);
     common::work(&mut driver, 100);
 }

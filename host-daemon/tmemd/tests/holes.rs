@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How long others wait for a worker that touches a page of a hole that is just being punched.
+//! Measures how long VMs wait for a worker that touches a page of a hole while the hole is being
+//! punched.
 //!
-//! The kernel has it wait until all of the hole is punched, and no signal ends that. Nothing here is a
-//! promise: docs/threat-model.md has it among the gaps, with what this measures.
+//! The kernel blocks the worker until the whole hole is punched, and no signal ends that.
+//! docs/threat-model.md lists it as a remaining risk, with these measurements.
 
 mod common;
 
@@ -13,17 +14,17 @@ use std::thread;
 use std::time::{Duration, Instant};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, PutPage, RamRegion, Request};
 
-/// What is punched: the file that has a VM's memory.
+/// Size of the file that is punched, a VM's memory, in bytes.
 const FILE_BYTES: u64 = 4 << 30;
-/// Times that it is filled and punched.
+/// Number of times that the file is filled and punched.
 const ROUNDS: usize = 5;
-/// As long as a reader of a guest waits for an answer.
+/// Longest wait of a guest's reader for an answer.
 const DEADLINE: Duration = Duration::from_millis(20);
 
-/// A reader wants a page so often.
+/// Interval in which a reader requests a page.
 const PACE: Duration = Duration::from_millis(1);
 
-/// How long after it was wanted each page was there, while `busy`; by turns at both queues.
+/// Returns the time until each requested page arrived while `busy` was set, on both queues in turn.
 fn gets(driver: &mut Driver, busy: &AtomicBool) -> Vec<Duration> {
     let mut times = Vec::new();
     let (mut objects, mut wanted) = ((1..=8).cycle(), Instant::now());
@@ -60,9 +61,9 @@ fn punching_a_hole_delays_other_vms() {
     let mut neighbour = daemon.driver("b", 1);
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     let config = GuestConfig {
-        // Rings in the first, all else in the second.
+        // Rings in the first region, everything else in the second.
         ram: vec![region(0, 256 << 10), region(1 << 32, FILE_BYTES)],
-        // A queue of which requests are gone may stop: two for each round.
+        // A queue whose requests are lost may stop, so each round has two of its own.
         request_queues: 2 * ROUNDS as u16,
         ..guest("a")
     };
@@ -107,7 +108,7 @@ fn punching_a_hole_delays_other_vms() {
             }
             punched.store(false, Ordering::SeqCst);
             let punch = scope.spawn(punch);
-            // It is at it.
+            // The worker has begun by then.
             thread::sleep(Duration::from_millis(20));
             let in_time = !punched.load(Ordering::SeqCst);
             queues.for_each(|queue| driver.guest.publish(queue));

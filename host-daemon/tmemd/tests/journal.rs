@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon logs, in a real systemd-journald: one of its own, in a namespace where `/run` is empty.
+//! The daemon's log in a real systemd-journald, in a namespace where `/run` is empty.
 //!
-//! Not among the tests that always run: it wants systemd and user namespaces. `make check-ops` runs it.
+//! The test does not run by default, because it needs systemd and user namespaces. `make check-ops`
+//! runs it.
 
 mod common;
 
@@ -12,7 +13,8 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use tmem_sim::fault::{self, Expect, Target};
 use tmem_sim::{Driver, DriverConfig};
 
-/// A journal, a daemon whose stderr is said to be the journal's, and answers to queries from stdin.
+/// Starts a journal and a daemon whose stderr is named as the journal's, and answers queries from
+/// stdin.
 const SCRIPT: &str = r#"
 set -e
 mount -t tmpfs none /run
@@ -56,7 +58,7 @@ impl Host {
         }
     }
 
-    /// The journal's entries that match, one a line.
+    /// Returns the matching entries of the journal, one per line.
     fn entries(&mut self, query: &str) -> Vec<String> {
         let ask = self.ask.as_mut().expect("not yet dropped");
         writeln!(ask, "{query}").expect("it listens");
@@ -70,7 +72,7 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
-        // The script ends with its input, and ends what it started.
+        // The script ends with its input, and ends the processes that it started.
         drop(self.ask.take());
         let _ = self.child.wait();
     }
@@ -90,7 +92,7 @@ fn messages_have_fields_in_the_journal() {
     driver.new_generation().unwrap();
     driver.settle().unwrap();
     driver.create_pool().unwrap();
-    // A guest's fault that stops a queue.
+    // A fault of the guest that stops a queue.
     let stops = |fault: &fault::Fault| matches!(fault.expect, Expect::Stopped);
     let fault = fault::all()
         .into_iter()
@@ -121,7 +123,7 @@ fn messages_have_fields_in_the_journal() {
         assert!(entry.contains(field), "{field} is missing in {entry}");
     }
     assert!(host.entries("TMEM_VM=web2").is_empty());
-    // Nothing went to stderr as well.
+    // Nothing was written to stderr as well.
     let lines = std::fs::read_to_string(folder.path().join("stderr")).unwrap();
     assert!(!lines.contains("virtqueue"), "{lines}");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guests that lie: every odd request has the specified answer or stops its queue, does nothing
-//! else, and troubles neither the other queues nor another VM.
+//! Guests that send malformed requests. Each request has the specified answer or stops its queue,
+//! has no other effect, and affects neither other queues nor other VMs.
 
 mod common;
 
@@ -20,7 +20,7 @@ use virtio_tmem as wire;
 
 const VICTIM: u64 = 900;
 
-/// Puts the page that a fault must leave alone.
+/// Puts the page that a fault must not change.
 fn put_victim(driver: &mut Driver) -> Target {
     assert!(driver.put(VICTIM, 1, 2));
     driver.settle().unwrap();
@@ -52,7 +52,8 @@ fn victim_is_there(driver: &mut Driver, fault: &str) {
     );
 }
 
-/// The status of the fault's answer, or None once the VMM is told that the queue has stopped.
+/// Returns the status of the fault's answer, or None once the VMM has learned that the queue
+/// stopped.
 fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) -> Option<u8> {
     let guest = &driver.guest;
     let mut stopped = false;
@@ -66,7 +67,7 @@ fn outcome(daemon: &mut Daemon, driver: &mut Driver, queue: usize, used: u16) ->
     done.map(|d| d.answer.status)
 }
 
-/// One answer on each queue but that one, and none on it.
+/// Checks that every other queue answers and that queue does not.
 fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     let silent = driver.guest.ring(stopped).used_idx_in_memory();
     let pool = driver.pool();
@@ -95,7 +96,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
     );
 }
 
-/// Every fault of the list, alone.
+/// Each fault of the list by itself.
 #[test]
 fn every_malformed_request_has_its_answer() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -148,8 +149,8 @@ fn every_malformed_request_has_its_answer() {
     work(&mut neighbour, 100);
 }
 
-/// Memory that changes while the daemon reads it: the daemon lives, neighbours see nothing, and a
-/// hit is always the page of the cookie that comes with it.
+/// Memory changes while the daemon reads it. The daemon survives, neighbours notice nothing, and a
+/// hit is always the page of the cookie in the answer.
 #[test]
 fn requests_that_change_while_they_are_read_are_harmless() {
     let seed = seed("requests_that_change_while_they_are_read_are_harmless");
@@ -157,7 +158,7 @@ fn requests_that_change_while_they_are_read_are_harmless() {
     let mut liar = daemon.driver("liar", seed);
     let mut neighbour = daemon.driver("neighbour", seed + 1);
     let pool = liar.pool();
-    // Pages that say what their cookie is.
+    // Pages whose content depends on their cookie.
     let content = |cookie: u64| Content::Noise(cookie);
     let cookie = |index: u64| 1000 + index;
     let refill = |liar: &mut Driver| {
@@ -193,7 +194,7 @@ fn requests_that_change_while_they_are_read_are_harmless() {
             let mut rng = fastrand::Rng::with_seed(seed + round);
             std::thread::spawn(move || {
                 while !stop.load(Ordering::Relaxed) {
-                    // Another index and other cookies, most of them of pages that are there.
+                    // Another index and other cookies, most of them of pages in the pool.
                     ram.write(addr + REQ_BYTES as u64 + 8, &rng.u64(..256).to_le_bytes());
                     let at = rng.u64(..64);
                     let value = cookie(rng.u64(..256)).to_le_bytes();
@@ -223,7 +224,7 @@ fn requests_that_change_while_they_are_read_are_harmless() {
     neighbour.get_all().unwrap();
 }
 
-/// Scribbles over everything: rings, descriptors, requests.
+/// Writes random bytes over rings, descriptors and requests.
 #[test]
 fn random_guest_memory_is_harmless() {
     let seed = seed("random_guest_memory_is_harmless");
@@ -261,7 +262,7 @@ fn random_guest_memory_is_harmless() {
             } else {
                 liar.get(object, start, start + 30);
             }
-            // What it makes of the answers is its own trouble.
+            // The guest's own interpretation of the answers does not matter.
             while let Ok(Some(_)) = liar.guest.poll(rng.usize(..3)) {}
             neighbour.step().unwrap();
         }
@@ -274,7 +275,7 @@ fn random_guest_memory_is_harmless() {
     neighbour.get_all().unwrap();
 }
 
-/// A guest that kicks, fills its rings round and round and never takes an answer.
+/// A guest that kicks, fills its rings continuously and never takes an answer.
 #[test]
 fn a_guest_that_takes_no_answers_blocks_no_other() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -294,7 +295,7 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
     };
     let encoded = put.encode(liar.guest.generation());
     let placed = liar.guest.place(&encoded).unwrap();
-    // One chain by hand, made available over and over, up to the size of the ring at a time.
+    // One hand-made chain is made available repeatedly, up to the size of the ring at a time.
     let parts: Vec<(u64, usize, bool)> = placed
         .1
         .readable
@@ -335,7 +336,7 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
             guest.ring(1).used_idx_in_memory() == guest.ring(1).avail_idx_in_memory()
         });
     }
-    // Its other queue is served meanwhile, and its pages are there.
+    // The guest's other queue is served meanwhile and returns its pages.
     let get = Request::Get {
         pool,
         object: 1,
@@ -357,8 +358,8 @@ fn a_guest_that_takes_no_answers_blocks_no_other() {
     work(&mut neighbour, 100);
 }
 
-/// Calls that would wait: the front end takes O_NONBLOCK away from the files that it shares, and keeps
-/// their counters full. Its own guest may miss interrupts. Nobody else notices, and the daemon ends.
+/// The front end clears O_NONBLOCK of the eventfds that it shares, and keeps their counters full.
+/// Its own guest may miss interrupts. Other VMs notice nothing, and the daemon can stop.
 #[test]
 fn blocking_call_eventfds_block_no_other_vm() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -370,7 +371,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         // SAFETY: the descriptor is open as long as `call`.
         let fd = unsafe { BorrowedFd::borrow_raw(call.as_raw_fd()) };
         fcntl_setfl(fd, OFlags::empty()).unwrap();
-        // What was counted before is taken, if anything was.
+        // Takes earlier counts, if any.
         let _ = rustix::io::preadv2(
             fd,
             &mut [IoSliceMut::new(&mut [0; 8])],
@@ -379,7 +380,7 @@ fn blocking_call_eventfds_block_no_other_vm() {
         );
         call.write(u64::MAX - 1).unwrap();
     }
-    // Something to interrupt for on each of them, more than there are workers.
+    // Work that needs an interrupt on each of them, more than there are workers.
     for object in 1..=64 {
         liar.put(object, 0, 1);
         liar.collect().unwrap();

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What others can make the daemon take and write, at most: lines of log, and a connection's memory, threads and
-//! descriptors.
+//! Bounds on log lines, and on the memory, threads and descriptors of a connection.
 
 mod common;
 
@@ -14,33 +13,33 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{DriverConfig, GuestConfig, RamRegion};
 use vhost::VhostBackend;
 
-/// Lines of log: of all VMs at once, and of anybody else.
+/// Log lines in a burst, of all VMs together and of other sources.
 const BURST_ALL: usize = 512;
 const BURST: usize = 10;
 
-/// What docs/operating.md says that a connection may take.
+/// Resources of a connection by docs/operating.md.
 const QUEUES: usize = 17;
 const REGIONS: usize = 64;
 const THREADS_MAX: usize = 1;
 const DESCRIPTORS_MAX: usize = 5 + 3 * QUEUES + REGIONS;
-/// While its front end changes its memory map: tables that wait to be unmapped, and one that comes in a message,
-/// which has no more.
+/// While the front end changes its memory map: tables that wait to be unmapped, and one in a
+/// message, which contains at most this many regions.
 const MESSAGE_REGIONS: usize = 32;
 const TABLES_WAITING: usize = 4;
 const DESCRIPTORS_CHANGING_MAX: usize =
     DESCRIPTORS_MAX + TABLES_WAITING * REGIONS + MESSAGE_REGIONS;
 const MEMORY_MAX_BYTES: usize = 1 << 20;
 
-/// Changes of a memory map in a loop: some hundred a second are unmapped.
+/// Changes of a memory map in a loop; some hundred a second are unmapped.
 const CHANGES: usize = 2000;
 
-/// Who confines itself is not shown to other users, even of its own.
+/// Without the sandbox, because other processes cannot inspect a sandboxed daemon.
 fn visible() -> Daemon {
     let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
     Daemon::with_arguments(&[("a", None)], "64MiB", seen)
 }
 
-/// What it takes when the probes of its start are gone.
+/// Returns the resources after the start's probe connections have ended.
 fn at_rest(daemon: &mut Daemon) -> Taken {
     let pid = daemon.pid() as i32;
     let mut last = taken_by(pid);
@@ -68,7 +67,7 @@ fn log_lines_of_all_vms_are_bounded() {
     let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
     for _ in 0..6 {
         for name in &names {
-            // It is refused while the one before has not ended; that is logged, too.
+            // A connection is refused while the previous one has not ended, which is logged, too.
             drop(UnixStream::connect(daemon.socket(name)).expect("connects"));
         }
         until("all have been seen", || {
@@ -104,14 +103,14 @@ fn log_lines_of_failed_accepts_are_bounded() {
             .matches("a connection cannot be accepted")
             .count()
     };
-    // The next descriptor, which has the lowest number that is free, is too many.
+    // The next descriptor, which has the lowest free number, exceeds the limit.
     let descriptors = fs::read_dir(format!("/proc/{}/fd", daemon.pid())).expect("it runs");
     let number = |entry: fs::DirEntry| entry.file_name().to_str()?.parse::<u64>().ok();
     let numbers: Vec<u64> = descriptors
         .filter_map(|entry| number(entry.ok()?))
         .collect();
     let free = (0..).find(|number| !numbers.contains(number));
-    // As it was inherited, and raised to the most.
+    // The hard limit, to which the daemon raises its soft limit.
     let maximum = getrlimit(Resource::Nofile).maximum;
     let limit = |current| {
         let limit = Rlimit { current, maximum };
@@ -135,7 +134,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
     client.list().call().expect("it is served again");
 }
 
-/// All that a front end may ask for: queues, regions, the largest rings.
+/// Everything that a front end may request: queues, regions, the largest rings.
 #[test]
 fn resources_of_a_connection_are_bounded() {
     let mut daemon = visible();
@@ -182,7 +181,7 @@ fn resources_of_a_connection_are_bounded() {
     println!("{own} bytes beside {pool} of the pool");
     assert!(own <= MEMORY_MAX_BYTES, "{own} bytes");
 
-    // Each message brings descriptors of its own, which stay as long as the table that they are of.
+    // Each message passes new descriptors, which stay open as long as their table.
     let regions = driver.guest.ram().vhost_regions();
     let changed = AtomicBool::new(false);
     let most = std::thread::scope(|scope| {
@@ -210,7 +209,7 @@ fn resources_of_a_connection_are_bounded() {
     daemon.until("nothing has piled up", || taken_by(pid).descriptors <= one);
 }
 
-/// What the pool holds.
+/// Returns the bytes that the pool holds.
 fn daemon_pool_bytes(daemon: &Daemon) -> usize {
     let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
     let stats = client.stats(None).call().expect("answers");

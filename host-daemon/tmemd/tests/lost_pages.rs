@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A page of a guest's memory that has gone: its VM is disconnected, no other notices.
+//! Loss of a page of guest memory: its VM is disconnected, and other VMs notice nothing.
 //!
-//! Once with a daemon in this process, whose mapping loses the page, which needs no privilege; and
-//! once as it happens, with a hole punched into huge pages of which the host has none left. That
-//! needs root and a kernel with huge pages of which the host uses none, and is skipped with a reason otherwise.
+//! One test has a daemon in this process whose mapping loses the page, which needs no privilege.
+//! Another test punches a hole into huge pages when the host has no free ones. It needs root and
+//! unused huge pages, and is skipped with a reason otherwise.
 
 mod common;
 
@@ -24,7 +24,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 const HUGE_BYTES: u64 = 2 << 20;
 const NR_HUGEPAGES: &str = "/proc/sys/vm/nr_hugepages";
 
-/// Start and end of all mappings of the file that this process has mapped at an address.
+/// Returns start and end of all mappings in this process of the file that is mapped at an address.
 fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let parse = |line: &str| {
@@ -40,14 +40,14 @@ fn mappings_like(address: u64) -> Vec<(u64, u64)> {
     same.map(|m| (m.0, m.1)).collect()
 }
 
-/// Takes pages from a mapping: a file that is empty comes in their place.
+/// Removes pages from a mapping by mapping an empty file in their place.
 fn take_away(start: u64, bytes: u64) {
     let empty = memfd_create("gone", MemfdFlags::CLOEXEC).unwrap();
     let at = std::ptr::with_exposed_provenance_mut(start as usize);
     let flags = MapFlags::SHARED | MapFlags::FIXED;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: it replaces pages of the daemon's mapping of a guest's memory, which the daemon accesses
-    // as memory that may change at any time.
+    // SAFETY: the call replaces pages of the daemon's mapping of guest memory, which the daemon
+    // accesses as memory that may change at any time.
     unsafe { rustix::mm::mmap(at, bytes as usize, prot, flags, &empty, 0) }.unwrap();
 }
 
@@ -61,14 +61,14 @@ fn connect(driver: &mut Driver, socket: &Path) {
     driver.create_pool().unwrap();
 }
 
-/// Rings in the first region, nearly all buffers in the second one.
+/// Rings in the first region, nearly all buffers in the second.
 fn two_regions(name: &str) -> GuestConfig {
     let mut config = guest(name);
     config.ram[0].size_bytes = 512 << 10;
     config
 }
 
-/// Says so in the end, however that comes.
+/// Sets the flag when dropped, also after a panic.
 struct End<'a>(&'a AtomicBool);
 
 impl Drop for End<'_> {
@@ -77,7 +77,7 @@ impl Drop for End<'_> {
     }
 }
 
-/// Takes away what a daemon in this process has mapped of one of its regions.
+/// Removes a region's pages from the mapping of a daemon in this process.
 fn take_away_region(driver: &Driver, region: RamRegion) {
     let own = driver.guest.ram().host_addr(region.start);
     let mappings = mappings_like(own);
@@ -88,7 +88,7 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
     }
 }
 
-/// A daemon in this process.
+/// Starts a daemon in this process.
 fn daemon_here(dir: &Path, names: &[&str]) -> tmemd::Daemon {
     let vm = |name: &&str| {
         let socket = dir.join(format!("{name}.sock"));
@@ -144,7 +144,7 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
         for region in [0, 1, 0] {
             work(&mut driver, 50);
             take_away_region(&driver, two_regions("a").ram[region]);
-            // Asks until it has touched it.
+            // Sends requests until the daemon has touched the region.
             until(&format!("region {region}: it is disconnected"), || {
                 for object in 1..4 {
                     driver.put(object, 0, 64);
@@ -162,7 +162,8 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
     daemon.stop();
 }
 
-/// The first to touch it may be the control thread, which looks at a ring that is started.
+/// The control thread, which reads a ring when it is started, may be the first to touch a lost
+/// page.
 #[test]
 fn a_page_lost_to_the_control_thread_ends_the_connection() {
     let dir = tempfile::tempdir().unwrap();
@@ -173,7 +174,7 @@ fn a_page_lost_to_the_control_thread_ends_the_connection() {
     driver.guest.stop().unwrap();
     take_away_region(&driver, two_regions("a").ram[0]);
     let kick = EventFd::new(EFD_NONBLOCK).unwrap();
-    // An error: it may have ended before it has answered.
+    // An error means that the connection ended before the answer.
     let _ = driver.guest.frontend().unwrap().set_vring_kick(1, &kick);
     until("it is disconnected", || driver.guest.read_config().is_err());
     driver.lose_backend().unwrap();
@@ -182,10 +183,10 @@ fn a_page_lost_to_the_control_thread_ends_the_connection() {
     daemon.stop();
 }
 
-/// The daemon has ended the connection.
+/// Returns true if the daemon has ended the connection.
 fn has_ended(driver: &mut Driver) -> bool {
     let frontend = driver.guest.frontend().unwrap();
-    // SAFETY: the front end has it open for as long as it is borrowed.
+    // SAFETY: the front end keeps the socket open while it is borrowed.
     let socket = unsafe { BorrowedFd::borrow_raw(frontend.as_raw_fd()) };
     let mut fds = [PollFd::from_borrowed_fd(socket, PollFlags::RDHUP)];
     let no_wait = Timespec {
@@ -195,7 +196,7 @@ fn has_ended(driver: &mut Driver) -> bool {
     poll(&mut fds, Some(&no_wait)).unwrap() > 0
 }
 
-/// As many huge pages as the host has, restored in the end. Whoever changes that waits for its turn.
+/// Number of the host's huge pages, restored by drop. Tests that change it run one after the other.
 struct HugePages {
     before: u64,
     _turn: File,
@@ -218,7 +219,7 @@ impl HugePages {
         text.trim().parse().ok()
     }
 
-    /// Some more than are there.
+    /// Adds some huge pages.
     fn more(count: u64) -> Result<HugePages, String> {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
         let size = format!("Hugepagesize: {:>10} kB", HUGE_BYTES >> 10);
@@ -236,7 +237,7 @@ impl HugePages {
         Ok(kept)
     }
 
-    /// Takes all that are free from the host.
+    /// Takes all free huge pages from the host.
     fn take_free(&self) {
         let meminfo = fs::read_to_string("/proc/meminfo").unwrap();
         let field = |name: &str| {
@@ -258,7 +259,7 @@ impl Drop for HugePages {
 
 #[test]
 fn a_hole_in_huge_pages_ends_only_its_connection() {
-    // Two regions, and as many again that are left.
+    // Two regions, and as many again that stay free.
     let kept = match HugePages::more(6) {
         Ok(kept) => kept,
         Err(why) => return skipped(Missing::HugePages, why),
@@ -282,7 +283,7 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     let mut driver = daemon.driver_with(config, DriverConfig::default());
     work(&mut driver, 200);
     let (pool, generation) = (driver.pool(), driver.guest.generation());
-    // Rings are in the first region, and some of the requests; the others are in the second one.
+    // The first region contains the rings and some of the requests, the second one the others.
     for number in 0..20 {
         let put = Request::Put {
             pool,
@@ -301,14 +302,14 @@ fn a_hole_in_huge_pages_ends_only_its_connection() {
     fallocate(&files[1].2, flags, 0, files[1].0.size_bytes).unwrap();
     kept.take_free();
     driver.guest.publish(1);
-    // Without a message, at which the control thread would look by itself.
+    // Without a message, with which the control thread would check by itself.
     daemon.until("it is disconnected", || has_ended(&mut driver));
     let answered = driver.guest.ring(1).used_idx_in_memory();
     let asked = driver.guest.ring(1).avail_idx_in_memory();
     let left = asked.wrapping_sub(answered);
-    // Whatever was in the second region, and all that came after it.
+    // Requests in the second region are unanswered, as are all later ones.
     assert!((1..=20).contains(&left), "{left} of 20 are not answered");
-    // Nobody else notices, and with other memory it is served again.
+    // Other VMs notice nothing, and this VM is served again with new memory.
     work(&mut neighbour, 200);
     drop((driver, files));
     let mut driver = daemon.driver("a", 2);

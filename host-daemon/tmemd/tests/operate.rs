@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What an operator may do to a running daemon, and what it tells of it: flush, freeze, resize, events.
+//! Operations on a running daemon, and its statistics: flush, freeze, resize, events.
 
 mod common;
 
@@ -57,7 +57,7 @@ fn requests_are_timed_and_counted() {
         assert!(sum(latency) > 0 && latency.sum_ns > 0, "{latency:?}");
     }
     assert!(sum(&vm.wait_latency) > 0, "each turn was waited for");
-    // The others are few: pools and reports.
+    // Further requests are few: pools and reports.
     let timed: i64 = latencies.into_iter().map(sum).sum();
     assert!(timed < vm.requests && timed > vm.requests - 10, "{vm:?}");
     assert_eq!(vm.misses, vm.gets - vm.hits);
@@ -67,13 +67,13 @@ fn requests_are_timed_and_counted() {
     assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_workers_ms);
 }
 
-/// It grows with work, and not for a VM that asks nothing. No time is compared with one that a busy machine may
-/// not keep.
+/// Processor time grows with work, and not for an idle VM. No time is compared with one that
+/// depends on the load of the machine.
 #[test]
 fn processor_time_is_reported_by_work_and_by_vm() {
     const BACKGROUND_THREADS: i64 = 2;
     let vms = [("a", None), ("b", None)];
-    // So small that there is room to be made.
+    // So small that pages must be evicted.
     let mut daemon = Daemon::with_arguments(&vms, "4MiB", |_| {
         let threads = BACKGROUND_THREADS.to_string();
         ["--background-threads", &threads]
@@ -84,7 +84,7 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     let mut client = client(&daemon.path("control"));
     let mut indexes = 0..;
     let (mut settling_ms, mut room_ms, mut requests_ms) = (0, 0, 0);
-    // Each is there, and grows with work.
+    // Each value is present and grows with work.
     for _ in 0..2 {
         until("work is counted", || {
             (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
@@ -97,8 +97,8 @@ fn processor_time_is_reported_by_work_and_by_vm() {
         settling_ms = told.daemon.cpu_settling_ms;
         room_ms = told.daemon.cpu_room_ms;
         requests_ms = told.vms[0].cpu_requests_ms;
-        // What the kernel says of a thread is user and system time, each rounded down to its tick; the clock
-        // that turns read is the same one, not rounded. What no turn has is waking up, and unmapping.
+        // The kernel reports user and system time of a thread, each rounded down to a tick. Timed
+        // work reads the same clock without rounding. Waking up and unmapping are not timed.
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
         let sum = settling_ms + told.daemon.cpu_recompression_ms + room_ms;
         let most = told.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
@@ -106,14 +106,14 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     }
     let [a, b] = ["a", "b"].map(|vm| stats(&mut client, vm));
     assert_eq!((b.connected, b.cpu_requests_ms), (false, 0), "{b:?}");
-    // Each request lies in a turn, which ends a little after its last answer.
+    // Each request lies in a slice, which ends a little after its last answer.
     let sum_ns = a.put_latency.sum_ns + a.get_latency.sum_ns + a.flush_latency.sum_ns;
     until("the last turn is counted", || {
         stats(&mut client, "a").cpu_requests_ms >= sum_ns / 1_000_000
     });
 }
 
-/// Beside the report, and only from drivers that say it.
+/// Reported beside the report, and only by drivers that send it.
 #[test]
 fn latencies_of_readers_are_reported() {
     let mut daemon = daemon();
@@ -158,7 +158,7 @@ fn a_flushed_vm_is_empty_and_continues() {
     assert_eq!(stats(&mut client, "a").hash_mismatches, 0);
 }
 
-/// What was put before under its key must not come back either.
+/// An older version under the key must not be returned either.
 #[test]
 fn a_frozen_vm_puts_nothing_and_still_gets() {
     let mut daemon = daemon();
@@ -175,7 +175,7 @@ fn a_frozen_vm_puts_nothing_and_still_gets() {
     assert_eq!(frozen.refused_frozen, 50);
     assert_eq!(frozen.puts_refused, before.puts_refused + 50);
     assert_eq!(frozen.puts, before.puts + 50);
-    // The driver judges each answer.
+    // The driver's model judges each answer.
     work(&mut driver, 200);
     driver.get_all().unwrap();
     assert!(client.thaw("a".into()).call().unwrap().changed);
@@ -272,7 +272,7 @@ fn events_are_sent_as_they_happen() {
     let next = || receiver.recv_timeout(common::TIMEOUT).expect("an event");
     assert_eq!(next().kind, "subscribed");
     let mut driver = daemon.driver("b", 5);
-    // The probe of whoever waited for the socket may still be seen.
+    // The start's probe connection may still be visible.
     let until = |kind: &str| {
         let of_kind = std::iter::repeat_with(next)
             .find(|event| event.kind == kind && event.vm.as_deref() != Some("a"));
@@ -291,13 +291,13 @@ fn events_are_sent_as_they_happen() {
     assert!(until("driver").text.contains("off"));
     driver.hang_up().unwrap();
     assert_eq!(until("disconnected").vm.as_deref(), Some("b"));
-    // A subscription holds nobody up, not even the end.
+    // A subscription does not delay the stop.
     daemon.terminate();
     listener.join().unwrap();
 }
 
-/// Connections that come and go in a loop are not told one by one, but how it is at the end is, though
-/// nothing more happens.
+/// Connections that come and go in a loop are not reported one by one, but the last state is, even
+/// if nothing more happens.
 #[test]
 fn left_out_events_are_sent_later() {
     let daemon = daemon();
@@ -307,7 +307,7 @@ fn left_out_events_are_sent_later() {
         drop(UnixStream::connect(daemon.socket("b")).unwrap());
         stats(&mut client, "b").connections > 40
     });
-    // The parts of events as they come.
+    // Parts of events as they arrive.
     let (mut text, mut part) = (String::new(), [0; 4096]);
     let told = |text: &str| {
         let last = text
@@ -321,7 +321,7 @@ fn left_out_events_are_sent_later() {
     }
 }
 
-/// The subscription has begun when this returns.
+/// Returns when the subscription has begun.
 fn subscribe(control: &Path) -> io::Result<UnixStream> {
     let call = b"{\"method\":\"io.virtiotmem.Control.Monitor\",\"more\":true}\0";
     let mut stream = UnixStream::connect(control)?;
@@ -340,9 +340,9 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
         matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "Monitor"),
         "{error}"
     );
-    // As many as there may be clients, and they all go.
+    // As many clients as permitted, which all disconnect.
     for _ in 0..3 {
-        // The places of those before come back one by one.
+        // Their slots become free one by one.
         let streams: Vec<UnixStream> = (0..16)
             .map(|_| {
                 let mut stream = None;
@@ -363,7 +363,7 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
     }
 }
 
-/// Reads all figures `calls` times. Returns how long that took.
+/// Reads all statistics `calls` times. Returns the time that it took.
 fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
     let (mut client, begun) = (client(socket), Instant::now());
     for _ in 0..calls {
@@ -378,10 +378,10 @@ fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
 fn calls_of_read_only_clients_are_rate_limited() {
     let daemon = daemon();
     let read_only = daemon.path("read-only");
-    // Of 150 calls 50 are answered at once, and 50 in each second that follows.
+    // 50 of 150 calls are answered at once and 50 in each further second.
     let took = read_in_a_loop(&read_only, 50);
     assert!(took >= Duration::from_millis(1900), "{took:?}");
-    // Another one is not held up by it.
+    // Another client is not delayed.
     let took = read_in_a_loop(&read_only, 10);
     assert!(took < Duration::from_millis(1900), "{took:?}");
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");

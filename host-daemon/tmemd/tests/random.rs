@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Several guests at once, at random, each with its oracle: no wrong byte, nothing of a neighbour,
-//! nothing of an older generation, whatever QEMU does in between.
+//! Several random guests at once, each with an oracle: no wrong byte, no page of a neighbour, and
+//! no page of an older generation, whatever QEMU does meanwhile.
 
 mod common;
 
@@ -9,11 +9,11 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::frontend::{F_EVENT_IDX, F_INDIRECT_DESC};
 use tmem_sim::{Cut, Driver, DriverConfig, GuestConfig, RamRegion};
 
-/// What happens to a machine between two requests.
+/// An event of a machine between two requests.
 fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     match rng.u8(..6) {
         0 => {
-            // Pause and continue, with requests in flight: the cache stays.
+            // Pause and continue with requests in flight. The cache is kept.
             driver.guest.stop().unwrap();
             driver.collect().unwrap();
             driver.guest.start().unwrap();
@@ -39,7 +39,8 @@ fn event(daemon: &mut Daemon, driver: &mut Driver, rng: &mut fastrand::Rng) {
     }
 }
 
-/// The guests when all is over, and of how many pages of each the daemon says that a drain cut them off.
+/// Runs guests. Returns each guest with the number of its pages that a drain cut off by the
+/// daemon's count.
 fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
     let vms = [
         ("a", Some("team")),
@@ -110,7 +111,7 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
         .collect()
 }
 
-/// Thousands of requests of four guests; what the pool has room for comes back.
+/// Thousands of requests of four guests. Pages that fit into the pool are returned.
 #[test]
 fn random_guests_in_a_large_pool_read_their_own_pages() {
     let drivers = crowd(
@@ -125,15 +126,16 @@ fn random_guests_in_a_large_pool_read_their_own_pages() {
             driver.guest.name(),
             driver.requests()
         );
-        // A cache that always misses would never be wrong. Losses: flushes that cross a put on
-        // another queue, and drains that ran out of time, as on a busy machine: those are counted.
+        // A cache that always misses would never be wrong, so hits are required. Losses are flushes
+        // that cross a put on another queue, and pages that a drain cut off on a busy machine,
+        // which are counted.
         assert!(counts.hits > 300, "{counts:?}");
         let lost = counts.lost.saturating_sub(cut);
         assert!(lost * 20 < counts.hits, "{cut} cut off, {counts:?}");
     }
 }
 
-/// The same where pages are pushed out all the time.
+/// A pool so small that pages are evicted all the time.
 #[test]
 fn random_guests_in_a_small_pool_read_their_own_pages() {
     let drivers = crowd(
@@ -150,7 +152,7 @@ fn random_guests_in_a_small_pool_read_their_own_pages() {
     assert!(hits > 0);
 }
 
-/// Full batches through the largest rings and the smallest.
+/// Full batches through the largest and the smallest rings.
 #[test]
 fn batches_and_rings_of_every_size_work() {
     let seed = seed("batches_and_rings_of_every_size_work");

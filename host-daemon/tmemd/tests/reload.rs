@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The configuration file: checked, read again while VMs are served, and never half a daemon.
+//! The configuration file: check and reload while VMs are served. A reload is applied completely or
+//! not at all.
 
 mod common;
 
@@ -21,7 +22,7 @@ fn file(folder: &Path, text: &str) -> PathBuf {
     path
 }
 
-/// What is the same in all of these files.
+/// The part that all of these files have.
 fn toml(folder: &Path, rest: &str) -> String {
     let at = folder.display();
     format!(
@@ -66,7 +67,7 @@ impl Running {
         fs::read_to_string(self.path().join("log")).expect("a log")
     }
 
-    /// With another file; returns what it logs.
+    /// Reloads another file. Returns the log lines.
     fn reload(&self, rest: &str) -> String {
         file(self.path(), &toml(self.path(), rest));
         let before = self.log().len();
@@ -86,7 +87,7 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // It may have ended.
+        // The daemon may have ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -140,7 +141,7 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     assert!(said.contains("that there is no VM a"), "{said}");
     assert_eq!(stats().vms.len(), 1, "it stays until then");
 
-    // What is wrong changes nothing.
+    // An invalid file changes nothing.
     for (wrong, part) in [
         ("pool_size = \"1MiB\"\npolsize = 1\n", "pool_size is meant?"),
         ("pool_size = \"12XB\"\n", "XB"),
@@ -168,8 +169,8 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     drop(front_end);
 }
 
-/// The remedy of puts that are refused since too many pages wait: the option before the file, the file before
-/// the default, and as many threads as that.
+/// The remedy for puts that are refused because too many pages wait. The option takes precedence
+/// over the file, and the file over the default, and that number of threads starts.
 #[test]
 fn the_configured_number_of_background_threads_starts() {
     let background_threads = |daemon: &Running| {
@@ -201,7 +202,7 @@ fn the_configured_number_of_background_threads_starts() {
     }
 }
 
-/// What a reserve has to fit into is the size of the file that was read last: the next start has no other.
+/// Reserves must fit the size of the file that was read last, because the next start has that size.
 #[test]
 fn reserves_must_fit_a_reloaded_size() {
     let running = Running::start(|at| format!("pool_size = \"128MiB\"\n{}", vm(at, "greedy", "")));
@@ -219,7 +220,7 @@ fn reserves_must_fit_a_reloaded_size() {
     }
     let said = read("256MiB", "200MiB");
     assert!(said.contains("read again"), "{said}");
-    // So it is for those who ask at the control socket, and with the size that was asked for there.
+    // This limit also holds for calls on the control socket, and for a size set there.
     let set = |mib: u64| {
         let quota = tmem_control::quota(Some(mib << 20), None, None);
         running.client().set_quota("greedy".into(), quota).call()
@@ -230,8 +231,8 @@ fn reserves_must_fit_a_reloaded_size() {
     set(101).expect_err("more than there is");
 }
 
-/// Reserves and the pool's size hang on each other: whatever the file's order, they are taken over together,
-/// or nothing of the file is.
+/// Reserves and the size of the pool depend on each other. Whatever their order in the file, they
+/// are applied together or not at all.
 #[test]
 fn a_file_is_applied_completely_or_not_at_all() {
     let reserves = |at: &Path, a: &str, b: &str| {
@@ -260,7 +261,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         good(small(text), (64, a, b));
     }
 
-    // From here on the other VM has more than the file says, as by tmemctl.
+    // From here on the other VM has more than the file says, as after a call of tmemctl.
     let quota = tmem_control::quota(Some(24 << 20), None, None);
     let set = running.client().set_quota("b".into(), quota).call();
     set.expect("it fits");
@@ -268,7 +269,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
     let mut guest = tmem_sim::Driver::new(common::guest("a"), config).expect("memory");
     guest.connect(&at.join("a.sock")).expect("it serves");
     for (size, a, part) in [
-        // Of itself, and beside what the other has by now.
+        // Too large by itself, and too large beside the other VM's present reserve.
         ("128MiB", "1GiB", "VM \"a\": a reserve of 1073741824 bytes"),
         ("128MiB", "105MiB", "VM \"a\": a reserve of 110100480 bytes"),
         ("60MiB", "39MiB", "VM \"b\": a reserve of 25165824 bytes"),
@@ -287,7 +288,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         let stats = running.client().stats(Some("a".into())).call();
         assert_eq!(stats.expect("answers").vms[0].limited_pages, 0);
     }
-    // Smaller with less, then larger with more.
+    // A smaller pool with smaller reserves, then a larger one with larger reserves.
     good(
         format!("pool_size = \"40MiB\"\n{}", reserves(at, "10MiB", "30MiB")),
         (40, 10, 30),
@@ -301,7 +302,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
     );
 }
 
-/// In the sandbox nothing can be looked up: what is written is compared.
+/// Nothing can be looked up in the sandbox, so written names are compared.
 #[test]
 fn users_and_groups_are_looked_up_only_at_the_start() {
     let (user, group) = (rustix::process::geteuid(), rustix::process::getegid());
@@ -329,7 +330,7 @@ fn users_and_groups_are_looked_up_only_at_the_start() {
     ] {
         assert!(said.contains(part), "{said} lacks {part}");
     }
-    // That start has the fault, and so it does not end as a daemon of which nobody knows whose its sockets are.
+    // The next start reports the fault and ends, so no daemon runs with sockets of unknown owners.
     let next = Command::new(env!("CARGO_BIN_EXE_tmemd"))
         .arg("--config")
         .arg(at.join("tmemd.toml"))
@@ -372,7 +373,7 @@ fn a_file_is_checked_without_a_daemon() {
     assert!(!at.join("control").exists(), "nothing was started");
     file(at, &toml(at, "pool_size = \"64MiB\"\nworkrs = 2\n"));
     fails(&[], "workers is meant?");
-    // Options come first, and have to be good together with it.
+    // Options take precedence and must be valid together with the file.
     file(at, &toml(at, &vm(at, "a", "")));
     fails(&[], "pool_size");
     assert!(check(at, &["--pool-size", "64MiB"]).status.success());
@@ -402,8 +403,8 @@ fn a_file_is_checked_without_a_daemon() {
     );
 }
 
-/// Beyond the rate that the file allows each VM, pages are refused and missed at once; it can be changed
-/// while guests ask.
+/// Beyond the configured rate, pages are refused and missed at once. The rate can change while
+/// guests send requests.
 #[test]
 fn a_reload_changes_the_rate_limit() {
     let limited = "pool_size = \"64MiB\"\nvm_pages_per_second = 100\n";
@@ -427,7 +428,7 @@ fn a_reload_changes_the_rate_limit() {
         let vm = stats.expect("answers").vms.remove(0);
         (vm.limited_pages, vm.requests)
     };
-    // As much as it likes: each request is answered soon, and most get nothing.
+    // An unlimited number of requests: each is answered soon, and most get nothing.
     common::work(&mut guests[0], 300);
     let (pages, requests) = figures("web");
     assert!(pages > 500 && requests >= 300, "{pages} of {requests}");

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon dies at any moment and another takes its place: what was in flight is replayed from
-//! the last used element and answered STALE, and nothing old comes back.
+//! The daemon is killed at any moment and another takes its place. Requests in flight are replayed
+//! from the last used element and answered STALE, and no old page is returned.
 
 mod common;
 
@@ -10,7 +10,7 @@ use vhost::VhostBackend;
 use virtio_tmem as wire;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-/// kill -9 with requests in flight, again and again.
+/// Repeated kill -9 with requests in flight.
 #[test]
 fn requests_in_flight_at_a_kill_are_replayed() {
     let seed = seed("requests_in_flight_at_a_kill_are_replayed");
@@ -23,7 +23,7 @@ fn requests_in_flight_at_a_kill_are_replayed() {
             drivers[rng.usize(..2)].step().unwrap();
         }
         for driver in &mut drivers {
-            // In the rings when it dies, whether taken or not.
+            // In the rings at the kill, whether taken or not.
             driver.put(round + 1, 0, 64);
             driver.get(round + 1, 0, 64);
             driver.put(round + 1, 256, 300);
@@ -54,7 +54,7 @@ fn requests_in_flight_at_a_kill_are_replayed() {
     }
 }
 
-/// Asks the new device for what the old one held: the oracle allows only misses.
+/// Requests pages of the old daemon from the new one. The oracle allows only misses.
 fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
     let pool = driver.pool();
     for (key, cookie) in old.iter().take(50) {
@@ -72,7 +72,7 @@ fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
     driver.settle().unwrap();
 }
 
-/// A connection that ends and one that begins: nothing is kept, and the generation is no counter.
+/// One connection ends and another begins. No page is kept, and the generation is not a counter.
 #[test]
 fn a_connection_starts_empty() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -89,7 +89,7 @@ fn a_connection_starts_empty() {
         } else {
             driver.reboot().unwrap();
         }
-        // The same pool id as before, to be sure that it is the pages that are gone.
+        // The pool id is that of before, so that only the pages can be missing.
         let pool = old[0].0.pool;
         let misses = driver.model.counts().misses;
         driver.send(0, Request::PoolCreate { pool, flags: 0 }, vec![]);
@@ -124,7 +124,7 @@ fn a_connection_starts_empty() {
     }
 }
 
-/// Whatever else than the generation a request carries is STALE and changes nothing.
+/// A request with another generation is STALE and changes nothing, whatever its type.
 #[test]
 fn a_stale_request_changes_nothing() {
     let seed = seed("a_stale_request_changes_nothing");
@@ -199,9 +199,9 @@ fn a_stale_request_changes_nothing() {
             assert!(answer.pages.is_empty());
         }
     }
-    // All sixteen are still there, under the pool that was to be destroyed.
+    // All sixteen pages are still there, under the pool of the stale destroy request.
     assert_eq!(driver.get_all().unwrap(), 16);
-    // And the pool that was to be created is not.
+    // The pool of the stale create request does not exist.
     let get = Request::Get {
         pool: pool + 1,
         object: 1,
@@ -211,8 +211,8 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(driver.guest.call(1, get).unwrap().status, wire::S_NO_POOL);
 }
 
-/// A daemon that died between an answer and its interrupt leaves a driver that waits: its successor
-/// interrupts whoever gives it a call descriptor.
+/// A daemon that dies between an answer and its interrupt leaves a driver that waits. Its successor
+/// interrupts the guest when it receives a call descriptor.
 #[test]
 fn a_new_daemon_interrupts_for_answers_of_the_old_one() {
     let mut daemon = Daemon::start(&[("a", None)]);

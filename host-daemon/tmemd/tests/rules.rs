@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rules of SPEC.md one by one, each where nothing else could hide its absence.
+//! The rules of SPEC.md one by one, each in a test that fails without it.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn put_one(driver: &mut Driver, object: u64, index: u64, cookie: u64, content: C
     );
 }
 
-/// One page by cookie; true for a hit, whose bytes the oracle has compared.
+/// Requests one page by cookie. Returns true for a hit, whose content the oracle has compared.
 fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let hits = driver.model.counts().hits;
     let queue = driver.queue_of(object, index);
@@ -52,7 +52,7 @@ fn get_one(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64)
     driver.model.counts().hits > hits
 }
 
-/// The configuration is within the limits, and no feature is offered that must not be.
+/// The configuration is within the limits, and no reserved feature is offered.
 #[test]
 fn configuration_and_features_match_the_specification() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -80,7 +80,7 @@ fn configuration_and_features_match_the_specification() {
     }
 }
 
-/// A cookie is stored and compared in all its 64 bits.
+/// A cookie is stored and compared in all of its 64 bits.
 #[test]
 fn every_bit_of_a_cookie_counts() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -108,7 +108,7 @@ fn every_bit_of_a_cookie_counts() {
     }
 }
 
-/// Every bit of pool, object and index names another page.
+/// Every bit of pool, object and index identifies another page.
 #[test]
 fn every_bit_of_a_key_counts() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -143,7 +143,7 @@ fn every_bit_of_a_key_counts() {
     assert!(get_one(&mut driver, pool, u64::MAX, last, u64::MAX));
 }
 
-/// If a key occurs twice in a put, the later one counts.
+/// If a key occurs twice in a put, the later page wins.
 #[test]
 fn the_last_put_of_a_key_wins() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -174,8 +174,8 @@ fn the_last_put_of_a_key_wins() {
     }
 }
 
-/// Slow and quick requests of one queue are answered in the order in which they were made: the
-/// ring of the fake guest refuses any other.
+/// Slow and fast requests of one queue are answered in their order; the ring of the fake guest
+/// rejects any other.
 #[test]
 fn answers_come_in_order() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -227,14 +227,14 @@ fn answers_come_in_order() {
         driver.guest.publish(1);
         let done = driver.guest.drain(TIMEOUT).unwrap();
         assert_eq!(done.iter().map(|d| d.token).collect::<Vec<_>>(), tokens);
-        // And acted on in that order: each get follows a put of the same pages.
+        // They are also executed in that order: each get follows a put of the same pages.
         for d in done.iter().skip(2).step_by(4) {
             assert!(d.answer.pages.iter().all(|a| a.result == wire::P_HIT));
         }
     }
 }
 
-/// Flushes drop what they name and nothing else.
+/// Flushes drop the pages in their ranges and no other.
 #[test]
 fn flushes_drop_exactly_their_ranges() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -284,7 +284,7 @@ fn flushes_drop_exactly_their_ranges() {
     assert!(!get_one(&mut driver, pool, 3, end - 1, 5));
 }
 
-/// 256 pools and not one more; ids are the driver's; a destroyed pool is empty.
+/// 256 pools and not one more. The driver chooses the ids, and a destroyed pool is empty.
 #[test]
 fn the_number_of_pools_is_limited() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
@@ -295,7 +295,7 @@ fn the_number_of_pools_is_limited() {
         driver.settle().unwrap();
         driver.model.pools().contains(&pool)
     };
-    // The oracle knows which status is due at each step.
+    // The oracle knows the correct status of each step.
     assert!(create(&mut driver, u32::MAX));
     for i in 0..254 {
         assert!(create(&mut driver, 1000 + i * 7919));
@@ -317,7 +317,8 @@ fn the_number_of_pools_is_limited() {
     every_queue_answers(&mut driver);
 }
 
-/// Two VMs of one trust domain and equal ids, cookies and contents: neither reaches the other's.
+/// Two VMs of one trust domain with equal ids, cookies and contents cannot reach each other's
+/// pages.
 #[test]
 fn a_vm_gets_no_page_of_another() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
@@ -330,7 +331,7 @@ fn a_vm_gets_no_page_of_another() {
         assert!(!get_one(&mut b, pool, 1, i, 50 + i), "a neighbour's page");
         put_one(&mut b, 1, i, 50 + i, Content::Text(i));
     }
-    // A neighbour's generation is as good as any wrong one.
+    // A neighbour's generation is as wrong as any other.
     let get = Request::Get {
         pool,
         object: 1,
@@ -345,7 +346,7 @@ fn a_vm_gets_no_page_of_another() {
         b.guest.drain(TIMEOUT).unwrap()[0].answer.status,
         wire::S_STALE
     );
-    // What one drops, destroys or resets is its own.
+    // Each VM drops, destroys and resets only its own pages.
     let ranges = vec![Range {
         object: 1,
         index: 0,
@@ -373,7 +374,7 @@ fn a_vm_gets_no_page_of_another() {
     assert!(!get_one(&mut b, pool, 1, 1, 3), "NO_POOL, says the oracle");
 }
 
-/// One live connection per socket.
+/// A socket has one live connection.
 #[test]
 fn a_second_connection_is_refused() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -393,7 +394,7 @@ fn a_second_connection_is_refused() {
     work(&mut next, 30);
 }
 
-/// Memory that another process could cut off under the daemon is refused.
+/// Memory that another process could truncate is refused.
 #[test]
 fn unsealed_memory_is_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory slots: as many as the daemon announces are there at once, come and go in any order with
-//! requests in flight, and one more is refused and disturbs nobody else.
+//! Memory slots: the announced number exists at once, and slots come and go in any order with
+//! requests in flight. One more is refused without an effect on other VMs.
 
 mod common;
 
@@ -8,12 +8,12 @@ use common::{Daemon, guest, seed, work};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, GuestRam, RamRegion};
 use vhost::vhost_user::VhostUserFrontend;
 
-/// What the daemon announces, and docs/operating.md states.
+/// The announced number, which docs/operating.md states.
 const SLOTS: usize = 64;
 
 const ROUNDS: usize = 600;
 
-/// One region has rings and buffers; the others are a machine's memory that nobody asks about.
+/// One region contains rings and buffers. The others are memory that no request refers to.
 fn full() -> GuestConfig {
     let region = |number: u64| RamRegion {
         start: number << 32,
@@ -26,7 +26,7 @@ fn full() -> GuestConfig {
     }
 }
 
-/// Puts and gets on every queue, not waited for.
+/// Puts and gets on every queue, without waiting.
 fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
     for _ in 0..rng.usize(2..12) {
         let (object, start) = (rng.u64(1..6), rng.u64(..8) * 64);
@@ -58,7 +58,7 @@ fn memory_slots_change_under_load() {
     for round in 0..ROUNDS {
         burst(&mut driver, &mut rng);
         met += usize::from(driver.guest.in_flight() > 0);
-        // One of them; now and then all that are not there, so that all slots are full again.
+        // One slot, and sometimes all missing ones, so that all slots are used again.
         let all = round % 50 == 49;
         let one = rng.usize(1..SLOTS);
         for (number, region) in regions.iter().enumerate() {
@@ -86,7 +86,7 @@ fn memory_slots_change_under_load() {
     println!("{met} of {ROUNDS} rounds had requests in flight, {changes} changes; {counts:?}");
     assert!(met > ROUNDS / 2, "nothing was in flight");
     assert!(counts.hits > 100, "{counts:?}");
-    // What was not there is not taken away, and the rest stays.
+    // Removing a missing region fails and changes nothing.
     let front_end = driver.guest.frontend().unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap();
     front_end.remove_mem_region(&regions[5]).unwrap_err();
@@ -120,12 +120,12 @@ fn one_slot_too_many_is_refused_without_effect_on_others() {
         let log = std::fs::read_to_string(daemon.path("log")).unwrap();
         let said = log.matches("more than 64 memory regions").count();
         assert!(said > 0, "round {round}: {log}");
-        // The neighbour keeps its cache, and each answer is true.
+        // The neighbour keeps its cache, and each answer is correct.
         let before = neighbour.model.counts().hits;
         neighbour.settle().unwrap();
         neighbour.get_all().unwrap();
         assert!(neighbour.model.counts().hits > before, "round {round}");
-        // With as many as there may be the VM is served again.
+        // The VM is served again with the permitted number.
         driver.hang_up().unwrap();
         daemon.connect(&mut driver, "a");
         work(&mut driver, 20);

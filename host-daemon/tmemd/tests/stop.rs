@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon that is stopped gives all back: threads, descriptors, mappings, memory, files.
+//! A stopped daemon releases threads, descriptors, mappings, memory and files.
 //!
-//! One test in a process of its own, since it looks at all that the process has.
+//! This is one test in a process of its own, because it counts the resources of the whole process.
 
 mod common;
 
@@ -11,11 +11,11 @@ use std::fs;
 use tmem_sim::{Driver, DriverConfig};
 use tmemd::{Config, Daemon};
 
-/// Kept by allocators for the next time.
+/// Memory that allocators keep for later, in bytes.
 const MEMORY_LEFT_BYTES: usize = 4 << 20;
 const MAPPINGS_LEFT: usize = 16;
 
-/// A whole life, with VMs that are connected when it ends.
+/// Runs a daemon from start to stop, with VMs that are connected at the stop.
 fn live(round: u64) {
     let folder = tempfile::tempdir().expect("folder");
     let vm = |name: &str| {
@@ -67,9 +67,9 @@ fn live(round: u64) {
 #[test]
 fn a_clean_stop_releases_all_resources() {
     let own = std::process::id() as i32;
-    // Or the kernel decides in steps of 2 MiB what is left.
+    // With huge pages the kernel would decide in steps of 2 MiB how much remains.
     disable_transparent_huge_pages(true).expect("3.15 or later");
-    // The first one leaves what is made once in a process.
+    // The first run leaves what a process creates once.
     live(0);
     let settled = |before: Option<&Taken>| {
         let mut now = taken_by(own);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! As many VMs as the daemon is made for, which come, work and leave all at once, again and again.
+//! As many VMs as the daemon is designed for connect, work and disconnect at once, repeatedly.
 //!
-//! Every answer is judged, every message has its bound. What the daemon takes meanwhile is what
-//! docs/operating.md states, and when all have left it is what it was before they came.
+//! Every answer is judged, and every message has a time limit. The daemon's resources stay within
+//! the bounds of docs/operating.md, and afterwards they are what they were before.
 
 mod common;
 
@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{Driver, DriverConfig, GuestConfig, RamRegion};
 
-/// As many as one daemon serves.
+/// Design target of VMs for one daemon.
 const VMS: usize = 256;
 
 const ROUNDS: usize = 4;
@@ -19,27 +19,26 @@ const ROUNDS: usize = 4;
 /// Steps of random work of each VM in a round.
 const STEPS: usize = 12;
 
-/// Request queues of a VM, and regions, of which the last one holds nothing and comes and goes.
+/// Request queues of a VM, and its regions. The last region is empty and comes and goes.
 const QUEUES: u16 = 2;
 const REGIONS: usize = 3;
 
-/// No answer takes so long, whatever the machine has to do; what they do take is measured by
-/// `tmem-bench vms`.
+/// Longer than any answer takes on a busy machine; `tmem-bench vms` measures the times.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What a VM that is connected takes, as docs/operating.md says: a thread; a socket with four more
-/// handles; kick, call and error of each queue; the file of each region. Mappings: regions, the thread's
-/// stack and its stack for signals, each with a guard. Memory: with what these few pages take.
+/// Resources of a connected VM by docs/operating.md: a thread; a socket with four more handles;
+/// kick, call and error of each queue; the file of each region. Mappings are the regions and the
+/// thread's stack and signal stack, each with a guard. Memory includes these few pages.
 const THREADS_PER_VM: usize = 1;
 const DESCRIPTORS_PER_VM: usize = 5 + 3 * (1 + QUEUES as usize) + REGIONS;
 const MAPPINGS_PER_VM: usize = REGIONS + 4;
 const MEMORY_PER_VM_BYTES: usize = 256 << 10;
 
-/// What allocators keep for the next time, after all have left.
+/// Memory that allocators keep for later after all VMs have left, in bytes.
 const MEMORY_LEFT_BYTES: usize = 32 << 20;
 const MAPPINGS_LEFT: usize = 64;
 
-/// A machine with room for few requests: there are many.
+/// Creates a machine with space for few requests, because there are many machines.
 fn small(name: &str, number: usize) -> GuestConfig {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     GuestConfig {
@@ -58,7 +57,7 @@ fn small(name: &str, number: usize) -> GuestConfig {
     }
 }
 
-/// Where all VMs wait for each other; if one fails, the others do not wait for ever.
+/// A meeting point of all VMs. If one fails, the others do not wait forever.
 #[derive(Default)]
 struct Meeting(AtomicUsize);
 
@@ -74,7 +73,7 @@ impl Meeting {
     }
 }
 
-/// What the daemon takes when that is as stated.
+/// Returns the daemon's resources once they are as stated.
 fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     let deadline = Instant::now() + common::scaled(common::TIMEOUT);
     loop {
@@ -87,7 +86,7 @@ fn settled(pid: i32, stated: impl Fn(&common::Taken) -> bool) -> common::Taken {
     }
 }
 
-/// Connects as often as it takes until the connection before is over.
+/// Connects repeatedly until the previous connection is over.
 fn connect(driver: &mut Driver, socket: &std::path::Path) {
     common::until("the VM's socket is free", || {
         driver.guest.connect(socket).is_ok()
@@ -98,7 +97,7 @@ fn connect(driver: &mut Driver, socket: &std::path::Path) {
     driver.create_pool().unwrap();
 }
 
-/// One VM's part of a round: work, and another way to leave each time.
+/// One VM's part of a round: work, and each time another way to leave.
 fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng) {
     connect(driver, socket);
     for _ in 0..STEPS {
@@ -122,11 +121,11 @@ fn many_vms_come_and_leave_at_once() {
     let seed = seed("many_vms_come_and_leave_at_once");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
-    // Who confines itself is not shown to other users, even of its own.
+    // Without the sandbox, because other processes cannot inspect a sandboxed daemon.
     let seen = |_: &std::path::Path| vec!["--no-sandbox".into()];
     let mut daemon = Daemon::with_arguments(&vms, "128MiB", seen);
     let sockets: Vec<_> = names.iter().map(|name| daemon.socket(name)).collect();
-    // Until the probes of the start are gone.
+    // Until the start's probe connections have ended.
     let mut before = daemon.taken();
     let mut same = 0;
     daemon.until("nobody is connected", || {
@@ -159,14 +158,14 @@ fn many_vms_come_and_leave_at_once() {
                     meeting.all(VMS + 1);
                     visit(&mut driver, socket, &mut rng);
                     meeting.all(VMS + 1);
-                    // All are connected; it is counted.
+                    // All VMs are connected, and the resources are counted.
                     meeting.all(VMS + 1);
                     if rng.bool() {
                         driver.put(1, 0, 8);
                         in_flight.fetch_add(driver.guest.in_flight(), Ordering::SeqCst);
                         driver.hang_up().unwrap();
                     } else {
-                        // Nobody waits for the daemon to notice.
+                        // No VM waits for the daemon to notice.
                         driver.settle().unwrap();
                         driver.lose_backend().unwrap();
                     }
@@ -201,7 +200,7 @@ fn many_vms_come_and_leave_at_once() {
             && now.memory_bytes <= before.memory_bytes + MEMORY_LEFT_BYTES
     });
     println!("after: {after:?}");
-    // And whoever comes then is served.
+    // A later connection is served.
     let mut driver = daemon.driver("vm0", seed);
     common::work(&mut driver, 100);
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The recorder: what guests asked is in the file, in that order, and nothing else is.
+//! The recorder: the file contains the requests of guests in their order, and nothing else.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use tmem_pool::trace::{Event, ObjectKey, Op, Reader};
 use tmem_sim::{Content, Driver, PutPage, Range, Request};
 
-/// Looks like nothing else in a file.
+/// A number that looks like nothing else in a file.
 const OBJECT: u64 = 0x1357_9bdf_0246_8ace;
 const INDEX: u64 = 0x0011_2233_4455;
 
@@ -91,7 +91,7 @@ fn a_trace_contains_the_requests() {
     let bytes = fs::read(&path).unwrap();
     let events = read(&bytes);
     assert!(events.is_sorted_by_key(|event| event.time_us));
-    // A connection begins and ends empty, and so does the probe of the test's start.
+    // A connection begins and ends empty, as does the probe connection of the test's start.
     let mut ops = events.iter().filter(|event| event.tenant == 1);
     let mut ops = ops
         .by_ref()
@@ -137,7 +137,7 @@ fn a_trace_contains_the_requests() {
         "{rest:?}"
     );
 
-    // Neither numbers nor contents.
+    // Neither object numbers nor contents.
     assert_ne!(object, ObjectKey::default());
     for secret in [
         &OBJECT.to_le_bytes()[..5],

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who connects to a socket that is not for him, because its file lets him, is refused.
+//! A peer that a socket's file admits but its configured permissions do not is refused.
 //!
-//! Wants root, who alone can be another user.
+//! The test needs root, which can become another user.
 
 mod common;
 
@@ -23,7 +23,7 @@ const OTHER: u32 = 64057;
 /// A user and a group that hosts have.
 const NAMED: &str = "daemon";
 
-/// In a thread of its own: the others stay root's.
+/// In a thread of its own: the other threads stay root's.
 fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) -> R {
     let groups: Vec<Gid> = groups.iter().map(|group| Gid::from_raw(*group)).collect();
     let (uid, gid) = (Uid::from_raw(user), Gid::from_raw(user));
@@ -38,11 +38,11 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
     })
 }
 
-/// A message that is answered while the connection lasts.
+/// Sends a message that is answered while the connection lasts.
 fn is_served(socket: &Path, message: &[u8]) -> bool {
     let mut stream = UnixStream::connect(socket).expect("its file lets everybody in");
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-    // It may have ended already.
+    // The connection may have ended already.
     let sent = stream.write_all(message);
     let answer = stream.read(&mut [0; 12]);
     let waits = matches!(&answer, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock);
@@ -50,7 +50,7 @@ fn is_served(socket: &Path, message: &[u8]) -> bool {
     sent.is_ok() && answer.is_ok_and(|read| read > 0)
 }
 
-/// As that user, with what such a socket answers.
+/// Connects as that user and checks for an answer of such a socket.
 fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
     let message = match socket.extension() {
         // GET_FEATURES, version 1, no payload.
@@ -64,7 +64,7 @@ fn log(daemon: &Daemon) -> String {
     fs::read_to_string(daemon.path("log")).expect("its log")
 }
 
-/// As an operator might in a hurry.
+/// A mistake that an operator may make.
 fn let_everybody_in(socket: &Path) {
     fs::set_permissions(socket, Permissions::from_mode(0o666)).expect("set");
 }
@@ -99,7 +99,7 @@ fn unauthorized_peers_are_refused() {
     for socket in [&socket, &given, &control, &read_only] {
         let_everybody_in(socket);
     }
-    // The connection before may not be over yet, so those that are taken are tried one VM each.
+    // The previous connection may not be over yet, so accepted ones are tested with one VM each.
     assert!(served(QEMU, &[], &socket), "whom it was given to");
     assert!(
         !served(OTHER, &[READERS], &socket),
@@ -145,7 +145,7 @@ fn unauthorized_peers_are_refused() {
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 
-/// Each socket is for whom the configuration names, at each start, without a chgrp.
+/// Each socket belongs to the configured users at each start, without a chgrp.
 #[test]
 fn sockets_belong_to_the_configured_users() {
     if !geteuid().is_root() {
@@ -175,7 +175,7 @@ fn sockets_belong_to_the_configured_users() {
     fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755)).expect("set");
     let (control, read_only) = (daemon.path("control"), daemon.path("read-only"));
     let (own, given) = (daemon.socket("own"), daemon.socket("given"));
-    // The second time in the place of sockets that were given away.
+    // The second time the sockets replace ones that belong to other users.
     for _ in 0..2 {
         until("the last one listens", || UnixStream::connect(&own).is_ok());
         for (path, owner, group) in [

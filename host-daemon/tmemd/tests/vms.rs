@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! VMs that are added and removed while the daemon runs, and that are back after it was started anew.
+//! VMs that are added and removed while the daemon runs, and that are restored after its restart.
 
 mod common;
 
@@ -93,7 +93,7 @@ impl Host {
         reply.expect("taken").added
     }
 
-    /// The VM's name in the error, and the reason.
+    /// Returns the VM's name in the error, and the reason.
     fn refused(&self, spec: &VmSpec) -> (String, String) {
         let error = self.client().add_vm(spec.clone()).call();
         match error.expect_err("refused").kind() {
@@ -127,7 +127,7 @@ impl Host {
     }
 }
 
-/// The other end has closed, or nobody ever took it.
+/// Returns true if the other end has closed, or never accepted the connection.
 fn ended(mut stream: UnixStream) -> bool {
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
     match stream.read(&mut [0]) {
@@ -166,7 +166,7 @@ fn a_vm_is_added_and_removed() {
     assert_eq!(host.names(), ["given"]);
     assert!(!host.remove(UUID, "web"), "again: nothing to do");
     assert!(!host.remove("nonsense", "/"));
-    // Its reserve is free (at once: a test of registry.rs).
+    // The reserve of the removed VM is free. That it is free at once is a test of registry.rs.
     spec.quota.reserve_bytes = 60 << 20;
     assert!(host.add(&spec));
     host.connect("web");
@@ -196,7 +196,7 @@ fn an_added_vm_is_changed_in_place() {
     let metadata = fs::metadata(host.path("web.sock")).expect("there");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
 
-    // Not under a guest: its pages are shared as they are.
+    // The trust domain of a connected VM cannot change, because its pages are shared.
     let other_domain = VmSpec {
         trust_domain: Some("team".into()),
         ..changed.clone()
@@ -293,7 +293,7 @@ fn a_refused_change_has_no_effect() {
     for name in ["web", "db"] {
         UnixStream::connect(host.path(&format!("{name}.sock"))).expect("listens");
     }
-    // A new one that is refused leaves nothing, either.
+    // A refused new VM leaves nothing behind either.
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
     new.quota.reserve_bytes = 65 << 20;
     host.refused(&new);
@@ -431,21 +431,21 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         assert!(problem.contains(part), "{problem}");
     }
     host.connect("web");
-    // Its manager has nothing to complain of, but the daemon has.
+    // The manager reports no problem, but the daemon does.
     let mut client = host.client();
     let told = client
         .set_problem(OTHER.into(), second.socket.clone(), None)
         .call();
     told.expect("taken");
     assert_eq!(host.vm("web").problem.as_ref(), Some(&problem));
-    // Asked for again it does not fit any better, and less does.
+    // A repeated request fits no better, but a smaller one does.
     let (_, reason) = host.refused(&second);
     assert!(reason.contains("a reserve of 31457280 bytes"), "{reason}");
     assert_eq!(reserve(&host, "web"), 12);
     assert!(!host.add(&less));
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (11, None));
 
-    // What was asked for is not forgotten, and given when there is room.
+    // The request is kept and granted when it fits.
     let mut host = self::host();
     host.add(&VmSpec {
         socket: host.path("db.sock").to_string_lossy().into(),
@@ -474,7 +474,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
 }
 
-/// The two ends of a migration on this host: of one VM, and each with its own socket and pages.
+/// The two ends of a migration on this host: one VM, with a socket and pages for each end.
 #[test]
 fn two_ends_of_a_migration_are_two_vms() {
     let mut host = host();
@@ -497,7 +497,7 @@ fn two_ends_of_a_migration_are_two_vms() {
     let arrives = |host: &Host| host.vm("web+incoming");
     assert_eq!(arrives(&host).uuid.as_deref(), Some(UUID));
     assert_eq!(arrives(&host).quota.reserve_bytes, 24 << 20, "what is left");
-    // It is not connected yet: another takes its place.
+    // It is not connected yet, so another end replaces it.
     for (socket, old) in [("c", "b"), ("b", "c")] {
         let socket = format!("{socket}.sock");
         assert!(!host.add(&end(&host, &socket)));
@@ -509,12 +509,12 @@ fn two_ends_of_a_migration_are_two_vms() {
     assert!(reason.contains("two sockets already"), "{reason}");
     assert!(host.vm("web").connected, "the first one is not touched");
 
-    // It fails: all is as it was.
+    // The migration fails: everything is as before.
     assert!(host.remove(UUID, "b") && ended(second));
     assert_eq!(host.names(), ["given", "web"]);
     assert!(host.vm("web").connected);
 
-    // It is done. A restart in between changes nothing.
+    // The migration succeeds. A restart in between changes nothing.
     assert!(host.add(&target));
     host.restart();
     assert_eq!(host.names(), ["given", "web", "web+incoming"]);
@@ -531,7 +531,7 @@ fn two_ends_of_a_migration_are_two_vms() {
     drop(first);
 }
 
-/// Notes that are broken or of the wrong VM harm no other VM.
+/// Stored files that are broken or belong to the wrong VM affect no other VM.
 #[test]
 fn an_invalid_stored_vm_is_skipped_and_kept() {
     let mut host = host();
@@ -550,7 +550,7 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
     for name in ["db", "third", "other"] {
         assert!(host.note(name).exists(), "{name}");
     }
-    // A start of such a VM mends it, and so does its end.
+    // A start of the VM repairs its file, and its end removes it.
     assert!(host.add(&host.spec(OTHER, "db")));
     assert!(!host.remove(third, "third"));
     assert!(!host.note("third").exists());
@@ -568,7 +568,7 @@ fn the_number_of_vms_is_limited() {
             &format!("vm{number}"),
         )
     };
-    // One was given.
+    // One VM exists already.
     for number in 1..VMS_MAX {
         client.add_vm(spec(number)).call().expect("there is room");
     }
@@ -577,7 +577,7 @@ fn the_number_of_vms_is_limited() {
     host.add(&spec(VMS_MAX));
 }
 
-/// Many at once: no socket is lost, and none is left.
+/// Many requests at once: no socket is lost, and none is left.
 #[test]
 fn vms_are_added_and_removed_concurrently() {
     let host = host();

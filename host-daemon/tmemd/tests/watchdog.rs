@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the service manager hears of a daemon: that it serves, that it lives, that it ends; and
-//! that it hangs, if only one thread does. The test is the manager, at NOTIFY_SOCKET.
+//! Messages of the daemon to the service manager: that it serves, is alive and stops, and that it
+//! hangs even if only one thread does. The test is the manager, at NOTIFY_SOCKET.
 
 mod common;
 
@@ -9,13 +9,13 @@ use std::io::Write;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::time::{Duration, Instant};
 
-/// Short, so that the tests are; long beside what a busy machine takes from a thread.
+/// Short, to keep the tests short, but long compared with the delays of a thread on a busy machine.
 const PERIOD: Duration = Duration::from_secs(2);
 
 const LIVES: &str = "WATCHDOG=1";
 const HANGS: &str = "WATCHDOG=trigger";
 
-/// A daemon that is told to speak to this socket.
+/// Starts a daemon that reports to this socket.
 fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     let mut manager = None;
     let daemon = Daemon::with_environment(vms, |folder| {
@@ -33,7 +33,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
     (daemon, manager.expect("made"))
 }
 
-/// The next word.
+/// Returns the next message.
 fn hear(manager: &UnixDatagram) -> String {
     let mut word = [0; 256];
     let length = manager.recv(&mut word).expect("it says something");
@@ -43,7 +43,7 @@ fn hear(manager: &UnixDatagram) -> String {
         .into()
 }
 
-/// For so long, that it lives and nothing else.
+/// Checks for a time that the daemon only reports to be alive.
 fn lives_for(manager: &UnixDatagram, time: Duration) {
     let end = Instant::now() + time;
     while Instant::now() < end {
@@ -71,12 +71,12 @@ fn the_service_manager_learns_of_start_life_and_stop() {
     assert_eq!(last, "STOPPING=1");
 }
 
-/// Who waits for others does not hang: not the workers of an idle daemon, nor the thread of a front
-/// end that sends half a message, or nothing.
+/// A thread that waits for others does not hang: neither the workers of an idle daemon nor the
+/// thread of a front end that sends half a message or none.
 #[test]
 fn a_waiting_thread_does_not_hang() {
     let (mut daemon, manager) = watched(&[("idle", None), ("half", None), ("silent", None)]);
-    // It worked before, and does not any more.
+    // It worked before and is idle now.
     let mut driver = daemon.driver("idle", 1);
     common::work(&mut driver, 50);
     let mut half = UnixStream::connect(daemon.socket("half")).expect("it serves");
@@ -86,14 +86,14 @@ fn a_waiting_thread_does_not_hang() {
     lives_for(&manager, 2 * PERIOD);
 }
 
-/// A thread that stops where it is, as under a debugger, until this is dropped: the only way that is known
-/// to hang one without a bug.
+/// A thread that is stopped as under a debugger, until this is dropped. This is the only known way
+/// to hang a thread without a bug.
 struct Stopped(libc::pid_t);
 
 impl Stopped {
     fn new(thread: libc::pid_t) -> Stopped {
         let nothing = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: no memory is named but the status, which outlives the call.
+        // SAFETY: the call refers to no memory except the status, which outlives it.
         unsafe {
             assert_eq!(
                 libc::ptrace(libc::PTRACE_SEIZE, thread, nothing, nothing),
@@ -113,7 +113,7 @@ impl Stopped {
 impl Drop for Stopped {
     fn drop(&mut self) {
         let nothing = std::ptr::null_mut::<libc::c_void>();
-        // SAFETY: no memory is named.
+        // SAFETY: the call refers to no memory.
         unsafe { libc::ptrace(libc::PTRACE_DETACH, self.0, nothing, nothing) };
     }
 }
@@ -136,7 +136,7 @@ fn a_hung_worker_is_reported() {
     let begun = Instant::now();
     let stopped = loop {
         assert!(begun.elapsed() < 4 * common::TIMEOUT, "it is not told of");
-        // Some milliseconds of work, in the middle of which they are stopped, if we are quick.
+        // Some milliseconds of work, in which the workers can be stopped.
         for object in 1..=20 {
             driver.put(object, 0, 64);
         }
@@ -152,7 +152,7 @@ fn a_hung_worker_is_reported() {
     // A background worker that waits for a lock held by a stopped thread hangs, too, and is listed first.
     let told = |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
     assert!(log.lines().any(told), "{log}");
-    // It goes on as soon as it can, if nobody has ended it.
+    // The daemon continues as soon as it can, if nothing has ended it.
     drop(stopped);
     driver.settle().expect("they go on");
     while hear(&manager) == HANGS {}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Workers as the host and other guests feel them: asleep when there is nothing to do, and fair when
-//! there is too much, with both event loops.
+//! Workers as the host and other guests see them: asleep without work and fair under load, with
+//! both event loops.
 
 mod common;
 
@@ -26,7 +26,7 @@ fn daemon(vms: &[(&str, Option<&str>)], event_loop: &str, workers: usize) -> Dae
     Daemon::with_arguments(vms, "512MiB", arguments)
 }
 
-/// What each worker of a process has gone through: times that it slept, and its processor time in ns.
+/// Returns for each worker of a process the number of its sleeps and its processor time in ns.
 fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     let mut all = BTreeMap::new();
     for thread in std::fs::read_dir(format!("/proc/{pid}/task")).unwrap() {
@@ -49,10 +49,10 @@ fn slept(pid: u32) -> BTreeMap<String, (String, u64)> {
     all
 }
 
-/// Looks at workers, one after the other, that find them as they were before they are taken to rest.
+/// Consecutive checks without a change after which a worker counts as idle.
 const LOOKS: u32 = 3;
 
-/// Nobody wakes up while nothing is to be done, however busy it was before.
+/// No worker wakes up without work, however busy it was before.
 #[test]
 fn idle_workers_sleep() {
     for event_loop in ["epoll", "auto"] {
@@ -61,7 +61,7 @@ fn idle_workers_sleep() {
         work(&mut driver, 300);
         driver.settle().unwrap();
         let mut before = slept(daemon.pid());
-        // The last pauses that are looked through end, within a millisecond and the load of the host.
+        // The last polling times end within a millisecond, plus delays by the host's load.
         let mut same = 0;
         until("it comes to rest", || {
             std::thread::sleep(Duration::from_millis(100));
@@ -72,12 +72,12 @@ fn idle_workers_sleep() {
         });
         std::thread::sleep(Duration::from_millis(500));
         assert_eq!(slept(daemon.pid()), before, "{event_loop}: it woke up");
-        // And it is there when it is wanted.
+        // A worker is there when it is needed.
         work(&mut driver, 100);
     }
 }
 
-/// Puts a batch of that many pages on a queue, if there is room.
+/// Puts a batch of that many pages on a queue, if it fits.
 fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
     let page = |index| PutPage {
         object: queue as u64,
@@ -92,9 +92,9 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
         .is_some()
 }
 
-/// A guest that keeps eight queues full of the largest batches, beside one that has one small request at a
-/// time: whenever the worker comes round, both get a turn, so for each request of the small one the
-/// flooder gets a batch or two, however many it has waiting.
+/// A guest that keeps eight queues full of the largest batches, beside a guest with one small
+/// request at a time. In each round of the worker both get a slice, so for each small request the
+/// other guest gets a batch or two, however many it has waiting.
 #[test]
 fn a_flood_of_requests_takes_only_its_share() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
@@ -137,7 +137,8 @@ fn a_flood_of_requests_takes_only_its_share() {
             shares.push(answered(&flood) - before);
         }
         shares.sort_unstable();
-        // The turn that the worker is at, and what we are too slow to see; eight if queues took turns.
+        // The current slice of the worker and a measuring error. It would be eight if queues took
+        // turns.
         let median = shares[shares.len() / 2];
         assert!(
             median <= 4,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The classes of faults of Xen's XSA-15, by which a guest of its transcendent memory took the host
-//! over, one by one: each has a test here that is about the class, through the socket. Single faults
-//! are in `liars.rs`, single rules in `rules.rs`.
+//! The classes of faults of Xen's XSA-15, by which a guest of its transcendent memory took over the
+//! host. Each class has a test here, through the socket. Single faults are in `liars.rs`, single
+//! rules in `rules.rs`.
 
 mod common;
 
@@ -20,7 +20,7 @@ use virtio_tmem as wire;
 
 const BAD: &[u8] = &[wire::S_BAD, wire::S_UNSUPPORTED];
 
-/// One request, alone, to its answer.
+/// Sends one request alone and waits for its answer.
 fn ask(driver: &mut Driver, request: Request) -> Answer {
     let queue = usize::from(!request.is_control());
     driver.settle().unwrap();
@@ -64,14 +64,14 @@ fn flush(pool: u32, object: u64, index: u64, nr_pages: u64) -> Request {
     }
 }
 
-/// A put that is stored.
+/// Puts a page, which must be stored.
 fn store(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) {
     let answer = ask(driver, put(pool, object, index, cookie));
     assert_eq!(answer.status, wire::S_OK);
     assert_eq!(answer.pages[0].result, wire::P_STORED);
 }
 
-/// Whether a get is a hit; if it is, the page is that of the cookie.
+/// Returns true for a hit, whose page must be that of the cookie.
 fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> bool {
     let answer = ask(driver, get(pool, object, index, cookie));
     let Some(page) = answer.pages.first().and_then(|page| page.page.as_ref()) else {
@@ -81,7 +81,8 @@ fn hit(driver: &mut Driver, pool: u32, object: u64, index: u64, cookie: u64) -> 
     true
 }
 
-/// All that a pool can be asked for, to be answered with this status; none of it does anything.
+/// Sends all requests that a pool can receive. Each must be answered with this status and have no
+/// effect.
 fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     let destroy = Request::PoolDestroy { pool };
     for request in [
@@ -101,8 +102,8 @@ fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
     }
 }
 
-/// XSA-15: a guest could call what was meant for the toolstack. Here quotas, sizes and other VMs are
-/// on another socket, and nothing that a guest or its VMM can send has a meaning there or here.
+/// XSA-15: a guest could call operations of the toolstack. Here quotas, sizes and other VMs belong
+/// to another socket, and no message of a guest or its VMM has a meaning there or here.
 #[test]
 fn control_operations_from_a_guest() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
@@ -144,13 +145,13 @@ fn control_operations_from_a_guest() {
             assert_eq!(status, wire::S_UNSUPPORTED, "type {kind}");
         }
     }
-    // Kinds of pools that are no guest's to make, shared ones among them.
+    // Kinds of pools that a guest cannot create, shared ones among them.
     for bit in 0..32 {
         let flags = 1 << bit;
         let answer = ask(&mut driver, Request::PoolCreate { pool: 78, flags });
         assert!(BAD.contains(&answer.status), "flag {bit}");
     }
-    // On the queue of the other kind nothing is done either.
+    // On a queue of the other kind, requests have no effect either.
     let generation = driver.guest.generation();
     for (queue, request) in [
         (0, flush(1, 1, 0, 0)),
@@ -161,14 +162,14 @@ fn control_operations_from_a_guest() {
         let done = driver.guest.drain(TIMEOUT).unwrap();
         assert!(BAD.contains(&done[0].answer.status), "queue {queue}");
     }
-    // Its VMM cannot write the configuration, which is where QEMU's device would let a guest do so.
+    // The VMM cannot write the configuration, through which QEMU's device would let a guest do so.
     let frontend = driver.guest.frontend().unwrap();
     let flags = VhostUserConfigFlags::WRITABLE;
     let written = frontend.set_config(0, flags, &[0xff; 32]);
     written.expect_err("the configuration is read-only");
     assert_eq!(driver.guest.read_config().unwrap().generation, generation);
     work(&mut driver, 30);
-    // And a VM's socket does not speak the control interface.
+    // A VM's socket does not offer the control interface.
     driver.guest.hang_up().unwrap();
     let socket = daemon.socket("liar");
     let mut stream = UnixStream::connect(socket).unwrap();
@@ -177,7 +178,7 @@ fn control_operations_from_a_guest() {
         b"{\"method\":\"io.virtiotmem.Control.Resize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
-    // Closed, with or without what it had not read.
+    // Closed, whether the daemon had read everything or not.
     let _ = stream.read_to_end(&mut answer);
     assert_eq!(answer, b"");
     assert_eq!(figures(), before);
@@ -185,8 +186,8 @@ fn control_operations_from_a_guest() {
     work(&mut neighbour, 50);
 }
 
-/// XSA-15: an id that was negative passed the check of its upper bound. Here ids are unsigned, and
-/// each of their bits counts.
+/// XSA-15: a negative id passed the check of its upper bound. Here ids are unsigned, and each of
+/// their bits counts.
 #[test]
 fn signed_ids() {
     let mut daemon = Daemon::start(&[("a", None)]);
@@ -205,7 +206,7 @@ fn signed_ids() {
         assert_eq!(ask(&mut driver, create).status, wire::S_BAD, "{pool:#x}");
         store(&mut driver, pool, u64::MAX, 1, 100 + number as u64);
     }
-    // No pool is another one without its sign.
+    // Clearing the sign bit never identifies another pool.
     for pool in negative.map(|pool| pool & 0x7fff_ffff) {
         if pool > 1 {
             all_are(&mut driver, pool, &[wire::S_NO_POOL]);
@@ -222,7 +223,7 @@ fn signed_ids() {
         }
         assert!(hit(&mut driver, pool, u64::MAX, 1, cookie), "{pool:#x}");
     }
-    // Indices end far below their sign.
+    // The range of indices ends far below the sign bit.
     let end = 1 << wire::INDEX_BITS;
     for index in [end, 1 << 62, 1 << 63, (1 << 63) + 1, u64::MAX - 1, u64::MAX] {
         for request in [
@@ -238,8 +239,8 @@ fn signed_ids() {
     every_queue_answers(&mut driver);
 }
 
-/// XSA-15: an id was used before it was looked at. Here a pool is found among the tenant's own or not
-/// at all: never made, destroyed, another VM's, of an older generation.
+/// XSA-15: an id was used before it was checked. Here a pool is found among the tenant's own or not
+/// at all: never created, destroyed, another VM's, or of an older generation.
 #[test]
 fn unchecked_ids() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
@@ -253,7 +254,7 @@ fn unchecked_ids() {
     for pool in borders {
         all_are(&mut driver, pool, none);
     }
-    // Destroyed, and made again.
+    // Destroyed and created again.
     for pool in borders {
         let create = || Request::PoolCreate { pool, flags: 0 };
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
@@ -266,7 +267,7 @@ fn unchecked_ids() {
         assert_eq!(ask(&mut driver, create()).status, wire::S_OK);
         assert!(!hit(&mut driver, pool, 1, 1, 7), "a pool begins empty");
     }
-    // Those are the first VM's.
+    // These pools are the first VM's.
     for pool in borders {
         store(&mut driver, pool, 1, 1, 8);
         all_are(&mut other, pool, none);
@@ -280,8 +281,8 @@ fn unchecked_ids() {
     work(&mut other, 30);
 }
 
-/// XSA-15: a guest that had no tenant yet, or no more, was served with a null pointer. Here a
-/// connection has one from its first message to its end; whether it has a pool is another matter.
+/// XSA-15: a guest without a tenant was served with a null pointer. Here a connection has a tenant
+/// from its first message to its end, whether it has a pool or not.
 #[test]
 fn missing_tenant() {
     let run = |folder: &std::path::Path| {
@@ -294,7 +295,7 @@ fn missing_tenant() {
     let socket = daemon.socket("a");
     let first = &mut driver.guest;
     daemon.until("the VM's socket is free", || first.connect(&socket).is_ok());
-    // Kicked before there is memory, or a ring.
+    // Kicked before memory or a ring exists.
     (0..driver.guest.num_queues()).for_each(|queue| driver.guest.kick(queue));
     driver.guest.start().unwrap();
     driver.new_generation().unwrap();
@@ -303,7 +304,7 @@ fn missing_tenant() {
     driver.create_pool().unwrap();
     let pool = driver.pool();
     store(&mut driver, pool, 1, 1, 7);
-    // After a reset there is neither pool nor page, for requests of the time before and of now.
+    // After a reset there is neither pool nor page, for requests of the old and the new generation.
     let before = driver.guest.generation();
     driver.guest.reset().unwrap();
     driver.guest.start().unwrap();
@@ -321,7 +322,8 @@ fn missing_tenant() {
         !hit(&mut driver, pool, 1, 1, 7),
         "a page of the time before"
     );
-    // A VM that is removed while it asks: its connection ends, and nobody answers any more.
+    // A VM that is removed while it sends requests: its connection ends, and no request is answered
+    // any more.
     let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
     let (uuid, socket) = (
         "89abcdef-0123-4567-89ab-cdef01234567",
@@ -349,7 +351,7 @@ fn missing_tenant() {
         }
         let path = socket.to_str().unwrap().to_string();
         assert!(control.remove_vm(uuid.into(), path).call().unwrap().removed);
-        // What is still answered was asked before.
+        // Answers that still arrive belong to earlier requests.
         let guest = &mut removed.guest;
         until("the connection ends", || guest.read_config().is_err());
         let used = |guest: &tmem_sim::FakeGuest| -> Vec<u16> {
@@ -368,7 +370,8 @@ fn missing_tenant() {
     work(&mut driver, 30);
 }
 
-/// A chain on queue 1, of the descriptors that `bend` makes of a good one. It is not published yet.
+/// Adds a chain on queue 1, with the descriptors that `bend` makes of a valid chain. It is not
+/// published yet.
 fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<Desc>)) {
     let generation = driver.guest.generation();
     let placed = driver.guest.place(&request.encode(generation)).unwrap();
@@ -399,8 +402,8 @@ fn add_chain(driver: &mut Driver, request: Request, bend: impl FnOnce(&mut Vec<D
         .add_by_hand(1, request, placed, slots[0], slots);
 }
 
-/// The chain that is added is never answered: its queue stops, nothing of the guest's memory is written
-/// but wishes for kicks, no page is moved, and both this VM and the other go on.
+/// The added chain is never answered: its queue stops, nothing but event indices is written to
+/// guest memory, no page moves, and this VM and the other one continue.
 fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnce(&mut Driver)) {
     let [driver, neighbour] = vms;
     let pool = driver.pool();
@@ -415,7 +418,7 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
         assert_eq!(guest.ring(1).used_idx_in_memory(), used, "{what}: answered");
         guest.take_queue_error(1)
     });
-    // A worker may say that it wants kicks again after the guest has seen its last answer.
+    // A worker may request kicks again after the guest has seen its last answer.
     let queues = 0..driver.guest.num_queues();
     let mut rings: Vec<u64> = queues
         .map(|queue| driver.guest.ring(queue).layout().used / PAGE_BYTES)
@@ -443,15 +446,16 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
     work(neighbour, 5);
 }
 
-/// XSA-15: addresses of a guest were used as they came. Here each is one of the memory that its VMM
-/// shares, from the first byte to the last, or its queue stops before anything is read or written.
+/// XSA-15: addresses of a guest were used unchecked. Here each byte must be in the memory that the
+/// VMM shares, or the queue stops before anything is read or written.
 #[test]
 fn raw_guest_memory() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut vms = [daemon.driver("a", 1), daemon.driver("b", 2)];
     let log = vms[0].guest.start_log().unwrap().region();
-    // Beside, between and around the regions; where memory and dirty log are in the VMM; where
-    // something may be in the daemon; where the kernel is. Then what begins inside and ends outside.
+    // Beside, between and around the regions; the VMM's addresses of memory and dirty log; possible
+    // addresses of the daemon; addresses of the kernel. Then buffers that begin inside and end
+    // outside.
     let end = (1 << 32) + (8 << 20);
     let addresses = [
         8 << 20,
@@ -474,7 +478,7 @@ fn raw_guest_memory() {
                 descs[number].addr = address;
             }
         };
-        // Of a put: the request, its page, its answer. Of a get: its page.
+        // Parts of a put: the request, its page, its answer. Part of a get: its page.
         for number in 0..3 {
             let what = format!("a put's descriptor {number} at {address:#x}");
             stops(&mut daemon, &mut vms, &what, |driver| {
@@ -500,12 +504,12 @@ fn raw_guest_memory() {
     daemon.expect_alive();
 }
 
-/// XSA-15: offset and length were added up before they were compared. Here sums are of more bits than
-/// what they are sums of.
+/// XSA-15: offset and length were added before they were compared. Here sums have more bits than
+/// their terms.
 #[test]
 fn arithmetic_overflow() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
-    // Much address space, of which next to nothing is touched: 4 GiB are inside of it.
+    // Much address space of which almost nothing is touched, so that 4 GiB lie inside.
     let large = GuestConfig {
         ram: vec![RamRegion {
             start: 0,
@@ -520,7 +524,7 @@ fn arithmetic_overflow() {
     store(&mut driver, pool, 1, 0, 5);
     store(&mut driver, pool, 1, 1, 6);
     let end = 1u64 << wire::INDEX_BITS;
-    // Of indices: each sum is small if it wraps.
+    // Indices: each sum is small if it wraps.
     let beyond = |index: u64| flush(pool, 1, index, 0u64.wrapping_sub(index - 2));
     let run = Request::Get {
         pool,
@@ -543,7 +547,7 @@ fn arithmetic_overflow() {
         assert_eq!(ask(&mut driver, request).status, wire::S_BAD, "type {kind}");
     }
     assert!(hit(&mut driver, pool, 1, 0, 5) && hit(&mut driver, pool, 1, 1, 6));
-    // Of lengths: 4 GiB more than what is right, on either side of the chain.
+    // Lengths: 4 GiB more than the correct one, in either part of the chain.
     for writable in [false, true] {
         let request = flush(driver.pool(), 1, 0, 0);
         add_chain(&mut driver, request, |descs| {
@@ -564,7 +568,7 @@ fn arithmetic_overflow() {
         assert_eq!(driver.guest.ring(1).used_idx_in_memory(), used);
         driver.reboot().unwrap();
     }
-    // Of rings: none of them runs, and the other queue does.
+    // Rings: none of them runs, and the other queue does.
     let layout = driver.guest.ring(1).layout();
     let [desc, avail, used] = [layout.desc, layout.avail, layout.used]
         .map(|address| driver.guest.ram().host_addr(address));
@@ -597,7 +601,7 @@ fn arithmetic_overflow() {
         }
     }
     let file = driver.guest.ram().shared_regions().unwrap().remove(0).2;
-    // And if the VMM has its memory at 0, so that only the end of a ring is beyond all numbers.
+    // The VMM has its memory at 0, so that only the end of a ring overflows.
     let region = VhostUserMemoryRegionInfo {
         guest_phys_addr: 1 << 40,
         memory_size: 8192,
@@ -623,7 +627,7 @@ fn arithmetic_overflow() {
     assert_eq!(answer.status, wire::S_OK, "the other queue goes on");
     driver.guest.disconnect();
     daemon.connect(&mut driver, "a");
-    // Of regions: the connection ends, and the next one is served.
+    // Regions: the connection ends, and the next one is served.
     let odd = [
         (u64::MAX - 4095, 0x10_0000, 8192, 0),
         (1 << 40, u64::MAX - 4095, 8192, 0),
@@ -648,8 +652,8 @@ fn arithmetic_overflow() {
     }
 }
 
-/// XSA-15: a lock was kept where an error was found. Here whatever is refused, the same VM, another and
-/// an operator, who take the same locks, go on at once.
+/// XSA-15: a lock was kept when an error was found. Here this VM, another one and an operator, who
+/// take the same locks, continue at once after any refusal.
 #[test]
 fn locks_kept_on_error_paths() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
@@ -668,7 +672,7 @@ fn locks_kept_on_error_paths() {
             control.flush(name.into()).call().unwrap();
         }
     };
-    // Of requests: each that is refused for what there is and is not.
+    // Requests that are refused, for existing and missing objects.
     for _ in 0..3 {
         let pool = driver.pool();
         let create = |pool| Request::PoolCreate { pool, flags: 0 };
@@ -708,7 +712,7 @@ fn locks_kept_on_error_paths() {
         work(&mut other, 20);
         driver.reboot().unwrap();
     }
-    // Of messages: the connection ends, or goes on if that is harmless.
+    // Messages: the connection ends, or continues if that is harmless.
     type Odd = fn(&mut tmem_sim::FakeGuest) -> bool;
     let messages: [(&str, Odd); 6] = [
         ("features", |guest| {
@@ -754,7 +758,7 @@ fn locks_kept_on_error_paths() {
         }),
     ];
     for (what, odd) in messages {
-        // In the middle of work, so that workers want the locks, too.
+        // During work, so that workers need the locks, too.
         for object in 1..6 {
             driver.put(object, 0, 12);
         }
@@ -771,7 +775,7 @@ fn locks_kept_on_error_paths() {
     }
 }
 
-/// One answered request on each queue, whatever pools the model believes in.
+/// One answered request on each queue, independent of the model's pools.
 fn every_queue_answers_by_hand(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A real tmemd in a directory of its own, for guests that are not.
+//! A real tmemd in a directory of its own, for fake guests.
 //!
-//! Waits poll for what they wait for, with a bound. A failed test shows the daemon's log.
+//! Waits poll for their condition with a time limit. A failed test shows the daemon's log.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::fs::{self, File};
@@ -16,10 +16,10 @@ use tempfile::TempDir;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
 use virtio_tmem as wire;
 
-/// Bound of every wait: a busy machine, a debug build.
+/// Time limit of every wait, for a busy machine and a debug build.
 pub const TIMEOUT: Duration = Duration::from_secs(30);
 
-/// As the tests on VMs have it: slow machines set TMEM_TIMEOUT_SCALE above 1.
+/// Scales a time like the tests on VMs: slow machines set TMEM_TIMEOUT_SCALE above 1.
 pub fn scaled(time: Duration) -> Duration {
     let scale = std::env::var("TMEM_TIMEOUT_SCALE");
     time.mul_f64(scale.map_or(1.0, |scale| scale.parse().expect("a number")))
@@ -34,14 +34,14 @@ pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// Looks at a daemon, one after the other, that find it idle before it is taken to be.
+/// Consecutive checks that find a daemon idle before it counts as idle.
 const IDLE_LOOKS: u32 = 5;
 
-/// Nobody looks at what else this machine does: its memory would be the tests' then, and what the
-/// daemon opens once a second is in the way of those who count.
+/// Arguments without which the daemon reads the machine's memory: the tests would depend on other
+/// processes, and the file that it opens once a second would disturb tests that count descriptors.
 pub const HOST_IS_NO_MATTER: [&str; 4] = ["--host-free-min", "0", "--memory-pressure", "none"];
 
-/// tmemd and the VMs that it has sockets for.
+/// tmemd and the VMs whose sockets it has.
 pub struct Daemon {
     dir: TempDir,
     vms: Vec<(String, Option<String>)>,
@@ -52,17 +52,17 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Starts one with a roomy pool. A VM is a name and a trust domain.
+    /// Starts a daemon with a large pool. A VM is a name and a trust domain.
     pub fn start(vms: &[(&str, Option<&str>)]) -> Self {
         Self::with_pool(vms, "512MiB")
     }
 
-    /// Starts one with a pool of that size.
+    /// Starts a daemon with a pool of that size.
     pub fn with_pool(vms: &[(&str, Option<&str>)], pool_size: &str) -> Self {
         Self::with_arguments(vms, pool_size, |_| Vec::new())
     }
 
-    /// Starts one with more arguments, which may name files in its directory.
+    /// Starts a daemon with more arguments, which may name files in its directory.
     pub fn with_arguments(
         vms: &[(&str, Option<&str>)],
         pool_size: &str,
@@ -74,7 +74,7 @@ impl Daemon {
         daemon
     }
 
-    /// Starts one with an environment, which may name files in its directory.
+    /// Starts a daemon with an environment, which may name files in its directory.
     pub fn with_environment(
         vms: &[(&str, Option<&str>)],
         environment: impl FnOnce(&Path) -> Vec<(String, String)>,
@@ -102,7 +102,7 @@ impl Daemon {
         }
     }
 
-    /// Starts it (again) and waits until every VM's socket takes connections.
+    /// Starts the daemon (again) and waits until every VM's socket accepts connections.
     pub fn spawn(&mut self) {
         assert!(self.child.is_none());
         let path = self.dir.path();
@@ -123,7 +123,7 @@ impl Daemon {
             }
             command.args(["--vm", &vm]);
         }
-        // Both event loops are to pass the same tests: `make test-rust` says which.
+        // Both event loops must pass the same tests: `make test-rust` selects one.
         if let Ok(event_loop) = std::env::var("TMEM_EVENT_LOOP") {
             command.args(["--event-loop", &event_loop]);
         }
@@ -142,12 +142,12 @@ impl Daemon {
         }
     }
 
-    /// The socket of a VM.
+    /// Returns the socket of a VM.
     pub fn socket(&self, name: &str) -> PathBuf {
         self.dir.path().join(format!("{name}.sock"))
     }
 
-    /// kill -9, and dead when it returns.
+    /// Kills the daemon with SIGKILL; it is dead when this returns.
     pub fn kill(&mut self) {
         let mut child = self.child.take().expect("running");
         child.kill().unwrap();
@@ -158,24 +158,24 @@ impl Daemon {
         );
     }
 
-    /// SIGTERM, and a clean end when it returns.
+    /// Sends SIGTERM; the daemon has ended cleanly when this returns.
     pub fn terminate(&mut self) {
         let mut child = self.child.take().expect("running");
         kill_process(Pid::from_child(&child), Signal::TERM).unwrap();
         assert!(child.wait().unwrap().success());
     }
 
-    /// Its process.
+    /// Returns the daemon's process id.
     pub fn pid(&self) -> u32 {
         self.child.as_ref().expect("running").id()
     }
 
-    /// A file in its directory.
+    /// Returns the path of a file in the daemon's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    /// Takes the processor from it for so long (SIGSTOP, SIGCONT).
+    /// Stops the daemon for that time (SIGSTOP, SIGCONT).
     pub fn freeze(&self, time: Duration) {
         let child = self.child.as_ref().expect("running");
         let pid = Pid::from_child(child);
@@ -184,13 +184,13 @@ impl Daemon {
         kill_process(pid, Signal::CONT).unwrap();
     }
 
-    /// Takes the processor from it until [`Self::resume`]; none of its threads runs any more when
-    /// this returns. It has nothing to do then: an answer that the guest has seen may not be the
-    /// last that a worker writes for it.
+    /// Stops the daemon until [`Self::resume`]; none of its threads runs when this returns. The
+    /// daemon is idle then: an answer that the guest has seen may not be the last access of a
+    /// worker.
     pub fn suspend(&mut self) {
         let pid = Pid::from_child(self.child.as_ref().expect("running"));
         let tasks = format!("/proc/{pid}/task");
-        // The state follows the name, which stands in brackets.
+        // The state follows the name, which is in parentheses.
         let all_are = |state: &str| {
             let mut tasks = fs::read_dir(&tasks).unwrap().map(Result::unwrap);
             tasks.all(|task| {
@@ -200,7 +200,7 @@ impl Daemon {
                 })
             })
         };
-        // More than once, since one that waits for a lock sleeps, too.
+        // Checked several times, because a thread that waits for a lock also sleeps.
         let mut idle = 0;
         self.until("all threads sleep", || {
             idle = if all_are("S") { idle + 1 } else { 0 };
@@ -216,7 +216,7 @@ impl Daemon {
         kill_process(pid, Signal::CONT).unwrap();
     }
 
-    /// What it takes of the host.
+    /// Returns the daemon's resources.
     pub fn taken(&self) -> Taken {
         taken_by(self.child.as_ref().expect("running").id() as i32)
     }
@@ -237,8 +237,8 @@ impl Daemon {
         });
     }
 
-    /// Connects a driver, as often as it takes: the probe of [`Self::spawn`] or the connection
-    /// before may not be over yet, and one at a time is taken.
+    /// Connects a driver, repeatedly if needed: the probe of [`Self::spawn`] or the previous
+    /// connection may not be over yet, and one connection at a time is accepted.
     pub fn connect(&mut self, driver: &mut Driver, name: &str) {
         let socket = self.socket(name);
         let guest = &mut driver.guest;
@@ -249,7 +249,7 @@ impl Daemon {
         driver.create_pool().unwrap();
     }
 
-    /// A connected driver with ordinary memory.
+    /// Returns a connected driver with ordinary memory.
     pub fn driver(&mut self, name: &str, seed: u64) -> Driver {
         self.driver_with(
             guest(name),
@@ -260,7 +260,7 @@ impl Daemon {
         )
     }
 
-    /// A connected driver.
+    /// Returns a connected driver.
     pub fn driver_with(&mut self, guest: GuestConfig, config: DriverConfig) -> Driver {
         let name = guest.name.clone();
         let mut driver = Driver::new(guest, config).unwrap();
@@ -284,23 +284,23 @@ impl Drop for Daemon {
     }
 }
 
-/// What a process takes of the host.
+/// Resources of a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
-    /// Whose it is.
+    /// The process id.
     pub pid: i32,
     /// Threads.
     pub threads: usize,
     /// File descriptors.
     pub descriptors: usize,
-    /// Of address space.
+    /// Mappings of its address space.
     pub mappings: usize,
-    /// Of its own: no guest's.
+    /// Memory of its own in bytes, without guest memory.
     pub memory_bytes: usize,
 }
 
 impl Taken {
-    /// The more of each.
+    /// Returns the maximum of each value.
     pub fn most(&self, other: &Taken) -> Taken {
         Taken {
             pid: self.pid,
@@ -312,7 +312,7 @@ impl Taken {
     }
 }
 
-/// What a process takes now.
+/// Returns the present resources of a process.
 pub fn taken_by(pid: i32) -> Taken {
     let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap();
     let entries = |name: &str| fs::read_dir(format!("/proc/{pid}/{name}")).unwrap().count();
@@ -330,7 +330,7 @@ pub fn taken_by(pid: i32) -> Taken {
     }
 }
 
-/// An ordinary machine of that name.
+/// Returns an ordinary machine of that name.
 pub fn guest(name: &str) -> GuestConfig {
     GuestConfig {
         name: name.into(),
@@ -338,7 +338,8 @@ pub fn guest(name: &str) -> GuestConfig {
     }
 }
 
-/// The seed of a random test: TMEM_SEED replays, otherwise another each time. Printed.
+/// Returns the seed of a random test and prints it. TMEM_SEED replays a run; otherwise each run has
+/// another seed.
 pub fn seed(test: &str) -> u64 {
     let seed = match std::env::var("TMEM_SEED") {
         Ok(value) => value.parse().expect("TMEM_SEED is a decimal number"),
@@ -353,7 +354,7 @@ pub fn seed(test: &str) -> u64 {
     seed
 }
 
-/// Proves that a VM is served: random work, judged.
+/// Checks that a VM is served, by random work whose answers are judged.
 pub fn work(driver: &mut Driver, steps: usize) {
     for _ in 0..steps {
         driver.step().unwrap();
@@ -361,7 +362,7 @@ pub fn work(driver: &mut Driver, steps: usize) {
     driver.settle().unwrap();
 }
 
-/// One answered request on each queue.
+/// Checks that each queue answers one request.
 pub fn every_queue_answers(driver: &mut Driver) {
     let pool = driver.pool();
     for queue in 1..driver.guest.num_queues() {
