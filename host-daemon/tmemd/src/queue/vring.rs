@@ -504,13 +504,13 @@ impl Vring {
             // interrupt at the end stands for the whole slice.
             to_interrupt = !state.queue.event_idx_enabled();
             if !to_interrupt {
-                state.interrupt(memory)?;
+                state.interrupt(memory, &self.link.vm)?;
             }
             // The guest has its answer, so freeing the storage does not delay it.
             drop(spent);
         };
         if to_interrupt {
-            state.interrupt(memory)?;
+            state.interrupt(memory, &self.link.vm)?;
         }
         Ok(end)
     }
@@ -669,10 +669,10 @@ impl Vring {
         state.stopped = Some(reason);
         // Interrupts for the answers before the fault.
         if let Some(call) = &state.call {
-            notifier::notify(call);
+            notifier::interrupt(vm, call);
         }
         if let Some(error) = &state.error {
-            notifier::notify(error);
+            notifier::interrupt(vm, error);
         }
     }
 
@@ -758,7 +758,7 @@ impl VringState {
         self.stopped = None;
     }
 
-    fn interrupt(&mut self, memory: &GuestMemory) -> Result<(), String> {
+    fn interrupt(&mut self, memory: &GuestMemory, vm: &Vm) -> Result<(), String> {
         let fault = |error: &dyn std::fmt::Display| {
             format!("the available ring cannot be accessed: {error}")
         };
@@ -773,7 +773,7 @@ impl VringState {
             wanted = u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0;
         }
         if let (true, Some(call)) = (wanted, &self.call) {
-            notifier::notify(call);
+            notifier::interrupt(vm, call);
         }
         Ok(())
     }

@@ -252,7 +252,7 @@ impl Device {
 
 /// Checks that a descriptor from the front end is an eventfd and not, for example, a file of a file
 /// system that the front end serves. For an eventfd, neither `event_fd::consume` nor
-/// `notifier::notify` blocks, whatever the front end does with the flags of the shared file.
+/// `notifier::interrupt` blocks, whatever the front end does with the flags of the shared file.
 ///
 /// # Errors
 /// It is no eventfd.
@@ -412,7 +412,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             // A killed daemon may have published answers without an interrupt. With EVENT_IDX no
             // later answer would cause one, and the driver would wait forever.
             if let Some(call) = &fd {
-                notifier::notify(call);
+                notifier::interrupt(self.vm(), call);
             }
             state.call = fd;
         })
