@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn filters_are_checked() {
-        for good in ["info", "debug", "warn,tmemd=trace", "tmemd::pressure=debug"] {
+        for good in ["info", "debug", "warn,tmemd=trace", "tmemd::host::pressure=debug"] {
             assert_eq!(check(good), Ok(()), "{good}");
         }
         for bad in ["loud", "tmemd=loud"] {

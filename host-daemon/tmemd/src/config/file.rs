@@ -67,7 +67,7 @@ pub const KEYS: &[Key] = &[
     key("control_read_only", ("path", "none"), false, "read-only socket of the control interface"),
     key("control_read_only_group", ("text", "the daemon's group"), false, "group whose members may use the read-only socket. Use a group without other rights"),
     key("run_folder", ("path", "the folder of control"), false, "run folder: directory of the sockets of VMs that are added, and of the VM store"),
-    key("log", ("filter", "info"), true, "log level error, warn, info or debug, or a filter such as `info,tmemd::pressure=debug`. The environment variable TMEMD_LOG takes precedence"),
+    key("log", ("filter", "info"), true, "log level error, warn, info or debug, or a filter such as `info,tmemd::host::pressure=debug`. The environment variable TMEMD_LOG takes precedence"),
     key("vm", ("tables", "none"), true, "VMs that are served from the start, one `[[vm]]` table each; libvirt's hook adds others. A reload applies only their quotas"),
 ];
 
