@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A vhost-user backend that speaks the control protocol only and misbehaves on request.
+"""A vhost-user backend that speaks only the control protocol and misbehaves on request.
 
-It holds no pages and serves no ring. It is a process of its own, so that a test can stop and
-kill it, and it can die, hang or go on strike at the n-th message that it receives, counted
-over all connections: that is how a test visits each moment of the device's life. SIGUSR1 makes
-it slow, and quick again.
+It holds no pages and serves no ring. It is a separate process, so that a test can stop and kill it.
+It can die, hang or refuse to answer at the n-th message that it receives, counted over all
+connections. In this way a test covers each moment of the device's life. SIGUSR1 makes it slow, and
+fast again.
 
-Prints one JSON object a line for each message, for the test to read.
+It prints one JSON object per line for each message, for the test to read.
 """
 
 import argparse
@@ -61,7 +61,7 @@ F_RESET_DEVICE = 1 << 13
 
 
 class Backend:
-    """State of one process; connections are served one after the other."""
+    """State of the process, which serves one connection after another."""
 
     def __init__(self, args):
         self.args = args
@@ -74,7 +74,7 @@ class Backend:
         self.log(event="slow" if self.slow else "quick")
 
     def send(self, conn, data):
-        """At once, or after the delay, or byte by byte with the delay before each."""
+        """Sends data at once, after the delay, or byte by byte with the delay before each byte."""
         if not self.slow:
             conn.sendall(data)
             return
@@ -90,7 +90,7 @@ class Backend:
         print(json.dumps(what), flush=True)
 
     def misbehave(self):
-        """Does what the command line asks at this message; True closes the connection."""
+        """Misbehaves at this message as the command line asks; True closes the connection."""
         if self.messages == self.args.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.messages == self.args.hang_at:
@@ -108,10 +108,10 @@ class Backend:
         )
 
     def answer(self, request, payload):
-        """The payload of the reply, or None where only REPLY_ACK asks for one."""
+        """Returns the payload of the reply, or None if a reply is due only with REPLY_ACK."""
         numbers = {
             1: self.args.features,
-            6: 0,  # answered also where nobody asks for it
+            6: 0,  # answered even if no client asks for it
             15: self.args.protocol_features,
             17: self.args.queues,
         }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Each rule of the specification has a number, and a row that says where it is kept and shown."""
+"""Each rule of the specification has a number, and a row that names its code and its test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.smoke
 PAGE = ROOT / "proto/SPEC.md"
 RULE = re.compile(r"\b(?:DEV|DRV|FE|BE)-[1-9]\d*\b")
 WORD = re.compile(r"\b(?:MUST|SHOULD|MAY)\b")
-# Why there is no test.
+# Accepted reasons for a missing test.
 EXCUSES = ("none: ", "MAY: ")
 
 
@@ -25,7 +25,7 @@ def prose() -> str:
 
 
 def bullets() -> list[str]:
-    """The rules: bullets that begin with a number."""
+    """Returns the rules: bullets that begin with a number."""
     return re.findall(r"^- (\*\*(?:DEV|DRV|FE|BE)-.*(?:\n  .*)*)", prose(), re.MULTILINE)
 
 
@@ -70,7 +70,7 @@ def test_where_it_is_kept_and_shown(rule: str) -> None:
 
 
 def test_names_are_looked_up() -> None:
-    """What is not there is not found."""
+    """Names that do not exist are not found."""
     spec = "tests/unit/test_spec.py"
     chain = "tmemd/src/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver works on kernels that are configured as other vendors configure theirs."""
+"""The driver works on kernels with the configurations of other vendors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WRITE_MOUNTED = "bdev_allow_write_mounted=1"
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 @pytest.mark.parametrize("mglru", [False, True])
 def test_torture(session: Session, kernel: Kernel, module: Path, name: str, mglru: bool) -> None:
-    """Loading runs the self-test; then random operations and each hook's own scenario."""
+    """Loading runs the self-test; then random operations and each hook's own scenario follow."""
     if kernel.series not in debug_kernel.VENDORS:
         pytest.skip(f"Linux {kernel.series} is not built here: --kernel rhel, fedora or ubuntu")
     fs = disk.FILE_SYSTEMS[name]
