@@ -80,10 +80,11 @@ check-kvm: deps-test all ## the VM tests on KVM, where a guest boots on it; says
 check-libvirt: deps-test all ## domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
 
-check-ops: deps-test all ## commands, a VM's figures, metrics before a real Prometheus, top in a real terminal
+check-ops: deps-test all ## commands, a VM's figures, estimates, metrics before a real Prometheus, top in a real terminal
 	$(CARGO) test $(MANIFEST) -p tmem-control -p tmemctl -p tmem-exporter
 	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -p tmemd --test journal -- --ignored
 	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
+	TMEM_SEEDS=8 $(CARGO) test --release $(MANIFEST) -p tmem-bench replay_test
 	cd tests && ./python -m pytest --kernel $(KERNEL) vm/test_figures.py
 
 check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series that the driver does not serve

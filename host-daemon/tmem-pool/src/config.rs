@@ -43,7 +43,7 @@ pub(crate) const EVICT_STEP_PAGES: usize = 16;
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
 /// Kept free for what indexes take between two looks at the size: a chunk of each kind of record,
-/// and a ghost that doubles.
+/// and of the ghost table.
 pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
 
 /// And so much of the size.

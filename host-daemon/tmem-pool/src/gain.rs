@@ -24,16 +24,22 @@ pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
 /// How much less, in percent.
 pub const LOSS_PERCENT: [u64; 3] = [25, 50, 75];
 
-/// By how much it says too much of more room at most, in percent of all gets. tmem-bench's
-/// replay_test.rs holds this and the next three, on recorded traces of real guests.
-pub const GAIN_OVER_MAX: f64 = 5.0;
-/// By how much it says too little: it takes the order of puts for that of eviction, which the default
-/// policy improves upon, so where few pages are of much use it sees less than more would bring. Just where
-/// a loop begins to fit, which the test leaves out, it was once 39.
-pub const GAIN_UNDER_MAX: f64 = 15.0;
-/// By how much it says too little of what less room would cost. Too much it may say without bound: also
-/// for the reason above, and what is hit while it fills is told by what it holds then, not at last.
-pub const LOSS_UNDER_MAX: f64 = 5.0;
+/// Overestimate of what more memory would bring that 99 of 100 estimates do not exceed, in percent of all gets.
+/// tmem-bench's replay_test.rs holds this bound, and the bounds below, with several seeds on recorded and generated
+/// traces.
+pub const GAIN_OVER_USUAL: f64 = 6.0;
+/// Largest overestimate of what more memory would bring, in percent of all gets.
+pub const GAIN_OVER_MAX: f64 = 18.0;
+/// Largest underestimate of what more memory would bring, in percent of all gets. The engine takes the order of puts
+/// for the order of eviction, which the default policy improves upon. So where few pages are used often, the estimate
+/// is too low. Just where a loop begins to fit, which the test leaves out, the estimate was once 39 too low.
+pub const GAIN_UNDER_MAX: f64 = 18.0;
+/// Underestimate of what less memory would cost that 99 of 100 estimates do not exceed, in percent of all gets.
+/// Overestimates have no bound: because of the order of eviction, and because a hit while the pool fills is compared
+/// with what the tenant held then.
+pub const LOSS_UNDER_USUAL: f64 = 5.0;
+/// Largest underestimate of what less memory would cost, in percent of all gets.
+pub const LOSS_UNDER_MAX: f64 = 13.0;
 /// Of less gets nothing is known: those bounds were found not to hold.
 pub const TELLING_GETS_MIN: u64 = 1_000;
 /// Where it follows one key in many, so many gets for each page held make it as exact.
@@ -41,8 +47,8 @@ pub const TELLING_GETS_PER_PAGE: u64 = 10;
 
 /// Room that so few of all hits need, in percent of them, is not needed, as far as it sees.
 pub const LOSS_BEARABLE: f64 = 1.0;
-/// What giving up such room costs at most, in percent of all gets; held like those above.
-pub const GIVE_UP_COST_MAX: f64 = 1.0;
+/// Largest cost of giving up such memory, in percent of all gets.
+pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
 /// Of the hits of keys that are followed, one in so many is looked at: hits are most gets, and each
 /// look is a walk over up to `SAMPLES_MAX` others.
@@ -305,10 +311,10 @@ mod tests {
                 let part = gain.losses[i] as f64 / gain.hits_seen as f64;
                 let (said, less) = (hits * part, hits - caches[4 + i].hits as f64);
                 println!("less: {:.1}, said {:.1}", of_gets(less), of_gets(said));
-                assert!(of_gets((said - less).abs()) < LOSS_UNDER_MAX);
+                assert!(of_gets((said - less).abs()) < LOSS_UNDER_USUAL);
                 let (said, more) = (gain.hits[i] as f64, caches[1 + i].hits as f64 - hits);
                 println!("more: {:.1}, said {:.1}", of_gets(more), of_gets(said));
-                assert!(of_gets((said - more).abs()) < GAIN_OVER_MAX);
+                assert!(of_gets((said - more).abs()) < GAIN_OVER_USUAL);
             }
         });
     }

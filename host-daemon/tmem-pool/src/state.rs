@@ -97,7 +97,7 @@ impl State {
     ) -> State {
         State {
             index: Index::new(seed, keys_max, chunks),
-            policy: evict::policy(policy),
+            policy: evict::policy(policy, chunks),
             raw: VecDeque::new(),
             raw_max: 0,
             limit_bytes,
@@ -110,7 +110,7 @@ impl State {
     /// any more. The memory of its pages is lost, since references may have been given up or not.
     pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
         self.index.abandon(keys_max);
-        self.policy = evict::policy(policy);
+        self.policy = evict::policy(policy, self.index.chunks());
         self.raw = VecDeque::new();
         self.gain = Gain::default();
         let Counters {

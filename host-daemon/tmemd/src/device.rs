@@ -5,7 +5,6 @@
 //! at once: what changes rings or memory holds the vrings it concerns, which waits at most for the
 //! chain that each is at, and emptying the tenant is O(1).
 
-use crate::bell;
 use crate::dirty::{DirtyLog, LogMap};
 use crate::janitor::Janitor;
 use crate::lost::Lost;
@@ -247,7 +246,7 @@ impl Device {
 
 /// Makes sure that a descriptor of the front end is an eventfd, and not, say, a file of a file system
 /// that the front end serves itself. Reading it never waits by `poller::consume`, and ringing it by
-/// `bell::ring`, whatever the front end does with the flags of the file, which it shares.
+/// `Vm::interrupt`, whatever the front end does with the flags of the file, which it shares.
 fn event_fd(file: File) -> Result<OwnedFd> {
     let fd = OwnedFd::from(file);
     let bad = |what: String| failed(format!("not an eventfd: {what}"));
@@ -403,7 +402,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             // A daemon that was killed may have published answers and not interrupted for them.
             // With EVENT_IDX no later answer would: the driver would wait for ever.
             if let Some(call) = &fd {
-                bell::ring(call);
+                self.vm().interrupt(call);
             }
             state.call = fd;
         })

@@ -3,17 +3,23 @@
 //!
 //! seccomp sees the arguments of a system call, but not the `struct msghdr` that one of them points to. So a
 //! filter that allows sendmsg(2) also allows `SCM_RIGHTS`: a thread that an attacker has taken over could hand the
-//! memory of one VM to the QEMU of another. The sandbox therefore allows sendmsg(2) to no thread, and only the
+//! memory of one VM to the QEMU of another. Threads share their memory, so it would not help to allow the call to the
+//! threads of connections alone. The sandbox therefore allows sendmsg(2) to no thread, and only the
 //! vhost crate needs it, through vmm-sys-util, for replies that never carry a descriptor. Neither crate lets its
 //! caller choose the system call. This file defines the C symbol `sendmsg` in the daemon itself, where the linker
 //! prefers it to libc's: a message without control data becomes a sendto(2), every other one remains a sendmsg(2),
 //! which the sandbox refuses.
+//!
+//! Callers of the symbol are the crates of this program: vmm-sys-util, and tracing-journald for log lines that are too
+//! long for a datagram, which it passes in a memfd. The standard library sends log lines by sendto(2). libc's own code
+//! does not use the symbol. The rings of io_uring are restricted to operations that send nothing (uring.rs). As POSIX
+//! demands of sendmsg(), the function may be called in signal handlers: it allocates nothing and takes no lock.
 
 use libc::{c_int, iovec, msghdr};
-use std::slice;
+use std::{ptr, slice};
 
-/// Longest message that is copied to be sent: far more than the longest vhost-user reply, which has 4 KiB.
-const MESSAGE_BYTES_MAX: usize = 64 << 10;
+/// Longest message of several parts that becomes a sendto(2): twice the longest vhost-user reply.
+const MESSAGE_BYTES_MAX: usize = 8 << 10;
 
 /// sendmsg(2), by sendto(2) if the message carries no control data.
 ///
@@ -23,21 +29,42 @@ const MESSAGE_BYTES_MAX: usize = 64 << 10;
 pub unsafe extern "C" fn sendmsg(fd: c_int, message: *const msghdr, flags: c_int) -> isize {
     // SAFETY: as the caller says.
     let (header, parts) = unsafe { (&*message, parts(&*message)) };
-    let bytes: usize = parts.iter().map(|part| part.iov_len).sum();
-    if header.msg_controllen != 0 || bytes > MESSAGE_BYTES_MAX {
+    let mut buffer = [0u8; MESSAGE_BYTES_MAX];
+    // SAFETY: each part is readable, as the caller says.
+    let data = unsafe { join(parts, &mut buffer) };
+    let (Some((data, bytes)), true) = (data, header.msg_controllen == 0) else {
         // SAFETY: as the caller says.
         return unsafe { libc::syscall(libc::SYS_sendmsg, fd, message, flags) as isize };
-    }
-    let mut data: Vec<u8> = Vec::with_capacity(bytes);
-    for part in parts.iter().filter(|part| part.iov_len > 0) {
-        // SAFETY: each part is that many readable bytes, as the caller says.
-        data.extend_from_slice(unsafe {
-            slice::from_raw_parts(part.iov_base.cast(), part.iov_len)
-        });
-    }
+    };
     let (to, to_bytes) = (header.msg_name.cast_const().cast(), header.msg_namelen);
-    // SAFETY: the buffer is alive, and the address is as the caller says.
-    unsafe { libc::sendto(fd, data.as_ptr().cast(), bytes, flags, to, to_bytes) }
+    // SAFETY: the data is a part of the message or of the buffer, and the address is as the caller says.
+    unsafe { libc::sendto(fd, data.cast(), bytes, flags, to, to_bytes) }
+}
+
+/// The bytes of the parts, one after the other, copied if there are several parts. None: they are too many to be
+/// copied.
+///
+/// # Safety
+/// Each part names that many readable bytes.
+unsafe fn join(
+    parts: &[iovec],
+    buffer: &mut [u8; MESSAGE_BYTES_MAX],
+) -> Option<(*const u8, usize)> {
+    match parts {
+        [] => Some((ptr::null(), 0)),
+        [part] => Some((part.iov_base.cast_const().cast(), part.iov_len)),
+        _ => {
+            let mut bytes = 0;
+            for part in parts.iter().filter(|part| part.iov_len > 0) {
+                let end = part.iov_len.checked_add(bytes)?;
+                // SAFETY: as the caller says.
+                let from = unsafe { slice::from_raw_parts(part.iov_base.cast(), part.iov_len) };
+                buffer.get_mut(bytes..end)?.copy_from_slice(from);
+                bytes = end;
+            }
+            Some((buffer.as_ptr(), bytes))
+        }
+    }
 }
 
 /// The parts of the message.
@@ -56,6 +83,7 @@ unsafe fn parts(message: &msghdr) -> &[iovec] {
 
 #[cfg(test)]
 mod tests {
+    use super::MESSAGE_BYTES_MAX;
     use rustix::event::{EventfdFlags, eventfd};
     use std::fs::File;
     use std::io::Read;
@@ -63,8 +91,30 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-    /// A message of several parts arrives whole, and a descriptor still passes where no sandbox forbids it: tests
-    /// that link the daemon send descriptors of their own.
+    #[test]
+    fn messages_of_any_length_and_number_of_parts_arrive() {
+        const LONG: usize = MESSAGE_BYTES_MAX + 1;
+        let (left, mut right) = UnixStream::pair().expect("a pair");
+        let long = vec![7; LONG];
+        let messages: [&[&[u8]]; 5] = [
+            &[],
+            &[b"one"],
+            &[&long],
+            &[&long[..LONG / 2], &long[..LONG - LONG / 2 - 1]],
+            &[&long[..LONG / 2], b"x", &long],
+        ];
+        for parts in messages {
+            let sent = parts.concat();
+            let bytes = left.send_with_fds(parts, &[]).expect("sent");
+            assert_eq!(bytes, sent.len());
+            let mut received = vec![0; bytes];
+            right.read_exact(&mut received).expect("received");
+            assert_eq!(received, sent);
+        }
+    }
+
+    /// A descriptor still passes where no sandbox forbids it: tests that link the daemon send descriptors of
+    /// their own.
     #[test]
     fn messages_arrive_as_by_libc() {
         let (left, mut right) = UnixStream::pair().expect("a pair");

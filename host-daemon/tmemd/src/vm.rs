@@ -3,6 +3,7 @@
 //!
 //! It lives until it is removed; its storage lives as long as a connection.
 
+use crate::bell;
 use crate::config::VmConfig;
 use crate::event_limit::EventLimit;
 use crate::events::{Events, Kind};
@@ -13,6 +14,7 @@ use crate::rate::Rate;
 use crate::recorder::Tap;
 use crate::sockets::Stranger;
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -239,6 +241,16 @@ impl Vm {
     fn clear_report(&self) {
         *lock(&self.report) = None;
         *lock(&self.latencies) = None;
+    }
+
+    /// Notifies the guest or its front end through an eventfd, without waiting. Counts and logs an interrupt that
+    /// the kernel does not deliver. The guest goes on at the deadline of its driver.
+    pub fn interrupt(&self, fd: &OwnedFd) {
+        if let Err(error) = bell::ring(fd) {
+            self.warn(format_args!(
+                "an interrupt is lost: {error}; the guest goes on when its driver's deadline has passed"
+            ));
+        }
     }
 
     /// Logs a warning about this VM, at a bounded rate: a guest must not fill the host's disk.

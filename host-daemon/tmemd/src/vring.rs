@@ -14,7 +14,6 @@
 //! beginning, as after a daemon that was killed (DEV-24 in proto/SPEC.md): puts and flushes are
 //! repeated, and pages that a GET has already taken are missed.
 
-use crate::bell;
 use crate::chain::{Chain, READ_BUFFER_BYTES, WriteError};
 use crate::execute::{self, Context, PageBuffers, Progress};
 use crate::latency::Histogram;
@@ -474,13 +473,13 @@ impl Vring {
             // stands for the whole turn.
             to_interrupt = !state.queue.event_idx_enabled();
             if !to_interrupt {
-                state.interrupt(memory)?;
+                state.interrupt(memory, &self.link.vm)?;
             }
             // The guest has its answer: freeing what it got is not its time any more.
             drop(spent);
         };
         if to_interrupt {
-            state.interrupt(memory)?;
+            state.interrupt(memory, &self.link.vm)?;
         }
         Ok(turn)
     }
@@ -584,10 +583,10 @@ impl Vring {
         state.stopped = Some(reason);
         // For what was answered before it.
         if let Some(call) = &state.call {
-            bell::ring(call);
+            vm.interrupt(call);
         }
         if let Some(error) = &state.error {
-            bell::ring(error);
+            vm.interrupt(error);
         }
     }
 
@@ -673,7 +672,7 @@ impl State {
         self.stopped = None;
     }
 
-    fn interrupt(&mut self, memory: &crate::memory::GuestMemory) -> Result<(), String> {
+    fn interrupt(&mut self, memory: &crate::memory::GuestMemory, vm: &Vm) -> Result<(), String> {
         let fault = |error: &dyn std::fmt::Display| {
             format!("the available ring cannot be accessed: {error}")
         };
@@ -688,7 +687,7 @@ impl State {
             wanted = u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0;
         }
         if let (true, Some(call)) = (wanted, &self.call) {
-            bell::ring(call);
+            vm.interrupt(call);
         }
         Ok(())
     }

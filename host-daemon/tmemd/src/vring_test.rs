@@ -2,6 +2,7 @@
 //! A vring without a connection: what a turn does, how it is stopped, what a drain leaves.
 
 use super::*;
+use crate::bell;
 use crate::config::VmConfig;
 use crate::memory::RegionSpec;
 use crate::outside::Told;
@@ -690,6 +691,73 @@ fn the_driver_can_suppress_interrupts() {
     guest.turn();
     assert_eq!(guest.used(), 1);
     assert!(!guest.interrupted());
+}
+
+/// Log lines of the calling thread, with their fields.
+#[derive(Clone, Default)]
+struct Lines(Arc<Mutex<Vec<String>>>);
+
+impl tracing::field::Visit for Lines {
+    fn record_debug(&mut self, field: &tracing::field::Field, value: &dyn std::fmt::Debug) {
+        let mut lines = self.0.lock().expect("whole");
+        let line = lines.last_mut().expect("the line of the event");
+        line.push_str(&format!(" {field}={value:?}"));
+    }
+}
+
+impl tracing::Subscriber for Lines {
+    fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+        tracing::span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+
+    fn event(&self, event: &tracing::Event<'_>) {
+        self.0.lock().expect("whole").push(String::new());
+        event.record(&mut self.clone());
+    }
+
+    fn enter(&self, _: &tracing::span::Id) {}
+
+    fn exit(&self, _: &tracing::span::Id) {}
+}
+
+/// No other test of this process loses interrupts.
+#[test]
+fn lost_interrupts_are_counted_and_logged_with_their_vm() {
+    let lines = Lines::default();
+    let mut guest = guest();
+    let no_eventfd = std::fs::File::open("/dev/null").expect("opened");
+    guest.vring.lock().call = Some(no_eventfd.into());
+    let before = bell::lost();
+    tracing::subscriber::with_default(lines.clone(), || {
+        for nth in 0..100 {
+            guest.put(nth, 1);
+            guest.turn();
+        }
+    });
+    assert_eq!(bell::lost() - before, 100);
+    let lines = std::mem::take(&mut *lines.0.lock().expect("whole"));
+    assert!(lines.len() > 1 && lines.len() < 50, "{lines:?}");
+    for line in lines {
+        assert!(
+            line.contains("an interrupt is lost") && line.contains("vm=test"),
+            "{line}"
+        );
+    }
+    assert_eq!(guest.used(), 100, "the requests are answered");
+    let call = guest.call.try_clone().expect("a second handle");
+    guest.vring.lock().call = Some(call);
+    guest.put(100, 1);
+    guest.turn();
+    assert!(guest.interrupted());
+    assert_eq!(bell::lost() - before, 100);
 }
 
 #[test]

@@ -9,6 +9,7 @@
 //! nothing is ever used while it is in a queue: reuse shows as a put of a page that was got not
 //! long ago.
 
+mod buckets;
 mod fifo;
 mod ghost;
 mod lru;
@@ -16,7 +17,8 @@ mod queue;
 mod s3fifo;
 
 use crate::config::PolicyKind;
-use crate::index::{Entries, Id};
+use crate::index::{Chunks, Entries, Id};
+use std::sync::Arc;
 
 /// What is known of a page that was put.
 #[derive(Clone, Copy, Debug)]
@@ -38,12 +40,12 @@ pub(crate) enum Leave {
     Dropped,
 }
 
-/// A policy of this kind, without pages.
-pub(crate) fn policy(kind: PolicyKind) -> Box<dyn Policy> {
+/// A policy of this kind, without pages. It takes memory from `chunks`.
+pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
         PolicyKind::Lru => Box::new(lru::Lru::default()),
-        PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::default()),
+        PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::new(Arc::clone(chunks))),
     }
 }
 

@@ -15,7 +15,8 @@
 use super::ghost::{Ghost, Past};
 use super::queue::Queue;
 use super::{Arrival, Leave, Policy};
-use crate::index::{Entries, Id};
+use crate::index::{Chunks, Entries, Id};
+use std::sync::Arc;
 
 /// How many times its age a page in the small queue counts for, at first: with 4 what is read once
 /// costs more, with 16 changes do (on the recorded traces).
@@ -53,20 +54,19 @@ pub(super) struct S3Fifo {
     left: u32,
 }
 
-impl Default for S3Fifo {
-    fn default() -> S3Fifo {
+impl S3Fifo {
+    /// A policy without pages, whose ghost table takes memory from `chunks`.
+    pub(super) fn new(chunks: Arc<Chunks>) -> S3Fifo {
         S3Fifo {
             small: Queue::default(),
             main: Queue::default(),
-            ghost: Ghost::default(),
+            ghost: Ghost::new(chunks),
             weight: WEIGHT,
             tick: 0,
             left: 0,
         }
     }
-}
 
-impl S3Fifo {
     fn len(&self) -> u32 {
         self.small.len() + self.main.len()
     }
@@ -132,6 +132,7 @@ impl Policy for S3Fifo {
             Leave::Evicted => self.ghost.add(key_hash, Past::Small),
             Leave::Dropped => {}
         }
+        self.ghost.fit(self.len());
     }
 
     fn victim(&mut self, entries: &mut Entries) -> Option<Id> {

@@ -23,8 +23,7 @@ mod region;
 mod spans;
 
 use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
-use self::region::FRAME_BYTES;
-pub(crate) use self::region::{Region, Table, Zeroed, prefetch, prefetch_lines};
+pub(crate) use self::region::{FRAME_BYTES, Region, Table, Zeroed, prefetch, prefetch_lines};
 use self::spans::FreeSpans;
 pub(crate) use self::spans::idle_frames;
 use crate::apart::Apart;

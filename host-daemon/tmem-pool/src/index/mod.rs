@@ -19,7 +19,7 @@ mod chunks;
 mod tree;
 
 pub(crate) use arena::{Full, Id, Record};
-pub(crate) use chunks::Chunks;
+pub(crate) use chunks::{CHUNK_BYTES, Chunk, Chunks};
 pub(crate) use tree::Hook;
 
 use crate::entry::{Entry, Gauges};
@@ -516,6 +516,11 @@ impl Index {
         *self = Index::new(self.seed, keys_max, &Arc::clone(&self.chunks));
         // Those who found a pool before will not find another in its place.
         self.next_serial = next_serial;
+    }
+
+    /// The memory that the index takes chunks from.
+    pub(crate) fn chunks(&self) -> &Arc<Chunks> {
+        &self.chunks
     }
 
     /// Something is detached.

@@ -177,20 +177,26 @@ impl Nodes {
 
     /// The first page from `index` on and its entry.
     pub(crate) fn next(&self, root: Id, index: u64) -> Option<(u64, Id)> {
-        if root == 0 {
+        self.next_below(root, index, LEVEL_END)
+    }
+
+    /// The first page from `index` on, and its entry, of the subtree of a node, which is below level `above`.
+    fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
+        if at == 0 {
             return None;
         }
-        let node = &self[root];
+        let node = &self[at];
         if index > node.last() {
             return None;
         }
         let index = index.max(node.first());
+        let level = node.below(above);
         (node.child_of(index)..FANOUT).find_map(|child| {
             let id = node.children[child];
-            if id != 0 && node.level() == 0 {
+            if id != 0 && level == 0 {
                 return Some((node.first() + child as u64, id));
             }
-            self.next(id, index)
+            self.next_below(id, index, level)
         })
     }
 
@@ -349,9 +355,8 @@ mod tests {
         }
     }
 
-    #[test]
-    #[should_panic(expected = "levels of a tree")]
-    fn a_circle_is_not_followed() {
+    /// A tree whose root is its own child, where page 5 is looked for.
+    fn circle() -> (Nodes, Id) {
         let mut nodes = Nodes::new(64, Chunks::some());
         let mut root = 0;
         for (index, entry) in [(0, 1), (u64::MAX, 2)] {
@@ -359,7 +364,28 @@ mod tests {
         }
         let child = nodes[root].child_of(5);
         nodes[root].children[child] = root;
+        (nodes, root)
+    }
+
+    #[test]
+    #[should_panic(expected = "levels of a tree")]
+    fn finding_a_page_follows_no_circle() {
+        let (nodes, root) = circle();
         nodes.find(root, 5);
+    }
+
+    #[test]
+    #[should_panic(expected = "levels of a tree")]
+    fn finding_the_next_page_follows_no_circle() {
+        let (nodes, root) = circle();
+        nodes.next(root, 5);
+    }
+
+    #[test]
+    #[should_panic(expected = "levels of a tree")]
+    fn adding_a_page_follows_no_circle() {
+        let (mut nodes, mut root) = circle();
+        let _ = nodes.hang(&mut root, OBJECT, 5, 3);
     }
 
     #[test]

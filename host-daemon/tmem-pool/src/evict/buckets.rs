@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Memory of a ghost table: buckets that never move, of which the last one comes and goes.
+//!
+//! The first buckets are of the allocator of the process, since there are many tenants with few pages. The others lie in
+//! chunks of the pool's index memory, which go back to the system at once (index/chunks.rs). So no call copies
+//! buckets, and none asks for more memory than a chunk.
+
+use crate::config::KEYS_PER_TENANT_MAX;
+use crate::fail;
+use crate::heap::FRAME_BYTES;
+use crate::index::{CHUNK_BYTES, Chunk, Chunks};
+use std::ops::{Index, IndexMut};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Fingerprints of a bucket, which are a quarter of a cache line.
+pub(super) const WAYS: usize = 8;
+
+/// Buckets of a tenant with few pages: 1 KiB.
+pub(super) const BUCKETS_MIN: usize = 64;
+
+/// Buckets of a chunk.
+const CHUNK_BUCKETS: usize = CHUNK_BYTES / size_of::<Bucket>();
+
+/// Fingerprints, the oldest first; 0 is none.
+pub(super) type Bucket = [u16; WAYS];
+
+// The list of chunks grows by copying. Of the largest tenant, with two fingerprints for each page, it is no longer
+// than a chunk.
+const _: () = assert!(
+    KEYS_PER_TENANT_MAX as usize * 2 / WAYS / CHUNK_BUCKETS * size_of::<Chunk>() <= CHUNK_BYTES
+);
+
+#[derive(Debug)]
+pub(super) struct Buckets {
+    /// Empty, or the first `BUCKETS_MIN` buckets.
+    first: Vec<Bucket>,
+    /// All others.
+    chunks: Vec<Chunk>,
+    source: Arc<Chunks>,
+    len: usize,
+    /// The largest `len` since the last chunk was given back: so much of the chunks has memory.
+    touched: usize,
+}
+
+impl Buckets {
+    /// No buckets.
+    pub(super) fn new(source: Arc<Chunks>) -> Buckets {
+        Buckets {
+            first: Vec::new(),
+            chunks: Vec::new(),
+            source,
+            len: 0,
+            touched: 0,
+        }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Makes the first `BUCKETS_MIN` buckets, all empty, of a table that has none. Without memory there are none.
+    pub(super) fn begin(&mut self) {
+        if !fail::memory() && self.first.try_reserve_exact(BUCKETS_MIN).is_ok() {
+            self.first.resize(BUCKETS_MIN, [0; WAYS]);
+            self.len = BUCKETS_MIN;
+            self.touched = BUCKETS_MIN;
+        }
+    }
+
+    /// Adds a bucket. Without memory it does nothing.
+    pub(super) fn push(&mut self, bucket: Bucket) {
+        let full = BUCKETS_MIN + self.chunks.len() * CHUNK_BUCKETS;
+        if self.len == full {
+            let Ok(()) = self.chunks.try_reserve(1) else {
+                return;
+            };
+            let Some(chunk) = self.source.take() else {
+                return;
+            };
+            self.chunks.push(chunk);
+        }
+        self.len += 1;
+        self.touched = self.touched.max(self.len);
+        let last = self.len - 1;
+        self[last] = bucket;
+    }
+
+    /// Removes the last bucket, but none of the first `BUCKETS_MIN`.
+    pub(super) fn pop(&mut self) -> Option<Bucket> {
+        if self.len <= BUCKETS_MIN {
+            return None;
+        }
+        let bucket = self[self.len - 1];
+        self.len -= 1;
+        if (self.len - BUCKETS_MIN).is_multiple_of(CHUNK_BUCKETS)
+            && let Some(chunk) = self.chunks.pop()
+        {
+            self.source.give(chunk);
+            self.touched = self.len;
+        }
+        Some(bucket)
+    }
+
+    /// Memory that the buckets hold.
+    pub(super) fn bytes(&self) -> u64 {
+        let in_chunks = (self.touched - self.first.len()) * size_of::<Bucket>();
+        let first = self.first.capacity() * size_of::<Bucket>();
+        (first + in_chunks.next_multiple_of(FRAME_BYTES)) as u64
+    }
+
+    /// The address of a bucket in a chunk.
+    fn at(&self, nr: usize) -> NonNull<Bucket> {
+        assert!(nr < self.len, "bucket {nr} of {}", self.len);
+        let nr = nr - BUCKETS_MIN;
+        let chunk = self.source.at(&self.chunks[nr / CHUNK_BUCKETS]).cast();
+        // SAFETY: a chunk has room for CHUNK_BUCKETS buckets.
+        unsafe { chunk.add(nr % CHUNK_BUCKETS) }
+    }
+}
+
+impl Index<usize> for Buckets {
+    type Output = Bucket;
+
+    fn index(&self, nr: usize) -> &Bucket {
+        match self.first.get(nr) {
+            Some(bucket) => bucket,
+            // SAFETY: the chunk is this table's alone until it is given back, it is aligned to a frame, and its
+            // memory is zero, which is a bucket, or was written as one. Nobody changes it while the table is borrowed.
+            None => unsafe { self.at(nr).as_ref() },
+        }
+    }
+}
+
+impl IndexMut<usize> for Buckets {
+    fn index_mut(&mut self, nr: usize) -> &mut Bucket {
+        if nr < self.first.len() {
+            return &mut self.first[nr];
+        }
+        // SAFETY: as for `index`, and the table is borrowed exclusively.
+        unsafe { self.at(nr).as_mut() }
+    }
+}
+
+impl Drop for Buckets {
+    fn drop(&mut self) {
+        for chunk in self.chunks.drain(..) {
+            self.source.give(chunk);
+        }
+    }
+}
