@@ -158,9 +158,7 @@ def test_device_that_needs_a_reset(session: Session, kernel: Kernel, module: Pat
         check_works(guest, sums)
 
 
-def test_latencies_are_sent_only_if_offered(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
+def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, module: Path) -> None:
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
         tmem = Tmem(liar.path, properties={"latencies": "off"})
