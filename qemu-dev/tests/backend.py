@@ -4,7 +4,8 @@
 It holds no pages and serves no ring. It is a separate process, so that a test can stop and kill it.
 It can die, hang or refuse to answer at the n-th message that it receives, counted over all
 connections. In this way a test covers each moment of the device's life. SIGUSR1 makes it slow, and
-fast again.
+fast again. SIGUSR2 signals the error descriptor of queue 1, as a backend does that has stopped the
+queue.
 
 It prints one JSON object per line for each message, for the test to read.
 """
@@ -68,6 +69,16 @@ class Backend:
         self.messages = 0
         self.generation = 0
         self.slow = False
+        self.errors = {}  # error descriptors by queue
+
+    def stop_queue(self, *_):
+        self.log(event="error")
+        os.eventfd_write(self.errors[1], 1)
+
+    def keep_error(self, queue, fd):
+        if queue in self.errors:
+            os.close(self.errors[queue])
+        self.errors[queue] = fd
 
     def toggle_slow(self, *_):
         self.slow = not self.slow
@@ -133,12 +144,10 @@ class Backend:
         self.log(event="connected", generation=self.generation)
         while True:
             data, ancillary, _, _ = conn.recvmsg(HEADER.size, socket.CMSG_SPACE(64 * 4))
+            values = array.array("i")
             for level, kind, fds in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    values = array.array("i")
                     values.frombytes(fds)
-                    for fd in values:
-                        os.close(fd)
             if len(data) < HEADER.size:
                 self.log(event="disconnected")
                 return
@@ -146,6 +155,10 @@ class Backend:
             payload = b""
             while len(payload) < size:
                 payload += conn.recv(size - len(payload))
+            if request == 14 and values:
+                self.keep_error(payload[0], values.pop())
+            for fd in values:
+                os.close(fd)
             self.messages += 1
             self.log(
                 message=self.messages,
@@ -192,6 +205,7 @@ def main():
     listener.listen(8)
     backend = Backend(args)
     signal.signal(signal.SIGUSR1, backend.toggle_slow)
+    signal.signal(signal.SIGUSR2, backend.stop_queue)
     backend.log(event="listening")
     while True:
         conn, _ = listener.accept()

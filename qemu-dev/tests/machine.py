@@ -313,13 +313,16 @@ class Machine:
         self.set_status(0)
         assert self.get_status() == 0
 
-    def driver_up(self, rings=RING_ADDRESS):
-        """Initializes the device from reset to DRIVER_OK with all queues on, as a probe does."""
+    def driver_up(self, rings=RING_ADDRESS, accepted=None):
+        """Initializes the device from reset to DRIVER_OK with all queues on, as a probe does.
+
+        The driver accepts all features that the device offers, or those in `accepted`.
+        """
         if self.common is None:
             self.map()
         self.reset()
         self.set_status(ACKNOWLEDGE | DRIVER)
-        features = self.features()
+        features = self.features() if accepted is None else accepted
         for half in (0, 1):
             self.write(self.common + 8, 4, half)
             self.write(self.common + 12, 4, features >> 32 * half & 0xFFFFFFFF)

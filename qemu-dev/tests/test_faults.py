@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Faults of guests, backends and operators: the cost of each, and the error that it causes."""
 
+import signal
 import time
 
 import pytest
@@ -211,6 +212,54 @@ def test_configuration_generation_changes_with_the_content(machine, backend):
 
 
 # Backends
+
+
+def stop_queue(daemon):
+    daemon.process.send_signal(signal.SIGUSR2)
+
+
+def test_a_queue_that_stops_sets_needs_reset(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    wait_for("the interrupt of the start", vm.config_interrupt)
+    stop_queue(daemon)
+    wait_for("the status", lambda: vm.get_status() & NEEDS_RESET)
+    assert vm.generation() == 0
+    assert vm.config_interrupt()
+    assert vm.status()["vhost-started"] is False
+    assert "the device needs a reset because of its backend: it stopped queue 1" in vm.errors()
+    assert "it stopped queue 1" in vm.property("last-error")
+    # Neither a pause nor another backend starts it again.
+    vm.qmp("stop")
+    vm.qmp("cont")
+    daemon.kill()
+    daemon = backend()
+    daemon.wait("the handshake", lambda event: event.get("request") == "GET_CONFIG")
+    wait_for("its end", lambda: vm.property("connected"))
+    assert vm.generation() == 0
+    assert vm.status()["vhost-started"] is False
+    vm.driver_up()
+    assert not vm.get_status() & NEEDS_RESET
+    assert vm.wait_generation(None) == daemon.generation()
+
+
+def test_an_error_of_a_stopped_device_is_forgotten(machine, backend):
+    """The next start sets the queue up again."""
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    vm.qmp("stop")
+    stop_queue(daemon)
+    daemon.wait("the error", lambda event: event.get("event") == "error")
+    # QEMU has read the descriptor when it answers.
+    vm.status()
+    vm.qmp("cont")
+    assert vm.status()["vhost-started"] is True
+    assert vm.generation() == daemon.generation() != 0
+    assert not vm.get_status() & NEEDS_RESET
 
 
 def test_only_needed_protocol_features_are_acknowledged(machine, backend):

@@ -12,6 +12,9 @@ VERSION_1 = 1 << 32
 EVENT_IDX = 1 << 29
 INDIRECT_DESC = 1 << 28
 PROTOCOL_FEATURES = 1 << 30
+IN_ORDER = 1 << 35
+LATENCIES = 1 << 4
+OFFERED = VERSION_1 | EVENT_IDX | INDIRECT_DESC | LATENCIES
 
 
 def exercise(vm):
@@ -50,7 +53,7 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
     vm = machine()
     vm.driver_up()
     alone = vm.features()
-    assert alone == VERSION_1 | EVENT_IDX | INDIRECT_DESC
+    assert alone == OFFERED
     # This backend offers every feature, including VHOST_F_LOG_ALL and packed rings.
     backend("--features", hex((1 << 64) - 1 - (1 << 33)))
     vm.wait_generation(None)
@@ -59,15 +62,57 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
 
 
 @pytest.mark.parametrize(
-    ("option", "bit"), [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX)]
+    ("option", "bit"),
+    [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX), ("latencies", LATENCIES)],
 )
 def test_feature_property(machine, backend, option, bit):
     vm = machine(device=f",{option}=off")
     vm.driver_up()
-    assert vm.features() == (VERSION_1 | EVENT_IDX | INDIRECT_DESC) & ~bit
+    assert vm.features() == OFFERED & ~bit
     # A backend needs only the features that the device offers.
-    backend("--features", hex((VERSION_1 | EVENT_IDX | INDIRECT_DESC | PROTOCOL_FEATURES) & ~bit))
+    backend("--features", hex((OFFERED | PROTOCOL_FEATURES) & ~bit))
     vm.wait_generation(None)
+
+
+def accepted(daemon):
+    """The features that the backend was told last, without those of vhost-user."""
+    [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
+    return event["value"] & ~PROTOCOL_FEATURES
+
+
+@pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
+def test_older_backend_lacks_latencies(machine, backend, features):
+    """The driver is offered the request, and an older backend is served all the same."""
+    daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == OFFERED & features
+    vm.alive()
+
+
+def test_in_order_is_negotiated(machine, backend):
+    daemon = backend("--features", hex(OFFERED | IN_ORDER | PROTOCOL_FEATURES))
+    vm = machine(device=",in_order=on")
+    vm.driver_up()
+    assert vm.features() == OFFERED | IN_ORDER
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == OFFERED | IN_ORDER
+
+
+def test_in_order_is_needed_of_the_backend(machine, backend):
+    vm = machine(device=",in_order=on")
+    backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
+    wait_for("the message", lambda: "lacks the feature VIRTIO_F_IN_ORDER" in vm.errors())
+
+
+@pytest.mark.parametrize("bits", [0, EVENT_IDX, INDIRECT_DESC | LATENCIES])
+def test_a_subset_of_the_features_is_accepted(machine, backend, bits):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up(accepted=VERSION_1 | bits)
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == VERSION_1 | bits & ~LATENCIES
 
 
 def test_pci_identity(machine):

@@ -119,6 +119,7 @@ class Liar:
         self._generation = 0
         self._regions: list[tuple[int, int, memoryview]] = []  # guest, QEMU, memory
         self._rings = [Ring() for _ in range(QUEUES)]
+        self._errors: dict[int, int] = {}  # error descriptors by queue
         self._end = threading.Event()
         self._error: BaseException | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -141,6 +142,10 @@ class Liar:
         self._listener.close()
         if self._error:
             raise self._error
+
+    def stop_queue(self, queue: int) -> None:
+        """Signals the queue's error descriptor, as tmemd does when it stops a queue."""
+        os.eventfd_write(self._errors[queue], 1)
 
     # Connections and messages
 
@@ -235,6 +240,9 @@ class Liar:
             ring.kick, fds = fds[0], []
         elif request == 13 and fds:  # SET_VRING_CALL
             ring.call, fds = fds[0], []
+        elif request == 14 and fds:  # SET_VRING_ERR
+            previous = self._errors.get(payload[0])
+            self._errors[payload[0]], fds = fds[0], [] if previous is None else [previous]
         elif request == 18:  # SET_VRING_ENABLE
             ring.enabled = struct.unpack_from("<II", payload)[1] == 1
         for fd in fds:

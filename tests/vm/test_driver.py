@@ -409,6 +409,21 @@ def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
+def test_in_order_rings(session: Session, kernel: Kernel, module: Path) -> None:
+    """VIRTIO_F_IN_ORDER is offered; kernels whose virtio_ring knows it accept it."""
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"), properties={"in_order": "on"})
+    guest = driver_guest(session, kernel, module, tmem, cpus=2)
+    bits = guest.sh("cat /sys/bus/virtio/drivers/virtio_tmem/virtio*/features").strip()
+    print("features", bits)
+    # In the order of bit numbers. VERSION_1 is accepted, packed rings are not.
+    assert (bits[32], bits[34]) == ("1", "0")
+    Torture(guest, "--scenario=plain").finish()
+    counters = stats(guest)
+    assert counters["hits"] > 0
+    assert counters["mismatches"] == 0
+
+
 def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
     """A guest uses one device.
 

@@ -142,6 +142,33 @@ def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Pat
         assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
 
 
+def test_device_that_needs_a_reset(session: Session, kernel: Kernel, module: Path) -> None:
+    """A queue that the back end stopped switches the cache off until the driver is loaded again."""
+    data, sums = tree_disk(session)
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
+        check_works(guest, sums)
+        evict(guest, list(sums))
+        liar.stop_queue(1)
+        wait_state(guest, "offline: the device needs a reset")
+        gets = liar.gets
+        assert checksums(guest, list(sums)) == sums
+        assert liar.gets == gets
+        reload(guest)
+        check_works(guest, sums)
+
+
+def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, module: Path) -> None:
+    data, sums = tree_disk(session)
+    with Liar(session.folder / "liar") as liar:
+        tmem = Tmem(liar.path, properties={"latencies": "off"})
+        guest = driver_guest(session, kernel, module, tmem, disks=[data])
+        # One each ten seconds.
+        until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
+        assert liar.asked[T_LATENCIES] == 0
+        check_works(guest, sums)
+
+
 def test_device_older_than_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
     """A request that the device does not know is sent once, and everything else works."""
     data, sums = tree_disk(session)
