@@ -24,9 +24,14 @@
 #define VIRTIO_TMEM_F_RETAIN			2	/* a get that leaves the page */
 #define VIRTIO_TMEM_F_EVENTS			3	/* a device-to-driver queue */
 
-/* Limits, each a MUST for both sides. */
+/* Feature bits. */
+#define VIRTIO_TMEM_F_LATENCIES			4	/* the LATENCIES request */
+
+/* The only page size of this implementation; the configuration has page_size. */
 #define VIRTIO_TMEM_PAGE_SHIFT			12
 #define VIRTIO_TMEM_PAGE_SIZE			4096
+
+/* Limits, each a MUST for both sides. */
 #define VIRTIO_TMEM_BATCH_MAX			64	/* pages or ranges a request */
 #define VIRTIO_TMEM_REQUEST_QUEUES_MAX		16	/* beside the control queue */
 #define VIRTIO_TMEM_QUEUE_SIZE_MAX		1024	/* descriptors a queue */
@@ -166,7 +171,8 @@ struct virtio_tmem_report {
 /*
  * LATENCIES: req, latencies; answered by resp. For the host's statistics only.
  * How many GET requests their readers waited for so long: below 1 us, below 2,
- * 4, ... 16384 us, and all others. A device that is older says UNSUPPORTED.
+ * 4, ... 16384 us, and all others. With VIRTIO_TMEM_F_LATENCIES only; a back
+ * end that does not know the request answers UNSUPPORTED.
  */
 struct virtio_tmem_latencies {
 	__le64 get_ns;			/* all these waits together */

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What the pool gains at equal host bytes: `make bench-density`, docs/benchmarks/density.md.
+"""Measures the pool at equal host bytes: `make bench-density`, docs/benchmarks/density.md.
 
-Four VMs read related trees over and over. With the device they have little RAM and one pool;
-without it they get what pool and daemon took as RAM of their own; and the same with KSM, which
-merges equal pages of private memory. RAM without the device is set by measuring, not by reckoning,
-and never is a ratio told of runs that took unequal bytes of the host.
+Four VMs read related trees over and over. With the device they have little RAM and share one pool.
+Without it, they get as much additional RAM as the pool and the daemon took. The same is measured
+with KSM, which merges equal pages of private memory. The RAM without the device is set by
+measurement, not by calculation. Runs that took unequal bytes of the host are never compared by a
+ratio.
 """
 
 from __future__ import annotations
@@ -38,25 +39,26 @@ from harness.vm import MIB, Config, Tmem, Vm
 
 PAGE_BYTES = 4096
 NAMES = ("web1", "web2", "web3", "web4")
-# Smaller than the demo's: four emulated VMs share the processors of one machine.
+# Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
 TREE_BYTES = 256 * MIB
-RAM_BYTES = 192 * MIB  # M, with the device
-POOL_BYTES = 192 * MIB  # the parts of four trees that are not in the guests' RAM, once, compressed
+RAM_BYTES = 192 * MIB  # the RAM of each VM with the device (M)
+POOL_BYTES = 192 * MIB  # the rest of four trees, stored once and compressed
 WARM_ROUNDS = 1
-ROUNDS = 2  # measured
+ROUNDS = 2  # number of measured rounds
 REPEAT = 3
-# Enough that nothing is read twice: the tree, and what the guest's own kernel needs beside it.
+# Enough for the tree and the guest's own kernel, so that no file is read twice.
 ROOM_BYTES = TREE_BYTES + 192 * MIB
-# Runs whose host bytes differ by more are not compared.
+# Runs are not compared if their host bytes differ by more than this fraction.
 TOLERANCE = 0.03
-CALIBRATIONS = 3  # of the RAM without the device, until host bytes are equal
-# QEMU's translated code is of the emulation, not of the VM: bounded, or it would grow as it likes.
+CALIBRATIONS = 3  # attempts to set the RAM without the device to equal host bytes
+# QEMU's translated code belongs to the emulation and not to the VM. Its buffer is bounded, because
+# it would otherwise grow.
 TCG_BUFFER_BYTES = 64 * MIB
-# The most that ksmtuned, which distributions have for KSM, ever asks for.
+# The largest settings that ksmtuned, which distributions have for KSM, ever uses.
 KSM_PAGES, KSM_SLEEP_MS = 1250, 10
-KSM_SECONDS = 120  # for it to find all equal pages
-PHASE_SECONDS = 1500  # give up on rounds that take longer
-POLL_SECONDS = 0.5  # between looks at the host's bytes
+KSM_SECONDS = 120  # longest time for KSM to find all equal pages
+PHASE_SECONDS = 1500  # longest time for rounds
+POLL_SECONDS = 0.5  # pause between measurements of the host's bytes
 
 DAEMON, KSMD = "tmemd", "ksmd"
 POOL_FIGURES = ("pages", "original_bytes", "held_bytes", "shared_pages")
@@ -64,7 +66,7 @@ POOL_FIGURES = ("pages", "original_bytes", "held_bytes", "shared_pages")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to use the host's memory. RAM of `ram_bytes` None is set so that bytes are equal."""
+    """One way to use the host's memory. If `ram_bytes` is None, it is set to equal host bytes."""
 
     key: str
     what: str
@@ -88,11 +90,11 @@ VARIANTS = (DEVICE, PLAIN, MERGED, ROOMY)
 
 @dataclass
 class Run:
-    """What all VMs together did and took, in the measured rounds if nothing else is said."""
+    """Results of all VMs together, in the measured rounds unless a field says otherwise."""
 
     ram_bytes: int
-    peak_bytes: int = 0  # of the host's memory, from the start of reading on
-    settled_bytes: int = 0  # of the same at the end
+    peak_bytes: int = 0  # of the host's memory, from the first read on
+    settled_bytes: int = 0  # of the host's memory, at the end
     seconds: float = 0
     read_bytes: int = 0  # from disks
     warm_read_bytes: int = 0
@@ -100,12 +102,12 @@ class Run:
     saved_bytes: int = 0  # by KSM, at the end
     pool: dict[str, int] = field(default_factory=dict)
     processor_seconds: dict[str, float] = field(default_factory=dict)
-    settle_seconds: float = 0  # that KSM took after the warm-up
+    settle_seconds: float = 0  # time that KSM took after the warm-up
     settle_processor_seconds: float = 0
 
 
 class Fleet:
-    """The VMs of one run, what helps them, and what all of it takes of the host."""
+    """The VMs of one run, the daemon or KSM, and their use of the host."""
 
     def __init__(self, vms: dict[str, Vm], daemon: Daemon | None, ksm: Ksm | None) -> None:
         self.vms = vms
@@ -116,7 +118,7 @@ class Fleet:
         self._daemons = [daemon.process.pid] if daemon else []
 
     def now_bytes(self) -> int:
-        """The pool is the daemon's memory, so it is among what the processes map."""
+        """Returns the host's bytes now. They include the pool, which is memory of the daemon."""
         pids = self._qemus + self._daemons
         own = self.ksm.own_bytes() if self.ksm else 0
         now = mapped_bytes(pids) + page_table_bytes(pids) + own
@@ -148,7 +150,7 @@ for round in $(seq {rounds}); do
 done"""
     begin = time.monotonic()
     jobs: list[Job] = [vm.guest.start(script, PHASE_SECONDS) for vm in fleet.vms.values()]
-    # All are asked in each turn: asking takes what they printed.
+    # Each turn asks all jobs, because done() also takes their output.
     while not all([job.done() for job in jobs]):
         done = sum(job.stdout().count(b"\n") for job in jobs)
         say(f"{done} of {rounds * len(jobs)} rounds, host {size_text(fleet.now_bytes())}")
@@ -179,7 +181,7 @@ class Bench:
         shutil.rmtree(folder)
 
     def run(self, variant: Variant, warm: int = WARM_ROUNDS, rounds: int = ROUNDS) -> Run:
-        """Boots all VMs of a variant, lets them read, ends them."""
+        """Boots all VMs of a variant, makes them read, and ends them."""
         assert variant.ram_bytes
         out = Run(variant.ram_bytes)
         with contextlib.ExitStack() as stack:
@@ -252,14 +254,14 @@ class Bench:
                 self._compare(fleet.vms)
 
     def _compare(self, vms: dict[str, Vm]) -> None:
-        """Every file's SHA-256 with the host's: a cache that returns nonsense is no cache."""
+        """Compares the SHA-256 of every file with the host's, since only right bytes count."""
         self.progress.show("comparing the SHA-256 of every file with the host's")
         for name, vm in vms.items():
             if guest_sums(vm.guest) != self._sums[name]:
                 raise HarnessError(f"{name}: a file's SHA-256 differs from the host's")
 
     def calibrate(self, variant: Variant, wanted_bytes: int, first_bytes: int) -> Variant:
-        """The variant with as much RAM as makes its peak of host bytes the wanted one."""
+        """Returns the variant with as much RAM as gives the wanted peak of host bytes."""
         ram = first_bytes
         for _ in range(CALIBRATIONS):
             ram -= ram % MIB
@@ -290,10 +292,12 @@ class Bench:
             if variant is not DEVICE:
                 ready.append(variant)
         for repetition in range(repeat):
-            # Each is first in turn: what the machine does besides meets all.
+            # Each variant is the first of a turn once, so that disturbances of the machine affect
+            # all.
             turn = repetition % len(ready)
             for variant in ready[turn:] + ready[:turn]:
-                # The device's first run was before; how KSM does with room differs hardly.
+                # The device's first run was before the calibration. KSM's results with enough RAM
+                # hardly vary, so one run suffices.
                 if variant is (DEVICE if repetition == 0 else ROOMY):
                     continue
                 self._note(variant, self.run(variant))
@@ -317,7 +321,7 @@ def middle(runs: list[Run], of: Callable[[Run], float]) -> float:
 
 
 def scatter(runs: list[Run], of: Callable[[Run], float], text: Callable[[float], str]) -> str:
-    """The median, and in brackets what came out least and most."""
+    """Returns the median as text, with the least and the greatest value in brackets."""
     values = [of(run) for run in runs]
     if len(values) == 1:
         return text(values[0])
@@ -325,13 +329,13 @@ def scatter(runs: list[Run], of: Callable[[Run], float], text: Callable[[float],
 
 
 def equal(runs: list[Run], to: list[Run]) -> bool:
-    """Whether both took the same of the host, so that they can be compared."""
+    """Returns whether both took equal bytes of the host, so that they can be compared."""
     ours, theirs = middle(runs, PEAK), middle(to, PEAK)
     return abs(ours - theirs) <= theirs * TOLERANCE
 
 
 def ratio(runs: list[Run], device: list[Run], of: Callable[[Run], float]) -> float | None:
-    """By the device's figure; None where bytes are not equal, or there is nothing to divide by."""
+    """Returns the ratio to the device's value; None if bytes differ or the divisor is 0."""
     low = middle(device, of)
     return middle(runs, of) / low if equal(runs, device) and low else None
 
@@ -364,7 +368,7 @@ def report(runs: dict[str, list[Run]]) -> str:
 
 
 def helper_seconds(run: Run) -> float:
-    """Processor time of what makes the VMs need less."""
+    """Returns the processor seconds of the daemon and of KSM."""
     return sum(run.processor_seconds.get(name, 0) for name in (DAEMON, KSMD))
 
 
@@ -446,7 +450,7 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # What is missing is said now, not after minutes.
+        # A missing program is reported at once, not after minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         chosen = [variant for variant in VARIANTS if variant.key in arguments.only]
         if any(variant.merged for variant in chosen):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What the guest driver costs and gains: `make bench-guest`, docs/benchmarks/guest.md.
+"""Measures costs and gains of the guest driver: `make bench-guest`, docs/benchmarks/guest.md.
 
-Two guests run side by side on the same disks, one with the device and the driver and one without.
-They take turns, so that whatever the machine does besides meets both; figures are ratios of
-medians. Their clock is the TSC, which is the host's in both. Two more guests run under QEMU's
--icount, where the TSC counts the instructions that the guest executed.
+Two guests run side by side on equal disks, one with the device and the driver and one without. They
+take turns, so that disturbances of the machine affect both. The figures are ratios of medians.
+Their clock is the TSC, which is the host's in both. Two more guests run with QEMU's -icount, where
+the TSC counts the instructions that the guest executed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import until
 
-SEED = 2026  # of file contents, random reads and resampling
+SEED = 2026  # for file contents, random reads and resampling
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
 
@@ -41,46 +41,47 @@ RAM_BYTES = 192 * MIB
 POOL_SIZE = "512MiB"
 STREAM_BYTES = 320 * MIB  # more than the RAM, so that most of it is evicted while it is read
 SET_BYTES = 240 * MIB  # more than the RAM, less than RAM and pool
-CACHED_BYTES = 32 * MIB  # stays in the page cache beside anything
-BATCH_BYTES = 1 * MIB  # dropped at once, it fits the put ring: every page is put
+CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
+BATCH_BYTES = 1 * MIB  # dropped at once; it fits the put ring, so every page is put
 UNHOOKED_BYTES = 64 * MIB
 DISK_BYTES = 768 * MIB
 UNHOOKED_DISK_BYTES = 112 * MIB
-TOUCH_MIB = 64  # of memory taken from the page cache
-RANDOM_READS = 3000  # a second of the throttled disk
+TOUCH_MIB = 64  # memory that is taken from the page cache
+RANDOM_READS = 3000  # per second, of the throttled disk
 
-# Repetitions. A stream takes some three seconds, other things less.
+# Numbers of repetitions. A stream takes about three seconds, other steps less.
 REPEAT_STREAM = 20
 REPEAT_REREAD = 7
 REPEAT_UNHOOKED = 25
 REPEAT_RECLAIM = 31
 REPEAT_MICRO = 9
-REPEAT_ICOUNT = 5  # instruction counts hardly differ
+REPEAT_ICOUNT = 5  # instruction counts hardly vary
 
 RESAMPLES = 2000
 STREAM_MAX = 1.05
 UNHOOKED_MAX = 1.05
-UNHOOKED_INSTRUCTIONS_MAX = 1.02  # counts hardly differ between runs, times do
-SECONDS = 300  # give up on one step that takes longer
+UNHOOKED_INSTRUCTIONS_MAX = 1.02  # counts hardly vary between runs, times do
+SECONDS = 300  # longest time of one step
 
-ACCELERATOR = os.environ.get("TMEM_ACCEL", "tcg")  # as harness/vm.py
+ACCELERATOR = os.environ.get("TMEM_ACCEL", "tcg")  # as in harness/vm.py
 MODULE = "/virtio_tmem.ko"
 TEST_MODULE = "/virtio_tmem_test.ko"
 BENCH = "/bin/bench"
 SYSFS = "/sys/kernel/virtio_tmem"
 MICRO = "/sys/module/virtio_tmem/parameters/test_bench"
-# Emulated guests are ten times slower than hardware: so deadline and polling are longer.
+# Emulated guests are ten times slower than hardware, so deadline and polling time are longer.
 PARAMETERS = "deadline_ms=200 spin_us=300"
-# Where instructions are counted, those spent polling are the host's time and not the driver's work.
+# Where instructions are counted, polling would count the host's time and not the driver's work.
 PARAMETERS_ICOUNT = "deadline_ms=200 spin_us=0"
 DATA, UNHOOKED = "/data", "/unhooked"
-# Not on the driver's list, and the hardest case: its functions are those of ext4, so redirected.
+# This file system is not on the driver's list. It is the hardest case, because its functions are
+# those of ext4, which are redirected.
 UNHOOKED_KIND = "ext3"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of the report. `met`: None where there is no target."""
+    """A figure of the report. `met` is None if there is no target."""
 
     key: str
     what: str
@@ -99,17 +100,17 @@ class Row:
 
 @dataclass
 class Paired:
-    """Ticks of the same thing done in both guests, in turns."""
+    """Ticks of the same operation in both guests, in turns."""
 
     cached: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
 
     def ratio(self) -> float:
-        """Median with by median without."""
+        """Returns the median with the driver divided by the median without."""
         return statistics.median(self.cached) / statistics.median(self.plain)
 
     def interval(self) -> tuple[float, float]:
-        """95 % of resampled pairs have their ratio in it (percentile bootstrap)."""
+        """Returns the interval of 95 % of the ratios of resampled pairs (percentile bootstrap)."""
         source = random.Random(SEED)
         pairs = list(zip(self.cached, self.plain, strict=True))
         ratios = []
@@ -124,14 +125,14 @@ class Paired:
 
 
 def bounded(key: str, what: str, paired: Paired, most: float) -> Row:
-    """A ratio that must not exceed `most`, whatever in its interval is true."""
+    """Returns a row for a ratio whose interval must not exceed `most`."""
     interval = paired.interval()
     target = f"upper bound of 95 % <= {most}"
     return Row(key, what, paired.ratio(), target=target, met=interval[1] <= most, interval=interval)
 
 
 def contents(path: Path, size_bytes: int, source: random.Random) -> None:
-    """Pages that are all different and that lz4 halves."""
+    """Writes pages that are all different and that lz4 compresses to half."""
     with open(path, "wb") as file:
         for _ in range(size_bytes // MIB):
             noise = source.randbytes(MIB // 2)
@@ -142,7 +143,7 @@ def contents(path: Path, size_bytes: int, source: random.Random) -> None:
 
 
 def make_disks(folder: Path) -> tuple[Path, Path]:
-    """The ext4 image with the files, and one of a file system that is not hooked."""
+    """Returns the ext4 image with the files, and an image of a file system that is not hooked."""
     tree = folder / "tree"
     tree.mkdir()
     source = random.Random(SEED)
@@ -172,13 +173,14 @@ class Machine:
         return self.vm.guest
 
     def bench(self, arguments: str) -> int:
-        """Runs tests/guest/bench.c; returns ticks."""
+        """Runs tests/guest/bench.c and returns ticks."""
         return int(self.guest.sh(f"{BENCH} {arguments}", SECONDS).split()[1])
 
     def processor_ns(self, arguments: str) -> int:
-        """The same; returns processor time, with that of the kernel's threads that reclaim and put.
+        """Runs tests/guest/bench.c and returns processor time in ns.
 
-        Under -icount, where a nanosecond is an instruction, that is what the load executed.
+        It includes the time of the kernel's threads that reclaim and put. Under -icount a
+        nanosecond is an instruction, so the result is the number of executed instructions.
         """
 
         def threads() -> int:
@@ -202,7 +204,7 @@ class Machine:
         self.serve()
 
     def remount(self) -> None:
-        """Afterwards nothing of the disk is in the page cache or the pool."""
+        """Remounts the disk, which removes its pages from the page cache and the pool."""
         self.guest.sh(f"umount {DATA}", SECONDS)
         self.mount()
 
@@ -252,7 +254,7 @@ class Both:
         measure: Callable[[Machine, int], float],
         say: Callable[[int], None] | None = None,
     ) -> Paired:
-        """Measures both so often; who is first changes each time."""
+        """Measures both `repeat` times; the order alternates."""
         out = Paired()
         for number in range(repeat):
             order = [(self.cached, out.cached), (self.plain, out.plain)]
@@ -264,7 +266,7 @@ class Both:
 
 
 class Bench:
-    """One run. Each step appends its rows."""
+    """One run of the benchmark. Each step appends its rows."""
 
     def __init__(self, session: Session, progress: Progress) -> None:
         self.session = session
@@ -316,7 +318,7 @@ class Bench:
         return pair
 
     def show_new(self) -> None:
-        """The figures of the last step, for who does not want to wait."""
+        """Prints the figures of the last step at once."""
         for row in self.rows[self.shown :]:
             self.progress.step("  " + "  ".join(cell for cell in row.cells()[1:] if cell))
         self.shown = len(self.rows)
@@ -349,7 +351,8 @@ class Bench:
         sectors = Paired()
         cache_ticks: list[float] = []
         hits: list[int] = []
-        # Fills RAM and pool; the first thousand hits are also read from disk, to compare them.
+        # This fills RAM and pool. The first thousand hits are also read from the disk, for
+        # comparison.
         for machine in (pair.cached, pair.plain):
             machine.remount()
             for _ in range(3):
@@ -371,7 +374,7 @@ class Bench:
         self.details["reread_counters"] = moved = self.counters(pair.cached, before_all)
         total = Paired([float(sum(sectors.cached))], [float(sum(sectors.plain))])
 
-        # Beside it, the same amount from the page cache of the same guest.
+        # For comparison, the same amount is read from the page cache of the same guest.
         pair.cached.bench(f"seq {DATA}/cached")
         pair.cached.bench(f"seq {DATA}/cached")
         for _ in range(REPEAT_REREAD):
@@ -467,7 +470,7 @@ class Bench:
         ]
 
     def dropped(self, machine: Machine, where: str) -> int:
-        """Ticks to drop the pages of a file, less those to find that none is left."""
+        """Returns the ticks to drop a file's pages, minus the ticks of a drop without pages."""
         machine.bench(f"seq {where}/batch")
         before = machine.stat("puts") if machine.cached else 0
         ticks = machine.bench("drop")
@@ -478,7 +481,7 @@ class Bench:
 
     @staticmethod
     def all_put(puts: int) -> None:
-        """What was measured is nothing if the ring had no room."""
+        """Raises if the ring was full, because the measurement is then invalid."""
         if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
             raise HarnessError(f"reclaim put {puts} of {BATCH_BYTES // PAGE_BYTES} pages")
 
@@ -496,7 +499,7 @@ class Bench:
         self.rows.append(bounded("unhooked_ratio", what, paired, UNHOOKED_MAX))
 
     def micro(self, machine: Machine, repeat: int) -> dict[str, float]:
-        """Medians of the driver's own micro-benchmarks: ticks each, without loop and clock."""
+        """Returns medians of the driver's own micro-benchmarks, in ticks without loop and clock."""
         runs: dict[str, list[float]] = {}
         for _ in range(repeat):
             machine.bench(f"seq {DATA}/cached")
@@ -661,7 +664,7 @@ class Bench:
 
     @staticmethod
     def counters(machine: Machine, before: dict[str, int] | None = None) -> dict[str, int]:
-        """The driver's counters that are not 0, or what was added to them."""
+        """Returns the driver's counters that are not 0, or their growth since `before`."""
         lines = machine.guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
         now = {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
         old = before or {}
@@ -692,7 +695,7 @@ class Bench:
 
 
 def machine_text() -> str:
-    """What ran it."""
+    """Returns a description of the machine that ran the benchmark."""
     model = "unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -734,7 +737,7 @@ def main() -> int:
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:
-        # What is missing is said now, not after minutes.
+        # A missing program is reported at once, not after minutes.
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
         with Session() as session:
             bench = Bench(session, Progress())

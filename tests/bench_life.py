@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What a VM's life costs with the device: a daemon that is killed, a migration.
+"""Measures the cost of a killed daemon and of a migration for a VM with the device.
 
-Prints medians and their ranges. With and without the device take turns in one run, so that what
-the machine does besides meets both. docs/benchmarks/life.md says what the figures mean.
+It prints medians and their ranges. VMs with and without the device take turns in one run, so that
+disturbances of the machine affect both. docs/benchmarks/life.md explains the figures.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from harness.wait import until
 
 MEMORY_BYTES = 192 * MIB
 POOL_SIZE = "256MiB"
-# Files that do not fit the guest's memory, read over and over.
+# Files that do not fit the guest's memory and are read over and over.
 FILES, FILE_MIB = 12, 16
-# Those of `tmemctl attach`, and a tenth.
+# The value of `tmemctl attach`, and a tenth of it.
 RECONNECT_MS = (1000, 100)
 ROUNDS = 7
 SECONDS = 60.0
 
 
 def reads(guest: Guest) -> None:
-    """Has the guest read more than its memory for ever; it evicts and misses all the time."""
+    """Makes the guest read more than its memory forever, so that it always evicts and misses."""
     fill = f"dd if=/dev/urandom of={WHERE}/f$i bs=1M count={FILE_MIB} 2>/dev/null"
     guest.sh(f"for i in $(seq {FILES}); do {fill}; done; sync", 300)
     loop = f"while :; do cat {WHERE}/f* >/dev/null; done"
@@ -76,7 +76,11 @@ class Bench:
         return vm
 
     def kills(self, reconnect_ms: int) -> None:
-        """kill -9, another daemon at once: until it serves, is found, and has answered a put."""
+        """Kills the daemon and starts another one.
+
+        Measures the times until it serves, until QEMU has connected, and until it has answered a
+        put and a hit.
+        """
         daemon = self.daemon()
         vm = self.vm(Tmem(daemon.socket("vm1"), reconnect_ms=reconnect_ms))
         reads(vm.guest)
@@ -96,7 +100,7 @@ class Bench:
         daemon.stop()
 
     def migrations(self) -> None:
-        """There and back, with the device and without it in turn."""
+        """Moves VMs there and back, with the device and without it in turn."""
         daemons = [self.daemon(), self.daemon()]
         places = [Tmem(daemon.socket("vm1"), num_queues=1) for daemon in daemons]
         for busy in (False, True):
@@ -144,7 +148,7 @@ def figure(daemon: Daemon, name: str) -> int:
 
 
 def until_ms(begun: float, reached: Callable[[], bool]) -> float:
-    """Milliseconds from then until it is so; looked at without a pause, for so short a time."""
+    """Returns milliseconds from `begun` until `reached`. Polls without a pause, for short times."""
     while not reached():
         if time.monotonic() - begun > SECONDS:
             raise HarnessError("waited in vain")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Fixtures for VM tests; a failed test's report carries the last words of all it ran."""
+"""Fixtures for VM tests. A failed test's report has the log ends of all its processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Last: of what -m and -k have left.
+# Runs last, so that -m and -k have already selected the tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--kvm"):
@@ -82,7 +82,7 @@ def pytest_runtest_makereport(
         item.config.stash[SKIPPED] = report.longrepr[2]
     elif report.when == "call":
         item.config.stash[RAN] = True
-    # Without what is built before the first test.
+    # The duration excludes builds, which happen before the first test.
     if report.when == "call" and report.passed:
         item.config.stash.setdefault(TOOK, {})[item.nodeid] = report.duration
     if report.failed:
@@ -100,13 +100,13 @@ def kernel(request: pytest.FixtureRequest) -> Kernel:
 
 @pytest.fixture(scope="session")
 def qemu() -> Path:
-    """The QEMU with the device, or a failure that says how to get it."""
+    """Returns the QEMU with the device, or fails and says how to get it."""
     return qemu_binary()
 
 
 @pytest.fixture(scope="session")
 def host_programs() -> None:
-    """tmemd and tmemctl exist."""
+    """Fails unless tmemd and tmemctl exist."""
     for name in ("tmemd", "tmemctl"):
         host_binary(name)
 
@@ -125,7 +125,7 @@ def test_module(kernel: Kernel) -> Path:
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest) -> Iterator[Session]:
-    """Owns the test's VMs and daemons; afterwards no guest may have complained."""
+    """Owns the test's VMs and daemons. Afterwards no guest may have reported a kernel fault."""
     with Session() as session:
         request.node.stash[SESSION] = session
         yield session
@@ -135,7 +135,7 @@ def session(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 @pytest.fixture
 def expect_error() -> Callable[[Callable[[], object]], str]:
-    """Calls something that must raise HarnessError, and returns its message."""
+    """Returns a function that calls something and returns the message of its HarnessError."""
 
     def call(action: Callable[[], object]) -> str:
         with pytest.raises(HarnessError) as caught:

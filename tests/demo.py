@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The main job, to look at: two virtual machines whose working sets do not fit their RAM.
+"""Demonstrates the main job with two virtual machines whose working sets do not fit their RAM.
 
-Both read an operating-system tree over and over from a disk throttled to a cloud volume, first
-without the device, then with it and one pool for both. A table says what that changed; every
-file's SHA-256 is compared with the host's, and any difference fails the demo.
+Both read an operating-system tree over and over from a disk that is throttled to a cloud volume,
+first without the device, then with it and one pool for both. A table shows the difference. The
+SHA-256 of every file is compared with the host's, and any difference fails the demo.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ POOL_SIZE = "512MiB"
 ROUNDS = 4
 SHARED_FRACTION = 0.9  # of the second tree: a server with some other packages installed
 TREES = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec", "/usr/share", "/usr/include")
-FILE_MAX_BYTES = 32 * MIB  # one file must not be a tenth of the working set
-SEED = 2026  # which files the two trees do not share
-# Software emulation runs the guest ten times slower than hardware would: its deadline is longer.
+FILE_MAX_BYTES = 32 * MIB  # so that one file is not a tenth of the working set
+SEED = 2026  # selects the files that the two trees do not share
+# Software emulation runs the guest ten times slower than hardware, so its deadline is longer.
 MODULE_PARAMETERS = "deadline_ms=200"
-PHASE_SECONDS = 1500  # give up on a phase that takes longer
+PHASE_SECONDS = 1500  # longest time of a phase
 POLL_SECONDS = 0.2
 NAMES = ("web1", "web2")
 
@@ -59,7 +59,7 @@ CHECKSUMS = "cd /data && find . -xdev -type f -print0 | xargs -0 sha256sum"
 
 @dataclass
 class Measured:
-    """What one VM did in one phase."""
+    """Results of one VM in one phase."""
 
     rounds: list[float] = field(default_factory=list)
     read_bytes: int = 0
@@ -73,7 +73,7 @@ class Measured:
 
 
 class Progress:
-    """One line that is rewritten on a terminal, and whole lines elsewhere."""
+    """Progress output: one line that is rewritten on a terminal, and separate lines elsewhere."""
 
     def __init__(self) -> None:
         self._terminal = sys.stderr.isatty()
@@ -90,7 +90,7 @@ class Progress:
 
 
 def walk() -> Iterator[tuple[Path, int]]:
-    """Regular files of this machine's operating system, each inode once."""
+    """Yields the regular files of this machine's operating system, each inode once."""
     seen = set()
     for tree in TREES:
         for folder, folders, names in os.walk(tree):
@@ -111,7 +111,7 @@ def walk() -> Iterator[tuple[Path, int]]:
 def choose(
     files: list[tuple[Path, int]], count: int = len(NAMES), set_bytes: int = WORKING_SET_BYTES
 ) -> list[list[Path]]:
-    """Working sets of which each shares SHARED_FRACTION of its bytes with all others."""
+    """Returns working sets. Each shares SHARED_FRACTION of its bytes with all others."""
     order = list(files)
     random.Random(SEED).shuffle(order)
     source = iter(order)
@@ -137,14 +137,14 @@ def choose(
 
 
 class Trees:
-    """Copies of the files, one folder for each VM; a file that both have is copied once."""
+    """Copies of the files in a directory for each VM; a file of both VMs is copied once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._done: dict[Path, tuple[Path, str]] = {}
 
     def stage(self, name: str, files: list[Path]) -> tuple[Path, dict[str, str]]:
-        """Returns the folder, and each file's SHA-256 by its path in the guest."""
+        """Returns the directory, and each file's SHA-256 by its path in the guest."""
         sums = {}
         root = self._folder / name
         for path in files:
@@ -175,9 +175,9 @@ def stat(guest: Guest, name: str) -> int:
 def watch(
     jobs: dict[str, Job], vms: dict[str, Vm], out: dict[str, Measured], say: Callable[[str], None]
 ) -> None:
-    """Shows how far the VMs are until all jobs are done, and notes the seconds of each round.
+    """Shows the VMs' progress until all jobs are done, and records the seconds of each round.
 
-    By the host's clock: that of an emulated guest runs as it likes.
+    The host's clock is used, because the clock of an emulated guest is not reliable.
     """
     begin = dict.fromkeys(jobs, time.monotonic())
     running = True
@@ -201,7 +201,7 @@ def watch(
 def phase(
     vms: dict[str, Vm], sums: dict[str, dict[str, str]], cached: bool, progress: Progress
 ) -> dict[str, Measured]:
-    """Boots, reads ROUNDS times, then compares every checksum."""
+    """Boots the VMs, reads the trees ROUNDS times, and then compares every checksum."""
     out = {name: Measured() for name in vms}
     for vm in vms.values():
         vm.launch()
@@ -231,7 +231,7 @@ def phase(
 
 
 def size_text(count: float) -> str:
-    """Bytes for people."""
+    """Formats bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"
@@ -253,7 +253,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def summary(plain: dict[str, Measured], tmem: dict[str, Measured]) -> str:
-    """The comparison, per VM and in all."""
+    """Returns the comparison, for each VM and in total."""
     head = ["", "all rounds", "last round", "disk reads", "hits", "checksums"]
 
     def row(label: str, of: list[Measured], cached: bool) -> list[str]:
@@ -312,7 +312,7 @@ def write_json(
 
 
 def around(daemon: Daemon, vms: dict[str, Vm]) -> str:
-    """How to look further, after the demo."""
+    """Returns the text that says how to look further after the demo."""
     return f"""
 How to look around:
   TMEM_KEEP=1 make demo                 keeps both VMs and the pool until you press Enter, then:
@@ -325,7 +325,7 @@ How to look around:
 
 def run(json_path: Path | None, keep: bool) -> int:
     progress = Progress()
-    # What is missing is said now, not after minutes.
+    # A missing program is reported at once, not after minutes.
     qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")
     guest_kernel = kernel.prepare("6.12")
     driver = module.build(guest_kernel)

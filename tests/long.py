@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The torture for as long as told: `make check-guest-long DURATION=2h`.
+"""Runs the torture for a given time: `make check-guest-long DURATION=2h`.
 
-Turn after turn on a new VM with another file system or another kernel: random operations,
-readers that must not go back, the fixed scenarios; every other turn each hit is read from disk as
-well. Each run has a new seed, which is printed. The first failure ends it.
+Each turn uses a new VM with another file system or another kernel. It runs random operations,
+readers that must never see an older version, and the fixed scenarios. In every other turn, each hit
+is also read from the disk. Each run has a new seed, which is printed. The first failure ends it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from harness.session import Session
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 PROGRESS_SECONDS = 60.0
 POLL_SECONDS = 0.2
-# Runs of a few minutes under emulation: what remains of one is how late the whole ends.
+# Each run takes a few minutes under emulation, which is how late the whole program may end.
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
-RUN_SECONDS = 1800.0  # one that takes longer hangs
-# Of a module that was built for tests.
+RUN_SECONDS = 1800.0  # a run that takes longer hangs
+# A parameter of a module that was built for tests.
 HOOKS_OFF = "test_hooks_off="
 
 
 class Progress:
-    """The time that is left, and a line about it every minute."""
+    """The remaining time, and a line about it every minute."""
 
     def __init__(self, seconds: float) -> None:
         self.start = time.monotonic()
@@ -72,7 +72,7 @@ def duration(text: str) -> float:
 
 
 def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
-    """What torture runs with, each with a new seed."""
+    """Yields torture's arguments for one turn, each with a new seed."""
     yield (
         f"--seed={generator.getrandbits(32)} --ops={RANDOM_OPERATIONS} {SMALL} --jobs=2 "
         f"--rounds=3 {disk.left_out(name)} {mounted(name)}"
@@ -82,13 +82,14 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
         "--readers=4 --direct-readers=2"
     )
     for scenario in SCENARIOS:
-        # Swap files on these need options of mkswap and of the file that the torture does not give.
+        # Swap files on these file systems need options of mkswap and of the file that torture does
+        # not use.
         if scenario != "swap" or not re.search("1k|bigalloc", name):
             yield f"--seed={generator.getrandbits(32)} --scenario={scenario} {mounted(name)}"
 
 
 def mountable(kernel: kernels.Kernel, name: str) -> bool:
-    """XFS_IOC_EXCHANGE_RANGE, and file systems that allow it, came with Linux 6.10."""
+    """Returns whether the kernel can mount it: XFS_IOC_EXCHANGE_RANGE needs Linux 6.10."""
     series = tuple(int(part) for part in kernel.series.split("."))
     return not disk.FILE_SYSTEMS[name].exchange or series >= (6, 10)
 
@@ -100,7 +101,7 @@ def turn(
     progress: Progress,
     generator: random.Random,
 ) -> None:
-    """One VM; raises HarnessError, or AssertionError, at the first thing that is wrong."""
+    """Runs one VM; raises HarnessError or AssertionError at the first fault."""
     where = f"kernel {kernel.release}, {name}, {parameters}"
     ko = module.build(kernel, test=HOOKS_OFF in parameters)
     with Session() as session:
@@ -160,11 +161,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not turns:
         parser.error("no kernel mounts any of these file systems")
-    generator.shuffle(turns)  # so that short runs come to all of them, too
+    generator.shuffle(turns)  # so that short runs, too, reach all of them in time
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break
-        # Each other one, and the others when it is their turn again.
+        # Every other turn verifies all hits, and in the next pass the other turns do.
         parameters = f"verify_every={(number + number // len(turns)) % 2}"
         if options.hooks_off:
             parameters = f"verify_every=0 {HOOKS_OFF}{options.hooks_off}"

@@ -181,17 +181,30 @@ static u64 read_generation(struct tmem_dev *dev)
 	return le64_to_cpu(generation);
 }
 
+/* Returns why the device must not be used whatever its generation is, or NULL. */
+static const char *unusable(struct tmem_dev *dev)
+{
+	struct virtio_device *vdev = dev->vdev;
+
+	if (READ_ONCE(hibernating))
+		return "hibernation";
+	if (vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET)
+		return "the device needs a reset, reload the module";
+	return NULL;
+}
+
 /* A configuration change, a STALE answer, a pool that came or went, cookies used up. */
 static void sync_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(work, struct tmem_dev, sync_work);
-	bool renew = xchg(&dev->renew, false), asleep = READ_ONCE(hibernating);
-	u64 generation = asleep ? 0 : read_generation(dev);
+	bool renew = xchg(&dev->renew, false);
+	const char *why = unusable(dev);
+	u64 generation = why ? 0 : read_generation(dev);
 	unsigned int i;
 	int err;
 
 	if (generation != dev->generation || renew) {
-		tmem_state_offline(asleep ? "hibernation" : "no backend");
+		tmem_state_offline(why ?: "no backend");
 		/*
 		 * First the epoch, so that slots of the old one are not sent; then the index, by
 		 * taking the ids of all pools away; then the generation. Senders read in the
@@ -213,8 +226,11 @@ static void sync_work_fn(struct work_struct *work)
 		tmem_index_sweep();
 		tmem_control_report_soon(dev);
 	}
-	if (!generation)
+	if (!generation) {
+		/* The reason may be another one than before. */
+		tmem_state_offline(why ?: "no backend");
 		return;
+	}
 	err = tmem_pools_create(dev, generation);
 	/* At ESTALE a notification follows, or the next report looks again. */
 	if (err == -ESTALE)
@@ -319,7 +335,10 @@ unlock:
 	mutex_unlock(&dev->control_lock);
 }
 
-/* Older devices do not know it: such a one is not asked again in this generation. */
+/*
+ * A device that offers the request may be served by an older back end, which answers UNSUPPORTED
+ * and is not asked again in this generation.
+ */
 static void send_latencies(struct tmem_dev *dev, u64 generation)
 {
 	struct virtio_tmem_latencies *latencies;
@@ -329,7 +348,8 @@ static void send_latencies(struct tmem_dev *dev, u64 generation)
 
 	BUILD_BUG_ON(TMEM_STAT_get_waits_longer - TMEM_STAT_get_waits_1us + 1 !=
 		     ARRAY_SIZE(latencies->get));
-	if (dev->latencies_refused == generation)
+	if (!virtio_has_feature(dev->vdev, VIRTIO_TMEM_F_LATENCIES) ||
+	    dev->latencies_refused == generation)
 		return;
 	mutex_lock(&dev->control_lock);
 	control = free_control(dev);

@@ -239,9 +239,13 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 
 static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *pool)
 {
-	u32 id = ++last_id;
+	u32 id;
 	int err;
 
+	/* An id that wrapped could be one that the device still has. */
+	if (last_id == U32_MAX)
+		return -ENOSPC;
+	id = ++last_id;
 	/* Until it is answered we do not know whether the device has it. */
 	pool->burnt_id = id;
 	mutex_unlock(&tmem_pools_lock);

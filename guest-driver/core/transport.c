@@ -390,8 +390,15 @@ static const struct virtio_device_id tmem_id_table[] = {
 };
 MODULE_DEVICE_TABLE(virtio, tmem_id_table);
 
+/* The transport's features are accepted by virtio core and virtio_ring. */
+static const unsigned int tmem_features[] = {
+	VIRTIO_TMEM_F_LATENCIES,
+};
+
 static struct virtio_driver tmem_driver = {
 	.driver.name = "virtio_tmem",
+	.feature_table = tmem_features,
+	.feature_table_size = ARRAY_SIZE(tmem_features),
 	.id_table = tmem_id_table,
 	.probe = tmem_probe,
 	.remove = tmem_remove,

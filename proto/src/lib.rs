@@ -86,9 +86,12 @@ constants! {
     /// Reserved feature bit: a device-to-driver queue.
     "VIRTIO_TMEM_F_EVENTS" F_EVENTS: u32 = 3;
 
+    /// Feature bit: the [`T_LATENCIES`] request.
+    "VIRTIO_TMEM_F_LATENCIES" F_LATENCIES: u32 = 4;
+
     /// log2 of [`PAGE_SIZE`].
     "VIRTIO_TMEM_PAGE_SHIFT" PAGE_SHIFT: u32 = 12;
-    /// Bytes of a page, the only size there is.
+    /// Bytes of a page: the only size of this implementation.
     "VIRTIO_TMEM_PAGE_SIZE" PAGE_SIZE: usize = 4096;
     /// Pages or ranges of a request at most.
     "VIRTIO_TMEM_BATCH_MAX" BATCH_MAX: usize = 64;
@@ -290,6 +293,7 @@ structs! {
     }
 
     /// A LATENCIES is [`Req`], [`Latencies`]; answered by [`Resp`]. For the host's statistics only.
+    /// A driver sends it with [`F_LATENCIES`] only.
     "virtio_tmem_latencies" Latencies {
         /// All waits for GET requests together.
         get_ns: U64,

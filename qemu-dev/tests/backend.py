@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A vhost-user backend that speaks the control protocol only and misbehaves on request.
+"""A vhost-user backend that speaks only the control protocol and misbehaves on request.
 
-It holds no pages and serves no ring. It is a process of its own, so that a test can stop and
-kill it, and it can die, hang or go on strike at the n-th message that it receives, counted
-over all connections: that is how a test visits each moment of the device's life. SIGUSR1 makes
-it slow, and quick again.
+It holds no pages and serves no ring. It is a separate process, so that a test can stop and kill it.
+It can die, hang or refuse to answer at the n-th message that it receives, counted over all
+connections. In this way a test covers each moment of the device's life. SIGUSR1 makes it slow, and
+fast again. SIGUSR2 signals the error descriptor of queue 1, as a backend does that has stopped the
+queue.
 
-Prints one JSON object a line for each message, for the test to read.
+It prints one JSON object per line for each message, for the test to read.
 """
 
 import argparse
@@ -61,20 +62,30 @@ F_RESET_DEVICE = 1 << 13
 
 
 class Backend:
-    """State of one process; connections are served one after the other."""
+    """State of the process, which serves one connection after another."""
 
     def __init__(self, args):
         self.args = args
         self.messages = 0
         self.generation = 0
         self.slow = False
+        self.errors = {}  # error descriptors by queue
+
+    def stop_queue(self, *_):
+        self.log(event="error")
+        os.eventfd_write(self.errors[1], 1)
+
+    def keep_error(self, queue, fd):
+        if queue in self.errors:
+            os.close(self.errors[queue])
+        self.errors[queue] = fd
 
     def toggle_slow(self, *_):
         self.slow = not self.slow
         self.log(event="slow" if self.slow else "quick")
 
     def send(self, conn, data):
-        """At once, or after the delay, or byte by byte with the delay before each."""
+        """Sends data at once, after the delay, or byte by byte with the delay before each byte."""
         if not self.slow:
             conn.sendall(data)
             return
@@ -90,7 +101,7 @@ class Backend:
         print(json.dumps(what), flush=True)
 
     def misbehave(self):
-        """Does what the command line asks at this message; True closes the connection."""
+        """Misbehaves at this message as the command line asks; True closes the connection."""
         if self.messages == self.args.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.messages == self.args.hang_at:
@@ -108,10 +119,10 @@ class Backend:
         )
 
     def answer(self, request, payload):
-        """The payload of the reply, or None where only REPLY_ACK asks for one."""
+        """Returns the payload of the reply, or None if a reply is due only with REPLY_ACK."""
         numbers = {
             1: self.args.features,
-            6: 0,  # answered also where nobody asks for it
+            6: 0,  # answered even if no client asks for it
             15: self.args.protocol_features,
             17: self.args.queues,
         }
@@ -133,12 +144,10 @@ class Backend:
         self.log(event="connected", generation=self.generation)
         while True:
             data, ancillary, _, _ = conn.recvmsg(HEADER.size, socket.CMSG_SPACE(64 * 4))
+            values = array.array("i")
             for level, kind, fds in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    values = array.array("i")
                     values.frombytes(fds)
-                    for fd in values:
-                        os.close(fd)
             if len(data) < HEADER.size:
                 self.log(event="disconnected")
                 return
@@ -146,6 +155,10 @@ class Backend:
             payload = b""
             while len(payload) < size:
                 payload += conn.recv(size - len(payload))
+            if request == 14 and values:
+                self.keep_error(payload[0], values.pop())
+            for fd in values:
+                os.close(fd)
             self.messages += 1
             self.log(
                 message=self.messages,
@@ -192,6 +205,7 @@ def main():
     listener.listen(8)
     backend = Backend(args)
     signal.signal(signal.SIGUSR1, backend.toggle_slow)
+    signal.signal(signal.SIGUSR2, backend.stop_queue)
     backend.log(event="listening")
     while True:
         conn, _ = listener.accept()

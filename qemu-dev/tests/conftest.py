@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Fixtures: the QEMU binary under test, machines and backends that never outlive a test."""
+"""Fixtures: the QEMU under test, and machines and backends that never outlive a test."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ BUILD = Path(__file__).resolve().parent.parent / "build"
 
 @pytest.fixture(scope="session")
 def qemu():
-    """QEMU=path, or what qemu-dev/build has built, or builds now."""
+    """Returns QEMU=path, or the binary that qemu-dev/build has built, or builds now."""
     if "QEMU" in os.environ:
         return os.environ["QEMU"]
     return subprocess.run(
@@ -25,14 +25,14 @@ def qemu():
 
 @pytest.fixture
 def folder():
-    """A short path: the name of a Unix socket has 107 bytes."""
+    """Returns a short path, because the name of a Unix socket has 107 bytes at most."""
     with tempfile.TemporaryDirectory(prefix="tmem") as path:
         yield Path(path)
 
 
 @pytest.fixture
 def machine(qemu, folder):
-    """Makes a machine of the test's own."""
+    """Creates machines that end with the test."""
     machines = []
 
     def make(path=folder, **options):
@@ -46,7 +46,7 @@ def machine(qemu, folder):
 
 @pytest.fixture
 def backend(folder):
-    """Starts a backend process on the machine's socket."""
+    """Starts backend processes on the machine's socket."""
     backends = []
 
     def start(*arguments, path=folder):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""QEMU with the device and no guest: the test is the driver, over QEMU's qtest protocol.
+"""QEMU with the device and no guest: the test acts as the driver, over QEMU's qtest protocol.
 
-Every register access of a driver is one command, so a test decides exactly what the guest
-does while the backend comes, goes or hangs. No firmware, no kernel: a machine takes 0.2 s.
+Every register access of a driver is one command. A test therefore decides exactly what the guest
+does while the backend comes, goes or hangs. There is no firmware and no kernel, so a machine takes
+0.2 s.
 """
 
 import json
@@ -21,11 +22,11 @@ HERE = Path(__file__).resolve().parent
 
 # Slow machines set it above 1.
 SCALE = float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
-# No command may take longer: it would be QEMU waiting for a backend.
+# Longest time of a command. A command that takes longer means that QEMU waits for a backend.
 COMMAND_TIMEOUT_S = 20 * SCALE
-# For a backend that answers: long enough that a loaded machine does not exceed it.
+# Time-out for a backend that answers: long enough that a loaded machine does not exceed it.
 PATIENT_TIMEOUT_MS = int(5000 * SCALE)
-# For tests of backends that hang, which wait for it and for 20 times as long afterwards.
+# Time-out in tests of backends that hang. These wait for it, and for 20 times as long afterwards.
 BACKEND_TIMEOUT_MS = int(300 * SCALE)
 IMPATIENT = f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
 
@@ -40,7 +41,7 @@ class Timeout(AssertionError):
 
 
 class Line:
-    """A socket that is read by lines, each within COMMAND_TIMEOUT_S."""
+    """A socket that is read line by line, each within COMMAND_TIMEOUT_S."""
 
     def __init__(self, sock):
         self.sock = sock
@@ -62,7 +63,7 @@ class Line:
 
 
 def wait_for(what, condition, seconds=COMMAND_TIMEOUT_S):
-    """Polls until condition() is true and returns its value."""
+    """Polls until condition() is true, and returns its value."""
     end = time.monotonic() + seconds
     while True:
         value = condition()
@@ -86,7 +87,7 @@ class Backend:
         self.wait("listening", lambda event: event.get("event") == "listening")
 
     def read(self):
-        """Events so far, without waiting for more."""
+        """Returns the events so far, without waiting for more."""
         while select.select([self.process.stdout], [], [], 0)[0]:
             data = os.read(self.process.stdout.fileno(), 65536)
             if not data:
@@ -101,7 +102,7 @@ class Backend:
         )
 
     def be_slow(self, slow=True):
-        """Toggles it, and waits until it knows."""
+        """Toggles the backend's speed, and waits until the backend has confirmed it."""
         word = "slow" if slow else "quick"
         before = len([event for event in self.read() if event.get("event") == word])
         self.process.send_signal(signal.SIGUSR1)
@@ -114,7 +115,7 @@ class Backend:
         return [event["request"] for event in self.read() if "request" in event]
 
     def generation(self):
-        """The one that it tells now; waits for the first connection."""
+        """Returns the generation that the backend reports now; waits for the first connection."""
         return self.wait("a generation", lambda event: "generation" in event)[-1]["generation"]
 
     def kill(self):
@@ -228,19 +229,19 @@ class Machine:
         return self.qmp("human-monitor-command", **{"command-line": command})
 
     def path(self):
-        """The QOM path of the device."""
+        """Returns the QOM path of the device."""
         [device] = [
             device for device in self.qmp("x-query-virtio") if device["name"] == "virtio-tmem"
         ]
         return device["path"]
 
     def tmem_events(self):
-        """The data of each VHOST_USER_TMEM_CHANGED so far."""
+        """Returns the data of each VHOST_USER_TMEM_CHANGED event so far."""
         self.qmp("query-status")
         return [each["data"] for each in self.events if each["event"] == "VHOST_USER_TMEM_CHANGED"]
 
     def status(self):
-        """x-query-virtio-status of the device."""
+        """Returns x-query-virtio-status of the device."""
         return self.qmp("x-query-virtio-status", path=self.path())
 
     def property(self, name):
@@ -271,7 +272,7 @@ class Machine:
         self.command(f"outl 0xcfc {value:#x}")
 
     def map(self):
-        """Maps the device's modern registers, as firmware and PCI core do."""
+        """Maps the device's modern registers, as firmware and the PCI core do."""
         assert self.pci_read(0) == 0x107F1AF4
         self.pci_write(0x20, BAR_ADDRESS)
         self.pci_write(0x24, 0)
@@ -312,13 +313,16 @@ class Machine:
         self.set_status(0)
         assert self.get_status() == 0
 
-    def driver_up(self, rings=RING_ADDRESS):
-        """Reset to DRIVER_OK with all queues on, as a driver's probe does it."""
+    def driver_up(self, rings=RING_ADDRESS, accepted=None):
+        """Initializes the device from reset to DRIVER_OK with all queues on, as a probe does.
+
+        The driver accepts all features that the device offers, or those in `accepted`.
+        """
         if self.common is None:
             self.map()
         self.reset()
         self.set_status(ACKNOWLEDGE | DRIVER)
-        features = self.features()
+        features = self.features() if accepted is None else accepted
         for half in (0, 1):
             self.write(self.common + 8, 4, half)
             self.write(self.common + 12, 4, features >> 32 * half & 0xFFFFFFFF)
@@ -334,7 +338,7 @@ class Machine:
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK)
 
     def config(self):
-        """(generation, page_size, num_request_queues, batch_max, pools_max)"""
+        """Returns (generation, page_size, num_request_queues, batch_max, pools_max)."""
         data = b"".join(
             struct.pack("<I", self.read(self.device_config + offset, 4))
             for offset in range(0, 32, 4)
@@ -345,11 +349,11 @@ class Machine:
         return self.config()[0]
 
     def config_interrupt(self):
-        """Whether there was one since the last call."""
+        """Returns whether there was a configuration interrupt since the last call."""
         return bool(self.read(self.isr, 1) & 2)
 
     def wait_generation(self, expected):
-        """Waits until the guest is told this generation, or any but 0 for None."""
+        """Waits until the guest sees this generation; None stands for any except 0."""
         return wait_for(
             f"generation {expected}",
             lambda: (

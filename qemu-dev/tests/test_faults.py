@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Faults of guests, backends and operators: what each costs, and who is blamed."""
+"""Faults of guests, backends and operators: the cost of each, and the error that it causes."""
 
+import signal
 import time
 
 import pytest
@@ -15,19 +16,19 @@ from machine import (
     wait_for,
 )
 
-# Long enough that a loaded machine does not exceed it by itself.
+# Long enough that a loaded machine alone does not exceed it.
 OPERATION_MS = int(1000 * SCALE)
 ANSWER_MS = int(OPERATION_MS * 0.9)
-RETRY_WAIT_FACTOR = 20  # of the device
+RETRY_WAIT_FACTOR = 20  # as in the device
 
 MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
     1 << bit for bit in (0, 1, 3, 9, 13, 15)
 )
-EVENT_INTERVAL_NS = 10**9  # at most one QMP event of a device in it
-BASELINE_SLOTS = 8  # of a backend without CONFIGURE_MEM_SLOTS
+EVENT_INTERVAL_NS = 10**9  # minimum interval between QMP events of a device
+BASELINE_SLOTS = 8  # limit for a backend without CONFIGURE_MEM_SLOTS
 DIMM_BYTES = 2 << 20
 HOTPLUG = ["-m", "64M,slots=16,maxmem=1G"]
-# Neither RAM nor a device: below the firmware, above the RAM.
+# An address that is neither RAM nor a device: below the firmware, above the RAM.
 NOWHERE = 0x80000000
 
 
@@ -35,13 +36,13 @@ def connections(daemon):
     return len([event for event in daemon.read() if event.get("event") == "connected"])
 
 
-# Waiting
+# Time-outs
 
 
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
 def test_one_deadline_covers_an_operation(machine, backend, operation, arguments):
-    """Each answer, or each byte of one, comes in time, and all of them together do not."""
+    """Each answer, or each byte of one, is in time, but together they exceed the deadline."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--delay-ms", str(delay_ms), "--protocol-features", hex(features), *arguments)
@@ -76,7 +77,7 @@ def test_a_slow_handshake_is_bounded(machine, backend):
 
 @pytest.mark.parametrize("operation", ["stop", "reset"])
 def test_a_backend_that_timed_out_is_left_alone(machine, backend, operation):
-    """However the time-out came about, as after a refusal."""
+    """After a time-out, as after a refusal, QEMU waits before it connects again."""
     daemon = backend("--delay-ms", str(10 * BACKEND_TIMEOUT_MS))
     vm = machine(device=IMPATIENT)
     vm.driver_up()
@@ -143,7 +144,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
 
 
 def test_memory_slots_are_counted_without_a_backend(machine, backend):
-    """What a lost backend could not map, the next one cannot either."""
+    """Memory that a lost backend could not map is refused without a backend, too."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
     vm = machine(more=HOTPLUG)
@@ -180,7 +181,7 @@ def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
 
 
 def test_queue_size_set_after_addresses(machine):
-    """The caches of a ring have its size: QEMU aborts where it reads beyond their end."""
+    """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
     vm = machine()
     vm.driver_up()
     vm.reset()
@@ -196,7 +197,7 @@ def test_queue_size_set_after_addresses(machine):
 
 
 def test_configuration_generation_changes_with_the_content(machine, backend):
-    """Not only with the interrupt, which a paused VM gets later."""
+    """The configuration generation changes at once; a paused VM gets its interrupt later."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -213,8 +214,57 @@ def test_configuration_generation_changes_with_the_content(machine, backend):
 # Backends
 
 
+def stop_queue(daemon):
+    daemon.process.send_signal(signal.SIGUSR2)
+
+
+def test_a_queue_that_stops_sets_needs_reset(machine, backend):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    wait_for("the interrupt of the start", vm.config_interrupt)
+    stop_queue(daemon)
+    wait_for("the status", lambda: vm.get_status() & NEEDS_RESET)
+    assert vm.generation() == 0
+    assert vm.config_interrupt()
+    assert vm.status()["vhost-started"] is False
+    assert "the device needs a reset because of its backend: it stopped queue 1" in vm.errors()
+    assert "it stopped queue 1" in vm.property("last-error")
+    # Neither a pause nor another backend starts it again.
+    vm.qmp("stop")
+    vm.qmp("cont")
+    daemon.kill()
+    daemon = backend()
+    daemon.wait("the handshake", lambda event: event.get("request") == "GET_CONFIG")
+    wait_for("its end", lambda: vm.property("connected"))
+    assert vm.generation() == 0
+    assert vm.status()["vhost-started"] is False
+    vm.driver_up()
+    assert not vm.get_status() & NEEDS_RESET
+    assert vm.wait_generation(None) == daemon.generation()
+
+
+def test_an_error_of_a_stopped_device_is_forgotten(machine, backend):
+    """The next start sets the queue up again."""
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    vm.qmp("stop")
+    stop_queue(daemon)
+    daemon.wait("the error", lambda event: event.get("event") == "error")
+    # QEMU has read the descriptor when it answers.
+    vm.status()
+    vm.qmp("cont")
+    assert vm.status()["vhost-started"] is True
+    assert vm.generation() == daemon.generation() != 0
+    assert not vm.get_status() & NEEDS_RESET
+
+
 def test_only_needed_protocol_features_are_acknowledged(machine, backend):
-    # All but PAGEFAULT, DEVICE_STATE and what changes the meaning of messages used here.
+    # The backend offers all features except PAGEFAULT, DEVICE_STATE, and those that change the
+    # meaning of messages in this test.
     offered = (1 << 17) - 1 & ~(1 << 8 | 1 << 14 | MEM_SLOTS | 1 << 16)
     daemon = backend("--protocol-features", hex(offered))
     machine()
@@ -273,7 +323,7 @@ def arrived(vm):
 
 
 def test_post_copy_that_is_possible_and_not_used(machine, backend, folder):
-    """The capability alone keeps the backend of the destination off for no longer."""
+    """The capability alone delays the destination's backend only until the migration has ended."""
     vm = machine()
     vm.driver_up()
     target = machine(path=folder / "target", more=["-incoming", "defer"])
@@ -294,7 +344,7 @@ def test_memory_that_arrives_is_shown_to_no_backend(machine, backend, folder):
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
     daemon.wait("a connection", lambda event: event.get("event") == "connected")
-    # A backend that was asked for its features would be in the way of it.
+    # A backend that has been asked for its features would prevent the capability.
     target.qmp("migrate-set-capabilities", capabilities=[capability])
     assert daemon.requests() == []
     assert not target.property("connected")
@@ -359,11 +409,11 @@ def test_properties_and_events_give_the_state(machine, backend):
     assert vm.property("last-error") == "it closed the connection"
 
     def events():
-        # Under qtest the clock of the limit moves only by this command.
+        # Under qtest, the clock of the limit advances only by this command.
         vm.command(f"clock_step {EVENT_INTERVAL_NS}")
         return vm.tmem_events()
 
-    # One a second at most: the last of a burst is what counts.
+    # At most one event per second is sent, and the last state of a burst counts.
     lost = {
         "id": "t0",
         "qom-path": path,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The device's promises to a guest while backends come, go, hang and lie."""
+"""The device's guarantees for a guest while backends come, go, hang and misbehave."""
 
 import signal
 import time
@@ -12,10 +12,16 @@ VERSION_1 = 1 << 32
 EVENT_IDX = 1 << 29
 INDIRECT_DESC = 1 << 28
 PROTOCOL_FEATURES = 1 << 30
+IN_ORDER = 1 << 35
+LATENCIES = 1 << 4
+OFFERED = VERSION_1 | EVENT_IDX | INDIRECT_DESC | LATENCIES
 
 
 def exercise(vm):
-    """What guests and hosts do to a device. Everything must answer, backend or none."""
+    """Performs the operations of guests and hosts.
+
+    Each must complete, with or without a backend.
+    """
     vm.driver_up()
     vm.config()
     vm.status()
@@ -47,8 +53,8 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
     vm = machine()
     vm.driver_up()
     alone = vm.features()
-    assert alone == VERSION_1 | EVENT_IDX | INDIRECT_DESC
-    # This one offers everything, VHOST_F_LOG_ALL and packed rings included.
+    assert alone == OFFERED
+    # This backend offers every feature, including VHOST_F_LOG_ALL and packed rings.
     backend("--features", hex((1 << 64) - 1 - (1 << 33)))
     vm.wait_generation(None)
     assert vm.features() == alone
@@ -56,15 +62,57 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
 
 
 @pytest.mark.parametrize(
-    ("option", "bit"), [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX)]
+    ("option", "bit"),
+    [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX), ("latencies", LATENCIES)],
 )
 def test_feature_property(machine, backend, option, bit):
     vm = machine(device=f",{option}=off")
     vm.driver_up()
-    assert vm.features() == (VERSION_1 | EVENT_IDX | INDIRECT_DESC) & ~bit
-    # A backend needs only what the device offers.
-    backend("--features", hex((VERSION_1 | EVENT_IDX | INDIRECT_DESC | PROTOCOL_FEATURES) & ~bit))
+    assert vm.features() == OFFERED & ~bit
+    # A backend needs only the features that the device offers.
+    backend("--features", hex((OFFERED | PROTOCOL_FEATURES) & ~bit))
     vm.wait_generation(None)
+
+
+def accepted(daemon):
+    """The features that the backend was told last, without those of vhost-user."""
+    [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
+    return event["value"] & ~PROTOCOL_FEATURES
+
+
+@pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
+def test_older_backend_lacks_latencies(machine, backend, features):
+    """The driver is offered the request, and an older backend is served all the same."""
+    daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == OFFERED & features
+    vm.alive()
+
+
+def test_in_order_is_negotiated(machine, backend):
+    daemon = backend("--features", hex(OFFERED | IN_ORDER | PROTOCOL_FEATURES))
+    vm = machine(device=",in_order=on")
+    vm.driver_up()
+    assert vm.features() == OFFERED | IN_ORDER
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == OFFERED | IN_ORDER
+
+
+def test_in_order_is_needed_of_the_backend(machine, backend):
+    vm = machine(device=",in_order=on")
+    backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
+    wait_for("the message", lambda: "lacks the feature VIRTIO_F_IN_ORDER" in vm.errors())
+
+
+@pytest.mark.parametrize("bits", [0, EVENT_IDX, INDIRECT_DESC | LATENCIES])
+def test_a_subset_of_the_features_is_accepted(machine, backend, bits):
+    daemon = backend()
+    vm = machine()
+    vm.driver_up(accepted=VERSION_1 | bits)
+    vm.wait_generation(daemon.generation())
+    assert accepted(daemon) == VERSION_1 | bits & ~LATENCIES
 
 
 def test_pci_identity(machine):
@@ -83,7 +131,7 @@ def test_backend_before_driver(machine, backend):
     vm = machine()
     daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
     vm.driver_up()
-    # At once: the guest may read it right after DRIVER_OK.
+    # The generation must be valid at once: the guest may read it right after DRIVER_OK.
     assert vm.generation() == daemon.generation() != 0
     wait_for("the interrupt", vm.config_interrupt)
     assert vm.status()["vhost-started"] is True
@@ -118,7 +166,10 @@ def test_backend_killed_and_restarted(machine, backend, up):
 
 
 def test_queries_do_not_ask_the_backend(machine, backend):
-    """GET_VRING_BASE, which QEMU sent to learn an index, stops a queue."""
+    """Queries must not send GET_VRING_BASE, which stops a queue.
+
+    QEMU once sent it to read an index.
+    """
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -211,7 +262,7 @@ def test_loadvm(machine, backend, folder):
 
 
 def test_backend_dies_at_each_message(machine, backend):
-    """One QEMU outlives a backend that dies at its first message, its second, ..."""
+    """One QEMU outlives a backend that dies at its first message, at its fourth, and so on."""
     vm = machine()
     for message in range(1, 200, 3):
         daemon = backend("--die-at", str(message))
@@ -230,7 +281,10 @@ def test_backend_dies_at_each_message(machine, backend):
 
 
 def test_backend_closes_at_each_message(machine, backend):
-    """The same for one that ends only the connection, and is there again at once."""
+    """One QEMU outlives a backend that closes the connection at every third message.
+
+    The backend accepts again at once.
+    """
     vm = machine()
     for message in range(1, 80, 3):
         daemon = backend("--close-at", str(message))
@@ -240,9 +294,12 @@ def test_backend_closes_at_each_message(machine, backend):
 
 
 def test_backend_closes_at_each_message_while_the_vm_migrates(machine, backend):
-    """The same while the dirty log is on, which is allocated, read and freed in between."""
+    """A backend closes at each message while the dirty log is on.
+
+    QEMU allocates, reads and frees the log in between.
+    """
     vm = machine()
-    # Pages that are not zero, so that it lasts.
+    # The pages are not zero, so that the migration takes a while.
     vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
     vm.qmp("migrate-set-parameters", **{"max-bandwidth": 16384})
     vm.qmp("migrate", uri="exec:cat >/dev/null")
@@ -279,7 +336,7 @@ def test_backend_hangs_at_a_message(machine, backend, message):
 
 
 def test_stopped_backend_is_never_waited_for(machine, backend):
-    """A socket that accepts and never answers costs the guest nothing at all."""
+    """A socket that accepts and never answers costs the guest no time at all."""
     daemon = backend()
     daemon.process.send_signal(signal.SIGSTOP)
     vm = machine(device=",backend-timeout-ms=1000000")
@@ -296,7 +353,7 @@ def test_stopped_when_up(machine, backend):
     vm.driver_up()
     assert vm.wait_generation(daemon.generation())
     daemon.process.send_signal(signal.SIGSTOP)
-    # Reads and queries do not ask it.
+    # Reads and queries do not ask the backend.
     assert vm.generation() == daemon.generation()
     vm.status()
     vm.reset()
@@ -325,7 +382,7 @@ def test_stopped_when_up(machine, backend):
 def test_unfit_backend_is_refused_once(machine, backend, arguments, message):
     vm = machine()
     daemon = backend(*arguments)
-    # The handshake is tried again, and the reason not told again.
+    # The handshake is tried again, and its failure is not reported again.
     wait_for(
         "a second attempt",
         lambda: len([e for e in daemon.read() if e.get("event") == "connected"]) > 2,
@@ -392,7 +449,7 @@ def test_number_of_queues(machine, backend, queues):
 
 
 def add_again(vm):
-    """False while the removed device still owns the chardev: that takes an RCU period."""
+    """Returns False while the removed device still owns the chardev, which takes an RCU period."""
     try:
         vm.qmp("device_add", driver="vhost-user-tmem-pci", id="t1", addr="5", chardev="tmem")
     except RuntimeError as error:
@@ -417,7 +474,7 @@ def test_unplug(machine, backend, state):
     if state == "lost":
         daemon.process.kill()
     vm.qmp("device_del", id="t0")
-    # The guest's ACPI: eject slot 5.
+    # The guest's ACPI code ejects slot 5.
     vm.command("outl 0xae10 0")
     vm.command(f"outl 0xae08 {1 << 5:#x}")
     assert "t0" not in vm.hmp("info qtree")

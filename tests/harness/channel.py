@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The host's end of the control channel: frames of tests/guest/agent.c over a socket.
 
-A connection starts with a PING whose random nonce must come back: everything before
-that PONG is what an earlier boot or connection left behind, and is skipped.
+A connection starts with a PING whose random nonce must come back. All bytes before that PONG are
+left over from an earlier boot or connection, and are skipped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from harness.paths import HarnessError
 from harness.wait import Deadline
 
 MAGIC = 0x31414D54
-HEADER = struct.Struct("<IIIIQ")  # magic, type, id, length, arg
-PAYLOAD_MAX = 256 << 10  # the agent's buffer
-PING_SECONDS = 0.25  # between attempts while the guest boots
+HEADER = struct.Struct("<IIIIQ")  # fields: magic, type, id, length, arg
+PAYLOAD_MAX = 256 << 10  # size of the agent's buffer
+PING_SECONDS = 0.25  # pause between attempts while the guest boots
 
 
 class Type(enum.IntEnum):
@@ -46,7 +46,7 @@ EXIT_NO_JOB = 1 << 33
 
 
 class ChannelClosed(HarnessError):
-    """QEMU or the host closed the channel while an answer was awaited."""
+    """QEMU or the host closed the channel before an answer arrived."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Channel:
     """One connection to a guest's agent; any thread may send and wait."""
 
     def __init__(self, path: Path, deadline: Deadline, check: Callable[[], None]) -> None:
-        """Connects and waits for the agent; `check` raises if that has become futile."""
-        self._send_lock = threading.Lock()  # one frame at a time on the socket
+        """Connects and waits for the agent; `check` raises if the agent can no longer answer."""
+        self._send_lock = threading.Lock()  # held while one frame is sent
         self._inbox_lock = threading.Lock()  # guards _inboxes, _next_id and _closed
         self._inboxes: dict[int, Inbox] = {}
         self._next_id = secrets.randbits(30)
@@ -116,7 +116,7 @@ class Channel:
                 while len(buffer) >= HEADER.size:
                     magic, kind, number, length, arg = HEADER.unpack_from(buffer)
                     if magic != MAGIC or length > PAYLOAD_MAX:
-                        # Only a reset cuts frames, and whoever resets connects anew.
+                        # Only a reset cuts frames, and the caller connects again after a reset.
                         return
                     if len(buffer) < HEADER.size + length:
                         break
@@ -141,7 +141,7 @@ class Channel:
                 inbox.put(frame)
 
     def open(self) -> tuple[int, Inbox]:
-        """A new request id and the queue of its answers; None in it means closed."""
+        """Returns a new request id and the queue of its answers; None in it means closed."""
         inbox: Inbox = queue.SimpleQueue()
         with self._inbox_lock:
             if self._closed:
@@ -151,7 +151,7 @@ class Channel:
             return self._next_id, inbox
 
     def forget(self, number: int) -> None:
-        """Answers to this id are dropped from now on."""
+        """Drops all further answers to this id."""
         with self._inbox_lock:
             self._inboxes.pop(number, None)
 
@@ -169,6 +169,6 @@ class Channel:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other end was first
+            pass  # the other end has closed first
         self._socket.close()
         self._reader.join(5)

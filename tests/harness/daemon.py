@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""tmemd under test: start, kill, stop and continue, restart, ask."""
+"""The tmemd under test: start, kill, stop and continue, restart, and queries."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Tenant:
 
 @dataclass
 class Daemon:
-    """One tmemd whose sockets and log are under `folder`. Storage dies with it."""
+    """One tmemd, with its sockets and log in `folder`. Its pages end with it."""
 
     folder: Path
     tenants: list[Tenant]
     pool_size: str = "64MiB"
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    program: Path | None = None  # instead of the tmemd under test
+    program: Path | None = None  # used instead of the tmemd under test
     _process: Process | None = None
 
     def __post_init__(self) -> None:
@@ -50,7 +50,7 @@ class Daemon:
         return self.folder / "control"
 
     def socket(self, name: str) -> Path:
-        """Where the VM of that name connects; also valid while no daemon runs."""
+        """Returns the socket of the VM with that name; also valid while no daemon runs."""
         return self.folder / f"{name}.sock"
 
     @property
@@ -60,12 +60,12 @@ class Daemon:
         return self._process
 
     def start(self) -> None:
-        """Starts it and waits until it serves."""
+        """Starts the daemon and waits until it serves."""
         if self._process and self._process.alive():
             raise HarnessError("tmemd runs already")
         command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
-        # What else this machine does is no matter; test_pressure has a host of its own.
+        # The memory of this machine does not matter; test_pressure has a host of its own.
         command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
             more = f",trust-domain={tenant.trust_domain}" if tenant.trust_domain else ""
@@ -81,38 +81,38 @@ class Daemon:
         until(serving, 20, "tmemd answers at its control socket")
 
     def kill(self) -> None:
-        """kill -9."""
+        """Sends SIGKILL."""
         self.process.kill()
 
     def pause(self) -> None:
-        """SIGSTOP: it hangs, its sockets stay open."""
+        """Sends SIGSTOP: the daemon hangs, and its sockets stay open."""
         self.process.pause()
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Sends SIGCONT."""
         self.process.resume()
 
     def terminate(self) -> None:
-        """SIGTERM; it must end cleanly."""
+        """Sends SIGTERM; the daemon must end with status 0."""
         if status := self.process.terminate():
             raise HarnessError(f"tmemd ended with {status} at SIGTERM:\n{tail(self.log)}")
 
     def restart(self) -> None:
-        """kill -9 and a new one in its place."""
+        """Kills the daemon with SIGKILL and starts another one in its place."""
         self.kill()
         self.start()
 
     def stop(self) -> None:
-        """Ends it in whatever state it is."""
+        """Ends the daemon, in whatever state it is."""
         if self._process:
             self._process.kill()
 
     def stats(self) -> Any:
-        """`tmemctl stats --json`."""
+        """Returns the output of `tmemctl stats --json`."""
         return self._json("stats")
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """A method of the control interface, whatever tmemctl makes of it."""
+        """Calls a method of the control interface directly, without tmemctl."""
         request = {"method": f"{INTERFACE}.{method}", "parameters": parameters}
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(scaled(20))
@@ -129,7 +129,7 @@ class Daemon:
         return found["parameters"]
 
     def list(self) -> Any:
-        """`tmemctl list --json`."""
+        """Returns the output of `tmemctl list --json`."""
         return self._json("list")
 
     def _json(self, command: str) -> Any:
@@ -149,7 +149,7 @@ class Daemon:
         )
 
     def report(self) -> str:
-        """State and last words, for a failed test's report."""
+        """Returns the state and the end of the log, for a failed test's report."""
         status = self._process.status() if self._process else None
         state = "running or not started" if status is None else f"ended with status {status}"
         return f"--- tmemd: {state}\n{tail(self.log)}"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernels that check themselves or are configured as other vendors do, built from Debian's source.
+"""Kernels that check themselves or have other vendors' configurations, from Debian's source.
 
-`tests/debug-kernel/base.config` is what the VMs need; a fragment of the kind ("debug",
-"kcsan", "rhel", ...) adds the rest, and its lines win over those of the base. Kept are the
-bootable image and a tree to build modules in, not the sources. A build takes 13 minutes of
-one core.
+`tests/debug-kernel/base.config` has the options that the VMs need. A fragment for each kind
+("debug", "kcsan", "rhel", ...) adds the rest, and its lines win over those of the base. The cache
+keeps the bootable image and a tree to build modules in, but not the sources. A build takes 13
+minutes of one core.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pathlib import Path
 from harness import toolchain
 from harness.paths import TESTS, HarnessError, cache_dir
 
-# Suite and name of the source package, of the series that the stock kernels' tests use most.
+# Suite and name of the source package. Its series is the one that the tests of stock kernels use
+# most.
 SOURCE = ("bookworm-security", r"linux-source-6\.12")
 
 FRAGMENTS = TESTS / "debug-kernel"
 CHECKING = ("debug", "kcsan")
-# Fedora follows the newest series, RHEL 10 has 6.12.
+# Fedora follows the newest series; RHEL 10 has 6.12.
 VENDORS = {
     "fedora": ("trixie-backports", r"linux-source-7\.3"),
     "rhel": SOURCE,
@@ -35,7 +36,7 @@ KINDS = (*CHECKING, *VENDORS)
 
 
 def fingerprint(kind: str) -> str:
-    """Of the configuration: another one is another kernel."""
+    """Returns a hash of the configuration, which names the kernel that was built from it."""
     digest = hashlib.sha256()
     for path in (FRAGMENTS / "base.config", FRAGMENTS / f"{kind}.config"):
         digest.update(path.read_bytes())
@@ -43,9 +44,9 @@ def fingerprint(kind: str) -> str:
 
 
 def build(kind: str, root: Path) -> str:
-    """Builds a kernel of this kind into `root`, laid out like Debian's packages.
+    """Builds a kernel of this kind into `root`, in the layout of Debian's packages.
 
-    Returns its release, as `uname -r` says it.
+    Returns its release, as `uname -r` prints it.
     """
     work = cache_dir() / "kernel" / f"{kind}.work"
     shutil.rmtree(work, ignore_errors=True)
@@ -64,7 +65,7 @@ def build(kind: str, root: Path) -> str:
     arguments = [
         f"O={out}",
         f"KCONFIG_ALLCONFIG={config}",
-        # The driver asks for the vendor and the point release, in the form of Debian's kernels.
+        # The driver checks the vendor and the point release, in the form of Debian's kernels.
         f"KBUILD_BUILD_TIMESTAMP=Debian {version}",
         "KBUILD_BUILD_USER=tmem",
         "KBUILD_BUILD_HOST=tests",
@@ -110,7 +111,7 @@ def _unpack(work: Path, suite: str, package: str) -> Path:
 
 
 def _make(source: Path, *arguments: str) -> str:
-    # make's own variables of a caller (make check) are not for the kernel's build.
+    # The variables of a caller's make (make check) must not reach the kernel's build.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     environment.pop("MFLAGS", None)
     command = ["make", "--no-print-directory", "-C", str(source), *arguments]
@@ -127,7 +128,10 @@ def _make(source: Path, *arguments: str) -> str:
 
 
 def _check(wanted: Path, got: Path) -> None:
-    """What the configuration asks for and a dependency denied would silently check nothing."""
+    """Fails if an option of the configuration was disabled by a dependency.
+
+    Its check would be missing.
+    """
     have = set(got.read_text().splitlines())
     asked = merge([wanted.read_text()])
     missing = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Disk images, and how a VM sees them: read-only, throttled, with a name as serial."""
+"""Disk images, and how a VM sees them: read-only or throttled, with a name as the serial number."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 from harness.paths import HarnessError
 
-SERIAL_MAX = 20  # of virtio-blk
+SERIAL_MAX = 20  # limit of virtio-blk
 
 
 @dataclass(frozen=True)
 class Throttle:
-    """Limits of a disk: requests and bytes a second, both directions together."""
+    """Limits of a disk, per second: requests and bytes, for both directions together."""
 
     iops: int
     bytes_per_second: int
@@ -24,7 +24,7 @@ class Throttle:
         return {"iops-total": self.iops, "bps-total": self.bytes_per_second}
 
 
-# A common cloud volume; the demo's disks.
+# Limits of a common cloud volume, used for the demo's disks.
 CLOUD_VOLUME = Throttle(iops=3000, bytes_per_second=125_000_000)
 
 
@@ -44,11 +44,11 @@ class Disk:
 
     @property
     def node(self) -> str:
-        """The block node that the device uses; what snapshots are taken of."""
+        """Returns the block node that the device uses and that snapshots are taken of."""
         return f"{self.name}-image"
 
     def arguments(self) -> list[str]:
-        """QEMU's options for it."""
+        """Returns QEMU's options for the disk."""
         only = "on" if self.read_only else "off"
         option = f"driver={self.format},node-name={self.node},read-only={only}"
         out = ["-blockdev", f"driver=file,node-name={self.name}-file,filename={self.path},"
@@ -67,17 +67,17 @@ class Disk:
 
 
 def blank(path: Path, size_bytes: int) -> Path:
-    """A sparse raw image."""
+    """Creates a sparse raw image."""
     with open(path, "wb") as file:
         file.truncate(size_bytes)
     return path
 
 
 def ext4(path: Path, size_bytes: int, tree: Path | None = None, *options: str) -> Path:
-    """A raw ext4 image, filled with a folder's contents if one is given.
+    """Creates a raw ext4 image, filled with the contents of `tree` if it is given.
 
-    Options of the machine's mke2fs.conf do not matter: the features of a stock ext4
-    are asked for, with 4 KiB blocks.
+    The features of a stock ext4 with 4 KiB blocks are requested explicitly, so that the machine's
+    mke2fs.conf does not matter.
     """
     blank(path, size_bytes)
     command = ["mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "root_owner=0:0", *options]
@@ -88,14 +88,14 @@ def ext4(path: Path, size_bytes: int, tree: Path | None = None, *options: str) -
 
 
 def xfs(path: Path, size_bytes: int, *options: str) -> Path:
-    """A raw xfs image with features that the oldest kernel under test can mount."""
+    """Creates a raw xfs image with features that the oldest kernel under test can mount."""
     blank(path, size_bytes)
     _run(["mkfs.xfs", "-q", "-f", *options, str(path)])
     return path
 
 
-# Offsets in the superblock, bytes, and the bit that allows XFS_IOC_EXCHANGE_RANGE (Linux 6.10):
-# fs/xfs/libxfs/xfs_format.h. Older mkfs.xfs cannot set it.
+# Offsets in the superblock in bytes, and the bit that allows XFS_IOC_EXCHANGE_RANGE (Linux 6.10),
+# from fs/xfs/libxfs/xfs_format.h. Older versions of mkfs.xfs cannot set the bit.
 _XFS_SECTOR_BYTES = 512
 _XFS_FEATURES_INCOMPAT_AT = 216
 _XFS_CRC_AT = 224
@@ -103,7 +103,10 @@ _XFS_INCOMPAT_EXCHRANGE = 1 << 6
 
 
 def xfs_allow_exchange(path: Path) -> None:
-    """Makes an xfs image one that exchanges ranges of files; kernels before 6.10 refuse it then."""
+    """Allows the exchange of file ranges on an xfs image.
+
+    Kernels before 6.10 then refuse to mount it.
+    """
     with open(path, "r+b") as file:
         sector = bytearray(file.read(_XFS_SECTOR_BYTES))
         if sector[:4] != b"XFSB":
@@ -128,12 +131,12 @@ def _crc32c(data: bytes | bytearray) -> int:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """A kind of file system under test: how it is made and mounted."""
+    """A kind of file system under test, with its options for mkfs and mount."""
 
     kind: str
     make_options: tuple[str, ...] = ()
     mount_options: str = ""
-    # Operations of the torture that are left out; see left_out().
+    # Operations that the torture omits; see left_out().
     left_out: tuple[str, ...] = ()
     exchange: bool = False
 
@@ -146,8 +149,9 @@ class FileSystem:
         return ext4(path, size_bytes, None, *self.make_options)
 
 
-# What the driver serves, by the names that tests use. With blocks smaller than a page a stock
-# kernel without any module returns wrong bytes after EXT4_IOC_MOVE_EXT, so it is left out there.
+# File systems that the driver serves, by the names that tests use. With blocks smaller than a page,
+# a stock kernel without any module returns wrong bytes after EXT4_IOC_MOVE_EXT, so that operation
+# is left out there.
 FILE_SYSTEMS = {
     "ext4": FileSystem("ext4"),
     "ext4-1k": FileSystem("ext4", ("-b", "1024"), left_out=("move-ext",)),
@@ -162,7 +166,7 @@ FILE_SYSTEMS = {
 
 
 def left_out(name: str) -> str:
-    """Arguments of the torture, for the operations that stock kernels get wrong by themselves."""
+    """Returns torture's arguments that omit the operations that stock kernels get wrong."""
     return " ".join(f"--no-{operation}" for operation in FILE_SYSTEMS[name].left_out)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """fio for the guest, built from Debian's source package into the cache.
 
-A static program: the packaged one needs two dozen libraries that a busybox guest has not.
+The program is static, because the packaged one needs two dozen libraries that a busybox guest does
+not have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from harness.paths import ROOT, HarnessError, cache_dir
 
 SUITE = "bookworm"
-# Nothing of the machine beyond the C library, so that the program is the same everywhere.
+# The build uses no library of the machine except the C library, so that the program is the same
+# everywhere.
 CONFIGURE = (
     "--build-static", "--disable-native", "--disable-shm", "--disable-numa", "--disable-rdma",
     "--disable-rados", "--disable-rbd", "--disable-gfapi", "--disable-http", "--disable-pmem",
@@ -26,7 +28,10 @@ CONFIGURE = (
 
 
 def program() -> Path:
-    """The fio of the cache; fetched and built at the first use, which takes a minute or two."""
+    """Returns the fio in the cache.
+
+    The first call fetches and builds it, which takes one or two minutes.
+    """
     folder = cache_dir() / "fio"
     folder.mkdir(exist_ok=True)
     built = folder / "fio"
@@ -45,12 +50,12 @@ def _build(folder: Path, built: Path) -> None:
     fetch += ["--dest", str(scratch), "fio"]
     if subprocess.run(fetch, check=False, stdout=subprocess.DEVNULL).returncode != 0:
         raise HarnessError(f"fio: the source package of {SUITE} could not be fetched")
-    # Debian's patches are about its documentation and paths of installed files.
+    # Debian's patches only change the documentation and the paths of installed files.
     (archive,) = scratch.glob("fio_*.orig.tar.[gx]z")
     with tarfile.open(archive) as tar:
         tar.extractall(scratch, filter="data")
     (tree,) = (path.parent for path in scratch.glob("*/configure"))
-    # make's own variables of a caller are not for this build.
+    # The variables of a caller's make must not reach this build.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     environment.pop("MFLAGS", None)
     for command in (

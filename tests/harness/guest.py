@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What tests do in a guest: run commands, put and get files, read its statistics."""
+"""Operations of tests in a guest: running commands, transferring files, reading statistics."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from harness.channel import EXIT_NO_JOB, EXIT_TIMED_OUT, Channel, ChannelClosed,
 from harness.paths import HarnessError
 from harness.wait import WaitTimeout, scaled
 
-OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a runaway guest cannot fill the host
-FILE_CHUNK_BYTES = 128 << 10  # a frame also holds the path
-# The agent ends a job itself at its time-out; the host waits this much longer for word.
+OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a faulty guest cannot fill the host
+FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also holds the path
+# The agent ends a job itself at its time-out. The host waits this much longer for its report.
 GRACE_SECONDS = 20.0
-CHECK_SECONDS = 1.0  # between looks at QEMU and the console while it waits
+CHECK_SECONDS = 1.0  # pause between checks of QEMU and the console during a wait
 
 
 class GuestTimeout(WaitTimeout):
@@ -33,7 +33,7 @@ class CommandFailed(HarnessError):
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended: its status (minus the signal that ended it) and output."""
+    """Result of a command: its status (minus the signal that ended it) and its output."""
 
     command: str
     status: int
@@ -53,7 +53,10 @@ class Result:
 
 @dataclass(frozen=True)
 class DiskStat:
-    """/sys/block/DEV/stat; a sector is 512 bytes whatever the disk's block size is."""
+    """The fields of /sys/block/DEV/stat.
+
+    A sector is 512 bytes, whatever the disk's block size is.
+    """
 
     reads: int
     read_sectors: int
@@ -70,7 +73,7 @@ class DiskStat:
 
 
 class Job:
-    """A command that runs in the guest."""
+    """A command that is running in the guest."""
 
     def __init__(
         self, channel: Channel, check: Callable[[], None], command: str, seconds: float
@@ -88,7 +91,7 @@ class Job:
         channel.send(Type.EXEC, self._number, int(self._seconds * 1000), command.encode())
 
     def done(self) -> bool:
-        """Whether it ended; takes what output there is."""
+        """Returns whether the command has ended, and takes the output that has arrived."""
         while self._result is None:
             try:
                 self._take(self._inbox.get_nowait())
@@ -97,16 +100,16 @@ class Job:
         return True
 
     def stdout(self) -> bytes:
-        """What it printed so far."""
+        """Returns what the command has printed so far."""
         self.done()
         return b"".join(self._out)
 
     def kill(self, signal: int = 9) -> None:
-        """Signals the command's process group."""
+        """Sends a signal to the command's process group."""
         self._channel.send(Type.KILL, self._number, signal)
 
     def wait(self) -> Result:
-        """Waits for its end, at most until its time-out; does not look at its status."""
+        """Waits for the command's end, at most until its time-out. Does not check its status."""
         while self._result is None:
             left = self._end - time.monotonic()
             try:
@@ -150,10 +153,10 @@ class Job:
 
 
 class Guest:
-    """The running system in a VM, by way of its agent."""
+    """The running system in a VM, accessed through its agent."""
 
     def __init__(self, channel: Channel, check: Callable[[], None]) -> None:
-        """`check` raises when waiting is futile: QEMU ended, the kernel panicked."""
+        """`check` raises if QEMU has ended or the kernel has panicked."""
         self._channel = channel
         self._check = check
         self.boot_id = channel.boot_id
@@ -163,7 +166,7 @@ class Guest:
         return Job(self._channel, self._check, command, seconds)
 
     def run(self, command: str, seconds: float = 30) -> Result:
-        """Runs a shell command line and returns how it ended, whatever its status."""
+        """Runs a shell command line and returns its result, whatever its status."""
         return self.start(command, seconds).wait()
 
     def sh(self, command: str, seconds: float = 30) -> str:
@@ -171,7 +174,7 @@ class Guest:
         return self.run(command, seconds).check().text
 
     def put(self, path: str, content: bytes | Path, mode: int | None = None) -> None:
-        """Writes a file in the guest; a Path is a file of the host, with its mode."""
+        """Writes a file in the guest. A Path is a file of the host, whose mode is kept."""
         if isinstance(content, Path):
             mode = content.stat().st_mode & 0o777 if mode is None else mode
             content = content.read_bytes()
@@ -181,7 +184,7 @@ class Guest:
             self._ask(Type.PUT, offset, head + chunk, path)
 
     def get(self, path: str) -> bytes:
-        """The contents of a file in the guest, also of one in /proc or /sys."""
+        """Returns the contents of a file in the guest, also of one in /proc or /sys."""
         parts: list[bytes] = []
         offset = 0
         request = struct.pack("<I", FILE_CHUNK_BYTES) + path.encode() + b"\0"
@@ -213,11 +216,11 @@ class Guest:
         return frame
 
     def read(self, path: str) -> str:
-        """A small text file of the guest, stripped."""
+        """Returns the stripped contents of a small text file in the guest."""
         return self.get(path).decode().strip()
 
     def disk(self, name: str) -> str:
-        """The block device (such as "vda") of the VM's disk of that name."""
+        """Returns the block device (such as "vda") of the VM's disk with that name."""
         for device in self.sh("ls /sys/block").split():
             serial = f"/sys/block/{device}/serial"
             if device.startswith("vd") and self.read(serial) == name:
@@ -225,25 +228,26 @@ class Guest:
         raise HarnessError(f"guest: no disk '{name}'")
 
     def disk_stat(self, name: str) -> DiskStat:
-        """Requests and sectors since boot of the disk of that name."""
+        """Returns requests and sectors since boot of the disk with that name."""
         fields = [int(word) for word in self.read(f"/sys/block/{self.disk(name)}/stat").split()]
-        # Documentation/block/stat: reads, merges, sectors, ticks, then the same for writes.
+        # Fields of Documentation/block/stat: reads, merges, sectors, ticks, and the same for
+        # writes.
         return DiskStat(fields[0], fields[2], fields[4], fields[6])
 
     def mount(self, name: str, where: str, kind: str = "ext4", options: str = "") -> None:
-        """Mounts the disk of that name."""
+        """Mounts the disk with that name."""
         extra = f"-o {shlex.quote(options)}" if options else ""
         self.sh(f"mkdir -p {where} && mount -t {kind} {extra} /dev/{self.disk(name)} {where}", 60)
 
     def insmod(self, path: str, parameters: str = "") -> None:
-        """Loads a module from a file of the guest; fails with the kernel's last words."""
+        """Loads a module from a file in the guest; a failure shows the kernel's last messages."""
         done = self.run(f"insmod {path} {parameters}", 60)
         if done.status != 0:
             words = self.sh("dmesg | tail -n 20")
             raise CommandFailed(f"guest: insmod {path} {parameters}: {done.stderr!r}\n{words}")
 
     def drop_caches(self) -> None:
-        """Writes back and evicts clean page cache and slab objects."""
+        """Writes back dirty pages, and evicts clean page cache and slab objects."""
         self.sh("sync && echo 3 >/proc/sys/vm/drop_caches", 120)
 
     def close(self) -> None:

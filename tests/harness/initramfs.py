@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Builds the guest's initramfs: busybox, modules, the agent, and a test's own files.
+"""Builds the guest's initramfs from busybox, modules, the agent, and a test's own files.
 
-The archive (cpio "newc") is a function of its contents alone: sorted, no times, no owners.
+The archive (cpio "newc") depends only on its contents: entries are sorted, without times and
+owners.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from harness.kernel import Kernel
 from harness.paths import TESTS, HarnessError, guest_program
 
-# Modules for what every VM of the harness has; those built in are left out by Kernel.
+# Modules for the devices of every VM of the harness. Kernel leaves out those that are built in.
 BASE_MODULES = ("virtio_pci", "virtio_blk", "virtio_console")
 
 INIT = """\
@@ -42,7 +43,7 @@ FOLDERS = ("bin", "dev", "mnt", "modules", "proc", "root", "sbin", "sys", "tmp",
 
 
 class Archive:
-    """A cpio archive in the making. Paths are relative to the guest's root."""
+    """A cpio archive that is being built. Paths are relative to the guest's root."""
 
     def __init__(self) -> None:
         self._entries: dict[str, tuple[int, bytes]] = {}
@@ -63,7 +64,7 @@ class Archive:
         self._entries[path.strip("/")] = (stat.S_IFLNK | 0o777, target.encode())
 
     def device(self, path: str, major: int, minor: int) -> None:
-        """A character device, its numbers kept as the entry's content."""
+        """Adds a character device. The entry's content holds its numbers."""
         self.folder(_parent(path))
         self._entries[path.strip("/")] = (stat.S_IFCHR | 0o600, bytes((major, minor)))
 
@@ -93,8 +94,8 @@ def _append(
     device: tuple[int, int] = (0, 0),
 ) -> None:
     name = path.encode() + b"\0"
-    # ino, mode, uid, gid, nlink, mtime, size, dev major and minor, rdev major and minor,
-    # name length, checksum: kernel Documentation/driver-api/early-userspace.
+    # Fields: ino, mode, uid, gid, nlink, mtime, size, dev major and minor, rdev major and minor,
+    # name length, checksum. See Documentation/driver-api/early-userspace of the kernel.
     fields = (inode, mode, 0, 0, 1, 0, len(content), 0, 0, *device, len(name), 0)
     out += b"070701" + b"".join(b"%08x" % field for field in fields) + name
     out += bytes(-len(out) % 4)
@@ -103,7 +104,7 @@ def _append(
 
 
 def busybox() -> Path:
-    """A statically linked busybox of the machine."""
+    """Returns the machine's busybox, which must be linked statically."""
     path = Path("/bin/busybox")
     if not path.is_file() or b"/lib64/ld-linux" in path.read_bytes():
         raise HarnessError("no static /bin/busybox: apt-get install busybox-static")
@@ -124,8 +125,8 @@ def build(
 ) -> Path:
     """Writes the initramfs and returns its path.
 
-    `modules` are loaded at boot, with what they depend on. `files` are the guest's paths
-    and the host's files for them, whose mode is kept.
+    `modules` are loaded at boot with their dependencies. `files` maps paths in the guest to files
+    of the host, whose mode is kept.
     """
     archive = Archive()
     for folder in FOLDERS:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Stock Debian cloud kernels with headers, extracted in the cache, never installed.
+"""Stock Debian cloud kernels with headers, extracted into the cache and never installed.
 
-A kernel is named by its series ("6.12"). The packages are the suite's newest at the
-first use; later uses take what lies in the cache, so that a test run does not change
-under a developer's feet (`tests/kernel prepare --update` takes the newest again).
+A kernel is named by its series ("6.12"). The first use fetches the newest packages of the suite.
+Later uses take the cached ones, so that a developer's tests do not change unexpectedly
+(`tests/kernel prepare --update` fetches the newest again).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from harness.paths import HarnessError, cache_dir
 
 @dataclass(frozen=True)
 class Series:
-    """The Debian suite of a kernel series and its packages, as whole-name patterns.
+    """The Debian suite of a kernel series, and its packages as patterns for whole names.
 
-    `compiler` is a suite of harness.toolchain: the headers' programs and compiler need more than
-    the oldest Debian that the tests run on has.
+    `compiler` is a suite of harness.toolchain. It is set if the headers' programs and compiler need
+    a newer Debian than the oldest one on which the tests run.
     """
 
     suite: str
@@ -55,10 +55,11 @@ SERIES = {
             r"linux-kbuild-6\.12\.[0-9]+[+]deb12",
         ),
     ),
-    # Kernels of this age come in parts; linux-image- only has the parts depend on each other.
-    # The first processor of a stock 7.2 patches static keys and call sites. A second virtual
-    # processor of TCG that executes them in a thread of its own then dies (int3 in a task that
-    # no handler claims), with no module loaded. One thread runs all processors in turn.
+    # Kernels of these series are split into several packages; linux-image- only depends on them.
+    # The first processor of a stock 7.2 patches static keys and call sites. If TCG runs a second
+    # virtual processor in a thread of its own, that processor may execute them meanwhile and then
+    # die (int3 in a task that no handler claims), with no module loaded. One TCG thread runs all
+    # processors in turn.
     **{
         series: Series(
             "trixie-backports",
@@ -81,13 +82,13 @@ SERIES = {
 }
 
 
-# All that prepare() knows.
+# All names that prepare() accepts.
 NAMES = (*SERIES, *debug_kernel.KINDS)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """An extracted kernel. `release` is what `uname -r` says in the guest."""
+    """An extracted kernel. `release` is what `uname -r` prints in the guest."""
 
     series: str
     release: str
@@ -95,18 +96,18 @@ class Kernel:
 
     @property
     def version(self) -> tuple[int, int]:
-        """(6, 12) of a release of 6.12."""
+        """Returns the version as numbers: (6, 12) for a release of 6.12."""
         major, minor = self.release.split(".")[:2]
         return int(major), int(minor)
 
     @property
     def tcg_threads(self) -> str:
-        """How QEMU's TCG may run several virtual processors of it."""
+        """Returns the threading mode that QEMU's TCG may use for several virtual processors."""
         return SERIES[self.series].tcg_threads if self.series in SERIES else "multi"
 
     @property
     def vmlinuz(self) -> Path:
-        """The bootable image; newer packages keep it beside the modules."""
+        """Returns the bootable image; newer packages keep it beside the modules."""
         for path in (self.root / f"boot/vmlinuz-{self.release}", self.modules / "vmlinuz"):
             if path.is_file():
                 return path
@@ -114,7 +115,7 @@ class Kernel:
 
     @property
     def modules(self) -> Path:
-        """lib/modules/RELEASE: kernel/, modules.dep, modules.builtin."""
+        """Returns lib/modules/RELEASE, with kernel/, modules.dep and modules.builtin."""
         for lib in ("lib", "usr/lib"):
             path = self.root / lib / "modules" / self.release
             if (path / "kernel").is_dir():
@@ -123,7 +124,7 @@ class Kernel:
 
     @property
     def kdir(self) -> Path:
-        """For `make -C KDIR M=...`."""
+        """Returns the directory KDIR for `make -C KDIR M=...`."""
         return self.root / f"usr/src/linux-headers-{self.release}"
 
     def as_dict(self) -> dict[str, str]:
@@ -137,7 +138,7 @@ class Kernel:
         }
 
     def module_files(self, names: Iterable[str]) -> list[Path]:
-        """The .ko files of the named modules, each after those that it depends on.
+        """Returns the .ko files of the named modules, each after its dependencies.
 
         Modules that are built in need no file and are left out.
         """
@@ -219,7 +220,7 @@ def _fetch(series: str, base: Path) -> Kernel:
     toolchain.fetch(spec.suite, spec.packages, debs, scratch)
     release = _release(scratch)
     root = base / release
-    # The tree holds its own final path: absolute links and includes point there.
+    # The tree contains its own final path, because absolute links and includes point there.
     _relocate(scratch, root, release)
     if spec.compiler:
         tools = toolchain.prepare(spec.compiler)
@@ -240,7 +241,7 @@ def _release(root: Path) -> str:
 
 
 def _relocate(scratch: Path, final: Path, release: str) -> None:
-    """Makes the packages' absolute paths under /usr/src and /usr/lib those of `final`."""
+    """Redirects the packages' absolute paths under /usr/src and /usr/lib to `final`."""
     moved = re.compile(r"(?<![\w.])/usr/(src|lib)/linux-")
     headers = scratch / f"usr/src/linux-headers-{release}"
     for name in ("Makefile", ".kernelvariables"):
@@ -256,7 +257,7 @@ def _relocate(scratch: Path, final: Path, release: str) -> None:
             if target.startswith("/usr/"):
                 path.unlink()
                 path.symlink_to(f"{final}{target}")
-    # The packages leave modules.dep to their installation.
+    # Debian creates modules.dep only when a package is installed.
     lib = next(scratch.glob("**/lib/modules")).parent.parent
     depmod = shutil.which("depmod") or "/sbin/depmod"
     subprocess.run([depmod, "-b", str(lib), release], check=True)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The host kernel's own merging of equal pages (KSM), switched on for a while.
+"""Kernel samepage merging (KSM) of the host, switched on for a limited time.
 
-Only memory that was marked for it is looked at: QEMU's private memory with merge=on. Settings are
-put back as they were and all pages unmerged; a host that uses KSM already is left alone.
+KSM scans only memory that was marked for it: QEMU's private memory with merge=on. On exit, the
+settings are restored and all pages are unmerged. On a host that already uses KSM, it is not
+changed.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from harness.wait import until
 
 FOLDER = Path("/sys/kernel/mm/ksm")
 STOP, RUN, UNMERGE = "0", "1", "2"
-# The kernel's note of a page that it has looked at (struct ksm_rmap_item).
+# Bytes of the kernel's record of a page that it has scanned (struct ksm_rmap_item).
 ITEM_BYTES = 64
-SETTLED_FRACTION = 0.01  # of the merged pages; a scan that adds no more has found what there is
+SETTLED_FRACTION = 0.01  # of the merged pages; a scan that adds fewer has found all there are
 
 
 class Ksm:
-    """Use it in a `with` statement; `pages_to_scan` every `sleep_ms`."""
+    """Switches KSM on in a `with` statement; it scans `pages_to_scan` pages every `sleep_ms`."""
 
     def __init__(self, pages_to_scan: int, sleep_ms: int) -> None:
         self._settings = {"pages_to_scan": pages_to_scan, "sleep_millisecs": sleep_ms}
@@ -55,16 +56,16 @@ class Ksm:
         return int((FOLDER / name).read_text())
 
     def saved_bytes(self, page_bytes: int) -> int:
-        """Memory that would be taken without it."""
+        """Returns the bytes that the merged pages would take without KSM."""
         return self.count("pages_sharing") * page_bytes
 
     def own_bytes(self) -> int:
-        """The kernel's notes of the pages that it looks at."""
+        """Returns the bytes of the kernel's records of the pages that it scans."""
         kinds = ("pages_shared", "pages_sharing", "pages_unshared", "pages_volatile")
         return sum(self.count(kind) for kind in kinds) * ITEM_BYTES
 
     def settle(self, seconds: float) -> None:
-        """Waits until two whole scans in a row hardly merge any more."""
+        """Waits until two complete scans in a row merge hardly any more pages."""
         scans, merged = self.count("full_scans"), self.count("pages_sharing")
 
         def settled() -> bool:
@@ -79,7 +80,7 @@ class Ksm:
 
     @staticmethod
     def pid() -> int:
-        """Of its thread in the kernel."""
+        """Returns the pid of the kernel thread ksmd."""
         for path in Path("/proc").glob("[0-9]*/comm"):
             try:
                 if path.read_text() == "ksmd\n":

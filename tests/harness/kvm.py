@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Whether guests can run on KVM here: not that there is a /dev/kvm, but that one boots on it.
+"""Checks whether guests can run on KVM here.
 
-In a virtual machine KVM may be there, make VMs and processors, and then fail at what a processor
-needs. So the last word has a guest.
+An existing /dev/kvm is not enough. In a virtual machine, KVM may exist, create VMs and processors,
+and then fail at a feature that a processor needs. Therefore the last check boots a guest.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from harness.vm import Config, Vm
 
 DEVICE = Path("/dev/kvm")
 
-# linux/kvm.h
+# These numbers are from linux/kvm.h.
 GET_API_VERSION = 0xAE00
 CREATE_VM = 0xAE01
 API_VERSION = 12
 
 
 def why_not(kernel: Kernel, device: Path = DEVICE) -> str | None:
-    """None: KVM can be used. Otherwise the reason, for a person."""
+    """Returns None if KVM can be used, and otherwise the reason as text."""
     return no_vm(device) or no_guest(kernel)
 
 
 def no_vm(device: Path = DEVICE) -> str | None:
-    """Why the kernel makes no virtual machine, or None."""
+    """Returns the reason why the kernel creates no virtual machine, or None."""
     try:
         kvm = os.open(device, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -48,7 +48,7 @@ def no_vm(device: Path = DEVICE) -> str | None:
 
 
 def no_guest(kernel: Kernel) -> str | None:
-    """Why no guest boots on it, or None."""
+    """Returns the reason why no guest boots on KVM, or None."""
     with tempfile.TemporaryDirectory(prefix="tmem-kvm-") as folder:
         vm = Vm(Config(kernel, name="kvm-probe", accelerator="kvm"), Path(folder) / "vm")
         try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A stock libvirtd of its own: nothing of the machine's libvirt is read, written or seen.
+"""A separate stock libvirtd, which does not touch the machine's own libvirt.
 
-It runs in a mount namespace where its folders are private ones. Its sockets are where both sides
-see them. Its QEMUs, which are nobody's children and outlive it, are in a namespace of processes
-with it: however the tests end, the kernel ends that, and all that is in it.
+libvirtd runs in a mount namespace where its directories are private ones. Its sockets are visible
+on both sides. Its QEMUs have no parent in the tests and outlive libvirtd, so both run in a pid
+namespace. However the tests end, the kernel ends that namespace and all processes in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from harness.process import Process, tail
 from harness.vm import BOOT_SECONDS, TROUBLE
 from harness.wait import Deadline, scaled, until
 
-# No cgroups, labels or owners: the machine may be a container, and kernel and disks are not ours.
+# The domains have no cgroups, labels or owners, because the machine may be a container, and because
+# the kernel and disk files must keep their owners.
 QEMU_CONF = """\
 user = "root"
 group = "root"
@@ -39,10 +40,11 @@ remember_owner = 0
 stdio_handler = "file"
 """
 
-# Owner of the sockets: another than the daemon's user, and QEMU, which is root here, may use them.
+# Owner of the VM sockets. It is another user than the daemon's; QEMU, which is root here, may
+# connect all the same.
 OWNER = "libvirt-qemu"
 
-# What libvirtd keeps on the machine, each replaced by a folder of ours.
+# Directories of libvirtd on the machine. Each is replaced by a private one.
 FOLDERS = (
     "/etc/libvirt",
     "/run/libvirt",
@@ -54,7 +56,7 @@ FOLDERS = (
 
 @dataclass(frozen=True)
 class Run:
-    """How a program ended."""
+    """Result of a program."""
 
     status: int
     stdout: str
@@ -62,15 +64,15 @@ class Run:
 
 
 def run(command: list[str | Path], stdin: str | None = None) -> Run:
-    """Runs a program to its end."""
+    """Runs a program until it ends."""
     done = subprocess.run(
         command, check=False, capture_output=True, text=True, input=stdin, timeout=scaled(60)
     )
     return Run(done.returncode, done.stdout, done.stderr)
 
 
-# Mounts, processes and the host's name; the first process in them, and with it all others, dies
-# with unshare.
+# Namespaces for mounts, processes and the host's name. Their first process ends with unshare, and
+# all other processes end with the first one.
 NAMESPACES = (
     *("unshare", "--mount", "--propagation", "private", "--uts"),
     *("--pid", "--fork", "--kill-child", "--mount-proc"),
@@ -78,20 +80,21 @@ NAMESPACES = (
 
 
 def can_mount() -> bool:
-    """May this process mount over folders, in namespaces of its own?"""
+    """Returns whether this process may mount over directories in its own namespaces."""
     return run([*NAMESPACES, "mount", "--bind", "/etc", "/etc"]).status == 0
 
 
 def child(pid: int) -> int | None:
-    """The one child of a process."""
+    """Returns the only child of a process, or None."""
     pids = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return int(pids[0]) if pids else None
 
 
 class Libvirt:
-    """libvirtd with virsh and tmemctl that talk to it. `control` is tmemd's socket.
+    """libvirtd, and virsh and tmemctl that talk to it. `control` is tmemd's control socket.
 
-    `host`: libvirtd takes itself to be on a host of that name, and migrates to others.
+    `host` is the host name that this libvirtd sees. It migrates only to a libvirtd with another
+    name.
     """
 
     def __init__(self, folder: Path, control: Path, host: str = "tmem-host") -> None:
@@ -105,7 +108,10 @@ class Libvirt:
         self._bridge: Process | None = None
 
     def install_hook(self) -> None:
-        """Puts tmem-hook into its hooks; before start(), when it looks for them."""
+        """Installs tmem-hook.
+
+        Call it before start(), because libvirtd looks for hooks when it starts.
+        """
         path = self.folder / "etc-libvirt/hooks/qemu.d/virtio-tmem"
         path.parent.mkdir(parents=True, exist_ok=True)
         hook = host_binary("tmem-hook").resolve()
@@ -113,7 +119,7 @@ class Libvirt:
         path.chmod(0o755)
 
     def start(self) -> None:
-        """Starts it and waits until it answers."""
+        """Starts libvirtd and waits until it answers."""
         for program in ("libvirtd", "virsh", "unshare", "nsenter"):
             if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
                 raise HarnessError(f"no {program}: scripts/deps test installs what tests need")
@@ -133,7 +139,7 @@ class Libvirt:
 
         def answers() -> bool:
             process.expect_alive()
-            # Not "version", which fails on a host without a QEMU of its own.
+            # The command "version" would fail on a host without an installed QEMU.
             return self._virsh("list").status == 0
 
         try:
@@ -142,7 +148,7 @@ class Libvirt:
             raise HarnessError(f"{error}\n{self.report()}") from None
 
     def _enter(self) -> int:
-        """Makes the namespaces, once. The pid of the first process in them."""
+        """Creates the namespaces once, and returns the pid of their first process."""
         if self._namespaces is None:
             script = [f"hostname {self.host}"]
             for place in FOLDERS:
@@ -150,7 +156,8 @@ class Libvirt:
                 own.mkdir(parents=True, exist_ok=True)
                 script.append(f"mkdir -p {place} && mount --bind {own} {place}")
             (self.folder / "etc-libvirt/qemu.conf").write_text(QEMU_CONF)
-            # It inherits the QEMUs of a libvirtd that ends, and must not leave them undead.
+            # This process inherits the QEMUs of a libvirtd that ends, and must not leave them as
+            # zombies.
             script.append("exec env --ignore-signal=CHLD sleep infinity")
             command = [*NAMESPACES, "sh", "-ec", " && ".join(script)]
             log = self.folder / "namespaces.log"
@@ -170,7 +177,7 @@ class Libvirt:
         return self.folder / "tmem-libvirt.log"
 
     def start_bridge(self) -> None:
-        """Starts tmem-libvirt, over the socket that only reads, and waits until it follows."""
+        """Starts tmem-libvirt on the read-only socket, and waits until it follows libvirt."""
         socket = f"{self.folder}/sockets/libvirt-sock-ro"
         command: list[str | Path] = [
             host_binary("tmem-libvirt"),
@@ -186,7 +193,7 @@ class Libvirt:
         until(follows, 20, "tmem-libvirt follows libvirt")
 
     def restart(self) -> None:
-        """Ends libvirtd, which leaves its domains running, and starts it again."""
+        """Restarts libvirtd, which leaves its domains running."""
         if self._process and (libvirtd := child(self._process.pid)):
             os.kill(libvirtd, signal.SIGTERM)
             self._process.wait(20)
@@ -196,14 +203,14 @@ class Libvirt:
         return run(["virsh", "--quiet", "--connect", self.uri, *words], stdin)
 
     def virsh(self, *words: str | Path, stdin: str | None = None) -> str:
-        """What virsh prints; fails with what it complains of."""
+        """Runs virsh and returns its output; raises with its error message if it fails."""
         done = self._virsh(*words, stdin=stdin)
         if done.status != 0:
             raise HarnessError(f"virsh {words}: {done.stderr}\n{self.report()}")
         return done.stdout
 
     def virsh_refused(self, *words: str) -> str:
-        """What virsh complains of; fails if it does not."""
+        """Runs virsh, which must fail, and returns its error message."""
         done = self._virsh(*words)
         if done.status == 0:
             raise HarnessError(f"virsh {words} was to fail: {done.stdout}")
@@ -216,21 +223,21 @@ class Libvirt:
         )  # fmt: skip
 
     def tmemctl(self, command: str, domain: str, *words: str | Path) -> str:
-        """What tmemctl prints; fails with what it complains of."""
+        """Runs tmemctl and returns its output; raises with its error message if it fails."""
         done = self.tmemctl_run(command, domain, *words)
         if done.status != 0 or done.stderr:
             raise HarnessError(f"tmemctl {command} {words}: {done.status} {done.stderr}")
         return done.stdout
 
     def refused(self, command: str, domain: str, *words: str | Path) -> str:
-        """What tmemctl complains of, with status 1; fails if it does not."""
+        """Runs tmemctl, which must fail with status 1, and returns its error message."""
         done = self.tmemctl_run(command, domain, *words)
         if done.status != 1:
             raise HarnessError(f"tmemctl {command} {words}: {done.status} {done.stdout}")
         return done.stderr
 
     def config(self, domain: str) -> str:
-        """The XML of the next start, as libvirt writes it."""
+        """Returns the XML of the next start, as libvirt writes it."""
         return self.virsh("dumpxml", "--inactive", domain)
 
     def stop(self) -> None:
@@ -247,7 +254,7 @@ class Libvirt:
                     process.kill()
 
     def report(self) -> str:
-        """Its last words, for a failed test's report."""
+        """Returns the ends of the logs, for a failed test's report."""
         domains = sorted((self.folder / "var-log-libvirt").glob("qemu/*.log"))
         logs = [self.log, self.bridge_log, *domains]
         return "\n".join(f"--- {path.name}\n{tail(path)}" for path in logs)
@@ -255,7 +262,7 @@ class Libvirt:
 
 @dataclass(frozen=True)
 class Machine:
-    """A domain to be: a TCG guest of the harness, with agent, console and one disk."""
+    """A domain to define: a TCG guest of the harness, with agent, console and one disk."""
 
     name: str
     uuid: str
@@ -274,10 +281,13 @@ class Machine:
         return self.folder / "agent"
 
     def xml(self, memory_mib: int = 256) -> str:
-        """Its XML, with what libvirt does not know passed on to QEMU: where firmware is."""
+        """Returns the domain's XML.
+
+        QEMU gets the directories of its firmware as extra arguments.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         image = initramfs.build(self.kernel, self.folder / "initramfs", files=self.files)
-        # no_timer_check: on a busy machine TCG is late with the ticks that a boot looks for.
+        # no_timer_check: on a busy machine, TCG delays the ticks that the check at boot waits for.
         command = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable no_timer_check"
         folders = ("/usr/share/seabios", "/usr/share/qemu")
         arguments = "".join(
@@ -333,7 +343,7 @@ class Machine:
 
 
 def emulator_link(folder: Path) -> Path:
-    """The same emulator under another name."""
+    """Returns a link to the emulator under another name."""
     link = folder / "qemu-system-x86_64"
     link.symlink_to(qemu_binary())
     return link

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A VM moves from one QEMU to another on this host, or through a file, step by step.
+"""Moves a VM from one QEMU to another on this host, or through a file, step by step.
 
-Each step is a call of its own, so that a test can break in between. The guest's agent is
-connected anew on the other side; what runs in the guest has to be detached from it.
-Never here: what has to hold before and after.
+Each step is a separate call, so that a test can interfere in between. On the other side, the
+connection to the guest's agent is made again. Programs in the guest must be detached from it. Out
+of scope: checks of the state before and after a migration.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import WaitTimeout, until
 
-# Memory of a guest that writes all the time has to be copied faster than it writes.
+# A guest that writes all the time must be copied faster than it writes.
 UNLIMITED = 0
-# A guest under TCG, on a loaded machine, rests as long for the last of it.
+# Longest pause at the end of a migration, for a guest under TCG on a loaded machine.
 DOWNTIME_MS = 2000
-# Slow enough to do something meanwhile.
+# A speed that is slow enough for other actions during the migration.
 SLOW_BYTES_PER_SECOND = 4 * MIB
 ENDS = ("completed", "failed", "cancelled")
 SECONDS = 120.0
 
 
 def receiver(session: Session, vm: Vm, tmem: Tmem | None, **changes: Any) -> Vm:
-    """The same machine, launched, that waits for the state of `vm`; with changes, if any."""
+    """Launches a VM like `vm`, perhaps with changes, that waits for the state of `vm`."""
     config: Config = replace(vm.config, tmem=tmem, incoming=True, **changes)
     other = session.vm(config)
     other.launch()
@@ -45,7 +45,7 @@ def begin(
     capabilities: Sequence[str] = (),
 ) -> None:
     """Starts to move `source` into `target`; returns at once."""
-    # Without word from the other side, one that could not take the state is not noticed.
+    # Without the return path, the source would not notice a target that cannot take the state.
     for vm in (target, source):
         enable(vm, "return-path", *capabilities)
     uri = f"unix:{target.folder / 'migration'}"
@@ -60,18 +60,18 @@ def set_speed(source: Vm, bytes_per_second: int, downtime_ms: int = DOWNTIME_MS)
 
 
 def enable(vm: Vm, *capabilities: str, state: bool = True) -> None:
-    """Switches capabilities of migration on, or off."""
+    """Switches migration capabilities on or off."""
     wanted = [{"capability": name, "state": state} for name in capabilities]
     vm.qmp.execute("migrate-set-capabilities", {"capabilities": wanted})
 
 
 def progress(vm: Vm) -> Mapping[str, Any]:
-    """query-migrate, as this side sees it."""
+    """Returns this side's answer to query-migrate."""
     return dict(vm.qmp.execute("query-migrate"))
 
 
 def wait(vm: Vm, wanted: str, seconds: float = SECONDS) -> Mapping[str, Any]:
-    """Waits until the migration is in that state; another end of it is a failure."""
+    """Waits until the migration is in that state; raises if it ends in another state."""
     found: Mapping[str, Any] = {}
 
     def reached() -> bool:
@@ -102,7 +102,7 @@ def half_done(source: Vm) -> None:
 
 
 def first_pass(source: Vm) -> None:
-    """Waits until all memory was copied once, and is left with what was written meanwhile."""
+    """Waits until all memory was copied once, so that only pages written meanwhile remain."""
 
     def done() -> bool:
         found = progress(source)
@@ -114,7 +114,10 @@ def first_pass(source: Vm) -> None:
 
 
 def move(source: Vm, target: Vm) -> Mapping[str, Any]:
-    """Moves it, ends the QEMU that it leaves, and connects to the guest. Returns the figures."""
+    """Moves the VM, ends the QEMU that it leaves, and connects to the guest.
+
+    Returns the figures.
+    """
     begin(source, target)
     figures = wait(source, "completed")
     arrive(source, target)
@@ -122,21 +125,21 @@ def move(source: Vm, target: Vm) -> Mapping[str, Any]:
 
 
 def arrive(source: Vm, target: Vm) -> None:
-    """The guest runs in `target`: `source` is ended."""
+    """Waits until the guest runs in `target`, ends `source`, and connects to the guest."""
     until(lambda: target.status() == "running", SECONDS, f"{target.name} runs where it arrived")
     source.quit()
     target.connect()
 
 
 def save(vm: Vm, path: Path) -> None:
-    """Writes the state of a VM that rests to a file."""
+    """Writes the state of a paused VM to a file."""
     set_speed(vm, UNLIMITED)
     vm.qmp.execute("migrate", {"uri": f"file:{path}"})
     wait(vm, "completed")
 
 
 def restore(target: Vm, path: Path) -> None:
-    """Lets a receiver go on from such a file, and connects to the guest."""
+    """Restores a receiver from such a file, and connects to the guest."""
     target.qmp.execute("migrate-incoming", {"uri": f"file:{path}"})
     wait(target, "completed")
     if target.status() != "running":

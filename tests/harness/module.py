@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The guest driver's module, built for a kernel in a copy of its sources in the cache."""
+"""The guest driver's module, built for a kernel from a copy of its sources in the cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MODULE = "virtio_tmem.ko"
 PATCH = "tests/guest/patch"
 SUFFIXES = (".c", ".h", ".S", ".mk")
 NAMES = ("Makefile", "Kbuild")
-BUILDS_KEPT = 16  # per kernel; edits and branches would pile up
+BUILDS_KEPT = 16  # per kernel, so that the builds of edits and branches do not accumulate
 
 
 def build(kernel: Kernel, *, test: bool = False) -> Path:
-    """The module for a kernel; `test` has the test-only parameters. TMEM_KO overrides."""
+    """Returns the module for a kernel; `test` adds test-only parameters. TMEM_KO overrides it."""
     if named := os.environ.get("TMEM_KO"):
         if not Path(named).is_file():
             raise HarnessError(f"TMEM_KO={named}: no such file")
@@ -30,7 +30,7 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
 
 
 def build_patch(kernel: Kernel) -> Path:
-    """The module of tests/guest/patch for a kernel: another user of ftrace."""
+    """Returns the module of tests/guest/patch, which is another user of ftrace."""
     sources = sorted((ROOT / PATCH).iterdir())
     return _build(kernel, sources, PATCH, "patch.ko")
 
@@ -56,7 +56,7 @@ def _build(
 
 
 def _sources() -> list[Path]:
-    """Everything that goes into the module; the copy keeps the folders' layout."""
+    """Returns all sources of the module. The copy keeps their directory layout."""
     found = [ROOT / "proto/virtio_tmem.h"]
     for path in (ROOT / "guest-driver").rglob("*"):
         generated = path.name.endswith(".mod.c") or "build" in path.relative_to(ROOT).parts
@@ -77,7 +77,7 @@ def _compile(kernel: Kernel, folder: Path, sources: list[Path], module: Path, te
         command = ["make", "-C", str(kernel.kdir), f"M={module.parent}", "modules"]
     if test:
         command.append("TEST=1")
-    # make's own variables of a caller (make check) are not for the kernel's build.
+    # The variables of a caller's make (make check) must not reach the kernel's build.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     environment.pop("MFLAGS", None)
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Where things are: the checkout, the cache, binaries named by the environment."""
+"""Paths of the checkout, of the cache, and of programs that the environment may name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ROOT = TESTS.parent
 
 
 class HarnessError(Exception):
-    """Something that the harness needs is missing or did not happen in time."""
+    """Something that the harness needs is missing, or did not happen in time."""
 
 
 def cache_dir() -> Path:
-    """The project's cache, created on first use."""
+    """Returns the project's cache directory, which the first call creates."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = Path(base) / "virtio-tmem"
     path.mkdir(parents=True, exist_ok=True)
@@ -25,7 +25,7 @@ def cache_dir() -> Path:
 
 
 def qemu_binary() -> Path:
-    """The QEMU with the device: TMEM_QEMU, else what qemu-dev/build last built."""
+    """Returns the QEMU with the device: TMEM_QEMU, or the last one that qemu-dev/build built."""
     if named := os.environ.get("TMEM_QEMU"):
         if not Path(named).is_file():
             raise HarnessError(f"TMEM_QEMU={named}: no such file")
@@ -39,7 +39,7 @@ def qemu_binary() -> Path:
 
 
 def host_binary(name: str) -> Path:
-    """A program of host-daemon: from TMEM_BIN_DIR, else the newer of its two builds."""
+    """Returns a program of host-daemon: from TMEM_BIN_DIR, or else the newer of its two builds."""
     if folder := os.environ.get("TMEM_BIN_DIR"):
         path = Path(folder) / name
         if not path.is_file():
@@ -55,9 +55,9 @@ def host_binary(name: str) -> Path:
 
 
 def guest_program(source: Path, *flags: str) -> Path:
-    """A static program for the guest, compiled once per content.
+    """Returns a static program for the guest, which is compiled once for each content.
 
-    Files beside NAME.c that are called NAME_*.c are further parts of it.
+    Files beside NAME.c with names NAME_*.c are further parts of the program.
     """
     command = ["gcc", "-static", "-O2", "-g0", "-Wall", "-Wextra", "-Werror", *flags]
     interfaces = [ROOT / "proto/virtio_tmem.h", ROOT / "guest-driver/virtio_tmem_ioctl.h"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A child process in a session of its own, whose output goes to a file.
+"""A child process in its own session, with output to a file.
 
-The kernel kills it when the thread that started it ends, so start processes from the
-main thread. It is only ever signalled by the pid that this object waits for.
+The kernel kills the process when the thread that started it ends, so start processes from the main
+thread. Signals go only to the pid for which this object waits.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pathlib import Path
 from harness.paths import HarnessError
 from harness.wait import scaled, until
 
-TAIL_BYTES = 8192  # of a log, in a report
+TAIL_BYTES = 8192  # end of a log that a report shows
 
 
 def tail(path: Path, limit_bytes: int = TAIL_BYTES) -> str:
-    """The last bytes of a text file, or a word why there is none."""
+    """Returns the last bytes of a text file, or the reason why there are none."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -31,7 +31,7 @@ def tail(path: Path, limit_bytes: int = TAIL_BYTES) -> str:
 
 
 class Process:
-    """A running program; `log` gets its stdout and stderr."""
+    """A running program; `log` receives its stdout and stderr."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Process:
         self.command = [str(word) for word in command]
         self.log = log
         with open(log, "ab") as output:
-            # setpriv replaces itself by the program: the pid is the program's.
+            # setpriv replaces itself by the program, so its pid becomes the program's.
             self._child = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *self.command],
                 stdin=subprocess.DEVNULL,
@@ -53,7 +53,7 @@ class Process:
                 start_new_session=True,
                 env={**os.environ, **environment} if environment else None,
             )
-        # Only then does it die with its parent.
+        # The program dies with its parent only once setpriv has replaced itself.
         until(self._is_the_program, 10, f"{name} starts")
 
     @property
@@ -61,7 +61,7 @@ class Process:
         return self._child.pid
 
     def status(self) -> int | None:
-        """None while it runs, else its exit code, or minus the signal that ended it."""
+        """Returns None while the process runs, else its exit code or minus the ending signal."""
         return self._child.poll()
 
     def alive(self) -> bool:
@@ -74,12 +74,12 @@ class Process:
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """Signals a process that must still run."""
+        """Sends a signal to a process, which must still run."""
         self.expect_alive()
         self._child.send_signal(number)
 
     def pause(self) -> None:
-        """SIGSTOP, and waits until the kernel shows it stopped."""
+        """Sends SIGSTOP, and waits until the kernel shows the process as stopped."""
         self.signal(signal.SIGSTOP)
         until(lambda: self._state() == "T", 10, f"{self.name} stops at SIGSTOP")
 
@@ -87,20 +87,23 @@ class Process:
         self.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone. Harmless when it already is."""
+        """Sends SIGKILL if the process still runs, and returns when it has ended."""
         if self.alive():
             self._child.kill()
         self._child.wait(scaled(30))
 
     def terminate(self, seconds: float = 10) -> int:
-        """SIGTERM, waits, returns the exit status; kills and fails if it does not end."""
+        """Sends SIGTERM and returns the exit status.
+
+        Kills the process and raises if it does not end.
+        """
         if self.alive():
             self._child.send_signal(signal.SIGCONT)
             self._child.terminate()
         return self.wait(seconds)
 
     def wait(self, seconds: float) -> int:
-        """Waits for its own end; kills and fails if that does not come."""
+        """Waits for the process to end by itself. Kills it and raises if it does not."""
         try:
             return self._child.wait(scaled(seconds))
         except subprocess.TimeoutExpired:
@@ -111,12 +114,12 @@ class Process:
             ) from None
 
     def resident_bytes(self) -> int:
-        """Resident memory, shared mappings included."""
+        """Returns the resident memory in bytes, including shared mappings."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE")
 
     def _is_the_program(self) -> bool:
-        # At first it still shows our own command line, then setpriv's.
+        # At first the process shows this program's command line, then setpriv's.
         if not self.alive():
             return True
         shown = Path(f"/proc/{self.pid}/cmdline").read_bytes()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Makes qcow2 images with the QEMU under test itself, over QMP: no qemu-img needed."""
+"""Creates qcow2 images with the QEMU under test over QMP, so that qemu-img is not needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.wait import until
 
 
 def create(path: Path, size_bytes: int, backing: Path | None = None) -> Path:
-    """A qcow2 image, for instance to take snapshots of a VM into: blank, or over a raw image."""
+    """Creates a qcow2 image, blank or over a raw image, for instance for snapshots of a VM."""
     path.touch()
     with tempfile.TemporaryDirectory(prefix="tmem-") as folder:
         socket = Path(folder) / "qmp"

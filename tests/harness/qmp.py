@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A blocking face on QEMU's own QMP library, with every call bounded."""
+"""A blocking interface to QEMU's own QMP library, with a time limit for every call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class QmpError(HarnessError):
 
 
 class Qmp:
-    """One QMP connection; events are kept from the start, in order."""
+    """One QMP connection. It keeps all events from the start, in order."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._name = name
@@ -65,7 +65,7 @@ class Qmp:
     def execute(
         self, command: str, arguments: Mapping[str, object] | None = None, seconds: float = 10
     ) -> Any:
-        """Runs a command and returns its answer, raises QmpError or WaitTimeout."""
+        """Runs a command and returns its answer; raises QmpError or WaitTimeout."""
         try:
             return self._call(
                 self._client.execute(command, dict(arguments) if arguments else None),
@@ -76,17 +76,17 @@ class Qmp:
             raise QmpError(f"{self._name}: {command}: {error}") from error
 
     def human(self, line: str, seconds: float = 10) -> str:
-        """A line of the human monitor, for what QMP has no command for."""
+        """Runs a line of the human monitor, for operations without a QMP command."""
         arguments = {"command-line": line}
         return str(self.execute("human-monitor-command", arguments, seconds))
 
     def events_seen(self) -> int:
-        """How many events there were: a mark for wait_event()."""
+        """Returns the number of events so far, as a mark for wait_event()."""
         with self._arrived:
             return len(self._events)
 
     def wait_event(self, name: str, seconds: float, after: int = 0) -> Message:
-        """The first event of that name behind the mark `after`."""
+        """Waits for the first event of that name after the mark `after`, and returns it."""
         deadline = Deadline(seconds, f"{self._name}: event {name}")
         with self._arrived:
             while True:
@@ -116,7 +116,7 @@ class Qmp:
             deadline.check()
 
     def close(self) -> None:
-        """Ends connection and thread, whatever state they are in."""
+        """Ends the connection and its thread, in whatever state they are."""
 
         async def disconnect() -> None:
             if self._listener:

@@ -12,12 +12,13 @@ from harness.paths import ROOT, HarnessError
 
 SOURCE = ROOT / "guest-driver/hooks/init.c"
 
-# Debian 12, Debian 13 and their backports. The security archive has a newer kernel than its suite.
+# Debian 12, Debian 13 and their backports. The security archive may have a newer kernel than its
+# suite.
 SUITES = (
     "bookworm", "bookworm-security", "bookworm-backports",
     "trixie", "trixie-security", "trixie-backports",
 )  # fmt: skip
-# The image of a release. Metapackages have no release in their name.
+# Pattern for the image of one release. Metapackages have no release in their name.
 IMAGE = r"linux-image-[0-9]+\.[0-9]+\.[0-9]+[-+0-9a-z.]*-cloud-amd64(-unsigned)?"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Owns what a test, the demo or a shell starts, and ends all of it, last one first."""
+"""Owns the processes of a test, the demo or a shell, and ends them all in reverse order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from harness.vm import Config, Vm
 
 
 class Session:
-    """A scratch folder with VMs and daemons; use it in a `with` statement.
+    """A scratch directory with VMs and daemons; use it in a `with` statement.
 
-    The folder's path is short: Unix sockets live in it (108 bytes).
+    The directory's path is short, because it contains Unix sockets (108 bytes).
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -26,7 +26,7 @@ class Session:
     def daemon(
         self, *tenants: Tenant | str, pool_size: str = "64MiB", options: list[str] | None = None
     ) -> Daemon:
-        """A tmemd for these VMs, not yet started."""
+        """Creates a tmemd for these VMs, which is not started yet."""
         named = [Tenant(entry) if isinstance(entry, str) else entry for entry in tenants]
         folder = self.folder / f"tmemd{len(self._members)}"
         daemon = Daemon(folder, named, pool_size, options or [])
@@ -34,23 +34,23 @@ class Session:
         return daemon
 
     def vm(self, config: Config) -> Vm:
-        """A VM, not yet started."""
+        """Creates a VM, which is not started yet."""
         vm = Vm(config, self.folder / f"{config.name}-{len(self._members)}")
         self._members.append(vm)
         return vm
 
     def check_consoles(self) -> None:
-        """Fails if any guest's kernel complained."""
+        """Raises if the kernel of any guest reported a fault."""
         for member in self._members:
             if isinstance(member, Vm):
                 member.check_console()
 
     def report(self) -> str:
-        """State and last words of all."""
+        """Returns the states and log ends of all members."""
         return "\n".join(member.report() for member in self._members)
 
     def close(self) -> None:
-        """Ends everything; each member's end is tried whatever the others did."""
+        """Ends all members; a failure of one does not prevent the end of the others."""
         failures: list[BaseException] = []
         for member in reversed(self._members):
             try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Parts of the tests that take about as long as each other."""
+"""Splits the tests into parts of similar duration."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from .paths import TESTS
 
-# What each test took; `--durations-to` writes it.
+# Duration of each test; `--durations-to` writes the file.
 DURATIONS = TESTS / "durations.txt"
-# Taken for a test that the list does not have yet, in seconds: a VM's boot, and a little work.
+# Assumed seconds of a test that is not in the list: a VM's boot, and a little work.
 UNKNOWN_SECONDS = 15.0
 
 
 def read(path: Path = DURATIONS) -> dict[str, float]:
-    """Seconds by name, from lines of both."""
+    """Reads seconds by test name, from lines with both."""
     found = {}
     for line in path.read_text().splitlines():
         if line and not line.startswith("#"):
@@ -25,7 +25,7 @@ def read(path: Path = DURATIONS) -> dict[str, float]:
 
 
 def write(path: Path, durations: dict[str, float]) -> None:
-    """Tests that are there already keep their durations, unless they have new ones."""
+    """Writes the durations. Tests without a new duration keep their old one."""
     head = (
         "# SPDX-License-Identifier: Apache-2.0 OR MIT\n"
         "# Seconds of each test on two cores: written by pytest --durations-to\n"
@@ -36,13 +36,16 @@ def write(path: Path, durations: dict[str, float]) -> None:
 
 
 def split(names: Iterable[str], durations: dict[str, float], parts: int) -> list[list[str]]:
-    """The longest first, each to the part that has least: the same for the same names."""
+    """Assigns tests, longest first, to the part with the smallest sum.
+
+    The result depends only on the names and durations.
+    """
     seconds = {name: durations.get(name, UNKNOWN_SECONDS) for name in names}
     found: list[list[str]] = [[] for _ in range(parts)]
     sums = [0.0] * parts
     for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
         part = min(range(parts), key=lambda number: (sums[number], number))
         found[part].append(name)
-        # A part without weight would take all tests of none.
+        # Without a minimum, one part would get all tests that take no time.
         sums[part] += max(seconds[name], 1.0)
     return found

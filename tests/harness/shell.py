@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Boots a VM for a developer: runs commands in it, or gives a prompt.
 
-A blank or filled ext4 disk is mounted at /mnt unless --no-disk. With --daemon a tmemd
-is started and the device attached; with --ko the module is put into the guest and
-loaded. At the prompt each line is a command in the guest; lines that begin with a dot
-are for the harness (.help).
+A blank or filled ext4 disk is mounted at /mnt unless --no-disk. With --daemon, a tmemd is started
+and the device is attached. With --ko, the module is copied into the guest and loaded. At the
+prompt, each line is a command in the guest. Lines that begin with a dot are commands of the harness
+(.help).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm, Daemon 
 
 
 def prepare_guest(guest: Guest, options: argparse.Namespace) -> None:
-    """What is wanted after each boot: disk mounted, module loaded."""
+    """Mounts the disk and loads the module as requested, after each boot."""
     if not options.no_disk:
         guest.mount("data", "/mnt")
     if options.ko and not options.no_load:

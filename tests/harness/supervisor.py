@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Plays systemd for one tmemd, as its unit asks: Type=notify, WatchdogSec=, Restart=always.
+"""Acts as systemd for one tmemd, as its unit asks: Type=notify, WatchdogSec=, Restart=always.
 
-A daemon that says nothing for a period, or that it hangs, is ended by SIGKILL; one that has
-ended is started anew. A thread does it, beside whatever the test does meanwhile.
+It kills a daemon with SIGKILL that sends no heartbeat for a period, or that reports a hang. It
+restarts a daemon that has ended. A thread does this while the test continues.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from harness.daemon import Daemon
 from harness.wait import Deadline, until
 
-RESTART_SECONDS = 0.1  # RestartSec=
+RESTART_SECONDS = 0.1  # as RestartSec= in the unit
 MESSAGE_BYTES_MAX = 4096
 
 
 @dataclass
 class Supervisor:
-    """Owns the daemon's life between start() and stop(); `period` is WatchdogSec=."""
+    """Runs the daemon between start() and stop(); `period_seconds` is WatchdogSec=."""
 
     daemon: Daemon
     period_seconds: float
@@ -33,14 +33,14 @@ class Supervisor:
     _failure: BaseException | None = None
 
     def start(self) -> None:
-        """Starts the daemon; returns when it has said that it is ready."""
+        """Starts the daemon, and returns when it has reported that it is ready."""
         path = self.daemon.folder / "notify"
         path.unlink(missing_ok=True)
         ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         ear.bind(str(path))
         micros = int(self.period_seconds * 1e6)
         self.daemon.environment = {"NOTIFY_SOCKET": str(path), "WATCHDOG_USEC": str(micros)}
-        # What this thread starts ends with it.
+        # A process ends with the thread that started it, so this thread starts the daemon.
         self._thread = threading.Thread(target=self._run, args=(ear,), name="supervisor")
         self._thread.start()
         deadline = Deadline(30, "the supervised tmemd is ready")
@@ -49,7 +49,7 @@ class Supervisor:
             deadline.check()
 
     def stop(self) -> None:
-        """Leaves the daemon to nobody: it ends."""
+        """Stops the supervision, and then the daemon."""
         self._stop.set()
         if self._thread:
             self._thread.join()
@@ -57,7 +57,7 @@ class Supervisor:
         self._check()
 
     def wait_kills(self, number: int, seconds: float) -> None:
-        """Waits until it has ended so many, and the next one serves."""
+        """Waits until `number` daemons have been killed in total, and the next one serves."""
 
         def done() -> bool:
             self._check()
@@ -75,11 +75,11 @@ class Supervisor:
                 while not self._stop.is_set():
                     self._one(ear)
                     self._started.clear()
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asks
+        except BaseException as error:  # noqa: BLE001 - raised by _check()
             self._failure = error
 
     def _one(self, ear: socket.socket) -> None:
-        """One daemon, from its start to its end."""
+        """Runs one daemon from its start to its end."""
         self.daemon.start()
         last = time.monotonic()
         ear.settimeout(0.02)
@@ -95,13 +95,13 @@ class Supervisor:
             if word in ("READY=1", "WATCHDOG=1"):
                 last = time.monotonic()
             if word == "WATCHDOG=trigger" or time.monotonic() - last > self.period_seconds:
-                # Not ready for anybody who waits until the next one is.
+                # Until the next daemon is ready, wait_kills() must not see a ready one.
                 self._started.clear()
                 self.daemon.kill()
                 self.kills += 1
         self._started.clear()
         self._stop.wait(RESTART_SECONDS)
-        # What the dead one said last.
+        # Messages that the dead daemon sent last are discarded.
         ear.setblocking(False)
         while True:
             try:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A real systemd as process 1 of namespaces of its own, on this host's programs.
+"""A real systemd as process 1 of its own namespaces, with this host's programs.
 
-Its root is a tmpfs: the host's /usr read-only, but for /usr/sbin and for systemd's units, of which
-it has those that a test gives it and empty targets for what they order themselves after. So nothing
-else is started and nothing of the host is written. Needs root and a cgroup2 that can be mounted.
+Its root is a tmpfs with the host's /usr, which is read-only. Only /usr/sbin and the directory of
+systemd's units are replaced: the latter has the units of a test, and empty targets for their
+ordering. So systemd starts nothing else, and nothing of the host is written. It needs root, and a
+cgroup2 that can be mounted.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from harness.wait import scaled, until
 
 TARGETS = ["sysinit", "basic", "multi-user", "network", "shutdown", "local-fs", "umount", "final"]
 NAMESPACES = ["--mount", "--pid", "--cgroup", "--net", "--ipc", "--uts"]
-# A shell's script as process 1; what it starts ends with it, and it with whoever starts it.
+# Runs a shell script as process 1. Its children end with it, and it ends with its caller.
 SCRIPT = ["unshare", *NAMESPACES, "--fork", "--kill-child", "sh", "-c"]
 
-# $1: a folder with etc/, sbin/ and units/, and an empty root/.
+# The argument $1 is a directory with etc/, sbin/ and units/, and an empty root/.
 ROOT_SCRIPT = """
 set -e
 mount --make-rprivate /
@@ -67,7 +68,7 @@ rmdir /sys/fs/cgroup/probe
 
 
 def why_not() -> str | None:
-    """Why none can run here, or None."""
+    """Returns the reason why systemd cannot run here, or None."""
     if os.geteuid() != 0:
         return "namespaces and a control group of its own need root"
     if not Path("/lib/systemd/systemd").exists():
@@ -84,11 +85,11 @@ def why_not() -> str | None:
 
 @dataclass
 class Systemd:
-    """One, between start() and stop(); `folder` is its own."""
+    """One systemd, which runs between start() and stop(); `folder` belongs to it."""
 
     folder: Path
     _process: subprocess.Popen[bytes] | None = None
-    pid: int = 0  # of process 1, as this side sees it
+    pid: int = 0  # of process 1, in the pid namespace of this process
 
     def __post_init__(self) -> None:
         for name in ("etc/systemd/system", "sbin", "units", "root"):
@@ -111,17 +112,17 @@ class Systemd:
         return self.folder / "systemd.log"
 
     def write(self, name: str, text: str) -> None:
-        """A file of its root, before the start."""
+        """Writes a file of its root, before the start."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
     def path(self, name: str) -> Path:
-        """A file of its root, while it runs."""
+        """Returns the path of a file of its root, while it runs."""
         return Path(f"/proc/{self.pid}/root") / name.lstrip("/")
 
     def start(self) -> None:
-        """Starts it and waits until it answers."""
+        """Starts systemd and waits until it answers."""
         with self.log.open("wb") as log:
             process = subprocess.Popen(
                 [*SCRIPT, ROOT_SCRIPT, "sh", str(self.folder)],
@@ -144,7 +145,7 @@ class Systemd:
         until(answers, 30, "systemd has reached its basic target")
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command beside it."""
+        """Runs a command in its namespaces."""
         enter = ["nsenter", "--target", str(self.pid), *NAMESPACES, "--root", "--wd"]
         return subprocess.run(
             [*enter, *command],
@@ -157,18 +158,18 @@ class Systemd:
         )
 
     def expect(self, *command: str) -> str:
-        """The same; it must succeed."""
+        """Runs a command in its namespaces, which must succeed, and returns its output."""
         done = self.run(*command)
         if done.returncode != 0:
             raise HarnessError(f"{' '.join(command)}: {done.stdout.strip()}\n{tail(self.log)}")
         return done.stdout.strip()
 
     def show(self, unit: str, key: str) -> str:
-        """A property of a unit."""
+        """Returns a property of a unit."""
         return self.expect("systemctl", "show", unit, f"--property={key}", "--value")
 
     def stop(self) -> None:
-        """Ends it and all that it has started."""
+        """Ends systemd and all processes that it has started."""
         if self._process and self._process.poll() is None:
             if self.pid:
                 os.kill(self.pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A compiler of another Debian release, extracted in the cache, for kernels of that release.
+"""A compiler of another Debian release, extracted into the cache, for kernels of that release.
 
-A kernel's headers come with programs (objtool, modpost, ...) that need their release's C library,
-and want its compiler. Here is neither a chroot nor anything that needs privileges: each program is
-replaced by a line of shell that runs it through the dynamic loader beside it, with the libraries
-beside it. So they work on any x86-64 machine, whatever C library that has.
+A kernel's headers contain programs (objtool, modpost, ...) that need the C library and the compiler
+of their release. No chroot and no privileges are used. Each program is replaced by a shell line
+that runs it with the dynamic loader and the libraries of the extracted release. So they work on any
+x86-64 machine, whatever C library it has.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 from harness.paths import ROOT, HarnessError, cache_dir
 
-# The compiler and what it and a kernel's own programs load. Of GCC's packages those that
-# compile C; of the libraries no more than the programs name.
+# The compiler, and the libraries that it and a kernel's own programs load. Of GCC's packages, these
+# are the ones that compile C; of the libraries, only those that the programs name.
 PACKAGES = {
     "trixie": (
         "gcc-14-x86-64-linux-gnu", "cpp-14-x86-64-linux-gnu", "libgcc-14-dev",
@@ -31,14 +31,14 @@ PACKAGES = {
 
 TRIPLE = "x86_64-linux-gnu"
 LOADER = f"usr/lib/{TRIPLE}/ld-linux-x86-64.so.2"
-# In an ELF file that is a program this is the request for the loader, in its first page.
+# An ELF program requests its loader with these bytes, in its first page.
 INTERPRETER = b"/lib64/ld-linux-x86-64.so.2\0"
 PAGE_BYTES = 4096
-REAL = ".elf"  # what is added to a replaced program's name
+REAL = ".elf"  # appended to the name of a replaced program
 
 
 def prepare(suite: str) -> Path:
-    """Returns the root of a suite's compiler, fetched and extracted if it is not in the cache."""
+    """Returns the root of a suite's compiler, and fetches and extracts it if it is not cached."""
     base = cache_dir() / "toolchain"
     base.mkdir(exist_ok=True)
     root = base / suite
@@ -55,7 +55,7 @@ def _fetch(suite: str, base: Path, root: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     fetch(suite, PACKAGES[suite], debs, scratch)
     wrap_programs(scratch, root, root)
-    # GCC looks here for the assembler, and then wherever PATH says.
+    # GCC looks for the assembler here first, and then in PATH.
     for folder in scratch.glob(f"usr/libexec/gcc/{TRIPLE}/*"):
         (folder / "as").symlink_to(root / f"usr/bin/{TRIPLE}-as")
     scratch.rename(root)
@@ -73,7 +73,7 @@ def fetch(suite: str, packages: tuple[str, ...], debs: Path, root: Path) -> None
 
 
 def wrap_programs(scratch: Path, final: Path, toolchain: Path) -> None:
-    """Has all programs under `scratch`, which is to become `final`, run in the toolchain's loader.
+    """Makes all programs under `scratch`, which becomes `final`, use the toolchain's loader.
 
     `final` and `toolchain` may be the same.
     """
@@ -88,12 +88,12 @@ def wrap_programs(scratch: Path, final: Path, toolchain: Path) -> None:
         path.rename(path.with_name(path.name + REAL))
         real = final / path.relative_to(scratch).with_name(path.name + REAL)
         words = [f"{toolchain}/{LOADER}", "--library-path", libraries, "--argv0"]
-        # $0: programs look for their parts from where they were called.
+        # The program gets the $0 of the call, because programs look for their parts relative to it.
         path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$0" {shlex.quote(str(real))} "$@"\n')
         path.chmod(0o755)
 
 
 def kernel_variables(toolchain: Path) -> str:
-    """For a header tree's .kernelvariables: its compiler is the toolchain's."""
+    """Returns lines for a header tree's .kernelvariables that select the toolchain's compiler."""
     tools = f"{toolchain}/usr/bin"
     return f"override CROSS_COMPILE = {tools}/{TRIPLE}-\noverride PAHOLE = {tools}/pahole\n"

@@ -21,12 +21,12 @@ from harness.qmp import Qmp, QmpError
 from harness.wait import Deadline, WaitTimeout, until
 
 MIB = 1 << 20
-END_SECONDS = 20.0  # a QEMU that closed its sockets, until it has written its core
-REPLY_SECONDS = 5.0  # the agent of a guest that runs, to a connection that works
+END_SECONDS = 20.0  # from when QEMU closes its sockets until it has written its core
+REPLY_SECONDS = 5.0  # from when a running guest has an agent until a connection works
 BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
 
-# A console that shows one of these is a failed test, whatever else it saw. KCSAN reports the
-# kernel's own races as well; those that the module has a part in are test_debug_kernel.py's.
+# A console that shows one of these fails the test. KCSAN also reports the kernel's own races;
+# test_debug_kernel.py checks those in which the module takes part.
 TROUBLE = re.compile(
     r"Kernel panic|BUG: (?!KCSAN)|Oops|general protection|WARNING: |rcu_\w+ detected stalls"
     r"|blocked for more than|soft lockup|Bad page state|Internal error|EXT4-fs error"
@@ -36,7 +36,7 @@ TROUBLE = re.compile(
 
 @dataclass(frozen=True)
 class Tmem:
-    """The device; `socket` is where tmemd listens, or will, or never does."""
+    """The device; `socket` is where tmemd listens, perhaps later or never."""
 
     socket: Path
     num_queues: int | None = None
@@ -57,7 +57,7 @@ class Tmem:
 
 @dataclass(frozen=True)
 class Config:
-    """What a VM is made of."""
+    """Configuration of a VM."""
 
     kernel: Kernel
     name: str = "vm1"
@@ -69,17 +69,17 @@ class Config:
     files: Mapping[str, Path] = field(default_factory=dict)
     cmdline: str = ""
     machine: str = "q35"
-    tcg_threads: str | None = None  # "multi" or "single"; None: what the kernel bears
-    tcg_buffer_bytes: int | None = None  # for translated code; None: as QEMU likes
+    tcg_threads: str | None = None  # "multi" or "single"; None: as the kernel supports
+    tcg_buffer_bytes: int | None = None  # for translated code; None: QEMU's default
     accelerator: str | None = None  # None: TMEM_ACCEL, else tcg
     memory_backend: str = "memory-backend-memfd,share=on"
-    incoming: bool = False  # it waits for the state of another QEMU instead of booting
+    incoming: bool = False  # waits for the state of another QEMU instead of booting
     known_faults: str = ""  # regular expression: console lines of faults that the stock kernel has
     arguments: Sequence[str] = ()
 
 
 class Vm:
-    """A VM under `folder`, which holds its sockets and logs. start() boots it."""
+    """A VM in `folder`, which holds its sockets and logs. start() boots it."""
 
     def __init__(self, config: Config, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,15 +93,15 @@ class Vm:
         self._guest: Guest | None = None
         self._trouble_expected = False
 
-    # Start and end
+    # Starting and ending
 
     def command(self) -> list[str]:
-        """QEMU's command line."""
+        """Returns QEMU's command line."""
         config = self.config
         accelerator = config.accelerator or os.environ.get("TMEM_ACCEL", "tcg")
         if accelerator == "tcg":
             threads = config.tcg_threads or config.kernel.tcg_threads
-            # la57 off: a fifth level of page tables only costs time under TCG.
+            # la57 is off because a fifth level of page tables only costs time under TCG.
             buffer = f",tb-size={config.tcg_buffer_bytes // MIB}" if config.tcg_buffer_bytes else ""
             processor = ["-accel", f"tcg,thread={threads}{buffer}", "-cpu", "max,la57=off"]
         else:
@@ -112,7 +112,7 @@ class Vm:
             modules=config.modules,
             files=config.files,
         )
-        # no_timer_check: on a busy machine an emulated timer may come too late for that check.
+        # no_timer_check: on a busy machine an emulated timer may be too late for that check.
         fixed = "console=ttyS0 loglevel=6 oops=panic panic=0 tsc=reliable no_timer_check"
         cmdline = f"{fixed} {config.cmdline}"
         size = config.memory_bytes
@@ -152,8 +152,8 @@ class Vm:
         until(listening, 20, f"{self.name}: QEMU opens its sockets")
 
         def greeted() -> Qmp | None:
-            # Between bind and listen a socket is there and refuses; a QEMU that has just refused
-            # its options is about to end, and its own words say more.
+            # Between bind and listen, the socket exists and refuses connections. A QEMU that has
+            # just rejected its options is about to end, and its own message is more useful.
             process.expect_alive()
             try:
                 return Qmp(self.folder / "qmp", self.name)
@@ -163,12 +163,12 @@ class Vm:
         self._qmp = until(greeted, 20, f"{self.name}: QEMU gives QMP")
 
     def start(self) -> Guest:
-        """Launches and boots; returns the guest when its agent answers."""
+        """Launches and boots the VM; returns the guest when its agent answers."""
         self.launch()
         return self.connect()
 
     def connect(self, seconds: float = BOOT_SECONDS) -> Guest:
-        """Connects to the guest's agent anew, after a boot, a reset or a loadvm."""
+        """Connects to the guest's agent again, after a boot, a reset or a loadvm."""
         if self._guest:
             self._guest.close()
             self._guest = None
@@ -176,7 +176,7 @@ class Vm:
         try:
             channel = Channel(self.folder / "agent", deadline, self._check_alive)
         except ChannelClosed:
-            # It is about to end, and its own words say more.
+            # QEMU is about to end, and its own message is more useful.
             self.process.wait(END_SECONDS)
             self.process.expect_alive()
             raise
@@ -206,7 +206,7 @@ class Vm:
             self._qmp.close()
             self._qmp = None
 
-    # Parts
+    # Parts of the VM
 
     @property
     def process(self) -> Process:
@@ -226,7 +226,7 @@ class Vm:
             raise HarnessError(f"{self.name} has no guest: not booted, or reset meanwhile")
         return self._guest
 
-    # Life of the machine
+    # Life cycle of the machine
 
     def reset(self) -> Guest:
         """Resets the machine and waits until the guest is up again."""
@@ -237,7 +237,7 @@ class Vm:
         return self._booted_again(before)
 
     def reboot(self) -> Guest:
-        """Lets the guest reboot itself and waits until it is up again."""
+        """Makes the guest reboot itself, and waits until it is up again."""
         before = self.guest.boot_id
         mark = self.qmp.events_seen()
         self.guest.start("reboot -f")
@@ -272,15 +272,15 @@ class Vm:
         return guest
 
     def pause(self) -> None:
-        """QMP stop: vCPUs and devices rest."""
+        """Runs QMP's stop: vCPUs and devices pause."""
         self.qmp.execute("stop")
 
     def resume(self) -> None:
-        """QMP cont."""
+        """Runs QMP's cont."""
         self.qmp.execute("cont")
 
     def status(self) -> str:
-        """QMP's run state: "running", "paused", "internal-error", ..."""
+        """Returns QMP's run state: "running", "paused", "internal-error", ..."""
         return str(self.qmp.execute("query-status")["status"])
 
     def save(self, tag: str, seconds: float = 120) -> None:
@@ -288,7 +288,7 @@ class Vm:
         self._snapshot("snapshot-save", tag, seconds)
 
     def load(self, tag: str, seconds: float = 120) -> Guest:
-        """Loads a snapshot, as loadvm does, and lets the guest run."""
+        """Loads a snapshot, as loadvm does, and resumes the guest."""
         if self._guest:
             self._guest.close()
             self._guest = None
@@ -310,21 +310,21 @@ class Vm:
         }
         self.qmp.run_job(command, arguments, seconds)
 
-    # What it did
+    # Statistics and checks
 
     def block_stat(self, name: str) -> dict[str, Any]:
-        """QEMU's own counts of a disk (rd_bytes, rd_operations, wr_bytes, ...)."""
+        """Returns QEMU's own counters of a disk (rd_bytes, rd_operations, wr_bytes, ...)."""
         for entry in self.qmp.execute("query-blockstats"):
             if name in str(entry.get("qdev", "")).split("/"):
                 return dict(entry["stats"])
         raise HarnessError(f"{self.name}: no disk '{name}' in query-blockstats")
 
     def expect_trouble(self) -> None:
-        """From now on an oops or a warning on the console is no failure."""
+        """From now on, an oops or a warning on the console is not a failure."""
         self._trouble_expected = True
 
     def check_console(self) -> None:
-        """Fails if the guest's kernel complained."""
+        """Raises if the guest's kernel reported a fault."""
         if self._trouble_expected or not self.console.exists():
             return
         text = self.console.read_text(errors="replace")
@@ -335,7 +335,7 @@ class Vm:
                 raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
 
     def report(self) -> str:
-        """Command line, state and last words, for a failed test's report."""
+        """Returns the command line, state and log ends, for a failed test's report."""
         state = "not started"
         if self._process:
             status = self._process.status()

@@ -12,7 +12,7 @@ from harness.paths import HarnessError
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.02  # short beside anything a guest does, long beside a poll's cost
+POLL_SECONDS = 0.02  # short compared with a guest's actions, long compared with the cost of a poll
 
 
 class WaitTimeout(HarnessError):
@@ -20,12 +20,12 @@ class WaitTimeout(HarnessError):
 
 
 def scaled(seconds: float) -> float:
-    """A time-out in seconds on this machine: slow ones set TMEM_TIMEOUT_SCALE above 1."""
+    """Scales a time-out in seconds for this machine: slow ones set TMEM_TIMEOUT_SCALE above 1."""
     return seconds * float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
 
 
 class Deadline:
-    """A point in time; `what` says in the error what did not happen before it."""
+    """A point in time; `what` names the missing event in the error."""
 
     def __init__(self, seconds: float, what: str) -> None:
         self.seconds = scaled(seconds)
@@ -33,7 +33,7 @@ class Deadline:
         self._end = time.monotonic() + self.seconds
 
     def left(self) -> float:
-        """Seconds left, 0 when past."""
+        """Returns the seconds left, or 0 when the deadline has passed."""
         return max(0.0, self._end - time.monotonic())
 
     def check(self) -> None:
@@ -42,7 +42,7 @@ class Deadline:
 
 
 def until(condition: Callable[[], T | None], seconds: float, what: str) -> T:
-    """Polls until `condition` returns something true, and returns that."""
+    """Polls until `condition` returns a true value, and returns that value."""
     deadline = Deadline(seconds, what)
     while True:
         if found := condition():

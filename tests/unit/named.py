@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Code and tests that pages name as `path::name`: whether they are there.
+"""Checks that code and tests which pages name as `path::name` exist.
 
-A path is that of the tree; one that begins with the name of a crate is below host-daemon/.
-Never here: whether a test shows what the page says; that is for people to read.
+A path is relative to the tree; one that begins with the name of a crate is below host-daemon/. Out
+of scope: whether a test shows what the page says, which only a reader can judge.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from harness.paths import ROOT
 
 NAME = re.compile(r"`([\w./-]+\.(?:c|h|rs|py))::(\w+)`")
 
-# What makes a name in each language.
+# Patterns of a definition in each language.
 DEFINITIONS = {
     ".rs": r"\b(?:fn|const|static|struct|enum|trait|type|mod) {}\b",
     ".py": r"^\s*(?:def|class) {}\b",
@@ -30,7 +30,7 @@ TESTS = {
 
 
 def names(text: str) -> list[tuple[str, str]]:
-    """All that a text names, in its order."""
+    """Returns all names in a text, in order."""
     return NAME.findall(text)
 
 

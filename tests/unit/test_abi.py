@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The guest driver's list of sysfs files says what there is, all of it and no more."""
+"""The guest driver's list of sysfs files is complete, and lists no file that does not exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOUNT = f"{SYSFS}/mounts/<major:minor>"
 
 
 def documented(text: str) -> dict[str, str]:
-    """Each file of the list, and its description."""
+    """Returns each file of the list, and its description."""
     found: dict[str, str] = {}
     for block in re.split(r"\n\n+", text):
         fields = dict(re.findall(r"^(\w+):\t+(.+(?:\n\t\t.+)*)$", block, re.MULTILINE))
@@ -31,7 +31,7 @@ def documented(text: str) -> dict[str, str]:
 
 
 def without_tests(source: str) -> str:
-    """A source without what only TMEM_TEST has."""
+    """Returns a source without the parts for TMEM_TEST."""
     kept: list[str] = []
     hidden: list[bool] = []  # one for each open #if
     for line in source.splitlines():
@@ -77,7 +77,7 @@ def last_names(files: dict[str, str], under: str) -> set[str]:
 def test_every_file_has_its_line_and_every_line_its_file() -> None:
     files = documented(ABI.read_text())
     assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
-    files.pop(MOUNT)  # a folder
+    files.pop(MOUNT)  # a directory
     assert last_names(files, SYSFS) == counters() | attributes()
     assert last_names(files, PARAMETERS) == parameters()
     assert all(name.startswith((SYSFS, PARAMETERS)) for name in files)

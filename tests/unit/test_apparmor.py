@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The AppArmor rules for libvirt's QEMUs, parsed where they are to be put."""
+"""The AppArmor rules for libvirt's QEMUs parse in the place where they are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ UUID = "5ca1ab1e-0000-4000-8000-0123456789ab"
 
 
 def parse(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
-    """A VM's profile as virt-aa-helper writes it, with these local rules; nothing is loaded."""
+    """Parses a VM's profile as virt-aa-helper writes it, with these local rules.
+
+    Nothing is loaded.
+    """
     (folder / "local/abstractions").mkdir(parents=True)
     for part in ("abstractions", "tunables", "abi"):
         if (STOCK / part).exists():
@@ -41,5 +44,5 @@ def test_rules_are_rules(tmp_path: Path) -> None:
 
 
 def test_a_broken_rule_is_noticed(tmp_path: Path) -> None:
-    """Or the test above would say nothing."""
+    """Shows that the test above can fail."""
     assert parse(tmp_path, RULES.read_text().replace(" rw,", " rw")).returncode != 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Fragments of kernel configurations: the kind's lines win over those of the base."""
+"""In fragments of kernel configurations, the kind's lines win over those of the base."""
 
 from __future__ import annotations
 

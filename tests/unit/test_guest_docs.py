@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What the pages about the guest driver list is what its sources have, all of it and no more."""
+"""The lists in the guest driver's pages match its sources exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ README = DRIVER / "README.md"
 
 
 def table(page: Path, name: str) -> list[list[str]]:
-    """The rows of the table that follows the comment with its name, without the heading."""
+    """Returns the rows of the table after the comment with its name, without the heading."""
     text = page.read_text()
     found = re.search(rf"^<!-- table: {name} -->\n((?:\|.*\|\n)+)", text, re.MULTILINE)
     assert found, f"{page.name}: no table '{name}'"
@@ -33,14 +33,14 @@ def table(page: Path, name: str) -> list[list[str]]:
 
 
 def code(cell: str) -> str:
-    """The text between the backquotes that a cell begins with."""
+    """Returns the text between the backquotes with which a cell begins."""
     found = re.match(r"`([^`]+)`", cell)
     assert found, f"not in backquotes: {cell}"
     return found[1]
 
 
 def source(path: str) -> str:
-    """Without what tests have, and with strings that were cut in two joined."""
+    """Returns a source without its test-only parts, and with split strings joined."""
     text = without_tests((DRIVER / path).read_text())
     return re.sub(r'"\s*\n\s*"', "", text)
 
@@ -51,7 +51,7 @@ def all_sources() -> str:
 
 
 def kernels_of_source() -> list[served.Served]:
-    """The rows of tested_kernels[]."""
+    """Returns the rows of tested_kernels[]."""
     found = served.kernels(source("hooks/init.c"))
     assert len(found) > 1
     return found
@@ -69,7 +69,7 @@ def test_kernels() -> None:
 
 
 def test_dkms_demands_what_the_page_names() -> None:
-    """DKMS builds the module for a kernel whose configuration has what the hooks use."""
+    """DKMS builds the module only for a kernel whose configuration has what the hooks use."""
     conf = (DRIVER / "dkms.conf.in").read_text()
     (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
     (row,) = re.findall(
@@ -107,7 +107,7 @@ def test_inode_flags() -> None:
 
 
 def test_messages() -> None:
-    """What a user is told to look for is what the driver says."""
+    """Messages that the page tells users to look for are messages of the driver."""
     sources = all_sources()
     messages = [code(row[0]) for row in table(SUPPORT, "messages")]
     messages += re.findall(r"refused: `([^`]+)`", SUPPORT.read_text())
@@ -117,7 +117,7 @@ def test_messages() -> None:
 
 
 def defined() -> dict[str, int]:
-    """Numbers that the driver's sources and the protocol's header define."""
+    """Returns the numbers that the driver's sources and the protocol's header define."""
     texts = [path.read_text() for path in (*DRIVER.glob("*.[ch]"), *DRIVER.glob("*/*.[ch]"))]
     texts.append((ROOT / "proto/virtio_tmem.h").read_text())
     found: dict[str, int] = {}
@@ -147,13 +147,13 @@ def test_bounds_in_the_text() -> None:
 
 
 def parameters() -> dict[str, tuple[str, bool]]:
-    """Default and whether it can be written, of each parameter in the sources."""
+    """Returns the default of each parameter in the sources, and whether it can be written."""
     text = all_sources()
     found: dict[str, tuple[str, bool]] = {}
     for how, arguments in re.findall(r"^module_param(|_cb|_named)\(([^)]*)\);", text, re.MULTILINE):
         words = [word.strip() for word in arguments.split(",")]
         variable = {"": words[0], "_named": words[1], "_cb": words[2].lstrip("&")}[how]
-        if variable == "NULL":  # the value has a form of its own, the description says which
+        if variable == "NULL":  # the value has a form of its own, which the description names
             (about,) = re.findall(rf"MODULE_PARM_DESC\({words[0]},\s+\"(.*)\"\);", text)
             (value,) = re.findall(r"(\w+) \(default\)", about)
             found[words[0]] = (value, int(words[-1], 8) & 0o200 != 0)
@@ -191,7 +191,7 @@ def test_tracepoints() -> None:
 
 
 def test_counters_that_are_named() -> None:
-    """Names of counters in the driver's page are counters."""
+    """Counters that the driver's page names exist."""
     listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/stats.c"))
     section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
@@ -227,7 +227,7 @@ def check_links(page: Path) -> None:
 
 
 def test_links() -> None:
-    """Files and headings that the guest's pages point to are there."""
+    """Files and headings that the guest's pages link to exist."""
     for name in ("guest-support", "secure-boot", "ARCHITECTURE"):
         check_links(ROOT / f"docs/{name}.md")
     check_links(README)

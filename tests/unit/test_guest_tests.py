@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The page about the guest driver's tests names tests that are there, and every hook has one."""
+"""The page about the guest driver's tests names only existing tests, and every hook has one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAME = r"`(test_\w+)::(test_\w+)`"
 
 
 def vm_tests() -> set[tuple[str, str]]:
-    """File and function of each VM test."""
+    """Returns the file and function of each VM test."""
     return {
         (path.stem, name)
         for path in (TESTS / "vm").glob("test_*.py")
@@ -54,7 +54,7 @@ def test_each_hook_has_a_test() -> None:
         for file, name in named:
             assert (file, name) in there, f"{hook}: no {file}::{name}"
             text_of_file = (TESTS / f"vm/{file}.py").read_text()
-            # A hook with a switch of its own is not left out but switched on.
+            # A hook with its own switch is switched on by its test, and not left out.
             mark = "drop_caches_flush" if hook == "drop_slab" else rf"\b{hook}\b"
             assert re.search(mark, text_of_file), f"{file} does not leave out {hook}"
 

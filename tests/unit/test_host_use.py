@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Memory of several processes is counted once, and processor time is what was used."""
+"""Shared memory of several processes is counted once, and processor time is measured correctly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness.host_use import mapped_bytes, page_table_bytes, processor_seconds
 pytestmark = pytest.mark.smoke
 
 SHARED_BYTES = 64 << 20
-# What a small Python takes itself, and then some.
+# More than a small Python process takes itself.
 OWN_BYTES = 48 << 20
 
 CHILD = f"""
@@ -49,9 +49,9 @@ def test_what_two_processes_share_counts_once() -> None:
         pids = [child.pid for child in children]
         both = mapped_bytes(pids)
         assert SHARED_BYTES <= both < SHARED_BYTES + 2 * OWN_BYTES
-        # Half of it in each.
+        # Each process has half of the shared memory.
         assert mapped_bytes(pids[:1]) < SHARED_BYTES // 2 + OWN_BYTES
-        # Each has tables of its own: 8 bytes for each page.
+        # Each process has its own page tables: 8 bytes for each page.
         assert page_table_bytes(pids) >= 2 * SHARED_BYTES // mmap.PAGESIZE * 8
     finally:
         for child in children:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""KVM is used where a guest boots on it, and nowhere else."""
+"""KVM is used only if a guest boots on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_what_is_not_kvm(device: str, reason: str) -> None:
 
 @pytest.fixture
 def failing_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As one that finds out late that its processor cannot be had."""
+    """Returns a QEMU that fails late, as if its processor were not available."""
     program = tmp_path / "qemu"
     program.write_text("#!/bin/sh\necho no such MSR >&2\nexit 1\n")
     program.chmod(0o755)

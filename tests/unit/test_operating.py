@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The operator's guide names messages as they are, and commands that there are."""
+"""The operator's guide names only existing commands, and quotes messages as they are."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ pytestmark = pytest.mark.smoke
 
 GUIDE = (ROOT / "docs/operating.md").read_text()
 
-# What is left of a message without its values must say something.
+# The constant parts of a message must have at least this length to be meaningful.
 WORDS_MIN = 6
 
 
 def sources() -> str:
-    """All Rust text, with strings that go over several lines joined."""
+    """Returns the text of all Rust sources, with strings over several lines joined."""
     files = sorted((ROOT / "host-daemon").glob("*/src/**/*.rs"))
     return re.sub(r"\\\n\s+", "", "".join(file.read_text() for file in files))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver's source package: dkms, as a distribution runs it, builds the module from it."""
+"""dkms, run as by a distribution, builds the module from the driver's source package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def version() -> str:
 
 
 def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
-    """In folders of its own: nothing of the machine is touched."""
+    """Builds in separate directories, so that nothing of the machine changes."""
     name = f"virtio-tmem/{version()}"
     run("make", "-C", str(DRIVER), "dkms-tree", f"DEST={tmp_path}/src/{name.replace('/', '-')}")
     for folder in ("dkms", f"modules/{kernel.release}"):

@@ -54,7 +54,7 @@ def test_commands_are_real() -> None:
 
 
 def test_picture_has_the_measured_figures() -> None:
-    """The bars and labels of density.svg are figures of the page that it illustrates."""
+    """The bars and labels of density.svg have the figures of the page that it illustrates."""
     picture = (ROOT / "docs/images/density.svg").read_text()
     measured = (ROOT / "docs/benchmarks/density.md").read_text()
     figures = re.findall(r">([\d,]+) MiB", picture)
@@ -63,5 +63,5 @@ def test_picture_has_the_measured_figures() -> None:
         assert f"{figure} MiB" in measured
     widths = [int(width) for width in re.findall(r'<rect x="215".*?width="(\d+)"', picture)]
     reads = [int(figure.replace(",", "")) for figure in figures[4:]]
-    # 5 MiB a pixel; the last bar is a line where there is nothing to show.
+    # The scale is 5 MiB per pixel. The last bar is a line, because its value is 0.
     assert widths[:3] == [round(read / 5) for read in reads[:3]] and reads[3] == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Parts of the harness that need no VM."""
+"""Tests of parts of the harness that need no VM."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fake_kernel(root: Path) -> Kernel:
     modules = root / "lib/modules/1.0"
     (modules / "kernel").mkdir(parents=True)
     (modules / "modules.builtin").write_text("kernel/drivers/virtio/virtio_pci.ko\n")
-    # modules.dep: nearest first, and each line complete.
+    # Lines of modules.dep are complete, with the nearest dependency first.
     (modules / "modules.dep").write_text(
         "kernel/c-top.ko: kernel/b.ko kernel/a.ko\nkernel/b.ko: kernel/a.ko\nkernel/a.ko:\n"
     )
@@ -38,7 +38,10 @@ def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
 
 
 def test_programs_run_in_a_loader_beside_them(tmp_path: Path) -> None:
-    """As those of a newer Debian do; its loader and C library are this machine's here."""
+    """Runs programs with a loader beside them, as for a newer Debian.
+
+    Here the loader and the C library are this machine's.
+    """
     tools, scratch, final = (tmp_path / name for name in ("tools", "new", "kernel here"))
     loader = tools / toolchain.LOADER
     loader.parent.mkdir(parents=True)
@@ -55,7 +58,7 @@ int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
     assert (final / "lib.so.1").read_bytes().startswith(b"\x7fELF")
     said = subprocess.run([final / "link", "a  b"], check=True, capture_output=True, text=True)
     assert said.stdout == f"{final}/link a  b 2"
-    # Not by the loader that the program asks for.
+    # The program is not run by the loader that it requests.
     loader.unlink()
     assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0
 
@@ -88,7 +91,7 @@ def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_process_ends_with_its_parent(tmp_path: Path) -> None:
-    """A harness that is killed leaves nothing behind."""
+    """A harness that is killed leaves no process behind."""
     script = (
         "import sys; from pathlib import Path; from harness.process import Process\n"
         "print(Process('sleeper', ['sleep', '1000'], Path(sys.argv[1])).pid, flush=True)\n"

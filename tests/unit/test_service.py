@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The daemon's unit under a real systemd: what docs/operating.md says of it.
+"""The daemon's unit under a real systemd behaves as docs/operating.md says.
 
-Skipped, with the reason, where no systemd can be process 1 of namespaces.
+The tests are skipped, with the reason, if no systemd can be process 1 of namespaces.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ SOURCES = ROOT / "host-daemon/tmemd"
 UNIT = "tmemd.service"
 RUN = "/run/virtio-tmem"
 CONFIG = "etc/virtio-tmem/tmemd.toml"
-WATCHDOG_SECONDS = 10.0  # as the unit says; test_unit.py holds the guide to it
-# What a restart takes besides, or a stop, on a busy machine: one that does not come takes for ever,
-# and systemd says how a stop ended.
+WATCHDOG_SECONDS = 10.0  # as in the unit; test_unit.py compares the guide with it
+# Additional seconds of a restart or a stop on a busy machine. A restart that fails never comes, and
+# systemd reports how a stop ended.
 OWN_SECONDS = 20.0
 QEMU_USER = 64055
 CAPABILITIES = {"chown": 0, "fowner": 3, "sys_resource": 24}
-# What systemd itself says of the unit's confinement, of 10: what it has is below this.
+# Bound of systemd's own rating of the unit's exposure, on a scale of 10; the unit's value is below
+# it.
 EXPOSURE_MAX = 3.2
 VM = {
     "uuid": "6f9619ff-8b86-d011-b42d-00c04fc964ff",
@@ -52,12 +53,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     if reason := systemd.why_not():
         pytest.skip(f"no systemd of our own here: {reason}")
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
-    # As docs/install.md and the package do.
+    # The files are installed as by docs/install.md and the package.
     shutil.copy(SOURCES / UNIT, host.units)
     shutil.copy(host_binary("tmemd"), host.folder / "sbin/tmemd")
     sysusers = (SOURCES / "virtio-tmem.sysusers").read_text()
     host.write("etc/sysusers.d/virtio-tmem.conf", sysusers)
-    # It does not look at the host, which may be short of memory.
+    # The daemon does not watch the host's memory, which may be short.
     host.write(CONFIG, 'pool_size = "64MiB"\nhost_free_min = "0B"\nmemory_pressure = "none"\n')
     # There is no journal.
     log = "append:/run/tmemd.log"
@@ -73,7 +74,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
 
 @pytest.fixture
 def daemon(host: Systemd) -> Iterator[Daemon]:
-    """Started, whatever the test before has done."""
+    """Starts the daemon, whatever the test before has done."""
     done = host.run("systemctl", "start", UNIT)
     assert done.returncode == 0, done.stdout + tail(host.path("/run/tmemd.log"))
     yield Daemon(host.path(RUN), [])
@@ -81,7 +82,7 @@ def daemon(host: Systemd) -> Iterator[Daemon]:
 
 
 def main_pid(host: Systemd) -> int:
-    """The daemon's, among systemd's processes."""
+    """Returns the daemon's pid, in systemd's pid namespace."""
     return int(host.show(UNIT, "MainPID"))
 
 
@@ -95,7 +96,7 @@ def end(host: Systemd, number: signal.Signals) -> None:
 
 
 def restarted(host: Systemd, old: int, seconds: float) -> float:
-    """Waits until another one serves; how long that took."""
+    """Waits until another daemon serves, and returns how many seconds that took."""
     begun = time.monotonic()
 
     def serves() -> bool:
@@ -107,13 +108,13 @@ def restarted(host: Systemd, old: int, seconds: float) -> float:
 
 
 def test_ready_when_it_serves(host: Systemd, daemon: Daemon) -> None:
-    """`systemctl start` returns when the sockets are there: Type=notify."""
+    """`systemctl start` returns when the sockets exist: Type=notify."""
     host.expect("systemctl", "stop", UNIT)
     host.expect("systemctl", "start", UNIT)
     assert daemon.control.is_socket()
     assert daemon.stats()["pool"]["size_bytes"] == 64 << 20
     assert host.show(UNIT, "ActiveState") == "active"
-    # In systemd's own words it waits for signs of life.
+    # systemd itself says that it waits for the watchdog.
     assert host.show(UNIT, "WatchdogUSec") == f"{WATCHDOG_SECONDS:.0f}s"
     assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0
 
@@ -132,7 +133,7 @@ def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
     assert (str(folder.st_uid), str(folder.st_gid), folder.st_mode & 0o777) == (user, group, 0o755)
     assert daemon.control.stat().st_mode & 0o777 == 0o660
     pid = main_pid(host)
-    # Networks and files are others than systemd's.
+    # The daemon's network and mount namespaces differ from systemd's.
     assert host.expect("readlink", f"/proc/{pid}/ns/net") != host.expect(
         "readlink", "/proc/1/ns/net"
     )
@@ -141,7 +142,7 @@ def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
     assert RUN in writable and not writable & {"/", "/usr/bin", "/home", "/root"}
     limits = host.expect("cat", f"/proc/{pid}/limits")
     assert re.search(r"Max core file size +0 +0 ", limits)
-    # Where process 1 may raise limits at all.
+    # Limits are checked only if process 1 may raise them.
     own = host.expect("grep", "CapEff", "/proc/1/status").split()[1]
     if int(own, 16) & 1 << CAPABILITIES["sys_resource"]:
         assert re.search(r"Max locked memory +unlimited +unlimited ", limits)
@@ -149,7 +150,7 @@ def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
 
 
 def test_sockets_of_others_are_not_there(host: Systemd, daemon: Daemon) -> None:
-    """Of /run it has its own folder, the journal's and where it tells that it lives."""
+    """In /run, the daemon sees its own directory, the journal's and the notification socket."""
     folder = host.path("/run/dbus")
     folder.mkdir(exist_ok=True)
     with socket.socket(socket.AF_UNIX) as bus:
@@ -165,15 +166,15 @@ def test_sockets_of_others_are_not_there(host: Systemd, daemon: Daemon) -> None:
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
         assert f"{RUN}/control" in seen and not others, "it could connect to these"
-        # Nor can it make any there.
+        # The daemon cannot create files there either.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
     (folder / "system_bus_socket").unlink()
 
 
 def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
-    """SIGSTOP: systemd hears nothing of it for its period, ends it by SIGKILL, starts another."""
+    """After SIGSTOP, systemd misses the heartbeat, sends SIGKILL and starts another daemon."""
     old, before = main_pid(host), int(host.show(UNIT, "NRestarts"))
-    # Whoever lives is left alone.
+    # A daemon that runs normally is not restarted.
     time.sleep(WATCHDOG_SECONDS + 1)
     assert main_pid(host) == old
     end(host, signal.SIGSTOP)
@@ -188,10 +189,10 @@ def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
 def test_a_daemon_that_dies_is_started_anew(
     host: Systemd, daemon: Daemon, number: signal.Signals
 ) -> None:
-    """VMs that were added are served again, at sockets that are the users' of their QEMUs."""
+    """Added VMs are served again after a restart, at sockets that their QEMUs' users own."""
     daemon.call("AddVm", vm={**VM, "owner": QEMU_USER, "group": QEMU_USER})
     socket = host.path(f"{RUN}/added.sock")
-    # However often: there is no limit of starts.
+    # The unit has no limit of restarts.
     for _ in range(6):
         old, inode = main_pid(host), socket.stat().st_ino
         end(host, number)
@@ -215,8 +216,10 @@ def test_reload(host: Systemd, daemon: Daemon) -> None:
 
 
 def test_sockets_are_given(host: Systemd, daemon: Daemon) -> None:
-    """To groups and users by name, whom the daemon is none of; a reload, which cannot look them up,
-    works."""
+    """Sockets go to groups and users by name, to which the daemon does not belong.
+
+    A reload works, although it cannot look the names up.
+    """
     path, names = host.path(CONFIG), host.path("/etc/sysusers.d/given.conf")
     text = path.read_text()
     names.write_text("g tmem-admin -\ng tmem-metrics -\nu qemu - QEMU\n")
@@ -246,7 +249,7 @@ def test_sockets_are_given(host: Systemd, daemon: Daemon) -> None:
 
 
 def test_upgrade(host: Systemd, daemon: Daemon) -> None:
-    """Another program in its place, `systemctl restart`: VMs that were added are still served."""
+    """After an upgrade of the program and `systemctl restart`, added VMs are still served."""
     daemon.call("AddVm", vm=VM)
     socket = host.path(f"{RUN}/added.sock")
     assert socket.is_socket()
@@ -267,7 +270,7 @@ def test_upgrade(host: Systemd, daemon: Daemon) -> None:
 
 
 def test_stop(host: Systemd, daemon: Daemon) -> None:
-    """An orderly end, and it stays ended."""
+    """The daemon ends orderly, and systemd does not restart it."""
     begun = time.monotonic()
     host.expect("systemctl", "stop", UNIT)
     assert time.monotonic() - begun < scaled(OWN_SECONDS)
@@ -277,7 +280,7 @@ def test_stop(host: Systemd, daemon: Daemon) -> None:
 
 
 def test_exposure(tmp_path: Path) -> None:
-    """What systemd-analyze says of it as a whole gets no worse."""
+    """systemd-analyze's exposure rating of the unit does not exceed its bound."""
     unit = tmp_path / UNIT
     shutil.copy(SOURCES / UNIT, unit)
     done = subprocess.run(

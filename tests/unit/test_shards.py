@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Shards have each test once, and none takes much longer than the others."""
+"""Each test is in exactly one shard, and no shard takes much longer than the others."""
 
 from __future__ import annotations
 

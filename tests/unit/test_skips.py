@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A run that skipped everything has tested nothing; who asks for tests by name hears of it."""
+"""With --not-all-skipped, a run that skipped all tests fails and says so."""
 
 from __future__ import annotations
 

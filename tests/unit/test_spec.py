@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Each rule of the specification has a number, and a row that says where it is kept and shown."""
+"""Each rule of the specification has a number, and a row that names its code and its test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,21 @@ from harness.paths import ROOT
 pytestmark = pytest.mark.smoke
 
 PAGE = ROOT / "proto/SPEC.md"
-RULE = re.compile(r"\b(?:DEV|DRV|FE|BE)-[1-9]\d*\b")
+# Who acts by the rules of each prefix. Limits of this implementation are no rules of the device.
+ACTORS = {
+    "DEV": "The device ",
+    "DRV": "The driver ",
+    "FE": "The front end ",
+    "BE": "The back end ",
+    "VMM": "The VMM ",
+}
+LIMIT = "LIM"
+PREFIX = "|".join([*ACTORS, LIMIT])
+RULE = re.compile(rf"\b(?:{PREFIX})-[1-9]\d*\b")
+TABLES = ("device", "driver", "vhost-user", "limits")
+COLUMNS_MAX = 100
 WORD = re.compile(r"\b(?:MUST|SHOULD|MAY)\b")
-# Why there is no test.
+# Accepted reasons for a missing test.
 EXCUSES = ("none: ", "MAY: ")
 
 
@@ -25,8 +37,12 @@ def prose() -> str:
 
 
 def bullets() -> list[str]:
-    """The rules: bullets that begin with a number."""
-    return re.findall(r"^- (\*\*(?:DEV|DRV|FE|BE)-.*(?:\n  .*)*)", prose(), re.MULTILINE)
+    """Returns the rules: bullets that begin with a number."""
+    return re.findall(rf"^- (\*\*(?:{PREFIX})-.*(?:\n  .*)*)", prose(), re.MULTILINE)
+
+
+def is_limit(bullet: str) -> bool:
+    return bullet.startswith(f"**{LIMIT}-")
 
 
 def rules() -> list[str]:
@@ -34,7 +50,7 @@ def rules() -> list[str]:
 
 
 def rows() -> dict[str, tuple[str, str]]:
-    all_rows = [row for name in ("device", "driver", "vhost-user") for row in table(PAGE, name)]
+    all_rows = [row for name in TABLES for row in table(PAGE, name)]
     assert len({row[0] for row in all_rows}) == len(all_rows)
     return {rule: (kept, shown) for rule, kept, shown in all_rows}
 
@@ -49,12 +65,28 @@ def test_each_rule_has_one_number_and_one_row() -> None:
 
 def test_what_is_required_has_a_number() -> None:
     for bullet in bullets():
-        assert WORD.search(bullet), f"requires nothing: {bullet}"
+        assert bool(WORD.search(bullet)) != is_limit(bullet), f"requires nothing: {bullet}"
     rest = prose()
     for bullet in bullets():
         rest = rest.replace(bullet, "")
     said = [line for line in rest.splitlines() if WORD.search(line)]
     assert len(said) == 1 and "RFC 2119" in said[0], said
+
+
+def test_a_rule_is_one_sentence_of_its_actor() -> None:
+    for bullet in bullets():
+        number, text = bullet.removeprefix("**").split("** ", 1)
+        assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), bullet
+        assert text.endswith(".") and not re.search(r"[.!?]\s", text), bullet
+
+
+def test_lines_are_wrapped() -> None:
+    long = [
+        line
+        for line in PAGE.read_text().splitlines()
+        if len(line) > COLUMNS_MAX and not line.startswith("|")
+    ]
+    assert not long
 
 
 @pytest.mark.parametrize("rule", rules())
@@ -70,7 +102,7 @@ def test_where_it_is_kept_and_shown(rule: str) -> None:
 
 
 def test_names_are_looked_up() -> None:
-    """What is not there is not found."""
+    """Names that do not exist are not found."""
     spec = "tests/unit/test_spec.py"
     chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")

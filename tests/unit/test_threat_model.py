@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Each promise of the threat model names code and tests that are there."""
+"""Each promise of the threat model names existing code and tests."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_chapter_says_what_is_not_promised() -> None:
 
 
 def test_nothing_else_is_named() -> None:
-    """A test or function that the text names outside of the tables would not be looked up."""
+    """All tests and functions that the page names are in its tables, where they are checked."""
     in_tables = {name for row in promises() for cell in row for name in names(cell)}
     assert set(names(PAGE.read_text())) == in_tables
 

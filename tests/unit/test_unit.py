@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The daemon's systemd unit: systemd understands it, and it says what the guides promise of it."""
+"""systemd accepts the daemon's unit, and the unit has the values that the guides promise."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def settings() -> dict[str, str]:
 
 
 def test_systemd_understands_it(tmp_path: Path) -> None:
-    """All of it: a misspelt key is a warning there, and a failure here."""
+    """systemd accepts each key. A misspelt key is a warning there, and a failure here."""
     copy = tmp_path / UNIT.name
     for text, good in [(UNIT.read_text(), True), (UNIT.read_text() + "WatchdogSeconds=1\n", False)]:
         # The program is not installed where the tests run.
@@ -48,7 +48,7 @@ def test_the_unit_watches_and_restarts() -> None:
     assert unit["WatchdogSignal"] == "SIGKILL", "one that goes on must not write"
     assert unit["Restart"] == "always"
     assert unit["StartLimitIntervalSec"] == "0"
-    # Notes of the VMs that were added have to outlive an upgrade.
+    # The VM store must outlive an upgrade.
     assert unit["RuntimeDirectoryPreserve"] == "yes"
     assert unit["LimitMEMLOCK"] == "infinity"
 

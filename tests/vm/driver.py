@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A VM with the guest driver loaded, its counters, and tests/guest/torture.c in it."""
+"""VMs with the guest driver loaded, its counters, and tests/guest/torture.c in them."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
 
-# Under TCG a host that is not late by its own measure answers within this, and a machine that is
-# slow within more of it; a late page comes from the disk.
-DEADLINE_MAX_MS = 1000  # the module takes no more
+# A host under TCG that is on time by its own measure answers within this time, which is scaled for
+# slow machines. A late page comes from the disk.
+DEADLINE_MAX_MS = 1000  # the module's maximum
 DEADLINE_MS = min(DEADLINE_MAX_MS, int(scaled(200)))
-# For who must get what is held, however long it takes: a wrong page that is late harms nobody.
+# For tests in which a held page must be used, however late. A late wrong page would otherwise be
+# discarded and hide the fault.
 PATIENT = f"deadline_ms={DEADLINE_MAX_MS}"
 DISK_BYTES = 512 * MIB
 SETTLE_SECONDS = 30.0
-# From the connection of a daemon until the driver has created its pools.
+# Longest time from a daemon's connection until the driver has created its pools.
 ONLINE_SECONDS = 60.0
 HELD_SECONDS = 60.0
 
 
 def seed() -> int:
-    """Of this run: TMEM_SEED, or a new one. Print it with whatever uses it."""
+    """Returns the seed of this run, TMEM_SEED or a new one, and prints it."""
     named = os.environ.get("TMEM_SEED")
     value = int(named, 0) if named else random.SystemRandom().getrandbits(32)
     print(f"TMEM_SEED={value}")
@@ -47,7 +48,7 @@ def seed() -> int:
 
 
 def version(kernel: Kernel) -> tuple[int, ...]:
-    """(6, 12), say."""
+    """Returns the kernel's version as numbers, such as (6, 12)."""
     return tuple(int(part) for part in kernel.release.split("-")[0].split(".")[:2])
 
 
@@ -58,7 +59,7 @@ def start_daemon(session: Session, *tenants: Tenant | str) -> Daemon:
 
 
 def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None, **more: Any) -> Vm:
-    """A VM with a disk "data" (a blank ext4 unless one is given), the module and torture."""
+    """Creates a VM with the module, torture and a disk "data", by default a blank ext4."""
     files = {
         MODULE: module,
         TORTURE: guest_program(TESTS / "guest/torture.c"),
@@ -96,7 +97,7 @@ def driver_guest(
     fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
     **more: Any,
 ) -> Guest:
-    """Such a VM, whose driver caches: its device is `tmem`, or that of a daemon of its own."""
+    """Boots a VM whose driver caches. Its device is `tmem`, or belongs to a new daemon."""
     if tmem is None:
         tmem = Tmem(start_daemon(session).socket("vm1"))
     if "disks" not in more:
@@ -111,8 +112,8 @@ def driver_guest(
 def wait_served(guest: Guest) -> None:
     """Waits until the mount takes puts.
 
-    The driver learns of a file system from its first regular file, which a new one does not
-    have, and creates its pool at the host in the background.
+    The driver learns of a file system from its first regular file, which a new file system does not
+    have. It then creates a pool at the host in the background.
     """
     probe = f"{WHERE}/.served"
 
@@ -133,14 +134,17 @@ def state(guest: Guest) -> str:
 
 
 def is_on(guest: Guest) -> bool:
-    """Returns whether the driver works; a note about an untested kernel release may follow."""
+    """Returns whether the driver works.
+
+    Its state may end with a note on an untested kernel release.
+    """
     return state(guest).split(":")[0] == "on"
 
 
 def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> str:
-    """Waits until the driver's state begins so; the error says what it is instead.
+    """Waits until the driver's state begins with `begins`; the error shows the actual state.
 
-    One that is poisoned stays it: nobody waits for another state then.
+    A poisoned driver never leaves that state, so the wait for another state then fails at once.
     """
     last = ""
 
@@ -163,7 +167,7 @@ def set_parameter(guest: Guest, name: str, value: str) -> None:
 
 
 class Hold:
-    """The next task that comes to a place of the module waits there: a module built for tests."""
+    """Makes the next task that comes to a place of the module wait there (a test build only)."""
 
     def __init__(self, guest: Guest, place: str) -> None:
         self.guest = guest
@@ -171,7 +175,7 @@ class Hold:
         set_parameter(guest, self.name, "1")
 
     def wait(self) -> None:
-        """Until a task is there."""
+        """Waits until a task is held at the place."""
 
         def held() -> bool:
             return self.guest.read(f"{PARAMETERS}/{self.name}") == "2"
@@ -183,13 +187,13 @@ class Hold:
 
 
 def stats(guest: Guest) -> dict[str, int]:
-    """All counters of the driver."""
+    """Returns all counters of the driver."""
     lines = guest.sh(f"cd {SYSFS}/stats && grep . *").splitlines()
     return {name: int(value) for name, _, value in (line.partition(":") for line in lines)}
 
 
 def growth(before: dict[str, int], after: dict[str, int]) -> Counter[str]:
-    """By how much each counter changed; it has those that did, and 0 for all others."""
+    """Returns the change of each counter that changed, and 0 for all others."""
     return Counter(
         {name: after[name] - before[name] for name in after if after[name] != before[name]}
     )
@@ -210,7 +214,7 @@ def settle(guest: Guest) -> dict[str, int]:
 
 
 def evict(guest: Guest, files: list[str]) -> dict[str, int]:
-    """Reads files and has reclaim take them, a few at a time so that the put ring has room."""
+    """Reads and evicts files, a few at a time, so that the put ring has room."""
     for path in files:
         guest.sh(f"cat {path} >/dev/null && sync && echo 1 >/proc/sys/vm/drop_caches", 60)
         settle(guest)
@@ -218,13 +222,13 @@ def evict(guest: Guest, files: list[str]) -> dict[str, int]:
 
 
 def checksums(guest: Guest, files: list[str], seconds: float = 120) -> dict[str, str]:
-    """sha256 of each file, read in order."""
+    """Returns the sha256 of each file; they are read in order."""
     lines = guest.sh(f"sha256sum {' '.join(files)}", seconds).splitlines()
     return {path: digest for digest, path in (line.split() for line in lines)}
 
 
 def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int]:
-    """Torture must have found all bytes right; returns the numbers of its last line."""
+    """Raises if torture found a wrong byte; returns the numbers of its last line."""
     if status != 0:
         raise HarnessError(
             f"'{command}' ended with {status}:\n{text[-6000:]}\n"
@@ -237,10 +241,10 @@ def verdict(guest: Guest, command: str, status: int, text: str) -> dict[str, int
 
 
 class LastingTorture:
-    """Torture again and again until it is told that it is enough.
+    """Runs torture again and again until finish().
 
-    It outlives the connection to the guest's agent, which does not move along with a VM, so each
-    call names the guest as it is reached then.
+    The runs outlive the connection to the guest's agent, which does not move with a VM. Each call
+    therefore gets the guest as it is reachable then.
     """
 
     OUTPUT = "/tmp/torture.out"
@@ -262,11 +266,14 @@ class LastingTorture:
         guest.sh(f"setsid sh {self.SCRIPT} </dev/null >/dev/null 2>&1 &")
 
     def ended(self, guest: Guest) -> bool:
-        """It ends by itself only if a byte is wrong, or something else failed."""
+        """Returns whether the runs have ended.
+
+        Without finish() that means a wrong byte or a failure.
+        """
         return guest.run(f"[ -s {self.STATUS} ]").status == 0
 
     def finish(self, guest: Guest, seconds: float = 300) -> dict[str, int]:
-        """Waits for the end of the run that it is at; all of them must have found all right."""
+        """Waits for the end of the current run, and raises if any run found a wrong byte."""
         guest.sh(f"touch {self.ENOUGH}")
         until(lambda: self.ended(guest), seconds, "torture ends")
         text = guest.get(self.OUTPUT).decode(errors="replace")
@@ -284,12 +291,12 @@ class Torture:
         self.job: Job = guest.start(self.command, seconds)
 
     def finish(self) -> dict[str, int]:
-        """It must find all bytes right; returns the numbers of its last line."""
+        """Raises if torture found a wrong byte; returns the numbers of its last line at the end."""
         done = self.job.wait()
         return verdict(self.guest, self.command, done.status, done.text)
 
     def must_mismatch(self) -> str:
-        """It must find a wrong byte; returns what it says of it."""
+        """Waits for the end, raises unless a wrong byte was found, and returns torture's report."""
         done = self.job.wait()
         assert done.status == 1, f"'{self.command}' ended with {done.status}:\n{done.text[-6000:]}"
         assert "TORTURE MISMATCH" in done.text, done.text[-6000:]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A vhost-user backend that serves puts and gets, and lies as a test tells it to.
+"""A vhost-user backend that serves puts and gets, and gives wrong answers as a test asks.
 
-It is what tmemd must never be: a device whose answers are wrong in one chosen way. It runs in a
-thread of the test, which changes `lie` at any time and reads what was asked. Slow and small: a
-dict of pages, one connection, one reset after the other.
+It is a device whose answers are wrong in one chosen way, which tmemd must never be. It runs in a
+thread of the test, which changes `lie` at any time and reads the recorded requests. It is slow and
+small: a dict of pages, and one connection after another.
 
 Layouts are those of proto/virtio_tmem.h and of QEMU's docs/interop/vhost-user.rst.
 """
@@ -26,7 +26,7 @@ from types import TracebackType
 from harness.wait import scaled
 
 PAGE = 4096
-POLL_MS = 2  # also looks at the rings then, so that no kick can be missed
+POLL_MS = 2  # also polls the rings, so that no kick can be missed
 
 HEADER = struct.Struct("<III")
 CONFIG = struct.Struct("<QIHHI12x")
@@ -37,7 +37,8 @@ PUT_PAGE = struct.Struct("<QQQII")
 GET_PAGE = struct.Struct("<QB7x")
 RANGE = struct.Struct("<QQQ")
 
-# VERSION_1, EVENT_IDX, INDIRECT_DESC, PROTOCOL_FEATURES; then MQ, REPLY_ACK, CONFIG, RESET_DEVICE.
+# Features: VERSION_1, EVENT_IDX, INDIRECT_DESC, PROTOCOL_FEATURES. Protocol features: MQ,
+# REPLY_ACK, CONFIG, RESET_DEVICE.
 FEATURES = 1 << 32 | 1 << 29 | 1 << 28 | 1 << 30
 PROTOCOL_FEATURES = 1 << 0 | 1 << 3 | 1 << 9 | 1 << 13
 QUEUES = 17
@@ -63,12 +64,16 @@ LIES_OF_POOLS = (
     "pool-stale",
     "pool-limit",
 )
-# And: "content" (right in all but the page), "late" (no get is answered until the next lie and
-# long past the driver's deadline, then wrongly), "older" (knows no latencies), "token" and
-# "token-beyond" (a used element that names no request, or cannot).
+# Further lies:
+# - "content": the answer is right except for the page.
+# - "late": no get is answered until the next lie and long past the driver's deadline; the answer is
+#   then wrong.
+# - "older": the device does not know the latency request.
+# - "token" and "token-beyond": a used element names no request, or a number that no request can
+#   have.
 
-# How long a get is held that is then answered wrongly. A driver believes what comes in time, so
-# this, which is scaled, is five of its deadlines at least: what a busy machine may add to it.
+# Time for which a get is held before a wrong answer. The driver accepts an answer that is in time.
+# This time is scaled and at least five deadlines, which covers the delay of a busy machine.
 LATE_SECONDS = 1.0
 
 DAMAGE = bytes(byte ^ 0xFF for byte in range(256))
@@ -78,16 +83,16 @@ Key = tuple[int, int, int]
 
 @dataclass
 class Ring:
-    """A virtqueue, as far as it was set up."""
+    """State of a virtqueue, as far as it has been set up."""
 
     size: int = 0
-    addresses: tuple[int, int, int] = (0, 0, 0)  # descriptors, used, available: of QEMU
+    addresses: tuple[int, int, int] = (0, 0, 0)  # QEMU addresses: descriptors, used, available
     kick: int = -1
     call: int = -1
     enabled: bool = False
-    next: int = 0  # available entries taken, mod 2^16
-    held: int = 0  # of those that wait, how many were there while the lie was "late"
-    arrived: deque[float] = field(default_factory=deque)  # when each of those that wait came
+    next: int = 0  # number of available entries taken, mod 2^16
+    held: int = 0  # number of waiting requests that arrived while the lie was "late"
+    arrived: deque[float] = field(default_factory=deque)  # arrival times of the waiting requests
 
 
 @dataclass
@@ -98,7 +103,7 @@ class Chain:
 
 
 class Liar:
-    """Listens at `path` while in a `with` statement."""
+    """Listens at `path` inside a `with` statement."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -107,13 +112,14 @@ class Liar:
         self.asked: Counter[int] = Counter()  # requests by type
         self.gets = 0
         self.puts = 0  # pages
-        self.puts_workingset = 0  # of them, those with the hint
-        self.delay_seconds = 0.0  # of each answer, right as it may be
-        self.quick_probes = False  # but not of gets of cookie 0
+        self.puts_workingset = 0  # part of puts, with the hint
+        self.delay_seconds = 0.0  # delay of each answer, also of right ones
+        self.quick_probes = False  # gets of cookie 0 are then not delayed
         self._pages: dict[Key, tuple[int, bytes]] = {}
         self._generation = 0
         self._regions: list[tuple[int, int, memoryview]] = []  # guest, QEMU, memory
         self._rings = [Ring() for _ in range(QUEUES)]
+        self._errors: dict[int, int] = {}  # error descriptors by queue
         self._end = threading.Event()
         self._error: BaseException | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -136,6 +142,10 @@ class Liar:
         self._listener.close()
         if self._error:
             raise self._error
+
+    def stop_queue(self, queue: int) -> None:
+        """Signals the queue's error descriptor, as tmemd does when it stops a queue."""
+        os.eventfd_write(self._errors[queue], 1)
 
     # Connections and messages
 
@@ -167,7 +177,7 @@ class Liar:
                 for ring in self._rings:
                     self._work(ring)
         except (ConnectionError, BrokenPipeError):
-            pass  # QEMU ended, or was reset; the next connection begins anew
+            pass  # QEMU ended or was reset; the next connection starts again
         finally:
             self._rings = [Ring() for _ in range(QUEUES)]
             self._regions = []
@@ -195,7 +205,7 @@ class Liar:
         return True
 
     def _answer(self, request: int, payload: bytes, fds: list[int]) -> bytes | None:
-        """Of the messages that have a reply of their own, the reply."""
+        """Handles a message, and returns the reply if the message has its own reply."""
         if request == 24:  # GET_CONFIG
             offset, size, flags = struct.unpack_from("<III", payload)
             config = CONFIG.pack(self._generation, PAGE, 0, 64, 256)[offset : offset + size]
@@ -230,6 +240,9 @@ class Liar:
             ring.kick, fds = fds[0], []
         elif request == 13 and fds:  # SET_VRING_CALL
             ring.call, fds = fds[0], []
+        elif request == 14 and fds:  # SET_VRING_ERR
+            previous = self._errors.get(payload[0])
+            self._errors[payload[0]], fds = fds[0], [] if previous is None else [previous]
         elif request == 18:  # SET_VRING_ENABLE
             ring.enabled = struct.unpack_from("<II", payload)[1] == 1
         for fd in fds:
@@ -245,7 +258,7 @@ class Liar:
         raise AssertionError(f"the driver names {length} bytes at {address:#x}, not its memory")
 
     def _u16(self, address: int) -> memoryview:
-        """One aligned 16-bit access, as a ring's index needs it."""
+        """Returns one aligned 16-bit value for a single access, as a ring's index needs it."""
         return self._memory(address, 2, user=True).cast("H")
 
     def _work(self, ring: Ring) -> None:
@@ -282,7 +295,7 @@ class Liar:
             ring.held = max(0, ring.held - 1)
             self._u16(used + 2)[0] = ring.next
             done += 1
-        self._u16(used + 4 + ring.size * 8)[0] = ring.next  # kick at the next one
+        self._u16(used + 4 + ring.size * 8)[0] = ring.next  # asks for a kick at the next entry
         if done and ring.call >= 0:
             os.eventfd_write(ring.call, 1)
 
@@ -320,7 +333,7 @@ class Liar:
             self._memory(where, len(part))[:] = part
             offset += len(part)
 
-    # Requests: each returns the length that the used element gets
+    # Requests. Each method returns the length for the used element.
 
     def _execute(self, chain: Chain, lie: str) -> int:
         _, kind, count, pool, _ = REQUEST.unpack_from(chain.readable)
@@ -380,7 +393,8 @@ class Liar:
         status = OK
         if hits and (lie in LIES_OF_GETS or lie == "content"):
             self.lies_told += 1
-            # Whatever is wrong with the answer, the page is, too: it must not be used.
+            # With any wrong answer the page is wrong, too, so that a test sees if the driver uses
+            # it.
             spared = count - 1 if lie == "short-page" else 0
             pages = [page if i < spared else page.translate(DAMAGE) for i, page in enumerate(pages)]
             if lie == "silent":

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Records the traces in tests/traces, with the real driver: not a test, and not run as one.
+"""Records the traces in tests/traces with the real driver. pytest does not collect it as a test.
 
-`TMEM_TRACES=DIR ./python -m pytest vm/record_traces.py` writes DIR/NAME.trace.zst, for those names
-that `-k` selects. The pool is larger than what the guest reads, so that the driver's admission
-filter, which waits for pages that the host lost, lets all pages pass: the replay decides what a
-smaller one would have lost. What is random has a fixed seed; what reclaim takes when has none.
+`TMEM_TRACES=DIR ./python -m pytest vm/record_traces.py` writes DIR/NAME.trace.zst for the names
+that `-k` selects. The pool is larger than the data that the guest reads. The driver's admission
+filter waits for pages that the host lost, so it then lets all pages pass. The replay decides which
+pages a smaller pool would have lost. Random values have a fixed seed; the moment at which reclaim
+takes pages is not reproducible.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SEED = 2026
-GUEST_BYTES = 128 * MIB  # some 60 MiB of it hold the page cache
+GUEST_BYTES = 128 * MIB  # about 60 MiB of it hold the page cache
 DISK_BYTES = 512 * MIB
 FIO = "/bin/fio"
 SECONDS = 600
 
 
 def compressible(generator: random.Random, size: int) -> bytes:
-    """Noise and zeros: blocks of 16 pages that shrink to anything from nothing to themselves."""
+    """Returns noise and zeros: blocks of 16 pages that compress by any ratio from 0 to 1."""
     parts = []
     while size > 0:
         noise = generator.choice((0, 512, 1024, 1500, 2048, 3072, 4096))
@@ -53,7 +54,7 @@ def file_of(mib: int) -> Callable[[Path, random.Random], None]:
 
 
 def trees(**files: int) -> Callable[[Path, random.Random], None]:
-    """Folders with so many files each, of 16 to 512 KiB."""
+    """Fills directories with the given numbers of files, of 16 to 512 KiB each."""
 
     def fill(folder: Path, generator: random.Random) -> None:
         for name, number in files.items():
@@ -74,13 +75,13 @@ def read_tree(guest: Guest, name: str) -> None:
 
 
 def loop(guest: Guest) -> None:
-    """One file, larger than the page cache, from end to end, again and again."""
+    """Reads one file that is larger than the page cache from end to end, again and again."""
     for _ in range(4):
         guest.sh(f"cat {WHERE}/file >/dev/null", SECONDS)
 
 
 def zipf(guest: Guest) -> None:
-    """Single pages at random, some much more often than others."""
+    """Reads single pages at random, some much more often than others."""
     guest.sh(
         f"{FIO} --name=f --filename={WHERE}/file --rw=randread --random_distribution=zipf:0.8"
         f" --bs=4k --ioengine=psync --invalidate=0 --fadvise_hint=0 --number_ios=90000"
@@ -90,7 +91,7 @@ def zipf(guest: Guest) -> None:
 
 
 def mixed(guest: Guest) -> None:
-    """The same, with a stream of another file through it now and then."""
+    """Reads single pages at random, and now and then all of another file."""
     for nth in range(3):
         guest.sh(
             f"{FIO} --name=f --filename={WHERE}/hot/f --rw=randread --bs=4k --ioengine=psync"
@@ -109,13 +110,13 @@ def fill_mixed(folder: Path, generator: random.Random) -> None:
 
 
 def demo(guest: Guest) -> None:
-    """A tree larger than the page cache, all of it, over and over."""
+    """Reads a tree that is larger than the page cache over and over."""
     for _ in range(3):
         read_tree(guest, "tree")
 
 
 def three(guest: Guest) -> None:
-    """One tree in each round, one in every second, one in every fourth."""
+    """Reads one tree in each round, one in every second, and one in every fourth."""
     for turn in range(8):
         for name, every in (("often", 1), ("sometimes", 2), ("seldom", 4)):
             if turn % every == 0:
@@ -123,7 +124,7 @@ def three(guest: Guest) -> None:
 
 
 def torture(guest: Guest) -> None:
-    """Random file operations of two workers beside a process that evicts."""
+    """Runs random file operations of two workers while a process evicts."""
     Torture(guest, f"--seed={SEED} --ops=8000 --files=16 --size-max=524288 --jobs=2").finish()
 
 

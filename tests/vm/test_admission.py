@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Neither a stream read once nor a pool that is too small takes what is useful out of it."""
+"""Neither a stream that is read once nor a small pool makes the driver lose useful pages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ USEFUL_MIB = 8
 STREAM_MIB = 40
 USEFUL = "/mnt/useful"
 STREAMS = [f"/mnt/s{number}" for number in range(3)]
-# More files than the guest remembers leaves (2,048), of two pages each; a pool for half of them.
-# The put ring has room for a folder.
+# There are more files than leaves in the admission filter's table of this guest (2,048). Each file
+# has two pages. The pool has room for half of the files, and the put ring for one directory.
 FOLDERS = 36
 FOLDER_FILES = 200
 FILE_PAGES = 2
@@ -47,7 +47,7 @@ SMALL_POOL = "36MiB"
 
 
 def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
-    """Reads the file and has it evicted, in steps that the put ring has room for."""
+    """Reads and evicts the file, in steps that fit the put ring."""
     counters = {}
     for part in range(size_mib):
         guest.sh(
@@ -59,7 +59,7 @@ def read_and_drop(guest: Guest, path: str, size_mib: int) -> dict[str, int]:
 
 
 def hits_after_stream(guest: Guest, stream: str) -> int:
-    """Hits of the useful file, read before and after a stream that is read once, in pages."""
+    """Returns hits, in pages, of the useful file after a stream was read once."""
     read_and_drop(guest, USEFUL, USEFUL_MIB)
     before = read_and_drop(guest, stream, STREAM_MIB)
     after = read_and_drop(guest, USEFUL, USEFUL_MIB)
@@ -71,7 +71,7 @@ def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
     guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
-    # The files are there before the driver is, which sees the streams for the first time.
+    # The files exist before the driver is loaded, so that it sees the streams for the first time.
     guest.mount("data", "/mnt")
     for path, size_mib in ((USEFUL, USEFUL_MIB), *((path, STREAM_MIB) for path in STREAMS)):
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null", 60)
@@ -81,23 +81,24 @@ def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
     useful = USEFUL_MIB * PAGES_MIB
     stream = STREAM_MIB * PAGES_MIB
 
-    # Without the filter the stream takes the place of what is useful.
+    # Without the filter, the stream displaces the useful pages.
     set_parameter(guest, "admission", "off")
     assert hits_after_stream(guest, STREAMS[0]) < useful // 2
     before = settle(guest)
     assert before["puts_skipped_admission"] == 0
 
-    # What that lost has engaged it; the useful pages are known again.
+    # The loss of these pages activates the filter, which knows the useful pages again.
     set_parameter(guest, "admission", "adaptive")
     assert hits_after_stream(guest, STREAMS[1]) > useful * 3 // 4
     after = settle(guest)
     assert stream // 2 < after["puts_skipped_admission"] <= stream + PAGES_MIB
-    # What was evicted twice is taken: the filter learns.
+    # Pages that were evicted twice are taken, because the filter learns.
     read_and_drop(guest, STREAMS[1], USEFUL_MIB)
     again = settle(guest)
     assert again["puts_skipped_admission"] == after["puts_skipped_admission"]
 
-    # It was the filter that did it.
+    # With the filter off again, the stream displaces the useful pages, so the filter made the
+    # difference.
     set_parameter(guest, "admission", "off")
     assert hits_after_stream(guest, STREAMS[2]) < useful // 2
     assert settle(guest)["puts_skipped_admission"] == after["puts_skipped_admission"]
@@ -106,8 +107,11 @@ def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.parametrize("verify_every", [0, 1])
 def test_small_files(session: Session, kernel: Kernel, module: Path, verify_every: int) -> None:
-    """More files than the driver can remember, read over and over: what is in the pool stays there,
-    though each hit takes a page out of it. Also hits that are read from the disk to be compared."""
+    """More files than the admission filter can remember keep their hits in a small pool.
+
+    The files are read over and over, and each hit takes a page out of the pool. Hits that are
+    compared with the disk behave in the same way.
+    """
     tree = session.folder / "tree"
     for folder in range(FOLDERS):
         (tree / str(folder)).mkdir(parents=True)
@@ -134,7 +138,7 @@ def test_small_files(session: Session, kernel: Kernel, module: Path, verify_ever
 
 
 def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) -> None:
-    """What fits into the pool is all put, however much of it is new."""
+    """All pages that fit into the pool are put, however many of them are new."""
     daemon = start_daemon(session)
     guest = driver_vm(
         session, kernel, module, Tmem(daemon.socket("vm1")), memory_bytes=256 * MIB
@@ -149,7 +153,7 @@ def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) 
 
 @pytest.mark.smoke
 def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
-    """Pages that were used again travel with a hint, those that were used once without."""
+    """Pages that were used again are put with a hint, pages that were used once without."""
     pages = PAGES_MIB
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
@@ -158,7 +162,7 @@ def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
             guest.sh("echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
             puts, hints = liar.puts, liar.puts_workingset
-            # Not by readahead alone: each page is read, and no two reads are one.
+            # Each page is read by its own read, because readahead alone does not count as a use.
             read = f"dd if={path} of=/dev/null bs=4096 2>/dev/null"
             guest.sh(f"for i in $(seq {times}); do {read}; done; echo 1 >/proc/sys/vm/drop_caches")
             settle(guest)
@@ -169,7 +173,7 @@ def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
-    """Each reason for not taking a page has a counter, and only that one counts."""
+    """Each reason not to put a page has a counter, and only that counter grows."""
     daemon = start_daemon(session)
     disks = [
         Disk("data", disk.ext4(session.folder / "data.img", 64 * MIB)),
@@ -187,7 +191,7 @@ def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
     counters = settle(guest)
 
     def evict(path: str) -> dict[str, int]:
-        """What counters of puts grew by when the file was read and evicted."""
+        """Returns the growth of the put counters while a file is read and evicted."""
         nonlocal counters
         guest.sh(f"cat {path} >/dev/null; echo 1 >/proc/sys/vm/drop_caches", 60)
         before, counters = counters, stats(guest)
@@ -202,7 +206,8 @@ def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
         return stats(guest)["puts"] > before
 
     until(fine_served, 30, "the driver serves /fine")
-    # A block of a page that was not read: the others have no content, also when it is clean.
+    # Only one block of the page was written and none was read. The other blocks have no content,
+    # even when the page is clean.
     guest.sh("dd if=/dev/urandom of=/fine/part bs=4096 count=3 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     guest.sh("dd if=/dev/zero of=/fine/part bs=1024 count=1 conv=notrunc 2>/dev/null; sync")
@@ -231,8 +236,11 @@ def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def test_offline(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """The hooks do not put while there is no device; who does all the same is refused, and
-    counted beside them: here the driver's own benchmark, which then has nothing to measure."""
+    """The hooks put nothing while there is no device.
+
+    The driver's benchmark puts all the same; its puts are refused and counted, and it has nothing
+    to measure.
+    """
     guest = driver_vm(session, kernel, test_module, None).start()
     load(guest, "verify_every=0", online=False)
     guest.sh("dd if=/dev/urandom of=/mnt/file bs=4096 count=4 2>/dev/null")

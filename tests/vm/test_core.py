@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver's core when something is wrong: with memory, the daemon, the device, the machine.
+"""The driver's core under faults of memory, the daemon, the device and the machine.
 
-Whatever it is, no wrong byte: contents are compared with what the host wrote to the disk. Beyond
-that each test looks for the trace of the check it is about, which must have caught the fault and
-not a later one: an answer with a wrong cookie counts as such and does not reach the content check.
+No byte may be wrong: contents are compared with the files that the host wrote to the disk. In
+addition, each test looks at the counter of the check that it is about. That check must have caught
+the fault, and not a later one. For example, an answer with a wrong cookie is counted as such and
+does not reach the content check.
 """
 
 from __future__ import annotations
@@ -53,19 +54,19 @@ PAGES = FILE_BYTES // 4096  # of a file
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
-    """Unloads the module, if it is there, and loads it."""
+    """Unloads the module if it is loaded, and loads it."""
     guest.sh("if grep -q ^virtio_tmem /proc/modules; then rmmod virtio_tmem; fi", 60)
     guest.insmod(MODULE, f"{DEADLINE} {parameters}")
     wait_state(guest, until_state)
 
 
 def drop_pages(guest: Guest) -> None:
-    """Has reclaim take all clean pages."""
+    """Makes reclaim take all clean pages."""
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches", 60)
 
 
 def check_works(guest: Guest, sums: dict[str, str]) -> None:
-    """What is evicted comes back from the host, right, but for the last pages: from the ring."""
+    """Evicted pages come back with right bytes from the host, and the last ones from the ring."""
     before = evict(guest, list(sums))
     assert checksums(guest, list(sums)) == sums
     after = stats(guest)
@@ -74,13 +75,13 @@ def check_works(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def budget(guest: Guest) -> int:
-    """What the driver may use: 1 % of RAM and 2 MiB."""
+    """Returns the driver's memory limit in bytes: 1 % of RAM and 2 MiB."""
     kib = int(guest.sh("grep ^MemTotal: /proc/meminfo").split()[1])
     return kib * 1024 // 100 + 2 * MIB
 
 
 def devices(guest: Guest) -> tuple[list[str], list[str]]:
-    """Names of the tmem devices that the driver has, and of those that it has not."""
+    """Returns the names of the tmem devices that are bound to the driver, and of the others."""
     names = guest.sh("grep -l 0x003f /sys/bus/virtio/devices/*/device").split()
     found = sorted(path.split("/")[-2] for path in names)
     bound = [name for name in found if guest.run(f"test -e {DRIVER}/{name}").status == 0]
@@ -108,7 +109,7 @@ def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> Non
 
 @pytest.mark.smoke
 def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
-    """It is refused as busy, harms nothing, and is taken once the first one is gone."""
+    """A second device is refused as busy, harms nothing, and is used once the first one is gone."""
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -144,7 +145,7 @@ def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
-    """The daemon stops, readers wait in vain, the breaker opens."""
+    """Stops the daemon, so that readers reach the deadline and the breaker opens."""
     before = stats(guest)
     daemon.pause()
     assert checksums(guest, list(sums)) == sums
@@ -156,7 +157,7 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
 
 @pytest.mark.smoke
 def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Injected faults, limits reached, and answers that come too late."""
+    """The driver survives injected faults, exceeded limits and late answers."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -164,8 +165,8 @@ def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest = vm.start()
     load(guest, "verify_every=0")
 
-    # While nothing is got, pages are in the cache and in the index. A put that is dropped then
-    # erases its key. Bounce pages that late answers hold come back: 4 rounds would use them up.
+    # While there are no gets, pages are in the cache and in the index. A dropped put then erases
+    # its key. Late answers must release their bounce pages: 4 rounds would use them up.
     for fault in ("ring_full", "nomem", "ring_full", "nomem"):
         evict(guest, list(files))
         trip(guest, daemon, files)
@@ -195,7 +196,7 @@ def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
 
 
 def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
-    """The index stays within its limit by forgetting what is oldest."""
+    """The index stays within its limit by forgetting its oldest entries."""
     reload(guest, "admission=off")
     empty = stats(guest)["memory_bytes"]
     ((name,), _) = devices(guest)
@@ -203,7 +204,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     table = stats(guest)["memory_bytes"]
     guest.sh(f"echo {name} >{DRIVER}/bind")
     wait_state(guest, "on")
-    limit = 12288  # a third of what the files need
+    limit = 12288  # a third of the files' needs
     set_parameter(guest, "test_index_bytes", str(table + limit))
     for path in sums:
         counters = evict(guest, [path])
@@ -212,15 +213,15 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     assert counters["index_evicted"] > 0
     assert 0 < counters["index_pages"] < PAGES * len(sums) // 2
     last = list(sums)[-1:]
-    # Once more: if it was this file that found the index full, some of it was dropped until there
-    # was room. Now there is.
+    # The file is evicted once more. If it was the one that found the index full, some of its
+    # entries were dropped until there was room. Now there is room.
     before = evict(guest, last)
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     assert growth(before, stats(guest))["hits"] > PAGES // 4, "what came last is there"
     assert checksums(guest, list(sums)) == sums
 
-    # Marks of files that are written directly count, too, and come first: entries of an index that
-    # is just full make room for them. Marks of 2,048 neighbours share memory.
+    # Marks of directly written files count as well, and have priority: a full index drops entries
+    # to make room for them. Marks of 2,048 neighbouring inodes share memory.
     guest.sh("mkdir /mnt/d && for i in $(seq 3000); do : >/mnt/d/$i; done", 60)
     set_parameter(guest, "inject_nomem", "1")
     drop_pages(guest)
@@ -243,7 +244,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def check_cookies(guest: Guest, sums: dict[str, str]) -> None:
-    """Cookies that are used up are renewed: everything is forgotten, and goes on."""
+    """When the cookies are used up, the driver forgets everything and starts with new ones."""
     reload(guest, "test_cookies=500")
     held = []
     for path in sums:
@@ -266,7 +267,7 @@ def check_cookies(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def check_corruption(guest: Guest, files: dict[str, str]) -> None:
-    """A page that changed on its way ends the cache until the module is loaded again."""
+    """A page that was changed on its way ends the cache until the module is loaded again."""
     reload(guest)
     evict(guest, list(files))
     set_parameter(guest, "inject_corrupt", "100")
@@ -279,7 +280,7 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
     assert checksums(guest, list(files)) == files
     after = stats(guest)
     assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
-    # A device that comes anew is no reason to trust it.
+    # A device that is bound again is not trusted either.
     ((name,), _) = devices(guest)
     guest.sh(f"echo {name} >{DRIVER}/unbind && echo {name} >{DRIVER}/bind", 60)
     assert state(guest).startswith("poisoned: content check, inode ")
@@ -307,10 +308,10 @@ def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, que
     load(guest, "verify_every=0")
     limit = budget(guest)
     assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "room for an index"
-    # More than the put rings have room for, in the large one.
+    # In the large guest, this is more than the put rings have room for.
     check_works(guest, sums)
     if memory < 256 * MIB:
-        # Holes: pages without a disk, more than the index has room for.
+        # The file has only holes: pages without a disk, more than the index has room for.
         guest.sh("truncate -s 4G /mnt/holes")
         job = guest.start("while cat /mnt/holes >/dev/null; do :; done", 120)
 
@@ -327,7 +328,7 @@ def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, que
 
 
 def slab_bytes(guest: Guest, cache: str) -> int:
-    """What a slab cache takes now, with what it cannot use."""
+    """Returns the bytes of a slab cache, including the unused ones."""
     slabs, order = (
         int(guest.sh(f"cat /sys/kernel/slab/{cache}/{name}").split()[0])
         for name in ("slabs", "order")
@@ -337,7 +338,7 @@ def slab_bytes(guest: Guest, cache: str) -> int:
 
 @pytest.mark.smoke
 def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
-    """A page held costs what core/leaf.h says, as counted and as allocated."""
+    """A held page costs what core/leaf.h says, by the driver's count and by the allocator's."""
     source = (ROOT / "guest-driver/core/leaf.h").read_text()
     found = re.search(r"#define TMEM_INDEX_PAGE_BYTES\s+(\d+)", source)
     assert found
@@ -345,7 +346,7 @@ def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
     guest = driver_guest(session, kernel, module)
     before = stats(guest)
     slab_before = slab_bytes(guest, "tmem_leaf_64")
-    # Holes, in steps that the put ring has room for, so that leaves are full.
+    # The file has holes, and is read in steps that fit the put ring, so that leaves are full.
     mib = 128
     guest.sh(f"truncate -s {mib}M /mnt/holes")
     read = "dd if=/mnt/holes of=/dev/null bs=1M count=1 skip=$i 2>/dev/null"
@@ -365,7 +366,7 @@ def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[str]:
-    """Lets the device lie while files go out, or come back; returns what counters grew by."""
+    """Makes the device lie while files are evicted or read again; returns the counters' growth."""
     told = liar.lies_told
     if lie in LIES_OF_PUTS:
         drop_pages(guest)
@@ -384,7 +385,7 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
 
 @pytest.mark.smoke
 def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
-    """No answer is believed: no wrong byte, and each lie is caught where it should be."""
+    """No wrong answer is used, no byte is wrong, and the intended check catches each lie."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
     with Liar(session.folder / "liar") as liar:
@@ -402,10 +403,10 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
                 assert grown["misses_answer"] > 0, lie
                 assert grown["hits"] == grown["ring_hits"] or lie == "short-page", lie
             assert grown["mismatches"] == 0, lie
-            # It has to be believed when it is right.
+            # The driver must use right answers again.
             check_works(guest, files)
 
-        # Answers that come after the deadline are lies, and land nowhere.
+        # Answers after the deadline are wrong, and must not be used.
         told = liar.lies_told
         for _ in range(3):
             evict(guest, list(files))
@@ -419,7 +420,7 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
         assert liar.lies_told >= told + 3 * 3
         assert stats(guest)["misses_bounce"] == 0
 
-        # A used element that names no request ends the queue, not the guest.
+        # A used element that names no request stops the queue, and not the guest.
         for lie in ("token", "token-beyond"):
             told = liar.lies_told
             evict(guest, list(files))
@@ -432,7 +433,7 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
             reload(guest)
             check_works(guest, files)
 
-        # Right in everything but the page itself.
+        # The answer is right except for the page itself.
         grown = tell(guest, liar, "content", files)
         assert grown["mismatches"] == grown["misses_check"] > 0
         assert state(guest).startswith("poisoned: content check")
@@ -443,7 +444,7 @@ def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
-    """Has files evicted and reads them, right, until the counter grows."""
+    """Evicts and reads files, with right bytes, until the counter grows."""
     before = stats(guest)[counter]
 
     def grown() -> bool:
@@ -455,7 +456,7 @@ def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
 
 
 def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
-    """A pool that the device does not clearly have takes no puts, until it has."""
+    """A pool that the device does not clearly have gets no puts until the device has it."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
     with Liar(session.folder / "liar") as liar:
@@ -467,7 +468,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
             guest.mount("data", "/mnt")
 
             read_until(guest, files, "puts_dropped_pool")
-            while liar.lies_told == told:  # bounded by the wait in it
+            while liar.lies_told == told:  # bounded by the wait in read_until()
                 read_until(guest, files, "puts_dropped_pool")
             drop_pages(guest)
             assert checksums(guest, list(files)) == files
@@ -475,7 +476,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
             assert (after["puts"], after["hits"]) == (before["puts"], before["hits"]), lie
             assert after["index_pages"] == 0, lie
             liar.lie = ""
-        # It is asked again without being told to.
+        # The driver asks again by itself.
         read_until(guest, files, "puts")
         check_works(guest, files)
         assert stats(guest)["mismatches"] == 0
@@ -483,7 +484,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
-    """Suspended is forgotten; awake it starts anew."""
+    """A suspend makes the driver forget everything, and it starts again on resume."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -506,7 +507,7 @@ def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
-    """Nothing is held from the preparation of a hibernation until the guest runs again."""
+    """The driver holds nothing from the preparation of a hibernation until the guest runs again."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -521,7 +522,7 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
     )
     guest = vm.start()
     load(guest, "verify_every=0")
-    # It does not begin without swap: prepared and given up, with the same generation.
+    # Without swap, hibernation is prepared and given up; the generation stays the same.
     evict(guest, list(files))
     before = stats(guest)
     assert before["index_pages"] > PAGES
@@ -536,18 +537,18 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
 
     device = guest.disk("swap")
     guest.sh(f"mkswap /dev/{device} && swapon /dev/{device}")
-    # Says where, and looks for an image, which is not there yet.
+    # This sets the device of the image, and looks for an image, which does not exist yet.
     guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
     guest.sh("echo test_resume >/sys/power/disk")
     evict(guest, list(files))
     before = stats(guest)
     assert before["index_pages"] > PAGES
     done = guest.run("echo disk >/sys/power/state", 300)
-    # Before 6.4 this way back fails, once the image is written: the swap is in use.
+    # Before 6.4 this kind of resume fails after the image is written, because the swap is in use.
     assert (done.status == 0) == (kernel.version >= (6, 4)), done
     wait_state(guest, "on")
     after = stats(guest)
-    # Of the image, which was made when all was forgotten.
+    # The counters are those of the image, which was made after everything was forgotten.
     assert after["index_pages"] == 0
     assert after["puts"] == before["puts"]
     assert checksums(guest, list(files)) == files
@@ -557,7 +558,7 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
-    """The module goes at any time: under load, and with a daemon that does not answer."""
+    """The module can be unloaded at any time, under load and while the daemon does not answer."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2, disks=[data])
@@ -571,7 +572,10 @@ def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
         reload(guest)
 
     def reported() -> dict[str, Any] | None:
-        """What it says at first is from before it has hooks."""
+        """Returns the driver's report.
+
+        The first report was sent before the hooks were installed.
+        """
         (vm1,) = daemon.stats()["vms"]
         driver: dict[str, Any] | None = vm1["driver"]
         hooks = int(guest.read(f"{SYSFS}/hooks"), 0)
@@ -582,7 +586,7 @@ def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
     assert driver["kernel"] == kernel.release
     assert driver["version"] == guest.read("/sys/module/virtio_tmem/version")
     assert 0 < driver["memory_bytes"] <= budget(guest)
-    # Puts, flushes and gets are under way when it stops.
+    # Puts, flushes and gets are in flight when the daemon stops.
     until(lambda: stats(guest)["hits"] > 50, 60, "hits")
     daemon.pause()
     guest.sh("rmmod virtio_tmem", 60)

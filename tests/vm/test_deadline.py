@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What readers wait for a host that is slow: a deadline per readahead, a budget in all."""
+"""Readers wait for a slow host within bounds: one deadline per readahead, and a budget in total."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FILLER = "/mnt/filler"
 
 
 def hold(guest: Guest, path: str, size_mib: int, *, anew: bool = True) -> dict[str, int]:
-    """Makes a file, or takes it as it is, and has it evicted, in steps that the ring can take."""
+    """Creates a file unless `anew` is false, and evicts it in steps that fit the ring."""
     counters = {}
     if anew:
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null; sync")
@@ -61,10 +61,10 @@ def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_modul
     guest.sh(f"dd if=/dev/urandom of={FILE} bs=4096 count={PAGES}; sync")
     sums = checksums(guest, [FILE])
     assert evict(guest, [FILE])["index_pages"] >= PAGES
-    # Out of the put ring, where it would be had without the host.
+    # The filler pushes the file out of the put ring, from where pages come without the host.
     held = hold(guest, FILLER, 4)["index_pages"]
 
-    # Pages made dirty are no longer held, and their next put is dropped.
+    # Dirty pages are no longer held, and their next put is dropped.
     guest.sh(f"dd if={FILE} of=/tmp/copy bs=4096 iflag=direct")
     for page in range(0, PAGES, 2):
         where = f"bs=4096 count=1 skip={page} seek={page}"
@@ -88,7 +88,7 @@ def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_modul
 
 @pytest.mark.smoke
 def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
-    """Readers that must not sleep do not wait for the host, which would be in time."""
+    """Readers that must not sleep do not wait for the host, even if it would be in time."""
     if version(kernel) < (6, 12):
         pytest.skip("the kernel does not show who must not wait")
     pages = 1024
@@ -96,7 +96,7 @@ def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}
         guest = driver_guest(session, kernel, module, Tmem(liar.path), files=files)
         held = hold(guest, FILE, pages // 256)["index_pages"]
-        # More than the put ring has room for.
+        # The filler is more than the put ring has room for.
         before = hold(guest, FILLER, 4)
         assert before["index_pages"] > held + pages * 9 // 10
 
@@ -107,30 +107,32 @@ def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
         assert after["reads_nowait"] - before["reads_nowait"] >= pages // 64
         assert after["gets"] == before["gets"]
         assert liar.gets == gets
-        # Others do, and get what such readers left.
+        # Other readers wait, and get the pages that the first ones left.
         liar.delay_seconds = 0.0
         guest.sh(f"cat {FILE} >/dev/null")
         assert stats(guest)["hits"] > after["hits"] + pages // 2
 
 
 def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
-    """Answers that are slow but never late open the breaker, too; only quick ones close it."""
+    """Answers that are slow but never late open the breaker, too; only fast ones close it."""
     deadline_ms, slow_seconds = 500, 0.18
-    # As in core/get.c: ten deadlines, of which a fiftieth part a deadline leaks away.
+    # These values are from core/get.c: the budget is ten deadlines, and a fiftieth of it leaks away
+    # during each deadline.
     budget_us, leak = deadline_ms * 1000 * 10, 10 / 50
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         set_parameter(guest, "deadline_ms", str(deadline_ms))
         guest.sh("echo 64 >/sys/block/vda/queue/read_ahead_kb")
         hold(guest, FILE, 6)
-        # The last pages stay in the put ring, from where they need no host.
+        # The last pages stay in the put ring, from where they come without the host.
         before = hold(guest, FILLER, 4)
         assert before["index_pages"] > 4 * 256
         sums = {
             FILE: guest.sh(f"dd if={FILE} bs=1M iflag=direct 2>/dev/null | sha256sum").split()[0]
         }
 
-        # Nor does a quick one close it at once, or every budget would be followed by another.
+        # A fast answer does not close the breaker at once, because one budget would then follow
+        # another.
         liar.delay_seconds = slow_seconds
         liar.quick_probes = True
         begun = float(guest.read("/proc/uptime").split()[0])
@@ -146,7 +148,7 @@ def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
         assert grown["waits_us"] <= budget_us + elapsed_us * leak + 2 * deadline_ms * 1000
         assert after["wait_max_us"] >= slow_seconds * 1e6
 
-        # A probe that is answered as slowly leaves it open.
+        # A probe whose answer is slow leaves the breaker open.
         liar.quick_probes = False
         assert state(guest) == "tripped"
         seen = liar.gets

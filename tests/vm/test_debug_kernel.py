@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The torture on kernels that check themselves: `--kernel debug` and `--kernel kcsan`.
+"""Runs the torture on kernels that check themselves: `--kernel debug` and `--kernel kcsan`.
 
 A report of lockdep, KASAN or the like on the console fails the test that ran (TROUBLE in
-harness/vm.py), in this file or any other; leaks and data races are asked for here. The last
-tests commit a fault of each kind and see that it is reported.
+harness/vm.py), in this file or any other. This file also asks for leaks and data races. The last
+tests commit a fault of each kind and check that it is reported.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs", "checking")
 
-# Shadow memory, quarantine, records of locks and allocations.
+# Enough for shadow memory, quarantine, and records of locks and allocations.
 MEMORY_BYTES = 768 * MIB
-# All of this file, and the build of a kernel before it, in the time of a shard.
+# The counts let this file and the build of its kernel finish in the time of a shard.
 OPERATIONS = 3_000
 VERSIONS = 1_000
-# Of all that can be turned, and hits between two.
+# Numbers of turns of all settings, and of hits between two turns.
 TURNS = 8
 HITS = 50
-# Without those that take long here: the random operations unmount as well.
+# Slow scenarios are left out; the random operations unmount as well.
 SCENARIOS = ["plain", "dirty", "truncate", "punch", "direct", "inode", "fadvise"]
 SMALL = "--files=16 --size-max=262144"
-# More than the driver's ring keeps of what it has sent: hits come from the host.
+# More data than the driver's ring keeps after sending, so that hits come from the host.
 LARGE_OPERATIONS = 1_000
 LARGE = "--files=24 --size-max=2097152"
-# kmemleak reports objects of 5 s (MSECS_MIN_AGE) and older that it did not find again.
+# kmemleak reports unreferenced objects that are at least 5 s old (MSECS_MIN_AGE).
 LEAK_AGE_SECONDS = 6
 LEAK_SECONDS = 60.0
 KMEMLEAK = "/sys/kernel/debug/kmemleak"
 KCSAN = "/sys/kernel/debug/kcsan"
-# It watches one access in so many, for so long: by default 4,000 and 80 µs, for machines that run
-# longer and faster than these.
+# KCSAN watches one access in skip_watch for udelay_task µs. The defaults of 4,000 and 80 µs are
+# meant for machines that run longer and faster.
 KCSAN_SETTINGS = {"skip_watch": 400, "udelay_task": 200}
-# A frame in the module, or in one that is no longer loaded.
+# A stack frame in the module, or in a module that is no longer loaded.
 OUR_FRAME = re.compile(r"\[virtio_tmem\]|\] 0x[0-9a-f]+$", re.MULTILINE)
 # One report of KCSAN, between lines of "=".
 RACE = re.compile(r"BUG: KCSAN: .*?(?=={20,}|\Z)", re.DOTALL)
-# The head of each of its stacks: the access, whose stack is indented.
+# The head of each stack in a report: the access, followed by an indented stack.
 STACK = re.compile(r"(?:read|write|race)\b[^\n]*:\n((?:[^\n]*\n){2})")
 
-# What the module's test_bug commits on which kernel, and what that says. The last one of "debug"
-# ends the watch over locks.
+# The faults that the module's test_bug commits on each kernel, and their reports. The last one of
+# "debug" ends the checks of locks.
 FAULTS = {
     "debug": {
         "sleep": "BUG: sleeping function called from invalid context",
@@ -87,7 +87,7 @@ def checking(kernel: Kernel) -> None:
 
 
 class Machine:
-    """A VM with the driver loaded, and what its kernel found."""
+    """A VM with the driver loaded, and the reports of its kernel."""
 
     def __init__(self, session: Session, kernel: Kernel, module: Path, name: str = "ext4") -> None:
         self.fs = disk.FILE_SYSTEMS[name]
@@ -113,7 +113,7 @@ class Machine:
 
     @property
     def mounted(self) -> str:
-        """What the torture has to know to unmount and mount again."""
+        """Returns the arguments that torture needs to unmount and mount again."""
         return f"--device=/dev/vda --fstype={self.fs.kind}"
 
     def random_operations(self, operations: int, files: str = SMALL, more: str = "") -> Torture:
@@ -122,7 +122,7 @@ class Machine:
         )
 
     def leaks(self) -> str:
-        """What kmemleak says of the module."""
+        """Returns kmemleak's report about the module."""
         if self.guest.run(f"test -e {KMEMLEAK}").status != 0:
             return ""
         self.guest.sh(f"echo scan >{KMEMLEAK}; echo scan >{KMEMLEAK}", 300)
@@ -130,7 +130,7 @@ class Machine:
         return "".join(report for report in reports if OUR_FRAME.search(report))
 
     def races(self) -> list[str]:
-        """KCSAN's reports of the module, or of functions that it called itself."""
+        """Returns KCSAN's reports about the module, or about functions that it called directly."""
         console = self.vm.console.read_text(errors="replace").replace("\r", "")
         found = RACE.findall(console)
         print(f"{len(found)} races: {[report.splitlines()[0] for report in found]}")
@@ -143,7 +143,7 @@ class Machine:
     def nothing_found(self) -> None:
         print(stats(self.guest))
         wait_state(self.guest, "on")
-        self.guest.sh(f"sleep {LEAK_AGE_SECONDS}")  # what is younger is not reported
+        self.guest.sh(f"sleep {LEAK_AGE_SECONDS}")  # younger objects are not reported
         assert self.leaks() == ""
         assert self.races() == []
         self.vm.check_console()
@@ -151,7 +151,7 @@ class Machine:
 
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 def test_torture(session: Session, kernel: Kernel, module: Path, name: str) -> None:
-    """All operations, and each hook's own."""
+    """Runs all random operations, and each hook's own scenario."""
     machine = Machine(session, kernel, module, name)
     machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
     machine.random_operations(LARGE_OPERATIONS, LARGE).finish()
@@ -172,7 +172,7 @@ def test_torture(session: Session, kernel: Kernel, module: Path, name: str) -> N
 
 
 def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
-    """Generations end, and what belongs to them is freed."""
+    """Daemon and device come and go: generations end, and their memory is freed."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
@@ -192,11 +192,11 @@ def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module:
 
 
 def test_all_that_can_be_turned(session: Session, kernel: Kernel, module: Path) -> None:
-    """Switches, parameters, counters, events and the command, while files come and go."""
+    """Uses switches, parameters, counters, events and the command while files come and go."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     trace = "/sys/kernel/tracing/events/virtio_tmem/enable"
-    # The command says that a file went away meanwhile.
+    # The command may report a file that was removed meanwhile.
     turn = f"""
         set -e
         grep -r . {SYSFS} >/dev/null
@@ -239,7 +239,7 @@ def test_all_that_can_be_turned(session: Session, kernel: Kernel, module: Path) 
 
 
 def test_module_comes_and_goes(session: Session, kernel: Kernel, module: Path) -> None:
-    """Under load; nothing of it stays behind."""
+    """Loads and unloads the module under load; nothing of it stays behind."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(OPERATIONS // 2)
@@ -253,7 +253,7 @@ def test_module_comes_and_goes(session: Session, kernel: Kernel, module: Path) -
 
 
 def test_faults_are_seen(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """The checks that the others rely on are there."""
+    """The checks that the other tests rely on report faults."""
     machine = Machine(session, kernel, test_module)
     machine.vm.expect_trouble()
 

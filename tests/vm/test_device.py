@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The device without the module: QEMU and guest outlive whatever happens to the daemon.
+"""The device without the module: QEMU and the guest survive all that happens to the daemon.
 
-The daemon is absent, killed, stopped or restarted while the guest boots, reboots, is
-reset, paused and continued, is queried over QMP, reads the configuration, and uses the
-device from user space. Each step is bounded, so that a hang is a failure.
+The daemon is absent, killed, stopped or restarted while the guest boots, reboots, is reset, paused
+and continued, is queried over QMP, reads the configuration, and uses the device from user space.
+Each step is bounded, so that a hang is a failure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG_LENGTH = 32
 VERSION_1 = 1 << 32
 INDIRECT_DESC = 1 << 28
 EVENT_IDX = 1 << 29
-# Reserved device bits, LOG_ALL, PROTOCOL_FEATURES, ACCESS_PLATFORM, RING_PACKED.
+# Reserved device bits, and LOG_ALL, PROTOCOL_FEATURES, ACCESS_PLATFORM, RING_PACKED.
 NEVER_OFFERED = 0b1111 | 1 << 26 | 1 << 30 | 1 << 33 | 1 << 34
 
 pytestmark = pytest.mark.usefixtures("qemu")
@@ -42,7 +42,7 @@ def device_vm(
 
 
 def query_qmp(vm: Vm) -> None:
-    """Asks all that QMP can tell of a virtio device; QEMU must answer, if only 'no'."""
+    """Sends all QMP queries of a virtio device; QEMU must answer each, even if with an error."""
     devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
     assert "virtio-tmem" in devices, devices
     path = devices["virtio-tmem"]
@@ -55,13 +55,13 @@ def query_qmp(vm: Vm) -> None:
             try:
                 vm.qmp.execute(command, place)
             except QmpError:
-                pass  # while the device is not started there is none
+                pass  # a device that is not started has none
     vm.qmp.human("info qtree")
     vm.qmp.human("info virtio")
 
 
 def check_config(vm: Vm, queues: int = 2) -> int:
-    """The configuration is whole, backend or none; returns the generation."""
+    """The configuration is complete with and without a backend; returns the generation."""
     seen = info(vm)
     assert seen["page_size"] == PAGE_SIZE
     assert seen["num_request_queues"] == queues
@@ -78,7 +78,7 @@ def check_config(vm: Vm, queues: int = 2) -> int:
 
 
 def absent(daemon: Daemon) -> None:
-    """No daemon from the start."""
+    """There is no daemon from the start."""
 
 
 def killed(daemon: Daemon) -> None:
@@ -97,7 +97,7 @@ TROUBLES = pytest.mark.parametrize("trouble", [killed, stopped, restarted])
 
 
 def heal(daemon: Daemon) -> None:
-    """Makes the daemon serve, whatever befell it."""
+    """Makes the daemon serve again, whatever state it is in."""
     process = daemon._process
     if process is None or not process.alive():
         daemon.start()
@@ -138,7 +138,7 @@ def test_lives_without_a_daemon(session: Session, kernel: Kernel) -> None:
 def test_trouble_while_in_use(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """Trouble strikes a running device; all of QMP and of the guest goes on."""
+    """Trouble comes to a running device; QMP and the guest continue to work."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)
@@ -158,7 +158,7 @@ def test_trouble_while_in_use(
     vm.guest.sh("true")
 
     heal(daemon)
-    # A page of an ended generation must not be found; one that lives on may be.
+    # A page of an ended generation must not be found. A page of a generation that continues may be.
     assert driver.wait("keep ", after=mark).split()[1] in ("hit", "miss", "stale")
     second = driver.stored(other_than=0 if trouble is stopped else first)
     if trouble is not stopped:
@@ -183,7 +183,7 @@ def test_trouble_while_in_use(
 def test_boots_and_resets_during_trouble(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """Trouble is there before the VM, and strikes again while the guest drives the device."""
+    """Trouble comes before the VM starts, and again while the guest drives the device."""
     daemon = session.daemon("vm1")
     daemon.start()
     trouble(daemon)
@@ -196,7 +196,7 @@ def test_boots_and_resets_during_trouble(
     first = driver.stored()
 
     trouble(daemon)
-    # The device is reset while it runs: QEMU has to stop a backend that may not answer.
+    # The device is reset while it runs, so QEMU has to stop a backend that may not answer.
     vm.reset()
     check_config(vm)
     heal(daemon)
@@ -210,7 +210,7 @@ def test_boots_and_resets_during_trouble(
 @pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 def test_generations(session: Session, kernel: Kernel) -> None:
-    """Pause keeps generation and page; reset, reboot and a new daemon end both."""
+    """A pause keeps generation and page; a reset, a reboot and a new daemon end both."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)
@@ -262,7 +262,7 @@ def test_late_answer_after_a_stop(session: Session, kernel: Kernel) -> None:
 
 @pytest.mark.usefixtures("host_programs")
 def test_second_vm_on_a_socket_is_refused(session: Session, kernel: Kernel) -> None:
-    """It runs without the cache; the first keeps its connection and its page."""
+    """The second VM runs without the cache; the first keeps its connection and its page."""
     daemon = session.daemon("vm1")
     daemon.start()
     first = device_vm(session, kernel, daemon)
@@ -276,7 +276,7 @@ def test_second_vm_on_a_socket_is_refused(session: Session, kernel: Kernel) -> N
     assert intruder.generation() == 0
     assert driver.keep() == "hit"
     assert driver.stored() == generation
-    # The place is free again when the first has gone.
+    # The socket is free again when the first VM has ended.
     first.quit()
     assert intruder.stored() not in (0, generation)
     second.quit()
@@ -301,7 +301,7 @@ def test_random_register_accesses(session: Session, kernel: Kernel, seed: int) -
 
 
 def test_queues_follow_the_cpus(session: Session, kernel: Kernel) -> None:
-    """Without num-queues there is one per vCPU, up to four; queue-size is obeyed."""
+    """Without num-queues there is one queue per vCPU, up to four; queue-size has an effect."""
     daemon = session.daemon("vm1")
     tmem = Tmem(daemon.socket("vm1"), queue_size=64)
     vm = device_vm(session, kernel, daemon, tmem=tmem, cpus=3)

@@ -25,18 +25,18 @@ SPECIAL = "/bin/special"
 PROGRAMS = (DIRECTFAIL, DM, SPECIAL)
 PAGE = 4096
 SECTOR = 512
-# How direct writes are issued: see tests/guest/directfail.c.
+# Ways to issue direct writes, see tests/guest/directfail.c.
 WAYS = ("sync", "nowait", "aio", "io_uring")
-# What directfail says of a way that gives up before it writes.
+# Exit status of directfail if the kernel gives up before it writes.
 GAVE_UP = 3
 OLD, NEW = b"A" * PAGE, b"B" * PAGE
-# A database with a file for each of its tables.
+# The number of tables of a database, each with its own file.
 TABLES = 10_000
-# Marks of 2,048 neighbouring inode numbers take a node of 576 bytes, and all marks a quarter of the
-# index: room for two nodes, and files that need more.
+# Marks of 2,048 neighbouring inode numbers take a node of 576 bytes, and all marks may take a
+# quarter of the index. Here is room for two nodes, and the files need more.
 MARKS_ROOM_BYTES = 4 * (2 * 576)
 MANY_MARKS = 6000
-# A sweep that found too little is repeated after 10 s.
+# A sweep that found too little to free is repeated after 10 s.
 SWEPT_SECONDS = 60.0
 
 
@@ -53,7 +53,10 @@ def boot(session: Session, kernel: Kernel, module: Path, fs: str, *modules: str)
 
 
 def drop(guest: Guest) -> None:
-    """Compaction empties processors' lists of new pages, whose pages could not be dropped."""
+    """Evicts all clean pages.
+
+    Compaction first empties the processors' lists of new pages, whose pages could not be dropped.
+    """
     guest.sh("sync; echo 1 >/proc/sys/vm/compact_memory; echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
 
@@ -64,7 +67,7 @@ def make_two_pages(guest: Guest, path: str) -> None:
 
 
 def check_new(guest: Guest, path: str) -> None:
-    """The file is as the disk has it, and comes from the cache again once it was read so."""
+    """The file equals the disk's content, and is cached again after it was read."""
     drop(guest)
     for _ in range(2):
         assert guest.get(path) == NEW + OLD, path
@@ -77,7 +80,7 @@ def check_new(guest: Guest, path: str) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("fs", ["ext4", "xfs"])
 def test_write_that_faults_midway(session: Session, kernel: Kernel, module: Path, fs: str) -> None:
-    """The kernel leaves a clean page that is older than the disk: it is not put."""
+    """The kernel leaves a clean page that is older than the disk; the driver does not put it."""
     guest = boot(session, kernel, module, fs)
     written = 0
     for way in WAYS:
@@ -97,7 +100,7 @@ def test_write_that_faults_midway(session: Session, kernel: Kernel, module: Path
 def test_write_that_the_disk_refuses_midway(
     session: Session, kernel: Kernel, module: Path, fs: str
 ) -> None:
-    """As above, where the second page of the disk cannot be written."""
+    """A direct write fails midway because the disk's second page cannot be written."""
     guest = boot(session, kernel, module, fs, "dm_mod", "dm_flakey")
     guest.sh(f"umount {WHERE}", 60)
     disk = f"/dev/{guest.disk('data')}"
@@ -124,7 +127,7 @@ def test_write_that_the_disk_refuses_midway(
 
 
 def many_open(guest: Guest, count: int) -> Job:
-    """A process that has so many files open that it wrote directly."""
+    """Starts a process that has `count` files open that it wrote directly."""
     guest.sh(f"mkdir -p {WHERE}/tables")
     tables = guest.start(f"exec {SPECIAL} tables {WHERE}/tables {count}", 600)
     until(lambda: b"ready" in tables.stdout() or tables.done(), 300, f"{count} files are written")
@@ -137,7 +140,7 @@ def wait_swept(mount: Mount) -> None:
 
 
 def test_many_tables(session: Session, kernel: Kernel, module: Path) -> None:
-    """A database that has 10,000 files open for direct writes costs no other file its cache."""
+    """A database with 10,000 files open for direct writes costs no other file its cache."""
     guest = boot(session, kernel, module, "ext4")
     mount = Mount(guest, WHERE)
     sums = make(guest, WHERE)
@@ -151,8 +154,10 @@ def test_many_tables(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_marks_that_run_out(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Files that were written directly and closed keep no mark that another file needs. Where all
-    marks are needed, nothing is put, and what is read is right."""
+    """Directly written files that are closed keep no mark that another file needs.
+
+    If all marks are needed, nothing is put, and the bytes that are read are right.
+    """
     guest = boot(session, kernel, test_module, "ext4")
     mount = Mount(guest, WHERE)
     room = MARKS_ROOM_BYTES + stats(guest)["index_bytes"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The whole path: what a guest evicts comes back from the pool, right, or from the disk.
+"""The complete path: evicted pages come back from the pool or from the disk, with right bytes.
 
-The first tests are the main job; the others are what may happen to guest, VM, module and
-daemon meanwhile. Contents are compared with what the host knows, and a disk that changed
-behind the driver's back must be seen as it is.
+The first tests are about the main job. The others are about events of the guest, VM, module and
+daemon. Contents are compared with those that the host knows. A disk that changed without the
+driver's knowledge must be read as it is.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ from harness.wait import scaled, until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 FILES = 24
-FILE_BYTES = 512 << 10  # 128 pages: one at a time, they fit into the put ring
-# Inodes, extents, bitmaps, directory: what a file system reads beside file contents.
+FILE_BYTES = 512 << 10  # 128 pages: one file at a time fits into the put ring
+# Sectors of inodes, extents, bitmaps and directories, which a file system reads besides contents.
 METADATA_SECTORS = 512
-# A read that takes longer hangs rather than waits, on however slow a machine.
+# A read that takes longer than this hangs, even on a slow machine.
 HANG_SECONDS = 20.0
 
 
 def make_tree(folder: Path, generator: random.Random) -> dict[str, str]:
-    """Files of which half compresses; returns the sha256 of each by its path in the guest."""
+    """Creates files, half compressible; returns the sha256 of each by its path in the guest."""
     folder.mkdir()
     sums = {}
     for number in range(FILES):
         noise = generator.randbytes(FILE_BYTES // 2)
         text = b"".join(b"%016x line of file %d\n" % (i, number) for i in range(FILE_BYTES // 32))
-        content = (noise + text)[: FILE_BYTES - number]  # tails of all lengths
+        content = (noise + text)[: FILE_BYTES - number]  # the last pages have all lengths
         (folder / f"f{number:02}").write_bytes(content)
         sums[f"/mnt/f{number:02}"] = hashlib.sha256(content).hexdigest()
     return sums
 
 
 def tree_disk(session: Session, name: str = "data") -> tuple[Disk, dict[str, str]]:
-    """A disk with such files. Equal names are equal files."""
+    """Returns a disk with such files and their sha256. Equal names have equal files."""
     folder = session.folder / f"tree-{name}"
     sums = make_tree(folder, random.Random(name))
     return Disk("data", disk.ext4(session.folder / f"{name}.img", 64 * MIB, folder)), sums
@@ -82,7 +82,7 @@ def changed_content(path: str) -> bytes:
 
 
 def overwrite(guest: Guest, path: str) -> str:
-    """New contents in the file's own blocks; returns their sha256."""
+    """Overwrites a file in its own blocks; returns the sha256 of the new contents."""
     content = changed_content(path)
     guest.put("/tmp/new", content)
     guest.sh(f"dd if=/tmp/new of={path} bs=4096 conv=notrunc,fsync 2>/dev/null && rm /tmp/new", 60)
@@ -115,8 +115,8 @@ def test_evicted_files_come_back_without_the_disk(
     assert read_sectors(guest) - sectors <= METADATA_SECTORS + missed * 8
     assert missed <= pages // 10
     assert after["misses_check"] + after["misses_answer"] == 0
-    # A get takes the page out of the pool: the guest has it again. What was still in the
-    # put ring was not asked for.
+    # A get takes the page out of the pool, because the guest has it again. Pages that were still in
+    # the put ring were not requested.
     taken = after["requests_get"] and after["hits"] - after["ring_hits"]
     assert taken > 0
     assert daemon.stats()["pool"]["pages"] <= held - taken + pages // 10
@@ -154,7 +154,8 @@ def test_two_guests_with_the_same_files(
     assert pool["pages"] >= total
     different = pool["blobs"] + pool["same_filled_pages"]
     if shared:
-        # One copy of each; pages that only one of the two has may add to it.
+        # There is one copy of each page. Pages that only one of the two guests has may add to the
+        # number.
         assert different <= total - min(held.values()) * 9 // 10
     else:
         assert different >= total
@@ -183,7 +184,7 @@ def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: 
     assert kept["generation_changes"] == 1
     assert read_sectors(guest) - sectors <= METADATA_SECTORS
 
-    # Without the module the file changes in place: what is held must be gone.
+    # Without the module the file changes in place, and no held page may survive.
     evict(guest, files)
     guest.sh("rmmod virtio_tmem", 60)
     sums[first] = overwrite(guest, first)
@@ -193,7 +194,7 @@ def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: 
     assert checksums(guest, files) == sums
     assert stats(guest)["hits"] == 0
 
-    # The same over a reboot, with another boot's writes in between.
+    # No held page may survive a reboot with another boot's writes in between.
     evict(guest, files)
     guest = vm.reboot()
     guest.mount("data", "/mnt")
@@ -238,7 +239,7 @@ def test_a_loaded_snapshot_sees_its_own_disk(
     assert stats(guest)["hits"] > 100
     evict(guest, ["/mnt/f"])
 
-    # The guest believes again that the old pages are held; the pool has the new ones.
+    # The restored guest believes that the old pages are held, but the pool has the new ones.
     guest = vm.load("before")
     assert checksums(guest, ["/mnt/f"]) == {"/mnt/f": was}
     wait_state(guest, "on")
@@ -252,7 +253,7 @@ def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -
     """Kills and restarts the daemon at random moments until torture has ended."""
     kills = 0
     while not torture.job.done():
-        time.sleep(generator.uniform(0.05, 2.5))  # the moment is what is random
+        time.sleep(generator.uniform(0.05, 2.5))  # a random moment is the purpose
         daemon.kill()
         time.sleep(generator.uniform(0, 0.5))
         daemon.start()
@@ -277,7 +278,7 @@ def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Pa
     assert counters["mismatches"] == 0
     assert counters["generation_changes"] > 1
     assert counters["hits"] > 0
-    # And it works again.
+    # Afterwards the cache works again.
     wait_state(guest, "on")
     before = stats(guest)["hits"]
     Torture(guest, "--scenario=plain").finish()
@@ -286,7 +287,7 @@ def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Pa
 
 @pytest.mark.smoke
 def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
-    """Late answers are misses, the breaker opens, and closes when the daemon is back."""
+    """Late answers are misses; the breaker opens, and closes when the daemon is back."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -300,13 +301,13 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
     assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
     assert read_sectors(guest) > sectors, "from disk"
     counters = stats(guest)
-    # Nobody waits again after the third reader that waited in vain, however much is read; a
-    # readahead asks for a few runs of pages at once.
+    # After three readers have waited in vain, no reader waits again. One readahead asks for a few
+    # runs of pages at once.
     assert 3 <= counters["late"] <= 3 * 4
     assert counters["trips"] == 1
     assert counters["hits"] == 0
     assert state(guest) == "tripped"
-    # What is written now must win over what the daemon still holds.
+    # New contents must win over the old ones that the daemon still holds.
     changed = files[-1]
     sums[changed] = overwrite(guest, changed)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -330,7 +331,7 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
 def test_breaker_opens_while_the_daemon_is_replaced(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """What an earlier daemon did is not the state of the next one."""
+    """The state of an earlier daemon does not carry over to the next one."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     guest = driver_guest(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -355,7 +356,7 @@ def test_breaker_opens_while_the_daemon_is_replaced(
 
 @pytest.mark.smoke
 def test_daemon_comes_later(session: Session, kernel: Kernel, module: Path) -> None:
-    """Without a daemon the driver says so and does nothing; it starts when one comes."""
+    """Without a daemon the driver reports that and does nothing; it starts when one comes."""
     daemon = session.daemon("vm1")
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -374,7 +375,7 @@ def test_daemon_comes_later(session: Session, kernel: Kernel, module: Path) -> N
 
 
 def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
-    """A copy of the module with a string changed, as if built with another one."""
+    """Returns a copy of the module with a string replaced, as if it was built with the new one."""
     content = module.read_bytes()
     assert content.count(old) == 1 and len(old) == len(new)
     path = session.folder / "patched.ko"
@@ -408,8 +409,26 @@ def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
+def test_in_order_rings(session: Session, kernel: Kernel, module: Path) -> None:
+    """VIRTIO_F_IN_ORDER is offered; kernels whose virtio_ring knows it accept it."""
+    daemon = start_daemon(session)
+    tmem = Tmem(daemon.socket("vm1"), properties={"in_order": "on"})
+    guest = driver_guest(session, kernel, module, tmem, cpus=2)
+    bits = guest.sh("cat /sys/bus/virtio/drivers/virtio_tmem/virtio*/features").strip()
+    print("features", bits)
+    # In the order of bit numbers. VERSION_1 is accepted, packed rings are not.
+    assert (bits[32], bits[34]) == ("1", "0")
+    Torture(guest, "--scenario=plain").finish()
+    counters = stats(guest)
+    assert counters["hits"] > 0
+    assert counters["mismatches"] == 0
+
+
 def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
-    """One device a guest: another is left alone, with a reason, and the first one works."""
+    """A guest uses one device.
+
+    A second one is left alone, with a reason, and the first one works.
+    """
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
     second = f"socket,id=tmem2,path={daemon.socket('vm2')},reconnect-ms=100"
@@ -433,7 +452,7 @@ def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> None:
-    """Not cached, no harm: tmpfs, and ext2, whose inodes have the functions of ext4."""
+    """tmpfs, and ext2, whose inodes have the functions of ext4, are not cached and not harmed."""
     daemon = start_daemon(session)
     data, _ = tree_disk(session)
     image = disk.blank(session.folder / "other.img", 64 * MIB)
@@ -459,14 +478,14 @@ def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> N
             found = checksums(guest, [f"{place}/f"])[f"{place}/f"]
             assert found == hashlib.sha256(content).hexdigest()
     guest.sh("umount /ext2 /ram")
-    # Reading the directory of commands is no file of these; only /mnt may have been put.
+    # Reading the directory of commands is not a read of these files; only /mnt may have been put.
     assert stats(guest)["puts"] == before
     assert stats(guest)["hits"] == 0
 
 
 @pytest.mark.smoke
 def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
-    """drop_caches puts; with the switch, 2 and 3 empty the pool as well."""
+    """drop_caches puts pages; with the switch, values 2 and 3 also empty the pool."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -475,11 +494,11 @@ def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
     files = list(sums)[:4]
     held = evict(guest, files)["index_pages"]
     assert held > 100
-    # What is held outlives its inode in memory.
+    # Held pages outlive their inode in memory.
     inodes = set(guest.sh(f"stat -c %i {' '.join(files)}").split())
     trace = "/sys/kernel/tracing"
     guest.sh(f"echo 1 >{trace}/events/ext4/ext4_evict_inode/enable")
-    # What was used lately is spared at first.
+    # Inodes that were used recently are spared at first.
     guest.sh("for i in 1 2 3 4; do echo 2 >/proc/sys/vm/drop_caches; done")
     log = guest.get(f"{trace}/trace").decode()
     assert inodes <= set(re.findall(r"ext4_evict_inode: dev \S+ ino (\d+)", log))
@@ -500,7 +519,7 @@ def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_unload_under_load(session: Session, kernel: Kernel, module: Path) -> None:
-    """The module comes and goes while torture runs: no wrong byte, no oops."""
+    """The module is loaded and unloaded while torture runs: no wrong byte, no oops."""
     daemon = start_daemon(session)
     vm: Vm = driver_vm(
         session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2, tcg_threads="single"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What QEMU says when it cannot make the device: the object, the value, what to do."""
+"""QEMU's errors when it cannot create the device: they name the object, the value and a remedy."""
 
 from __future__ import annotations
 

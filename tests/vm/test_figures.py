@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""One VM's figures agree, whoever tells them: guest, tmemctl, metrics, the guest's disk."""
+"""One VM's figures agree in the guest, in tmemctl, in the metrics and in the disk's counters."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 PAGE_SECTORS = 8
-# The driver's counters of gets by how long their readers waited.
+# The driver's counters of gets, by the time that their readers waited.
 WAITS = [*(f"get_waits_{1 << bucket}us" for bucket in range(15)), "get_waits_longer"]
 
 
 def address(log: Path) -> str:
-    """Where the exporter listens; "" while it does not."""
+    """Returns the exporter's address, or "" until it listens."""
     found = re.search(r"http://\S+/metrics", tail(log))
     return found[0] if found else ""
 
 
 def metric(text: str, name: str, *labels: str) -> float:
-    """The VM's value; several samples are added up."""
+    """Returns the VM's value; several samples are added."""
     values = [
         float(line.rsplit(" ", 1)[1])
         for line in text.splitlines()
@@ -56,7 +56,7 @@ def test_everybody_tells_the_same(session: Session, kernel: Kernel, module: Path
     sectors = read_sectors(guest) - sectors
     after = settle(guest)
 
-    # The driver reports each ten seconds.
+    # The driver reports every ten seconds.
     def reported() -> bool:
         [vm] = daemon.stats()["vms"]
         latency = (vm["driver"] or {}).get("get_latency")
@@ -75,8 +75,8 @@ def test_everybody_tells_the_same(session: Session, kernel: Kernel, module: Path
         exporter.kill()
     [told] = daemon.stats()["vms"]
 
-    # What the guest had from its own put ring never came to the host.
-    # An answer that came too late is a hit for the host alone.
+    # Hits in the guest's own put ring never reached the host. An answer that was too late is a hit
+    # only for the host.
     hits = after["hits"] - after["ring_hits"]
     assert 0 < hits <= told["hits"] <= hits + after["misses_late"]
     assert told["puts"] == after["puts"]
@@ -106,12 +106,13 @@ def test_everybody_tells_the_same(session: Session, kernel: Kernel, module: Path
 
 
 def agree_on_waits(told: dict[str, Any], after: dict[str, int], metrics: str) -> None:
-    # As the readers saw them: each request, and no less than what the daemon took for it.
+    # Each request is counted once, and a reader's wait is never shorter than the daemon's time for
+    # it.
     seen = told["driver"]["get_latency"]
     assert seen["buckets"] == [after[name] for name in WAITS]
     assert sum(seen["buckets"]) == after["requests_get"] == sum(told["get_latency"]["buckets"]) > 0
     assert seen["sum_ns"] == after["get_waits_ns"] > told["get_latency"]["sum_ns"]
-    # What the breaker is told is in microseconds, by call, and only while one waits.
+    # The breaker's times are in microseconds, per call, and only while a reader waits.
     assert after["waits_us"] * 1000 <= seen["sum_ns"]
     assert sum(told["wait_latency"]["buckets"]) > 0 < told["wait_latency"]["sum_ns"]
     name = "tmem_vm_driver_get_duration_seconds"

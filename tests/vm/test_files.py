@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Files that are more than their bytes: excluded ones, and those below a loop device."""
+"""Files with special contents: excluded ones, and files below a loop device."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from harness.vm import MIB
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SPECIAL = "/bin/special"
-FILE_PAGES = 128  # of changed_content()
+FILE_PAGES = 128  # size of changed_content()
 
 
 def there(kernel: Kernel, *modules: str) -> list[str]:
-    """Those of the modules that the kernel has; newer ones have made a part of some."""
+    """Returns those modules that the kernel has as modules; newer kernels have some built in."""
     found = []
     for name in modules:
         try:
@@ -57,7 +57,7 @@ def boot(
     modules: Sequence[str] = (),
     mount: str = "",
 ) -> Guest:
-    """A guest with an ext4 of these features, its module loaded."""
+    """Boots a guest with an ext4 of these features and the module loaded."""
     guest = driver_guest(
         session,
         kernel,
@@ -80,7 +80,7 @@ def make(guest: Guest, path: str) -> dict[str, str]:
 
 
 def check_not_cached(guest: Guest, sums: dict[str, str]) -> None:
-    """Evicted and read again twice: no put, no hit, the right bytes."""
+    """Files that are evicted and read again twice cause no put and no hit, and have right bytes."""
     settle(guest)
     before = stats(guest)
     for _ in range(2):
@@ -92,7 +92,7 @@ def check_not_cached(guest: Guest, sums: dict[str, str]) -> None:
 
 
 def check_cached(guest: Guest, sums: dict[str, str]) -> None:
-    """What is evicted comes back, right, and not from the disk."""
+    """Evicted pages come back with right bytes, and not from the disk."""
     evict(guest, list(sums))
     before = stats(guest)["hits"]
     assert checksums(guest, list(sums)) == sums
@@ -101,7 +101,7 @@ def check_cached(guest: Guest, sums: dict[str, str]) -> None:
 
 @pytest.mark.smoke
 def test_encrypted_files(session: Session, kernel: Kernel, module: Path) -> None:
-    """The page cache has them in the clear; the host must not."""
+    """The page cache has encrypted files in plain text, which the host must not get."""
     guest = boot(
         session, kernel, module, options="encrypt", modules=["ecb", "xts", "cts", "sha512_generic"]
     )
@@ -114,7 +114,7 @@ def test_encrypted_files(session: Session, kernel: Kernel, module: Path) -> None
 
 @pytest.mark.smoke
 def test_verity_files(session: Session, kernel: Kernel, module: Path) -> None:
-    """A file is cached until it is fs-verity, and nothing of it is held afterwards."""
+    """A file is cached until it gets fs-verity; afterwards nothing of it is held."""
     guest = boot(session, kernel, module, options="verity")
     sums = make(guest, f"{WHERE}/f")
     check_cached(guest, sums)
@@ -128,7 +128,7 @@ def test_verity_files(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_quota_file(session: Session, kernel: Kernel, module: Path) -> None:
-    """The kernel writes a quota file below the page cache of its inode."""
+    """Quota files are not cached, because the kernel writes them below their page cache."""
     guest = boot(session, kernel, module, modules=["quota_v2"], mount="usrquota")
     path = f"{WHERE}/aquota.user"
     guest.sh(f"{SPECIAL} quotafile {path}")
@@ -138,7 +138,7 @@ def test_quota_file(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh(f"{SPECIAL} quotaon {WHERE} {path}")
     owners = " ".join(str(owner) for owner in range(1000, 1040))
     guest.sh(f"cd {WHERE} && for i in {owners}; do echo $i >of$i && chown $i of$i; done; sync", 60)
-    # Read while quotas are on: nothing that was held is found, and nothing found is kept.
+    # The file is read while quotas are on: no held page is found, and no page read is put.
     settle(guest)
     before = stats(guest)
     guest.sh(f"cat {path} >/dev/null; sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -154,14 +154,14 @@ def test_quota_file(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
 def test_loop_device(session: Session, kernel: Kernel, module: Path, direct: bool) -> None:
-    """A file system in a file of a cached one: both are evicted, neither goes back."""
+    """A file system in a file of a cached one: both are evicted, and neither reads old bytes."""
     number = seed()
     guest = boot(session, kernel, module, modules=["loop"])
     image = f"{WHERE}/image"
     guest.sh(f"truncate -s 96M {image} && mkdir /inner && losetup /dev/loop0 {image}")
     if direct:
         guest.sh(f"{SPECIAL} loop-direct /dev/loop0")
-    # As ext4, without a journal: what the guest's busybox can make.
+    # The inner file system is ext4 without a journal, which the guest's busybox can create.
     guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 120)
     before = stats(guest)
     arguments = "--ops=8000 --jobs=2 --files=16 --size-max=262144 --rounds=2"
@@ -183,7 +183,7 @@ def test_loop_device(session: Session, kernel: Kernel, module: Path, direct: boo
 
 @pytest.mark.smoke
 def test_large_direct_requests(session: Session, kernel: Kernel, module: Path) -> None:
-    """One direct write over all that is held of a file, and direct reads beside cached ones."""
+    """One direct write covers all held pages of a file, and direct reads run beside cached ones."""
     guest = boot(session, kernel, module)
     path, mib = f"{WHERE}/large", 8
     for turn in range(3):
@@ -209,7 +209,7 @@ def test_large_direct_requests(session: Session, kernel: Kernel, module: Path) -
 
 
 def test_dontcache(session: Session, kernel: Kernel, module: Path) -> None:
-    """RWF_DONTCACHE: pages that go as soon as they were used, beside others that stay."""
+    """RWF_DONTCACHE pages, which are dropped after use, work beside pages that stay."""
     guest = boot(session, kernel, module)
     done = guest.run(f"{TORTURE} --scenario=dontcache {WHERE}", 120)
     if found := re.search(r"TORTURE SKIP: (.*)", done.text):
@@ -221,7 +221,7 @@ def test_dontcache(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_swap_file(session: Session, kernel: Kernel, module: Path) -> None:
-    """Nothing of a swap file is put, and what was held of it goes when it becomes one."""
+    """No page of a swap file is put, and its held pages are erased when it becomes one."""
     guest = boot(session, kernel, module)
     path = f"{WHERE}/swap"
     sums = make(guest, path)
@@ -239,12 +239,13 @@ def test_swap_file(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_advice_about_part_of_a_page(session: Session, kernel: Kernel, module: Path) -> None:
-    """It names no page, so that what is evicted at this moment is put."""
+    """fadvise for a part of a page names no page, so pages that are evicted meanwhile are put."""
     guest = boot(session, kernel, module)
     path = f"{WHERE}/f"
     sums = make(guest, path)
     check_cached(guest, sums)
-    # More of them than processors: at any moment one is in the middle of it.
+    # There are more of them than processors, so that at any moment one is in the middle of the
+    # call.
     advisers = [guest.start(f"exec {SPECIAL} advise {path} 100", 300) for _ in range(3)]
     for _ in range(3):
         before = settle(guest)["puts"]
@@ -258,7 +259,7 @@ def test_advice_about_part_of_a_page(session: Session, kernel: Kernel, module: P
 
 @pytest.mark.smoke
 def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
-    """One file system at three places: one cache, which lasts as long as the last of them."""
+    """One file system mounted at three places has one cache, which lasts until the last unmount."""
     guest = boot(session, kernel, module)
     device = f"/dev/{guest.disk('data')}"
     again, bound = "/again", "/bound"
@@ -268,7 +269,7 @@ def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
     (digest,) = make(guest, f"{WHERE}/f").values()
     for place in places:
         check_cached(guest, {f"{place}/f": digest})
-    # Written at each place, found at the others.
+    # A change at each place is visible at the others.
     for number, place in enumerate(places):
         evict(guest, [f"{WHERE}/f"])
         content = changed_content(f"{number}")
@@ -277,7 +278,7 @@ def test_mounted_twice(session: Session, kernel: Kernel, module: Path) -> None:
         digest = hashlib.sha256(content).hexdigest()
         for other in places:
             check_cached(guest, {f"{other}/f": digest})
-    # Only the last unmount ends it.
+    # Only the last unmount ends the cache.
     held = evict(guest, [f"{WHERE}/f"])["index_pages"]
     assert held >= FILE_PAGES // 2
     guest.sh(f"umount {WHERE} && umount {bound}")
@@ -320,14 +321,15 @@ def test_overlayfs(session: Session, kernel: Kernel, module: Path, kind: str) ->
     guest.sh(f"mount -t overlay none -o lowerdir={lower},upperdir={upper},workdir={work} {merged}")
     image = f"{merged}/image"
 
-    # A file of the lower layer comes back, read and mapped.
+    # A file of the lower layer comes back, both by reads and by a mapping.
     check_cached(guest, {image: digest})
     evict(guest, [image])
     before = stats(guest)["hits"]
     assert guest.sh(f"{SPECIAL} map {image} | sha256sum").split()[0] == digest
     assert stats(guest)["hits"] - before > FILE_PAGES // 2
 
-    # The first write copies the file up: what is read is new, the lower file is as it was.
+    # The first write copies the file up: reads return the new file, and the lower file is
+    # unchanged.
     for number, flags in enumerate(("notrunc", "notrunc,fsync")):
         evict(guest, [image])
         content = changed_content(f"copied up {number}")
@@ -336,21 +338,21 @@ def test_overlayfs(session: Session, kernel: Kernel, module: Path, kind: str) ->
         check_cached(guest, {image: hashlib.sha256(content).hexdigest()})
         check_cached(guest, {f"{lower}/image": digest})
 
-    # Written around the page cache, while pages of the file are held.
+    # A direct write bypasses the page cache while pages of the file are held.
     evict(guest, [image])
     content = changed_content("direct")
     guest.put("/tmp/new", content)
     guest.sh(f"dd if=/tmp/new of={image} bs=65536 oflag=direct conv=notrunc 2>/dev/null")
     assert checksums(guest, [image]) == {image: hashlib.sha256(content).hexdigest()}
 
-    # Truncated and removed: nothing old comes back under the same name.
+    # After truncation or removal, no old page comes back under the same name.
     evict(guest, [image])
     guest.sh(f"rm {image} && truncate -s {len(content)} {image}")
     zeroes = hashlib.sha256(bytes(len(content))).hexdigest()
     for _ in range(2):
         assert evict(guest, [image]) and checksums(guest, [image]) == {image: zeroes}
 
-    # What needs a block device below, or ext4's own calls, has tests without overlayfs.
+    # Operations that need a block device below, or ext4's own calls, are tested without overlayfs.
     arguments = f"--seed={seed()} --ops=2000 --files=16 --size-max=524288 --no-swap --no-remount"
     Torture(guest, arguments, where=merged).finish()
     counters = stats(guest)
@@ -360,7 +362,7 @@ def test_overlayfs(session: Session, kernel: Kernel, module: Path, kind: str) ->
 
 @pytest.mark.smoke
 def test_small_files(session: Session, kernel: Kernel, module: Path) -> None:
-    """A file of one page may live in its inode, and changes there without its page being dirty."""
+    """A file of one page may be stored in its inode, and changes there without a dirty page."""
     guest = boot(session, kernel, module, options="inline_data")
     for size in (100, 4096):
         path = f"{WHERE}/small{size}"
@@ -374,9 +376,9 @@ def test_small_files(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_journalled_data(session: Session, kernel: Kernel, module: Path) -> None:
-    """With data in the journal a clean page may be newer than the disk."""
+    """With data in the journal, a clean page may be newer than the disk."""
     guest = boot(session, kernel, module)
-    # A file alone can have it only where allocation is not delayed.
+    # A single file can have it only if allocation is not delayed.
     guest.sh(f"umount {WHERE}", 60)
     guest.mount("data", WHERE, "ext4", "nodelalloc")
     path = f"{WHERE}/f"
@@ -397,9 +399,9 @@ def test_journalled_data(session: Session, kernel: Kernel, module: Path) -> None
 
 @pytest.mark.smoke
 def test_write_error(session: Session, kernel: Kernel, module: Path) -> None:
-    """Pages that could not be written are clean, and the disk has something else."""
+    """Pages whose writeback failed are clean, and differ from the disk."""
     guest = boot(session, kernel, module, modules=["loop"])
-    # A disk whose new blocks cannot be written: a sparse file where there is no room left.
+    # The new blocks of this disk cannot be written: it is a sparse file on a full file system.
     guest.sh("mkdir /narrow /inner && mount -t tmpfs -o size=32m none /narrow")
     guest.sh("truncate -s 64M /narrow/image && losetup /dev/loop0 /narrow/image")
     guest.sh("mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /inner", 60)
@@ -417,7 +419,7 @@ def test_write_error(session: Session, kernel: Kernel, module: Path) -> None:
     after = stats(guest)
     assert after["puts"] == before["puts"]
     assert after["index_pages"] <= held - FILE_PAGES // 2
-    # What had been written before is still right, and now comes from the disk.
+    # Contents that were written before are still right, and now come from the disk.
     old = guest.sh(f"dd if={path} bs=4096 count={FILE_PAGES} 2>/dev/null | sha256sum").split()[0]
     assert old == sums[path]
     assert stats(guest)["hits"] == after["hits"]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The torture on each kind of file system that the driver serves.
+"""Runs the torture on each kind of file system that the driver serves.
 
-test_torture.py has the same on a plain ext4 in depth; here what differs between file
-systems must not matter.
+test_torture.py covers a plain ext4 in depth. This file shows that the differences between file
+systems do not matter.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SCENARIOS = [
 ]  # fmt: skip
 SMALL = "--files=16 --size-max=524288"
 
-# Of the largest folio, and how many of them the driver puts (TMEM_FOLIO_MAX_PAGES).
+# Pages of the largest folio, and how many of them the driver puts (TMEM_FOLIO_MAX_PAGES).
 FOLIO_PAGES = 512
 FOLIO_PUT_MAX = 64
 
-# What makes zeroing go wrong soon where the kernel does it wrong: 6 of 8 runs of 6,000 on 7.2.
+# Operations that soon show a kernel's wrong zeroing: 6 of 8 runs of 6,000 failed on 7.2.
 ZERO_ONLY = "read,write,zero,sync,truncate"
 ZERO_OPERATIONS = 20_000
 
-# Where blocks change below the page cache on xfs, and the hook that sees it.
+# Operations that change blocks below the page cache on xfs, and the hook that sees each.
 XFS_BROKEN = {
     "clone": "truncate",
     "exchange": "truncate",
@@ -78,7 +78,7 @@ def boot(
 
 
 def mounted(name: str) -> str:
-    """What the torture has to know to unmount and mount again."""
+    """Returns the arguments that torture needs to unmount and mount again."""
     fs = disk.FILE_SYSTEMS[name]
     options = f" --mount-options={fs.mount_options}" if fs.mount_options else ""
     return f"--device=/dev/vda --fstype={fs.kind}{options}"
@@ -127,7 +127,7 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path, name:
 def test_random_operations_verified(
     session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
-    """Every hit is read from disk as well: the driver's own check must agree, too."""
+    """Every hit is also read from the disk; the driver's own check must agree."""
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name, "verify_every=1")
     random_operations(guest, name, 5_000)
@@ -136,7 +136,10 @@ def test_random_operations_verified(
 
 @pytest.mark.parametrize("name", ["ext4", "ext4-1k", "ext4-bigalloc", "ext4-nojournal", "xfs"])
 def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str) -> None:
-    """Which kernels get FALLOC_FL_ZERO_RANGE wrong with no module loaded; docs/guest-tests.md."""
+    """Detects kernels whose FALLOC_FL_ZERO_RANGE is wrong without any module.
+
+    See docs/guest-tests.md.
+    """
     fs = disk.FILE_SYSTEMS[name]
     data = disk.Disk("data", fs.make(session.folder / "data.img", DISK_BYTES))
     guest = session.vm(
@@ -148,7 +151,8 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
         )
     ).start()
     guest.mount("data", WHERE, fs.kind, fs.mount_options)
-    # A point release that fixes the fault passes as well: kernels are the newest of their series.
+    # A point release that fixes the fault passes as well, because the kernels are the newest of
+    # their series.
     may_be_wrong = kernel.series in ("7.2", "7.3") and fs.kind == "ext4"
     wrong = []
     for scenario, found, on_disk in (
@@ -161,7 +165,8 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
         wrong.append(done.status == 1)
         if wrong[-1]:
             assert re.search(rf"found: .*{found}\n  disk: .*{on_disk}", done.text)
-    # The random operations have found it out, and leave it out: others would see a wrong byte.
+    # The random operations detect the fault and omit the operation. Otherwise other operations
+    # would see a wrong byte.
     arguments = f"--seed={seed()} --ops={ZERO_OPERATIONS} {SMALL} --only={ZERO_ONLY} --no-evictor"
     done = guest.run(f"{TORTURE} {arguments} {WHERE}", 300)
     print(done.text)
@@ -172,12 +177,12 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
 
 @pytest.mark.smoke
 def test_dirty_hook_alone(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """A page can be read again without having been removed: only its becoming dirty told of it."""
+    """A page that was not removed can be read again; only the dirty hook reports such a change."""
     name = "xfs-1k"
     guest = boot(session, kernel, test_module, name, f"verify_every=0 {PATIENT}")
     Torture(guest, f"--scenario=split {mounted(name)}").finish()
     if kernel.series == "6.1":
-        return  # writes there make no large folios
+        return  # writes there create no large folios
     guest.sh("echo dirty >/sys/module/virtio_tmem/parameters/test_hooks_off")
     print(Torture(guest, f"--scenario=split {mounted(name)}").must_mismatch())
 
@@ -186,8 +191,10 @@ def test_dirty_hook_alone(session: Session, kernel: Kernel, test_module: Path) -
 def test_xfs_without_hooks(
     session: Session, kernel: Kernel, test_module: Path, scenario: str
 ) -> None:
-    """Clone, exchange and swapext are seen by the truncation that they begin with, and by
-    nothing else; who writes to blocks himself by his asking where they are."""
+    """The hooks see clone, exchange and swapext only by their initial truncation.
+
+    They see a program that writes blocks directly by its request for their positions.
+    """
     name = "xfs-exchange" if scenario == "exchange" else "xfs"
     skip_unless_mountable(kernel, name)
     off = f"test_hooks_off={XFS_BROKEN[scenario]}"
@@ -203,7 +210,7 @@ def test_pages_of_large_folios(session: Session, kernel: Kernel, module: Path) -
     if tuple(int(part) for part in kernel.series.split(".")) < (6, 6):
         pytest.skip(f"Linux {kernel.series} writes to small folios")
     guest = boot(session, kernel, module, "xfs")
-    # One folio a write. Memory may be too fragmented for some of them.
+    # Each write creates one folio. Memory may be too fragmented for some of them.
     found = []
     for number in range(8):
         path = f"/mnt/large{number}"

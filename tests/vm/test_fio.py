@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""fio's own verification: a checker that nobody here wrote.
+"""fio's verification of its own data, as a checker from another project.
 
-Each block that it writes has a header with a number drawn from its seed, so a block of an earlier
-run with another seed is one that it knows to be wrong.
+Each block that fio writes has a header with a number derived from its seed. fio therefore
+recognizes a block of an earlier run with another seed as wrong.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 FIO = "/bin/fio"
 FILE_SYSTEMS = ["ext4", "xfs"]
-# It must not tell the kernel to drop the file: that is an invalidation, and nothing would come
-# back from the cache. Its state is not kept, since the seed makes each run what it is.
+# fio must not tell the kernel to drop the file, because that is an invalidation, and no page would
+# come back from the cache. fio's state is not saved, because the seed determines each run.
 COMMON = (
     "--name=f --size=12m --fallocate=none --invalidate=0 --verify=crc32c --verify_fatal=1"
     " --verify_state_save=0 --eta=never --minimal"
 )
-# How it reads and writes; the last works through a shared mapping.
+# Ways to read and write; the last one uses a shared mapping.
 RUNS = [
     "--ioengine=psync --rw=randwrite --bs=4k",
     "--ioengine=io_uring --iodepth=16 --rw=randwrite --bs=16k --verify_backlog=64",
@@ -44,8 +44,8 @@ RUNS = [
     "--ioengine=mmap --rw=randwrite --bs=8k",
 ]
 DIRECT = "--ioengine=io_uring --iodepth=8 --rw=randwrite --bs=8k --direct=1"
-# The same blocks, read through the page cache. What io_uring reads first tries without waiting,
-# for which the driver does not ask the host; so this is not its reader.
+# Reads the same blocks through the page cache. io_uring first reads without waiting, and for such
+# reads the driver does not ask the host, so another engine reads here.
 BUFFERED = "--ioengine=psync --rw=randwrite --bs=8k --verify_only"
 
 
@@ -69,7 +69,7 @@ def evict_all(guest: Guest) -> None:
 
 @pytest.mark.parametrize("name", FILE_SYSTEMS)
 def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> None:
-    """Buffered, mapped and asynchronous writes over each other, read again while evicted."""
+    """Verifies buffered, mapped and asynchronous overwrites by reads while pages are evicted."""
     number = seed()
     guest = boot(session, kernel, module, name)
     evictor = guest.start(
@@ -79,7 +79,7 @@ def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> No
         right(run(guest, f"--randseed={number + turn} {arguments}"))
     evictor.kill()
     evictor.wait()
-    # Direct writes, which are then read through the page cache.
+    # Direct writes are verified by reads through the page cache.
     for turn in range(2):
         draw = f"--randseed={number + 100 + turn}"
         evict_all(guest)
@@ -97,12 +97,12 @@ def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> No
 
 
 def test_verify_without_a_hook(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """What it is worth: a stale page is one that fio finds."""
+    """Shows the value of the check: without a hook, fio finds a stale page."""
     guest = boot(session, kernel, test_module, "ext4")
     right(run(guest, f"--randseed=1 {RUNS[0]}"))
     evict_all(guest)
     set_parameter(guest, "test_hooks_off", "direct")
-    # A stale page that is late does no harm.
+    # A stale page that is late would be discarded, so the deadline is the longest one.
     set_parameter(guest, "deadline_ms", str(DEADLINE_MAX_MS))
     right(run(guest, f"--randseed=2 {DIRECT} --do_verify=0"))
     done = run(guest, f"--randseed=2 {BUFFERED}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Errors of a file system after which a clean page differs from the disk.
 
-ext4 writes data to blocks that count as unwritten and converts them afterwards. The disk below can
-be stopped in between, so that the conversion fails when the data is written.
+ext4 writes data to blocks that count as unwritten, and converts them afterwards. The disk below can
+be stopped in between, so that the conversion fails after the data was written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAME = "unwritten"
 PATH = f"{WHERE}/{NAME}"
 DATA = b"A" * PAGE
 NO_JOURNAL = ("-O", "^has_journal")
-# Longer than the test needs; see fail_conversion().
+# Longer than the test takes; see fail_conversion().
 DELAY_MS = 60_000
 WRITEBACK_SECONDS = 60.0
 SHUTDOWN_SECONDS = 30.0
@@ -74,7 +74,7 @@ class Below:
         return f"0 {self.sectors} linear '{self.disk} 0'"
 
     def except_block(self, block: int, target: str) -> str:
-        """A table that has another target in place of one block of a page."""
+        """Returns a table with another target for the page-sized range at `block`."""
         bad, after = block * SECTORS, (block + 1) * SECTORS
         return (
             f"0 {bad} linear '{self.disk} 0' {bad} {SECTORS} {target}"
@@ -86,7 +86,7 @@ class Below:
         self.guest.sh(f"dd if=/tmp/data of={PATH} bs={PAGE} seek={page} conv=notrunc 2>/dev/null")
 
     def write_back(self) -> Job:
-        """Begins to write the file back to a disk that does not answer."""
+        """Starts to write the file back to a disk that does not answer."""
         writing = self.guest.start(f"exec sync {PATH}", 120)
         until(lambda: self.writeback_kib() > 0, WRITEBACK_SECONDS, "pages are written back")
         return writing
@@ -101,7 +101,7 @@ class Below:
 
 
 def extent_block(image: Path) -> int:
-    """The block that has the extents of the file, by the image of an unmounted disk."""
+    """Returns the block with the file's extents, from the image of an unmounted disk."""
     done = subprocess.run(
         ["debugfs", "-R", f"stat /{NAME}", str(image)], check=True, capture_output=True, text=True
     )
@@ -112,12 +112,12 @@ def extent_block(image: Path) -> int:
 
 
 def fail_conversion(below: Below) -> None:
-    """Page 1 is written, and its extents cannot be read afterwards.
+    """Writes page 1 and makes its extents unreadable afterwards.
 
     The file system has no journal, which would hold the extents in memory.
     """
     guest = below.guest
-    # Every second page, so that the extents need a block of their own.
+    # Every second page is written, so that the extents need their own block.
     for page in range(0, PAGES, 2):
         below.write(page)
         guest.sh(f"sync {PATH}")
@@ -127,15 +127,16 @@ def fail_conversion(below: Below) -> None:
     below.mount()
     below.write(1)
     place = f"{below.disk} {data * SECTORS}"
-    # Reads and flushes are not delayed.
+    # Only writes are delayed, not reads and flushes.
     delay = below.except_block(data, f"delay '{place} 0 {place} {DELAY_MS} {place} 0'")
     guest.sh(f"{DM} data {delay}")
     writing = below.write_back()
-    # Compaction empties processors' lists of buffers, whose pages could not be dropped.
+    # Compaction empties the processors' lists of buffers, whose pages could not be dropped.
     guest.sh(
         f"sync {below.node}; echo 1 >/proc/sys/vm/compact_memory; echo 1 >/proc/sys/vm/drop_caches"
     )
-    # A delay ends when its device is suspended: the conversion asks this table for the extents.
+    # A delay ends when its device is suspended. The conversion then reads the extents through this
+    # table, and fails.
     below.go_on(below.except_block(extents, "error ''"), writing)
     print(guest.sh("dmesg | tail -n 4"))
     assert "map_blocks returned -5" in guest.sh("dmesg"), "the conversion did not fail"
@@ -149,7 +150,7 @@ def read_page(guest: Guest, page: int) -> bytes:
 
 @pytest.mark.smoke
 def test_conversion_fails(session: Session, kernel: Kernel, module: Path) -> None:
-    """The page is clean and has what was written; the disk reads as zeroes."""
+    """The page is clean and has the written data, while the disk reads as zeroes."""
     below = Below(session, kernel, module, *NO_JOURNAL)
     guest = below.guest
     fail_conversion(below)
@@ -172,14 +173,16 @@ def test_conversion_fails_without_the_hook(
 
 
 def shut_down(below: Below) -> int:
-    """Shuts the file system down between a write and its conversion; returns how many pages were
-    put afterwards."""
+    """Shuts the file system down between a write and its conversion.
+
+    Returns the number of pages that were put afterwards.
+    """
     guest = below.guest
     below.write(0, PAGES)
     guest.sh(f"{DM} data suspend")
     writing = below.write_back()
     shutting = guest.start(f"exec {SPECIAL} shutdown {WHERE}", 120)
-    # It is seen at its beginning; its end may wait for the disk.
+    # The shutdown is seen when it begins; its end may wait for the disk.
     until(lambda: "shut down requested" in guest.sh("dmesg"), SHUTDOWN_SECONDS, "shutdown begins")
     below.go_on(below.whole(), writing)
     assert shutting.wait().status == 0
@@ -196,7 +199,7 @@ def shut_down(below: Below) -> int:
 def test_shut_down_by_force(
     session: Session, kernel: Kernel, test_module: Path, hooks_off: str
 ) -> None:
-    """Nothing of the file system is put or held any more; either of two reports is enough."""
+    """Afterwards nothing of the file system is put or held; either of two reports is enough."""
     below = Below(session, kernel, test_module)
     guest, mount = below.guest, Mount(below.guest, WHERE)
     check_cached(guest, make(guest, WHERE))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The command tmem-guest and the driver's device: dropping trees, policies, and who may."""
+"""The command tmem-guest and the driver's device: dropping trees, policies, and permissions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def say(guest: Guest, arguments: str) -> dict[str, Any]:
 
 
 def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
-    """The command must end with that status and say these words."""
+    """The command must fail with that status and a message that contains these words."""
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
     assert done.status == status, f"{arguments}: {done.status}, {text}"
@@ -62,7 +62,7 @@ def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
 
 
 def start(session: Session, kernel: Kernel, module: Path) -> tuple[Guest, dict[str, str]]:
-    """A guest with files, the module loaded, and the command."""
+    """Boots a guest with files, the loaded module, and the command."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(
@@ -90,7 +90,7 @@ def test_status_and_stats(session: Session, kernel: Kernel, module: Path) -> Non
     for name in ("status", "stats", "drop", "policy"):
         assert guest.sh(f"{COMMAND} {name} --help").startswith(f"usage: tmem-guest {name}")
 
-    # Loaded, no device: it says what is wrong, and that it is.
+    # Without a device, the loaded module reports what is wrong, and the command prints it.
     load(guest, online=False)
     done = guest.run(f"{COMMAND} status --json")
     assert done.status == NO_DRIVER
@@ -101,7 +101,7 @@ def test_status_and_stats(session: Session, kernel: Kernel, module: Path) -> Non
     assert "no device" in guest.run(f"{COMMAND} status").text
     assert say(guest, "stats") == stats(guest)
 
-    # One object a line, until it is ended.
+    # The command prints one object per line until it is ended.
     job = guest.start(f"{COMMAND} stats --watch=0.1 --json | head -n 3", 60)
     lines = job.wait().check().text.splitlines()
     assert len(lines) == 3
@@ -116,7 +116,7 @@ def test_never_and_default(session: Session, kernel: Kernel, module: Path) -> No
     assert held(guest, path) > PAGES * 9 // 10
     assert held(guest, other) > PAGES * 9 // 10
 
-    # What is held goes, of this file only; what is evicted from now on is not put.
+    # Held pages of this file only are erased, and pages that are evicted from now on are not put.
     assert say(guest, f"policy {path} never") == {
         "files": 1,
         "never": 1,
@@ -131,7 +131,7 @@ def test_never_and_default(session: Session, kernel: Kernel, module: Path) -> No
     assert after["puts_dropped_policy"] - before["puts_dropped_policy"] == PAGES
     assert held(guest, path) == 0
 
-    # Also after its inode was evicted, and when drop_caches emptied the pool.
+    # The policy also survives the eviction of the inode, and a drop_caches that empties the pool.
     guest.sh("sync && echo 3 >/proc/sys/vm/drop_caches && echo 2 >/proc/sys/vm/drop_caches", 60)
     before = stats(guest)
     after = evict(guest, [path])
@@ -142,10 +142,10 @@ def test_never_and_default(session: Session, kernel: Kernel, module: Path) -> No
     guest.sh("echo N >/sys/module/virtio_tmem/parameters/drop_caches_flush")
     assert say(guest, f"policy {path}")["never"] == 1
 
-    # Back to the default; its contents were right all the time.
+    # The policy returns to the default. The file's contents were right all the time.
     assert say(guest, f"policy {path} default")["never"] == 0
     assert checksums(guest, [path]) == {path: sums[path]}
-    for _ in range(20):  # the emptied pool is made anew at the host in the background
+    for _ in range(20):  # the host creates a new pool for the emptied one in the background
         evict(guest, [path])
         if held(guest, path) > PAGES * 9 // 10:
             break
@@ -158,7 +158,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
     guest, sums = start(session, kernel, module)
     kept = next(iter(sums))
     guest.sh(f"{COMMAND} policy {kept} never")
-    # The number of a deleted inode is the next one's: it begins with the default.
+    # A new inode with the number of a deleted one begins with the default.
     numbers = set()
     for turn in range(3):
         path = f"{WHERE}/again{turn}"
@@ -168,7 +168,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
         assert say(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"rm {path} && sync")
     assert len(numbers) < 3, "no inode number was used again"
-    # Recursive; a link is neither followed nor counted.
+    # The command is recursive, and neither follows nor counts a link.
     guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {kept} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
     guest.sh(f"for i in 1 2 3; do echo $i >{WHERE}/d/$i; echo $i >{WHERE}/d/e/$i; done; sync")
     answer = say(guest, f"policy {WHERE}/d never")
@@ -176,7 +176,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
     guest.sh(f"echo new >{WHERE}/d/new")
     answer = say(guest, f"policy {WHERE}/d")
     assert (answer["never"], answer["default"]) == (6, 1)
-    # Not on disk: gone with the mount.
+    # Policies are not stored on the disk, so they end with the mount.
     guest.sh(f"umount {WHERE}")
     guest.mount("data", WHERE)
     assert say(guest, f"policy {WHERE}/d {kept}")["never"] == 0
@@ -186,7 +186,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
 def test_policies_set_while_the_pool_is_replaced(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """What was said before stays, and what is said meanwhile is not lost."""
+    """Policies from before stay, and policies that are set meanwhile are not lost."""
     guest, sums = start(session, kernel, test_module)
     kept, taken_back, meanwhile = list(sums)[:3]
     guest.sh(f"{COMMAND} policy {kept} {taken_back} never")
@@ -237,7 +237,7 @@ def test_who_may_and_what_cannot_be(session: Session, kernel: Kernel, module: Pa
     refused(guest, f"policy {WHERE}/fifo", SOME, "neither a file nor a directory")
     guest.sh("echo x >/tmp/file")
     refused(guest, "policy /tmp/file never", NOT_SERVED, "/tmp/file", "does not serve")
-    # A mount below is not entered.
+    # The command does not enter a mount point.
     guest.sh(f"mkdir {WHERE}/below && mount -t tmpfs none {WHERE}/below")
     guest.sh(f"echo x >{WHERE}/below/file")
     answer = say(guest, f"drop {WHERE}")
@@ -247,12 +247,13 @@ def test_who_may_and_what_cannot_be(session: Session, kernel: Kernel, module: Pa
 def test_policies_are_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest, sums = start(session, kernel, test_module)
     guest.sh(f"mkdir {WHERE}/d && cd {WHERE}/d && for i in $(seq 400); do echo >$i; done; sync", 60)
-    # An eighth of that is one node of 64 inode numbers, and what is left is none.
+    # An eighth of this limit is one node of 64 inode numbers, and the rest is too small for
+    # another.
     set_parameter(guest, "test_index_bytes", "8192")
     refused(guest, f"policy {WHERE}/d never", SOME, f"{WHERE}/d/", "no room")
     answer = say(guest, f"policy {WHERE}/d")
     assert 0 < answer["never"] <= 128
-    # Taken back, there is room again: nothing of it leaks.
+    # Returning to the default frees the memory completely.
     for _ in range(3):
         assert say(guest, f"policy {WHERE}/d default")["never"] == 0
         path = next(iter(sums))
@@ -260,7 +261,7 @@ def test_policies_are_bounded(session: Session, kernel: Kernel, test_module: Pat
         guest.sh(f"{COMMAND} policy {path} default")
     refused(guest, f"policy {WHERE}/d never", SOME, "no room")
     assert say(guest, f"policy {WHERE}/d")["never"] == answer["never"]
-    # With the file system its marks go, too.
+    # Marks are freed with their file system.
     guest.sh(f"umount {WHERE}", 60)
     guest.mount("data", WHERE)
     assert say(guest, f"policy {WHERE}/d")["never"] == 0
@@ -270,7 +271,7 @@ def test_policies_are_bounded(session: Session, kernel: Kernel, test_module: Pat
 SMALL_BYTES = 64 << 10
 GROUPS, GROUP_FILES = 16, 16
 TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096  # 16 MiB that do not compress
-POOL = "37MiB"  # two trees, not three
+POOL = "37MiB"  # enough for two trees, not for three
 
 
 def three_trees(folder: Path, generator: random.Random) -> Path:
@@ -282,7 +283,7 @@ def three_trees(folder: Path, generator: random.Random) -> Path:
 
 
 def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
-    """Reads and evicts all files of a tree, in groups that the put ring has room for."""
+    """Reads and evicts all files of a tree, in groups that fit the put ring."""
     for group in range(GROUPS):
         guest.sh(f"cat {WHERE}/{name}/{group:02}/* >/dev/null", 60)
         if evict_last or group < GROUPS - 1:
@@ -294,7 +295,7 @@ def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
 def test_a_tree_that_is_dropped_leaves_room(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
-    """The experiment of 2013: of three trees the second is known to be of no use any more."""
+    """The experiment of 2013: of three trees, the second is known to be needed no more."""
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
     tree = three_trees(session.folder / "trees", random.Random("three trees"))
@@ -315,7 +316,7 @@ def test_a_tree_that_is_dropped_leaves_room(
         answer = say(guest, f"drop {WHERE}/b")
         print(answer)
         assert (answer["files"], answer["errors"]) == (GROUPS * GROUP_FILES, 0)
-        # The last group was still in the page cache, the others in the pool.
+        # The last group was still in the page cache, the others were in the pool.
         assert answer["cached_pages"] == TREE_PAGES // GROUPS
         assert answer["pool_pages"] >= TREE_PAGES * (GROUPS - 1) // GROUPS * 9 // 10
         assert answer["kept_pages"] == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The harness itself: what it reports must be so, and trouble must not pass unseen."""
+"""The harness itself: its reports must be right, and it must not miss a fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_commands_and_files(session: Session, kernel: Kernel) -> None:
         guest.sh("exit 7")
     with pytest.raises(GuestTimeout, match="before"):
         guest.run("echo before; sleep 1000", seconds=1)
-    # A child that keeps the output open does not hold up its parent's end.
+    # A child that keeps the output open does not delay the end of its parent.
     assert guest.sh("sleep 1000 & echo started") == "started\n"
 
     content = random.Random(1).randbytes(700_001)
@@ -63,7 +63,7 @@ def test_jobs_side_by_side(session: Session, kernel: Kernel) -> None:
 
 
 def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
-    """Sectors that the guest counts as read of its disk, and QEMU's bytes, when both stay so."""
+    """Returns the guest's count of sectors read and QEMU's of bytes once both stop changing."""
     last = (-1, -1)
 
     def same() -> tuple[int, int] | None:
@@ -95,7 +95,7 @@ def test_disks(session: Session, kernel: Kernel) -> None:
     assert (read - before) * 512 >= len(content)
     assert read_qemu - before_qemu == (read - before) * 512
     guest.sh("sha256sum /mnt/file")
-    # It was cached. The file system may have looked at a block or two of its own meanwhile.
+    # The file was cached. The file system may have read a few of its own blocks meanwhile.
     again, again_qemu = at_rest(guest, vm)
     assert (again - read) * 512 < len(content) // 100
     assert again_qemu - read_qemu == (again - read) * 512
@@ -170,6 +170,6 @@ def test_a_qemu_that_aborts_at_boot_is_reported(
     vm = session.vm(Config(kernel))
     vm.launch()
     vm.pause()
-    # Whenever it comes: before the channel is there, or while its answer is awaited.
+    # The signal may come before the channel exists, or while an answer is awaited.
     threading.Timer(0.5, vm.process.signal, [signal.SIGABRT]).start()
     assert "ended with status -6" in expect_error(vm.connect)

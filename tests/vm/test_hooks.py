@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Hooks that no byte depends on: what each is for, which is lost without it and nothing else.
+"""Hooks that no byte depends on: without one of them, exactly its purpose is lost.
 
-Those that coherence rests on are left out one by one in test_torture and test_filesystems.
+test_torture and test_filesystems leave out the hooks that coherence depends on, one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# The hook of a way to read, and commands that read so.
+# Hooks of a way to read, and commands that read in that way.
 READERS = [("readahead", "cat"), ("read_folio", f"{SPECIAL} map")]
 
 
@@ -27,7 +27,7 @@ READERS = [("readahead", "cat"), ("read_folio", f"{SPECIAL} map")]
 def test_ways_to_read(
     session: Session, kernel: Kernel, test_module: Path, hook: str, reader: str
 ) -> None:
-    """Without it, what is read that way comes from the disk; what the host has does no harm."""
+    """Without the hook, such reads come from the disk, and the host's pages do no harm."""
     guest = boot(session, kernel, test_module)
     path = f"{WHERE}/f"
     (digest,) = make(guest, path).values()
@@ -44,7 +44,7 @@ def test_ways_to_read(
 
 
 def puts_of_an_open_file(guest: Guest) -> int:
-    """A file is opened for writing as the first of a mount; how much of it is then put?"""
+    """Opens a file for writing as the first of a mount; returns how many of its pages are put."""
     device = f"/dev/{guest.disk('data')}"
     path, other = f"{WHERE}/f", f"{WHERE}/other"
     guest.sh(f"umount {WHERE} && mount -t ext4 {device} {WHERE}", 60)
@@ -63,7 +63,7 @@ def puts_of_an_open_file(guest: Guest) -> int:
 
 
 def test_a_mount_is_seen_at_once(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Known later, a file that was open for writing by then is not cached until it is closed."""
+    """In a mount that is known late, a file open for writing is not cached until it is closed."""
     guest = boot(session, kernel, test_module)
     make(guest, f"{WHERE}/f")
     make(guest, f"{WHERE}/other")

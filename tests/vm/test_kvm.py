@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""On KVM kicks and interrupts pass QEMU by: ioeventfd and irqfd, as QEMU traces them."""
+"""On KVM, kicks and interrupts bypass QEMU (ioeventfd and irqfd), as QEMU's traces show."""
 
 from __future__ import annotations
 

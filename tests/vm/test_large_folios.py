@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Folios of many pages: of one, a bounded number is put, and one is got whole or not at all."""
+"""Large folios: a bounded number of pages is put, and a folio is got whole or not at all."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# From which series on a file system writes in folios of up to 2 MiB.
+# The first series in which each file system writes in folios of up to 2 MiB.
 LARGE_WRITES = {"ext4": (6, 16), "xfs": (6, 6)}
 HUGE_ORDER = 9
-# TMEM_FOLIO_MAX_PAGES of the driver: copied with interrupts off.
+# TMEM_FOLIO_MAX_PAGES of the driver: pages that are copied with interrupts off.
 PUT_MAX, PUT_MAX_ORDER = 64, 6
-# From here on readahead keeps the order of a stream's folios where the driver can limit it.
+# The first series in which readahead keeps the order of a stream's folios and the driver can limit
+# it.
 STREAMS_LIMITED = (6, 17)
 PAGES = 16 * 256
 
@@ -44,7 +45,7 @@ def watch_evictions(guest: Guest) -> None:
 
 
 def orders_evicted(guest: Guest, path: str) -> list[int]:
-    """Orders of the folios of a file that left the page cache since watch_evictions()."""
+    """Returns the orders of a file's folios that left the page cache since watch_evictions()."""
     guest.sh(f"echo 0 >{REMOVED}/enable")
     ino = int(guest.sh(f"stat -c %i {path}"))
     trace = guest.get(f"{TRACING}/trace").decode()
@@ -54,7 +55,7 @@ def orders_evicted(guest: Guest, path: str) -> list[int]:
 
 @pytest.mark.smoke
 def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_system: str) -> None:
-    """Of an evicted folio of 512 pages 64 are put."""
+    """The driver puts 64 pages of an evicted folio of 512 pages."""
     guest = boot(session, kernel, module, file_system)
     path = "/mnt/large"
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
@@ -67,17 +68,17 @@ def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_sys
     assert orders.count(HUGE_ORDER) >= 4, f"no large folios to see: {orders}"
     bound = sum(min(1 << order, PUT_MAX) for order in orders)
     taken = stats(guest)["puts"] - before["puts"]
-    # Other files may be put, too.
+    # Other files may be put as well.
     assert bound // 2 <= taken <= bound + PUT_MAX
-    # What was held comes back, and the rest from the disk.
+    # Held pages come back from the pool, and the others from the disk.
     assert checksums(guest, [path]) == sums
     wait_state(guest, "on")
 
 
 def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
-    """What the group's processes read goes, no more at once than the put ring takes."""
+    """Reclaims pages that the group's processes read, in steps that fit the put ring."""
     for _ in range(mebibytes):
-        # Fails where less could be had.
+        # The write fails if less could be reclaimed.
         guest.sh(f"echo 1M >{GROUP}/memory.reclaim 2>/dev/null || true", 60)
         settle(guest)
 
@@ -85,7 +86,7 @@ def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
 def test_streams_are_put_whole(
     session: Session, kernel: Kernel, module: Path, file_system: str
 ) -> None:
-    """Folios of a file that is read grow no larger than what is put of one, and got."""
+    """Folios of a file that is read stay small enough to be put and got completely."""
     if kernel.version < STREAMS_LIMITED:
         pytest.skip(f"Linux {kernel.series} keeps no order of a stream that could be limited")
     guest = boot(session, kernel, module, file_system)
@@ -93,7 +94,7 @@ def test_streams_are_put_whole(
     guest.sh(f"dd if=/dev/urandom of={path} bs=16M count=1 2>/dev/null && sync", 60)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
-    # What 7.2 itself does on virtio-blk: room for folios of 2 MiB.
+    # 7.2 sets this value itself on virtio-blk; it allows folios of 2 MiB.
     guest.sh("echo 8192 >/sys/block/vda/queue/read_ahead_kb")
     guest.sh(f"mkdir -p {CGROUPS} && mount -t cgroup2 none {CGROUPS} && mkdir {GROUP}")
     guest.sh(f"echo +memory >{CGROUPS}/cgroup.subtree_control")
@@ -114,7 +115,7 @@ def test_streams_are_put_whole(
 def test_parts_of_folios(
     session: Session, kernel: Kernel, module: Path, file_system: str, verify: int
 ) -> None:
-    """What is done to a part of a large folio, and folios of which a part is held."""
+    """Changes parts of large folios, and reads folios of which only a part is held."""
     guest = boot(session, kernel, module, file_system, f"verify_every={verify}")
     Torture(guest, "--scenario=large --size-max=8388608").finish()
     counters = stats(guest)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """The device and its quota in domains of a stock libvirtd: tmemctl, the hook, the bridge.
 
-Where no guest is needed its VM stays paused: it has its device, and costs no processor.
+If a test needs no guest, its VM stays paused: it has its device, and uses no processor.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def machine(
 
 
 def define(libvirt: Libvirt, machine: Machine) -> str:
-    """Defines the domain, twice: libvirt puts devices that it adds itself into their order then."""
+    """Defines the domain twice, because libvirt then sorts the devices that it added itself."""
     xml = machine.folder / "domain.xml"
     xml.write_text(machine.xml())
     libvirt.virsh("define", xml)
@@ -82,21 +82,21 @@ def define(libvirt: Libvirt, machine: Machine) -> str:
 
 
 def meaning(element: ET.Element) -> tuple[object, ...]:
-    """An element without what has no meaning: blanks, and the order of children and attributes."""
+    """Returns an element without blanks and without the order of children and attributes."""
     children = sorted((meaning(child) for child in element), key=repr)
     text = (element.text or "").strip()
     return (element.tag, sorted(element.attrib.items()), text, children)
 
 
 def arguments(xml: str) -> list[str]:
-    """What is passed on to QEMU, in order."""
+    """Returns the arguments that libvirt passes on to QEMU, in order."""
     name = "{http://libvirt.org/schemas/domain/qemu/1.0}arg"
     return [arg.attrib["value"] for arg in ET.fromstring(xml).iter(name)]
 
 
 @pytest.mark.smoke
 def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> None:
-    """What libvirt says of a domain is the same as before, and in between what it should be."""
+    """attach makes exactly the intended changes of the XML, and detach reverts them."""
     before = define(libvirt, machine)
     options = ("--socket-folder", machine.folder, "--limit", "64MiB", "--emulator", qemu_binary())
 
@@ -113,7 +113,7 @@ def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> Non
     assert arguments(attached)[: len(arguments(before))] == arguments(before)
     for part in ("+    <source type='memfd'/>", "+    <access mode='shared'/>", "vhost-user-tmem"):
         assert part in shown
-    # Nothing that was there is gone but the emulator.
+    # attach removes no line except the emulator's.
     assert [line for line in shown.splitlines() if re.match("-(?!--)", line)] == [
         f"-    <emulator>{machine.emulator}</emulator>"
     ]
@@ -133,7 +133,7 @@ def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> Non
 
 
 def test_a_change_meanwhile_is_kept(libvirt: Libvirt, machine: Machine) -> None:
-    """Somebody changes the domain each time that its emulator is asked, which takes its time."""
+    """attach keeps a change that another program makes while attach asks the emulator."""
     define(libvirt, machine)
     count = machine.folder / "count"
     emulator = machine.folder / "emulator"
@@ -157,10 +157,10 @@ exec {qemu_binary()} "$@"
 
 @pytest.mark.smoke
 def test_a_killed_run_leaves_nothing(session: Session, machine: Machine) -> None:
-    """Not even QEMUs, which are children of nobody."""
+    """A killed run leaves no process behind, not even QEMUs, which have no parent in the tests."""
 
     def there() -> list[int]:
-        """Processes that name this test's folder."""
+        """Returns the processes whose command lines name this test's directory."""
         found = []
         for pid in [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]:
             with contextlib.suppress(OSError):
@@ -216,8 +216,8 @@ def test_wrong_turns_have_answers(libvirt: Libvirt, machine: Machine) -> None:
 
 
 def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[str, str]) -> None:
-    """The VM keeps its cache through the ends of daemon and libvirtd."""
-    # A daemon that dies has the VM again when it is back, with all that it was told.
+    """The VM keeps its cache when daemon and libvirtd restart."""
+    # A daemon that is killed has the VM again after its restart, with all its settings.
     daemon.restart()
     (vm,) = daemon.list()["vms"]
     assert (vm["name"], vm["uuid"], vm["quota"]["limit_bytes"]) == (LABEL, UUID, 2 << 20)
@@ -227,7 +227,7 @@ def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[st
     wait_served(guest)
     check_hits(guest, sums)
 
-    # And one that lost its notes hears of the VM when libvirtd is back.
+    # A daemon that lost its VM store gets the VM when libvirtd restarts.
     daemon.terminate()
     assert list(daemon.folder.glob("*.sock")) == []
     (daemon.folder / f"vms/{UUID}.sock.json").unlink()
@@ -237,7 +237,7 @@ def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[st
     until(lambda: daemon.list()["vms"] != [], 20, "the hook has the daemon serve it")
     until(lambda: daemon.list()["vms"][0]["connected"], 60, "QEMU finds the socket again")
 
-    # With the bridge, virsh shrinks what it holds.
+    # With the bridge, virsh can lower the VM's limit.
     libvirt.start_bridge()
     wait_state(guest, "on")
     wait_served(guest)
@@ -258,7 +258,7 @@ def metadata(libvirt: Libvirt, level: str) -> str:
 
 
 def check_hits(guest: Guest, sums: dict[str, str]) -> None:
-    """What is evicted comes back from the host."""
+    """Evicted pages come back from the host."""
     held = evict(guest, list(sums))["index_pages"]
     assert held > 0
     hits = stats(guest)["hits"]
@@ -270,7 +270,7 @@ def check_hits(guest: Guest, sums: dict[str, str]) -> None:
 def test_from_attach_to_hits_and_back(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
-    """attach, start, pages come back from the host, the quota of the running VM, detach."""
+    """attach, start, pages that come back from the host, the running VM's quota, detach."""
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     before = define(libvirt, machine)
@@ -311,7 +311,7 @@ def test_from_attach_to_hits_and_back(
 
 
 def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
-    """A running VM's quota, by tmemctl and by virsh."""
+    """Checks changes of a running VM's quota by tmemctl and by virsh."""
 
     def quota() -> dict[str, int | None]:
         return dict(daemon.list()["vms"][0]["quota"])
@@ -334,7 +334,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     assert quota()["limit_bytes"] == 2 << 20
     assert "limit          : 2048 KiB\n" in libvirt.tmemctl("tune", name, "--live")
 
-    # Behind its back: tune says what is wrong, and heals it.
+    # After a wrong change by virsh, tune reports the fault and can correct it.
     wrong = "<cache><limit unit='XiB'>1</limit></cache>"
     libvirt.virsh("metadata", name, NAMESPACE, "--config", "--key", "tmem", "--set", wrong)
     assert '"XiB"' in libvirt.refused("tune", name, "--config")
@@ -348,7 +348,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
 
 @pytest.mark.smoke
 def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
-    """A start is stopped only if the domain says so; a running VM never ends for the hook."""
+    """The hook stops a start only if the domain requires the cache, and never ends a running VM."""
     define(libvirt, machine)
     name = machine.name
     folder = session.folder / "tmemd0"
@@ -377,14 +377,14 @@ def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
     assert "its memory is not shared" in words and "tmemctl attach" in words
     libvirt.tmemctl(*attach)
 
-    # A daemon that hangs holds up a start for seconds, not for good.
+    # A daemon that hangs delays a start by seconds only.
     daemon.pause()
     assert "did not answer within 2 s" in libvirt.virsh_refused("start", name)
     daemon.resume()
     libvirt.virsh("start", name, "--paused")
     daemon.kill()
     libvirt.restart()
-    # libvirtd is back, tmemd is not. What was killed could not be destroyed.
+    # libvirtd has restarted, and tmemd has not. A killed VM could not be destroyed.
     assert libvirt.virsh("domstate", name).strip() == "paused"
     libvirt.virsh("destroy", name)
 
@@ -394,7 +394,7 @@ def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
 
 
 def live(libvirt: Libvirt, cache: str, *levels: str) -> None:
-    """Notes a quota with virsh, as somebody who does not know tmemctl."""
+    """Sets a quota with virsh, without tmemctl."""
     what = (NAMESPACE, "--key", "tmem", "--set", cache)
     libvirt.virsh("metadata", UUID, *what, *(levels or ("--live",)))
 
@@ -404,7 +404,7 @@ def limit(mib: int) -> str:
 
 
 def vm_of(daemon: Daemon) -> dict[str, Any]:
-    """The one VM that the daemon has, or nothing."""
+    """Returns the daemon's only VM, or an empty dict."""
     vms = daemon.list()["vms"]
     assert len(vms) <= 1
     return dict(vms[0]) if vms else {}
@@ -421,18 +421,18 @@ def follows(daemon: Daemon, mib: int, what: str, seconds: float = 10) -> None:
 
 
 def shows(daemon: Daemon, part: str) -> None:
-    """Waits until the VM's problem says so."""
+    """Waits until the VM's problem contains this text."""
     until(lambda: part in (vm_of(daemon)["problem"] or ""), 10, f"{part} is shown")
 
 
 @pytest.mark.smoke
 def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) -> None:
-    """Quotas go from virsh to the daemon, whichever of all was away meanwhile."""
+    """Quotas go from virsh to the daemon, whichever of the services was not running meanwhile."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
     attach = ("attach", machine.name, "--socket-folder", daemon.folder)
     libvirt.tmemctl(*attach, "--limit", "64MiB")
-    # The daemon is away at the start: the VM has its cache once it is there.
+    # The daemon does not run when the VM starts; the VM gets its cache once the daemon runs.
     libvirt.start_bridge()
     libvirt.virsh("start", machine.name, "--paused")
     daemon.start()
@@ -447,7 +447,7 @@ def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) ->
     live(libvirt, limit(7))
     follows(daemon, 7, "the running VM's")
 
-    # Nonsense is shown, and what was good stays.
+    # A setting that is not valid is shown as a problem, and the last valid one stays.
     for wrong, part in [
         ("<cache><limit unit='XiB'>1</limit></cache>", '"XiB"'),
         ("<cache><limit>1</limit><reserve>2</reserve></cache>", "below the reserve of 2 KiB"),
@@ -464,7 +464,7 @@ def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) ->
     follows(daemon, 8, "it is mended")
     assert vm_of(daemon)["problem"] is None
 
-    # One libvirtd has no two ends of a migration.
+    # A single libvirtd cannot be both ends of a migration.
     words = libvirt.virsh_refused("migrate", "--live", "--unsafe", machine.name, libvirt.uri)
     assert "same host" in words
 
@@ -489,7 +489,7 @@ def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine:
     live(libvirt, limit(10))
     follows(daemon, 10, "the bridge finds the new libvirtd", 30)
 
-    # A saved VM is none, and comes back with what it had.
+    # A saved VM is removed from the daemon, and has its settings again after its restart.
     libvirt.virsh("managedsave", machine.name)
     assert vm_of(daemon) == {}
     assert not (daemon.folder / f"{UUID}.sock").exists()
@@ -508,7 +508,7 @@ def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine:
 
 
 def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> None:
-    """Each has its own socket and quota, and none is left."""
+    """Each domain has its own socket and quota, and none is left at the end."""
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()
     libvirt.start_bridge()
@@ -516,7 +516,7 @@ def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> No
     for number, uuid in enumerate(uuids):
         own = replace(machine, name=f"vm{number}", uuid=uuid, folder=machine.folder / f"{number}")
         own.folder.mkdir()
-        # Ten cannot write to one disk.
+        # Ten VMs cannot write to one disk.
         xml = re.sub("<disk.*?</disk>", "", own.xml(memory_mib=128), flags=re.DOTALL)
         (own.folder / "domain.xml").write_text(xml)
         libvirt.virsh("define", own.folder / "domain.xml")
@@ -547,7 +547,7 @@ def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> No
 def test_a_guest_that_goes_back_in_time(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
-    """A saved VM caches again; one that is reverted gets nothing of what it put since."""
+    """A restored VM caches again; a reverted VM gets no page that it put after the snapshot."""
     disk, sums = tree
     image = qcow2.create(session.folder / "top.qcow2", disk.path.stat().st_size, disk.path)
     machine = replace(machine, disk=replace(disk, path=image, format="qcow2"))
@@ -593,7 +593,7 @@ def test_a_guest_that_goes_back_in_time(
 def test_migration_on_one_host(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
-    """Between two libvirtds that share a daemon: the ends have two sockets, no page moves."""
+    """A migration between two libvirtds with one daemon uses two sockets, and moves no page."""
     _, sums = tree
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()
@@ -635,7 +635,7 @@ def test_migration_on_one_host(
 
 
 def migrate(at: Libvirt, to: Libvirt, machine: Machine) -> Machine:
-    """Moves it, with other paths for what only one QEMU can have."""
+    """Migrates the VM, with other paths for the files that only one QEMU can use."""
     arrived = replace(machine, folder=machine.folder / "then")
     arrived.folder.mkdir()
     xml = at.virsh("dumpxml", "--migratable", "--security-info", machine.name)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A device that is slow, silent or lying, for as long as it lasts and under load.
+"""A device that is slow, silent or gives wrong answers permanently, under load.
 
-What each single lie leads to is in test_core; how long one readahead waits is in
-test_deadline. Waits are bounded by counting them: each takes the driver's deadline at most.
+test_core covers the effect of each single lie, and test_deadline the wait of one readahead. Waits
+are bounded by counting them, because each takes the driver's deadline at most.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# Of a device that is slow: well beyond the deadline, and beyond that of a put.
+# Delay of a slow device: well beyond the deadline of gets, and beyond that of puts.
 SLOW_SECONDS = scaled(0.5)
 SILENT_SECONDS = 1e9
 # Three readers that wait in vain open the breaker; a readahead asks for a few runs at once.
 LATE_MAX = 3 * 4
-# Kinds of lies that a load has to hear, and how often it is run for that: once is mostly enough.
+# Least number of kinds of lies that a load must meet, and the most runs for that; one usually
+# suffices.
 TOLD_MIN, TURNS_MAX = 4, 5
 LOAD = "--ops=4000 --jobs=2 --files=16 --size-max=262144"
 
 
 def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: float) -> None:
-    """What was held comes from the disk, and after the third late answer nobody waits."""
+    """Held pages come from the disk, and after the third late answer no reader waits."""
     before = evict(guest, list(sums))
     assert before["index_pages"] > 0
-    # Out of the put ring, where it would be had without the device.
+    # The filler pushes the files out of the put ring, from where pages come without the device.
     liar.delay_seconds = delay
     assert checksums(guest, list(sums)) == sums
     after = stats(guest)
@@ -48,7 +49,7 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
     assert after["misses_late"] > before["misses_late"]
     assert after["trips"] == before["trips"] + 1
     assert state(guest) == "tripped"
-    # But for probes, which nobody waits for.
+    # Afterwards only probes are sent, for which no reader waits.
     for _ in range(3):
         drop_pages(guest)
         assert checksums(guest, list(sums)) == sums
@@ -72,7 +73,8 @@ def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) 
             settle(guest)
             assert checksums(guest, list(sums)) == sums
             check_works(guest, sums)
-        # The module goes while the device holds requests and keeps silent, and comes back.
+        # The module is unloaded while the device holds requests without answering, and is loaded
+        # again.
         evict(guest, list(sums))
         liar.delay_seconds = SILENT_SECONDS
         assert checksums(guest, list(sums)) == sums
@@ -86,7 +88,7 @@ def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) 
 
 @pytest.mark.smoke
 def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None:
-    """Lies of all kinds but about contents, in random turns, under random operations."""
+    """Wrong answers of all kinds except contents, in random order, under random operations."""
     number = seed()
     generator = random.Random(number)
     lies = ("", *LIES_OF_GETS, *LIES_OF_PUTS, "late")
@@ -99,7 +101,7 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
                 before = liar.lies_told
                 liar.lie = generator.choice(lies)
                 liar.delay_seconds = generator.choice((0.0, 0.0, 0.0, SLOW_SECONDS))
-                # As short on a slow machine, or it would hear fewer of them.
+                # This time is not scaled: with a longer one, a run would meet fewer lies.
                 end = time.monotonic() + 0.5
                 while time.monotonic() < end and not torture.job.done():
                     if liar.lies_told > before:
@@ -115,7 +117,7 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
         assert len(told) >= TOLD_MIN, "lies were told, not only meant"
         assert counters["misses_answer"] + counters["puts_unanswered"] > 0
         assert counters["mismatches"] == 0
-        # After a used element or two that cannot be, it works again as it should.
+        # Also after impossible used elements, the cache works as usual.
         wait_state(guest, "on")
         Torture(guest, "--scenario=plain").finish()
         assert stats(guest)["hits"] > counters["hits"]
@@ -123,7 +125,7 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
 
 @pytest.mark.smoke
 def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Path) -> None:
-    """One wrong page switches the cache off, and no reader has seen it."""
+    """One wrong page switches the cache off, and no reader sees it."""
     number = seed()
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
@@ -140,16 +142,43 @@ def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Pat
         assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
 
 
+def test_device_that_needs_a_reset(session: Session, kernel: Kernel, module: Path) -> None:
+    """A queue that the back end stopped switches the cache off until the driver is loaded again."""
+    data, sums = tree_disk(session)
+    with Liar(session.folder / "liar") as liar:
+        guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
+        check_works(guest, sums)
+        evict(guest, list(sums))
+        liar.stop_queue(1)
+        wait_state(guest, "offline: the device needs a reset")
+        gets = liar.gets
+        assert checksums(guest, list(sums)) == sums
+        assert liar.gets == gets
+        reload(guest)
+        check_works(guest, sums)
+
+
+def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, module: Path) -> None:
+    data, sums = tree_disk(session)
+    with Liar(session.folder / "liar") as liar:
+        tmem = Tmem(liar.path, properties={"latencies": "off"})
+        guest = driver_guest(session, kernel, module, tmem, disks=[data])
+        # One each ten seconds.
+        until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
+        assert liar.asked[T_LATENCIES] == 0
+        check_works(guest, sums)
+
+
 def test_device_older_than_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
-    """A request that the device does not know is made once, and all else goes on."""
+    """A request that the device does not know is sent once, and everything else works."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
         liar.lie = "older"
         guest = driver_guest(session, kernel, module, Tmem(liar.path), disks=[data])
-        # One each ten seconds.
+        # The driver sends one report every ten seconds.
         until(lambda: liar.asked[T_REPORT] >= 3, 60, "three reports")
         assert liar.asked[T_LATENCIES] == 1
         check_works(guest, sums)
-        # Another device may know it.
+        # After a reload the request is sent again, because the device may be another one.
         reload(guest)
         until(lambda: liar.asked[T_LATENCIES] == 2, 60, "the request is made again")

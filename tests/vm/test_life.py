@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What happens to a guest while it caches: it crashes, runs out of memory, loses processors."""
+"""Events of a caching guest: it crashes, runs out of memory, loses processors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CPUS = 4
 
 
 def crash(vm: Vm, how: str) -> None:
-    """Ends the guest's kernel where it stands: nothing is written back, nothing unbound."""
+    """Crashes the guest's kernel: nothing is written back, and nothing is unbound."""
     mark = vm.qmp.events_seen()
     vm.guest.start(f"echo {how} >/proc/sysrq-trigger")
     vm.qmp.wait_event("RESET", 60, mark)
@@ -52,7 +52,7 @@ def crash(vm: Vm, how: str) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize("how", ["b", "c"], ids=["reset", "panic"])
 def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None:
-    """A crash under load, and a reboot on the same disk: nothing from before is ever read."""
+    """After a crash under load and a reboot on the same disk, no page from before is ever read."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(
@@ -74,7 +74,7 @@ def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None
         vm.expect_trouble()
     crash(vm, how)
 
-    # This boot changes a file in place before the driver is there to see it.
+    # This boot changes a file in place before the driver is loaded.
     guest = vm.guest
     guest.mount("data", WHERE)
     sums[second] = overwrite(guest, second)
@@ -90,7 +90,7 @@ def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None
 
 
 def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> None:
-    """Files twice as large as memory, written and mapped: no kill, no wrong byte."""
+    """Files twice as large as memory are written and mapped: no OOM kill, no wrong byte."""
     daemon = start_daemon(session)
     vm = driver_vm(
         session,
@@ -111,7 +111,7 @@ def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> Non
     log = guest.sh("dmesg")
     assert "Out of memory" not in log and "oom-kill" not in log
     assert "page allocation failure" not in log
-    # It was reclaimed from and read again, and what was written over was forgotten.
+    # Pages were reclaimed and read again, and overwritten ones were erased.
     assert after["puts"] - before["puts"] > PRESSURE_MIB
     assert after["hits"] > before["hits"]
     assert after["invalidations_dirty"] > before["invalidations_dirty"]
@@ -120,7 +120,7 @@ def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> Non
 
 
 def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
-    """Processors are taken away and given back under load; the last one is always another."""
+    """Processors go offline and online under load, in random order."""
     number = seed()
     generator = random.Random(number)
     daemon = start_daemon(session)
@@ -132,13 +132,13 @@ def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) 
     changes = 0
     online = set(range(CPUS))
     while not torture.job.done():
-        # The first one of a PC cannot be taken away.
+        # The first processor of a PC cannot go offline.
         cpu = generator.randrange(1, CPUS)
         value = int(cpu not in online)
         guest.sh(f"echo {value} >/sys/devices/system/cpu/cpu{cpu}/online", 120)
         online ^= {cpu}
         changes += 1
-        time.sleep(generator.uniform(0, 0.2))  # the moment is what is random
+        time.sleep(generator.uniform(0, 0.2))  # a random moment is the purpose
     torture.finish()
     assert changes >= 10
     for cpu in set(range(CPUS)) - online:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernels that ask for signatures or are locked down: what docs/secure-boot.md says of them."""
+"""Kernels that require signatures or are locked down behave as docs/secure-boot.md says."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILE_BYTES = 1 << 20
 
 
 def documented() -> list[tuple[str, str]]:
-    """What insmod and the kernel say, row by row."""
+    """Returns the documented messages of insmod and of the kernel, row by row."""
     text = (ROOT / "docs/secure-boot.md").read_text()
     lines = text.split("<!-- table: refusals -->\n", 1)[1].split("\n\n", 1)[0].splitlines()[2:]
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in lines]
@@ -50,7 +50,7 @@ def lock_down(guest: Guest, mode: str) -> None:
 
 
 def sign(kernel: Kernel, module: Path, folder: Path) -> Path:
-    """Signed with a key that nobody knows."""
+    """Signs the module with a key that no kernel trusts."""
     key, certificate, signed = folder / "key", folder / "certificate", folder / "signed.ko"
     command = [
         "openssl", "req", "-new", "-x509", "-nodes", "-subj", "/CN=nobody", "-newkey", "rsa:2048",
@@ -72,7 +72,7 @@ def test_messages(
     expect_error: Callable[[Callable[[], object]], str],
 ) -> None:
     signed = sign(kernel, module, tmp_path)
-    # First what can be undone by unloading, then what lasts until the next boot.
+    # The first checks can be undone by unloading; the later ones last until the next boot.
     (unsigned_row, unknown_row, locked_row, loads_row) = documented()
     guest = driver_vm(session, kernel, module, None, files={"/signed.ko": signed}).start()
 
@@ -98,7 +98,10 @@ def test_messages(
 
 @pytest.mark.smoke
 def test_hooks_found_under_lockdown(session: Session, kernel: Kernel, module: Path) -> None:
-    """Loaded before, since no test has a trusted key; all of ext4 is found and hooked after."""
+    """All of ext4 is hooked after the lockdown.
+
+    The module is loaded before, as it has no trusted key.
+    """
     daemon = start_daemon(session)
     guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2).start()
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=1")

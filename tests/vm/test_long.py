@@ -16,7 +16,7 @@ BROKEN = "--duration=5m --file-systems=ext4 --hooks-off=truncate"
 
 
 def run(capsys: pytest.CaptureFixture[str], kernel: Kernel, arguments: str) -> tuple[str, str]:
-    """Must fail; returns the seed of all and the command line that failed."""
+    """Runs the program, which must fail; returns the seed and the command line that failed."""
     assert long.main([f"--kernels={kernel.series}", *arguments.split()]) == 1
     said = capsys.readouterr()
     assert "TORTURE MISMATCH" in said.err

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""QEMU, emulating two processors: one changes the memory map while the other works.
+"""QEMU emulates two processors, of which one changes the memory map while the other works.
 
-The patch of qemu-dev/patches that begins with "physmem". Without it the accesses of the other go
-to another device or end QEMU. Of two runs without it one ended so, and in one a processor never
-woke from a sleep, since the write that arms its timer had gone elsewhere.
+The test is for the patch of qemu-dev/patches that begins with "physmem". Without it, accesses of
+the other processor go to a wrong device or end QEMU. Of two runs without it, one ended in this way.
+In the other, a processor never woke from a sleep, because the write that arms its timer had gone to
+a wrong place.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from harness.vm import Config
 pytestmark = pytest.mark.usefixtures("qemu")
 
 CHANGES = 3000
-COMMAND = 4  # offset of the register in a PCI function's configuration
+COMMAND = 4  # offset of the command register in a PCI function's configuration
 DECODES_MEMORY = 2
 
 
 def test_the_map_changes_under_load(session: Session, kernel: Kernel) -> None:
-    """A disk that nobody uses stops decoding its memory, and begins again, over and over."""
+    """An unused disk stops and starts decoding its memory, over and over."""
     data, _ = tree_disk(session)
     guest = session.vm(Config(kernel, cpus=2, disks=[data])).start()
     device = guest.sh(f"readlink -f /sys/block/{guest.disk('data')}")

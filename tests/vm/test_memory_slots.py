@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Memory that comes and goes while the device is used, and memory of huge pages."""
+"""Memory that is plugged and unplugged while the device is used, also of huge pages."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-DIMM_BYTES = 128 * MIB  # a block of memory of the guest's kernel
+DIMM_BYTES = 128 * MIB  # one memory block of the guest's kernel
 ROUNDS = 3
 PLUG_SECONDS = 60
-# Of ACPI's _OST.
+# Event and status numbers of ACPI's _OST.
 ACPI_CHECK, ACPI_EJECT, ACPI_SUCCESS = 1, 3, 0
 HUGE_BYTES = 2 * MIB
 VM_BYTES = 256 * MIB
@@ -33,40 +33,45 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def visible_daemon(session: Session) -> Daemon:
-    """One whose memory map can be read: only root may, if it confines itself."""
+    """Starts a daemon whose memory map can be read.
+
+    Only root may read that of a confined daemon.
+    """
     daemon = session.daemon("vm1", options=[] if os.geteuid() == 0 else ["--no-sandbox"])
     daemon.start()
     return daemon
 
 
 def regions(daemon: Daemon) -> int:
-    """Mappings of guests' memory that the daemon has."""
+    """Returns the number of the daemon's mappings of guest memory."""
     maps = Path(f"/proc/{daemon.process.pid}/maps").read_text()
     return len(re.findall(r"memfd:memory-backend", maps))
 
 
 def guest_is_done(vm: Vm, event: int) -> bool:
-    """With an event of the only slot in use, by its ACPI. Until then the slot must not change:
-    a guest that sees other memory in it just after it ejected some takes the eject for failed,
-    and never uses the new one."""
+    """Returns whether the guest's ACPI has handled an event of the only slot in use.
+
+    Until then the slot must not change. A guest that ejected memory and then at once sees other
+    memory in the slot takes the eject as failed, and never uses the new memory.
+    """
     status = vm.qmp.execute("query-acpi-ospm-status")[0]
     return (status["source"], status["status"]) == (event, ACPI_SUCCESS)
 
 
 def huge_pages_free() -> int:
-    """That are not promised to anybody."""
+    """Returns the number of huge pages that are free and not reserved."""
     found = dict(re.findall(r"HugePages_(Free|Rsvd): +(\d+)", MEMINFO.read_text()))
     return int(found.get("Free", 0)) - int(found.get("Rsvd", 0))
 
 
 @contextmanager
 def huge_pages(count: int) -> Iterator[None]:
-    """So many huge pages more, taken back in the end; or the test is skipped."""
+    """Adds `count` huge pages and removes them in the end, or skips the test."""
     if os.geteuid() != 0 or not NR_HUGEPAGES.exists():
         pytest.skip("huge pages cannot be reserved here")
     if f"Hugepagesize: {HUGE_BYTES >> 10:>10} kB" not in MEMINFO.read_text():
         pytest.skip("the host's huge pages are not of 2 MiB")
-    # Whoever changes the number waits for its turn.
+    # A lock serializes all changes of the number.
     with NR_HUGEPAGES.open() as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
         before = int(NR_HUGEPAGES.read_text())
@@ -81,7 +86,7 @@ def huge_pages(count: int) -> Iterator[None]:
 
 @pytest.fixture(params=["pages", "huge pages"])
 def dimm(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
-    """The backend of memory to be plugged."""
+    """Returns the backend of memory to be plugged."""
     backend: dict[str, object] = {"qom-type": "memory-backend-memfd", "size": DIMM_BYTES}
     if request.param == "pages":
         yield backend
@@ -102,7 +107,7 @@ def test_memory_is_plugged_and_unplugged_under_torture(
         arguments=["-m", "slots=2,maxmem=1G"],
     )
     guest = vm.start()
-    # So that it can be taken away again.
+    # The memory is movable, so that it can be unplugged.
     guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
     load(guest)
     before = stats(guest)
@@ -126,7 +131,7 @@ def test_memory_is_plugged_and_unplugged_under_torture(
         until(lambda: guest_is_done(vm, ACPI_EJECT), PLUG_SECONDS, "the guest knows it is gone")
         until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has let go of it")
         vm.qmp.execute("object-del", {"id": "more"})
-        if "hugetlb" in dimm:  # whose pages nobody else takes meanwhile
+        if "hugetlb" in dimm:  # no other process can take these pages meanwhile
             until(lambda: huge_pages_free() >= free, PLUG_SECONDS, "the host has its pages back")
     assert rounds > 0
     torture.finish()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A VM moves while it caches: between two QEMUs of this host, each with a daemon of its own.
+"""A caching VM moves between two QEMUs of this host, each with its own daemon.
 
-What the first daemon held stays behind, and what it wrote into the guest's memory comes along:
-that is the dirty log's. A migration that fails, is cancelled or refused leaves the VM where it
-is, with its cache. Never here: libvirt's part, which test_libvirt.py has.
+Pages of the first daemon stay behind. Its writes into the guest's memory move along, which is the
+purpose of the dirty log. A migration that fails, is cancelled or is refused leaves the VM where it
+is, with its cache. Out of scope: migration by libvirt, see test_libvirt.py.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 VM = "vm1"
 QUEUES = 2
-# Two of them run at a time, and all of it is copied each time.
+# Two VMs run at a time, and all memory is copied each time.
 MEMORY_BYTES = 192 * MIB
 LOAD = "--ops=1500 --jobs=2 --files=16 --size-max=262144"
 REFUSED_SECONDS = 30.0
@@ -77,14 +77,14 @@ def grows(guest: Guest, name: str, by: int, what: str) -> None:
 
 
 def all_right(guest: Guest) -> None:
-    """No byte came back other than it was put."""
+    """No page came back with other bytes than it was put."""
     counters = stats(guest)
     wrong = {name: counters[name] for name in ("mismatches", "misses_check") if counters[name]}
     assert not wrong, (wrong, state(guest))
 
 
 def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
-    """What is held stays behind; each side begins with nothing, fills, and hits again."""
+    """Held pages stay behind; each side begins with nothing, fills its pool, and has hits again."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
     vm, guest = caching_vm(session, kernel, module, here, disks=[data])
@@ -105,7 +105,7 @@ def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
         after = stats(guest)
         assert after["hits"] == before["hits"], "what was held before is not asked for"
         assert after["generation_changes"] > before["generation_changes"]
-        # What is written where it is now is what it reads later, wherever that is.
+        # Contents written at this side are read later, on whichever side.
         sums[files[count]] = overwrite(guest, files[count])
         evict(guest, files)
         assert checksums(guest, files) == sums
@@ -115,7 +115,7 @@ def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.parametrize("times", [pytest.param(3, marks=pytest.mark.smoke), 20])
 def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> None:
-    """Under load, again and again, at random moments: no byte is wrong, and it goes on caching."""
+    """Under load and at random moments, no byte is wrong, and the VM continues to cache."""
     number = seed()
     generator = random.Random(number)
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
@@ -127,7 +127,7 @@ def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> 
         grows(guest, "puts_stored", 100, "it puts")
         grows(guest, "hits", 10, "it hits")
         assert connected(source) and pages(target) == 0
-        time.sleep(generator.uniform(0, 1))  # the moment is what is random
+        time.sleep(generator.uniform(0, 1))  # a random moment is the purpose
         arrived = migration.receiver(session, vm, device(target))
         figures.append(migration.move(vm, arrived))
         vm, guest = arrived, arrived.guest
@@ -145,7 +145,7 @@ def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> 
 
 
 def serves(vm: Vm) -> bool:
-    """Whether the daemon works for that QEMU; a connection alone shows it no memory."""
+    """Returns whether the daemon serves that QEMU; a connection alone gives it no memory."""
     devices = {entry["name"]: entry["path"] for entry in vm.qmp.execute("x-query-virtio")}
     found = vm.qmp.execute("x-query-virtio-status", {"path": devices["virtio-tmem"]})
     return bool(found["vhost-started"])
@@ -164,9 +164,9 @@ def replace(daemon: Daemon) -> None:
 
 
 # The first pass over all memory takes some seconds, in which the guest writes more. Copying that at
-# the second speed would take minutes; and it must not be taken for little enough to end with, which
-# QEMU reckons from the speed that it has seen. (Without any downtime QEMU 10.0 ends after the first
-# pass, and does not look at what was written meanwhile.)
+# the second speed would take minutes. QEMU must not find the rest small enough to finish, which it
+# estimates from the speed so far. (With a downtime of 0, QEMU 10.0 finishes after the first pass,
+# without considering pages written meanwhile.)
 FIRST_BYTES_PER_SECOND = 16 * MIB
 THEN_BYTES_PER_SECOND = 64 << 10
 SHORTEST_MS = 1
@@ -181,7 +181,7 @@ def user_driver(session: Session, kernel: Kernel, daemon: Daemon) -> tuple[Vm, U
 
 
 def copy_all_once(session: Session, vm: Vm, daemon: Daemon) -> Vm:
-    """Migrates until all memory was copied, and is not soon again; returns the other side."""
+    """Migrates until all memory was copied once and cannot soon finish; returns the other side."""
     vm.guest.sh(f"setsid sh -c '{DIRTIER}' </dev/null >/dev/null 2>&1 & echo $! >/tmp/dirtier")
     target = migration.receiver(session, vm, device(daemon))
     migration.begin(vm, target, bytes_per_second=FIRST_BYTES_PER_SECOND, downtime_ms=SHORTEST_MS)
@@ -199,10 +199,10 @@ def copy_the_rest(vm: Vm, target: Vm) -> None:
 
 @pytest.mark.smoke
 def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
-    """A page that was copied already, and that the daemon alone then writes to, is copied again.
+    """A page that was already copied, and that only the daemon then writes to, is copied again.
 
-    The guest looks at it where it has arrived. The torture above hardly notices if it is not: what
-    the daemon writes for it is read at once.
+    The guest checks the page after its arrival. The torture above would hardly notice a missing
+    copy, because the guest reads the daemon's answers at once.
     """
     daemons = [start_daemon(session, VM), start_daemon(session, VM)]
     vm, driver = user_driver(session, kernel, daemons[0])
@@ -221,7 +221,7 @@ def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) ->
 def test_what_a_lost_daemon_wrote_comes_along(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """The same if it is gone before QEMU has read its log: dead, hung, or replaced by another."""
+    """The page is also copied if the daemon is lost or replaced before QEMU reads its log."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, driver = user_driver(session, kernel, here)
     driver.stored()
@@ -231,7 +231,7 @@ def test_what_a_lost_daemon_wrote_comes_along(
     if trouble is replace:
         until(lambda: serves(vm), 20, "QEMU has the next daemon")
     else:
-        # Something that one that hangs is asked for: QEMU gives it up in the middle of it.
+        # These operations wait for a hung daemon, and QEMU gives it up during them.
         vm.pause()
         vm.resume()
         until(lambda: not serves(vm), 20, "QEMU has lost its daemon")
@@ -242,7 +242,7 @@ def test_what_a_lost_daemon_wrote_comes_along(
 
 
 def test_what_a_new_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
-    """A daemon that comes in the middle of a migration is given the log before it may write."""
+    """A daemon that starts in the middle of a migration gets the log before it may write."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, driver = user_driver(session, kernel, here)
     generation = driver.stored()
@@ -297,7 +297,7 @@ def test_source_goes_on(
 
 
 def refused(vm: Vm, target: Vm) -> str:
-    """Tries to move it; returns what the other side says of it."""
+    """Tries to migrate the VM; returns the other side's log."""
     migration.begin(vm, target)
     migration.wait(vm, "failed")
     target.process.wait(REFUSED_SECONDS)
@@ -305,7 +305,10 @@ def refused(vm: Vm, target: Vm) -> str:
 
 
 def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
-    """Queues and features come from properties; others are told, and the VM stays where it is."""
+    """Queues and features come from properties.
+
+    A different target reports that, and the VM stays.
+    """
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
     vm, guest = caching_vm(session, kernel, module, here, disks=[data])
@@ -367,7 +370,7 @@ POST_COPY = "postcopy-ram"
 
 
 def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:
-    """The daemon cannot wait for memory to arrive: it is shown the memory when all is there."""
+    """The daemon cannot wait for memory to arrive, so it gets the memory when all has arrived."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)

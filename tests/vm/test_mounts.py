@@ -49,22 +49,22 @@ OTHER = "/other"
 ABI = ROOT / "guest-driver/ABI/sysfs-kernel-virtio_tmem"
 STARTS_SECONDS = 30.0
 FILES = 4
-# Files that are swapped to, one after the other.
+# Number of files that are swapped to, one after another.
 SWAP_FILES = 65
-# TMEM_FS_MAX of the driver: more mounts than that are not served.
+# TMEM_FS_MAX of the driver. Further mounts are not served.
 MOUNTS_MAX = 64
-# Of a file system in a file, which is only mounted.
+# Size of a file system in a file, which is only mounted.
 LOOP_BYTES = 4 * MIB
-# The smallest swap file that mkswap takes is 10 pages; files of one page are not cached.
+# The smallest swap file that mkswap accepts has 10 pages; files of one page are not cached.
 SWAP_BYTES = 64 << 10
-# TMEM_WALK_INODES and TMEM_SEARCH_INODES of the driver, and more files than either.
+# TMEM_WALK_INODES and TMEM_SEARCH_INODES of the driver, and a number of files above both.
 WALK_INODES = 256
 SEARCH_INODES = 4096
 MANY_FILES = 6000
 
 
 class Mount:
-    """A mount's folder in sysfs."""
+    """A mount's directory in sysfs."""
 
     def __init__(self, guest: Guest, where: str) -> None:
         self.guest = guest
@@ -94,7 +94,7 @@ class Mount:
 
 
 def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
-    """A guest with an ext4 at /mnt and what else is named, mounted by its name."""
+    """Boots a guest with an ext4 at /mnt; each further disk is mounted at its name."""
     image = disk.ext4(session.folder / "data.img", DISK_BYTES)
     guest = driver_guest(
         session,
@@ -110,12 +110,12 @@ def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
 
 
 def made_content(path: str) -> bytes:
-    """Another one than overwrite() writes."""
+    """Returns contents that differ from those that overwrite() writes."""
     return changed_content(f"made {path}")
 
 
 def make(guest: Guest, where: str) -> dict[str, str]:
-    """A few files; returns their sha256."""
+    """Creates a few files; returns their sha256."""
     sums = {}
     for number in range(FILES):
         path = f"{where}/made{number}"
@@ -151,7 +151,7 @@ def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Pat
     assert counters["index_pages"] == held_beside
     assert counters["invalidations_off"] >= held
     before, before_beside = mount.counts(), beside.counts()
-    # Changed in place meanwhile, so that anything kept would be wrong.
+    # The file changes in place meanwhile, so that any page that was kept would be wrong.
     changed = next(iter(here))
     here[changed] = overwrite(guest, changed)
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path
     guest.sh(f"echo 0 >{SYSFS}/fs/ext4/enabled")
     assert guest.read(f"{SYSFS}/fs/ext4/enabled") == "0"
     assert stats(guest)["index_pages"] == 0
-    # Those to come, too.
+    # The type's switch also applies to later mounts.
     guest.sh(f"umount {OTHER}")
     guest.mount("other", OTHER)
     settle(guest)
@@ -200,7 +200,7 @@ def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path
     mounts = Mount(guest, WHERE), Mount(guest, OTHER)
     assert [mount.read("state") for mount in mounts] == ["off", "off"]
 
-    # One of them stays off when its type is on again.
+    # One mount stays off when its type is switched on again.
     mounts[1].switch(False)
     guest.sh(f"echo 1 >{SYSFS}/fs/ext4/enabled")
     mounts[0].wait()
@@ -216,13 +216,13 @@ def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path
 def test_a_mount_goes_while_its_files_are_open(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
-    """Open, being read and being written to, at unmount and at the module's end."""
+    """Sysfs files may be open, being read or being written to at unmount and at module unload."""
     other = disk.ext4(session.folder / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     sums = make(guest, OTHER)
     evict(guest, list(sums))
     path, kept = Mount(guest, OTHER).path, Mount(guest, WHERE).path
-    # A shell's read from a file that is gone fails, as its first read did not.
+    # A shell's read from a removed file fails, although its first read succeeded.
     guest.sh(
         f'exec 3<{path}/state 4<{path}/puts && read -r said <&3 && [ "$said" = on ]'
         f" && umount {OTHER} && ! [ -e {path} ] && ! cat <&4 2>/dev/null",
@@ -273,7 +273,7 @@ def test_switching_during_torture(session: Session, kernel: Kernel, module: Path
 
 
 def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None:
-    """Files that changed below the page cache are not put, and cost no other file its cache."""
+    """Files that changed below the page cache are not put, and other files stay cached."""
     guest = boot(session, kernel, module)
     new, old = f"{WHERE}/new", f"{WHERE}/old"
     sums = make(guest, WHERE)
@@ -284,7 +284,7 @@ def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None
     swap_to(guest, [f"{WHERE}/swap{number}" for number in range(SWAP_FILES)])
     right = exchange(guest, new, old)
     assert mount.read("state") == "on"
-    # Were the donor's old pages in the page cache put, they would come back.
+    # If the donor's old pages in the page cache were put, they would come back.
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     assert checksums(guest, list(right)) == right
@@ -292,8 +292,10 @@ def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None
 
 
 def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module: Path) -> None:
-    """One mount too many is served when another has gone. What happened to its files before, no
-    hook saw: nothing that was cached then is put."""
+    """A mount beyond the limit is served when another one has gone.
+
+    No hook saw earlier changes of its files, so no page that was cached at that moment is put.
+    """
     last, swapped, new, donor = "/last", "/last/swapped", "/last/new", "/last/donor"
     image = disk.ext4(session.folder / "last.img", 64 * MIB)
     guest = driver_guest(
@@ -308,7 +310,7 @@ def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module:
         ],
         files={SPECIAL: guest_program(TESTS / "guest/special.c")},
     )
-    # With the one at WHERE these are all that are served.
+    # With the mount at WHERE, these are all the mounts that are served.
     guest.sh(
         "mkdir /loops && mount -t tmpfs none /loops && cd /loops"
         f" && for i in $(seq {MOUNTS_MAX - 1}); do truncate -s {LOOP_BYTES} i$i && mkdir m$i"
@@ -323,7 +325,7 @@ def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module:
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     assert guest.run(f"[ -e {mount.path} ]").status != 0, "it is known"
 
-    # Cached when it is swapped to, and when its blocks are exchanged.
+    # These files are cached when they are swapped to, and when their blocks are exchanged.
     guest.sh(f"mkswap {swapped} >/dev/null && sync && cat {swapped} >/dev/null")
     guest.sh(f"swapon {swapped} && {SPECIAL} swap-out {FILE_BYTES // 2} && swapoff {swapped}", 120)
     right = exchange(guest, new, donor)
@@ -343,7 +345,7 @@ def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module:
 
 
 def swap_to(guest: Guest, paths: list[str]) -> None:
-    """Makes files, swaps to them and no longer: they are marked until they are evicted."""
+    """Creates files, swaps to them and stops: they are marked until they are evicted."""
     guest.sh(
         f"for f in {' '.join(paths)}; do dd if=/dev/zero of=$f bs={SWAP_BYTES} count=1 2>/dev/null"
         " && mkswap $f >/dev/null && swapon $f && swapoff $f || exit 1; done",
@@ -352,9 +354,9 @@ def swap_to(guest: Guest, paths: list[str]) -> None:
 
 
 def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
-    """Exchanges the blocks of two files, the donor's pages being cached; returns what the disk has.
+    """Exchanges the blocks of two files with the donor's pages cached; returns the disk's sums.
 
-    The donor's pages stay as they were. The blocks that it gets count as not written.
+    The donor's cached pages stay as they were. The blocks that it gets count as unwritten.
     """
     assert int(guest.sh(f"cat {donor} | wc -c")) == FILE_BYTES
     guest.sh(f"{SPECIAL} move-ext {new} {donor}")
@@ -366,7 +368,7 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
 def test_marks_while_a_mount_is_replaced(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Those of files that are deleted meanwhile end, all others stay."""
+    """Marks of files that are deleted meanwhile end, and all others stay."""
     guest = boot(session, kernel, test_module)
     mount = Mount(guest, WHERE)
     exchanged = [f"{WHERE}/exchanged{number}" for number in range(4)]
@@ -384,7 +386,7 @@ def test_marks_while_a_mount_is_replaced(
     sums |= exchange(guest, *exchanged[2:])
     hold.release()
     mount.wait()
-    # Were those in the page cache put, they would come back.
+    # If the pages in the page cache were put, they would come back.
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     assert checksums(guest, list(sums)) == sums
@@ -395,7 +397,7 @@ def test_marks_while_a_mount_is_replaced(
 def test_pages_change_while_a_mount_is_replaced(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Hits that were to be compared with the disk no longer are: it rightly has something else."""
+    """Pending comparisons with the disk are dropped, as the disk rightly has other contents."""
     guest = boot(session, kernel, test_module)
     mount = Mount(guest, WHERE)
     path = f"{WHERE}/f"
@@ -414,7 +416,7 @@ def test_pages_change_while_a_mount_is_replaced(
     overwrite(guest, path)
 
     def voided() -> int:
-        # One read only: a number that grows would be put together of two.
+        # The parameter is read at once, because two reads of a growing number could mix its digits.
         return int(guest.sh(f"head -n 1 {PARAMETERS}/verify_voided"))
 
     begun = voided()
@@ -433,8 +435,10 @@ def test_pages_change_while_a_mount_is_replaced(
 
 @pytest.mark.smoke
 def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Who makes an inode waits for no more than a few of them to be looked at; one that can be
-    served is not looked for without end."""
+    """Creating an inode waits for a look at only a few inodes.
+
+    The search for an inode that can be served is bounded.
+    """
 
     def looked(what: str) -> int:
         return int(guest.read(f"{PARAMETERS}/test_walk_{what}"))
@@ -460,7 +464,7 @@ def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
 def test_read_only_and_remounted(session: Session, kernel: Kernel, module: Path, kind: str) -> None:
-    """A read-only mount is cached; over rw and back to ro no file is other than it was left."""
+    """A read-only mount is cached; a remount to rw and back to ro leaves all files right."""
     daemon = start_daemon(session)
     if kind == "ext4":
         data, _ = tree_disk(session)

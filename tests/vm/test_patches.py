@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Other users of ftrace in the guest: live patches of functions that the driver hooks, and a kernel
-that gave up on ftrace.
+"""Other users of ftrace in the guest, and a kernel that disabled ftrace.
 
-tests/guest/patch takes a function as a live patch does.
+Live patches replace functions that the driver hooks. tests/guest/patch takes a function as a live
+patch does.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 DM = "/bin/dm"
 PATCH = "/patch.ko"
 XFS = "/xfs"
-# VIRTIO_TMEM_H_EXT4 and VIRTIO_TMEM_H_XFS, and where the bits of file systems begin.
+# VIRTIO_TMEM_H_EXT4 and VIRTIO_TMEM_H_XFS, and the first bit of file systems.
 H_EXT4, H_XFS = 1 << 56, 1 << 57
 H_FIRST = 56
 
 
 def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Guest, Daemon]:
-    """A guest with an ext4 and an xfs, both mounted, and no driver yet."""
+    """Boots a guest with an ext4 and an xfs, both mounted, without the driver."""
     daemon = start_daemon(session)
     data = disk.ext4(session.folder / "data.img", DISK_BYTES)
     xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES)
@@ -79,21 +79,21 @@ def load(guest: Guest, state_begins: str = "on") -> None:
 
 
 def reported(daemon: Daemon) -> tuple[str, int]:
-    """State and file systems of the last report."""
+    """Returns the state and the file systems of the last report."""
     (vm,) = daemon.stats()["vms"]
     driver = vm["driver"]
     return (driver["state"], driver["hooks"] >> H_FIRST << H_FIRST) if driver else ("", 0)
 
 
 def see(guest: Guest, path: str) -> None:
-    """The driver learns of a file system from the first page of a file."""
+    """Makes the driver learn of a file system, which it does from the first page of a file."""
     guest.sh(f"dd if=/dev/zero of={path} bs=64k count=1 2>/dev/null && sync")
     guest.sh(f"echo 1 >/proc/sys/vm/drop_caches && cat {path} >/dev/null")
     settle(guest)
 
 
 def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """The other one is served, and both are named in the state and in the report."""
+    """The other file system is served, and both are named in the state and in the report."""
     guest, daemon = boot(session, kernel, test_module)
     guest.insmod(PATCH, "function=xfs_vm_readahead")
     load(guest)
@@ -105,7 +105,7 @@ def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_modul
     assert guest.sh(f"ls {SYSFS}/mounts | wc -l").strip() == "1"
     until(lambda: reported(daemon) == ("on", H_EXT4), 30, "the report names ext4 alone")
 
-    # If none can be hooked the driver is off.
+    # If no file system can be hooked, the driver is off.
     guest.sh(f"rmmod virtio_tmem && umount {WHERE} && umount {XFS} && rmmod patch", 60)
     guest.insmod(PATCH, "function=ext4_readahead")
     guest.mount("data", WHERE)
@@ -118,7 +118,7 @@ def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_modul
 def test_unload_beside_a_mount_that_hangs(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """A mount that waits for a dead disk does not hold up rmmod."""
+    """A mount that waits for a dead disk does not delay rmmod."""
     guest, _ = boot(session, kernel, test_module, "dm_mod")
     load(guest)
     guest.sh(f"umount {XFS}", 60)
@@ -142,7 +142,7 @@ def test_unload_beside_a_mount_that_hangs(
 def test_unload_after_ftrace_was_killed(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Call sites lead into the module for ever: it is not freed, and caches nothing."""
+    """Call sites lead into the module forever, so it is not freed, and it caches nothing."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     sums = make(guest, f"{WHERE}/f")
@@ -151,7 +151,7 @@ def test_unload_after_ftrace_was_killed(
     unload = guest.start("rmmod virtio_tmem", 3600)
     until(lambda: "rmmod does not return" in guest.sh("dmesg"), 60, "rmmod says that it stays")
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
-    # Each of them goes through the module's code.
+    # Each of these operations runs through the module's code.
     for _ in range(2):
         guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
         assert checksums(guest, list(sums)) == sums
@@ -162,7 +162,7 @@ def test_unload_after_ftrace_was_killed(
 
 
 def switch_hooks(guest: Guest, on: bool) -> int:
-    """Status of the write."""
+    """Switches the hooks, and returns the status of the write."""
     status = guest.run(f"echo {int(on)} >{SYSFS}/hooks_enabled", 120).status
     assert guest.read(f"{SYSFS}/hooks_enabled") == str(int(on and status == 0))
     return status
@@ -171,7 +171,7 @@ def switch_hooks(guest: Guest, on: bool) -> int:
 def test_live_patch_of_a_hooked_function(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The hooks are released, the function is patched, and the hooks are taken when it is free."""
+    """The hooks are released, the function is patched, and the hooks return after the patch."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     path = f"{WHERE}/f"
@@ -186,7 +186,7 @@ def test_live_patch_of_a_hooked_function(
         assert held > 0 and stats(guest)["index_pages"] == 0
         assert guest.sh(f"ls {SYSFS}/mounts") == ""
         guest.sh(patch)
-        # What changes now changes unseen.
+        # The driver does not see changes from now on.
         content = changed_content(f"{function} is patched")
         guest.put(path, content)
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -238,7 +238,7 @@ def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_mo
 
 
 def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """What cannot be released pins the module."""
+    """A hook that cannot be released keeps the module loaded."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     sums = make(guest, f"{WHERE}/f")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A host that runs short of memory: a VM, so that it is this test's alone.
+"""A host that runs short of memory. The host is a VM, so that no other process uses it.
 
-tmemd runs in it as on any host, with the kernel's own figures: what is available, and how long
-tasks of a control group wait. Its pool is filled by a guest that is none (tmemd's example `fill`).
+tmemd runs in it as on any host, with the kernel's own figures: available memory, and the time that
+tasks of a control group wait. A simulated guest fills its pool (tmemd's example `fill`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def fill() -> Path:
 
 
 def libraries(*programs: Path) -> dict[str, Path]:
-    """Shared libraries of these programs, where they are looked for."""
+    """Returns the shared libraries of these programs, by their paths."""
     found = set()
     for program in programs:
         listed = subprocess.run(["ldd", program], check=True, stdout=subprocess.PIPE, text=True)
@@ -76,38 +76,38 @@ class Host:
         until(lambda: bool(self.lines()), 300, "a pool that is full")
 
     def lines(self) -> list[str]:
-        """What the filler has told."""
+        """Returns the output lines of the filler."""
         assert not self.filler.done(), self.filler.stdout().decode()
         return self.filler.stdout().decode().splitlines(keepends=True)
 
     def pool(self) -> dict[str, Any]:
-        """The pool's newest figures."""
+        """Returns the pool's newest figures."""
         whole = [line for line in self.lines() if line.endswith("\n")]
         figures: dict[str, Any] = json.loads(whole[-1])
         return figures
 
     def available(self) -> int:
-        """Bytes that the kernel calls available."""
+        """Returns the bytes that the kernel reports as available."""
         return int(self.guest.sh("awk '/^MemAvailable:/ { print $2 }' /proc/meminfo")) << 10
 
 
 def joined(before: str) -> str:
-    """To a shell's process: of the control group, if there is one."""
+    """Returns a command that moves the shell into the control group, if there is one."""
     return f"echo $$ >{GROUP}/cgroup.procs;" if before else ""
 
 
 def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: Path) -> None:
-    """The pool gives way to what the host has to have, and takes it back later."""
+    """The pool shrinks for the host's minimum of free memory, and grows again later."""
     free_min = 200
     host = Host(session, kernel, fill, f"--host-free-min {free_min}MiB --memory-pressure none")
     full = host.pool()
     assert full["size_bytes"] == full["configured_bytes"] == POOL * MIB
     assert full["payload_bytes"] >= FILLED * MIB
-    # Somebody takes so much that only half of what has to be available would be.
+    # A file takes so much memory that only half of the minimum would remain available.
     taken = host.available() - free_min * MIB // 2
     host.guest.sh(f"dd if=/dev/zero of=/big/file bs=64k count={taken >> 16} 2>&1", 120)
     until(lambda: host.available() >= free_min * MIB * 9 // 10, 60, "what the host needs")
-    # It says how it is five times a second.
+    # The filler reports five times a second.
     enough = full["held_bytes"] - free_min * MIB // 3
     until(lambda: host.pool()["held_bytes"] <= enough, 60, "a third of it from the pool")
     given = host.pool()
@@ -120,7 +120,7 @@ def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: P
 
 
 def test_a_control_group_under_pressure(session: Session, kernel: Kernel, fill: Path) -> None:
-    """Enough is available on the host, but tasks of the daemon's group wait for memory."""
+    """The host has enough available memory, but tasks of the daemon's group wait for memory."""
     make = (
         f"mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup;"
         f"echo +memory >/sys/fs/cgroup/cgroup.subtree_control; mkdir -p {GROUP}"
@@ -131,7 +131,7 @@ def test_a_control_group_under_pressure(session: Session, kernel: Kernel, fill: 
     assert full["host_shrinks"] == 0
     held = int(host.guest.sh(f"cat {GROUP}/memory.current"))
     assert held >= full["held_bytes"], "the pool is charged to the group"
-    # Beyond this the kernel has tasks of the group wait, for ever if nothing gives way.
+    # Above this limit the kernel makes tasks of the group wait, forever if no memory is released.
     host.guest.sh(f"echo {held + 16 * MIB} >{GROUP}/memory.high")
     dd = "dd if=/dev/zero of=/big/file bs=64k count=1024 2>&1"
     taker = host.guest.start(f"echo $$ >{GROUP}/cgroup.procs; exec {dd}", 300)

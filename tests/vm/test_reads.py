@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""What one read(2) gets and waits for: partial hits, slow devices, no room to ask."""
+"""Results and waits of one read(2): partial hits, slow devices, no free requests."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 MIB_PAGES = 256
 SECTORS = 8  # of a page
 FILLER_MIB = 4  # more than the put ring has room for
-# Extents of the file: what a file system may read beside its contents.
+# Sectors of the file's extents, which a file system may read besides its contents.
 METADATA_SECTORS = 64
 SILENT_SECONDS = 1e9
-# Of a busy machine, for a read or in a wait of it; what the driver waits in all is counted.
+# Allowance for a busy machine, for a read or a wait in it. The driver counts its own waits in
+# total.
 OWN_SECONDS = 5.0
-LARGE_FOLIOS = (6, 16)  # of ext4
+LARGE_FOLIOS = (6, 16)  # first series in which ext4 has them
 
 
 def runs(generator: random.Random, pages: int) -> list[tuple[int, int]]:
-    """Non-empty runs of pages (first, count) with gaps between them, short and long ones."""
+    """Returns short and long runs of pages (first, count) with gaps between them."""
     found = []
     at = generator.randrange(3)
     while at < pages:
@@ -54,12 +55,12 @@ def runs(generator: random.Random, pages: int) -> list[tuple[int, int]]:
 
 
 def direct_sum(guest: Guest, path: str) -> str:
-    """What the disk has."""
+    """Returns the sha256 of the disk's content."""
     return guest.sh(f"dd if={path} bs=1M iflag=direct 2>/dev/null | sha256sum").split()[0]
 
 
 def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
-    """Lets FILE leave the put ring for the device; the counters with nearly all of it held."""
+    """Pushes FILE out of the put ring to the device; returns the counters with most of it held."""
     found = hold(guest, FILLER, FILLER_MIB)
     assert found["index_pages"] > (size_mib + FILLER_MIB) * MIB_PAGES * 9 // 10
     return found
@@ -69,19 +70,19 @@ def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
 def test_partial_hits(
     session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
 ) -> None:
-    """Of a file that is held in pieces the disk reads those that are not held, and no others."""
+    """Exactly the pages of a file that are not held are read from the disk."""
     number = seed()
     size_mib = 6
     pages = size_mib * MIB_PAGES
     guest = driver_guest(session, kernel, test_module)
     empty = hold(guest, FILLER, FILLER_MIB)["index_pages"]
     held = hold(guest, FILE, size_mib)["index_pages"]
-    for _ in range(5):  # a host that is busy may refuse some
+    for _ in range(5):  # a busy host may refuse some
         if held - empty == pages:
             break
         held = hold(guest, FILE, size_mib, anew=False)["index_pages"]
     assert held - empty == pages
-    # Pages made dirty are no longer held, and their next put is dropped.
+    # Dirty pages are no longer held, and their next put is dropped.
     guest.sh(f"dd if={FILE} of=/tmp/copy bs=1M iflag=direct 2>/dev/null")
     lost = runs(random.Random(number), pages)
     guest.put(
@@ -108,10 +109,10 @@ def test_partial_hits(
     read = (pages - hits) * SECTORS
     assert read <= sectors <= read + METADATA_SECTORS
     if version(kernel) >= LARGE_FOLIOS:
-        # One that is held in part is read whole.
+        # A folio that is held only in part is read completely from the disk.
         assert 0 < hits <= pages - missing
     else:
-        # What was late on a busy machine is no more held than what came.
+        # Pages that were late on a busy machine are no longer held either.
         assert hits + after["misses_late"] - before["misses_late"] == pages - missing
         assert after["index_pages"] == empty
     assert found == guest.sh("sha256sum /tmp/copy").split()[0] == direct_sum(guest, FILE)
@@ -119,7 +120,7 @@ def test_partial_hits(
 
 @pytest.mark.smoke
 def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) -> None:
-    """One read(2) of many windows waits as tmem.h says, for a device that is silent or slow."""
+    """One read(2) of many windows waits for a silent or slow device no longer than tmem.h says."""
     deadline_us = DEADLINE_MS * 1000
     bound_us = 11 * deadline_us
     size_mib = 16
@@ -131,7 +132,7 @@ def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) 
         guest.sh(f"echo 128 >{queue}/read_ahead_kb; echo 128 >{queue}/max_sectors_kb")
         hold(guest, FILE, size_mib)
         right = direct_sum(guest, FILE)
-        # In deadlines: no answer, one that is late, one that is just in time.
+        # The delays are in deadlines: no answer, a late one, and one that is just in time.
         for delay in (SILENT_SECONDS, 1.5, 0.6):
             before = outside_ring(guest, size_mib)
             liar.delay_seconds = delay * deadline_us / 1e6
@@ -149,7 +150,7 @@ def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) 
             assert grown["misses_tripped"] > windows // 2 * 32, "the rest came from the disk"
             waits_us = grown["waits_us"]
             assert 2 * deadline_us < waits_us <= bound_us + (took_us - waits_us) / 5
-            # What the machine adds is not the driver's.
+            # Delays of the machine do not count as the driver's.
             assert after["wait_max_us"] < deadline_us + scaled(OWN_SECONDS) * 1e6
             assert took_us < bound_us + scaled(OWN_SECONDS) * 1e6
             assert guest.sh("sha256sum </tmp/read").split()[0] == right
@@ -159,7 +160,7 @@ def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) 
 
 
 def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
-    """One readahead that leaves nothing to ask with is all that waits for a silent device."""
+    """One readahead that uses up all requests is the only one that waits for a silent device."""
     size_mib = 16
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
@@ -175,7 +176,7 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
         print(grown)
         assert grown["trips"] == 1
         assert 0 < grown["slow"] <= 2
-        # Nobody asks whether it is well again before it has given back what it has.
+        # No probe is sent before the device has returned what it holds.
         assert wait_state(guest, "tripped")
         assert guest.sh("sha256sum </tmp/read").split()[0] == right
         liar.delay_seconds = 0.0
@@ -183,11 +184,11 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
-    """With all requests or bounce pages at a silent device a reader goes to the disk at once."""
-    readers, pages = 48, 32  # more than there are requests; one readahead each
+    """If a silent device holds all requests or bounce pages, a reader goes to the disk at once."""
+    readers, pages = 48, 32  # more than the number of requests; one readahead each
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
-        # Long enough for all of them to come while the first one waits.
+        # The deadline is long enough for all readers to come while the first one waits.
         set_parameter(guest, "deadline_ms", "1000")
         guest.sh(f"echo 128 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
         files = [f"/mnt/r{number}" for number in range(readers)]
@@ -214,7 +215,7 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
             assert grown["misses_late"] > 0
             read = checksums(guest, [f"{path}.read" for path in files])
             assert {path.removesuffix(".read"): found for path, found in read.items()} == sums
-            # They come back when it answers.
+            # The requests return when the device answers.
             liar.delay_seconds = 0.0
             wait_state(guest, "on")
             guest.sh("rm /mnt/*.read")
@@ -223,12 +224,13 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) -> None:
-    """A queue that is full of requests without an answer sends a reader to the disk at once."""
+    """If the queue is full of unanswered requests, a reader goes to the disk at once."""
     pages = 32  # of one readahead
     whole = "/mnt/whole"
     with Liar(session.folder / "liar") as liar:
-        # The shortest queue, which the requests of one readahead fill; and more than twice as many
-        # bounce pages as they take, or it would be those that are missing.
+        # The queue is the shortest one, which the requests of one readahead fill. There are more
+        # than twice as many bounce pages as these need, so that the queue and not the bounce pages
+        # run out.
         tmem = Tmem(liar.path, num_queues=1, queue_size=pages // 2)
         guest = driver_guest(session, kernel, module, tmem, memory_bytes=768 * MIB)
         for path in (FILE, whole):
@@ -236,7 +238,7 @@ def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) ->
         sums = checksums(guest, [FILE, whole])
         evict(guest, [FILE, whole])
         hold(guest, FILLER, 8)
-        # Every second page is in the put ring again; the others are a request each.
+        # Every second page is in the put ring again; each of the others is a request.
         readahead = f"/sys/block/{guest.disk('data')}/queue/read_ahead_kb"
         guest.sh(f"echo 0 >{readahead}")
         read = f"dd if={FILE} of=/dev/null bs=4096 count=1 skip=$i 2>/dev/null"

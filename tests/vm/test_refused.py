@@ -37,14 +37,14 @@ SECTOR = 512
 BLOCK = 4096
 OTHER_BYTES = 64 * MIB
 SECTORS = OTHER_BYTES // SECTOR
-# A key for AES-256 in XTS mode, in hexadecimal; any will do.
+# A key for AES-256 in XTS mode, in hexadecimal; its value does not matter.
 KEY = "0123456789abcdef" * 8
 CRYPTO = ("xts", "ecb", "aes_generic", "sha256_generic")
 CRYPT_REASON = "dm-0 has a crypt target; allow_encrypted=1"
 
 
 def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
-    """A guest with a served ext4 at /mnt, and a disk for each image that is named."""
+    """Boots a guest with a served ext4 at /mnt, and a disk for each named image."""
     image = disk.ext4(session.folder / "data.img", DISK_BYTES)
     return driver_guest(
         session,
@@ -71,7 +71,10 @@ def write(guest: Guest, path: str) -> dict[str, str]:
 
 
 def known(guest: Guest) -> Mount:
-    """The mount at INNER, as soon as the driver knows it: an xfs from the first page of a file."""
+    """Waits until the driver knows the mount at INNER.
+
+    It learns of an xfs from a file's first page.
+    """
     mount = Mount(guest, INNER)
     path = guest.sh(f"find {INNER} -type f -size +8k").split()[0]
 
@@ -85,7 +88,7 @@ def known(guest: Guest) -> Mount:
 
 
 def check_refused(guest: Guest, reason: str) -> None:
-    """The file system at INNER is named with a reason, and nothing of it is put."""
+    """The file system at INNER is refused with the reason, and nothing of it is put."""
     mount = known(guest)
     mount.wait("refused: ")
     assert reason in mount.read("state")
@@ -93,7 +96,7 @@ def check_refused(guest: Guest, reason: str) -> None:
     assert f"{number} is refused: " in state(guest) and reason in state(guest)
     assert state(guest).startswith("on: "), "the other one is served"
     assert mount.count("puts") == mount.count("gets") == 0
-    # Not even after its switch was used.
+    # The refusal also survives the use of its switch.
     mount.switch(False)
     mount.switch(True)
     mount.wait("refused: ")
@@ -108,7 +111,7 @@ def check_served(guest: Guest) -> None:
 
 
 def gone(guest: Guest) -> None:
-    """Unmounted, the file system is not in the state any more."""
+    """After an unmount, the file system is no longer in the state."""
     guest.sh(f"umount {INNER}", 60)
     assert state(guest) == "on"
 
@@ -123,7 +126,7 @@ def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> Non
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # A part of the table is enough, and so is any level below.
+    # An encrypted part of the table is enough for a refusal, at any level below.
     half = SECTORS // 2
     linear = guest.sh(
         f"{DM} upper 0 {half} linear '{device} 0' {half} {half} linear '{secret} {half}'"
@@ -133,7 +136,7 @@ def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> Non
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # An array without a superblock, made by hand.
+    # This is an array without a superblock, assembled by hand.
     number = guest.read(f"/sys/block/{linear.rpartition('/')[2]}/dev")
     name = linear.rpartition("/")[2]
     guest.sh(
@@ -146,7 +149,7 @@ def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> Non
     check_refused(guest, CRYPT_REASON)
     gone(guest)
 
-    # A loop device's file may be on the encrypted disk.
+    # The file of a loop device may be on the encrypted disk.
     guest.sh(f"mount -t ext4 /dev/md7 {INNER}", 60)
     guest.sh(f"truncate -s 16M {INNER}/image && losetup /dev/loop0 {INNER}/image")
     guest.sh("mkdir /loop && mke2fs -q /dev/loop0 && mount -t ext4 /dev/loop0 /loop", 60)
@@ -154,7 +157,7 @@ def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> Non
     until(lambda: "7:0 is refused: " in state(guest), 30, "the loop device is refused")
     guest.sh("umount /loop && losetup -d /dev/loop0", 60)
 
-    # Known when the module is loaded, too; and the operator may want it.
+    # The mount is also recognized when the module is loaded, and an operator may allow it.
     reload(guest, "")
     check_refused(guest, CRYPT_REASON)
     reload(guest, "allow_encrypted=1")
@@ -162,7 +165,7 @@ def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> Non
 
 
 def verity_tree(data: bytes) -> tuple[bytes, str]:
-    """The hash tree of dm-verity, version 1 without salt, and its root hash."""
+    """Returns the hash tree of dm-verity, version 1 without salt, and its root hash."""
     levels = [data]
     while len(levels[-1]) > BLOCK:
         below = levels[-1]
@@ -201,7 +204,7 @@ def test_verified_device(session: Session, kernel: Kernel, module: Path) -> None
 
 
 def test_plain_stack(session: Session, kernel: Kernel, module: Path) -> None:
-    """Linear on linear is served, also beside an encrypted disk."""
+    """A linear target on a linear target is served, also beside an encrypted disk."""
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", other=other)
     device = f"/dev/{guest.disk('other')}"

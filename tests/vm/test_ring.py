@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The put rings: slots are shared by the queues, and no put waits for another one."""
+"""The put rings: the queues share the slots, and no put waits for another one."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 
 QUEUES = 4
 CHUNK = "/mnt/chunk"
-CHUNK_PAGES = 256  # these go to one queue
+CHUNK_PAGES = 256  # pages of one queue
 BATCH_PAGES = 64
-OWN_MS = 1000.0  # of a busy machine, for once; what waits for the host waits for ever here
+OWN_MS = 1000.0  # allowance for one delay of a busy machine; a wait for the host would last forever
 
 
 def stated(name: str) -> int:
-    """A constant of core/core.h."""
+    """Returns a constant of core/core.h."""
     source = (ROOT / "guest-driver/core/core.h").read_text()
     found = re.search(rf"#define {name}\s+(\d+)", source)
     assert found
@@ -44,16 +44,17 @@ def stated(name: str) -> int:
 
 
 IN_FLIGHT = stated("TMEM_PUTS_IN_FLIGHT")
-# Ranges that the host is still to forget: those that wait, and those that it may have.
+# Numbers of ranges that the host must still forget: those that wait, and those that may be in
+# flight.
 FLUSHES_WAIT = stated("TMEM_FLUSH_PENDING")
 FLUSHES_SENT = stated("TMEM_FLUSHES_IN_FLIGHT") * BATCH_PAGES
 MANY = "/mnt/many"
 MANY_FILES = 600
-MANY_AT_ONCE = 50  # of two pages each: they fit the ring
+MANY_AT_ONCE = 50  # of two pages each, which fit the ring
 
 
 def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> None:
-    """One queue takes more than its part of the slots, while nothing is answered."""
+    """One queue may use more than its share of the slots while nothing is answered."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
     guest = driver_vm(session, kernel, module, tmem, memory_bytes=256 * MIB).start()
@@ -70,8 +71,8 @@ def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> Non
     assert after["puts"] - before["puts"] >= CHUNK_PAGES
     assert after["puts_dropped_ring_full"] == before["puts_dropped_ring_full"]
     settle(guest)
-    # All of them come back, also those that have other pages' blocks as neighbours; of a busy
-    # machine some too late.
+    # All pages come back, also those whose blocks of slots are beside blocks of other pages. On a
+    # busy machine some may be late.
     assert checksums(guest, [CHUNK]) == sums
     grown = growth(after, stats(guest))
     assert grown["hits"] + grown["misses_late"] >= CHUNK_PAGES
@@ -80,7 +81,7 @@ def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> Non
 
 
 def drop_and_wait(guest: Guest) -> float:
-    """Has reclaim take pages; returns how many ms later another request of puts goes out."""
+    """Makes reclaim take pages; returns the ms until another request of puts is sent."""
     begun, sent = guest.sh(
         f"read n <{SYSFS}/stats/requests_put; m=$n; echo 1 >/proc/sys/vm/drop_caches;"
         " read begun rest </proc/uptime;"
@@ -100,14 +101,14 @@ def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> Non
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
 
-    # Nothing follows the last one, which would take it along.
+    # No later put follows the last one and would send it along.
     guest.sh("cat /mnt/0 >/dev/null")
     before = settle(guest)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     after = settle(guest)
     assert after["puts_stored"] - before["puts_stored"] >= 2
 
-    # The host answers nothing.
+    # From here on the host answers nothing.
     before = after
     daemon.pause()
     waits_ms = []
@@ -126,8 +127,10 @@ def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> Non
 
 
 def test_too_many_flushes(session: Session, kernel: Kernel, module: Path) -> None:
-    """Of what goes while the host is silent it is told as much as there is room for, and the
-    rest is counted; nothing of it is found in either case."""
+    """A silent host is told as much as there is room for, and the rest is counted.
+
+    In neither case is an old page found.
+    """
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
     guest = driver_guest(session, kernel, module, tmem)

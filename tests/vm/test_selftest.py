@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A kernel that does not call a hook gets no cache.
 
-The module for tests hides a hook's calls from the self-test at load, as on such a kernel; what
-comes of it must be a cache that is off, with a reason that names the hook, and right bytes.
+A test build of the module hides a hook's calls from the self-test at load, as on such a kernel. The
+cache must then be off, with a reason that names the hook, and all bytes must be right.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from harness.vm import Tmem
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
 
-# A parameter of the module, and what the state must name.
+# A parameter of the module, and a text that the state must contain.
 BLIND = [
     ("test_hooks_off=selftest", "a function was not redirected"),
     ("test_selftest_blind=dirty", "writeback_dirty_folio"),
@@ -56,7 +56,7 @@ def test_each_hook_is_missed(session: Session, kernel: Kernel, test_module: Path
             assert checksums(guest, list(first)) == first
         counters = stats(guest)
         assert counters["puts"] + counters["hits"] == 0
-    # Nothing is wrong with this kernel.
+    # Without the parameter, the same kernel passes the self-test.
     guest.sh("rmmod virtio_tmem", 60)
     guest.sh("umount /mnt")
     load(guest, "verify_every=0")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A guest whose memory goes back in time must not find what it put in another future."""
+"""A guest whose memory is reverted must not find pages that it put after the snapshot."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_load_ends_the_generation(session: Session, kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
 def test_save_and_load_during_trouble(session: Session, kernel: Kernel, stopped: bool) -> None:
-    """Neither needs the daemon, and the guest learns that its pages are gone."""
+    """Neither save nor load needs the daemon, and the guest learns that its pages are gone."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))

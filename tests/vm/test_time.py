@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Time goes back: memory, disk or both become what they were, and the pool has later pages.
+"""Memory, disk or both are reverted to an earlier state while the pool has later pages.
 
-A guest must never read a page from a later time than its disk. savevm and loadvm are
-test_driver.py's and test_snapshot.py's, managed saves and reverts test_libvirt.py's.
+A guest must never read a page that is newer than its disk. test_driver.py and test_snapshot.py
+cover savevm and loadvm; test_libvirt.py covers managed saves and reverts.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# Files that become others after the moment that time goes back to.
+# Number of files that change after the moment to which the state is reverted.
 CHANGED = 8
 
 
 @dataclass
 class World:
-    """A caching VM on an overlay of a disk with files that are known."""
+    """A caching VM on an overlay of a disk with known files."""
 
     daemon: Daemon
     vm: Vm
@@ -49,7 +49,7 @@ class World:
         return int(self.daemon.stats()["pool"]["pages"])
 
     def later(self) -> None:
-        """Changes files, has the pool hold what they are now, and shows that it does."""
+        """Changes files, puts their new contents into the pool, and checks that they are there."""
         changed = {path: overwrite(self.guest, path) for path in self.files[:CHANGED]}
         assert all(self.sums[path] != changed[path] for path in changed)
         evict(self.guest, list(changed))
@@ -60,7 +60,7 @@ class World:
         assert self.holds() > 100
 
     def is_as_before(self, guest: Guest, known_hits: int) -> None:
-        """All files are what they were, none of it from the pool; then it caches again."""
+        """All files have their earlier contents, none from the pool; then the VM caches again."""
         wait_state(guest, "on")
         guest.sh("echo 1 >/proc/sys/vm/drop_caches")
         assert checksums(guest, self.files) == self.sums
@@ -91,7 +91,7 @@ def world(session: Session, kernel: Kernel, module: Path) -> World:
 
 
 def rest(world: World, path: Path) -> int:
-    """Writes the VM's memory to a file, at rest; returns the hits that it knows of."""
+    """Pauses the VM and saves its memory to a file; returns the guest's number of hits."""
     known = stats(world.guest)["hits"]
     world.guest.close()
     world.vm.pause()
@@ -100,7 +100,7 @@ def rest(world: World, path: Path) -> int:
 
 
 def wake(session: Session, world: World, path: Path) -> Guest:
-    """Another QEMU goes on from there."""
+    """Restores the file in another QEMU."""
     vm = migration.receiver(session, world.vm, world.vm.config.tmem)
     migration.restore(vm, path)
     until(lambda: world.daemon.list()["vms"][0]["connected"], 60, "QEMU finds the daemon")
@@ -108,7 +108,7 @@ def wake(session: Session, world: World, path: Path) -> Guest:
 
 
 def test_save_and_restore(session: Session, world: World) -> None:
-    """State in a file: what the pool held is gone with the QEMU that saved it."""
+    """After a restore from a file, the pool's pages are gone with the QEMU that saved it."""
     path = session.folder / "state"
     known = rest(world, path)
     assert world.holds() > 100, "a VM at rest keeps its cache"
@@ -119,7 +119,7 @@ def test_save_and_restore(session: Session, world: World) -> None:
 
 @pytest.mark.smoke
 def test_external_snapshot_and_rollback(session: Session, world: World) -> None:
-    """Memory to a file, the disk's changes into an overlay; later the overlay is thrown away."""
+    """Saves memory to a file and changes of the disk to an overlay, which is thrown away later."""
     path = session.folder / "state"
     known = rest(world, path)
     overlay = session.folder / "overlay.qcow2"
@@ -128,7 +128,7 @@ def test_external_snapshot_and_rollback(session: Session, world: World) -> None:
         "snapshot-file": str(overlay),
         "snapshot-node-name": "overlay",
     }
-    # Migration has given the image away.
+    # The migration released the image, so the VM resumes before the snapshot.
     world.vm.resume()
     world.vm.pause()
     world.vm.qmp.execute("blockdev-snapshot-sync", snapshot)
@@ -142,7 +142,7 @@ def test_external_snapshot_and_rollback(session: Session, world: World) -> None:
 
 
 def test_disk_reverted_while_the_vm_is_off(session: Session, world: World) -> None:
-    """The image of before is put back under a VM that then boots, at a daemon that went on."""
+    """An earlier image is restored while the VM is off; then the VM boots with the same daemon."""
     world.guest.sh("sync")
     world.vm.pause()
     copy = session.folder / "before.qcow2"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Random and fixed operations on files never find an old byte; without a hook they do.
+"""Random and fixed operations on files never find an old byte, except if a hook is off.
 
-Each run prints its seed; TMEM_SEED repeats it. The second half is about the tests as much
-as about the driver: with a hook switched off the same operations must find a wrong byte.
+Each run prints its seed; TMEM_SEED repeats it. The second half also tests the tests: with a hook
+switched off, the same operations must find a wrong byte.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# One minute. Each file system has 20,000, and `make check-guest-long` as many as it is given.
+# This takes one minute. Each file system has 20,000, and `make check-guest-long` runs until its
+# time is over.
 OPERATIONS = 15_000
-# Few and small files: the same pages come and go often.
+# Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
-# What torture does with the mount itself needs to know it.
+# Arguments that torture needs to unmount and mount again.
 MOUNT = "--device=/dev/vda --fstype=ext4"
 
 SCENARIOS = [
@@ -42,9 +43,9 @@ SCENARIOS = [
     "evict_inode", "inode", "unmount", "fadvise", "swap",
 ]  # fmt: skip
 
-# Which hooks are off, and the scenario that must find a wrong byte then. A page made dirty
-# and a page removed are told of by two hooks, of which either is enough in this one; what the
-# first alone is for is in test_filesystems.
+# Hooks that are off, and the scenario that must then find a wrong byte. Two hooks report a page
+# that is made dirty and removed, and either suffices in that scenario. test_filesystems shows the
+# purpose of the first one alone.
 BROKEN = [
     ("truncate", "truncate"),
     ("truncate", "punch"),
@@ -55,10 +56,10 @@ BROKEN = [
     ("bmap", "bmap"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
-    ("unmount", "unmount"),  # last: mounts that are no more stay behind, and their names
+    ("unmount", "unmount"),  # last, because ended mounts stay behind with their names
 ]
 
-# Hooks off, under which random operations find a wrong byte soon.
+# Hooks without which random operations soon find a wrong byte.
 BROKEN_RANDOM = ["truncate", "direct", "move_ext", "dirty,removed"]
 
 
@@ -68,7 +69,7 @@ def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: 
 
 @pytest.mark.smoke
 def test_random_operations(session: Session, kernel: Kernel, module: Path) -> None:
-    """Workers, an evictor and unmount cycles; the cache has to take part in it."""
+    """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
     numbers = Torture(guest, arguments, 900).finish()
@@ -83,7 +84,7 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path) -> No
 
 
 def test_random_operations_verified(session: Session, kernel: Kernel, module: Path) -> None:
-    """Every hit is read from disk as well: the driver's own check must agree, too."""
+    """Every hit is also read from the disk; the driver's own check must agree."""
     guest = boot(session, kernel, module, "verify_every=1")
     Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
     counters = stats(guest)
@@ -94,7 +95,7 @@ def test_random_operations_verified(session: Session, kernel: Kernel, module: Pa
 
 @pytest.mark.smoke
 def test_readers_never_go_back(session: Session, kernel: Kernel, module: Path) -> None:
-    """Buffered and direct writers and readers of the same blocks."""
+    """Buffered and direct writers and readers use the same blocks."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1").finish()
@@ -114,13 +115,14 @@ def test_scenarios(session: Session, kernel: Kernel, module: Path) -> None:
 
 @pytest.mark.smoke
 def test_scenarios_without_hooks(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Each hook is needed: without it the scenario that it is for finds a wrong byte."""
+    """Each hook is needed: without it, its scenario finds a wrong byte."""
     guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
         print(hooks, Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch())
         set_parameter(guest, "test_hooks_off", "")
-        # Leave nothing wrong behind for the next: a new super block and an empty pool.
+        # The remount removes wrong pages before the next run: it has a new super block and an empty
+        # pool.
         guest.sh("umount /mnt; mount -t ext4 /dev/vda /mnt", 60)
         Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
 
@@ -137,7 +139,7 @@ def test_either_of_two_hooks_is_enough(
 
 @pytest.mark.smoke
 def test_dirty_pages_are_forgotten(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """A page made dirty is forgotten at once, not when it is evicted: the room is of use."""
+    """A page made dirty is forgotten at once, not at its eviction, to release its room."""
     guest = boot(session, kernel, test_module, "verify_every=0")
     path, pages = f"{WHERE}/f", 64
     guest.sh(f"dd if=/dev/urandom of={path} bs=4096 count={pages} conv=fsync 2>/dev/null")
@@ -156,14 +158,14 @@ def test_dirty_pages_are_forgotten(session: Session, kernel: Kernel, test_module
 def test_random_operations_without_hooks(
     session: Session, kernel: Kernel, test_module: Path, hooks: str
 ) -> None:
-    """The random operations see each hook that file contents depend on."""
+    """The random operations detect each missing hook that file contents depend on."""
     guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=50000 --files=16 --size-max=262144 --no-evictor"
     print(Torture(guest, arguments, 600).must_mismatch())
 
 
 def test_seeds_replay(session: Session, kernel: Kernel, module: Path) -> None:
-    """The same seed is the same operations, cache or none, so a failure can be repeated."""
+    """Equal seeds give equal operations, cache or none, so that a failure can be repeated."""
     guest = boot(session, kernel, module, "verify_every=0")
     runs = []
     for parameters in ("", "--no-evictor"):
@@ -188,14 +190,14 @@ def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> No
 
 
 def test_corrupt_pages(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """A page that changed on its way is not used, and nothing is after it."""
+    """A page that was changed on its way is not used, and no page is used after it."""
     guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
     assert state(guest).startswith("poisoned: content check")
     counters = stats(guest)
     assert counters["mismatches"] > 0
     assert counters["misses_check"] > 0
-    # The request that it came with may have brought more, right ones.
+    # That request may have brought further pages, which were right.
     assert counters["hits"] < 50 + 2 * 64
     assert "check the host" in guest.sh("dmesg")
 
@@ -204,11 +206,11 @@ def test_corrupt_pages(session: Session, kernel: Kernel, test_module: Path) -> N
 def test_verification_finds_a_missing_hook(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """The sample that is read from disk as well switches the cache off, and no byte is wrong."""
+    """The hits that are also read from the disk switch the cache off, and no byte is wrong."""
     guest = boot(session, kernel, test_module, "test_hooks_off=direct verify_every=1")
     Torture(guest, "--scenario=direct").finish()
     assert "differs from the disk" in wait_state(guest, "poisoned")
-    # Off for good: nothing is put or got any more, and all is right.
+    # The cache stays off: nothing is put or got any more, and all bytes are right.
     before = stats(guest)
     Torture(guest, "--scenario=plain").finish()
     after = stats(guest)

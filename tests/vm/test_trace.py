@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The driver's tracepoints: each event is seen in tracefs, with fields that are true."""
+"""The driver's tracepoints: each event is seen in tracefs, with right values in its fields."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def clear(guest: Guest) -> None:
 
 
 def events(guest: Guest, name: str) -> list[dict[str, str]]:
-    """What was traced of one event since the last clear(): its fields, "" is all text after it."""
+    """Returns the fields of one event since the last clear(); "" has all text after the name."""
     found = []
     for line in guest.get(f"{TRACING}/trace").decode().splitlines():
         match = re.search(rf": {name}: (.*)$", line)
@@ -54,7 +54,7 @@ def events(guest: Guest, name: str) -> list[dict[str, str]]:
 
 
 def file_on_disk(guest: Guest, path: str) -> str:
-    """Its inode number; none of its pages is in memory."""
+    """Evicts all pages of a file; returns its inode number."""
     ino = guest.sh(f"stat -c %i {path}").strip()
     guest.sh("sync && echo 3 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
@@ -88,7 +88,8 @@ def test_put_and_get(session: Session, kernel: Kernel, module: Path) -> None:
     assert sum(int(get["wanted"]) for get in gets) == after["gets"] - before["gets"] > 100
     assert sum(int(get["hits"]) for get in gets) == after["hits"] - before["hits"] > 100
     assert all(get["pool"] == pool and int(get["index"]) < 128 for get in gets)
-    # Beyond the deadline nobody waits; a call also copies and checks, hence the second.
+    # No reader waits beyond the deadline. A call also copies and checks, which the additional
+    # second covers.
     assert all(int(get["wait_us"]) <= (DEADLINE_MS + scaled(1.0) * 1000) * 1000 for get in gets)
     assert any(int(get["wait_us"]) > 0 for get in gets)
 
@@ -103,7 +104,7 @@ def test_invalidate(session: Session, kernel: Kernel, module: Path) -> None:
     pool = guest.disk("data")
     ino = file_on_disk(guest, path)
 
-    # Some pages of what is held are cut off, then the rest goes with the file.
+    # Truncation erases some held pages, and deleting the file erases the rest.
     evict(guest, [path])
     trace_on(guest)
     before = stats(guest)
@@ -125,7 +126,7 @@ def test_invalidate(session: Session, kernel: Kernel, module: Path) -> None:
         "invalidations_truncate",
     }
 
-    # Unmounting is one event.
+    # An unmount is one event.
     evict(guest, [other])
     held = stats(guest)["index_pages"]
     clear(guest)
@@ -142,7 +143,7 @@ def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) 
     guest = vm.start()
     load(guest, "verify_every=0")
     evict(guest, list(sums)[:12])
-    # As 6.12 has it: with the 8 MiB of 7.2 too few calls are late to open the breaker.
+    # This is 6.12's value: with the 8 MiB of 7.2, too few calls are late to open the breaker.
     guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
     trace_on(guest)
 
@@ -163,7 +164,7 @@ def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) 
         "the breaker's second event",
     )
 
-    # Full ring: why a page was not taken is told.
+    # With a full ring, the event has the reason why a page was not taken.
     set_parameter(guest, "inject_ring_full", "1")
     clear(guest)
     last = list(sums)[-1]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Tracers on the functions that the driver redirects, switched on and off while files are used.
+"""Tracers on redirected functions are switched on and off while files are used.
 
 Operators do this first when they look for a fault. ftrace, kprobes and fprobes patch the same call
 sites as the driver.
@@ -30,7 +30,7 @@ FUNCTIONS = (
     "ext4_read_folio",
     "ext4_move_extents",
 )
-# In each round every tracer is on for a while; what it saw is appended to a file of its own.
+# In each round every tracer is on for a while, and its findings are appended to its own file.
 TOGGLE = f"""
 cd {TRACING} || exit 1
 saw() {{ grep -c -m 1 truncate_inode_pages_range trace >>/tmp/saw.$1; echo >trace; }}
@@ -68,7 +68,7 @@ ROUNDS_SECONDS = 600.0
 
 
 def test_tracers_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
-    """Every byte is right, pages go on to come from the cache, and the driver stays on."""
+    """Every byte is right, pages still come from the cache, and the driver stays on."""
     guest = driver_guest(
         session, kernel, module, parameters="verify_every=0", cpus=2, tcg_threads="single"
     )

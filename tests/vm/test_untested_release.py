@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A point release that was not tested is served, has more hits compared, and says so."""
+"""An untested point release is served with more compared hits, and the state says so."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# A put ring has room for the pages of one.
+# The put ring has room for the pages of one file.
 FILES = [f"{WHERE}/{number}" for number in range(12)]
 # TMEM_VERIFY_FIRST_HITS, TMEM_VERIFY_EVERY_HITS and TMEM_VERIFY_UNTESTED_HITS of verify.c.
 FIRST_HITS = 1000
@@ -35,7 +35,7 @@ UNTESTED_EVERY = 64
 
 
 def release(guest: Guest) -> str:
-    """The point release of a Debian kernel."""
+    """Returns the point release of a Debian kernel."""
     return guest.sh("uname -v").split("Debian ", 1)[1].split("-", 1)[0]
 
 
@@ -44,7 +44,7 @@ def note(guest: Guest, share: str) -> str:
 
 
 def write_files(guest: Guest) -> None:
-    # The driver samples folios. Without readahead each folio that is read is one page.
+    # The driver samples folios. Without readahead, each folio that is read has one page.
     guest.sh(f"echo 0 >/sys/block/{guest.disk('data')}/queue/read_ahead_kb")
     for path in FILES:
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count=1 2>/dev/null")
@@ -52,14 +52,14 @@ def write_files(guest: Guest) -> None:
 
 
 def sectors_read(guest: Guest) -> int:
-    """Sectors of 512 bytes that were read from the data disk."""
+    """Returns the number of sectors of 512 bytes that were read from the data disk."""
     return int(guest.read(f"/sys/block/{guest.disk('data')}/stat").split()[2])
 
 
 def read_again(guest: Guest) -> tuple[int, int]:
     """Reads the evicted files; returns the hits, and how many of them were compared.
 
-    Prints what the reading cost: docs/guest-support.md has these figures.
+    It prints the cost of the reading, which docs/guest-support.md quotes.
     """
     before, sectors, begun = stats(guest), sectors_read(guest), time.monotonic()
     grown = growth(before, evict(guest, FILES))
@@ -87,7 +87,8 @@ def read_first_hits(guest: Guest) -> None:
 
 
 def check_share(hits: int, compared: int, every: int) -> None:
-    # Hits are counted through all readings: each may begin just before or after a compared hit.
+    # Hits are counted over all readings, so each reading may begin just before or after a compared
+    # hit.
     assert abs(compared - hits / every) <= 1, f"{compared} of {hits} hits"
 
 
@@ -101,7 +102,7 @@ def test_more_hits_are_compared(session: Session, kernel: Kernel, test_module: P
     assert hits > 2 * TESTED_EVERY
     check_share(hits, compared, UNTESTED_EVERY)
 
-    # The operator's value wins, and the state has it.
+    # The operator's value has priority, and the state shows it.
     for every in (1024, 512):
         set_parameter(guest, "verify_every", f"{every}")
         assert state(guest) == note(guest, f"one hit in {every} is")
@@ -124,7 +125,7 @@ def test_operators_value_wins_at_load(session: Session, kernel: Kernel, test_mod
 
 @pytest.mark.smoke
 def test_tested_release(session: Session, kernel: Kernel, module: Path) -> None:
-    """Without a note, and with the usual sample, if this release is listed."""
+    """A listed release has no note, and the usual sample."""
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}
     tested = release(guest) in listed
@@ -132,7 +133,7 @@ def test_tested_release(session: Session, kernel: Kernel, module: Path) -> None:
     write_files(guest)
     read_first_hits(guest)
     check_share(*read_again(guest), TESTED_EVERY if tested else UNTESTED_EVERY)
-    # Loading again starts from the sources' list.
+    # A reload starts from the list in the sources.
     guest.sh("umount /mnt && rmmod virtio_tmem")
     load(guest, "allow_untested=1")
     assert state(guest) == ("on" if tested else note(guest, "one hit in 64 is"))

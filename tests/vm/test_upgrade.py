@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The daemon's package is upgraded under running VMs: another binary, the same folders.
+"""The daemon's package is upgraded under running VMs: another program, the same directories.
 
-The old one is asked to end and the new one is started at the same sockets and notes. VMs go on,
-with another generation and an empty cache that fills.
+The old daemon is asked to end, and the new one is started with the same sockets and VM store. The
+VMs continue, with another generation and an empty cache that fills.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# One VM that the daemon is started with, and one that was added, as libvirt's hook does it.
+# One VM of the daemon's configuration, and one that was added, as libvirt's hook does.
 FIXED, ADDED = "fixed", "added"
 UUID = "7b2f0f6a-52a5-4dcd-8a7f-0f3d7f6b4f11"
 RESERVE_BYTES = 4 << 20
@@ -63,7 +63,7 @@ def test_another_binary_at_the_same_folders(session: Session, kernel: Kernel, mo
     begun = time.monotonic()
     daemon.terminate()
     assert not socket.exists(), "an orderly end leaves no sockets"
-    # There is no release yet to come from: the same program in another file.
+    # No earlier release exists yet, so the same program is started from another file.
     daemon.program = Path(shutil.copy(host_binary("tmemd"), session.folder / "tmemd-new"))
     daemon.start()
     assert old != program(daemon) == daemon.program

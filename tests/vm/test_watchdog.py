@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""A daemon that hangs is replaced within the watchdog's period, and nobody waits for it longer.
+"""A daemon that hangs is replaced within the watchdog's period, and no operation waits longer.
 
-The test plays systemd. What of the daemon's threads counts as hung is tmemd/tests/watchdog.rs's.
+The test acts as systemd. tmemd/tests/watchdog.rs tests which of the daemon's threads count as hung.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# A fifth of what the unit says: the test is to be short.
+# A fifth of the unit's value, so that the test is short.
 PERIOD_SECONDS = 2.0
-# backend-timeout-ms's default: what a single operation may wait for a daemon that hangs.
+# The default of backend-timeout-ms: the longest wait of one operation for a daemon that hangs.
 BACKEND_TIMEOUT_SECONDS = 1.0
-# What an operation takes besides, on a busy machine.
+# Additional time of an operation on a busy machine.
 OWN_SECONDS = 3.0
-# What the guest may take of it before, to give away what is unplugged.
+# Time for the guest to release a device that is unplugged.
 GUEST_SECONDS = 30.0
 HANGS = 3
 
@@ -50,7 +50,7 @@ def supervised(daemon: Daemon) -> Iterator[Supervisor]:
 
 @pytest.mark.smoke
 def test_hung_daemon_is_replaced(session: Session, kernel: Kernel, module: Path) -> None:
-    """SIGSTOP under load: ended and started anew in its period, the guest caches again."""
+    """A daemon stopped under load is replaced within its period, and the guest caches again."""
     daemon = session.daemon("vm1", pool_size="128MiB")
     with supervised(daemon) as supervisor:
         vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2)
@@ -100,7 +100,7 @@ def unplug_memory(vm: Vm) -> None:
 
 
 def unplug_device(vm: Vm) -> None:
-    """The device itself, as `tmemctl detach` has libvirt do it."""
+    """Unplugs the device, as `tmemctl detach` makes libvirt do it."""
     mark = vm.qmp.events_seen()
     vm.qmp.execute("device_del", {"id": "tmem0"})
     vm.qmp.wait_event("DEVICE_DELETED", scaled(GUEST_SECONDS), mark)
@@ -116,7 +116,7 @@ OPERATIONS = [pause, query_qmp, plug_memory, unplug_memory, unplug_device, save,
 
 
 def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
-    """So that it has something to do."""
+    """Prepares the VM, so that the operation has something to do."""
     if operation is unplug_memory:
         vm.guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
         plug_memory(vm)
@@ -124,7 +124,7 @@ def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
 
 
 def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
-    """So that the guest caches again."""
+    """Reverts the operation, so that the guest caches again."""
     if operation is reset:
         load(vm.connect(), "verify_every=0")
     if operation is unplug_device:
@@ -134,7 +134,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
             try:
                 vm.qmp.execute("device_add", device)
             except QmpError as error:
-                # The one that has gone lets go of its chardev a moment later.
+                # The device that was removed releases its chardev a moment later.
                 assert "in use" in str(error), error
                 return False
             return True
@@ -146,7 +146,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
 def test_host_side_operations_are_bounded(
     session: Session, kernel: Kernel, module: Path, operation: Callable[[Vm], None]
 ) -> None:
-    """Each meets a daemon that has just stopped; none waits longer than for one answer."""
+    """Each operation meets a daemon that has just stopped, and waits for one answer at most."""
     daemon = session.daemon("vm1", pool_size="128MiB")
     with supervised(daemon) as supervisor:
         vm = driver_vm(
@@ -155,7 +155,7 @@ def test_host_side_operations_are_bounded(
             module,
             Tmem(daemon.socket("vm1")),
             memory_bytes=192 * MIB,
-            # Of q35's own slots nothing can be unplugged.
+            # Devices in q35's own slots cannot be unplugged.
             machine="pc" if operation is unplug_device else "q35",
             arguments=["-m", "slots=2,maxmem=1G"],
         )
@@ -179,7 +179,7 @@ def test_host_side_operations_are_bounded(
 
 
 def test_the_end_of_a_migration_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
-    """The VM rests for as long as its device is stopped, and the device meets such a daemon."""
+    """The VM is paused while its device is stopped, which has to wait for a hung daemon."""
     here, there = session.daemon("vm1", pool_size="128MiB"), session.daemon("vm1")
     there.start()
     with supervised(here) as supervisor:

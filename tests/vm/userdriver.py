@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""tests/guest/tmemcfg.c in a guest: the device used from user space, without the module.
+"""Runs tests/guest/tmemcfg.c in a guest: the device is used from user space, without the module.
 
-The program writes its lines to a file in the guest, so that they outlive the control
-channel, and go back in time with the guest's memory as the program itself does.
+The program writes its lines to a file in the guest. They outlive the control channel, and are
+reverted with the guest's memory, as the program itself is.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ PROGRAM = "/tmemcfg"
 LOG = "/tmp/tmemcfg.log"
 PID = "/tmp/tmemcfg.pid"
 
-# Until a daemon that came back is connected, started and has answered.
+# Longest time until a daemon that came back is connected, started and has answered.
 HEAL_SECONDS = 60.0
 
 
 def files() -> dict[str, Path]:
-    """For Config.files."""
+    """Returns the files for Config.files."""
     return {PROGRAM: guest_program(TESTS / "guest/tmemcfg.c")}
 
 
 def info(vm: Vm) -> dict[str, int]:
-    """Registers and configuration as the guest sees them."""
+    """Returns the registers and the configuration that the guest sees."""
     lines = vm.guest.sh(f"{PROGRAM} info").splitlines()
     return {key: int(value, 0) for key, value in (line.split() for line in lines)}
 
 
 class UserDriver:
-    """The program brought up in the VM's guest."""
+    """The running program in the VM's guest."""
 
     def __init__(self, vm: Vm) -> None:
         self._vm = vm
@@ -41,16 +41,16 @@ class UserDriver:
         self.wait("generation ")
 
     def lines(self) -> list[str]:
-        """All that it said, whole lines only."""
+        """Returns all complete lines of its output."""
         text = self._vm.guest.get(LOG).decode()
         return text.split("\n")[:-1]
 
     def mark(self) -> int:
-        """How many lines there were; for wait(after=...)."""
+        """Returns the number of lines so far, for wait(after=...)."""
         return len(self.lines())
 
     def wait(self, line: str, after: int = 0, seconds: float = HEAL_SECONDS) -> str:
-        """The first line behind `after` that begins so."""
+        """Waits for the first line after `after` that begins with `line`, and returns it."""
         return until(lambda: self._find(line, after), seconds, f"tmemcfg says '{line}'")
 
     def _find(self, line: str, after: int) -> str | None:
@@ -64,14 +64,14 @@ class UserDriver:
         return None
 
     def generation(self) -> int:
-        """The last one that it saw."""
+        """Returns the last generation that the program saw."""
         seen = [line for line in self.lines() if line.startswith("generation ")]
         return int(seen[-1].split()[1], 0)
 
     def stored(self, other_than: int = 0) -> int:
         """Waits until a page is stored in a live generation; returns the generation.
 
-        `other_than` is a generation that is over.
+        `other_than` is a generation that has ended.
         """
 
         def condition() -> int | None:
@@ -85,17 +85,23 @@ class UserDriver:
         return until(condition, HEAL_SECONDS, "tmemcfg stores a page in a new generation")
 
     def ask_keep(self) -> int:
-        """Makes it get the page it stored; returns the mark for the answer."""
+        """Makes the program get its stored page; returns the mark for the answer."""
         mark = self.mark()
         self._vm.guest.sh(f"kill -USR1 $(cat {PID})")
         return mark
 
     def keep(self) -> str:
-        """Gets the stored page: "hit", "miss" or "stale". It is stored again then."""
+        """Gets the stored page, and returns "hit", "miss" or "stale".
+
+        The page is then stored again.
+        """
         return self.wait("keep ", after=self.ask_keep()).split()[1]
 
     def hold(self) -> str:
-        """Gets the stored page and does not look at it, and says so; the next call looks."""
+        """Gets the stored page without reading it, and returns the result.
+
+        The next call reads it.
+        """
         mark = self.mark()
         self._vm.guest.sh(f"kill -USR2 $(cat {PID})")
         return until(
@@ -105,11 +111,11 @@ class UserDriver:
         )
 
     def moved(self, vm: Vm) -> None:
-        """The guest, and the program in it, is in another QEMU."""
+        """Sets the VM, after the guest with the program has moved to another QEMU."""
         self._vm = vm
 
     def end(self) -> None:
-        """SIGTERM: it resets the device and ends."""
+        """Sends SIGTERM, so that the program resets the device and ends."""
         mark = self.mark()
         self._vm.guest.sh(f"kill -TERM $(cat {PID})")
         self.wait("ended", after=mark)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! See `tmem_fuzz::messages`.
+//! libFuzzer target for `tmem_fuzz::messages`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tmem_fuzz::messages(bytes));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! See `tmem_fuzz::rings`.
+//! libFuzzer target for `tmem_fuzz::rings`.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| tmem_fuzz::rings(bytes));

@@ -1,15 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the engine cannot do without, alone: the same libraries with the same settings.
+//! Baseline: the work that the engine cannot avoid, with the same libraries and settings.
 
 use tmem_pool::{PAGE_SIZE, Page};
 
-/// The engine's: lz4's default.
+/// Acceleration of lz4: the engine's, which is lz4's default.
 const ACCELERATION: i32 = 1;
 
-/// Forms above this are kept raw by the engine, so that lz4 may give up there.
+/// Longest compressed form in bytes. The engine keeps longer forms raw, so that lz4 may give up
+/// there.
 const ENCODED_BYTES_MAX: usize = 3840;
 
-/// `LZ4_compress_fast`. None: it does not shrink enough.
+/// Calls `LZ4_compress_fast`. None: the page does not shrink enough.
 pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {
@@ -24,10 +25,10 @@ pub fn compress<'a>(page: &Page, out: &'a mut Page) -> Option<&'a [u8]> {
     (len > 0).then(|| &out[..len as usize])
 }
 
-/// `LZ4_decompress_safe`.
+/// Calls `LZ4_decompress_safe`.
 ///
 /// # Panics
-/// The bytes are not a page.
+/// The bytes are not a compressed page.
 pub fn decompress(stored: &[u8], out: &mut Page) {
     // SAFETY: both pointers are valid for the lengths passed with them.
     let len = unsafe {
@@ -41,12 +42,12 @@ pub fn decompress(stored: &[u8], out: &mut Page) {
     assert_eq!(len, PAGE_SIZE as i32, "a stored page");
 }
 
-/// Bytes that lz4 makes of a page, or a page.
+/// Returns the bytes of the page after lz4, or the size of a page if it does not shrink enough.
 pub fn lz4_bytes(page: &Page) -> usize {
     compress(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len)
 }
 
-/// All its bytes are equal.
+/// Returns whether all bytes of the page are equal.
 pub fn same_filled(page: &Page) -> bool {
     page.iter().all(|byte| *byte == page[0])
 }

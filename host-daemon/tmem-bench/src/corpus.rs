@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Pages as guests have them in their page caches: of programs, scripts, texts, data bases, logs
-//! and archives, taken from the files of this machine.
+//! Pages as guests have them in their page caches, taken from the files of this machine: programs,
+//! scripts, texts, databases, logs and archives.
 
 use crate::bare;
 use std::collections::HashSet;
@@ -9,7 +9,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
 
-/// Where a machine has files worth caching.
+/// Directories with files that are worth caching.
 const PLACES: [&str; 6] = [
     "/usr/bin",
     "/usr/lib",
@@ -19,14 +19,14 @@ const PLACES: [&str; 6] = [
     "/var/log",
 ];
 
-/// Of one file: a large one must not be the whole corpus.
+/// Most pages of one file, so that a large file does not dominate the corpus.
 const PAGES_PER_FILE_MAX: usize = 512;
 
-/// Files that are looked at.
+/// Most files that are examined.
 const FILES_MAX: usize = 200_000;
 
-/// Kinds of files, and how many of a hundred pages should be theirs. What a machine has not enough
-/// of, the others make up for.
+/// Kinds of files, and the wanted share of each in percent of the pages. If a machine has too few
+/// of one kind, the others make up for it.
 const CLASSES: [(&str, usize); 7] = [
     ("ELF", 40),
     ("Python", 10),
@@ -37,7 +37,7 @@ const CLASSES: [(&str, usize); 7] = [
     ("other", 7),
 ];
 
-/// Beginnings of files that are compressed already.
+/// First bytes of files that are compressed already.
 const COMPRESSED: [&[u8]; 9] = [
     b"\x1f\x8b",
     b"\xfd7zXZ",
@@ -50,7 +50,7 @@ const COMPRESSED: [&[u8]; 9] = [
     b"wOF2",
 ];
 
-/// Class of a file, by its name and beginning.
+/// Returns the class of a file, by its name and first page.
 fn class(path: &Path, page: &Page) -> usize {
     let extension = path.extension().and_then(|e| e.to_str()).unwrap_or("");
     let text = || page.iter().all(|byte| *byte == 0 || *byte >= 9);
@@ -93,7 +93,7 @@ fn files(dir: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Calls `page` with each page of a file; the rest of the last one is zero, as in a page cache.
+/// Calls `page` with each page of a file; the rest of the last page is zero, as in a page cache.
 fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Result<()> {
     let mut file = File::open(path)?;
     for _ in 0..pages_max {
@@ -113,15 +113,15 @@ fn read(path: &Path, pages_max: usize, mut page: impl FnMut(&Page)) -> io::Resul
     Ok(())
 }
 
-/// All pages of a tree, in order.
+/// Returns all pages of a tree, in order.
 ///
 /// # Errors
-/// It has none.
+/// The tree has no file that can be read.
 pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     let (mut paths, mut pages) = (Vec::new(), Vec::new());
     files(dir, &mut paths);
     for path in paths {
-        // What cannot be read is left out.
+        // Files that cannot be read are left out.
         let _ = read(&path, usize::MAX, |page| pages.push(*page));
     }
     if pages.is_empty() {
@@ -130,17 +130,17 @@ pub fn tree(dir: &Path) -> Result<Vec<Page>, String> {
     Ok(pages)
 }
 
-/// Pages of which none is there twice or same-filled.
+/// Pages without duplicates and without same-filled ones.
 pub struct Corpus {
     pub pages: Vec<Box<Page>>,
-    /// How many are of each class, by its name.
+    /// Number of pages of each class, by its name.
     pub classes: Vec<(&'static str, usize)>,
 }
 
-/// Pages of files, in the files' order within each, files in a random one.
+/// Loads pages of files: the pages of a file in order, the files in random order.
 ///
 /// # Errors
-/// There are not as many.
+/// There are fewer than `nr_pages` pages.
 pub fn load(dir: Option<&Path>, nr_pages: usize, seed: u64) -> Result<Corpus, String> {
     let mut paths = Vec::new();
     match dir {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine's benchmark: runs all parts and prints their ratios beside what is wanted of them.
+//! The engine's benchmark: runs all parts and prints the ratios beside their targets.
 
 use crate::corpus::{self, Corpus};
 use crate::measure::{Ratio, Samples};
@@ -108,7 +108,8 @@ pub fn run(args: &EngineArgs) -> Result<(), String> {
     Ok(())
 }
 
-/// Whether there was a zram to compare with.
+/// Measures the times of all operations. The inner result says whether there was a zram device to
+/// compare with.
 fn measure_times(
     args: &EngineArgs,
     pages: &[Sized],
@@ -187,7 +188,7 @@ fn add_times(results: &mut Results, times: &Times, zram: &Result<(), String>) {
     for (key, target, peer, ours) in [
         ("zram_put_full_speedup", 1.4, &times.zram_write, full),
         ("zram_get_speedup", 1.9, &times.zram_read, get),
-        // An acknowledgement beside a synchronous write.
+        // Compares an acknowledged put with a synchronous write.
         ("zram_ack_speedup", 5.0, &times.zram_write, ack),
     ] {
         let speedup = zram.clone().map(|()| peer.medians_by(ours));

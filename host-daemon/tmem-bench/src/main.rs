@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmem-bench: what virtio-tmem costs beside what it cannot do without.
+//! tmem-bench: the cost of virtio-tmem, compared with the work that it cannot avoid.
 //!
-//! Everything measured is a ratio of two things, by turns in one run, since times say more of the
-//! machine than of the program. Replays of traces measure no time: they count hits. Of many VMs on
-//! one daemon times are told as they are, to be held against bounds.
+//! Most figures are ratios of two operations, measured in turns in one run, because absolute times
+//! depend on the machine more than on the program. Replays of traces measure no time: they count
+//! hits. The benchmark of many VMs on one daemon reports absolute times, for a comparison with
+//! bounds.
 
 mod bare;
 mod corpus;
@@ -28,7 +29,7 @@ use clap::{Parser, Subcommand};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-/// Measure virtio-tmem beside what it cannot do without.
+/// Measure virtio-tmem, compared with the work that it cannot avoid.
 #[derive(Parser)]
 #[command(version, arg_required_else_help = true)]
 struct Args {
@@ -38,55 +39,57 @@ struct Args {
 
 #[derive(Subcommand)]
 enum Command {
-    /// The storage engine beside copying, hashing, lz4 and zram, on pages of this machine's files.
+    /// The storage engine, compared with copying, hashing, lz4 and zram, on pages of this machine's
+    /// files.
     Engine(EngineArgs),
-    /// The path from a guest's virtqueue to the engine and back, beside the engine, zram and memcached.
+    /// The path from a guest's virtqueue to the engine and back, compared with the engine, zram and
+    /// memcached.
     Path(path::Args),
     /// Hit ratios of all policies over pool sizes, on traces that tmemd recorded.
     Replay(replay::Args),
-    /// How long a VM waits for its pages beside another that keeps the worker busy.
+    /// How long a VM waits for its pages while another VM keeps the worker busy.
     Slice(slice::Args),
-    /// Whether a guest can tell by time that a VM of another trust domain has a page.
+    /// Whether a guest can find out by timing that a VM of another trust domain has a page.
     Timing(timing::Args),
-    /// Many VMs on one tmemd: what it takes, a storm of connections, a large VM that leaves.
+    /// Many VMs on one tmemd: its resources, all VMs connecting at once, a large VM that leaves.
     Vms(vms::Args),
 }
 
-/// What can be measured alone, where the whole takes too long.
+/// Part of the engine's benchmark, to be measured alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Part {
-    /// What a page costs.
+    /// Time for each page.
     Times,
-    /// What a page takes.
+    /// Memory for each page.
     Memory,
-    /// What two related servers take, the files of which --trees names.
+    /// Memory of two related servers, whose files --trees names.
     Servers,
-    /// What a second thread gains.
+    /// Gain from a second thread.
     Threads,
 }
 
-/// What the engine is measured with.
+/// Options of the engine's benchmark.
 #[derive(clap::Args)]
 struct EngineArgs {
     /// Pages from the files of this directory, instead of a choice from the whole machine.
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
-    /// Two trees of files that are alike, as two servers of one system have them.
+    /// Two similar trees of files, as two servers of one system have them.
     #[arg(long, num_args = 2, value_name = "DIR")]
     trees: Vec<PathBuf>,
-    /// How many pages. They should not fit into the processor's caches.
+    /// Number of pages. They should not fit into the processor's caches.
     #[arg(long, default_value_t = 98_304, value_name = "NUMBER")]
     pages: usize,
-    /// How often each thing is measured; the medians count.
+    /// How often each operation is measured; the medians count.
     #[arg(long, default_value_t = 100, value_name = "NUMBER")]
     rounds: usize,
-    /// Only this part. The others' figures are told as not measured.
+    /// Measure this part only. The figures of the others are reported as not measured.
     #[arg(long, value_name = "PART")]
     only: Option<Part>,
-    /// Which files and pages are chosen, and in which order they come.
+    /// Seed of the choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// The result for machines, on standard output.
+    /// Print the result as JSON on standard output.
     #[arg(long)]
     json: bool,
 }

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Times of things done by turns, their medians, and ratios with intervals.
+//! Times of operations that run in turns, their medians, and ratios with confidence intervals.
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// Processor time of this thread, in nanoseconds: what else runs on the machine takes caches from
-/// it, but not its turns.
+/// Returns the processor time of this thread in nanoseconds. Other load on the machine affects the
+/// thread's caches, but not this count.
 pub fn cpu_ns() -> f64 {
     let now = clock_gettime(ClockId::ThreadCPUTime);
     now.tv_sec as f64 * 1e9 + now.tv_nsec as f64
 }
 
-/// Nanoseconds a page of one thing, a value for each round.
+/// Times of one operation in nanoseconds per page, one value for each round.
 #[derive(Clone, Default)]
 pub struct Samples(Vec<f64>);
 
 impl Samples {
-    /// Does it once, for so many pages.
+    /// Runs the operation once, for `pages` pages, and adds its time.
     pub fn time<R>(&mut self, pages: usize, what: impl FnOnce() -> R) -> R {
         let since = cpu_ns();
         let result = what();
@@ -23,17 +23,17 @@ impl Samples {
         result
     }
 
-    /// A round's value.
+    /// Adds the value of a round.
     pub fn push(&mut self, ns_per_page: f64) {
         self.0.push(ns_per_page);
     }
 
-    /// Nothing was measured.
+    /// Returns whether there are no values.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Median by median, for things that were not measured as often.
+    /// Returns the ratio of the medians, for operations that were not measured equally often.
     pub fn medians_by(&self, other: &Samples) -> Ratio {
         let (own, other) = (Ratio::of(self.0.clone()), Ratio::of(other.0.clone()));
         Ratio {
@@ -43,23 +43,23 @@ impl Samples {
         }
     }
 
-    /// Of the latest round.
+    /// Returns the value of the latest round.
     pub fn last(&self) -> f64 {
         *self.0.last().expect("it was measured")
     }
 
-    /// The middle one.
+    /// Returns the median.
     pub fn median(&self) -> f64 {
         Ratio::of(self.0.clone()).value
     }
 
-    /// Each round's against that of another thing in the same round.
+    /// Returns the ratio to another operation, from the ratios within each round.
     pub fn ratio_to(&self, other: &Samples) -> Ratio {
         Ratio::of(self.0.iter().zip(&other.0).map(|(a, b)| a / b).collect())
     }
 }
 
-/// The median of the ratios of all rounds, and where it lies with 95 % confidence.
+/// The median of the ratios of all rounds, with its 95 % confidence interval.
 #[derive(Clone, Copy, Debug)]
 pub struct Ratio {
     pub value: f64,
@@ -68,7 +68,7 @@ pub struct Ratio {
 }
 
 impl Ratio {
-    /// Something that is counted, not timed: it is the same each time.
+    /// Returns the ratio of a value that is counted, not timed, and is the same each time.
     pub fn exact(value: f64) -> Ratio {
         Ratio {
             value,
@@ -77,12 +77,14 @@ impl Ratio {
         }
     }
 
-    /// The interval is that of order statistics, which assumes nothing of how values are spread.
+    /// Returns the median of values. Its interval is that of order statistics, which assumes
+    /// nothing about the distribution of the values.
     pub fn of(mut values: Vec<f64>) -> Ratio {
         values.sort_by(f64::total_cmp);
         let len = values.len();
         let middle = (values[(len - 1) / 2] + values[len / 2]) / 2.0;
-        // Normal approximation of the binomial one: 1.96 standard deviations of sqrt(n) / 2.
+        // Normal approximation of the binomial distribution: 1.96 standard deviations of sqrt(n) /
+        // 2.
         let half = 0.98 * (len as f64).sqrt();
         let low = (len as f64 / 2.0 - half).floor().max(0.0) as usize;
         let high = (len as f64 / 2.0 + half).ceil().min(len as f64 - 1.0) as usize;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! memcached with one thread, over a Unix socket: the shared cache that one would build oneself.
-//! Batches of pages are written and read at once, as its clients do it.
+//! memcached with one thread, over a Unix socket: the usual shared cache to build oneself. Batches
+//! of pages are written and read at once, as its clients do.
 
 use rustix::thread::Pid;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,10 +9,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tmem_pool::{PAGE_SIZE, Page};
 
-/// It takes connections sooner, or not at all.
+/// Longest time until memcached accepts connections.
 const START_MAX: Duration = Duration::from_secs(5);
 
-/// A server of its own, as long as this exists.
+/// A memcached server, which lives as long as this object.
 pub struct Memcached {
     child: Child,
     stream: UnixStream,
@@ -22,13 +22,13 @@ pub struct Memcached {
 }
 
 impl Memcached {
-    /// Starts it with so much memory.
+    /// Starts memcached with `bytes` of memory.
     ///
     /// # Errors
-    /// Why there is none to compare with.
+    /// The reason why there is no memcached to compare with.
     pub fn new(bytes: usize) -> Result<Memcached, String> {
         let socket = std::env::temp_dir().join(format!("tmem-bench-{}.sock", std::process::id()));
-        // It takes no work as root.
+        // memcached refuses to run as root.
         let user = match rustix::process::geteuid().is_root() {
             true => vec!["-u", "nobody"],
             false => vec![],
@@ -58,7 +58,7 @@ impl Memcached {
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 Err(error) => {
-                    // It is nobody's any more.
+                    // No other code uses the process any more; errors do not matter.
                     let _ = child.kill();
                     let _ = child.wait();
                     return Err(format!("memcached at {}: {error}", socket.display()));
@@ -75,7 +75,7 @@ impl Memcached {
         })
     }
 
-    /// Its threads.
+    /// Returns the threads of memcached.
     pub fn threads(&self) -> Vec<Pid> {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.child.id()));
         let number = |thread: std::fs::DirEntry| thread.file_name().to_str()?.parse().ok();
@@ -83,10 +83,10 @@ impl Memcached {
         all.filter_map(Pid::from_raw).collect()
     }
 
-    /// Asks for pages to be stored, without waiting.
+    /// Sends requests to store pages, without waiting for answers.
     ///
     /// # Errors
-    /// It is gone.
+    /// The connection to memcached is lost.
     pub fn send_sets<'a>(
         &mut self,
         pages: impl Iterator<Item = (usize, &'a Page)>,
@@ -103,10 +103,10 @@ impl Memcached {
             .map_err(|error| error.to_string())
     }
 
-    /// Takes the answers to so many of them.
+    /// Takes the answers to `pages` stored pages.
     ///
     /// # Errors
-    /// One was not stored.
+    /// A page was not stored.
     pub fn take_sets(&mut self, pages: usize) -> Result<(), String> {
         for _ in 0..pages {
             self.line("STORED")?;
@@ -114,10 +114,10 @@ impl Memcached {
         Ok(())
     }
 
-    /// Asks for pages, without waiting.
+    /// Sends a request for pages, without waiting for the answer.
     ///
     /// # Errors
-    /// It is gone.
+    /// The connection to memcached is lost.
     pub fn send_gets(&mut self, indices: impl Iterator<Item = usize>) -> Result<(), String> {
         self.buffer.clear();
         self.buffer.extend(b"get");
@@ -130,10 +130,10 @@ impl Memcached {
             .map_err(|error| error.to_string())
     }
 
-    /// Takes that many pages.
+    /// Reads as many pages as `into` holds.
     ///
     /// # Errors
-    /// One is missing.
+    /// A page is missing.
     pub fn take_gets(&mut self, into: &mut [Page]) -> Result<(), String> {
         let fault = |error: std::io::Error| error.to_string();
         for page in into {
@@ -160,7 +160,7 @@ impl Memcached {
 
 impl Drop for Memcached {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // Errors do not matter: memcached may have ended by itself.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_file(&self.socket);

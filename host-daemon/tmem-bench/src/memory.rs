@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a page takes: counted, not timed.
+//! Memory of a page in the pool. This is counted, not timed.
 
 use crate::bare;
 use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
 use std::collections::HashMap;
 use tmem_pool::{PAGE_SIZE, Page, PageHash, PoolStats, Time};
 
-/// Blobs that live at a time while they come and go.
+/// Number of blobs that are live at a time during the churn.
 const CHURN_BLOBS: usize = 65_536;
 
-/// How often all of them were replaced in the end.
+/// Number of replacements of each blob on average.
 const TURNOVERS: usize = 20;
 
-/// One sweep of the engine: idle memory goes back at its end, and nothing is recompressed yet.
+/// Duration of a sweep of the engine in nanoseconds. At its end idle memory goes back to the
+/// system, and nothing is recompressed yet.
 const SWEEP_NS: u64 = 600_000_000_000;
 
-/// All pages, in a pool of their own: bare lz4 bytes against all that the pool holds, before and
-/// after its cold pages are made denser.
+/// All memory of a pool with all pages, compared with the bytes of bare lz4, before and after its
+/// cold pages are recompressed.
 pub struct Held {
     pub vs_lz4_warm: f64,
     pub vs_lz4: f64,
@@ -27,7 +28,7 @@ fn lz4_bytes(pages: &[Box<Page>]) -> usize {
     pages.iter().map(|page| bare::lz4_bytes(page)).sum()
 }
 
-/// What lz4 makes of all pages.
+/// Returns the size of all pages after lz4, as a fraction of their raw size.
 pub fn lz4_fraction(pages: &[Box<Page>]) -> f64 {
     lz4_bytes(pages) as f64 / (pages.len() * PAGE_SIZE) as f64
 }
@@ -51,6 +52,8 @@ fn cool(rig: &Rig) {
     }
 }
 
+/// Measures the memory of a pool that holds all pages.
+///
 /// # Errors
 /// There is no address space.
 pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
@@ -69,17 +72,17 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     })
 }
 
-/// What two trees of files take in one trust domain, when they are cold.
+/// Memory of two trees of files in one trust domain, when they are cold.
 #[derive(Clone)]
 pub struct TwoServers {
-    /// Of each.
+    /// Number of pages of each tree.
     pub pages: [usize; 2],
     pub same_filled_pages: u64,
-    /// Pages that are there already, in the same tree or the other.
+    /// Pages that are stored already, from the same tree or the other.
     pub shared_pages: u64,
-    /// Bare, of all pages of both.
+    /// Bytes of all pages of both trees after bare lz4.
     pub lz4_bytes: usize,
-    /// All that the pool holds.
+    /// All memory of the pool in bytes.
     pub held_bytes: u64,
 }
 
@@ -89,7 +92,7 @@ impl TwoServers {
     }
 }
 
-/// Puts two trees of files, each as another VM's.
+/// Puts two trees of files, each from a VM of its own, and measures the memory.
 ///
 /// # Errors
 /// There is no address space.
@@ -106,7 +109,7 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     }
     rig.settle();
     cool(&rig);
-    // Each content is compressed once: many are there often.
+    // Compress each content once: many occur often.
     let (mut known, hash) = (HashMap::new(), PageHash::new(42));
     let lz4_bytes = trees
         .into_iter()
@@ -127,7 +130,8 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     })
 }
 
-/// Payload by memory, without metadata: after many turnovers, and after half of all has gone.
+/// Returns the payload as a fraction of the memory without metadata: after many replacements, and
+/// after half of all pages was dropped.
 ///
 /// # Errors
 /// There is no address space.
@@ -145,7 +149,7 @@ pub fn churn(
         for nth in 0..CHURN_BLOBS / BATCH {
             for page in &mut buffer {
                 *page = *pages[rng.usize(..pages.len())];
-                // None is ever there twice.
+                // The stamp makes all pages different.
                 stamp += 1;
                 page[..8].copy_from_slice(&stamp.to_le_bytes());
             }
@@ -164,7 +168,7 @@ pub fn churn(
         rig.settle();
     }
     let efficiency = |stats: PoolStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
-    // Idle memory goes back with the sweep.
+    // Idle memory goes back to the system with the sweep.
     rig.until(Time(SWEEP_NS));
     let churned = rig.pool.stats();
     assert!(churned.blobs >= CHURN_BLOBS as u64, "{churned:?}");

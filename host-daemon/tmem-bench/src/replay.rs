@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Traces through the engine's policies, over pool sizes: which share of the gets is a hit.
+//! Replays traces with the engine's policies and several pool sizes, and reports the share of gets
+//! that are hits.
 //!
-//! docs/traces.md says how traces are recorded, what is in them, and what a replay leaves out.
+//! docs/traces.md describes how traces are recorded, their contents, and what a replay leaves out.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -9,12 +10,12 @@ use tmem_pool::PolicyKind;
 use tmem_pool::replay::{Outcome, Replay};
 use tmem_pool::trace::{Event, Reader, TraceError};
 
-/// Pool sizes if none are given, in eighths of what the trace would fill if nothing were evicted:
-/// from where most is lost to where little is.
+/// Default pool sizes, in eighths of the memory that the trace would fill without evictions: from
+/// sizes where most is lost to sizes where little is.
 pub const EIGHTHS: std::ops::RangeInclusive<u64> = 1..=7;
 
-/// A compressed trace is no longer than this, whatever it says of itself: sixteen times a recorder's
-/// default.
+/// Largest size of a decompressed trace in bytes, whatever its header says: sixteen times a
+/// recorder's default.
 const TRACE_BYTES_MAX: u64 = 1 << 30;
 
 /// First bytes of a zstd frame.
@@ -22,32 +23,33 @@ const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What is replayed.
+/// Options of a replay.
 #[derive(clap::Args)]
 pub struct Args {
     /// Traces that `tmemd --trace` recorded, compressed by zstd or not.
     #[arg(required = true, value_name = "TRACE")]
     traces: Vec<PathBuf>,
-    /// Sizes of the pool in MiB, instead of eighths of what each trace would fill.
+    /// Sizes of the pool in MiB, instead of eighths of the memory that each trace would fill.
     #[arg(long, value_name = "N,...", value_delimiter = ',')]
     size_mib: Vec<u64>,
-    /// Of the index's hashes, which the policies use.
+    /// Seed of the index's hashes, which the policies use.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// The result for machines, on standard output.
+    /// Print the result as JSON on standard output.
     #[arg(long)]
     json: bool,
 }
 
-/// One policy at one size.
+/// Results of one policy at one size.
 #[derive(serde::Serialize)]
 struct Run {
     hit_ratio: f64,
     hits: u64,
     evictions: u64,
-    /// What the engine says of 25, 50 and 100 % more room.
+    /// The engine's estimates of additional hits with 25, 50 and 100 % more memory.
     gain_hits: [u64; 3],
-    /// And of 25, 50 and 75 % less: how many of `loss_hits_seen` hits would have been misses.
+    /// The engine's estimates of hits that would have been misses with 25, 50 and 75 % less memory,
+    /// among `loss_hits_seen` hits.
     loss_hits: [u64; 3],
     loss_hits_seen: u64,
 }
@@ -66,26 +68,26 @@ struct Trace {
     seconds: f64,
     puts: u64,
     gets: u64,
-    /// Charged at most if nothing is evicted, and what is hit then.
+    /// Largest charge in bytes without evictions, and the hit ratio in that case.
     peak_bytes: u64,
     hit_ratio_max: f64,
     sizes: Vec<AtSize>,
-    /// Over the sizes.
+    /// Mean over the sizes, by policy.
     mean: BTreeMap<&'static str, f64>,
 }
 
 #[derive(serde::Serialize)]
 struct Replayed {
     traces: Vec<Trace>,
-    /// Over the traces.
+    /// Mean over the traces, by policy.
     mean: BTreeMap<&'static str, f64>,
 }
 
-/// All events of a trace. One that was cut off, as by a daemon that was killed, counts as far as it
-/// goes.
+/// Reads all events of a trace. A trace that was cut off, for example because the daemon was
+/// killed, is used up to there.
 ///
 /// # Errors
-/// It cannot be read, or is no trace.
+/// The file cannot be read, or is no trace.
 pub fn load(path: &Path) -> Result<Vec<Event>, String> {
     let named = |what: &dyn std::fmt::Display| format!("{}: {what}", path.display());
     let mut bytes = std::fs::read(path).map_err(|error| named(&error))?;
@@ -117,7 +119,7 @@ fn decompress(bytes: &[u8]) -> Result<Vec<u8>, String> {
     Ok(out)
 }
 
-/// What comes of a trace with this policy in a pool of this size.
+/// Replays a trace with this policy in a pool of this size.
 ///
 /// # Errors
 /// The trace has more keys or pools than an engine takes, or there is no memory.
@@ -229,10 +231,10 @@ fn print(result: &Replayed) {
     row("all traces".into(), &mut means.into_iter());
 }
 
-/// Replays the traces and prints what came of them.
+/// Replays the traces and prints the results.
 ///
 /// # Errors
-/// One cannot be read.
+/// A trace cannot be read.
 pub fn run(args: &Args) -> Result<(), String> {
     let traces: Result<Vec<Trace>, String> =
         args.traces.iter().map(|path| trace(path, args)).collect();

@@ -17,11 +17,12 @@ use tmem_pool::{
 /// Seeds of the index's hashes and of the generated traces. TMEM_SEEDS=32 gives the figures of docs/traces.md.
 const SEEDS: u64 = 2;
 
-/// Sizes to guess from what more would bring, in sixteenths of what a trace would fill. Not a half: twice
-/// as much is just where all fits, and there a page more or less decides over a loop.
+/// Pool sizes for estimates of more memory, in sixteenths of the memory that a trace would fill. A
+/// half is left out: twice as much just holds everything, and there one page more or less decides
+/// about a loop.
 const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 
-/// Sizes to guess from what less would cost. The last has room for all.
+/// Pool sizes for estimates of less memory. The last one holds all pages.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
 /// Mean error of estimates of gains, in percent of all gets. tmem-pool's gain.rs has the bounds of single estimates.
@@ -39,7 +40,7 @@ fn seeds() -> std::ops::RangeInclusive<u64> {
     1..=count.unwrap_or(SEEDS)
 }
 
-/// The recorded ones, by name.
+/// Returns the recorded traces, by name.
 fn recorded() -> Vec<(String, Vec<Event>)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces");
     let entries = std::fs::read_dir(&folder).expect("tests/traces");
@@ -64,7 +65,7 @@ fn peak_bytes(events: &[Event]) -> u64 {
     whole.peak_bytes
 }
 
-/// Hit ratio with a policy, the mean of all sizes.
+/// Returns the hit ratio with a policy, as the mean of all sizes.
 fn mean_ratio(events: &[Event], policy: PolicyKind, seed: u64) -> f64 {
     let peak = peak_bytes(events);
     let ratio = |eighths| {
@@ -92,8 +93,8 @@ fn default_policy_is_no_worse_than_lru_and_better_on_the_mean() {
     assert!(sums.1 > sums.0, "lru {}, default {}", sums.0, sums.1);
 }
 
-/// A guest with a page cache of its own, which puts what has been used longest ago and gets what it
-/// has not. `next` says which page it reads.
+/// Returns the events of a guest with a page cache of its own. It puts the page that was used
+/// longest ago, and gets pages that it does not have. `next` returns the page that it reads.
 fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Vec<Event> {
     let (mut events, mut used, mut order) = (Vec::new(), HashMap::new(), BTreeMap::new());
     let place = |page: u64| {
@@ -139,13 +140,14 @@ fn guest(reads: u64, cache_pages: usize, mut next: impl FnMut(u64) -> u64) -> Ve
     events
 }
 
-/// Reads of which some pages get more than others, in each of several ways.
+/// Returns traces in which some pages are read more often than others, in several ways.
 fn synthetic(seed: u64) -> Vec<(String, Vec<Event>)> {
     const PAGES: u64 = 8_000;
     const READS: u64 = 60_000;
     const CACHE: usize = 800;
     let rng = || fastrand::Rng::with_seed(seed);
-    // Page n with a chance in proportion to 1/(n + 1), scattered over the objects.
+    // Page n has a probability in proportion to 1/(n + 1), and pages are scattered over the
+    // objects.
     let zipf = |rng: &mut fastrand::Rng| {
         let nth = ((PAGES as f64).powf(rng.f64()) - 1.0) as u64;
         nth.wrapping_mul(7919) % PAGES
@@ -213,7 +215,7 @@ impl Errors {
     }
 }
 
-/// A trace at several sizes, each of them replayed once.
+/// A trace at several sizes, each of which is replayed once.
 struct Sizes<'a> {
     events: &'a [Event],
     peak: u64,
@@ -222,7 +224,7 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// In sixteenths of what it would fill, and of that in percent.
+    /// Replays at `sixteenths` of the memory that the trace would fill, and of that `percent`.
     fn run(&mut self, sixteenths: u64, percent: u64) -> Outcome {
         let parts = sixteenths * percent;
         let replay = || {
@@ -233,8 +235,8 @@ impl Sizes<'_> {
     }
 }
 
-/// The engine's guess of hits that more room would bring and less would cost, against replays with more
-/// and with less; and what it would have cost to give up what it finds of no use.
+/// Compares the engine's estimates for more and less memory with replays with more and less memory.
+/// It also measures the cost of giving up the memory that the engine finds useless.
 #[test]
 fn gains_and_losses_are_guessed_within_bounds() {
     let recorded = recorded();
@@ -269,7 +271,8 @@ fn gains_and_losses_are_guessed_within_bounds() {
         }
         for sixteenths in LOSS_SIXTEENTHS {
             for late in [false, true] {
-                // As an interval is told: all less what was before.
+                // An interval is computed from counters: the value at its end minus that at its
+                // start.
                 let mut run = |percent| {
                     let all = whole.run(sixteenths, percent);
                     let before = match late {

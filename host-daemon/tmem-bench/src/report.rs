@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Figures beside what is wanted of them, for people and for machines.
+//! Figures beside their targets, for people and for programs.
 
 use crate::measure::Ratio;
 use serde_json::{Map, Value, json};
 use std::io::{IsTerminal, Write};
 
-/// Which side of it is good.
+/// Target of a figure: the side of a value that is good.
 #[derive(Clone, Copy)]
 pub enum Target {
     AtMost(f64),
     AtLeast(f64),
-    /// Only told.
+    /// No target: the figure is only reported.
     None,
 }
 
@@ -37,12 +37,12 @@ impl Target {
 pub struct Results(Vec<(&'static str, Target, Result<Ratio, String>)>);
 
 impl Results {
-    /// The next one.
+    /// Adds the next ratio.
     pub fn add(&mut self, key: &'static str, target: Target, ratio: Result<Ratio, String>) {
         self.0.push((key, target, ratio));
     }
 
-    /// For people.
+    /// Prints the ratios for people.
     pub fn print(&self) {
         println!("\n{:34} {:>9}   95 % interval", "ratio", "");
         for (key, target, ratio) in &self.0 {
@@ -68,7 +68,8 @@ impl Results {
         }
     }
 
-    /// For machines: by key, with intervals and why what is missing is missing.
+    /// Returns the ratios for programs: by key, with intervals, and with the reason for each
+    /// missing one.
     pub fn json(&self) -> Map<String, Value> {
         let (mut all, mut intervals, mut skipped) = (Map::new(), Map::new(), Map::new());
         for (key, _, ratio) in &self.0 {
@@ -89,7 +90,7 @@ impl Results {
     }
 }
 
-/// For whoever waits at a terminal.
+/// Shows progress to a user at a terminal.
 pub fn progress(text: &str) {
     if std::io::stderr().is_terminal() {
         eprint!("\r\x1b[K{text}");

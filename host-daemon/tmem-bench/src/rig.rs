@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A pool with tenants, driven as the daemon drives it: batches in, batches out, work behind.
+//! A pool with tenants, driven as the daemon drives it: puts and gets in batches, and background
+//! work later.
 
 use tmem_pool::{
     GetResult, Page, Pool, PoolConfig, Put, PutResult, Quota, Spent, Tenant, TenantSpec, Time,
@@ -8,15 +9,15 @@ use tmem_pool::{
 /// Pages of a request.
 pub const BATCH: usize = 64;
 
-/// Pages that a tenant may have raw, in a pool of any size that is measured here.
+/// Most raw pages of a tenant, in a pool of any size that is measured here.
 pub const RAW_PAGES: usize = 2048;
 
 const POOL: u32 = 1;
 
-/// While this is the time, nothing becomes cold.
+/// Time at which nothing is cold.
 pub const NOW: Time = Time(0);
 
-/// What the sweep needs to pass all, twice over.
+/// Time in nanoseconds in which the sweep passes all pages twice.
 pub const LATER_NS: u64 = 3_600_000_000_000;
 
 /// A pool with one tenant.
@@ -25,10 +26,12 @@ pub struct Rig {
     pub tenant: Guest,
 }
 
-/// One tenant of it.
+/// One tenant of the pool.
 pub struct Guest(Tenant);
 
 impl Rig {
+    /// Creates a pool with one tenant.
+    ///
     /// # Errors
     /// There is no address space for the pool.
     pub fn new(size_bytes: u64) -> Result<Rig, String> {
@@ -44,18 +47,18 @@ impl Rig {
         Ok(Rig { pool, tenant })
     }
 
-    /// Until no page is raw and nothing is left to free.
+    /// Does background work until no page is raw and nothing is left to free.
     pub fn settle(&self) {
         self.until(NOW);
     }
 
-    /// All that is to be done by then.
+    /// Does all background work that is due at `now`.
     pub fn until(&self, now: Time) {
         while self.pool.maintain(now, 4096) {}
     }
 }
 
-/// Another tenant of the same trust domain.
+/// Adds a tenant of the common trust domain.
 ///
 /// # Errors
 /// The pool has no room for it.
@@ -77,7 +80,7 @@ pub fn guest(pool: &Pool, name: &str) -> Result<Guest, String> {
 }
 
 impl Guest {
-    /// Puts one batch at most, the first under index `first` of the object.
+    /// Puts one batch at most; the first page gets the index `first` of the object.
     ///
     /// # Panics
     /// A page is refused.

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How long a VM waits for its pages beside another VM that keeps the worker busy.
+//! How long a VM waits for its pages while another VM keeps the worker busy.
 //!
-//! A victim gets one page at a time, alone and beside an attacker, in turns. The attacker has as many
-//! requests in flight as its queue takes, of the kind that takes the worker longest. Both share one
-//! worker, which has a processor of its own; a thread on another processor drives both guests. Times are
-//! from the request to its answer, as the victim sees them.
+//! A victim gets one page at a time, alone and beside an attacker, in turns. The attacker has as
+//! many requests in flight as its queue takes, of the kind that costs the worker most time. Both
+//! share one worker, which has a processor of its own; a thread on another processor drives both
+//! guests. Times are from the request to its answer, as the victim sees them.
 
 use crate::path::guest::{Guest, Run};
 use crate::path::host::{Host, Path, pin};
@@ -19,26 +19,26 @@ use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 use zerocopy::IntoBytes;
 
-/// Chains in flight.
+/// Number of chains in flight.
 const CHAINS: usize = 64;
 /// Pages of the largest range that one slice was once allowed.
 const RANGE_PAGES: u64 = 511;
-/// Pages of an object that a FLUSH frees itself.
+/// Pages of an object that a FLUSH itself frees.
 const OBJECT_PAGES: u64 = 16;
-/// Chains of objects and of batches: as many pages as can be made in a moment.
+/// Number of chains that name objects or batches, so that their pages are generated quickly.
 const FEW_CHAINS: usize = 16;
 const BATCH: usize = wire::BATCH_MAX;
-/// Pages that the victim has.
+/// Number of the victim's pages.
 const VICTIM_PAGES: usize = 512;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 const POOL_BYTES: u64 = 1 << 30;
 /// Time after which pages are cold.
 const COLD_NS: u64 = 3_600_000_000_000;
-/// An attack that has no end is stopped after so long.
+/// Time after which an attack without end is stopped.
 const ATTACK: Duration = Duration::from_millis(30);
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// The worker does not sleep between requests.
+/// Polling time of the worker: it does not sleep between requests.
 const POLL_MAX: Duration = Duration::from_millis(1);
 const PROCESSORS: [usize; 2] = [0, 1];
 
@@ -48,14 +48,14 @@ pub struct Args {
     /// Rounds for each attack, one alone and one beside it.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
-    /// The victim pauses so long between two gets. Without a pause its next get comes in time for the same
-    /// slice, so that most of them wait for no other VM.
+    /// Pause of the victim between two gets, in µs. Without a pause its next get comes in time for
+    /// the same slice, so that most gets wait for no other VM.
     #[arg(long, default_value_t = 20, value_name = "NUMBER")]
     pause_us: u64,
     /// Event loop of the worker: auto, epoll or io_uring.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     event_loop: EventLoop,
-    /// The result for machines, on standard output.
+    /// Print the result as JSON on standard output.
     #[arg(long)]
     json: bool,
 }
@@ -107,7 +107,8 @@ impl Attack {
         }
     }
 
-    /// An answered chain is sent again: it needs no pages that the first answer has used up.
+    /// Returns whether an answered chain is sent again, because it needs no pages that the first
+    /// answer used up.
     fn is_endless(self) -> bool {
         matches!(
             self,
@@ -132,7 +133,7 @@ struct Attacker {
     guest: FakeGuest,
     attack: Attack,
     chains: Vec<(Vec<Buffer>, u64)>,
-    /// Chains to send.
+    /// Chains that are still to be sent.
     left: VecDeque<usize>,
     in_flight: usize,
     answered: usize,
@@ -145,7 +146,7 @@ fn noise(rng: &mut fastrand::Rng) -> Page {
     page
 }
 
-/// Eight letters, which zstd packs into fewer bits and lz4 does not.
+/// Returns a page of eight letters, which zstd packs into fewer bits and lz4 does not.
 fn dense(rng: &mut fastrand::Rng) -> Page {
     let mut page = noise(rng);
     page.iter_mut()
@@ -308,7 +309,7 @@ impl Attacker {
         self.left.extend(0..self.chains.len());
     }
 
-    /// Takes answers and sends what is left.
+    /// Takes answers and sends the remaining chains.
     fn go_on(&mut self) -> Result<(), String> {
         let queue = self.attack.queue();
         loop {
@@ -407,7 +408,7 @@ impl Rig {
         while self.host.pool.maintain(Time(self.now_ns), 4096) {}
     }
 
-    /// Stores what the attack uses up.
+    /// Stores the pages that the attack uses up.
     fn stock(&mut self, round: usize) -> Result<(), String> {
         let mut rng = fastrand::Rng::with_seed(round as u64);
         match self.attacker.attack {
@@ -436,7 +437,7 @@ impl Rig {
                     self.settle();
                 }
             }
-            // Keys that are followed.
+            // Put keys that the engine follows.
             Attack::FlushEmptyRanges | Attack::Pools if round == 0 => {
                 let pages = [[7; PAGE_SIZE]; BATCH];
                 for index in (0..1024).step_by(BATCH) {
@@ -449,8 +450,8 @@ impl Rig {
         Ok(())
     }
 
-    /// Gets one page after the other, and returns the times in µs. Beside the attack, for as long as it
-    /// takes; alone, as long as all pages last.
+    /// Gets one page after the other, and returns the times in µs. Beside the attack, this takes as
+    /// long as the attack; alone, until all pages are used up.
     fn times(&mut self, beside: bool, pause: Duration) -> Result<Vec<f64>, String> {
         let runs: Vec<Run> = (0..VICTIM_PAGES / BATCH)
             .map(|nth| Run {
@@ -458,14 +459,15 @@ impl Rig {
                 pages: BATCH,
             })
             .collect();
-        // Puts the pages again that the last round took.
+        // Put the pages again that the last round took.
         self.victim.all(&runs, true)?;
         self.settle();
         let mut times = Vec::new();
         let mut begun = Instant::now();
         if beside {
             self.attacker.begin();
-            // The attacker is busy only when the worker has answered one of its chains.
+            // The attacker keeps the worker busy only after the worker has answered one of its
+            // chains.
             while self.attacker.answered == 0 {
                 self.attacker.go_on()?;
                 if begun.elapsed() > TIMEOUT {
@@ -514,7 +516,7 @@ fn percentile(sorted: &[f64], part: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * part) as usize]
 }
 
-/// Runs and prints all.
+/// Runs the benchmark and prints it.
 ///
 /// # Errors
 /// The daemon refuses, or a request is not answered.

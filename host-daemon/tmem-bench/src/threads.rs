@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How much more two threads do than one: giving pages their final form, beside bare lz4.
+//! Gain from a second thread: for giving pages their final form, compared with bare lz4.
 
 use crate::bare;
 use crate::measure::{Ratio, Samples, cpu_ns};
@@ -9,21 +9,21 @@ use std::hint::black_box;
 use std::time::Instant;
 use tmem_pool::PAGE_SIZE;
 
-/// Tenants that have raw pages.
+/// Number of tenants with raw pages.
 const TENANTS: usize = 8;
 
-/// Repetitions at most: each takes a fifth of a second.
+/// Most repetitions: each takes a fifth of a second.
 const ROUNDS_MAX: usize = 21;
 
-/// How much more two threads do than one, by that of bare lz4.
+/// The engine's gain from a second thread, relative to that of bare lz4.
 pub struct Scaling {
-    /// In the same time, which others that run take from both.
+    /// Gain in elapsed time. Other load on the machine affects both alike.
     pub time: Ratio,
-    /// In the same processor time, which leaves out what they wait for each other.
+    /// Gain in processor time, which leaves out the time that threads wait for each other.
     pub work: Ratio,
 }
 
-/// Time that so many threads take together, and the processor time of all.
+/// Returns the elapsed time of `threads` threads that work together, and the processor time of all.
 fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
     let since = Instant::now();
     let spent_ns: f64 = std::thread::scope(|scope| {
@@ -42,12 +42,12 @@ fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
     [since.elapsed().as_secs_f64(), spent_ns / 1e9]
 }
 
-/// What a second thread gains, in time and in processor time, in each round.
+/// Gain from a second thread in elapsed time and in processor time, in each round.
 #[derive(Default)]
 struct Gains([Samples; 2]);
 
 impl Gains {
-    /// `measure` does it with so many threads.
+    /// Adds a round. `measure` returns the times for a number of threads.
     fn round(&mut self, threads: [usize; 2], measure: impl FnMut(usize) -> [f64; 2]) {
         let [first, second] = threads.map(measure);
         for (nth, samples) in self.0.iter_mut().enumerate() {
@@ -61,7 +61,7 @@ impl Gains {
     }
 }
 
-/// The engine's gain from a second thread by that of bare lz4.
+/// Returns the engine's gain from a second thread, relative to that of bare lz4.
 ///
 /// # Errors
 /// There is no address space, or only one processor.
@@ -79,7 +79,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let pages = &pages[..part * TENANTS];
     for round in 0..rounds {
         progress(&format!("threads, round {} of {rounds}", round + 1));
-        // By turns, since whoever shares the machine comes and goes.
+        // The order changes in each round, because other load on the machine varies.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
         lz4.round(threads, |threads| {
             seconds(threads, |thread| {

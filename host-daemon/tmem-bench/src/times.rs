@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a page costs: bare library calls, zram and the engine, by turns.
+//! Time for each page: bare library calls, zram and the engine, in turns.
 //!
-//! The pool holds all pages of the corpus and stays as it is: in each round some batches at random
-//! are got, put again, and given their final form. Each page is there twice, once for the engine
-//! and once for what it is compared with, so that it has left the caches when either comes to it.
+//! The pool holds all pages of the corpus at all times. In each round, random batches are got, put
+//! again, and given their final form. Each page exists twice, once for the engine and once for the
+//! baselines, so that it has left the caches before either reads it.
 
 use crate::bare;
 use crate::measure::{Samples, cpu_ns};
@@ -16,13 +16,14 @@ use tmem_pool::{PAGE_SIZE, Page, PageHash, Time};
 const BATCHES: usize = RAW_PAGES / BATCH / 2;
 const PAGES: usize = BATCHES * BATCH;
 
-/// A round takes two parts at random, and most of a corpus has to be cold.
+/// Least number of pages: a round takes two parts at random, and most of a corpus has to be cold.
 pub const PAGES_MIN: usize = 8 * PAGES;
 
-/// For zram, which the engine's figures are compared with by their medians alone.
+/// In each round, one batch in this many is measured with zram, because only medians are compared
+/// with zram.
 const ZRAM_PART: usize = 4;
 
-/// A page that lz4 takes.
+/// A page that lz4 compresses.
 pub struct Sized {
     pub page: Box<Page>,
     twin: Box<Page>,
@@ -30,7 +31,7 @@ pub struct Sized {
     hash: u128,
 }
 
-/// Nanoseconds a page of everything.
+/// Times of all operations in nanoseconds per page.
 #[derive(Default)]
 pub struct Times {
     pub copy: Samples,
@@ -49,7 +50,7 @@ pub struct Times {
     pub recompress: Samples,
 }
 
-/// Pages of a corpus that lz4 shrinks.
+/// Returns the pages of a corpus that lz4 shrinks.
 pub fn sized(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
     let mut buffer = [0; PAGE_SIZE];
     let sized = pages.iter().filter_map(|page| {
@@ -66,12 +67,12 @@ pub fn sized(pages: &[Box<Page>], hash: &PageHash) -> Vec<Sized> {
     sized
 }
 
-/// A batch of the corpus.
+/// Returns a batch of the corpus.
 fn batch(pages: &[Sized], nr: usize) -> &[Sized] {
     &pages[nr * BATCH..(nr + 1) * BATCH]
 }
 
-/// Fills a pool with all pages, measured as it grows.
+/// Fills a pool with all pages, and measures the puts while the pool grows.
 ///
 /// # Errors
 /// There is no address space.
@@ -105,7 +106,7 @@ pub fn run(
     let hash = PageHash::new(42);
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut order: Vec<usize> = (0..pages.len() / BATCH).collect();
-    // A guest reads into pages that it has just been given.
+    // Buffers for the returned pages: a guest reads into pages that it has just been given.
     let mut copies = vec![[0; PAGE_SIZE]; PAGES];
     if let Some(zram) = &mut zram {
         progress("filling zram");
@@ -117,7 +118,8 @@ pub fn run(
         progress(&format!("round {} of {rounds}", round + 1));
         rng.shuffle(&mut order);
         let (ours, raw) = (&order[..BATCHES], &order[BATCHES..2 * BATCHES]);
-        // Who is first finds the caches as others left them.
+        // The order changes in each round, because the first operation finds caches that the last
+        // round filled.
         if round % 2 == 0 {
             bare(times, &hash, pages, ours, &mut copies);
             engine(times, rig, &hash, pages, ours, raw, &mut copies);
@@ -133,8 +135,8 @@ pub fn run(
     Ok(())
 }
 
-/// What cannot be done without. Each in its own pass over the pages; in between they are evicted
-/// from the caches by the other passes.
+/// Measures the unavoidable work. Each operation makes its own pass over the pages, so that the
+/// passes of the others evict the pages from the caches in between.
 fn bare(
     times: &mut Times,
     hash: &PageHash,
@@ -168,7 +170,7 @@ fn bare(
     });
 }
 
-/// Gets, puts and settles these batches, then puts and gets others while they are raw.
+/// Gets, puts and finalizes these batches; then puts and gets others while they are raw.
 fn engine(
     times: &mut Times,
     rig: &Rig,
@@ -186,7 +188,7 @@ fn engine(
         drop(spent);
         get_ns += got - since;
         free_ns += cpu_ns() - got;
-        // By their hashes: the pages themselves are to stay out of the caches.
+        // The check uses hashes, so that the pages themselves stay out of the caches.
         let right = batch(pages, nr).iter().zip(&*out);
         for (sized, out) in right {
             assert!(hash.of(out) == sized.hash, "wrong bytes");
@@ -218,7 +220,7 @@ fn engine(
     rig.settle();
 }
 
-/// The same batches, page by page: zram knows no others.
+/// Does the batches page by page, since zram has no batches.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,
@@ -242,7 +244,7 @@ fn zram_round(
     Ok(())
 }
 
-/// Lets all pages become cold and makes them denser. Its time is for each page that is held.
+/// Lets all pages become cold and be recompressed. The time is per held page.
 pub fn recompress(times: &mut Times, rig: &Rig, pages: usize) {
     rig.until(Time(LATER_NS));
     times.recompress.time(pages, || {

@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Whether a guest can tell, by the time of its own requests, that a VM of another trust domain has a page.
+//! Whether a guest can find out, by timing its own requests, that a VM of another trust domain has
+//! a page.
 //!
-//! An equivalence test. In each round a neighbour holds one half of the pages, which half by lot; a guest of
-//! another domain puts all of them, page by page and in batches, in random order, and its times with pages of the
-//! one half are divided by those with the other. So each page is its own control, and load falls on both alike.
-//! Times are equal if the median of the rounds' ratios lies within a bound of 1 with 95 % confidence: two
-//! one-sided sign tests, at 2.5 % each, which assume nothing of how times are spread.
+//! This is an equivalence test. In each round a neighbour holds one half of the pages, chosen at
+//! random. A guest of another domain puts all of them, page by page and in batches, in random
+//! order. Its times with pages of the held half are divided by those with the other half. So each
+//! page is its own control, and load falls on both halves alike. Times count as equal if the median
+//! of the rounds' ratios lies within a bound of 1 with 95 % confidence. The test consists of two
+//! one-sided sign tests, at 2.5 % each, which assume nothing about the distribution of times.
 //!
-//! A test that finds nothing proves nothing, so each run must also find what is there: a delay that is put in, and
-//! what VMs of one domain are known to see of each other. Without that, or if the interval is too wide, it is
-//! undecided, never good. Never here: what the guest is answered, which is the same to the bit
-//! (`tmem-pool/tests/apart.rs`).
+//! A test that finds nothing proves nothing. So each run must also find differences that exist: an
+//! injected delay, and the known effect that VMs of one domain see of each other. Without these, or
+//! if the interval is too wide, the result is undecided, never good. Out of scope: the answers to
+//! the guest, which are the same to the bit (`tmem-pool/tests/apart.rs`).
 
 use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
@@ -23,79 +25,82 @@ use tmem_pool::{PAGE_SIZE, Page, Quota};
 use tmemd::config::EventLoop;
 use virtio_tmem as wire;
 
-/// What counts as equal. A put of a page takes a microsecond or so, of which this is some 30 ns: less than the one
-/// miss of the processor's caches that the cheapest look-up in an index takes, and a tenth of hashing a page.
+/// Bound of the difference that counts as equal. A put of a page takes a microsecond or so, of
+/// which this is some 30 ns. That is less than the single cache miss of the cheapest look-up in an
+/// index, and a tenth of hashing a page.
 const BOUND: f64 = 0.03;
 
-/// The delay that has to be found, in bounds: it is wherever the bound can be.
+/// Injected delay that a run has to find, in multiples of the bound, so that it is visible wherever
+/// the bound is.
 const DELAY_BOUNDS: f64 = 2.0;
 
-/// Times in a row that a difference must be found. One in forty is chance.
+/// Number of runs in a row that must find a difference. One run in forty finds one by chance.
 const REPEATS: usize = 3;
 
-/// Fewer have no interval of 95 %: of six it is from the least to the most.
+/// Least number of rounds with an interval of 95 %: for six rounds it is from the smallest to the
+/// largest value.
 const ROUNDS_MIN: usize = 6;
 
-/// Batches of either half: with both, less than what a guest may have raw.
+/// Most batches of a half: both halves together are fewer pages than a guest may have raw.
 const BATCHES_MAX: usize = 14;
 
-/// Single pages of either half and round, of its first batch.
+/// Single pages of each half in a round, from its first batch.
 const SINGLES: usize = BATCH;
 
-/// Raw pages that a VM may have that is entitled to nothing.
+/// Raw pages that a VM without entitlement may have.
 const RAW_MIN: usize = 256;
 
-/// Of VMs that have all that they need.
+/// Reserve in bytes of VMs that have all the memory that they need.
 const RESERVE_BYTES: u64 = 128 << 20;
 
-/// The worker looks for the next request for so long, longer than we ever take.
+/// Polling time of the worker, longer than any pause of the benchmark.
 const POLL_MAX: Duration = Duration::from_millis(1);
 
-/// Where the worker runs, and where the guest.
+/// Processors of the worker and of the guest.
 const PROCESSORS: [usize; 2] = [0, 1];
 
 /// Bytes of a page that do not compress.
 const NOISE_BYTES: usize = 1024;
 
-/// What is measured with.
+/// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
     /// Rounds of a run: four times as many make the interval half as wide.
     #[arg(long, default_value_t = 200, value_name = "NUMBER")]
     rounds: usize,
-    /// A run ends after so many seconds, with the rounds that it has.
+    /// A run ends after this many seconds, with the rounds that it has.
     #[arg(long, default_value_t = 60, value_name = "NUMBER")]
     seconds: u64,
     /// Batches of 64 pages that the neighbour holds.
     #[arg(long, default_value_t = BATCHES_MAX, value_name = "NUMBER")]
     batches: usize,
-    /// What counts as equal, as a part of the time.
+    /// Largest difference that counts as equal, as a fraction of the time.
     #[arg(long, default_value_t = BOUND, value_name = "PART")]
     bound: f64,
-    /// What the worker sleeps in: auto, epoll or io_uring.
+    /// Event loop of the worker: auto, epoll or io_uring.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     event_loop: EventLoop,
-    /// The pages, who holds which, and the order in which they are put.
+    /// Seed of the pages, of the half that is held, and of the order of puts.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// The result for machines, on standard output.
+    /// Print the result as JSON on standard output.
     #[arg(long)]
     json: bool,
 }
 
-/// What a time is of.
+/// Operation that is timed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum What {
-    /// From the request to the answer.
+    /// A put, from the request to the answer.
     PutBatch,
     PutPage,
-    /// Of puts that are refused: over the VM's limit, and with too many pages not yet compressed.
+    /// A refused put: over the VM's limit, or with too many pages not yet compressed.
     RefusedLimit,
     RefusedNursery,
     GetBatch,
-    /// Of the background thread, until the pages have their final form: when there is room for more.
+    /// Finalizing the pages: time of the background thread until there is room for more.
     Settle,
-    /// With a delay put in.
+    /// A put with an injected delay.
     Delayed,
 }
 
@@ -113,16 +118,16 @@ impl What {
     }
 }
 
-/// Who holds one half of the pages.
+/// Holder of one half of the pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Holder {
     /// A VM of another trust domain.
     Stranger,
-    /// Of the same.
+    /// A VM of the same trust domain.
     Friend,
 }
 
-/// How it came out.
+/// Result of one comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
     Equal,
@@ -141,14 +146,14 @@ impl Verdict {
     }
 }
 
-/// Ratios of each round, and times of pages that nobody holds, in ns for each page.
+/// Ratios of each round, and times of pages that no VM holds, in ns per page.
 struct Times {
     bound: f64,
     ratios: BTreeMap<(Holder, What), Vec<f64>>,
     ns: BTreeMap<(Holder, What), Vec<f64>>,
 }
 
-/// Times of a round: of pages that are held, and that are not.
+/// Times of a round: of pages that are held, and of pages that are not.
 type Arms = [Vec<f64>; 2];
 
 const HELD: usize = 0;
@@ -183,7 +188,7 @@ impl Times {
     }
 }
 
-/// Pages that compress, no two alike.
+/// Returns different pages that compress.
 fn pages(count: usize, rng: &mut fastrand::Rng) -> Vec<Page> {
     let page = |_| {
         let mut page = [7; PAGE_SIZE];
@@ -193,17 +198,18 @@ fn pages(count: usize, rng: &mut fastrand::Rng) -> Vec<Page> {
     (0..count).map(page).collect()
 }
 
-/// A host with a guest that measures, and those who hold pages.
+/// A host with a guest that measures, and guests that hold pages.
 struct Rig {
     guest: Guest,
     stranger: Guest,
     friend: Guest,
-    /// Entitled to nothing: with as many raw pages as it may have it is refused more.
+    /// Guest without entitlement: when it has as many raw pages as it may, further ones are
+    /// refused.
     full: Guest,
-    /// Its limit is 0.
+    /// Guest with the limit 0.
     poor: Guest,
     batches: usize,
-    /// Last: those who are connected go before.
+    /// The last field, because the guests must be dropped before it.
     host: Host,
     _path: Path,
 }
@@ -215,7 +221,7 @@ impl Rig {
         }
         let host = Host::new(1 << 30)?;
         let path = host.serve(args.event_loop, POLL_MAX, PROCESSORS[0])?;
-        // Both halves, and what fills up one who may have few raw pages.
+        // The pages of both halves, and pages that fill up the guest that may have few raw pages.
         let halves = 2 * args.batches * BATCH;
         let pages = pages(halves + RAW_MIN, rng);
         let enough = (RESERVE_BYTES, None, 100);
@@ -241,7 +247,7 @@ impl Rig {
         })
     }
 
-    /// Batches of a half.
+    /// Returns the batches of a half.
     fn half(&self, half: usize) -> Vec<Run> {
         let run = |nr| Run {
             index: nr * BATCH,
@@ -251,14 +257,15 @@ impl Rig {
         (first..first + self.batches).map(run).collect()
     }
 
-    /// Its single pages, which are not in batches.
+    /// Returns the single pages of a half, which are put one by one.
     fn singles(&self, half: usize) -> Vec<Run> {
         let first = half * self.batches * BATCH;
         let run = |index| Run { index, pages: 1 };
         (first..first + SINGLES).map(run).collect()
     }
 
-    /// Runs of both halves, and whether they are held, in random order.
+    /// Returns the runs of both halves in random order, each with the flag that says whether it is
+    /// held.
     fn mixed(
         &self,
         held: usize,
@@ -273,7 +280,7 @@ impl Rig {
         runs
     }
 
-    /// One round: `held` is the half that is held.
+    /// Does one round: `held` is the number of the held half.
     fn round(
         &mut self,
         times: &mut Times,
@@ -288,7 +295,7 @@ impl Rig {
         let later = |rig: &Rig, half| rig.half(half).split_off(1);
         let singles = |rig: &Rig, half| rig.singles(half);
 
-        // The first batch of either half goes page by page.
+        // The first batch of each half is put page by page.
         let order = self.mixed(held, rng, singles);
         let arms = time(&mut self.guest, &order, Guest::put_one)?;
         times.add((holder, What::PutPage), arms);
@@ -300,7 +307,7 @@ impl Rig {
         let arms = time(&mut self.guest, &order, Guest::get_one)?;
         times.add((holder, What::GetBatch), arms);
 
-        // Of pages that nobody holds alone, half of them with a delay.
+        // Only pages that no VM holds, half of them with a delay.
         let order = self.half(1 - held);
         let delay_ns = DELAY_BOUNDS
             * times.bound
@@ -328,7 +335,7 @@ impl Rig {
         self.host.settle();
         self.guest.all(&self.half(1 - held), false)?;
 
-        // One half after the other, since they share the thread.
+        // One half after the other, because both use the same thread.
         let mut arms = Arms::default();
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
@@ -390,7 +397,7 @@ impl Guest {
     }
 }
 
-/// Times of runs, one at a time, by arm, in ns for each page.
+/// Returns the times of runs, one at a time, for each half, in ns per page.
 fn time(
     guest: &mut Guest,
     order: &[(usize, Run)],
@@ -405,7 +412,7 @@ fn time(
     Ok(arms)
 }
 
-/// What must be equal, and what must not be.
+/// Operations whose times must be equal; then those whose times must differ.
 const EQUAL: [What; 6] = [
     What::PutBatch,
     What::PutPage,
@@ -419,7 +426,7 @@ const DIFFERENT: [(Holder, What); 2] = [
     (Holder::Friend, What::Settle),
 ];
 
-/// One run.
+/// Does one run.
 fn measure(args: &Args, seed: u64) -> Result<Times, String> {
     let mut rng = fastrand::Rng::with_seed(seed);
     pin(None, PROCESSORS[1])?;
@@ -440,17 +447,17 @@ fn measure(args: &Args, seed: u64) -> Result<Times, String> {
     Ok(times)
 }
 
-/// What the runs came to.
+/// Result of all runs.
 #[derive(Debug, PartialEq)]
 enum Outcome {
     Equal,
-    /// A figure that was different each time.
+    /// Name of an operation whose time differed in each run.
     Different(&'static str),
-    /// Why.
+    /// Reason why nothing can be said.
     Undecided(String),
 }
 
-/// What one run came to.
+/// Returns the result of one run.
 fn outcome(times: &Times) -> Outcome {
     let rounds = times.ratios.values().next().map_or(0, Vec::len);
     if rounds < ROUNDS_MIN {
@@ -491,7 +498,7 @@ fn outcome(times: &Times) -> Outcome {
     }
 }
 
-/// Runs until one finds all equal, or some difference was there each time.
+/// Runs until one run finds all times equal, or until a difference was found in each run.
 fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times, Outcome), String> {
     let mut last = None;
     let mut different = Vec::new();
@@ -520,7 +527,8 @@ fn decide(mut run: impl FnMut(usize) -> Result<Times, String>) -> Result<(Times,
 /// Runs the benchmark and prints it.
 ///
 /// # Errors
-/// There are too few processors, what is measured does not work, there is a difference, or none can be told.
+/// There are too few processors, a measured operation fails, there is a difference, or the result
+/// is undecided.
 pub fn run(args: &Args) -> Result<(), String> {
     let (times, outcome) = decide(|nth| measure(args, args.seed + nth as u64))?;
     match args.json {
@@ -584,7 +592,7 @@ mod tests {
     use super::*;
     use tmem_sim::{Missing, skipped};
 
-    /// A run in which all ratios are as these say.
+    /// Returns a run whose ratios are those of `of`.
     fn times(of: impl Fn(Holder, What) -> f64, spread: f64) -> Times {
         let mut times = Times::new(BOUND);
         for holder in [Holder::Stranger, Holder::Friend] {
@@ -633,13 +641,13 @@ mod tests {
             })
         });
         assert_eq!(at_last.expect("measured").1, Outcome::Equal);
-        // Who does not find what is there finds nothing.
+        // A run that does not find existing differences is undecided.
         let blind = times(|_, _| 1.0, 0.01);
         assert!(matches!(outcome(&blind), Outcome::Undecided(_)));
     }
 
-    /// Few rounds, of an unoptimized daemon, beside whatever else runs: it finds what costs a tenth of a put. What
-    /// is finer is for `make bench-timing`.
+    /// A test with few rounds and an unoptimized daemon, beside other load on the machine. It finds
+    /// a difference of a tenth of a put; `make bench-timing` finds smaller ones.
     #[test]
     fn a_guest_cannot_tell_by_time_what_a_stranger_has() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Many VMs on one daemon: what it takes of the host, how long its messages take when all connect
-//! at once and under load, and whether a large VM that leaves is noticed by another: one with much in
-//! the pool, and one with much memory that the daemon has touched and has to unmap.
+//! Many VMs on one daemon. The benchmark measures the resources that the daemon takes from the
+//! host, and its answers to messages when all VMs connect at once and under load. It also measures
+//! whether a VM notices that a large VM leaves: one with many pages in the pool, and one with much
+//! memory that the daemon has touched and has to unmap.
 //!
-//! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that times are at most
-//! what is told. Requests are asked one at a time, as a reader asks who waits.
+//! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that the reported
+//! times are upper bounds. Requests are sent one at a time, as by a reader that waits.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -15,50 +16,50 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{FakeGuest, GuestConfig, PutPage, RamRegion, Request};
 
-/// Nothing that is waited for takes so long.
+/// Bound of every wait.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What has not changed for so long is what remains.
+/// Time after which a value that has not changed counts as final.
 const STILL: Duration = Duration::from_secs(1);
 
 const POOL: u32 = 1;
 const PAGE: usize = 4096;
 const BATCH: u64 = 64;
 
-/// What is measured.
+/// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Args {
-    /// VMs.
+    /// Number of VMs.
     #[arg(long, default_value_t = 256, value_name = "NUMBER")]
     vms: usize,
-    /// How often all leave and connect again.
+    /// How often all VMs leave and connect again.
     #[arg(long, default_value_t = 5, value_name = "NUMBER")]
     rounds: usize,
-    /// Threads that the guests share.
+    /// Number of threads that the guests share.
     #[arg(long, default_value_t = 4, value_name = "NUMBER")]
     clients: usize,
-    /// How long times are taken under load, and before a VM leaves.
+    /// Seconds of measurement under load, and before a VM leaves.
     #[arg(long, default_value_t = 3, value_name = "NUMBER")]
     seconds: u64,
-    /// What the VM that leaves has in the pool: pages of one value, which take metadata alone.
+    /// Pages of the leaving VM in the pool, in GiB: pages of one value, which take metadata only.
     #[arg(long, default_value_t = 16, value_name = "GIB")]
     leaving_gib: u64,
-    /// Of a large VM that leaves, and of nothing else.
+    /// Measure only a large VM that leaves.
     #[arg(long)]
     leaving_only: bool,
-    /// Memory of the VM that leaves, all touched by the daemon; of it the host needs 1 GiB alone, which
-    /// is seen at as many places.
+    /// Memory of the leaving VM in GiB, all touched by the daemon. The host needs only 1 GiB for
+    /// it, which is mapped at as many places.
     #[arg(long, default_value_t = 64, value_name = "GIB", value_parser = clap::value_parser!(u64).range(1..=64))]
     mapped_gib: u64,
-    /// Do not confine the daemon, so that others than root see what it takes.
+    /// Do not confine the daemon, so that users other than root can see its resources.
     #[arg(long)]
     no_sandbox: bool,
-    /// The daemon; default: beside this program.
+    /// Program of the daemon; default: tmemd in the directory of this program.
     #[arg(long, value_name = "PATH")]
     tmemd: Option<PathBuf>,
 }
 
-/// Times of one thing.
+/// Times of one operation.
 #[derive(Default)]
 struct Times(Vec<Duration>);
 
@@ -85,7 +86,7 @@ impl Times {
     }
 }
 
-/// A daemon of its own, ended with this.
+/// A daemon process, which ends when this is dropped.
 struct Daemon {
     child: Child,
     folder: tempfile::TempDir,
@@ -118,7 +119,7 @@ impl Daemon {
         self.folder.path().join(format!("{vm}.sock"))
     }
 
-    /// Memory of guests that it has touched and mapped.
+    /// Returns the bytes of guest memory that the daemon has touched and mapped.
     fn touched_bytes(&self) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
         let status = status.unwrap_or_default();
@@ -129,7 +130,7 @@ impl Daemon {
         kib.unwrap_or(0) << 10
     }
 
-    /// Threads, descriptors, mappings, and memory of its own in KiB.
+    /// Returns the daemon's threads, descriptors, mappings, and own memory in KiB.
     fn takes(&self) -> [u64; 4] {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let entries = |name| fs::read_dir(proc.join(name)).map_or(0, Iterator::count) as u64;
@@ -146,7 +147,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // Errors mean that it has ended.
+        // An error means that the daemon has ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -202,7 +203,8 @@ fn get(object: u64, index: u64, pages: u64) -> Request {
     }
 }
 
-/// Connects, with the time of its messages; the end of the connection before may still be at work.
+/// Connects a guest and starts its device. It retries while the daemon still ends the last
+/// connection.
 fn connect(guest: &mut FakeGuest, socket: &Path) -> Result<(), String> {
     until(|| guest.connect(socket).is_ok())?;
     guest.start().map_err(|e| e.to_string())?;
@@ -219,7 +221,8 @@ fn ask(guest: &mut FakeGuest, request: Request) -> Result<(), String> {
     Ok(())
 }
 
-/// Each VM connects, puts a page and has its answer; how long that took, and how long all took.
+/// Lets each VM connect, put a page and wait for the answer. Returns the time of each VM, and the
+/// seconds for all.
 fn storm(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -252,7 +255,8 @@ fn storm(
     Ok((times, took))
 }
 
-/// All VMs put and get batches; meanwhile one more has its messages answered.
+/// Measures the daemon's answers to one VM's messages while all VMs put and get batches, if
+/// `loaded`.
 fn messages(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -301,7 +305,7 @@ fn message_times(
         table.time(|| one.set_mem_table()).map_err(said)?;
         answer.time(|| ask(one, put(3, 0, 1, 9)))?;
         answer.time(|| ask(one, get(3, 0, 1)))?;
-        // One for each queue.
+        // One message for each queue.
         base.time(|| one.get_vring_bases()).map_err(said)?;
         one.start().map_err(said)?;
     }
@@ -315,7 +319,7 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Answers to one VM while another leaves that has much in the pool.
+/// Measures answers to one VM while another one leaves that has many pages in the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;
@@ -340,7 +344,7 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     let full_kib = daemon.takes()[3];
     large.disconnect();
     let begun = Instant::now();
-    // Until no more is given back.
+    // Wait until the daemon gives no more memory back.
     let kib = std::cell::Cell::new((full_kib, begun));
     asked(&mut during, &|| {
         let (before, since) = kib.get();
@@ -363,10 +367,10 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
     ])
 }
 
-/// The kernel maps so much around a page that is touched, of what the file has there.
+/// Bytes that the kernel maps around a touched page, as far as the file has pages there.
 const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-/// A VM with so much memory, all of which the daemon has touched.
+/// Returns a VM with `gib` GiB of memory, all of which the daemon has touched.
 fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
     const REGION_BYTES: u64 = 1 << 30;
     let region = |number| RamRegion {
@@ -404,8 +408,8 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
     Ok(large)
 }
 
-/// Does something again and again, timed for each of two phases, until there is a third: before a VM
-/// leaves, and meanwhile.
+/// Repeats an operation and times it in two phases, until the third begins: before a VM leaves, and
+/// while it leaves.
 fn in_phases(
     phase: &AtomicUsize,
     mut what: impl FnMut(&mut Times) -> Result<(), String>,
@@ -417,8 +421,8 @@ fn in_phases(
     Ok(times)
 }
 
-/// Answers to one VM, and messages of another that change its memory, while a third leaves, whose
-/// memory the daemon has to unmap.
+/// Measures answers to one VM, and another VM's messages that change its memory, while a third VM
+/// leaves whose memory the daemon has to unmap.
 fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let mut large = touched(daemon, args.mapped_gib)?;
     let (mut one, mut other) = (guest(1)?, guest(2)?);
@@ -436,7 +440,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         let tables = scope.spawn(|| {
             in_phases(phase, |times| {
                 let done = times.time(|| other.set_mem_table());
-                // As many as there are when somebody plugs memory, and not all that a processor can.
+                // As many messages as when memory is hot-plugged, not as many as a processor can
+                // send.
                 std::thread::sleep(Duration::from_millis(1));
                 done.map_err(|e| e.to_string())
             })
@@ -446,7 +451,7 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // What the others have is less than a hundredth.
+        // The memory of the other VMs is less than a hundredth.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);
@@ -488,7 +493,7 @@ fn print(times: Vec<(&'static str, Times)>) {
     }
 }
 
-/// All VMs at once.
+/// Measures all VMs at once.
 fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     let daemon = Daemon::start(program, args.vms, args.no_sandbox)?;
     let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
@@ -509,7 +514,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
         let (times, took) = storm(&daemon, &mut guests, args.clients)?;
         storms.push((times, took));
         if round == 0 {
-            // Old memory tables are unmapped a little later.
+            // The daemon unmaps old memory tables a little later.
             std::thread::sleep(Duration::from_millis(500));
             tell(&format!("{} VMs connected", args.vms), daemon.takes());
         }
@@ -539,7 +544,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs and prints all.
+/// Runs the benchmark and prints it.
 ///
 /// # Errors
 /// The daemon cannot be started, or breaks a rule.

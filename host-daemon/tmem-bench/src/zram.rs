@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! zram with lz4, the kernel's compressed disk: through O_DIRECT, so that no page cache is between.
+//! zram with lz4, the kernel's compressed disk, through O_DIRECT, so that no page cache is
+//! involved.
 
 use rustix::fs::OFlags;
 use std::fs::{self, File, OpenOptions};
@@ -9,11 +10,11 @@ use tmem_pool::{PAGE_SIZE, Page};
 const DEVICE: &str = "/dev/zram0";
 const SYS: &str = "/sys/block/zram0";
 
-/// What O_DIRECT reads and writes is aligned.
+/// Page with the alignment that O_DIRECT needs.
 #[repr(align(4096))]
 struct Aligned(Page);
 
-/// A zram device, as long as this exists.
+/// A zram device, which is released when this object is dropped.
 pub struct Zram {
     file: File,
     buffer: Box<Aligned>,
@@ -24,10 +25,10 @@ fn set(name: &str, value: &str) -> Result<(), String> {
 }
 
 impl Zram {
-    /// Takes the device for so many pages, if nobody uses it.
+    /// Takes the device for `pages` pages, if it is unused.
     ///
     /// # Errors
-    /// Why there is no zram to compare with.
+    /// The reason why there is no zram to compare with.
     pub fn new(pages: usize) -> Result<Zram, String> {
         if !rustix::process::geteuid().is_root() {
             return Err("zram is measured by root only".into());
@@ -51,7 +52,7 @@ impl Zram {
                 buffer: Box::new(Aligned([0; PAGE_SIZE])),
             }),
             Err(error) => {
-                // What is said is why it cannot be used.
+                // The original error is reported, which is the reason why zram cannot be used.
                 let _ = set("reset", "1");
                 Err(format!("{DEVICE}: {error}"))
             }
@@ -84,7 +85,7 @@ impl Zram {
 
 impl Drop for Zram {
     fn drop(&mut self) {
-        // It cannot be reset while it is open.
+        // Close the file first: the device cannot be reset while it is open.
         if let Ok(null) = File::open("/dev/null") {
             drop(std::mem::replace(&mut self.file, null));
         }

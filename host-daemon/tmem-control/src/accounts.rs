@@ -1,13 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Users and groups as people write them, and as /etc/passwd and /etc/group have them.
+//! Finds users and groups by name or number in the texts of /etc/passwd and /etc/group.
 
-/// The number of a user or group: that of the row of this name, or else the name itself, if it is one.
+/// Returns the number of a user or group. `rows` is the text of /etc/passwd or /etc/group. If no
+/// row has the name `name` and `name` is itself a number, returns that number; otherwise None.
 pub fn number(rows: &str, name: &str) -> Option<u32> {
     let mut rows = rows.lines().map(|row| row.split(':'));
     let row = rows.find_map(|mut row| (row.next() == Some(name)).then_some(row));
-    // Rust takes a sign, with which libvirt writes numbers.
+    // `parse()` accepts a leading `+`, which libvirt puts before numbers.
     let number = row.map_or(Some(name), |mut row| row.nth(1));
-    // The last one stands for "as it was" in system calls.
+    // u32::MAX means "leave unchanged" in chown(2) and its relatives.
     let number = number?.parse().ok();
     number.filter(|number| *number != u32::MAX)
 }

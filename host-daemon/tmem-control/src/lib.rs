@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The control interface of tmemd, `io.virtiotmem.Control`, spoken over varlink on Unix sockets.
 //!
-//! The interface file beside this one is the source; types, client and service stubs are generated
-//! from it. The name is the reverse of no registered domain: it only has to differ from others'.
+//! The interface file in this directory is the source; types, client and service stubs are
+//! generated from it. The interface name is not the reverse of a registered domain: it only has to
+//! differ from other interfaces' names.
 //!
-//! Never here: a method that could reach a page's contents, of whatever VM.
+//! Out of scope: a method that could read the contents of a page of any VM.
 
-/// Generated from `io.virtiotmem.Control.varlink`.
+/// Code generated from `io.virtiotmem.Control.varlink`.
 #[allow(missing_docs, non_camel_case_types, clippy::all)]
 mod generated {
     include!(concat!(env!("OUT_DIR"), "/io.virtiotmem.Control.rs"));
@@ -18,16 +19,17 @@ pub mod statistics;
 
 pub use generated::*;
 
-/// The interface's name.
+/// Name of the varlink interface.
 pub const INTERFACE: &str = "io.virtiotmem.Control";
 
-/// Where the daemon's control socket is unless told otherwise.
+/// Default path of the daemon's control socket.
 pub const DEFAULT_SOCKET: &str = "/run/virtio-tmem/control";
 
-/// Where its socket for the methods that only read is, if it has one.
+/// Default path of the daemon's read-only control socket, which accepts only the methods that
+/// change nothing. The daemon may run without it.
 pub const DEFAULT_READ_ONLY_SOCKET: &str = "/run/virtio-tmem/control-ro";
 
-/// A client of the control socket at `path`.
+/// Connects to the control socket at `path`.
 pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
     let address = format!("unix:{}", path.display());
     Ok(VarlinkClient::new(varlink::Connection::with_address(
@@ -35,18 +37,19 @@ pub fn connect(path: &std::path::Path) -> varlink::Result<VarlinkClient> {
     )?))
 }
 
-/// The daemon shut the connection instead of answering, as it does with clients above its limit.
+/// Returns true if the daemon closed the connection instead of answering, as it does with clients
+/// above its limit.
 pub fn was_shut(error: &Error) -> bool {
     let kind = error.source_varlink_kind();
     matches!(kind, Some(varlink::ErrorKind::ConnectionClosed))
 }
 
-/// Weight of a VM that is told none.
+/// Weight of a VM whose quota names none.
 pub const WEIGHT_DEFAULT: u32 = 100;
 
-/// A quota as the interface has it; what is left out is the daemon's default.
+/// Builds a quota of the interface; a missing value becomes the daemon's default.
 pub fn quota(reserve_bytes: Option<u64>, limit_bytes: Option<u64>, weight: Option<u32>) -> Quota {
-    // varlink integers are signed.
+    // varlink integers are signed 64-bit numbers.
     let int = |number: u64| i64::try_from(number).unwrap_or(i64::MAX);
     Quota {
         reserve_bytes: int(reserve_bytes.unwrap_or(0)),

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes as people write them.
+//! Parses sizes of command lines and configuration files.
 
 /// Parses a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
 ///
 /// # Errors
-/// A sentence that names the text.
+/// Returns a sentence that names the text.
 pub fn parse(text: &str) -> Result<u64, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let error = |what: &str| {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every figure of the interface: its unit, what it means, where it is counted, and its metric.
+//! Table of all figures of the interface: unit, meaning, metric, and the file that counts each one.
 //!
-//! This table is the source: the exporter makes metrics of it, `tmemctl stats` words, and
-//! docs/statistics.md is written from it (`TMEM_BLESS=1 cargo test -p tmem-control`). A test holds it against
-//! the interface file, so that no figure is there without a meaning.
+//! This table is the source. The exporter makes metrics of it, `tmemctl stats` prints its words,
+//! and docs/statistics.md is generated from it (`TMEM_BLESS=1 cargo test -p tmem-control`). A test
+//! compares the table with the interface file, so that each figure has a meaning.
 
-/// Whose figure it is: a type of the interface.
+/// The type of the interface that has the figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// `DaemonStats`.
@@ -14,53 +14,53 @@ pub enum Scope {
     Pool,
     /// `VmStats`.
     Vm,
-    /// `DriverReport`: what a guest says of itself.
+    /// `DriverReport`: figures that a guest's driver reports.
     Driver,
 }
 
-/// What the figure does.
+/// Kind of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// Is of now, goes up and down.
+    /// A current value, which goes up and down.
     Gauge,
-    /// Only grows, from the daemon's start.
+    /// A sum that only grows while the daemon runs.
     Counter,
-    /// Counts requests by their time.
+    /// Numbers of requests by their duration.
     Histogram,
-    /// Is no number.
+    /// A text instead of a number.
     Text,
 }
 
-/// What a metric may tell of it.
+/// How precisely a metric may show the figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Export {
     /// There is no metric.
     No,
     /// The value.
     Exact,
-    /// It depends on pages that VMs have in common: only large steps are told.
+    /// In large steps only, because the figure depends on pages that VMs have in common.
     Steps,
 }
 
-/// A figure.
+/// Description of one figure.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistic {
-    /// Of what.
+    /// The type of the interface that has it.
     pub scope: Scope,
-    /// Its name in the interface.
+    /// Name of the field in the interface.
     pub field: &'static str,
-    /// Its metric without suffixes, perhaps with a label: `name{key=value}`; of a list, the label's values
-    /// are separated by `/`.
+    /// Name of the metric without suffixes, perhaps with a label: `name{key=value}`. For a list,
+    /// the label's values are separated by `/`.
     pub metric: &'static str,
-    /// What may be told of it.
+    /// How precisely the metric may show it.
     pub export: Export,
-    /// What it does.
+    /// Kind of the figure.
     pub kind: Kind,
-    /// Of the field; metrics have base units.
+    /// Unit of the field. Metrics use base units instead.
     pub unit: &'static str,
-    /// What it means.
+    /// Meaning of the figure, in words.
     pub meaning: &'static str,
-    /// The file, below `host-daemon/`, that counts it.
+    /// The file below `host-daemon/` that counts it.
     pub source: &'static str,
 }
 
@@ -100,7 +100,7 @@ use Export::{Exact, No, Steps};
 use Kind::{Counter, Gauge, Histogram, Text};
 use Scope::{Daemon, Driver, Pool, Vm};
 
-/// All of them, in the order of the interface.
+/// All figures, in the order of the interface.
 #[rustfmt::skip]
 pub const STATISTICS: &[Statistic] = &[
     row(Vm, ("name", "", No), (Text, ""), "name of the VM; the label `vm` of its metrics", VM),
@@ -230,7 +230,7 @@ pub const STATISTICS: &[Statistic] = &[
 ];
 
 impl Scope {
-    /// The type of the interface.
+    /// Returns the name of the interface's type.
     pub fn type_name(self) -> &'static str {
         match self {
             Scope::Daemon => "DaemonStats",
@@ -242,12 +242,13 @@ impl Scope {
 }
 
 impl Statistic {
-    /// The figures of a scope.
+    /// Returns the figures of a scope.
     pub fn of(scope: Scope) -> impl Iterator<Item = &'static Statistic> {
         STATISTICS.iter().filter(move |row| row.scope == scope)
     }
 
-    /// Its metric's name without suffixes, and its label with the values, if it has one.
+    /// Returns the metric's name without suffixes, and its label with the label's values if it has
+    /// one.
     pub fn metric(&self) -> (&'static str, Option<(&'static str, Vec<&'static str>)>) {
         let Some((name, label)) = self.metric.split_once('{') else {
             return (self.metric, None);
@@ -272,7 +273,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
     }
 
-    /// The fields of a type of the interface file.
+    /// Returns the field names of a type in the interface file.
     fn fields(type_name: &str) -> Vec<&'static str> {
         let begin = format!("type {type_name} (\n");
         let (_, rest) = INTERFACE.split_once(&begin).expect("the type is there");
@@ -302,7 +303,7 @@ mod tests {
             let good = |c: char| c.is_ascii_lowercase() || c == '_';
             assert!(name.chars().all(good), "{name}");
             assert!(label.is_none_or(|(key, values)| key.chars().all(good) && !values.is_empty()));
-            // Base units, as Prometheus' naming conventions have it.
+            // Prometheus' naming conventions require base units.
             match row.unit {
                 "bytes" => assert!(name.is_empty() || name.ends_with("_bytes"), "{name}"),
                 "ms" | "seconds" => assert!(name.ends_with("_seconds"), "{name}"),
@@ -338,7 +339,7 @@ mod tests {
         text
     }
 
-    /// `TMEM_BLESS=1` writes the tables anew.
+    /// Compares the tables of docs/statistics.md; `TMEM_BLESS=1` writes them again.
     #[test]
     fn the_document_says_the_same() {
         let path = root().join("docs/statistics.md");

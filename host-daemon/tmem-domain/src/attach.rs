@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Puts the device into a domain and takes it out.
+//! Adds the device to a domain and removes it.
 //!
-//! attach goes step by step, each over the text that the one before it left, and each changes only
-//! what is not as it should be. So a second time it changes nothing, also in a text that libvirt has
-//! written anew meanwhile.
+//! attach works in steps. Each step parses the text that the previous step left, and changes only
+//! what differs from the goal. A second attach therefore changes nothing, even if libvirt has
+//! rewritten the text in between.
 
 use crate::cache::Cache;
 use crate::edit::{self, Splice, apply, child, children, escape, find, indent_within, metadata};
@@ -14,18 +14,19 @@ use crate::undo::{self, Change};
 use crate::{CACHE_NAMESPACE, DEVICE, Error, QEMU_NAMESPACE, SOCKET_FOLDER, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 
-/// How long QEMU waits between attempts to reach the daemon. A second: a restart of the daemon is
-/// hardly longer, and a host with many VMs and no daemon is not kept busy.
+/// Time in ms that QEMU waits between attempts to reach the daemon. A restart of the daemon takes
+/// hardly longer than a second, and a host with many VMs and no daemon spends little time on the
+/// attempts.
 const RECONNECT_MS: u32 = 1000;
 
-/// What to attach.
+/// Options of [`attach`].
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The quota to note.
+    /// The quota to write into the domain's metadata.
     pub cache: Cache,
-    /// Folder of the VM's socket.
+    /// Directory of the VM's socket.
     pub socket_folder: String,
-    /// An emulator that has the device; None leaves the domain's own.
+    /// Path of a QEMU that has the device; None keeps the domain's emulator.
     pub emulator: Option<String>,
 }
 
@@ -39,7 +40,10 @@ impl Default for Options {
     }
 }
 
-/// The domain's text with the device, or why that cannot be.
+/// Returns the domain's XML with the device.
+///
+/// # Errors
+/// Returns the reason if the domain cannot have the device.
 pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     let domain = Domain::parse(text)?;
     options.cache.check()?;
@@ -61,7 +65,7 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     Ok(edit.text)
 }
 
-/// The domain's text with another socket for its device, and nothing else changed.
+/// Returns the domain's XML with `socket` as its device's socket, and nothing else changed.
 pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let root = document.root_element();
@@ -77,7 +81,7 @@ pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     Ok(apply(text, splices.collect()))
 }
 
-/// The domain's text without the device and without all that attach changed.
+/// Returns the domain's XML without the device and without all that attach changed.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
     let mut text = text.to_string();
@@ -101,7 +105,7 @@ pub fn detach(text: &str) -> Result<String, Error> {
     Ok(text)
 }
 
-/// A text on its way, and what was changed so far, by earlier attaches too.
+/// The text that attach is changing, and the changes that this and earlier attaches made.
 struct Edit {
     text: String,
     changes: Vec<Change>,
@@ -118,8 +122,8 @@ impl Edit {
         })
     }
 
-    /// Puts an element into the one at `parent`, behind its last child or, if that is the root,
-    /// behind the last of the children named.
+    /// Inserts `element` into the element at path `parent` (empty: the root). It goes behind the
+    /// last child whose name is in `after`, or behind the last child if `after` is empty.
     fn insert(&mut self, parent: &str, after: &[&str], element: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -142,7 +146,7 @@ impl Edit {
         Ok(())
     }
 
-    /// The same, noted as made, if there is none yet.
+    /// Inserts the element unless the domain has one at `path`, and records the change.
     fn ensure(&mut self, path: &str, after: &[&str], element: &str) -> Result<(), Error> {
         if find(Document::parse(&self.text)?.root_element(), path).is_some() {
             return Ok(());
@@ -153,7 +157,7 @@ impl Edit {
         Ok(())
     }
 
-    /// Sets an attribute that must be there, or the text of an element.
+    /// Sets an attribute that must exist, or an element's text if `attribute` is None.
     fn set(&mut self, path: &str, attribute: Option<&str>, new: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let node = find(document.root_element(), path);
@@ -168,7 +172,8 @@ impl Edit {
         if value == new {
             return Ok(());
         }
-        // Of several changes of one value the first knows what it was.
+        // If the same value was changed before, that record has the original value, so only its new
+        // value is updated.
         let first = self.changes.iter_mut().find_map(|change| match change {
             Change::Was {
                 path: at,
@@ -191,7 +196,7 @@ impl Edit {
         Ok(())
     }
 
-    /// Memory that the daemon can map: shared, in a memfd.
+    /// Makes the VM's memory mappable for the daemon: shared, in a memfd.
     fn memory(&mut self) -> Result<(), Error> {
         let sizes = ["maxMemory", "memory", "currentMemory"];
         let before = ["name", "uuid", "title", "description", "metadata"];
@@ -212,7 +217,7 @@ impl Edit {
         self.set("devices/emulator", None, path)
     }
 
-    /// The arguments for QEMU. A device that is there keeps its address.
+    /// Writes QEMU's arguments for the device. An existing device keeps its PCI address.
     fn device(&mut self, socket: &str) -> Result<(), Error> {
         let document = Document::parse(&self.text)?;
         let root = document.root_element();
@@ -243,7 +248,7 @@ impl Edit {
             self.text = apply(&self.text, splices.collect());
             return Ok(());
         }
-        // The namespace is declared where it is used, so that the root's tag stays as it is.
+        // The namespace is declared at this element, so that the root's tag stays unchanged.
         let commandline =
             format!("<qemu:commandline xmlns:qemu='{QEMU_NAMESPACE}'>\n  </qemu:commandline>");
         self.ensure("qemu:commandline", &[], &commandline)?;
@@ -268,7 +273,7 @@ impl Edit {
         Ok(())
     }
 
-    /// The quota, and the note, last of all.
+    /// Writes the quota and the record of changes. This is the last step.
     fn metadata(&mut self, cache: &Cache) -> Result<(), Error> {
         let before = ["name", "uuid", "genid", "title", "description"];
         self.ensure("metadata", &before, "<metadata>\n  </metadata>")?;
@@ -288,7 +293,8 @@ impl Edit {
         if !same {
             place(there, cache.to_element(indent));
         }
-        // An empty tag will be opened by what follows; the note must know that before.
+        // The insertions below open an empty <metadata/> tag. The record must contain that change
+        // before it is written.
         if self.text[..node.range().end].ends_with("/>") {
             self.changes.push(Change::Opened("metadata".into()));
         }

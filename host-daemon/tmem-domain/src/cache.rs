@@ -1,33 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The metadata element with a VM's quota: parsed with reasons for what is refused, and written.
+//! The metadata element with a VM's quota. Parsing returns a reason for each refusal.
 
 use crate::edit::escape;
 use crate::size::{scale, write_size};
 use crate::{CACHE_NAMESPACE, CACHE_PREFIX, Error};
 use roxmltree::Node;
 
-/// The largest weight, as the daemon has it.
+/// Largest weight that the daemon accepts.
 pub const WEIGHT_MAX: u32 = 10_000;
-/// The longest name of a trust domain, as the daemon has it.
+/// Longest name of a trust domain that the daemon accepts, in bytes.
 const NAME_BYTES_MAX: usize = 64;
 
-/// What a domain says of its cache. What it leaves out is the daemon's default.
+/// Cache settings of a domain. The daemon's default applies to a setting that is None.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cache {
-    /// Never holds more bytes than these.
+    /// Most bytes that the VM is ever charged.
     pub limit: Option<u64>,
-    /// Entitled to these bytes before others share the rest.
+    /// Bytes of the pool that the VM is entitled to before others share the rest.
     pub reserve: Option<u64>,
-    /// Its share of what nobody has reserved.
+    /// The VM's share in the part of the pool that no VM has reserved.
     pub weight: Option<u32>,
-    /// VMs of the same domain share equal pages.
+    /// Name of the trust domain; equal pages of its VMs are stored once.
     pub trust_domain: Option<String>,
     /// The VM must not start without its cache.
     pub required: bool,
 }
 
 impl Cache {
-    /// Says what makes no sense.
+    /// Checks the settings against each other and against the daemon's limits.
     pub fn check(&self) -> Result<(), Error> {
         let fault = |what: String| Err(Error(what));
         if let (Some(limit), Some(reserve)) = (self.limit, self.reserve)
@@ -60,7 +60,7 @@ impl Cache {
         }
     }
 
-    /// Parses the element, with or without the namespace: libvirt hands it out without.
+    /// Parses the element, with or without the namespace: libvirt returns it without.
     pub fn parse(text: &str) -> Result<Cache, Error> {
         Cache::of(roxmltree::Document::parse(text)?.root_element())
     }
@@ -140,12 +140,13 @@ impl Cache {
         Ok(cache)
     }
 
-    /// The element as `virsh metadata --set` takes it: without its namespace, which is given beside.
+    /// Returns the element for `virsh metadata --set`: without its namespace, which virsh takes as
+    /// a separate argument.
     pub fn to_metadata(&self) -> String {
         self.write("", "", 0)
     }
 
-    /// The element as it stands in a domain, to be indented by so many blanks.
+    /// Returns the element as a part of a domain's XML, indented by `indent` blanks.
     pub(crate) fn to_element(&self, indent: usize) -> String {
         let namespace = format!(" xmlns:{CACHE_PREFIX}=\"{CACHE_NAMESPACE}\"");
         self.write(&format!("{CACHE_PREFIX}:"), &namespace, indent)

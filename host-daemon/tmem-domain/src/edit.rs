@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Changes to a text that is XML, by the places of its nodes: what is not changed is copied.
+//! Edits XML text by the positions of its nodes, so that all other text stays unchanged.
 //!
-//! An element is put in behind what is there, with a line break and blanks before it, and taken out
-//! with just these; so taking out what was put in gives the same bytes, whatever lies around.
+//! An element is inserted with a line break and blanks before it, and removed together with exactly
+//! these. Removing an inserted element therefore restores the same bytes, whatever surrounds it.
 
 use crate::QEMU_NAMESPACE;
 use roxmltree::Node;
 use std::ops::Range;
 
-/// Blanks that libvirt indents a level by.
+/// Number of blanks by which libvirt indents each level.
 const INDENT: usize = 2;
 
-/// A piece of the text and what takes its place.
+/// A range of the text, and the text that replaces it.
 pub struct Splice(pub Range<usize>, pub String);
 
-/// The text with all of it done; pieces must not overlap. Of two at one place the first comes first.
+/// Returns the text with all splices applied. Their ranges must not overlap. Splices with the same
+/// start are applied in the given order.
 pub fn apply(text: &str, mut splices: Vec<Splice>) -> String {
     splices.sort_by_key(|Splice(range, _)| range.start);
     let (mut result, mut at) = (String::with_capacity(text.len() + 1024), 0);
@@ -26,7 +27,7 @@ pub fn apply(text: &str, mut splices: Vec<Splice>) -> String {
     result + &text[at..]
 }
 
-/// Text that may stand in an element or, quoted, in an attribute.
+/// Escapes text for an element or for a quoted attribute value.
 pub fn escape(text: &str) -> String {
     text.replace('&', "&amp;")
         .replace('<', "&lt;")
@@ -35,7 +36,8 @@ pub fn escape(text: &str) -> String {
         .replace('"', "&quot;")
 }
 
-/// The place behind an element's start tag, and whether that is all there is of it.
+/// Returns the position behind an element's start tag, and true if the element is an empty-element
+/// tag.
 fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
     let text = node.document().input_text();
     let start = node.range().start;
@@ -54,25 +56,25 @@ fn start_tag(node: Node<'_, '_>) -> (usize, bool) {
     unreachable!("the parser has seen the end of the start tag")
 }
 
-/// The text between an element's tags, if it has two.
+/// Returns the range between an element's tags, or None for an empty-element tag.
 pub fn inside(node: Node<'_, '_>) -> Option<Range<usize>> {
     let (start, empty) = start_tag(node);
     let end = node.document().input_text()[..node.range().end].rfind("</")?;
     (!empty).then_some(start..end)
 }
 
-/// How deep an element lies: 0 for the root.
+/// Returns the level of an element: 0 for the root.
 fn depth(node: Node<'_, '_>) -> usize {
     node.ancestors().skip(1).filter(Node::is_element).count()
 }
 
-/// Blanks before a child of the element.
+/// Returns the number of blanks before a child of the element.
 pub fn indent_within(parent: Node<'_, '_>) -> usize {
     (depth(parent) + 1) * INDENT
 }
 
-/// Puts elements into one, behind `after` or, without, before everything. The second is true if the
-/// parent was an empty-element tag and is opened for it.
+/// Inserts elements into `parent`, behind the child `after` or, if that is None, before all
+/// children. The returned flag is true if the parent was an empty-element tag and has been opened.
 pub fn insert(
     parent: Node<'_, '_>,
     after: Option<Node<'_, '_>>,
@@ -105,7 +107,7 @@ pub fn insert(
     (opened, true)
 }
 
-/// Takes an element out, with the line break and the blanks before it.
+/// Removes an element, with the line break and the blanks before it.
 pub fn remove(node: Node<'_, '_>) -> Splice {
     let before = &node.document().input_text()[..node.range().start];
     let line = before.trim_end_matches([' ', '\t']);
@@ -113,13 +115,13 @@ pub fn remove(node: Node<'_, '_>) -> Splice {
     Splice(line.len()..node.range().end, String::new())
 }
 
-/// True if there is nothing in an element but white space.
+/// Returns true if an element contains only white space.
 pub fn is_blank(node: Node<'_, '_>) -> bool {
     node.children()
         .all(|child| child.is_text() && child.text().unwrap_or("").trim().is_empty())
 }
 
-/// Makes an element an empty-element tag again; there must be nothing in it.
+/// Makes an element an empty-element tag again. The element must contain only white space.
 pub fn close(node: Node<'_, '_>) -> Vec<Splice> {
     let (start, empty) = start_tag(node);
     if empty {
@@ -131,8 +133,8 @@ pub fn close(node: Node<'_, '_>) -> Vec<Splice> {
     ]
 }
 
-/// Children that are elements of that name: of libvirt's own, or `qemu:NAME` of what it passes on to
-/// QEMU, whatever prefix the text has for it.
+/// Returns the child elements named `name`. Plain names are libvirt's own elements; `qemu:NAME` is
+/// an element of libvirt's QEMU namespace, whatever prefix the text uses for it.
 pub fn children<'a, 'input: 'a>(
     parent: Node<'a, 'input>,
     name: &'a str,
@@ -147,17 +149,17 @@ pub fn children<'a, 'input: 'a>(
     })
 }
 
-/// The first child of that name.
+/// Returns the first child element named `name`, with [`children`]' naming.
 pub fn child<'a, 'input: 'a>(parent: Node<'a, 'input>, name: &'a str) -> Option<Node<'a, 'input>> {
     children(parent, name).next()
 }
 
-/// The element that a path of names leads to from the root, such as `devices/emulator`.
+/// Returns the element at a path of names below the root, such as `devices/emulator`.
 pub fn find<'a, 'input: 'a>(root: Node<'a, 'input>, path: &'a str) -> Option<Node<'a, 'input>> {
     path.split('/').try_fold(root, child)
 }
 
-/// The metadata element of that namespace; libvirt keeps one of each.
+/// Returns the metadata element of a namespace; libvirt keeps at most one of each.
 pub fn metadata<'a, 'input: 'a>(
     root: Node<'a, 'input>,
     namespace: &'a str,

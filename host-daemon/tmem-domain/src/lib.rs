@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The XML of a libvirt domain as virtio-tmem sees it: what it says of the device and of the quota,
-//! and how both are put in and taken out. Text in, text out: no libvirt here, no files, no sockets.
+//! Reads and edits the XML of a libvirt domain: the device, the quota, and how attach and detach
+//! add and remove them. Functions take text and return text. Out of scope: libvirt calls, files and
+//! sockets.
 //!
-//! What is not the device's stays as it is, byte for byte. [`attach`] notes in the domain's metadata
-//! what it changed, and [`detach`] takes back just that.
+//! All other parts of the XML stay as they are, byte for byte. [`attach`] records its changes in
+//! the domain's metadata, and [`detach`] reverts exactly these.
 
 mod attach;
 mod cache;
@@ -20,23 +21,24 @@ pub use size::{parse_size, write_size};
 
 use std::fmt;
 
-/// Namespace of the metadata element that holds the quota; `docs/libvirt-metadata.rng` describes it.
+/// Namespace of the metadata element with the quota; `docs/libvirt-metadata.rng` describes it.
 pub const CACHE_NAMESPACE: &str = "urn:virtio-tmem:cache:1";
-/// Prefix that stands for it in the XML that is written.
+/// Prefix of that namespace in the XML that is written.
 pub const CACHE_PREFIX: &str = "tmem";
-/// Namespace of the metadata element that notes what [`attach`] changed. Of its own, so that who
-/// replaces the quota with `virsh metadata --set` does not lose it.
+/// Namespace of the metadata element in which [`attach`] records its changes. It is separate from
+/// [`CACHE_NAMESPACE`], so that replacing the quota with `virsh metadata --set` does not delete the
+/// record.
 pub const UNDO_NAMESPACE: &str = "urn:virtio-tmem:undo:1";
-/// libvirt's namespace for what it passes to QEMU as it is.
+/// libvirt's namespace for arguments that it passes to QEMU unchanged.
 const QEMU_NAMESPACE: &str = "http://libvirt.org/schemas/domain/qemu/1.0";
 
-/// Where the daemon's sockets for VMs are, each named after its VM's UUID.
+/// Directory of the daemon's sockets for VMs; each is named after its VM's UUID.
 pub const SOCKET_FOLDER: &str = "/run/virtio-tmem";
 
-/// QEMU's name of the device.
+/// Name of the device in QEMU.
 pub const DEVICE: &str = "vhost-user-tmem-pci";
 
-/// Why a domain cannot be read or changed: a sentence that names element and value.
+/// Reason why a domain cannot be read or changed: a sentence that names the element and its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Error(pub String);
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A free PCI address for a device that libvirt does not know of.
+//! Chooses a free PCI address for a device that libvirt does not know.
 //!
-//! libvirt hands out slots from below, so the device takes one from above: a device that is plugged
-//! in later meets it only on a full bus.
+//! libvirt assigns slots from the lowest up, so the device takes the highest free one. A device
+//! that is plugged in later gets the same slot only on a full bus.
 
 use crate::Error;
 use crate::edit::{child, find};
@@ -10,13 +10,14 @@ use crate::read::qemu_arguments;
 use roxmltree::Node;
 use std::collections::HashSet;
 
-/// Slots of the root bus of an i440FX in the order of preference. Below 3 are the chip set and
-/// mostly a display.
+/// Usable slots of an i440FX root bus; the highest is preferred. The slots below 3 hold the chip
+/// set and usually a display.
 const SLOTS_PCI: std::ops::RangeInclusive<u8> = 3..=31;
-/// Those of a Q35: above are USB and the chip set, below libvirt's root ports.
+/// Usable slots of a Q35 root bus. The slots above hold USB and the chip set, those below libvirt's
+/// root ports.
 const SLOTS_PCIE: std::ops::RangeInclusive<u8> = 3..=23;
 
-/// QEMU's name of the root bus and its slots that may be had.
+/// Returns QEMU's name of the root bus, and its usable slots.
 fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusive<u8>), Error> {
     let devices = child(root, "devices");
     let controllers = devices.into_iter().flat_map(|node| node.children());
@@ -45,7 +46,7 @@ fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusiv
     }
 }
 
-/// A number of libvirt's or QEMU's, `0x1f` or `31`.
+/// Parses a number as libvirt and QEMU write it, `0x1f` or `31`.
 fn number(text: &str) -> Option<u32> {
     match text.strip_prefix("0x") {
         Some(digits) => u32::from_str_radix(digits, 16).ok(),
@@ -53,11 +54,11 @@ fn number(text: &str) -> Option<u32> {
     }
 }
 
-/// Slots of the root bus that the domain's devices and its arguments to QEMU take.
+/// Returns the slots of the root bus that the domain's devices and QEMU arguments occupy.
 fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
     let devices = child(root, "devices");
     let devices = devices.into_iter().flat_map(|node| node.children());
-    // Only a device's own address: below <source> is one of the host's.
+    // Only direct children count: an <address> below <source> is one on the host.
     let addresses = devices
         .filter(Node::is_element)
         .filter_map(|device| child(device, "address"));
@@ -72,14 +73,14 @@ fn taken(root: Node<'_, '_>, bus: &str) -> HashSet<u32> {
             pairs.find(|(name, _)| *name == key).map(|(_, value)| value)
         };
         let slot = property("addr")?.split('.').next()?;
-        // QEMU reads these without 0x as hexadecimal.
+        // QEMU reads slot numbers as hexadecimal even without 0x.
         let slot = u32::from_str_radix(slot.trim_start_matches("0x"), 16).ok()?;
         property("bus").is_none_or(|on| on == bus).then_some(slot)
     });
     of_devices.chain(of_arguments).collect()
 }
 
-/// Bus and slot as QEMU's properties, such as `bus=pci.0,addr=0x1f`.
+/// Returns the bus and slot as QEMU properties, such as `bus=pci.0,addr=0x1f`.
 pub fn free_address(root: Node<'_, '_>) -> Result<String, Error> {
     let (bus, slots) = root_bus(root)?;
     let taken = taken(root, bus);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a domain's XML says that matters here.
+//! Reads a domain's XML: the device, the quota, and the settings that the cache depends on.
 
 use crate::cache::Cache;
 use crate::edit::{child, children, find, metadata};
@@ -7,37 +7,37 @@ use crate::size::scale;
 use crate::{CACHE_NAMESPACE, DEVICE, Error};
 use roxmltree::{Document, Node};
 
-/// id of the device's socket in QEMU; by it a device of ours is known.
+/// QEMU id of the device's socket. A device whose chardev has this id was added by attach.
 pub(crate) const CHARDEV_ID: &str = "virtio-tmem";
 
-/// A domain, read.
+/// The parts of a domain's XML that are used here.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Domain {
-    /// Its name.
+    /// Name of the domain.
     pub name: String,
-    /// Its UUID in lower case.
+    /// UUID of the domain, in lower case.
     pub uuid: String,
-    /// The emulator, if it names one.
+    /// Path of the emulator, if the XML names one.
     pub emulator: Option<String>,
-    /// The device, if it has one.
+    /// The device, if the domain has one.
     pub device: Option<Device>,
-    /// Its quota, None if it says nothing.
+    /// The quota; None if the domain has no such metadata.
     pub cache: Option<Result<Cache, Error>>,
-    /// The user that its QEMU runs as, if it names one: a name, or a number with a sign.
+    /// The user that QEMU runs as, if the XML names one: a name, or a number with a sign.
     pub user: Option<String>,
-    /// Why the daemon could not map its memory.
+    /// Error: the reason why the daemon cannot map the VM's memory.
     pub memory: Result<(), Error>,
-    /// What its guest may take of the memory that the host has available. Huge pages are set aside
-    /// before.
+    /// Bytes that the guest may take from the memory that the host has available. 0 with huge
+    /// pages, because the host sets these aside in advance.
     pub takes_bytes: u64,
 }
 
-/// The device as libvirt passes it on to QEMU.
+/// The device in the arguments that libvirt passes to QEMU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Device {
-    /// Path of its socket.
+    /// Path of the device's socket.
     pub socket: String,
-    /// It has the form that attach gives it.
+    /// True if the device has the form that attach writes.
     pub ours: bool,
 }
 
@@ -76,7 +76,7 @@ impl Domain {
     }
 }
 
-/// Arguments that libvirt passes on to QEMU.
+/// Returns the arguments that libvirt passes to QEMU.
 pub(crate) fn qemu_arguments(root: Node<'_, '_>) -> Vec<String> {
     argument_nodes(root)
         .iter()
@@ -84,14 +84,14 @@ pub(crate) fn qemu_arguments(root: Node<'_, '_>) -> Vec<String> {
         .collect()
 }
 
-/// Their elements.
+/// Returns the XML elements of the arguments that libvirt passes to QEMU.
 pub(crate) fn argument_nodes<'a, 'input: 'a>(root: Node<'a, 'input>) -> Vec<Node<'a, 'input>> {
     children(root, "qemu:commandline")
         .flat_map(|commandline| children(commandline, "qemu:arg"))
         .collect()
 }
 
-/// A QEMU option's value; a comma in it is doubled.
+/// Returns the value of a property in a QEMU option. QEMU writes a comma in a value twice.
 pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     let options = options.replace(",,", "\0");
     let mut pairs = options.split(',').filter_map(|pair| pair.split_once('='));
@@ -99,7 +99,7 @@ pub(crate) fn property(options: &str, key: &str) -> Option<String> {
     Some(value.replace('\0', ","))
 }
 
-/// Positions of `-chardev` and `-device` among the arguments, for a device of ours.
+/// Returns the positions of `-chardev` and `-device` of a device that attach added.
 pub(crate) fn our_arguments(arguments: &[String]) -> Option<[usize; 2]> {
     let is = |at: usize, option: &str, id: &str| {
         arguments[at] == option
@@ -131,7 +131,7 @@ fn device(root: Node<'_, '_>) -> Option<Device> {
     })
 }
 
-/// libvirt's label for file permissions is `user:group`.
+/// Returns the user of libvirt's label for file permissions, which is `user:group`.
 fn user(root: Node<'_, '_>) -> Option<String> {
     let labels = root.children().filter(|node| node.has_tag_name("seclabel"));
     let mut labels = labels.filter(|node| node.attribute("model") == Some("dac"));
@@ -139,8 +139,8 @@ fn user(root: Node<'_, '_>) -> Option<String> {
     Some(label.split(':').next()?.into())
 }
 
-/// The daemon maps a VM's memory. It must be shared, and of a kind that nobody can cut short: a
-/// memfd, which QEMU seals.
+/// Checks that the daemon can map the VM's memory. It must be shared, and in a memfd, because QEMU
+/// seals a memfd so that no process can shrink it.
 fn memory(root: Node<'_, '_>) -> Result<(), Error> {
     for (place, name, good, is_not) in [
         ("access", "mode", "shared", "shared"),
@@ -163,7 +163,8 @@ fn memory(root: Node<'_, '_>) -> Result<(), Error> {
     unchangeable(root)
 }
 
-/// A balloon leaves the guest the current memory only.
+/// Returns the bytes of the current memory, since a balloon leaves the guest no more, and 0 if the
+/// memory consists of huge pages.
 fn takes_bytes(root: Node<'_, '_>) -> u64 {
     let bytes = |name| {
         let node = child(root, name)?;
@@ -178,7 +179,7 @@ fn takes_bytes(root: Node<'_, '_>) -> u64 {
         .unwrap_or(0)
 }
 
-/// What attach cannot set right.
+/// Checks for settings that attach cannot correct.
 pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
     if let Some(kind) = root
         .attribute("type")

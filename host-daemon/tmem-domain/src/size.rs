@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes with units as libvirt writes them: `unit='KiB'` beside a number, KiB if there is none.
+//! Sizes with units as libvirt writes them: a number and an attribute `unit`, which defaults to
+//! KiB.
 
-/// Bytes of a unit. As in libvirt case does not matter, `K` is `KiB`, and `KB` is 1,000 bytes.
+/// Returns the bytes of a unit. As in libvirt, case does not matter, `K` is `KiB`, and `KB` is
+/// 1,000 bytes.
 fn unit_bytes(unit: &str) -> Option<u64> {
     let unit = unit.to_ascii_lowercase();
     if matches!(unit.as_str(), "b" | "byte" | "bytes") {
@@ -16,7 +18,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
     }
 }
 
-/// Bytes of a number and its unit.
+/// Returns the bytes of a number and its unit.
 pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
     let bytes = unit_bytes(unit).ok_or_else(|| {
         format!("{unit:?} is no unit of libvirt's: write bytes, KiB, MiB, GiB or TiB")
@@ -32,8 +34,8 @@ pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
         .ok_or_else(|| format!("{number} {unit} is too large"))
 }
 
-/// Parses a size of the command line, such as `2GiB`. The unit is a must, except for 0: virsh takes
-/// a bare number as KiB, the daemon as bytes.
+/// Parses a size of the command line, such as `2GiB`. The unit is mandatory except for 0, because
+/// virsh reads a bare number as KiB and the daemon reads it as bytes.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit = &text[number.len()..];
@@ -45,7 +47,8 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     }
 }
 
-/// A size as libvirt writes it: the number and its unit, KiB unless that is not exact.
+/// Returns a size as libvirt writes it: the number and its unit, which is KiB unless that is
+/// inexact.
 pub fn write_size(bytes: u64) -> (u64, &'static str) {
     if bytes.is_multiple_of(1024) {
         (bytes / 1024, "KiB")

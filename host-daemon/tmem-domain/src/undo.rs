@@ -1,26 +1,26 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The note in a domain's metadata of what attach changed, so that detach takes back just that.
+//! Records in a domain's metadata which changes attach made, so that detach reverts only these.
 //!
-//! What somebody changed since stays: an element that is no longer empty is not removed, a value
-//! that is no longer the one that was set is not replaced.
+//! Later changes by others stay. An element that is no longer empty is not removed, and a value
+//! that differs from the one that attach set is not replaced.
 
 use crate::edit::{self, Splice, apply, escape};
 use crate::{Error, UNDO_NAMESPACE};
 use roxmltree::{Document, Node};
 use std::ops::Range;
 
-/// Prefix of the note's elements.
+/// Namespace prefix of the record's elements.
 const PREFIX: &str = "tmem-undo";
 
-/// One change; paths lead from the root, see [`edit::find`].
+/// One change. Paths start at the root, see [`edit::find`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// An element was put in.
+    /// An element was inserted.
     Made(String),
-    /// An empty-element tag was opened to hold something.
+    /// An empty-element tag was opened to hold children.
     Opened(String),
-    /// An attribute, or without one the text, of an element had another value: the old one as it was
-    /// written, with its entities.
+    /// A value was replaced: an attribute's, or an element's text if `attribute` is None. `old` is
+    /// the text as it was written, with its entities.
     Was {
         path: String,
         attribute: Option<String>,
@@ -29,7 +29,7 @@ pub enum Change {
     },
 }
 
-/// The note as an element to be indented by so many blanks.
+/// Returns the record as an element, indented by `indent` blanks.
 pub fn write(changes: &[Change], indent: usize) -> String {
     let mut text = format!("<{PREFIX}:undo xmlns:{PREFIX}=\"{UNDO_NAMESPACE}\">");
     for change in changes {
@@ -55,7 +55,7 @@ pub fn write(changes: &[Change], indent: usize) -> String {
     text + &format!("\n{:indent$}</{PREFIX}:undo>", "")
 }
 
-/// What a note says; of no note nothing.
+/// Reads the changes of a record; without a record there are none.
 pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
     let elements = note.into_iter().flat_map(|note| note.children());
     elements
@@ -80,7 +80,7 @@ pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
         .collect()
 }
 
-/// Takes a change back, if it is still there.
+/// Reverts a change, unless the text has been changed there since.
 pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     let document = Document::parse(text)?;
     let find = |path| edit::find(document.root_element(), path);
@@ -106,7 +106,8 @@ pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     Ok(apply(text, splices))
 }
 
-/// The place of an attribute's value, or of an element's text, and what it says.
+/// Returns the position and the value of an attribute, or of the element's text if `attribute` is
+/// None.
 pub fn value(node: Node<'_, '_>, attribute: Option<&str>) -> Option<(Range<usize>, String)> {
     let Some(name) = attribute else {
         let place = edit::inside(node)?;

@@ -1,20 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Domains made up at random: what attach and detach promise of each of them.
+//! Random domains, and the properties that attach and detach guarantee for each of them.
 //!
-//! `TMEM_SEED` replays one seed, which a failure prints.
+//! A failure prints its seed; `TMEM_SEED` replays one seed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tmem_domain::{Cache, Domain, Options, attach, detach};
 
-/// Domains tried in a run.
+/// Number of random domains in a run.
 const ROUNDS: u64 = 500;
 
-/// One of several, by chance.
+/// Picks one of several strings at random.
 fn one<'a>(rng: &mut fastrand::Rng, from: &[&'a str]) -> &'a str {
     from[rng.usize(..from.len())]
 }
 
-/// What people and programs put between elements.
+/// Generates text that people and programs put between elements.
 fn filler(rng: &mut fastrand::Rng) -> String {
     let tag = rng.u32(..);
     match rng.u8(..8) {
@@ -26,13 +26,13 @@ fn filler(rng: &mut fastrand::Rng) -> String {
     }
 }
 
-/// An attribute's quotes are a matter of taste.
+/// Quotes an attribute's value with either kind of quotation mark.
 fn quoted(rng: &mut fastrand::Rng, value: &str) -> String {
     let quote = one(rng, &["'", "\""]);
     format!("{quote}{value}{quote}")
 }
 
-/// A device that takes a slot of the root bus, unless it has its address elsewhere.
+/// Generates a device that occupies a slot of the root bus, or one whose address is elsewhere.
 fn device(rng: &mut fastrand::Rng, slots: &mut Vec<u8>) -> String {
     let slot = rng.u8(1..=31);
     let mac = rng.u32(..);
@@ -206,7 +206,7 @@ fn options(rng: &mut fastrand::Rng) -> Options {
     }
 }
 
-/// `part` with pieces put in anywhere and nothing taken out.
+/// Returns true if `whole` is `part` with text inserted anywhere and nothing removed.
 fn is_within(part: &str, whole: &str) -> bool {
     let mut rest = whole.bytes();
     part.bytes().all(|byte| rest.any(|other| other == byte))
@@ -218,7 +218,7 @@ fn check(seed: u64) {
     let options = options(rng);
     let attached = attach(&made.text, &options).expect("can be attached");
 
-    // It is what was asked for.
+    // The result has the requested device, memory and quota.
     let read = Domain::parse(&attached).expect("is a domain");
     let device = read.device.expect("has the device");
     assert_eq!(read.memory, Ok(()));
@@ -240,7 +240,7 @@ fn check(seed: u64) {
         made.slots
     );
 
-    // Nothing else is touched: all that was there is still there, but for three values.
+    // All other text is unchanged, except for three values.
     let known = [
         "anonymous",
         "'file'",
@@ -262,7 +262,8 @@ fn check(seed: u64) {
         assert!(is_within(&before, &attached));
     }
 
-    // A second time changes nothing; other wishes leave what is undone the same.
+    // A second attach changes nothing. Attaching with other options does not change the result of
+    // detach.
     assert_eq!(attach(&attached, &options).as_ref(), Ok(&attached));
     let other = self::options(rng);
     let changed = attach(&attached, &other).expect("can be changed");

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Domains that cannot have the device, and those that somebody changed after attach.
+//! Tests of domains that cannot have the device, and of domains that were changed after attach.
 
 use tmem_domain::{Cache, Domain, Options, attach, detach};
 

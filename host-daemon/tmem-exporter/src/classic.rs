@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! OpenMetrics as Prometheus' older text format (0.0.4), for whoever does not ask for OpenMetrics: promtool,
-//! old servers, people with curl. Of what we send, they differ in names of counters and in two comments.
+//! Converts OpenMetrics to Prometheus' older text format (0.0.4), for clients that do not ask for
+//! OpenMetrics: promtool, old servers, and curl. In the exporter's output the two formats differ in
+//! the names of counters and in two kinds of comments.
 
-/// The same metrics.
+/// Returns the metrics in the text format 0.0.4.
 pub fn classic(open_metrics: &str) -> String {
     let mut text = String::with_capacity(open_metrics.len());
     let counters: std::collections::HashSet<&str> = open_metrics
@@ -16,7 +17,7 @@ pub fn classic(open_metrics: &str) -> String {
         });
         match comment {
             Some(("UNIT" | "EOF", ..)) => continue,
-            // There a counter is called as its sample is.
+            // In the older format a counter's comments have the name of its sample.
             Some((what, Some(name), Some(rest))) if counters.contains(name) => {
                 text += &format!("# {what} {name}_total {rest}\n");
                 continue;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks the daemon for its figures, with a bound on time and size: a daemon that hangs must not hang the
-//! exporter. That is why the library's client, which waits without end, is not used.
+//! Asks the daemon for its figures, with a bound on time and size: a daemon that hangs must not
+//! hang the exporter. The library's client is not used because it waits without limit.
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::io::{Error, Read, Result, Write};
@@ -9,24 +9,26 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 use tmem_control::Stats_Reply;
 
-/// Longer than the daemon needs for 1,024 VMs under load, and shorter than Prometheus' usual 10 s.
+/// Longest time of a request. The daemon needs less for 1,024 VMs under load, and Prometheus
+/// usually waits 10 s.
 const TIMEOUT: Duration = Duration::from_secs(5);
-/// 1,024 VMs take some 2 MiB.
+/// Most bytes of an answer. The figures of 1,024 VMs take about 2 MiB.
 const ANSWER_BYTES_MAX: usize = 16 << 20;
 
 fn connect(socket: &Path) -> Result<UnixStream> {
     let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
     let stream = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
-    // Connecting, too, may wait for a daemon that hangs.
+    // connect() blocks, too, if a daemon that hangs does not accept.
     sockopt::set_socket_timeout(&stream, sockopt::Timeout::Send, Some(TIMEOUT))?;
     rustix::net::connect(&stream, &SocketAddrUnix::new(socket)?)?;
     Ok(stream.into())
 }
 
-/// All figures.
+/// Returns all figures.
 ///
 /// # Errors
-/// Nobody answers there, or not in time, or not like tmemd.
+/// Returns an error if no process listens on the socket, or if the answer is late or not one of
+/// tmemd.
 pub fn stats(socket: &Path) -> Result<Stats_Reply> {
     let deadline = Instant::now() + TIMEOUT;
     let mut stream = connect(socket)?;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! As much of a web server as a scrape needs: one request a connection, answered and closed.
+//! A minimal HTTP server for scrapes: one request for each connection, which is answered and
+//! closed.
 //!
-//! Whoever reaches the port may be a guest, so all that a client sends is bounded: in size, in time, in
-//! number. Never here: a body that is read, a file that is served.
+//! A guest may be able to reach the port, so everything that a client sends is bounded in size,
+//! time and number. Out of scope: request bodies and files.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -11,20 +12,21 @@ use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
-/// Scrapers at once: a pair of Prometheus servers, people, and as many again.
+/// Most connections at once: enough for two Prometheus servers, people with a browser, and as many
+/// again.
 const CLIENTS_MAX: usize = 8;
-/// A scraper's request has some hundred bytes.
+/// Most bytes of a request. A scraper's request has a few hundred.
 const REQUEST_BYTES_MAX: usize = 8 << 10;
-/// And as many lines.
+/// Most header lines of a request.
 const HEADERS_MAX: usize = 64;
-/// It is all there after so long, or comes too late.
+/// Longest time in which a request must arrive completely.
 const READ_MAX: Duration = Duration::from_secs(5);
-/// So long may taking a part of the answer last.
+/// Longest time for which one write of the answer may block.
 const WRITE_MAX: Duration = Duration::from_secs(10);
-/// After a connection could not be accepted.
+/// Pause after accept() failed.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Which text a client wants.
+/// Text format that a client accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// OpenMetrics 1.0.
@@ -42,13 +44,13 @@ impl Format {
     }
 }
 
-/// What is asked for.
+/// The resource that a request asks for.
 #[derive(Debug, PartialEq, Eq)]
 enum Asked {
     Metrics(Format),
-    /// A page for people.
+    /// A page for people, with a link to the metrics.
     Root,
-    /// An answer without metrics: status and a line.
+    /// An answer without metrics: its status, and one line of text.
     No(&'static str, &'static str),
 }
 
@@ -60,7 +62,7 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
     };
     if let Some(token) = token {
         let wanted = format!("Bearer {token}");
-        // In constant time, but for the length, which is no secret.
+        // The comparison takes constant time except for the length, which is not secret.
         if !bool::from(header("authorization").ct_eq(wanted.as_bytes())) {
             return Asked::No("401 Unauthorized", "a bearer token is needed\n");
         }
@@ -82,7 +84,7 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
     }
 }
 
-/// Reads a request and says what it asks for. None: there is none.
+/// Reads a request and returns what it asks for; None if no request arrives.
 fn read(mut stream: &TcpStream, token: Option<&str>) -> Option<Asked> {
     let deadline = Instant::now() + READ_MAX;
     let (mut bytes, mut part) = (Vec::new(), [0; 1024]);
@@ -142,14 +144,14 @@ fn answer(stream: &TcpStream, token: Option<&str>, metrics: &dyn Fn(Format) -> S
         body.len()
     );
     let mut stream = stream;
-    // An error means that the client is gone.
+    // A write error means that the client has gone.
     let _ = stream
         .set_write_timeout(Some(WRITE_MAX))
         .and_then(|()| stream.write_all(head.as_bytes()))
         .and_then(|()| stream.write_all(body.as_bytes()));
 }
 
-/// Serves for ever.
+/// Accepts connections and answers them. Never returns.
 pub fn serve(
     listener: &TcpListener,
     token: Option<String>,
@@ -167,7 +169,8 @@ pub fn serve(
             }
         };
         if clients.fetch_add(1, SeqCst) >= CLIENTS_MAX {
-            // Closed without a word: those who are served come first.
+            // Too many clients: the connection is closed without an answer, in favour of those
+            // being served.
             clients.fetch_sub(1, SeqCst);
             continue;
         }

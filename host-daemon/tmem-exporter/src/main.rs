@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmem-exporter: the daemon's figures as metrics, for Prometheus.
+//! tmem-exporter: serves the daemon's figures as metrics for Prometheus.
 //!
-//! A process of its own, so that the one that maps all guests' memory has no port. It knows the daemon's
-//! read-only socket and nothing else; docs/metrics.md says how to run it.
+//! It is a separate process, so that the process that maps all guests' memory opens no port. It
+//! uses only the daemon's read-only socket; docs/metrics.md says how to run it.
 
 mod classic;
 mod daemon;
@@ -17,9 +17,9 @@ use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// A daemon that is away is logged no more often than this.
+/// Shortest time between two log messages about an unreachable daemon.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
-/// Shorter ones can be guessed.
+/// Fewest bytes of a token; a shorter one could be guessed.
 const TOKEN_BYTES_MIN: usize = 16;
 
 /// Metrics of the virtio-tmem host daemon for Prometheus, over HTTP.
@@ -95,7 +95,7 @@ fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
             }
         }
         let scrape = metrics::Scrape::new(reply.as_ref().ok(), begun.elapsed(), arguments.vms_max);
-        // Writing to memory does not fail.
+        // Formatting into a string does not fail.
         let text = scrape.text().unwrap_or_default();
         match format {
             Format::OpenMetrics => text,

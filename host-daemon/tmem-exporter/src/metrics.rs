@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Metrics of the daemon's figures, by the table in tmem-control's statistics.rs.
+//! Converts the daemon's figures to metrics, following the table in tmem-control's statistics.rs.
 //!
-//! What depends on pages that VMs have in common is told in large steps only: somebody who can read metrics
-//! and put pages must not learn from them what others hold. Never here: a label whose values a guest chooses.
+//! Figures that depend on pages that VMs have in common are rounded to large steps. A reader of
+//! metrics who can also put pages must not learn from them which pages other VMs hold. Out of
+//! scope: a label whose values a guest chooses.
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder};
@@ -16,14 +17,14 @@ use std::time::Duration;
 use tmem_control::Stats_Reply;
 use tmem_control::statistics::{Export, Kind, STATISTICS, Scope, Statistic};
 
-/// A step is so much of the pool's size,
+/// A step is the pool's size divided by this number, but at least [`STEP_BYTES_MIN`].
 const STEP_PART: i64 = 64;
-/// and at least this: 256 pages of noise, which nobody puts by chance.
+/// Smallest step in bytes: the size of 256 pages, which no guest puts by chance.
 const STEP_BYTES_MIN: i64 = 1 << 20;
 
 const PAGE_BYTES: i64 = 4096;
 
-/// States of a driver, and that it has said nothing.
+/// States of a driver; "none" stands for a driver that has not reported.
 const DRIVER_STATES: [&str; 7] = [
     "none", "off", "on", "offline", "tripped", "poisoned", "unknown",
 ];
@@ -34,19 +35,19 @@ type NoExemplar = Option<&'static Exemplar<Labels, u64>>;
 enum Sample {
     Gauge(f64),
     Counter(f64),
-    /// Sum in seconds; buckets by their upper bound in seconds.
+    /// A histogram: the sum in seconds, and the buckets by their upper bound in seconds.
     Histogram(f64, Vec<(f64, u64)>),
 }
 
 struct Family {
     help: String,
-    /// In base units, as the name ends with it.
+    /// The base unit with which the metric's name ends.
     unit: &'static str,
     kind: Kind,
     samples: Vec<(Labels, Sample)>,
 }
 
-/// What a scrape answers.
+/// The metrics of one scrape.
 pub struct Scrape {
     families: BTreeMap<&'static str, Family>,
 }
@@ -55,10 +56,10 @@ fn rounded(value: i64, step: i64) -> i64 {
     value.div_euclid(step) * step
 }
 
-/// Upper bounds of the daemon's buckets: 1, 2, 4, … µs.
+/// Converts the daemon's bucket counts, whose upper bounds are 1, 2, 4, … µs.
 fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
     let bound = |nth: usize| match nth + 1 == counts.len() {
-        // The encoder writes +Inf.
+        // The encoder writes this bound as +Inf.
         true => f64::MAX,
         false => (1u64 << nth) as f64 / 1e6,
     };
@@ -70,7 +71,8 @@ fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
 }
 
 impl Scrape {
-    /// Of what the daemon said, or that it said nothing. VMs beyond `vms_max` are left out.
+    /// Collects the metrics from the daemon's reply; None stands for a daemon that did not answer.
+    /// VMs beyond `vms_max` are left out.
     pub fn new(reply: Option<&Stats_Reply>, took: Duration, vms_max: usize) -> Scrape {
         let mut scrape = Scrape {
             families: BTreeMap::new(),
@@ -169,7 +171,7 @@ impl Scrape {
                 }
             };
             match (value, &label) {
-                // The driver has said nothing.
+                // The driver has not reported this figure.
                 (Value::Null, _) => {}
                 (Value::Array(values), Some((key, of))) => {
                     for (value, of) in values.iter().zip(of) {
@@ -190,7 +192,7 @@ impl Scrape {
         }
     }
 
-    /// In OpenMetrics' text format.
+    /// Returns the metrics in OpenMetrics' text format.
     pub fn text(self) -> Result<String, fmt::Error> {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(self));
@@ -200,7 +202,8 @@ impl Scrape {
     }
 }
 
-/// Without samples. Where several figures make one metric, they share its help.
+/// Creates a metric family without samples. Several figures that form one metric share its help
+/// text.
 fn family(name: &str, row: &Statistic) -> Family {
     let figures = STATISTICS.iter().filter(|other| other.metric().0 == name);
     let help = match (row.metric().1, figures.count()) {
@@ -214,7 +217,7 @@ fn family(name: &str, row: &Statistic) -> Family {
         name if name.ends_with("_seconds") => "seconds",
         _ => "",
     };
-    // Of the name of a state comes a metric for each.
+    // The name of a state becomes one metric for each state.
     let kind = if row.kind == Kind::Text {
         Kind::Gauge
     } else {
@@ -253,7 +256,7 @@ impl Collector for Scrape {
                 "seconds" => Some(Unit::Seconds),
                 _ => None,
             };
-            // The encoder appends the unit.
+            // The encoder appends the unit to the name.
             let suffix = unit
                 .as_ref()
                 .map_or(String::new(), |unit| format!("_{}", unit.as_str()));

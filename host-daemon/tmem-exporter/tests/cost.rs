@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a scrape each second costs the daemon: at most 1 % of one processor.
+//! Measures the cost of one scrape each second for the daemon: at most 1 % of one processor.
 //!
-//! Counted is processor time of the daemon alone. How many requests fewer it serves beside a scraper depends on
-//! how many processors the exporter and Prometheus share with it: with one of them, the most of what a scrape
-//! takes is the exporter's. Nothing is ever waited for: a thread of its own answers.
-//! Not among the tests that always run, since it takes what is compiled with --release: `make check-ops`.
+//! The measure is the processor time of the daemon alone. How much a scraper slows down the
+//! daemon's guests depends on how many processors the daemon shares with the exporter and
+//! Prometheus; on one shared processor, most of the time of a scrape is the exporter's. Requests of
+//! guests never wait for a scrape, because another thread answers it.
+//!
+//! This test is not one of those that always run, because it needs a build with --release: `make
+//! check-ops`.
 
 mod common;
 
@@ -12,13 +15,14 @@ use common::{Exporter, Host};
 use rustix::time::{ClockId, clock_gettime};
 use std::time::Duration;
 
-/// VMs that are told of: half of the most that a daemon is made for.
+/// Number of VMs in each answer.
 const VMS: usize = 128;
 const SCRAPES: u32 = 25;
 const ROUNDS: usize = 9;
 const COST_MAX: f64 = 0.01;
 
-/// Processor time of this process, in which the daemon is, less that of this thread.
+/// Returns the processor time of this process, which contains the daemon, without that of this
+/// thread.
 fn used() -> Duration {
     let read = |clock| Duration::try_from(clock_gettime(clock)).expect("not negative");
     read(ClockId::ProcessCPUTime) - read(ClockId::ThreadCPUTime)
@@ -44,7 +48,7 @@ fn a_scrape_each_second_costs_no_more_than_a_hundredth() {
         "{VMS} VMs: a scrape each second takes {:.3} % of a processor of the daemon",
         costs[ROUNDS / 2] * 100.0
     );
-    // What others do to the caches and the clock only adds.
+    // Disturbances of the caches and the clock only add to a cost, so the least one counts.
     let least = costs[0];
     assert!(least > 0.0, "it answered without any work");
     assert!(least <= COST_MAX, "{:.2} %: {costs:?}", least * 100.0);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Before a real Prometheus: what promtool says of metrics and rules, and what each query of dashboard and
-//! rules answers. Debian's package `prometheus` has both programs; `make check-ops` runs this.
+//! Tests with a real Prometheus: promtool's checks of metrics and rules, and the answer to each
+//! query of dashboard and rules. Debian's package `prometheus` has both programs; `make check-ops`
+//! runs this.
 
 mod common;
 
@@ -25,7 +26,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
         .spawn()
         .expect("promtool, of Debian's package prometheus");
     let mut stdin = child.stdin.take().expect("piped");
-    // It may not want any.
+    // The program may end without reading its input.
     let _ = stdin.write_all(input.as_bytes());
     drop(stdin);
     let output = child.wait_with_output().expect("ends");
@@ -51,7 +52,7 @@ fn promtool_finds_nothing() {
         let (good, said) = promtool(arguments, "");
         assert!(good, "{said}");
     }
-    // That the tests of alerts name each of them.
+    // The tests of the alert rules must name each alert.
     let of = |text: &str, key: &str| -> Vec<String> {
         let names = text.split(key).skip(1);
         names
@@ -72,14 +73,15 @@ struct Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
 impl Server {
-    /// Scrapes the exporter each second, as docs/metrics.md says, with the alert rules.
+    /// Starts Prometheus, which scrapes the exporter each second, as docs/metrics.md says, with the
+    /// alert rules.
     fn start(exporter: &Exporter, token: &Path) -> Server {
         let folder = tempfile::tempdir().expect("a folder");
         let config = folder.path().join("prometheus.yml");
@@ -95,7 +97,8 @@ impl Server {
         std::fs::write(&config, text).expect("written");
         let (good, said) = promtool(&["check", "config", config.to_str().expect("text")], "");
         assert!(good, "{said}");
-        // Free a moment ago; whoever takes it meanwhile makes the test fail, not pass.
+        // The port was free a moment ago. If another process takes it meanwhile, the test fails and
+        // does not pass by mistake.
         let port = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = port.local_addr().expect("bound").to_string();
         drop(port);
@@ -122,7 +125,7 @@ impl Server {
         serde_json::from_str(&body).unwrap_or_default()
     }
 
-    /// The answer to a query now.
+    /// Returns the current answer to a query.
     fn query(&self, query: &str) -> Value {
         let encoded: String = query.bytes().map(|byte| format!("%{byte:02X}")).collect();
         self.api(&format!("/api/v1/query?query={encoded}"))
@@ -137,7 +140,7 @@ impl Server {
     }
 }
 
-/// As Grafana does it.
+/// Replaces the dashboard's variables as Grafana does.
 fn filled(query: &str) -> String {
     let query = query.replace("$__rate_interval", "1m");
     query.replace("$instance", ".*").replace("$vm", ".*")
@@ -161,7 +164,7 @@ fn every_query_of_dashboard_and_rules_is_answered() {
         targets["data"]["activeTargets"][0]["health"], "up",
         "{targets}"
     );
-    // Rates want several scrapes with work between.
+    // Rates need several scrapes with work between them.
     for _ in 0..5 {
         host.work(100);
         std::thread::sleep(Duration::from_millis(1100));
@@ -195,7 +198,7 @@ fn every_query_of_dashboard_and_rules_is_answered() {
         let answer = server.query(rule["query"].as_str().expect("a query"));
         assert_eq!(answer["status"], "success", "{answer}");
     }
-    // What it has agrees with what the daemon says.
+    // The value in Prometheus equals the daemon's.
     let hits = host.stats("a").hits as f64;
     server.until("the last scrape", || {
         let answer = server.query("tmem_vm_hits_total{vm=\"a\"}");

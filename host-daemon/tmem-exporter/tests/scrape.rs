@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The exporter before a daemon: what it answers, to whom, and what nobody can do to it.
+//! Tests of the exporter with a daemon: its answers, its access check, and its limits for clients.
 
 mod common;
 
@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::process::Command;
 use tmem_control::statistics::{Export, Kind, STATISTICS};
 
-/// The samples of a metric.
+/// Returns the samples of a metric.
 fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
     let of_name = |line: &&str| {
         let rest = line.strip_prefix(name);
@@ -31,7 +31,7 @@ fn every_figure_that_may_be_told_is() {
             Kind::Gauge | Kind::Text => "",
         };
         let name = format!("{}{suffix}", row.metric().0);
-        // The fake driver's report is not there, or empty.
+        // The report of the fake driver is missing or empty.
         if !name.starts_with("tmem_vm_driver_") {
             assert!(
                 !samples(&text, &name).is_empty(),
@@ -44,7 +44,7 @@ fn every_figure_that_may_be_told_is() {
     assert_eq!(state.len(), 2 * 7, "{state:?}");
 }
 
-/// The daemon, its command line and the metrics tell the same.
+/// The daemon, its command line and the metrics show the same numbers.
 #[test]
 fn figures_agree() {
     let mut host = Host::new();
@@ -86,7 +86,7 @@ fn figures_agree() {
     assert_eq!(count("request=\"get\""), Some(gets));
 }
 
-/// What a guest could watch a neighbour by is told in steps only, or not at all.
+/// Figures by which a guest could observe another guest are rounded to steps, or not exported.
 #[test]
 fn nothing_tells_of_single_shared_pages() {
     let mut host = Host::new();
@@ -190,7 +190,7 @@ fn a_daemon_that_is_away_or_hangs_is_a_metric() {
     assert!(exporter.metrics("").contains("tmem_up 1.0"));
     host.stop();
     assert!(exporter.metrics("").contains("tmem_up 0.0"));
-    // Takes connections, and never says a word.
+    // This socket accepts connections and never answers.
     let _hangs = std::os::unix::net::UnixListener::bind(host.path("read-only")).expect("binds");
     let text = exporter.metrics("");
     assert!(
@@ -220,7 +220,7 @@ fn odd_clients_harm_nobody() {
             "others are served"
         );
     }
-    // As many as it serves at once, and none of them goes on: it has forgotten them in time.
+    // These connections occupy all places and then send no more. The exporter drops them in time.
     let slow: Vec<TcpStream> = (0..8)
         .map(|_| {
             let mut stream = TcpStream::connect(exporter.address()).expect("connects");
@@ -239,7 +239,7 @@ fn odd_clients_harm_nobody() {
     for mut stream in slow {
         stream.set_read_timeout(Some(TIMEOUT)).expect("set");
         let mut answer = String::new();
-        // Or reset, if it was over the limit.
+        // A connection above the limit may also be reset.
         let _ = stream.read_to_string(&mut answer);
         assert!(answer.is_empty() || answer.contains(" 408 "), "{answer}");
     }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon without its threads, and a neighbour whose pages must stay what they are.
+//! The daemon without its threads, and a neighbour whose pages must stay unchanged.
 //!
-//! A worker looks whether the front end is there each time before it touches guest memory. That look
-//! is asked of [`Watch`], which can do in between what another processor of the guest would, at a
-//! place that is the same in each run.
+//! A worker checks that the front end is connected each time before it touches guest memory.
+//! [`Watch`] answers this check. Between two checks it can do what another processor of the guest
+//! would do, at a point that is the same in each run.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -24,53 +24,54 @@ use tmemd::parts::{
     SimulatedClock, Vm, WorkerContext, Workers,
 };
 
-/// Enough for all that an input can put.
+/// Size of the pool in bytes: enough for all pages that an input can put.
 const POOL_BYTES: u64 = 32 << 20;
 
-/// Time between two looks; nothing depends on how long, but it goes on.
+/// Time between two checks in nanoseconds. Only its progress matters, not the value.
 const LOOK_NS: u64 = 1_000;
 
-/// Longer than a drain waits before it cuts off what it finds.
+/// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
 
-/// Pages that the neighbour has.
+/// Number of the neighbour's pages.
 const NEIGHBOURS: u64 = 4;
 
-/// Where the neighbour's pages are, which is where a guest's may be, too.
+/// Key of the neighbour's pages, which the guest may use, too.
 const POOL: u32 = 1;
 const OBJECT: u64 = 1;
 
-/// Looks of a turn at most: one for each chain and each answer, and one for each slice of its data; a
-/// turn has 64 pages of work and may begin another batch with the last of them.
+/// Most checks of a round: one for each chain and each answer, and one for each piece of its data.
+/// A round has 64 pages of work and may begin another batch with the last of them.
 const LOOKS_PER_ROUND_MAX: u64 = 1000;
 
-/// Work of a slice at most, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a first step that
-/// begins however little is left.
+/// Most work of a scheduling slice, in nanoseconds by [`work_ns`]: the 200 µs of a slice, and a
+/// first step that begins however little time is left.
 const WORK_PER_SLICE_MAX_NS: u64 = 260_000;
 
-/// Rounds until nothing is left to do, at most. An input has less work than that.
+/// Most rounds until no work is left. An input has less work than that.
 const ROUNDS_MAX: usize = 2000;
 
-/// What is done at a look.
+/// Action at a check.
 pub enum Act {
-    /// The guest writes these bytes at an offset of its memory's file.
+    /// The guest writes these bytes at an offset of the file of its memory.
     Write(Arc<File>, u64, Vec<u8>),
-    /// The front end hangs up: from then on the guest's memory, whose file this is, stays as it is.
+    /// The front end hangs up: from then on the guest's memory, whose file this is, must not
+    /// change.
     HangUp(Arc<File>, usize),
     /// A drain begins.
     Drain(Weak<Mutex<Device>>),
 }
 
-/// What happens at a worker's looks.
+/// Actions at a worker's checks.
 #[derive(Default)]
 pub struct Watch {
     looks: AtomicU64,
-    /// Acts that are to come, each after so many looks.
+    /// Pending actions, each with the number of checks after which it happens.
     acts: Mutex<Vec<(u64, Act)>>,
-    /// An act was done.
+    /// An action happened.
     acted: AtomicBool,
     hung_up: AtomicBool,
-    /// The memory at the moment of the hang-up.
+    /// Contents of the memory at the moment of the hang-up.
     left: Mutex<Option<Vec<u8>>>,
     now_ns: AtomicU64,
     generation: AtomicU64,
@@ -86,7 +87,7 @@ impl Watch {
         *acts = rest;
         drop(acts);
         for (_, act) in due {
-            // After a hang-up memory is what somebody else makes of it.
+            // After a hang-up, the memory may belong to another process.
             if self.hung_up.load(SeqCst) {
                 break;
             }
@@ -113,18 +114,18 @@ impl Watch {
         }
     }
 
-    /// Lets something happen after so many looks, from 1 on.
+    /// Schedules an action after `looks` checks, counted from 1.
     pub fn at(&self, looks: u64, act: Act) {
         lock(&self.acts).push((looks.max(1), act));
     }
 
-    /// Whether something has happened since this was asked last; what has not is called off.
+    /// Returns whether an action has happened since the last call. Cancels the pending actions.
     pub fn take_acted(&self) -> bool {
         lock(&self.acts).clear();
         self.acted.swap(false, SeqCst)
     }
 
-    /// The memory as it was when the front end hung up, if it has.
+    /// Returns the memory as it was when the front end hung up, if it has.
     pub fn left(&self) -> Option<Vec<u8>> {
         lock(&self.left).clone()
     }
@@ -135,14 +136,14 @@ impl SimulatedClock for Watch {
         self.now_ns.load(SeqCst)
     }
 
-    /// Counted, so that an input can name it.
+    /// Generations are counted, so that an input can name them.
     fn generation(&self) -> u64 {
         self.generation.fetch_add(1, SeqCst) + 1
     }
 }
 
-/// Estimates from the pool's counters what a turn's work costs at least. No figure by which the daemon
-/// itself ends a turn is used.
+/// Estimates from the pool's counters the least cost of a slice's work. It uses none of the figures
+/// by which the daemon itself ends a slice.
 fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
     let since = |of: fn(&TenantStats) -> u64| of(after) - of(before);
     let (puts, refused) = (since(|s| s.puts), since(|s| s.puts_refused));
@@ -159,13 +160,14 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
         + since(|s| s.gain_steps)
 }
 
-/// Locks what no panic of the daemon's can have left half done, since such a one ends the run.
+/// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
+/// ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().expect("no panic")
 }
 
-/// What is made once for all inputs, since address space for a pool takes milliseconds to make. Between
-/// two of them it is empty.
+/// Parts that are created once for all inputs, since reserving address space for a pool takes
+/// milliseconds. The pool is empty between two inputs.
 struct Base {
     pool: Arc<Pool>,
     vm: Arc<Vm>,
@@ -183,9 +185,9 @@ thread_local! {
 /// A daemon with a connection of its guest.
 pub struct Host {
     base: Rc<Base>,
-    /// What happens at looks.
+    /// Actions at checks.
     pub watch: Arc<Watch>,
-    /// The connection.
+    /// The connection of the guest.
     pub session: Session,
     _front_end: UnixStream,
 }
@@ -243,7 +245,7 @@ impl Base {
         }
     }
 
-    /// Background work, to its end: equal pages are found, others compressed, what was dropped is freed.
+    /// Does all background work: finds equal pages, compresses others, frees dropped pages.
     fn settle(&self, now_ns: u64) {
         let mut steps = 0;
         while self.pool.maintain(Time(now_ns), 16) {
@@ -284,7 +286,8 @@ impl Base {
 }
 
 impl Host {
-    /// A daemon, a neighbour with pages, and a guest that is connected and has shared nothing yet.
+    /// Creates a daemon, a neighbour with pages, and a guest that is connected and has not shared
+    /// memory yet.
     pub fn new() -> Host {
         let base = BASE.with(Rc::clone);
         base.give_the_neighbour_its_pages();
@@ -306,7 +309,7 @@ impl Host {
         }
     }
 
-    /// Lets the worker do what there is to do, in bounded steps.
+    /// Runs the worker until no work is left, in bounded steps.
     pub fn work(&mut self) {
         let Base {
             workers,
@@ -335,12 +338,12 @@ impl Host {
         panic!("the worker finds work for ever");
     }
 
-    /// Background work.
+    /// Does all background work.
     pub fn settle(&self) {
         self.base.settle(self.watch.now_ns());
     }
 
-    /// Stores pages of one value for the guest, without a request of its own.
+    /// Stores pages of one repeated value for the guest, without a request.
     #[cfg(test)]
     pub fn store_same(&self, pages: u64) {
         let tenant = &self.base.vm.tenant;
@@ -362,20 +365,20 @@ impl Host {
         }
     }
 
-    /// Pages of the guest.
+    /// Returns the number of the guest's pages.
     #[cfg(test)]
     pub fn held(&self) -> u64 {
         self.base.vm.tenant.stats().pages
     }
 
-    /// Nothing that went wrong was the daemon's own fault.
+    /// Asserts that the daemon logged no bug of its own.
     pub fn check(&self) {
         for event in self.base.told.take() {
             assert!(!event.text.contains("a bug"), "{}", event.text);
         }
     }
 
-    /// The connection ends, and the neighbour has all its pages.
+    /// Ends the connection, and asserts that the neighbour has all its pages.
     pub fn end(self) {
         self.check();
         let Host { base, session, .. } = self;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Bytes as choices: what a fuzzer changes, a guest does otherwise.
+//! The fuzzer's bytes as choices: a change of the bytes changes what the guest does.
 //!
-//! Read from the front, so that seeds can be written by hand and a change at the end leaves the
-//! beginning as it was; where there are no more, zeros are read. (The crate `arbitrary` reads lengths
-//! from the end.)
+//! Bytes are read from the front, so that seeds can be written by hand and a change at the end
+//! leaves the beginning as it was. After the last byte, zeros are read. (The crate `arbitrary`
+//! reads lengths from the end.)
 
-/// What is left of a fuzzer's bytes.
+/// The rest of a fuzzer's bytes.
 pub struct Input<'a>(&'a [u8]);
 
-/// Numbers at which something ends: of signed and unsigned integers, of indices, of pages.
+/// Boundary values: of signed and unsigned integers, of indices, of pages.
 const BORDERS: [u64; 16] = [
     0,
     1,
@@ -29,17 +29,17 @@ const BORDERS: [u64; 16] = [
 ];
 
 impl<'a> Input<'a> {
-    /// All of it.
+    /// Creates an input of all bytes.
     pub fn new(bytes: &'a [u8]) -> Self {
         Input(bytes)
     }
 
-    /// Only zeros are left.
+    /// Returns whether only zeros are left.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The next bytes; fewer at the end.
+    /// Returns the next `count` bytes, or fewer at the end.
     pub fn bytes(&mut self, count: usize) -> &'a [u8] {
         let (taken, rest) = self.0.split_at(count.min(self.0.len()));
         self.0 = rest;
@@ -53,27 +53,27 @@ impl<'a> Input<'a> {
         out
     }
 
-    /// The next byte.
+    /// Returns the next byte.
     pub fn u8(&mut self) -> u8 {
         self.array::<1>()[0]
     }
 
-    /// The next two.
+    /// Returns the next two bytes as a number.
     pub fn u16(&mut self) -> u16 {
         u16::from_le_bytes(self.array())
     }
 
-    /// The next four.
+    /// Returns the next four bytes as a number.
     pub fn u32(&mut self) -> u32 {
         u32::from_le_bytes(self.array())
     }
 
-    /// A choice among so many, at most 256.
+    /// Returns a choice among `count` possibilities, at most 256.
     pub fn below(&mut self, count: usize) -> usize {
         usize::from(self.u8()) % count
     }
 
-    /// A number that is small, near a border, or any.
+    /// Returns a number that is small, near a boundary, or any.
     pub fn number(&mut self) -> u64 {
         match self.u8() {
             small @ 0..=199 => u64::from(small) % 40,

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the specification makes of a chain: read by hand from the guest's memory, without the daemon's
-//! parser and without the library that walks its chains.
+//! Required reactions to a chain, by the specification. This code reads the chain by hand from the
+//! guest's memory, without the daemon's parser and without the library that walks its chains.
 //!
-//! Never here: what the daemon did.
+//! Out of scope: the daemon's actions.
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
@@ -26,17 +26,17 @@ pub type Piece = (u64, u64);
 /// A chain that can be followed.
 #[derive(Default)]
 pub struct Chain {
-    /// What the device reads.
+    /// Pieces that the device reads.
     pub readable: Vec<Piece>,
-    /// What it may write.
+    /// Pieces that the device may write.
     pub writable: Vec<Piece>,
     /// The indirect table, if there is one.
     pub table: Option<Piece>,
-    /// Something readable follows something writable.
+    /// A readable descriptor follows a writable one.
     pub out_of_order: bool,
 }
 
-/// Follows a chain; None: it cannot be.
+/// Follows a chain. None: the chain cannot be followed.
 pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
     let mut chain = Chain::default();
     let (mut table, mut length, mut at) = (table, u64::from(size), u64::from(head));
@@ -81,12 +81,12 @@ pub fn walk(image: &[u8], table: u64, size: u16, head: u16) -> Option<Chain> {
 }
 
 impl Chain {
-    /// Bytes of the writable part.
+    /// Returns the number of bytes of the writable part.
     pub fn room(&self) -> u64 {
         self.writable.iter().map(|piece| piece.1).sum()
     }
 
-    /// The readable part, but for what is beyond any request.
+    /// Returns the readable part, without bytes beyond the longest request.
     pub fn request(&self, image: &[u8]) -> Vec<u8> {
         let mut out = Vec::new();
         for (address, bytes) in &self.readable {
@@ -96,7 +96,7 @@ impl Chain {
         out
     }
 
-    /// The first bytes of the writable part.
+    /// Returns the first `bytes` bytes of the writable part.
     pub fn answer(&self, bytes: u64) -> Vec<Piece> {
         let mut left = bytes;
         let mut pieces = Vec::new();
@@ -116,7 +116,7 @@ type Key = (u32, u64, u64);
 /// Contents of a page.
 type Page = Rc<[u8]>;
 
-/// A request that is one.
+/// A well-formed request.
 enum Asked {
     Put(Vec<(u64, u64, u64, Page)>),
     Get(u64, u64, Vec<u64>),
@@ -126,13 +126,13 @@ enum Asked {
     Told,
 }
 
-/// What is due for a chain.
+/// Required reaction to a chain.
 pub enum Due {
     /// The queue stops.
     Stop,
-    /// A status of these, alone.
+    /// The device answers with one of these statuses and nothing else.
     Refused(&'static [u8]),
-    /// The request is carried out.
+    /// The device carries the request out.
     Run(Carry),
 }
 
@@ -157,13 +157,14 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight"))
 }
 
-/// So many pages from an index on exist.
+/// Returns whether page numbers for `pages` pages from `index` on exist.
 fn exist(object: u64, index: u64, pages: u64) -> bool {
     let end = u128::from(index) + u128::from(pages);
     object != 0 && index < 1 << wire::INDEX_BITS && end <= 1 << wire::INDEX_BITS
 }
 
-/// Sizes of the two parts of a request of that type and count; None: there is no such.
+/// Returns the sizes in bytes of the readable and writable parts of a request of this type and
+/// count. None: there is no such request.
 pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     let n = usize::from(count);
     let batch = n > 0 && n <= wire::BATCH_MAX;
@@ -180,7 +181,7 @@ pub fn sizes(kind: u16, count: u16) -> Option<(usize, usize)> {
     good.then_some((REQ_BYTES + readable, RESP_BYTES + writable))
 }
 
-/// What is due for a request on a queue.
+/// Returns the required reaction to a request on a queue.
 pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
     if room < RESP_BYTES as u64 {
         return Due::Stop;
@@ -248,22 +249,23 @@ pub fn due(control: bool, bytes: &[u8], room: u64, out_of_order: bool) -> Due {
 struct Held {
     cookie: u64,
     page: Page,
-    /// Nobody asked for it by another cookie, upon which a device may drop it.
+    /// No request has named the page with another cookie. Upon such a request a device may drop the
+    /// page.
     certain: bool,
 }
 
-/// What the device may hold of the guest.
+/// Pages of the guest that the device may hold.
 #[derive(Default)]
 pub struct Model {
     generation: u64,
     pools: BTreeSet<u32>,
     held: HashMap<Key, Held>,
-    /// A drain has begun: what is held may be missed.
+    /// A drain has begun: held pages may be missed.
     pub drained: bool,
 }
 
 impl Model {
-    /// A generation begins, with nothing.
+    /// Begins a generation, without pages.
     pub fn begin(&mut self, generation: u64) {
         assert!(generation != 0 && generation != self.generation);
         *self = Model {
@@ -272,7 +274,7 @@ impl Model {
         };
     }
 
-    /// The one that requests must carry.
+    /// Returns the generation that requests must carry.
     pub fn generation(&self) -> u64 {
         self.generation
     }
@@ -289,7 +291,7 @@ impl Model {
         }
     }
 
-    /// Judges the answer to a request, of which so many bytes are said to be written, and moves on.
+    /// Judges the bytes that the device wrote as the answer to a request, and updates the model.
     pub fn judge(&mut self, carry: &Carry, answer: &[u8]) {
         let status = self.status(carry);
         assert_eq!(answer[0], status, "status");

@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Guests and front ends that are anything a fuzzer comes up with.
+//! Fuzz targets: guests and front ends that do whatever a fuzzer's bytes say.
 //!
 //! A target is a function of bytes that panics if a promise is broken. `host-daemon/fuzz/` runs the
-//! targets under libFuzzer, guided by coverage, and keeps what it found in `fuzz/corpus/`; the tests
-//! of this crate play that again, without it.
+//! targets under libFuzzer, guided by coverage, and keeps interesting inputs in `fuzz/corpus/`. The
+//! tests of this crate play that corpus again, without libFuzzer.
 //!
-//! | target | what the bytes are | what must hold |
-//! | --- | --- | --- |
-//! | [`requests`] | requests, in chains that are well made | each answer as specified, nothing else is written |
-//! | [`rings`] | rings, descriptors, requests, and what happens meanwhile | the same; where it is no longer known what is asked: bounds, order, the neighbour |
-//! | [`messages`] | vhost-user messages, through the socket | the daemon goes on and serves its neighbour |
+//! - [`requests`]: the bytes are requests, in well-formed chains. Each answer is as specified, and
+//!   nothing else is written.
+//! - [`rings`]: the bytes are rings, descriptors, requests, and concurrent actions. Answers are as
+//!   specified. Where the requests are no longer known, bounds, order and the neighbour's pages are
+//!   checked.
+//! - [`messages`]: the bytes are vhost-user messages, sent through the socket. The daemon goes on
+//!   and serves its neighbour.
 //!
-//! Never here: anything that only a well-behaved guest does; that is `tmem-sim`'s and `tmem-world`'s.
+//! Out of scope: sequences that only a well-behaved guest sends, which `tmem-sim` and `tmem-world`
+//! test.
 
 mod host;
 mod input;
@@ -26,10 +29,10 @@ pub use messages::run as messages;
 pub use requests::run as requests;
 pub use rings::run as rings;
 
-/// A target by name.
+/// Name and function of a target.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All of them.
+/// All targets.
 pub const TARGETS: [Target; 3] = [
     ("requests", requests),
     ("rings", rings),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest with a control queue and a request queue, and its front end: what it offers is worked off
-//! and compared with what is due.
+//! A guest with a control queue and a request queue, and its front end. The daemon works off the
+//! chains that the guest offers, and the result is compared with the required one.
 //!
-//! While all that it offers is well apart in memory and nothing changes under the daemon's eyes, each
-//! byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine goes on
-//! unjudged, and what must hold all the same is looked at: nothing outside of the guest's memory is
-//! written, work ends, no bug is told, the neighbour has its pages.
+//! While all offered chains are disjoint in memory and nothing changes during the daemon's work,
+//! each byte that the daemon may write is known ([`Machine::judged`]). Otherwise the machine goes
+//! on unjudged and checks the properties that hold in any case: nothing outside of the guest's
+//! memory is written, work ends, no bug is logged, the neighbour has its pages.
 
 use std::os::fd::OwnedFd;
 use std::sync::MutexGuard;
@@ -25,29 +25,29 @@ const F_VERSION_1: u64 = 1 << 32;
 const F_INDIRECT_DESC: u64 = 1 << 28;
 const F_EVENT_IDX: u64 = 1 << 29;
 
-/// Queues: control, and one for requests.
+/// Number of queues: the control queue, and one for requests.
 pub const QUEUES: usize = 2;
-/// Descriptors of a queue at most.
+/// Most descriptors of a queue.
 pub const SIZE_MAX: u16 = 64;
 /// Bytes of guest memory for the three parts of a ring.
 const RING_BYTES: u64 = 0x1000;
 const AVAIL_AT: u64 = 0x400;
 const USED_AT: u64 = 0x600;
-/// Where buffers and tables may lie: behind the rings, to the end of the first region.
+/// First address for buffers and tables: after the rings, up to the end of the first region.
 pub const ARENA: u64 = BASE + QUEUES as u64 * RING_BYTES;
 
 /// A ring as its driver sees it.
 #[derive(Clone, Copy, Debug)]
 pub struct Ring {
-    /// Descriptors.
+    /// Number of descriptors.
     pub size: u16,
-    /// Its table; the other two parts follow.
+    /// Address of the descriptor table; the other two parts follow.
     pub table: u64,
-    /// Chains offered; what is in memory lags behind until they are published.
+    /// Number of chains offered. The index in memory lags behind until they are published.
     pub offered: u16,
-    /// Chains answered.
+    /// Number of chains answered.
     pub answered: u16,
-    /// Nothing more is done until it is set up anew.
+    /// The queue has stopped, and does nothing until it is set up again.
     stopped: bool,
     running: bool,
 }
@@ -61,13 +61,13 @@ impl Ring {
         self.table + USED_AT
     }
 
-    /// Flags and index, elements, and the event index.
+    /// Returns the bytes of flags and index, elements, and the event index.
     fn used_bytes(&self) -> u64 {
         6 + 8 * u64::from(self.size)
     }
 }
 
-/// A chain that the daemon is to answer.
+/// A chain that the daemon has to answer.
 struct Planned {
     queue: usize,
     head: u16,
@@ -75,10 +75,10 @@ struct Planned {
     due: Due,
 }
 
-/// What the daemon is to do.
+/// Expected actions of the daemon.
 struct Plan {
     chains: Vec<Planned>,
-    /// Queues that stop after them.
+    /// Queues that stop after these chains.
     stops: [bool; QUEUES],
 }
 
@@ -86,15 +86,15 @@ struct Plan {
 pub struct Machine {
     /// The daemon.
     pub host: Host,
-    /// Memory.
+    /// Memory of the guest.
     pub ram: Ram,
-    /// Rings.
+    /// Rings of the guest.
     pub rings: [Ring; QUEUES],
-    /// What the device may hold.
+    /// Pages that the device may hold.
     pub model: Model,
     kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
-    /// What the daemon does is known in full.
+    /// All actions of the daemon are known in advance.
     pub judged: bool,
 }
 
@@ -103,7 +103,7 @@ fn device(host: &Host) -> MutexGuard<'_, Device> {
 }
 
 impl Machine {
-    /// Rings of that size, running.
+    /// Creates a machine with running rings of `size` descriptors.
     pub fn new(size: u16, event_idx: bool) -> Machine {
         assert!(size.is_power_of_two() && size <= SIZE_MAX);
         let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
@@ -139,14 +139,14 @@ impl Machine {
         machine
     }
 
-    /// Reads the generation, with which the device holds nothing.
+    /// Reads the generation, in which the device holds no pages yet.
     fn begin(&mut self) {
         let config = device(&self.host).get_config(0, 8, VhostUserConfigFlags::empty());
         let bytes = config.expect("the configuration is longer").try_into();
         self.model.begin(u64::from_le_bytes(bytes.expect("eight")));
     }
 
-    /// Sets a ring up, from what was answered last.
+    /// Sets a ring up, starting after the last answer.
     fn start(&mut self, queue: usize) {
         let ring = &mut self.rings[queue];
         (ring.stopped, ring.running) = (false, true);
@@ -169,8 +169,8 @@ impl Machine {
         assert!(messages.iter().all(Result::is_ok), "{messages:?}");
     }
 
-    /// Stops a ring and sets it up anew, as around a pause or after a lost daemon: what was published
-    /// and not answered is done now.
+    /// Stops a ring and sets it up again, as around a pause or after a lost daemon. The daemon then
+    /// works off the chains that were published and not answered.
     pub fn restart(&mut self, queue: usize) {
         if self.is_over() {
             return;
@@ -192,7 +192,7 @@ impl Machine {
         self.work();
     }
 
-    /// RESET_DEVICE: another generation, nothing held, rings empty.
+    /// Sends RESET_DEVICE: another generation, no pages held, rings empty.
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             let state = device(&self.host).get_vring_base(queue as u32);
@@ -215,13 +215,13 @@ impl Machine {
         self.work();
     }
 
-    /// A table without the memory near 2^64, or with all of it again.
+    /// Sends a memory table without the memory near 2^64, or again with all memory.
     pub fn remap(&mut self, whole: bool) {
         let (mut regions, mut files) = self.ram.table();
         if !whole {
             regions.pop();
             files.pop();
-            // What lies there is not known to be memory any more: this side takes all for memory.
+            // The test still takes the removed addresses for memory, and the daemon no longer does.
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);
@@ -229,7 +229,7 @@ impl Machine {
         self.work();
     }
 
-    /// The front end has hung up: nothing more is to be offered.
+    /// Returns whether the front end has hung up, so that no chain may be offered any more.
     pub fn is_over(&self) -> bool {
         self.host.watch.left().is_some()
     }
@@ -250,7 +250,7 @@ impl Machine {
         self.ram.write(table.wrapping_add(16 * number), &all);
     }
 
-    /// Puts a head into the available ring; published later.
+    /// Puts a head into the available ring; it is published later.
     pub fn offer(&mut self, queue: usize, head: u16) {
         let ring = self.rings[queue];
         let slot = ring.avail() + 4 + 2 * u64::from(ring.offered % ring.size);
@@ -258,7 +258,7 @@ impl Machine {
         self.rings[queue].offered = ring.offered.wrapping_add(1);
     }
 
-    /// Publishes what was offered, kicks, and lets the daemon work it off.
+    /// Publishes the offered chains, kicks, and lets the daemon work them off.
     pub fn kick(&mut self, queue: usize) {
         let ring = self.rings[queue];
         let index = ring.avail() + 2;
@@ -267,7 +267,7 @@ impl Machine {
         self.work();
     }
 
-    /// The daemon does all it has to; what it did is judged.
+    /// Lets the daemon do all its work, and judges what it did.
     pub fn work(&mut self) {
         self.watched(|machine| machine.host.work());
     }
@@ -293,8 +293,8 @@ impl Machine {
         self.host.check();
     }
 
-    /// What is due for the published chains, in order; None if it cannot be told, since what is
-    /// written for one changes another, or both queues have work.
+    /// Returns what is required for the published chains, in order. None: that is unknown, because
+    /// an answer overwrites another chain, or because both queues have work.
     fn plan(&self) -> Option<Plan> {
         let image = &self.ram.image;
         let mut plan = Plan {
@@ -352,7 +352,7 @@ impl Machine {
             }
         };
         for ring in &self.rings {
-            // The wish to be kicked.
+            // The fields with which the device asks for kicks.
             accept(&(ring.used(), 2));
             accept(&(ring.used() + 4 + 8 * u64::from(ring.size), 2));
         }
@@ -395,7 +395,7 @@ impl Machine {
         self.ram.drop_copy(expected);
     }
 
-    /// The connection ends.
+    /// Ends the connection.
     pub fn end(mut self) {
         self.work();
         self.host.end();
@@ -407,17 +407,17 @@ impl Machine {
 }
 
 fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
-    // The quick comparison first.
+    // Compare the whole memory first, which is faster.
     (one != other).then(|| one.iter().zip(other).position(|(a, b)| a != b))?
 }
 
-/// No piece that is written meets another, or one that is read.
+/// Returns whether no written piece overlaps another written or a read piece.
 fn apart(reads: &[Piece], writes: Vec<Piece>) -> bool {
     let end = |piece: &Piece| u128::from(piece.0) + u128::from(piece.1);
     let mut all: Vec<(Piece, bool)> = writes.into_iter().map(|piece| (piece, true)).collect();
     all.extend(reads.iter().map(|piece| (*piece, false)));
     all.sort_unstable();
-    // The furthest ends so far of what is written, and of anything.
+    // Furthest ends so far: of written pieces, and of all pieces.
     let (mut written, mut any) = (0, 0);
     for (piece, write) in all {
         let start = u128::from(piece.0);
@@ -442,12 +442,13 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
 
-    /// Each chain drops as much as one slice may, by [`Host::work`]: all of them together take many.
+    /// Each chain drops as many pages as one slice may, and [`Host::work`] checks the bound: all
+    /// chains together take many slices.
     #[test]
     fn a_slice_of_many_flushes_is_bounded() {
         const PAGES: u64 = 511;
         let mut machine = Machine::new(SIZE_MAX, false);
-        // Pages that the guest has not put itself.
+        // The guest has not put these pages itself.
         machine.judged = false;
         machine.host.store_same(u64::from(SIZE_MAX) * PAGES);
         for chain in 0..SIZE_MAX {

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Vhost-user messages of any bytes and descriptors through the socket of a whole daemon, with rings
-//! that run meanwhile, and a neighbour that is served all the time.
+//! Vhost-user messages with any bytes and descriptors through the socket of a complete daemon.
+//! Rings run at the same time, and a neighbour is served throughout.
 //!
-//! The daemon has its threads here, so an input is not always played alike. What must hold: no thread
-//! panics, the connection ends soon after its front end has, the neighbour has its pages.
+//! The daemon has its threads here, so an input is not always played in the same order. The
+//! properties: no thread panics, the connection ends soon after its front end has ended it, the
+//! neighbour has its pages.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -26,17 +27,18 @@ use tmemd::{Config, Daemon};
 use crate::input::Input;
 use crate::ram::{BASE, Ram, TOP};
 
-/// Steps of an input at most.
+/// Most steps of an input.
 const STEPS_MAX: usize = 40;
-/// Bound of every wait, on a machine that does much else.
+/// Bound of every wait, on a busy machine.
 const WAIT: Duration = Duration::from_secs(20);
-/// A ring's parts in guest memory, by queue; the others share the last.
+/// Bytes of guest memory for the parts of a ring. Each queue has a place of its own; those from
+/// number RINGS - 1 on share one.
 const RING_BYTES: u64 = 0x1000;
 const RINGS: u64 = 4;
 const SIZE: u16 = 16;
-/// Where requests and their answers lie.
+/// First address for requests and their answers.
 const ARENA: u64 = BASE + RINGS * RING_BYTES;
-/// Descriptors of a message at most; the library takes 32.
+/// Most descriptors of a message; the library accepts 32.
 const FILES_MAX: usize = 33;
 
 const NEED_REPLY: u32 = 1 << 3;
@@ -66,10 +68,10 @@ const FEATURES: u64 = 1 << 32 | 1 << 30 | 1 << 29 | 1 << 28;
 /// MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, CONFIGURE_MEM_SLOTS.
 const PROTOCOL: u64 = 1 | 1 << 1 | 1 << 3 | 1 << 9 | 1 << 13 | 1 << 15;
 
-/// A thread of this process has panicked; the daemon would go on.
+/// A thread of this process has panicked; the daemon itself would go on.
 static PANICKED: AtomicBool = AtomicBool::new(false);
 
-/// The daemon, made once for all inputs, and the other VM.
+/// The daemon, created once for all inputs, and the other VM.
 struct World {
     _daemon: Daemon,
     neighbour: Driver,
@@ -127,7 +129,7 @@ impl World {
         }
     }
 
-    /// The neighbour is served, whatever the other does.
+    /// Asserts that the neighbour is served, whatever the hostile front end does.
     fn look_after_the_neighbour(&mut self) {
         self.inputs += 1;
         for _ in 0..2 {
@@ -160,14 +162,14 @@ pub fn run(bytes: &[u8]) {
     });
 }
 
-/// The liar's VMM and its guest.
+/// The hostile VMM and its guest.
 struct FrontEnd {
     stream: UnixStream,
     ram: Ram,
     event: OwnedFd,
     generation: u64,
     offered: [u16; RINGS as usize],
-    /// The other side has ended the connection.
+    /// The daemon has ended the connection.
     ended: bool,
 }
 
@@ -198,7 +200,8 @@ impl FrontEnd {
                 offered: [0; RINGS as usize],
                 ended: false,
             };
-            // The one before may not have left its place yet: then this one is closed.
+            // The daemon may not have finished the last connection yet. In that case it closes this
+            // one.
             front_end.send(SET_PROTOCOL_FEATURES, 0, &PROTOCOL.to_le_bytes(), &[]);
             front_end.read_generation();
             if !front_end.ended {
@@ -225,13 +228,13 @@ impl FrontEnd {
             assert!(control.push(SendAncillaryMessage::ScmRights(files)));
         }
         let bytes = [IoSlice::new(bytes)];
-        // It may have ended, which the next read tells.
+        // The daemon may have ended the connection, which the next read shows.
         let flags = SendFlags::NOSIGNAL;
         let sent = retry_on_intr(|| sendmsg(&self.stream, &bytes, &mut control, flags));
         self.ended |= sent.is_err();
     }
 
-    /// GET_CONFIG, and what was answered before it.
+    /// Sends GET_CONFIG, and reads all answers up to its own.
     fn read_generation(&mut self) {
         let body = [0u32, 8, 0].map(u32::to_le_bytes).concat();
         self.send(GET_CONFIG, 0, &[body, vec![0; 8]].concat(), &[]);
@@ -251,7 +254,7 @@ impl FrontEnd {
         }
     }
 
-    /// Says that there is no more, and waits until the daemon has let go.
+    /// Shuts the connection down, and waits until the daemon has closed it.
     fn hang_up(mut self) {
         let _ = self.stream.shutdown(Shutdown::Write);
         let mut sink = [0; 1024];
@@ -259,7 +262,7 @@ impl FrontEnd {
             match self.stream.read(&mut sink) {
                 Ok(0) => break,
                 Ok(_) => {}
-                // libFuzzer has a clock.
+                // The alarm clock of libFuzzer interrupts the call.
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => break,
                 Err(error) => panic!("the daemon keeps a connection that has ended: {error}"),
@@ -268,7 +271,7 @@ impl FrontEnd {
         self.ram.keep();
     }
 
-    /// A ring as it should be: memory, parts, descriptors, enabled.
+    /// Sets up a valid ring: memory, parts, descriptors, enabled.
     fn set_up(&mut self, queue: u64) {
         self.send(SET_FEATURES, 0, &FEATURES.to_le_bytes(), &[]);
         self.memory(false);
@@ -305,7 +308,7 @@ impl FrontEnd {
         self.send(SET_MEM_TABLE, 0, &body, &files);
     }
 
-    /// A request and its kick.
+    /// Sends a request and its kick.
     fn request(&mut self, input: &mut Input<'_>) {
         let (queue, shape) = (input.below(RINGS as usize), input.u8());
         let (object, index) = (1 + u64::from(shape & 3), u64::from(shape >> 4));
@@ -361,13 +364,13 @@ impl FrontEnd {
         let _ = rustix::io::write(&self.event, &1u64.to_ne_bytes());
     }
 
-    /// Does something; false: it is to hang up and to come again.
+    /// Does one step. False: hang up and connect again.
     fn step(&mut self, input: &mut Input<'_>) -> bool {
         match input.below(12) {
             0 => self.set_up(u64::from(input.u8()) % 20),
             1..=3 => self.request(input),
             4 => {
-                // Anything where the rings are, or the requests.
+                // Overwrite memory at the place of the rings or the requests.
                 let at = BASE + u64::from(input.u16()) % 0x8000;
                 self.ram.write(at, &input.u32().to_le_bytes());
                 self.kick();
@@ -396,7 +399,7 @@ impl FrontEnd {
         true
     }
 
-    /// A message with a body of its form, and any numbers and descriptors.
+    /// Sends a message with a body of the right form, and with any numbers and descriptors.
     fn message(&mut self, input: &mut Input<'_>) {
         const CODES: [u32; 17] = [
             SET_FEATURES,

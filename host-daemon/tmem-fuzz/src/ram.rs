@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The guest's memory: three regions in one file, two of which meet, one of which ends near 2^64; and
-//! between them pages that are nobody's, which nothing may write.
+//! The guest's memory: three regions in one file. Two of them are adjacent, and one ends near 2^64.
+//! Between them are guard pages that do not belong to the guest and that the daemon must not write.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -12,7 +12,7 @@ use vhost::vhost_user::message::VhostUserMemoryRegion;
 
 const PAGE: u64 = 4096;
 
-/// A region: guest address, the front end's address, place in the file, bytes.
+/// A region: guest address, address in the front end, offset in the file, bytes.
 struct Region {
     guest: u64,
     user: u64,
@@ -20,16 +20,16 @@ struct Region {
     bytes: u64,
 }
 
-/// What the first region begins at.
+/// Guest address of the first region.
 pub const BASE: u64 = 0x10000;
 /// Pages of the first region: rings, tables, and room for the largest requests.
 const PAGES: u64 = 80;
-/// Where its last page ends and the second region begins.
+/// Guest address at which the first region ends and the second begins.
 pub const SEAM: u64 = BASE + PAGES * PAGE;
-/// The region that ends near 2^64.
+/// Guest address of the region that ends near 2^64.
 pub const TOP: u64 = 0xffff_ffff_ffff_0000;
 
-/// Those that meet do not in the file, nor in the front end.
+/// The regions that are adjacent in the guest are not adjacent in the file or the front end.
 const REGIONS: [Region; 3] = [
     Region {
         guest: BASE,
@@ -51,29 +51,29 @@ const REGIONS: [Region; 3] = [
     },
 ];
 
-/// With a page before, between and after the regions.
+/// Bytes of the file, with a guard page before, between and after the regions.
 const FILE_BYTES: u64 = (PAGES + 8) * PAGE;
 
-/// Byte of the pages that are nobody's.
+/// Byte that fills the guard pages.
 const NOBODYS: u8 = 0xa5;
 
-/// Guest memory and what this side knows of it.
+/// Guest memory and its expected contents.
 pub struct Ram {
-    /// Shared with the daemon.
+    /// File of the memory, shared with the daemon.
     pub file: Arc<File>,
-    /// All of the file as it was when the daemon had last done something.
+    /// Contents of the file after the last action of the daemon.
     pub image: Vec<u8>,
-    /// Room for two copies more, since to make it anew takes longer than an input.
+    /// Buffers for two more copies, since allocating them takes longer than an input.
     spare: Vec<Vec<u8>>,
 }
 
 thread_local! {
-    /// The memory of the input before.
+    /// The memory of the last input.
     static LAST: RefCell<Option<Ram>> = const { RefCell::new(None) };
 }
 
 impl Ram {
-    /// Zeroed memory.
+    /// Returns zeroed memory.
     pub fn new() -> Ram {
         let mut ram = LAST.take().unwrap_or_else(Ram::create);
         let mut image = ram.copy();
@@ -105,19 +105,19 @@ impl Ram {
         Ram { file, image, spare }
     }
 
-    /// Keeps it for the next input.
+    /// Keeps the memory for the next input.
     pub fn keep(self) {
         LAST.set(Some(self));
     }
 
-    /// A copy of the image.
+    /// Returns a copy of the image.
     pub fn copy(&mut self) -> Vec<u8> {
         let mut copy = self.spare.pop().expect("two are enough");
         copy.copy_from_slice(&self.image);
         copy
     }
 
-    /// A copy is not needed any more.
+    /// Takes back the buffer of a copy.
     pub fn drop_copy(&mut self, copy: Vec<u8>) {
         self.spare.push(copy);
     }
@@ -126,7 +126,7 @@ impl Ram {
         self.file.read_exact_at(image, 0).expect("as long");
     }
 
-    /// The memory table.
+    /// Returns the memory table.
     pub fn table(&self) -> (Vec<VhostUserMemoryRegion>, Vec<File>) {
         let spec = |r: &Region| VhostUserMemoryRegion::new(r.guest, r.bytes, r.user, r.offset);
         let file = |_| self.file.try_clone().expect("a descriptor");
@@ -134,12 +134,13 @@ impl Ram {
         (specs, REGIONS.iter().map(file).collect())
     }
 
-    /// What the front end calls an address of the first region.
+    /// Returns the front end's address for a guest address of the first region.
     pub fn user(address: u64) -> u64 {
         address - REGIONS[0].guest + REGIONS[0].user
     }
 
-    /// Places in the file of so many bytes at a guest address; None: not all are memory.
+    /// Returns the places in the file of `bytes` bytes at a guest address: offset and length. None:
+    /// not all of them are memory.
     pub fn places(address: u64, bytes: u64) -> Option<Vec<(usize, usize)>> {
         let mut places = Vec::new();
         let (mut at, mut left) = (address, bytes);
@@ -150,26 +151,26 @@ impl Ram {
             let now = left.min(region.bytes - (at - region.guest));
             places.push(((region.offset + (at - region.guest)) as usize, now as usize));
             left -= now;
-            // Past the last byte of all there is no more memory.
+            // There is no memory beyond the last address.
             at = at.checked_add(now).or((left == 0).then_some(0))?;
         }
         Some(places)
     }
 
-    /// Bytes at a guest address as they are in an image.
+    /// Returns bytes at a guest address as they are in an image.
     pub fn read(image: &[u8], address: u64, bytes: u64) -> Option<Vec<u8>> {
         let places = Ram::places(address, bytes)?;
         let part = |(from, count): &(usize, usize)| &image[*from..from + count];
         Some(places.iter().map(part).collect::<Vec<_>>().concat())
     }
 
-    /// Two bytes at a guest address that is memory.
+    /// Returns the number in two bytes at a guest address, which must be memory.
     pub fn u16_of(image: &[u8], address: u64) -> u16 {
         let bytes = Ram::read(image, address, 2).expect("memory");
         u16::from_le_bytes([bytes[0], bytes[1]])
     }
 
-    /// Writes as the guest; false: not all of it is memory, and nothing is written.
+    /// Writes as the guest. False: not all bytes are memory, and nothing is written.
     pub fn write(&mut self, address: u64, bytes: &[u8]) -> bool {
         let Some(places) = Ram::places(address, bytes.len() as u64) else {
             return false;
@@ -184,14 +185,15 @@ impl Ram {
         true
     }
 
-    /// What is in the file now, to be accepted or dropped.
+    /// Returns the present contents of the file, which the caller accepts or drops.
     pub fn current(&mut self) -> Vec<u8> {
         let mut image = self.spare.pop().expect("two are enough");
         self.read_into(&mut image);
         image
     }
 
-    /// Takes an image for what the memory is, whose pages that are nobody's are as they were.
+    /// Accepts an image as the contents of the memory, after a check that the guard pages are
+    /// unchanged.
     pub fn accept(&mut self, image: Vec<u8>) {
         let mut at = 0;
         for region in &REGIONS {
@@ -204,7 +206,7 @@ impl Ram {
     }
 }
 
-/// Pages between regions are as they were.
+/// Asserts that guard pages are unchanged.
 fn nobodys(bytes: &[u8]) {
     for page in bytes.chunks(PAGE as usize) {
         let same = *page == [NOBODYS; PAGE as usize];

@@ -1,33 +1,34 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Requests of any bytes in chains that are well made: what is parsed, what is done, what is answered.
+//! Requests with any bytes in well-formed chains, which test parsing, execution and answers.
 
 use crate::input::Input;
 use crate::judge::sizes;
 use crate::machine::{ARENA, Machine, QUEUES};
 
-/// Requests of an input at most.
+/// Most requests of an input.
 const REQUESTS_MAX: usize = 24;
-/// Where the bytes of a request go, the pages behind them, and the answer.
+/// Address of the bytes of a request; then follow the pages and the answer.
 const META: u64 = ARENA;
 const META_MAX: usize = 0x1000;
 const DATA: u64 = META + META_MAX as u64;
-/// Contents that a page can have: descriptors name them over and over.
+/// Number of different page contents; several descriptors name the same page.
 const CONTENTS: u64 = 8;
 const ANSWER: u64 = DATA + CONTENTS * 4096;
-/// 64 pages with their results, and some bytes more.
+/// Bytes of the longest answer: 64 pages with their results, and some bytes more.
 const ROOM_MAX: u64 = 66 * 4096;
 
 const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 
-/// Sends requests, each of which is a byte of flags, a number of pages and bytes with their number.
+/// Sends requests. Each consists of a byte of flags, a number of pages, and bytes with their
+/// number.
 pub fn run(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let mut machine = Machine::new(4, input.u8() & 1 != 0);
     for number in 0..CONTENTS {
         let mut page = [number as u8; 4096];
-        // Of each kind that the engine tells apart: one word, text, noise.
+        // The pages have each kind of content that the engine distinguishes: one word, text, noise.
         for (at, byte) in page.iter_mut().enumerate() {
             match number % 3 {
                 1 => *byte = (at % 61) as u8 ^ number as u8,
@@ -68,7 +69,7 @@ fn request(machine: &mut Machine, input: &mut Input<'_>) {
         _ => u64::from(input.u32()) % ROOM_MAX,
     };
     assert!(machine.ram.write(META, &meta));
-    // The table lies behind the answer.
+    // The table is after the answer.
     let table = ANSWER + ROOM_MAX;
     let mut buffers = vec![(META, meta.len() as u64, 0)];
     let turn = u64::from(flags >> 4);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Rings and chains of any shape: chained, indirect, looping, crossing regions, changed while they are
-//! worked on; with drains, resets and hang-ups in the middle.
+//! Rings and chains of any shape: chained, indirect, looping, crossing regions, changed while the
+//! daemon works on them. Drains, resets and hang-ups happen in the middle.
 
 use std::sync::Arc;
 
@@ -12,11 +12,12 @@ use crate::input::Input;
 use crate::machine::{ARENA, Machine, QUEUES};
 use crate::ram::{BASE, Ram, SEAM, TOP};
 
-/// Steps of an input at most.
+/// Most steps of an input.
 const STEPS_MAX: usize = 64;
-/// Pages of a request that is well formed, so that several fit into memory.
+/// Most pages of a well-formed request, so that several requests fit into memory.
 const BATCH: usize = 6;
-/// Pages of the arena that requests take in turn; as many again are for what is made by hand.
+/// Pages of the slot of a request in the arena. Requests take the slots in turn; as many pages
+/// again are for chains that are built by hand.
 const SLOT_PAGES: u64 = 2 * BATCH as u64 + 4;
 const SLOTS: u64 = 4;
 
@@ -36,13 +37,13 @@ pub fn run(bytes: &[u8]) {
 }
 
 struct Player {
-    /// The next of the arena's slots.
+    /// Number of the next slot of the arena.
     slot: u64,
     /// The next descriptor to use.
     head: u16,
 }
 
-/// An address: mostly in the arena, sometimes of rings, at a border or anywhere.
+/// Returns an address: mostly in the arena, sometimes in the rings, at a boundary or anywhere.
 fn address(input: &mut Input<'_>) -> u64 {
     let near = |at: u64, input: &mut Input<'_>| at.wrapping_add(input.u8().into());
     match input.below(8) {
@@ -88,7 +89,7 @@ impl Player {
                 machine.offer(queue, head);
             }
             9 => {
-                // An index that is a lie, and maybe the truth again later.
+                // Publish a wrong index, which may become right again later.
                 let queue = input.below(QUEUES);
                 let ring = &mut machine.rings[queue];
                 ring.offered = ring.offered.wrapping_add(input.number() as u16);
@@ -115,7 +116,7 @@ impl Player {
                 let device = Arc::downgrade(machine.host.session.device());
                 machine.host.watch.at(looks, Act::Drain(device));
                 machine.kick(input.below(QUEUES));
-                // What a drain waits for it then does.
+                // Restart both queues, which completes the drain.
                 machine.restart(0);
                 machine.restart(1);
             }
@@ -145,7 +146,8 @@ impl Player {
         machine.describe(table, number, address, bytes, (flags, next));
     }
 
-    /// A request that is well formed, in a chain that is, unless a byte of either is bent.
+    /// Offers a well-formed request in a well-formed chain, unless the input modifies a byte of
+    /// either.
     fn request(&mut self, machine: &mut Machine, input: &mut Input<'_>) {
         let kind = input.below(16);
         let pool = 1 + input.u8() as u32 % 3;
@@ -194,7 +196,7 @@ impl Player {
             encoded.answer_meta_bytes = input.below(64);
         }
         let queue = usize::from(!request.is_control()) ^ usize::from(bend & 4 != 0);
-        // The request, then the answer, each with pages that begin at one.
+        // The request, then the answer. The pages of each begin at a page boundary.
         let slot = ARENA + self.slot * SLOT_PAGES * 4096;
         self.slot = (self.slot + 1) % SLOTS;
         let readable = slot + 4096 - encoded.meta.len() as u64;
@@ -219,14 +221,14 @@ impl Player {
         };
         let mut buffers = cut(&stretches, how);
         if bend & 8 != 0 && buffers.len() > 1 {
-            // Two change places.
+            // Swap two buffers.
             let at = input.below(buffers.len() - 1);
             buffers.swap(at, at + 1);
         }
         let ring = machine.rings[queue];
         let fits = buffers.len() <= usize::from(ring.size);
         let indirect = bend & 16 != 0 || !fits;
-        // The table stands where the request's first page begins, before its bytes.
+        // The table is where the request's first page begins, before its bytes.
         let (table, first, modulo) = match indirect {
             true => (slot, 0, u16::MAX),
             false => (ring.table, self.head, ring.size),

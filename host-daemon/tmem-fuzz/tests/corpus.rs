@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the fuzzers found worth keeping, played again.
+//! Plays the inputs that the fuzzers found and that were kept.
 
 use std::path::Path;
 

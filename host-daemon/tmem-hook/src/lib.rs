@@ -1,35 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon is told of a libvirt domain: the same by the hook, before a VM starts, and by
-//! tmem-libvirt, while it runs.
+//! Builds the daemon's description of a VM from a libvirt domain. The hook uses it before a VM
+//! starts, and tmem-libvirt while it runs, so both send the same.
 //!
-//! Never here: libvirt, and waiting.
+//! Out of scope: calls to libvirt, and waiting.
 
 use std::path::Path;
 use tmem_control as api;
 use tmem_control::accounts::number;
 use tmem_domain::{Cache, Device, Domain};
 
-/// Users that distributions run libvirt's QEMU as: Debian's and Ubuntu's, everybody else's.
+/// Users that distributions run libvirt's QEMU as: the first on Debian and Ubuntu, the second on
+/// others.
 const QEMU_USERS: [&str; 2] = ["libvirt-qemu", "qemu"];
 
-/// The longest name of a VM, as the daemon has it.
+/// Longest name of a VM that the daemon accepts, in bytes.
 const NAME_BYTES_MAX: usize = 64;
 
-/// Digits of the UUID that tell labels apart.
+/// Number of the UUID's digits that make a label unique.
 const UUID_DIGITS: usize = 8;
 
-/// What libvirt is told of its QEMUs.
+/// libvirt's configuration of its QEMU driver.
 const QEMU_CONF: &str = "/etc/libvirt/qemu.conf";
 
-/// Who may connect to a VM's socket: a user's number, None: the daemon's user only.
+/// The user who may connect to a VM's socket, by number. None allows only the daemon's user.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner(pub Option<u32>);
 
 impl Owner {
-    /// A user by name or number, "none", or, without a word, whom this host's libvirt runs QEMU as.
+    /// Finds a user by name or number. "none" gives no user, and without a word it is the user that
+    /// this host's libvirt runs QEMU as.
     ///
     /// # Errors
-    /// There is no such user.
+    /// Returns an error if there is no such user.
     pub fn find(word: Option<&str>) -> Result<Owner, String> {
         let read = |path| std::fs::read_to_string(path).unwrap_or_default();
         let (users, conf) = (read("/etc/passwd"), read(QEMU_CONF));
@@ -48,7 +50,7 @@ impl Owner {
         Owner::named(&users, name, &source)
     }
 
-    /// The one that a domain names for itself, or else this one.
+    /// Returns the user that the domain names for itself, or `self` if it names none.
     fn of(self, domain: &Domain) -> Result<Owner, String> {
         let Some(name) = &domain.user else {
             return Ok(self);
@@ -68,7 +70,7 @@ impl Owner {
     }
 }
 
-/// The user that qemu.conf names, if it does.
+/// Returns the user that qemu.conf names, if any.
 fn configured(conf: &str) -> Option<&str> {
     let lines = conf.lines().filter_map(|line| line.trim().split_once('='));
     let mut users = lines.filter(|(key, _)| key.trim() == "user");
@@ -76,14 +78,15 @@ fn configured(conf: &str) -> Option<&str> {
     (!user.is_empty()).then_some(user)
 }
 
-/// What a domain is called in the daemon: its name, if that can stand in a table and a metric.
+/// Returns the domain's name in the daemon. A name that does not fit in tables and metrics is
+/// changed, and gets digits of the UUID.
 pub fn label(domain: &Domain) -> String {
     let good = |c: char| c.is_ascii_alphanumeric() || "-_.:@+".contains(c);
     let name = &domain.name;
     if name.len() <= NAME_BYTES_MAX && name.chars().all(good) {
         return name.clone();
     }
-    // Two names may become one.
+    // Replacing characters may make two names equal, so digits of the UUID are appended.
     let room = NAME_BYTES_MAX - UUID_DIGITS - 1;
     let readable = name.chars().map(|c| if good(c) { c } else { '_' });
     let digits = domain.uuid.chars().take(UUID_DIGITS);
@@ -91,8 +94,8 @@ pub fn label(domain: &Domain) -> String {
     format!("{readable}-{}", digits.collect::<String>())
 }
 
-/// A socket beside that one, for the other end of a migration on one host. VMs that go on migrating
-/// have the two in turn.
+/// Returns a second socket in the same directory, for the other end of a migration on one host. A
+/// VM that migrates repeatedly alternates between the two.
 pub fn other_socket(socket: &str, uuid: &str) -> String {
     let folder = socket.rsplit_once('/').map_or("", |(folder, _)| folder);
     let first = format!("{folder}/{uuid}.sock");
@@ -103,15 +106,16 @@ pub fn other_socket(socket: &str, uuid: &str) -> String {
     }
 }
 
-/// A quota as the daemon takes it.
+/// Converts a domain's quota to the daemon's type.
 pub fn quota(cache: &Cache) -> api::Quota {
     api::quota(cache.reserve, cache.limit, cache.weight)
 }
 
-/// The VM that a domain with the device is. `owner` may connect to it if it does not name another.
+/// Describes the VM of a domain that has the device. `owner` may connect to its socket unless the
+/// domain names another user.
 ///
 /// # Errors
-/// It names a user that there is not.
+/// Returns an error if the domain names a user that does not exist.
 pub fn vm(
     domain: &Domain,
     device: &Device,
@@ -131,7 +135,8 @@ pub fn vm(
     })
 }
 
-/// Why the daemon did not do as it was told: true, it is there and refuses; a sentence.
+/// Returns why the daemon did not do what it was asked for. The flag is true if the daemon answered
+/// with a refusal, and false if it could not be reached.
 pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
     match error.kind() {
         api::ErrorKind::BadQuota(Some(bad)) => (
@@ -145,7 +150,7 @@ pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
     }
 }
 
-/// The daemon is not there.
+/// Returns the message for a daemon that cannot be reached.
 pub fn away(socket: &Path, why: &str) -> String {
     format!(
         "the daemon's control socket {} does not answer: {why}",

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmem-hook: what libvirt runs from /etc/libvirt/hooks/qemu.d/ when a VM comes and goes.
+//! tmem-hook: libvirt runs it from /etc/libvirt/hooks/qemu.d/ when a VM starts, arrives or ends.
 //!
-//! Before a start it looks whether the VM can have its cache, and has the daemon serve it, with the
-//! quota that the domain notes, and the pool give way to the VM's memory; when the VM is gone, the
-//! daemon forgets it. It stops a start only if the domain says required='yes'; any other failure of
-//! its own must not: libvirt kills a running VM whose hook fails when libvirtd comes back. It never
-//! calls libvirt, which waits for it.
+//! Before a start it checks whether the VM can have its cache. It asks the daemon to serve the VM
+//! with the quota of the domain's metadata, and to shrink the pool in favour of the VM's memory.
+//! When the VM has ended, it tells the daemon to stop serving it. It stops a start only if the
+//! domain says required='yes'. No other failure may make it fail, because libvirt kills a running
+//! VM whose hook fails when libvirtd restarts. It never calls libvirt, because libvirt waits for
+//! it.
 //!
-//! What it prints on stdout is the VM's new XML: nothing, but for a VM that is migrated to where it
-//! runs, whose two ends cannot have one socket.
+//! Its stdout is the VM's new XML. It is empty except for a VM that migrates to its own host, where
+//! the two ends cannot share one socket.
 //!
 //! Usage: tmem-hook [--socket PATH] [--owner USER] DOMAIN OPERATION ..., with the domain's XML on
 //! stdin.
@@ -26,45 +27,45 @@ use tmem_control::VarlinkClientInterface;
 use tmem_domain::{Device, Domain};
 use tmem_hook::{Owner, away, refusal};
 
-/// How long a daemon that does not answer holds up a start: it answers within milliseconds, and
-/// people wait for this.
+/// Longest time that a daemon that does not answer delays a start. The daemon answers within
+/// milliseconds, and people wait for the start.
 const TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long a start waits for the pool to give way: a little longer than the daemon does.
+/// Longest time that a start waits for the pool to shrink: a little longer than the daemon waits.
 const ROOM_TIMEOUT: Duration = Duration::from_millis(1500);
 
-/// Pause before a daemon that shut the connection is asked again: most clients are gone by then.
+/// Pause before asking a daemon again that closed the connection. Most clients have gone by then.
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// The daemon shut a connection without an answer.
+/// True once the daemon has closed a connection without an answer.
 static WAS_SHUT: AtomicBool = AtomicBool::new(false);
 
-/// syslog's facility daemon, level warning.
+/// syslog's facility `daemon` and level `warning`.
 const SYSLOG_PRIORITY: u32 = 3 * 8 + 4;
 
-/// libvirt's operations, as far as something is done.
+/// The operations of libvirt that the hook handles.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Operation {
-    /// A VM is about to start; this may be stopped.
+    /// A VM is about to start; the hook may stop the start.
     Prepare,
-    /// A VM is about to arrive by a migration; its XML may be changed.
+    /// A VM is about to arrive by a migration; the hook may change its XML.
     Migrate,
-    /// libvirtd is back and finds the VM running; failing would kill it.
+    /// libvirtd has restarted and found the VM running; a failure of the hook would kill the VM.
     Reconnect,
-    /// A VM is gone, or did not get to start. libvirt says so once or more.
+    /// A VM has ended, or could not start. libvirt reports it once or several times.
     Release,
 }
 
-/// Where the daemon is, and who may connect to a VM's socket.
+/// The daemon's socket, and the user who may connect to a VM's socket.
 struct Options {
     socket: PathBuf,
     owner: Option<String>,
 }
 
-/// Why the VM has no cache, or not the one that it should have.
+/// The reason why the VM has no cache, or another one than it should have.
 struct Problem {
     required: bool,
-    /// The daemon hangs, and has been waited for.
+    /// True if the daemon did not answer within [`TIMEOUT`].
     late: bool,
     what: String,
 }
@@ -87,7 +88,7 @@ fn main() -> ExitCode {
         words.drain(..2);
     }
     let options = Arc::new(options);
-    // Always: libvirt waits for somebody to take it.
+    // The input is always read, because libvirt waits until it has been.
     let mut xml = Vec::new();
     let read = std::io::stdin().read_to_end(&mut xml);
     let operation = match words.get(1).map(String::as_str) {
@@ -122,8 +123,8 @@ fn main() -> ExitCode {
         ),
     };
     let message = format!("virtio-tmem: domain {domain} {begin}: {what}{end}");
-    // libvirt shows this if the start is stopped, and nobody else does. Where it cannot be written, as to
-    // a full disk, eprintln would panic: a failure.
+    // libvirt shows this message only if the hook stops the start. If stderr cannot be written, for
+    // example to a full disk, eprintln would panic, and that would be a failure.
     let _ = writeln!(std::io::stderr(), "{message}");
     if !stop {
         log(&message);
@@ -143,18 +144,18 @@ fn not_needed(what: String) -> Problem {
     }
 }
 
-/// To the host's log, if there is one.
+/// Writes to the host's syslog, if there is one.
 fn log(message: &str) {
     let line = format!("<{SYSLOG_PRIORITY}>tmem-hook: {message}");
     let sent = UnixDatagram::unbound().and_then(|log| {
         log.set_nonblocking(true)?;
         log.send_to(line.as_bytes(), "/dev/log")
     });
-    // There is nowhere else to complain.
+    // There is no other place to report an error.
     drop(sent);
 }
 
-/// Does what there is to do, and tells what is wrong with it.
+/// Handles the operation, and returns the problem if there is one.
 fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => Arc::new(domain),
@@ -164,16 +165,16 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
         return arrive(xml, &domain, options);
     }
     let problem = check(&domain, operation, options);
-    // One that is stopped takes no memory.
+    // A VM whose start is stopped takes no memory.
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
-        // Nothing hangs on it: that there is no room is no problem of the VM's start.
+        // The result is ignored: a pool that cannot shrink does not prevent the VM's start.
         let _ = within(ROOM_TIMEOUT, move || make_room(bytes, &options.socket));
     }
     problem
 }
 
-/// A VM that comes from this same host gets a socket beside the one that it still uses there.
+/// Gives a VM that migrates on this host a second socket, because its source still uses the first.
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
@@ -189,7 +190,7 @@ fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Pro
     let other = tmem_hook::other_socket(&device.socket, &domain.uuid);
     match tmem_domain::move_socket(xml, &other) {
         Ok(xml) => {
-            // If libvirt does not read it, it says so itself.
+            // If libvirt does not read the XML, libvirt reports that.
             let _ = std::io::stdout().write_all(xml.as_bytes());
             None
         }
@@ -207,9 +208,10 @@ fn hangs() -> String {
     }
 }
 
-/// Asks the daemon, and once more each time that it shuts the connection: there are too many clients just
-/// then, as when many VMs start together. What a hook asks may be asked twice. It goes on until nobody
-/// waits for it any more. An error: as [`refusal`] has it.
+/// Asks the daemon, and asks again each time that it closes the connection without an answer. It
+/// does that when it has too many clients, as when many VMs start together. Each request of the
+/// hook may be repeated. The loop has no end of its own: [`within`] stops waiting for it. The error
+/// has the form of [`refusal`]'s result.
 fn ask<T>(
     socket: &Path,
     call: impl Fn(&mut api::VarlinkClient) -> api::Result<T>,
@@ -227,20 +229,20 @@ fn ask<T>(
     }
 }
 
-/// Nobody waits longer for it than that.
+/// Runs `work` on another thread, and returns None if it takes longer than `time`.
 fn within<T: Send + 'static>(
     time: Duration,
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Option<T> {
     let (sender, receiver) = mpsc::channel();
     std::thread::spawn(move || {
-        // Nobody listens any more if it is too late.
+        // After the timeout the receiver no longer exists.
         let _ = sender.send(work());
     });
     receiver.recv_timeout(time).ok()
 }
 
-/// The pool gives way to the VM's memory, whether it has the device or not.
+/// Asks the daemon to shrink the pool by the VM's memory, whether the VM has the device or not.
 fn make_room(bytes: u64, socket: &Path) {
     let bytes = i64::try_from(bytes).unwrap_or(0);
     if bytes > 0 {
@@ -248,7 +250,7 @@ fn make_room(bytes: u64, socket: &Path) {
     }
 }
 
-/// What is wrong with a domain that has the device.
+/// Handles a domain that has the device, and returns the problem if there is one.
 fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let required = matches!(&domain.cache, Some(Ok(cache)) if cache.required);
@@ -267,13 +269,13 @@ fn check(domain: &Arc<Domain>, operation: Operation, options: &Arc<Options>) -> 
     })
 }
 
-/// Looks at the VM's memory, and has the daemon serve the VM as the domain says.
+/// Checks the VM's memory, and asks the daemon to serve the VM with the domain's settings.
 fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     domain.memory.clone().map_err(|error| error.0)?;
     let socket = &options.socket;
     let cache = match &domain.cache {
         Some(cache) => cache.clone().map_err(|error| error.0)?,
-        // Somebody put the device in by hand; the daemon may know the VM all the same.
+        // The device was added by hand; the daemon may be configured for the VM all the same.
         None => {
             let list = ask(socket, |client| client.list().call());
             let vms = list.map_err(|(_, what)| what)?.vms;
@@ -298,7 +300,7 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
     }
 }
 
-/// The daemon need not serve it any more.
+/// Tells the daemon to stop serving the VM.
 fn release(domain: &Domain, device: &Device, options: &Options) -> Result<(), String> {
     let (uuid, socket) = (&domain.uuid, &device.socket);
     let remove =

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The hook against a daemon: the pool gives way to a VM that starts, and no start hangs on it; a VM
-//! that arrives where it is gets another socket.
+//! Tests of the hook with a daemon. The pool shrinks in favour of a VM that starts, no start waits
+//! for the daemon without bound, and a VM that migrates on its own host gets another socket.
 //!
-//! What the host has available is a file here, which stays as it is written.
+//! A file stands for the host's available memory and keeps the value that a test writes.
 
 use std::fs;
 use std::io::{self, Write};
@@ -18,10 +18,10 @@ use tmemd::{Config, Daemon, PressureConfig};
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const POOL_BYTES: u64 = 64 << 20;
 const FREE_MIN_BYTES: u64 = 256 << 20;
-/// Nothing but what has to stay free and 512 MiB.
+/// The memory that has to stay free, and 512 MiB.
 const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
 
-/// At the control socket.
+/// Number of clients that the control socket accepts.
 const PLACES: usize = 16;
 
 struct Host {
@@ -76,12 +76,13 @@ impl Host {
     }
 }
 
-/// Clients that take every place at the control socket; of those before some may still have theirs.
+/// Connects clients until every place at the control socket is taken. Earlier clients may still
+/// hold some places for a moment.
 fn clients(host: &Host) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
     until("every place is taken", || {
         let mut client = tmem_control::connect(&host.control()).expect("connects");
-        // Who is answered has a place.
+        // A client that gets an answer has a place.
         if client.list().call().is_ok() {
             clients.push(client);
         }
@@ -98,7 +99,8 @@ fn until(what: &str, mut check: impl FnMut() -> bool) {
     }
 }
 
-/// A domain that takes so much; `device`: the arguments that give it one.
+/// Returns a domain with `memory_mib` of memory; `device` has the arguments that give it the
+/// device.
 fn xml(memory_mib: u64, device: &str) -> String {
     format!(
         "<domain type='kvm' xmlns:qemu='http://libvirt.org/schemas/domain/qemu/1.0'>\
@@ -140,11 +142,11 @@ fn the_pool_gives_way_to_a_vm_that_starts() {
     for operation in ["start", "started", "reconnect", "release", "stopped"] {
         assert_eq!(start(operation, 1024), POOL_BYTES, "{operation}");
     }
-    // All that it holds is no match for that.
+    // The VM takes more than the whole pool could give.
     assert_eq!(start("prepare", 1024), 1 << 20, "the least that a pool is");
 }
 
-/// The arguments that give a domain the device, at that socket.
+/// Returns the arguments that give a domain the device at `socket`.
 fn device(socket: &Path) -> String {
     format!(
         "<qemu:commandline><qemu:arg value='-chardev'/>\
@@ -181,7 +183,7 @@ fn a_vm_that_arrives_where_it_is_has_another_socket() {
     assert_eq!(names(), ["web"]);
     assert!(!a.exists() && b.exists());
     assert_eq!(run("migrate", &at(&b)), at(&a), "and back");
-    // Nobody can tell: it arrives as it is.
+    // Without a daemon the hook cannot tell, and leaves the VM's XML as it is.
     let output = hook(&socket("nobody"), "migrate", &at(&b));
     assert!(output.status.success() && output.stdout.is_empty());
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
@@ -198,7 +200,8 @@ fn a_vm_with_the_device_is_served_and_has_room() {
     assert_eq!(host.pool_bytes(), 1 << 20);
 }
 
-/// Not even because nobody can be told: libvirt ends a running VM whose hook fails at `reconnect`.
+/// A message that cannot be written must not make the hook fail: libvirt ends a running VM whose
+/// hook fails at `reconnect`.
 #[test]
 fn a_vm_does_not_end_for_a_message_that_cannot_be_written() {
     let folder = tempfile::tempdir().expect("folder");
@@ -218,7 +221,8 @@ fn a_vm_does_not_end_for_a_message_that_cannot_be_written() {
     }
 }
 
-/// A socket before the daemon's that passes all on; it tells of each who is shut out without a word.
+/// Listens on a socket and forwards to the daemon. It reports each client that the daemon closes
+/// without an answer.
 fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     let listener = UnixListener::bind(path).expect("binds");
     let (sender, shut_out) = mpsc::channel();
@@ -231,7 +235,7 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
         });
         std::thread::spawn(move || {
             if !io::copy(&mut &daemon, &mut &client).is_ok_and(|bytes| bytes > 0) {
-                // Nobody listens any more when the test is over.
+                // When the test is over, the receiver no longer exists.
                 let _ = sender.send(());
             }
             let _ = client.shutdown(Shutdown::Both);
@@ -246,7 +250,7 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
     shut_out
 }
 
-/// As when many VMs start together.
+/// The hook waits for a place at the daemon, as needed when many VMs start together.
 #[test]
 fn a_place_at_the_daemon_is_waited_for() {
     let run = |host: &Host, operation: &str, device: &str| {
@@ -266,7 +270,7 @@ fn a_place_at_the_daemon_is_waited_for() {
         });
     };
     let host = host();
-    // Without the device it asks for room only.
+    // For a VM without the device, the hook only asks the pool to shrink.
     run(&host, "prepare", "");
     until("the pool gives way", || {
         let client = tmem_control::connect(&host.control());

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Makes what the daemon has what the domains ask for: compares the two and tells the difference, so
-//! that it does not matter which of both was away, and for how long.
+//! Brings the daemon's VMs in line with libvirt's domains. Each pass compares the two and sends the
+//! differences, so it does not matter which of them was unreachable, or for how long.
 //!
-//! Never here: libvirt, but for the two questions that are put through to it.
+//! Out of scope: calls to libvirt, except for two questions that the caller answers through
+//! functions.
 
 use crate::libvirt::State;
 use crate::wish::Wish;
@@ -12,35 +13,36 @@ use std::time::{Duration, Instant};
 use tmem_control as api;
 use tmem_control::{VarlinkClientInterface, VmSpec};
 
-/// A VM whose domain stands still, and that nobody is connected to, is removed after this: its stop was
-/// not told since the daemon was away. A start that is under way takes less.
+/// Time after which a VM is removed that has no connection and whose domain does not run: the
+/// daemon could not be told of its end. A start that is under way takes less.
 const STRAY: Duration = Duration::from_secs(60);
 
-/// The daemon, and what it should have.
+/// The daemon, and the VMs that it should serve.
 pub struct Daemon {
     socket: PathBuf,
-    /// By UUID: what each running domain asks for.
+    /// The request of each running domain, by UUID.
     wishes: HashMap<String, Wish>,
-    /// What it took last.
+    /// The description that the daemon accepted last, by UUID.
     told: HashMap<String, VmSpec>,
-    /// What was complained of last, so that it is said once.
+    /// The problem that was logged last, by UUID, so that each is logged once.
     complaints: HashMap<String, String>,
-    /// Since when there is a VM whose domain does not run; by its socket.
+    /// When a VM whose domain does not run was first seen, by socket.
     strays: HashMap<String, Instant>,
-    /// UUID and socket of those VMs of the daemon whose domain ran, as far as this saw it: libvirt's for
-    /// certain, even if it does not know them any more. No more than the daemon has VMs.
+    /// UUID and socket of each VM in the daemon whose domain this process has seen running. These
+    /// VMs are certainly libvirt's, even if libvirt no longer knows them. The set is no larger than
+    /// the daemon's number of VMs.
     ran: HashSet<(String, String)>,
     away: bool,
 }
 
-/// Why nothing came of it: the daemon is not there, or libvirt is not.
+/// Reason why a pass failed: the daemon or libvirt cannot be reached.
 enum Trouble {
     Daemon(String),
     Libvirt(String),
 }
 
 impl Daemon {
-    /// The one with that control socket, whether it is there or not.
+    /// Creates the state for the daemon with that control socket, whether the daemon runs or not.
     pub fn new(socket: &Path) -> Daemon {
         Daemon {
             socket: socket.into(),
@@ -53,7 +55,7 @@ impl Daemon {
         }
     }
 
-    /// What a domain asks for from now on; None: it does not run, or has no such device.
+    /// Sets what a domain asks for. None means that it does not run, or has no such device.
     pub fn wish(&mut self, uuid: &str, wish: Option<Wish>) {
         match wish {
             Some(wish) => {
@@ -67,19 +69,19 @@ impl Daemon {
         }
     }
 
-    /// Of all others it is known that they do not run.
+    /// Forgets all domains that are not in `running`.
     pub fn forget_others(&mut self, running: &[String]) {
         self.wishes.retain(|uuid, _| running.contains(uuid));
         self.told.retain(|uuid, _| running.contains(uuid));
         self.complaints.retain(|uuid, _| running.contains(uuid));
     }
 
-    /// Tells the daemon what it does not have as it should be. `read` asks libvirt for a domain's wish
-    /// as it is now, `state` whether one runs. A daemon that is away is no error: it will be there
-    /// another time.
+    /// Sends the daemon all differences. `read` asks libvirt what a domain asks for now, and
+    /// `state` whether a domain runs. An unreachable daemon is not an error, because a later pass
+    /// tries again.
     ///
     /// # Errors
-    /// Those of `read` and `state`.
+    /// Returns the errors of `read` and `state`.
     pub fn reconcile(
         &mut self,
         now: Instant,
@@ -121,7 +123,7 @@ impl Daemon {
         let mut uuids: Vec<String> = self.wishes.keys().cloned().collect();
         uuids.sort();
         for uuid in uuids {
-            // While it is migrated on this host there are two of a UUID.
+            // During a migration on one host, two VMs have the same UUID.
             let socket = self.socket(&uuid).map(str::to_string);
             let is_it = |vm: &&api::Vm| {
                 vm.uuid.as_ref() == Some(&uuid)
@@ -132,7 +134,8 @@ impl Daemon {
                 continue;
             }
             if there.is_none() {
-                // The daemon lost it, or it has just stopped, which libvirt knows for certain.
+                // The daemon may have lost the VM, or the domain may have just stopped. Only
+                // libvirt knows.
                 let wish = read(&uuid).map_err(Trouble::Libvirt)?;
                 self.wish(&uuid, wish);
             }
@@ -145,7 +148,7 @@ impl Daemon {
         self.socket(uuid).is_some()
     }
 
-    /// Where the domain's device is.
+    /// Returns the path of the socket of the domain's device.
     fn socket(&self, uuid: &str) -> Option<&str> {
         match self.wishes.get(uuid)? {
             Wish::So(spec) | Wish::Served(spec) => Some(&spec.socket),
@@ -153,7 +156,7 @@ impl Daemon {
         }
     }
 
-    /// Of what the daemon has no more, nothing is kept.
+    /// Updates `ran`. VMs that the daemon no longer has are forgotten.
     fn see_who_ran(&mut self, listed: &[api::Vm]) {
         let ran = listed.iter().filter_map(|vm| {
             let it = (vm.uuid.clone()?, vm.socket.clone());
@@ -163,7 +166,7 @@ impl Daemon {
         self.ran = ran.collect();
     }
 
-    /// Brings one VM to what its domain asks for.
+    /// Brings one VM in line with its domain.
     fn one(
         &mut self,
         client: &mut api::VarlinkClient,
@@ -188,7 +191,8 @@ impl Daemon {
                 Ok(api::AddVm_Reply { added }) => {
                     let socket = spec.socket.clone();
                     self.ran.insert((uuid.into(), socket.clone()));
-                    // It may have ended since libvirt was asked: then the hook had removed it before.
+                    // The domain may have stopped since libvirt was asked. The hook then removed
+                    // the VM before it was added again here.
                     if added && read(uuid).map_err(Trouble::Libvirt)?.is_none() {
                         let removed = client.remove_vm(uuid.into(), socket).call();
                         removed.map_err(|e| self.trouble(&e))?;
@@ -230,7 +234,7 @@ impl Daemon {
             let socket = vm.socket.clone();
             match client.set_problem(uuid.into(), socket, problem).call() {
                 Ok(_) => {}
-                // It has gone meanwhile.
+                // The VM has been removed meanwhile.
                 Err(error) if matches!(error.kind(), api::ErrorKind::NoSuchVm(_)) => {}
                 Err(error) => return Err(self.trouble(&error)),
             }
@@ -238,7 +242,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// VMs that stopped when the daemon could not be told.
+    /// Removes VMs whose end the daemon could not be told.
     fn remove_strays(
         &mut self,
         client: &mut api::VarlinkClient,
@@ -261,7 +265,8 @@ impl Daemon {
             }
             match state(uuid).map_err(Trouble::Libvirt)? {
                 State::Stopped => {}
-                // Others may be somebody's who has nothing to do with libvirt.
+                // A VM that libvirt does not know and that never ran here may belong to a manager
+                // other than libvirt.
                 State::Unknown if self.ran.contains(&it) => {}
                 State::Runs | State::Unknown => continue,
             }
@@ -269,7 +274,8 @@ impl Daemon {
             if removed.map_err(|e| self.trouble(&e))?.removed {
                 tracing::info!(uuid, "VM {uuid}: removed, since its domain does not run");
             }
-            // One that was given to the daemon is asked for again in a while.
+            // A VM from the daemon's configuration cannot be removed. The next attempt follows
+            // after [`STRAY`].
             self.strays.insert(socket.clone(), now);
         }
         Ok(())
@@ -290,9 +296,9 @@ mod tests {
         folder: TempDir,
         tmemd: Option<tmemd::Daemon>,
         bridge: Daemon,
-        /// What libvirt says of the one domain.
+        /// The only domain as libvirt reports it; None means that it does not run.
         running: RefCell<Option<Wish>>,
-        /// What it says if that does not run.
+        /// The state that libvirt reports while the domain does not run.
         otherwise: State,
         now: Instant,
     }
@@ -346,7 +352,7 @@ mod tests {
             }
         }
 
-        /// The domain changes, and the bridge hears of it.
+        /// Changes the domain, and reports the change to the bridge.
         fn wish(&mut self, wish: Option<Wish>) {
             *self.running.borrow_mut() = wish.clone();
             self.bridge.wish(UUID, wish);
@@ -363,7 +369,7 @@ mod tests {
             assert_eq!(done, Ok(()));
         }
 
-        /// QEMU, at the VM's socket.
+        /// Connects to the VM's socket as QEMU does.
         fn connect(&self) -> UnixStream {
             let qemu = UnixStream::connect(self.spec(0).socket).expect("listens");
             let deadline = Instant::now() + Duration::from_secs(30);
@@ -396,7 +402,7 @@ mod tests {
         };
         host.wish(Some(Wish::So(renamed.clone())));
         assert_eq!(host.vms()[0].name, "shop");
-        // Somebody else changed it: the domain's word holds.
+        // If a client changes the quota, the domain's metadata wins.
         let quota = host.spec(9).quota;
         host.client()
             .set_quota("shop".into(), quota)
@@ -404,7 +410,7 @@ mod tests {
             .expect("taken");
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
-        // Of what a domain does not say, nothing changes.
+        // Settings that the domain does not name stay unchanged.
         host.wish(Some(Wish::Served(host.spec(1))));
         assert_eq!(
             (host.vms()[0].quota.limit_bytes, &*host.vms()[0].name),
@@ -437,7 +443,7 @@ mod tests {
         );
         host.wish(Some(Wish::So(host.spec(5))));
         assert_eq!(host.vms()[0].problem, None);
-        // Of a VM that the daemon does not have there is nothing to show.
+        // The problem of a VM that the daemon does not have cannot be shown.
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
             .call()
@@ -462,7 +468,7 @@ mod tests {
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
     }
 
-    /// Of the other end of a migration on this host only its own bridge speaks.
+    /// Each end of a migration on one host is changed only by its own bridge.
     #[test]
     fn each_end_of_a_migration_has_its_own_bridge() {
         let mut host = Host::new();
@@ -489,7 +495,7 @@ mod tests {
         assert_eq!(limits(&host), [("web".into(), Some(7))]);
     }
 
-    /// The hook removes a VM before libvirt tells of its end: it must not come back.
+    /// The hook removes a VM before libvirt reports its end. The bridge must not add it again.
     #[test]
     fn a_vm_that_stops_is_not_added_again() {
         let mut host = Host::new();
@@ -503,7 +509,7 @@ mod tests {
         assert!(host.vms().is_empty());
     }
 
-    /// It ends between the question to libvirt and the one to the daemon.
+    /// The VM stops after libvirt was asked and before the daemon is.
     #[test]
     fn a_vm_that_stops_meanwhile_is_removed_again() {
         let mut host = Host::new();
@@ -516,7 +522,7 @@ mod tests {
             assert_eq!((done, host.vms().len()), (Ok(()), 0));
             assert!(host.bridge.wishes.is_empty());
         }
-        // What the hook added may be about to start.
+        // A VM that the hook has added may be about to start, so it is not removed.
         host.client().add_vm(host.spec(6)).call().expect("added");
         let wish = Wish::So(host.spec(5));
         host.bridge.wish(UUID, Some(wish));
@@ -524,7 +530,7 @@ mod tests {
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
     }
 
-    /// The same, and libvirt ends as well.
+    /// The VM stops after libvirt was asked and before the daemon is, and libvirt stops, too.
     #[test]
     fn a_vm_that_stops_meanwhile_is_a_stray_that_ran() {
         let mut host = Host::new();
@@ -552,7 +558,7 @@ mod tests {
         host.now += STRAY / 2;
         host.reconcile();
         assert_eq!(host.vms().len(), 1, "its start may be under way");
-        // It starts, and stops again: time begins anew.
+        // If the VM starts and stops again, the time begins again.
         host.wish(Some(Wish::So(host.spec(5))));
         host.wish(None);
         host.now += STRAY / 2;
@@ -567,7 +573,7 @@ mod tests {
         assert!(host.vms().is_empty());
     }
 
-    /// As one that was transient, or has migrated away, while the daemon was not there.
+    /// The domain was transient, or migrated away, while the daemon did not run.
     #[test]
     fn a_stray_that_libvirt_knows_no_more_is_removed_if_it_ran() {
         let mut host = Host::new();
@@ -587,10 +593,10 @@ mod tests {
         assert_eq!(are_left(&mut host), 0);
         host.reconcile();
         assert!(host.bridge.ran.is_empty());
-        // Whoever adds this one may have no libvirt.
+        // A VM that never ran here may have been added without libvirt.
         host.client().add_vm(host.spec(5)).call().expect("added");
         assert_eq!(are_left(&mut host), 1);
-        // And what ran here may have arrived at somebody else's.
+        // A VM that ran here may have arrived at another libvirt, with another socket.
         host.wish(Some(Wish::So(host.spec(5))));
         let _qemu = host.connect();
         let mut other = host.spec(5);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! libvirt, read only: which domains run, their XML, and events of what happened to which.
+//! A read-only connection to libvirt: which domains run, their XML, and events about them.
 //!
-//! An event only says where to look: what it is about may have changed again. Never here: what a
-//! domain's XML means.
+//! An event only names the domain to look at, because its state may have changed again. Out of
+//! scope: the meaning of a domain's XML.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -12,37 +12,38 @@ use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
 use virt_sys as sys;
 
-/// Something happened.
+/// An event of libvirt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// To the domain of this UUID.
+    /// The domain with this UUID has changed.
     Domain(String),
-    /// To the connection of this number: it ended.
+    /// The connection with this number has ended.
     Closed(usize),
 }
 
-/// What libvirt says of a domain.
+/// State of a domain as libvirt reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
-    /// It runs.
+    /// The domain runs.
     Runs,
-    /// libvirt knows it, and it does not run.
+    /// libvirt knows the domain, and it does not run.
     Stopped,
-    /// libvirt does not know it: it was transient, or undefined, or never libvirt's.
+    /// libvirt does not know the domain: it was transient, has been undefined, or was never
+    /// libvirt's.
     Unknown,
 }
 
-/// libvirt asks a server that says nothing whether it is there, this often, in seconds, and gives it up
-/// after so many questions: a server that hangs is noticed like one that ended.
+/// Seconds between keepalive messages to a silent server, and the number of unanswered messages
+/// after which the connection is closed. A server that hangs is thus noticed like one that ended.
 const KEEPALIVE: (c_int, u32) = (5, 3);
 
-/// Where libvirt's callbacks put what happened. They cannot be given a Rust value that outlives all
-/// connections otherwise.
+/// Channel to which libvirt's callbacks send events. It is static because a callback's opaque value
+/// would have to outlive all connections.
 static EVENTS: OnceLock<Sender<Event>> = OnceLock::new();
 
 fn tell(event: Event) {
     if let Some(events) = EVENTS.get() {
-        // Nobody listens at the end of the process.
+        // At the end of the process the receiver no longer exists.
         let _ = events.send(event);
     }
 }
@@ -51,24 +52,25 @@ fn last_error() -> String {
     Error::last_error().message().into()
 }
 
-/// Starts libvirt's event loop, in a thread of its own; before any connection.
+/// Starts libvirt's event loop in a thread of its own. Call it before opening a connection.
 ///
 /// # Errors
-/// libvirt's library refuses, or the system has no thread.
+/// Returns an error if libvirt's library refuses, or if no thread can be created.
 pub fn start_events() -> Result<Receiver<Event>, String> {
     let (sender, receiver) = channel();
     if EVENTS.set(sender).is_err() {
         return Err("a bug: the event loop runs already".into());
     }
-    // libvirt would print each error as well.
+    // Without this, libvirt would also print each error to stderr.
     virt::error::clear_error_callback();
-    // SAFETY: no connection was opened yet, which is all that this asks for.
+    // SAFETY: virEventRegisterDefaultImpl must be called before a connection is opened, and none
+    // has been.
     if unsafe { sys::virEventRegisterDefaultImpl() } < 0 {
         return Err(format!("libvirt's event loop: {}", last_error()));
     }
     let run = || {
         loop {
-            // SAFETY: the implementation is registered, and only this thread runs it.
+            // SAFETY: the event loop is registered, and only this thread runs it.
             if unsafe { sys::virEventRunDefaultImpl() } < 0 {
                 tracing::error!("libvirt's event loop: {}", last_error());
                 std::thread::sleep(std::time::Duration::from_secs(1));
@@ -80,11 +82,14 @@ pub fn start_events() -> Result<Receiver<Event>, String> {
     Ok(receiver)
 }
 
-/// Tells of the domain. `domain` must be one of libvirt's, which it is in a callback.
+/// Sends an event for the domain.
+///
+/// # Safety
+/// `domain` must be a valid domain of libvirt, which it is in a callback.
 unsafe fn happened(domain: sys::virDomainPtr) {
     let mut uuid = [0; sys::VIR_UUID_STRING_BUFLEN as usize];
-    // SAFETY: the domain is alive during the callback, and the buffer has the length that is asked
-    // for.
+    // SAFETY: the domain is valid during the callback, and the buffer has the length that the
+    // function requires.
     if unsafe { sys::virDomainGetUUIDString(domain, uuid.as_mut_ptr()) } < 0 {
         return;
     }
@@ -96,7 +101,7 @@ unsafe fn happened(domain: sys::virDomainPtr) {
     tell(Event::Domain(String::from_utf8_lossy(&bytes).into_owned()));
 }
 
-/// libvirt's virConnectDomainEventCallback.
+/// Implements libvirt's virConnectDomainEventCallback.
 unsafe extern "C" fn lifecycle(
     _connection: sys::virConnectPtr,
     domain: sys::virDomainPtr,
@@ -104,12 +109,12 @@ unsafe extern "C" fn lifecycle(
     _detail: c_int,
     _opaque: *mut c_void,
 ) -> c_int {
-    // SAFETY: libvirt gives a domain of its own.
+    // SAFETY: libvirt passes a valid domain.
     unsafe { happened(domain) };
     0
 }
 
-/// libvirt's virConnectDomainEventMetadataChangeCallback.
+/// Implements libvirt's virConnectDomainEventMetadataChangeCallback.
 unsafe extern "C" fn metadata(
     _connection: sys::virConnectPtr,
     domain: sys::virDomainPtr,
@@ -117,26 +122,28 @@ unsafe extern "C" fn metadata(
     _namespace: *const std::ffi::c_char,
     _opaque: *mut c_void,
 ) {
-    // SAFETY: libvirt gives a domain of its own.
+    // SAFETY: libvirt passes a valid domain.
     unsafe { happened(domain) };
 }
 
-/// libvirt's virConnectCloseFunc; `opaque` is the connection's number, never followed.
+/// Implements libvirt's virConnectCloseFunc. `opaque` is the connection's number and is never
+/// dereferenced.
 unsafe extern "C" fn closed(_connection: sys::virConnectPtr, _reason: c_int, opaque: *mut c_void) {
     tell(Event::Closed(opaque as usize));
 }
 
-/// A connection.
+/// A connection to libvirt.
 pub struct Connection {
     connect: Connect,
     callbacks: Vec<c_int>,
 }
 
 impl Connection {
-    /// Connects, and has events sent from now on; they tell the number of a connection that ends.
+    /// Connects, and subscribes to events. `number` is reported in the event that ends this
+    /// connection.
     ///
     /// # Errors
-    /// libvirt is not there, or does not tell of events.
+    /// Returns an error if libvirt cannot be reached, or does not support events.
     pub fn open(uri: &str, number: usize) -> Result<Connection, String> {
         let connect = Connect::open_read_only(Some(uri)).map_err(|e| e.message().to_string())?;
         let mut connection = Connection {
@@ -146,13 +153,13 @@ impl Connection {
         let raw = connection.connect.as_ptr();
         let opaque = number as *mut c_void;
         let register = sys::virConnectRegisterCloseCallback;
-        // SAFETY: the connection is open, the callback has libvirt's type, and its opaque value is a
-        // number that needs no freeing.
+        // SAFETY: the connection is open, the callback has the type that libvirt requires, and its
+        // opaque value is a number that needs no freeing.
         let watched = unsafe { register(raw, Some(closed), opaque, None) };
         if watched < 0 {
             return Err(last_error());
         }
-        // Not all transports can: then only the end of the connection is noticed.
+        // Some transports do not support keepalive. Then only a closed connection is noticed.
         // SAFETY: the connection is open.
         if unsafe { sys::virConnectSetKeepAlive(raw, KEEPALIVE.0, KEEPALIVE.1) } < 0 {
             tracing::warn!(
@@ -161,8 +168,8 @@ impl Connection {
             );
         }
         type Generic = unsafe extern "C" fn(sys::virConnectPtr, sys::virDomainPtr, *mut c_void);
-        // SAFETY: VIR_DOMAIN_EVENT_CALLBACK of libvirt.h: callbacks are registered as the generic type
-        // and called as the type of their event, which these two have.
+        // SAFETY: libvirt.h defines that callbacks are registered as VIR_DOMAIN_EVENT_CALLBACK and
+        // called as the type of their event. Both functions have the types of their events.
         let generic: [(_, Generic); 2] = unsafe {
             [
                 (
@@ -178,7 +185,8 @@ impl Connection {
         for (event, callback) in generic {
             let (all, nothing) = (std::ptr::null_mut(), std::ptr::null_mut());
             let event = event as c_int;
-            // SAFETY: the connection is open; no domain means all; there is nothing to free.
+            // SAFETY: the connection is open, a null domain selects all domains, and the null
+            // opaque value needs no freeing.
             let id = unsafe {
                 sys::virConnectDomainEventRegisterAny(
                     raw,
@@ -197,10 +205,10 @@ impl Connection {
         Ok(connection)
     }
 
-    /// UUIDs of the domains that run.
+    /// Returns the UUIDs of all running domains.
     ///
     /// # Errors
-    /// libvirt is away.
+    /// Returns an error if libvirt cannot be reached.
     pub fn all_running(&self) -> Result<Vec<String>, String> {
         let domains = self
             .connect
@@ -219,10 +227,10 @@ impl Connection {
         }
     }
 
-    /// The XML of a domain, if it runs.
+    /// Returns the XML of a domain, or None if it does not run.
     ///
     /// # Errors
-    /// libvirt is away.
+    /// Returns an error if libvirt cannot be reached.
     pub fn running(&self, uuid: &str) -> Result<Option<String>, String> {
         let Some(domain) = self.find(uuid)? else {
             return Ok(None);
@@ -234,10 +242,10 @@ impl Connection {
         xml.or_else(|error| gone(&error))
     }
 
-    /// Whether a domain runs.
+    /// Returns the state of a domain.
     ///
     /// # Errors
-    /// libvirt is away.
+    /// Returns an error if libvirt cannot be reached.
     pub fn state(&self, uuid: &str) -> Result<State, String> {
         let Some(domain) = self.find(uuid)? else {
             return Ok(State::Unknown);
@@ -250,7 +258,7 @@ impl Connection {
     }
 }
 
-/// A domain that is no longer there is no trouble with libvirt.
+/// Returns None if the domain does not exist, and any other failure as an error.
 fn gone<T>(error: &Error) -> Result<Option<T>, String> {
     match error.code() {
         ErrorNumber::NoDomain => Ok(None),
@@ -262,13 +270,13 @@ impl Drop for Connection {
     fn drop(&mut self) {
         let raw = self.connect.as_ptr();
         for id in &self.callbacks {
-            // SAFETY: the connection is not closed yet, and the callback was registered with it. That
-            // the server is gone is no harm.
+            // SAFETY: the connection is still open, and the callback was registered with it. The
+            // call is also allowed if the server has ended.
             unsafe { sys::virConnectDomainEventDeregisterAny(raw, *id) };
         }
-        // SAFETY: as above; if it was never registered, nothing happens.
+        // SAFETY: the connection is still open. Without a registered callback the call only fails.
         unsafe { sys::virConnectUnregisterCloseCallback(raw, Some(closed)) };
-        // Nothing can be done about an error.
+        // A failure to close cannot be handled.
         let _ = self.connect.close();
     }
 }

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmem-libvirt: follows libvirt's domains and tells the daemon what they say of their caches.
+//! tmem-libvirt: follows libvirt's domains and passes their cache settings on to the daemon.
 //!
-//! A process of its own, with a connection that only reads: libvirt's library never runs in the
-//! daemon, and the daemon works without it. What the hook does at a VM's start holds while this is
-//! away; quotas that change meanwhile are told when it is back.
+//! It is a separate process with a read-only connection: libvirt's library never runs in the
+//! daemon, and the daemon works without it. While this process does not run, the settings from a
+//! VM's start stay in force. Changes of quotas in that time are sent when it runs again.
 //!
-//! | file | its idea |
+//! | file | contents |
 //! | --- | --- |
-//! | `libvirt.rs` | which domains run, and which of them something happened to |
-//! | `wish.rs` | what a domain's XML asks for |
-//! | `daemon.rs` | makes what the daemon has what the domains ask for |
+//! | `libvirt.rs` | lists running domains, and receives events about them |
+//! | `wish.rs` | reads what a domain's XML asks for |
+//! | `daemon.rs` | brings the daemon's VMs in line with the domains |
 
 mod daemon;
 mod libvirt;
@@ -24,28 +24,28 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use tmem_hook::Owner;
 
-/// Without events it compares with the daemon this often, which may have been started anew: often
-/// enough that nobody waits for it, and a message over a socket is cheap.
+/// Longest time between two comparisons with the daemon, which may have been restarted. It is short
+/// enough that an operator does not notice, and a message over a socket costs little.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// And asks libvirt anew for all domains this often, in case an event was lost.
+/// Time between two complete queries of libvirt's domains, in case an event was lost.
 const ASK_ANEW: Duration = Duration::from_secs(60);
 
-/// Pauses before libvirt is tried again: doubled from the first to the last.
+/// Shortest and longest pause before libvirt is tried again; each pause is twice the one before.
 const PAUSES: [Duration; 2] = [Duration::from_millis(250), Duration::from_secs(5)];
 
-/// Tells the virtio-tmem daemon what libvirt's domains say of their caches.
+/// Passes the cache settings of libvirt's domains on to the virtio-tmem daemon.
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// libvirt to listen to; it is only read
+    /// URI of the libvirt to follow; the connection is read-only
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
     /// Control socket of the daemon
     #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_SOCKET)]
     socket: PathBuf,
-    /// User that QEMU runs as, who may connect to the sockets of VMs: a name, a number, or "none" for
-    /// the daemon's own; default: that of /etc/libvirt/qemu.conf, or the distribution's
+    /// User that QEMU runs as and that may connect to the sockets of VMs: a name, a number, or
+    /// "none" for the daemon's own; default: that of /etc/libvirt/qemu.conf, or the distribution's
     #[arg(long, value_name = "USER")]
     owner: Option<String>,
 }
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Never returns: libvirt and the daemon may come and go.
+/// Follows libvirt and reconnects whenever the connection ends. Never returns.
 fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
     let mut daemon = Daemon::new(&arguments.socket);
     let mut pause = PAUSES[0];
@@ -96,7 +96,7 @@ fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
     }
 }
 
-/// As long as the connection holds. The reason for its end.
+/// Follows libvirt until the connection ends, and returns the reason.
 fn session(
     connection: &Connection,
     daemon: &mut Daemon,
@@ -111,13 +111,14 @@ fn session(
         let wait = next.saturating_duration_since(Instant::now());
         match events.recv_timeout(wait) {
             Ok(event) => {
-                // All that came together; a domain's start are several.
+                // All waiting events are taken together, because the start of a domain causes
+                // several.
                 for event in std::iter::once(event).chain(events.try_iter()) {
                     match event {
                         Event::Closed(which) if which == number => {
                             return "it closed the connection".into();
                         }
-                        // Of a connection that was given up.
+                        // This event belongs to an earlier connection.
                         Event::Closed(_) => {}
                         Event::Domain(uuid) if changed.contains(&uuid) => {}
                         Event::Domain(uuid) => changed.push(uuid),

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a running domain asks of the daemon.
+//! Reads what a running domain asks of the daemon.
 
 use tmem_control::VmSpec;
 use tmem_domain::Domain;
 use tmem_hook::Owner;
 
-/// See [`read`].
+/// Request of a domain to the daemon, see [`read`].
 #[derive(Clone, Debug, PartialEq)]
 pub enum Wish {
-    /// To be served so.
+    /// Serve the VM with these settings.
     So(VmSpec),
-    /// To be served; it says nothing of its quota, which is left as it is.
+    /// Serve the VM, and leave its quota unchanged, because the domain names none.
     Served(VmSpec),
-    /// Nobody can tell: what is wrong, a sentence. It stays what it was.
+    /// The request is not valid, for the reason in this sentence. The VM's settings stay unchanged.
     Nonsense(String),
 }
 
-/// None: it has no such device.
+/// Reads the request of a domain; None if the domain has no such device.
 pub fn read(uuid: &str, xml: &str, owner: Owner) -> Option<Wish> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
-            // libvirt wrote it.
+            // libvirt wrote this XML, so this is not an error of the operator's.
             tracing::error!(uuid, reason = %error, "domain {uuid}: {error}");
             return None;
         }

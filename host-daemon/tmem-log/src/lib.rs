@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! How the programs that stay running write their logs: all alike, to systemd's journal with fields if that is
-//! where stderr goes, else as lines to stderr. Never here: what is logged.
+//! Sets up the logs of all long-running programs. If stderr is systemd's journal, messages go there
+//! with their fields; otherwise they are lines on stderr. Out of scope: which messages are logged.
 
 use std::io::{IsTerminal, stderr};
 use tracing::level_filters::LevelFilter;
@@ -9,19 +9,20 @@ use tracing_subscriber::reload::{Handle, Layer};
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Registry, fmt};
 
-/// Before the names of a message's fields in the journal: `TMEM_VM=web1`.
+/// Prefix of a message's field names in the journal, as in `TMEM_VM=web1`.
 const FIELD_PREFIX: &str = "TMEM";
 
-/// A log that was started.
+/// A log that has been started.
 pub struct Log {
     handle: Handle<EnvFilter, Registry>,
-    /// The environment has the last word.
+    /// True if the environment sets the filter, which then cannot be changed.
     fixed: bool,
 }
 
 fn parse(filter: &str) -> Result<EnvFilter, String> {
     let what = |error| format!("it is no filter of log messages ({error}): write info, or debug");
-    // A word that is no level would be a module's name, of which everything is logged.
+    // EnvFilter would take a single word that is not a level as a module's name, and log everything
+    // of it.
     if let [word] = filter.split([',', '=']).collect::<Vec<_>>()[..]
         && word.parse::<LevelFilter>().is_err()
     {
@@ -35,22 +36,22 @@ fn parse(filter: &str) -> Result<EnvFilter, String> {
         .map_err(|error| what(error.to_string()))
 }
 
-/// A filter that can be set.
+/// Checks a log filter.
 ///
 /// # Errors
-/// What is wrong with it.
+/// Returns the reason why it is not valid.
 pub fn check(filter: &str) -> Result<(), String> {
     parse(filter).map(|_| ())
 }
 
-/// stderr is what systemd says to be the journal's: "device:inode".
+/// Returns true if stderr is the file that systemd names as the journal's, by "device:inode".
 fn is_journal(journal: Option<&str>, stderr: (u64, u64)) -> bool {
     let numbers = journal.and_then(|text| text.split_once(':'));
     let numbers = numbers.and_then(|(dev, ino)| Some((dev.parse().ok()?, ino.parse().ok()?)));
     numbers == Some(stderr)
 }
 
-/// Logs from now on, at INFO and above unless that environment variable says otherwise
+/// Starts logging at INFO and above, unless the environment variable `variable` sets another filter
 /// (`debug`, `tmemd=trace`). Call it once, at the program's start.
 pub fn start(variable: &str) -> Log {
     let filter = EnvFilter::builder()
@@ -59,7 +60,7 @@ pub fn start(variable: &str) -> Log {
     let (filter, handle) = Layer::new(filter.from_env_lossy());
     let journal = std::env::var("JOURNAL_STREAM").ok();
     let stat = rustix::fs::fstat(stderr()).map_or((0, 0), |stat| (stat.st_dev, stat.st_ino));
-    // Where it should be and is not, lines will do.
+    // If the journal cannot be opened, messages go to stderr.
     let journal = is_journal(journal.as_deref(), stat)
         .then(|| tracing_journald::layer().ok())
         .flatten()
@@ -82,10 +83,10 @@ pub fn start(variable: &str) -> Log {
 }
 
 impl Log {
-    /// Another filter from now on, unless the environment has set one.
+    /// Replaces the filter, unless the environment has set one.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// Returns the reason why the filter is not valid.
     pub fn set(&self, filter: &str) -> Result<(), String> {
         let filter = parse(filter)?;
         if self.fixed {
@@ -118,7 +119,12 @@ mod tests {
 
     #[test]
     fn filters_are_checked() {
-        for good in ["info", "debug", "warn,tmemd=trace", "tmemd::host::pressure=debug"] {
+        for good in [
+            "info",
+            "debug",
+            "warn,tmemd=trace",
+            "tmemd::host::pressure=debug",
+        ] {
             assert_eq!(check(good), Ok(()), "{good}");
         }
         for bad in ["loud", "tmemd=loud"] {

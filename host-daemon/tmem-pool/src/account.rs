@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sums that every thread reads without a lock.
+//! Sums that any thread may read without a lock.
 
 use crate::sync::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A sum. Relaxed: each sum is right by itself, and nothing is inferred from the order of two.
+/// A sum that threads change atomically. Relaxed order suffices: each sum is correct by itself, and
+/// no code draws a conclusion from the order of changes to two sums.
 #[derive(Debug, Default)]
 pub(crate) struct Sum(AtomicU64);
 
@@ -26,20 +27,20 @@ impl Sum {
         self.0.store(n, Relaxed);
     }
 
-    /// Brings a part of it, which was `before`, to `now`.
+    /// Replaces one contribution to the sum: the contribution was `before` and is `now`.
     pub(crate) fn change(&self, before: u64, now: u64) {
         self.add(now);
         self.sub(before);
     }
 }
 
-/// What tenants hold beside blobs, and what was done.
+/// Sums of what tenants hold beside blobs, and counters of work that was done.
 #[derive(Debug, Default)]
 pub(crate) struct Account {
-    /// Memory of all indexes and policies, detached parts included.
+    /// Memory of all indexes and policies in bytes, detached parts included.
     pub index_bytes: Sum,
-    /// Live ones and those that left and are not freed yet.
+    /// Number of live tenants, and of departed tenants whose pages are not freed yet.
     pub tenants: Sum,
-    /// Stored copies that compaction has moved, ever.
+    /// Counter: blobs that compaction has moved.
     pub moved_blobs: Sum,
 }

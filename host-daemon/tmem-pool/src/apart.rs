@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What threads change all the time lies apart from what all of them read, or every change would
-//! take that from the others' caches.
+//! Padding to cache lines (against false sharing). Data that threads change all the time lies on
+//! other cache lines than data that all threads read. Otherwise each change would evict the shared
+//! data from the caches of the other cores.
 
 use std::ops::Deref;
 
-/// On cache lines of its own: two, since processors fetch them in pairs.
+/// A value on two cache lines of its own, because processors fetch cache lines in pairs.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Apart<T>(pub T);

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Stored page contents: raw as they came, then compressed, one copy of equal pages of a trust
+//! Stored page contents: raw as they came, then compressed, one copy for equal pages of a trust
 //! domain.
 //!
-//! A blob is named by the number of its place in the heap, and lives as long as it has references,
-//! which are counted: entries have one each, and so has whoever works on it. The table of equal
-//! pages only knows where one may be and holds no reference; whoever finds a blob through it
-//! compares every byte before sharing it. It never joins pages of two domains, nor pages that only
-//! hash alike.
+//! A blob is named by the number of its place in the heap, and lives as long as it has references.
+//! References are counted: each entry has one, and so has each thread that works on the blob. The
+//! table of equal pages holds no reference and only says where an equal blob may be. A thread that
+//! finds a blob through the table compares every byte before it shares the blob. The store never
+//! shares a blob between two domains, nor between pages whose hashes are equal but whose bytes
+//! differ.
 //!
-//! Locks: those of the table (dedup.rs), which are never held together with one of the heap.
+//! Locks: those of the table (dedup.rs), which no thread holds together with a lock of the heap.
 
 use crate::account::Sum;
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
@@ -21,71 +22,73 @@ use crate::sync::AtomicU32;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
-/// A trust domain; never reused.
+/// Number of a trust domain. Numbers are never reused.
 pub(crate) type DomainId = u32;
 
-/// What the store keeps for a blob beside its bytes: with the heap's word it is 24 B.
+/// Record of a blob beside its bytes. With the word that the heap keeps for the blob it takes 24 B.
 #[derive(Debug)]
 pub(crate) struct Record {
-    /// Of the page.
+    /// The table's part of the hash of the page.
     hash: AtomicU32,
-    /// Of a listed blob, plus 1; 0: not listed.
+    /// Trust domain of a listed blob plus 1. 0: the blob is not listed in the table of equal pages.
     domain: AtomicU32,
-    /// Of the table.
+    /// Next blob of the chain in the table of equal pages.
     next: AtomicU32,
-    /// References in the lower half, then what the page took when it was first compressed, which is
-    /// what it is charged, and what the sweep has found.
+    /// Three fields. The lower half counts references. Then follow the bytes that the page took
+    /// when it was first compressed, for which the tenant is charged, and the flags of the sweep.
     state: AtomicU32,
 }
 
 const REFS: u32 = (1 << 16) - 1;
-/// More references than this are not given: an equal page is stored again. Enough for all that a
-/// few hundred VMs have in common.
+/// Most references of a blob. An equal page beyond that is stored again. The limit suffices for
+/// everything that a few hundred VMs have in common.
 const REFS_MAX: u32 = 1 << 15;
 const FIRST_SHIFT: u32 = 16;
 const FIRST_BYTES: u32 = (1 << 13) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= FIRST_BYTES);
-/// The sweep passed it once.
+/// Flag: the sweep has passed the blob once.
 const SEEN: u32 = 1 << 29;
-/// And a second time: it is as dense as it gets.
+/// Flag: the sweep has passed the blob a second time, and will not try again to compress it
+/// further.
 const DENSE: u32 = 1 << 30;
 
-// SAFETY: atomics.
+// SAFETY: a record consists of atomics, for which zero is a valid value.
 unsafe impl Zeroed for Record {}
 
-/// All blobs, and the table that finds equal ones.
+/// Store of all blobs, with the table that finds equal ones.
 #[derive(Debug)]
 pub(crate) struct Store {
     pub heap: Heap<Record>,
     hash: HashFn,
     hasher: PageHash,
     pub dedup: Dedup,
-    /// Cold blobs that became smaller, ever.
+    /// Counter: cold blobs that became smaller.
     pub denser_blobs: Sum,
-    /// By so much.
+    /// Counter, bytes: by how much these cold blobs became smaller.
     pub denser_saved_bytes: Sum,
-    /// What those that are there now take less than when they were first compressed.
+    /// Gauge, bytes: by how much the present blobs are smaller than when they were first
+    /// compressed.
     pub dense_gain_bytes: Sum,
 }
 
-/// A page's final form.
+/// Final form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Settled {
-    /// A blob comes with a reference of its own.
+    /// Where the content is. A blob comes with a reference for the caller.
     pub content: Content,
     pub stored_bytes: usize,
-    /// An equal page was there already.
+    /// The store already had an equal page.
     pub shared: bool,
 }
 
-/// See [`Store::reader`].
+/// An open read of one page; [`Store::reader`] returns it.
 pub(crate) enum Reader<'a> {
     Same(u32),
     Bytes(heap::Reader<'a>),
 }
 
 impl Reader<'_> {
-    /// Brings the beginning of the bytes into the cache.
+    /// Prefetches the beginning of the bytes into the cache.
     pub(crate) fn prefetch(&self) {
         if let Reader::Bytes(reader) = self {
             reader.prefetch();
@@ -94,10 +97,10 @@ impl Reader<'_> {
 }
 
 impl Store {
-    /// For up to `bytes_max` of stored bytes.
+    /// Creates a store for up to `bytes_max` of stored bytes.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system does not provide the address space.
     pub(crate) fn new(bytes_max: u64, hash: HashFn, seed: u64) -> io::Result<Store> {
         let heap = Heap::new(bytes_max)?;
         Ok(Store {
@@ -111,12 +114,12 @@ impl Store {
         })
     }
 
-    /// All of its memory is never swapped.
+    /// Returns whether all memory of the store is locked, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.heap.is_locked() && self.dedup.is_locked()
     }
 
-    /// Memory of the table.
+    /// Returns the memory of the table of equal pages in bytes.
     pub(crate) fn metadata_bytes(&self) -> u64 {
         self.dedup.bytes()
     }
@@ -127,11 +130,11 @@ impl Store {
         self.heap.extra(Handle(blob))
     }
 
-    /// Stores a page as it is. Returns the blob, with one reference, and the check of its bytes.
-    /// None: that would take more than `frames_bytes_max` of memory.
+    /// Stores a page as it is. Returns the blob, with one reference, and the check bits of its
+    /// hash. None: storing the page would take more than `frames_bytes_max` of memory.
     pub(crate) fn put_raw(&self, page: &Page, frames_bytes_max: u64) -> Option<(u32, u32)> {
         let Handle(blob) = self.heap.store(page, frames_bytes_max)?;
-        // Of the copy: what the guest does to the page meanwhile is no matter.
+        // Hash the copy: the guest may change its page in the meantime.
         let hash = self.heap.read(Handle(blob), |copy| {
             let copy = copy.try_into().expect("a raw blob is a page");
             (self.hash)(&self.hasher, copy)
@@ -139,21 +142,22 @@ impl Store {
         let record = self.record(blob);
         record.hash.store(table_bits(hash), Relaxed);
         record.domain.store(0, Relaxed);
-        // Release: the sweep may take a reference of any blob that has some.
+        // Release: from now on the sweep may take a reference of this blob and read its record.
         record.state.store(1, Release);
         Some((blob, check_bits(hash)))
     }
 
-    /// One more reference for a holder of one. False: it has as many as it may.
+    /// Takes one more reference for a caller that holds one. False: the blob has as many references
+    /// as it may.
     pub(crate) fn share(&self, blob: u32) -> bool {
         let more = |state| (1..REFS_MAX).contains(&(state & REFS)).then_some(state + 1);
         let state = &self.record(blob).state;
         state.fetch_update(Acquire, Relaxed, more).is_ok()
     }
 
-    /// Gives a reference up. With the last one the bytes go.
+    /// Gives a reference up. The last reference frees the bytes.
     pub(crate) fn release(&self, blob: u32) {
-        // Release: whoever frees it does so after our reads.
+        // Release: the thread that frees the blob does so after our reads.
         let state = self.record(blob).state.fetch_sub(1, AcqRel);
         if state & REFS == 1 {
             self.unlist(blob);
@@ -164,19 +168,20 @@ impl Store {
         }
     }
 
-    /// Brings what is known of a blob into the cache.
+    /// Prefetches the heap's record of a blob into the cache.
     pub(crate) fn prefetch(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
             self.heap.prefetch(Handle(blob));
         }
     }
 
-    /// Brings the place where pages equal to a raw one are listed into the cache.
+    /// Prefetches the bucket in which pages equal to a raw blob are listed.
     pub(crate) fn prefetch_place(&self, raw: u32, domain: DomainId) {
         self.dedup.prefetch(self.place(raw, domain));
     }
 
-    /// And the first that is listed there, and the beginning of the raw one's bytes.
+    /// Prefetches the first blob that is listed in the bucket of a raw blob, and the beginning of
+    /// the raw blob's bytes.
     pub(crate) fn prefetch_raw(&self, raw: u32, domain: DomainId) {
         self.heap.prefetch_bytes(Handle(raw));
         let first = self.dedup.first(self.place(raw, domain));
@@ -187,14 +192,14 @@ impl Store {
         place_bits(self.record(blob).hash.load(Relaxed), domain)
     }
 
-    /// And where it is listed.
+    /// Prefetches the bucket in which the content's blob is listed.
     pub(crate) fn prefetch_listed(&self, content: Content) {
         if let Content::Raw(blob) | Content::Blob(blob) = content {
             self.dedup.prefetch(self.hash(blob));
         }
     }
 
-    /// Gives up what an entry had.
+    /// Gives up the reference of an entry.
     pub(crate) fn release_content(&self, content: Content) {
         match content {
             Content::Same(_) => {}
@@ -202,7 +207,7 @@ impl Store {
         }
     }
 
-    /// A holder of a reference, which it keeps, begins to read.
+    /// Begins to read. The caller holds a reference and keeps it for the lifetime of the reader.
     pub(crate) fn reader(&self, content: Content) -> Reader<'_> {
         match content {
             Content::Same(pattern) => Reader::Same(pattern),
@@ -212,7 +217,7 @@ impl Store {
         }
     }
 
-    /// Restores a page. `out` is unspecified after an error.
+    /// Restores a page and checks it. `out` is unspecified after an error.
     pub(crate) fn read(
         &self,
         reader: &Reader<'_>,
@@ -232,8 +237,8 @@ impl Store {
 
     // ---- final forms --------------------------------------------------------------------------
 
-    /// Finds the final form of a raw blob, of which the caller has a reference and keeps it. None:
-    /// there is no memory for it now.
+    /// Finds the final form of a raw blob. The caller holds a reference to the blob and keeps it.
+    /// None: there is no memory for the final form now.
     pub(crate) fn settle(
         &self,
         raw: u32,
@@ -268,10 +273,10 @@ impl Store {
                     record.state.store(1 | first(bytes.len()), Release);
                     (blob, bytes.len())
                 }
-                // It stays where it is.
+                // The page does not compress: the raw blob becomes the final form.
                 None => {
                     self.share(raw).then_some(())?;
-                    // Until now it was 0.
+                    // The size at first compression was 0 so far.
                     let state = &self.record(raw).state;
                     state.fetch_or(first(PAGE_SIZE), Relaxed);
                     (raw, PAGE_SIZE)
@@ -290,17 +295,17 @@ impl Store {
         (self.record(blob).state.load(Relaxed) >> FIRST_SHIFT & FIRST_BYTES) as usize
     }
 
-    /// By how much a blob is smaller than when it was first compressed. The caller has a reference, or
-    /// gave the last one up.
+    /// Returns by how many bytes a blob is smaller than when it was first compressed. The caller
+    /// holds a reference, or has just given up the last one.
     fn dense_gain(&self, blob: u32) -> u64 {
-        // Of a raw one the former is 0.
+        // The first size of a raw blob is 0.
         let first_bytes = self.first_bytes(blob);
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
 
-    /// Looks at a place in the heap whose turn it is in the sweep. A blob that is found a second
-    /// time has been there for a whole sweep: it is made denser, if that gains something. True: it
-    /// was worked on.
+    /// Handles the place in the heap whose turn it is in the sweep. A blob that the sweep finds a
+    /// second time has been there for a whole sweep: this compresses it further, if that gains
+    /// something. True: the blob's turn to be compressed had come.
     pub(crate) fn sweep(
         &self,
         blob: u32,
@@ -308,7 +313,7 @@ impl Store {
         denser: &mut Denser,
         [page, buffer]: &mut [Page; 2],
     ) -> bool {
-        // With a reference it stays what it is.
+        // The reference keeps the blob from being freed.
         if !self.share(blob) {
             return false;
         }
@@ -334,7 +339,7 @@ impl Store {
                     self.denser_saved_bytes.add((len - bytes.len()) as u64);
                     self.dense_gain_bytes.add(self.dense_gain(blob));
                 } else {
-                    // Another time.
+                    // There was no memory now: a later sweep tries again.
                     record.state.fetch_and(!DENSE, Relaxed);
                 }
             }
@@ -343,7 +348,7 @@ impl Store {
         worked
     }
 
-    /// A reference to a blob of the domain with these bytes.
+    /// Returns a blob of the domain with these bytes, and takes a reference of it.
     fn find_equal(
         &self,
         domain: DomainId,
@@ -353,7 +358,8 @@ impl Store {
     ) -> Option<u32> {
         let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |blob| self.is_listed_as(blob, domain, hash));
-        // Under the lock: the last to release a blob takes it out before it frees it.
+        // Take the reference under the lock: the thread that gives up the last reference takes the
+        // blob out of the table before it frees it.
         let blob = found.filter(|&blob| self.share(blob))?;
         drop(chain);
         let decoded = self
@@ -373,8 +379,8 @@ impl Store {
         record.hash.load(Relaxed) == hash && record.domain.load(Relaxed) == domain + 1
     }
 
-    /// Makes a blob findable. One place for each hash of a domain, so that probing is bounded: a
-    /// page that collides with one that is there is stored and not shared.
+    /// Lists a blob in the table of equal pages. The table has one place for each hash of a domain,
+    /// so that probing is bounded: a page whose hash is already listed is stored and not shared.
     fn list(&self, blob: u32, domain: DomainId, hash: u32) {
         let chain = self.dedup.lock(place_bits(hash, domain));
         let found = chain.find(self, |other| self.is_listed_as(other, domain, hash));
@@ -384,7 +390,7 @@ impl Store {
         }
     }
 
-    /// The caller gave the last reference up.
+    /// Takes a blob out of the table. The caller gave up the last reference.
     fn unlist(&self, blob: u32) {
         if self.record(blob).domain.load(Relaxed) != 0 {
             self.dedup.remove(self, blob);
@@ -394,7 +400,8 @@ impl Store {
 
     // ---- invariants ---------------------------------------------------------------------------
 
-    /// `refs`, by blob, are all there are; the table lists live ones only, in their places.
+    /// Asserts that `refs`, by blob, are all references, and that the table lists live blobs only,
+    /// in their buckets.
     pub(crate) fn check(&self, refs: &std::collections::HashMap<u32, (DomainId, u32)>) {
         assert_eq!(self.heap.stats().blobs, refs.len() as u64, "blobs");
         for (&blob, &(_, refs)) in refs {

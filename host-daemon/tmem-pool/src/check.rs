@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine's invariants, recounted from scratch. For tests and simulators: it walks everything.
+//! Recounts the engine's invariants from scratch, for tests and simulators. The check walks all
+//! pages.
 
 use crate::blob::DomainId;
 use crate::entry::{Content, Entry, Gauges};
@@ -7,14 +8,15 @@ use crate::pool::{self, Pool};
 use crate::tenant;
 use std::collections::{HashMap, HashSet};
 
-/// By blob: its domain and how many entries refer to it.
+/// Domain and number of referring entries, by blob.
 type Refs = HashMap<u32, (DomainId, u32)>;
 
 impl Pool {
-    /// Recounts all sums, references and queues and compares them with what is kept.
+    /// Recounts all sums, references and queues and compares them with the values that the engine
+    /// keeps.
     ///
     /// # Panics
-    /// If one is wrong, or if another thread is in a call meanwhile.
+    /// If a value is wrong, or if another thread is in a call at the same time.
     pub fn check_invariants(&self) {
         let inner = self.inner();
         let registry = inner.read();
@@ -40,7 +42,7 @@ impl Pool {
     }
 }
 
-/// Returns the memory of the tenant's index.
+/// Checks one tenant. Returns the memory of its index in bytes.
 fn check_tenant(engine: &pool::Inner, tenant: &tenant::Inner, refs: &mut Refs) -> u64 {
     let state = tenant.lock(&engine.account);
     let mut ids = HashSet::new();

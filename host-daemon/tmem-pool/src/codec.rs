@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A page and its stored form: a repeated pattern, compressed, or raw.
+//! Codec: turns a page into its stored form and back. A form is a repeated pattern, compressed, or
+//! raw.
 //!
-//! zstd copies parts of a page into its contexts. Contexts therefore lie in memory that is never dumped and, where
-//! the process may lock memory, never swapped. They are wiped after use, so that no byte of a page outlives the
-//! step that needed it. lz4 keeps no bytes of a page: its table on the stack has positions only.
+//! zstd copies parts of a page into its contexts. Contexts therefore lie in memory that is never
+//! dumped and, where the process may lock memory, never swapped. They are wiped after use, so that
+//! no byte of a page outlives the step that needed it. lz4 keeps no bytes of a page: its table on
+//! the stack has positions only.
 //!
-//! A stored form as long as a page is the page. Any other begins with a byte that names its codec.
-//! Stored bytes are the host's own, but decoding is bounded all the same: a broken form gives an
-//! error, never a byte outside the page.
+//! A stored form that is as long as a page is the page itself. Any other form begins with a byte
+//! that names its codec. Stored bytes are the host's own, but decoding is bounded all the same: a
+//! broken form gives an error, never a byte outside the page.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::secret::SecretPages;
@@ -17,11 +19,12 @@ use std::io;
 use std::ptr::NonNull;
 use zstd_safe::zstd_sys::{self, ZSTD_CCtx, ZSTD_DCtx, ZSTD_cParameter, ZSTD_dParameter};
 
-/// Forms above this are kept raw: the rest saves nothing (measured: .0004 of the store).
+/// Longest compressed form in bytes. A page with a longer form is kept raw, because compressing
+/// such pages would save only 0.0004 of the store (measured).
 pub(crate) const ENCODED_BYTES_MAX: usize = 3840;
 
-/// lz4's default. 4 is a fifth faster and costs a tenth more bytes, and bytes are what the pool is
-/// for.
+/// lz4's default. Acceleration 4 is a fifth faster but needs a tenth more bytes, and the pool
+/// exists to save bytes.
 const LZ4_ACCELERATION: c_int = 1;
 
 /// First byte of a form that an lz4 block follows.
@@ -30,25 +33,26 @@ const FORM_LZ4: u8 = 1;
 /// First byte of a form that a zstd frame without magic number, length and checksum follows.
 const FORM_ZSTD: u8 = 2;
 
-/// 3 takes a sixth longer for 2 % fewer bytes.
+/// Level 3 takes a sixth longer for 2 % fewer bytes.
 const ZSTD_LEVEL: i32 = 1;
 
-/// Forms between these lengths gain from zstd; others hardly (measured).
+/// Lengths of lz4 forms, in bytes, that zstd makes notably smaller (measured).
 pub(crate) const DENSER_BYTES: std::ops::RangeInclusive<usize> = 1024..=3840;
 
 /// ZSTD_f_zstd1_magicless: frames without the four bytes of a magic number.
 const ZSTD_MAGICLESS: c_int = zstd_sys::ZSTD_format_e::ZSTD_f_zstd1_magicless as c_int;
 
 thread_local! {
-    /// The context of each thread that restores pages, 96 KiB. None until the thread meets its first zstd frame.
+    /// zstd context of each thread that restores pages, 96 KiB. None until the thread meets its
+    /// first zstd frame.
     static RESTORER: RefCell<Option<Restorer>> = const { RefCell::new(None) };
 }
 
 /// A zstd context that restores pages.
 struct Restorer {
-    /// Holds the context.
+    /// Memory of the context.
     memory: SecretPages,
-    /// The memory holds a context, and perhaps parts of a page. False: it is zero.
+    /// The memory contains a context, and perhaps parts of a page. False: the memory is zero.
     in_use: bool,
 }
 
@@ -62,8 +66,8 @@ impl Restorer {
         })
     }
 
-    /// The context. None: zstd takes no memory of this size or refuses the parameter, which no released version
-    /// does.
+    /// Returns the context. None: zstd takes no memory of this size or refuses the parameter, which
+    /// no released version does.
     fn context(&mut self) -> Option<NonNull<ZSTD_DCtx>> {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
@@ -71,7 +75,8 @@ impl Restorer {
             // The context begins where its memory begins.
             return NonNull::new(at.cast());
         }
-        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of the context.
+        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of
+        // the context.
         let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticDCtx(at.cast(), bytes) })?;
         let format = ZSTD_dParameter::ZSTD_d_experimentalParam1;
         let result =
@@ -81,10 +86,11 @@ impl Restorer {
         is_ok(result).then_some(context)
     }
 
-    /// Restores a page from a frame. Returns its length, or None if the frame is not whole.
+    /// Restores a page from a frame. Returns its length, or None if the frame is broken.
     fn restore(&mut self, frame: &[u8], out: &mut Page) -> Option<usize> {
         let context = self.context()?;
-        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed with them.
+        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed
+        // with them.
         let len = unsafe {
             zstd_sys::ZSTD_decompressDCtx(
                 context.as_ptr(),
@@ -105,15 +111,15 @@ impl Restorer {
     }
 }
 
-/// zstd's result is no error.
+/// Returns whether zstd's result is a length and not an error code.
 fn is_ok(result: usize) -> bool {
     // SAFETY: the function only compares numbers.
     unsafe { zstd_sys::ZSTD_isError(result) == 0 }
 }
 
-/// Wipes what restoring pages left in the calling thread's context.
+/// Wipes the remains of restored pages in the calling thread's context.
 pub(crate) fn wipe() {
-    // An error: the thread ends, and the context's memory went back to the system.
+    // An error means that the thread ends and the context's memory went back to the system.
     let _ = RESTORER.try_with(|restorer| {
         if let Some(restorer) = &mut *restorer.borrow_mut() {
             restorer.wipe();
@@ -121,8 +127,8 @@ pub(crate) fn wipe() {
     });
 }
 
-/// Restores a page from a zstd frame. None: the frame is broken, or the system has no memory for the first context
-/// of this thread. In both cases the caller gives the stored copy up.
+/// Restores a page from a zstd frame. None: the frame is broken, or the system has no memory for
+/// the first context of this thread. In both cases the caller gives up the stored copy.
 fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
     RESTORER.with_borrow_mut(|restorer| {
         if restorer.is_none() {
@@ -136,23 +142,24 @@ fn restore(frame: &[u8], out: &mut Page) -> Option<usize> {
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Corrupt;
 
-/// The four bytes that the page repeats, if it does.
+/// Returns the four bytes that the page repeats, if it does.
 pub(crate) fn same_filled(page: &Page) -> Option<u32> {
     let (words, _) = page.as_chunks::<8>();
     let first = words[0];
-    // Most pages differ at once, at an end or in the first line; only the others are read through.
+    // Most pages differ at once, at an end or in the first cache line. Only other pages are read to
+    // the end.
     let same = words[words.len() - 1] == first && words.iter().all(|w| *w == first);
     let [low, high] = [0, 4]
         .map(|at| u32::from_ne_bytes([first[at], first[at + 1], first[at + 2], first[at + 3]]));
     (same && low == high).then_some(low)
 }
 
-/// Fills a page with a pattern of `same_filled`.
+/// Fills a page with a pattern that `same_filled` returned.
 pub(crate) fn fill(pattern: u32, out: &mut Page) {
     out.as_chunks_mut::<4>().0.fill(pattern.to_ne_bytes());
 }
 
-/// The compressed form of a page. None: it does not shrink enough.
+/// Returns the compressed form of a page. None: the page does not shrink enough.
 pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> {
     buffer[0] = FORM_LZ4;
     let out = &mut buffer[1..ENCODED_BYTES_MAX];
@@ -173,24 +180,26 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
-/// Whether a stored form takes zstd to decode, which is twice as slow as lz4.
+/// Returns whether a stored form needs zstd to decode, which takes twice as long as lz4.
 pub(crate) fn is_dense(bytes: &[u8]) -> bool {
     bytes.len() < PAGE_SIZE && bytes.first() == Some(&FORM_ZSTD)
 }
 
-/// Compresses pages further, and slower.
+/// Compressor that makes pages smaller than lz4 does, and takes longer.
 pub(crate) struct Denser {
-    /// Holds the context: 76 KiB, since zstd sizes its tables by the length of a page.
+    /// Memory of the context: 76 KiB, since zstd sizes its tables by the length of a page.
     memory: SecretPages,
-    /// The memory holds a context, and perhaps parts of a page. False: it is zero.
+    /// The memory contains a context, and perhaps parts of a page. False: the memory is zero.
     in_use: bool,
 }
 
 impl Denser {
+    /// Creates a compressor.
+    ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system does not provide the address space.
     pub(crate) fn new() -> io::Result<Denser> {
-        // SAFETY: the functions only compute.
+        // SAFETY: the functions only compute a size.
         let bytes = unsafe {
             let parameters = zstd_sys::ZSTD_getCParams(ZSTD_LEVEL, PAGE_SIZE as u64, 0);
             zstd_sys::ZSTD_estimateCCtxSize_usingCParams(parameters)
@@ -201,7 +210,8 @@ impl Denser {
         })
     }
 
-    /// The context. None: zstd takes no memory of this size or refuses a parameter, which no released version does.
+    /// Returns the context. None: zstd takes no memory of this size or refuses a parameter, which
+    /// no released version does.
     fn context(&mut self) -> Option<NonNull<ZSTD_CCtx>> {
         let memory = self.memory.pages().as_flattened_mut();
         let (at, bytes) = (memory.as_mut_ptr(), memory.len());
@@ -209,12 +219,13 @@ impl Denser {
             // The context begins where its memory begins.
             return NonNull::new(at.cast());
         }
-        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of the context.
+        // SAFETY: the memory is this object's alone, is aligned to a page and outlives each use of
+        // the context.
         let context = NonNull::new(unsafe { zstd_sys::ZSTD_initStaticCCtx(at.cast(), bytes) })?;
         self.in_use = true;
         let parameters = [
             (ZSTD_cParameter::ZSTD_c_compressionLevel, ZSTD_LEVEL),
-            // The format.
+            // Frames without magic number.
             (ZSTD_cParameter::ZSTD_c_experimentalParam2, ZSTD_MAGICLESS),
             (ZSTD_cParameter::ZSTD_c_contentSizeFlag, 0),
             (ZSTD_cParameter::ZSTD_c_checksumFlag, 0),
@@ -226,7 +237,7 @@ impl Denser {
         all.then_some(context)
     }
 
-    /// The denser form of a page. None: it is as long as `bytes_max`, or longer.
+    /// Returns the zstd form of a page. None: it is `bytes_max` long, or longer.
     pub(crate) fn encode<'a>(
         &mut self,
         page: &Page,
@@ -236,7 +247,8 @@ impl Denser {
         buffer[0] = FORM_ZSTD;
         let context = self.context()?;
         let out = &mut buffer[1..bytes_max];
-        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed with them.
+        // SAFETY: the context is this object's, and both pointers are valid for the lengths passed
+        // with them.
         let len = unsafe {
             zstd_sys::ZSTD_compress2(
                 context.as_ptr(),
@@ -249,7 +261,7 @@ impl Denser {
         is_ok(len).then(|| &buffer[..1 + len])
     }
 
-    /// Wipes what pages left in the context.
+    /// Wipes the remains of pages in the context.
     pub(crate) fn wipe(&mut self) {
         if self.in_use {
             self.in_use = false;
@@ -308,7 +320,7 @@ mod tests {
         let mut restorer = Restorer::new().expect("memory");
         let is_zero =
             |memory: &mut SecretPages| memory.pages().iter().all(|page| *page == [0; PAGE_SIZE]);
-        // More than once: a wiped context is made again.
+        // Several rounds: a wiped context is initialized again.
         for _ in 0..3 {
             let stored = denser
                 .encode(&page, &mut buffer, PAGE_SIZE)
@@ -322,7 +334,8 @@ mod tests {
         }
     }
 
-    /// Prints what wiping adds to a page that is restored or compressed alone, which is the worst case.
+    /// Prints how much time wiping adds to a page that is restored or compressed alone, which is
+    /// the worst case.
     #[test]
     #[ignore = "measures: run it with --release --ignored --nocapture"]
     fn cost_of_wiping() {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Sizes and limits of the engine, each with its reason, and what a caller configures.
+//! Sizes and limits of the engine, each with its reason, and the configuration that a caller
+//! passes.
 
 /// Bytes of a page. The device knows no other size.
 pub const PAGE_SIZE: usize = 4096;
@@ -7,78 +8,84 @@ pub const PAGE_SIZE: usize = 4096;
 /// One page of a guest.
 pub type Page = [u8; PAGE_SIZE];
 
-/// Pools of one tenant. The wire's VIRTIO_TMEM_POOLS_MAX: a guest has a pool per file system.
+/// Most pools of one tenant, as VIRTIO_TMEM_POOLS_MAX on the wire. A guest has a pool for each file
+/// system.
 pub const POOLS_PER_TENANT_MAX: usize = 256;
 
-/// Keys of one tenant, live and not yet freed. 2^26 pages are 256 GiB, more than the file cache of
-/// any guest that shrinks; it bounds what same-filled pages, which have no payload, can make the
-/// host hold.
+/// Most keys of one tenant, counting live ones and those not freed yet. 2^26 pages are 256 GiB,
+/// more than the file cache of any guest that shrinks. The limit bounds the host memory that
+/// same-filled pages, which have no payload, can take.
 pub const KEYS_PER_TENANT_MAX: u32 = 1 << 26;
 
-/// Raw pages that a tenant may have, at least: four full batches, as many as a guest has in flight.
+/// Smallest limit of a tenant's raw pages: four full batches, as many as a guest has in flight.
 pub(crate) const RAW_PAGES_MIN: u32 = 256;
 
-/// And at most: 8 MiB, which one core compresses in some 10 ms.
+/// Largest limit of a tenant's raw pages: 8 MiB, which one core compresses in some 10 ms.
 pub(crate) const RAW_PAGES_MAX: u32 = 2048;
 
-/// In between, so much of its entitlement. It depends on quotas only, not on what others do.
+/// Between these two, the limit of raw pages is the tenant's entitlement divided by this. It
+/// depends on quotas only, not on the load of other tenants.
 pub(crate) const RAW_PART: u64 = 16;
 
-/// Raw pages that a worker takes from a tenant at a time: few, since the tenant that is next waits
-/// for them; more than one, so that the lock is cheap.
+/// Raw pages that a background worker takes from a tenant at a time. They are few, because the next
+/// tenant waits for them, and more than one, so that the cost of the lock is shared.
 pub(crate) const SETTLE_PAGES: usize = 8;
 
-/// Pages that are copied before the tenant's lock is taken once for all of them.
+/// Pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
-/// Pages that a put may evict, per page that it brings: a new page needs at most a page and its
-/// metadata, which is what eight same-filled pages are charged, and half of what goes may be
-/// shared.
+/// Pages that a put may evict for each page that it brings. A new page needs at most a page and its
+/// metadata, which is the charge of 14 same-filled pages (state.rs asserts that it is enough). An
+/// evicted page that is shared may free no memory; then a put may need more and is refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
 /// Pages freed or evicted under one hold of a tenant's lock: about 10 µs.
 pub(crate) const EVICT_STEP_PAGES: usize = 16;
 
-/// Queue positions of pages that are gone already which one search for a victim may skip.
+/// Most stale queue positions (of pages that are already gone) that one search for a victim may
+/// skip.
 pub(crate) const STALE_SKIPS_MAX: usize = 256;
 
-/// Kept free for what indexes take between two looks at the size: a chunk of each kind of record,
-/// and of the ghost table.
+/// Bytes kept free for the growth of indexes between two checks of the pool's size: a chunk of each
+/// kind of record, and of the ghost table.
 pub(crate) const INDEX_ROOM_BYTES: u64 = 128 << 10;
 
-/// And so much of the size.
+/// One part in this many of the pool's size is kept free in addition.
 pub(crate) const INDEX_ROOM_PART: u64 = 256;
 
-/// A tenant, with its record, names and the tables of its objects.
+/// Metadata of a tenant in bytes: its record, names and the tables of its objects.
 pub(crate) const TENANT_METADATA_BYTES: u64 = 16 << 10;
 
-/// What each page is charged beside its compressed size: all that one page in an object of its own,
-/// with a blob of its own, makes the host hold: entry (32 B), two nodes (160), object and its place
-/// (64), blob with its place (40), and a little. Most pages cost a quarter of it; charging less
-/// would let a tenant of one-page objects hold more than its share of the pool.
+/// Metadata charge of each page in bytes, beside its compressed size. It is all that one page in an
+/// object of its own, with a blob of its own, makes the host hold: entry (32 B), two nodes (160),
+/// object and its place (64), blob with its place (40), and a little. Most pages cost a quarter of
+/// it. With a smaller charge, a tenant of one-page objects could hold more than its share of the
+/// pool.
 pub const PAGE_METADATA_CHARGE_BYTES: u64 = 320;
 
-/// Address space that a pool reserves, in times of its largest size: 12 for the longest span that each
-/// frame could be of, one for indexes, and a ninth for tables (of a pool of a few MiB or more).
+/// Address space that a pool reserves, as a multiple of its largest size: 12 for the longest span
+/// that each frame could be of, one for indexes, and a ninth for tables (of a pool of a few MiB or
+/// more).
 pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
-/// The orders of eviction that there are; see `evict/`.
+/// Eviction policies; `evict/` implements them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PolicyKind {
-    /// The page put longest ago.
+    /// First in, first out: evicts the page that was put longest ago.
     Fifo,
-    /// The page used longest ago, which with pages that leave when they are used is the same.
+    /// Least recently used: evicts the page that was used longest ago. Because a get removes a
+    /// page, this is the order of [`PolicyKind::Fifo`].
     Lru,
-    /// What was put for the first time goes early.
+    /// S3-FIFO: evicts pages that were put for the first time early.
     #[default]
     S3Fifo,
 }
 
 impl PolicyKind {
-    /// All there are.
+    /// All policies.
     pub const ALL: [PolicyKind; 3] = [PolicyKind::Fifo, PolicyKind::Lru, PolicyKind::S3Fifo];
 
-    /// For tables and files.
+    /// Returns the name for tables and files.
     pub fn name(self) -> &'static str {
         match self {
             PolicyKind::Fifo => "fifo",
@@ -88,53 +95,56 @@ impl PolicyKind {
     }
 }
 
-/// A blob is cold when it has been there for one to two of these. Ten minutes: what a guest takes
-/// back sooner is spared the slower decompression.
+/// Duration of a sweep in nanoseconds. A blob is cold after one to two sweeps. Ten minutes: pages
+/// that the guest takes back sooner are spared the slower decompression.
 pub(crate) const SWEEP_NS: u64 = 600_000_000_000;
 
-/// Places of the heap that one step of the sweep looks at.
+/// Places of the heap that one step of the sweep visits.
 pub(crate) const SWEEP_STEP: u32 = 256;
 
-/// Pages that it makes denser at most: less than a millisecond.
+/// Most pages that one step of the sweep recompresses: less than a millisecond.
 pub(crate) const SWEEP_PAGES: usize = 32;
 
 /// Monotonic time in nanoseconds, passed in by the caller so that a simulator owns it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Time(pub u64);
 
-/// What a pool is made with.
+/// Configuration of a pool.
 #[derive(Clone, Debug)]
 pub struct PoolConfig {
-    /// Memory the pool may hold, metadata included.
+    /// Memory that the pool may hold in bytes, metadata included.
     pub size_bytes: u64,
-    /// No resize goes beyond it: address space is reserved for as much.
+    /// Largest size for [`Pool::resize`](crate::Pool::resize), in bytes: the pool reserves address
+    /// space for it.
     pub size_max_bytes: u64,
-    /// Seeds the content hash; random per process in production, fixed in tests.
+    /// Seed of the content hash; random per process in production, fixed in tests.
     pub seed: u64,
-    /// Which page of a tenant goes first.
+    /// Order in which the pages of a tenant are evicted.
     pub policy: PolicyKind,
 }
 
-/// How much of the pool a tenant is entitled to. Pages are charged their compressed size at first
+/// Part of the pool to which a tenant is entitled. Pages are charged their compressed size at first
 /// compression plus [`PAGE_METADATA_CHARGE_BYTES`], shared or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quota {
-    /// Entitled to this before the rest is divided. What exceeds `limit_bytes` counts for nothing.
+    /// Bytes to which the tenant is entitled before the rest is divided. A part above `limit_bytes`
+    /// is ignored.
     pub reserve_bytes: u64,
-    /// Never charged more than this. None: the pool's size is the only limit.
+    /// Largest charge of the tenant in bytes. None: the pool's size is the only limit.
     pub limit_bytes: Option<u64>,
-    /// Share of what no one has reserved, against the other tenants' weights. 0: none of it.
+    /// Share of the unreserved part of the pool, relative to the other tenants' weights. 0: no
+    /// share.
     pub weight: u32,
 }
 
-/// Who a tenant is and what it may use.
+/// Identity and quota of a tenant.
 #[derive(Clone, Debug)]
 pub struct TenantSpec {
-    /// For messages and statistics only.
+    /// Name for messages and statistics only.
     pub name: String,
-    /// Tenants of equal Some(domain) share equal pages; None is a domain of its own.
+    /// Tenants with the same Some(domain) share equal pages. None is a domain of its own.
     pub trust_domain: Option<String>,
-    /// Its part of the pool.
+    /// The tenant's part of the pool.
     pub quota: Quota,
 }
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Where equal pages may be: a hash table of blobs that grows one bucket at a time.
+//! Table of equal pages: a hash table of blobs that grows one bucket at a time.
 //!
-//! Linear hashing (Litwin, VLDB 1980): with N buckets, N between 2^k and 2^(k+1), those that were
-//! split already go by one more bit of the hash than the others. So nobody ever waits for a table
-//! to be moved to a larger one, and it is as large as what it lists. Buckets are chains through the
-//! blobs' records. It shrinks in the same way.
+//! The table uses linear hashing (Litwin, VLDB 1980). With N buckets, N between 2^k and 2^(k+1),
+//! the buckets that were split already use one more bit of the hash than the others. So no thread
+//! ever waits while a table is moved to a larger one, and the table's size follows the number of
+//! blobs. Buckets are chains through the blobs' records. The table shrinks in the same way.
 //!
-//! Locks: buckets share LOCKS of them; a bucket and the one that it is split into or joined with
-//! share one. `grow` is outside of them and says who changes N.
+//! Locks: buckets share LOCKS of them. A bucket and the bucket that it is split into or joined with
+//! share one lock. `grow` is taken before these locks and serializes changes of N.
 
 use crate::apart::Apart;
 use crate::heap::{Table, Zeroed};
@@ -16,30 +16,30 @@ use crate::whole::{broken, whole};
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// A power of two, and the least number of buckets.
+/// Number of locks. It is a power of two, and the smallest number of buckets.
 const LOCKS: u32 = 1024;
 
-/// Blobs, and buckets that they may have on average before the next is split. Fewer would save 4 B
-/// each and make a put look at more blobs.
+/// Load factor: blobs, and the buckets that hold them on average before the next bucket is split.
+/// Fewer buckets would save 4 B each and make a put probe more blobs.
 const LOAD: (u64, u64) = (4, 3);
 
-/// Blobs of a chain that are looked at: more come only from hashes that collide, which nobody can
-/// choose without the seed.
+/// Most blobs of a chain that a look-up probes. Longer chains come only from colliding hashes,
+/// which no guest can choose without the seed.
 const PROBES_MAX: usize = 32;
 
-/// Threads that have listed a blob and not yet counted it, at most: far more than a process has.
+/// Most threads that have listed a blob and not counted it yet: far more than a process has.
 const UNCOUNTED_MAX: u64 = 4096;
 
 /// Name of the table, for log messages.
 const TABLE: &str = "the table of equal pages";
 
-/// Of a blob: what chains it.
+/// Access to the fields of a blob that link it into a chain.
 pub(crate) trait Links {
-    /// Its hash. The table takes the lower half.
+    /// Returns the blob's hash. The table uses the lower half.
     fn hash(&self, blob: u32) -> u64;
-    /// Next of its chain; 0: none. Accessed under the bucket's lock only.
+    /// Returns the next blob of the chain; 0: none. Accessed under the bucket's lock only.
     fn next(&self, blob: u32) -> u32;
-    /// Changes it.
+    /// Changes the next blob of the chain.
     fn set_next(&self, blob: u32, next: u32);
 }
 
@@ -47,14 +47,14 @@ pub(crate) trait Links {
 #[derive(Debug)]
 pub(crate) struct Bucket(AtomicU32);
 
-// SAFETY: 0 is none.
+// SAFETY: zero is a valid value and means an empty chain.
 unsafe impl Zeroed for Bucket {}
 
 #[derive(Debug)]
 pub(crate) struct Dedup {
     buckets: Table<Bucket>,
-    /// N. Changed under `grow` and the lock of the bucket in question, so it does not change for a
-    /// hash while its bucket's lock is held.
+    /// Number of buckets, N. A thread changes it under `grow` and the lock of the bucket in
+    /// question. So the bucket of a hash does not change while a thread holds that bucket's lock.
     nr_buckets: AtomicU32,
     nr_blobs: Apart<AtomicU32>,
     locks: Box<[Mutex<()>]>,
@@ -68,10 +68,10 @@ pub(crate) struct Chain<'a> {
 }
 
 impl Dedup {
-    /// For up to so many blobs.
+    /// Creates a table for up to `blobs_max` blobs.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system does not provide the address space.
     pub(crate) fn new(blobs_max: usize) -> io::Result<Dedup> {
         Ok(Dedup {
             buckets: Table::reserve(blobs_max.max(LOCKS as usize))?,
@@ -82,34 +82,34 @@ impl Dedup {
         })
     }
 
-    /// The memory is never swapped.
+    /// Returns whether the table's memory is locked, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.buckets.is_locked()
     }
 
-    /// Memory of the buckets in use.
+    /// Returns the memory of the buckets in use, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         u64::from(self.nr_buckets.load(Relaxed)) * size_of::<Bucket>() as u64
     }
 
-    /// The bucket of a hash.
+    /// Returns the bucket of a hash.
     fn bucket_of(&self, hash: u64) -> u32 {
         let nr = self.nr_buckets.load(Relaxed);
         let bucket = hash as u32 & (nr.next_power_of_two() - 1);
         if bucket < nr {
             bucket
         } else {
-            // Not split yet.
+            // The bucket of the longer hash is not split off yet.
             bucket & (nr.next_power_of_two() / 2 - 1)
         }
     }
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
-        // All buckets that a hash can be in have it in common.
+        // All buckets in which a hash can be share this lock.
         whole(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 
-    /// The chain in which a blob of this hash is, if it is listed.
+    /// Locks and returns the chain in which a blob with this hash is, if it is listed.
     pub(crate) fn lock(&self, hash: u64) -> Chain<'_> {
         let lock = self.lock_of(hash);
         Chain {
@@ -118,17 +118,18 @@ impl Dedup {
         }
     }
 
-    /// Brings the bucket of a hash into the cache.
+    /// Prefetches the bucket of a hash into the cache.
     pub(crate) fn prefetch(&self, hash: u64) {
         self.buckets.prefetch(self.bucket_of(hash));
     }
 
-    /// A blob that may be the first of its chain, or 0. Only a hint: without the lock.
+    /// Returns a blob that may be the first of its chain, or 0. The value is only a hint, because
+    /// it is read without the lock.
     pub(crate) fn first(&self, hash: u64) -> u32 {
         self.buckets.get(self.bucket_of(hash)).0.load(Relaxed)
     }
 
-    /// Lists a blob that is not.
+    /// Lists a blob that is not listed.
     pub(crate) fn add(&self, links: &impl Links, chain: Chain<'_>, blob: u32) {
         links.set_next(blob, chain.bucket.0.load(Relaxed));
         chain.bucket.0.store(blob, Relaxed);
@@ -160,15 +161,15 @@ impl Dedup {
         self.fit(links);
     }
 
-    /// Blobs that a chain can have: a longer one has no end.
+    /// Returns the most blobs that a chain can have. A longer chain has no end.
     fn chain_max(&self) -> u64 {
         u64::from(self.nr_blobs.load(Relaxed)) + UNCOUNTED_MAX
     }
 
-    /// Splits or joins a bucket, if that is due and nobody else does it.
+    /// Splits or joins buckets if that is due, unless another thread is doing so.
     fn fit(&self, links: &impl Links) {
         let (nr, blobs) = (self.nr_buckets.load(Relaxed), self.nr_blobs.load(Relaxed));
-        // At the load that there may be.
+        // Number of buckets at the largest allowed load.
         let wanted = u64::from(blobs) * LOAD.1 / LOAD.0;
         if wanted > nr.into() && (nr as usize) < self.buckets.capacity() {
             if let Ok(_grow) = self.grow.try_lock() {
@@ -178,7 +179,7 @@ impl Dedup {
             && wanted < (nr / 2).into()
             && let Ok(_grow) = self.grow.try_lock()
         {
-            // Two for each blob that goes, so that it keeps up.
+            // Join two buckets for each removed blob, so that the table keeps up.
             self.join(links);
             self.join(links);
         }
@@ -234,7 +235,7 @@ impl Dedup {
         self.nr_buckets.store(new, Relaxed);
     }
 
-    /// Calls `listed` with each blob and asserts that it is where it is looked for.
+    /// Calls `listed` with each blob, and asserts that the blob is in the bucket of its hash.
     pub(crate) fn check(&self, links: &impl Links, mut listed: impl FnMut(u32)) {
         let mut blobs = 0;
         for bucket in 0..self.nr_buckets.load(Relaxed) {
@@ -251,7 +252,7 @@ impl Dedup {
 }
 
 impl Chain<'_> {
-    /// The first blob that is the wanted one.
+    /// Returns the first blob of the chain for which `wanted` is true.
     pub(crate) fn find(&self, links: &impl Links, wanted: impl Fn(u32) -> bool) -> Option<u32> {
         let mut blob = self.bucket.0.load(Relaxed);
         for _ in 0..PROBES_MAX {
@@ -287,7 +288,7 @@ mod tests {
         }
     }
 
-    /// A table of blobs with one hash, each linked to the one before.
+    /// Returns a table of blobs with one hash, each linked to the one before.
     fn one_chain() -> (Dedup, Blobs) {
         let blobs = Blobs((0..10).map(|_| (AtomicU32::new(0), 5)).collect());
         let table = Dedup::new(5_000).expect("address space");
@@ -315,7 +316,8 @@ mod tests {
     #[ignore = "ends its process: see broken_chains_end_the_process"]
     fn splits_a_circle() {
         let (table, blobs) = one_chain();
-        // Each step of a split turns a link round, so that the walk needs two blobs that name each other anew.
+        // Each step of a split reverses a link, which would break an ordinary circle. So this one
+        // restores itself.
         let circle = Circle(blobs);
         let chain = table.lock(5);
         chain.bucket.0.store(1, Relaxed);
@@ -332,7 +334,7 @@ mod tests {
         table.join(&Circle(blobs));
     }
 
-    /// A blob of that hash is its own successor, whatever is written.
+    /// Blobs with that hash, each of which stays its own successor whatever is written.
     struct Circle(Blobs);
 
     impl Links for Circle {
@@ -381,11 +383,11 @@ mod tests {
                 let found = table
                     .lock(blobs.hash(blob))
                     .find(&blobs, |other| other == blob);
-                // Collisions make long chains, in which not all is found.
+                // Collisions make long chains, in which a look-up does not find all blobs.
                 if !blob.is_multiple_of(100) {
                     assert_eq!(found.is_some(), listed.contains(&blob));
                 }
-                // Grows to nearly all, then shrinks.
+                // Grow to nearly all blobs, then shrink.
                 let add = rng.below(60_000) > step;
                 if add && listed.insert(blob) {
                     table.add(&blobs, table.lock(blobs.hash(blob)), blob);

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the index keeps for one page, in 32 bytes: cookie, where the contents are, what to check
-//! them against, what was charged, and its place in the tree and in the queue.
+//! Index entry of one page, in 32 bytes: cookie, where the contents are, the bits to check them
+//! against, the charge, and the entry's place in the tree and in the queue.
 
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
 use crate::heap::Zeroed;
 use crate::index::{Hook, Id, Record};
 
-/// Where the contents of a page are.
+/// Place of a page's contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     /// The page repeats these four bytes: nothing is stored.
     Same(u32),
-    /// As it came, in this slot of the nursery.
+    /// The page is stored as it came, in this slot of the nursery.
     Raw(u32),
-    /// In this blob, perhaps shared with other entries of the trust domain.
+    /// The page is in this blob, which other entries of the trust domain may share.
     Blob(u32),
 }
 
@@ -24,7 +24,7 @@ pub(crate) struct Entry {
     pub hook: Hook,
     pub prev: Id,
     pub next: Id,
-    /// Bits of the page's hash, to check what a get returns.
+    /// Check bits of the page's hash, which a get compares with the restored page.
     pub check: u32,
     content: u32,
     bits: u32,
@@ -32,7 +32,8 @@ pub(crate) struct Entry {
 
 const _: () = assert!(size_of::<Entry>() == 32);
 
-// Fields of `bits`: stored bytes, kind of content, found equal, the policy's.
+// Fields of `bits`: stored bytes, kind of content, the flag for a page that was found equal to
+// another, and the policy's bits.
 const STORED_BITS: u32 = 13;
 const STORED: u32 = (1 << STORED_BITS) - 1;
 const _: () = assert!(PAGE_SIZE as u32 <= STORED);
@@ -46,8 +47,8 @@ const POLICY_SHIFT: u32 = 16;
 const POLICY: u32 = 0xffff << POLICY_SHIFT;
 
 impl Entry {
-    /// `stored_bytes` is what the page is charged, beside its metadata; `shared`: an equal page was
-    /// there already.
+    /// Creates an entry. `stored_bytes` is what the page is charged beside its metadata. `shared`:
+    /// an equal page was already stored.
     pub(crate) fn new(
         cookie: u64,
         check: u32,
@@ -72,7 +73,7 @@ impl Entry {
         }
     }
 
-    /// The same page in another form.
+    /// Replaces the form in which the entry's page is stored.
     pub(crate) fn set_content(&mut self, content: Content, stored_bytes: usize, shared: bool) {
         debug_assert!(stored_bytes <= PAGE_SIZE);
         let (kind, value) = match content {
@@ -85,7 +86,7 @@ impl Entry {
         self.bits = self.bits & POLICY | kind | stored_bytes as u32 | shared;
     }
 
-    /// Bits that the policy keeps for the page.
+    /// Returns the bits that the policy keeps for the page.
     pub(crate) fn policy_bits(&self) -> u16 {
         (self.bits >> POLICY_SHIFT) as u16
     }
@@ -94,7 +95,7 @@ impl Entry {
         self.bits = self.bits & !POLICY | u32::from(bits) << POLICY_SHIFT;
     }
 
-    /// What it adds to its tenant's gauges.
+    /// Returns what the entry adds to its tenant's gauges.
     pub(crate) fn gauges(&self) -> Gauges {
         let kind = |wanted| u32::from(self.bits & KIND == wanted);
         Gauges {
@@ -107,7 +108,7 @@ impl Entry {
     }
 }
 
-// SAFETY: all zero is the default, of plain numbers.
+// SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Entry {}
 
 impl Record for Entry {
@@ -128,7 +129,7 @@ impl Record for Entry {
 pub(crate) struct Gauges {
     pub pages: u32,
     pub same_filled_pages: u32,
-    /// In the nursery.
+    /// Pages in the nursery.
     pub raw_pages: u32,
     pub shared_pages: u32,
     pub stored_bytes: u64,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What can be refused, typed for callers and a sentence for people.
+//! Errors of the engine: typed for callers, and with a sentence for people.
 
 use std::fmt;
 
-/// No such live pool of this tenant.
+/// The tenant has no live pool with this id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NoPool;
 
@@ -18,7 +18,7 @@ impl std::error::Error for NoPool {}
 /// A pool cannot be created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CreateError {
-    /// A live pool of this tenant has the id.
+    /// The tenant has a live pool with this id.
     Exists,
     /// The tenant has [`POOLS_PER_TENANT_MAX`](crate::POOLS_PER_TENANT_MAX) live pools.
     Limit,
@@ -39,14 +39,14 @@ impl fmt::Display for CreateError {
 
 impl std::error::Error for CreateError {}
 
-/// A tenant's reserve does not fit beside those of the others.
+/// A tenant's reserve does not fit beside the reserves of the other tenants.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AdmissionError {
     /// Name of the tenant that was refused.
     pub tenant: String,
-    /// What it asked for, as far as its limit leaves it usable.
+    /// Reserve that the tenant asked for, in bytes, capped by its limit.
     pub reserve_bytes: u64,
-    /// What the others' reserves leave of the pool.
+    /// Bytes of the pool that the other tenants' reserves leave.
     pub available_bytes: u64,
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory that the system does not give: wherever the engine asks for some and can go on without,
-//! tests let it fail.
+//! Injection of allocation failures. Wherever the engine allocates memory and can go on without it,
+//! tests make the allocation fail.
 
-/// The system gives none. Outside of tests whoever asks finds out by asking.
+/// Returns whether the next allocation shall fail. Outside of tests, only the system decides.
 #[cfg(not(test))]
 pub(crate) fn memory() -> bool {
     false
@@ -20,7 +20,7 @@ mod injected {
         static FAILS: RefCell<Option<(Rng, u64)>> = const { RefCell::new(None) };
     }
 
-    /// From now on one request of this thread in `n` fails; 0: none.
+    /// Makes one allocation of this thread in `n` fail from now on, on average; 0: none.
     pub(crate) fn one_in(n: u64, seed: u64) {
         FAILS.set((n > 0).then(|| (Rng::new(seed), n)));
     }

@@ -1,27 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What more memory would bring a tenant: how many of its misses would have been hits; and what less
-//! would cost it: how many of its hits would have been misses.
+//! Estimates of the value of memory for a tenant. With more memory, how many of its misses would
+//! have been hits; with less memory, how many of its hits would have been misses.
 //!
-//! Spatial sampling as in SHARDS (Waldspurger et al., FAST 2015): of all keys those are followed
-//! whose hash has so many zero bits, which are as many as memory allows. Of these it keeps, in the
-//! order of their puts, what the guest put and neither got nor flushed, also what was evicted since.
-//! When the guest asks for one, those put after it tell how large a cache that evicts the oldest
-//! first would have had to be.
+//! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It follows the
+//! keys whose hash has a given number of zero bits, which are as many keys as memory allows. For
+//! these it keeps, in the order of their puts, all that the guest put and neither got nor flushed,
+//! evicted pages included. When the guest asks for a followed key, the number of keys put after it
+//! says how large a cache that evicts the oldest page first would have had to be.
 //!
-//! It costs most operations one look at a hash.
+//! Most operations pay one check of a hash for it.
 
 use crate::cost::{FOLLOWED_NS, FORGET_NS};
 use crate::index::Key;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasherDefault, DefaultHasher};
 
-/// Keys that are followed, 100 B each.
+/// Most keys that are followed, 100 B each.
 pub(crate) const SAMPLES_MAX: usize = 1024;
 
-/// How much more memory, in percent.
+/// Amounts of additional memory for which hits are estimated, in percent.
 pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
 
-/// How much less, in percent.
+/// Amounts of memory to give up for which misses are estimated, in percent.
 pub const LOSS_PERCENT: [u64; 3] = [25, 50, 75];
 
 /// Overestimate of what more memory would bring that 99 of 100 estimates do not exceed, in percent of all gets.
@@ -40,21 +40,23 @@ pub const GAIN_UNDER_MAX: f64 = 18.0;
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of what less memory would cost, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
-/// Of less gets nothing is known: those bounds were found not to hold.
+/// Least number of gets for an estimate. With fewer gets the bounds were found not to hold.
 pub const TELLING_GETS_MIN: u64 = 1_000;
-/// Where it follows one key in many, so many gets for each page held make it as exact.
+/// Gets for each held page that make the estimate as exact where it follows one key in many.
 pub const TELLING_GETS_PER_PAGE: u64 = 10;
 
-/// Room that so few of all hits need, in percent of them, is not needed, as far as it sees.
+/// Memory that at most this share of all hits needs counts as not needed, as far as the estimate
+/// sees. In percent of all hits.
 pub const LOSS_BEARABLE: f64 = 1.0;
 /// Largest cost of giving up such memory, in percent of all gets.
 pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
-/// Of the hits of keys that are followed, one in so many is looked at: hits are most gets, and each
-/// look is a walk over up to `SAMPLES_MAX` others.
+/// One hit in this many, of followed keys, is examined. Most gets are hits, and each examination
+/// walks over up to `SAMPLES_MAX` other keys.
 const HITS_PER_LOOK: u64 = 8;
 
-/// Bits of a key's hash that decide: not those that the ghost takes.
+/// Position of the bits of a key's hash that decide whether the key is followed. The ghost uses
+/// other bits.
 const HASH_SHIFT: u32 = 16;
 
 #[derive(Debug, Default)]
@@ -62,21 +64,22 @@ pub(crate) struct Gain {
     /// One key in 2^shift is followed.
     shift: u32,
     next_put: u64,
-    /// Counts hits of keys that are followed.
+    /// Counts hits of followed keys.
     turn: u64,
-    /// By the order of puts, with the hash of the key.
+    /// Followed keys with the hash of each, in the order of their puts.
     puts: BTreeMap<u64, (Key, u64)>,
-    /// Hashed alike in each pool: how its room grows is charged, and shall be the same after the same requests.
+    /// Number of the put, by the hash of the key. All pools use the same hash function: the memory
+    /// of this map is charged, and has to be equal after equal requests.
     by_hash: HashMap<u64, u64, BuildHasherDefault<DefaultHasher>>,
     /// Misses that would have been hits, for each of `GAIN_PERCENT`.
     pub hits: [u64; GAIN_PERCENT.len()],
     /// Hits that would have been misses, for each of `LOSS_PERCENT`.
     pub losses: [u64; LOSS_PERCENT.len()],
-    /// Hits that `losses` was told from.
+    /// Hits from which `losses` is estimated.
     pub hits_seen: u64,
-    /// Followed keys that all calls so far passed.
+    /// Counter: followed keys that all calls so far passed.
     pub steps: u64,
-    /// Followed keys that they forgot.
+    /// Counter: followed keys that all calls so far forgot.
     pub forgotten: u64,
 }
 
@@ -85,22 +88,23 @@ impl Gain {
         key_hash >> HASH_SHIFT & ((1 << self.shift) - 1) == 0
     }
 
-    /// Cost of all calls so far, without their constant part.
+    /// Returns the cost of all calls so far in nanoseconds, without their constant part.
     pub(crate) fn cost_ns(&self) -> u64 {
         self.steps * FOLLOWED_NS + self.forgotten * FORGET_NS
     }
 
-    /// Largest cost of [`drop_where`](Self::drop_where).
+    /// Returns the largest cost of [`drop_where`](Self::drop_where) in nanoseconds.
     pub(crate) fn drop_where_ns_max(&self) -> u64 {
         self.puts.len() as u64 * (FOLLOWED_NS + FORGET_NS)
     }
 
-    /// Memory held.
+    /// Returns the memory that the estimator holds, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         (self.by_hash.capacity() * 24 + self.puts.len() * 80) as u64
     }
 
-    /// A page was put, and held or not. `room_pages` are as many as the tenant has room for.
+    /// Records the put of a page, whether it was held or not. `room_pages` is the number of pages
+    /// for which the tenant has room.
     pub(crate) fn put(&mut self, key: Key, key_hash: u64, room_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
@@ -111,7 +115,7 @@ impl Gain {
             self.puts.remove(&before);
         }
         self.puts.insert(put, (key, key_hash));
-        // Twice as much would have lost them, too.
+        // A cache of twice the size would have lost these keys, too.
         while (self.puts.len() as u64) << self.shift > room_pages.saturating_mul(2)
             && let Some((_, (_, hash))) = self.puts.pop_first()
         {
@@ -136,7 +140,7 @@ impl Gain {
         }
     }
 
-    /// A page was asked for. `used_pages` are as many as the tenant held.
+    /// Records a get. `used_pages` is the number of pages that the tenant held.
     pub(crate) fn get(&mut self, key_hash: u64, hit: bool, room_pages: u64, used_pages: u64) {
         if !self.is_sampled(key_hash) {
             return;
@@ -149,7 +153,8 @@ impl Gain {
             self.hit(put, used_pages);
             return;
         }
-        // A page that was put and never held fits into less: more would not have helped.
+        // A page that was put and never held would fit into less memory: more memory would not have
+        // helped.
         let after = self.put_after(put);
         for (hits, percent) in self.hits.iter_mut().zip(GAIN_PERCENT) {
             if (room_pages..room_pages.saturating_mul(100 + percent) / 100).contains(&after) {
@@ -158,7 +163,8 @@ impl Gain {
         }
     }
 
-    /// Pages that were put from the `put`th on and are followed, or left out.
+    /// Returns the estimated number of pages that were put from the `put`th on: the followed ones,
+    /// scaled by the sampling rate.
     fn put_after(&mut self, put: u64) -> u64 {
         let followed = self.puts.range(put..).count() as u64;
         self.steps += followed;
@@ -180,7 +186,7 @@ impl Gain {
         }
     }
 
-    /// A page means nothing any more.
+    /// Forgets a page that the guest dropped.
     pub(crate) fn drop_page(&mut self, key_hash: u64) {
         if self.is_sampled(key_hash)
             && let Some(put) = self.by_hash.remove(&key_hash)
@@ -190,7 +196,7 @@ impl Gain {
         }
     }
 
-    /// Nor do all for which `gone` is true. Takes a step for each key that is followed.
+    /// Forgets all keys for which `gone` is true. Takes one step for each followed key.
     pub(crate) fn drop_where(&mut self, gone: impl Fn(Key) -> bool) {
         let followed = self.puts.len();
         self.steps += followed as u64;
@@ -212,7 +218,7 @@ mod tests {
     use crate::tests::rng::{Rng, for_each_seed};
     use std::collections::{BTreeMap, HashMap};
 
-    /// First in, first out, exclusive: hits with room for so many pages.
+    /// An exclusive first-in, first-out cache with room for a number of pages; it counts hits.
     #[derive(Default)]
     struct Cache {
         room: usize,
@@ -239,8 +245,8 @@ mod tests {
         }
     }
 
-    /// A guest's gets with room for so many pages, and what came of them; the same with 25, 50 and
-    /// 100 % more and with 25, 50 and 75 % less.
+    /// Plays a guest's gets with room for `room` pages. Returns the estimator, and the caches with
+    /// that room, with 25, 50 and 100 % more and with 25, 50 and 75 % less.
     fn run(room: usize, gets: u64, seed: u64) -> (Gain, [Cache; 7]) {
         let mut rng = Rng::new(seed);
         let rooms = [100, 125, 150, 200, 75, 50, 25].map(|percent| room * percent / 100);
@@ -260,7 +266,7 @@ mod tests {
                 index: nr,
             };
             let hash = xxhash_rust::xxh3::xxh3_64_with_seed(&nr.to_le_bytes(), seed);
-            // The guest misses it, and evicts it some time later.
+            // The guest reads the pages that it misses, and evicts them some time later.
             let hits = caches.each_mut().map(|cache| cache.get(nr));
             gain.get(hash, hits[0], room, room);
             for cache in &mut caches {
@@ -297,7 +303,7 @@ mod tests {
         });
     }
 
-    /// One key in 64 is followed here, as on larger hosts one in more.
+    /// One key in 64 is followed here. On larger hosts it is one in more.
     #[test]
     fn so_many_gets_a_page_are_enough() {
         for_each_seed("gain of many", 2, |seed| {
@@ -334,7 +340,7 @@ mod tests {
         for index in 0..10 {
             gain.get(index << HASH_SHIFT, false, 0, 0);
         }
-        // Each is still there, and fits into no room at all.
+        // Each key is still followed, and fits into no room at all.
         assert_eq!((gain.hits, gain.puts.len()), ([0; 3], 0));
     }
 }

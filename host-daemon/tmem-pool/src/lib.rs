@@ -3,35 +3,35 @@
 //!
 //! A [`Pool`] of bounded memory holds compressed copies of pages. Each [`Tenant`], one for a VM,
 //! has pools of objects of pages, sees nothing of the others, and is entitled to a part of the
-//! memory. Equal pages of one trust domain are kept once. Any page may be gone at any time; none
-//! may ever come back with other bytes than were last put with its cookie.
+//! memory. Equal pages of one trust domain are stored once. The engine may drop any page at any
+//! time. It never returns a page with other bytes than were last put with its cookie.
 //!
-//! A put copies the page and is answered. Background work, which runs in [`Pool::maintain`] on
-//! whatever threads call it, then finds equal pages, compresses, and makes cold pages denser.
+//! A put copies the page and is answered. Background work runs in [`Pool::maintain`] on the threads
+//! that call it. It finds equal pages, compresses new pages, and recompresses cold ones.
 //!
-//! There are no threads, clocks or sources of randomness inside: time is passed in, randomness
-//! comes from the seed. All handles may be used from any thread at once.
+//! The engine has no threads, clocks or sources of randomness: the caller passes in the time, and
+//! randomness comes from the seed. All handles may be used from any thread at once.
 //!
-//! | file | its idea |
+//! | file | contents |
 //! | --- | --- |
 //! | `config.rs` | sizes and limits with their reasons |
-//! | `cost.rs` | what the work of a request costs |
-//! | `pool.rs`, `registry.rs` | all tenants, whose pages go when it is full; background work; admission |
-//! | `tenant.rs`, `state.rs` | one tenant: what runs outside its lock, what under it |
-//! | `index/`, `entry.rs` | keys and what is kept for each |
+//! | `cost.rs` | cost of the work of a request |
+//! | `pool.rs`, `registry.rs` | all tenants; choice of victims, background work, admission |
+//! | `tenant.rs`, `state.rs` | one tenant: work outside its lock, work under it |
+//! | `index/`, `entry.rs` | keys and the record of each |
 //! | `blob.rs`, `dedup.rs` | stored contents, each equal page once |
 //! | `heap/` | memory for stored bytes, which compacts and is given back |
 //! | `codec.rs`, `hash.rs`, `hash/` | forms of a page |
 //! | `evict/` | order of eviction, one file for each policy |
-//! | `gain.rs` | what more memory would bring a tenant |
-//! | `trace.rs`, `replay.rs` | what guests asked, to be kept; the same through another policy or size |
-//! | `check.rs`, `tests/` | invariants; a model that knows what each get may answer |
-//! | `apart.rs` | what threads change, apart from what they read |
-//! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, what is held, what is told |
-//! | `fail.rs` | where tests let memory run out |
+//! | `gain.rs` | estimate of the hits that more memory would bring |
+//! | `trace.rs`, `replay.rs` | traces of requests; their replay with another policy or size |
+//! | `check.rs`, `tests/` | invariants; a model that knows the allowed answers |
+//! | `apart.rs` | padding to cache lines |
+//! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
+//! | `fail.rs` | injected allocation failures for tests |
 //! | `secret.rs` | memory for guests' bytes outside of the heap |
-//! | `whole.rs` | what a panic under a lock that all share means |
-//! | `sync.rs` | locks and atomics, which tests may take turns at |
+//! | `whole.rs` | poison policy: panics under a lock that all tenants share |
+//! | `sync.rs` | locks and atomics, which tests can schedule |
 //!
 //! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
 //! heap: a class's, free spans.

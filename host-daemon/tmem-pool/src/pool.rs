@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The pool: all tenants, one size, and the choice of whose pages go when it is full.
+//! The pool: all tenants, one size, and the choice of the tenant that gives up pages when the pool
+//! is full.
 //!
-//! Locks: the registry's guards membership and quotas, is taken for reading by those who look for
-//! a victim and for writing when tenants come, go or change. It is the outermost lock.
+//! Locks: the registry's lock guards membership and quotas. A thread takes it for reading to look
+//! for a victim, and for writing when a tenant is added, removed or changed. It is the outermost
+//! lock.
 
 use crate::account::{Account, Sum};
 use crate::apart::Apart;
@@ -30,23 +32,24 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// What background work is for.
+/// Kind of background work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
-    /// Final forms of new pages: finding equal ones, lz4. Room that such a page needs at once is made here.
+    /// Finalizing new pages: finding equal ones, lz4. It includes evictions that a page needs at
+    /// once.
     Settle,
-    /// Zstd for what is cold: the sweep.
+    /// Compressing cold pages with zstd: the sweep.
     Recompress,
-    /// Freeing what was dropped, evicting, compaction, memory given back.
+    /// Freeing detached pages, evicting, compaction, returning memory to the system.
     MakeRoom,
 }
 
 impl Work {
-    /// All there is.
+    /// All kinds of work.
     pub const ALL: [Work; 3] = [Work::Settle, Work::Recompress, Work::MakeRoom];
 }
 
-/// What tenants are made with.
+/// Parameters that tenants are created with.
 #[derive(Clone, Debug)]
 pub(crate) struct Made {
     pub seed: u64,
@@ -61,44 +64,44 @@ pub(crate) struct Inner {
     pub size_bytes: Sum,
     size_max_bytes: u64,
     made: Made,
-    /// Whose raw pages are next: they take turns.
+    /// Position of the tenant whose raw pages are finalized next: tenants take turns.
     turn: Apart<AtomicUsize>,
-    /// Counts steps of background work.
+    /// Counter of steps of background work.
     chores: Apart<AtomicUsize>,
-    /// A sweep has ended since all was moved together: there are holes that are worth no hurry.
+    /// A sweep has ended since the last full compaction: there may be holes that are not urgent.
     compact_all: AtomicBool,
-    /// It was made smaller and does not fit yet.
+    /// The pool was shrunk and still exceeds its new size.
     shrinks: AtomicBool,
-    /// Of those who settle pages: a page each, zero. Taken alone.
+    /// Scratch pages of the background workers, one each, always zeroed when free. Leaf lock.
     buffers: Mutex<Vec<SecretPages>>,
-    /// Guards the sweep. Only ever tried; those of the store are taken under it.
+    /// Guards the sweep. Threads only try this lock, and take locks of the store under it.
     sweep: Mutex<Sweep>,
     registry: RwLock<Registry>,
 }
 
-/// While there are raw pages, one step in so many is for everything else.
+/// While there are raw pages, one step in this many is for all other work.
 const CHORES_EVERY: usize = 4;
 
-/// Places that a sweep which began then should have passed by now.
+/// Returns the number of places that a sweep that began at `begun` should have passed by now.
 fn due_by(begun: Time, now: Time, places: u32) -> u32 {
     let elapsed_ns = now.0.saturating_sub(begun.0);
     let due = u128::from(places) * u128::from(elapsed_ns) / u128::from(SWEEP_NS);
     due.min(places.into()) as u32
 }
 
-/// Passes all blobs in a time, again and again; see [`Store::sweep`].
+/// A pass over all blobs within a fixed time, repeated without end ([`Store::sweep`]).
 struct Sweep {
     begun: Time,
-    /// Place that is next.
+    /// Next place to visit.
     next: u32,
     denser: Denser,
-    /// A page and its form.
+    /// Scratch pages: a page and its compressed form.
     buffer: SecretPages,
 }
 
-/// Of its lock, for the log.
+/// Name of the registry lock, for log messages.
 const REGISTRY: &str = "the list of tenants";
-/// The same.
+/// Name of the lock of the scratch pages, for log messages.
 const BUFFERS: &str = "the buffers";
 
 impl Inner {
@@ -141,13 +144,13 @@ impl Inner {
         self.store.heap.frames_bytes() + self.metadata_bytes()
     }
 
-    /// What is left of the size for stored bytes.
+    /// Returns the part of the pool's size that is left for stored bytes.
     fn frames_bytes_max(&self) -> u64 {
         let taken_bytes = self.metadata_bytes() + self.index_room_bytes();
         self.size_bytes.get().saturating_sub(taken_bytes)
     }
 
-    /// By its size now, not by the largest, which is that of the host.
+    /// Computed from the present size. The largest size is that of the host.
     fn idle_frames(&self) -> u64 {
         heap::idle_frames(self.size_bytes.get())
     }
@@ -156,15 +159,15 @@ impl Inner {
         INDEX_ROOM_BYTES + self.size_bytes.get() / INDEX_ROOM_PART
     }
 
-    /// More is used than there may be. Frames without anything in them do not count: they go when
-    /// others are wanted.
+    /// Returns whether the pool uses more memory than its size. Empty frames do not count: they are
+    /// released when others are needed.
     fn is_over(&self) -> bool {
-        // Metadata alone may be too much: those of same-filled pages, after a resize.
+        // Metadata alone may exceed the size: that of same-filled pages, after a resize.
         let used_bytes = self.store.heap.busy_bytes() + self.metadata_bytes();
         used_bytes.saturating_add(self.index_room_bytes()) > self.size_bytes.get()
     }
 
-    /// The pool has room for index entries: they do not take it from others.
+    /// Returns whether the pool has room for index entries without taking it from other tenants.
     pub(crate) fn has_index_room(&self) -> bool {
         !self.is_over()
     }
@@ -175,9 +178,9 @@ impl Inner {
         }
     }
 
-    /// Does up to `steps` of what makes room, and lowers it by as many: frees what was detached,
-    /// moves blobs together if much lies between them, or else evicts. False: there is nothing, or
-    /// no step is left.
+    /// Does up to `steps` steps of work that frees memory, and lowers `steps` by their number. It
+    /// frees detached pages, compacts blobs if there are many holes, or else evicts. False: there
+    /// is nothing to do, or no step is left.
     fn room_step(&self, steps: &mut usize) -> bool {
         let step = EVICT_STEP_PAGES.min(*steps);
         if step == 0 {
@@ -200,8 +203,8 @@ impl Inner {
         moved
     }
 
-    /// Copies a page into the store. None: there is no room, nor was any made in up to `steps`
-    /// steps.
+    /// Copies a page into the store. None: there is no memory, and up to `steps` steps did not free
+    /// enough.
     pub(crate) fn put_raw(&self, page: &Page, steps: &mut usize) -> Option<(u32, u32)> {
         loop {
             if let Some(raw) = self.store.put_raw(page, self.frames_bytes_max()) {
@@ -213,19 +216,19 @@ impl Inner {
         }
     }
 
-    /// A page to settle others with. None: the system has none.
+    /// Takes a scratch page for finalizing pages. None: the system has no memory.
     pub(crate) fn take_buffer(&self) -> Option<SecretPages> {
         let kept = whole(self.buffers.lock(), BUFFERS).pop();
         kept.or_else(|| SecretPages::new(1).ok())
     }
 
-    /// It is wiped: what it had may be of a tenant that leaves.
+    /// Returns a scratch page. It is wiped, because it may contain a page of a tenant that leaves.
     pub(crate) fn give_buffer(&self, mut buffer: SecretPages) {
         buffer.wipe();
         whole(self.buffers.lock(), BUFFERS).push(buffer);
     }
 
-    /// Finds the final form of a raw page, and makes room for it.
+    /// Finds the final form of a raw page, and frees memory for it.
     pub(crate) fn settle(&self, blob: u32, domain: DomainId, buffer: &mut Page) -> Option<Settled> {
         let mut steps = EVICTIONS_PER_PUT_PAGE;
         loop {
@@ -239,8 +242,8 @@ impl Inner {
         }
     }
 
-    /// Frees up to `pages` that were detached: those of departed tenants first. Returns the steps
-    /// made.
+    /// Frees up to `pages` detached pages, those of departed tenants first. Returns the number of
+    /// steps.
     fn reap(&self, pages: usize) -> usize {
         let registry = self.read();
         let tenants = registry
@@ -260,14 +263,14 @@ impl Inner {
         steps
     }
 
-    /// Nothing is left of it.
+    /// Removes a tenant of which nothing is left from the account.
     fn forgotten(&self, tenant: &tenant::Inner) {
         self.account.tenants.sub(1);
         tenant.forgotten(&self.account);
     }
 
-    /// Removes a departed tenant whose pages are all freed. A member, and a departed tenant with
-    /// pages left, stay.
+    /// Removes a departed tenant whose pages are all freed. A member stays, and so does a departed
+    /// tenant with pages left.
     pub(crate) fn forget(&self, tenant: &Arc<tenant::Inner>) {
         if !self
             .read()
@@ -278,9 +281,9 @@ impl Inner {
             return;
         }
         let mut registry = self.write();
-        // The caller saw no detached pages, but perhaps before the tenant's last handle detached all
-        // pages and the tenant departed. From then on nothing more is detached, and the thread that
-        // frees the last page calls this again.
+        // The caller saw no detached pages. But it may have looked before the tenant's last handle
+        // detached all pages and the tenant departed. From then on nothing more is detached, and
+        // the thread that frees the last page calls this function again.
         if tenant.has_dead() {
             return;
         }
@@ -291,7 +294,8 @@ impl Inner {
         }
     }
 
-    /// Evicts up to `pages` of the tenant most above its entitlement. Returns the steps made.
+    /// Evicts up to `pages` pages of the tenant most above its entitlement. Returns the number of
+    /// steps.
     fn evict(&self, pages: usize) -> usize {
         let victim = {
             let registry = self.read();
@@ -313,7 +317,7 @@ impl Inner {
         steps
     }
 
-    /// A tenant above its own limit, as it can be when that was lowered.
+    /// Returns a tenant above its own limit, which happens when the limit was lowered.
     fn over_limit(&self) -> Option<Arc<tenant::Inner>> {
         let registry = self.read();
         let over = registry.members.iter().find(|member| {
@@ -323,13 +327,14 @@ impl Inner {
         over.map(|member| Arc::clone(&member.tenant))
     }
 
-    /// Settles some raw pages of the tenant whose turn it is, or of the next one that has any. Returns
-    /// how many.
+    /// Finalizes some raw pages of the tenant whose turn it is, or of the next one that has any.
+    /// Returns their number.
     fn settle_step(&self) -> usize {
         let turn = self.turn.fetch_add(1, Relaxed);
         let mut from = 0;
         loop {
-            // Not held while pages are settled: to make room others are looked for under it.
+            // The lock is not held while pages are finalized, because evictions take it to look for
+            // a victim.
             let next = {
                 let registry = self.read();
                 let members = &registry.members;
@@ -342,17 +347,18 @@ impl Inner {
                 return 0;
             };
             match tenant.settle(self) {
-                // Its raw pages had all left before they were settled: that is no reason for others to
-                // wait. It is not asked again, so this ends.
+                // All raw pages of this tenant left before they were finalized. Other tenants need
+                // not wait for that. This tenant is not tried again, so the loop ends.
                 Some(0) => from = i + 1,
                 settled => return settled.unwrap_or(0),
             }
         }
     }
 
-    /// Goes on with the sweep, as far as it should be by now. Returns how many places were looked at.
+    /// Continues the sweep up to the place that is due by now. Returns the number of places
+    /// visited.
     fn sweep_step(&self, now: Time) -> usize {
-        // Whoever finds another at it has nothing to do here.
+        // If another thread runs the sweep, there is nothing to do here.
         let Ok(mut sweep) = self.sweep.try_lock() else {
             return 0;
         };
@@ -380,18 +386,20 @@ impl Inner {
         let looked = *next - first;
         if *next >= places {
             (*begun, *next) = (now, 1);
-            // Frames that were of use in all this time are taken again soon enough.
+            // Frames that were idle during a whole sweep go back to the system; frames in frequent
+            // use are soon taken again.
             self.store.heap.release_idle();
             self.compact_all.store(true, Relaxed);
         }
         looked as usize
     }
 
-    /// One step of background work. 0: nothing is left to do.
+    /// Does one step of background work. 0: nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
         begins(Work::Settle);
-        // Raw pages first: until they are settled they take twice the room, and then others are
-        // refused. But guests can put as fast as they are settled, and the rest must go on.
+        // Raw pages come first: until they are finalized they take twice the memory, and then new
+        // pages are refused. But guests can put as fast as the pool finalizes, and the other work
+        // must make progress.
         let settled = self.settle_step();
         let turn = self.chores.fetch_add(1, Relaxed);
         if settled > 0 && !turn.is_multiple_of(CHORES_EVERY) {
@@ -406,7 +414,7 @@ impl Inner {
         done
     }
 
-    /// One step of what is not new pages. 0: nothing is left to do.
+    /// Does one step of work other than finalizing. 0: nothing is left to do.
     fn chore(&self, pages: usize) -> usize {
         let reaped = self.reap(pages);
         if reaped > 0 {
@@ -474,15 +482,15 @@ impl fmt::Debug for Pool {
 }
 
 impl Pool {
-    /// An empty pool without tenants.
+    /// Creates an empty pool without tenants.
     ///
     /// # Errors
-    /// The system has not the address space for its largest size.
+    /// The system does not provide the address space for the largest size.
     pub fn new(config: PoolConfig) -> io::Result<Pool> {
         Pool::with(config, PageHash::of, KEYS_PER_TENANT_MAX)
     }
 
-    /// Another hash and limit, for tests.
+    /// Creates a pool with another hash function and another limit of keys, for tests.
     pub(crate) fn with(
         config: PoolConfig,
         hash: HashFn,
@@ -526,7 +534,7 @@ impl Pool {
     /// Adds a tenant without pools.
     ///
     /// # Errors
-    /// Its reserve does not fit beside those of the others.
+    /// The tenant's reserve does not fit beside those of the other tenants.
     pub fn add_tenant(&self, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
         let inner = &self.0;
         let make = |spec: &TenantSpec, domain| tenant::Inner::new(spec, domain, &inner.made);
@@ -535,9 +543,11 @@ impl Pool {
         Ok(Tenant::new(Arc::clone(inner), tenant))
     }
 
-    /// Changes the size, to the largest one at most, for as long as it gives way to somebody. What is
-    /// too much is evicted in bounded steps of [`maintain`](Self::maintain) and of puts. Below the sum
-    /// of all reserves, these scale down; whether one more fits is told by the full size.
+    /// Changes the size in bytes, to the largest one at most, while the pool gives way to other
+    /// memory needs of the host. The excess is evicted in bounded steps of
+    /// [`maintain`](Self::maintain) and of puts. Below the sum of all reserves, the entitlements
+    /// scale down. Admission of a further reserve compares with the full size
+    /// ([`set_full`](Self::set_full)).
     pub fn resize(&self, size_bytes: u64) {
         let size_bytes = size_bytes.min(self.0.size_max_bytes);
         let mut registry = self.0.write();
@@ -550,20 +560,20 @@ impl Pool {
         }
     }
 
-    /// The size that it has when it does not give way, at first the one that it was made with. It is
-    /// what a reserve has to fit into beside those of others; those that are there stay. The size itself
-    /// is changed by [`resize`](Self::resize).
+    /// Sets the full size in bytes: the size of the pool when it does not give way, at first the
+    /// size that it was created with. A new reserve must fit into it beside the reserves of other
+    /// tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
     pub fn set_full(&self, full_bytes: u64) {
         let full_bytes = full_bytes.min(self.0.size_max_bytes);
         self.0.write().set_full(full_bytes);
     }
 
-    /// Another full size, if one is given, and other quotas of its tenants, all at once: neither has to
-    /// come before the other. The size itself is changed by [`resize`](Self::resize).
+    /// Changes the full size, if one is given, and quotas of tenants in one step, so that neither
+    /// has to be changed first. [`resize`](Self::resize) changes the present size.
     ///
     /// # Errors
-    /// A reserve does not fit; with another full size that may be one that is there already. Then
-    /// nothing changes.
+    /// A reserve does not fit. With another full size this may be a reserve that exists already.
+    /// Then nothing changes.
     pub fn configure(
         &self,
         full_bytes: Option<u64>,
@@ -577,25 +587,26 @@ impl Pool {
         self.0.write().configure(full_bytes, &quotas)
     }
 
-    /// No resize goes beyond it.
+    /// Returns the largest size for [`resize`](Self::resize), in bytes.
     pub fn size_max_bytes(&self) -> u64 {
         self.0.size_max_bytes
     }
 
-    /// Memory that it holds, metadata included.
+    /// Returns the memory that the pool holds, in bytes, metadata included.
     pub fn held_bytes(&self) -> u64 {
         self.0.held_bytes()
     }
 
-    /// Background work: final forms of raw pages, freeing what was detached, eviction down to the
-    /// size and to limits. At most about `budget` pages; true if more is left. Any number of
-    /// threads may do it at once.
+    /// Does background work for at most about `budget` pages: final forms of raw pages, freeing of
+    /// detached pages, eviction down to the size and to limits. Returns true if more is left. Any
+    /// number of threads may call it at once.
     pub fn maintain(&self, now: Time, budget: usize) -> bool {
         self.maintain_telling(now, budget, &mut |_| {})
     }
 
-    /// The same, for whoever wants to know what it takes: `begins` is told what is done from then on, which
-    /// may be what was done before. It is called up to three times for some eight pages, under no lock.
+    /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. `begins`
+    /// is called with the kind of work that follows, which may be the same as before. It is called
+    /// up to three times for some eight pages, under no lock.
     pub fn maintain_telling(&self, now: Time, budget: usize, begins: &mut dyn FnMut(Work)) -> bool {
         let mut left = budget;
         while left > 0 {
@@ -610,7 +621,7 @@ impl Pool {
         self.0.has_work(now)
     }
 
-    /// Gauges and counters as of now; those of different tenants are not of one instant.
+    /// Returns gauges and counters as of now. Those of different tenants are not of one instant.
     pub fn stats(&self) -> PoolStats {
         let registry = self.0.read();
         let heap = self.0.store.heap.stats();
@@ -659,7 +670,8 @@ impl Pool {
 }
 
 impl Pool {
-    /// What the pool holds is never swapped: the system let it lock its address space, which is
+    /// Returns whether all memory of the pool is locked, so that it is never swapped. That is so if
+    /// the system let the pool lock its address space, which is
     /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) its largest size.
     pub fn is_locked(&self) -> bool {
         self.0.store.is_locked() && self.0.made.chunks.is_locked()

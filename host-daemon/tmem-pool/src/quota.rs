@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What each tenant is entitled to: a pure function of the pool's size and all quotas.
+//! Entitlement of each tenant: a pure function of the pool's size and all quotas.
 //!
-//! Reserve first, then a share by weight of what nobody has reserved, capped by the limit; what a
-//! cap leaves over goes to the others, again by weight. A pool smaller than all reserves scales
-//! them down. The sum never exceeds the pool's size.
+//! Each tenant gets its reserve first, then a share by weight of the unreserved rest, capped by its
+//! limit. The rest that a cap leaves is shared among the other tenants, again by weight. A pool
+//! smaller than all reserves scales them down. The sum never exceeds the pool's size.
 
 use crate::config::Quota;
 
 impl Quota {
-    /// The part of the reserve that the limit leaves usable.
+    /// Returns the part of the reserve that the limit leaves usable, in bytes.
     pub(crate) fn usable_reserve_bytes(&self) -> u64 {
         self.reserve_bytes.min(self.limit_bytes.unwrap_or(u64::MAX))
     }
@@ -19,8 +19,8 @@ fn mul_div(value: u64, numerator: u64, denominator: u64) -> u64 {
     u64::try_from(result).expect("a share is never more than the whole")
 }
 
-/// Entitlement in bytes of each quota, in their order, in a pool of `size_bytes`. Rounded down: a
-/// few bytes may belong to nobody.
+/// Returns the entitlement in bytes of each quota, in their order, in a pool of `size_bytes`.
+/// Entitlements are rounded down, so that a few bytes may remain.
 pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
     let reserves: Vec<u64> = quotas.iter().map(Quota::usable_reserve_bytes).collect();
     let reserved: u128 = reserves.iter().map(|&r| u128::from(r)).sum();
@@ -38,8 +38,8 @@ pub(crate) fn entitlements(size_bytes: u64, quotas: &[Quota]) -> Vec<u64> {
         if weights == 0 {
             return entitled;
         }
-        // Everyone whose share passes its limit gets the limit; the rest share anew what they
-        // leave.
+        // Each tenant whose share exceeds its limit gets the limit. The others share the rest again
+        // in the next round.
         let round_free = free;
         let share = |i: usize| mul_div(round_free, u64::from(quotas[i].weight), weights);
         let room = |i: usize, e: &[u64]| quotas[i].limit_bytes.map_or(u64::MAX, |l| l - e[i]);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is in the pool: tenants with their quotas, trust domains, and those that left and are not
-//! freed yet.
+//! Registry of the pool: tenants with their quotas, trust domains, and departed tenants whose pages
+//! are not freed yet.
 //!
-//! It decides admission and sets entitlements; it never touches pages.
+//! The registry decides admission and sets entitlements. It never touches pages.
 
 use crate::blob::DomainId;
 use crate::config::{Quota, TenantSpec};
@@ -17,7 +17,7 @@ use std::sync::Arc;
 pub(crate) struct Member {
     pub tenant: Arc<Inner>,
     pub quota: Quota,
-    /// Kept to give the domain's name back.
+    /// Name of the trust domain, to remove the name with the domain's last member.
     domain_name: Option<String>,
 }
 
@@ -30,13 +30,13 @@ struct Domain {
 #[derive(Debug)]
 pub(crate) struct Registry {
     pub size_bytes: u64,
-    /// What reserves have to fit into: the size that it has when it does not give way. Who comes or
-    /// changes while it does is not refused for that.
+    /// Size in bytes into which reserves have to fit: the size of the pool when it does not give
+    /// way. So a tenant is not refused because the pool gives way at the moment.
     full_bytes: u64,
     pub members: Vec<Member>,
-    /// Left, with pages not yet freed.
+    /// Tenants that left and have pages that are not freed yet.
     pub departed: Vec<Arc<Inner>>,
-    /// Counters of all that left.
+    /// Sums of the counters of all tenants that left.
     pub gone: Counters,
     domains: HashMap<String, Domain>,
     next_domain: DomainId,
@@ -55,7 +55,10 @@ impl Registry {
         }
     }
 
-    /// `make` builds the tenant for the domain that it is given.
+    /// Adds a tenant. `make` builds it for the domain that it is called with.
+    ///
+    /// # Errors
+    /// The reserve does not fit beside those of the other tenants.
     pub(crate) fn add(
         &mut self,
         spec: TenantSpec,
@@ -87,7 +90,8 @@ impl Registry {
         Ok(tenant)
     }
 
-    /// Its pages must be detached already. True: they are freed as well, and nothing is left of it.
+    /// Removes a tenant whose pages are all detached. True: they are freed as well, and nothing is
+    /// left of the tenant.
     pub(crate) fn depart(&mut self, tenant: &Arc<Inner>) -> bool {
         let at = self
             .members
@@ -106,7 +110,7 @@ impl Registry {
         }
         self.entitle();
         self.gone.add(member.tenant.counters());
-        // Someone short of room may have freed everything already, and will not look again.
+        // A thread that needed memory may have freed all pages already, and will not look again.
         let freed = !member.tenant.has_dead();
         if !freed {
             self.departed.push(member.tenant);
@@ -122,9 +126,12 @@ impl Registry {
         self.configure(None, &[(tenant, quota)])
     }
 
-    /// Another full size, if one is given, and other quotas; or nothing of it. A full size that is
-    /// given has to hold all reserves. In one that stays, who asks for no more than it has is let: a
-    /// full size can have left the reserves too large.
+    /// Changes the full size, if one is given, and quotas, or nothing at all. A given full size
+    /// must hold all reserves. If the full size stays, a tenant that does not grow its reserve is
+    /// not refused: an earlier change of the full size can have left the reserves too large.
+    ///
+    /// # Errors
+    /// A reserve does not fit; then nothing changes.
     pub(crate) fn configure(
         &mut self,
         full_bytes: Option<u64>,
@@ -143,7 +150,7 @@ impl Registry {
             (bytes > member.quota.usable_reserve_bytes(), member, bytes)
         };
         let mut wishes: Vec<(bool, &Member, u64)> = self.members.iter().map(wish).collect();
-        // Those that grow last: it is one of them that does not fit.
+        // Tenants whose reserve grows come last, so that the error names one of them.
         wishes.sort_by_key(|&(grows, ..)| grows);
         let mut reserved_bytes: u64 = 0;
         for (grows, member, reserve_bytes) in wishes {
@@ -193,7 +200,10 @@ impl Registry {
         reserves.fold(0, u64::saturating_add)
     }
 
-    /// Somebody comes.
+    /// Checks that the reserve of a new tenant fits.
+    ///
+    /// # Errors
+    /// The reserve does not fit beside those of the other tenants.
     fn admit(&self, name: &str, quota: Quota) -> Result<(), AdmissionError> {
         let available_bytes = self.full_bytes.saturating_sub(self.reserved_bytes());
         let reserve_bytes = quota.usable_reserve_bytes();

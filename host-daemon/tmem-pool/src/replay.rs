@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A trace through the engine's own index, policy and quotas, with sizes in place of contents.
+//! Replay of a trace through the engine's own index, policy and quotas, with sizes in place of
+//! contents.
 //!
-//! All tenants have the same weight and no reserve, so the one that is charged most gives first.
-//! Sizes are what pages are charged, as quotas are: stored bytes and
+//! All tenants have the same weight and no reserve, so the tenant with the largest charge gives up
+//! pages first. Pages are charged as quotas count them: stored bytes and
 //! [`PAGE_METADATA_CHARGE_BYTES`](crate::PAGE_METADATA_CHARGE_BYTES). The nursery is left out: a
 //! page has its final size at once.
 
@@ -16,37 +17,38 @@ use std::collections::BTreeMap;
 use std::io;
 use std::sync::Arc;
 
-/// What came of a trace, or of one tenant in it.
+/// Results of a replay, for a whole trace or for one tenant in it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outcome {
-    /// Pages asked for.
+    /// Number of requested pages.
     pub gets: u64,
-    /// Pages returned.
+    /// Number of returned pages.
     pub hits: u64,
-    /// Pages put.
+    /// Number of pages that were put.
     pub puts: u64,
-    /// Pages evicted.
+    /// Number of evicted pages.
     pub evictions: u64,
-    /// Misses that would have been hits with so much more room, as the engine estimates while it
-    /// runs, in the order of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
+    /// Misses that would have been hits with more memory, as the engine estimates while it runs, in
+    /// the order of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
-    /// Hits that would have been misses with so much less than was used, likewise, in the order of
-    /// [`LOSS_PERCENT`](crate::LOSS_PERCENT).
+    /// Hits that would have been misses with less memory than was used, as the engine estimates
+    /// while it runs, in the order of [`LOSS_PERCENT`](crate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Hits that `loss_hits` was told from.
+    /// Hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
-    /// The most that was charged at any time.
+    /// Largest charge at any time, in bytes.
     pub peak_bytes: u64,
 }
 
 impl Outcome {
-    /// Pages returned of those asked for.
+    /// Returns the share of the requested pages that were returned, 0 to 1.
     pub fn hit_ratio(&self) -> f64 {
         self.hits as f64 / self.gets.max(1) as f64
     }
 }
 
-/// Address space for indexes: ten times what the keys of the largest trace take that a daemon records by itself.
+/// Address space for indexes: ten times the memory for the keys of the largest trace that a daemon
+/// records on its own.
 const INDEX_BYTES_MAX: u64 = 32 << 30;
 
 struct Tenant {
@@ -61,8 +63,8 @@ impl Tenant {
         Tenant { state, hits: 0 }
     }
 
-    /// Made when it is first named: a trace may begin in the middle. None: there are too many, or
-    /// there is no memory.
+    /// Returns the pool, which is created when a request first names it: a trace may begin in the
+    /// middle. None: there are too many pools, or there is no memory.
     fn pool(&mut self, nr: u16) -> Option<PoolRef> {
         if self.state.pool(nr.into()).is_err() {
             self.state.create_pool(nr.into()).ok()?;
@@ -70,7 +72,7 @@ impl Tenant {
         self.state.pool(nr.into()).ok()
     }
 
-    /// False: there are too many keys or pools, or there is no memory.
+    /// Replays one request. False: there are too many keys or pools, or there is no memory.
     fn apply(&mut self, op: Op) -> bool {
         let mut freed = Freed::new();
         match op {
@@ -124,7 +126,7 @@ impl Tenant {
                 self.flush(object.pool, object.object, page, last);
             }
             Op::FlushObject(object) => self.flush(object.pool, object.object, 0, u64::MAX),
-            // A pool that was not named before has nothing.
+            // A pool that was not named before has no pages.
             Op::DestroyPool(pool) => {
                 let _ = self.state.destroy_pool(pool.into());
             }
@@ -150,7 +152,7 @@ impl Tenant {
     }
 }
 
-/// A pool without contents.
+/// A pool that has keys and sizes, and no contents.
 pub struct Replay {
     policy: PolicyKind,
     size_bytes: u64,
@@ -162,10 +164,11 @@ pub struct Replay {
 }
 
 impl Replay {
-    /// An empty one of this size. The seed is of the index, whose hashes the policy uses.
+    /// Creates an empty replay of this size in bytes. The seed is for the index, whose hashes the
+    /// policy uses.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system does not provide the address space.
     pub fn new(policy: PolicyKind, size_bytes: u64, seed: u64) -> io::Result<Replay> {
         let chunks = Chunks::reserve(INDEX_BYTES_MAX)?;
         Ok(Replay {
@@ -179,8 +182,8 @@ impl Replay {
         })
     }
 
-    /// Does what was asked, whatever was answered then. False: there are more keys or pools than a
-    /// tenant may have, or there is no memory; nothing was done.
+    /// Replays a request, whatever its answer was at the time. False: there are more keys or pools
+    /// than a tenant may have, or there is no memory; then nothing was done.
     pub fn apply(&mut self, event: &Event) -> bool {
         let make = || Tenant::new(self.policy, self.seed, &self.chunks);
         let tenant = self.tenants.entry(event.tenant).or_insert_with(make);
@@ -200,7 +203,7 @@ impl Replay {
         done
     }
 
-    /// Of all tenants, as of now.
+    /// Returns the results of all tenants together, as of now.
     pub fn outcome(&self) -> Outcome {
         let mut sum = Outcome {
             peak_bytes: self.peak_bytes,
@@ -245,7 +248,7 @@ mod tests {
         }
     }
 
-    /// Hits, evictions and bytes after these.
+    /// Returns hits, evictions and charged bytes after these requests.
     fn run(size_bytes: u64, ops: &[(u32, Op)]) -> (u64, u64, u64) {
         let mut replay = Replay::new(PolicyKind::Fifo, size_bytes, 1).unwrap();
         for &(tenant, op) in ops {

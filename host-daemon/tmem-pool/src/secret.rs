@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for guests' bytes on their way to the store and back: as the store itself never dumped
-//! and, where the process may lock memory, never swapped.
+//! Memory for guests' bytes on their way to the store and back. Like the store itself, it is never
+//! dumped and, where the process may lock memory, never swapped.
 
 use crate::config::{PAGE_SIZE, Page};
 use crate::heap::Region;
 use std::io;
 use std::slice;
 
-/// Pages that belong to whoever has it; zero at first.
+/// Pages that belong to their holder alone; zero at first.
 #[derive(Debug)]
 pub struct SecretPages {
     region: Region,
@@ -15,28 +15,29 @@ pub struct SecretPages {
 }
 
 impl SecretPages {
-    /// So many pages, one at least.
+    /// Allocates `pages` pages, at least one.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system does not provide the address space.
     pub fn new(pages: usize) -> io::Result<SecretPages> {
         let region = Region::reserve(pages * PAGE_SIZE)?;
         Ok(SecretPages { region, pages })
     }
 
-    /// It is never swapped.
+    /// Returns whether the memory is locked, so that it is never swapped.
     pub fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
 
-    /// Its pages.
+    /// Returns the pages.
     pub fn pages(&mut self) -> &mut [Page] {
-        // SAFETY: the region has as many pages, aligned as bytes are; nobody else has its address, and
-        // this is borrowed as long as they are. All bytes are values.
+        // SAFETY: the region has as many pages, and they are aligned as bytes need to be. No other
+        // code has their address, and `self` is borrowed for as long as the slice lives. Every byte
+        // value is valid.
         unsafe { slice::from_raw_parts_mut(self.region.at(0).cast().as_ptr(), self.pages) }
     }
 
-    /// Makes them zero.
+    /// Overwrites all pages with zeroes.
     pub fn wipe(&mut self) {
         let pages = self.pages();
         pages.as_flattened_mut().fill(0);
@@ -61,7 +62,7 @@ mod tests {
         assert_eq!(secret.pages().as_flattened(), [0; 3 * PAGE_SIZE]);
     }
 
-    /// What the kernel says of the memory at an address.
+    /// Returns the kernel's flags of the mapping at an address.
     fn flags_of(at: u64) -> Vec<String> {
         let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
         let mut inside = false;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One tenant's keys, queues and counters: all that its lock guards, and every change to it.
+//! State of one tenant: its keys, queues and counters, which its lock guards, and every change to
+//! them.
 //!
-//! Nothing here copies, compresses, hashes contents or looks at another tenant. References that
-//! are given up are handed to the caller in `freed`, who releases them when it has let go of the
+//! Nothing here copies, compresses, hashes contents or looks at another tenant. References that are
+//! given up are handed to the caller in `freed`. The caller releases them after it has released the
 //! lock. Each call is bounded: what may be long (an object, a pool, everything) is detached in one
 //! step and removed in small ones.
 
@@ -24,21 +25,24 @@ use crate::stats::Counters;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// An object of at most so many pages is freed by the flush itself, a larger one behind.
+/// Pages up to which a flush itself frees an object. A larger object is freed later.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
 
-/// Pages of a flush whose hashes are looked at one by one; of more, the keys that are followed.
+/// Pages up to which a flush looks at the hash of each page. A larger flush walks the followed
+/// keys.
 pub(crate) const FLUSH_HASHES_MAX: u64 = 64;
 
-/// Raw pages, and places in the queue of pages that were and no longer are, per raw page allowed.
+/// Length of the queue of raw pages, for each raw page allowed. The queue includes places of pages
+/// that are no longer raw.
 const RAW_QUEUE_PART: usize = 2;
 
-/// See the file's comment.
+/// A tenant's state under its lock.
 #[derive(Debug)]
 pub(crate) struct State {
     pub index: Index,
     pub policy: Box<dyn Policy>,
-    /// Entries, and their blobs, that came as raw ones: oldest first. Some no longer are.
+    /// Entries that came as raw pages, with their blobs, oldest first. Some of them are no longer
+    /// raw.
     raw: VecDeque<(Id, u32)>,
     pub raw_max: u32,
     pub limit_bytes: u64,
@@ -46,33 +50,33 @@ pub(crate) struct State {
     pub counters: Counters,
 }
 
-/// Why pages are evicted.
+/// Reason why pages are evicted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Reason {
     /// The tenant is over its own limit.
     Limit,
     /// The pool is over its size.
     Pool,
-    /// And has been since it was made smaller.
+    /// The pool is over its size because it was shrunk.
     Shrink,
-    /// An operator wants the pages gone.
+    /// An operator drops the pages.
     Flush,
 }
 
-/// Why a page is refused.
+/// Reason why a page is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
     /// Too many raw pages wait for their final form.
     Nursery,
     /// The pool has no room.
     Pool,
-    /// The tenant is at its limit, with pages that are not evicted fast enough.
+    /// The tenant is at its limit, and its pages are not evicted fast enough.
     Limit,
-    /// There is no memory for the key, or there are too many.
+    /// There is no memory for the key, or the tenant has too many keys.
     Keys,
 }
 
-/// A page to store, raw so far.
+/// A page to store, in raw form.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NewPage {
     pub object: u64,
@@ -87,7 +91,7 @@ pub(crate) struct NewPage {
 pub(crate) type Freed = Vec<Content>;
 
 impl State {
-    /// `seed` for the index.
+    /// Creates an empty state. `seed` is for the index.
     pub(crate) fn new(
         seed: u64,
         keys_max: u32,
@@ -106,8 +110,9 @@ impl State {
         }
     }
 
-    /// Empties it without a look at what it holds, since a panic left that unknown: no key is found
-    /// any more. The memory of its pages is lost, since references may have been given up or not.
+    /// Empties the state without reading what it holds, since a panic left that unknown: no key is
+    /// found any more. The memory of its pages is lost, because their references may have been
+    /// given up or not.
     pub(crate) fn abandon(&mut self, keys_max: u32, policy: PolicyKind) {
         self.index.abandon(keys_max);
         self.policy = evict::policy(policy, self.index.chunks());
@@ -130,13 +135,14 @@ impl State {
         self.index.gauges.charged_bytes()
     }
 
-    /// The same, or what its pages and `index_bytes` hold, if that is more.
+    /// Returns the charge in bytes, or the bytes that the tenant's pages and `index_bytes` hold, if
+    /// that is more.
     pub(crate) fn owed_bytes(&self, index_bytes: u64) -> u64 {
         let held_bytes = self.index.gauges.stored_bytes + index_bytes;
         self.charged_bytes().max(held_bytes)
     }
 
-    /// Memory of keys and queues.
+    /// Returns the memory of keys and queues in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         let raw = self.raw.capacity() * size_of::<(Id, u32)>();
         self.index.bytes() + self.policy.bytes() + self.gain.bytes() + raw as u64
@@ -158,7 +164,7 @@ impl State {
         self.index.pool(nr).ok_or(NoPool)
     }
 
-    /// Ends a pool at once; its pages are freed behind.
+    /// Ends a pool at once; its pages are freed later.
     pub(crate) fn destroy_pool(&mut self, nr: u32) -> Result<(), NoPool> {
         let pool = self.pool(nr)?;
         let before = self.index.gauges.pages;
@@ -168,7 +174,7 @@ impl State {
         Ok(())
     }
 
-    /// Ends all pools at once; their pages are freed behind.
+    /// Ends all pools at once; their pages are freed later.
     pub(crate) fn clear(&mut self) {
         self.counters.flushed_pages += u64::from(self.index.gauges.pages);
         self.index.detach_all();
@@ -177,7 +183,8 @@ impl State {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// Pages that it has room for, if it has not room for all.
+    /// Returns the number of pages for which the tenant has room. If it has evicted nothing so far,
+    /// it has room for all.
     fn room_pages(&self) -> u64 {
         match self.counters.evictions {
             0 => u64::MAX,
@@ -204,8 +211,9 @@ impl State {
         self.index.remove(id)
     }
 
-    /// Stores a page over whatever was held under its key. False: refused, and nothing is held; the
-    /// blob is in `freed` then. `room`: the pool has some for the index.
+    /// Stores a page over the page that was held under its key. False: the page is refused, nothing
+    /// is held under the key, and the blob is in `freed`. `room`: the pool has room for index
+    /// entries.
     pub(crate) fn put(
         &mut self,
         pool: PoolRef,
@@ -263,7 +271,7 @@ impl State {
         } += 1;
     }
 
-    /// A page that is refused without having been copied: what is held under its key goes.
+    /// Refuses a page that was not copied, and drops the page that is held under its key.
     pub(crate) fn refuse(
         &mut self,
         pool: PoolRef,
@@ -284,8 +292,9 @@ impl State {
         }
     }
 
-    /// Evicts this tenant's own pages until a raw page fits under its limit, by as many as it can
-    /// need. False: it does not fit; the tenant is far over a limit that was lowered.
+    /// Evicts this tenant's own pages until a raw page fits under its limit, at most as many as
+    /// that can need. False: the page does not fit, because the tenant is far over a limit that was
+    /// lowered.
     fn make_room(&mut self, freed: &mut Freed) -> bool {
         const RAW_CHARGE: u64 = PAGE_METADATA_CHARGE_BYTES + PAGE_SIZE as u64;
         const {
@@ -305,8 +314,8 @@ impl State {
         self.charged_bytes() <= room_bytes
     }
 
-    /// Takes pages `index ..` out that are held with the cookies asked for; their references are
-    /// the caller's.
+    /// Takes out the pages `index ..` that are held under the requested cookies. The caller owns
+    /// their references.
     pub(crate) fn take(
         &mut self,
         pool: PoolRef,
@@ -332,8 +341,8 @@ impl State {
         }
     }
 
-    /// Evicts up to `pages`. Returns the steps made, detached pages that were freed on the way
-    /// included; 0: there is nothing.
+    /// Evicts up to `pages` pages. Returns the number of steps, including detached pages that were
+    /// freed on the way. 0: there is nothing to evict.
     pub(crate) fn evict(&mut self, pages: usize, reason: Reason, freed: &mut Freed) -> usize {
         let (mut evicted, mut skipped) = (0, 0);
         while evicted < pages && skipped < STALE_SKIPS_MAX {
@@ -402,7 +411,7 @@ impl State {
         true
     }
 
-    /// What [`forget`](Self::forget) costs at most.
+    /// Returns the largest cost of [`forget`](Self::forget) in nanoseconds.
     pub(crate) fn forget_ns_max(&self, Range { index, last, .. }: Range) -> u64 {
         match last - index {
             FLUSH_HASHES_MAX.. => self.gain.drop_where_ns_max(),
@@ -410,8 +419,9 @@ impl State {
         }
     }
 
-    /// What is flushed is not asked for again, also if it is not here any more. Called once for each
-    /// range, when its pages are dropped: it may pass all followed keys.
+    /// Forgets the followed keys of a flushed range, because the guest does not ask for flushed
+    /// pages again, not even for those that were evicted. Called once for each range, after its
+    /// pages are dropped. It may pass all followed keys.
     pub(crate) fn forget(
         &mut self,
         pool: PoolRef,
@@ -435,7 +445,7 @@ impl State {
         }
     }
 
-    /// Frees up to `steps` pages of what was detached. Returns the steps made; 0: nothing is left.
+    /// Frees up to `steps` detached pages. Returns the number of steps; 0: nothing is left.
     pub(crate) fn reap(&mut self, steps: usize, freed: &mut Freed) -> usize {
         let mut done = 0;
         while done < steps {
@@ -454,7 +464,7 @@ impl State {
         !self.raw.is_empty()
     }
 
-    /// How many more raw pages it may have.
+    /// Returns how many more raw pages the tenant may have.
     pub(crate) fn raw_room(&self) -> usize {
         let raw = self.index.gauges.raw_pages + self.index.detached.raw_pages;
         let queue = RAW_QUEUE_PART * self.raw_max as usize;
@@ -462,8 +472,8 @@ impl State {
         room.min(queue.saturating_sub(self.raw.len()))
     }
 
-    /// Brings the entries of pages that are next into the cache, and calls `blob` with their blobs,
-    /// if they are still raw.
+    /// Prefetches the entries of the next raw pages into the cache, and calls `blob` with their
+    /// blobs, if they are still raw.
     pub(crate) fn prefetch_raw(&self, pages: usize, blob: impl Fn(u32)) {
         for &(id, raw) in self.raw.iter().take(pages) {
             self.index.entries.prefetch(id);
@@ -471,7 +481,7 @@ impl State {
         }
     }
 
-    /// The next page that is still raw. Its reference stays with the entry.
+    /// Returns the next page that is still raw. The entry keeps its reference.
     pub(crate) fn next_raw(&mut self) -> Option<(Id, u32)> {
         while let Some((id, blob)) = self.raw.pop_front() {
             if self.is_raw(id, blob) {
@@ -482,12 +492,13 @@ impl State {
         None
     }
 
-    /// One that found no memory.
+    /// Puts back a raw page for whose final form there was no memory.
     pub(crate) fn raw_again(&mut self, id: Id, blob: u32) {
         self.raw.push_front((id, blob));
     }
 
-    /// It may also be another page under the same numbers, which is as good.
+    /// Returns whether the entry still is this raw page. It may also be another raw page with the
+    /// same numbers, which serves as well.
     fn is_raw(&self, id: Id, blob: u32) -> bool {
         self.index
             .entries
@@ -495,7 +506,7 @@ impl State {
             .is_some_and(|entry| entry.content() == Content::Raw(blob))
     }
 
-    /// Gives a raw page its final form, or gives that up if the page has left meanwhile.
+    /// Gives a raw page its final form, or releases that form if the page has left in the meantime.
     pub(crate) fn settle(&mut self, (id, blob): (Id, u32), settled: Settled, freed: &mut Freed) {
         let Settled {
             content,
@@ -519,7 +530,7 @@ impl State {
     }
 }
 
-/// Pages `index ..= last` of an object.
+/// The pages `index ..= last` of an object.
 #[derive(Clone, Copy)]
 pub(crate) struct Range {
     pub object: u64,
@@ -529,7 +540,7 @@ pub(crate) struct Range {
 
 #[cfg(test)]
 impl State {
-    /// Where a page is, all left in place.
+    /// Returns where a page is, and leaves it in place.
     pub(crate) fn peek(
         &self,
         Key {

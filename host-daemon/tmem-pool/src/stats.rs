@@ -1,109 +1,115 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the engine says of itself: gauges are as of now, counters only grow.
+//! Statistics of the engine: gauges are as of now, counters only grow.
 
 use crate::config::Quota;
 
-/// One tenant. Gauges count what the tenant can still get; `detached_pages` says what else it
-/// occupies.
+/// Statistics of one tenant. Gauges count the pages that the tenant can still get. `detached_pages`
+/// counts the other pages that occupy memory for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TenantStats {
     /// Gauge, pages: keys held.
     pub pages: u64,
-    /// Gauge, bytes: what its quota is compared with: compressed size and metadata charge of each
-    /// page, shared or not.
+    /// Gauge, bytes: the charge, which is compared with the quota: compressed size and metadata
+    /// charge of each page, shared or not.
     pub charged_bytes: u64,
-    /// Gauge, bytes: its entitlement in the pool as it is now.
+    /// Gauge, bytes: entitlement of the tenant in the pool at its present size.
     pub entitled_bytes: u64,
     /// Gauge, bytes: pages at 4,096 B.
     pub original_bytes: u64,
-    /// Gauge, bytes: stored size of its pages, each counted in full even if shared; same-filled are
-    /// 0.
+    /// Gauge, bytes: stored size of its pages, each counted in full even if it is shared;
+    /// same-filled pages count 0.
     pub compressed_bytes: u64,
     /// Gauge, pages: kept as a pattern.
     pub same_filled_pages: u64,
-    /// Gauge, pages: as they came, waiting for their final form.
+    /// Gauge, pages: stored as they came, waiting for their final form.
     pub raw_pages: u64,
-    /// Gauge, pages: found equal to one that was there when they were put. The other may have gone.
+    /// Gauge, pages: found equal to a page that was stored when they were finalized. The other page
+    /// may have left since.
     pub shared_pages: u64,
     /// Counter, pages: put, stored or not.
     pub puts: u64,
-    /// Counter, pages: put and refused.
+    /// Counter, pages: put and refused, for any reason.
     pub puts_refused: u64,
     /// Counter, pages: asked for.
     pub gets: u64,
     /// Counter, pages: returned.
     pub hits: u64,
-    /// Counter, pages: evicted, for whatever reason.
+    /// Counter, pages: evicted, for any reason.
     pub evictions: u64,
-    /// Counter, pages: dropped by a flush, a pool's end or a clear.
+    /// Counter, pages: dropped by a flush, the end of a pool or a clear.
     pub flushed_pages: u64,
-    /// Counter, pages: not returned since the bytes failed their check. Must be 0.
+    /// Counter, pages: not returned because the bytes failed their check. Must be 0.
     pub hash_mismatches: u64,
-    /// Counter, pages: the part of `evictions` that made room under the tenant's own limit.
+    /// Counter, pages: the part of `evictions` that freed memory under the tenant's own limit.
     pub evictions_limit: u64,
-    /// Counter, pages: the part of `evictions` since the pool was made smaller than what it held.
+    /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
+    /// it held.
     pub evictions_shrink: u64,
-    /// Counter, pages: the part of `puts_refused` for which too many pages waited for their final form.
+    /// Counter, pages: the part of `puts_refused` because too many pages waited for their final
+    /// form.
     pub refused_nursery: u64,
-    /// Counter, pages: the part of `puts_refused` for which the pool had no room, nor made any in time.
+    /// Counter, pages: the part of `puts_refused` because the pool had no room and could not free
+    /// any in time.
     pub refused_pool: u64,
     /// Counter, pages: the part of `puts_refused` that did not fit under the tenant's own limit.
     pub refused_limit: u64,
-    /// Counter, pages: the part of `puts_refused` for which there was no memory for the key, or the
-    /// tenant had as many as it may.
+    /// Counter, pages: the part of `puts_refused` because there was no memory for the key, or the
+    /// tenant had as many keys as it may.
     pub refused_keys: u64,
-    /// Counter, pages: found to repeat four bytes, as their final form.
+    /// Counter, pages: finalized as a pattern of four repeated bytes.
     pub settled_same_filled: u64,
-    /// Counter, pages: found equal to one of the trust domain.
+    /// Counter, pages: finalized as equal to a page of the trust domain.
     pub settled_shared: u64,
-    /// Counter, pages: compressed.
+    /// Counter, pages: finalized in compressed form.
     pub settled_compressed: u64,
-    /// Counter, pages: kept as they are, since they do not compress.
+    /// Counter, pages: finalized as they are, because they do not compress.
     pub settled_raw: u64,
     /// Counter, pages: put over a page that was held under the same key.
     pub replaced_pages: u64,
-    /// Counter, pages: held under another cookie than the one asked for.
+    /// Counter, pages: held under another cookie than the requested one.
     pub cookie_mismatches: u64,
-    /// Counter, pages, about: misses that would have been hits with so much more room, in the order
+    /// Counter, pages, approximate: misses that would have been hits with more memory, in the order
     /// of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
-    /// Counter, pages, about: hits that would have been misses with so much less room than it used, in
-    /// the order of [`LOSS_PERCENT`](crate::LOSS_PERCENT).
+    /// Counter, pages, approximate: hits that would have been misses with less memory than the
+    /// tenant used, in the order of [`LOSS_PERCENT`](crate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
-    /// Counter, pages, about: hits that `loss_hits` was told from.
+    /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
-    /// Followed keys that requests passed, one by one, for the figures above: work, for those who bound it.
+    /// Counter, keys: followed keys that requests passed one by one for these estimates. It
+    /// measures work, for callers that bound it.
     pub gain_steps: u64,
-    /// Gauge, pages: how many raw pages it may have.
+    /// Gauge, pages: largest number of raw pages that the tenant may have.
     pub raw_pages_max: u64,
-    /// Gauge, pages: dropped and not yet freed. They still occupy the pool.
+    /// Gauge, pages: dropped and not freed yet. They still occupy memory of the pool.
     pub detached_pages: u64,
-    /// Gauge: live pools.
+    /// Gauge, pools: live pools of the tenant.
     pub pools: u64,
-    /// Gauge, bytes: quota.
+    /// Gauge, bytes: reserve of the quota.
     pub reserve_bytes: u64,
-    /// Gauge, bytes: quota. None: no limit of its own.
+    /// Gauge, bytes: limit of the quota. None: no limit of its own.
     pub limit_bytes: Option<u64>,
-    /// Gauge: quota.
+    /// Gauge, without unit: weight of the quota.
     pub weight: u32,
 }
 
-/// The whole pool.
+/// Statistics of the whole pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PoolStats {
-    /// Gauge, bytes: what it may hold, metadata included.
+    /// Gauge, bytes: memory that the pool may hold, metadata included.
     pub size_bytes: u64,
-    /// Gauge, bytes: what it holds, detached pages included: `frames_bytes + metadata_bytes`.
+    /// Gauge, bytes: memory that the pool holds, detached pages included: `frames_bytes +
+    /// metadata_bytes`.
     pub held_bytes: u64,
     /// Gauge, bytes: memory for stored contents, used or not.
     pub frames_bytes: u64,
     /// Gauge, bytes: stored contents, each copy once. Exact.
     pub payload_bytes: u64,
-    /// Gauge, bytes: estimate of everything else, from above.
+    /// Gauge, bytes: upper estimate of all other memory.
     pub metadata_bytes: u64,
-    /// Gauge, bytes: the part of it that stays as large as it ever was: tables of stored copies.
+    /// Gauge, bytes: the part of `metadata_bytes` that never shrinks: tables of stored copies.
     pub tables_bytes: u64,
-    /// Gauge: live tenants.
+    /// Gauge, tenants: live tenants.
     pub tenants: u64,
     /// Gauge, pages: keys held by live tenants.
     pub pages: u64,
@@ -111,48 +117,52 @@ pub struct PoolStats {
     pub original_bytes: u64,
     /// Gauge, pages: kept as a pattern.
     pub same_filled_pages: u64,
-    /// Gauge, pages: as they came, waiting for their final form.
+    /// Gauge, pages: stored as they came, waiting for their final form.
     pub raw_pages: u64,
-    /// Gauge, pages: keys, detached ones included, that need no blob of their own since others have
-    /// the same.
+    /// Gauge, pages: keys, detached ones included, that need no blob of their own because other
+    /// keys have an equal page.
     pub shared_pages: u64,
-    /// Gauge: stored copies.
+    /// Gauge, blobs: stored copies.
     pub blobs: u64,
-    /// Counter, pages: evicted, of all tenants, departed ones included. So are the counters below.
+    /// Counter, pages: evicted, of all tenants. This counter and the counters below include
+    /// departed tenants.
     pub evictions: u64,
-    /// Gauge, bytes: what all tenants are charged.
+    /// Gauge, bytes: sum of the charges of all tenants.
     pub charged_bytes: u64,
     /// Gauge, bytes: sum of all reserves, as far as limits leave them usable.
     pub reserved_bytes: u64,
-    /// Gauge, bytes: stored size of all pages, each counted in full even if shared.
+    /// Gauge, bytes: stored size of all pages, each counted in full even if it is shared.
     pub compressed_bytes: u64,
-    /// Gauge, pages: dropped and not yet freed, departed tenants' included.
+    /// Gauge, pages: dropped and not freed yet, including those of departed tenants.
     pub detached_pages: u64,
-    /// Gauge: tenants that left and whose pages are not all freed yet.
+    /// Gauge, tenants: tenants that left and whose pages are not all freed yet.
     pub departed_tenants: u64,
     /// Counter, pages: put, stored or not.
     pub puts: u64,
-    /// Counter, pages: put and refused.
+    /// Counter, pages: put and refused, for any reason.
     pub puts_refused: u64,
     /// Counter, pages: asked for.
     pub gets: u64,
     /// Counter, pages: returned.
     pub hits: u64,
-    /// Counter, pages: dropped by a flush, a pool's end or a clear.
+    /// Counter, pages: dropped by a flush, the end of a pool or a clear.
     pub flushed_pages: u64,
-    /// Counter, pages: not returned since the bytes failed their check. Must be 0.
+    /// Counter, pages: not returned because the bytes failed their check. Must be 0.
     pub hash_mismatches: u64,
-    /// Counter, pages: the part of `evictions` that made room under a tenant's own limit.
+    /// Counter, pages: the part of `evictions` that freed memory under a tenant's own limit.
     pub evictions_limit: u64,
-    /// Counter, pages: the part of `evictions` since the pool was made smaller than what it held.
+    /// Counter, pages: the part of `evictions` that happened because the pool was shrunk below what
+    /// it held.
     pub evictions_shrink: u64,
-    /// Counter: stored copies that were moved so that memory between them could be given back.
+    /// Counter, blobs: stored copies that were moved so that memory between them could be given
+    /// back.
     pub moved_blobs: u64,
-    /// Counter: stored copies that were compressed anew, since they were cold.
+    /// Counter, blobs: stored copies that were compressed again because they were cold.
     pub denser_blobs: u64,
-    /// Counter, bytes: by how much these became smaller.
+    /// Counter, bytes: by how much these recompressed copies became smaller.
     pub denser_saved_bytes: u64,
-    /// Gauge, bytes: by how much stored copies are smaller than when they were first compressed.
+    /// Gauge, bytes: by how much the present stored copies are smaller than when they were first
+    /// compressed.
     pub dense_gain_bytes: u64,
 }
 
@@ -203,7 +213,7 @@ impl PoolStats {
 }
 
 impl Counters {
-    /// Keeps a departed tenant's in the pool's sums.
+    /// Adds the counters of a departed tenant to the pool's sums.
     pub(crate) fn add(&mut self, other: Counters) {
         self.puts += other.puts;
         self.puts_refused += other.puts_refused;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Locks and atomics: the system's. In tests with the feature `shuttle` those of shuttle, which
-//! runs one thread at a time and chooses at each of them who goes on (tests/interleavings.rs).
+//! Locks and atomics of the system. In tests with the feature `shuttle`, they are shuttle's.
+//! shuttle runs one thread at a time and chooses at each lock or atomic which thread continues
+//! (tests/interleavings.rs).
 //!
-//! Its atomics are not used: much of what the pool shares lies in memory that is zero at first, which
-//! theirs must not be. An atomic of the system before which somebody else may have a turn is the same,
-//! since shuttle knows no weaker order than that of its turns. Orderings are Miri's to look at.
+//! shuttle's own atomics are not used: much of the pool's shared data lies in memory that is zero
+//! at first, and their initial state is not all zero. An atomic of the system with a possible
+//! thread switch before each access is equivalent, because shuttle models sequentially consistent
+//! order only. Miri checks the memory orders.
 
 #[cfg(not(all(test, feature = "shuttle")))]
 pub(crate) use std::sync::{
@@ -23,7 +25,7 @@ mod turns {
 
     macro_rules! atomic {
         ($name:ident, $value:ty $(, $method:ident)*) => {
-            /// See the file's comment.
+            /// Atomic of the system with a possible thread switch before each access.
             #[derive(Debug, Default)]
             #[repr(transparent)]
             pub(crate) struct $name(std::sync::atomic::$name);

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A tenant's handle: what one VM may do to the pool.
+//! A tenant's handle: the operations of one VM on the pool.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
-//! lock guards its `State`; a thread holds at most one tenant's lock. Order: registry, tenant.
+//! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: registry, tenant.
 //!
-//! A panic under a tenant's lock empties that tenant: what it held is not known any more, and others
-//! have work to do under the same lock, which must not end them.
+//! A panic under a tenant's lock empties that tenant, because what it held is no longer known. The
+//! process goes on: other threads take the same lock to work for other tenants.
 
 use crate::account::{Account, Sum};
 use crate::blob::{DomainId, Reader, Store};
@@ -33,14 +33,15 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Pages of which a get fetches the beginnings together. The first access to a page whose address the
-/// processor has to look up stops it for as long as that takes, but it looks up several at a time.
+/// Pages whose beginnings a get prefetches together. The first access to a page whose address is
+/// not in the TLB stalls the processor for the length of a page walk, but the processor does
+/// several page walks at a time.
 const GET_TOGETHER: usize = 16;
 
-/// Pages that are freed meanwhile, when what is known of a page is fetched.
+/// Number of pages that are freed between the prefetch for a page and the freeing of that page.
 const FREE_AHEAD: usize = 3;
 
-/// Pages that a get or a flush handles under one hold of the lock.
+/// Most pages that a get or a flush handles under one hold of the lock.
 const LOCKED_PAGES_MAX: usize = 64;
 
 /// A page to put. `object` and `index` are the key within the pool.
@@ -48,11 +49,11 @@ const LOCKED_PAGES_MAX: usize = 64;
 pub struct Put<'a> {
     /// Object, usually a file.
     pub object: u64,
-    /// Page within the object.
+    /// Number of the page within the object.
     pub index: u64,
-    /// Stored as it is; a get must name the same.
+    /// Cookie, stored unchanged. A get must name it.
     pub cookie: u64,
-    /// The guest's hint that the page was active there.
+    /// The guest's hint that the page was active in the guest.
     pub workingset: bool,
     /// The contents. They must not change during the call.
     pub page: &'a Page,
@@ -61,25 +62,26 @@ pub struct Put<'a> {
 /// Answer to a put page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutResult {
-    /// Held, unless it is evicted.
+    /// The page is held until it is evicted.
     Stored,
-    /// Not held, and nothing else under its key either.
+    /// The page is not held, and neither is an older page under its key.
     Refused,
 }
 
-/// Answer to a page asked for.
+/// Answer for a requested page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GetResult {
     /// The page was returned and is no longer held.
     Hit {
-        /// The stored cookie: the one asked for.
+        /// The stored cookie, which is the requested one.
         cookie: u64,
     },
-    /// Not held under this key and cookie.
+    /// No page is held under this key and cookie.
     Miss,
 }
 
-/// A tenant as others see it. Its sums mirror what the lock guards, for those who do not hold it.
+/// A tenant as other parts of the engine see it. Its sums mirror values that the lock guards, for
+/// threads that do not hold the lock.
 #[derive(Debug)]
 pub(crate) struct Inner {
     name: String,
@@ -88,16 +90,16 @@ pub(crate) struct Inner {
     made: pool::Made,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
-    /// What it is charged, or, if that is more, what it holds: keys and queues take memory that goes back only
-    /// when all pages beside have gone.
+    /// The tenant's charge, or, if that is more, the bytes that it holds. Keys and queues take
+    /// memory that is released only when all neighbouring keys have gone.
     owed_bytes: Sum,
-    /// Memory of keys and queues.
+    /// Memory of keys and queues in bytes.
     index_bytes: Sum,
-    /// It no longer counts: set under the lock.
+    /// The tenant no longer counts in the account. Set under the lock.
     forgotten: AtomicBool,
-    /// Detached pages are left.
+    /// The tenant has detached pages.
     has_dead: AtomicBool,
-    /// Raw pages are left.
+    /// The tenant has raw pages.
     has_raw: AtomicBool,
     mismatch_logged: AtomicBool,
 }
@@ -135,23 +137,24 @@ impl Inner {
         self.domain
     }
 
-    /// Something is detached and not yet freed.
+    /// Returns whether detached pages wait to be freed.
     pub(crate) fn has_dead(&self) -> bool {
         self.has_dead.load(Relaxed)
     }
 
-    /// Some pages are raw, or were when someone last looked.
+    /// Returns whether the tenant had raw pages when a thread last held the lock.
     pub(crate) fn has_raw(&self) -> bool {
         self.has_raw.load(Relaxed)
     }
 
-    /// How far it is above its entitlement, in bytes; negative below. By what it owes: who has few pages left
-    /// of many would else keep the memory of their keys from those who are entitled to it.
+    /// Returns how far the tenant is above its entitlement, in bytes; negative if below. It uses
+    /// what the tenant owes: otherwise a tenant with few pages left of many would keep the memory
+    /// of their keys from tenants that are entitled to it.
     pub(crate) fn excess_bytes(&self) -> i128 {
         i128::from(self.owed_bytes.get()) - i128::from(self.entitled_bytes.get())
     }
 
-    /// What follows from it: how many raw pages it may have.
+    /// Sets the entitlement in bytes, and the limit of raw pages that follows from it.
     pub(crate) fn entitle(&self, bytes: u64) {
         self.entitled_bytes.set(bytes);
         let raw = bytes / RAW_PART / PAGE_SIZE as u64;
@@ -163,7 +166,8 @@ impl Inner {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Nothing is left of it, but what others may be looking at just now.
+    /// Removes the tenant from the account, when nothing is left of it but references of threads
+    /// that are still looking at it.
     pub(crate) fn forgotten(&self, account: &Account) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
@@ -204,8 +208,8 @@ impl Inner {
         })
     }
 
-    /// Gives up to [`SETTLE_PAGES`] raw pages their final form. Returns how many; None: there was
-    /// no memory for one.
+    /// Gives up to [`SETTLE_PAGES`] raw pages their final form. Returns their number. None: there
+    /// was no memory for one of them.
     pub(crate) fn settle(&self, engine: &pool::Inner) -> Option<usize> {
         let mut work = [(0, 0); SETTLE_PAGES];
         let mut nr = 0;
@@ -216,7 +220,7 @@ impl Inner {
         while nr < SETTLE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
-            // A second reference, so that the page stays whole if it leaves meanwhile.
+            // The second reference keeps the page's bytes if the page leaves in the meantime.
             if engine.store.share(blob) {
                 work[nr] = (id, blob);
                 nr += 1;
@@ -243,11 +247,11 @@ impl Inner {
         if let Some(buffer) = buffer {
             engine.give_buffer(buffer);
         }
-        // What comparing pages with stored ones left.
+        // Wipe the remains of stored pages that were decompressed for comparison.
         codec::wipe();
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.account);
-        // The last first, so that those without memory keep their order.
+        // In reverse order, so that pages without memory return to the queue in their order.
         for (&(id, blob), settled) in work.iter().zip(settled).rev() {
             match settled {
                 Some(settled) => state.settle((id, blob), settled, &mut freed),
@@ -261,7 +265,7 @@ impl Inner {
         (!failed).then_some(nr)
     }
 
-    /// Says so once: a broken host would say it at every get.
+    /// Logs a failed check once for each tenant: a broken host would log it at every get.
     fn log_mismatch(&self, object: u64, index: u64) {
         if !self.mismatch_logged.swap(true, Relaxed) {
             tracing::error!(
@@ -275,12 +279,12 @@ impl Inner {
     }
 }
 
-/// A tenant's state under its lock; the mirrors are brought up to date at the end.
+/// A tenant's state under its lock. Dropping the guard updates the mirrors.
 pub(crate) struct Locked<'a> {
     tenant: &'a Inner,
     account: &'a Account,
     state: MutexGuard<'a, State>,
-    /// It was taken while a panic unwinds.
+    /// The lock was taken while a panic unwinds.
     unwinding: bool,
 }
 
@@ -306,7 +310,7 @@ impl Drop for Locked<'_> {
             unwinding,
         } = self;
         if std::thread::panicking() && !*unwinding {
-            // Whoever takes the lock next empties the tenant.
+            // The next thread that takes the lock empties the tenant.
             return;
         }
         tenant.charged_bytes.set(state.charged_bytes());
@@ -329,8 +333,8 @@ fn drop_ns(content: &Content) -> u64 {
     }
 }
 
-/// What a get has taken out, to be freed when it is dropped: better when the guest has its answer,
-/// since it is a fifth of the work.
+/// Pages that a get has taken out. Dropping this frees them. The caller should answer the guest
+/// first, because freeing is a fifth of the work.
 #[derive(Debug)]
 pub struct Spent<'a> {
     store: &'a Store,
@@ -339,7 +343,8 @@ pub struct Spent<'a> {
 }
 
 impl Spent<'_> {
-    /// Cost of the get in nanoseconds, including that of freeing the pages that it took out.
+    /// Returns the cost of the get in nanoseconds, including that of freeing the pages that it took
+    /// out.
     pub fn cost_ns(&self) -> u64 {
         self.cost_ns
     }
@@ -353,12 +358,12 @@ impl Drop for Spent<'_> {
             }
             self.store.release_content(content);
         }
-        // What restoring the pages left, now that nobody waits for them.
+        // Wipe the remains of restored pages, now that no guest waits for them.
         codec::wipe();
     }
 }
 
-/// Ends the tenant when the last handle goes.
+/// Ends the tenant when its last handle is dropped.
 struct Handle {
     pool: Arc<pool::Inner>,
     tenant: Arc<Inner>,
@@ -377,8 +382,8 @@ impl Drop for Handle {
     }
 }
 
-/// One tenant. Clones are handles to the same one; dropping the last drops its pages (freed behind,
-/// by [`Pool::maintain`](crate::Pool::maintain)).
+/// Handle to one tenant. Clones are handles to the same tenant. Dropping the last handle drops the
+/// tenant's pages, which [`Pool::maintain`](crate::Pool::maintain) frees later.
 #[derive(Clone)]
 pub struct Tenant(Arc<Handle>);
 
@@ -399,20 +404,21 @@ impl Tenant {
         &self.0.tenant
     }
 
-    /// The name that it was added with.
+    /// Returns the name under which the tenant was added.
     pub fn name(&self) -> &str {
         &self.0.tenant.name
     }
 
-    /// Makes an empty pool. The id is range-checked by the caller's protocol; here any u32 will do.
+    /// Creates an empty pool. The caller's protocol checks the range of the id; the engine accepts
+    /// any u32.
     ///
     /// # Errors
-    /// `Exists` if a live pool of the tenant has the id, `Limit` if it has too many.
+    /// `Exists` if a live pool of the tenant has the id, `Limit` if the tenant has too many pools.
     pub fn create_pool(&self, id: u32) -> Result<(), CreateError> {
         self.0.lock().create_pool(id)
     }
 
-    /// Ends a pool and its pages in constant time; they are freed behind.
+    /// Ends a pool and its pages in constant time; the pages are freed later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -420,17 +426,18 @@ impl Tenant {
         self.0.lock().destroy_pool(id)
     }
 
-    /// Stores pages, in their order: of one key given twice, the later counts. `results` has the
-    /// length of `pages`. A refused page leaves nothing under its key.
+    /// Stores pages in their order: if a key is given twice, the later page counts. `results` has
+    /// the length of `pages`. A refused page leaves nothing under its key.
     ///
-    /// Pages are copied here, and get their final form in
-    /// [`Pool::maintain`](crate::Pool::maintain). A page is refused if the tenant has too many
-    /// that wait for it. A page that would exceed the tenant's limit evicts the tenant's own
-    /// oldest ones. A page for which the pool has no room evicts, in bounded steps, those of the
-    /// tenant most above its entitlement. It is refused if that does not suffice, and never waits.
+    /// The call copies the pages, and [`Pool::maintain`](crate::Pool::maintain) gives them their
+    /// final form. A page is refused if too many pages of the tenant wait for their final form. A
+    /// page that would exceed the tenant's limit evicts the tenant's own oldest pages. A page for
+    /// which the pool has no room evicts, in bounded steps, pages of the tenant most above its
+    /// entitlement. It is refused if that does not suffice, and never waits.
     ///
-    /// Returns what that costs, in nanoseconds: at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each page,
-    /// but for followed keys, of which later puts forget fewer.
+    /// Returns the cost in nanoseconds: at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each page,
+    /// without the cost of forgetting followed keys. Keys that this call forgets, later puts need
+    /// not forget.
     ///
     /// # Errors
     /// The tenant has no such pool, or it ended during the call; then all results are `Refused`.
@@ -461,7 +468,8 @@ impl Tenant {
         Ok(cost_ns)
     }
 
-    /// Returns what it costs. None: the pool has ended.
+    /// Stores up to [`PUT_GROUP_PAGES`] pages. Returns the cost in nanoseconds. None: the pool has
+    /// ended.
     fn put_group(
         &self,
         pool: PoolRef,
@@ -469,7 +477,7 @@ impl Tenant {
         results: &mut [PutResult],
     ) -> Option<u64> {
         let engine = &self.0.pool;
-        // What would be refused is not copied.
+        // Pages that would be refused are not copied.
         let raw_room = self.0.lock().raw_room();
         let mut raw = [None; PUT_GROUP_PAGES];
         let steps_max = pages.len() * EVICTIONS_PER_PUT_PAGE;
@@ -524,17 +532,17 @@ impl Tenant {
         live.then_some(cost_ns)
     }
 
-    /// Gets pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results`
-    /// have one length. A hit removes the page; `out` of a miss is unspecified. Bytes are checked
-    /// against the hash of those that were put: what fails is a miss and counted in
-    /// `hash_mismatches`.
+    /// Gets the pages `index ..` of one object, one for each cookie. `cookies`, `out` and `results`
+    /// have one length. A hit removes the page; `out` of a miss is unspecified. The restored bytes
+    /// are checked against the hash of the bytes that were put. A page that fails is answered as a
+    /// miss and counted in `hash_mismatches`.
     ///
     /// # Errors
     /// The tenant has no such pool; then all results are `Miss`.
     ///
     /// # Panics
     /// If the slices differ in length.
-    // Six values make a get; a struct of them would only be taken apart again.
+    // A get has six values; a struct of them would only be taken apart again.
     #[allow(clippy::too_many_arguments)]
     pub fn get(
         &self,
@@ -581,7 +589,7 @@ impl Tenant {
             pool: engine,
             tenant,
         } = &*self.0;
-        // Beyond the last page number there is nothing.
+        // There are no pages beyond the last page number.
         let nr = (u64::MAX - index)
             .saturating_add(1)
             .min(cookies.len() as u64) as usize;
@@ -597,9 +605,9 @@ impl Tenant {
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
-        // All that is known of the pages first, then the pages, some at a time. They stay where they
-        // are until all are read: whoever says so for each in its turn waits for the page before to
-        // reach memory.
+        // First prefetch the records of all pages, then the bytes, some pages at a time. All pages
+        // stay in place until they are read. Opening each reader just before its page is read would
+        // make each page wait until the write for the page before has reached memory.
         for entry in taken.iter().flatten() {
             engine.store.prefetch(entry.content());
         }
@@ -644,9 +652,9 @@ impl Tenant {
         }
     }
 
-    /// Drops pages `index ..` of one object; `nr_pages` None: to its end. The time is in proportion
-    /// to the pages found; a whole object (index 0, to the end) goes in constant time and is freed
-    /// behind.
+    /// Drops the pages `index ..` of one object; `nr_pages` None: to its end. The time is
+    /// proportional to the pages found. A whole object (index 0, to the end) is dropped in constant
+    /// time and freed later.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -661,10 +669,10 @@ impl Tenant {
             .map(|_| ())
     }
 
-    /// A [`flush`](Self::flush) in steps, for callers that others wait for: it costs at most
-    /// `budget_ns` nanoseconds by the engine's figures, which it lowers by what it cost. True: all is
-    /// dropped; false: the budget does not suffice for the next step, and the same call with a new
-    /// one of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more goes on.
+    /// Does a [`flush`](Self::flush) in steps, for callers that other VMs wait for. It costs at
+    /// most `budget_ns` nanoseconds by the engine's figures, and lowers `budget_ns` by its cost.
+    /// True: all pages are dropped. False: the budget does not suffice for the next step, and the
+    /// same call with a new budget of [`FLUSH_NS_MIN`](crate::FLUSH_NS_MIN) or more continues.
     ///
     /// # Errors
     /// The tenant has no such pool.
@@ -694,7 +702,8 @@ impl Tenant {
             *budget_ns = left_ns;
             let mut freed = Freed::new();
             let mut state = self.0.lock();
-            // A pool that ended meanwhile has nothing to drop; a new one of its id is not meant.
+            // A pool that ended in the meantime has no pages to drop. The flush does not apply to a
+            // new pool with its id.
             if !state.index.is_live(pool) {
                 return Ok(true);
             }
@@ -723,12 +732,13 @@ impl Tenant {
         }
     }
 
-    /// Drops the pages that it holds now, a few at a time; its pools stay. For operators: it takes
-    /// about a µs a page, and their memory is free when it returns. Returns how many.
+    /// Drops the pages that the tenant holds now, a few at a time; its pools stay. It is for
+    /// operators: it takes about 1 µs for each page, and the memory of the pages is free when it
+    /// returns. Returns the number of dropped pages.
     pub fn drop_pages(&self) -> u64 {
         let (mut left, before) = {
             let mut state = self.0.lock();
-            // What was dropped would not be asked for in vain if there were more room.
+            // More memory would not have turned later misses of these pages into hits.
             state.gain.drop_where(|_| true);
             let pages = u64::from(state.index.gauges.pages);
             (pages, pages)
@@ -745,22 +755,22 @@ impl Tenant {
         before - left
     }
 
-    /// Empties the tenant in constant time: pools, objects, pages, which are freed behind. Quota
+    /// Empties the tenant in constant time: pools, objects and pages, which are freed later. Quota
     /// and trust domain stay.
     pub fn clear(&self) {
         self.0.lock().clear();
     }
 
-    /// Changes the quota. Pages above a lower limit go in steps of
+    /// Changes the quota. Pages above a lower limit are evicted in steps of
     /// [`Pool::maintain`](crate::Pool::maintain) and of puts.
     ///
     /// # Errors
-    /// The reserve does not fit beside those of the others; then nothing changes.
+    /// The reserve does not fit beside those of the other tenants; then nothing changes.
     pub fn set_quota(&self, quota: Quota) -> Result<(), AdmissionError> {
         self.0.pool.set_quota(&self.0.tenant, quota)
     }
 
-    /// Gauges and counters as of now.
+    /// Returns gauges and counters as of now.
     pub fn stats(&self) -> TenantStats {
         let Handle {
             pool: engine,
@@ -817,8 +827,8 @@ impl Tenant {
         &self.0.pool
     }
 
-    /// The cookie held under (pool, object, index), and the page read into `read`, all left in
-    /// place.
+    /// Returns the cookie held under (pool, object, index), and reads the page into `read`. The
+    /// page stays in place.
     pub(crate) fn peek_with(
         &self,
         (pool, object, index): (u32, u64, u64),

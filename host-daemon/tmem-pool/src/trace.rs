@@ -1,40 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What guests asked of a pool, in a form that can be kept: docs/traces.md has the format.
+//! Traces of guests' requests to a pool, in a form that can be kept; docs/traces.md describes the
+//! format.
 //!
-//! It tells when which page was put, got and flushed and how small it became, and neither contents
-//! nor names: objects are keyed hashes, pages are moved by a distance that only the object's hash
-//! tells. The key comes from the system and is in no file.
+//! A trace says when which page was put, got and flushed, and how small it became. It contains
+//! neither contents nor names: objects are keyed hashes, and page numbers are shifted by a distance
+//! that depends on the key and the object's number. The key comes from the system and is in no
+//! file.
 
 use crate::codec;
 use crate::config::{PAGE_SIZE, Page};
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
-/// First bytes of a trace: name, and version of the format.
+/// First bytes of a trace: name and version of the format.
 const MAGIC: [u8; 8] = *b"tmemtr\x00\x01";
 
-/// Stored sizes are told in such steps: finer ones would say more of the contents, and no policy
-/// looks at them.
+/// Granularity of stored sizes in bytes. Finer sizes would reveal more of the contents, and no
+/// policy uses them.
 pub const SIZE_CLASS_BYTES: usize = 256;
 
-/// Bits of an object's hash. Of 100,000 objects two are mistaken for one in one trace of 200.
+/// Bits of an object's hash. With 100,000 objects, two of them share a hash in one trace of 200.
 const OBJECT_BITS: u32 = 40;
 const OBJECT_BYTES: usize = OBJECT_BITS as usize / 8;
 
-/// Pages from here on are not told. No file has them, and so no page and distance overflow.
+/// Page numbers from here on are not recorded. No file has them, and with this bound no sum of page
+/// and distance overflows.
 const INDEX_MAX: u64 = 1 << 62;
 
-/// The longest event: first byte, three variable numbers, pool, object, one more number.
+/// Length of the longest event in bytes: first byte, three variable-length numbers, pool, object,
+/// one more number.
 const EVENT_BYTES_MAX: usize = 64;
 
-/// Of a stored size: 0 for a page that repeats four bytes, else in steps of [`SIZE_CLASS_BYTES`].
+/// Class of a stored size: 0 for a page that repeats four bytes, otherwise in steps of
+/// [`SIZE_CLASS_BYTES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SizeClass(u8);
 
 impl SizeClass {
     const MAX: u8 = (PAGE_SIZE / SIZE_CLASS_BYTES) as u8;
 
-    /// What the engine makes of a page, which takes as long as compressing it does.
+    /// Returns the class of the form that the engine would store. This takes as long as compressing
+    /// the page.
     pub fn of(page: &Page) -> SizeClass {
         if codec::same_filled(page).is_some() {
             return SizeClass(0);
@@ -43,18 +49,18 @@ impl SizeClass {
         SizeClass::of_bytes(bytes)
     }
 
-    /// Of a page that takes so many bytes.
+    /// Returns the class of a page with this stored size in bytes.
     pub fn of_bytes(bytes: usize) -> SizeClass {
         SizeClass((bytes.min(PAGE_SIZE)).div_ceil(SIZE_CLASS_BYTES) as u8)
     }
 
-    /// The largest stored size in it.
+    /// Returns the largest stored size of the class in bytes.
     pub fn bytes(self) -> usize {
         usize::from(self.0) * SIZE_CLASS_BYTES
     }
 }
 
-/// An object as a trace names it.
+/// Name of an object in a trace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ObjectKey {
     /// Hash of the pool's number.
@@ -63,36 +69,36 @@ pub struct ObjectKey {
     pub object: u64,
 }
 
-/// What was asked. Page numbers are moved.
+/// Request in a trace. Page numbers are shifted by the distance of their object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Op {
     /// A page was put and stored.
     Put {
-        /// Whose page it is.
+        /// Object of the page.
         object: ObjectKey,
-        /// Which one.
+        /// Shifted number of the page.
         page: u64,
-        /// The guest's hint.
+        /// The guest's hint that the page was active.
         workingset: bool,
-        /// How small it is.
+        /// Class of the stored size.
         size: SizeClass,
     },
     /// A page was asked for.
     Get {
-        /// Whose page it is.
+        /// Object of the page.
         object: ObjectKey,
-        /// Which one.
+        /// Shifted number of the page.
         page: u64,
-        /// It was returned.
+        /// The page was returned.
         hit: bool,
     },
-    /// Pages were flushed, or refused, which comes to the same.
+    /// Pages were flushed, or refused, which has the same effect.
     Flush {
-        /// Whose pages they are.
+        /// Object of the pages.
         object: ObjectKey,
-        /// The first.
+        /// Shifted number of the first page.
         page: u64,
-        /// None: all from there on.
+        /// Number of pages. None: all pages from the first on.
         nr_pages: Option<u64>,
     },
     /// An object was flushed.
@@ -103,29 +109,29 @@ pub enum Op {
     Clear,
 }
 
-/// What was asked, by whom, and when.
+/// A request with its tenant and time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// Since the trace began.
+    /// Time since the trace began, in microseconds.
     pub time_us: u64,
-    /// Tenants are numbered.
+    /// Number of the tenant. Tenants are numbered.
     pub tenant: u32,
-    /// What.
+    /// The request.
     pub op: Op,
 }
 
-/// Makes of a guest's numbers those of a trace. Each has a key of its own, from the system, which
-/// is never told.
+/// Turns a guest's numbers into those of a trace. Each instance has a key of its own from the
+/// system, which never leaves it.
 #[derive(Debug, Default)]
 pub struct Blind(RandomState);
 
 impl Blind {
-    /// The hash of a pool's number.
+    /// Returns the hash of a pool's number.
     pub fn pool(&self, tenant: u32, pool: u32) -> u16 {
         self.0.hash_one((0u8, tenant, pool)) as u16
     }
 
-    /// An object, and how far its pages are moved.
+    /// Returns the key of an object, and the distance by which its page numbers are shifted.
     pub fn object(&self, tenant: u32, pool: u32, object: u64) -> (ObjectKey, Distance) {
         let hash = self.0.hash_one((1u8, tenant, pool, object));
         let key = ObjectKey {
@@ -137,19 +143,19 @@ impl Blind {
     }
 }
 
-/// How far the pages of an object are moved.
+/// Distance by which the page numbers of an object are shifted.
 #[derive(Clone, Copy, Debug)]
 pub struct Distance(u64);
 
 impl Distance {
-    /// The page's number in the trace. None: it is not told.
+    /// Returns the page's number in the trace. None: the page is not recorded.
     pub fn page(self, index: u64) -> Option<u64> {
         (index < INDEX_MAX).then(|| index + self.0)
     }
 }
 
-// Bits of an event's first byte, from the lowest: what, its flag, and which fields follow because
-// they are not those of the event before.
+// Bits of an event's first byte, from the lowest: the kind of request, its flag, and one bit for
+// each field that follows because it differs from the event before.
 const OP: u8 = 7;
 const OP_PUT: u8 = 0;
 const OP_GET: u8 = 1;
@@ -157,20 +163,20 @@ const OP_FLUSH: u8 = 2;
 const OP_FLUSH_OBJECT: u8 = 3;
 const OP_DESTROY_POOL: u8 = 4;
 const OP_CLEAR: u8 = 5;
-/// Of a put: workingset; of a get: hit; of a flush: to the end.
+/// Flag of the request. For a put: workingset; for a get: hit; for a flush: to the end.
 const FLAG: u8 = 1 << 3;
 const HAS_TIME: u8 = 1 << 4;
 const HAS_TENANT: u8 = 1 << 5;
 const HAS_OBJECT: u8 = 1 << 6;
 const HAS_PAGE: u8 = 1 << 7;
 
-/// What an event leaves out if it is as it was before.
+/// Fields that an event leaves out if they are equal to those of the event before.
 #[derive(Clone, Debug, Default)]
 struct Last {
     time_us: u64,
     tenant: u32,
     object: ObjectKey,
-    /// The one after the last.
+    /// Number of the page after the last one.
     page: u64,
 }
 
@@ -182,7 +188,7 @@ fn write_number(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-/// Small for numbers near 0 on both sides.
+/// Maps numbers near 0 of either sign to small numbers.
 fn zigzag(number: i64) -> u64 {
     ((number << 1) ^ (number >> 63)) as u64
 }
@@ -191,7 +197,7 @@ fn unzigzag(number: u64) -> i64 {
     (number >> 1) as i64 ^ -((number & 1) as i64)
 }
 
-/// Writes events.
+/// Writer of a trace.
 #[derive(Debug, Default)]
 pub struct Writer {
     last: Last,
@@ -199,10 +205,10 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// No event takes more bytes, nor do a header and its event.
+    /// Largest number of bytes that one event takes, also together with the header.
     pub const EVENT_BYTES_MAX: usize = EVENT_BYTES_MAX;
 
-    /// Appends an event; before the first, the header. Times never go back.
+    /// Appends an event, and before the first event the header. Times must not decrease.
     pub fn write(&mut self, event: &Event, out: &mut Vec<u8>) {
         if !self.begun {
             out.extend(MAGIC);
@@ -266,14 +272,14 @@ impl Writer {
     }
 }
 
-/// Why a trace cannot be read any further.
+/// Reason why a trace cannot be read any further.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TraceError {
-    /// It does not begin as a trace of this version does.
+    /// The bytes do not begin as a trace of this version does.
     NoTrace,
-    /// It ends within an event: the recorder was killed, or the file was cut.
+    /// The trace ends within an event: the recorder was killed, or the file was cut.
     Cut,
-    /// No event is as the one at this byte.
+    /// The bytes at this offset are no event.
     Broken(usize),
 }
 
@@ -295,7 +301,7 @@ impl fmt::Display for TraceError {
 
 impl std::error::Error for TraceError {}
 
-/// Reads events. After an error there are no more.
+/// Reader of a trace. After an error it returns no more events.
 #[derive(Debug)]
 pub struct Reader<'a> {
     bytes: &'a [u8],
@@ -304,10 +310,10 @@ pub struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Of the bytes of a trace.
+    /// Creates a reader of the bytes of a trace.
     ///
     /// # Errors
-    /// They are none.
+    /// The bytes do not begin as a trace of this version does.
     pub fn new(bytes: &'a [u8]) -> Result<Reader<'a>, TraceError> {
         if !bytes.starts_with(&MAGIC) {
             return Err(TraceError::NoTrace);
@@ -325,7 +331,7 @@ impl<'a> Reader<'a> {
         Ok(byte)
     }
 
-    /// A number of so many bytes, the lowest first.
+    /// Reads a number of `bytes` bytes, the lowest first.
     fn fixed(&mut self, bytes: usize) -> Result<u64, TraceError> {
         (0..bytes).try_fold(0, |number, nth| {
             Ok(number | u64::from(self.byte()?) << (8 * nth))
@@ -487,7 +493,7 @@ mod tests {
             }
             let read: Result<Vec<Event>, TraceError> = Reader::new(&bytes).unwrap().collect();
             assert_eq!(read.unwrap(), events);
-            // Cut anywhere, it gives what is whole.
+            // A trace that is cut anywhere gives all events before the cut.
             for _ in 0..50 {
                 let len = MAGIC.len() + rng.below((bytes.len() - MAGIC.len()) as u64) as usize;
                 let read: Vec<_> = Reader::new(&bytes[..len]).unwrap().collect();

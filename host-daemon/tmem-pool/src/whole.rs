@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Locks of what all tenants share, and what a panic under one of them means: that nobody knows what
-//! the store holds, so nobody may be answered out of it. The process ends at once.
+//! Poison policy of locks of data that all tenants share. After a panic under such a lock, the
+//! contents of the store are unknown, so no guest may be answered from it. The process ends at
+//! once.
 //!
-//! Everything in a pool is a copy: guests read from their disks until the process is back, empty.
-//! Going on without the lock would risk wrong bytes; a panic at each use, as the language proposes,
-//! would stop one queue of a guest after the other and leave a process that looks alive. A panic
-//! under a tenant's own lock is that tenant's alone (tenant.rs), and one in the sweep leaves cold
-//! pages as they are (pool.rs).
+//! Every page in a pool is a copy: guests read from their disks until the process is back, empty.
+//! Going on without the lock would risk wrong bytes. A panic at each use, as the standard library
+//! proposes, would stop the queues of guests one after the other and leave a process that seems
+//! alive. A panic under a tenant's own lock concerns that tenant only (tenant.rs), and a panic in
+//! the sweep leaves cold pages as they are (pool.rs).
 
 use std::sync::LockResult;
 
-/// The guard, if what it guards is whole. `what`: it, for the log.
+/// Returns the guard if the lock is not poisoned, and otherwise ends the process. `what` names the
+/// guarded data, for the log.
 pub(crate) fn whole<G>(locked: LockResult<G>, what: &str) -> G {
     locked.unwrap_or_else(|_| {
         tracing::error!(
@@ -21,8 +23,8 @@ pub(crate) fn whole<G>(locked: LockResult<G>, what: &str) -> G {
     })
 }
 
-/// Ends the process because a structure that all tenants share contradicts itself. Going on could loop without end
-/// under a lock that all tenants need, or hand out one page's memory twice.
+/// Ends the process because a structure that all tenants share contradicts itself. Continuing could
+/// loop without end under a lock that all tenants need, or hand out one page's memory twice.
 #[cold]
 pub(crate) fn broken(what: &str) -> ! {
     tracing::error!(

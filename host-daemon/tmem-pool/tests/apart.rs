@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a tenant is answered, and how it is charged, does not depend on what one of another trust domain holds:
-//! the same to the bit, while the pool is full, pages go and puts are refused. That times do not either is
-//! `tmem-bench timing`'s to show.
+//! Isolation of trust domains: the answers to a tenant and its charges do not depend on the pages
+//! of a tenant of another trust domain. They are equal to the bit, also while the pool is full,
+//! pages are evicted and puts are refused. `tmem-bench timing` measures whether times depend on
+//! them.
 
 use tmem_pool::{
     GetResult, PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec,
@@ -10,16 +11,19 @@ use tmem_pool::{
 
 const MIB: u64 = 1 << 20;
 
-/// Pages of either tenant: more than the pool takes of both.
+/// Number of pages that the tenant puts; the other tenant puts half as many. Together they are more
+/// than the pool holds.
 const PAGES: u64 = 3000;
 
-/// Pages of a put, and between two rounds of background work.
+/// Number of pages of a put.
 const BATCH: u64 = 32;
 
-/// Every byte changed so is another page. One of noise takes the same room, and so does one of a single byte.
+/// Change of every byte that turns a page into another one of the same stored size: this holds for
+/// a page of noise and for one of a single repeated byte.
 const OTHER: u8 = 0x5a;
 
-/// Of pages one third is noise, one a single byte, and one, which the other tenant has others of, in between.
+/// Returns a page: one third of the pages is noise and one third a single repeated byte. Pages of
+/// the last third are partly noise, and the other tenant has different ones.
 fn page(number: u64) -> Page {
     let noise = match number % 3 {
         0 => 0,
@@ -30,7 +34,8 @@ fn page(number: u64) -> Page {
     std::array::from_fn(|at| if at < noise { rng() } else { number as u8 })
 }
 
-/// What the other tenant has: the same where its size is no matter of its bytes, or, with a change, others.
+/// Returns a page of the other tenant. Where the stored size does not depend on the bytes, it is
+/// the same page as [`page`] returns, or a changed one.
 fn others(number: u64, change: u8) -> Page {
     match number % 3 {
         2 => page(number + 3 * PAGES),
@@ -86,7 +91,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
             .get(Time(0), 1, 1, index, &cookie, &mut out, &mut result)
             .unwrap(),
     );
-    // What comes with a miss means nothing.
+    // The bytes that come with a miss are unspecified.
     let page = if result[0] == GetResult::Miss {
         [0; PAGE_SIZE]
     } else {
@@ -95,7 +100,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
     (result[0], page)
 }
 
-/// All that a tenant is answered, and what is told of it.
+/// All answers to a tenant, and its statistics.
 #[derive(PartialEq)]
 struct Seen {
     puts: Vec<Vec<PutResult>>,
@@ -103,7 +108,8 @@ struct Seen {
     stats: Vec<TenantStats>,
 }
 
-/// A tenant puts and gets beside one of that trust domain, who holds the same pages, or others.
+/// Puts and gets pages beside a tenant of the trust domain `domain`, which holds the same pages or
+/// others.
 fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     let pool = Pool::new(PoolConfig {
         size_bytes: 4 * MIB,
@@ -125,7 +131,8 @@ fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     };
     for first in (0..PAGES).step_by(BATCH as usize) {
         seen.puts.push(put(&own, first, page));
-        // Now and then it is quicker than the background.
+        // Background work runs after every tenth put only, so that puts are sometimes faster than
+        // it.
         if first % (10 * BATCH) == 0 {
             while pool.maintain(Time(0), 64) {}
         }
@@ -150,13 +157,13 @@ fn who_holds_the_same_elsewhere_changes_nothing() {
         for (same, others) in same.stats.iter().zip(&others.stats) {
             assert_eq!(same, others);
         }
-        // It was tight enough for all that can happen.
+        // The pool was full enough for hits, evictions and refusals.
         let stats = same.stats.last().unwrap();
         assert!(
             stats.hits > 0 && stats.evictions > 0 && stats.puts_refused > 0,
             "{stats:?}"
         );
     }
-    // And would be seen, as it is inside of a domain.
+    // Inside one trust domain, the difference is visible.
     assert!(beside("own", 0, None) != beside("own", OTHER, None));
 }

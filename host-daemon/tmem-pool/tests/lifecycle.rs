@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A page's life through the public interface: put, get, replaced, flushed, gone with its pool.
+//! Life of a page through the public interface: put, get, replaced, flushed, dropped with its pool.
 
 mod common;
 
@@ -13,7 +13,8 @@ fn pool() -> Pool {
     common::pool(16 << 20)
 }
 
-/// Pages that differ, of which one compresses, one does not and one is of one byte.
+/// Returns three different pages: one that compresses, one that does not, and one of a single
+/// repeated byte.
 fn pages() -> [Page; 3] {
     let mut text = [0; PAGE_SIZE];
     text.iter_mut()
@@ -76,7 +77,7 @@ fn a_page_comes_back_once() {
             "a hit removes the page"
         );
     }
-    // As well before they have it.
+    // A get before the page has its final form returns the page as well.
     for (index, page) in pages().iter().enumerate() {
         put(&tenant, index as u64, 100, page);
         assert_eq!(get(&tenant, index as u64, 100), Some(*page));

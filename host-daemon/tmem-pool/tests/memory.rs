@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the engine says it holds against what the system gives it, and what it leaves behind in
+//! Test of the engine's memory figures against those of the system, and of the remains of pages in
 //! freed memory.
 //!
-//! One test in a process of its own, since it looks at all memory of the process.
+//! It is the only test of its process, since it reads all memory of the process.
 
 mod common;
 
@@ -12,15 +12,16 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 use tmem_pool::{ADDRESS_SPACE_TIMES, PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
 
-/// Counts live bytes.
+/// Allocator that counts live bytes.
 struct Counting;
 
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-/// In each page of the test; incompressible, so that it is found in the stored form, too.
+/// Bytes in each page of the test. They do not compress, so that they are found in the stored form,
+/// too.
 const SECRET: [u8; 16] = *b"\x91o\x07TheGuest'sKey";
 
-/// What a heap takes for a block: a word before it, in units of 16 bytes.
+/// Returns the bytes that a heap takes for a block: a word before it, in units of 16 bytes.
 fn heap_bytes(layout: Layout) -> usize {
     (layout.size() + 8).next_multiple_of(16).max(32)
 }
@@ -40,8 +41,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// The engine's regions: parts of the address space that are not dumped. Start, end and bytes in
-/// memory.
+/// Returns the engine's regions, which are the parts of the address space that are not dumped:
+/// start, end and bytes in memory.
 fn regions() -> Vec<(u64, u64, u64)> {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut regions, mut now) = (Vec::new(), (0, 0, 0));
@@ -68,7 +69,7 @@ fn reserved_bytes() -> u64 {
     regions().iter().map(|(start, end, _)| end - start).sum()
 }
 
-/// How often the secret is in the engine's regions.
+/// Returns how often the secret is in the engine's regions.
 fn secrets() -> usize {
     let pagemap = File::open("/proc/self/pagemap").unwrap();
     let memory = File::open("/proc/self/mem").unwrap();
@@ -79,7 +80,7 @@ fn secrets() -> usize {
             .read_exact_at(&mut map, start / PAGE_SIZE as u64 * 8)
             .unwrap();
         for (nth, word) in map.as_chunks::<8>().0.iter().enumerate() {
-            // Bit 63: in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
             if u64::from_le_bytes(*word) >> 63 == 1 {
                 memory
                     .read_exact_at(&mut page, start + (nth * PAGE_SIZE) as u64)
@@ -148,13 +149,13 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
             && reserved > (ADDRESS_SPACE_TIMES - 1) * POOL_BYTES,
         "{reserved} B of address space"
     );
-    // Heap, its spans and handles, the table of equal pages.
+    // These are the heap with its spans and handles, and the table of equal pages.
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let flags = smaps.lines().filter_map(|l| l.strip_prefix("VmFlags:"));
     let flags: Vec<Vec<&str>> = flags
         .map(|flags| flags.split_whitespace().collect())
         .collect();
-    // What the kernel maps for its clock is not dumped either; "io" marks it.
+    // The kernel's mapping for its clock is not dumped either. The flag "io" identifies it.
     let ours = |flags: &&Vec<&str>| flags.contains(&"dd") && !flags.contains(&"io");
     let regions = flags.iter().filter(ours);
     let (locked, swapped): (Vec<_>, Vec<_>) = regions.partition(|flags| flags.contains(&"lo"));
@@ -210,7 +211,8 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
             metadata_bytes / stats.pages,
             stats.metadata_bytes / stats.pages
         );
-        // What a table has of its last page is not told, nor what the allocator takes.
+        // The statistics count neither the unused rest of a table's last page nor the allocator's
+        // overhead.
         assert!(
             stats.held_bytes + (64 << 10) >= held_bytes,
             "{what}: {held_bytes} B are held: {stats:?}"
@@ -239,6 +241,6 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
         );
         before_bytes = stats.held_bytes.max(before_bytes);
     }
-    // All that stays is tables, as long as they ever were, and frames for the next.
+    // Only tables stay, at their largest size, and frames for new pages.
     assert!(before_bytes < 20 << 20, "{before_bytes} B stay");
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A pool that is told to be smaller gives its memory back, in work that is bounded by what goes.
+//! Test of a pool that is shrunk: it gives its memory back, in work that is bounded by the evicted
+//! pages.
 
 mod common;
 
@@ -8,10 +9,10 @@ use tmem_pool::{PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 24_000;
-/// Of one call of maintain, as the daemon's janitor makes them, but smaller.
+/// Budget of one call of maintain, as the daemon's background worker makes it, but smaller.
 const BUDGET: usize = 64;
 
-/// Compresses to anything from 100 B to nothing less than itself, in no order.
+/// Returns a page that compresses to a random length from 100 B up, or not at all.
 fn page(nth: u64) -> Page {
     let mut page = [nth as u8; PAGE_SIZE];
     let mut x = nth.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -45,7 +46,7 @@ fn fill(pool: &Pool, tenant: &Tenant) {
     while pool.maintain(Time(0), BUDGET) {}
 }
 
-/// Of this process, in memory.
+/// Returns the resident memory of this process in bytes.
 fn resident_bytes() -> u64 {
     let statm = fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
@@ -78,12 +79,12 @@ fn memory_goes_back_in_bounded_work() {
              {steps} steps",
             before.pages
         );
-        // What goes is about the part of the pages that the size loses: none are lost in vain.
+        // The evicted pages are about the lost part of the size: no pages are lost in vain.
         assert!(
             evicted <= before.pages * 3 / 2 / part + 512,
             "{evicted} pages evicted"
         );
-        // Each page takes a step to evict and one blob beside it a step to move.
+        // Each page takes a step to evict, and a step to move one blob beside it.
         assert!(
             steps <= 3 * evicted + 1024,
             "{steps} steps for {evicted} pages"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is counted, and why: each refused and evicted page has one reason.
+//! Tests of counters: each refused and each evicted page is counted under one reason.
 
 mod common;
 
@@ -8,7 +8,7 @@ use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time, Work};
 
 const MIB: u64 = 1 << 20;
 
-/// Does not compress.
+/// Returns a page that does not compress.
 fn noise(seed: u64) -> Page {
     let mut rng = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     std::array::from_fn(|_| {
@@ -53,8 +53,8 @@ fn every_page_has_one_form() {
     assert_eq!((settled, stats.raw_pages), ([1, 1, 1, 1], 0));
 }
 
-/// Whoever looks at a clock when work begins knows what it took: what is counted of one kind changes only from
-/// when that begins to when another does.
+/// The reported kind of work is complete: the counters of one kind change only between its report
+/// and the next one. So a caller can measure the time of each kind.
 #[test]
 fn background_work_says_what_it_is_for() {
     const TEN_MINUTES_NS: u64 = 600_000_000_000;
@@ -87,13 +87,13 @@ fn background_work_says_what_it_is_for() {
         look(None);
     };
     for index in 0..200 {
-        // Four letters: bare lz4 makes little of it, and zstd a quarter.
+        // The page has four letters: lz4 alone gains little, and zstd compresses it to a quarter.
         let page = noise(index).map(|byte| b"tmem"[usize::from(byte % 4)]);
         assert_eq!(put(&a, index, &page), PutResult::Stored);
     }
     settle(0);
     a.flush(1, 1, 0, Some(99)).unwrap();
-    // New ones, while others are freed.
+    // New pages arrive while others are freed.
     for index in 200..400 {
         assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
     }
@@ -112,7 +112,7 @@ fn every_refusal_has_a_reason() {
     }
     let stats = a.stats();
     assert_eq!((stats.puts_refused, stats.refused_nursery), (3, 3));
-    // A limit below a single page.
+    // Set a limit below a single page.
     a.set_quota(Quota {
         reserve_bytes: 0,
         limit_bytes: Some(1),
@@ -142,7 +142,7 @@ fn evictions_tell_a_full_pool_from_a_smaller_one() {
     let smaller = a.stats();
     assert!(smaller.evictions_shrink > 1000);
     assert_eq!(smaller.evictions - full.evictions, smaller.evictions_shrink);
-    // It fits: what goes now goes for room.
+    // The pool fits: from now on pages are evicted to make room.
     for index in 8192..9192 {
         put(&a, index, &noise(index));
         while pool.maintain(Time(0), 64) {}

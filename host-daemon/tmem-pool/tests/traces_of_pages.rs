@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Copies of a page's bytes that the engine leaves in the memory of its process.
+//! Test that finds copies of a page's bytes that the engine leaves in the memory of its process.
 //!
-//! One test in a process of its own, since it reads all memory of the process.
+//! It is the only test of its process, since it reads all memory of the process.
 
 mod common;
 
@@ -9,8 +9,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use tmem_pool::{GetResult, PAGE_SIZE, Pool, Put, PutResult, SecretPages, Tenant, Time};
 
-/// Bytes of each page that the test looks for, which zstd keeps as literals: no other page has five of them in a row.
-/// They are inverted, so that the test itself holds them nowhere else.
+/// Bytes of each page that the test looks for, which zstd keeps as literals: no other page has five
+/// of them in a row. They are inverted, so that the test itself holds them nowhere else.
 const NEEDLE_INVERTED: [u8; 16] = [
     !b'k', !b'b', !b'e', !b'h', !b'c', !b'l', !b'a', !b'i', !b'g', !b'd', !b'l', !b'f', !b'k',
     !b'a', !b'j', !b'c',
@@ -22,8 +22,8 @@ const HOURS: u64 = 24;
 /// Pages that are put, each with the needle.
 const PAGES: usize = 8;
 
-/// Fills a page with words in no order and the needle: lz4 finds the words, and zstd also finds that few letters are
-/// used.
+/// Fills a page with words in random order and the needle: lz4 finds the words, and zstd also sees
+/// that few letters are used.
 fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
     let mut state = seed;
     let mut random = |below: u64| {
@@ -44,12 +44,13 @@ fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
     }
 }
 
-/// Addresses of the needle in all memory that the process can write to.
+/// Returns the addresses of the needle in all memory that the process can write to.
 fn found() -> Vec<u64> {
     let memory = File::open("/proc/self/mem").expect("it is there");
     let maps = std::fs::read_to_string("/proc/self/maps").expect("it is there");
     let pagemap = File::open("/proc/self/pagemap").expect("it is there");
-    // Two pages, so that a needle across a boundary is found, in memory of its own that is left out.
+    // Two pages, so that a needle across a page boundary is found. The window has memory of its
+    // own, which the search leaves out.
     let mut window = SecretPages::new(2).expect("memory");
     let own = window.pages().as_ptr() as u64;
     let mut found = Vec::new();
@@ -72,7 +73,7 @@ fn found() -> Vec<u64> {
             let present = pagemap
                 .read_exact_at(&mut entry, page / PAGE_SIZE as u64 * 8)
                 .is_ok();
-            // Bit 63: in memory (Documentation/admin-guide/mm/pagemap.rst).
+            // Bit 63: the page is in memory (Documentation/admin-guide/mm/pagemap.rst).
             if !present
                 || u64::from_le_bytes(entry) >> 63 == 0
                 || memory.read_exact_at(&mut bytes[PAGE_SIZE..], page).is_err()
@@ -96,7 +97,7 @@ fn found() -> Vec<u64> {
     found
 }
 
-/// Puts the pages, and leaves no copy of its own.
+/// Puts the pages, and leaves no copy in the test's own memory.
 fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
     for index in 0..PAGES {
         let [page, _] = pages.pages() else {
@@ -135,7 +136,7 @@ fn zstd_leaves_no_copy_of_a_page() {
     maintain(&pool);
     assert_eq!(pool.stats().denser_blobs, PAGES as u64, "all became cold");
     assert_eq!(found(), [], "of what was compressed");
-    // Equal pages are compared with those that are stored.
+    // Equal pages are compared with the stored ones.
     put_all(&tenant, 2, &mut pages);
     while pool.maintain(Time(HOURS * 3_600_000_000_000), 64) {}
     assert_eq!(tenant.stats().shared_pages, PAGES as u64, "all are equal");

@@ -1,26 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Page contents that can be told again from a few bytes, so that a model of a large cache is
-//! small.
+//! Page contents that are generated from a few bytes, so that a model of a large cache is small.
 //!
-//! Three kinds meet the engine's three ways: one word repeated, text that compresses, noise that
-//! does not. Equal values are equal pages, in one guest or in several: what is drawn from a small
-//! set is shared, what carries a cookie is not.
+//! The three kinds exercise the engine's three forms: one repeated word, text that compresses,
+//! noise that does not. Equal values are equal pages, in one guest or in several. Values from a
+//! small set make shared pages; values that contain a cookie do not.
 
 use crate::requests::{PAGE, Page};
 
-/// What a page holds.
+/// Content of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Content {
-    /// One 64-bit word over and over.
+    /// One 64-bit word that is repeated.
     SameFilled(u64),
-    /// Words of a small dictionary, in an order of their own: compresses to about a third.
+    /// Words of a small dictionary in random order: the page compresses to about a third.
     Text(u64),
     /// Random bytes: does not compress.
     Noise(u64),
 }
 
 impl Content {
-    /// The bytes.
+    /// Returns the bytes of the page.
     #[must_use]
     pub fn page(self) -> Box<Page> {
         let mut page = Box::new([0; PAGE]);
@@ -45,7 +44,7 @@ impl Content {
                 for chunk in page.chunks_exact_mut(8) {
                     chunk.copy_from_slice(WORDS[rng.usize(..WORDS.len())]);
                 }
-                // Two texts never become equal by chance.
+                // The seed in the page makes sure that two texts are never equal by chance.
                 page[..8].copy_from_slice(&seed.to_le_bytes());
             }
             Self::Noise(seed) => {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that behaves: index with cookies, generation, one queue per chunk, as the kernel module
-//! does it, with a seeded stream of random work and every answer judged.
+//! A guest that behaves: it has an index with cookies, a generation and one queue per chunk, as the
+//! kernel module has. It sends a seeded stream of random work, and judges every answer.
 //!
-//! It asks also for what it should not get: old cookies, pages it has had back, pages it never
-//! put. Never more than `window` requests in flight.
+//! The driver also asks for pages that it must not get: by old cookies, pages that it has had back,
+//! pages that it never put. At most `window` requests are in flight.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -17,23 +17,23 @@ use crate::frontend::{Done, FakeGuest, GuestConfig, GuestError};
 use crate::model::{Asked, Key, Model, Violation};
 use crate::requests::{LATENCIES_BYTES, PutPage, REPORT_BYTES, Range, Request};
 
-/// How long any answer may take in a test on a busy machine before it counts as lost.
+/// Time after which an answer counts as lost, in a test on a busy machine.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Shape of the random work.
+/// Parameters of the random work.
 #[derive(Clone, Debug)]
 pub struct DriverConfig {
-    /// Seeds everything.
+    /// Seed of all random choices.
     pub seed: u64,
-    /// Requests in flight at most.
+    /// Most requests in flight.
     pub window: usize,
-    /// Pages of a batch at most, up to 64.
+    /// Most pages of a batch, up to 64.
     pub batch_max: usize,
-    /// Objects of a pool.
+    /// Number of objects of a pool.
     pub objects: u64,
-    /// Pages of an object; more than 256 gives several chunks and so several queues.
+    /// Pages of an object. More than 256 pages give several chunks and so several queues.
     pub object_pages: u64,
-    /// Contents that all guests share are drawn from that many.
+    /// Number of contents that all guests share.
     pub shared_contents: u64,
 }
 
@@ -50,12 +50,12 @@ impl Default for DriverConfig {
     }
 }
 
-/// Why a driver's step failed.
+/// Reason why a driver's step failed.
 #[derive(Debug)]
 pub enum DriverError {
-    /// The transport.
+    /// The transport failed.
     Guest(GuestError),
-    /// The oracle.
+    /// The oracle found a forbidden answer.
     Violation(Violation),
 }
 
@@ -82,7 +82,7 @@ impl From<Violation> for DriverError {
     }
 }
 
-/// A guest, its model and its random work.
+/// A guest with its model and its random work.
 pub struct Driver {
     /// The transport.
     pub guest: FakeGuest,
@@ -92,7 +92,7 @@ pub struct Driver {
     rng: fastrand::Rng,
     asked: HashMap<u64, Asked>,
     index: HashMap<Key, u64>,
-    /// Cookies that were once valid, to be asked for again.
+    /// Cookies that were once valid, for gets that must miss.
     old: Vec<(Key, u64)>,
     cookie_next: u64,
     pool: u32,
@@ -101,7 +101,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A driver without a device.
+    /// Creates a driver without a device.
     ///
     /// # Errors
     /// When the kernel refuses memory or descriptors.
@@ -122,25 +122,25 @@ impl Driver {
         })
     }
 
-    /// Requests sent so far.
+    /// Returns the number of requests sent so far.
     #[must_use]
     pub fn requests(&self) -> u64 {
         self.requests
     }
 
-    /// The pool that the work uses.
+    /// Returns the pool that the work uses.
     #[must_use]
     pub fn pool(&self) -> u32 {
         self.pool
     }
 
-    /// Pages that the driver believes to be held.
+    /// Returns the pages that the driver believes to be held, with their cookies.
     #[must_use]
     pub fn index(&self) -> &HashMap<Key, u64> {
         &self.index
     }
 
-    /// The queue for a key: all requests of a chunk use one.
+    /// Returns the queue for a key: all requests of a chunk use one queue.
     #[must_use]
     pub fn queue_of(&self, object: u64, index: u64) -> usize {
         queue_of(self.guest.num_queues(), object, index)
@@ -149,7 +149,7 @@ impl Driver {
     /// Connects, starts and creates the pool.
     ///
     /// # Errors
-    /// As [`FakeGuest::connect`] and [`FakeGuest::start`].
+    /// Those of [`FakeGuest::connect`] and [`FakeGuest::start`].
     pub fn connect(&mut self, socket: &Path) -> Result<(), DriverError> {
         self.guest.connect(socket)?;
         self.guest.start()?;
@@ -158,10 +158,10 @@ impl Driver {
         self.create_pool()
     }
 
-    /// Believes the configuration: forgets all if the generation is another.
+    /// Takes over the generation of the configuration, and forgets all pages if it is a new one.
     ///
     /// # Errors
-    /// When the generation must not be what it is.
+    /// When the generation is 0 or one that it must not be.
     pub fn new_generation(&mut self) -> Result<(), DriverError> {
         let generation = self.guest.generation();
         if generation == self.model.generation() && generation != 0 {
@@ -176,9 +176,9 @@ impl Driver {
     /// Creates the next pool and uses it from now on.
     ///
     /// # Errors
-    /// As [`Self::settle`].
+    /// Those of [`Self::settle`].
     pub fn create_pool(&mut self) -> Result<(), DriverError> {
-        // Requests for a pool that is not there yet must not meet its creation.
+        // Requests for the old pool must not be in flight while the new one is created.
         self.settle()?;
         self.pool = self.pool_next;
         self.pool_next += 1;
@@ -196,7 +196,7 @@ impl Driver {
     /// Resets the device as a reboot does, and starts it again.
     ///
     /// # Errors
-    /// As [`FakeGuest::reset`].
+    /// Those of [`FakeGuest::reset`].
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
         self.asked.clear();
@@ -205,21 +205,21 @@ impl Driver {
         self.create_pool()
     }
 
-    /// The daemon is gone: takes what it still answered, and forgets the connection. What is in
-    /// flight stays in the rings, to be replayed.
+    /// Handles a lost daemon: takes the answers that it still gave, and forgets the connection.
+    /// Requests in flight stay in the rings, to be replayed.
     ///
     /// # Errors
-    /// As [`Self::collect`].
+    /// Those of [`Self::collect`].
     pub fn lose_backend(&mut self) -> Result<(), DriverError> {
         self.collect()?;
         self.guest.disconnect();
         Ok(())
     }
 
-    /// Hangs up with requests in flight, which stay in the rings, to be replayed.
+    /// Hangs up with requests in flight. They stay in the rings, to be replayed.
     ///
     /// # Errors
-    /// As [`FakeGuest::hang_up`] and [`Self::collect`].
+    /// Those of [`FakeGuest::hang_up`] and [`Self::collect`].
     pub fn hang_up(&mut self) -> Result<(), DriverError> {
         self.guest.hang_up()?;
         self.collect()?;
@@ -227,7 +227,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Sends one request and remembers what its answer needs; false without room.
+    /// Sends one request and stores the data that judging its answer needs. Returns false if there
+    /// is no room.
     pub fn send(&mut self, queue: usize, request: Request, contents: Vec<Content>) -> bool {
         match self.guest.submit(queue, request) {
             Some(token) => {
@@ -240,7 +241,7 @@ impl Driver {
         }
     }
 
-    /// Judges what has been answered; true if there was something.
+    /// Judges the answers that have arrived. Returns true if there were any.
     ///
     /// # Errors
     /// A violation, or a broken ring.
@@ -250,7 +251,7 @@ impl Driver {
         Ok(!done.is_empty())
     }
 
-    /// Waits until nothing is in flight, and judges it.
+    /// Waits until nothing is in flight, and judges the answers.
     ///
     /// # Errors
     /// A violation, a broken ring, or no answer in time.
@@ -292,7 +293,7 @@ impl Driver {
         Ok(())
     }
 
-    /// A cookie that was never used before.
+    /// Returns a cookie that was never used before.
     pub fn new_cookie(&mut self) -> u64 {
         self.cookie_next += 1;
         self.cookie_next
@@ -310,7 +311,7 @@ impl Driver {
         }
     }
 
-    /// One random piece of work: sends a request, or takes answers if the window is full.
+    /// Does one random piece of work: sends a request, or takes answers if the window is full.
     ///
     /// # Errors
     /// A violation, a broken ring, or no answer in time.
@@ -322,7 +323,7 @@ impl Driver {
         let object = self.rng.u64(1..=self.config.objects);
         let start = self.rng.u64(..self.config.object_pages);
         let count = self.rng.u64(1..=self.config.batch_max as u64);
-        // A batch stays in its chunk, and so on its queue.
+        // A batch stays in its chunk, and so on one queue.
         let chunk_end = (start | ((1 << wire::CHUNK_SHIFT) - 1)) + 1;
         let end = (start + count).min(chunk_end);
         let sent = match self.rng.u8(..100) {
@@ -356,7 +357,7 @@ impl Driver {
             ),
         };
         if !sent {
-            // The ring is full or no slot is free: answers make room.
+            // The ring is full or no slot is free: answers free descriptors and slots.
             let done = self.guest.wait(ANSWER_TIMEOUT)?;
             self.judge(&done)?;
         }
@@ -366,7 +367,7 @@ impl Driver {
         Ok(())
     }
 
-    /// Puts a run of pages with new contents.
+    /// Puts a run of pages with new contents. Returns false if there is no room.
     pub fn put(&mut self, object: u64, start: u64, end: u64) -> bool {
         let mut pages = Vec::new();
         let mut contents = Vec::new();
@@ -415,7 +416,8 @@ impl Driver {
         true
     }
 
-    /// Gets a run of pages: what the index has, by its cookie; the rest by one that never was.
+    /// Gets a run of pages: those in the index by their cookies, the others by a cookie that was
+    /// never used. Returns false if there is no room.
     pub fn get(&mut self, object: u64, start: u64, end: u64) -> bool {
         let key = |index| Key {
             pool: self.pool,
@@ -449,7 +451,7 @@ impl Driver {
         true
     }
 
-    /// Asks for a page by a cookie that is no longer good for it.
+    /// Asks for a page by a cookie that is no longer valid for it.
     fn get_old(&mut self) -> bool {
         if self.old.is_empty() {
             return true;
@@ -483,7 +485,7 @@ impl Driver {
         }
     }
 
-    /// Flushes ranges of one chunk.
+    /// Flushes a range of one chunk. Returns false if there is no room.
     pub fn flush(&mut self, object: u64, start: u64, end: u64) -> bool {
         let range = Range {
             object,
@@ -493,7 +495,7 @@ impl Driver {
         self.flush_ranges(self.queue_of(object, start), vec![range])
     }
 
-    /// Flushes a whole object, over all its queues.
+    /// Flushes a whole object, whose pages are on all queues. Returns false if there is no room.
     pub fn flush_object(&mut self, object: u64) -> bool {
         let range = Range {
             object,
@@ -526,10 +528,11 @@ impl Driver {
         true
     }
 
-    /// Gets everything of the pool that the index has, judged; returns the hits.
+    /// Gets all pages of the pool that are in the index, and judges the answers. Returns the number
+    /// of hits.
     ///
     /// # Errors
-    /// As [`Self::settle`].
+    /// Those of [`Self::settle`].
     pub fn get_all(&mut self) -> Result<u64, DriverError> {
         let before = self.model.counts().hits;
         let pool = self.pool;
@@ -560,8 +563,8 @@ impl Driver {
     }
 }
 
-/// Queue of a page among `queues`, the control queue included.
-/// The queue for a key, of `queues` in all, as a driver may choose it: one for each chunk.
+/// Returns the queue for a page, of `queues` queues including the control queue. A driver may
+/// choose it in this way: one queue for each chunk.
 #[must_use]
 pub fn queue_of(queues: usize, object: u64, index: u64) -> usize {
     let chunk = index >> wire::CHUNK_SHIFT;

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Every way in which a guest's request can be wrong, and what SPEC.md, "Requests", makes of it.
+//! All faults that a guest's request can have, and the reaction that SPEC.md, "Requests", requires.
 //!
-//! A fault is sent to a device that holds the page of its [`Target`]: whatever is answered, a
-//! request that was not carried out must leave that page where it is. Never a fault that an honest
-//! driver's request could be mistaken for.
+//! A fault is sent to a device that holds the page of its [`Target`]. Whatever the device answers,
+//! a request that was not carried out must leave that page where it is. No fault here could also be
+//! an honest driver's request.
 
 mod chains;
 mod shapes;
@@ -21,45 +21,46 @@ use crate::requests::{
 };
 use crate::ring::{Buffer, DESC_BYTES, Desc, F_INDIRECT, F_NEXT, F_WRITE};
 
-/// What must become of a faulty request.
+/// Required reaction to a faulty request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expect {
-    /// One of these statuses; the queue goes on.
+    /// The device answers with one of these statuses, and the queue goes on.
     Status(&'static [u8]),
-    /// No answer: the queue stops.
+    /// The device gives no answer: the queue stops.
     Stopped,
-    /// The specification leaves it to the device: one of these statuses, or the queue stops.
+    /// The specification leaves it to the device: it answers with one of these statuses, or the
+    /// queue stops.
     Either(&'static [u8]),
 }
 
 /// A page that the device holds while the fault is sent.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// A live pool.
+    /// Live pool of the page.
     pub pool: u32,
-    /// Object.
+    /// Object of the page.
     pub object: u64,
-    /// Index.
+    /// Index of the page in its object.
     pub index: u64,
-    /// The cookie under which it is held.
+    /// Cookie under which the page is held.
     pub cookie: u64,
-    /// The request queue of the page.
+    /// Request queue of the page.
     pub queue: usize,
 }
 
 type Send = Box<dyn Fn(&mut FakeGuest, Target) -> usize>;
 
-/// A wrong request.
+/// A faulty request.
 pub struct Fault {
-    /// What is wrong with it.
+    /// Description of the fault.
     pub name: String,
-    /// What must become of it.
+    /// Required reaction of the device.
     pub expect: Expect,
     send: Send,
 }
 
 impl Fault {
-    /// Sends it; returns the queue.
+    /// Sends the request. Returns its queue.
     pub fn send(&self, guest: &mut FakeGuest, target: Target) -> usize {
         (self.send)(guest, target)
     }
@@ -82,7 +83,7 @@ const POOL: usize = 12;
 const RESERVED: usize = 16;
 const BODY: usize = REQ_BYTES;
 
-/// A put of two pages, the target first.
+/// Returns a put of two pages, the target first.
 fn put(t: Target) -> Request {
     let page = |i: u64| PutPage {
         object: t.object,
@@ -97,7 +98,7 @@ fn put(t: Target) -> Request {
     }
 }
 
-/// A get of two pages, the target first.
+/// Returns a get of two pages, the target first.
 fn get(t: Target) -> Request {
     let cookies = vec![t.cookie, t.cookie + 1];
     Request::Get {
@@ -108,7 +109,7 @@ fn get(t: Target) -> Request {
     }
 }
 
-/// A flush of two ranges, the target first.
+/// Returns a flush of two ranges, the target first.
 fn flush(t: Target) -> Request {
     let range = |i: u64| Range {
         object: t.object,
@@ -150,7 +151,7 @@ fn queue_for(request: &Request, t: Target) -> usize {
     }
 }
 
-/// Sends bytes that were bent, in a chain that is well formed.
+/// Sends modified bytes in a well-formed chain.
 fn send_encoded(g: &mut FakeGuest, queue: usize, request: Request, encoded: &Encoded) -> usize {
     let generation = g.generation();
     g.add_encoded(queue, request, generation, encoded)
@@ -178,7 +179,8 @@ fn bent(
     }
 }
 
-/// Sends a request as a chain of buffers that `build` makes of where it was placed.
+/// Returns a fault that sends a request as a chain of the buffers that `build` makes from the
+/// request's place.
 fn rebuilt(
     name: impl Into<String>,
     expect: Expect,
@@ -201,7 +203,8 @@ fn rebuilt(
     })
 }
 
-/// Chains descriptors in order; `next` counts from the first and is moved to real slots later.
+/// Chains descriptors in order. `next` counts from the first descriptor; real slots are filled in
+/// later.
 fn link(descs: &mut [Desc]) {
     for i in 1..descs.len() {
         descs[i - 1].flags |= F_NEXT;
@@ -209,8 +212,8 @@ fn link(descs: &mut [Desc]) {
     }
 }
 
-/// Sends a request as ring descriptors of the caller's making. A `next` below their number is
-/// relative to the first, any other is taken as it is.
+/// Returns a fault that sends a request as ring descriptors that the caller builds. A `next` below
+/// their number is relative to the first; any other value is used as it is.
 fn raw(
     name: impl Into<String>,
     expect: Expect,
@@ -223,7 +226,7 @@ fn raw(
         let encoded = request.encode(g.generation());
         let mut placed = g.place(&encoded).expect("room for a fault");
         let descs = build(g, queue, &placed.1);
-        // `resp` goes to the first writable byte, which the fault may have moved.
+        // The device writes `resp` to the first writable byte, which the fault may have moved.
         let first = descs
             .iter()
             .find(|d| d.flags & F_WRITE != 0 && d.flags & F_INDIRECT == 0);
@@ -276,10 +279,10 @@ fn whole(p: &Placed) -> Vec<Buffer> {
     out
 }
 
-/// An address that is no RAM: between the regions of the default machine.
+/// Address outside of RAM, between the regions of the default machine.
 pub const HOLE: u64 = 2 << 30;
 
-/// All faults.
+/// Returns all faults.
 #[must_use]
 pub fn all() -> Vec<Fault> {
     let mut out = values::all();
@@ -289,7 +292,7 @@ pub fn all() -> Vec<Fault> {
 }
 
 impl Fault {
-    /// The same with another expectation.
+    /// Returns the fault with another required reaction.
     fn or(mut self, expect: Expect) -> Self {
         self.expect = expect;
         self

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The fake guest: what QEMU and a driver together show a daemon, in the order in which they do.
+//! The fake guest: the actions of QEMU and a driver on a daemon, in the order in which they happen.
 //!
-//! Memory and rings outlive every connection, as a guest outlives its daemon: after a lost backend
-//! the rings start again from the last used element. It takes the driver's side only as far as
-//! buffers and rings; what to ask and what to believe is [`crate::Model`]'s business. Never waits
-//! without a bound.
+//! Memory and rings outlive every connection, as a guest outlives its daemon. After a lost back
+//! end, the rings start again from the last used element. Of the driver, the fake guest has buffers
+//! and rings only; [`crate::Model`] decides which answers are right. Every wait has a bound.
 
 mod requests_in_flight;
 
@@ -44,42 +43,41 @@ pub const F_LOG_ALL: u64 = 1 << 26;
 /// Bytes of `struct virtio_tmem_config`.
 pub const CONFIG_BYTES: usize = 32;
 
-/// Pages of a slot: one ends with the metadata of the side that has page data, 64 follow it, one
-/// holds the other side, one the indirect table.
+/// Pages of a slot. The first page ends with the metadata of the side that has page data, and the
+/// 64 data pages follow. One page holds the other side, and one the indirect table.
 const SLOT_PAGES: u64 = 67;
-/// Descriptors that fit a slot's indirect table.
+/// Most descriptors of a slot's indirect table.
 const INDIRECT_MAX: usize = (PAGE_BYTES / 16) as usize;
 
-/// What kind of machine this is.
+/// Configuration of a fake machine.
 #[derive(Clone, Debug)]
 pub struct GuestConfig {
-    /// In every error message.
+    /// Name of the guest, for error messages.
     pub name: String,
-    /// RAM, ascending.
+    /// Regions of RAM, ascending.
     pub ram: Vec<RamRegion>,
-    /// Whether its memfds carry F_SEAL_SHRINK.
+    /// The memfds carry F_SEAL_SHRINK.
     pub sealed: bool,
-    /// Whether they are of huge pages, of which the host must have as many; sealed, too.
+    /// The memfds consist of huge pages and are sealed. The host must have enough free huge pages.
     pub huge: bool,
-    /// Whether all regions, which are equally large then, are the same memory: a machine that looks
-    /// larger than its host.
+    /// All regions are the same memory, and have one size. The machine looks larger than its host.
     pub one_file: bool,
-    /// Request queues, beside the control queue.
+    /// Number of request queues, without the control queue.
     pub request_queues: u16,
-    /// Descriptors of each queue.
+    /// Number of descriptors of each queue.
     pub queue_size: u16,
-    /// Feature bits that the driver would take; what the device does not offer is dropped.
+    /// Feature bits that the driver accepts. Bits that the device does not offer are dropped.
     pub features: u64,
-    /// Requests that may be in flight at once, over all queues.
+    /// Most requests in flight, over all queues.
     pub slots: usize,
-    /// How a chain is cut where the caller does not say.
+    /// Cut of chains into descriptors where the caller does not specify one.
     pub cut: Cut,
-    /// ADD_MEM_REG instead of SET_MEM_TABLE, where offered.
+    /// Use ADD_MEM_REG instead of SET_MEM_TABLE, where the daemon offers it.
     pub mem_slots: bool,
-    /// Whether every message asks for an acknowledgement, so that every refusal is heard. QEMU asks
-    /// for that of the memory table only.
+    /// Ask for an acknowledgement of every message, so that every refusal is seen. QEMU asks for
+    /// one of the memory table only.
     pub acknowledged: bool,
-    /// How long the daemon may take for an answer to a vhost-user message.
+    /// Longest time that the daemon may take to answer a vhost-user message.
     pub reply_timeout: Duration,
 }
 
@@ -87,7 +85,7 @@ impl Default for GuestConfig {
     fn default() -> Self {
         Self {
             name: "guest".into(),
-            // With a hole, as a PC has below 4 GiB.
+            // RAM has a hole, as a PC has below 4 GiB.
             ram: vec![
                 RamRegion {
                     start: 0,
@@ -113,39 +111,39 @@ impl Default for GuestConfig {
     }
 }
 
-/// Why a step of the fake guest failed.
+/// Reason why a step of the fake guest failed.
 #[derive(Debug)]
 pub enum GuestError {
     /// The daemon refused or dropped a vhost-user message.
     Message {
-        /// Guest.
+        /// Name of the guest.
         guest: String,
-        /// Message.
+        /// Name of the message.
         message: &'static str,
-        /// What the front end saw.
+        /// Error of the front end.
         error: vhost::Error,
     },
     /// The socket could not be used.
     Socket(io::Error),
     /// The device broke the rules of a ring.
     Ring {
-        /// Guest.
+        /// Name of the guest.
         guest: String,
-        /// Queue number.
+        /// Number of the queue.
         queue: usize,
-        /// Which rule.
+        /// The broken rule.
         error: RingError,
     },
-    /// The device offers or tells what no driver takes.
+    /// The device offers or reports a value that no driver accepts.
     Device(String),
-    /// No answer in time.
+    /// No answer arrived in time.
     Late {
-        /// Guest.
+        /// Name of the guest.
         guest: String,
-        /// Requests that wait.
+        /// Number of requests without an answer.
         in_flight: usize,
     },
-    /// Not connected.
+    /// The guest is not connected.
     NoBackend,
 }
 
@@ -180,17 +178,17 @@ impl std::error::Error for GuestError {}
 /// The device configuration as the driver reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceConfig {
-    /// What every request must carry.
+    /// Generation that every request must carry.
     pub generation: u64,
     /// Bytes of a page.
     pub page_size: u32,
-    /// Request queues.
+    /// Number of request queues.
     pub num_request_queues: u16,
-    /// Pages or ranges of a request.
+    /// Most pages or ranges of a request.
     pub batch_max: u16,
-    /// Live pools.
+    /// Most live pools.
     pub pools_max: u32,
-    /// 0.
+    /// Reserved fields, which must be 0.
     pub reserved: [u32; 3],
 }
 
@@ -209,12 +207,12 @@ impl DeviceConfig {
     }
 }
 
-/// Where the two parts of a request lie.
+/// Places of the two parts of a request in guest memory.
 #[derive(Clone, Debug)]
 pub struct Placed {
-    /// Readable stretches: address and bytes.
+    /// Readable pieces: address and number of bytes.
     pub readable: Vec<(u64, usize)>,
-    /// Writable stretches: address and bytes.
+    /// Writable pieces: address and number of bytes.
     pub writable: Vec<(u64, usize)>,
     /// Address of the page for an indirect table.
     pub table: u64,
@@ -232,15 +230,15 @@ struct Pending {
 /// An answered request.
 #[derive(Clone, Debug)]
 pub struct Done {
-    /// As [`FakeGuest::submit`] gave it.
+    /// Token that [`FakeGuest::submit`] returned.
     pub token: u64,
-    /// Queue.
+    /// Number of the queue.
     pub queue: usize,
-    /// What was asked.
+    /// The request.
     pub request: Request,
-    /// Under which generation.
+    /// Generation of the request.
     pub generation: u64,
-    /// What was answered.
+    /// The answer.
     pub answer: Answer,
 }
 
@@ -249,17 +247,17 @@ struct Queue {
     kick: EventFd,
     call: EventFd,
     err: EventFd,
-    /// Where the device goes on: SET_VRING_BASE.
+    /// Ring index at which the device continues, as SET_VRING_BASE passes it.
     base: u16,
 }
 
 struct Link {
     frontend: Frontend,
-    /// The same socket, to hang up on it.
+    /// Socket of the front end, kept in order to hang up on it.
     stream: UnixStream,
     offered: u64,
     protocol: VhostUserProtocolFeatures,
-    /// Regions that the daemon has, where they go one by one.
+    /// Number of regions that the daemon has, if they are added one by one.
     slots_known: usize,
     started: bool,
 }
@@ -280,7 +278,7 @@ pub struct FakeGuest {
 }
 
 impl FakeGuest {
-    /// A machine without a daemon.
+    /// Creates a machine without a daemon.
     ///
     /// # Errors
     /// When the kernel refuses memory or descriptors.
@@ -317,48 +315,48 @@ impl FakeGuest {
         })
     }
 
-    /// Name for messages.
+    /// Returns the name for messages.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.config.name
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     #[must_use]
     pub fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
     }
 
-    /// Queues, the control queue included.
+    /// Returns the number of queues, the control queue included.
     #[must_use]
     pub fn num_queues(&self) -> usize {
         self.queues.len()
     }
 
-    /// The ring of a queue.
+    /// Returns the ring of a queue.
     #[must_use]
     pub fn ring(&self, queue: usize) -> &DriverRing {
         &self.queues[queue].ring
     }
 
-    /// What a queue's interrupts come by.
+    /// Returns the descriptor through which a queue's interrupts arrive.
     #[must_use]
     pub fn call_fd(&self, queue: usize) -> &EventFd {
         &self.queues[queue].call
     }
 
-    /// The ring of a queue, to lie with.
+    /// Returns the ring of a queue for changes, such as faults.
     pub fn ring_mut(&mut self, queue: usize) -> &mut DriverRing {
         &mut self.queues[queue].ring
     }
 
-    /// The configuration as last read; None before the first connection.
+    /// Returns the configuration as last read; None before the first connection.
     #[must_use]
     pub fn device(&self) -> Option<DeviceConfig> {
         self.device
     }
 
-    /// The generation as last read, 0 without a backend.
+    /// Returns the generation as last read; 0 without a back end.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.link
@@ -367,19 +365,19 @@ impl FakeGuest {
             .map_or(0, |d| d.generation)
     }
 
-    /// Feature bits that the device offered at the last connection.
+    /// Returns the feature bits that the device offered at the last connection.
     #[must_use]
     pub fn offered_features(&self) -> u64 {
         self.link.as_ref().map_or(0, |l| l.offered)
     }
 
-    /// Requests without an answer.
+    /// Returns the number of requests without an answer.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.pending.len()
     }
 
-    /// The front end itself, for messages that QEMU would not send.
+    /// Returns the front end itself, for messages that QEMU would not send.
     pub fn frontend(&mut self) -> Option<&mut Frontend> {
         self.link.as_mut().map(|l| &mut l.frontend)
     }
@@ -393,20 +391,20 @@ impl FakeGuest {
     }
 
     /// Connects and negotiates as QEMU does when a character device opens: features, protocol
-    /// features, owner, queue number, call descriptors, configuration. Nothing runs yet.
+    /// features, owner, queue number, call descriptors, configuration. No ring runs yet.
     ///
     /// # Errors
-    /// Everything that makes QEMU drop the connection; it is then dropped.
+    /// Each error on which QEMU drops the connection; the connection is then dropped.
     pub fn connect(&mut self, socket: &Path) -> Result<(), GuestError> {
         self.disconnect();
         let stream = UnixStream::connect(socket).map_err(GuestError::Socket)?;
         self.connect_stream(stream)
     }
 
-    /// [`Self::connect`] over a socket that is already open.
+    /// Does [`Self::connect`] over a socket that is already open.
     ///
     /// # Errors
-    /// As there.
+    /// Those of [`Self::connect`].
     pub fn connect_stream(&mut self, stream: UnixStream) -> Result<(), GuestError> {
         let timeout = Some(self.config.reply_timeout);
         stream
@@ -466,7 +464,7 @@ impl FakeGuest {
     /// Reads the configuration, as QEMU does to fill its cache.
     ///
     /// # Errors
-    /// When the daemon does not answer it.
+    /// When the daemon does not answer.
     pub fn read_config(&mut self) -> Result<DeviceConfig, GuestError> {
         let link = self.link.as_mut().ok_or(GuestError::NoBackend)?;
         let r = link.frontend.get_config(
@@ -481,11 +479,11 @@ impl FakeGuest {
         Ok(config)
     }
 
-    /// Starts the device as `vhost_dev_start` does: features, memory, rings from their base,
-    /// enabled last; then the configuration is read again and queues with work are kicked.
+    /// Starts the device as `vhost_dev_start` does: features, memory, rings from their base, and
+    /// enabling them last. Then it reads the configuration again and kicks queues with work.
     ///
     /// # Errors
-    /// When the daemon refuses any of it.
+    /// When the daemon refuses one of the messages.
     pub fn start(&mut self) -> Result<(), GuestError> {
         self.set_features()?;
         self.set_mem_table()?;
@@ -525,8 +523,8 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Sends the memory table (again): QEMU does so at each change of the memory map, with rings
-    /// running.
+    /// Sends the memory table, also a second time: QEMU does so at each change of the memory map,
+    /// with rings running.
     ///
     /// # Errors
     /// When the daemon refuses it.
@@ -534,8 +532,8 @@ impl FakeGuest {
         self.set_mem_table_of(self.config.ram.len())
     }
 
-    /// A memory map of the first `count` regions: all in one message, or, with memory slots, those
-    /// added and removed that make the difference.
+    /// Sends a memory map of the first `count` regions: all in one message, or, with memory slots,
+    /// by adding and removing the regions that differ.
     ///
     /// # Errors
     /// When the daemon refuses it.
@@ -605,8 +603,8 @@ impl FakeGuest {
         self.message("SET_VRING_ERR", link.frontend.set_vring_err(i, &q.err))
     }
 
-    /// Stops the rings as `vhost_dev_stop` does (pause, migration): each is disabled, then
-    /// GET_VRING_BASE waits until it is drained. Returns the bases.
+    /// Stops the rings as `vhost_dev_stop` does (pause, migration): it disables each ring, and
+    /// GET_VRING_BASE then waits until the ring is drained. Returns the bases.
     ///
     /// # Errors
     /// When the daemon does not answer.
@@ -618,7 +616,7 @@ impl FakeGuest {
         self.get_vring_bases()
     }
 
-    /// GET_VRING_BASE of every queue, without disabling any first.
+    /// Sends GET_VRING_BASE for every queue, without disabling any first. Returns the bases.
     ///
     /// # Errors
     /// When the daemon does not answer.
@@ -633,8 +631,8 @@ impl FakeGuest {
         Ok(self.queues.iter().map(|q| q.base).collect())
     }
 
-    /// Resets the device as a reboot does: rings stopped, RESET_DEVICE, everything in flight
-    /// forgotten, rings empty. The next [`Self::start`] finds another generation.
+    /// Resets the device as a reboot does: it stops the rings, sends RESET_DEVICE, forgets all
+    /// requests in flight and empties the rings. The next [`Self::start`] finds another generation.
     ///
     /// # Errors
     /// When the daemon does not answer, or does not offer RESET_DEVICE.
@@ -653,8 +651,8 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// The daemon is gone, or is to believe that we are: rings will start again from the last used
-    /// element, which is how QEMU replays.
+    /// Drops the connection, because the daemon is gone or in order to pretend that the guest is.
+    /// The rings will start again from the last used element, which is how QEMU replays.
     pub fn disconnect(&mut self) {
         self.link = None;
         for q in &mut self.queues {
@@ -662,8 +660,8 @@ impl FakeGuest {
         }
     }
 
-    /// Ends the connection and waits until the daemon has, too: from then on it must have let go of
-    /// the guest's memory.
+    /// Ends the connection and waits until the daemon has ended it, too. From then on the daemon
+    /// must not hold the guest's memory.
     ///
     /// # Errors
     /// When the daemon does not close its end in time.
@@ -688,7 +686,7 @@ impl FakeGuest {
         self.start_this_log(log)
     }
 
-    /// The same with a log of any size.
+    /// Switches on the given dirty log, which may have any size. Returns the log.
     ///
     /// # Errors
     /// When the daemon refuses it.
@@ -704,7 +702,7 @@ impl FakeGuest {
         Ok(self.log.as_ref().expect("just set"))
     }
 
-    /// The dirty log, while it is on.
+    /// Returns the dirty log, while it is on.
     #[must_use]
     pub fn log(&self) -> Option<&DirtyLog> {
         self.log.as_ref()

@@ -2,10 +2,10 @@
 //! A guest without a VM: it drives a virtio-tmem daemon over vhost-user and judges its answers.
 //!
 //! [`FakeGuest`] is QEMU and the transport half of a driver: shared memory, virtqueues, the
-//! messages in QEMU's order. [`Model`] says what each answer may be. [`Driver`] joins the two into
-//! a guest that behaves; [`fault`] has the ways in which one may not.
+//! messages in QEMU's order. [`Model`] decides which answers are allowed. [`Driver`] joins the two
+//! into a guest that behaves; [`fault`] contains the ways in which a guest can misbehave.
 //!
-//! Never here: anything of the daemon or the engine. What this crate believes comes from
+//! Out of scope: code of the daemon or the engine. All rules in this crate come from
 //! `proto/SPEC.md` alone.
 
 pub mod content;

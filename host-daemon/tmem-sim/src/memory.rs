@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The fake guest's RAM: shared memory in sealed memfds, as QEMU's `memory-backend-memfd`.
 //!
-//! Regions lie apart in guest-physical space, so that an address between them exists and is
-//! nobody's. All access is volatile: a daemon reads and writes the same pages at any time. Never
-//! hands out references into guest memory.
+//! There are gaps between the regions in guest-physical space, so that addresses without memory
+//! exist. All access is volatile, because a daemon reads and writes the same pages at any time. No
+//! reference into guest memory is handed out.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -37,20 +37,21 @@ fn memfd(bytes: u64, sealed: bool, flags: MemfdFlags) -> io::Result<File> {
     Ok(fd.into())
 }
 
-/// The guest's memory and a bump allocator of its pages.
+/// The guest's memory with a bump allocator of its pages.
 #[derive(Debug)]
 pub struct GuestRam {
     map: GuestMemoryMmap,
     regions: Vec<RamRegion>,
-    /// Next free address and the index of its region. Guards nothing else; a leaf lock.
+    /// Index of the region with the next free address, and that address. Leaf lock, which guards
+    /// nothing else.
     next: Mutex<(usize, u64)>,
-    /// Numbers of the pages that the guest itself has written, while a VMM keeps track of them for
-    /// a migration. A leaf lock.
+    /// Numbers of the pages that the guest itself has written, while a VMM tracks them for a
+    /// migration. Leaf lock.
     written: Mutex<Option<BTreeSet<u64>>>,
 }
 
 impl GuestRam {
-    /// Maps fresh zeroed memory. `sealed` adds F_SEAL_SHRINK and F_SEAL_GROW, as QEMU does.
+    /// Maps new zeroed memory. `sealed` adds F_SEAL_SHRINK and F_SEAL_GROW, as QEMU does.
     ///
     /// # Errors
     /// When the kernel refuses a memfd, a seal or a mapping.
@@ -58,21 +59,21 @@ impl GuestRam {
         Self::with(regions, sealed, MemfdFlags::empty())
     }
 
-    /// The same of huge pages, sealed.
+    /// Maps new sealed memory of huge pages.
     ///
     /// # Errors
-    /// When the kernel has not as many free.
+    /// When the kernel does not have enough free huge pages.
     pub fn huge(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
         Self::with(regions, true, MemfdFlags::HUGETLB)
     }
 
-    /// Sealed, each region the same bytes of one file.
+    /// Maps sealed memory in which each region is the same bytes of one file.
     ///
     /// # Errors
     /// When the kernel refuses a memfd, a seal or a mapping.
     ///
     /// # Panics
-    /// When they are not equally large.
+    /// When the regions are not equally large.
     pub fn of_one_file(regions: &[RamRegion]) -> io::Result<Arc<Self>> {
         let bytes = regions.first().map_or(0, |region| region.size_bytes);
         assert!(regions.iter().all(|region| region.size_bytes == bytes));
@@ -106,16 +107,16 @@ impl GuestRam {
         }))
     }
 
-    /// The mapping itself, for a device side in the same process.
+    /// Returns the mapping itself, for a device side in the same process.
     #[must_use]
     pub fn map(&self) -> &GuestMemoryMmap {
         &self.map
     }
 
-    /// Takes `pages` contiguous pages that nothing else uses; never given back.
+    /// Allocates `pages` contiguous pages and returns their address. They are never freed.
     ///
     /// # Panics
-    /// When the guest has no room: its memory is chosen by the test that runs it.
+    /// When the guest has no room: the test that runs it chooses its memory.
     #[must_use]
     pub fn alloc(&self, pages: u64) -> u64 {
         let size_bytes = pages * PAGE_BYTES;
@@ -146,13 +147,13 @@ impl GuestRam {
         self.map.write_slice(buf, GuestAddress(addr)).unwrap();
     }
 
-    /// Atomic little-endian load of a ring index or flag.
+    /// Loads a ring index or flag, atomic and little-endian.
     #[must_use]
     pub fn load_u16(&self, addr: u64, order: Ordering) -> u16 {
         u16::from_le(self.map.load(GuestAddress(addr), order).unwrap())
     }
 
-    /// Atomic little-endian store of a ring index or flag.
+    /// Stores a ring index or flag, atomic and little-endian.
     pub fn store_u16(&self, addr: u64, value: u16, order: Ordering) {
         self.note_written(addr, 2);
         self.map
@@ -160,13 +161,13 @@ impl GuestRam {
             .unwrap();
     }
 
-    /// Address in this process, which vhost-user names rings by.
+    /// Returns the address in this process, by which vhost-user names rings.
     #[must_use]
     pub fn host_addr(&self, addr: u64) -> u64 {
         self.map.get_host_address(GuestAddress(addr)).unwrap() as u64
     }
 
-    /// The regions as SET_MEM_TABLE wants them; the descriptors stay owned here.
+    /// Returns the regions as SET_MEM_TABLE needs them. This object keeps the descriptors.
     #[must_use]
     pub fn vhost_regions(&self) -> Vec<VhostUserMemoryRegionInfo> {
         self.map
@@ -175,7 +176,8 @@ impl GuestRam {
             .collect()
     }
 
-    /// Each region with its address in this process and its file, as a back end takes them over.
+    /// Returns each region with its address in this process and its file, as a back end takes them
+    /// over.
     ///
     /// # Errors
     /// When no descriptor is left.
@@ -194,21 +196,21 @@ impl GuestRam {
         }
     }
 
-    /// Begins, or ends, to keep track of the pages that the guest writes; returns those it has
-    /// written since.
+    /// Starts or stops tracking the pages that the guest writes. Returns those written since the
+    /// last call.
     pub fn track_written(&self, on: bool) -> BTreeSet<u64> {
         let fresh = on.then(BTreeSet::new);
         std::mem::replace(&mut *self.written.lock().unwrap(), fresh).unwrap_or_default()
     }
 
-    /// All memory becomes what it was.
+    /// Restores all memory from a snapshot.
     pub fn restore(&self, snapshot: &[Vec<u8>]) {
         for (region, old) in self.regions.iter().zip(snapshot) {
             self.write(region.start, old);
         }
     }
 
-    /// One page of a snapshot becomes what it was.
+    /// Restores one page from a snapshot.
     pub fn restore_page(&self, snapshot: &[Vec<u8>], page: u64) {
         let addr = page * PAGE_BYTES;
         let inside = |r: &RamRegion| addr >= r.start && addr < r.start + r.size_bytes;
@@ -218,7 +220,7 @@ impl GuestRam {
         }
     }
 
-    /// One past the highest guest-physical address.
+    /// Returns the end of the highest region: one past the highest guest-physical address.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.regions
@@ -228,7 +230,7 @@ impl GuestRam {
             .unwrap_or(0)
     }
 
-    /// A copy of all memory, to be compared with what it is later.
+    /// Returns a copy of all memory, for a later comparison.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Vec<u8>> {
         self.regions
@@ -241,7 +243,7 @@ impl GuestRam {
             .collect()
     }
 
-    /// Guest page numbers (address / 4096) that differ from `before`, ascending.
+    /// Returns the guest page numbers (address / 4096) that differ from `before`, ascending.
     #[must_use]
     pub fn changed_pages(&self, before: &[Vec<u8>]) -> Vec<u64> {
         let mut changed = Vec::new();
@@ -267,7 +269,7 @@ pub struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// A clear log that covers all of `ram`.
+    /// Creates a clear log that covers all of `ram`.
     ///
     /// # Errors
     /// When the kernel refuses the memory.
@@ -276,7 +278,7 @@ impl DirtyLog {
         Self::sized(bits.div_ceil(8).next_multiple_of(PAGE_BYTES))
     }
 
-    /// A clear log of so many bytes, whole pages.
+    /// Creates a clear log of `size_bytes` bytes, which must be whole pages.
     ///
     /// # Errors
     /// When the kernel refuses the memory.
@@ -292,7 +294,7 @@ impl DirtyLog {
         })
     }
 
-    /// Its file, as SET_LOG_BASE passes it.
+    /// Returns the file of the log, as SET_LOG_BASE passes it.
     ///
     /// # Errors
     /// When no descriptor is left.
@@ -301,13 +303,13 @@ impl DirtyLog {
         region.file_offset().expect("a file").file().try_clone()
     }
 
-    /// Bytes of the bitmap.
+    /// Returns the size of the bitmap in bytes.
     #[must_use]
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// What SET_LOG_BASE passes.
+    /// Returns the region that SET_LOG_BASE passes.
     #[must_use]
     pub fn region(&self) -> vhost::VhostUserDirtyLogRegion {
         let info =
@@ -319,7 +321,7 @@ impl DirtyLog {
         }
     }
 
-    /// Whether the page of that number is marked.
+    /// Returns whether the page with this number is marked.
     #[must_use]
     pub fn is_dirty(&self, page: u64) -> bool {
         let mut byte = [0u8];
@@ -329,7 +331,7 @@ impl DirtyLog {
         byte[0] & (1 << (page % 8)) != 0
     }
 
-    /// Number of marked pages.
+    /// Returns the number of marked pages.
     #[must_use]
     pub fn dirty_pages(&self) -> u64 {
         let mut bytes = vec![0; self.size_bytes as usize];

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The oracle: what a device may answer to one guest.
+//! The oracle: it decides which answers a device may give to one guest.
 //!
-//! It keeps what the device may hold: for each key at most the last put's cookie and contents. A
-//! get returns those, or a miss, never else. The order in which answers arrive on a queue is the
-//! order in which the device acted on it (SPEC.md, "Order"), so the model moves at answers; only a
-//! flush that spans queues needs to know when it was sent. Never asks the device anything.
+//! The oracle keeps what the device may hold: for each key at most the last put's cookie and
+//! contents. A get returns those, or a miss, and nothing else. The order in which answers arrive on
+//! a queue is the order in which the device acted on it (SPEC.md, "Order"), so the model changes at
+//! answers. Only for a flush that spans queues does it need the time at which it was sent. The
+//! oracle never asks the device.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fmt;
@@ -15,7 +16,7 @@ use crate::content::Content;
 use crate::frontend::Done;
 use crate::requests::{Answer, Request};
 
-/// Name of a page.
+/// Key of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
     /// Pool id.
@@ -26,7 +27,7 @@ pub struct Key {
     pub index: u64,
 }
 
-/// The device answered what it must not.
+/// Error: the device gave a forbidden answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation(pub String);
 
@@ -44,15 +45,15 @@ struct Held {
     content: Content,
     /// Tick at which the put was answered.
     since: u64,
-    /// Tick at which a flush of another queue was seen to have dropped it. A get that was sent
-    /// before that may have been acted on first.
+    /// Tick at which the answer of a flush on another queue dropped it. The device may have acted
+    /// first on a get that was sent before that.
     dropped: Option<u64>,
 }
 
-/// What was asked, as far as an answer needs it.
+/// The part of a request that judging its answer needs.
 #[derive(Clone, Debug)]
 pub struct Asked {
-    /// Tick at which it was sent.
+    /// Tick at which the request was sent.
     sent: u64,
     /// Contents of a put's pages.
     contents: Vec<Content>,
@@ -69,13 +70,13 @@ pub struct Counts {
     pub hits: u64,
     /// Gets of a page that the device said it holds, answered with a miss.
     pub lost: u64,
-    /// Gets of what cannot be there, answered with a miss.
+    /// Gets of pages that the device cannot hold, answered with a miss.
     pub misses: u64,
     /// Requests answered STALE.
     pub stale: u64,
 }
 
-/// What one guest's device may hold.
+/// Model of the pages that one guest's device may hold.
 #[derive(Debug, Default)]
 pub struct Model {
     name: String,
@@ -87,7 +88,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// A device that holds nothing, in no generation.
+    /// Creates a model of a device that holds nothing, without a generation.
     #[must_use]
     pub fn new(name: &str) -> Self {
         Self {
@@ -96,10 +97,11 @@ impl Model {
         }
     }
 
-    /// A generation begins: the device holds nothing, and every request of another is stale.
+    /// Begins a generation: the device holds nothing, and every request of another generation is
+    /// stale.
     ///
     /// # Errors
-    /// When it is 0 or the one before.
+    /// When it is 0 or equal to the last one.
     pub fn begin(&mut self, generation: u64) -> Result<(), Violation> {
         if generation == 0 || generation == self.generation {
             return Err(self.wrong(format!(
@@ -113,37 +115,37 @@ impl Model {
         Ok(())
     }
 
-    /// The generation in force.
+    /// Returns the present generation.
     #[must_use]
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Counters so far.
+    /// Returns the counters so far.
     #[must_use]
     pub fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Pages that the device may hold.
+    /// Returns the number of pages that the device may hold.
     #[must_use]
     pub fn held_pages(&self) -> usize {
         self.held.values().filter(|h| h.dropped.is_none()).count()
     }
 
-    /// Cookie that the device may hold under a key.
+    /// Returns the cookie that the device may hold under a key.
     #[must_use]
     pub fn cookie(&self, key: Key) -> Option<u64> {
         self.held.get(&key).map(|h| h.cookie)
     }
 
-    /// Live pools.
+    /// Returns the live pools.
     #[must_use]
     pub fn pools(&self) -> &BTreeSet<u32> {
         &self.pools
     }
 
-    /// To be called as a request is sent, with the contents of a put's pages in order.
+    /// Records that a request is sent, with the contents of a put's pages in order.
     pub fn ask(&mut self, contents: Vec<Content>) -> Asked {
         self.tick += 1;
         Asked {
@@ -156,10 +158,10 @@ impl Model {
         Violation(format!("{}: {what}", self.name))
     }
 
-    /// Judges an answer and moves on. `queue_of` says which queue a key's requests use.
+    /// Judges an answer and updates the model. `queue_of` returns the queue of a key's requests.
     ///
     /// # Errors
-    /// What the specification forbids.
+    /// When the specification forbids the answer.
     pub fn judge(
         &mut self,
         asked: &Asked,
@@ -227,7 +229,7 @@ impl Model {
                                 && key.index >= r.index
                                 && (r.nr_pages == wire::TO_END || key.index - r.index < r.nr_pages)
                         });
-                    // A request on another queue has no order with the flush while both are in
+                    // A request on another queue is not ordered with the flush while both are in
                     // flight.
                     let same_queue = queue_of(*key) == queue;
                     if inside && !same_queue && held.since < sent {
@@ -438,7 +440,7 @@ mod tests {
     const A: Content = Content::Noise(1);
     const B: Content = Content::Text(2);
 
-    /// The oracle itself must be able to say no, for each rule that it stands for.
+    /// The oracle itself must find a violation of each rule that it checks.
     #[test]
     fn every_lie_is_a_violation() {
         let mut m = model();
@@ -464,7 +466,7 @@ mod tests {
         assert_eq!(m.held_pages(), 0);
     }
 
-    /// An answered flush of all pages of the object under test.
+    /// Returns an answered flush of all pages of the object under test.
     fn flush_object() -> Done {
         let range = Range {
             object: 2,
@@ -487,17 +489,19 @@ mod tests {
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
         let asked = m.ask(vec![]);
-        // Stored after the flush was sent, on another queue: no order, both answers are right.
+        // This page is stored on another queue after the flush was sent. There is no order, and
+        // both answers are right.
         put(&mut m, 11, B, wire::P_STORED).unwrap();
         m.judge(&asked, &flush, |_| 2).unwrap();
         assert_eq!(m.cookie(KEY), Some(11));
-        // On the flush's own queue there is an order.
+        // Requests on the flush's own queue are ordered with it.
         let asked = m.ask(vec![]);
         m.judge(&asked, &flush, |_| 1).unwrap();
         get(&mut m, 11, Some(B)).expect_err("flushed");
     }
 
-    /// A get and a flush in flight on two queues: either may come first, whichever is seen first.
+    /// A get and a flush are in flight on two queues: the device may act on either first, whichever
+    /// answer is seen first.
     #[test]
     fn a_flush_has_no_order_with_a_get_elsewhere() {
         let mut m = model();

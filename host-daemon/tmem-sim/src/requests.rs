@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Requests and answers of the device as bytes, and how a chain carries them.
 //!
-//! Written from SPEC.md by hand, not with the structs of the wire crate that the daemon decodes
-//! with: a field that both sides misplace alike would otherwise go unseen. Only the values are
-//! shared.
+//! The layout is written from SPEC.md by hand, without the structs of the wire crate that the
+//! daemon decodes with. Otherwise no test would find a field that both sides misplace alike. Only
+//! the values are shared.
 
 use virtio_tmem as wire;
 
@@ -31,15 +31,15 @@ pub type Page = [u8; PAGE];
 /// One page of a PUT.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PutPage {
-    /// Object id, the driver's own counter.
+    /// Object id, from the driver's own counter.
     pub object: u64,
     /// Page index in the object.
     pub index: u64,
-    /// Cookie, never 0 from an honest driver.
+    /// Cookie; an honest driver never uses 0.
     pub cookie: u64,
     /// `VIRTIO_TMEM_PUT_*`.
     pub flags: u32,
-    /// The bytes.
+    /// Contents of the page.
     pub page: Box<Page>,
 }
 
@@ -54,17 +54,17 @@ pub struct Range {
     pub nr_pages: u64,
 }
 
-/// What a driver asks.
+/// Request of a driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// Copies of pages go to the device.
+    /// Copies pages to the device.
     Put {
         /// Pool id.
         pool: u32,
-        /// 1 ..= 64 pages from an honest driver.
+        /// Pages, 1 ..= 64 from an honest driver.
         pages: Vec<PutPage>,
     },
-    /// A run of pages of one object comes back.
+    /// Gets a run of pages of one object back.
     Get {
         /// Pool id.
         pool: u32,
@@ -72,36 +72,36 @@ pub enum Request {
         object: u64,
         /// First page.
         index: u64,
-        /// Cookie wanted for each page of the run.
+        /// Requested cookie for each page of the run.
         cookies: Vec<u64>,
     },
-    /// Ranges that the device can forget.
+    /// Names ranges that the device can forget.
     Flush {
         /// Pool id.
         pool: u32,
-        /// 1 ..= 64 ranges from an honest driver.
+        /// Ranges, 1 ..= 64 from an honest driver.
         ranges: Vec<Range>,
     },
-    /// A new pool.
+    /// Creates a pool.
     PoolCreate {
         /// Pool id.
         pool: u32,
-        /// 0 from an honest driver.
+        /// Flags, 0 from an honest driver.
         flags: u32,
     },
-    /// The end of a pool and its pages.
+    /// Ends a pool and its pages.
     PoolDestroy {
         /// Pool id.
         pool: u32,
     },
     /// The driver's statistics: `struct virtio_tmem_report` as bytes.
     Report(Box<[u8; REPORT_BYTES]>),
-    /// How long its readers waited: `struct virtio_tmem_latencies` as bytes.
+    /// Latencies of the driver's readers: `struct virtio_tmem_latencies` as bytes.
     Latencies(Box<[u8; LATENCIES_BYTES]>),
 }
 
 impl Request {
-    /// `VIRTIO_TMEM_T_*`.
+    /// Returns the type, `VIRTIO_TMEM_T_*`.
     #[must_use]
     pub fn kind(&self) -> u16 {
         match self {
@@ -115,7 +115,7 @@ impl Request {
         }
     }
 
-    /// Whether it belongs on the control queue.
+    /// Returns whether the request belongs on the control queue.
     #[must_use]
     pub fn is_control(&self) -> bool {
         matches!(
@@ -127,7 +127,7 @@ impl Request {
         )
     }
 
-    /// The field `count`.
+    /// Returns the field `count`.
     #[must_use]
     pub fn count(&self) -> u16 {
         let n = match self {
@@ -139,7 +139,7 @@ impl Request {
         u16::try_from(n).expect("no test asks for 65,536 pages")
     }
 
-    /// The field `pool`.
+    /// Returns the field `pool`.
     #[must_use]
     pub fn pool(&self) -> u32 {
         match *self {
@@ -152,7 +152,7 @@ impl Request {
         }
     }
 
-    /// The bytes of the chain under that generation.
+    /// Returns the bytes of the chain with this generation.
     #[must_use]
     pub fn encode(&self, generation: u64) -> Encoded {
         let mut meta = Vec::with_capacity(REQ_BYTES);
@@ -213,11 +213,11 @@ impl Request {
     }
 }
 
-/// A request ready to be laid out: the readable part is `meta` then `data`, the writable part has
-/// room for the two answers. A test may bend any of it.
+/// A request ready for layout: the readable part is `meta`, then `data`; the writable part has room
+/// for the two answers. A test may modify any of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Encoded {
-    /// `req` and what follows it, without page data.
+    /// The struct `req` and the fields that follow it, without page data.
     pub meta: Vec<u8>,
     /// Page data of a PUT.
     pub data: Vec<u8>,
@@ -235,25 +235,25 @@ impl Encoded {
         self
     }
 
-    /// Bytes of the writable part.
+    /// Returns the bytes of the writable part.
     #[must_use]
     pub fn answer_bytes(&self) -> usize {
         self.answer_meta_bytes + self.answer_data_bytes
     }
 }
 
-/// How a chain is cut into descriptors. It has no meaning for the device.
+/// Way of cutting a chain into descriptors. It has no meaning for the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cut {
-    /// As the driver does it: the small parts, then a descriptor a page.
+    /// As the driver does it: the small parts, then one descriptor for each page.
     Natural,
     /// One readable and one writable descriptor for each contiguous stretch.
     Whole,
-    /// Cut at random places into at most that many descriptors.
+    /// Cut at random places into at most `max` descriptors.
     Random {
         /// Seed of the places.
         seed: u64,
-        /// Descriptors, at least 4.
+        /// Most descriptors, at least 4.
         max: usize,
     },
 }
@@ -304,14 +304,14 @@ pub fn cut(stretches: &[(u64, usize, bool)], how: Cut) -> Vec<Buffer> {
     out
 }
 
-/// The device's word on a page.
+/// Answer for one page.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PageAnswer {
-    /// `VIRTIO_TMEM_P_*`, or UNANSWERED where nothing was written.
+    /// `VIRTIO_TMEM_P_*`, or UNANSWERED where the device wrote nothing.
     pub result: u8,
     /// Cookie of a GET's page; 0 for a PUT.
     pub cookie: u64,
-    /// Bytes of a HIT that the used length covers.
+    /// Bytes of a HIT, if the used length covers them.
     pub page: Option<Box<Page>>,
 }
 
@@ -322,13 +322,14 @@ pub struct Answer {
     pub status: u8,
     /// Reserved bytes of `resp`.
     pub reserved: [u8; 7],
-    /// Used element's length.
+    /// Length of the used element.
     pub used_bytes: u32,
-    /// One per page of a PUT or GET.
+    /// One answer for each page of a PUT or GET.
     pub pages: Vec<PageAnswer>,
 }
 
-/// Reads an answer from the writable part: `meta` as it is in memory, and `page(i)` for its pages.
+/// Decodes an answer from the writable part: `meta` as it is in memory, and `page(i)` for its
+/// pages.
 ///
 /// A result that the used length does not cover counts as UNANSWERED.
 #[must_use]
@@ -403,7 +404,8 @@ pub fn decode(
 mod tests {
     use super::*;
 
-    /// The hand-written sizes against the wire crate's, which a test compares with the C header.
+    /// Compares the hand-written sizes with those of the wire crate, which another test compares
+    /// with the C header.
     #[test]
     fn sizes_are_those_of_the_header() {
         assert_eq!(REQ_BYTES, size_of::<wire::Req>());
@@ -414,7 +416,7 @@ mod tests {
         assert_eq!(LATENCIES_BYTES, size_of::<wire::Latencies>());
     }
 
-    /// However it is cut, a chain has the same bytes in the same order, readable first.
+    /// Every cut of a chain has the same bytes in the same order, readable first.
     #[test]
     fn cuts_cover_the_chain() {
         let stretches = [(4000, 96, false), (4096, 8192, false), (16384, 9, true)];

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The driver's side of a split virtqueue, with indirect tables and EVENT_IDX.
 //!
-//! It holds the device to what the specification allows: used elements in avail order, each for a
-//! chain that is in flight. It can also publish what no driver would, which is how the fault
-//! tests lie. Never trusts the used ring for anything but those checks.
+//! The ring checks the device's rules: used elements in avail order, each for a chain that is in
+//! flight. It can also publish data that no driver would publish, for the fault tests. It trusts
+//! the used ring for nothing but those checks.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -16,30 +16,30 @@ use virtio_bindings::virtio_ring::{
 
 use crate::memory::{GuestRam, PAGE_BYTES};
 
-/// Another descriptor follows.
+/// Flag: another descriptor follows.
 pub const F_NEXT: u16 = VRING_DESC_F_NEXT as u16;
-/// The device writes this buffer.
+/// Flag: the device writes this buffer.
 pub const F_WRITE: u16 = VRING_DESC_F_WRITE as u16;
-/// The buffer is a table of descriptors.
+/// Flag: the buffer is a table of descriptors.
 pub const F_INDIRECT: u16 = VRING_DESC_F_INDIRECT as u16;
 /// Bytes of a descriptor.
 pub const DESC_BYTES: u64 = 16;
 
-/// A descriptor as it stands in memory.
+/// A descriptor as it is in memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Desc {
     /// Guest-physical address.
     pub addr: u64,
     /// Length in bytes.
     pub len: u32,
-    /// F_NEXT, F_WRITE, F_INDIRECT.
+    /// Flags: F_NEXT, F_WRITE, F_INDIRECT.
     pub flags: u16,
-    /// Next descriptor, with F_NEXT.
+    /// Next descriptor; valid with F_NEXT.
     pub next: u16,
 }
 
 impl Desc {
-    /// Wire form.
+    /// Returns the descriptor in wire form.
     #[must_use]
     pub fn to_bytes(self) -> [u8; DESC_BYTES as usize] {
         let mut out = [0; DESC_BYTES as usize];
@@ -58,14 +58,14 @@ pub struct Buffer {
     pub addr: u64,
     /// Length in bytes, not 0.
     pub len: u32,
-    /// Written by the device.
+    /// The device writes the buffer.
     pub writable: bool,
 }
 
-/// Where the three parts of a ring lie, in guest-physical addresses.
+/// Guest-physical addresses of the three parts of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingLayout {
-    /// Descriptors, a power of two.
+    /// Number of descriptors, a power of two.
     pub size: u16,
     /// Descriptor table.
     pub desc: u64,
@@ -76,7 +76,8 @@ pub struct RingLayout {
 }
 
 impl RingLayout {
-    /// Takes pages of its own for each part, so that the dirty log tells them apart.
+    /// Allocates the ring with separate pages for each part, so that the dirty log distinguishes
+    /// the parts.
     #[must_use]
     pub fn alloc(ram: &GuestRam, size: u16) -> Self {
         let pages = |bytes: u64| bytes.div_ceil(PAGE_BYTES);
@@ -98,17 +99,17 @@ impl RingLayout {
     }
 }
 
-/// The device broke the rules of the ring.
+/// Error: the device broke the rules of the ring.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RingError {
-    /// A used element for another chain than the oldest in flight.
+    /// The used element names another chain than the oldest in flight.
     OutOfOrder {
         /// Head of the oldest chain in flight.
         expected: u16,
         /// Head in the used element.
         got: u32,
     },
-    /// More used elements than chains in flight.
+    /// There are more used elements than chains in flight.
     Unasked {
         /// Used index in memory.
         used_idx: u16,
@@ -141,14 +142,14 @@ impl fmt::Display for RingError {
 
 impl std::error::Error for RingError {}
 
-/// The ring has no free descriptor for the chain.
+/// Error: the ring has no free descriptor for the chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RingFull;
 
 /// An answered chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Used {
-    /// The token that the chain was added with.
+    /// Token with which the chain was added.
     pub token: u64,
     /// Bytes that the device says it wrote.
     pub len: u32,
@@ -161,15 +162,15 @@ struct Chain {
     token: u64,
 }
 
-/// One queue as its driver sees it. A clone is what a snapshot keeps of it beside the memory.
+/// One queue as its driver sees it. A snapshot keeps a clone of it beside the memory.
 #[derive(Clone, Debug)]
 pub struct DriverRing {
     ram: Arc<GuestRam>,
     layout: RingLayout,
     event_idx: bool,
-    /// Next avail index to publish; what is in memory may lag behind.
+    /// Next avail index to publish; the index in memory may lag behind.
     avail_idx: u16,
-    /// Avail index at the last decision whether to kick.
+    /// Avail index at the last decision about a kick.
     kicked_idx: u16,
     used_idx: u16,
     free: Vec<u16>,
@@ -177,7 +178,7 @@ pub struct DriverRing {
 }
 
 impl DriverRing {
-    /// An empty ring over zeroed memory of its own.
+    /// Creates an empty ring in zeroed memory of its own.
     #[must_use]
     pub fn new(ram: Arc<GuestRam>, layout: RingLayout) -> Self {
         assert!(layout.size.is_power_of_two());
@@ -195,13 +196,13 @@ impl DriverRing {
         ring
     }
 
-    /// Where the parts lie.
+    /// Returns the addresses of the parts.
     #[must_use]
     pub fn layout(&self) -> RingLayout {
         self.layout
     }
 
-    /// Both indices back to 0 and nothing in flight, as after a device reset.
+    /// Resets both indices to 0 and forgets all chains in flight, as after a device reset.
     pub fn reset(&mut self) {
         let n = usize::from(self.layout.size);
         self.ram.write(self.layout.avail, &vec![0; 6 + 2 * n]);
@@ -213,36 +214,36 @@ impl DriverRing {
         self.in_flight.clear();
     }
 
-    /// Whether VIRTIO_F_EVENT_IDX was negotiated.
+    /// Sets whether VIRTIO_F_EVENT_IDX was negotiated.
     pub fn set_event_idx(&mut self, on: bool) {
         self.event_idx = on;
     }
 
-    /// Used elements taken so far, as the index in memory counts them.
+    /// Returns the number of used elements taken so far, as the 16-bit index in memory counts them.
     #[must_use]
     pub fn used_idx(&self) -> u16 {
         self.used_idx
     }
 
-    /// Chains that wait for an answer.
+    /// Returns the number of chains that wait for an answer.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.in_flight.len()
     }
 
-    /// Descriptors that a chain may take now.
+    /// Returns the number of free descriptors.
     #[must_use]
     pub fn free_descs(&self) -> usize {
         self.free.len()
     }
 
-    /// The used index in memory: from here QEMU replays after a lost backend.
+    /// Returns the used index in memory, from which QEMU replays after a lost back end.
     #[must_use]
     pub fn used_idx_in_memory(&self) -> u16 {
         self.ram.load_u16(self.layout.used + 2, Ordering::Acquire)
     }
 
-    /// The avail index in memory.
+    /// Returns the avail index in memory.
     #[must_use]
     pub fn avail_idx_in_memory(&self) -> u16 {
         self.ram.load_u16(self.layout.avail + 2, Ordering::Acquire)
@@ -252,7 +253,7 @@ impl DriverRing {
     /// into a table at that address and takes one descriptor of the ring.
     ///
     /// # Errors
-    /// [`RingFull`] and nothing done.
+    /// [`RingFull`]; then nothing is done.
     pub fn add(
         &mut self,
         buffers: &[Buffer],
@@ -302,8 +303,8 @@ impl DriverRing {
         Ok(())
     }
 
-    /// Puts a head into the avail ring whose descriptors the caller wrote, however wrong they are.
-    /// The descriptors named in `descs` come back when it is answered.
+    /// Puts a head into the avail ring. The caller wrote its descriptors, however wrong they are.
+    /// The descriptors in `descs` become free when the chain is answered.
     pub fn add_raw(&mut self, head: u16, descs: Vec<u16>, token: u64) {
         self.push(head, descs, token);
     }
@@ -328,12 +329,12 @@ impl DriverRing {
         self.in_flight.push_back(Chain { head, descs, token });
     }
 
-    /// Shows the device all that was added; true if it wants a kick.
+    /// Publishes all added chains to the device. Returns true if the device wants a kick.
     #[must_use]
     pub fn publish(&mut self) -> bool {
         let addr = self.layout.avail + 2;
         self.ram.store_u16(addr, self.avail_idx, Ordering::Release);
-        // The device may be going to sleep: our index must be visible before its wish is read.
+        // The device may be going to sleep: our index must be visible before its flag is read.
         fence(Ordering::SeqCst);
         let old = std::mem::replace(&mut self.kicked_idx, self.avail_idx);
         if self.event_idx {
@@ -347,7 +348,7 @@ impl DriverRing {
         }
     }
 
-    /// Publishes an avail index that is a lie: `ahead` more than what was added.
+    /// Publishes a wrong avail index: `ahead` more than the number of added chains.
     pub fn publish_lie(&mut self, ahead: u16) {
         let idx = self.avail_idx.wrapping_add(ahead);
         self.ram
@@ -357,7 +358,7 @@ impl DriverRing {
     /// Takes the next answer, if there is one.
     ///
     /// # Errors
-    /// When the device answered out of order or answered what was not asked.
+    /// When the device answered out of order, or answered a chain that is not in flight.
     pub fn pop_used(&mut self) -> Result<Option<Used>, RingError> {
         let used_idx = self.used_idx_in_memory();
         let ahead = used_idx.wrapping_sub(self.used_idx);
@@ -387,7 +388,7 @@ impl DriverRing {
         if self.event_idx {
             let addr = self.layout.used_event();
             self.ram.store_u16(addr, self.used_idx, Ordering::Release);
-            // Before the caller looks once more and then sleeps.
+            // The event index must be visible before the caller polls once more and then sleeps.
             fence(Ordering::SeqCst);
         }
         Ok(Some(Used {
@@ -397,7 +398,7 @@ impl DriverRing {
     }
 }
 
-/// Whether moving an index from `old` to `new` passes `event` (virtio 1.3, 2.7.7.2).
+/// Returns whether moving an index from `old` to `new` passes `event` (virtio 1.3, 2.7.7.2).
 fn passed_event(event: u16, new: u16, old: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
 }

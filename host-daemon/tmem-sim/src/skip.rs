@@ -1,34 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests that this machine cannot run say so, and fail where somebody knows that it can.
+//! Skipped tests: a test that a machine cannot run prints the reason, and fails where the machine
+//! is known to have what the test needs.
 //!
-//! What a test prints is hidden by cargo if it passes; this is not. `scripts/no-skips` finds out, without these
-//! tests, what a machine has, and `make check` demands it.
+//! cargo hides the output of tests that pass; this line is not hidden. `scripts/no-skips` finds
+//! out, without these tests, what a machine has, and `make check` passes the result on.
 
 use std::fmt::Display;
 use std::io::Write;
 
-/// Names of [`Missing`] with commas between them: what is there, so that no test may be skipped for it.
+/// Environment variable with names of [`Missing`], separated by commas: the machine has these, so
+/// that no test may be skipped for them.
 pub const NO_SKIPS: &str = "TMEM_NO_SKIPS";
 
-/// What a test wants of a machine and may not find.
+/// Requirement of a test that a machine may lack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Missing {
-    /// Being root, who can be others.
+    /// Root, which can change to other users.
     Root,
     /// io_uring, as workers use it.
     IoUring,
-    /// Huge pages that are nobody's.
+    /// Huge pages that are free.
     HugePages,
-    /// Landlock that knows sockets.
+    /// Landlock with rules for sockets.
     LandlockSockets,
-    /// A processor more.
+    /// One more processor.
     Processors,
-    /// Neighbours that leave it time enough to measure.
+    /// Low load, so that times can be measured.
     Quiet,
 }
 
 impl Missing {
-    /// As [`NO_SKIPS`] has it.
+    /// Returns the name in [`NO_SKIPS`].
     pub fn name(self) -> &'static str {
         match self {
             Missing::Root => "root",
@@ -41,17 +43,17 @@ impl Missing {
     }
 }
 
-/// Says that the calling test ends here, and why.
+/// Prints that the calling test ends here, and why.
 ///
 /// # Panics
-/// It is known to be there, or the list names something that nobody looks for.
+/// When [`NO_SKIPS`] names the requirement, or a name that is unknown.
 pub fn skipped(missing: Missing, why: impl Display) {
     let there = std::env::var(NO_SKIPS).unwrap_or_default();
     let line = judge(missing, &why, &there);
     let thread = std::thread::current();
     let test = thread.name().unwrap_or("a test");
     match line {
-        // Not by a macro, whose output is kept from who looks on.
+        // Not with a macro, because the test harness captures the output of macros.
         Ok(line) => {
             let _ = writeln!(std::io::stderr(), "{test}: {line}");
         }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The driver's ring against a device side that is not ours: rust-vmm's virtio-queue, in process.
+//! Tests of the driver's ring against an independent device side: rust-vmm's virtio-queue, in
+//! process.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -48,7 +49,7 @@ fn pair(size: u16, event_idx: bool) -> Pair {
 }
 
 /// Random chains, direct and indirect, arrive byte for byte and come back in order, through many
-/// turns of the ring.
+/// rounds of the ring.
 #[test]
 fn chains_arrive_whole_and_in_order() {
     for event_idx in [false, true] {
@@ -66,7 +67,7 @@ fn chains_arrive_whole_and_in_order() {
                 let bytes = rng.usize(1..=300);
                 let at = area + rng.u64(..PAGE_BYTES);
                 let data: Vec<u8> = (0..bytes).map(|_| sent as u8).collect();
-                // All in flight share the area: what is checked is that chains parse.
+                // All chains in flight share the area: the test checks that chains parse.
                 ram.write(at, &data);
                 let how = Cut::Random { seed: sent, max: 6 };
                 let buffers = cut(&[(at, bytes, false), (area + 8192, 8, true)], how);
@@ -101,7 +102,8 @@ fn chains_arrive_whole_and_in_order() {
     }
 }
 
-/// A sleeping device is kicked and a polling one is not; likewise for the driver's interrupt.
+/// A sleeping device is kicked and a polling one is not; the same rule holds for the driver's
+/// interrupt.
 #[test]
 fn notifications_are_wanted_or_not() {
     for event_idx in [false, true] {
@@ -137,7 +139,7 @@ fn notifications_are_wanted_or_not() {
     }
 }
 
-/// A device that answers out of order, or answers what was not asked, is found.
+/// A device that answers out of order, or answers chains that are not in flight, is found.
 #[test]
 fn a_device_that_breaks_order_is_found() {
     let Pair {

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Time and chance of a world, as the daemons in it are told them.
+//! Clock and entropy source of the simulated daemons.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use tmemd::parts::SimulatedClock;
 
-/// One for each daemon; they all tell the time of one world.
+/// Clock and entropy source of one daemon. All clocks follow the time of one world.
 pub struct Clock {
     now_ns: std::sync::Arc<AtomicU64>,
-    /// What this one is ahead, for having been slow where the world stood.
+    /// Time by which this clock is ahead, because its daemon was slow while the world's time stood
+    /// still.
     ahead_ns: AtomicU64,
-    /// Last draw; a counter where generations are counted.
+    /// Last random number; a counter where generations are counted.
     drawn: AtomicU64,
     counted: bool,
 }
 
 impl Clock {
-    /// Of a daemon that draws from this seed.
+    /// Creates the clock of a daemon that draws its random numbers from this seed.
     pub fn new(now_ns: std::sync::Arc<AtomicU64>, seed: u64, counted: bool) -> Clock {
         let drawn = AtomicU64::new(if counted { 0 } else { seed });
         Clock {
@@ -29,7 +30,7 @@ impl Clock {
 }
 
 impl Clock {
-    /// Time that passes for this daemon alone.
+    /// Lets time pass for this daemon alone.
     pub fn linger(&self, ns: u64) {
         self.ahead_ns.fetch_add(ns, Relaxed);
     }

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What a page of a file holds, told again from its version.
+//! Contents of a file's page, computed from its version.
 //!
-//! A version is written once in a run and never again, not even by a guest whose time went back, so
-//! that equal bytes mean the same write. Some versions draw from contents that all guests share, to
-//! meet deduplication; the others carry their guest's mark, by which a page in the wrong hands is
-//! known.
+//! A version is written once in a run and never again, not even by a guest whose time went back. So
+//! equal bytes mean the same write. Some versions use contents that all guests share, to test
+//! deduplication. The others contain their guest's mark, by which a page in another guest is
+//! recognized.
 
 use tmem_sim::Content;
 
-/// A write to a page. 0: nothing was ever written, the page is zero.
+/// Number of a write to a page. 0: the page was never written, and is zero.
 pub type Version = u32;
 
-/// Contents that guests share.
+/// Number of contents that guests share.
 const SHARED: u64 = 12;
 
-/// Guests of a world at most.
+/// Most guests of a world.
 const GUESTS_MAX: u64 = 4;
 
-/// In the upper bits of a private page's first word.
+/// Mark in the upper bits of a private page's first word.
 const MARK: u64 = 0x5ec0;
 
 fn mix(x: u64) -> u64 {
@@ -26,7 +26,7 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 32)
 }
 
-/// What a guest's version holds.
+/// Returns the content of a guest's version.
 #[must_use]
 pub fn of(guest: usize, version: Version) -> Content {
     if version == 0 {
@@ -43,16 +43,16 @@ pub fn of(guest: usize, version: Version) -> Content {
     }
 }
 
-/// Whose private page begins with this word.
+/// Returns the guest whose private page begins with this word.
 #[must_use]
 pub fn owner(first_word: u64) -> Option<usize> {
     let (mark, version) = (first_word >> 48, first_word & 0xffff_ffff_ffff);
-    // Narrow, since a generation may be any number.
+    // The pattern is narrow, since a generation may be any number.
     let is_page = (MARK..MARK + GUESTS_MAX).contains(&mark) && version <= u64::from(Version::MAX);
     is_page.then(|| (mark - MARK) as usize)
 }
 
-/// A word that a private page of a guest may begin with.
+/// Returns a word with which a private page of a guest may begin.
 #[must_use]
 pub fn mark(guest: usize) -> u64 {
     (MARK + guest as u64) << 48 | 1

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The model of the guest driver: index, cookies, generation, put ring, gets with a deadline,
-//! breaker, control requests. It does what `guest-driver/core/` does, in the same order.
+//! Model of the guest driver: index, cookies, generation, put ring, gets with a deadline, breaker,
+//! control requests. It does what `guest-driver/core/` does, in the same order.
 //!
-//! The index is the authority: what is not in it is never asked for, and erasing an entry cannot
-//! fail. Everything here lives in the guest's memory, and so goes back in time with it. Never here:
-//! files and what they hold.
+//! The index is the authority: the driver never asks for a page that is not in it, and erasing an
+//! entry cannot fail. All state of the driver is in the guest's memory, and so goes back in time
+//! with it. Out of scope: files and their contents.
 
 mod control;
 mod gets;
@@ -24,27 +24,27 @@ use crate::mutation::Mutation;
 use crate::oracle::Oracle;
 use crate::transport::{BOUNCE, CONTROLS, Flight, GETS, PLACES, PUTS, Tag, Transport};
 
-/// How long a reader waits.
+/// Longest time that a reader waits, in nanoseconds.
 pub const DEADLINE_NS: u64 = 20_000_000;
-/// How often the driver reads the generation without being told.
+/// Interval in nanoseconds at which the driver reads the generation without a notification.
 const REPORT_NS: u64 = 1_000_000_000;
-/// Calls in a row that were late before gets stop.
+/// Number of late calls in a row after which gets stop.
 const LATE_ROW_MAX: u32 = 3;
-/// A control request is given up after this.
+/// Time in nanoseconds after which a control request is given up.
 const CONTROL_NS: u64 = 1_000_000_000;
 
-/// A page of a file.
+/// Inode number and page index of a page of a file.
 pub type FilePage = (u32, u64);
 
-/// What the driver sees of its machine during a call.
+/// The parts of the machine that the driver sees during a call.
 pub struct Port<'a> {
     /// The guest's clock.
     pub now_ns: u64,
-    /// The device's configuration, as the VMM tells it.
+    /// Generation in the device's configuration, as the VMM reports it.
     pub generation: u64,
-    /// Watches.
+    /// Oracle that checks the driver's requests.
     pub oracle: &'a mut Oracle,
-    /// Kicks of the queues.
+    /// Kick descriptors of the queues.
     pub kicks: &'a [OwnedFd],
 }
 
@@ -57,7 +57,7 @@ pub struct Driver {
     generation: u64,
     epoch: u32,
     resync: bool,
-    /// The device's pool, 0 while it has none.
+    /// The device's pool; 0 while the driver has none.
     pool: u32,
     pool_last: u32,
     burnt: Vec<u32>,
@@ -67,7 +67,7 @@ pub struct Driver {
     objects: BTreeMap<u32, u64>,
     object_last: u64,
     index: BTreeMap<FilePage, u64>,
-    /// Marked inodes: they are not put.
+    /// Marked inodes, whose pages are not put.
     bypass: BTreeSet<u32>,
     /// The hooks know the file system.
     known: bool,
@@ -86,7 +86,7 @@ pub struct Driver {
 }
 
 impl Driver {
-    /// A driver that was just loaded.
+    /// Creates a driver that was just loaded.
     pub fn new(transport: Transport, cookie: u64, mutation: Option<Mutation>) -> Driver {
         let queues = transport.queues();
         assert_eq!(transport.layout.places.len(), PLACES);
@@ -127,24 +127,24 @@ impl Driver {
         self.mutation == Some(mutation)
     }
 
-    /// The generation in use, while pages can be put.
+    /// Returns the generation in use, while pages can be put.
     pub fn online(&self) -> Option<u64> {
         (self.generation != 0 && self.pool != 0).then_some(self.generation)
     }
 
-    /// Pages that could be asked for.
+    /// Returns the number of pages in the index.
     pub fn held(&self) -> usize {
         self.index.len()
     }
 
-    /// Requests that wait for an answer or to be sent.
+    /// Returns whether requests wait for an answer or to be sent.
     pub fn busy(&self) -> bool {
         self.transport.in_flight() > 0
             || self.slots.iter().any(|slots| !slots.is_empty())
             || !self.readers.is_empty()
     }
 
-    /// The page would be asked for.
+    /// Returns whether the page is in the index, so that a get would ask for it.
     pub fn holds(&self, page: FilePage) -> bool {
         self.index.contains_key(&page)
     }
@@ -173,7 +173,8 @@ impl Driver {
         }
     }
 
-    /// As if the device compared no cookies: what is asked for becomes what is there.
+    /// Simulates a device that does not compare cookies: the get is changed to name the cookies
+    /// that the device holds.
     fn ask_for_what_is_there(&self, port: &Port<'_>, flight: &Flight) {
         let Request::Get {
             pool,
@@ -191,7 +192,7 @@ impl Driver {
                 index: index + i,
             };
             if let Some(cookie) = port.oracle.model.cookie(key) {
-                // After `req` and `get`: SPEC.md, "GET".
+                // Offset after `req` and `get`: SPEC.md, "GET".
                 let at = flight.page + 24 + 16 + 8 * i;
                 self.transport.ram().write(at, &cookie.to_le_bytes());
             }
@@ -239,8 +240,8 @@ impl Driver {
         self.resync |= status == wire::S_STALE;
     }
 
-    /// Pages are not what they were, or are no longer wanted: they will not be asked for. The host
-    /// is told later, or never.
+    /// Erases the entries of pages that changed or are no longer wanted, so that the driver does
+    /// not ask for them. The host is told later, or never.
     pub fn invalidate(&mut self, inode: u32, from: u64, to: u64) {
         let gone: Vec<FilePage> = self
             .index
@@ -255,14 +256,15 @@ impl Driver {
         }
     }
 
-    /// A file is no longer there, or is another: its number stands for another object from now on.
+    /// Forgets a file that was deleted or replaced: its inode number stands for another object from
+    /// now on.
     pub fn forget_inode(&mut self, inode: u32) {
         self.invalidate(inode, 0, u64::MAX);
         self.objects.remove(&inode);
         self.bypass.remove(&inode);
     }
 
-    /// Marks a file: it is not put, and nothing of it is held.
+    /// Marks a file: its pages are erased from the index and not put any more.
     pub fn bypass(&mut self, inode: u32) {
         if !self.known {
             return;
@@ -278,12 +280,12 @@ impl Driver {
         self.bypass.remove(&inode);
     }
 
-    /// The file system is mounted, and the hooks do not know it yet.
+    /// Mounts the file system without the knowledge of the hooks.
     pub fn hide(&mut self) {
         self.known = false;
     }
 
-    /// The hooks get to know the file system: files that may have changed before are marked.
+    /// Registers the file system with the hooks: files that may have changed before are marked.
     pub fn register(&mut self, suspects: impl IntoIterator<Item = u32>) {
         if !self.known && !self.is(Mutation::LateMountUnmarked) {
             self.bypass.extend(suspects);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A host: the real daemon and the real pool, without threads. What its threads would do is done
-//! when the world says so, a round of a worker or a step of a background worker at a time.
+//! A host: the real daemon and the real pool, without threads. The world does the work of the
+//! threads, one round of a worker or one step of a background worker at a time.
 //!
-//! A host that is dropped is a daemon that was killed: nothing is drained, nobody is told.
+//! Dropping a host kills its daemon: nothing is drained and no peer is notified.
 
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
@@ -19,25 +19,26 @@ use tmemd::parts::{
 use crate::clock::Clock;
 use crate::mutation::Mutation;
 
-/// Looks at a front end, or at all of them, until something ends between two of them.
+/// A fault that happens between two checks of a front end. A fuse counts the checks of one front
+/// end, or of all, and then burns.
 pub struct Fuse {
     left: AtomicU64,
     burnt: AtomicBool,
     drain: Mutex<Option<Drain>>,
 }
 
-/// A drain that begins in the middle of a turn.
+/// A drain that begins in the middle of a scheduling slice.
 struct Drain {
     looks: u64,
     device: Weak<Mutex<Device>>,
     clock: Arc<Clock>,
 }
 
-/// Longer than what a drain waits before it cuts off.
+/// Time in nanoseconds that is longer than a drain waits before it cuts off the remaining work.
 const DRAIN_NS: u64 = 6_000_000;
 
 impl Fuse {
-    /// That never burns.
+    /// Creates a fuse that never burns.
     pub fn new() -> Arc<Fuse> {
         Arc::new(Fuse {
             left: AtomicU64::new(u64::MAX),
@@ -46,28 +47,28 @@ impl Fuse {
         })
     }
 
-    /// Burns after so many looks.
+    /// Sets the number of checks after which the fuse burns.
     pub fn light(&self, looks: u64) {
         self.left.store(looks, SeqCst);
     }
 
-    /// Burns now.
+    /// Burns the fuse now.
     pub fn burn(&self) {
         self.burnt.store(true, SeqCst);
     }
 
-    /// It has burnt.
+    /// Returns whether the fuse has burnt.
     pub fn is_burnt(&self) -> bool {
         self.burnt.load(SeqCst)
     }
 
-    /// It has been lit for a drain that has begun.
+    /// Returns whether a drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
         let drain = self.drain.lock().expect("no panic");
         drain.as_ref().is_some_and(|drain| drain.looks == 0)
     }
 
-    /// The drain is done, or is not to be.
+    /// Clears the drain, because it is done or shall not happen.
     pub fn end_drain(&self) {
         *self.drain.lock().expect("no panic") = None;
     }
@@ -91,20 +92,20 @@ impl Fuse {
     }
 }
 
-/// What a host is made with.
+/// Configuration of a host.
 #[derive(Clone, Debug)]
 pub struct HostConfig {
-    /// Of the pool's hash and the generations.
+    /// Seed of the pool's hash and of the generations.
     pub seed: u64,
-    /// Memory of the pool.
+    /// Size of the pool in bytes.
     pub pool_bytes: u64,
-    /// Workers.
+    /// Number of workers.
     pub workers: usize,
-    /// How long a worker looks at a virtqueue that has run dry.
+    /// Longest time that a worker polls an empty virtqueue.
     pub poll_max: Duration,
     /// Trust domain of each VM.
     pub domains: Vec<Option<String>>,
-    /// What is broken.
+    /// Rule that is broken.
     pub mutation: Option<Mutation>,
 }
 
@@ -115,18 +116,18 @@ pub struct Host {
     shared: ConnectionContext,
     contexts: Vec<WorkerContext>,
     clock: Arc<Clock>,
-    /// The whole daemon dies when it burns.
+    /// Fuse of the whole daemon, which dies when it burns.
     pub death: Arc<Fuse>,
-    /// SIGSTOP.
+    /// The daemon is stopped, as by SIGSTOP.
     pub frozen: bool,
     mutation: Option<Mutation>,
 }
 
-/// Pages of background work at a time.
+/// Pages of background work in one step.
 const MAINTAIN_PAGES: usize = 16;
 
 impl Host {
-    /// A daemon starts.
+    /// Starts a daemon.
     pub fn boot(config: &HostConfig, now_ns: Arc<AtomicU64>) -> Host {
         let counted = config.mutation == Some(Mutation::GenerationCounted);
         let clock = Arc::new(Clock::new(now_ns, config.seed, counted));
@@ -180,12 +181,12 @@ impl Host {
         }
     }
 
-    /// Workers.
+    /// Returns the number of workers.
     pub fn workers(&self) -> usize {
         self.contexts.len()
     }
 
-    /// One round of a worker: a turn for each VM that has work.
+    /// Runs one round of a worker: a slice for each VM that has work.
     pub fn round(&mut self, worker: usize) {
         if !self.frozen {
             let context = &mut self.contexts[worker];
@@ -194,7 +195,7 @@ impl Host {
         }
     }
 
-    /// Some background work; true if more is left.
+    /// Does some background work. Returns true if more is left.
     pub fn maintain(&mut self) -> bool {
         if self.frozen {
             return false;
@@ -204,28 +205,30 @@ impl Host {
             .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)
     }
 
-    /// The host is short of memory, or no longer.
+    /// Changes the size of the pool in bytes, as for a host that is short of memory or no longer
+    /// is.
     pub fn resize(&self, bytes: u64) {
         self.pool.resize(bytes);
     }
 
-    /// Another quota.
+    /// Changes a VM's quota.
     pub fn set_quota(&self, guest: usize, quota: Quota) {
-        // A reserve that does not fit is refused, and all is as before.
+        // A reserve that does not fit is refused, and nothing changes.
         let _ = self.vms[guest].tenant.set_quota(quota);
     }
 
-    /// A manager freezes a VM's cache, or no longer: nothing is stored.
+    /// Freezes or thaws a VM's cache, as an operator does: a frozen cache stores nothing.
     pub fn freeze_vm(&self, guest: usize, frozen: bool) {
         self.vms[guest].frozen.store(frozen, SeqCst);
     }
 
-    /// A VM's part of the daemon.
+    /// Returns a VM's part of the daemon.
     pub fn vm(&self, guest: usize) -> &Arc<Vm> {
         &self.vms[guest]
     }
 
-    /// A drain of this connection begins after so many looks, and cuts off what it finds.
+    /// Begins a drain of this connection after `looks` checks; the drain cuts off the remaining
+    /// work.
     pub fn drain_after(&self, looks: u64, session: &Session, fuse: &Fuse) {
         let drain = Drain {
             looks: looks + 1,
@@ -235,7 +238,8 @@ impl Host {
         *fuse.drain.lock().expect("no panic") = Some(drain);
     }
 
-    /// A front end connects; None: it is refused. The second fuse is that of the front end.
+    /// Connects a front end. None: the daemon refuses it. The fuse `hang_up` is that of the front
+    /// end.
     pub fn connect(&self, guest: usize, hang_up: &Arc<Fuse>) -> Option<(Session, UnixStream)> {
         let (own, other) = UnixStream::pair().expect("descriptors");
         let (death, hang_up) = (self.death.clone(), hang_up.clone());

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest's files: page cache, disk, and what was written last.
+//! Files of a guest: page cache, disk, and the last written contents.
 //!
-//! The hooks of the kernel module are calls of the driver here: a page that is made dirty, truncated,
-//! written past the cache or evicted. What a read returns is compared with what was written last,
-//! byte by byte. Page cache and driver go back in time with the guest's memory, the disk with the
-//! disk.
+//! The hooks of the kernel module are calls of the driver here: for a page that is made dirty,
+//! truncated, written past the page cache or evicted. The result of each read is compared with the
+//! last written contents, byte by byte. Page cache and driver go back in time with the guest's
+//! memory, the disk with a snapshot of the disk.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,19 +12,19 @@ use crate::content::{self, Version};
 use crate::driver::{DEADLINE_NS, Driver, FilePage, Port};
 use crate::mutation::Mutation;
 
-/// Files of a guest.
+/// Number of files of a guest.
 pub const FILES: u32 = 3;
-/// Pages of a file.
+/// Number of pages of a file.
 pub const PAGES: u64 = 18;
-/// Neighbours among them; each group lies in a chunk of its own.
+/// Number of adjacent pages in a group. Each group is in a chunk of its own.
 const GROUP: u64 = 6;
 
-/// Where a file's page lies: groups of neighbours, each in its own chunk.
+/// Returns the index of a file's page: groups of adjacent pages, each in its own chunk.
 pub fn index_of(page: u64) -> u64 {
     page % GROUP + ((page / GROUP) << virtio_tmem::CHUNK_SHIFT)
 }
 
-/// Versions of pages; one that is not there is zero.
+/// Versions of pages; a page without an entry is zero.
 pub type Pages = BTreeMap<FilePage, Version>;
 
 #[derive(Clone, Debug)]
@@ -32,7 +32,8 @@ struct Cached {
     version: Version,
     dirty: bool,
     used_again: bool,
-    /// Clean, and older than the disk: it was read beside a write past the page cache that failed.
+    /// The page is clean and older than the disk: it was read concurrently with a direct write that
+    /// failed.
     old: bool,
 }
 
@@ -47,26 +48,26 @@ impl Cached {
     }
 }
 
-/// What is in the guest's memory.
+/// State in the guest's memory.
 #[derive(Clone)]
 pub struct Kernel {
     guest: usize,
     mutation: Option<Mutation>,
-    /// The driver.
+    /// The model of the driver.
     pub driver: Driver,
     cache: BTreeMap<FilePage, Cached>,
-    /// Files that somebody has open for writing past the page cache.
+    /// Files that are open for direct writes.
     writers: BTreeSet<u32>,
-    /// Reads that miss the cache: file, and pages that have to come.
+    /// Reads that miss the page cache: file, and pages that have to come.
     reads: BTreeMap<u64, (u32, Vec<u64>)>,
 }
 
-/// What is not: the disk, and what a reader must see.
+/// State outside of the guest's memory: the disk, and the contents that a reader must see.
 #[derive(Clone, Default)]
 pub struct Storage {
-    /// Written back.
+    /// Versions on the disk.
     pub disk: Pages,
-    /// Written.
+    /// Versions last written.
     pub truth: Pages,
 }
 
@@ -77,7 +78,8 @@ impl Storage {
 }
 
 impl Kernel {
-    /// Files that were written long ago, and are all in the page cache: version 1 and so on.
+    /// Fills the page cache with files that were written long ago: version 1 and so on. Returns the
+    /// last version.
     pub fn fill(&mut self, storage: &mut Storage) -> Version {
         let mut version = 0;
         for inode in 0..FILES {
@@ -92,7 +94,7 @@ impl Kernel {
         version
     }
 
-    /// A kernel that has just booted.
+    /// Creates a kernel that has just booted.
     pub fn new(guest: usize, driver: Driver, mutation: Option<Mutation>) -> Kernel {
         Kernel {
             guest,
@@ -104,7 +106,7 @@ impl Kernel {
         }
     }
 
-    /// Somebody reads the file: it cannot be changed meanwhile.
+    /// Returns whether a read of the file is in progress, during which the file does not change.
     fn is_read(&self, inode: u32) -> bool {
         self.reads.values().any(|(file, _)| *file == inode)
     }
@@ -142,7 +144,7 @@ impl Kernel {
         self.finish(port, storage);
     }
 
-    /// Ends the reads that are done or late.
+    /// Ends the reads that are complete or late.
     pub fn finish(&mut self, port: &mut Port<'_>, storage: &Storage) {
         while let Some(mut got) = self.driver.finished(port.now_ns) {
             if got.waited_ns > DEADLINE_NS {
@@ -186,7 +188,7 @@ impl Kernel {
         self.driver.invalidate(inode, page, page);
     }
 
-    /// Writes what is dirty to the disk.
+    /// Writes dirty pages to the disk.
     pub fn write_back(&mut self, storage: &mut Storage, inode: u32) {
         let pages = self
             .cache
@@ -198,7 +200,7 @@ impl Kernel {
         }
     }
 
-    /// Reclaims clean pages: each is put.
+    /// Reclaims clean pages, and puts each of them.
     pub fn evict(&mut self, inode: u32, first: u64, count: u64) {
         for page in first..(first + count).min(PAGES) {
             let page = index_of(page);
@@ -216,7 +218,7 @@ impl Kernel {
         }
     }
 
-    /// The mark of a file ends when nobody has it open for writing and none of its pages is cached.
+    /// Clears the mark of a file if the file has no writer and none of its pages is cached.
     fn clear_mark(&mut self, inode: u32) {
         let mut cached = self.cache.range((inode, 0)..=(inode, u64::MAX));
         if cached.next().is_none() && !self.writers.contains(&inode) {
@@ -224,7 +226,7 @@ impl Kernel {
         }
     }
 
-    /// Cuts a file off.
+    /// Truncates a file.
     pub fn truncate(&mut self, storage: &mut Storage, inode: u32, from: u64) {
         if self.is_read(inode) {
             return;
@@ -240,7 +242,7 @@ impl Kernel {
         self.clear_mark(inode);
     }
 
-    /// Deletes a file; its number is used again at once.
+    /// Deletes a file; its inode number is used again at once.
     pub fn delete(&mut self, storage: &mut Storage, inode: u32) {
         if !self.is_read(inode) {
             self.truncate(storage, inode, 0);
@@ -262,8 +264,9 @@ impl Kernel {
         storage.truth.insert((inode, page), version);
     }
 
-    /// As [`write_direct`](Self::write_direct), beside a reader of the same page, and failing in the
-    /// end: the disk has the new page, the page cache has the old one, and it is clean.
+    /// Does a direct write as [`write_direct`](Self::write_direct), which fails after a concurrent
+    /// reader has cached the same page. The disk has the new page; the page cache has the old one,
+    /// and it is clean.
     pub fn fail_direct(&mut self, storage: &mut Storage, inode: u32, page: u64, version: Version) {
         if self.is_read(inode) {
             return;
@@ -278,12 +281,12 @@ impl Kernel {
         self.cache.insert((inode, index_of(page)), old);
     }
 
-    /// Closes the file: it has no writer after this.
+    /// Closes the file, so that it has no writer any more.
     pub fn close(&mut self, inode: u32) {
         self.writers.remove(&inode);
     }
 
-    /// Unmounts and mounts. The hooks know the file system at once, or do not know it yet.
+    /// Unmounts the file system and mounts it again. `known`: the hooks know it at once.
     pub fn remount(&mut self, storage: &mut Storage, known: bool) {
         if self.reads.is_empty() {
             (0..FILES).for_each(|inode| self.write_back(storage, inode));
@@ -297,7 +300,7 @@ impl Kernel {
         }
     }
 
-    /// The hooks get to know the file system.
+    /// Registers the file system with the hooks.
     pub fn register(&mut self) {
         let cached = self.cache.keys().map(|(inode, _)| *inode);
         let suspects: BTreeSet<u32> = cached.chain(self.writers.iter().copied()).collect();

@@ -2,23 +2,23 @@
 //! The simulator: guests, VMMs and hosts on virtual time, in one thread, with every fault.
 //!
 //! The daemon and the pool are the real ones: connections, messages, rings, workers, requests,
-//! storage. What is modelled is around them: the driver and the files of a guest, the VMM, and time.
-//! A seed draws a script of steps; the same seed is the same run, step for step. Three oracles
-//! watch: what a device may answer, how a driver may ask, and what a file must hold.
+//! storage. Their environment is modelled: the driver and the files of a guest, the VMM, and time.
+//! A seed draws a script of steps; the same seed gives the same run, step for step. Three oracles
+//! check the answers of the device, the requests of the driver, and the contents of files.
 //!
-//! | file | its idea |
+//! | file | contents |
 //! | --- | --- |
-//! | `script.rs` | what happens: steps drawn from a seed |
-//! | `world.rs`, `world/` | does the steps; the end, when all must be well again |
-//! | `host.rs`, `clock.rs` | the real daemon without threads; its time and chance |
+//! | `script.rs` | steps, drawn from a seed |
+//! | `world.rs`, `world/` | execution of the steps; the end, when all faults are repaired |
+//! | `host.rs`, `clock.rs` | the real daemon without threads; its clock and entropy source |
 //! | `machine.rs` | a VM and its VMM: memory, interrupts, messages |
 //! | `kernel.rs`, `content.rs` | a guest's files |
 //! | `driver.rs`, `driver/`, `transport.rs` | the model of the guest driver |
-//! | `oracle.rs` | what is watched |
+//! | `oracle.rs` | the checks |
 //! | `mutation.rs` | rules that can be broken |
 //! | `shrink.rs`, `run.rs` | fewer steps for the same failure; many seeds |
 //!
-//! docs/simulator.md says how it is used, and what it leaves out.
+//! docs/simulator.md describes how to use the simulator, and what it leaves out.
 
 mod clock;
 mod content;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A virtual machine and its VMM: memory, interrupts, and QEMU's messages in QEMU's order, given to
-//! the daemon's real handler of them.
+//! A virtual machine and its VMM: memory, interrupts, and QEMU's messages in QEMU's order, passed
+//! to the daemon's real message handler.
 //!
-//! The VMM caches what the guest may read of the configuration, tells the guest of each begin and
-//! loss of a backend, and has the next backend begin where the last one left off. Never here: when
-//! these things happen.
+//! The VMM caches the part of the configuration that the guest may read. It notifies the guest when
+//! a back end starts or is lost, and starts the next back end where the last one stopped. Out of
+//! scope: the times at which these things happen.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -30,21 +30,22 @@ const F_VERSION_1: u64 = 1 << 32;
 
 /// A connection to a daemon.
 pub struct Link {
-    /// Which host's.
+    /// Number of the host.
     pub host: usize,
-    /// The daemon's side.
+    /// The daemon's side of the connection.
     pub session: Session,
-    /// Burns when the VMM hangs up.
+    /// Fuse that burns when the VMM hangs up.
     pub hang_up: Arc<Fuse>,
     /// The VMM's side of the socket.
     _stream: UnixStream,
-    /// Rings run.
+    /// The rings run.
     pub started: bool,
 }
 
-/// What a migration keeps at the source.
+/// State of a migration at the source.
 pub struct Migration {
-    /// One of each start of the rings. The VMM reads the last one when they are stopped, or lost.
+    /// A log for each start of the rings. The VMM reads the last one when the rings are stopped, or
+    /// lost.
     logs: Vec<DirtyLog>,
     /// Memory as it was sent first.
     base: Vec<Vec<u8>>,
@@ -54,18 +55,18 @@ pub struct Migration {
 pub struct Machine {
     /// Guest memory.
     pub ram: Arc<GuestRam>,
-    /// Where the driver has what.
+    /// Addresses of the driver's rings and buffers.
     pub layout: Arc<Layout>,
-    /// The guest notifies.
+    /// Kick descriptors, through which the guest notifies the device.
     pub kicks: Vec<OwnedFd>,
     calls: Vec<OwnedFd>,
-    /// The configuration's generation, as the VMM tells it.
+    /// Generation in the configuration, as the VMM reports it.
     pub generation: u64,
-    /// The configuration has changed, and the guest was not told yet.
+    /// The configuration has changed, and the guest was not notified yet.
     pub config_irq: bool,
-    /// The daemon.
+    /// Connection to the daemon.
     pub link: Option<Link>,
-    /// Where rings go on; None: after the last used element.
+    /// Ring indices at which the device continues. None: after the last used element.
     pub bases: Option<Vec<u16>>,
     migration: Option<Migration>,
     event_idx: bool,
@@ -73,7 +74,7 @@ pub struct Machine {
     mutation: Option<Mutation>,
 }
 
-/// A message that the daemon refused: a sentence.
+/// The sentence of a message that the daemon refused.
 pub type Refused = String;
 
 type Done = Result<(), Refused>;
@@ -86,7 +87,7 @@ fn device(session: &Session) -> MutexGuard<'_, Device> {
     session.device().lock().expect("no panic")
 }
 
-/// One eventfd for each queue.
+/// Creates an eventfd for each queue.
 fn notifiers(queues: usize) -> Vec<OwnedFd> {
     let flags = EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC;
     let fd = |_| eventfd(0, flags).expect("descriptors");
@@ -98,7 +99,7 @@ fn consume(fd: &OwnedFd) -> bool {
 }
 
 impl Machine {
-    /// Without a daemon.
+    /// Creates a machine without a daemon.
     pub fn new(
         queues: usize,
         (event_idx, indirect): (bool, bool),
@@ -122,22 +123,22 @@ impl Machine {
         }
     }
 
-    /// Empty rings.
+    /// Returns empty rings.
     pub fn transport(&self) -> Transport {
         Transport::new(&self.ram, &self.layout, self.event_idx, self.indirect)
     }
 
-    /// Takes the interrupts of a queue.
+    /// Takes the interrupts of a queue. Returns whether there were any.
     pub fn interrupted(&self, queue: usize) -> bool {
         consume(&self.calls[queue])
     }
 
-    /// Rings run.
+    /// Returns whether the rings run.
     pub fn started(&self) -> bool {
         self.link.as_ref().is_some_and(|link| link.started)
     }
 
-    /// Dirty pages are being logged.
+    /// Returns whether a migration is in progress, during which dirty pages are logged.
     pub fn migrates(&self) -> bool {
         self.migration.is_some()
     }
@@ -146,7 +147,8 @@ impl Machine {
         self.link.as_mut().ok_or_else(|| "no backend".into())
     }
 
-    /// Connects. None: there is a connection already.
+    /// Connects to a daemon, and returns the generation. None: the daemon refuses, because there is
+    /// a connection already.
     pub fn connect(&mut self, guest: usize, number: usize, host: &Host) -> Option<u64> {
         let hang_up = Fuse::new();
         let (session, stream) = host.connect(guest, &hang_up)?;
@@ -173,7 +175,7 @@ impl Machine {
             )
     }
 
-    /// The memory table: of all memory, or of the first region.
+    /// Sends the memory table: with all memory, or with the first region only.
     pub fn set_mem_table(&mut self, whole: bool) -> Done {
         let regions = self.ram.shared_regions().expect("descriptors");
         let count = if whole { regions.len() } else { 1 };
@@ -190,7 +192,7 @@ impl Machine {
         refused("SET_MEM_TABLE", r).map(drop)
     }
 
-    /// A memory table with memory that could be truncated. The daemon must refuse it.
+    /// Sends a memory table with memory that could be truncated. The daemon must refuse it.
     pub fn set_unsealed_memory(&mut self) -> Done {
         let ram = GuestRam::new(&ram(), false).expect("memory");
         let mut regions = ram.shared_regions().expect("descriptors");
@@ -201,7 +203,8 @@ impl Machine {
         refused("SET_MEM_TABLE", r).map(drop)
     }
 
-    /// Starts the rings where they were, as `vhost_dev_start` does. `transport`: the driver's rings.
+    /// Starts the rings where they were, as `vhost_dev_start` does. `transport`: the driver's
+    /// rings.
     pub fn start(&mut self, transport: &Transport) -> Done {
         let features = self.features();
         let r = device(&self.link()?.session).set_features(features);
@@ -259,7 +262,7 @@ impl Machine {
         refused("CALL", device.set_vring_call(queue as u8, call))
     }
 
-    /// Stops the rings: when this returns the daemon has let go of them.
+    /// Stops the rings: when this returns, the daemon no longer uses them.
     pub fn stop(&mut self) -> Done {
         let queues = self.kicks.len();
         let link = self.link()?;
@@ -270,7 +273,7 @@ impl Machine {
         }
         for queue in 0..queues as u32 {
             let state = refused("GET_VRING_BASE", device.get_vring_base(queue))?;
-            // num is the base; the library has no getter for it.
+            // `num` is the base; the library has no getter for it.
             bases.push({ state.num } as u16);
         }
         drop(device);
@@ -279,7 +282,7 @@ impl Machine {
         Ok(())
     }
 
-    /// RESET_DEVICE. Returns the new generation.
+    /// Sends RESET_DEVICE. Returns the new generation.
     pub fn reset(&mut self) -> Result<u64, Refused> {
         let kept = self.mutation == Some(Mutation::GenerationKept);
         let link = self.link()?;
@@ -290,8 +293,8 @@ impl Machine {
         Ok(generation(&mut device))
     }
 
-    /// The connection is no longer; the guest is told. A migration goes on, with the next backend's
-    /// log from its start on.
+    /// Drops the connection and notifies the guest. A migration goes on; the log of the next back
+    /// end begins with its start.
     pub fn unlink(&mut self) -> Option<Link> {
         let link = self.link.take()?;
         if link.started {
@@ -307,7 +310,7 @@ impl Machine {
         Some(link)
     }
 
-    /// A clear log, if there is a migration.
+    /// Sends a clear log, if there is a migration.
     fn set_log_base(&mut self) -> Done {
         let Some(migration) = &mut self.migration else {
             return Ok(());
@@ -320,12 +323,12 @@ impl Machine {
         refused("SET_LOG_BASE", r)
     }
 
-    /// A migration begins: all memory is sent, and from now on what is written is noted.
+    /// Begins a migration: all memory is sent, and from now on written pages are logged.
     pub fn begin_migration(&mut self) -> Done {
         self.ram.track_written(true);
         let (logs, base) = (Vec::new(), self.ram.snapshot());
         self.migration = Some(Migration { logs, base });
-        // Otherwise the start does it.
+        // If the rings do not run, their start sends the log.
         if !self.started() {
             return Ok(());
         }
@@ -335,8 +338,8 @@ impl Machine {
         refused("SET_FEATURES", r)
     }
 
-    /// The migration ends here, with memory as the other side has it: pages that nobody noted are
-    /// as they were sent first. Rings must be stopped. Used rings the VMM notes by itself.
+    /// Ends the migration with the memory of the destination: pages that were not logged are as
+    /// they were sent first. Rings must be stopped. The VMM itself logs the used rings.
     pub fn arrive(&mut self) {
         let Some(Migration { logs, base }) = self.migration.take() else {
             return;
@@ -350,12 +353,13 @@ impl Machine {
                 self.ram.restore_page(&base, page);
             }
         }
-        // It is another VMM: a daemon that hangs where the VM was takes none of its notifications.
+        // The destination has another VMM: a daemon that hangs at the source receives no
+        // notification of it.
         self.kicks = notifiers(self.kicks.len());
         self.calls = notifiers(self.calls.len());
     }
 
-    /// The migration does not happen.
+    /// Cancels the migration.
     pub fn cancel_migration(&mut self) -> Done {
         if self.migration.take().is_none() {
             return Ok(());
@@ -370,7 +374,7 @@ impl Machine {
     }
 }
 
-/// What the device's configuration says.
+/// Returns the generation in the device's configuration.
 fn generation(device: &mut Device) -> u64 {
     let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
     let bytes = bytes.expect("the configuration has more than that");

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs seeds,
-//! replays the one of TMEM_SEED, and shrinks the first that fails.
+//! `tmem-world [--seeds N] [--first N] [--mutation NAME] [--threads N] [--trace]`: runs seeds, or
+//! replays the seed in TMEM_SEED, and shrinks the first failure.
 //!
-//! Exits with 1 if a rule did not hold.
+//! Exits with 1 if a rule was broken.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 
 use tmem_world::{Mutation, Script, run_seeds, run_traced, shrink};
 
-/// Seeds if nothing is said.
+/// Default number of seeds.
 const SEEDS: u64 = 4_000;
-/// Between two lines of progress.
+/// Time between two lines of progress.
 const PROGRESS: Duration = Duration::from_secs(10);
 
 struct Arguments {
@@ -62,7 +62,7 @@ fn arguments() -> Result<Arguments, String> {
     Ok(out)
 }
 
-/// Replays a seed with all that happens, and again with as few steps as fail.
+/// Prints the failure of a seed with as few steps as still fail. `whole`: first prints all steps.
 fn explain(seed: u64, mutation: Option<Mutation>, whole: bool) {
     let script = Script::draw(seed, mutation);
     if whole {

@@ -1,76 +1,76 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The rules of SPEC.md that can be broken on purpose, to see that the simulator notices.
+//! The rules of SPEC.md that can be broken on purpose, to check that the simulator notices.
 //!
-//! A rule of the driver is broken in the model of the driver, a rule of the device around the real
-//! daemon: what it answered is bent, or what it is asked. Never in the daemon itself.
+//! A rule of the driver is broken in the model of the driver. A rule of the device is broken around
+//! the real daemon, by changing its answers or its requests. The daemon itself is never changed.
 
 /// A rule that is broken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Mutation {
-    /// A reset tells the device nothing: same generation, pages kept.
+    /// A reset does not reach the device: same generation, pages kept.
     GenerationKept,
-    /// The device counts its generations.
+    /// The device counts its generations instead of drawing random ones.
     GenerationCounted,
-    /// The device does not look at the generation of a request.
+    /// The device ignores the generation of a request.
     GenerationUnchecked,
     /// The driver keeps its index when the generation changes.
     IndexKept,
-    /// The driver sends what was put before it forgot everything.
+    /// The driver sends pages that were put before it forgot everything.
     EpochIgnored,
-    /// The driver never looks at the configuration again.
+    /// The driver never reads the configuration again.
     ConfigIgnored,
-    /// The device returns a page whatever cookie is asked for.
+    /// The device returns a page whatever cookie the get names.
     CookieUnchecked,
     /// The driver gives two puts one cookie.
     CookieRepeated,
     /// The driver sends requests of one chunk to any queue.
     QueueAny,
-    /// The device publishes two answers in another order.
+    /// The device publishes two answers in the wrong order.
     AnswersSwapped,
-    /// A backend that was asked to stop writes an answer afterwards.
+    /// A back end that was asked to stop writes an answer afterwards.
     DrainSkipped,
-    /// A backend goes on after its front end has hung up.
+    /// A back end goes on after its front end has hung up.
     HangUpIgnored,
-    /// The VMM does not ask the next backend for what the last one left.
+    /// The VMM does not make the next back end replay the requests that the last one left.
     ReplaySkipped,
-    /// The VMM loses what the device marked in the dirty log.
+    /// The VMM loses the pages that the device marked in the dirty log.
     DirtyLogLost,
-    /// The VMM does not read the dirty log of a backend that is lost.
+    /// The VMM does not read the dirty log of a lost back end.
     LastLogUnread,
-    /// A refused put leaves what was held before it.
+    /// A refused put leaves the page that was held before it.
     RefusedLeavesOld,
     /// A flush drops nothing.
     FlushIgnored,
-    /// A hit leaves the page with the device.
+    /// A hit leaves the page in the device.
     HitKeepsPage,
-    /// The driver keeps the entry of a page that it asked for.
+    /// The driver keeps the entry of a page that it requested.
     EntryKeptAtGet,
     /// The driver keeps the entry of a put that was dropped or refused.
     EntryKeptAtDrop,
-    /// The driver keeps the entries of what a direct write changed.
+    /// The driver keeps the entries of pages that a direct write changed.
     EntryKeptAtDirectWrite,
-    /// A put clears the mark of a file that nobody has open for writing any more.
+    /// A put clears the mark of a file that has no writer any more.
     MarkClearedAtPut,
-    /// A file system that becomes known late has no marks.
+    /// A file system that is registered late has no marks.
     LateMountUnmarked,
-    /// The driver keeps the entries of what was truncated.
+    /// The driver keeps the entries of truncated pages.
     EntryKeptAtTruncate,
-    /// The driver takes pages that the device says it has not.
+    /// The driver uses pages that the device answered as missing.
     MissTaken,
-    /// The driver uses bounce pages again before the device gave them back.
+    /// The driver uses bounce pages again before the device has returned them.
     BounceReused,
-    /// The driver waits for as long as it takes.
+    /// The driver's readers wait without a deadline.
     DeadlineMissing,
     /// The driver uses a pool's id again.
     PoolIdReused,
-    /// All VMs are one to the daemon.
+    /// The daemon treats all VMs as one tenant.
     TenantsMixed,
     /// The device shows a page of another guest.
     NeighbourShown,
 }
 
 impl Mutation {
-    /// All there are.
+    /// All mutations.
     pub const ALL: [Mutation; 30] = [
         Mutation::GenerationKept,
         Mutation::GenerationCounted,
@@ -104,7 +104,7 @@ impl Mutation {
         Mutation::NeighbourShown,
     ];
 
-    /// By its name.
+    /// Returns the mutation with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Mutation> {
         Mutation::ALL.into_iter().find(|m| format!("{m:?}") == name)

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What is watched of one guest: that its device answers as it may, and that the model of its driver
-//! asks as it may.
+//! The oracle of one guest: it checks the answers of the guest's device and the requests of the
+//! model of its driver.
 //!
-//! Answers are judged when the device publishes them, whatever the guest does with them later; by
-//! [`tmem_sim::Model`]. It knows all that was ever true and nothing of what a guest forgot, so no
-//! rollback reaches it. Never tells the guest anything.
+//! Answers are judged by [`tmem_sim::Model`] when the device publishes them, whatever the guest
+//! does with them later. The oracle knows the whole history and is not part of the guest, so that a
+//! rollback does not affect it. It never passes information to the guest.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
@@ -15,63 +15,63 @@ use crate::content;
 use crate::mutation::Mutation;
 use crate::transport::{Flight, Transport};
 
-/// A rule that did not hold.
+/// A rule that was broken.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Which.
+    /// Name of the rule.
     pub rule: &'static str,
-    /// What happened.
+    /// Description of the failure.
     pub what: String,
 }
 
-/// Puts that are remembered when the device has let go of them.
+/// Number of puts that are remembered after the device had to drop them.
 const ENDED: usize = 12;
 
-/// What became of a put, as its driver should know.
+/// State of a put, as its driver should know it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// Sent, and stored or not answered yet.
+    /// The put was sent, and is stored or not answered yet.
     Sent,
-    /// Answered that it is not held.
+    /// The answer said that the page is not held.
     Refused,
-    /// Asked for.
+    /// A get has named the page.
     Asked,
 }
 
 /// A page that a broken device holds although it must not.
 pub struct Kept {
-    /// Its key.
+    /// Key of the page.
     pub key: Key,
-    /// Its cookie.
+    /// Cookie of the page.
     pub cookie: u64,
-    /// Its contents.
+    /// Contents of the page.
     pub content: Content,
 }
 
-/// Watches one guest.
+/// The oracle of one guest.
 pub struct Oracle {
     guest: usize,
     mutation: Option<Mutation>,
-    /// What the device may answer.
+    /// Answers that the device may give.
     pub model: Model,
     generations: HashSet<u64>,
-    /// The generation that requests must carry now; 0 without a backend.
+    /// Generation that requests must carry now; 0 without a back end.
     current: u64,
     /// Used index of each queue up to which answers were judged.
     seen: Vec<u16>,
-    /// Of this generation: ids of pools, puts, cookies, the queue of each chunk.
+    /// State of this generation: ids of pools, puts, cookies, the queue of each chunk.
     pools: BTreeSet<u32>,
     puts: BTreeMap<(Key, u64), (Fate, Content)>,
     cookies: HashSet<u64>,
-    /// Puts that the device has just let go of, the last of them.
+    /// The last puts that the device had to drop.
     ended: VecDeque<(Key, u64)>,
     chunks: BTreeMap<(u32, u64, u64), usize>,
-    /// The first rule that did not hold.
+    /// The first rule that was broken.
     pub failure: Option<Failure>,
 }
 
 impl Oracle {
-    /// Of a guest with so many queues.
+    /// Creates the oracle of a guest with `queues` queues.
     pub fn new(guest: usize, queues: usize, mutation: Option<Mutation>) -> Oracle {
         Oracle {
             guest,
@@ -89,13 +89,14 @@ impl Oracle {
         }
     }
 
-    /// Something is wrong; the first one counts.
+    /// Records a failure; the first one counts.
     pub fn fail(&mut self, rule: &'static str, what: String) {
         let what = format!("g{}: {what}", self.guest);
         self.failure.get_or_insert(Failure { rule, what });
     }
 
-    /// The device names a generation, at the begin of a connection and after a reset.
+    /// Notes the generation that the device reports, at the start of a connection and after a
+    /// reset.
     pub fn begin(&mut self, generation: u64) {
         self.current = generation;
         if self.mutation == Some(Mutation::GenerationKept) && generation == self.model.generation()
@@ -115,28 +116,28 @@ impl Oracle {
         self.chunks.clear();
     }
 
-    /// There is no backend any more, and no generation until the next.
+    /// Notes that the back end is lost, so that there is no generation until the next one.
     pub fn lost(&mut self) {
         self.current = 0;
     }
 
-    /// The device takes requests of this generation.
+    /// Returns whether the device accepts requests of this generation.
     pub fn is_current(&self, generation: u64) -> bool {
         generation == self.current
     }
 
-    /// The rings begin anew, or are those of a snapshot.
+    /// Notes that the rings are empty again, or those of a snapshot.
     pub fn rings_changed(&mut self, transport: &Transport) {
         let used = transport.rings.iter().map(|r| r.used_idx_in_memory());
         self.seen = used.collect();
     }
 
-    /// Used index of a queue up to which answers were judged.
+    /// Returns the used index of a queue up to which answers were judged.
     pub fn seen(&self, queue: usize) -> u16 {
         self.seen[queue]
     }
 
-    /// There is no backend: nobody may answer.
+    /// Checks that no answer was published, because there is no back end.
     pub fn nothing_new(&mut self, transport: &Transport) {
         for (queue, ring) in transport.rings.iter().enumerate() {
             if ring.used_idx_in_memory() != self.seen[queue] {
@@ -146,8 +147,8 @@ impl Oracle {
         }
     }
 
-    /// A page that was put in this generation, with its cookie: often one that the device has just
-    /// let go of.
+    /// Returns the key and cookie of a page that was put in this generation, often of one that the
+    /// device has just had to drop.
     pub fn any_put(&self, pick: u64) -> Option<(Key, u64)> {
         let (ended, pick) = (!pick.is_multiple_of(4), pick / 4);
         if ended && !self.ended.is_empty() {
@@ -158,7 +159,8 @@ impl Oracle {
         self.puts.keys().nth(nth).copied()
     }
 
-    /// A request is sent; `probe`: to see whether the device gives what it must not.
+    /// Checks a request that is sent. `probe`: the request asks for a page that the device must not
+    /// return.
     pub fn sent(&mut self, queue: usize, flight: &Flight, transport: &Transport, probe: bool) {
         let busy = transport.flight.iter().flatten();
         let busy: BTreeSet<u64> = busy.flat_map(Flight::pages).collect();
@@ -171,7 +173,7 @@ impl Oracle {
             self.fail("generation", "a request without a generation".into());
         }
         if !current || probe {
-            // It has to be answered STALE, or is asked on purpose.
+            // The device has to answer STALE, or the request is a deliberate probe.
             return;
         }
         if let Request::PoolCreate { pool, .. } = &*flight.request {
@@ -191,7 +193,8 @@ impl Oracle {
             Request::Put { pages, .. } => {
                 for page in pages {
                     self.chunk(queue, pool, page.object, page.index);
-                    // Queues are fed apart: cookies grow as pages are put, not as they are sent.
+                    // The feeder serves each queue separately: cookies grow in the order of puts,
+                    // not of sends.
                     if !self.cookies.insert(page.cookie) {
                         self.fail("cookie", format!("{:#x} was used before", page.cookie));
                     }
@@ -217,7 +220,7 @@ impl Oracle {
         }
     }
 
-    /// Contents of a put that is sent.
+    /// Notes the contents of a put that is sent.
     pub fn putting(&mut self, key: Key, cookie: u64, content: Content) {
         self.puts.insert((key, cookie), (Fate::Sent, content));
     }
@@ -245,7 +248,8 @@ impl Oracle {
         }
     }
 
-    /// Judges what the device has published since the last time. Returns what a broken one keeps.
+    /// Judges the answers that the device has published since the last call. Returns the pages that
+    /// a broken device keeps.
     pub fn observe(&mut self, transport: &Transport, queue_of: impl Fn(Key) -> usize) -> Vec<Kept> {
         let mut kept = Vec::new();
         for queue in 0..transport.queues() {
@@ -315,7 +319,7 @@ impl Oracle {
             }
             self.ended.push_front(put);
             self.ended.truncate(ENDED);
-            // A put that replaced it is no reason to keep it.
+            // A newer put for the key would replace the page.
             if keeps && self.model.cookie(put.0).is_none() {
                 let (key, cookie) = put;
                 let Some(&(_, content)) = self.puts.get(&put) else {
@@ -330,7 +334,7 @@ impl Oracle {
         }
     }
 
-    /// What the device holds and may hold no longer after this request.
+    /// Returns the pages that the device holds and must drop with this request.
     fn held_of(&self, request: &Request) -> Vec<(Key, u64)> {
         let with_cookie = |key: Key| Some((key, self.model.cookie(key)?));
         match request {
@@ -364,7 +368,7 @@ impl Oracle {
         }
     }
 
-    /// Looks for pages of other guests in the memory of this one.
+    /// Searches the memory of this guest for pages of other guests.
     pub fn look_for_others(&mut self, transport: &Transport) {
         for (addr, word) in transport.first_words() {
             if let Some(owner) = content::owner(word)

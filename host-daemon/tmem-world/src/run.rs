@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Runs scripts: one, or those of many seeds on several threads.
 //!
-//! A panic of the daemon's or the pool's code is a failure like any other.
+//! A panic in the code of the daemon or the pool is a failure like any other.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
@@ -12,14 +12,14 @@ use crate::oracle::Failure;
 use crate::script::Script;
 use crate::world::World;
 
-/// How a run ended.
+/// Result of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// The first rule that did not hold, and the step at which that was seen.
+    /// The first rule that was broken, and the step at which the oracle saw it.
     pub failure: Option<(usize, Failure)>,
-    /// Pages stored, hit, refused, lost and requests stale.
+    /// Pages stored, hit, refused and lost, and stale requests.
     pub counts: [u64; 5],
-    /// Virtual time.
+    /// Virtual time at the end, in nanoseconds.
     pub now_ns: u64,
 }
 
@@ -29,7 +29,7 @@ pub fn run(script: &Script) -> Outcome {
     caught(script, &mut |_| {})
 }
 
-/// Runs a script and tells each step and what came of it.
+/// Runs a script, and passes a line for each step and its result to `tell`.
 pub fn run_traced(script: &Script, mut tell: impl FnMut(String)) -> Outcome {
     caught(script, &mut |line| tell(line()))
 }
@@ -76,29 +76,29 @@ fn play(script: &Script, tell: Tell<'_>) -> Outcome {
 /// A seed that failed.
 #[derive(Clone, Debug)]
 pub struct Found {
-    /// The seed.
+    /// Number of the seed.
     pub seed: u64,
-    /// At which step.
+    /// Number of the step.
     pub at: usize,
-    /// What.
+    /// The failure.
     pub failure: Failure,
 }
 
-/// What many seeds came to.
+/// Results of many seeds.
 #[derive(Clone, Debug, Default)]
 pub struct Totals {
     /// Seeds that were run to their end.
     pub seeds: u64,
-    /// As in [`Outcome`].
+    /// Sums of the counts in [`Outcome`].
     pub counts: [u64; 5],
-    /// Virtual time.
+    /// Virtual time in nanoseconds.
     pub now_ns: u64,
     /// The smallest seed that failed.
     pub found: Option<Found>,
 }
 
-/// Runs `count` seeds from `first` on until one fails. With several threads the smallest seed that
-/// fails is still the one that is found. `progress` is told how many are done.
+/// Runs `count` seeds from `first` on until one fails. With several threads the result is still the
+/// smallest seed that fails. `progress` is called with the number of completed seeds.
 pub fn run_seeds(
     (first, count): (u64, u64),
     mutation: Option<Mutation>,
@@ -122,7 +122,7 @@ pub fn run_seeds(
         if let Some((at, failure)) = outcome.failure
             && totals.found.as_ref().is_none_or(|found| seed < found.seed)
         {
-            // Smaller seeds that others are at go on.
+            // Other threads finish smaller seeds that they have begun.
             end.fetch_min(seed, Relaxed);
             totals.found = Some(Found { seed, at, failure });
         }

@@ -1,31 +1,32 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happens in a world, and in which order: a list of steps, drawn from a seed.
+//! Scripts of a world: a list of steps, drawn from a seed.
 //!
-//! Steps name what they touch by small numbers and mean something in any state of the world, or
-//! nothing: so any part of a script is a script, which is what shrinking needs. A seed also draws
-//! which faults there are at all, since some only meet when others stay away.
+//! Steps name the objects that they touch by small numbers. Each step has a meaning in any state of
+//! the world, or does nothing. So any part of a script is a script, which shrinking needs. A seed
+//! also draws the kinds of faults that occur at all, since some faults only meet when others are
+//! absent.
 
 use crate::kernel::{FILES, PAGES};
 use crate::mutation::Mutation;
 
-/// What one step does. `u8`s are numbers of guests, hosts or files, modulo how many there are.
+/// One step. `u8`s are numbers of guests, hosts or files, modulo their count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(
     missing_docs,
     reason = "their fields are guests, hosts, files and pages"
 )]
 pub enum Step {
-    /// Everybody has a turn, in an order of its own.
+    /// All hosts and guests work once, in an order drawn from the number.
     Serve(u16),
-    /// A worker of a host has a round.
+    /// A worker of a host runs a round.
     Round(u8, u8),
     /// The background workers of a host run.
     Maintain(u8),
-    /// The guest takes interrupts and does what waits.
+    /// The guest takes interrupts and does pending work.
     Run(u8),
-    /// The feeder of a guest's queue.
+    /// The feeder serves a guest's queue.
     Feed(u8, u8),
-    /// Pages are read; the reader looks for so many rounds whether the answer is there.
+    /// Pages are read; the reader spins for the given number of rounds.
     Read(u8, u8, u8, u8, u8),
     /// Pages are overwritten.
     Write(u8, u8, u8, u8),
@@ -39,37 +40,39 @@ pub enum Step {
     Delete(u8, u8),
     /// A page is written past the page cache.
     WriteDirect(u8, u8, u8),
-    /// A page is written past the page cache beside a reader, and the write fails in the end.
+    /// A page is written past the page cache concurrently with a reader, and the write fails in the
+    /// end.
     FailDirect(u8, u8, u8),
     /// The last writer closes the file.
     Close(u8, u8),
-    /// The file system is mounted again.
+    /// The file system is unmounted and mounted again.
     Remount(u8),
-    /// The file system is mounted again, and the hooks get to know it later.
+    /// The file system is unmounted and mounted again, and is registered with the hooks later.
     RemountUnseen(u8),
     See(u8),
-    /// The guest asks for what was once put.
+    /// The guest asks for a page that was put earlier and that it must not get.
     AskOld(u8, u16),
     /// Time passes, in µs.
     Time(u32),
-    /// The daemon of a host is killed after so many looks at front ends.
+    /// The daemon of a host is killed after the given number of checks of front ends.
     Kill(u8, u8),
     /// A daemon starts.
     Boot(u8),
-    /// A daemon is stopped, and goes on.
+    /// A daemon is stopped, and continues.
     Freeze(u8),
     Thaw(u8),
-    /// A VMM loses its connection after so many looks at it.
+    /// A VMM loses its connection after the given number of checks of it.
     HangUp(u8, u8),
-    /// The daemon notices.
+    /// The daemon notices ended connections.
     Notice(u8),
     /// A VMM connects.
     Connect(u8),
     /// A VMM connects with memory that the daemon must not take.
     Refuse(u8),
-    /// The VM is paused, and goes on.
+    /// The VM is paused, and continues.
     Pause(u8),
-    /// It is paused after so many looks, in the middle of a turn, and the drain waits no longer.
+    /// The VM is paused in the middle of a slice, after the given number of checks, and the drain
+    /// does not wait.
     PauseLate(u8, u8),
     Continue(u8),
     /// The VM is reset.
@@ -79,64 +82,64 @@ pub enum Step {
     Rollback(u8),
     /// The disk goes back while the VM is off.
     Revert(u8),
-    /// Memory is sent to another host, the VM goes there, or stays.
+    /// Memory is sent to another host; then the VM moves there, or stays.
     Migrate(u8),
     Arrive(u8),
     Cancel(u8),
     /// The memory table changes.
     MemTable(u8),
-    /// The pool of a host has so many KiB.
+    /// The pool of a host gets the given size in KiB.
     Resize(u8, u16),
-    /// A VM's cache on a host is frozen, and no longer.
+    /// A VM's cache on a host is frozen, and thawed.
     FreezeVm(u8, u8),
     ThawVm(u8, u8),
-    /// A VM's limit on a host, in KiB.
+    /// A VM's limit on a host is changed, in KiB.
     Limit(u8, u8, u16),
 }
 
-/// What a world is made of.
+/// Parameters of a world.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Setup {
-    /// Of everything that is random in it.
+    /// Seed of everything random in the world.
     pub seed: u64,
-    /// Guests.
+    /// Number of guests.
     pub guests: usize,
-    /// Hosts.
+    /// Number of hosts.
     pub hosts: usize,
-    /// Workers of a daemon.
+    /// Number of workers of a daemon.
     pub workers: usize,
-    /// How long a worker looks at a virtqueue that has run dry, in µs.
+    /// Longest time that a worker polls an empty virtqueue, in µs.
     pub poll_us: u64,
-    /// Queues of each guest, the control queue included.
+    /// Number of queues of each guest, the control queue included.
     pub queues: usize,
-    /// VIRTIO_F_EVENT_IDX.
+    /// VIRTIO_F_EVENT_IDX is offered.
     pub event_idx: bool,
-    /// VIRTIO_F_INDIRECT_DESC.
+    /// VIRTIO_F_INDIRECT_DESC is offered.
     pub indirect: bool,
-    /// Size of each pool.
+    /// Size of each pool in KiB.
     pub pool_kib: u16,
     /// All guests share one trust domain.
     pub one_domain: bool,
-    /// What is broken.
+    /// Rule that is broken.
     pub mutation: Option<Mutation>,
 }
 
-/// A setup and what happens.
+/// A setup with its steps.
 #[derive(Clone, Debug)]
 pub struct Script {
-    /// The world.
+    /// Parameters of the world.
     pub setup: Setup,
-    /// Steps.
+    /// Steps in their order.
     pub steps: Vec<Step>,
 }
 
-/// Steps of a script at least and at most.
+/// Least and largest number of steps of a script.
 const STEPS: std::ops::RangeInclusive<usize> = 60..=240;
 
-/// Steps between a fault and its remedy at most.
+/// Most steps between a fault and its repair.
 const REMEDY_WITHIN: usize = 14;
 
-/// Of which kinds of fault a script may have.
+/// Number of kinds of faults.
 const FAULTS: usize = 13;
 
 struct Draw {
@@ -196,8 +199,8 @@ impl Draw {
         }
     }
 
-    /// Not seldom a VM arrives with answers that it has not seen yet, and without the daemon that gave
-    /// them.
+    /// Returns steps after which a VM often arrives with answers that it has not seen yet, and
+    /// without the daemon that gave them.
     fn before_arrival(&mut self, guest: u8) -> Vec<Step> {
         let (file, page) = (self.file(), self.page());
         let steps = [
@@ -208,7 +211,7 @@ impl Draw {
         steps[..self.rng.usize(..=steps.len())].to_vec()
     }
 
-    /// A fault and what makes it good, None where that is in it.
+    /// Returns a fault and its repair; the repair is None where the fault repairs itself.
     fn fault(&mut self) -> Option<(Step, Option<Step>)> {
         let kind = self.rng.usize(..FAULTS);
         if !self.enabled[kind] {
@@ -249,7 +252,7 @@ impl Draw {
 }
 
 impl Script {
-    /// The script of a seed.
+    /// Draws the script of a seed.
     #[must_use]
     pub fn draw(seed: u64, mutation: Option<Mutation>) -> Script {
         let mut rng = fastrand::Rng::with_seed(seed);
@@ -258,7 +261,7 @@ impl Script {
             guests: rng.usize(1..=3),
             hosts: rng.usize(1..=2),
             workers: rng.usize(1..=2),
-            // Never, for some steps, for many.
+            // The worker never polls, polls for some steps, or for many.
             poll_us: [0, 50, 1000][(seed % 3) as usize],
             queues: rng.usize(2..=4),
             event_idx: rng.u8(..4) > 0,
@@ -274,9 +277,9 @@ impl Script {
             rng,
         };
         let count = draw.rng.usize(STEPS);
-        // One step in so many is a fault, if its kind is enabled.
+        // One step in this many is a fault, if its kind is enabled.
         let every = draw.rng.usize(6..=30);
-        // Most of the time somebody is there to be at fault.
+        // These steps bring the guests online first, so that most faults hit a connection in use.
         let mut steps: Vec<Step> = (0..4).map(Step::Serve).collect();
         let mut remedies: Vec<(usize, Step)> = Vec::new();
         while steps.len() < count {

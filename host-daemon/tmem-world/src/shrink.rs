@@ -1,17 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Fewer steps for the same failure: delta debugging (Zeller and Hildebrandt, 2002).
+//! Shrinks a script: fewer steps for the same failure, by delta debugging (Zeller and Hildebrandt,
+//! 2002).
 //!
-//! Leaves out stretches of steps, large ones first, as long as the same rule fails. A step means the
-//! same wherever it stands, so what is left replays by itself.
+//! It leaves out runs of steps, long ones first, as long as the same rule fails. A step means the
+//! same wherever it stands, so the rest can be replayed.
 
 use crate::oracle::Failure;
 use crate::run::run;
 use crate::script::{Script, Step};
 
-/// Runs at most, so that it ends within a minute.
+/// Most runs, so that shrinking ends within a minute.
 const RUNS_MAX: usize = 4_000;
 
-/// The shortest script found that fails by the same rule, and its failure. None: it does not fail.
+/// Returns the shortest script found that breaks the same rule, and its failure. None: the script
+/// does not fail.
 #[must_use]
 pub fn shrink(script: &Script) -> Option<(Script, Failure)> {
     let (_, first) = run(script).failure?;

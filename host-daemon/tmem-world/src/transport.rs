@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The driver's rings and buffers in guest memory: where each request lies, what is in flight.
+//! The driver's rings and buffers in guest memory: addresses of requests, and requests in flight.
 //!
-//! Every buffer has its own place that is used again and again, as the kernel module's are: what is
-//! written there too late is written over something else. A clone is what a snapshot of the guest
-//! keeps beside its memory. Never here: what is asked, and what an answer means.
+//! Every buffer has a fixed place that is used again and again, as in the kernel module: a late
+//! write to it overwrites other data. A snapshot of the guest keeps a clone of the transport beside
+//! its memory. Out of scope: the choice of requests, and the meaning of answers.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -15,26 +15,26 @@ use tmem_sim::ring::RingLayout;
 use tmem_sim::{Answer, Buffer, DriverRing, GuestRam, RamRegion, Request, RingError};
 use virtio_tmem as wire;
 
-/// Pages or ranges of a request at most: enough to be several, few enough to be quick.
+/// Most pages or ranges of a request: enough for real batches, and few enough for fast runs.
 pub const BATCH: usize = 8;
 /// Batches of puts in flight on a queue.
 pub const PUTS: usize = 2;
-/// Pages that wait to be put.
+/// Number of pages that can wait to be put.
 pub const PLACES: usize = 20;
-/// Gets in flight.
+/// Number of gets in flight.
 pub const GETS: usize = 5;
-/// Bounce pages.
+/// Number of bounce pages.
 pub const BOUNCE: usize = 24;
-/// Control requests in flight.
+/// Number of control requests in flight.
 pub const CONTROLS: usize = 3;
 /// Descriptors of a ring.
 const RING: u16 = 64;
 
-/// Within the page of a request: its answer, and its indirect table.
+/// Offsets within the page of a request: its answer, and its indirect table.
 const ANSWER_AT: u64 = 2048;
 const TABLE_AT: u64 = 3072;
 
-/// Places in guest memory.
+/// Addresses in guest memory.
 #[derive(Debug)]
 pub struct Layout {
     /// Rings: control, then request queues.
@@ -53,14 +53,14 @@ pub struct Layout {
     pub controls: Vec<u64>,
 }
 
-/// RAM of a guest: with a hole, as a PC has below 4 GiB.
+/// Returns the regions of a guest's RAM, with a hole, as a PC has below 4 GiB.
 pub fn ram() -> Vec<RamRegion> {
     let region = |start, size_bytes| RamRegion { start, size_bytes };
     vec![region(0, 256 << 10), region(1 << 20, 384 << 10)]
 }
 
 impl Layout {
-    /// Takes what `queues` queues need.
+    /// Allocates the pages for `queues` queues.
     pub fn new(ram: &GuestRam, queues: usize) -> Layout {
         let page = || ram.alloc(1);
         let pages = |count: usize| (0..count).map(|_| page()).collect::<Vec<u64>>();
@@ -76,7 +76,7 @@ impl Layout {
     }
 }
 
-/// Whose request it is.
+/// Kind and number of a request's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Tag {
     /// A batch of puts of the queue.
@@ -89,30 +89,30 @@ pub enum Tag {
     Control(usize),
 }
 
-/// A request that the device has, or has answered without the driver having looked.
+/// A request that the device owns, or that it has answered and the driver has not taken yet.
 #[derive(Clone, Debug)]
 pub struct Flight {
-    /// Whose.
+    /// Buffer of the request.
     pub tag: Tag,
-    /// What was asked; page data are left out.
+    /// The request, without page data.
     pub request: Arc<Request>,
-    /// Under which generation.
+    /// Generation of the request.
     pub generation: u64,
-    /// For the model of the device.
+    /// Data for the model of the device.
     pub asked: Asked,
-    /// Page of the request.
+    /// Address of the page of the request.
     pub page: u64,
-    /// Pages of data, in or out.
+    /// Addresses of the data pages, in or out.
     pub data: Vec<u64>,
 }
 
 impl Flight {
-    /// All its pages.
+    /// Returns the addresses of all pages of the request.
     pub fn pages(&self) -> impl Iterator<Item = u64> {
         std::iter::once(self.page).chain(self.data.iter().copied())
     }
 
-    /// The answer as it stands in memory.
+    /// Returns the answer as it is in memory.
     pub fn answer(&self, ram: &GuestRam, used_bytes: u32) -> Answer {
         let mut meta = vec![wire::S_UNANSWERED; self.request.encode(0).answer_meta_bytes];
         ram.read(self.page + ANSWER_AT, &mut meta);
@@ -124,22 +124,22 @@ impl Flight {
     }
 }
 
-/// Rings and what is in flight.
+/// Rings and requests in flight.
 #[derive(Clone, Debug)]
 pub struct Transport {
     ram: Arc<GuestRam>,
-    /// Where everything is.
+    /// Addresses of rings and buffers.
     pub layout: Arc<Layout>,
     /// The driver's side of each ring.
     pub rings: Vec<DriverRing>,
-    /// In flight, by queue, the oldest first.
+    /// Requests in flight, by queue, the oldest first.
     pub flight: Vec<VecDeque<Flight>>,
     indirect: bool,
     token: u64,
 }
 
 impl Transport {
-    /// Empty rings.
+    /// Creates empty rings.
     pub fn new(
         ram: &Arc<GuestRam>,
         layout: &Arc<Layout>,
@@ -161,27 +161,28 @@ impl Transport {
         }
     }
 
-    /// The guest's memory.
+    /// Returns the guest's memory.
     pub fn ram(&self) -> &Arc<GuestRam> {
         &self.ram
     }
 
-    /// Queues, the control queue included.
+    /// Returns the number of queues, the control queue included.
     pub fn queues(&self) -> usize {
         self.rings.len()
     }
 
-    /// Requests in flight.
+    /// Returns the number of requests in flight.
     pub fn in_flight(&self) -> usize {
         self.flight.iter().map(VecDeque::len).sum()
     }
 
-    /// Whether a request may be sent: each takes as many descriptors as it has pages, and two.
+    /// Returns whether a request may be sent: it takes a descriptor for each of its pages, and at
+    /// most three more.
     pub fn has_room(&self, queue: usize) -> bool {
         self.rings[queue].free_descs() >= BATCH + 3
     }
 
-    /// Writes a request and shows it to the device; true if that wants a kick.
+    /// Writes a request and publishes it to the device. Returns true if the device wants a kick.
     pub fn send(&mut self, queue: usize, flight: Flight) -> bool {
         let encoded = flight.request.encode(flight.generation);
         let ram = &self.ram;
@@ -213,8 +214,8 @@ impl Transport {
         ring.publish()
     }
 
-    /// The head and the length of the used element that answers the request at this place of the
-    /// queue's flight; None: it is not answered.
+    /// Returns head and length of the used element that answers the request at this place of the
+    /// queue's flight. None: the request is not answered.
     pub fn used(&self, queue: usize, place: usize) -> Option<(u32, u32)> {
         let ring = &self.rings[queue];
         let answered = ring.used_idx_in_memory().wrapping_sub(ring.used_idx());
@@ -228,13 +229,16 @@ impl Transport {
         Some((word(0), word(4)))
     }
 
-    /// Where a used element lies.
+    /// Returns the address of a used element.
     pub fn used_at(&self, queue: usize, number: u16) -> u64 {
         let layout = self.rings[queue].layout();
         layout.used + 4 + 8 * u64::from(number % layout.size)
     }
 
     /// Takes the next answer of a queue.
+    ///
+    /// # Errors
+    /// The device broke the rules of the ring.
     pub fn take(&mut self, queue: usize) -> Result<Option<(Flight, Answer)>, RingError> {
         let Some(used) = self.rings[queue].pop_used()? else {
             return Ok(None);
@@ -244,7 +248,7 @@ impl Transport {
         Ok(Some((flight, answer)))
     }
 
-    /// First words of all pages of the guest's memory.
+    /// Returns the first words of all pages of the guest's memory, with their addresses.
     pub fn first_words(&self) -> Vec<(u64, u64)> {
         let mut out = Vec::new();
         for region in ram() {

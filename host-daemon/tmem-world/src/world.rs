@@ -2,8 +2,8 @@
 //! A world: hosts, guests and their time. It does the steps of a script, one after the other.
 //!
 //! Time passes in steps only, and stops at each reader's deadline on its way. Everything random is
-//! drawn from the setup's seed and the step's own numbers, never from a stream that a step left out
-//! would shift.
+//! drawn from the setup's seed and the step's own numbers. A stream of random numbers would shift
+//! if a step were left out.
 
 mod end;
 mod faults;
@@ -26,10 +26,10 @@ use crate::oracle::{Failure, Kept, Oracle};
 use crate::script::{Setup, Step};
 use crate::transport::Tag;
 
-/// What a step takes.
+/// Duration of a step in nanoseconds.
 const STEP_NS: u64 = 5_000;
 
-/// Memory, disk and clock of a guest as they were.
+/// Saved memory, disk and clock of a guest.
 struct Snapshot {
     kernel: Kernel,
     storage: Storage,
@@ -45,13 +45,14 @@ struct Guest {
     machine: Machine,
     oracle: Oracle,
     snapshot: Option<Snapshot>,
-    /// Last version written; never goes back.
+    /// Last version written; it never goes back.
     version: Version,
-    /// Times that it booted.
+    /// Number of boots.
     boots: u64,
-    /// The host that it runs on.
+    /// Number of the host on which the guest runs.
     home: usize,
-    /// Its clock is behind the world's by so much; while it is paused, it stands.
+    /// Nanoseconds by which the guest's clock is behind the world's. While the guest is paused, its
+    /// clock stands still.
     behind_ns: u64,
     paused_at_ns: Option<u64>,
 }
@@ -86,13 +87,13 @@ impl Guest {
     }
 }
 
-/// A connection whose front end has hung up, and whose daemon did not notice yet.
+/// A connection whose front end has hung up, and whose daemon has not noticed that yet.
 struct Ghost {
     guest: usize,
     link: Link,
 }
 
-/// An answer that a broken backend writes too late.
+/// An answer that a broken back end writes too late.
 struct Late {
     due: usize,
     guest: usize,
@@ -100,7 +101,7 @@ struct Late {
     bytes: Vec<u8>,
 }
 
-/// Everything there is.
+/// All hosts and guests, and the time.
 pub struct World {
     setup: Setup,
     now_ns: Arc<AtomicU64>,
@@ -108,7 +109,8 @@ pub struct World {
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
-    /// What broken devices hold, and the generation that it is of; it takes room.
+    /// Pages that broken devices hold, with guest and generation. They are stored when the device
+    /// has room for them.
     kept: Vec<(usize, u64, Kept)>,
     boots: u64,
     /// Number of the step.
@@ -120,7 +122,7 @@ fn mix(seed: u64, salt: u64) -> u64 {
 }
 
 impl World {
-    /// All hosts and guests start, and connect.
+    /// Creates a world: all hosts and guests start, and connect.
     pub fn new(setup: &Setup) -> World {
         let mut world = World {
             setup: setup.clone(),
@@ -184,17 +186,17 @@ impl World {
         self.setup.mutation == Some(mutation)
     }
 
-    /// World time.
+    /// Returns the world's time in nanoseconds.
     pub fn now_ns(&self) -> u64 {
         self.now_ns.load(Relaxed)
     }
 
-    /// The first rule that did not hold.
+    /// Returns the first rule that was broken.
     pub fn failure(&self) -> Option<Failure> {
         self.guests.iter().find_map(|g| g.oracle.failure.clone())
     }
 
-    /// What there is, in a line.
+    /// Returns the state of the world in one line.
     pub fn digest(&self) -> String {
         let guests = self.guests.iter().map(|g| {
             let driver = &g.kernel.driver;
@@ -217,7 +219,7 @@ impl World {
         format!("{} µs {}", self.now_ns() / 1_000, guests.join(" "))
     }
 
-    /// Pages stored, hit, refused, lost and requests stale, of all guests.
+    /// Returns the sums over all guests: pages stored, hit, refused and lost, and stale requests.
     pub fn counts(&self) -> [u64; 5] {
         let mut sum = [0; 5];
         for guest in &self.guests {
@@ -228,7 +230,7 @@ impl World {
         sum
     }
 
-    /// Time passes; readers give up when theirs is over.
+    /// Lets time pass; readers give up at their deadlines.
     fn advance(&mut self, ns: u64) {
         let until = self.now_ns() + ns;
         loop {
@@ -254,7 +256,7 @@ impl World {
         }
     }
 
-    /// Does a step. What it cannot do is left undone.
+    /// Does a step. A step that is impossible does nothing.
     pub fn step(&mut self, step: Step) {
         self.at += 1;
         self.advance(STEP_NS);
@@ -380,7 +382,7 @@ impl World {
         }
     }
 
-    /// The guest takes its interrupts, and does what waits.
+    /// Lets the guest take its interrupts and do pending work.
     fn run(&mut self, g: usize) {
         let now = self.now_ns();
         let guest = &mut self.guests[g];
@@ -442,7 +444,8 @@ impl World {
         }
     }
 
-    /// As if the device did not look at it: requests carry the generation that it wants.
+    /// Simulates a device that ignores generations: requests are changed to carry the generation
+    /// that it expects.
     fn forge_generations(&mut self, g: usize) {
         let machine = &self.guests[g].machine;
         if self.is(Mutation::GenerationUnchecked) && machine.generation != 0 {
@@ -469,7 +472,8 @@ impl World {
         }
     }
 
-    /// Judges what a host's daemon has published, and lets end what ended meanwhile.
+    /// Judges the answers that a host's daemon has published, and ends daemons and connections
+    /// whose fuse has burnt.
     fn look(&mut self, h: usize) {
         for g in 0..self.guests.len() {
             self.swap_answers(g);
@@ -507,8 +511,8 @@ impl World {
         }
     }
 
-    /// The device of a broken daemon gets what it should not hold, as soon as there is room for it
-    /// and unless there is something newer.
+    /// Stores pages in the device of a broken daemon that it should not hold, as soon as there is
+    /// room for them and unless there are newer ones.
     fn put_back(&mut self, g: usize, generation: u64) {
         let guest = &self.guests[g];
         let h = guest.machine.link.as_ref().map(|link| link.host);
@@ -573,7 +577,7 @@ impl World {
     }
 }
 
-/// False: there is no room, or no pool.
+/// Stores a page. False: there is no room, or no pool.
 fn put(host: &Host, guest: usize, now: Time, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {

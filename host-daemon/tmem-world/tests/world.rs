@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The simulator itself: the same seed is the same run, each broken rule is found, and a failure
-//! shrinks. Seeds in number are run by `make check-sim`, optimised.
+//! Tests of the simulator itself: a seed always gives the same run, each broken rule is found, and
+//! a failure shrinks. `make check-sim` runs large numbers of seeds, in an optimised build.
 
 use std::collections::BTreeMap;
 use std::io::Write;
 
 use tmem_world::{Mutation, Script, Step, run, run_seeds, run_traced, shrink};
 
-/// Seeds within which each broken rule must be found; `make check` runs as many of the unbroken
-/// world.
+/// Number of seeds within which each broken rule must be found. `make check` runs as many seeds
+/// without a broken rule.
 const SEEDS: u64 = 4_000;
 
 fn trace(script: &Script) -> Vec<String> {
@@ -30,7 +30,7 @@ fn the_same_seed_is_the_same_run() {
     }
 }
 
-/// No rule is broken, and the runs do what they are for.
+/// Without a broken rule no seed fails, and the runs do the work that they are for.
 #[test]
 fn a_sound_world_is_sound() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
@@ -58,7 +58,8 @@ fn scripts_have_every_step() {
     assert_eq!(seen.len(), 42, "{seen:?}");
 }
 
-/// The table of docs/simulator.md: what a broken rule is found as, and in which seed.
+/// Returns the table of docs/simulator.md: for each broken rule, the failure and the seed that
+/// finds it.
 fn table() -> BTreeMap<String, (String, String)> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulator.md");
     let text = std::fs::read_to_string(path).expect("the page");
@@ -82,7 +83,7 @@ fn table() -> BTreeMap<String, (String, String)> {
     rows.map(row).collect()
 }
 
-/// None is left out, and none is there that is no more.
+/// The page lists each mutation, and no mutation that does not exist.
 #[test]
 fn the_page_has_each_broken_rule() {
     let mut known = Mutation::ALL.map(|m| format!("{m:?}"));
@@ -98,7 +99,7 @@ fn each_broken_rule_is_found() {
     let table = table();
     for mutation in Mutation::ALL {
         let totals = run_seeds((1, SEEDS), Some(mutation), threads, |_| {});
-        // Not println: the table is worth more than the capture.
+        // Not println: the table shall be printed although the test harness captures output.
         let mut out = std::io::stdout();
         let _ = match &totals.found {
             Some(found) => writeln!(
@@ -121,7 +122,7 @@ fn each_broken_rule_is_found() {
     assert!(others.is_empty(), "docs/simulator.md is to say {others:?}");
 }
 
-/// What a failure says can be typed.
+/// The command in a failure's text can be typed as it is.
 #[test]
 fn a_failure_says_how_to_replay_it() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
@@ -142,7 +143,7 @@ fn a_failure_shrinks_to_its_core() {
     let (short, failure) = shrink(&script).expect("it fails");
     assert_eq!(failure.rule, found.failure.rule);
     assert!(short.steps.len() < 20, "{:?}", short.steps);
-    // What is left fails by itself, and each step of it is needed.
+    // The shrunk script fails by itself, and each of its steps is needed.
     assert_eq!(run(&short).failure.map(|(_, f)| f), Some(failure.clone()));
     for leave_out in 0..short.steps.len() {
         let mut steps: Vec<Step> = short.steps.clone();

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `advise`: what more memory would bring each VM, and what it could give up.
+//! `advise`: what each VM would gain from more memory, and what it could give up.
 //!
-//! The engine follows a sample of each VM's keys (tmem-pool's gain.rs): from that it knows about how many
-//! misses more room would have made hits, and how many hits less room would have made misses, and how far
-//! off that may be. Here these become sentences. Never here: a change.
+//! The engine follows a sample of each VM's keys (tmem-pool's gain.rs). From this it estimates how
+//! many misses would be hits with more memory, how many hits would be misses with less, and the
+//! error of both. This file turns the estimates into sentences. Out of scope: changing a quota.
 
 use crate::table::{Align, percent, size, table};
 use crate::{Failure, Reach, Said, in_time, stats};
@@ -16,45 +16,45 @@ use tmem_pool::{
     LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
 };
 
-/// More and less room that the engine tells of, in percent.
+/// The larger and smaller sizes for which the engine has estimates, in percent of change.
 const MORE: [i64; 3] = [25, 50, 100];
 const LESS: [i64; 3] = [25, 50, 75];
 
-/// Fewer gets say nothing: one file read twice is as many.
+/// Least number of gets for an estimate. Reading one file twice causes as many.
 const GETS_MIN: i64 = TELLING_GETS_MIN as i64;
-/// As many as most of the traces have by which the bounds were found.
+/// Number of gets in most of the traces from which the error bounds were found.
 const GETS_GOOD: i64 = 20_000;
 
-/// More room is worth its memory if it makes so many more of all gets hits.
+/// Least gain that is worth more memory: additional hits in percent of all gets.
 const GAIN_WORTH_PERCENT: f64 = 2.0;
 
-/// Over what time.
+/// VM and period of `advise`.
 #[derive(Args, Clone)]
 pub struct AdviseArguments {
-    /// Only of this VM
+    /// Show only this VM
     vm: Option<String>,
-    /// Look at the next so many seconds, instead of all since the daemon's start
+    /// Use the next SECONDS seconds instead of the time since the daemon's start
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     over: Option<u64>,
 }
 
-/// What can be said of a VM.
+/// Advice for one VM.
 #[derive(Debug, PartialEq, Serialize)]
 pub struct Advice {
     name: String,
     gets: i64,
     hit_percent: Option<f64>,
-    /// In percent of all gets, for 25, 50 and 100 % more room.
+    /// Additional hits with 25, 50 and 100 % more memory, in percent of all gets.
     gain_percent: Option<[f64; 3]>,
-    /// In percent of all gets, for 25, 50 and 75 % less room.
+    /// Lost hits with 25, 50 and 75 % less memory, in percent of all gets.
     loss_percent: Option<[f64; 3]>,
     can_give_up_bytes: i64,
-    /// none, low or good.
+    /// One of "none", "low" and "good".
     confidence: &'static str,
     advice: String,
 }
 
-/// What was counted, all of it or since an earlier look.
+/// Counters since the daemon's start, or their growth since an earlier reading.
 struct Counted {
     gets: i64,
     hits: i64,
@@ -79,7 +79,7 @@ impl Counted {
     }
 
     fn since(self, before: &Counted) -> Counted {
-        // A daemon that was started anew counts from 0.
+        // A restarted daemon counts from 0.
         if self.gets < before.gets {
             return self;
         }
@@ -96,7 +96,7 @@ impl Counted {
 fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     let Counted { gets, hits, .. } = *counted;
     let of_gets = |count: f64| count * 100.0 / gets as f64;
-    // No estimate may exceed what there is.
+    // An estimate must not exceed the number of misses or hits.
     let gain = counted
         .gain
         .map(|more| of_gets(more.clamp(0, (gets - hits).max(0)) as f64));
@@ -112,11 +112,12 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         .zip(gain)
         .find(|(_, gain)| *gain >= GAIN_WORTH_PERCENT && known);
     let bearable = |fewer| match hits {
-        // Nothing was lost of nothing. But hits may come when all has been read for the first time.
+        // A VM without hits loses none, but hits may come once it has read everything for the first
+        // time.
         0 => enough,
         _ => counted.loss_seen > 0 && lost(fewer) * 100.0 <= LOSS_BEARABLE,
     };
-    // Who would gain from more does not give up any.
+    // A VM that would gain from more memory gives up none.
     let give_up = LESS
         .iter()
         .zip(counted.loss)
@@ -178,7 +179,7 @@ fn bounds() -> String {
     )
 }
 
-/// Advises on one VM or all.
+/// Prints the advice for one VM or for all.
 pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> {
     let look = || {
         let vm = arguments.vm.clone();
@@ -297,7 +298,7 @@ mod tests {
         });
         assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 50 << 20));
         assert!(said.advice.starts_with("50 % less"), "{}", said.advice);
-        // Hits, and nothing known of them.
+        // The VM has hits, but none of them was sampled.
         let said = advise(|vm| (vm.gets, vm.hits) = (20_000, 19_000));
         assert_eq!(said.can_give_up_bytes, 0);
     }
@@ -329,7 +330,7 @@ mod tests {
             "{}",
             said.advice
         );
-        // Perhaps it reads all for the first time.
+        // The VM may be reading everything for the first time.
         for (gets, pages) in [(50_000, 5_001), (GETS_GOOD - 1, 10)] {
             let said = thrashing(gets, pages);
             assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 0));
@@ -353,7 +354,8 @@ mod tests {
         assert_eq!(gains(GAIN_OVER_USUAL + 0.1, 10_000), "good");
         assert_eq!(gains(GAIN_OVER_USUAL, 10_000), "low");
         assert_eq!(gains(GAIN_OVER_USUAL + 0.1, 10_001), "low", "gets a page");
-        // No gain is seen. There may be one, unless there is nothing to be gained.
+        // No gain was measured. There may be one all the same, unless the misses leave nothing to
+        // gain.
         assert_eq!(gains(0.0, 10_000), "low");
         let said = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
         assert_eq!(

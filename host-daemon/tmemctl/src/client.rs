@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's side of a command: connecting, and what its refusals mean to a person.
+//! Connects a command to the daemon, and translates the daemon's refusals for the user.
 
 use crate::Failure;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use tmem_control as api;
 
-/// Connects, after a look of our own: the library's error does not say what to do.
+/// Connects to the daemon. A plain connect() comes first, because the library's error does not say
+/// what to do.
 pub fn connect(socket: &Path) -> Result<api::VarlinkClient, Failure> {
     let at = socket.display();
     let failure = |what: String| Failure(what, 3);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Asks an emulator whether it knows the device. It is a program of somebody else, perhaps a script:
-//! it is not waited for for ever, and what it leaves behind holds nobody up.
+//! Asks an emulator whether it has the device. The emulator is any program, perhaps a script, so
+//! the wait is bounded, and a process that it leaves behind does not block this one.
 
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};
@@ -8,13 +8,13 @@ use std::sync::mpsc;
 use std::time::Duration;
 use tmem_domain::DEVICE;
 
-/// What is read of an answer: QEMU's has some 30 KiB.
+/// Most bytes of an answer that are read; QEMU's has about 30 KiB.
 const ANSWER_BYTES: u64 = 1 << 20;
 
-/// It knows the device.
+/// Returns whether the emulator has the device. `limit` bounds the wait.
 ///
 /// # Errors
-/// Why it cannot be asked.
+/// Returns the reason if the emulator cannot be asked.
 pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
     let mut command = Command::new(emulator);
     command
@@ -29,18 +29,19 @@ pub fn has_device(emulator: &str, limit: Duration) -> Result<bool, String> {
         return Err("a bug: it has no stdout".into());
     };
     let (sender, receiver) = mpsc::channel();
-    // A child of its own may keep the pipe; this thread ends with it, or with the process.
+    // A child of the emulator may keep the pipe open. This thread then ends with that child, or
+    // with this process.
     std::thread::spawn(move || {
         let lines = BufReader::new(answer.take(ANSWER_BYTES)).split(b'\n');
         let device = DEVICE.as_bytes();
         let found = lines
             .map_while(Result::ok)
             .any(|line| line.windows(device.len()).any(|part| part == device));
-        // Nobody listens any more if it is too late.
+        // After the timeout the receiver no longer exists.
         let _ = sender.send(found);
     });
     let found = receiver.recv_timeout(limit);
-    // It has said what it had to say, and may have ended.
+    // The answer is complete or late; the emulator may have ended already.
     let _ = child.kill();
     let _ = child.wait();
     found.map_err(|_| format!("it did not answer within {} s", limit.as_secs_f32()))
@@ -62,14 +63,14 @@ mod tests {
 
     #[test]
     fn it_is_asked_and_not_waited_for() {
-        // And what outlives the test does so for a minute.
+        // Processes that the test leaves behind end after about a minute.
         let long = Duration::from_secs(60);
         let says = format!("echo name \\\"{DEVICE}\\\", bus PCI");
         assert_eq!(asked(&says, long), Ok(true));
         assert_eq!(asked("echo name e1000", long), Ok(false));
         assert_eq!(asked("exit 1", long), Ok(false));
         let begun = Instant::now();
-        // Somebody keeps its stdout, for longer than it is waited for.
+        // A child of the emulator keeps stdout open for longer than the limit.
         let kept = format!("sleep 70 & {says}; wait");
         assert_eq!(asked(&kept, long), Ok(true));
         let hangs = asked("exec sleep 1000", Duration::from_millis(100));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `event`: what happens, as the daemon tells it; in the manner of `virsh event`.
+//! `event`: prints the daemon's events, in the style of `virsh event`.
 
 use crate::client::{connect, refused};
 use crate::{Failure, Reach, in_time, print};
@@ -7,7 +7,7 @@ use clap::Args;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 
-/// Which events, and how many.
+/// Options of `event`.
 #[derive(Args, Clone)]
 pub struct EventArguments {
     /// Go on after the first one, until the daemon ends
@@ -27,7 +27,7 @@ pub struct EventArguments {
 impl EventArguments {
     fn wants(&self, event: &api::Event) -> bool {
         let of_vm = self.vm.is_none() || self.vm == event.vm;
-        // That the subscription began is news only to who asks for it.
+        // The event that a subscription began is printed only if `--kind` asks for it.
         let of_kind = match &self.kind {
             Some(kind) => *kind == event.kind,
             None => event.kind != "subscribed",
@@ -36,7 +36,8 @@ impl EventArguments {
     }
 }
 
-/// A time since 1970 as in 2026-11-22T03:10:11.123Z. The calendar is Howard Hinnant's `civil_from_days`.
+/// Formats a time since 1970 in ms as 2026-11-22T03:10:11.123Z. The calendar computation is Howard
+/// Hinnant's `civil_from_days`.
 pub fn utc(time_ms: i64) -> String {
     let (days, ms) = (
         time_ms.div_euclid(86_400_000),
@@ -81,9 +82,9 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
     text + ": " + &event.text.replace(char::is_control, " ") + "\n"
 }
 
-/// Prints events. The end of the daemon ends it, with code 3.
+/// Prints events. If the daemon ends, so does this command, with code 3.
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
-    // A daemon that hangs is noticed before anybody waits for its events.
+    // This request finds a daemon that hangs before the wait for events, which has no limit.
     in_time(&reach.daemon(), reach, |reach| {
         let answered = connect(&reach.socket)?.list().call();
         answered.map_err(|error| refused(&reach.socket, &error))

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! attach and detach, and tune of a domain: what tmemctl does to one, through libvirt.
+//! attach, detach, and tune of a libvirt domain.
 //!
-//! What is shown is libvirt's XML without its secrets, what is written has them.
+//! XML that is printed has no secrets; XML that is written back has them.
 
 use crate::client::{connect as connect_daemon, refused};
 use crate::tune::{QuotaArguments, TuneArguments, print, quota_json, row};
@@ -18,20 +18,20 @@ use virt::domain::Domain;
 use virt::error::{Error, ErrorNumber};
 use virt_sys as sys;
 
-/// Lines around a change that are shown with it.
+/// Lines of context around each change in a diff.
 const DIFF_CONTEXT_LINES: usize = 2;
 
-/// Which domain, and where.
+/// A domain, and the libvirt that has it.
 #[derive(Args, Clone)]
 pub struct Target {
     /// Name or UUID of the domain
     domain: String,
-    /// libvirt to talk to
+    /// URI of the libvirt that has the domain
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
 }
 
-/// Look before it is written, and at which level it is.
+/// Options to preview a change of XML, and the level of the change.
 #[derive(Args, Clone)]
 pub struct Look {
     /// The next start (the default, and all there is)
@@ -51,12 +51,13 @@ pub struct Look {
 /// Options of attach.
 #[derive(Args, Clone)]
 pub struct AttachArguments {
-    /// Which domain, and where.
+    /// The domain, and the libvirt that has it.
     #[command(flatten)]
     pub target: Target,
     #[command(flatten)]
     quota: QuotaArguments,
-    /// VMs of one trust domain share equal pages, and may learn of each other's; none: with nobody
+    /// VMs of one trust domain share equal pages, and may learn of each other's; none: the VM
+    /// shares with no other
     #[arg(long, value_name = "NAME|none")]
     trust_domain: Option<String>,
     /// The VM must not start without its cache
@@ -68,7 +69,7 @@ pub struct AttachArguments {
     /// A QEMU that has the device, if the domain's own has not
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
-    /// Folder of the daemon's sockets for VMs; default: /run/virtio-tmem
+    /// Directory of the daemon's sockets for VMs; default: /run/virtio-tmem
     #[arg(long, value_name = "PATH")]
     socket_folder: Option<String>,
     #[command(flatten)]
@@ -78,7 +79,7 @@ pub struct AttachArguments {
 /// Options of detach.
 #[derive(Args, Clone)]
 pub struct DetachArguments {
-    /// Which domain, and where.
+    /// The domain, and the libvirt that has it.
     #[command(flatten)]
     pub target: Target,
     #[command(flatten)]
@@ -99,12 +100,12 @@ impl Target {
         }
     }
 
-    /// Whom a command on it waits for.
+    /// Returns the name of the service that a command waits for, for messages.
     pub fn asks(&self) -> String {
         format!("libvirt at {}", self.connect)
     }
 
-    /// What was done, in words: of a change of XML there is nothing else to tell.
+    /// Returns the output of a change of XML, whose JSON has only the same text.
     fn said(&self, text: String) -> Said {
         let json = serde_json::json!({ "domain": self.domain, "text": text });
         Said { text, json }
@@ -118,7 +119,7 @@ impl Target {
     }
 
     pub fn connect(&self, read_only: bool) -> Result<Connect, Failure> {
-        // libvirt would print each error as well.
+        // Without this, libvirt would also print each error to stderr.
         virt::error::clear_error_callback();
         let uri = Some(self.connect.as_str());
         let connection = match read_only {
@@ -135,7 +136,7 @@ impl Target {
         })
     }
 
-    /// The domain of that name or UUID, if there is one.
+    /// Finds a domain by name or UUID.
     pub fn find(&self, connection: &Connect, key: &str) -> Result<Option<Domain>, Failure> {
         let found = Domain::lookup_by_name(connection, key);
         let found = found.or_else(|error| match error.code() {
@@ -145,7 +146,7 @@ impl Target {
         match found {
             Ok(domain) => Ok(Some(domain)),
             Err(error) => match error.code() {
-                // The latter: it is no UUID.
+                // libvirt reports InvalidArg if `key` is not a UUID.
                 ErrorNumber::NoDomain | ErrorNumber::InvalidArg => Ok(None),
                 _ => Err(self.failure("it cannot be looked up", &error)),
             },
@@ -167,7 +168,7 @@ impl Target {
         Ok((connection, domain))
     }
 
-    /// The XML of the next start, with libvirt's secrets or without.
+    /// Returns the XML of the next start, with libvirt's secrets or without.
     fn config(&self, domain: &Domain, secure: bool) -> Result<String, Failure> {
         let secure = if secure {
             sys::VIR_DOMAIN_XML_SECURE
@@ -179,7 +180,7 @@ impl Target {
             .map_err(|error| self.failure("its XML cannot be read", &error))
     }
 
-    /// Changes the XML of the next start. `check` may take its time.
+    /// Changes the XML of the next start. `check` runs first, and may take some time.
     fn change(
         &self,
         look: &Look,
@@ -211,7 +212,8 @@ impl Target {
             ));
         }
         check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
-        // From here on it is quick: what somebody else writes before the new XML would be undone.
+        // No slow step follows: a change that another program makes between this reading and the
+        // writing would be lost.
         let shown = self.config(&domain, false)?;
         let new = change(&shown)?;
         if look.print_xml {
@@ -232,7 +234,7 @@ impl Target {
         Domain::define_xml(&connection, &new)
             .map_err(|error| self.failure("libvirt refuses the change", &error))?;
         let mut text = format!("{diff}\ndomain {}: {done}\n", self.domain);
-        // The change is made, whatever becomes of libvirt now.
+        // The change has been made, so errors of libvirt no longer matter.
         if domain.is_active().unwrap_or(false) {
             text += "It runs: this applies at its next start (a reboot from inside is none).\n";
         }
@@ -244,14 +246,14 @@ impl Target {
     }
 }
 
-/// Puts the device into the domain.
-/// `limit`: how long its emulator may take to answer.
+/// Adds the device to the domain. `limit` bounds the wait for the domain's emulator.
 pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Said, Failure> {
     let target = &arguments.target;
     let check = |domain: &tmem_domain::Domain| check_emulator(arguments, domain, limit);
     let text = target.change(&arguments.look, "the device is attached", check, |xml| {
         let before = tmem_domain::Domain::parse(xml)?;
-        // What is not given stays as it was; nonsense does not.
+        // Settings without an option keep their values, except if the existing element is not
+        // valid.
         let mut cache = before.cache.and_then(Result::ok).unwrap_or_default();
         arguments.quota.apply(&mut cache);
         match arguments.trust_domain.as_deref() {
@@ -274,7 +276,7 @@ pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Said, Fail
     Ok(target.said(text?))
 }
 
-/// Takes it out.
+/// Removes the device from the domain.
 pub fn detach(arguments: &DetachArguments) -> Result<Said, Failure> {
     let target = &arguments.target;
     let text = target.change(
@@ -286,13 +288,14 @@ pub fn detach(arguments: &DetachArguments) -> Result<Said, Failure> {
     Ok(target.said(text))
 }
 
-/// A libvirt of this host, whose files and processes can be looked at.
+/// Returns true if libvirt runs on this host, so that its files and processes can be checked.
 pub fn is_local(uri: &str) -> bool {
     uri.split_once("://")
         .is_none_or(|(_, rest)| rest.starts_with('/'))
 }
 
-/// A QEMU without the device would not start the VM. That of another host cannot be asked.
+/// Checks that the domain's emulator has the device, without which the VM would not start. An
+/// emulator on another host is not checked.
 fn check_emulator(
     arguments: &AttachArguments,
     domain: &tmem_domain::Domain,
@@ -317,7 +320,7 @@ fn check_emulator(
     }
 }
 
-/// Gets or sets a quota, in virsh's manner.
+/// Gets or sets a domain's quota, in the style of virsh.
 pub fn tune(
     arguments: &TuneArguments,
     target: &Target,
@@ -353,13 +356,13 @@ pub fn tune(
             json,
         });
     }
-    // All is checked before anything is written.
+    // All levels are checked before any is written.
     let mut changes = Vec::new();
     for live in [true, false]
         .into_iter()
         .filter(|l| if *l { live } else { config })
     {
-        // Values may heal what somebody else broke.
+        // New values may correct an element that is not valid.
         let mut cache = noted(target, domain, level(live))?.unwrap_or_default();
         arguments.quota.apply(&mut cache);
         let checked = cache.check();
@@ -387,7 +390,7 @@ pub fn tune(
     Ok(target.said(text))
 }
 
-/// What the domain's metadata says: not there, there and nonsense, or a quota.
+/// Reads the quota from the domain's metadata: absent, not valid, or a quota.
 fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, Failure>, Failure> {
     let kind = sys::VIR_DOMAIN_METADATA_ELEMENT as i32;
     match domain.get_metadata(kind, Some(CACHE_NAMESPACE), level) {
@@ -404,8 +407,8 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
     }
 }
 
-/// The running VM's quota is the daemon's. Only a daemon that refuses stops the change: one that is
-/// away, or does not know the VM, will be told when both are there.
+/// Sets the running VM's quota in the daemon. Only a refusal by the daemon fails. A daemon that
+/// cannot be reached, or does not know the VM, gets the quota later.
 fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result<String, Failure> {
     let later = |why: String| Ok(format!("noted, but not in force yet: {why}\n"));
     let mut client = match connect_daemon(socket) {

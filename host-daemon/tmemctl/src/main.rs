@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tmemctl: asks the daemon over its control socket and prints what it says; puts the device into
-//! libvirt's domains. docs/tmemctl.md has its commands, JSON and exit codes.
+//! tmemctl: command line of the daemon's control socket, which also adds the device to libvirt's
+//! domains. docs/tmemctl.md describes its commands, JSON and exit codes.
 //!
-//! Exit codes: 0 done, 1 the daemon or libvirt refused or answered nonsense, 2 wrong usage, 3 no
-//! daemon, or no libvirt.
+//! Exit codes: 0 success, 1 the daemon or libvirt refused or gave an invalid answer, 2 wrong usage,
+//! 3 the daemon or libvirt cannot be reached.
 
 mod advise;
 mod client;
@@ -33,7 +33,7 @@ use tmem_control::VarlinkClientInterface;
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// Control socket of the daemon; to look, the read-only one does as well
+    /// Control socket of the daemon; the read-only one suffices for commands that change nothing
     #[arg(long, global = true, value_name = "PATH", default_value = api::DEFAULT_SOCKET)]
     socket: PathBuf,
     /// Seconds to wait for the daemon, or libvirt, from 1
@@ -64,9 +64,9 @@ enum Command {
     Advise(advise::AdviseArguments),
     /// Drop the pages of VMs: their guests read them from their disks
     Flush(operate::VmsArguments),
-    /// Take no more pages of VMs; what is there can be got
+    /// Take no more pages of VMs; pages that are stored can be read back
     Freeze(operate::VmsArguments),
-    /// End freeze
+    /// End a freeze
     Thaw(operate::VmsArguments),
     /// Change the size of the pool, until the daemon ends
     Resize {
@@ -76,11 +76,11 @@ enum Command {
     },
     /// Say how much memory the pool could give back to the host
     Freeable,
-    /// Look for faults, and name the command that mends each
+    /// Look for faults, and name the command that fixes each
     Doctor(doctor::DoctorArguments),
     /// Wait for an event, or print them as they come
     Event(event::EventArguments),
-    /// Say what a recorded trace has
+    /// Summarize a recorded trace
     Trace(trace::TraceArguments),
     /// Print the versions of this command and of the daemon
     Version,
@@ -95,7 +95,7 @@ enum Command {
 }
 
 impl Command {
-    /// Whom it waits for.
+    /// Returns the name of the service that the command waits for, for messages.
     fn asks(&self, reach: &Reach) -> String {
         match self {
             #[cfg(feature = "libvirt")]
@@ -109,17 +109,17 @@ impl Command {
     }
 }
 
-/// What went wrong: a sentence and an exit code.
+/// A failure: a sentence and an exit code.
 struct Failure(String, u8);
 
-/// What a command prints: for people, and for machines.
+/// Output of a command, as text and as JSON.
 struct Said {
     text: String,
     json: serde_json::Value,
 }
 
 impl Said {
-    /// Of a reply of the daemon, as it says it.
+    /// Builds the output from a reply of the daemon, whose JSON stays as it is.
     fn reply(text: String, reply: &impl serde::Serialize) -> Result<Said, Failure> {
         let json = serde_json::to_value(reply).map_err(|e| Failure(e.to_string(), 1))?;
         Ok(Said { text, json })
@@ -135,7 +135,7 @@ struct Reach {
 }
 
 impl Reach {
-    /// For somebody who is asked on the way.
+    /// Returns the limit for a program that is asked as one part of a command.
     #[cfg(feature = "libvirt")]
     fn half_the_time(&self) -> Duration {
         Duration::from_secs(self.timeout) / 2
@@ -159,7 +159,7 @@ fn main() {
         json,
     };
     let done = match command {
-        // These go on until they are told to stop.
+        // These commands run until they are stopped, without the time limit.
         Command::Stats { vm, watch } if watch.is_asked() => {
             watch::run(&reach, vm.as_deref(), &watch)
         }
@@ -174,7 +174,7 @@ fn main() {
         },
         Command::Event(event) => event::run(&reach, &event),
         Command::Advise(advise) => advise::run(&reach, &advise).and_then(|said| say(json, &said)),
-        // Nobody is asked, and a trace can be long.
+        // This command asks no service, and a trace can be long, so no time limit applies.
         Command::Trace(trace) => trace::run(&trace).and_then(|said| say(json, &said)),
         command => {
             let asked = command.asks(&reach);
@@ -188,11 +188,11 @@ fn main() {
     }
 }
 
-/// Ends the process, and runs no exit handlers: those of C libraries free what a thread of
-/// [`in_time`] may still use, be it in libvirt or on its way out (OpenSSL's and GLib's; seen as heap
-/// corruption). What was printed has been flushed.
+/// Ends the process without running exit handlers. Handlers of C libraries free memory that a
+/// thread of [`in_time`] may still use, in libvirt or while that thread ends (OpenSSL's and GLib's;
+/// observed as heap corruption). All output has been flushed before.
 fn leave(code: u8) -> ! {
-    // SAFETY: it ends the process at once and touches no memory of it.
+    // SAFETY: _exit ends the process at once and touches no memory of it.
     unsafe { libc::_exit(i32::from(code)) }
 }
 
@@ -203,7 +203,7 @@ fn say(json: bool, said: &Said) -> Result<(), Failure> {
     print(&said.text)
 }
 
-/// Prints at once.
+/// Prints and flushes the text.
 fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = std::io::stdout().lock();
     match stdout
@@ -211,19 +211,20 @@ fn print(text: &str) -> Result<(), Failure> {
         .and_then(|()| stdout.flush())
     {
         Ok(()) => Ok(()),
-        // A reader that has seen enough, such as head.
+        // The reader has closed the pipe, as head does once it has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => leave(0),
         Err(error) => Err(Failure(format!("cannot print: {error}"), 1)),
     }
 }
 
 fn fail(Failure(message, code): Failure) -> u8 {
-    // The code tells it, too, if nobody reads this.
+    // If stderr cannot be written, the exit code still reports the failure.
     let _ = writeln!(std::io::stderr(), "tmemctl: {message}");
     code
 }
 
-/// One that hangs keeps its sockets, and connecting, too, may wait for it. `asked`: who, for people.
+/// Runs a command on another thread and fails after the time limit, because a service that hangs
+/// keeps its sockets, and even connect() may block. `asked` names the service in the message.
 fn in_time<T: Send + 'static>(
     asked: &str,
     reach: &Reach,
@@ -232,7 +233,7 @@ fn in_time<T: Send + 'static>(
     let (sender, receiver) = std::sync::mpsc::channel();
     let own = reach.clone();
     std::thread::spawn(move || {
-        // Nobody listens any more if it is too late.
+        // After the timeout the receiver no longer exists.
         let _ = sender.send(run(&own));
     });
     let answer = receiver.recv_timeout(Duration::from_secs(reach.timeout));
@@ -248,7 +249,7 @@ fn late(asked: &str, reach: &Reach) -> Failure {
     Failure(what, 3)
 }
 
-/// All figures, or those of one VM.
+/// Returns all figures, or those of one VM.
 fn stats(reach: &Reach, vm: Option<String>) -> Result<api::Stats_Reply, Failure> {
     let mut client = connect(&reach.socket)?;
     let reply = client.stats(vm).call();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What changes the daemon's doings, or asks for a single thing.
+//! Commands that change the state of VMs and of the pool, and small queries.
 
 use crate::client::{connect, refused};
 use crate::table::size;
@@ -9,13 +9,13 @@ use serde_json::json;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
 
-/// Some VMs.
+/// VMs of a command.
 #[derive(Args, Clone)]
 pub struct VmsArguments {
-    /// Names, as tmemctl list has them
+    /// Names of VMs, as in tmemctl list
     #[arg(required_unless_present = "all")]
     vms: Vec<String>,
-    /// All that the daemon serves
+    /// All VMs that the daemon serves
     #[arg(long, conflicts_with = "vms")]
     all: bool,
 }
@@ -31,8 +31,8 @@ impl VmsArguments {
     }
 }
 
-/// Does it to each of them. One that is not there does not keep it from the others; with --all it has
-/// gone meanwhile, else it is a failure, told when what was done has been.
+/// Runs `act` for each VM. A VM that does not exist does not stop the loop: with --all it has been
+/// removed meanwhile, otherwise it is a failure, which is reported after the results of the others.
 fn each(
     reach: &Reach,
     vms: &VmsArguments,
@@ -71,7 +71,7 @@ fn each(
     }
 }
 
-/// Drops their pages.
+/// Drops the pages of VMs.
 pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
     each(reach, vms, |client, name| {
         let pages = client.flush(name.into()).call()?.pages;
@@ -80,7 +80,7 @@ pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
     })
 }
 
-/// Takes no more of their pages, or does again.
+/// Stops or resumes taking pages of VMs.
 pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Said, Failure> {
     each(reach, vms, |client, name| {
         let changed = match frozen {
@@ -94,7 +94,7 @@ pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Sai
     })
 }
 
-/// Another size of the pool.
+/// Changes the size of the pool.
 pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
     let bytes = i64::try_from(size_bytes).unwrap_or(i64::MAX);
     let mut client = connect(&reach.socket)?;
@@ -131,7 +131,7 @@ pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
     Ok(Said { text, json })
 }
 
-/// What the pool could give back.
+/// Prints how much memory the pool could give back.
 pub fn freeable(reach: &Reach) -> Result<Said, Failure> {
     let reply = connect(&reach.socket)?.freeable().call();
     let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
@@ -145,7 +145,8 @@ pub fn freeable(reach: &Reach) -> Result<Said, Failure> {
     Said::reply(text, &reply)
 }
 
-/// Who speaks with whom. A daemon that is away is said so, and is no failure.
+/// Prints the versions of tmemctl and of the daemon. A daemon that cannot be reached is reported,
+/// and is not a failure.
 pub fn version(reach: &Reach) -> Result<Said, Failure> {
     let own = env!("CARGO_PKG_VERSION");
     let daemon = crate::stats(reach, None).map(|reply| reply.daemon.version);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `list` and `stats` for people.
+//! Formats `list` and `stats` as text.
 
 use crate::table::{Align, percent, ratio, size, table};
 use tmem_control as api;
@@ -13,7 +13,7 @@ fn or_dash(value: Option<&str>) -> String {
     value.unwrap_or("-").into()
 }
 
-/// The VMs, and what is wrong with them.
+/// Formats the VMs and their problems as a table.
 pub fn list(vms: &[api::Vm]) -> String {
     let columns = [
         ("NAME", Align::Left),
@@ -52,7 +52,7 @@ pub fn list(vms: &[api::Vm]) -> String {
     text + "\n"
 }
 
-/// The daemon in a line, the pool in two, and a row for each VM.
+/// Formats the daemon in one line, the pool in two, and each VM in a row.
 pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::VmStats]) -> String {
     let columns = [
         ("NAME", Align::Left),
@@ -132,7 +132,7 @@ fn seconds(ms: i64) -> String {
     format!("{:.1} s", ms as f64 / 1000.0)
 }
 
-/// A figure in words.
+/// Formats a figure.
 fn value(row: &Statistic, value: &serde_json::Value) -> String {
     use serde_json::Value;
     match value {
@@ -154,7 +154,7 @@ fn value(row: &Statistic, value: &serde_json::Value) -> String {
     }
 }
 
-/// A histogram in words: how many, their mean, and what nearly all are below.
+/// Formats a histogram: the number of requests, their mean, and a bound for nearly all of them.
 pub fn latency(histogram: &api::Histogram) -> String {
     let count: i64 = histogram.buckets.iter().sum();
     if count == 0 {
@@ -174,7 +174,7 @@ pub fn latency(histogram: &api::Histogram) -> String {
     format!("{count} requests, mean {mean_us:.1} µs, {below}")
 }
 
-/// Everything about one VM, a line each.
+/// Formats all figures of one VM, each on a line.
 pub fn one(vm: &api::VmStats) -> String {
     let name = |row: &Statistic| row.field.trim_end_matches("_bytes").replace('_', " ");
     let mut rows: Vec<(String, String)> = Vec::new();

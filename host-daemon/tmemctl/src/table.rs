@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tables for people: aligned columns, sizes with units.
+//! Formats tables with aligned columns, sizes with units, and ratios.
 
 /// Column alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,7 +10,7 @@ pub enum Align {
     Right,
 }
 
-/// Lines of equal columns, two blanks apart, without blanks at the end.
+/// Formats lines of equal columns, separated by two blanks, without trailing blanks.
 pub fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
     let heads: Vec<String> = columns.iter().map(|(head, _)| head.to_string()).collect();
     let lines: Vec<&Vec<String>> = std::iter::once(&heads).chain(rows).collect();
@@ -38,12 +38,12 @@ pub fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
     text
 }
 
-/// A size with three digits and a binary unit.
+/// Formats a size with three digits and a binary unit.
 pub fn size(bytes: i64) -> String {
     let mut value = bytes as f64;
     let mut unit = "B";
     for next in ["KiB", "MiB", "GiB", "TiB"] {
-        // Below the rounding that would show 1024.
+        // Values from 999.5 on would be rounded to 1000, so they get the next unit.
         if value.abs() < 999.5 {
             break;
         }
@@ -58,7 +58,7 @@ pub fn size(bytes: i64) -> String {
     }
 }
 
-/// A part of a whole in percent, or a dash if there is no whole.
+/// Formats `part` in percent of `whole`, or a dash if `whole` is 0.
 pub fn percent(part: i64, whole: i64) -> String {
     if whole == 0 {
         return "-".into();
@@ -66,7 +66,7 @@ pub fn percent(part: i64, whole: i64) -> String {
     format!("{:.1} %", part as f64 * 100.0 / whole as f64)
 }
 
-/// A whole divided by what it takes up, or a dash if that is nothing.
+/// Formats `whole` divided by `part`, or a dash if `part` is 0.
 pub fn ratio(whole: i64, part: i64) -> String {
     if part == 0 {
         return "-".into();

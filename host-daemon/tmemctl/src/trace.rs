@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `trace`: what a trace has that `tmemd --trace` recorded. docs/traces.md has the format; `tmem-bench
-//! replay` asks another pool the same.
+//! `trace`: summarizes a trace that `tmemd --trace` recorded. docs/traces.md describes the format;
+//! `tmem-bench replay` sends the same requests to another pool.
 
 use crate::table::{Align, percent, table};
 use crate::{Failure, Said};
@@ -10,14 +10,14 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use tmem_pool::trace::{Op, Reader};
 
-/// Which file.
+/// Options of `trace`.
 #[derive(Args, Clone)]
 pub struct TraceArguments {
-    /// The trace, uncompressed
+    /// Path of the trace, uncompressed
     file: PathBuf,
 }
 
-/// One VM's part.
+/// Sums for one VM.
 #[derive(Default, Serialize)]
 struct Part {
     vm: u32,
@@ -28,7 +28,7 @@ struct Part {
     clears: u64,
 }
 
-/// Sums it up.
+/// Prints the summary of a trace.
 pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
     let path = arguments.file.display();
     let failed = |what: String| Failure(format!("trace {path}: {what}"), 1);
@@ -41,7 +41,7 @@ pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
     let mut parts: BTreeMap<u32, Part> = BTreeMap::new();
     let (mut events, mut time_us, mut whole) = (0u64, 0, true);
     for event in reader {
-        // What a daemon had not written when it was killed is missing at the end.
+        // The trace of a daemon that was killed lacks its end.
         let Ok(event) = event else {
             whole = false;
             break;

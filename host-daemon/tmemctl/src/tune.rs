@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! tune: gets or sets a VM's quota.
 //!
-//! That of a libvirt domain is noted by libvirt (`libvirt.rs`). That of any other VM, which `--vm` or a
-//! `[[vm]]` gave the daemon, is the daemon's alone. libvirt is asked first: what a domain's metadata says
-//! must not be set behind its back, or its bridge would take it back.
+//! The quota of a libvirt domain is stored in libvirt's metadata (`libvirt.rs`). The quota of any
+//! other VM, which `--vm` or a `[[vm]]` gave to the daemon, exists only in the daemon. libvirt is
+//! asked first: a change that bypasses a domain's metadata would be reverted by the bridge.
 
 use crate::client::{connect, refused};
 use crate::{Failure, Said};
@@ -16,20 +16,20 @@ use tmem_domain::{Cache, WEIGHT_MAX, parse_size, write_size};
 #[cfg(feature = "libvirt")]
 use crate::libvirt::{self, Target};
 
-/// Follows what libvirt says.
+/// Appended to libvirt's message.
 #[cfg(feature = "libvirt")]
 const NOR_THE_DAEMON: &str = "; and the daemon has no VM of that name: see tmemctl list";
 
-/// What changes only if it is given.
+/// Quota options; an option that is not given changes nothing.
 #[derive(Args, Clone)]
 pub struct QuotaArguments {
-    /// Never holds more than this, as in 2GiB; none: all that the pool has
+    /// Most bytes that the VM is charged, as in 2GiB; none: all that the pool has
     #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
     limit: Option<SizeOrNone>,
-    /// Entitled to this before others share the rest
+    /// Bytes that the VM is entitled to before others share the rest
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     reserve: Option<u64>,
-    /// Share of what nobody has reserved
+    /// Share in the part of the pool that no VM has reserved
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=i64::from(WEIGHT_MAX)))]
     weight: Option<u32>,
 }
@@ -49,7 +49,7 @@ impl QuotaArguments {
         self.limit.is_none() && self.reserve.is_none() && self.weight.is_none()
     }
 
-    /// What is given replaces what was.
+    /// Replaces the values that the options give.
     pub fn apply(&self, cache: &mut Cache) {
         if let Some(SizeOrNone(limit)) = self.limit {
             cache.limit = limit;
@@ -64,39 +64,39 @@ impl QuotaArguments {
 pub struct TuneArguments {
     /// Name or UUID of a libvirt domain, or the name of another VM as tmemctl list has it
     pub vm: String,
-    /// libvirt to talk to
+    /// URI of the libvirt to ask
     #[cfg(feature = "libvirt")]
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
     #[command(flatten)]
     pub quota: QuotaArguments,
-    /// The running VM
+    /// Use the running VM
     #[arg(long)]
     pub live: bool,
-    /// The next start, of a domain
+    /// Use the next start of a domain
     #[arg(long)]
     pub config: bool,
-    /// The running VM if it runs, else the next start (the default)
+    /// Use the running VM if it runs, otherwise the next start (the default)
     #[arg(long, conflicts_with_all = ["live", "config"])]
     current: bool,
 }
 
 #[cfg(feature = "libvirt")]
 impl TuneArguments {
-    /// The domain, if it is one.
+    /// Returns the libvirt domain that the name may mean.
     pub fn target(&self) -> Target {
         Target::new(&self.vm, &self.connect)
     }
 }
 
-/// Gets or sets a quota.
+/// Gets or sets a quota, in libvirt or in the daemon.
 #[cfg(feature = "libvirt")]
 pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     let target = arguments.target();
     let vm = || served(socket, &arguments.vm);
     let connection = match target.connect(arguments.quota.is_empty()) {
         Ok(connection) => connection,
-        // What has no UUID is no domain, whatever libvirt would say.
+        // A VM without a UUID is not a domain, so libvirt need not be asked.
         Err(Failure(what, code)) => match vm() {
             Ok(Some(vm)) if vm.uuid.is_none() => return of_daemon(arguments, vm, socket),
             Ok(None) => return Err(Failure(what + NOR_THE_DAEMON, code)),
@@ -111,7 +111,7 @@ pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     let Some(vm) = vm else {
         return Err(Failure(no_domain + NOR_THE_DAEMON, code));
     };
-    // The daemon has other names for domains whose own it could not take.
+    // The daemon may have changed the domain's name, so the domain is looked up by UUID.
     let domain = vm.uuid.as_ref().map(|uuid| target.find(&connection, uuid));
     match domain.transpose()?.flatten() {
         Some(domain) => libvirt::tune(arguments, &target, &domain, socket),
@@ -119,7 +119,7 @@ pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     }
 }
 
-/// Gets or sets a quota.
+/// Gets or sets a quota in the daemon.
 #[cfg(not(feature = "libvirt"))]
 pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     match served(socket, &arguments.vm)? {
@@ -131,14 +131,14 @@ pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     }
 }
 
-/// The VM of that name that the daemon serves.
+/// Returns the VM with that name in the daemon.
 fn served(socket: &Path, name: &str) -> Result<Option<api::Vm>, Failure> {
     let reply = connect(socket)?.list().call();
     let vms = reply.map_err(|error| refused(socket, &error))?.vms;
     Ok(vms.into_iter().find(|vm| vm.name == name))
 }
 
-/// Of a VM that is no domain.
+/// Gets or sets the quota of a VM that is not a libvirt domain.
 fn of_daemon(arguments: &TuneArguments, vm: api::Vm, socket: &Path) -> Result<Said, Failure> {
     let name = vm.name;
     let failure = |what: &str| Failure(format!("VM {name}: {what}"), 1);
@@ -175,7 +175,7 @@ fn of_daemon(arguments: &TuneArguments, vm: api::Vm, socket: &Path) -> Result<Sa
         None => {
             "until the daemon ends: write it in its [[vm]] of the daemon's file (or its --vm) to keep it"
         }
-        // AddVm gives one, and so may a [[vm]].
+        // AddVm sets a UUID, and a `[[vm]]` may.
         Some(_) => {
             "until it is removed, if it was added over the control socket; if a [[vm]] or --vm names it, until \
              the daemon ends: write it there to keep it"
@@ -186,7 +186,7 @@ fn of_daemon(arguments: &TuneArguments, vm: api::Vm, socket: &Path) -> Result<Sa
     Ok(Said { text, json })
 }
 
-/// Adds what machines are told of a quota.
+/// Adds the quota to JSON output.
 pub fn quota_json(json: &mut serde_json::Value, cache: &Cache) {
     json["limit_bytes"] = cache.limit.into();
     json["reserve_bytes"] = cache.reserve.unwrap_or(0).into();
@@ -194,7 +194,7 @@ pub fn quota_json(json: &mut serde_json::Value, cache: &Cache) {
     json["trust_domain"] = cache.trust_domain.clone().into();
 }
 
-/// What people are told.
+/// Formats a quota as text.
 pub fn print(cache: &Cache) -> String {
     let size = |bytes: u64| {
         let (number, unit) = write_size(bytes);
@@ -215,7 +215,7 @@ pub fn print(cache: &Cache) -> String {
     rows.iter().map(|(key, value)| row(key, value)).collect()
 }
 
-/// A line of it.
+/// Formats one line of a quota.
 pub fn row(key: &str, value: &str) -> String {
     format!("{key:<15}: {value}\n")
 }

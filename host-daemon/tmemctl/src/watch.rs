@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `stats --watch`: a line for each interval, with rates, in the manner of vmstat.
+//! `stats --watch`: prints a line of rates for each interval, in the style of vmstat.
 
 use crate::event::utc;
 use crate::table::{percent, size};
@@ -8,29 +8,29 @@ use clap::Args;
 use std::time::{Duration, Instant, SystemTime};
 use tmem_control as api;
 
-/// Lines between two headings: a screen's.
+/// Number of lines between two headings, which fills a screen.
 const LINES_PER_HEADING: u64 = 20;
 
-/// How often, and how long.
+/// Interval and number of lines.
 #[derive(Args, Clone)]
 pub struct WatchArguments {
-    /// Print rates each so many seconds, of one VM or of the pool
+    /// Print rates every SECONDS seconds, of one VM or of the pool
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "1",
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     watch: Option<u64>,
-    /// End after so many lines
+    /// End after N lines
     #[arg(long, value_name = "N", requires = "watch")]
     count: Option<u64>,
 }
 
 impl WatchArguments {
-    /// It is asked for.
+    /// Returns true if `--watch` was given.
     pub fn is_asked(&self) -> bool {
         self.watch.is_some()
     }
 }
 
-/// Counters that rates are made of, and what is of now.
+/// Counters for the rates, and current values.
 #[derive(Clone, Copy)]
 struct Sample {
     puts: i64,
@@ -39,7 +39,7 @@ struct Sample {
     hits: i64,
     evictions: i64,
     pages: i64,
-    /// Held of the pool, charged of a VM.
+    /// Bytes that the pool holds, or that the VM is charged.
     used_bytes: i64,
     saved_bytes: i64,
 }
@@ -70,9 +70,10 @@ impl Sample {
         }
     }
 
-    /// What was counted since.
+    /// Returns the growth of the counters since `before`.
     fn since(&self, before: &Sample) -> Sample {
-        // Below 0 after a restart of the daemon: then from its start.
+        // After a restart of the daemon a counter is smaller than before; it then counts from the
+        // restart.
         let grown = |now: i64, then: i64| if now < then { now } else { now - then };
         Sample {
             puts: grown(self.puts, before.puts),
@@ -85,7 +86,7 @@ impl Sample {
     }
 }
 
-/// Prints until it is told to end.
+/// Prints lines until the count is reached or a signal ends it.
 pub fn run(reach: &Reach, vm: Option<&str>, arguments: &WatchArguments) -> Result<(), Failure> {
     let period = Duration::from_secs(arguments.watch.unwrap_or(1));
     let look = || {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The command against a daemon: what it prints, and how it ends when there is none.
+//! Tests of the command with a daemon: its output, and its failures when there is no daemon.
 
 use std::fs::File;
 use std::io::Write;
@@ -69,7 +69,7 @@ fn printed(output: &Output) -> String {
     String::from_utf8(output.stdout.clone()).expect("UTF-8")
 }
 
-/// The words of a line that begins with a word.
+/// Returns the words of the line whose first word is `first`.
 fn words<'a>(text: &'a str, first: &str) -> Vec<&'a str> {
     let line = text
         .lines()
@@ -126,7 +126,7 @@ fn stats_of_all_and_of_one() {
     );
     assert_eq!(words(&text, "web")[..2], ["web", "no"]);
     let text = printed(&tmemctl(&control, &["stats", "db"]));
-    // 1 MiB and 7 parts of 107 of the 63 MiB that nobody has reserved.
+    // The VM is entitled to 1 MiB and to 7 parts of 107 of the 63 MiB that no VM has reserved.
     assert_eq!(words(&text, "entitled"), ["entitled", "5.12", "MiB"]);
     assert_eq!(words(&text, "hits"), ["hits", "0", "(-)"]);
 }
@@ -174,7 +174,7 @@ fn errors_name_the_socket_and_what_to_do() {
         3,
         &[&path, "start tmemd", "--socket"],
     );
-    // As a daemon leaves it that was killed.
+    // A killed daemon leaves its socket behind.
     drop(UnixListener::bind(&control).expect("binds"));
     fails(&tmemctl(&control, &["list"]), 3, &[&path, "was killed"]);
 }
@@ -230,7 +230,7 @@ fn a_libvirt_that_hangs_is_not_waited_for() {
     );
 }
 
-/// Reading a file is bounded by its length.
+/// The time limit does not apply to `trace`, because the file's length bounds the time.
 #[test]
 fn a_trace_that_is_long_is_waited_for() {
     let directory = tempfile::tempdir().expect("directory");
@@ -242,7 +242,7 @@ fn a_trace_that_is_long_is_waited_for() {
         move || {
             let mut trace = File::options().write(true).open(trace).expect("opens");
             std::thread::sleep(Duration::from_millis(1500));
-            // It may have been given up.
+            // The reader may have ended.
             let _ = trace.write_all(b"no trace");
         }
     });
@@ -262,7 +262,7 @@ fn an_error_that_nobody_can_read_keeps_its_code() {
     assert_eq!(status.expect("runs").code(), Some(3));
 }
 
-/// They would free what a thread that is not through may still use.
+/// Exit handlers would free memory that a running thread may still use.
 #[test]
 fn no_exit_handler_runs() {
     let host = host();
@@ -358,7 +358,7 @@ fn the_pool_is_resized() {
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
 }
 
-/// A process that prints as things happen.
+/// A process that prints while events happen.
 struct Printing(std::process::Child);
 
 impl Printing {
@@ -372,7 +372,7 @@ impl Printing {
 
 impl Drop for Printing {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -390,7 +390,7 @@ fn events_are_printed_as_they_come() {
     };
     let (mut all, lines) = begin(&["event", "--loop", "--json"]);
     let (sender, receiver) = std::sync::mpsc::channel();
-    // An error: the test has seen enough.
+    // Sending fails once the test has seen enough.
     std::thread::spawn(move || {
         lines
             .map_while(Result::ok)
@@ -400,7 +400,7 @@ fn events_are_printed_as_they_come() {
     let line = begun.next().expect("a line").expect("text");
     assert!(line.contains("Z: event 'subscribed': "), "{line}");
     let (mut one, mut first) = begin(&["event", "--vm", "web"]);
-    // Until both listen.
+    // Events are repeated until both processes have subscribed.
     let mut json = None;
     while json.is_none() || one.0.try_wait().expect("there").is_none() {
         printed(&tmemctl(&control, &["freeze", "--all"]));
@@ -555,7 +555,7 @@ fn a_trace_is_summed_up() {
     );
 }
 
-/// Each command says what it is for.
+/// Each command has help text, and a row in docs/tmemctl.md.
 #[test]
 fn every_command_has_help() {
     let nowhere = Path::new("/nowhere");
@@ -581,7 +581,7 @@ fn every_command_has_help() {
 fn the_doctor_finds_faults_and_says_what_mends_them() {
     let host = host();
     let control = host.path("control");
-    // A host of its own: without libvirt, KVM and PSI.
+    // The directory stands for a host without libvirt, KVM and PSI.
     let root = host.path("root");
     std::fs::create_dir(&root).expect("made");
     let root = root.to_str().expect("text").to_string();
@@ -628,8 +628,8 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
     );
 }
 
-/// Options that keep tune from this host's libvirt: the test driver of libvirt's library, whose one domain is
-/// called test, and a libvirt that is not there.
+/// Options that keep tune from this host's libvirt: the test driver of libvirt's library, whose
+/// only domain is called test, and a libvirt that does not exist.
 #[cfg(feature = "libvirt")]
 const LIBVIRTS: [&[&str]; 2] = [
     &["--connect", "test:///default"],
@@ -643,7 +643,7 @@ fn tune(host: &Host, libvirt: &[&str], arguments: &[&str]) -> Output {
     tmemctl(&host.path("control"), &all)
 }
 
-/// What the daemon says of a VM.
+/// Returns the daemon's entry of a VM.
 fn listed(host: &Host, name: &str) -> serde_json::Value {
     let text = printed(&tmemctl(&host.path("control"), &["list", "--json"]));
     let list: serde_json::Value = serde_json::from_str(&text).expect("JSON");
@@ -676,7 +676,8 @@ fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
             quota,
             "what is not given stays"
         );
-        // What makes no sense, or does not fit, names the VM and the value, and changes nothing.
+        // An invalid or unsuitable value is refused with the VM's name and the value, and changes
+        // nothing.
         for (wrong, parts) in [
             (
                 &["--limit", "1MiB"][..],
@@ -732,14 +733,16 @@ fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
     }
 }
 
-/// A VM that was added has a UUID. What libvirt knows by it, or might, is left to libvirt.
+/// A VM that was added over the control socket has a UUID. If libvirt knows that UUID, or might
+/// know it, tune leaves the VM to libvirt.
 #[test]
 fn a_domain_is_not_tuned_behind_libvirt() {
     use tmem_control::{VarlinkClientInterface, VmSpec, quota};
     let host = host();
     let mut client = tmem_control::connect(&host.path("control")).expect("connects");
     for (name, uuid) in [
-        // As libvirt's test driver has it, under another name; and one that it does not know.
+        // The first is the test driver's domain under another name; the second is unknown to
+        // libvirt.
         ("test-6695eb01", "6695eb01-f6a4-8304-79aa-97f2502e193f"),
         ("other", "00000000-0000-4000-8000-000000000001"),
     ] {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `top` in a real terminal of 80 × 24: tmux is one that a test can read. `make check-ops` runs this.
+//! Tests of `top` in a real terminal of 80 × 24. The terminal is tmux, whose screen a test can
+//! read. `make check-ops` runs this.
 
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
@@ -13,10 +14,10 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmemd::{Config, Daemon};
 
-/// Long enough for a loaded machine; nothing here is measured.
+/// Bound of each wait, long enough for a loaded machine; no time is measured.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A tmux server of its own, which ends with the test.
+/// A separate tmux server, which ends with the test.
 struct Tmux(std::path::PathBuf);
 
 impl Tmux {
@@ -84,14 +85,14 @@ fn daemon(folder: &Path) -> Daemon {
     Daemon::start(config).expect("starts")
 }
 
-/// A guest that puts and gets until it is told to stop.
+/// A guest that puts and gets until it is stopped.
 struct Guest {
     stop: Arc<AtomicBool>,
     works: JoinHandle<Driver>,
 }
 
 impl Guest {
-    /// The VM of that name.
+    /// Starts a guest as the VM with that name.
     fn start(folder: &Path, name: &str) -> Guest {
         let guest = GuestConfig {
             name: name.into(),
@@ -114,15 +115,15 @@ impl Guest {
         Guest { stop, works }
     }
 
-    /// It stays connected.
+    /// Stops the requests; the guest stays connected.
     fn stop(self) -> Driver {
         self.stop.store(true, Ordering::Relaxed);
         self.works.join().expect("right answers")
     }
 }
 
-/// The cells of a VM's row, without units: name, hits in percent, reads avoided, gets, time of a GET, puts, time
-/// of a PUT, used, entitled.
+/// Returns the cells of a VM's row, without units: name, hits in percent, reads avoided, gets, time
+/// of a GET, puts, time of a PUT, used, entitled.
 fn cells(screen: &str, name: &str) -> Option<Vec<String>> {
     let row = screen.lines().find(|line| line.starts_with(name))?;
     let words = row.split_whitespace();
@@ -130,7 +131,7 @@ fn cells(screen: &str, name: &str) -> Option<Vec<String>> {
     Some(values.map(String::from).collect())
 }
 
-/// A rate as it is shown.
+/// Parses a displayed rate.
 fn rate(cell: &str) -> f64 {
     let number = cell.trim_end_matches(['k', 'M']);
     let of = match &cell[number.len()..] {
@@ -141,9 +142,9 @@ fn rate(cell: &str) -> f64 {
     number.parse::<f64>().map_or(0.0, |number| number * of)
 }
 
-/// top of the daemon at that socket, in a screen of its own.
+/// Starts top for the daemon at `socket`, in a new screen.
 fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
-    // A server that ends keeps its socket for a while.
+    // tmux keeps its socket for a while after it ends, so each server gets a new directory.
     let tmux = Tmux(
         tempfile::tempdir_in(folder)
             .expect("a folder")
@@ -167,7 +168,7 @@ fn top_lives_in_a_terminal() {
     let daemon = daemon(folder.path());
     let guest = Guest::start(folder.path(), "web");
     let tmux = start(folder.path(), "read-only", "");
-    // Rates are of two looks, with work between them.
+    // Rates need two polls with work between them.
     let screen = tmux.until("a VM at work", |screen| {
         cells(screen, " web").is_some_and(|cells| {
             cells.len() >= 10 && [2, 3, 5].iter().all(|&nth| rate(&cells[nth]) > 0.0)
@@ -211,7 +212,7 @@ fn top_lives_in_a_terminal() {
     tmux.until("the filter", |screen| {
         screen.contains("filter: we_") && !screen.contains("-db")
     });
-    // What it says of the chosen one since the start is what the daemon says.
+    // The displayed totals of the selected VM equal the daemon's.
     let guest = guest.stop();
     let mut client = tmem_control::connect(&folder.path().join("control")).expect("connects");
     let stats = client.stats(Some("web".into())).call().expect("answers");
@@ -223,7 +224,7 @@ fn top_lives_in_a_terminal() {
     tmux.run(&["send-keys", "-t", "top", "Enter"]);
     tmux.run(&["send-keys", "-t", "top", "?"]);
     tmux.until("the help", |screen| screen.contains("order by name"));
-    // A daemon that goes is said, and the view stays.
+    // top reports that the daemon has stopped, and keeps the view.
     daemon.stop();
     drop(guest);
     tmux.until("the problem", |screen| {
@@ -237,14 +238,15 @@ fn top_lives_in_a_terminal() {
     );
 }
 
-/// A signal ends it as a key does, and a daemon that hangs keeps it from neither.
+/// A key or a signal ends top, even if the daemon hangs.
 #[test]
 #[ignore = "needs tmux: make check-ops"]
 fn the_terminal_is_given_back() {
     let folder = tempfile::tempdir().expect("a folder");
     let daemon = daemon(folder.path());
     let path = |name: &str| folder.path().join(name);
-    // It leads to the daemon at first, and then to one that takes nobody in.
+    // The link leads to the daemon first, and then to a socket whose connections are never
+    // accepted.
     symlink(path("read-only"), path("control-of-top")).expect("linked");
     let hangs = UnixListener::bind(path("hangs")).expect("binds");
     hangs.set_nonblocking(true).expect("set");
@@ -253,7 +255,7 @@ fn the_terminal_is_given_back() {
         tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
         symlink(path("hangs"), path("new")).expect("linked");
         std::fs::rename(path("new"), path("control-of-top")).expect("replaced");
-        // Time for three looks.
+        // This is time for three polls.
         std::thread::sleep(Duration::from_secs(3));
         let waiting = std::iter::from_fn(|| hangs.accept().ok()).collect::<Vec<_>>();
         assert_eq!(

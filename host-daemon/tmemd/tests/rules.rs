@@ -75,7 +75,7 @@ fn configuration_and_features_match_the_specification() {
     ] {
         assert_eq!(offered & (1 << bit), 0, "feature bit {bit} is offered");
     }
-    for bit in [26, 28, 29, 30, 32] {
+    for bit in [wire::F_LATENCIES, 26, 28, 29, 30, 32, 35] {
         assert_ne!(offered & (1 << bit), 0, "feature bit {bit} is not offered");
     }
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A guest that costs next to nothing, so that what is measured is the daemon: its pages lie in its
-//! memory for good, and a request is some bytes of metadata and three descriptors.
+//! A guest that costs next to nothing, so that the benchmark measures the daemon. The guest's pages
+//! stay at their place in its memory, and a request is some bytes of metadata and three
+//! descriptors.
 
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
@@ -12,22 +13,22 @@ use zerocopy::IntoBytes;
 /// Pages of a request.
 pub const BATCH: usize = wire::BATCH_MAX;
 
-/// Requests in flight.
+/// Number of requests in flight.
 pub const WINDOW: usize = 4;
 
-/// Any answer comes sooner, or never.
+/// Time after which an answer counts as lost.
 const TIMEOUT: Duration = Duration::from_secs(20);
 
 const QUEUE: usize = 1;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Of the queue, and what the fake guest itself needs.
+/// Memory in bytes for the queue and the fake guest itself.
 const OTHER_BYTES: u64 = 1 << 20;
 
-/// Where a request in flight has its metadata, and what it is.
+/// Addresses and kind of a request in flight.
 struct Slot {
-    /// Guest pages for what the device reads, what it writes, and the descriptors.
+    /// Guest pages for the bytes that the device reads, those that it writes, and the descriptors.
     at: [u64; 3],
     kind: u16,
     pages: usize,
@@ -40,21 +41,21 @@ pub struct Guest {
     into_at: u64,
     slots: Vec<Slot>,
     free: Vec<usize>,
-    /// What a page that is put must be answered with.
+    /// Expected result of a page that is put.
     pub put_is: u8,
 }
 
 /// A run of pages of the guest's object.
 #[derive(Clone, Copy, Debug)]
 pub struct Run {
-    /// The first, which is also where its bytes are.
+    /// Number of the first page, which also gives the place of its bytes.
     pub index: usize,
-    /// How many, at most a batch.
+    /// Number of pages, at most a batch.
     pub pages: usize,
 }
 
 impl Guest {
-    /// A guest whose memory has these pages, and room for so many that come back.
+    /// Creates a guest whose memory contains these pages, and has room for `into` returned pages.
     ///
     /// # Errors
     /// There is no memory.
@@ -89,7 +90,7 @@ impl Guest {
         for (number, page) in pages.enumerate() {
             ram.write(pages_at + number as u64 * PAGE, page);
         }
-        // The daemon's page faults are not what is measured.
+        // Touch the pages, so that the benchmark does not measure page faults of the daemon.
         for number in 0..into as u64 {
             ram.write(into_at + number * PAGE, &[0; PAGE_SIZE]);
         }
@@ -103,7 +104,7 @@ impl Guest {
         })
     }
 
-    /// Connects and creates its pool.
+    /// Connects and creates the guest's pool.
     ///
     /// # Errors
     /// The daemon refuses.
@@ -132,7 +133,7 @@ impl Guest {
         }
     }
 
-    /// Puts a run; false if too much is in flight.
+    /// Puts a run of pages. Returns false if too many requests are in flight.
     pub fn put(&mut self, run: Run) -> bool {
         let Some(number) = self.free.pop() else {
             return false;
@@ -160,7 +161,8 @@ impl Guest {
         true
     }
 
-    /// Gets a run into the guest's memory, from its `into`th page on; false if too much is in flight.
+    /// Gets a run of pages into the guest's memory, from its `into`th page on. Returns false if too
+    /// many requests are in flight.
     pub fn get(&mut self, run: Run, into: usize) -> bool {
         let Some(number) = self.free.pop() else {
             return false;
@@ -218,10 +220,10 @@ impl Guest {
         self.guest.publish(QUEUE);
     }
 
-    /// Takes an answer, if there is one: the pages of its request.
+    /// Takes an answer, if there is one. Returns the number of pages of its request.
     ///
     /// # Errors
-    /// A page was not stored (or whatever else it was to be), or not returned.
+    /// A page was not stored (or did not have the expected result), or was not returned.
     pub fn answer(&mut self) -> Result<Option<usize>, String> {
         let used = self.guest.ring_mut(QUEUE).pop_used();
         let Some(used) = used.map_err(|error| error.to_string())? else {
@@ -247,10 +249,10 @@ impl Guest {
         Ok(Some(pages))
     }
 
-    /// Looks for an answer until there is one.
+    /// Polls for an answer. Returns the number of pages of its request.
     ///
     /// # Errors
-    /// As [`Self::answer`], or there is none.
+    /// Those of [`Self::answer`], or no answer arrives in time.
     pub fn wait(&mut self) -> Result<usize, String> {
         let begun = Instant::now();
         loop {
@@ -266,11 +268,11 @@ impl Guest {
         }
     }
 
-    /// Does all of that, with as much in flight as may be. Returns the seconds from the answer that was
-    /// first when the window was full to the last, and the pages answered in them.
+    /// Does all runs, with as many requests in flight as possible. Returns the seconds from the
+    /// first answer with a full window to the last answer, and the pages answered in that time.
     ///
     /// # Errors
-    /// As [`Self::wait`].
+    /// Those of [`Self::wait`].
     pub fn all(&mut self, runs: &[Run], puts: bool) -> Result<(f64, usize), String> {
         let (mut sent, mut answered, mut into, mut pages) = (0, 0, 0, 0);
         let mut begun = Instant::now();
@@ -296,7 +298,7 @@ impl Guest {
         Ok((begun.elapsed().as_secs_f64(), pages))
     }
 
-    /// Compares what came back with what was put, run after run.
+    /// Compares the returned pages with those that were put, run after run.
     ///
     /// # Errors
     /// A byte is wrong.

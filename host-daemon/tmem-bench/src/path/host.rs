@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The daemon's data path in this process: its workers and connections, without its background workers, whose
-//! work is done between measurements.
+//! The daemon's data path in this process: its workers and connections, without its background
+//! workers. Their work is done between measurements.
 
 use crate::path::guest::Guest;
 use rustix::thread::{CpuSet, Pid, sched_setaffinity};
@@ -13,31 +13,31 @@ use tmemd::VmConfig;
 use tmemd::config::{EventLoop, Waiting};
 use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers, serve};
 
-/// Pages of background work at a time.
+/// Pages of background work in one step.
 const MAINTAIN_PAGES: usize = 4096;
 
-/// A thread begins sooner, or never.
+/// Longest time until a thread begins.
 const START_MAX: Duration = Duration::from_secs(5);
 
-/// Stack of a connection's thread.
+/// Bytes of the stack of a connection's thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// A pool.
+/// A pool without workers.
 pub struct Host {
     pub pool: Arc<Pool>,
     background: Arc<BackgroundWorkers>,
     clock: ClockAndEntropy,
 }
 
-/// Workers that serve it.
+/// Workers that serve a pool.
 pub struct Path {
     shared: ConnectionContext,
-    /// The thread of the only worker.
+    /// Thread of the only worker.
     pub worker: Pid,
 }
 
 impl Host {
-    /// A pool with nothing in it.
+    /// Creates an empty pool.
     ///
     /// # Errors
     /// There is no address space.
@@ -60,10 +60,10 @@ impl Host {
         })
     }
 
-    /// One worker on that processor.
+    /// Starts one worker on the given processor.
     ///
     /// # Errors
-    /// The system has none.
+    /// The system cannot start it.
     pub fn serve(
         &self,
         event_loop: EventLoop,
@@ -78,7 +78,7 @@ impl Host {
         let before = threads("worker-");
         let workers =
             Workers::start(1, waiting, &self.background, &Arc::default()).map_err(fault)?;
-        // It takes its name itself.
+        // The worker thread sets its name itself, so wait for it.
         let begun = Instant::now();
         let worker = loop {
             let new = threads("worker-")
@@ -101,7 +101,7 @@ impl Host {
         })
     }
 
-    /// Connects a guest as a VM of its own trust domain, with that reserve.
+    /// Connects a guest as a VM with its own trust domain and the given reserve.
     ///
     /// # Errors
     /// The daemon refuses.
@@ -120,7 +120,7 @@ impl Host {
         self.connect_as(path, name, None, quota, guest)
     }
 
-    /// Connects a guest as a VM of that trust domain and quota.
+    /// Connects a guest as a VM with the given trust domain and quota.
     ///
     /// # Errors
     /// The daemon refuses.
@@ -137,7 +137,8 @@ impl Host {
         Ok(())
     }
 
-    /// Connects a guest of any kind. Returns its place in the pool, for work that no guest asked for.
+    /// Connects a guest of any kind. Returns its tenant in the pool, for operations without a
+    /// guest's request.
     ///
     /// # Errors
     /// The daemon refuses.
@@ -165,7 +166,7 @@ impl Host {
         let fault = |error: std::io::Error| error.to_string();
         let (own, other) = UnixStream::pair().map_err(fault)?;
         let shared = path.shared.clone();
-        // It ends when the guest hangs up, or with the process.
+        // The thread ends when the guest hangs up, or with the process.
         std::thread::Builder::new()
             .name("connection".into())
             .stack_size(STACK_BYTES)
@@ -175,7 +176,7 @@ impl Host {
         Ok(tenant)
     }
 
-    /// Until no page is raw and nothing is left to free.
+    /// Does background work until no page is raw and nothing is left to free.
     pub fn settle(&self) {
         while self
             .pool
@@ -185,7 +186,7 @@ impl Host {
 }
 
 impl Path {
-    /// Processor time of the worker, in ns.
+    /// Returns the processor time of the worker in ns.
     pub fn cpu_ns(&self) -> f64 {
         cpu_ns(self.worker)
     }
@@ -197,7 +198,7 @@ impl Drop for Path {
     }
 }
 
-/// The threads of this process whose names begin so.
+/// Returns the threads of this process whose names begin with `name`.
 pub fn threads(name: &str) -> Vec<Pid> {
     let Ok(all) = fs::read_dir("/proc/self/task") else {
         return Vec::new();
@@ -210,7 +211,7 @@ pub fn threads(name: &str) -> Vec<Pid> {
     named.filter_map(number).filter_map(Pid::from_raw).collect()
 }
 
-/// Processor time of a thread, in ns.
+/// Returns the processor time of a thread in ns.
 pub fn cpu_ns(thread: Pid) -> f64 {
     let path = format!("/proc/{}/schedstat", thread.as_raw_nonzero());
     let text = fs::read_to_string(path).unwrap_or_default();
@@ -218,7 +219,7 @@ pub fn cpu_ns(thread: Pid) -> f64 {
     first.unwrap_or(f64::NAN)
 }
 
-/// Times that a thread was put to sleep, or was made to leave its processor.
+/// Returns how often a thread went to sleep: its voluntary context switches.
 pub fn switches(thread: Pid) -> u64 {
     let path = format!("/proc/{}/status", thread.as_raw_nonzero());
     let text = fs::read_to_string(path).unwrap_or_default();
@@ -230,10 +231,10 @@ pub fn switches(thread: Pid) -> u64 {
         .sum()
 }
 
-/// Keeps a thread, or the calling one, on one processor.
+/// Pins a thread, or the calling one, to one processor.
 ///
 /// # Errors
-/// There is no such processor for us.
+/// This process may not use such a processor.
 pub fn pin(thread: Option<Pid>, processor: usize) -> Result<(), String> {
     let mut set = CpuSet::new();
     set.set(processor);

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The data path's benchmark: from a guest's virtqueue to the engine and back, beside the engine called
-//! in this process, zram and memcached, by turns in one run.
+//! The data path's benchmark: from a guest's virtqueue to the engine and back. It compares this
+//! with the engine called in this process, zram and memcached, in turns in one run.
 //!
-//! Two processors: the daemon's worker, the engine and the peers have the first, whoever asks them the
-//! second, as a guest's processor would be another. What a guest does is made to cost next to nothing.
+//! It uses two processors: the daemon's worker, the engine and the peers run on the first, their
+//! caller on the second, as a guest runs on another processor. The guest's own work costs next to
+//! nothing.
 
 pub mod guest;
 pub mod host;
@@ -23,58 +24,58 @@ use std::time::{Duration, Instant};
 use tmem_pool::{PAGE_SIZE, Page, PageHash};
 use tmemd::config::EventLoop;
 
-/// Where the worker runs, and the engine when it is called directly.
+/// Processor of the worker, and of the engine when it is called directly.
 const SERVER: usize = 0;
 
-/// Where the guest runs.
+/// Processor of the guest.
 const CLIENT: usize = 1;
 
-/// Batches of a round: as many pages as a tenant may have raw, less some.
+/// Batches of a round: slightly fewer pages than a tenant may have raw.
 const BATCHES: usize = 28;
 
-/// Single pages got in a round, with polling and without.
+/// Single pages that a round gets, with polling and without.
 const SINGLES: usize = 100;
 
-/// What a guest does between two of them: less than a worker looks for the next one, and more than it needs
-/// to fall asleep.
+/// Pause of a guest between two single gets. A worker polls longer for the next request, and needs
+/// less time to fall asleep.
 const THINK: Duration = Duration::from_micros(20);
 
-/// A worker that has nothing to do is asleep by then.
+/// Time after which an idle worker is asleep.
 const REST: Duration = Duration::from_millis(1);
 
-/// VMs that are served together.
+/// Number of VMs that are served together.
 const VMS: usize = 256;
 
-/// Pages of each of them: a batch.
+/// Pages of each of these VMs: a batch.
 const VM_PAGES: usize = BATCH;
 
-/// How long an idle daemon is looked at.
+/// Time for which an idle daemon is observed.
 const IDLE: Duration = Duration::from_secs(2);
 
-/// What the path is measured with.
+/// Options of the path's benchmark.
 #[derive(clap::Args)]
 pub struct Args {
     /// Pages from the files of this directory, instead of a choice from the whole machine.
     #[arg(long, value_name = "DIR")]
     corpus: Option<PathBuf>,
-    /// How many pages. They should not fit into the processor's caches.
+    /// Number of pages. They should not fit into the processor's caches.
     #[arg(long, default_value_t = 49_152, value_name = "NUMBER")]
     pages: usize,
-    /// How often each thing is measured; the medians count.
+    /// How often each operation is measured; the medians count.
     #[arg(long, default_value_t = 40, value_name = "NUMBER")]
     rounds: usize,
-    /// What the worker sleeps in: auto, epoll or io_uring.
+    /// Event loop of the worker: auto, epoll or io_uring.
     #[arg(long, default_value = "auto", value_name = "KIND")]
     event_loop: EventLoop,
-    /// Which files and pages are chosen, and in which order they come.
+    /// Seed of the choice of files and pages, and of their order.
     #[arg(long, default_value_t = 1, value_name = "NUMBER")]
     seed: u64,
-    /// The result for machines, on standard output.
+    /// Print the result as JSON on standard output.
     #[arg(long)]
     json: bool,
 }
 
-/// Nanoseconds a page of everything, and of single pages.
+/// Times of all operations in nanoseconds per page, and of single pages.
 #[derive(Default)]
 struct Times {
     path: [Samples; 2],
@@ -95,7 +96,7 @@ const PUT: usize = 1;
 /// Runs the benchmark and prints it.
 ///
 /// # Errors
-/// There are too few processors, pages or descriptors, or what is measured does not work.
+/// There are too few processors, pages or descriptors, or a measured operation fails.
 pub fn run(args: &Args) -> Result<(), String> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if processors < 2 {
@@ -135,7 +136,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Each VM has some descriptors at both ends.
+/// Raises the limit of descriptors: each VM has some descriptors at both ends.
 fn raise_descriptor_limit() -> Result<(), String> {
     use rustix::process::{Resource, getrlimit, setrlimit};
     let wanted = (VMS * 64) as u64;
@@ -156,7 +157,7 @@ fn batches(pages: usize) -> Vec<Run> {
     (0..pages / BATCH).map(run).collect()
 }
 
-/// One VM with polling, another without, the engine, and the peers.
+/// Measures one VM with polling, another without, the engine, and the peers.
 fn one_vm(
     args: &Args,
     pages: &[Sized],
@@ -171,7 +172,7 @@ fn one_vm(
     let sleeping = host.serve(args.event_loop, Duration::ZERO, SERVER)?;
     let all = || pages.iter().map(|sized| &*sized.page);
     let mut guest = Guest::new("polled", all(), BATCHES * BATCH)?;
-    // As much as it takes not to have fewer raw pages than there may be.
+    // This reserve is large enough for the largest number of raw pages.
     host.connect(&path, "polled", 256 << 20, &mut guest)?;
     let few = pages.len().min(16 * BATCH);
     let mut other = Guest::new("woken", all().take(few), SINGLES)?;
@@ -212,7 +213,8 @@ fn one_vm(
         progress(&format!("one VM, round {} of {}", round + 1, args.rounds));
         rng.shuffle(&mut order);
         let runs = &order[..BATCHES];
-        // Who is first finds the caches as others left them.
+        // The order changes in each round, because the first operation finds caches that the last
+        // round filled.
         for nth in 0..2 {
             match (round + nth) % 2 {
                 0 => path_round(times, &host, &path, &mut guest, runs)?,
@@ -245,7 +247,7 @@ fn path_round(
         let before = path.cpu_ns();
         let (seconds, pages) = guest.all(runs, what == PUT)?;
         times.path[what].push(seconds * 1e9 / pages as f64);
-        // Told to its end when it sleeps.
+        // The processor time is complete when the worker sleeps.
         std::thread::sleep(REST);
         times.path_cpu[what].push((path.cpu_ns() - before) / (runs.len() * BATCH) as f64);
         if what == GET {
@@ -256,7 +258,7 @@ fn path_round(
     Ok(())
 }
 
-/// The same batches, of another tenant, on the worker's processor.
+/// Does the same batches for another tenant by calling the engine, on the worker's processor.
 fn engine_round(
     times: &mut Times,
     host: &Host,
@@ -273,7 +275,8 @@ fn engine_round(
                 begun = Instant::now();
             }
             match what {
-                // A guest has its answer before what it got is freed, but the worker is not done.
+                // A guest gets its answer before the pages are freed, but freeing them is part of
+                // the worker's time.
                 GET => drop(engine.get(1, run.index, out)),
                 _ => {
                     let batch = &pages[run.index..run.index + run.pages];
@@ -341,7 +344,7 @@ fn memcached_round(
     Ok(())
 }
 
-/// Page by page: zram knows no others. Its time is that of its caller.
+/// Does the batches page by page, since zram has no batches. Its time is that of its caller.
 fn zram_round(
     times: &mut Times,
     zram: &mut Zram,
@@ -366,7 +369,7 @@ fn zram_round(
     Ok(())
 }
 
-/// Gets pages one by one, each soon after the one before is there, and puts them back.
+/// Gets pages one by one, each soon after the answer to the one before, and puts them back.
 fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<(), String> {
     for nth in 0..SINGLES {
         let run = Run {
@@ -392,13 +395,14 @@ fn single_gets(times: &mut Vec<f64>, guest: &mut Guest, first: usize) -> Result<
     Ok(())
 }
 
-/// What a daemon does while nothing is to be done.
+/// Activity of a daemon without work.
 struct Idle {
     wakeups_per_s: f64,
     cpu_ms_per_s: f64,
 }
 
-/// Many VMs with a batch each in flight, beside one of them that has several; then nothing.
+/// Measures many VMs with one batch each in flight, compared with one VM that has several, and then
+/// an idle daemon.
 fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
     let host = Host::new(4 << 30)?;
     let polls = tmemd::config::POLL_MAX_DEFAULT;
@@ -443,7 +447,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
         }
     }
     progress("looking at it while it is idle");
-    // The last pause that is looked through.
+    // Wait until the last polling phase is over.
     std::thread::sleep(polls + Duration::from_millis(50));
     let all = || threads("worker-").into_iter().chain(threads("connection"));
     let seen = || {
@@ -461,7 +465,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
     })
 }
 
-/// Each VM sends its batch, and then all answers are taken.
+/// Lets each VM send its batch, and then takes all answers.
 fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
     let run = Run {
         index: 0,
@@ -486,7 +490,7 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
         waiting.retain(|number| match guests[*number].answer() {
             Ok(Some(count)) => {
                 (answered, pages) = (answered + 1, pages + count);
-                // From where the one VM's time begins.
+                // The time of a single VM begins at the same number of answers.
                 if answered == WINDOW {
                     (begun, pages) = (Instant::now(), 0);
                 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A daemon with fake guests, and the exporter before it.
+//! A daemon with fake guests, and an exporter that serves its figures.
 #![allow(dead_code, reason = "each test binary uses its part")]
 
 use std::io::{BufRead, BufReader, Read, Write};
@@ -11,10 +11,10 @@ use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
 use tmemd::{Config, Daemon};
 
-/// Long enough for a loaded machine; nothing here is measured.
+/// Bound of each wait, long enough for a loaded machine; no time is measured.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A daemon with the VMs a and b, of which a is connected.
+/// A daemon with the VMs `a` and `b`; only `a` is connected.
 pub struct Host {
     directory: tempfile::TempDir,
     daemon: Option<Daemon>,
@@ -22,12 +22,12 @@ pub struct Host {
 }
 
 impl Host {
-    /// Starts it.
+    /// Starts the daemon.
     pub fn new() -> Host {
         Host::with_more(0)
     }
 
-    /// Starts it with so many VMs more, none of them connected.
+    /// Starts the daemon with `more` further VMs, which are not connected.
     pub fn with_more(more: usize) -> Host {
         let directory = tempfile::tempdir().expect("a folder");
         let path = |name: &str| directory.path().join(name);
@@ -72,12 +72,12 @@ impl Host {
         }
     }
 
-    /// A file in its folder.
+    /// Returns the path of a file in the daemon's directory.
     pub fn path(&self, name: &str) -> PathBuf {
         self.directory.path().join(name)
     }
 
-    /// Random requests, judged.
+    /// Sends random requests and checks their answers.
     pub fn work(&mut self, steps: usize) {
         for _ in 0..steps {
             self.driver.step().expect("right answers");
@@ -85,27 +85,27 @@ impl Host {
         self.driver.settle().expect("right answers");
     }
 
-    /// What the daemon says of a VM.
+    /// Returns the daemon's figures of a VM.
     pub fn stats(&self, vm: &str) -> tmem_control::VmStats {
         let mut client = tmem_control::connect(&self.path("control")).expect("connects");
         let reply = client.stats(Some(vm.into())).call().expect("answers");
         reply.vms.into_iter().next().expect("there")
     }
 
-    /// Ends the daemon.
+    /// Stops the daemon.
     pub fn stop(&mut self) {
         self.daemon = None;
     }
 }
 
-/// The exporter, until it is dropped.
+/// A running exporter, which is stopped when dropped.
 pub struct Exporter {
     child: Child,
     address: String,
 }
 
 impl Exporter {
-    /// On a port of its own.
+    /// Starts the exporter on a free port.
     pub fn start(host: &Host, more: &[&str]) -> Exporter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
         command.args(["--listen", "127.0.0.1:0", "--socket"]);
@@ -127,17 +127,17 @@ impl Exporter {
             }
             log += &line;
         };
-        // It must not wait for somebody to read its log.
+        // The exporter must not block on a full pipe of log lines.
         std::thread::spawn(move || lines.for_each(drop));
         Exporter { child, address }
     }
 
-    /// Where it listens.
+    /// Returns the address that the exporter listens on.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// The head and the body of an answer.
+    /// Requests `path` and returns the head and the body of the answer.
     pub fn get(&self, path: &str, headers: &str) -> (String, String) {
         http(
             &self.address,
@@ -145,14 +145,14 @@ impl Exporter {
         )
     }
 
-    /// The metrics.
+    /// Returns the metrics.
     pub fn metrics(&self, headers: &str) -> String {
         let (head, body) = self.get("/metrics", headers);
         assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
         body
     }
 
-    /// None: it does not answer now.
+    /// Returns the metrics, or None if the exporter does not return them now.
     pub fn try_metrics(&self) -> Option<String> {
         let (head, body) = self.get("/metrics", "");
         head.starts_with("HTTP/1.1 200 ").then_some(body)
@@ -161,13 +161,13 @@ impl Exporter {
 
 impl Drop for Exporter {
     fn drop(&mut self) {
-        // It may have ended.
+        // The process may have ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// Sends a request; the head and the body of what comes, as far as it comes.
+/// Sends a request, and returns the head and the body of as much as is answered.
 pub fn http(address: &str, request: &str) -> (String, String) {
     let begun = Instant::now();
     let mut stream = loop {
@@ -178,7 +178,7 @@ pub fn http(address: &str, request: &str) -> (String, String) {
         std::thread::sleep(Duration::from_millis(10));
     };
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-    // It may be closed before all is sent.
+    // The exporter may close the connection before all is sent.
     let _ = stream.write_all(request.as_bytes());
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);

@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Least recently used: the page that was used longest ago goes first.
+//! Least recently used: evicts the page that was used longest ago.
 //!
-//! It is FIFO. A hit takes its page out, and the put that brings it back, or brings another content,
-//! makes a new entry at the end of the queue; nothing is used while it stays. So the order of puts
-//! is the order of last use, and a policy of its own would be the same queue again.
+//! It is FIFO. A hit removes its page, and the put that brings the page or another content back makes
+//! a new entry at the end of the queue. So the order of puts is the order of last use.
 
 pub(super) type Lru = super::fifo::Fifo;
 
@@ -15,8 +14,7 @@ mod tests {
     use crate::trace::{Event, ObjectKey, Op, SizeClass};
     use std::collections::BTreeMap;
 
-    /// A cache that knows nothing of queues: when each page was last used, and that it leaves when
-    /// it is got.
+    /// A model without queues: it has the time of each page's last use, and a get removes its page.
     #[test]
     fn it_evicts_what_was_used_longest_ago() {
         const ROOM: usize = 50;

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which page of a tenant goes first. One file for each policy.
+//! Eviction policies, one file each: they choose which page of a tenant is evicted next.
 //!
 //! A policy orders one tenant's pages and knows nothing of other tenants, sizes or contents. Its
 //! queues run through the entries themselves. It is called under the tenant's lock, so each call
 //! takes bounded time.
 //!
-//! A get takes its page out, and the guest puts it again when it has no room for it any more. So
-//! nothing is ever used while it is in a queue: reuse shows as a put of a page that was got not
-//! long ago.
+//! A get removes its page, and the guest puts the page again when the guest evicts it again. So no
+//! page is used while it is in a queue: a policy sees reuse as a put of a page that a get removed
+//! not long ago.
 
 mod buckets;
 mod fifo;
@@ -20,12 +20,12 @@ use crate::config::PolicyKind;
 use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
-/// What is known of a page that was put.
+/// Properties of a page that is put.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arrival {
-    /// Of its key; another run has other ones.
+    /// Hash of the page's key. It differs between runs of the daemon.
     pub key_hash: u64,
-    /// The guest's hint that it was active there.
+    /// The guest's hint that the page was active in the guest.
     pub workingset: bool,
 }
 
@@ -36,11 +36,11 @@ pub(crate) enum Leave {
     Got,
     /// The policy chose it.
     Evicted,
-    /// Anything else: its key means nothing any more, or another content.
+    /// The page was flushed or overwritten: its key has no content any more, or another one.
     Dropped,
 }
 
-/// A policy of this kind, without pages. It takes memory from `chunks`.
+/// Returns a policy of this kind, without pages. It takes memory from `chunks`.
 pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> {
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
@@ -51,20 +51,19 @@ pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> 
 
 /// An order of eviction.
 pub(crate) trait Policy: Send + std::fmt::Debug {
-    /// An entry was made.
+    /// Adds an entry that was just made.
     fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival);
 
-    /// An entry is about to be removed. The hash of its key is wanted for pages got and evicted
-    /// only.
+    /// Removes an entry. `key_hash` is used only if the page was got or evicted.
     fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64);
 
-    /// The page that should go next, which the caller then removes. It may be one that was detached
-    /// from the index.
+    /// Returns the page to evict next, which the caller then removes. The page may already be
+    /// detached from the index.
     fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
 
-    /// Memory held beside the entries.
+    /// Returns the bytes that the policy holds beside the entries.
     fn bytes(&self) -> u64;
 
-    /// Calls `page` with each entry in it, for the invariants.
+    /// Calls `page` with each entry of the policy, to check invariants.
     fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id));
 }

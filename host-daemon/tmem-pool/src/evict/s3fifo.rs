@@ -1,16 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! S3-FIFO (Yang et al., SOSP 2023), for pages that leave when they are used.
 //!
-//! A new page enters a small queue and goes early; one that has been here not long ago, as the
-//! ghost tells, enters the main queue. There it was evicted too early, or the guest got it and puts
-//! it again: the second is what a hit counter would have told. So does one that the guest had
-//! active. A stream read once passes through the small queue and leaves the main one alone.
+//! A new page enters a small queue and is evicted early. A page that the ghost table knows enters the
+//! main queue: it was evicted too early, or the guest got it and puts it again, which corresponds to
+//! a hit in the paper. A page that was active in the guest enters the main queue as well. A stream
+//! that is read once passes through the small queue and leaves the main queue alone.
 //!
-//! Unlike there the small queue has no fixed part of the pages, with which one trace in six did worse
-//! than LRU: pages of use came and went, and those of yesterday kept the main queue. Here the older
-//! of the two heads goes, and the age of a page in the small queue counts more. How much more, the
-//! ghost tells: each page that comes back after the small queue gave it up speaks for less, each
-//! that the main queue gave up for more. At 1 this is LRU.
+//! The paper gives the small queue a fixed share of the pages. With such a share, one trace in six did
+//! worse than LRU, because useful pages passed through the small queue while old ones stayed in the
+//! main queue. Here the older of the two heads is evicted, and the age of a page in the small queue
+//! is multiplied by a weight. The weight falls with each page that returns after the small queue
+//! evicted it, and rises with each page that returns after the main queue evicted it. With weight 1
+//! the policy is LRU.
 
 use super::ghost::{Ghost, Past};
 use super::queue::Queue;
@@ -18,28 +19,27 @@ use super::{Arrival, Leave, Policy};
 use crate::index::{Chunks, Entries, Id};
 use std::sync::Arc;
 
-/// How many times its age a page in the small queue counts for, at first: with 4 what is read once
-/// costs more, with 16 changes do (on the recorded traces).
+/// Initial factor of the age of pages in the small queue. On the recorded traces, pages that are read
+/// once cost more with 4, and changes of the working set cost more with 16.
 const WEIGHT: f32 = 8.0;
 
-/// At least: LRU.
+/// Smallest factor, with which the policy is LRU.
 const WEIGHT_MIN: f32 = 1.0;
 
-/// At most. A small queue of less than a sixteenth has no time to be of use.
+/// Largest factor. Pages leave a small queue of less than a sixteenth too early to be used again.
 const WEIGHT_MAX: f32 = 16.0;
 
-/// The weight changes by a factor of e when so large a part of the pages, one in sixteen, came back
-/// wrongly given up.
+/// The factor changes by e when one page in this many came back after a wrong eviction.
 const STEP_PART: f32 = 16.0;
 
-/// Of few pages each changes it by a quarter at most.
+/// Page count that is assumed at least, so that one page changes the factor by a quarter at most.
 const STEP_PAGES_MIN: u32 = 64;
 
-/// Ages are told in parts of the time in which all pages are put once: finer than the weight is.
+/// Ticks in the time in which as many pages are put as the tenant holds. Finer than the factor.
 const TICKS: u32 = 256;
 
-// Policy bits of an entry: the queue, and the tick in which it was put. Ticks repeat after 128 such
-// times, when a page that is still there is taken for young, and has another while.
+// Policy bits of an entry: its queue, and the tick in which it was put. Ticks repeat after the tenant's
+// pages were put 128 times. A page that is still there then counts as young once more.
 const MAIN: u16 = 1;
 const TICK_SHIFT: u32 = 1;
 
@@ -50,12 +50,12 @@ pub(super) struct S3Fifo {
     ghost: Ghost,
     weight: f32,
     tick: u16,
-    /// Puts until the next one.
+    /// Puts until the next tick.
     left: u32,
 }
 
 impl S3Fifo {
-    /// A policy without pages, whose ghost table takes memory from `chunks`.
+    /// Returns a policy without pages, whose ghost table takes memory from `chunks`.
     pub(super) fn new(chunks: Arc<Chunks>) -> S3Fifo {
         S3Fifo {
             small: Queue::default(),
@@ -90,7 +90,7 @@ impl S3Fifo {
         self.weight = weight.clamp(WEIGHT_MIN, WEIGHT_MAX);
     }
 
-    /// Ticks since it was put, this one included.
+    /// Returns the ticks since the entry was put, the current one included.
     fn age(&self, entries: &Entries, id: Id) -> f32 {
         let ticks = (self.tick << TICK_SHIFT).wrapping_sub(entries[id].policy_bits() & !MAIN);
         f32::from(ticks >> TICK_SHIFT) + 1.0

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! 128-bit xxh3 of a page with AVX2, as xxHash's specification has it for inputs of more than 240
-//! bytes. Names are the specification's.
+//! 128-bit xxh3 of a page with AVX2, as xxHash's specification defines it for inputs of more than
+//! 240 bytes. Names are those of the specification.
 
 use super::SECRET_BYTES;
 use crate::config::{PAGE_SIZE, Page};
@@ -14,7 +14,7 @@ const STRIPE: usize = 64;
 const STRIPES: usize = (SECRET_BYTES - STRIPE) / 8;
 const BLOCK: usize = STRIPE * STRIPES;
 const BLOCKS: usize = PAGE_SIZE / BLOCK;
-// The last block is a stripe short: the last stripe of all is done by itself.
+// The last block is a stripe short, because the last stripe of the page is processed separately.
 const _: () = assert!(PAGE_SIZE.is_multiple_of(BLOCK));
 
 const PRIME32: [u64; 3] = [0x9E37_79B1, 0x85EB_CA77, 0xC2B2_AE3D];
@@ -31,13 +31,13 @@ const ACC: [u64; 8] = [
     PRIME32[2], PRIME64[0], PRIME64[1], PRIME64[2], PRIME64[3], PRIME32[1], PRIME64[4], PRIME32[0],
 ];
 
-/// Half of the accumulators each.
+/// Accumulators in two vectors of four lanes each.
 type Acc = [__m256i; 2];
 
 #[target_feature(enable = "avx2")]
 fn load(bytes: &[u8], half: usize) -> __m256i {
     let bytes: &[u8; 32] = bytes[32 * half..][..32].try_into().expect("32 bytes");
-    // SAFETY: as many bytes are there.
+    // SAFETY: `bytes` has the 32 bytes that the load reads, and the load needs no alignment.
     unsafe { _mm256_loadu_si256(bytes.as_ptr().cast()) }
 }
 
@@ -47,7 +47,7 @@ fn accumulate(acc: &mut Acc, stripe: &[u8], secret: &[u8]) {
         let data = load(stripe, half);
         let keyed = _mm256_xor_si256(data, load(secret, half));
         let product = _mm256_mul_epu32(keyed, _mm256_srli_epi64::<32>(keyed));
-        // Each lane adds its neighbour's data.
+        // Each lane adds the data of its neighbour.
         let swapped = _mm256_shuffle_epi32::<0b01_00_11_10>(data);
         *acc = _mm256_add_epi64(product, _mm256_add_epi64(*acc, swapped));
     }
@@ -82,10 +82,10 @@ fn merge(acc: &[u64; 8], secret: &[u8], start: u64) -> u64 {
     result ^ result >> 32
 }
 
-/// Its bytes are those that xxh3 gives for them under this secret.
+/// Returns xxh3's 128-bit hash of a page under this secret.
 #[target_feature(enable = "avx2")]
 pub(super) fn hash(page: &Page, secret: &[u8; SECRET_BYTES]) -> u128 {
-    // SAFETY: as many bytes as two vectors have.
+    // SAFETY: `ACC` has the bytes of two vectors, and the loads need no alignment.
     let mut acc = unsafe {
         let at = ACC.as_ptr().cast::<__m256i>();
         [_mm256_loadu_si256(at), _mm256_loadu_si256(at.add(1))]
@@ -110,7 +110,7 @@ pub(super) fn hash(page: &Page, secret: &[u8; SECRET_BYTES]) -> u128 {
         &secret[SECRET_BYTES - STRIPE - 7..][..STRIPE],
     );
     let mut lanes = [0; 8];
-    // SAFETY: as above.
+    // SAFETY: `lanes` has the bytes of two vectors, and the stores need no alignment.
     unsafe {
         let at = lanes.as_mut_ptr().cast::<__m256i>();
         _mm256_storeu_si256(at, acc[0]);

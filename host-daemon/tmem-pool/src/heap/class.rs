@@ -1,59 +1,62 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Size classes: how many slots of which size fill a span of frames with the least waste.
+//! Size classes: for each slot size, the number of frames and slots of a span that waste least.
 //!
 //! The idea is zsmalloc's (mm/zsmalloc.c): a slot may lie across two frames, so that sizes that do
 //! not divide a frame waste little. Here the frames of a span are neighbours in address space, so
-//! that no slot has to be put together. A slot begins with a header that says whose it is; a page
-//! that is kept raw fills a frame of its own, whose span says it.
+//! that the bytes of a slot are contiguous. A slot begins with a header that names the handle of
+//! its bytes. A page that is kept raw fills a frame of its own, and the record of its span names
+//! the handle.
 
 use super::region::FRAME_BYTES;
 use crate::config::{ADDRESS_SPACE_TIMES, PAGE_SIZE};
 
-/// Frames of the longest span. Computed, with full spans of lz4's lengths: 8 waste 2.0 to 4.0 % (most
-/// in the longest slots), 12 waste 1.5 to 1.7, 16 waste 0.9 to 1.4. What the last span of each class
-/// has free, half of it on average, is 1.0, 1.7 and 2.1 MiB for all classes, which small pools feel.
+/// Frames of the longest span. Computed with full spans of lz4's lengths: 8 frames waste 2.0 to 4.0
+/// % (most in the longest slots), 12 frames 1.5 to 1.7, 16 frames 0.9 to 1.4. The last span of each
+/// class is half free on average, which is 1.0, 1.7 and 2.1 MiB for all classes and matters in
+/// small pools.
 pub(crate) const SPAN_FRAMES_MAX: usize = 12;
 const _: () = assert!(SPAN_FRAMES_MAX as u64 + 2 == ADDRESS_SPACE_TIMES);
 
-/// Address space of each span, whatever it uses of it.
+/// Address space of each span in bytes, however many of its frames are used.
 pub(crate) const SPAN_BYTES: usize = SPAN_FRAMES_MAX * FRAME_BYTES;
 
-/// Before the bytes in a slot: handle, or next free slot.
+/// Bytes of the header of a slot. It contains the handle, or the number of the next free slot.
 pub(crate) const HEADER_BYTES: usize = 4;
 
-/// Slot sizes are multiples of it, so headers are aligned.
+/// Slot sizes are multiples of this, so that headers are aligned.
 const GRAIN_BYTES: usize = 16;
 
-/// No slot is smaller: less than a page compresses to costs more in handles than in bytes.
+/// Smallest slot in bytes. Few pages compress to less, and for those the handles cost more than the
+/// bytes.
 const SLOT_BYTES_MIN: usize = 32;
 
-/// Slots of a span: small ones fill one frame well enough.
+/// Most slots of a span. Small slots fill one frame well enough.
 pub(crate) const SLOTS_MAX: usize = 1 << 10;
 
-/// Waste of a span, in parts of its bytes, for which no longer span is looked for.
+/// Acceptable waste, as a fraction of the span's bytes. Longer spans are tried only above it.
 const WASTE_OK: f64 = 0.015;
 
 /// One size of slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Class {
-    /// Header included.
+    /// Bytes of a slot, header included.
     pub slot_bytes: u16,
-    /// Of a span.
+    /// Slots of a span.
     pub slots: u16,
-    /// Of a span.
+    /// Frames of a span.
     pub frames: u8,
-    /// 0 where the slot is the frame.
+    /// Bytes of the header of a slot; 0 where the slot is the frame.
     pub header_bytes: u8,
 }
 
 impl Class {
-    /// The longest that a slot holds.
+    /// Returns the most bytes that a slot holds.
     #[cfg(test)]
     fn payload_max(&self) -> usize {
         usize::from(self.slot_bytes) - usize::from(self.header_bytes)
     }
 
-    /// The whole page in a frame.
+    /// The class whose slot is a frame for a raw page.
     const RAW: Class = Class {
         slot_bytes: FRAME_BYTES as u16,
         slots: 1,
@@ -61,7 +64,7 @@ impl Class {
         header_bytes: 0,
     };
 
-    /// Frames and slots for slots of at least this size.
+    /// Returns the class with the best span for slots of at least this size.
     fn for_size(slot_bytes: usize) -> Class {
         let waste = |frames: usize| {
             let bytes = frames * FRAME_BYTES;
@@ -78,7 +81,7 @@ impl Class {
             .expect("a span holds any slot");
         let slots = frames * FRAME_BYTES / slot_bytes;
         assert!(slots <= SLOTS_MAX);
-        // The slots share what is left of the span.
+        // The slots share the rest of the span.
         let slot_bytes = frames * FRAME_BYTES / slots / GRAIN_BYTES * GRAIN_BYTES;
         Class {
             slot_bytes: slot_bytes as u16,
@@ -93,7 +96,7 @@ impl Class {
 #[derive(Debug)]
 pub(crate) struct Classes {
     classes: Vec<Class>,
-    /// Class of a slot size, in grains.
+    /// Class by slot size, in grains.
     by_grains: Vec<u8>,
 }
 
@@ -125,7 +128,7 @@ impl Classes {
         self.classes[usize::from(nr)]
     }
 
-    /// The class for so many bytes, 1 to a page.
+    /// Returns the class for `len` bytes, 1 to a page.
     pub(crate) fn for_len(&self, len: usize) -> u8 {
         if len == PAGE_SIZE {
             return (self.classes.len() - 1) as u8;
@@ -148,7 +151,8 @@ mod tests {
             let span = usize::from(class.frames) * FRAME_BYTES;
             assert!(usize::from(class.slots) * usize::from(class.slot_bytes) <= span);
             assert!(usize::from(class.slots) <= SLOTS_MAX);
-            // From 2,048 B on a slot is at most an eighth longer than needed, below 64 B more.
+            // From 2,048 B on, a slot is at most an eighth longer than needed; below 64 B it may be
+            // more.
             if len >= 512 {
                 let held = span as f64 / f64::from(class.slots);
                 assert!(len as f64 / held > 0.86, "{len} B in {class:?}");

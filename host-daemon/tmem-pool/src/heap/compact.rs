@@ -1,24 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Compaction: bytes of sparse spans are moved to full ones, so that spans empty and can be given
-//! back. One span at a time under the lock of its class.
+//! Compaction: moves bytes of sparse spans to full ones, so that spans become empty and go back to
+//! the system. It works on one span at a time, under the lock of the span's class.
 //!
-//! Never: a place that someone reads or writes, which is pinned; one of a handle whose bytes are
-//! being replaced.
+//! Compaction never moves a place that a thread reads or writes, because such a place is pinned. It
+//! never moves a place of a handle whose bytes are being replaced.
 
 use super::region::{FRAME_BYTES, Zeroed};
 use super::{ClassState, Heap, PINS, Place, USED};
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
 
-/// One busy frame in so many that compaction would free is worth its work. Other frames that are
-/// not full, of which small pools have many, it cannot help.
+/// Compaction is worth its work if it would free one busy frame in this many. It does not help for
+/// other frames that are partly used, of which small pools have many.
 const SPARSE_PART: u64 = 64;
 
-/// Spans that one step of compaction tries in vain, since readers hold slots of them.
+/// Most spans that one step of compaction tries in vain, because readers hold slots of them.
 const COMPACT_TRIES: usize = 4;
 
 impl<X: Zeroed> Heap<X> {
-    /// Moves bytes together, up to about `slots` of them, until no class has a span to spare.
-    /// Returns how many were moved; 0: nothing is left to do, or readers are in the way.
+    /// Moves the bytes of up to about `slots` slots together, until no class has a spare span.
+    /// Returns the number of moved slots. 0: nothing is left to do, or readers are in the way.
     pub(crate) fn compact(&self, slots: usize) -> usize {
         let mut moved = 0;
         if !self.has_spare() {
@@ -39,12 +39,13 @@ impl<X: Zeroed> Heap<X> {
         moved
     }
 
-    /// So much lies between the bytes that compaction is worth its work.
+    /// Returns whether there is enough unused memory between the bytes to make compaction worth its
+    /// work.
     pub(crate) fn is_sparse(&self) -> bool {
         self.spare_frames() > self.busy_bytes() / FRAME_BYTES as u64 / SPARSE_PART
     }
 
-    /// Compaction could free a span.
+    /// Returns whether compaction could free a span.
     pub(crate) fn has_spare(&self) -> bool {
         self.spare_frames() > 0
     }
@@ -53,7 +54,7 @@ impl<X: Zeroed> Heap<X> {
         self.sums.spare_frames.load(Relaxed)
     }
 
-    /// After a change of a class's slots or spans.
+    /// Updates the sum of spare frames after a change of a class's slots or spans.
     pub(super) fn count_spare(&self, state: &mut ClassState) {
         let spare = state.spare_spans_now();
         let before = std::mem::replace(&mut state.spare_spans, spare);
@@ -65,13 +66,14 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Frames that compaction could free.
+    /// Returns the bytes of the frames that compaction could free.
     #[cfg(test)]
     pub(crate) fn spare_bytes(&self) -> u64 {
         self.spare_frames() * FRAME_BYTES as u64
     }
 
-    /// Empties the sparsest span of a class that has one to spare. None: it has none.
+    /// Empties the sparsest span of a class that has a spare one. None: the class has no spare
+    /// span.
     fn compact_span(&self, state: &mut ClassState) -> Option<usize> {
         if state.spare_spans == 0 {
             return None;
@@ -98,19 +100,19 @@ impl<X: Zeroed> Heap<X> {
             if header & USED == 0 {
                 continue;
             }
-            // With a span to spare there is a slot elsewhere.
+            // Because the class has a spare span, another span has a free slot.
             let Some(target) = self.fullest_but(state, source) else {
                 break;
             };
             let handle = header & !USED;
-            // Acquire: what was written before it was unpinned.
+            // Acquire: pairs with the unpin of the thread that wrote the bytes.
             let word = self.word(handle).load(Acquire);
             if word & PINS != 0 {
                 continue;
             }
             let from = Place::of(word);
             if (from.span, from.slot) != (source, slot) {
-                // One of the two that a handle has while its bytes are replaced.
+                // This is one of the two slots that a handle has while its bytes are replaced.
                 continue;
             }
             let to = Place {
@@ -119,8 +121,8 @@ impl<X: Zeroed> Heap<X> {
                 len: from.len,
             };
             let (old, new) = (self.bytes_at(&class, from), self.bytes_at(&class, to));
-            // SAFETY: two slots of one class; the old one's bytes do not change: it is freed under
-            // the lock that we hold.
+            // SAFETY: these are two slots of one class. The old slot's bytes do not change, because
+            // freeing it takes the class's lock, which we hold.
             unsafe { new.copy_from_nonoverlapping(old, from.len) };
             let replaced = self
                 .word(handle)
@@ -132,7 +134,7 @@ impl<X: Zeroed> Heap<X> {
                 moved += 1;
             }
             let last = replaced && self.span(source).used.get() == 1;
-            // Nobody reads it: it is new, or it had no reader when it was replaced.
+            // No thread reads the slot: it is new, or it had no reader when it was replaced.
             self.give_bytes(state, gone);
             if last {
                 break;
@@ -155,7 +157,7 @@ impl<X: Zeroed> Heap<X> {
 }
 
 impl ClassState {
-    /// Spans that would be free if all used slots were moved together.
+    /// Returns the number of spans that would be free if all used slots were moved together.
     pub(super) fn spare_spans_now(&self) -> u32 {
         self.spans - self.used_slots.div_ceil(self.class.slots.into())
     }

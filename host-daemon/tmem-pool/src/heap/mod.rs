@@ -1,21 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for stored bytes, of all tenants, which can be given back to the system.
+//! Memory for the stored bytes of all tenants, which can be given back to the system.
 //!
 //! Bytes lie in slots of size classes (class.rs), slots in spans, spans in one reserved region
-//! (region.rs). Who stores gets a handle, since compaction moves bytes from sparse spans to full
-//! ones. A freed slot is zero before anyone else can have it; a span without used slots is zero
-//! throughout, and beyond a few its frames go back to the system.
+//! (region.rs). A store returns a handle instead of an address, since compaction moves bytes from
+//! sparse spans to full ones. A freed slot is zeroed before another store can have it. A span
+//! without used slots is all zero, and the frames of all but a few such spans go back to the
+//! system.
 //!
-//! A handle's word is the only thing that readers and compaction share: place, length and number
-//! of readers in one atomic. A reader adds itself and learns the place in the same step; compaction
-//! copies, which bytes that never change allow at any time, and then replaces the word only if it
-//! is still the one without readers. So whoever reads keeps the bytes where they are, without
-//! keeping anyone waiting, and who comes later finds the new place.
+//! The word of a handle is all that readers and compaction share: place, length and number of
+//! readers in one atomic. A reader adds itself and learns the place in the same step. Compaction
+//! copies the bytes, which never change, at any time. It then replaces the word only if the word is
+//! unchanged and has no readers. So a reader keeps the bytes in place without blocking another
+//! thread, and later readers find the new place.
 //!
-//! Never: a lock of more than one class; bytes copied in or out under one, but for compaction.
+//! No thread takes the locks of two classes. No thread copies bytes in or out under a lock, except
+//! in compaction.
 //!
-//! Locks: a class's guards its lists, and of its spans and their slots all that is not bytes. Those of
-//! free spans and of spare handles are inside it, and never held together.
+//! Locks: a class's lock guards its lists, and everything of its spans and slots except the bytes.
+//! The locks of free spans and of spare handles are taken inside a class's lock, and never
+//! together.
 
 mod class;
 mod compact;
@@ -37,19 +40,19 @@ use std::slice;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use zeroize::optimization_barrier;
 
-/// Handles that a class takes at a time. It keeps fewer than twice as many: a handle that one class
-/// has no use for is another's, or whoever fills the pool with one length after the other would leave
-/// none for anybody.
+/// Handles that a class takes at a time. A class keeps fewer than twice as many and returns the
+/// others for all classes. Otherwise a guest that fills the pool with one length after the other
+/// would leave no handles for other guests.
 const HANDLES_STEP: u32 = 8;
 
 /// Handles of the smallest heap: some for each class.
 const HANDLES_MIN: u64 = HANDLES_STEP as u64 * 256;
 
-/// Spans of a class are listed by how full they are, in so many steps: the fullest are filled,
-/// the emptiest are emptied.
+/// Number of groups in which a class lists its spans by how full they are. New bytes go to the
+/// fullest spans, and compaction empties the emptiest ones.
 const GROUPS: usize = 8;
 
-/// Of its locks, for the log.
+/// Name of the heap's locks, for log messages.
 const HEAP: &str = "the heap";
 
 // ---- words ------------------------------------------------------------------------------------
@@ -62,12 +65,13 @@ const _: () = assert!(PINS_BITS + LEN_BITS + SLOT_BITS + SPAN_BITS == u64::BITS)
 const _: () = assert!(1 << SLOT_BITS >= SLOTS_MAX && 1 << LEN_BITS >= PAGE_SIZE);
 const PINS: u64 = (1 << PINS_BITS) - 1;
 
-/// Readers of one blob, at most. A thread has up to 64 of them: the pages of a get may all be the same one. The
-/// daemon has at most 64 workers, which are 4,096 readers. The rest of the bits is for threads that add themselves
-/// before they see that there are too many: the count never reaches the bits of the length.
+/// Most readers of one blob. A thread has up to 64 of them, because the pages of a get may all be
+/// the same one. The daemon has at most 64 workers, which are 4,096 readers. The other values of
+/// the field are for threads that add themselves before they see that there are too many readers:
+/// the count never overflows into the length.
 const PINS_MAX: u64 = PINS / 2;
 
-/// Where a handle's bytes are.
+/// Place of a handle's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Place {
     span: u32,
@@ -85,7 +89,7 @@ impl Place {
         }
     }
 
-    /// Without readers.
+    /// Returns the word of the place, with no readers.
     fn word(self) -> u64 {
         let len = self.len as u64 - 1;
         let at = u64::from(self.span) << SLOT_BITS | u64::from(self.slot);
@@ -93,35 +97,37 @@ impl Place {
     }
 }
 
-/// Names stored bytes. It is the caller who sees to it that nobody uses it when it is freed.
+/// Number of stored bytes. The caller makes sure that no thread uses the handle when it frees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Handle(pub u32);
 
-/// Header of a used slot: its handle. Of a free one: the next free slot, plus 1.
+/// Flag in the header of a used slot, beside its handle. The header of a free slot is the next free
+/// slot plus 1.
 const USED: u32 = 1 << 31;
 
 // ---- spans ------------------------------------------------------------------------------------
 
-/// A span of frames. Number 0 is none. Guarded by the lock of its class, or of the free spans; one
-/// that is in no list is whoever's who took it out.
+/// A span of frames. Number 0 means no span. The lock of its class, or of the free spans, guards
+/// it. A span that is in no list belongs to the thread that took it out.
 #[derive(Debug)]
 struct Span {
     /// Frames that may have memory.
     frames: Cell<u8>,
-    /// First free slot, plus 1; 0 if there is none below `fresh`.
+    /// First free slot, plus 1; 0 if no slot below `fresh` is free.
     free: Cell<u16>,
-    /// Slots from here on were never used.
+    /// First of the slots that were never used.
     fresh: Cell<u16>,
     used: Cell<u16>,
-    /// Of a list; and of a span whose only slot, which is used, has no header: that.
+    /// Previous span of the list. In a span with one slot that has no header, it is the slot's
+    /// header while the slot is used.
     prev: Cell<u32>,
     next: Cell<u32>,
 }
 
-// A page that stays raw has one for itself.
+// A span takes 16 B, and each raw page has a span of its own.
 const _: () = assert!(size_of::<Span>() == 16);
 
-// SAFETY: all zero is a span with nothing in it.
+// SAFETY: all zero is a valid span without slots.
 unsafe impl Zeroed for Span {}
 // SAFETY: the cells are accessed only under the locks that guard them.
 unsafe impl Sync for Span {}
@@ -129,32 +135,32 @@ unsafe impl Sync for Span {}
 #[derive(Debug)]
 struct ClassState {
     class: Class,
-    /// First span of each group; full ones are in none.
+    /// First span of each group. Full spans are in no group.
     heads: [u32; GROUPS],
     spans: u32,
     used_slots: u32,
     payload_bytes: u64,
-    /// What `spare_frames` has of it.
+    /// This class's part of the sum `spare_frames`, in spans.
     spare_spans: u32,
-    /// Free handles: the words are a list.
+    /// First free handle. The words of free handles form a list.
     free_handle: u32,
     free_handles: u32,
 }
 
 // ---- heap -------------------------------------------------------------------------------------
 
-/// A handle's word, and what the heap's user keeps with it.
+/// A handle's word, and the data that the user of the heap keeps with it.
 #[derive(Debug)]
 struct Record<X> {
     word: AtomicU64,
     extra: X,
 }
 
-// SAFETY: so are its fields.
+// SAFETY: for both fields, all zero is a valid value.
 unsafe impl<X: Zeroed> Zeroed for Record<X> {}
 
-/// See the file's comment. Each handle comes with an `X`, which the heap never looks at: all zero
-/// at first, and later what the handle's last user left.
+/// A heap of stored bytes. Each handle has an `X`, which the heap never reads. It is all zero at
+/// first; later it is what the handle's last user left.
 #[derive(Debug)]
 pub(crate) struct Heap<X> {
     data: Region,
@@ -163,48 +169,50 @@ pub(crate) struct Heap<X> {
     classes: Classes,
     states: Box<[Apart<Mutex<ClassState>>]>,
     free_spans: Apart<Mutex<FreeSpans>>,
-    /// Free handles that no class has, in lists of HANDLES_STEP: the first of each, of which the
-    /// upper half of the word is the next list's first. It also guards changes of `fresh_handle`.
+    /// First handle of the lists of free handles that no class has. A list has HANDLES_STEP
+    /// handles, and the upper half of the word of its first handle names the first handle of the
+    /// next list. The lock also guards changes of `fresh_handle`.
     spare_handles: Apart<Mutex<u32>>,
-    /// From here on handles were never used.
+    /// First of the handles that were never used.
     fresh_handle: AtomicU32,
     sums: Apart<Sums>,
 }
 
-/// What the heap holds, for those who do not hold its locks.
+/// Sums over the heap, for threads that do not hold its locks.
 #[derive(Debug, Default)]
 struct Sums {
-    /// From here on spans were never used; changed under the lock of free spans.
+    /// First of the spans that were never used. It changes under the lock of free spans.
     fresh_span: AtomicU64,
     frames: AtomicU64,
-    /// Of them, those of free spans; changed under the lock of free spans.
+    /// The part of `frames` that belongs to free spans. It changes under the lock of free spans.
     idle_frames: AtomicU64,
-    /// Of them, those that would be free if the used slots of each class were moved together.
+    /// The part of `frames` that would be free if the used slots of each class were moved together.
     spare_frames: AtomicU64,
 }
 
-/// What a heap holds, as of about now.
+/// Statistics of a heap, approximately as of now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct HeapStats {
-    /// Bytes stored.
+    /// Stored bytes.
     pub payload_bytes: u64,
     /// Handles in use.
     pub blobs: u64,
-    /// Memory for slots, used and free.
+    /// Memory for slots in bytes, used and free.
     pub frames_bytes: u64,
-    /// Memory for handles and spans, as much as ever was needed.
+    /// Memory for handles and spans in bytes. It never shrinks.
     pub table_bytes: u64,
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// An empty heap that will not have more than `bytes_max` of frames.
+    /// Creates an empty heap that never has more than `bytes_max` bytes of frames.
     ///
     /// # Errors
-    /// The system has not the address space: [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES).
+    /// The system does not provide the address space:
+    /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES).
     pub(crate) fn new(bytes_max: u64) -> io::Result<Heap<X>> {
-        // A span has one frame at least; 0 is none.
+        // A span has at least one frame, and number 0 means no span.
         let spans = (bytes_max / FRAME_BYTES as u64 + 1).min((1 << SPAN_BITS) - 1) as usize + 1;
-        // As many as slots: few pages compress to less than 256 B.
+        // There are as many handles as slots: few pages compress to less than 256 B.
         let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
         let classes = Classes::new();
         let states = (0..classes.len()).map(|nr| {
@@ -235,7 +243,7 @@ impl<X: Zeroed> Heap<X> {
         })
     }
 
-    /// Stores 1 to 4,096 bytes. None: that would take memory beyond `frames_bytes_max`.
+    /// Stores 1 to 4,096 bytes. None: the memory would exceed `frames_bytes_max`.
     pub(crate) fn store(&self, bytes: &[u8], frames_bytes_max: u64) -> Option<Handle> {
         assert!((1..=PAGE_SIZE).contains(&bytes.len()));
         let nr = self.classes.for_len(bytes.len());
@@ -251,26 +259,27 @@ impl<X: Zeroed> Heap<X> {
             slot,
             len: bytes.len(),
         };
-        // Pinned: compaction leaves it where it is while it is written.
+        // A pinned place: compaction does not move it while it is written.
         let word = self.word(handle);
         word.store(place.word() + 1, Relaxed);
         state.payload_bytes += bytes.len() as u64;
         let at = self.bytes_at(&state.class, place);
         drop(state);
-        // SAFETY: the slot is ours and holds as many; nobody reads it before it is returned.
+        // SAFETY: the slot is ours and has this many bytes. No thread reads it before the handle is
+        // returned.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
-        // As unpin() does. Nobody else knows the handle: a locked operation would only wait for the
-        // copy to reach memory.
+        // Release, as in unpin(). No other thread knows the handle, so a plain store suffices. A
+        // locked operation would wait for the copy to reach memory.
         word.store(place.word(), Release);
         Some(Handle(handle))
     }
 
-    /// Calls `read` with the bytes.
+    /// Calls `read` with the bytes of a handle.
     pub(crate) fn read<R>(&self, handle: Handle, read: impl FnOnce(&[u8]) -> R) -> R {
         read(self.reader(handle).bytes())
     }
 
-    /// Someone who reads the bytes: meanwhile they stay where they are.
+    /// Returns a reader of the bytes, which stay in place until it is dropped.
     pub(crate) fn reader(&self, Handle(handle): Handle) -> Reader<'_> {
         let place = self.pin(handle);
         Reader {
@@ -280,7 +289,7 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Bytes stored under the handle.
+    /// Returns the number of bytes stored under the handle.
     pub(crate) fn len(&self, handle: Handle) -> usize {
         Place::of(self.word(handle.0).load(Relaxed)).len
     }
@@ -288,14 +297,14 @@ impl<X: Zeroed> Heap<X> {
     /// Frees and zeroes the bytes.
     pub(crate) fn free(&self, handle: Handle) {
         let Handle(handle) = handle;
-        // For compaction; nobody else has the handle.
+        // Keep compaction away. No other thread has the handle.
         let place = self.pin(handle);
         self.give_handle(&mut self.give_place(place), handle);
     }
 
-    /// Replaces bytes by others that mean the same to readers. The caller sees to it that the handle
-    /// is not freed meanwhile. False: someone reads it, or that would take memory beyond
-    /// `frames_bytes_max`.
+    /// Replaces bytes by others that mean the same to readers. The caller makes sure that the
+    /// handle is not freed in the meantime. False: a thread reads the bytes, or the memory would
+    /// exceed `frames_bytes_max`.
     pub(crate) fn replace(&self, handle: Handle, bytes: &[u8], frames_bytes_max: u64) -> bool {
         assert!((1..=PAGE_SIZE).contains(&bytes.len()));
         let Handle(handle) = handle;
@@ -304,7 +313,7 @@ impl<X: Zeroed> Heap<X> {
         let Some((span, slot)) = self.take_slot(&mut state, frames_bytes_max) else {
             return false;
         };
-        // The word says otherwise: compaction leaves both slots alone until it agrees.
+        // The word names another slot: compaction leaves both slots alone until the word agrees.
         self.set_header(&state.class, span, slot, USED | handle);
         let new = Place {
             span,
@@ -314,7 +323,8 @@ impl<X: Zeroed> Heap<X> {
         let at = self.bytes_at(&state.class, new);
         state.payload_bytes += bytes.len() as u64;
         drop(state);
-        // SAFETY: the slot is ours and holds as many; nobody reads it before the word says so.
+        // SAFETY: the slot is ours and has this many bytes. No thread reads it before the word
+        // names it.
         unsafe { at.copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
         let unread = |word| (word & PINS == 0).then(|| new.word());
         let replaced = self.word(handle).fetch_update(AcqRel, Acquire, unread);
@@ -323,33 +333,33 @@ impl<X: Zeroed> Heap<X> {
         replaced.is_ok()
     }
 
-    /// All of its memory is never swapped.
+    /// Returns whether all memory of the heap is locked, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.data.is_locked() && self.spans.is_locked() && self.handles.is_locked()
     }
 
-    /// Numbers of handles are below it.
+    /// Returns a bound of the numbers of handles: all are below it.
     pub(crate) fn places(&self) -> u32 {
         self.fresh_handle.load(Relaxed)
     }
 
-    /// Handles that ever were in use at a time, and a few.
+    /// Returns the largest number of handles that were in use at a time, and a few more.
     fn handles_used(&self) -> u64 {
         self.fresh_handle.load(Relaxed).into()
     }
 
-    /// Memory for slots, used and free.
+    /// Returns the memory for slots in bytes, used and free.
     pub(crate) fn frames_bytes(&self) -> u64 {
         self.sums.frames.load(Relaxed) * FRAME_BYTES as u64
     }
 
-    /// The part of it that has something in it.
+    /// Returns the part of that memory, in bytes, whose spans have used slots.
     pub(crate) fn busy_bytes(&self) -> u64 {
         let frames = self.sums.frames.load(Relaxed);
         frames.saturating_sub(self.sums.idle_frames.load(Relaxed)) * FRAME_BYTES as u64
     }
 
-    /// Memory for handles and spans, as much as ever was needed.
+    /// Returns the memory for handles and spans in bytes. It never shrinks.
     pub(crate) fn table_bytes(&self) -> u64 {
         let spans = self.sums.fresh_span.load(Relaxed);
         spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<Record<X>>() as u64
@@ -359,12 +369,12 @@ impl<X: Zeroed> Heap<X> {
     pub(crate) fn damage(&self, Handle(handle): Handle, at: usize) {
         let place = self.pin(handle);
         let bytes = self.bytes_at(&self.class_of(place), place);
-        // SAFETY: a byte of the slot; the test has no reader of it.
+        // SAFETY: the address is a byte of the slot, and the test has no reader of it.
         unsafe { *bytes.add(at % place.len) ^= 0x10 };
         unpin(self.word(handle));
     }
 
-    /// As of about now. Takes the lock of each class by turns.
+    /// Returns statistics that are approximately as of now. Takes the lock of each class in turn.
     pub(crate) fn stats(&self) -> HeapStats {
         let mut stats = HeapStats {
             frames_bytes: self.frames_bytes(),
@@ -385,24 +395,25 @@ impl<X: Zeroed> Heap<X> {
         &self.handles.get(handle).word
     }
 
-    /// What the user keeps with a handle.
+    /// Returns the user's data of a handle.
     pub(crate) fn extra(&self, Handle(handle): Handle) -> &X {
         &self.handles.get(handle).extra
     }
 
-    /// Brings what a handle says into the cache.
+    /// Prefetches the record of a handle into the cache.
     pub(crate) fn prefetch(&self, Handle(handle): Handle) {
         self.handles.prefetch(handle);
     }
 
-    /// Brings the beginning of the bytes into the cache, and what whoever frees them needs.
+    /// Prefetches the beginning of the bytes into the cache, and the record of the span, which
+    /// freeing them needs.
     pub(crate) fn prefetch_bytes(&self, Handle(handle): Handle) {
         let place = Place::of(self.word(handle).load(Relaxed));
         prefetch_lines(self.bytes_at(&self.class_of(place), place));
         self.spans.prefetch(place.span);
     }
 
-    /// Handles that there may be.
+    /// Returns the largest number of handles.
     pub(crate) fn handles_max(&self) -> usize {
         self.handles.capacity()
     }
@@ -415,7 +426,7 @@ impl<X: Zeroed> Heap<X> {
         let handle = state.free_handle;
         state.free_handle = self.word(handle).load(Relaxed) as u32;
         state.free_handles -= 1;
-        // The class's next store begins with it.
+        // The next store of this class begins with this handle.
         self.handles.prefetch(state.free_handle);
         Some(handle)
     }
@@ -430,7 +441,7 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// A list of spare handles, or of new ones.
+    /// Takes a list of spare handles, or of new ones.
     fn take_handles(&self) -> Option<u32> {
         if fail::memory() {
             return None;
@@ -456,7 +467,8 @@ impl<X: Zeroed> Heap<X> {
         Some(first)
     }
 
-    /// The half of a class's free handles that it used last: they are in the cache.
+    /// Gives away the half of a class's free handles that it used last, because they are in the
+    /// cache.
     fn give_handles(&self, state: &mut ClassState) {
         let first = state.free_handle;
         let mut last = first;
@@ -474,7 +486,7 @@ impl<X: Zeroed> Heap<X> {
     }
 
     fn pin(&self, handle: u32) -> Place {
-        // Acquire: the bytes, if compaction has just moved them.
+        // Acquire: the bytes are visible if compaction has just moved them.
         let before = self.word(handle).fetch_add(1, Acquire);
         if before & PINS >= PINS_MAX {
             broken(HEAP);
@@ -488,12 +500,12 @@ impl<X: Zeroed> Heap<X> {
         whole(self.states[usize::from(nr)].lock(), HEAP)
     }
 
-    /// The class of a used slot.
+    /// Returns the class of a used slot.
     fn class_of(&self, place: Place) -> Class {
         self.classes.get(self.classes.for_len(place.len))
     }
 
-    /// A span, of which the caller holds the lock.
+    /// Returns a span, whose lock the caller holds.
     fn span(&self, span: u32) -> &Span {
         self.spans.get(span)
     }
@@ -514,7 +526,8 @@ impl<X: Zeroed> Heap<X> {
             return self.span(span).prev.get();
         }
         let at = self.slot_at(class, span, slot);
-        // SAFETY: in the region, aligned as slots are, and accessed only under the class's lock.
+        // SAFETY: the address is in the region, aligned as slots are, and accessed only under the
+        // class's lock.
         unsafe { at.cast::<u32>().read() }
     }
 
@@ -524,7 +537,8 @@ impl<X: Zeroed> Heap<X> {
             return;
         }
         let at = self.slot_at(class, span, slot);
-        // SAFETY: as in header().
+        // SAFETY: the address is in the region, aligned as slots are, and accessed only under the
+        // class's lock.
         unsafe { at.cast::<u32>().write(header) };
     }
 
@@ -543,7 +557,7 @@ impl<X: Zeroed> Heap<X> {
         Some((span, slot))
     }
 
-    /// A slot of a span that is not full.
+    /// Takes a slot of a span that is not full.
     fn take_slot_of(&self, state: &mut ClassState, span: u32) -> u16 {
         let class = state.class;
         self.unlist(state, span);
@@ -560,7 +574,7 @@ impl<X: Zeroed> Heap<X> {
         slot
     }
 
-    /// Zeroes and frees a place that nobody reads any more. Returns its class, locked.
+    /// Zeroes and frees a place that no thread reads any more. Returns its class, locked.
     fn give_place(&self, place: Place) -> MutexGuard<'_, ClassState> {
         let nr = self.classes.for_len(place.len);
         let class = self.classes.get(nr);
@@ -570,8 +584,9 @@ impl<X: Zeroed> Heap<X> {
             self.give_bytes(&mut state, place);
             return state;
         }
-        // Raw pages, mostly. Compaction copies none: there is nothing to gain.
-        // SAFETY: as the caller says.
+        // The slot fills its span, as for raw pages. Compaction never copies such slots, so that
+        // they can be zeroed without the lock. SAFETY: the caller guarantees that no thread reads
+        // the place.
         unsafe { zero(self.bytes_at(&class, place), place.len) };
         let mut state = self.lock(nr);
         state.payload_bytes -= place.len as u64;
@@ -579,10 +594,10 @@ impl<X: Zeroed> Heap<X> {
         state
     }
 
-    /// Zeroes and frees a slot that nobody reads any more. Under the lock: compaction may be copying
-    /// it, in vain.
+    /// Zeroes and frees a slot that no thread reads any more. This happens under the lock, because
+    /// compaction may be copying the slot, in vain.
     fn give_bytes(&self, state: &mut ClassState, place: Place) {
-        // SAFETY: as the caller says.
+        // SAFETY: the caller guarantees that no thread reads the place.
         unsafe { zero(self.bytes_at(&state.class, place), place.len) };
         self.give_slot(state, place.span, place.slot);
     }
@@ -606,7 +621,7 @@ impl<X: Zeroed> Heap<X> {
 
     // ---- lists of a class ---------------------------------------------------------------------
 
-    /// Into the list of its group; a full one into none.
+    /// Adds a span to the list of its group. A full span is in no list.
     fn list(&self, state: &mut ClassState, span: u32) {
         let s = self.span(span);
         let Some(group) = state.group(s.used.get()) else {
@@ -651,7 +666,8 @@ impl ClassState {
     }
 }
 
-/// See [`Heap::reader`]. The handle is not freed before it is dropped.
+/// An open read of stored bytes ([`Heap::reader`]). Its handle must not be freed before the reader
+/// is dropped.
 pub(crate) struct Reader<'a> {
     word: &'a AtomicU64,
     at: *const u8,
@@ -659,14 +675,14 @@ pub(crate) struct Reader<'a> {
 }
 
 impl Reader<'_> {
-    /// The bytes.
+    /// Returns the bytes.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: written before the handle was given out, and neither moved nor freed: pinned,
-        // and whoever asked for it keeps the handle.
+        // SAFETY: the bytes were written before the handle was given out. They are neither moved
+        // nor freed: they are pinned, and the owner of the reader keeps the handle.
         unsafe { slice::from_raw_parts(self.at, self.len) }
     }
 
-    /// Brings their beginning into the cache.
+    /// Prefetches the beginning of the bytes into the cache.
     pub(crate) fn prefetch(&self) {
         prefetch_lines(self.at);
     }
@@ -679,14 +695,17 @@ impl Drop for Reader<'_> {
 }
 
 fn unpin(word: &AtomicU64) {
-    // Release: our reads come before compaction frees the place, our writes before it copies.
+    // Release: our reads come before compaction frees the place, our writes before compaction
+    // copies.
     word.fetch_sub(1, Release);
 }
 
+/// Zeroes bytes in a way that the compiler does not remove.
+///
 /// # Safety
-/// Nobody else accesses the bytes.
+/// The bytes are valid for writes, and no other code accesses them.
 unsafe fn zero(at: *mut u8, len: usize) {
-    // SAFETY: as the caller says.
+    // SAFETY: the caller guarantees that no other code accesses the bytes.
     unsafe {
         at.write_bytes(0, len);
         optimization_barrier(slice::from_raw_parts(at, len));

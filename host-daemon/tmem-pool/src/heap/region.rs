@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Address space that is reserved once and never moves. Memory comes when it is touched, is zero
-//! then, and goes when it is released. It is never dumped and, where the process may lock memory,
-//! never swapped.
+//! Address space that is reserved once and never moves. The system provides memory when it is
+//! touched, zero at first, and takes it back when it is released. The memory is never dumped and,
+//! where the process may lock memory, never swapped.
 
 use std::io;
 use std::marker::PhantomData;
@@ -15,26 +15,26 @@ pub(crate) struct Region {
     locked: bool,
 }
 
-// SAFETY: a Region owns its addresses; who may touch which bytes is up to its users.
+// SAFETY: a Region owns its addresses. Its users decide which thread may touch which bytes.
 unsafe impl Send for Region {}
-// SAFETY: as above; the methods only compute addresses and call the kernel.
+// SAFETY: the methods only compute addresses and call the kernel.
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Bytes that can be used.
+    /// Returns the usable bytes.
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// It is never swapped.
+    /// Returns whether the memory is locked, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.locked
     }
 
-    /// The address at `offset`, which lies within.
+    /// Returns the address at `offset`, which must lie within the region.
     pub(crate) fn at(&self, offset: usize) -> NonNull<u8> {
         assert!(offset < self.len, "offset {offset} of {}", self.len);
-        // SAFETY: within the region, which is one mapping.
+        // SAFETY: the address is within the region, which is one mapping.
         unsafe { self.base.add(offset) }
     }
 }
@@ -51,18 +51,19 @@ mod system {
         /// Reserves at least `len` bytes.
         ///
         /// # Errors
-        /// The system has not as much address space: overcommit or RLIMIT_AS forbids it.
+        /// The system does not provide the address space: overcommit or RLIMIT_AS forbids it.
         pub(crate) fn reserve(len: usize) -> io::Result<Region> {
             let len = len.max(1).next_multiple_of(super::FRAME_BYTES);
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
-            // SAFETY: a new anonymous mapping at an address that the kernel chooses.
+            // SAFETY: this creates a new anonymous mapping at an address that the kernel chooses.
             let (base, locked) = unsafe {
                 let base =
                     mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?;
-                // A huge page would bring memory that nobody asked for.
+                // A huge page would allocate memory that was not touched.
                 madvise(base, len, Advice::LinuxNoHugepage).ok();
                 madvise(base, len, Advice::LinuxDontDump)?;
-                // Locked as it comes. Whether the limit suffices, the caller's set-up decides.
+                // Pages are locked as they are touched. The limit of locked memory is up to the
+                // caller's set-up.
                 (base, mlock_with(base, len, MlockFlags::ONFAULT).is_ok())
             };
             let base = NonNull::new(base.cast()).expect("the kernel never maps address 0");
@@ -72,14 +73,15 @@ mod system {
         /// Gives whole frames back to the system. They read as zero when they are touched again.
         ///
         /// # Safety
-        /// Nothing else accesses them meanwhile, and nobody relies on what they hold.
+        /// No other code accesses the frames during the call, and no code relies on their contents.
         pub(crate) unsafe fn release(&self, offset: usize, len: usize) {
             assert!(offset + len <= self.len);
             let at = self.at(offset).as_ptr().cast();
-            // SAFETY: within the mapping, and unused as the caller says.
+            // SAFETY: the range is within the mapping, and the caller guarantees that it is unused.
             unsafe {
                 if madvise(at, len, Advice::LinuxDontneedLocked).is_err() {
-                    // Before Linux 5.18 not for locked memory: the range stays unlocked then.
+                    // Before Linux 5.18, madvise refuses this for locked memory. Then the range is
+                    // unlocked first.
                     rustix::mm::munlock(at, len).ok();
                     if madvise(at, len, Advice::LinuxDontNeed).is_err() {
                         std::ptr::write_bytes(at.cast::<u8>(), 0, len);
@@ -92,14 +94,14 @@ mod system {
 
     impl Drop for Region {
         fn drop(&mut self) {
-            // SAFETY: the whole mapping, which nobody uses any more.
+            // SAFETY: this is the whole mapping, and no code uses it any more.
             unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) }
                 .expect("a mapping of our own can be removed");
         }
     }
 }
 
-/// Miri knows no mmap: the same with the allocator.
+/// Region on the allocator, because Miri does not support mmap.
 #[cfg(miri)]
 mod system {
     use super::{NonNull, Region, io};
@@ -121,23 +123,23 @@ mod system {
 
         pub(crate) unsafe fn release(&self, offset: usize, len: usize) {
             assert!(offset + len <= self.len);
-            // SAFETY: within the region, and unused as the caller says.
+            // SAFETY: the range is within the region, and the caller guarantees that it is unused.
             unsafe { self.at(offset).write_bytes(0, len) };
         }
     }
 
     impl Drop for Region {
         fn drop(&mut self) {
-            // SAFETY: allocated with the same layout.
+            // SAFETY: the memory was allocated with the same layout.
             unsafe { dealloc(self.base.as_ptr(), layout(self.len)) };
         }
     }
 }
 
-/// Only a hint: any address will do.
+/// Prefetches a cache line. It is only a hint, so any address is allowed.
 pub(crate) fn prefetch(at: *const u8) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: it accesses nothing.
+    // SAFETY: a prefetch does not access memory.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(at.cast());
@@ -146,46 +148,47 @@ pub(crate) fn prefetch(at: *const u8) {
     let _ = at;
 }
 
-/// Cache lines of a page that are fetched ahead: the processor's own prefetching needs a few to begin,
-/// and finds the rest.
+/// Cache lines of a page that are prefetched. The processor's own prefetcher needs a few lines to
+/// begin, and fetches the others.
 const PREFETCH_LINES: usize = 4;
 
-/// The beginning of a page or of what it was compressed to.
+/// Prefetches the beginning of a page or of its compressed form.
 pub(crate) fn prefetch_lines(at: *const u8) {
     for line in 0..PREFETCH_LINES {
         prefetch(at.wrapping_add(line * 64));
     }
 }
 
-/// What memory comes and goes in.
+/// Bytes of a frame, the unit in which memory is taken from the system and given back.
 pub(crate) const FRAME_BYTES: usize = 4096;
 
-/// A type for which all bits zero are a value.
+/// A type for which all bits zero are a valid value.
 ///
 /// # Safety
-/// They are, and it needs no drop.
+/// All bits zero are a valid value of the type, and the type needs no drop.
 pub(crate) unsafe trait Zeroed {}
 
-// SAFETY: nothing is a value.
+// SAFETY: the unit type has no bits.
 unsafe impl Zeroed for () {}
 
-/// A table of records that never moves and costs memory only up to the highest that was used.
+/// A table of records that never moves. It takes memory only up to the highest record that was
+/// used.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     region: Region,
     records: PhantomData<T>,
 }
 
-// SAFETY: it hands out shared references only.
+// SAFETY: a table hands out shared references only.
 unsafe impl<T: Sync> Sync for Table<T> {}
-// SAFETY: it owns its records.
+// SAFETY: a table owns its records.
 unsafe impl<T: Send> Send for Table<T> {}
 
 impl<T: Zeroed> Table<T> {
-    /// Room for `capacity` records, all zero.
+    /// Reserves a table of `capacity` records, all zero.
     ///
     /// # Errors
-    /// As [`Region::reserve`].
+    /// Those of [`Region::reserve`].
     pub(crate) fn reserve(capacity: usize) -> io::Result<Table<T>> {
         const {
             assert!(align_of::<T>() <= FRAME_BYTES);
@@ -196,26 +199,26 @@ impl<T: Zeroed> Table<T> {
         })
     }
 
-    /// They are never swapped.
+    /// Returns whether the memory is locked, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
 
-    /// Records that there is room for.
+    /// Returns the largest number of records.
     pub(crate) fn capacity(&self) -> usize {
         self.region.len() / size_of::<T>()
     }
 
-    /// One of them.
+    /// Returns a record.
     pub(crate) fn get(&self, i: u32) -> &T {
         let i = i as usize;
         assert!(i < self.capacity(), "record {i} of {}", self.capacity());
-        // SAFETY: within the region, aligned since the region is, and zero or a T written through
-        // a shared reference; the region lives as long as self.
+        // SAFETY: the record is within the region and aligned, since the region is. It is zero or a
+        // T written through a shared reference. The region lives as long as self.
         unsafe { self.region.at(i * size_of::<T>()).cast().as_ref() }
     }
 
-    /// Brings one of them into the cache.
+    /// Prefetches a record into the cache.
     pub(crate) fn prefetch(&self, i: u32) {
         prefetch(self.region.at(i as usize * size_of::<T>()).as_ptr());
     }

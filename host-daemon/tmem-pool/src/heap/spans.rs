@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Spans that no class has: with frames, which idle, or without. Classes take them from here and
-//! give them back; what is more than may idle goes back to the system, in batches.
+//! Free spans, which no class has. A free span has frames and is idle, or has none and is bare.
+//! Classes take spans from here and give them back. Idle frames above a limit go back to the
+//! system, in batches.
 //!
-//! Never: a call of the system with the lock of free spans held.
+//! No thread makes a system call while it holds the lock of free spans.
 
 use super::class::{Class, SPAN_BYTES, SPAN_FRAMES_MAX};
 use super::region::{FRAME_BYTES, Zeroed};
@@ -12,28 +13,29 @@ use crate::fail;
 use crate::whole::{broken, whole};
 use std::sync::atomic::Ordering::Relaxed;
 
-/// Frames of free spans that stay at least, so that a store after a free does not fault: 16 MiB,
-/// which is what raw pages of a few busy tenants come and go in.
+/// Smallest number of idle frames that stay, so that a store after a free causes no page fault: 16
+/// MiB, the memory for the raw pages of a few busy tenants.
 const IDLE_FRAMES_MIN: u64 = 4096;
 
-/// Frames of free spans that stay in a pool of this size: as many as raw pages of all tenants may take,
-/// which come and go.
+/// Returns the number of idle frames that stay in a pool of this size: as many as the raw pages of
+/// all tenants may take, since those come and go.
 pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
     (size_bytes / RAW_PART / FRAME_BYTES as u64).max(IDLE_FRAMES_MIN)
 }
 
-/// Spans whose frames are given back together: neighbours take one call.
+/// Most spans of a batch, whose frames are given back together. Neighbouring spans take one system
+/// call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Frames of other lengths that are given back to the system, beyond those that are needed, when a
-/// span is taken: what is more goes later, since the one who asks waits under its class's lock.
+/// Frames of other lengths that a thread gives back to the system when it takes a span, beyond
+/// those that it needs. More frames go back later, because the thread holds its class's lock.
 pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct FreeSpans {
-    /// With 1, 2, ... frames, all zero.
+    /// Lists of idle spans with 1, 2, ... frames, all zero.
     pub(super) idle: [u32; SPAN_FRAMES_MAX],
-    /// Without frames.
+    /// List of spans without frames.
     pub(super) bare: u32,
 }
 
@@ -52,8 +54,8 @@ impl<X: Zeroed> Heap<X> {
                 0 => frames.into(),
                 _ => 0,
             };
-            // Idle spans make room: also if one of them is wanted, since what else the pool holds
-            // may have grown.
+            // Idle spans are released to make room, even if one of them is wanted: the rest of the
+            // pool may have grown.
             let over = (now + more).saturating_sub(frames_max);
             let wanted = over.min(enough - released);
             if wanted == 0 {
@@ -65,7 +67,7 @@ impl<X: Zeroed> Heap<X> {
             let mut batch = Batch::default();
             self.choose_idle(&mut free, wanted, &mut batch);
             if batch.len == 0 {
-                // Others are giving them back.
+                // Other threads are giving the idle frames back.
                 return None;
             }
             drop(free);
@@ -85,14 +87,15 @@ impl<X: Zeroed> Heap<X> {
         Some(span)
     }
 
-    /// It still counts as idle.
+    /// Takes an idle span out of its list. The span still counts as idle.
     fn unlist_idle(&self, free: &mut FreeSpans, frames: u8) -> Option<u32> {
         let head = &mut free.idle[usize::from(frames) - 1];
         let span = *head;
         if span == 0 {
             return None;
         }
-        // Wrong only in a list that is broken: a span would be given away twice, or without an end.
+        // The number differs only in a broken list. Going on would give a span away twice, or loop
+        // without end.
         if self.span(span).frames.get() != frames {
             broken(HEAP);
         }
@@ -120,7 +123,7 @@ impl<X: Zeroed> Heap<X> {
         Some(span)
     }
 
-    /// A span without used slots, all of which are zero but for their headers.
+    /// Frees a span without used slots. All its slots are zero except for their headers.
     pub(super) fn give_span(&self, class: &Class, span: u32) {
         let s = self.span(span);
         for slot in 0..s.fresh.get() {
@@ -136,13 +139,13 @@ impl<X: Zeroed> Heap<X> {
 
     // ---- back to the system -------------------------------------------------------------------
 
-    /// Frames of free spans that are more than may stay.
+    /// Returns the number of idle frames above `stay`.
     pub(crate) fn idle_excess(&self, stay: u64) -> u64 {
         let idle = self.sums.idle_frames.load(Relaxed);
         idle.saturating_sub(stay)
     }
 
-    /// Gives some of them back to the system. Returns how many.
+    /// Gives some of the idle frames above `stay` back to the system. Returns their number.
     pub(crate) fn trim(&self, stay: u64) -> u64 {
         match self.idle_excess(stay) {
             0 => 0,
@@ -155,8 +158,8 @@ impl<X: Zeroed> Heap<X> {
         while self.release_some(u64::MAX) > 0 {}
     }
 
-    /// Gives about so many frames of free spans back to the system, if a batch has as many. Returns
-    /// how many.
+    /// Gives about `frames` idle frames back to the system, but at most a batch. Returns their
+    /// number.
     fn release_some(&self, frames: u64) -> u64 {
         let mut batch = Batch::default();
         let mut free = whole(self.free_spans.lock(), HEAP);
@@ -165,8 +168,8 @@ impl<X: Zeroed> Heap<X> {
         self.release(batch)
     }
 
-    /// Takes idle spans out of their lists, the longest first, until they have so many frames or are
-    /// a batch.
+    /// Takes idle spans out of their lists, the longest first, until they have `frames` frames or
+    /// fill the batch.
     fn choose_idle(&self, free: &mut FreeSpans, frames: u64, batch: &mut Batch) {
         let mut chosen = 0;
         for length in (1..=SPAN_FRAMES_MAX as u8).rev() {
@@ -181,16 +184,17 @@ impl<X: Zeroed> Heap<X> {
         }
     }
 
-    /// Gives the frames of spans, which are in no list, back to the system. With no lock of free
-    /// spans held: it takes microseconds, and interrupts all processors that run this process.
-    /// Returns how many frames they were.
+    /// Gives the frames of spans that are in no list back to the system. The caller does not hold
+    /// the lock of free spans: the call takes microseconds, and interrupts all processors that run
+    /// this process. Returns the number of frames.
     fn release(&self, mut batch: Batch) -> u64 {
         let spans = &mut batch.spans[..batch.len];
         spans.sort_unstable();
         for run in spans.chunk_by(|a, b| a + 1 == *b) {
             let (first, last) = (run[0], run[run.len() - 1]);
             let last_frames = usize::from(self.span(last).frames.get());
-            // SAFETY: no slot of these spans is used, and no one can take one until they are listed.
+            // SAFETY: no slot of these spans is used, and no thread can take one until they are
+            // listed.
             unsafe {
                 self.data.release(
                     first as usize * SPAN_BYTES,
@@ -211,7 +215,7 @@ impl<X: Zeroed> Heap<X> {
     }
 }
 
-/// Spans that are in no list.
+/// A batch of spans that are in no list.
 struct Batch {
     spans: [u32; RELEASE_SPANS_MAX],
     len: usize,

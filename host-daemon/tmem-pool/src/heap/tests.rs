@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The heap against a model of what it was given, alone and with readers beside compaction.
+//! Tests of the heap against a model of its contents, alone and with readers beside compaction.
 
 use super::class::HEADER_BYTES;
 use super::spans::{RELEASE_FRAMES_MAX, RELEASE_SPANS_MAX};
@@ -9,7 +9,7 @@ use std::sync::atomic::AtomicBool;
 
 const BYTES_MAX: u64 = if cfg!(miri) { 1 << 20 } else { 64 << 20 };
 
-/// Bytes that tell whose they are, at each place.
+/// Returns bytes that depend on `id` and on their position.
 fn bytes_of(id: u64, len: usize) -> Vec<u8> {
     (0..len)
         .map(|i| (id.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (i % 8 * 8)) as u8 ^ i as u8)
@@ -25,13 +25,13 @@ fn len_of(rng: &mut Rng) -> usize {
 }
 
 impl<X: Zeroed> Heap<X> {
-    /// As a bug would.
+    /// Panics under a lock, as a bug would.
     pub(crate) fn panic_under_a_lock(&self) {
         let _state = self.lock(0);
         panic!("a bug");
     }
 
-    /// Recounts everything; no other call is running.
+    /// Recounts the sums and lists. No other call may be running.
     pub(crate) fn check(&self, live: usize) {
         let (mut used, mut frames, mut spans, mut spare) = (0, 0, 0, 0);
         for nr in 0..self.classes.len() as u8 {
@@ -112,7 +112,7 @@ impl<X: Zeroed> Heap<X> {
                 let step = if cfg!(miri) { 61 } else { 1 };
                 for i in (0..usize::from(s.frames.get()) * FRAME_BYTES).step_by(step) {
                     let byte = self.data.at(at as usize * SPAN_BYTES + i);
-                    // SAFETY: in the region, and no other call is running.
+                    // SAFETY: the address is in the region, and no other call is running.
                     assert_eq!(unsafe { byte.read() }, 0, "an idle span is zero");
                 }
                 at = s.next.get();
@@ -148,7 +148,7 @@ fn stores_what_it_is_given() {
         let max = [BYTES_MAX, BYTES_MAX / 16, 1 << 16][rng.below(3) as usize];
         let mut refused = 0;
         for id in 0..steps {
-            // Grows, then shrinks, by turns.
+            // The heap grows and shrinks in turns.
             let store = rng.below(10) < if id / 2000 % 2 == 0 { 7 } else { 3 };
             if store {
                 let len = len_of(&mut rng);
@@ -204,7 +204,8 @@ fn handles_of_one_length_serve_all_others() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("address space");
     let bytes = [1; PAGE_SIZE];
-    // All the memory in one length after the other, many times as many handles as there are.
+    // Fill all memory with one length after the other, which stores many times the number of
+    // handles.
     let (mut stored, mut seen) = (0, 0);
     for len in (300..PAGE_SIZE).rev().step_by(16) {
         let store = || heap.store(&bytes[..len], BYTES);
@@ -218,7 +219,7 @@ fn handles_of_one_length_serve_all_others() {
     }
     println!("{stored} stored with {} handles", heap.places());
     assert!(stored > 2 * heap.handles_max());
-    // Each class may keep some.
+    // Each class may keep some handles.
     let kept = heap.classes.len() * 2 * HANDLES_STEP as usize;
     assert!(heap.places() as usize <= seen + kept);
 }
@@ -228,7 +229,7 @@ fn handles_of_one_length_serve_all_others() {
 fn no_more_handles_are_given_than_there_are() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("address space");
-    // Of the shortest there is memory for more than there are handles.
+    // For the shortest length, there is memory for more bytes than there are handles.
     let store = || heap.store(&[1], BYTES);
     let live: Vec<Handle> = std::iter::from_fn(store).collect();
     let max = heap.handles_max();
@@ -255,7 +256,7 @@ fn whoever_takes_a_span_gives_few_back() {
     let store = || heap.store(&page, BYTES_MAX).expect("room");
     let live: Vec<Handle> = (0..nr).map(|_| store()).collect();
     live.into_iter().for_each(|handle| heap.free(handle));
-    // The pool has become smaller meanwhile.
+    // The pool was shrunk in the meantime.
     let most = 8 * FRAME_BYTES as u64;
     let small = heap.store(&page[..100], most).expect("room");
     let left = heap.stats().frames_bytes / FRAME_BYTES as u64;
@@ -340,7 +341,8 @@ fn reads_beside_compaction() {
                                 if rng.one_in(3) {
                                     let len = len_of(&mut rng).min(200);
                                     let bytes = bytes_of(live[at].1, len);
-                                    // Nobody else reads it, and compaction does not hold it.
+                                    // No other thread reads the bytes, and compaction does not hold
+                                    // them.
                                     assert!(heap.replace(live[at].0, &bytes, BYTES_MAX));
                                     live[at].2 = len;
                                 }
@@ -377,7 +379,7 @@ fn reads_beside_compaction() {
 
 #[test]
 fn efficiency_after_churn_and_after_deleting_half() {
-    // Sizes as lz4 leaves real pages: shares of the bands of the store's measurements.
+    // Lengths of real pages after lz4, in the shares of the bands that were measured for the store.
     fn len(rng: &mut Rng) -> usize {
         let (low, high) = match rng.below(100) {
             0..11 => (200, 1024),
@@ -430,7 +432,7 @@ fn efficiency_after_churn_and_after_deleting_half() {
     }
 }
 
-/// So many readers are served, and their count touches nothing else of the word.
+/// A blob can have PINS_MAX readers, and their count changes no other field of the word.
 #[test]
 #[cfg(not(miri))]
 fn a_blob_has_many_readers() {

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Records of one kind, named by 32-bit numbers, in blocks that never move: it grows without ever
-//! copying what it has, and a new block that the system does not give is an error, not an abort.
+//! Arena: records of one kind, named by 32-bit numbers, in blocks that never move. The arena grows
+//! without copying its records. If the system has no memory for a new block, the caller gets an
+//! error and the process does not abort.
 //!
-//! The first blocks are small, of the process's allocator: there are many arenas of few records. The
-//! others are chunks (chunks.rs). One of which no record is used goes back to the system, but for one,
-//! so that it does not come and go. New records come where others are, in the block that was full last,
-//! so that those which empty are not filled again. With the last record all memory goes.
+//! The first blocks are small and come from the process's allocator, because there are many arenas
+//! of few records. The other blocks are chunks (chunks.rs). A chunk without used records goes back
+//! to the system, except for one, so that a chunk is not freed and taken again all the time. New
+//! records go to the block that most recently stopped being full, so that blocks that empty are not
+//! filled again. When the last record goes, all memory goes.
 //!
-//! Number 0 is none.
+//! Number 0 means no record.
 
 use super::chunks::{CHUNK_BYTES, Chunk, Chunks};
 use crate::fail;
@@ -16,86 +18,87 @@ use std::ops::{Index, IndexMut};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-/// Names a record of an arena; 0 names none.
+/// Number of a record of an arena; 0 means no record.
 pub(crate) type Id = u32;
 
-/// Records of the first block; each that follows has twice as many.
+/// Records of the first block; each block that follows has twice as many.
 const FIRST_BLOCK: usize = 16;
-/// From so many records on, blocks are chunks.
+/// Size from which blocks are chunks, in records.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
 
-/// No block; the list ends.
+/// Number that means no block, and ends a list.
 const NONE: u32 = u32::MAX;
 
-/// A record whose value says nothing while it is free, but for a link.
+/// A record that can be free. The value of a free record has no meaning except for a link.
 pub(crate) trait Record: Clone + Default + Zeroed {
-    /// The link.
+    /// Returns the link of a free record.
     fn next_free(&self) -> Id;
-    /// Makes it a free record with this link.
+    /// Turns the record into a free one with this link.
     fn set_free(&mut self, next: Id);
 }
 
-/// What a block's records lie in.
+/// Kind of memory of a block's records.
 #[derive(Debug)]
 enum Memory {
-    /// They are all free, and nowhere.
+    /// None: all records of the block are free.
     Bare,
-    /// Of the allocator.
+    /// From the process's allocator.
     Small,
     Chunk(Chunk),
 }
 
 #[derive(Debug)]
 struct Block<T> {
-    /// None while it is bare.
+    /// Records of the block; an empty slice while the block is bare.
     records: NonNull<[T]>,
     memory: Memory,
     used: u32,
     /// First free record below `fresh`: its place plus 1; 0: none.
     free: u32,
-    /// Records from this place on were never used.
+    /// First of the places that were never used.
     fresh: u32,
-    /// Of blocks with memory that are not full, or of bare ones.
+    /// Neighbours in the list of open blocks (with memory and not full), or of bare blocks.
     prev: u32,
     next: u32,
 }
 
-/// See the file's comment.
+/// An arena of records.
 #[derive(Debug)]
 pub(crate) struct Arena<T: Record> {
     blocks: Vec<Block<T>>,
     chunks: Arc<Chunks>,
-    /// First of the blocks with memory that are not full.
+    /// First open block: with memory, and not full.
     open: u32,
-    /// First of the bare ones, in no order.
+    /// First bare block. Bare blocks are in no order.
     bare: u32,
-    /// Chunks of which no record is used.
+    /// Number of chunks without used records.
     idle: u32,
     bytes: u64,
     used: u32,
     used_max: u32,
 }
 
-// SAFETY: it owns its records, which lie in memory that is its own.
+// SAFETY: an arena owns its records, which lie in memory that is its own.
 unsafe impl<T: Record + Send> Send for Arena<T> {}
-// SAFETY: through a shared reference records are only read.
+// SAFETY: through a shared reference, records are only read.
 unsafe impl<T: Record + Sync> Sync for Arena<T> {}
 
-/// There is no memory, or as many records as there may be.
+/// Error: there is no memory, or the arena has as many records as it may.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
 impl<T: Record> Block<T> {
     fn records(&self) -> &[T] {
-        // SAFETY: as many values as the memory, which is this block's alone, has room for: a chunk is
-        // zero at first, which is one. A bare block has none.
+        // SAFETY: the memory is this block's alone and has this many values: a chunk is zero at
+        // first, which is a valid value. A bare block has none.
         unsafe { self.records.as_ref() }
     }
 
     fn records_mut(&mut self) -> &mut [T] {
-        // SAFETY: as above.
+        // SAFETY: the memory is this block's alone and has this many values, and the block is
+        // borrowed exclusively.
         unsafe { self.records.as_mut() }
     }
 
@@ -105,10 +108,10 @@ impl<T: Record> Block<T> {
 }
 
 impl<T: Record> Arena<T> {
-    /// Records of a chunk.
+    /// Number of records of a chunk.
     const LARGE: usize = CHUNK_BYTES / size_of::<T>();
 
-    /// For up to `used_max` records.
+    /// Creates an arena of up to `used_max` records.
     pub(crate) fn new(used_max: u32, chunks: Arc<Chunks>) -> Arena<T> {
         const {
             assert!(Self::LARGE >= FIRST_BLOCK && align_of::<T>() <= CHUNK_BYTES);
@@ -125,7 +128,7 @@ impl<T: Record> Arena<T> {
         }
     }
 
-    /// Block of a record, and place in it.
+    /// Returns the block of a record, and the place in it.
     fn locate(id: Id) -> (usize, usize) {
         let at = id as usize + FIRST_BLOCK - 1;
         match at.checked_sub(SMALL) {
@@ -137,7 +140,7 @@ impl<T: Record> Arena<T> {
         }
     }
 
-    /// The record of a place.
+    /// Returns the record at a place of a block.
     fn id(block: usize, at: usize) -> Id {
         let first = match block.checked_sub(SMALL_BLOCKS) {
             None => (FIRST_BLOCK << block) - FIRST_BLOCK,
@@ -150,12 +153,15 @@ impl<T: Record> Arena<T> {
         self.used
     }
 
-    /// Memory held, used or not.
+    /// Returns the memory of the arena in bytes, used or not.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// A record for this value.
+    /// Inserts a record with this value.
+    ///
+    /// # Errors
+    /// There is no memory, or the arena has as many records as it may.
     pub(crate) fn insert(&mut self, value: T) -> Result<Id, Full> {
         if self.used == self.used_max || fail::memory() {
             return Err(Full);
@@ -186,7 +192,8 @@ impl<T: Record> Arena<T> {
         Ok(Self::id(nr, at))
     }
 
-    /// A record that may be free, or was and went with its block: a free one's value says nothing.
+    /// Returns a record, or None if its block is gone. The record may be free; then its value has
+    /// no meaning.
     pub(crate) fn get(&self, id: Id) -> Option<&T> {
         debug_assert!(id != 0);
         let (block, at) = Self::locate(id);
@@ -194,7 +201,7 @@ impl<T: Record> Arena<T> {
         block.records().get(at)
     }
 
-    /// Brings a record into the cache, if there is one of that number.
+    /// Prefetches a record into the cache, if there is one with this number.
     pub(crate) fn prefetch(&self, id: Id) {
         if id != 0
             && let Some(record) = self.get(id)
@@ -203,7 +210,7 @@ impl<T: Record> Arena<T> {
         }
     }
 
-    /// Takes the value of a used record out and frees the record.
+    /// Takes out the value of a used record, and frees the record.
     pub(crate) fn remove(&mut self, id: Id) -> T {
         let (nr, at) = Self::locate(id);
         let block = &mut self.blocks[nr];
@@ -234,7 +241,8 @@ impl<T: Record> Arena<T> {
 
     // ---- blocks -------------------------------------------------------------------------------
 
-    /// Into the list of those that are open: what has just become free is in the cache.
+    /// Adds a block at the head of the list of open blocks, because a record that has just become
+    /// free is in the cache.
     fn list(&mut self, nr: usize) {
         let next = std::mem::replace(&mut self.open, nr as u32);
         if next != NONE {
@@ -255,7 +263,10 @@ impl<T: Record> Arena<T> {
         }
     }
 
-    /// Gives a block memory: a bare one, or else a new one.
+    /// Gives memory to a bare block, or to a new one if there is none.
+    ///
+    /// # Errors
+    /// There is no memory.
     fn open_another(&mut self) -> Result<(), Full> {
         if self.bare == NONE {
             self.blocks.try_reserve(1).map_err(|_| Full)?;
@@ -315,14 +326,15 @@ impl<T: Record> Arena<T> {
         );
         match std::mem::replace(&mut block.memory, Memory::Bare) {
             Memory::Bare => {}
-            // SAFETY: leaked from a box when the block got it, and nobody refers to it any more.
+            // SAFETY: the records were leaked from a box when the block got them, and no code
+            // refers to them any more.
             Memory::Small => drop(unsafe { Box::from_raw(records.as_ptr()) }),
             Memory::Chunk(chunk) => self.chunks.give(chunk),
         }
         block.next = std::mem::replace(&mut self.bare, nr as u32);
     }
 
-    /// Gives everything back.
+    /// Frees all memory.
     fn clear(&mut self) {
         for nr in 0..self.blocks.len() {
             self.lay_bare(nr);
@@ -368,7 +380,7 @@ mod tests {
         Entry::new(cookie, 0, Content::Same(0), 0, false)
     }
 
-    /// Adds so many; their numbers, in order.
+    /// Adds `records` records. Returns their numbers, in order.
     fn fill(arena: &mut Entries, records: u64) -> Vec<Id> {
         let add = |cookie| arena.insert(entry(cookie)).unwrap();
         (0..records).map(add).collect()
@@ -397,7 +409,7 @@ mod tests {
             let chunks = Chunks::some();
             let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
             let mut model = BTreeMap::new();
-            // It fills and empties by turns, to another height each time.
+            // The arena fills and empties in turns, to another number of records each time.
             for turn in 0..turns {
                 let target = if turn % 2 == 0 {
                     rng.below(most)
@@ -448,12 +460,12 @@ mod tests {
         let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
         let ids = fill(&mut arena, 20 * Entries::LARGE as u64);
         let full_bytes = arena.bytes();
-        // The oldest three quarters go, as if they were evicted.
+        // Remove the oldest three quarters, as an eviction would.
         let (old, young) = ids.split_at(ids.len() * 3 / 4);
         for &id in old {
             arena.remove(id);
         }
-        // Of the chunks that one is partly used is left, and one that is idle.
+        // One emptied chunk may be left because it is partly used, and one because it is idle.
         let left_bytes = full_bytes / 4 + 3 * CHUNK_BYTES as u64;
         assert!(
             arena.bytes() <= left_bytes,
@@ -472,7 +484,7 @@ mod tests {
         drop(arena);
         assert_eq!(chunks.taken(), 0);
         let again = chunks.take().unwrap();
-        // SAFETY: the chunk is the test's.
+        // SAFETY: the chunk belongs to this test.
         let bytes = unsafe { std::slice::from_raw_parts(chunks.at(&again).as_ptr(), CHUNK_BYTES) };
         assert!(bytes.iter().all(|&byte| byte == 0));
     }

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory for the records of all indexes: chunks of one region, which go back to the system as soon as
-//! nobody has them.
+//! Memory for the records of all indexes: chunks of one region. A chunk goes back to the system as
+//! soon as no index holds it.
 //!
-//! From the allocator of the process they would go back only if what lies beside them did as well, and
-//! a guest chooses what does. As mappings of their own they could be too many: a process has 65,530.
+//! Memory of the process's allocator would go back only together with its neighbours, and a guest
+//! chooses what the neighbours are. If each chunk were a mapping of its own, there could be too
+//! many: a process has 65,530.
 //!
-//! Never: a call of the system with the lock held.
+//! No thread makes a system call while it holds the lock.
 
 use crate::fail;
 use crate::heap::Region;
@@ -14,17 +15,17 @@ use crate::whole::whole;
 use std::io;
 use std::ptr::NonNull;
 
-/// Bytes of a chunk: some hundred records of the largest kind, and at two thousand pages a chunk few
-/// calls of the system.
+/// Bytes of a chunk: some hundred records of the largest kind. A chunk holds about two thousand
+/// pages, so that system calls are few.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
 
-/// Of the smallest pool: a few of each kind.
+/// Chunks of the smallest pool: a few for each kind of record.
 const CHUNKS_MIN: usize = 32;
 
-/// Of its lock, for the log.
+/// Name of the lock, for log messages.
 const CHUNKS: &str = "memory of the indexes";
 
-/// See the file's comment.
+/// Chunks of memory for indexes.
 #[derive(Debug)]
 pub(crate) struct Chunks {
     region: Region,
@@ -33,25 +34,25 @@ pub(crate) struct Chunks {
 
 #[derive(Debug, Default)]
 struct Free {
-    /// Given back: without memory.
+    /// Chunks that were given back and have no memory.
     bare: Vec<u32>,
-    /// From here on never used.
+    /// First of the chunks that were never used.
     fresh: u32,
 }
 
-/// A chunk, which is its holder's alone. It is zero at first.
+/// A chunk, which belongs to its holder alone. It is zero at first.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Chunk(u32);
 
 #[cfg(test)]
 impl Chunks {
-    /// For a test's indexes.
+    /// Returns chunks for the indexes of a test.
     pub(crate) fn some() -> std::sync::Arc<Chunks> {
         let bytes_max = if cfg!(miri) { 4 << 20 } else { 256 << 20 };
         Chunks::reserve(bytes_max).expect("address space").into()
     }
 
-    /// Chunks that somebody has.
+    /// Returns the number of chunks that indexes hold.
     pub(crate) fn taken(&self) -> usize {
         let free = self.free.lock().expect("whole");
         free.fresh as usize - free.bare.len()
@@ -59,10 +60,10 @@ impl Chunks {
 }
 
 impl Chunks {
-    /// For indexes of up to so many bytes together.
+    /// Reserves chunks for indexes of up to `bytes_max` bytes together.
     ///
     /// # Errors
-    /// The system has not the address space.
+    /// The system does not provide the address space.
     pub(crate) fn reserve(bytes_max: u64) -> io::Result<Chunks> {
         let chunks = (bytes_max as usize / CHUNK_BYTES).clamp(CHUNKS_MIN, u32::MAX as usize);
         Ok(Chunks {
@@ -71,12 +72,12 @@ impl Chunks {
         })
     }
 
-    /// They are never swapped.
+    /// Returns whether the memory is locked, so that it is never swapped.
     pub(crate) fn is_locked(&self) -> bool {
         self.region.is_locked()
     }
 
-    /// None: all are in use.
+    /// Takes a chunk. None: all are in use.
     pub(crate) fn take(&self) -> Option<Chunk> {
         if fail::memory() {
             return None;
@@ -93,18 +94,20 @@ impl Chunks {
         Some(Chunk(nr))
     }
 
-    /// Where a chunk is, for as long as it is not given back.
+    /// Returns the address of a chunk, which is valid until the chunk is given back.
     pub(crate) fn at(&self, chunk: &Chunk) -> NonNull<u8> {
         self.region.at(chunk.0 as usize * CHUNK_BYTES)
     }
 
-    /// Its memory goes back to the system. Nobody uses what [`at`](Self::at) gave any more.
+    /// Gives the memory of a chunk back to the system. The caller no longer uses the address that
+    /// [`at`](Self::at) returned.
     pub(crate) fn give(&self, chunk: Chunk) {
         let Chunk(nr) = chunk;
-        // SAFETY: its holder, who had it alone, has no use for it, and nobody else has it yet.
+        // SAFETY: the holder, which had the chunk alone, no longer uses it, and no other thread has
+        // it yet.
         unsafe { self.region.release(nr as usize * CHUNK_BYTES, CHUNK_BYTES) };
         let mut free = whole(self.free.lock(), CHUNKS);
-        // Without memory for the note only its address is lost.
+        // If there is no memory for the list, only the chunk's address space is lost.
         if free.bare.try_reserve(1).is_ok() {
             free.bare.push(nr);
         }

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! One tenant's keys: pool, object, page.
+//! Index of one tenant's keys: pool, object, page.
 //!
-//! An object has a tree of its pages (tree.rs) and is found by a seeded hash of pool and number, so
-//! the guest that chooses the numbers cannot make look-ups long. Records are named by numbers
-//! (arena.rs), since they are found from many sides: an entry knows its place in the tree, by which
-//! the policy that evicts it finds everything else.
+//! An object has a tree of its pages (tree.rs). It is found by a seeded hash of pool and number, so
+//! that the guest, which chooses the numbers, cannot make look-ups long. Records have numbers
+//! (arena.rs), because several structures refer to them. An entry knows its place in the tree, by
+//! which the policy that evicts it finds the object and the pool.
 //!
-//! An object, a pool or everything is detached in constant time: from then on nothing is found
-//! under its keys, and it counts in `detached` instead of `gauges`. What was detached is taken
-//! apart later, entry by entry, by whoever removes one. An object without pages does not stay
-//! behind; nor does a detached pool without objects.
+//! An object, a pool or the whole index is detached in constant time. From then on nothing is found
+//! under its keys, and it counts in `detached` instead of `gauges`. The callers that remove entries
+//! free detached parts later, entry by entry. An object goes with its last page, and a detached
+//! pool with its last object.
 //!
-//! Never: memory that the caller did not ask for. What is not there is an error that leaves all as
-//! it was.
+//! The index never aborts for lack of memory: it returns an error and leaves everything as it was.
 
 mod arena;
 mod chunks;
@@ -32,20 +31,21 @@ use std::sync::Arc;
 use tree::Nodes;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Tables of objects, each of which grows by itself. With as many objects as a tenant may have
-/// pages, moving one table to twice its size takes a few milliseconds, which only that tenant waits.
+/// Number of tables of objects, each of which grows by itself. With as many objects as a tenant may
+/// have pages, moving one table to twice its size takes a few milliseconds, for which only that
+/// tenant waits.
 const MAP_SHARDS: usize = 256;
 
-/// A table of which less than one place in so many is used is made anew, for twice what is in it: it does not
-/// come to that again before as many have left.
+/// A table of which less than one place in this many is used is replaced by one of twice its number
+/// of objects. So it is not replaced again before as many objects have left.
 const SPARSE: usize = 8;
-/// Smaller tables stay.
+/// Size up to which tables are not replaced by smaller ones, in places.
 const SPARSE_MIN: usize = 32;
 
 /// All entries of a tenant.
 pub(crate) type Entries = Arena<Entry>;
 
-/// Where a page is found, in the guest's numbers.
+/// Key of a page, in the guest's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
     pub object: u64,
@@ -53,7 +53,8 @@ pub(crate) struct Key {
     pub pool: u32,
 }
 
-/// Names a pool of the tenant and no later one of the same number, until it is detached.
+/// Reference to a pool of the tenant, valid until the pool is detached. It never refers to a later
+/// pool with the same number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct PoolRef {
     id: Id,
@@ -65,9 +66,9 @@ struct Pool {
     nr: u32,
     detached: bool,
     serial: u64,
-    /// First of its objects.
+    /// First object of the pool.
     objects: Id,
-    /// Of detached pools, and of free records.
+    /// Next detached pool, or next free record.
     next: Id,
     gauges: Gauges,
 }
@@ -75,18 +76,18 @@ struct Pool {
 #[derive(Clone, Debug, Default)]
 struct Object {
     nr: u64,
-    /// 0: detached by itself.
+    /// Pool of the object. 0: the object was detached by itself.
     pool: Id,
     root: Id,
-    /// Of the pool's objects, or of detached ones.
+    /// Neighbours in the list of the pool's objects, or of detached objects.
     prev: Id,
     next: Id,
     gauges: Gauges,
 }
 
-// SAFETY: all zero is the default, of plain numbers.
+// SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Pool {}
-// SAFETY: as above.
+// SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Object {}
 
 impl Record for Pool {
@@ -109,12 +110,12 @@ impl Record for Object {
     }
 }
 
-/// See the file's comment.
+/// Index of a tenant's pages.
 #[derive(Debug)]
 pub(crate) struct Index {
-    /// Of all that can be found.
+    /// Sums over all pages that can be found.
     pub gauges: Gauges,
-    /// Of all that was detached and is not removed yet.
+    /// Sums over all pages that were detached and are not removed yet.
     pub detached: Gauges,
     pub entries: Entries,
     nodes: Nodes,
@@ -124,7 +125,7 @@ pub(crate) struct Index {
     live: BTreeMap<u32, Id>,
     /// Objects of all pools, detached ones included.
     map: Box<[HashTable<Id>]>,
-    /// Memory of all these tables: kept, since it is asked for at every operation.
+    /// Memory of the tables of `map` in bytes. It is stored because each operation reads it.
     map_bytes: u64,
     chunks: Arc<Chunks>,
     seed: u64,
@@ -134,15 +135,15 @@ pub(crate) struct Index {
 }
 
 impl Index {
-    /// An empty one for up to `keys_max` pages, detached ones included. The seed is not known to
-    /// the guest.
+    /// Creates an empty index for up to `keys_max` pages, detached ones included. The guest does
+    /// not know the seed.
     pub(crate) fn new(seed: u64, keys_max: u32, chunks: &Arc<Chunks>) -> Index {
         let nodes_max = keys_max.saturating_mul(2).min(Hook::NODES_MAX);
         Index {
             gauges: Gauges::default(),
             detached: Gauges::default(),
             entries: Arena::new(keys_max, Arc::clone(chunks)),
-            // A tree has fewer than two for each page.
+            // A tree has fewer than two nodes for each page.
             nodes: Arena::new(nodes_max, Arc::clone(chunks)),
             objects: Arena::new(keys_max, Arc::clone(chunks)),
             pools: Arena::new(u32::MAX, Arc::clone(chunks)),
@@ -157,12 +158,13 @@ impl Index {
         }
     }
 
-    /// Live pools.
+    /// Returns the number of live pools.
     pub(crate) fn nr_pools(&self) -> usize {
         self.live.len()
     }
 
-    /// Memory held, but for the pools' tree: they are few.
+    /// Returns the memory of the index in bytes, without that of the map of live pools, which are
+    /// few.
     pub(crate) fn bytes(&self) -> u64 {
         self.entries.bytes()
             + self.nodes.bytes()
@@ -173,7 +175,7 @@ impl Index {
 
     // ---- pools --------------------------------------------------------------------------------
 
-    /// The pool of this number, if it is live.
+    /// Returns the pool with this number, if it is live.
     pub(crate) fn pool(&self, nr: u32) -> Option<PoolRef> {
         self.live.get(&nr).map(|&id| PoolRef {
             id,
@@ -181,16 +183,19 @@ impl Index {
         })
     }
 
-    /// A pool that was found is still live.
+    /// Returns whether a pool that was found earlier is still live.
     pub(crate) fn is_live(&self, pool: PoolRef) -> bool {
-        // A free record's value says nothing, and its number may be another pool's by now; a serial is
-        // never used again.
+        // A free record's value has no meaning, and another pool may have its number by now. But a
+        // serial is never used again.
         self.pools.get(pool.id).is_some_and(|record| {
             record.serial == pool.serial && self.live.get(&record.nr) == Some(&pool.id)
         })
     }
 
-    /// An empty pool under a number that no live one has.
+    /// Creates an empty pool with a number that no live pool has.
+    ///
+    /// # Errors
+    /// There is no memory.
     pub(crate) fn create_pool(&mut self, nr: u32) -> Result<(), Full> {
         debug_assert!(!self.live.contains_key(&nr));
         let serial = self.next_serial;
@@ -239,7 +244,7 @@ impl Index {
     }
 
     fn shard(hash: u64) -> usize {
-        // A table takes its bits from both ends.
+        // A hash table uses bits from both ends of the hash.
         (hash >> 24) as usize % MAP_SHARDS
     }
 
@@ -284,7 +289,7 @@ impl Index {
         }
     }
 
-    /// Into the list of its pool.
+    /// Adds an object to the list of its pool.
     fn link(&mut self, id: Id) {
         let pool = self.objects[id].pool;
         let next = std::mem::replace(self.head(pool), id);
@@ -309,7 +314,7 @@ impl Index {
         }
     }
 
-    /// Makes it be found no more.
+    /// Removes an object from the map, so that it is no longer found.
     fn unmap(&mut self, id: Id) {
         let Object { pool, nr, .. } = self.objects[id];
         let hash = Index::hash(self.seed, pool, nr);
@@ -323,7 +328,7 @@ impl Index {
             let (objects, seed) = (&self.objects, self.seed);
             let rehash = |&id: &Id| Index::hash(seed, objects[id].pool, objects[id].nr);
             let mut smaller = HashTable::new();
-            // Without memory it stays as it is.
+            // Without memory the table stays as it is.
             if smaller.try_reserve(2 * shard.len(), rehash).is_ok() {
                 for id in shard.drain() {
                     smaller.insert_unique(rehash(&id), id, rehash);
@@ -334,13 +339,13 @@ impl Index {
         self.map_bytes -= (before - shard.allocation_size()) as u64;
     }
 
-    /// Pages of an object.
+    /// Returns the number of pages of an object.
     pub(crate) fn object_pages(&self, pool: PoolRef, nr: u64) -> u32 {
         self.object(pool, nr)
             .map_or(0, |id| self.objects[id].gauges.pages)
     }
 
-    /// Detaches an object, if there is one. Returns its pages.
+    /// Detaches an object, if there is one. Returns the number of its pages.
     pub(crate) fn detach_object(&mut self, pool: PoolRef, nr: u64) -> u32 {
         let Some(id) = self.object(pool, nr) else {
             return 0;
@@ -358,14 +363,14 @@ impl Index {
 
     // ---- pages --------------------------------------------------------------------------------
 
-    /// The entry of a page, or 0.
+    /// Returns the entry of a page, or 0.
     pub(crate) fn find(&self, pool: PoolRef, object: u64, index: u64) -> Id {
         let object = self.object(pool, object);
         object.map_or(0, |id| self.nodes.find(self.objects[id].root, index))
     }
 
-    /// The entries of pages `index ..`, one for each place of `found`, 0 where there is none. The
-    /// last page must have a number.
+    /// Looks up the entries of the pages `index ..`, one for each place of `found`, 0 where there
+    /// is none. The last page must have a number.
     pub(crate) fn find_run(&self, pool: PoolRef, object: u64, index: u64, found: &mut [Id]) {
         match self.object(pool, object) {
             Some(id) => self.nodes.find_run(self.objects[id].root, index, found),
@@ -373,13 +378,16 @@ impl Index {
         }
     }
 
-    /// The first page of the object from `index` on, and its entry.
+    /// Returns the first page of the object from `index` on, and its entry.
     pub(crate) fn next(&self, pool: PoolRef, object: u64, index: u64) -> Option<(u64, Id)> {
         let id = self.object(pool, object)?;
         self.nodes.next(self.objects[id].root, index)
     }
 
-    /// Adds a page that the pool, which is live, has not. After an error all is as before.
+    /// Adds a page that the live pool does not have.
+    ///
+    /// # Errors
+    /// There is no memory, or the tenant has as many keys as it may. Then nothing changes.
     pub(crate) fn insert(
         &mut self,
         pool: PoolRef,
@@ -416,7 +424,7 @@ impl Index {
         Ok(object)
     }
 
-    /// Removes a page, detached or not, and what is empty then.
+    /// Removes a page, detached or not, and the object and pool that become empty by that.
     pub(crate) fn remove(&mut self, id: Id) -> Entry {
         let entry = self.entries.remove(id);
         let (object, _) = self.nodes.place(entry.hook);
@@ -431,7 +439,7 @@ impl Index {
         entry
     }
 
-    /// Changes all sums that an object's pages are in.
+    /// Changes all sums that include an object's pages.
     fn count(&mut self, object: Id, change: impl Fn(&mut Gauges)) {
         let object = &mut self.objects[object];
         change(&mut object.gauges);
@@ -448,7 +456,7 @@ impl Index {
         });
     }
 
-    /// An object without pages.
+    /// Frees an object without pages.
     fn free_object(&mut self, id: Id) {
         if self.objects[id].pool != 0 {
             self.unmap(id);
@@ -457,7 +465,7 @@ impl Index {
         self.objects.remove(id);
     }
 
-    /// Gives a page another content: the gauges follow.
+    /// Changes the entry of a page, and updates the gauges.
     pub(crate) fn change(&mut self, id: Id, change: impl FnOnce(&mut Entry)) {
         let before = self.entries[id].gauges();
         change(&mut self.entries[id]);
@@ -469,7 +477,7 @@ impl Index {
         });
     }
 
-    /// The page's key; None if it is detached.
+    /// Returns the key of a page; None if the page is detached.
     pub(crate) fn key(&self, id: Id) -> Option<Key> {
         let (object, index) = self.nodes.place(self.entries[id].hook);
         let object = &self.objects[object];
@@ -483,8 +491,8 @@ impl Index {
         })
     }
 
-    /// Any page that was detached. On the way, detached pools that are empty go, each of which adds
-    /// a step to `steps`. None: there is no page, or that was the last of `steps_max`.
+    /// Returns any detached page. On the way it frees detached pools that are empty, each of which
+    /// adds a step to `steps`. None: there is no detached page, or `steps` has reached `steps_max`.
     pub(crate) fn any_detached(&mut self, steps: &mut usize, steps_max: usize) -> Option<Id> {
         while *steps < steps_max {
             let mut object = self.detached_objects;
@@ -510,11 +518,11 @@ impl Index {
         None
     }
 
-    /// Forgets all that is there, without a look at it: a panic left it unknown.
+    /// Empties the index without reading it, because a panic left its contents unknown.
     pub(crate) fn abandon(&mut self, keys_max: u32) {
         let next_serial = self.next_serial + 1;
         *self = Index::new(self.seed, keys_max, &Arc::clone(&self.chunks));
-        // Those who found a pool before will not find another in its place.
+        // Threads that found a pool before do not find another one in its place.
         self.next_serial = next_serial;
     }
 
@@ -523,12 +531,12 @@ impl Index {
         &self.chunks
     }
 
-    /// Something is detached.
+    /// Returns whether any part of the index is detached.
     pub(crate) fn has_detached(&self) -> bool {
         self.detached_objects != 0 || self.detached_pools != 0
     }
 
-    /// The key of a page of a live pool.
+    /// Returns the key of a page of a live pool.
     pub(crate) fn key_of(&self, pool: PoolRef, object: u64, index: u64) -> Key {
         Key {
             pool: self.pools[pool.id].nr,
@@ -537,7 +545,8 @@ impl Index {
         }
     }
 
-    /// For the policy: the same for the same page, and not known to the guest.
+    /// Returns the hash of a key for the policy. It is the same for the same key, and the guest
+    /// does not know it.
     pub(crate) fn key_hash(&self, key: Key) -> u64 {
         let mut bytes = [0; 20];
         bytes[..4].copy_from_slice(&key.pool.to_le_bytes());
@@ -548,10 +557,10 @@ impl Index {
 
     // ---- invariants ---------------------------------------------------------------------------
 
-    /// Recounts everything and calls `page` with each entry.
+    /// Recounts all sums and calls `page` with each entry.
     ///
     /// # Panics
-    /// If something is not as it is said to be.
+    /// If the index contradicts itself.
     pub(crate) fn check(&self, mut page: impl FnMut(Id, &Entry)) {
         let (mut objects, mut nodes, mut pages) = (0, 0, 0);
         let mut check_list = |head: Id, pool: Id| {

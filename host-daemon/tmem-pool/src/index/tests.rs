@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The index against plain maps.
+//! Tests of the index against plain maps.
 
 use super::*;
 use crate::entry::Content;
@@ -104,7 +104,7 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
             pages.remove(&(object, page));
         }
         _ => {
-            // The policy evicts a page that it does not know to be detached.
+            // The policy evicts a page without knowing that it is detached.
             if let Some(id) = model.detached.pop_last() {
                 index.remove(id);
             }

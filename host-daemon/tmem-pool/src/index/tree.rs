@@ -1,39 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Which entry each page of an object has: a radix tree over page numbers.
+//! Tree of the entries of an object's pages: a radix tree over page numbers.
 //!
-//! A node has a child for each value of four bits of the number; those of level 0 are entries. A
-//! node with one child only is left out (as in a Patricia tree, Morrison 1968), so that pages far
-//! apart cost two nodes each at most, whatever numbers a guest chooses, and a look-up passes 13
-//! nodes at most. Neighbours lie in one node, which is what readahead and reclaim ask for; a range
-//! is walked in proportion to what it holds.
+//! A node has a child for each value of four bits of the number; the children of level 0 are
+//! entries. A node with only one child is left out (as in a Patricia tree, Morrison 1968). So pages
+//! that are far apart cost at most two nodes each, whatever numbers a guest chooses, and a look-up
+//! passes at most 13 nodes. Neighbouring pages lie in one node, which suits readahead and reclaim.
+//! Walking a range takes time in proportion to the pages in it.
 
 use super::arena::{Arena, Full, Id, Record};
 use crate::heap::Zeroed;
 
-/// Bits of the page number that one node tells apart.
+/// Bits of the page number that one node distinguishes.
 const NODE_BITS: u32 = 4;
 const FANOUT: usize = 1 << NODE_BITS;
 
-/// A node. `parent` 0 is the object's root.
+/// A node. A root has the `parent` 0.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Node {
-    /// Page number of the first page that it can hold, of which the lowest bits are 0; and in these,
-    /// the level.
+    /// Page number of the first page that the node can hold. The lowest bits of that number are 0,
+    /// and contain the level instead.
     first_level: u64,
     parent: Id,
-    /// The object that it belongs to.
+    /// Object of the tree.
     pub object: Id,
     children: [Id; FANOUT],
 }
 
-// One for each 15 pages: eight bytes more are half of one for each page.
+// There is one node for each 15 pages: eight bytes more for a node are half a byte more for a page.
 const _: () = assert!(size_of::<Node>() == 80);
 const LEVEL: u64 = FANOUT as u64 - 1;
-/// Above all levels.
+/// Bound that is above all levels.
 const LEVEL_END: u32 = u32::MAX;
 const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 
-// SAFETY: all zero is the default, of plain numbers.
+// SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Node {}
 
 impl Record for Node {
@@ -46,12 +46,12 @@ impl Record for Node {
     }
 }
 
-/// Where an entry hangs: a node of level 0 and the child of it.
+/// Place of an entry in a tree: a node of level 0 and the number of the child.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Hook(u32);
 
 impl Hook {
-    /// Nodes that a hook can name: as many as a tenant may have keys.
+    /// Number of nodes that a hook can name: as many as a tenant may have keys.
     pub(crate) const NODES_MAX: u32 = u32::MAX >> NODE_BITS;
 
     fn new(node: Id, child: usize) -> Hook {
@@ -68,11 +68,12 @@ impl Hook {
     }
 }
 
-/// All nodes of a tenant's trees. A tree is named by its root, which the object keeps; 0 is empty.
+/// All nodes of a tenant's trees. A tree is named by its root, which the object stores; 0 is an
+/// empty tree.
 pub(crate) type Nodes = Arena<Node>;
 
 impl Node {
-    /// A node without children that can hold the page.
+    /// Creates a node without children that can hold the page.
     fn new(level: u32, index: u64, parent: Id, object: Id) -> Node {
         let mut node = Node {
             first_level: u64::from(level),
@@ -91,12 +92,13 @@ impl Node {
         self.first_level & !LEVEL
     }
 
-    /// Nodes of level n tell the bits from 4 n on apart.
+    /// Returns the level. Nodes of level n distinguish the bits from 4 n on.
     fn level(&self) -> u32 {
         (self.first_level & LEVEL) as u32
     }
 
-    /// The node's level, which is below that of its parent: a walk down a tree ends.
+    /// Returns the node's level, and asserts that it is below that of its parent, so that a walk
+    /// down a tree ends.
     fn below(&self, above: u32) -> u32 {
         let level = self.level();
         assert!(level < above, "levels of a tree: {level} below {above}");
@@ -107,7 +109,7 @@ impl Node {
         self.children.iter().filter(|&&id| id != 0).count()
     }
 
-    /// Bits that all its pages have in common are those from here on.
+    /// Returns the number of the lowest bit that all pages of the node have in common.
     fn shift(&self) -> u32 {
         (self.level() + 1) * NODE_BITS
     }
@@ -132,7 +134,7 @@ impl Node {
 }
 
 impl Nodes {
-    /// The node of level 0 that holds the page, or would.
+    /// Returns the node of level 0 that holds the page, or would hold it.
     fn leaf(&self, root: Id, index: u64) -> Option<Id> {
         let mut at = root;
         let mut above = LEVEL_END;
@@ -150,7 +152,7 @@ impl Nodes {
         None
     }
 
-    /// The page's entry, or 0.
+    /// Returns the page's entry, or 0.
     pub(crate) fn find(&self, root: Id, index: u64) -> Id {
         self.leaf(root, index).map_or(0, |leaf| {
             let node = &self[leaf];
@@ -158,8 +160,8 @@ impl Nodes {
         })
     }
 
-    /// The entries of pages `index ..`, one for each place of `found`, 0 where there is none. The
-    /// last page must have a number.
+    /// Looks up the entries of the pages `index ..`, one for each place of `found`, 0 where there
+    /// is none. The last page must have a number.
     pub(crate) fn find_run(&self, root: Id, index: u64, found: &mut [Id]) {
         let mut done = 0;
         while done < found.len() {
@@ -175,7 +177,7 @@ impl Nodes {
         }
     }
 
-    /// The first page from `index` on and its entry.
+    /// Returns the first page from `index` on, and its entry.
     pub(crate) fn next(&self, root: Id, index: u64) -> Option<(u64, Id)> {
         self.next_below(root, index, LEVEL_END)
     }
@@ -200,13 +202,16 @@ impl Nodes {
         })
     }
 
-    /// The object, and the page number, of the entry that hangs there.
+    /// Returns the object and the page number of the entry at this place.
     pub(crate) fn place(&self, hook: Hook) -> (Id, u64) {
         let node = &self[hook.node()];
         (node.object, node.first() + hook.child() as u64)
     }
 
-    /// Hangs an entry up under a page that has none. After an error all is as before.
+    /// Adds an entry for a page that has none.
+    ///
+    /// # Errors
+    /// There is no memory for a node. Then nothing changes.
     pub(crate) fn hang(
         &mut self,
         root: &mut Id,
@@ -236,7 +241,7 @@ impl Nodes {
         let leaf = self.insert(leaf)?;
         let mut top = leaf;
         if at != 0 {
-            // Another stands where the leaf should: a new node above both.
+            // Another node is at the place of the leaf: a new node goes above both.
             top = match self.join(parent, at, leaf) {
                 Ok(top) => top,
                 Err(full) => {
@@ -255,7 +260,10 @@ impl Nodes {
         Ok(Hook::new(leaf, child))
     }
 
-    /// A node below `parent` whose children are these two.
+    /// Creates a node below `parent` whose children are these two nodes.
+    ///
+    /// # Errors
+    /// There is no memory for the node.
     fn join(&mut self, parent: Id, a: Id, b: Id) -> Result<Id, Full> {
         let firsts = [self[a].first(), self[b].first()];
         let differ = u64::BITS - 1 - (firsts[0] ^ firsts[1]).leading_zeros();
@@ -271,7 +279,7 @@ impl Nodes {
         Ok(id)
     }
 
-    /// Takes down the entry that hangs there.
+    /// Removes the entry at this place.
     pub(crate) fn unhook(&mut self, root: &mut Id, hook: Hook) {
         let leaf = hook.node();
         let node = &mut self[leaf];
@@ -306,7 +314,7 @@ impl Nodes {
         }
     }
 
-    /// Walks a whole tree and asserts that it is one. Returns its nodes.
+    /// Walks a whole tree and asserts that it is consistent. Returns the number of its nodes.
     pub(crate) fn check(&self, root: Id, object: Id, page: &mut impl FnMut(u64, Id, Hook)) -> u32 {
         if root == 0 {
             return 0;
@@ -345,7 +353,7 @@ mod tests {
 
     const OBJECT: Id = 7;
 
-    /// Page numbers as files have them, and as nobody would choose them.
+    /// Returns page numbers as files have them, and extreme ones.
     fn index(rng: &mut Rng) -> u64 {
         match rng.below(4) {
             0 => rng.below(40),
@@ -396,7 +404,7 @@ mod tests {
             let (mut root, mut hooks) = (0, BTreeMap::new());
             for step in 1..2000 {
                 let at = index(&mut rng);
-                // Grows, then shrinks to nothing.
+                // The tree grows, then shrinks to nothing.
                 if rng.below(2000) > step {
                     hooks.entry(at).or_insert_with(|| {
                         let hook = nodes.hang(&mut root, OBJECT, at, step as Id).unwrap();
@@ -436,7 +444,7 @@ mod tests {
         let mut nodes = Nodes::new(2, Chunks::some());
         let mut root = 0;
         let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();
-        // A leaf would fit, but not the node above both.
+        // There is memory for a leaf, but not for the node above both.
         assert_eq!(nodes.hang(&mut root, OBJECT, 1 << 40, 2), Err(Full));
         assert_eq!(
             nodes.check(root, OBJECT, &mut |at, id, hook| {

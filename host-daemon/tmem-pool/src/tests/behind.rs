@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What goes at once for who asks, and is freed behind, in steps.
+//! Tests of contents that disappear at once for the caller and are freed later, in steps.
 
 use super::{OPEN, POOL, add, fill, get, new_pool, noise, partly_noise, put, settle};
 use crate::PutResult::Stored;
@@ -9,7 +9,8 @@ use crate::{FLUSH_NS_MIN, PAGE_SIZE, Page, Pool, Tenant, Time};
 
 /// Empties `tenant` by `empty` and follows its 100 pages until they are freed.
 fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
-    // Half in the object that goes, some of them same-filled; and all are found elsewhere, too.
+    // Half of the pages are in the object that goes, some of them same-filled. All pages are stored
+    // a second time elsewhere.
     for index in 0..100 {
         let page: Page = if index % 10 == 0 {
             [1; PAGE_SIZE]
@@ -32,7 +33,7 @@ fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Optio
     assert_eq!(after.blobs, before.blobs);
     pool.check_invariants();
     if let Some(tenant) = &tenant {
-        // Empty at once for whoever asks, and usable meanwhile.
+        // The tenant is empty at once for the caller, and usable while its pages are freed.
         let _ = tenant.create_pool(POOL);
         assert_eq!(tenant.stats().charged_bytes, 0);
         assert_eq!(get(tenant, 1, 1, 1), None);
@@ -116,13 +117,14 @@ fn an_object_detached_before_a_clear_is_freed_as_well() {
     fill(&tenant, 2, 40);
     settle(&pool);
     assert_eq!((tenant.stats().pages, pool.stats().blobs), (40, 40));
-    // The queue has only what is there: all of it can be evicted, and no more.
+    // The queue contains live pages only: all of them can be evicted, and no more.
     pool.resize(0);
     settle(&pool);
     assert_eq!((tenant.stats().evictions, pool.stats().blobs), (40, 0));
 }
 
-/// A guest can make and end pools faster than they would be freed behind.
+/// Empty pools are freed at once, because a guest can create and end pools faster than background
+/// work would free them.
 #[test]
 fn empty_pools_leave_nothing_to_free() {
     let pool = new_pool(4 << 20);
@@ -136,7 +138,7 @@ fn empty_pools_leave_nothing_to_free() {
     pool.check_invariants();
 }
 
-/// What a pool with a page in it takes is counted until it is free.
+/// The memory of an ended pool with a page in it is counted until it is free.
 #[test]
 fn an_ended_pool_is_held_until_it_is_freed() {
     let pool = new_pool(4 << 20);
@@ -153,8 +155,8 @@ fn an_ended_pool_is_held_until_it_is_freed() {
     assert!(left_bytes < 8 << 10, "{left_bytes} B stay");
 }
 
-/// A range of more pages than there are followed keys passes them all, but once, however many steps it
-/// takes; and each pass is charged.
+/// A flush of a range of more pages than there are followed keys passes all followed keys once,
+/// however many steps it takes, and charges that pass.
 #[test]
 fn a_large_range_passes_followed_keys_once() {
     let pool = new_pool(4 << 20);
@@ -173,7 +175,7 @@ fn a_large_range_passes_followed_keys_once() {
     assert_eq!(tenant.stats().gain_steps - before, 500);
     assert_eq!(fill(&tenant, 2, 1000), 1000);
     let before = tenant.stats().gain_steps;
-    // An object without pages.
+    // Flush an object without pages.
     let mut budget_ns = FLUSH_NS_MIN;
     let done = tenant.flush_some(POOL, 3, 0, Some(1000), &mut budget_ns);
     assert_eq!(done, Ok(true));
@@ -203,7 +205,7 @@ fn a_flush_can_be_done_in_steps() {
     }
     assert!((3..=10).contains(&steps), "{steps}");
     assert_eq!(tenant.stats().pages, 1);
-    // Nothing is left to do, and nothing left to do it with.
+    // There is nothing left to do, and no budget to do it.
     let mut budget_ns = 0;
     for (object, done) in [(2, false), (1, false)] {
         let flushed = tenant.flush_some(POOL, object, 1, None, &mut budget_ns);

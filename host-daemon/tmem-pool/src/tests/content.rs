@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Contents: what is shared and what never is, and what happens to damaged bytes.
+//! Tests of contents: pages that are shared, pages that never are, and damaged bytes.
 
 use super::rng::Rng;
 use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, settle};
@@ -32,7 +32,7 @@ fn a_trust_domain_keeps_one_copy() {
         "sharing changes no charge"
     );
     pool.check_invariants();
-    // The one who put it first leaves; the others' copy stays.
+    // The tenant that put the page first leaves; the copy of the others stays.
     drop(a);
     settle(&pool);
     for index in 0..3 {
@@ -53,7 +53,8 @@ fn domains_share_nothing() {
     }
     assert_eq!((pool.stats().blobs, pool.stats().shared_pages), (4, 0));
     pool.check_invariants();
-    // A name that everyone left is a new domain, and no None is ever joined.
+    // A domain's name starts a new domain after all its tenants left. A tenant with None never
+    // joins another.
     drop(tenants);
     let again = add(&pool, "vm", Some("web"), OPEN);
     put(&again, 1, 1, 1, &page);
@@ -89,8 +90,8 @@ fn a_page_is_found_however_many_other_domains_have_it() {
 
 #[test]
 fn equal_hashes_are_not_equal_pages() {
-    // Compressed and raw, and one byte of difference at the end, where a short comparison ends
-    // early.
+    // The pages are compressed and raw. Each twin differs in one byte at the end, where an
+    // incomplete comparison would miss it.
     let mut pages = vec![noise(1), partly_noise(2, 3), partly_noise(3, 6)];
     for at in 0..pages.len() {
         let mut twin = pages[at];
@@ -104,7 +105,7 @@ fn equal_hashes_are_not_equal_pages() {
         put(&a, 1, index as u64, 1, page);
         put(&b, 1, index as u64, 1, page);
     }
-    // Only the first has the hash's place in the table.
+    // Only the first page has the place of the hash in the table.
     assert_eq!(pool.stats().shared_pages, 1);
     pool.check_invariants();
     for (index, page) in pages.iter().enumerate() {
@@ -169,7 +170,7 @@ fn damage(tenant: &Tenant, index: u64, at: usize) {
     }
 }
 
-/// Counts events; nothing else is asked of it.
+/// Subscriber that only counts events.
 struct CountEvents(Arc<AtomicUsize>);
 
 impl tracing::Subscriber for CountEvents {
@@ -199,7 +200,7 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
         for (index, page) in pages.iter().enumerate() {
             put(&tenant, 1, index as u64, 1, page);
         }
-        // A literal in the middle, so that the compressed one still decodes.
+        // Damage a literal in the middle, so that the compressed page still decodes.
         for index in 0..3 {
             damage(&tenant, index, 1000);
         }
@@ -216,7 +217,7 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
             (3, 1)
         );
         assert_eq!(pool.stats().hash_mismatches, 3);
-        // It is gone, not offered again.
+        // The page is gone and is not returned later.
         assert_eq!(get(&tenant, 1, 0, 1), None);
         assert_eq!(tenant.stats().pages, 0);
         pool.check_invariants();
@@ -229,7 +230,7 @@ fn there_is_nothing_beyond_the_last_page_number() {
     let pool = new_pool(1 << 20);
     let tenant = add(&pool, "a", None, OPEN);
     let page = noise(1);
-    // In one hold of the lock, and in two.
+    // Ask for pages under one hold of the lock, and under two.
     for asked in [4, 100] {
         assert_eq!(put(&tenant, 1, u64::MAX, 1, &page), PutResult::Stored);
         let mut out = vec![[0; PAGE_SIZE]; asked];
@@ -321,7 +322,8 @@ fn same_filled_pages() {
     assert_eq!(get(&tenant, 1, 1, 1), Some(page));
 }
 
-/// Words in no order: lz4 finds some of them, zstd also that letters are few.
+/// Returns words in random order. lz4 finds some of the words; zstd also sees that few letters are
+/// used.
 fn text(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let words: Vec<Vec<u8>> = (0..400)
@@ -367,11 +369,11 @@ fn cold_pages_become_denser() {
         "{before} to {dense}"
     );
     assert_eq!(at(SWEEP_NS * 9), dense, "once is enough");
-    // Told apart from what equal pages gain, of what is there now.
+    // The gain is reported separately from that of equal pages, for the present blobs.
     let told = pool.stats();
     assert_eq!(told.payload_bytes + told.dense_gain_bytes, before);
     assert_eq!(told.dense_gain_bytes, told.denser_saved_bytes);
-    // What it is charged was said when it was put, also to whom puts it later.
+    // The charge is fixed at the first put, also for a tenant that puts the page later.
     assert_eq!(tenant.stats().charged_bytes, charged);
     for (index, page) in pages.iter().enumerate() {
         put(&tenant, 2, index as u64, 1, page);

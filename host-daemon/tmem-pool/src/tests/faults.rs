@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Faults of the engine itself: a panic under a tenant's lock is that tenant's alone; one under a lock
-//! that all share ends the process.
+//! Tests of faults of the engine itself: a panic under a tenant's lock concerns only that tenant; a
+//! panic under a lock that all tenants share ends the process.
 
 use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put};
 use crate::{GetResult, NoPool, PAGE_SIZE, Put, PutResult, Quota, Tenant, Time};
@@ -8,7 +8,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::Command;
 
-/// As a bug would, in the middle of a request.
+/// Panics in the middle of a request, as a bug would.
 fn panic_under_the_lock(tenant: &Tenant) {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let mut state = tenant.inner().lock(&tenant.pool().account);
@@ -31,7 +31,7 @@ fn a_panic_is_the_trouble_of_one_tenant() {
     }
     assert_eq!(put(&broken, 1, 2, 1, &noise(1)), PutResult::Stored);
     panic_under_the_lock(&broken);
-    // Whatever looks at all tenants goes on.
+    // Operations on all tenants go on.
     pool.resize(900 << 10);
     while pool.maintain(Time(0), 64) {}
     other
@@ -42,12 +42,12 @@ fn a_panic_is_the_trouble_of_one_tenant() {
         .unwrap();
     assert_eq!(pool.stats().pages, 1);
     assert_eq!(get(&other, 1, 1, 1), Some(page));
-    // Also whoever needs room, which the broken one has most of.
+    // Tenants that need memory go on, too, though the broken tenant holds most of it.
     for index in 0..400 {
         assert_eq!(put(&other, 2, index, 1, &noise(index)), PutResult::Stored);
     }
 
-    // The broken one is empty, and works.
+    // The broken tenant is empty, and works.
     let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
     let answer = broken.get(Time(0), POOL, 1, 1, &[1, 1], &mut out, &mut results);
     assert_eq!(answer.map(drop), Err(NoPool));
@@ -56,7 +56,7 @@ fn a_panic_is_the_trouble_of_one_tenant() {
     assert_eq!(get(&broken, 1, 1, 1), None);
     assert_eq!(put(&broken, 1, 1, 2, &page), PutResult::Stored);
     assert_eq!(get(&broken, 1, 1, 2), Some(page));
-    // It panics again, and leaves.
+    // The broken tenant panics again, and leaves.
     panic_under_the_lock(&broken);
     drop(broken);
     while pool.maintain(Time(0), 64) {}
@@ -73,7 +73,7 @@ fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
     let account = &tenant.pool().account;
     let found = tenant.inner().lock(account).pool(POOL).unwrap();
     panic_under_the_lock(&tenant);
-    // It has the first place among the tenant's pools, as the other had.
+    // The new pool has the first place among the tenant's pools, as the old pool had.
     tenant.create_pool(POOL + 1).unwrap();
     let state = tenant.inner().lock(account);
     assert!(!state.index.is_live(found));
@@ -82,7 +82,8 @@ fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
 
 #[test]
 fn a_put_while_a_panic_unwinds_is_a_put() {
-    // As when a handle is dropped then: what is told to others must be right all the same.
+    // A handle may be dropped while a panic unwinds. The sums that others read must be right all
+    // the same.
     let pool = new_pool(1 << 20);
     struct AtTheEnd(Tenant);
     impl Drop for AtTheEnd {
@@ -111,7 +112,8 @@ fn a_put_while_a_panic_unwinds_is_a_put() {
 
 const SIGABRT: i32 = 6;
 
-/// The process of the test below in which it happens. It comes back if nobody minds.
+/// Body of the test process below in which the panic happens. It returns if the engine does not
+/// abort.
 fn panic_under_a_lock_of_all(which: &str) {
     let pool = new_pool(1 << 20);
     let tenant = add(&pool, "a", None, OPEN);
@@ -119,7 +121,7 @@ fn panic_under_a_lock_of_all(which: &str) {
     let panicked = catch_unwind(AssertUnwindSafe(|| match which {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
-            // The one that the page below needs is among them.
+            // One of these is the lock that the page below needs.
             let _chains: Vec<_> = (0..1024)
                 .map(|hash| engine.store.dedup.lock(hash))
                 .collect();
@@ -131,7 +133,7 @@ fn panic_under_a_lock_of_all(which: &str) {
         }
     }));
     assert!(panicked.is_err());
-    // As the daemon's threads, which go on after a panic in their work.
+    // The daemon's threads go on in this way after a panic in their work.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         put(&tenant, 1, 1, 1, &partly_noise(1, 4));
         pool.stats();

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The engine's trickiest meetings of threads, each tried in thousands of orders: with the feature
-//! `shuttle` one thread runs at a time, and at every lock and atomic a seed decides who goes on.
+//! Tests of interactions between the engine's threads, each in thousands of orders. With the
+//! feature `shuttle`, one thread runs at a time, and at each lock and atomic a seed decides which
+//! thread continues.
 //!
-//! What is not tried here are orders of memory weaker than that of the turns.
+//! These tests do not try memory orders weaker than sequential consistency.
 
 use super::rng::{Rng, for_each_seed};
 use super::{OPEN, POOL, add, config, noise, partly_noise, settle_raw};
@@ -18,27 +19,30 @@ use std::sync::Arc;
 /// Orders that each test tries. All tests together take about a minute.
 const ORDERS: u64 = 1000;
 
-/// One order in two thousand has a reader come between compaction's two looks at a blob's word.
+/// Orders for tests of readers: in one order of two thousand, a reader runs between compaction's
+/// two reads of a blob's word.
 const READERS_ORDERS: u64 = 4000;
 
-/// lz4 has its tables on the stack.
+/// Stack of a thread in bytes, because lz4 has its tables on the stack.
 const STACK_BYTES: usize = 1 << 20;
 
-/// Much more than any order takes: who waits in vain is found.
+/// Most steps of an order, far above what any order needs, so that a thread that waits in vain is
+/// found.
 const STEPS_MAX: usize = 200_000;
 
-/// Who runs goes on for a while, and then somebody does. In half of all orders that is a few steps,
-/// about as many each time; in the others one step is as likely as a hundred or a thousand, so that
-/// one thread may stand still at one place while others do very much.
+/// Scheduler that lets a thread run for a number of steps and then chooses one again. In half of
+/// all orders these are a few steps, about the same number each time. In the others, one step is as
+/// likely as a hundred or a thousand, so that one thread may stop at one place while others do a
+/// lot of work.
 struct Sticky {
     rng: Rng,
-    /// Steps of a while, in binary digits, if they are always as many.
+    /// Number of binary digits of the run length, if it is the same for all runs.
     bits: Option<u64>,
     left: u64,
     begun: bool,
 }
 
-/// A while has fewer binary digits.
+/// Bound of the binary digits of a run length.
 const WHILE_BITS: u64 = 12;
 const SHORT_WHILE_BITS: u64 = 7;
 
@@ -70,7 +74,7 @@ fn in_all_orders(name: &str, orders: u64, test: impl Fn() + Send + Sync + 'stati
         let mut config = shuttle::Config::new();
         config.stack_size = STACK_BYTES;
         config.max_steps = MaxSteps::FailAfter(STEPS_MAX);
-        // The seed says it.
+        // The seed identifies the order.
         config.failure_persistence = FailurePersistence::None;
         config.silence_warnings = true;
         let mut rng = Rng::new(seed);
@@ -88,14 +92,14 @@ fn in_all_orders(name: &str, orders: u64, test: impl Fn() + Send + Sync + 'stati
 
 const HEAP_BYTES: u64 = 1 << 20;
 
-/// Three of them fill a span.
+/// Length of which three slots fill a span.
 const LEN: usize = 2700;
 
 fn store(heap: &Heap<()>, id: u8) -> Handle {
     heap.store(&[id; LEN], HEAP_BYTES).unwrap()
 }
 
-/// Reads, and lets others go on before it looks again.
+/// Reads a handle's bytes several times, and lets other threads run in between.
 fn is(heap: &Heap<()>, handle: Handle, id: u8) {
     let reader = heap.reader(handle);
     for _ in 0..3 {
@@ -151,8 +155,8 @@ fn readers_compaction_and_freeing() {
     });
 }
 
-/// Two full spans; who writes gets a slot of a third, which is the emptiest when the others have lost
-/// one each.
+/// Two spans are full. The write takes a slot of a third span, which is the emptiest when the
+/// others have lost one slot each.
 fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
     in_all_orders(name, ORDERS, move || {
         let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
@@ -208,8 +212,8 @@ fn check_of(page: &Page) -> u32 {
 
 const SEED: u64 = 11;
 
-/// The last of a domain that has a page gives it up, another of the domain stores it, and a third,
-/// who is of another domain, stores the same, in the place that became free.
+/// The last holder of a page in a domain releases it, and another thread of the domain stores the
+/// page. A third thread stores the page in another domain, in the place that became free.
 fn equal_pages(name: &str, page: Page) {
     in_all_orders(name, ORDERS, move || {
         let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
@@ -302,9 +306,9 @@ fn a_tenant_goes_while_it_gets() {
     });
 }
 
-/// A background worker frees the last page of a destroyed pool while the tenant, which has a page in
-/// another pool, departs. The worker must not take the departed tenant for an empty one. Few orders
-/// meet there, so each order tries several tenants.
+/// A background worker frees the last page of a destroyed pool while the tenant, which has a page
+/// in another pool, departs. The worker must not take the departed tenant for an empty one. Few
+/// orders hit that moment, so each order tries several tenants.
 #[test]
 fn departing_tenant_is_kept_until_its_pages_are_freed() {
     const OTHER: u32 = POOL + 1;
@@ -373,7 +377,7 @@ fn a_put_does_not_come_into_another_pool() {
             let tenant = tenant.clone();
             thread::spawn(move || {
                 tenant.destroy_pool(POOL).unwrap();
-                // It has the other's place.
+                // The new pool takes the place of the old one.
                 tenant.create_pool(OTHER).unwrap();
             })
         };

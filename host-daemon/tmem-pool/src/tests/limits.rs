@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What happens at a limit: whose pages go, what is refused.
+//! Tests of limits: the choice of the tenant that gives up pages, and refusals.
 
 use super::{
     OPEN, POOL, add, config, fill, get, new_pool, noise, partly_noise, put, put_raw, settle,
@@ -12,7 +12,7 @@ use crate::{
 };
 use PutResult::{Refused, Stored};
 
-/// What an incompressible page is charged.
+/// Charge of an incompressible page in bytes.
 const NOISE_CHARGE: u64 = PAGE_SIZE as u64 + PAGE_METADATA_CHARGE_BYTES;
 
 fn limited(limit_bytes: u64) -> Quota {
@@ -73,10 +73,10 @@ fn what_can_never_fit_is_refused_and_evicts_nothing() {
     assert_eq!(put(&tenant, 1, 0, 1, &[7; PAGE_SIZE]), Stored);
     assert_eq!(put(&tenant, 1, 1, 1, &[8; PAGE_SIZE]), Stored);
     tenant.set_quota(limited(NOISE_CHARGE - 1)).unwrap();
-    // A page comes raw, whatever becomes of it.
+    // A page arrives raw, so that it needs the room of a raw page even if it is same-filled.
     assert_eq!(put(&tenant, 1, 2, 1, &[9; PAGE_SIZE]), Refused);
     assert_eq!(tenant.stats().evictions, 0);
-    // Under a key that holds something, a refused page leaves nothing, not the old one.
+    // A refused page leaves nothing under its key, not even the page that was held before.
     assert_eq!(put(&tenant, 1, 1, 2, &noise(1)), Refused);
     assert_eq!(get(&tenant, 1, 1, 1), None);
     assert_eq!(get(&tenant, 1, 1, 2), None);
@@ -120,7 +120,7 @@ fn keys_are_limited_even_if_they_hold_nothing() {
         .filter(|&i| put(&tenant, i, 0, 1, &[0; PAGE_SIZE]) == Stored)
         .count();
     assert_eq!(stored, 100);
-    // What is detached still counts, or clear after clear would hold more and more.
+    // Detached keys still count. Otherwise repeated clears would hold more and more.
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
@@ -128,7 +128,7 @@ fn keys_are_limited_even_if_they_hold_nothing() {
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
 }
 
-/// There is an object as long as there is a page of it, so that the limit of keys is one of objects.
+/// An object exists as long as one of its pages, so that the limit of keys also limits objects.
 #[test]
 fn objects_go_with_their_last_page() {
     let pool = new_pool(64 << 20);
@@ -155,14 +155,14 @@ fn objects_go_with_their_last_page() {
     );
 }
 
-/// Pages that are copied and wait to be compressed are in flight: a tenant has no more of them than one
-/// core compresses in some 10 ms, and always as many as its guest's batches need.
+/// The number of raw pages of a tenant is limited to what one core compresses in some 10 ms, and is
+/// always sufficient for the batches of its guest.
 #[test]
 fn raw_pages_are_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
         let pool = new_pool(bytes);
         let tenant = add(&pool, "a", None, OPEN);
-        // Not by way of `put`, which lets none wait.
+        // The helper `put` is not used, because it finalizes each page.
         let store = |object: u64, index: u64| {
             let put = Put {
                 object,
@@ -211,7 +211,7 @@ fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
             .collect();
         stays.put(Time(0), POOL, &puts, &mut results).unwrap();
         assert_eq!(results, [Stored; 64]);
-        // As much as came, so that there are always some that wait.
+        // Work off as many pages as arrived, so that some always wait.
         pool.maintain(Time(0), 32);
         pool.maintain(Time(0), 32);
     }
@@ -226,7 +226,7 @@ fn a_resize_takes_pages_that_are_only_metadata() {
     let pool = new_pool(16 << 20);
     let tenant = add(&pool, "a", None, OPEN);
     for index in 0..20_000 {
-        // Far apart, so that each has nodes of its own.
+        // The pages are far apart, so that each has nodes of its own.
         assert_eq!(put(&tenant, index, 0, 1, &[0; PAGE_SIZE]), Stored);
     }
     settle(&pool);
@@ -260,7 +260,7 @@ fn maintain_says_so_while_blobs_can_be_moved_together() {
 
 #[test]
 fn maintain_gives_back_what_idles() {
-    // What may stay goes by the size now, however large it may become.
+    // The limit of idle frames depends on the present size, however large the pool may become.
     let mut config = config(64 << 20);
     config.size_max_bytes = 16 << 30;
     let pool = Pool::new(config).unwrap();
@@ -276,7 +276,7 @@ fn maintain_gives_back_what_idles() {
 fn maintain_leaves_what_it_cannot_move_together() {
     let pool = new_pool(32 << 20);
     let tenant = add(&pool, "a", None, OPEN);
-    // A few of each length: no span is full.
+    // There are a few pages of each length, so that no span is full.
     for index in 0..200 {
         let page = partly_noise(index, 1 + index as usize % 7);
         assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
@@ -305,7 +305,7 @@ fn empty_pools_are_freed_in_steps_too() {
         tenant.put(Time(0), 10 + nr, &[put], &mut results).unwrap();
         tenant.destroy_pool(10 + nr).unwrap();
     }
-    // Eviction finds their pages, and leaves the pools behind.
+    // Eviction finds the pages of these pools, and leaves the pools behind.
     let (mut state, mut freed) = (tenant.inner().lock(&tenant.pool().account), Vec::new());
     assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
     assert_eq!(state.reap(16, &mut freed), 16);
@@ -329,7 +329,7 @@ fn a_full_pool_takes_from_whom_is_most_above() {
     let modest = add(&pool, "modest", None, OPEN);
     fill(&modest, 1, 60);
     fill(&reserved, 1, 150);
-    // It takes what nobody uses, and then only from itself.
+    // The greedy tenant takes the memory that no other tenant uses, and after that only its own.
     assert_eq!(fill(&greedy, 1, 600), 600);
     assert_eq!(
         (reserved.stats().evictions, modest.stats().evictions),
@@ -342,7 +342,7 @@ fn a_full_pool_takes_from_whom_is_most_above() {
     );
     assert!(greedy.stats().evictions > 0);
     pool.check_invariants();
-    // What was lent is taken back from who has it.
+    // Lent memory is taken back from the tenant that has it.
     assert_eq!(fill(&modest, 2, 20), 20);
     assert_eq!((modest.stats().pages, modest.stats().evictions), (80, 0));
     assert_eq!(reserved.stats().pages, 150);
@@ -351,8 +351,8 @@ fn a_full_pool_takes_from_whom_is_most_above() {
     settle(&pool);
 }
 
-/// Puts incompressible pages until the tenant has nine tenths of what it is entitled to. Some are refused until
-/// enough keys lie together that have gone.
+/// Puts incompressible pages until the tenant has nine tenths of its entitlement. Some puts are
+/// refused until enough neighbouring keys have gone.
 fn takes_what_it_is_entitled_to(tenant: &Tenant, other: &Tenant) {
     let entitled_bytes = tenant.stats().entitled_bytes;
     let mut object = 0;
@@ -363,8 +363,8 @@ fn takes_what_it_is_entitled_to(tenant: &Tenant, other: &Tenant) {
     }
 }
 
-/// Puts pages without contents, each in an object of its own: they take the most memory for what they are
-/// charged. Until the pool is full; returns how many.
+/// Puts pages without contents, each in an object of its own, until the pool is full. Such pages
+/// take the most memory for their charge. Returns the number of pages.
 fn fill_with_keys(tenant: &Tenant) -> u64 {
     let mut object = 0;
     while tenant.stats().evictions < 100 {
@@ -387,7 +387,7 @@ fn memory_for_keys_is_taken_back_as_well() {
     settle(&pool);
 }
 
-/// The few that are left are charged for less than their memory.
+/// Few pages are left, and their charge is less than the memory of their keys.
 #[test]
 fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
     let pool = new_pool(8 << 20);
@@ -405,7 +405,8 @@ fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
     settle(&pool);
 }
 
-/// Of many that had the pool one after the other, none keeps memory for the keys that it had.
+/// After many tenants have filled the pool one after the other, none of them keeps memory for the
+/// keys that it had.
 #[test]
 fn what_was_lent_comes_back_whole() {
     const TENANTS: u64 = 12;
@@ -461,7 +462,7 @@ fn reserves_are_admitted_only_as_far_as_they_fit() {
         })
     };
     assert_eq!(add("b", quota(401, None)).err(), error("b", 401, 400));
-    // A limit below the reserve makes less of it.
+    // A limit below the reserve reduces the usable reserve.
     let b = add("b", quota(u64::MAX, Some(400))).unwrap();
     assert_eq!(a.set_quota(quota(601, None)).err(), error("a", 601, 600));
     assert_eq!(
@@ -478,17 +479,17 @@ fn reserves_are_admitted_only_as_far_as_they_fit() {
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (600, 400)
     );
-    // A pool that shrinks below its reserves scales them.
+    // A pool that shrinks below its reserves scales them down.
     pool.resize(250);
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (50, 200)
     );
-    // It gives way for a while: what is admitted depends on its full size.
+    // The pool gives way for a while: admission depends on its full size.
     assert_eq!(add("c", quota(501, None)).err(), error("c", 501, 500));
     a.set_quota(quota(600, None)).unwrap();
     a.set_quota(quota(100, None)).unwrap();
-    // Who leaves gives its reserve back at once.
+    // A tenant that leaves gives its reserve back at once.
     drop(b);
     assert_eq!(a.stats().entitled_bytes, 250);
     assert!(add("c", quota(150, None)).is_ok());
@@ -518,7 +519,7 @@ fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
     pool.set_full(400);
     let error = try_add("a", 500).expect_err("less than the size now, more than the full one");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
-    // What is there stays, and can be made smaller though it does not fit even so.
+    // Existing reserves stay, and can be made smaller even if they still do not fit.
     pool.set_full(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
     pool.set_full(400);
@@ -544,7 +545,7 @@ fn size_and_quotas_hold_together_or_not_at_all() {
     let c = add(&pool, "c", None, OPEN);
     let reserves = || [&a, &b, &c].map(|tenant| tenant.stats().reserve_bytes);
     let entitled = || [&a, &b, &c].map(|tenant| tenant.stats().entitled_bytes);
-    // Whichever comes first.
+    // The order of the quotas does not matter.
     for (of_a, of_b) in [(600, 400), (400, 600)] {
         for quotas in [
             [(&a, reserve(of_a)), (&b, reserve(of_b))],
@@ -561,7 +562,8 @@ fn size_and_quotas_hold_together_or_not_at_all() {
             .expect_err("the full size is as before");
         (error.tenant, error.reserve_bytes, error.available_bytes)
     };
-    // Of those that change, and of those that do not; who grows is named before who does not.
+    // Errors name tenants that change or that do not change. A tenant that grows is named before
+    // one that does not.
     let quotas = [(&a, reserve(601)), (&b, reserve(400))];
     assert_eq!(wrong(None, &quotas), ("a".into(), 601, 600));
     assert_eq!(
@@ -573,14 +575,15 @@ fn size_and_quotas_hold_together_or_not_at_all() {
         wrong(Some(999), &[(&c, reserve(0))]),
         ("b".into(), 600, 599)
     );
-    // A smaller size with less, then a larger one with more.
+    // First a smaller size with smaller reserves, then a larger size with larger ones.
     let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
     pool.configure(Some(300), &quotas).expect("they fit");
     a.set_quota(reserve(101)).expect_err("nothing is left");
     pool.configure(Some(3000), &[(&a, reserve(2800))])
         .expect("it fits");
     assert_eq!(reserves(), [2800, 100, 100]);
-    // What an operator made too small keeps nobody from asking for less or the same.
+    // A full size that an operator made too small does not keep a tenant from asking for less or
+    // the same.
     pool.set_full(1000);
     pool.configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
         .expect("no more");
@@ -654,7 +657,7 @@ fn a_put_evicts_no_more_than_its_bound() {
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
         "{evictions}"
     );
-    // A lowered limit, likewise.
+    // A lowered limit has the same bound.
     pool.resize(2000 * NOISE_CHARGE);
     tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);
@@ -668,7 +671,8 @@ fn a_put_evicts_no_more_than_its_bound() {
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
 }
 
-/// Who gets pages back before they are settled leaves nothing to settle, and keeps nobody from it.
+/// A tenant that gets its raw pages back leaves nothing to finalize, and does not delay other
+/// tenants.
 #[test]
 fn pages_that_left_raw_hold_up_nobody() {
     let pool = new_pool(4 << 20);
@@ -676,7 +680,7 @@ fn pages_that_left_raw_hold_up_nobody() {
     let put_raw = |tenant: &Tenant, index, page: &Page| {
         assert_eq!(put_raw(tenant, 1, index, 1, page), Stored);
     };
-    // Whosever turn it is.
+    // The result does not depend on whose turn it is.
     for turn in 0..3 {
         put_raw(&a, turn, &noise(turn));
         assert!(get(&a, 1, turn, 1).is_some());

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests that look inside the engine. What the public interface shows is tested in `tests/`.
+//! Tests of the engine's internals. The tests in `tests/` use the public interface only.
 
 mod behind;
 mod content;
@@ -17,13 +17,13 @@ use crate::{
 };
 use rng::Rng;
 
-/// Runs an ignored test in a process of its own, which it has to end by abort().
+/// Runs an ignored test in a process of its own, and asserts that it ends by abort().
 #[cfg(not(miri))]
 pub(crate) fn aborts(name: &str) {
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Command, Stdio};
     use std::time::{Duration, Instant};
-    /// The number of SIGABRT.
+    /// Number of the signal SIGABRT.
     const ABORTED: i32 = 6;
     let own = std::env::current_exe().expect("there");
     let mut child = Command::new(own)
@@ -47,14 +47,14 @@ pub(crate) fn aborts(name: &str) {
     assert_eq!(status.signal(), Some(ABORTED), "{name}: {status}");
 }
 
-/// No reserve, no limit.
+/// Quota without reserve and limit.
 const OPEN: Quota = Quota {
     reserve_bytes: 0,
     limit_bytes: None,
     weight: 1,
 };
 
-/// The pool that single pages of these tests live in.
+/// Pool of the pages in these tests.
 const POOL: u32 = 1;
 
 fn config(size_bytes: u64) -> PoolConfig {
@@ -92,7 +92,7 @@ fn add(pool: &Pool, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
     tenant
 }
 
-/// Puts a page, which is raw at first.
+/// Puts a page, which stays raw.
 fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let mut results = [PutResult::Stored];
     let put = Put {
@@ -113,7 +113,7 @@ fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> Pu
     result
 }
 
-/// Puts that many incompressible pages, each by itself; how many are stored.
+/// Puts `pages` incompressible pages, each in a put of its own. Returns how many are stored.
 fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
     let stored = |&index: &u64| {
         put(tenant, object, index, 1, &noise(object << 32 | index)) == PutResult::Stored
@@ -142,7 +142,7 @@ fn settle(pool: &Pool) {
     pool.check_invariants();
 }
 
-/// Incompressible.
+/// Returns an incompressible page.
 pub(crate) fn noise(seed: u64) -> Page {
     let mut rng = Rng::new(seed);
     let mut page = [0; PAGE_SIZE];
@@ -153,7 +153,7 @@ pub(crate) fn noise(seed: u64) -> Page {
     page
 }
 
-/// Compresses to about a given part, in eighths.
+/// Returns a page that compresses to about the given part, in eighths.
 fn partly_noise(seed: u64, eighths: usize) -> Page {
     let mut page = noise(seed);
     page[PAGE_SIZE / 8 * eighths..].fill(seed as u8);

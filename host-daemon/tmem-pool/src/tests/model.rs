@@ -2,8 +2,8 @@
 //! Random operations of several tenants against a model, compared after every step.
 //!
 //! The model holds the last page put under each key. A get may answer that page, with that cookie,
-//! or a miss; after each step every page that the engine holds must be the model's, and every page
-//! that the model has more must have been counted as evicted.
+//! or a miss. After each step, every page that the engine holds must be in the model. Each page
+//! that only the model holds must have been counted as evicted.
 
 use super::rng::{Rng, for_each_seed, for_each_seed_from};
 use super::{noise, partly_noise, settle};
@@ -18,7 +18,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant, SystemTime};
 
 const STEPS: u64 = 1000;
-/// Contents are compared in so many steps once, keys in each: reading is what takes long.
+/// Contents are compared once in this many steps, because reading takes long. Keys are compared in
+/// each step.
 const CONTENTS_EVERY: u64 = 8;
 const KEYS_MAX: u32 = 120;
 const CORPUS: usize = 40;
@@ -28,7 +29,7 @@ type Key = (u32, u64, u64);
 struct Modelled {
     tenant: Tenant,
     pools: BTreeSet<u32>,
-    /// Cookie and number in the corpus of each key.
+    /// Cookie and number in the corpus, by key.
     pages: BTreeMap<Key, (u64, usize)>,
     evictions_seen: u64,
     quota: Quota,
@@ -41,7 +42,7 @@ struct World {
     tenants: Vec<Modelled>,
     cookie: u64,
     names: u64,
-    /// One request for memory in so many fails; 0: none.
+    /// One request for memory in this many fails; 0: none.
     fails_one_in: u64,
     hits: u64,
     evictions: u64,
@@ -55,7 +56,7 @@ fn corpus(seed: u64) -> Vec<Page> {
             eighths => partly_noise(seed + i, eighths as usize),
         })
         .collect();
-    // Two that differ from another in the last byte only.
+    // Two pages differ from another one in the last byte only.
     pages[2] = pages[3];
     pages[2][PAGE_SIZE - 1] ^= 1;
     pages[6] = pages[11];
@@ -132,7 +133,7 @@ impl World {
         }
     }
 
-    /// True: it was a put.
+    /// Does one random operation. Returns true for a put.
     fn step(&mut self) -> bool {
         let kind = self.rng.below(100);
         if self.tenants.is_empty() || (self.tenants.len() < 4 && kind < 4) {
@@ -170,7 +171,7 @@ impl World {
                 let after = self.pool.stats();
                 let evicted = after.evictions - before.evictions;
                 let freed = before.detached_pages - after.detached_pages;
-                // To settle a page others may have to go.
+                // Finalizing a page may evict other pages.
                 let most = (budget + SETTLE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
                 let most = most as u64;
                 assert!(evicted + freed <= most, "{evicted} + {freed} > {most}");
@@ -186,7 +187,7 @@ impl World {
         kind < 60
     }
 
-    /// A pool that there is, mostly.
+    /// Returns a pool number, in most cases of an existing pool.
     fn pick_pool(&mut self, at: usize) -> u32 {
         if self.rng.one_in(20) {
             return 1 + self.rng.below(3) as u32;
@@ -240,7 +241,7 @@ impl World {
         assert!(answer.is_ok());
         let mut most = after.0.size_bytes;
         if before.0.held_bytes > most {
-            // After a resize: what goes is of blobs, while an index may still grow.
+            // After a resize, blobs are evicted while an index may still grow.
             most = before.0.held_bytes + INDEX_ROOM_BYTES;
         }
         assert!(
@@ -280,7 +281,7 @@ impl World {
                     .pages
                     .get(&(pool, object, index + i))
                     .map(|(cookie, _)| *cookie);
-                // A wrong one differs in one bit.
+                // A wrong cookie differs in one bit.
                 let flip = u64::from(self.rng.one_in(10)) << self.rng.below(64);
                 held.unwrap_or(self.cookie) ^ flip
             })
@@ -318,7 +319,7 @@ impl World {
             assert!(out[i] == self.corpus[page], "wrong bytes under {key:?}");
             self.hits += 1;
         }
-        // A miss on a page that is there shows in `compare`: it is neither gone nor evicted.
+        // A false miss is found by `compare`: the page is neither gone nor evicted.
         for (i, result) in results.iter().enumerate() {
             let key = (pool, object, index + i as u64);
             let held = vm
@@ -375,7 +376,7 @@ impl World {
         }
     }
 
-    /// What the engine holds is the model's, and what it lacks was evicted.
+    /// Asserts that the engine's pages are those of the model, and that missing pages were evicted.
     fn compare(&mut self, contents: bool, after_put: bool) {
         self.pool.check_invariants();
         if contents {
@@ -398,7 +399,7 @@ impl World {
             let stats = vm.tenant.stats();
             assert_eq!(stats.pages, vm.pages.len() as u64, "pages that nobody put");
             let gone = (before - vm.pages.len()) as u64;
-            // A put may evict a page whose key it stores anew.
+            // A put may evict a page and then store its key again.
             let evicted = stats.evictions - vm.evictions_seen;
             assert!(
                 gone == evicted || (after_put && gone < evicted),
@@ -413,7 +414,7 @@ impl World {
         }
     }
 
-    /// Returns hits and evictions.
+    /// Runs all steps. Returns hits and evictions.
     fn run(&mut self) -> (u64, u64) {
         for step in 0..STEPS {
             let put = self.step();
@@ -447,7 +448,7 @@ fn a_get_returns_the_last_put_or_a_miss() {
 
 #[test]
 fn so_it_does_when_hashes_collide() {
-    // Equal bytes still hash alike; different ones nearly always do, too.
+    // Equal bytes still have equal hashes; different bytes nearly always have, too.
     for_each_seed("model with collisions", 3, |seed| {
         model(seed, one_bit, 0);
     });
@@ -460,7 +461,8 @@ fn so_it_does_when_memory_is_not_given() {
     });
 }
 
-/// `make fuzz`: with new seeds, for as many seconds as `TMEM_SECONDS` says. `TMEM_SEED` replays one.
+/// Fuzz test of `make fuzz`: runs with new seeds for `TMEM_SECONDS` seconds. `TMEM_SEED` replays
+/// one seed.
 #[test]
 #[ignore = "runs as long as it is told"]
 fn fuzz() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Who is entitled to what: tables worked out by hand, and properties of random ones.
+//! Tests of entitlements: tables computed by hand, and properties of random quotas.
 
 use super::rng::{Rng, for_each_seed};
 use crate::Quota;
@@ -165,7 +165,7 @@ fn properties() {
             assert!(entitled <= quota.limit_bytes.unwrap_or(u64::MAX));
             assert!(reserved > size_bytes || entitled >= quota.usable_reserve_bytes());
         }
-        // Nothing is left over while someone with a weight could take it, but for rounding.
+        // Nothing but rounding is left over while a tenant with a weight could take more.
         let hungry = quotas.iter().zip(&entitled).any(|(quota, &entitled)| {
             quota.weight > 0 && entitled < quota.limit_bytes.unwrap_or(u64::MAX)
         });
@@ -176,7 +176,8 @@ fn properties() {
                 size_bytes - sum
             );
         }
-        // Of two that are not capped, the shares beyond the reserve are as the weights.
+        // For any two tenants that are not capped, the shares beyond the reserve are proportional
+        // to the weights.
         let open: Vec<(u64, u64)> = quotas
             .iter()
             .zip(&entitled)

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Seeded randomness for tests, and the seeds that they run with.
+//! Seeded randomness for tests, and the seeds of test runs.
 //!
-//! A failing run names its seed; `TMEM_SEED=<number>` runs that one alone, `TMEM_SEEDS=<number>`
-//! as many as wanted.
+//! A failing run names its seed; `TMEM_SEED=<number>` runs that seed alone, `TMEM_SEEDS=<number>`
+//! runs that many seeds.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-/// SplitMix64 (Steele, Lea and Flood, 2014): one word of state and good enough for choosing.
+/// SplitMix64 (Steele, Lea and Flood, 2014): one word of state, and good enough for random choices.
 pub struct Rng(u64);
 
 impl Rng {
@@ -21,24 +21,24 @@ impl Rng {
         z ^ (z >> 31)
     }
 
-    /// Below `n`, which is not 0.
+    /// Returns a number below `n`, which must not be 0.
     pub fn below(&mut self, n: u64) -> u64 {
         self.next() % n
     }
 
-    /// True once in `n`.
+    /// Returns true once in `n` calls on average.
     pub fn one_in(&mut self, n: u64) -> bool {
         self.below(n) == 0
     }
 }
 
-/// Runs a test with each of `count` seeds, of `TMEM_SEEDS` if that is set, or with the one of
-/// `TMEM_SEED`.
+/// Runs a test with each of `count` seeds. `TMEM_SEEDS` replaces the count, and `TMEM_SEED` runs
+/// one seed.
 pub fn for_each_seed(name: &str, count: u64, test: impl Fn(u64)) {
     for_each_seed_from(1, name, count, test);
 }
 
-/// The same with seeds `first ..`.
+/// Runs a test as [`for_each_seed`] does, with seeds from `first` on.
 pub fn for_each_seed_from(first: u64, name: &str, count: u64, test: impl Fn(u64)) {
     let number = |name: &str| -> Option<u64> {
         let text = std::env::var(name).ok()?;

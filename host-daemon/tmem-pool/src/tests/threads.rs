@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Many threads at once: each knows what its own keys may answer, whatever the others do.
+//! Tests with many threads at once. Each thread knows the allowed answers for its own keys,
+//! whatever the other threads do.
 
 use super::rng::{Rng, for_each_seed};
 use super::{OPEN, POOL, add, new_pool, noise, partly_noise, put, settle};
@@ -12,7 +13,8 @@ use std::thread;
 const WORKERS: u64 = 4;
 const ROUNDS: u64 = 400;
 
-/// Puts and gets pages of an object that no other thread touches, in a tenant that all share.
+/// Puts and gets pages of an object that no other thread touches, in a tenant that all threads
+/// share.
 fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU64) {
     let mut rng = Rng::new(seed);
     let mut model: HashMap<u64, (u64, usize)> = HashMap::new();
@@ -81,7 +83,7 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
     }
 }
 
-/// Comes, fills, is cleared and leaves, over and over, in the workers' trust domain.
+/// Adds a tenant in the workers' trust domain, fills and clears it and drops it, over and over.
 fn come_and_go(pool: &Pool, seed: u64, corpus: &[Page], done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
@@ -197,8 +199,8 @@ fn threads() {
     });
 }
 
-/// The call of a background worker that saw no detached pages just before the tenant departed. The
-/// orders of the real threads are tried in `interleavings`.
+/// Makes the call of a background worker that saw no detached pages just before the tenant
+/// departed. `interleavings` tries the orders of real threads.
 #[test]
 fn departed_tenant_with_pages_is_not_forgotten() {
     let pool = new_pool(600 << 10);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A pool with a tenant, as all tests of the public interface begin.
+//! A pool with a tenant, for tests of the public interface.
 
 use tmem_pool::{Pool, PoolConfig, Quota, Tenant, TenantSpec};
 
-/// An empty pool, as large as it may ever be.
+/// Returns an empty pool of the largest size that it may have.
 pub fn pool(size_bytes: u64) -> Pool {
     Pool::new(PoolConfig {
         size_bytes,
@@ -14,7 +14,7 @@ pub fn pool(size_bytes: u64) -> Pool {
     .unwrap()
 }
 
-/// A tenant in a trust domain of its own, without limit, with pool 1.
+/// Adds a tenant in a trust domain of its own, without limit, with pool 1.
 pub fn tenant(pool: &Pool, name: &str) -> Tenant {
     let spec = TenantSpec {
         name: name.into(),

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chains that cannot be followed, or lead out of memory.
+//! Faults: chains that cannot be followed, or that lead out of memory.
 
 use super::*;
 
-/// Chains that cannot be followed, or lead out of memory.
+/// Returns the faults whose chains cannot be followed, or lead out of memory.
 pub(super) fn all() -> Vec<Fault> {
     let stopped = Expect::Stopped;
     let descs = |p: &Placed| -> Vec<Desc> {
@@ -159,7 +159,8 @@ pub(super) fn all() -> Vec<Fault> {
             ANYTHING,
             put,
             move |g, _, p| {
-                // 256 descriptors, more than the ring has: a byte each, then the answer.
+                // The table has 256 descriptors, more than the ring: each is one byte, and the last
+                // is the answer.
                 let (addr, n) = p.readable[0];
                 let mut inner: Vec<Desc> = (0..255)
                     .map(|i| Desc {

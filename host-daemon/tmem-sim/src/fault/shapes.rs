@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Chains that can be followed and have the wrong sizes.
+//! Faults: chains that can be followed and have wrong sizes.
 
 use super::*;
 
-/// Chains that can be followed and have the wrong sizes.
+/// Returns the faults whose chains can be followed and have wrong sizes.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
     let requests: [(&str, Make); 7] = [
@@ -180,7 +180,7 @@ pub(super) fn all() -> Vec<Fault> {
             buffers
         },
     ));
-    // 65 of each, of a shape that would be right if 65 were allowed.
+    // Batches of 65, in a shape that would be right if 65 were allowed.
     out.push(batch_of_65("put of 65 pages", put, |g, p, pages| {
         let head = Buffer {
             addr: p.table,
@@ -253,7 +253,7 @@ pub(super) fn all() -> Vec<Fault> {
     out
 }
 
-/// A request whose count is 65 and whose chain agrees.
+/// Returns a request whose count is 65 and whose chain agrees with that.
 fn batch_of_65(
     name: &str,
     make: Make,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Well-formed chains with a wrong value in a field.
+//! Faults: well-formed chains with a wrong value in a field.
 
 use super::*;
 
-/// Well-formed chains with a wrong value in a field.
+/// Returns the faults whose chains are well-formed and have a wrong value in a field.
 pub(super) fn all() -> Vec<Fault> {
     let mut out = Vec::new();
     let requests: [(&str, Make); 7] = [
@@ -99,7 +99,8 @@ pub(super) fn all() -> Vec<Fault> {
     let second = BODY + PUT_PAGE_BYTES;
     let index_end = (1u64 << wire::INDEX_BITS).to_le_bytes();
     let max = u64::MAX.to_le_bytes();
-    // In the second page or range: the first, which is right, must not be carried out either.
+    // The fault is in the second page or range. The first is right, and must not be carried out
+    // either.
     out.push(bent("put of object 0", BAD, put, move |e| {
         e.patch(second, &[0; 8])
     }));

@@ -1,16 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The guest's requests on their way: slots of guest memory, chains, answers, waiting.
+//! Requests of the guest in flight: slots of guest memory, chains, answers, waiting.
 
 use super::*;
 
 impl FakeGuest {
-    /// Writes a request into a free slot and cuts nothing yet. None: no free slot.
+    /// Writes a request into a free slot, without cutting it into buffers. None: no slot is free.
     #[must_use]
     pub fn place(&mut self, encoded: &Encoded) -> Option<(usize, Placed)> {
         let slot = self.slots_free.pop()?;
         let base = self.slots[slot];
         let (first, tail) = (base + PAGE_BYTES, base + 65 * PAGE_BYTES);
-        // The side with page data has its metadata end where its pages begin.
+        // On the side with page data, the metadata ends where the pages begin.
         let readable_big = !encoded.data.is_empty() || encoded.answer_data_bytes == 0;
         let place = |meta: usize, data: usize, big: bool| {
             if big {
@@ -48,7 +48,7 @@ impl FakeGuest {
         self.add_encoded(queue, request, generation, &encoded)
     }
 
-    /// [`Self::add`] with bytes that the caller bent. None: no room.
+    /// Does [`Self::add`] with bytes that the caller modified. None: no room.
     pub fn add_encoded(
         &mut self,
         queue: usize,
@@ -76,7 +76,7 @@ impl FakeGuest {
     ) -> Option<u64> {
         let token = self.token_next;
         let how = match self.config.cut {
-            // Another cut for each request.
+            // Each request is cut in another way.
             Cut::Random { seed, max } => Cut::Random {
                 seed: seed ^ (token << 20),
                 max,
@@ -102,8 +102,8 @@ impl FakeGuest {
         Some(token)
     }
 
-    /// A PUT of pages where they are in the guest's memory, instead of a slot's; what the request has of
-    /// them is not looked at. None: no room.
+    /// Adds a PUT of pages at their place in the guest's memory, instead of in a slot. The page
+    /// contents of `request` are ignored. None: no room.
     pub fn add_put_of(
         &mut self,
         queue: usize,
@@ -121,7 +121,7 @@ impl FakeGuest {
         self.add_cut(queue, request, generation, (slot, placed), &stretches)
     }
 
-    /// Registers a chain that the caller built by hand from a placed request: `head` goes into the
+    /// Registers a chain that the caller built by hand from a placed request. `head` goes into the
     /// avail ring as it is. The answer is read where the request was placed.
     pub fn add_by_hand(
         &mut self,
@@ -145,10 +145,10 @@ impl FakeGuest {
         token
     }
 
-    /// Shows the device what was added and kicks it if it wants that.
+    /// Publishes the added requests to the device, and kicks it if it wants that.
     ///
     /// # Panics
-    /// When the kick descriptor fails, which an eventfd of one's own cannot.
+    /// When the kick descriptor fails, which an eventfd of this process cannot.
     pub fn publish(&mut self, queue: usize) {
         let q = &mut self.queues[queue];
         if q.ring.publish() {
@@ -156,15 +156,15 @@ impl FakeGuest {
         }
     }
 
-    /// Kicks whether the device wants it or not.
+    /// Kicks the device whether it wants that or not.
     ///
     /// # Panics
-    /// When the kick descriptor fails, which an eventfd of one's own cannot.
+    /// When the kick descriptor fails, which an eventfd of this process cannot.
     pub fn kick(&self, queue: usize) {
         self.queues[queue].kick.write(1).expect("eventfd");
     }
 
-    /// Adds, publishes and kicks. None: no room.
+    /// Adds and publishes a request and kicks the device. None: no room.
     pub fn submit(&mut self, queue: usize, request: Request) -> Option<u64> {
         let generation = self.generation();
         let token = self.add(queue, request, generation)?;
@@ -215,10 +215,10 @@ impl FakeGuest {
         }))
     }
 
-    /// Takes all answers that are there.
+    /// Takes all answers that have arrived.
     ///
     /// # Errors
-    /// As [`Self::poll`].
+    /// Those of [`Self::poll`].
     pub fn poll_all(&mut self) -> Result<Vec<Done>, GuestError> {
         let mut out = Vec::new();
         for queue in 0..self.queues.len() {
@@ -229,11 +229,11 @@ impl FakeGuest {
         Ok(out)
     }
 
-    /// Waits for at least one answer, asleep on the call descriptors: an interrupt that the device
-    /// forgets is found as a late answer.
+    /// Waits for at least one answer by sleeping on the call descriptors, so that a missing
+    /// interrupt shows as a late answer.
     ///
     /// # Errors
-    /// [`GuestError::Late`] at the deadline, and as [`Self::poll`].
+    /// [`GuestError::Late`] at the deadline, and those of [`Self::poll`].
     pub fn wait(&mut self, timeout: Duration) -> Result<Vec<Done>, GuestError> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -266,10 +266,10 @@ impl FakeGuest {
             .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
             .collect();
         let timeout = Timespec::try_from(timeout).expect("a few seconds");
-        // An interrupted sleep is a short one: the caller looks again.
+        // An interrupted sleep is a short one: the caller polls again.
         let _ = poll(&mut set, Some(&timeout));
         for q in &self.queues {
-            // Empty is no error to anyone here.
+            // An empty descriptor is no error here.
             let _ = q.call.read();
         }
     }
@@ -277,7 +277,7 @@ impl FakeGuest {
     /// Waits until nothing is in flight.
     ///
     /// # Errors
-    /// As [`Self::wait`].
+    /// Those of [`Self::wait`].
     pub fn drain(&mut self, timeout: Duration) -> Result<Vec<Done>, GuestError> {
         let deadline = Instant::now() + timeout;
         let mut out = Vec::new();
@@ -288,13 +288,13 @@ impl FakeGuest {
         Ok(out)
     }
 
-    /// One request, alone, to its answer.
+    /// Sends one request alone and waits for its answer.
     ///
     /// # Errors
-    /// As [`Self::wait`].
+    /// Those of [`Self::wait`].
     ///
     /// # Panics
-    /// When the ring is full or other requests are in flight: this is for quiet moments.
+    /// When the ring is full or other requests are in flight.
     pub fn call(&mut self, queue: usize, request: Request) -> Result<Answer, GuestError> {
         assert!(
             self.pending.is_empty(),
@@ -305,13 +305,14 @@ impl FakeGuest {
         Ok(done.remove(0).answer)
     }
 
-    /// Whether the device signalled an error on a queue since the last question.
+    /// Returns whether the device has signalled an error on a queue since the last call.
     #[must_use]
     pub fn take_queue_error(&self, queue: usize) -> bool {
         self.queues[queue].err.read().is_ok()
     }
 
-    /// Bytes of one request that the caller wants to scribble over: its readable part.
+    /// Returns the address and length of the readable part of a request, for callers that overwrite
+    /// it.
     #[must_use]
     pub fn readable_of(&self, token: u64) -> Option<(u64, usize)> {
         self.pending.get(&token).map(|p| p.placed.readable[0])

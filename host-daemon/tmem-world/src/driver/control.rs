@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The generation, and the control queue: going online follows what the device's configuration says.
+//! The generation and the control queue: going online follows the device's configuration.
 
 use tmem_sim::Request;
 use tmem_sim::requests::REPORT_BYTES;
@@ -9,24 +9,24 @@ use super::{CONTROL_NS, Driver, Port, REPORT_NS};
 use crate::mutation::Mutation;
 use crate::transport::{CONTROLS, Flight, Tag};
 
-/// A control request.
+/// State of a control request's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Control {
-    /// The driver's.
+    /// The driver owns the buffer.
     Free,
-    /// The device's; given up at that time.
+    /// The device owns the buffer; the driver gives the request up at that time.
     Sent(u64),
-    /// The device's, and nobody waits.
+    /// The device owns the buffer, and the driver has given the request up.
     Abandoned,
 }
 
 impl Driver {
-    /// The device says that its configuration changed.
+    /// Notes that the device's configuration changed.
     pub fn config_changed(&mut self) {
         self.resync = true;
     }
 
-    /// What the driver's work queue does.
+    /// Does the work of the driver's work queue.
     pub fn work(&mut self, port: &mut Port<'_>) {
         if port.now_ns >= self.report_at_ns {
             self.report_at_ns = port.now_ns + REPORT_NS;
@@ -53,7 +53,7 @@ impl Driver {
             self.generation = port.generation;
             (self.late_row, self.tripped) = (0, false);
         }
-        // One at a time: the answer brings the next.
+        // One request at a time: its answer triggers the next.
         let waiting = |c: &Control| matches!(c, Control::Sent(_));
         if self.generation == 0 || self.controls.iter().any(waiting) {
             self.resync = self.generation != 0;
@@ -73,7 +73,7 @@ impl Driver {
 
     fn forget(&mut self) {
         if self.is(Mutation::IndexKept) && self.pool != 0 {
-            // Its pool, too, is believed to be there.
+            // The mutated driver also believes that its pool still exists.
             return;
         }
         if !self.is(Mutation::EpochIgnored) {
@@ -85,7 +85,7 @@ impl Driver {
         self.pool = 0;
     }
 
-    /// The file system is unmounted and mounted again: another pool.
+    /// Unmounts the file system and mounts it again: it gets another pool.
     pub fn remount(&mut self) {
         self.index.clear();
         self.objects.clear();
@@ -117,12 +117,12 @@ impl Driver {
         let waited = matches!(self.controls[nr], Control::Sent(_));
         self.controls[nr] = Control::Free;
         self.stale(status);
-        // Answers of another time do not count; who gave up begins anew.
+        // Answers of another generation do not count. A request that was given up is started again.
         self.resync |= !waited;
         let current = flight.generation == self.generation;
         if let (false, true, Request::PoolCreate { pool, .. }) = (waited, current, &*flight.request)
         {
-            // Nobody believed in it any more.
+            // The driver had given up the creation of this pool.
             self.burnt.push(*pool);
         }
         if !waited || !current {

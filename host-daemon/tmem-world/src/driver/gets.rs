@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gets: entries are taken out of the index, bounce pages belong to the device until it answers, and
-//! a reader waits until its deadline and no longer.
+//! Gets: a get takes entries out of the index. Bounce pages belong to the device until it answers,
+//! and a reader waits until its deadline and no longer.
 
 use std::collections::BTreeMap;
 
@@ -12,18 +12,18 @@ use super::{DEADLINE_NS, Driver, FilePage, LATE_ROW_MAX, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, Flight, GETS, Tag};
 
-/// A get request.
+/// State of a get request's buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Get {
-    /// The driver's.
+    /// The driver owns the buffer.
     Free,
-    /// A reader's, whose pages begin there.
+    /// The request is in flight for this reader; its pages begin at this page.
     Sent(u64, FilePage),
-    /// Nobody waits for it.
+    /// The request is in flight, and no reader waits for it.
     Abandoned,
-    /// The breaker's probe.
+    /// The request is the breaker's probe, sent at this time.
     Probe(u64),
-    /// Asked in vain.
+    /// The request asks for a page that the device must not return.
     Vain,
 }
 
@@ -32,23 +32,24 @@ pub enum Get {
 pub struct Reader {
     waiting: usize,
     got: BTreeMap<FilePage, Box<Page>>,
-    /// When it began, by the guest's clock.
+    /// Start of the read by the guest's clock.
     begun_ns: u64,
     late: bool,
 }
 
-/// What a read brought; what is not there has to come from the disk.
+/// Result of a read; missing pages have to come from the disk.
 pub struct Got {
-    /// Which read.
+    /// Number of the read.
     pub reader: u64,
     /// Pages that came from the device.
     pub pages: BTreeMap<FilePage, Box<Page>>,
-    /// How long it took.
+    /// Time that the reader waited, in nanoseconds.
     pub waited_ns: u64,
 }
 
 impl Driver {
-    /// Asks for pages of a file; [`finished`](Self::finished) has them, soon or late.
+    /// Asks for pages of a file; [`finished`](Self::finished) returns them later. Returns the
+    /// number of the read.
     pub fn get(&mut self, port: &mut Port<'_>, inode: u32, pages: &[u64]) -> u64 {
         self.reader_last += 1;
         let id = self.reader_last;
@@ -179,7 +180,7 @@ impl Driver {
         }
     }
 
-    /// Asks what must not be answered: nobody reads what comes.
+    /// Asks for a page that the device must not return. No reader gets the answer.
     pub fn ask_in_vain(&mut self, port: &mut Port<'_>, key: Key, cookie: u64) {
         if self.generation != 0 {
             let key = (key.pool, key.object, key.index);
@@ -187,7 +188,7 @@ impl Driver {
         }
     }
 
-    /// Sees whether a host that was late is quick again: object 1 and cookie 0 are no page's.
+    /// Probes whether a host that was late is fast again. No page has object 1 and cookie 0.
     pub(super) fn probe(&mut self, port: &mut Port<'_>) {
         if self.tripped && !self.probing && self.generation != 0 {
             let get = Get::Probe(port.now_ns);
@@ -195,7 +196,7 @@ impl Driver {
         }
     }
 
-    /// When the next reader gives up.
+    /// Returns the time at which the next reader gives up.
     pub fn next_deadline_ns(&self) -> Option<u64> {
         if self.is(Mutation::DeadlineMissing) {
             return None;
@@ -204,7 +205,7 @@ impl Driver {
         readers.map(|reader| reader.begun_ns + DEADLINE_NS).min()
     }
 
-    /// Takes a read that is done, or late.
+    /// Takes a read that is complete, or late.
     pub fn finished(&mut self, now_ns: u64) -> Option<Got> {
         let late = |reader: &Reader| now_ns >= reader.begun_ns + DEADLINE_NS;
         let patient = self.is(Mutation::DeadlineMissing);
@@ -222,7 +223,7 @@ impl Driver {
         })
     }
 
-    /// The longest that a reader has waited.
+    /// Returns the longest time that a present reader has waited, in nanoseconds.
     pub fn longest_wait_ns(&self, now_ns: u64) -> u64 {
         let readers = self.readers.values();
         let waits = readers.map(|reader| now_ns - reader.begun_ns);

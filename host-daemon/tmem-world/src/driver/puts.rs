@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Puts and flushes: a put copies into a place and enters the index; the feeder sends later.
+//! Puts and flushes: a put copies the page into a place and adds it to the index; the feeder sends
+//! it later.
 //!
-//! Never waits. A put that is dropped or refused leaves no entry.
+//! A put never waits. A put that is dropped or refused leaves no entry.
 
 use tmem_sim::{Answer, Content, Key, PutPage, Range as Ranged, Request};
 use virtio_tmem as wire;
@@ -10,7 +11,7 @@ use super::{Driver, Port};
 use crate::mutation::Mutation;
 use crate::transport::{BATCH, PUTS, Tag};
 
-/// Ranges that are remembered for the host; more are dropped.
+/// Most ranges that are remembered for the host; further ones are dropped.
 const RANGES_MAX: usize = 4;
 
 /// A page that waits to be sent.
@@ -23,12 +24,12 @@ pub struct Slot {
     pub(super) cookie: u64,
     epoch: u32,
     workingset: bool,
-    /// Where the copy is.
+    /// Address of the copy.
     pub(super) place: u64,
     content: Content,
 }
 
-/// A batch that the device has.
+/// A batch that the device owns.
 #[derive(Clone, Debug)]
 pub struct PutBatch {
     pub(super) slots: Vec<Slot>,
@@ -45,7 +46,7 @@ pub struct Range {
 }
 
 impl Driver {
-    /// A clean page leaves the page cache.
+    /// Puts a clean page that leaves the page cache.
     pub fn put(&mut self, inode: u32, page: u64, content: Content, workingset: bool) {
         if !self.take_put(inode, page, content, workingset) && !self.is(Mutation::EntryKeptAtDrop) {
             self.invalidate(inode, page, page);
@@ -81,7 +82,7 @@ impl Driver {
         true
     }
 
-    /// A page that the device was not asked for yet, or has not answered.
+    /// Returns the copy of a page that was not sent yet, or that the device has not answered.
     pub(super) fn in_ring(&self, queue: usize, cookie: u64) -> Option<u64> {
         let sent = self.batches[queue].iter().flatten().flat_map(|b| &b.slots);
         let mut slots = self.slots[queue].iter().chain(sent);
@@ -93,7 +94,7 @@ impl Driver {
             return;
         };
         let queue = self.queue(object, from);
-        // Half of them are never told: a driver may.
+        // The driver never reports half of the ranges, as a driver may.
         let draw = (self.cookie_last ^ object << 8 ^ from).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         if draw >> 63 == 0 {
             return;
@@ -113,7 +114,7 @@ impl Driver {
         }
     }
 
-    /// What the feeder thread does for a queue, but for taking answers.
+    /// Does the work of the feeder thread for a queue, except for taking answers.
     pub fn feed(&mut self, port: &mut Port<'_>, queue: usize) {
         self.feed_flushes(port, queue);
         while self.feed_puts(port, queue) {}
@@ -182,7 +183,8 @@ impl Driver {
         let contents = slots.iter().map(|slot| slot.content).collect();
         let page = self.transport.layout.puts[queue][nr];
         let flight = self.flight(port, Tag::Put(nr), request, (page, places), contents);
-        // A slot may be sent to another queue by mistake, but not be answered there.
+        // A mutation may send the batch to another queue. The batch stays in the list of this
+        // queue.
         let to = if self.is(Mutation::QueueAny) {
             1 + (self.cookie_last as usize / 3) % (self.transport.queues() - 1)
         } else {
@@ -212,7 +214,7 @@ impl Driver {
 
     pub(super) fn put_answered(&mut self, queue: usize, batch: usize, answer: &Answer) {
         self.stale(answer.status);
-        // Where a mutation sent it to another queue, the batch is another's.
+        // If a mutation sent the batch to another queue, it is in the list of the right queue.
         let owner = (0..self.batches.len())
             .map(|i| (queue + i) % self.batches.len())
             .find(|q| self.batches[*q][batch].is_some());

@@ -1,23 +1,24 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The end of a script: all faults are made good, and then all must become well again.
+//! The end of a script: all faults are repaired, and then the whole system must recover.
 //!
-//! Each request is answered, each driver knows its device's generation and has a pool, and each file
-//! reads as it was written, through the cache.
+//! Each request is answered, each driver knows its device's generation and has a pool, and each
+//! file reads as it was written, through the cache.
 
 use super::World;
 use crate::kernel::{FILES, PAGES};
 
-/// Looks at whether all is quiet.
+/// Most checks of whether all work is done.
 const LOOKS: usize = 260;
-/// Between the first of them, long enough for answers.
+/// Time between the first checks in nanoseconds, long enough for answers.
 const SHORT_NS: u64 = 500_000;
-/// So many are short; then what waits for a report or a control request has its time.
+/// Number of checks with the short interval. The others leave time for reports and control
+/// requests.
 const SHORT_LOOKS: usize = 60;
-/// Between the others.
+/// Time between the other checks in nanoseconds.
 const LONG_NS: u64 = 50_000_000;
 
 impl World {
-    /// Ends it.
+    /// Ends the script and checks the recovery.
     pub fn end(&mut self) {
         for h in 0..self.hosts.len() {
             self.start_host(h);

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What stops, goes back or moves: daemons, connections, machines, memory.
+//! Faults: daemons, connections, machines and memory that stop, go back in time or move.
 //!
-//! The order of a VMM's messages is QEMU's. A VMM that has something to say to a daemon that does not
-//! answer gives it up.
+//! The order of a VMM's messages is QEMU's. A VMM gives up the connection to a daemon that does not
+//! answer its message.
 
 use super::{Ghost, Late, Snapshot, World, mix};
 use crate::driver::Driver;
 use crate::kernel::Kernel;
 use crate::mutation::Mutation;
 
-/// Steps after which a broken backend writes what it should have written before.
+/// Steps after which a broken back end writes an answer that it should have written before.
 const LATE_STEPS: usize = 30;
 
 impl World {
@@ -24,7 +24,7 @@ impl World {
         }
     }
 
-    /// kill -9.
+    /// Kills a daemon, as kill -9 does.
     pub(super) fn kill(&mut self, h: usize) {
         for guest in &mut self.guests {
             if guest.machine.link.as_ref().is_some_and(|l| l.host == h) {
@@ -82,7 +82,7 @@ impl World {
         }
     }
 
-    /// The VMM closes the connection; the daemon has yet to notice.
+    /// Closes the connection from the VMM's side; the daemon has not noticed that yet.
     pub(super) fn hang_up(&mut self, g: usize) {
         if let Some(link) = self.guests[g].unlink() {
             link.hang_up.burn();
@@ -90,7 +90,7 @@ impl World {
         }
     }
 
-    /// The daemon's control threads end the connections of a VM that are over.
+    /// Lets the daemon's control threads end the connections of a VM that the VMM has closed.
     pub(super) fn notice(&mut self, g: usize) {
         let ghosts = std::mem::take(&mut self.ghosts);
         for ghost in ghosts {
@@ -102,15 +102,15 @@ impl World {
         }
     }
 
-    /// The VMM connects, and starts the device if the VM runs.
+    /// Connects the VMM, and starts the device if the VM runs.
     pub(super) fn connect(&mut self, g: usize) {
         if self.link(g) {
             self.start(g);
         }
     }
 
-    /// A connection and its generation. False: nobody answers, or the old connection is still there;
-    /// the VMM tries again some time.
+    /// Connects and reads the generation. False: no daemon answers, or the old connection still
+    /// exists. The VMM tries again later.
     fn link(&mut self, g: usize) -> bool {
         let h = self.guests[g].home;
         if self.guests[g].machine.link.is_some() || !self.answers(h) {
@@ -127,7 +127,7 @@ impl World {
         true
     }
 
-    /// The same with memory that another process could truncate: it must be refused.
+    /// Connects with memory that another process could truncate, which the daemon must refuse.
     pub(super) fn refuse(&mut self, g: usize) {
         if !self.link(g) {
             return;
@@ -137,7 +137,7 @@ impl World {
             let what = "memory that could be truncated was taken".into();
             guest.oracle.fail("memory", what);
         }
-        // So the control thread does when a message was refused.
+        // The control thread ends the connection when it has refused a message.
         if let Some(link) = guest.unlink() {
             link.session.end();
         }
@@ -147,14 +147,14 @@ impl World {
         let guest = &mut self.guests[g];
         if guest.runs() && guest.machine.link.is_some() && !guest.machine.started() {
             let transport = &guest.kernel.driver.transport;
-            // What was published after the last look, before the connection was lost.
             if let Err(error) = guest.machine.start(transport) {
                 guest.oracle.fail("message", error);
             }
         }
     }
 
-    /// There is a daemon that answers; one that does not is given up.
+    /// Returns whether there is a daemon that answers. Gives up the connection to one that does
+    /// not.
     fn can_talk(&mut self, g: usize) -> bool {
         let Some(link) = &self.guests[g].machine.link else {
             return false;
@@ -166,7 +166,7 @@ impl World {
         answers
     }
 
-    /// The rings are stopped, if they run and the daemon answers.
+    /// Stops the rings, if they run and the daemon answers.
     fn stop(&mut self, g: usize) {
         if !self.guests[g].machine.started() || !self.can_talk(g) {
             return;
@@ -183,7 +183,7 @@ impl World {
         }
     }
 
-    /// As if the last answers had been published before their pages were written.
+    /// Simulates answers that were published before their pages were written.
     fn hold_back(&mut self, g: usize) {
         let transport = &self.guests[g].kernel.driver.transport;
         for (queue, flights) in transport.flight.iter().enumerate() {
@@ -206,7 +206,7 @@ impl World {
         }
     }
 
-    /// The memory table changes under running rings: a region goes and comes back.
+    /// Changes the memory table while the rings run: a region is removed and added again.
     pub(super) fn change_memory(&mut self, g: usize) {
         if self.guests[g].machine.started() && self.can_talk(g) {
             let guest = &mut self.guests[g];
@@ -229,7 +229,7 @@ impl World {
         }
     }
 
-    /// In the middle of a turn, and the daemon is slow.
+    /// Pauses the VM in the middle of a slice, with a slow daemon.
     pub(super) fn pause_late(&mut self, g: usize, looks: u8) {
         let machine = &self.guests[g].machine;
         if let (true, Some(link)) = (machine.started(), &machine.link)
@@ -255,7 +255,7 @@ impl World {
         }
     }
 
-    /// RESET_DEVICE: rings stopped, the tenant empty, another generation.
+    /// Sends RESET_DEVICE: rings stopped, the tenant empty, another generation.
     fn reset_device(&mut self, g: usize) {
         self.stop(g);
         if self.can_talk(g) {
@@ -267,7 +267,7 @@ impl World {
         }
     }
 
-    /// Reboot, or crash: memory is lost.
+    /// Reboots the VM, or lets it crash: memory is lost.
     pub(super) fn reset(&mut self, g: usize) {
         self.reset_device(g);
         let (seed, now) = (self.setup.seed, self.now_ns());
@@ -284,7 +284,7 @@ impl World {
         self.restart(g);
     }
 
-    /// savevm: the VM stands for it, and goes on.
+    /// Takes a snapshot as savevm does: the VM is stopped for it, and continues.
     pub(super) fn snapshot(&mut self, g: usize) {
         self.stop(g);
         let now = self.now_ns();
@@ -301,7 +301,7 @@ impl World {
         self.restart(g);
     }
 
-    /// loadvm: memory, disk and clock are those of the snapshot.
+    /// Restores a snapshot as loadvm does: memory, disk and clock are those of the snapshot.
     pub(super) fn rollback(&mut self, g: usize) {
         if self.guests[g].snapshot.is_none() {
             return;
@@ -316,14 +316,14 @@ impl World {
             guest.storage = snapshot.storage.clone();
             guest.machine.bases = Some(snapshot.bases.clone());
             (guest.behind_ns, guest.paused_at_ns) = (now - snapshot.now_ns, None);
-            // The configuration is read again by who is told that it changed.
+            // A guest that is notified of a change reads the configuration again.
             guest.machine.config_irq = true;
         }
         guest.oracle.rings_changed(&guest.kernel.driver.transport);
         self.restart(g);
     }
 
-    /// The disk goes back while the VM is off.
+    /// Restores the disk while the VM is off.
     pub(super) fn revert(&mut self, g: usize) {
         if let Some(snapshot) = &self.guests[g].snapshot {
             self.guests[g].storage.disk = snapshot.storage.disk.clone();
@@ -345,7 +345,8 @@ impl World {
         }
     }
 
-    /// The VM stops here and goes on at the other host, or stays if there is none.
+    /// Stops the VM here and continues it at the other host, or cancels the migration if that host
+    /// has no daemon.
     pub(super) fn arrive(&mut self, g: usize) {
         let to = (self.guests[g].home + 1) % self.hosts.len();
         if !self.guests[g].machine.migrates() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the daemon says of itself and of its VMs, and whether their sockets can be used.
+//! Checks the daemon, its VMs, and the permissions of their sockets.
 
 use super::Finding;
 use crate::client::{connect, refused};
@@ -13,10 +13,10 @@ use tmem_control::VarlinkClientInterface;
 
 const DAEMON: &str = "daemon";
 
-/// Of a socket: nobody else may connect.
+/// Permission bits that allow all users to connect to a socket.
 const OTHERS: u32 = 0o007;
 
-/// What was found, and the VMs that the daemon serves, if it can be asked.
+/// Returns the findings, and the daemon's VMs if it can be reached.
 pub fn look(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     let asked = in_time(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
@@ -116,8 +116,8 @@ fn control_socket(socket: &Path) -> Finding {
     }
 }
 
-/// Pages of guests must not be swapped. What counts is what the daemon could lock: root's memory is, whatever
-/// the limit.
+/// Checks that pages of guests cannot be swapped. It uses the daemon's own report whether it could
+/// lock its memory, because root may lock memory whatever the limit is.
 fn locked(daemon: &api::DaemonStats) -> Finding {
     let of = ("memory-lock", DAEMON);
     match daemon.memory_locked {
@@ -167,7 +167,7 @@ fn vm_socket(vm: &api::Vm) -> Finding {
     }
 }
 
-/// One VM.
+/// Checks one VM.
 fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
     let name = vm.name.as_str();
     let mut findings = vec![vm_socket(vm)];
@@ -210,7 +210,7 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
     findings
 }
 
-/// What the guest's driver says.
+/// Checks the state that the guest's driver reports.
 fn driver(name: &str, stats: &api::VmStats) -> Finding {
     let of = ("driver", name);
     let Some(driver) = &stats.driver else {

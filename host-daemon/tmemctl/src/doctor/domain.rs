@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What libvirt's domains say: device, shared memory, an emulator that knows the device.
+//! Checks libvirt's domains: the device, shared memory, and an emulator that has the device.
 
 use super::Finding;
 use crate::libvirt::is_local;
@@ -9,7 +9,7 @@ use tmem_control as api;
 use tmem_domain::Domain;
 use virt::connect::Connect;
 
-/// Looks at all domains. `served`: the VMs of the daemon, if it can be asked.
+/// Checks all domains. `served` are the daemon's VMs, if it can be reached.
 pub fn look(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -> Vec<Finding> {
     let of = ("libvirt", "host");
     if !root.join("etc/libvirt").exists() {
@@ -37,12 +37,12 @@ pub fn look(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -
     findings
 }
 
-/// XML of each domain, and whether it runs.
+/// Returns the XML of each domain, and whether it runs.
 fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
     virt::error::clear_error_callback();
     let domains = Connect::open_read_only(Some(uri)).and_then(|connection| {
         let domains = connection.list_all_domains(0)?;
-        // What the XML of one that has just gone says is no matter.
+        // A domain that has just been removed is skipped.
         let read = |domain: &virt::domain::Domain| {
             Some((domain.get_xml_desc(0).ok()?, domain.is_active().ok()?))
         };
@@ -54,15 +54,15 @@ fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
     })
 }
 
-/// What this host has for its domains.
+/// Facts about this host that the checks of domains need.
 struct Host<'a> {
-    /// The VMs of the daemon, if it can be asked.
+    /// The daemon's VMs, if it can be reached.
     served: Option<&'a [api::Vm]>,
-    /// Asks an emulator.
+    /// Returns whether an emulator has the device.
     has_device: &'a dyn Fn(&str) -> Result<bool, String>,
 }
 
-/// One domain, and the host that it is on, if that is this one.
+/// Checks one domain. `host` is None if the domain is on another host.
 fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What the host's files say.
+//! Checks files of the host: KVM, PSI, libvirt's hook, and AppArmor.
 
 use super::Finding;
 use std::fs;
@@ -10,7 +10,7 @@ const HOST: &str = "host";
 
 const HOOK_FOLDER: &str = "etc/libvirt/hooks/qemu.d";
 
-/// Looks below `root`.
+/// Checks the host's files below `root`.
 pub fn look(root: &Path) -> Vec<Finding> {
     vec![kvm(root), pressure(root), hook(root), apparmor(root)]
 }
@@ -41,7 +41,8 @@ fn pressure(root: &Path) -> Finding {
     }
 }
 
-/// Without it libvirt's VMs have no socket.
+/// Checks that libvirt runs the hook, without which the daemon creates no sockets for libvirt's
+/// VMs.
 fn hook(root: &Path) -> Finding {
     let of = ("hook", HOST);
     if !root.join("etc/libvirt").exists() {
@@ -128,7 +129,7 @@ mod tests {
                 .expect("looked at")
                 .1
         };
-        // A host without libvirt and AppArmor.
+        // The host has neither libvirt nor AppArmor.
         assert_eq!(
             (state("hook"), state("apparmor")),
             (State::Good, State::Good)
@@ -140,7 +141,7 @@ mod tests {
         write(root, "dev/kvm", "");
         write(root, "proc/pressure/memory", "some avg10=0.00\n");
         assert_eq!((state("kvm"), state("psi")), (State::Good, State::Good));
-        // With libvirt.
+        // The host has libvirt.
         write(root, "etc/libvirt/hooks/qemu.d/other", "#!/bin/sh\n");
         assert_eq!(state("hook"), State::Fault);
         let hook = "etc/libvirt/hooks/qemu.d/virtio-tmem";
@@ -154,7 +155,7 @@ mod tests {
         );
         fs::set_permissions(root.join(hook), fs::Permissions::from_mode(0o755)).expect("set");
         assert_eq!(state("hook"), State::Good);
-        // With AppArmor.
+        // The host has AppArmor.
         write(root, "etc/apparmor.d/abstractions/libvirt-qemu", "");
         write(root, "sys/module/apparmor/parameters/enabled", "N\n");
         assert_eq!(state("apparmor"), State::Good);

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `doctor`: looks at host, daemon, VMs and libvirt's domains, and names the command that mends each fault.
+//! `doctor`: checks the host, the daemon, VMs and libvirt's domains, and names a command that fixes
+//! each fault.
 //!
-//! | file | its idea |
+//! | file | contents |
 //! | --- | --- |
-//! | `host.rs` | files of the host: kernel, hook, AppArmor |
-//! | `daemon.rs` | what the daemon says of itself and of its VMs, and their sockets |
-//! | `domain.rs` | what libvirt's domains say |
+//! | `host.rs` | checks files of the host: kernel, hook, AppArmor |
+//! | `daemon.rs` | checks the daemon, its VMs and their sockets |
+//! | `domain.rs` | checks libvirt's domains |
 //!
-//! It only looks. Each fault has a test that makes it: a check that was never seen to fail is none.
+//! It changes nothing. For each fault there is a test that causes it, which shows that the check
+//! can fail.
 
 mod daemon;
 #[cfg(feature = "libvirt")]
@@ -19,44 +21,44 @@ use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
 
-/// Where it looks.
+/// Options of `doctor`.
 #[derive(Args, Clone)]
 pub struct DoctorArguments {
-    /// libvirt to ask for its domains
+    /// URI of the libvirt whose domains are checked
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
-    /// Look at the host's files below this folder
+    /// Check the host's files below this directory
     #[arg(long, value_name = "PATH", default_value = "/", hide = true)]
     root: PathBuf,
-    /// Print also what is as it should be
+    /// Print also the checks that found no fault
     #[arg(long)]
     all: bool,
 }
 
-/// How it is.
+/// Result of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum State {
     /// Something does not work.
     Fault,
-    /// Something works less well than it could, or is as somebody wanted it for a while.
+    /// Something works less well than it could, or an operator has changed it temporarily.
     Warning,
-    /// As it should be, or not used here.
+    /// All is well, or the checked part is not used on this host.
     Good,
 }
 
-/// What was found.
+/// A finding of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Finding {
-    /// How it is.
+    /// Result of the check.
     pub state: State,
-    /// What was looked at; does not change between versions.
+    /// Name of the check; it does not change between versions.
     pub check: &'static str,
-    /// Of whom: host, daemon, or a VM.
+    /// Object of the check: host, daemon, or the name of a VM.
     pub about: String,
-    /// A sentence.
+    /// The finding in one sentence.
     pub text: String,
-    /// A command that mends it, or what to look at.
+    /// A command that fixes the fault, or where to look.
     pub mend: Option<String>,
 }
 
@@ -68,7 +70,7 @@ impl Finding {
         mend: Option<String>,
     ) -> Finding {
         let about = about.into();
-        // Some of it was written by others.
+        // Parts of the text may come from other programs or from VMs.
         let text = text.into().replace(char::is_control, " ");
         Finding {
             state,
@@ -92,7 +94,7 @@ impl Finding {
     }
 }
 
-/// Looks at everything. With faults the exit code is 1.
+/// Runs all checks. The flag is false if there are faults, and the exit code is then 1.
 pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), Failure> {
     let mut findings = host::look(&arguments.root);
     let (of_daemon, vms) = daemon::look(reach);
@@ -106,7 +108,7 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), F
     ));
     #[cfg(not(feature = "libvirt"))]
     drop(vms);
-    // Faults first, each group in the order of looking.
+    // Faults come first, and within each group findings stay in the order of the checks.
     findings.sort_by_key(|finding| finding.state);
     let count = |state| {
         findings

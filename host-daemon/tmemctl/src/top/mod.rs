@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! `top`: a live view of the pool and its VMs, made for 80 × 24.
+//! `top`: a live view of the pool and its VMs, designed for 80 × 24 characters.
 //!
-//! | file | its idea |
+//! | file | contents |
 //! | --- | --- |
-//! | `model.rs` | what is shown: rates from two looks, order, filter, history |
-//! | `view.rs` | where it is shown; draws a model, knows no daemon |
-//! | `mod.rs` | asks the daemon, reads keys |
+//! | `model.rs` | computes the displayed data: rates between two polls, order, filter, history |
+//! | `view.rs` | draws a model, and knows no daemon |
+//! | `mod.rs` | polls the daemon, reads keys |
 //!
 //! It works on the read-only socket and changes nothing.
 
@@ -28,13 +28,13 @@ use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 use tmem_control as api;
 
-/// How long it waits for a key before it looks for an answer or a signal; nobody notices it.
+/// Longest wait for a key before checking for an answer or a signal; too short to be noticed.
 const GLANCE: Duration = Duration::from_millis(50);
 
-/// How often it looks.
+/// Options of `top`.
 #[derive(Args, Clone)]
 pub struct TopArguments {
-    /// Seconds between two looks
+    /// Seconds between two polls
     #[arg(long, short, value_name = "SECONDS", default_value_t = 1,
           value_parser = clap::value_parser!(u64).range(1..=3600))]
     delay: u64,
@@ -46,7 +46,7 @@ pub struct TopArguments {
     filter: String,
 }
 
-/// What a key means.
+/// Action for a key.
 #[derive(Debug, PartialEq, Eq)]
 enum Do {
     Nothing,
@@ -96,10 +96,11 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
     Do::Nothing
 }
 
-/// Looks beside the keys: of a daemon that hangs, one look waits, and no second.
+/// Polls on a thread of its own, so that keys work while a daemon hangs. At most one poll is under
+/// way.
 struct Looks {
     reach: Reach,
-    /// Since when, and where it answers.
+    /// Start of the current poll, and the channel for its result.
     under_way: Option<(Instant, Receiver<Result<api::Stats_Reply, Failure>>)>,
 }
 
@@ -108,13 +109,14 @@ impl Looks {
         let (sender, receiver) = mpsc::channel();
         let reach = self.reach.clone();
         std::thread::spawn(move || {
-            // Nobody listens any more if it has been left.
+            // If top has been left, the receiver no longer exists.
             let _ = sender.send(stats(&reach, None));
         });
         self.under_way = Some((Instant::now(), receiver));
     }
 
-    /// What was seen, or why nothing is. A look that is late goes on.
+    /// Returns the result of the poll if there is one, or a failure if the poll is late. A late
+    /// poll continues.
     fn end(&mut self) -> Option<Result<api::Stats_Reply, Failure>> {
         let (since, receiver) = self.under_way.as_ref()?;
         match receiver.try_recv() {
@@ -128,14 +130,14 @@ impl Looks {
     }
 }
 
-/// Shows it until it is told to end.
+/// Shows the view until a key or a signal ends it.
 pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     if reach.json {
         let what = "top is for people: stats --watch --json prints lines for machines";
         return Err(Failure(what.into(), 2));
     }
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
-    // Before the screen is taken, so that a refusal is read.
+    // The first poll precedes the change of the screen, so that the user can read a refusal.
     let first = in_time(&reach.daemon(), reach, |reach| stats(reach, None));
     model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
@@ -150,7 +152,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         reach,
         under_way: None,
     };
-    // It gives the terminal back also when it panics.
+    // ratatui also restores the terminal after a panic.
     let mut terminal = ratatui::try_init().map_err(failed)?;
     let mut next = Instant::now() + period.min(Duration::from_millis(500));
     let done = loop {
@@ -176,7 +178,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
         }
         match looks.end() {
             Some(Ok(reply)) => model.take(reply, Instant::now()),
-            // It may come back; what was seen last stays.
+            // The daemon may come back, so the last figures stay on the screen.
             Some(Err(Failure(why, _))) => model.problem = Some(why),
             None => {}
         }
@@ -185,13 +187,13 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
             looks.begin();
         }
     };
-    // The terminal may be gone.
+    // The terminal may no longer exist.
     let _ = ratatui::try_restore();
     done
 }
 
-/// A signal ends it: the flag, and if nobody has looked at it soon, the process. Of a terminal that is gone
-/// crossterm reads for ever.
+/// Returns a flag that SIGTERM, SIGHUP and SIGINT set. If the loop does not see the flag soon, the
+/// process ends, because crossterm reads forever from a terminal that no longer exists.
 fn end_by_signals() -> std::io::Result<Arc<AtomicBool>> {
     let told = Arc::new(AtomicBool::new(false));
     let (flag, mut signals) = (told.clone(), Signals::new([SIGTERM, SIGHUP, SIGINT])?);
@@ -216,7 +218,7 @@ mod key_tests {
         let mut press = |code| key(&mut model, code, false);
         assert_eq!(press(KeyCode::Char('n')), Do::Nothing);
         assert_eq!(press(KeyCode::Char('/')), Do::Nothing);
-        // While a filter is typed they are letters.
+        // While the user types a filter, these keys are letters.
         for code in [KeyCode::Char('q'), KeyCode::Char('x'), KeyCode::Backspace] {
             assert_eq!(press(code), Do::Nothing);
         }

@@ -1,35 +1,36 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! What `top` shows: rates from two looks at the daemon, in an order, with a history.
+//! The data that `top` shows: rates between two polls of the daemon, with order, filter and
+//! history.
 
 use std::collections::{HashMap, VecDeque};
 use std::str::FromStr;
 use std::time::Instant;
 use tmem_control::{DaemonStats, Histogram, PoolStats, Stats_Reply, VmStats};
 
-/// Looks that are remembered for a sparkline: as wide as it can be.
+/// Number of polls in a history, which is the largest width of a sparkline.
 pub const HISTORY: usize = 60;
 
-/// By what VMs are ordered.
+/// Sort key of the VMs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sort {
-    /// Name.
+    /// Name of the VM.
     Name,
-    /// Hits a second.
+    /// Hits in pages per second.
     Hits,
-    /// Part of gets that hit.
+    /// Share of gets that hit.
     Rate,
-    /// Pages put a second.
+    /// Puts in pages per second.
     Put,
-    /// Pages asked for a second.
+    /// Gets in pages per second.
     Get,
     /// Charged bytes.
     Used,
-    /// Pages.
+    /// Number of pages.
     Pages,
 }
 
 impl Sort {
-    /// All there are, in the order of the help.
+    /// All keys, in the order of the help.
     pub const ALL: [Sort; 7] = [
         Sort::Name,
         Sort::Hits,
@@ -40,7 +41,7 @@ impl Sort {
         Sort::Pages,
     ];
 
-    /// Its name on the command line.
+    /// Returns the name of the key on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Sort::Name => "name",
@@ -53,7 +54,7 @@ impl Sort {
         }
     }
 
-    /// The key that chooses it.
+    /// Returns the keyboard key that selects this order.
     pub fn key(self) -> char {
         match self {
             Sort::Name => 'n',
@@ -79,50 +80,50 @@ impl FromStr for Sort {
     }
 }
 
-/// A VM at the last look.
+/// A VM at the last poll.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// Its figures.
+    /// Figures of the VM.
     pub vm: VmStats,
-    /// Pages a second.
+    /// Gets in pages per second.
     pub gets: f64,
-    /// Pages a second: disk reads avoided.
+    /// Hits in pages per second: the disk reads that were avoided.
     pub hits: f64,
-    /// Pages a second.
+    /// Puts in pages per second.
     pub puts: f64,
-    /// Of the gets between the last two looks, or None without any.
+    /// Share of hits in the gets between the last two polls; None without gets.
     pub hit_part: Option<f64>,
-    /// Mean of a GET request between the last two looks, in µs.
+    /// Mean time of a GET request between the last two polls, in µs.
     pub get_us: Option<f64>,
-    /// Mean of a PUT request, likewise.
+    /// Mean time of a PUT request between the last two polls, in µs.
     pub put_us: Option<f64>,
-    /// Gets a second, oldest first.
+    /// Gets per second at each poll, oldest first.
     pub history: VecDeque<u64>,
 }
 
-/// See the file's comment.
+/// State of the view, without its drawing.
 pub struct Model {
-    /// Order.
+    /// Sort key of the rows.
     pub sort: Sort,
-    /// The other way round.
+    /// True if the order is reversed.
     pub reverse: bool,
-    /// Only VMs with this in their names.
+    /// Only VMs whose names contain this text are shown.
     pub filter: String,
-    /// The filter is being typed.
+    /// True while the user types the filter.
     pub typing: bool,
-    /// The help is shown.
+    /// True while the help is shown.
     pub help: bool,
-    /// No more looks.
+    /// True while polling is paused.
     pub paused: bool,
-    /// Position among the rows that are shown.
+    /// Position of the selected row among the shown rows.
     pub selected: usize,
-    /// Why the last look failed.
+    /// Reason why the last poll failed.
     pub problem: Option<String>,
-    /// The daemon at the last look.
+    /// Figures of the daemon at the last poll.
     pub daemon: Option<DaemonStats>,
-    /// The pool at the last look.
+    /// Figures of the pool at the last poll.
     pub pool: Option<PoolStats>,
-    /// Hits a second of all VMs, oldest first.
+    /// Hits per second of all VMs at each poll, oldest first.
     pub history: VecDeque<u64>,
     rows: Vec<Row>,
     at: Option<Instant>,
@@ -135,7 +136,7 @@ fn push(history: &mut VecDeque<u64>, value: f64) {
     history.push_back(value.max(0.0).round() as u64);
 }
 
-/// Mean time of the requests between two looks.
+/// Returns the mean time in µs of the requests between two polls.
 pub fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
     let count = |histogram: &Histogram| histogram.buckets.iter().sum::<i64>();
     let before = before.map_or((0, 0), |before| (count(before), before.sum_ns));
@@ -144,7 +145,7 @@ pub fn mean_us(now: &Histogram, before: Option<&Histogram>) -> Option<f64> {
 }
 
 impl Model {
-    /// Nothing seen yet.
+    /// Creates a model without any figures.
     pub fn new(sort: Sort, filter: String) -> Model {
         Model {
             sort,
@@ -163,7 +164,7 @@ impl Model {
         }
     }
 
-    /// Takes what the daemon says.
+    /// Takes over the daemon's figures and computes the rates.
     pub fn take(&mut self, reply: Stats_Reply, now: Instant) {
         let seconds = self.at.map(|at| (now - at).as_secs_f64().max(1e-3));
         let before = std::mem::take(&mut self.rows);
@@ -176,7 +177,7 @@ impl Model {
             .vms
             .into_iter()
             .map(|vm| {
-                // A daemon that was started anew counts from 0: nothing is known of before.
+                // A restarted daemon counts from 0, so the earlier figures do not apply.
                 let old = before
                     .remove(&vm.name)
                     .filter(|old| old.vm.gets <= vm.gets && old.vm.puts <= vm.puts);
@@ -212,7 +213,8 @@ impl Model {
         self.stay_inside();
     }
 
-    /// The VMs to show, in order: the largest first, but names from a.
+    /// Returns the rows to show, sorted. The largest value comes first; names are in alphabetical
+    /// order.
     pub fn rows(&self) -> Vec<&Row> {
         let mut rows: Vec<&Row> = self
             .rows
@@ -239,7 +241,7 @@ impl Model {
         rows
     }
 
-    /// Keeps the selection on a row that is there.
+    /// Moves the selection back to a row that is shown.
     pub fn stay_inside(&mut self) {
         self.selected = self.selected.min(self.rows().len().saturating_sub(1));
     }
@@ -270,7 +272,7 @@ pub mod tests {
         all.into()
     }
 
-    /// A VM with those figures.
+    /// Returns a VM with those counters.
     pub fn vm(name: &str, gets: i64, hits: i64, puts: i64) -> VmStats {
         let mut vm: VmStats = serde_json::from_value(figures(Scope::Vm)).expect("all figures");
         (vm.name, vm.gets, vm.hits, vm.puts) = (name.into(), gets, hits, puts);
@@ -278,7 +280,7 @@ pub mod tests {
         vm
     }
 
-    /// A driver in that state.
+    /// Returns a driver's report with that state.
     pub fn driver(state: &str) -> DriverReport {
         let figures = serde_json::from_value(figures(Scope::Driver));
         let mut driver: DriverReport = figures.expect("all figures");
@@ -286,7 +288,7 @@ pub mod tests {
         driver
     }
 
-    /// What a daemon with those VMs says.
+    /// Returns the reply of a daemon with those VMs.
     pub fn reply(vms: Vec<VmStats>) -> Stats_Reply {
         Stats_Reply {
             daemon: serde_json::from_value(figures(Scope::Daemon)).expect("all figures"),
@@ -321,7 +323,7 @@ pub mod tests {
             (Some(0.75), Some(5.0), None)
         );
         assert_eq!((row.history.len(), model.history.back()), (1, Some(&75)));
-        // The daemon was started anew.
+        // The daemon was restarted.
         model.take(
             reply(vec![vm("a", 5, 5, 5)]),
             start + Duration::from_secs(3),

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Draws the model: the pool above, a row for each VM, the selected one below.
+//! Draws the model: the pool at the top, a row for each VM, and the selected VM at the bottom.
 
 use super::model::{Model, Row, Sort, mean_us};
 use crate::table::{percent, ratio, size};
@@ -12,11 +12,11 @@ use ratatui::widgets::{
 };
 use tmem_control::PoolStats;
 
-/// Lines above the table, and below it.
+/// Heights of the parts above and below the table, in lines.
 const POOL_LINES: u16 = 6;
 const DETAIL_LINES: u16 = 7;
 
-/// A number a second, short.
+/// Formats a rate per second briefly.
 fn rate(value: f64) -> String {
     match value {
         ..9_999.5 => format!("{value:.0}"),
@@ -36,7 +36,7 @@ fn part(value: Option<f64>) -> String {
     value.map_or("-".into(), |part| format!("{:.0} %", part * 100.0))
 }
 
-/// Draws everything.
+/// Draws the whole screen.
 pub fn draw(frame: &mut Frame<'_>, model: &Model) {
     let [head, pool, table, detail, foot] = Layout::vertical([
         Constraint::Length(1),
@@ -73,7 +73,7 @@ fn draw_head(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     frame.render_widget(Line::from(text).bold(), area);
 }
 
-/// Pages by what has become of them.
+/// Formats the shares of pages by the form in which they are stored.
 fn composition(pool: &PoolStats) -> Line<'static> {
     let stored = pool.pages - pool.nursery_pages - pool.same_filled_pages - pool.shared_pages;
     let all = pool.pages.max(1);
@@ -115,7 +115,8 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     let [lines, spark] =
         Layout::horizontal([Constraint::Min(60), Constraint::Length(16)]).areas(text);
     let compressed = ratio(pool.original_bytes, pool.compressed_bytes);
-    // Each copy once, as it was first compressed: what zstd gains later is no gain of equal pages.
+    // Size of each stored copy as it was first compressed, since zstd's later gain must not count
+    // as a gain of deduplication.
     let once_bytes = pool.payload_bytes + pool.zstd_saved_bytes;
     let dedup = ratio(pool.compressed_bytes, once_bytes);
     let zstd = ratio(once_bytes, pool.payload_bytes);
@@ -139,7 +140,7 @@ fn draw_pool(frame: &mut Frame<'_>, area: Rect, model: &Model) {
     frame.render_widget(spark_of(&history, bars.width, Color::Green), bars);
 }
 
-/// The last so many values.
+/// Draws the last `width` values.
 fn spark_of(values: &[u64], width: u16, color: Color) -> Sparkline<'_> {
     let from = values.len().saturating_sub(width.into());
     Sparkline::default()
@@ -165,7 +166,7 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
         true => Cell::from(format!("{head}{arrow}")),
         false => Cell::from(head),
     }));
-    // What does not fit scrolls with the selection.
+    // The table scrolls with the selection if it does not fit.
     let lines = usize::from(area.height.saturating_sub(2)).max(1);
     let first = (model.selected + 1).saturating_sub(lines);
     let cells = rows
@@ -225,7 +226,7 @@ fn draw_table(frame: &mut Frame<'_>, area: Rect, model: &Model, rows: &[&Row]) {
     frame.render_widget(table, area);
 }
 
-/// One sign of a sparkline, against the VM's own most.
+/// Returns one character of a sparkline, relative to the largest value of this VM's history.
 fn bar(value: u64, row: &Row) -> char {
     const SIGNS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
     let most = row.history.iter().copied().max().unwrap_or(0);
@@ -374,18 +375,18 @@ mod tests {
             .collect()
     }
 
-    /// So many requests, of that mean.
+    /// Adds `count` requests with a mean time of `mean_us`.
     fn requests(histogram: &mut Histogram, count: i64, mean_us: i64) {
         histogram.buckets[6] += count;
         histogram.sum_ns += count * mean_us * 1000;
     }
 
-    /// What a page takes that lz4 halves, and what the daemon keeps of one beside it.
+    /// Bytes of a page that lz4 halves, and bytes that the daemon charges for each page besides.
     const PACKED_BYTES: i64 = 1900;
     const CHARGE_BYTES: i64 = 320;
 
-    /// What follows from the forms of its pages and from its counters but for `puts`: pages that are held were
-    /// put, and not got, given up or dropped.
+    /// Sets the counters that follow from the forms of the VM's pages and from its other counters,
+    /// except for `puts`. Pages that are held were put, and neither got, evicted nor dropped.
     fn add_up(vm: &mut VmStats) {
         vm.original_bytes = vm.pages * 4096;
         vm.stored_pages = vm.pages - vm.nursery_pages - vm.same_filled_pages - vm.shared_pages;
@@ -400,7 +401,8 @@ mod tests {
         vm.puts = vm.pages + vm.puts_refused + vm.hits + vm.evictions + vm.flushed_pages;
     }
 
-    /// Two VMs of one trust domain that have run for some hours. What the pool says is the sum of them.
+    /// Returns figures of two VMs of one trust domain that have run for some hours. The pool's
+    /// figures are their sum.
     fn said() -> Stats_Reply {
         let mut web = vm("web-1", 6_120_000, 4_773_600, 0);
         (web.pages, web.nursery_pages) = (163_840, 2_048);
@@ -411,7 +413,7 @@ mod tests {
         (db.pages, db.frozen, db.refused_frozen) = (65_536, true, 21_464);
         (db.same_filled_pages, db.shared_pages) = (3_000, 18_000);
         db.flushed_pages = 7_000;
-        // By weights of 200 and 100.
+        // The weights of the VMs are 200 and 100.
         (web.entitled_bytes, db.entitled_bytes) = ((512 << 20) * 2 / 3, (512 << 20) / 3);
         for (vm, get_us, put_us) in [(&mut web, 14, 55), (&mut db, 12, 6)] {
             add_up(vm);
@@ -451,7 +453,8 @@ mod tests {
         said
     }
 
-    /// Its last seconds: so many gets in each, and puts that keep up with the hits.
+    /// Returns a model of the last seconds, with these gets in each second, and as many puts as
+    /// hits.
     fn model() -> Model {
         let mut model = Model::new(Sort::Get, String::new());
         let begun = Instant::now();
@@ -524,7 +527,8 @@ mod tests {
         }
     }
 
-    /// An operator who takes zstd's gain for that of equal pages merges trust domains for nothing.
+    /// The gain of zstd is shown separately from the gain of deduplication. Otherwise an operator
+    /// might merge trust domains without any benefit.
     #[test]
     fn each_gain_is_told_by_itself() {
         let mut said = said();
@@ -547,7 +551,7 @@ mod tests {
         assert!(shown.contains("equal pages ×2.00, zstd ×1.00 "), "{shown}");
     }
 
-    /// The screen in docs/tmemctl.md. `TMEM_BLESS=1` draws it anew.
+    /// Compares the screen in docs/tmemctl.md; `TMEM_BLESS=1` draws it again.
     #[test]
     fn the_document_shows_it() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");

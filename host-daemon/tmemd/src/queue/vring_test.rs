@@ -1024,6 +1024,51 @@ fn a_stale_request_changes_nothing() {
     assert_eq!(guest.results(get, 1), [wire::P_HIT]);
 }
 
+/// A request that is wrong in several ways gets the status of the earliest check (SPEC.md, "Precedence
+/// of statuses").
+#[test]
+fn statuses_have_the_precedence_of_the_specification() {
+    let mut guest = guest();
+    let flush = |object: u64, pool: u32| {
+        let header = Req {
+            pool: pool.into(),
+            ..req(wire::T_FLUSH, 1)
+        };
+        let range = wire::Range {
+            object: object.into(),
+            index: 0.into(),
+            nr_pages: 1.into(),
+        };
+        [header.as_bytes(), range.as_bytes()].concat()
+    };
+    let dead_pool = 9;
+    let expected = [
+        // An unknown type of a wrong size.
+        (req(99, 1).as_bytes().to_vec(), wire::S_UNSUPPORTED),
+        // A request of the control queue; object 0.
+        (
+            req(wire::T_POOL_DESTROY, 0).as_bytes().to_vec(),
+            wire::S_BAD,
+        ),
+        (flush(0, dead_pool), wire::S_BAD),
+        // Of a dead pool.
+        (flush(1, dead_pool), wire::S_STALE),
+    ];
+    guest
+        .link
+        .generation
+        .store(GENERATION + 1, Ordering::SeqCst);
+    for (request, status) in expected {
+        let answer = guest.send(&request, 8);
+        guest.run_slice();
+        assert_eq!(guest.bytes(answer, 1), [status]);
+    }
+    guest.link.generation.store(GENERATION, Ordering::SeqCst);
+    let answer = guest.send(&flush(1, dead_pool), 8);
+    guest.run_slice();
+    assert_eq!(guest.bytes(answer, 1), [wire::S_NO_POOL]);
+}
+
 /// Without space for a status the queue stops, reports to the VMM, and returns the chain.
 #[test]
 fn an_unanswerable_request_stops_the_queue() {

@@ -33,12 +33,18 @@ pub const QUEUES: usize = 1 + wire::REQUEST_QUEUES_MAX;
 const VIRTIO_F_VERSION_1: u64 = 1 << 32;
 const VIRTIO_F_INDIRECT_DESC: u64 = 1 << 28;
 const VIRTIO_F_EVENT_IDX: u64 = 1 << 29;
+const VIRTIO_F_IN_ORDER: u64 = 1 << 35;
 
 /// Offered features: no reserved bit of the device, no packed ring, no ACCESS_PLATFORM (SPEC.md,
 /// "Feature bits").
+///
+/// Rings are used in order and LATENCIES is served whether or not the driver accepted the bits: the
+/// replay after a lost back end needs the order, and older drivers send LATENCIES without negotiation.
 const FEATURES: u64 = VIRTIO_F_VERSION_1
     | VIRTIO_F_INDIRECT_DESC
     | VIRTIO_F_EVENT_IDX
+    | VIRTIO_F_IN_ORDER
+    | 1 << wire::F_LATENCIES
     | VhostUserVirtioFeatures::LOG_ALL.bits()
     | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
 

@@ -68,10 +68,15 @@
 /* Between two checks whether an incoming migration has brought all memory. */
 #define RETRY_INCOMING_MS 100
 
-/* Feature bits that the device may have, and so must have of its backend. */
+/*
+ * Feature bits that the device may have, and so must have of its backend. Only
+ * LATENCIES is not asked of a backend: an older one answers UNSUPPORTED.
+ */
 #define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
+                       (1ULL << VIRTIO_F_IN_ORDER) | \
                        (1ULL << VIRTIO_RING_F_INDIRECT_DESC) | \
-                       (1ULL << VIRTIO_RING_F_EVENT_IDX))
+                       (1ULL << VIRTIO_RING_F_EVENT_IDX) | \
+                       (1ULL << VIRTIO_TMEM_F_LATENCIES))
 
 /*
  * Protocol features that the device uses. Others would give the backend a
@@ -105,6 +110,7 @@ static const struct {
     const char *name;
 } needed_features[] = {
     { VIRTIO_F_VERSION_1, "VIRTIO_F_VERSION_1" },
+    { VIRTIO_F_IN_ORDER, "VIRTIO_F_IN_ORDER" },
     { VIRTIO_RING_F_INDIRECT_DESC, "VIRTIO_RING_F_INDIRECT_DESC" },
     { VIRTIO_RING_F_EVENT_IDX, "VIRTIO_RING_F_EVENT_IDX" },
 }, needed_protocol_features[] = {
@@ -332,11 +338,14 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
         goto err_host_notifiers;
     }
 
-    s->dev.acked_features = vdev->guest_features;
+    /* The driver may have accepted LATENCIES, which the backend may lack. */
+    s->dev.acked_features = vdev->guest_features & s->dev.features;
 
     /* There is no guest_notifier_mask: virtio-pci does without. */
     for (i = 0; i < s->dev.nvqs; i++) {
         vhost_virtqueue_mask(&s->dev, vdev, i, false);
+        /* An error of an earlier start is none of this one. */
+        event_notifier_test_and_clear(&s->vhost_vqs[i].error_notifier);
     }
 
     ret = vhost_dev_start(&s->dev, vdev, true);
@@ -427,6 +436,30 @@ static void vhost_user_tmem_update(VHostUserTmem *s)
     }
 }
 
+/* The backend has stopped a queue: nothing but a reset starts it again. */
+static void vhost_user_tmem_queue_error(EventNotifier *n)
+{
+    struct vhost_virtqueue *vq = container_of(n, struct vhost_virtqueue,
+                                              error_notifier);
+    VHostUserTmem *s = container_of(vq->dev, VHostUserTmem, dev);
+    g_autofree char *error = g_strdup_printf(
+        "it stopped queue %d after an error, see its log",
+        (int)(vq - s->vhost_vqs));
+
+    if (!event_notifier_test_and_clear(n) ||
+        s->state != VHOST_USER_TMEM_STARTED) {
+        return;
+    }
+    s->running = false;
+    vhost_user_tmem_update(s);
+    /* For drivers that do not look at the status. */
+    vhost_user_tmem_set_generation(s, 0);
+    vhost_user_tmem_set_error(s, error);
+    virtio_error(VIRTIO_DEVICE(s), "vhost-user-tmem %s: the device needs a "
+                 "reset because of its backend: %s", vhost_user_tmem_name(s),
+                 error);
+}
+
 /* Whether the backend can be what the guest was told that the device is. */
 static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
 {
@@ -457,6 +490,7 @@ static void vhost_user_tmem_connect(VHostUserTmem *s)
 {
     int64_t since_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
     Error *err = NULL;
+    int i;
 
     if (s->dev.vhost_ops) {
         vhost_dev_cleanup(&s->dev);
@@ -476,6 +510,10 @@ static void vhost_user_tmem_connect(VHostUserTmem *s)
         /* vhost_dev_init() has cleaned up. */
         vhost_user_tmem_refuse(s, since_ms, err);
         return;
+    }
+    for (i = 0; i < s->dev.nvqs; i++) {
+        event_notifier_set_handler(&s->vhost_vqs[i].error_notifier,
+                                   vhost_user_tmem_queue_error);
     }
     if (!vhost_user_tmem_check(s, &err)) {
         vhost_user_tmem_refuse(s, since_ms, err);
@@ -1033,6 +1071,8 @@ static const Property vhost_user_tmem_properties[] = {
     DEFINE_PROP_UINT16("queue-size", VHostUserTmem, queue_size, 256),
     DEFINE_PROP_UINT32("backend-timeout-ms", VHostUserTmem,
                        backend_timeout_ms, 1000),
+    DEFINE_PROP_BIT64("latencies", VHostUserTmem, parent_obj.host_features,
+                      VIRTIO_TMEM_F_LATENCIES, true),
 };
 
 /* Of QOM, for management software. */
