@@ -1051,7 +1051,7 @@ fn statuses_have_the_precedence_of_the_specification() {
             wire::S_BAD,
         ),
         (flush(0, dead_pool), wire::S_BAD),
-        // Of a dead pool.
+        // A FLUSH of a pool that does not exist.
         (flush(1, dead_pool), wire::S_STALE),
     ];
     guest
