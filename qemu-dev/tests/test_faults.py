@@ -381,7 +381,7 @@ def test_pages_marked_by_a_backend_that_was_lost_are_copied(
     vm.command(f"memset {page:#x} 4096 0x11")
     # Pages that are not zero, so that the migration lasts.
     vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
-    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 65536, "downtime-limit": 0})
+    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 65536})
     stream = folder / "state"
     stream.touch()
     vm.qmp("migrate", uri=f"exec:cat >{stream}")
@@ -401,8 +401,10 @@ def test_pages_marked_by_a_backend_that_was_lost_are_copied(
             if each["label"] == "tmem" and each["filename"].startswith("disconnected:")
         ],
     )
+    # vhost-user-blk of QEMU 10.2 lets no VM migrate whose backend is away.
+    backend().wait("a start", lambda event: event.get("request") == "SET_VRING_KICK")
     assert vm.qmp("query-migrate")["status"] == "active"
-    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 1 << 40, "downtime-limit": 300})
+    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
     assert arrived(vm) == "completed"
     assert copied(0x22)
 
