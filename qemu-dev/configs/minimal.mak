@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: GPL-2.0-or-later
-# Devices of the small test binary: what the VM tests and the demo put into a machine.
+# Devices of the small test binary: what the VM tests and the demo put into a machine, and
+# vhost-user-blk, on which qemu-dev/tests tries a patch of all vhost-user devices.
 CONFIG_Q35=y
 CONFIG_I440FX=y
 CONFIG_MICROVM=y
@@ -11,6 +12,7 @@ CONFIG_VIRTIO_RNG=y
 CONFIG_VIRTIO_SERIAL=y
 CONFIG_VIRTIO_BALLOON=y
 CONFIG_VIRTIO_MEM=y
+CONFIG_VHOST_USER_BLK=y
 CONFIG_VHOST_USER_RNG=y
 CONFIG_VHOST_USER_TMEM=y
 CONFIG_SERIAL_ISA=y

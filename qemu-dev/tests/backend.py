@@ -7,12 +7,16 @@ connections. In this way a test covers each moment of the device's life. SIGUSR1
 fast again. SIGUSR2 signals the error descriptor of queue 1, as a backend does that has stopped the
 queue.
 
+With --write-at, SIGHUP makes it write a page of guest memory, mark the page in the dirty log and
+kill itself.
+
 It prints one JSON object per line for each message, for the test to read.
 """
 
 import argparse
 import array
 import json
+import mmap
 import os
 import signal
 import socket
@@ -23,6 +27,8 @@ from pathlib import Path
 
 HEADER = struct.Struct("<III")
 CONFIG = struct.Struct("<QIHHI12x")
+REGION = struct.Struct("<QQQQ")
+PAGE = 4096
 
 NAMES = {
     1: "GET_FEATURES",
@@ -70,6 +76,8 @@ class Backend:
         self.generation = 0
         self.slow = False
         self.errors = {}  # error descriptors by queue
+        self.memory = []  # (guest address, mapping)
+        self.dirty_log = None
 
     def stop_queue(self, *_):
         self.log(event="error")
@@ -79,6 +87,27 @@ class Backend:
         if queue in self.errors:
             os.close(self.errors[queue])
         self.errors[queue] = fd
+
+    def map(self, request, payload, fds):
+        """Maps guest memory and the dirty log."""
+        if request == 5:
+            (count,) = struct.unpack_from("<I", payload)
+            self.memory = []
+            for index, fd in zip(range(count), fds, strict=True):
+                address, size, _, offset = REGION.unpack_from(payload, 8 + index * REGION.size)
+                self.memory.append((address, mmap.mmap(fd, size, offset=offset)))
+        if request == 6:
+            size, offset = struct.unpack("<QQ", payload)
+            self.dirty_log = mmap.mmap(fds[0], size, offset=offset)
+
+    def write_and_die(self, *_):
+        address = self.args.write_at
+        for start, mapping in self.memory:
+            if start <= address < start + len(mapping):
+                mapping[address - start : address - start + PAGE] = bytes([0x22]) * PAGE
+        page = address // PAGE
+        self.dirty_log[page // 8] |= 1 << page % 8
+        os.kill(os.getpid(), signal.SIGKILL)
 
     def toggle_slow(self, *_):
         self.slow = not self.slow
@@ -155,6 +184,8 @@ class Backend:
             payload = b""
             while len(payload) < size:
                 payload += conn.recv(size - len(payload))
+            if self.args.write_at:
+                self.map(request, payload, values)
             if request == 14 and values:
                 self.keep_error(payload[0], values.pop())
             for fd in values:
@@ -183,6 +214,7 @@ def main():
     parser.add_argument("--close-at", type=int, default=0, help="close at this message")
     parser.add_argument("--delay-ms", type=int, default=0, help="before answers while slow")
     parser.add_argument("--bytewise", action="store_true", help="delay each byte of them")
+    parser.add_argument("--write-at", type=int, help="guest address that SIGHUP writes to")
     parser.add_argument("--queues", type=int, default=17)
     parser.add_argument("--page-size", type=int, default=4096)
     parser.add_argument("--batch-max", type=int, default=64)
@@ -206,6 +238,7 @@ def main():
     backend = Backend(args)
     signal.signal(signal.SIGUSR1, backend.toggle_slow)
     signal.signal(signal.SIGUSR2, backend.stop_queue)
+    signal.signal(signal.SIGHUP, backend.write_and_die)
     backend.log(event="listening")
     while True:
         conn, _ = listener.accept()

@@ -134,6 +134,7 @@ class Machine:
         *,
         board="q35",
         driver="vhost-user-tmem-pci,addr=5",
+        device_id=63,
         device="",
         machine="",
         memory=None,
@@ -142,6 +143,9 @@ class Machine:
     ):
         self.folder = Path(folder)
         self.folder.mkdir(exist_ok=True)
+        # The PCI device that the driver drives.
+        self.slot = 5
+        self.device_id = device_id
         self.events = []
         self.socket = self.folder / "tmem.sock"
         self.stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115 - until close()
@@ -150,7 +154,7 @@ class Machine:
             machine += ",memory-backend=mem"
         if chardev is None:
             chardev = f"socket,id=tmem,path={self.socket},reconnect-ms=20"
-        if "backend-timeout-ms" not in device:
+        if "tmem" in driver and "backend-timeout-ms" not in device:
             device += f",backend-timeout-ms={PATIENT_TIMEOUT_MS}"
         listeners = {}
         for name in ("qmp", "qtest"):
@@ -190,6 +194,7 @@ class Machine:
             for listener in listeners.values():
                 listener.close()
         self.common = self.isr = self.device_config = None
+        self.doorbell = self.doorbell_bytes = None
 
     def accept(self, listener):
         wait_for(
@@ -264,16 +269,16 @@ class Machine:
         return self.command(f"read{'_bw_l___q'[size]} {address:#x}")
 
     def pci_read(self, offset):
-        self.command(f"outl 0xcf8 {0x80000000 | 5 << 11 | offset:#x}")
+        self.command(f"outl 0xcf8 {0x80000000 | self.slot << 11 | offset:#x}")
         return self.command("inl 0xcfc")
 
     def pci_write(self, offset, value):
-        self.command(f"outl 0xcf8 {0x80000000 | 5 << 11 | offset & ~3:#x}")
+        self.command(f"outl 0xcf8 {0x80000000 | self.slot << 11 | offset & ~3:#x}")
         self.command(f"outl 0xcfc {value:#x}")
 
     def map(self):
-        """Maps the device's modern registers, as firmware and the PCI core do."""
-        assert self.pci_read(0) == 0x107F1AF4
+        """Maps the modern registers of the device in the slot, as firmware and PCI core do."""
+        assert self.pci_read(0) == 0x10401AF4 + (self.device_id << 16)
         self.pci_write(0x20, BAR_ADDRESS)
         self.pci_write(0x24, 0)
         self.pci_write(0x04, 0x6)
@@ -285,6 +290,9 @@ class Machine:
                 match header >> 24:
                     case 1:
                         self.common = address
+                    case 2:
+                        self.doorbell = address
+                        self.doorbell_bytes = self.pci_read(offset + 16)
                     case 3:
                         self.isr = address
                     case 4:
@@ -332,10 +340,15 @@ class Machine:
             self.write(self.common + 22, 2, queue)
             base = rings + queue * 0x10000
             for offset, part in ((32, 0), (40, 0x8000), (48, 0xC000)):
-                self.write(self.common + offset, 4, base + part)
-                self.write(self.common + offset + 4, 4, 0)
+                self.write(self.common + offset, 4, base + part & 0xFFFFFFFF)
+                self.write(self.common + offset + 4, 4, base + part >> 32)
             self.write(self.common + 28, 2, 1)
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK)
+
+    def notify(self, queue):
+        self.write(self.common + 22, 2, queue)
+        offset = self.read(self.common + 30, 2) * self.doorbell_bytes
+        self.write(self.doorbell + offset, 2, queue)
 
     def config(self):
         """Returns (generation, page_size, num_request_queues, batch_max, pools_max)."""

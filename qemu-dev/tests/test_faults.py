@@ -364,6 +364,51 @@ def test_the_generation_is_not_in_the_stream(machine, backend, folder):
     assert vm.wait_generation(generation)
 
 
+@pytest.mark.parametrize(
+    ("driver", "device_id"),
+    [
+        ("vhost-user-tmem-pci", 63),
+        ("vhost-user-blk-pci,disable-legacy=on,disable-modern=off", 2),
+    ],
+)
+def test_pages_marked_by_a_backend_that_was_lost_are_copied(
+    machine, backend, folder, driver, device_id
+):
+    page = 8 << 20
+    daemon = backend("--write-at", str(page))
+    vm = machine(driver=f"{driver},addr=5", device_id=device_id)
+    vm.driver_up()
+    vm.command(f"memset {page:#x} 4096 0x11")
+    # Pages that are not zero, so that the migration lasts.
+    vm.command(f"memset {32 << 20:#x} {16 << 20:#x} 0x5a")
+    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 65536})
+    stream = folder / "state"
+    stream.touch()
+    vm.qmp("migrate", uri=f"exec:cat >{stream}")
+
+    def copied(byte):
+        return bytes([byte]) * 4096 in stream.read_bytes()
+
+    wait_for("the first copy of the page", lambda: copied(0x11))
+    assert "SET_LOG_BASE" in daemon.requests()
+    daemon.process.send_signal(signal.SIGHUP)
+    daemon.process.wait(20)
+    wait_for(
+        "the loss",
+        lambda: [
+            each
+            for each in vm.qmp("query-chardev")
+            if each["label"] == "tmem" and each["filename"].startswith("disconnected:")
+        ],
+    )
+    # vhost-user-blk of QEMU 10.2 lets no VM migrate whose backend is away.
+    backend().wait("a start", lambda event: event.get("request") == "SET_VRING_KICK")
+    assert vm.qmp("query-migrate")["status"] == "active"
+    vm.qmp("migrate-set-parameters", **{"max-bandwidth": 1 << 40})
+    assert arrived(vm) == "completed"
+    assert copied(0x22)
+
+
 @pytest.mark.parametrize("served", [True, False])
 def test_background_snapshots_are_refused(machine, backend, folder, served):
     vm = machine()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Guests that attack QEMU itself: faults of its code for virtio and vhost that fixes have closed.
+
+QEMU 10.0.13 has these fixes. For another version they are patches of qemu-dev/patches-X.Y.
+"""
+
+import pytest
+
+from machine import NEEDS_RESET, wait_for
+
+BLOCK, RNG = 2, 4
+LARGEST_QUEUE = 1024
+RING = 0x100000
+INDIRECT, AVAILABLE = 1 << 2, 1 << 7  # flags of a descriptor of a packed ring
+# Where the first plugged memory is, and ACPI's registers to unplug it.
+DIMM_ADDRESS = 4 << 30
+DIMM_BYTES = 2 << 20
+SELECT_SLOT, SLOT_FLAGS, EJECT = 0xA00, 0xA14, 1 << 3
+
+
+def other_device(machine, slot, device_id, *options):
+    """A machine whose driver drives another device than vhost-user-tmem."""
+    vm = machine(more=options)
+    vm.slot, vm.device_id = slot, device_id
+    vm.driver_up(rings=RING)
+    return vm
+
+
+def test_queues_have_the_largest_size(machine):
+    """A driver that sets a larger queue than the device asked for overflows nothing."""
+    vm = other_device(machine, 6, RNG, "-device", "virtio-rng-pci,addr=6,disable-legacy=on")
+    vm.reset()
+    assert vm.read(vm.common + 24, 2) == LARGEST_QUEUE
+
+
+@pytest.mark.parametrize("length", [0, 1])
+def test_invalid_indirect_table_in_a_packed_ring(machine, length):
+    """The device needs a reset. QEMU neither aborts nor asks the broken device for good."""
+    vm = other_device(
+        machine,
+        6,
+        BLOCK,
+        *("-blockdev", "null-co,node-name=disk,size=1048576"),
+        *("-device", "virtio-blk-pci,addr=6,disable-legacy=on,packed=on,drive=disk"),
+    )
+    vm.write(RING, 8, RING + 0x4000)
+    vm.write(RING + 8, 4, length)
+    vm.write(RING + 12, 2, 0)
+    vm.write(RING + 14, 2, INDIRECT | AVAILABLE)
+    vm.notify(0)
+    wait_for("the fault", lambda: vm.get_status() & NEEDS_RESET)
+    vm.alive()
+
+
+def test_memory_of_a_ring_is_replaced(machine, backend):
+    """The device needs a reset, as after rings that were never in memory."""
+    daemon = backend()
+    vm = machine(device=",num-queues=1", more=["-m", "64M,slots=2,maxmem=1G"])
+
+    def plug(name):
+        memory = {"qom-type": "memory-backend-memfd", "size": DIMM_BYTES, "share": True}
+        vm.qmp("object-add", id=f"mem-{name}", **memory)
+        vm.qmp("device_add", driver="pc-dimm", id=name, memdev=f"mem-{name}", addr=DIMM_ADDRESS)
+
+    plug("first")
+    vm.driver_up(rings=DIMM_ADDRESS)
+    assert vm.wait_generation(daemon.generation())
+    vm.qmp("device_del", id="first")
+    vm.command(f"outl {SELECT_SLOT:#x} 0")
+    vm.command(f"outb {SLOT_FLAGS:#x} {EJECT:#x}")
+    wait_for("the memory to be unplugged", lambda: not vm.qmp("query-memory-devices"))
+    plug("second")
+    wait_for("the fault", lambda: vm.get_status() & NEEDS_RESET)
+    vm.driver_up()
+    vm.wait_generation(None)
+    assert vm.generation() == daemon.generation()
