@@ -8,8 +8,8 @@
  * small and the memory of the index is bounded.
  *
  * Races. An inode hashes to one bucket. The lock of that bucket protects all state of the inode:
- * its entries and, as puts see them, its mark (bypass.c) and the id of its pool. The lock protects
- * nothing else. So it orders any two operations on an inode.
+ * its entries and, as puts see them, its mark (bypass.c) and the id of its pool. No other lock
+ * protects them, so this lock orders any two operations on an inode.
  * - Put and invalidation: the hooks call tmem_put() before the page leaves the page cache. They
  *   invalidate after they made sure that the page has left (or belongs to them). Suppose that the
  *   invalidation took the lock before the put. Then the put, and with it the page's removal, would
