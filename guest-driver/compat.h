@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Every difference between kernel series that the driver has to know, and
- * nothing else: no other file of it asks for LINUX_VERSION_CODE.
+ * Every difference between kernel series that the driver has to know. No other file of the driver
+ * uses LINUX_VERSION_CODE.
  */
 #ifndef _TMEM_COMPAT_H
 #define _TMEM_COMPAT_H
@@ -16,7 +16,7 @@
 #include <linux/virtio.h>
 #include <linux/virtio_config.h>
 #include <linux/workqueue.h>
-#include <linux/writeback.h>	/* filemap_dirty_folio(), until 6.2 */
+#include <linux/writeback.h>	/* filemap_dirty_folio(), before 6.2 */
 
 /* 6.1 has the older name of the setter and no accessor for arguments. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
@@ -28,8 +28,8 @@
 #endif
 
 /*
- * A part of a readahead request, to be given to the file system as if it were all.
- * Fields of the structure that a kernel adds are carried along by the copy.
+ * Returns a part of a readahead request, to be given to the file system as if it were the whole
+ * request. The copy keeps fields that a newer kernel adds to the structure.
  */
 static inline struct readahead_control tmem_rac_part(const struct readahead_control *rac,
 						     pgoff_t index, unsigned int nr_pages)
@@ -43,7 +43,7 @@ static inline struct readahead_control tmem_rac_part(const struct readahead_cont
 	return part;
 }
 
-/* Every folio of the request has been dealt with through parts of it. */
+/* Marks a request as done, after all of its folios were handled in parts. */
 static inline void tmem_rac_done(struct readahead_control *rac)
 {
 	rac->_index += rac->_nr_pages;
@@ -52,12 +52,13 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 }
 
 /*
- * Since 6.17 the folios of a stream grow by two orders from one readahead to the next, up to the
- * length of the readahead. Here: no further than to @order. A stream grows from below, so one that
- * has the order of a huge page was asked for (MADV_HUGEPAGE), and is left alone.
+ * Limits the order of a stream's folios to @order. Since 6.17, the folios of a stream grow by two
+ * orders from one readahead to the next, up to the length of the readahead. A stream grows from
+ * below. So a stream that has the order of a huge page was requested (MADV_HUGEPAGE), and is not
+ * limited.
  *
- * The state is that of the open file. Its threads change it without a lock, as this does: at worst
- * one readahead has smaller or larger folios.
+ * The state belongs to the open file. Its threads change it without a lock, and so does this
+ * function. In the worst case one readahead has smaller or larger folios.
  */
 static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned int order)
 {
@@ -73,9 +74,9 @@ static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned 
 }
 
 /*
- * Was it used again since it was read in? Then it is active, or counts as one of the working set:
- * under the multi-generational LRU from its second use through a file descriptor, since 6.14 from
- * its fifth, but the uses before are counted as well.
+ * Returns whether a folio was used again after it was read in. It is then active or part of the
+ * working set. With the multi-generational LRU this was so from its second use through a file
+ * descriptor. Since 6.14 it takes five uses, but the kernel counts the uses before, too.
  */
 static inline bool tmem_folio_used_again(struct folio *folio)
 {
@@ -86,28 +87,28 @@ static inline bool tmem_folio_used_again(struct folio *folio)
 	return folio_test_active(folio) || folio_test_workingset(folio);
 }
 
-/* 6.17 on has other names for the system's work queues, and warns of the older ones in 7.2. */
+/* Since 6.17 the system's work queues have other names, and 7.2 warns about the older names. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 17, 0)
 #define tmem_system_wq system_unbound_wq
 #else
 #define tmem_system_wq system_dfl_wq
 #endif
 
-/* 6.10 on knows the source of a trace event's string from its declaration. */
+/* Since 6.10 the kernel takes the source of a trace event's string from its declaration. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 10, 0)
 #define tmem_assign_str(dst, src) __assign_str(dst, src)
 #else
 #define tmem_assign_str(dst, src) __assign_str(dst)
 #endif
 
-/* Until 6.11 names and callbacks of virtqueues were arrays of their own. */
+/* Before 6.11 names and callbacks of virtqueues were separate arrays. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 11, 0)
 struct virtqueue_info {
 	const char *name;
 	vq_callback_t *callback;
 };
 
-/* As many as a device has at most: one for control, and its request queues. */
+/* Most virtqueues of a device: the control queue and 16 request queues. */
 #define TMEM_COMPAT_VQS_MAX 17
 
 static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
@@ -133,7 +134,7 @@ static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
 }
 #endif
 
-/* Whose user ids an inode has: those of a mount since 6.3, of a user namespace before. */
+/* Since 6.3 the user ids of an inode are those of a mount, before of a user namespace. */
 static inline bool tmem_owner_or_capable(const struct file *file)
 {
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)
@@ -152,7 +153,7 @@ static inline bool tmem_owner_or_capable(const struct file *file)
 	kobject_init_and_add(kobj, ktype, parent, __VA_ARGS__)
 #endif
 
-/* The series of the headers this was built with, as KERNEL_VERSION(major, minor, 0). */
+/* Series of the headers that the module was built with, as KERNEL_VERSION(major, minor, 0). */
 #define TMEM_BUILT_FOR (LINUX_VERSION_CODE & ~0xff)
 
 #endif /* _TMEM_COMPAT_H */

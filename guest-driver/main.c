@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory, and comes
- * from there instead of the disk when it is missed.
+ * virtio-tmem: a page that this guest evicts is put into a pool in the host's memory. When the page
+ * is missed, it comes from there instead of the disk.
  *
- * core/ talks to the device and knows what it holds; hooks/ sees pages come and go. This file loads
- * and unloads them: hooks last and first, since they call the core and never the other way.
+ * core/ talks to the device and knows which pages it holds; hooks/ sees pages come and go. This
+ * file loads and unloads both. The hooks come last and go first, because they call the core and the
+ * core never calls them.
  */
 #include <linux/delay.h>
 #include <linux/module.h>
@@ -13,11 +14,11 @@
 #include "core/core.h"
 #include "tmem.h"
 
-/* A reader that waits longer than this would rather have read the disk. */
+/* A reader that would have to wait longer than this should read the disk. */
 #define DEADLINE_MS_MAX		1000
-/* Spinning longer than a context switch takes is a waste of a vCPU. */
+/* A spin of more microseconds than a context switch takes wastes a vCPU. */
 #define SPIN_US_MAX		1000
-/* How often a task that a test holds looks whether it may go on. */
+/* Interval at which a task that a test holds checks whether it may go on. */
 #define TMEM_HOLD_MS		10
 
 static int set_deadline_ms(const char *value, const struct kernel_param *param)
@@ -75,7 +76,7 @@ module_param_cb(admission, &admission_ops, NULL, 0644);
 MODULE_PARM_DESC(admission, "Which pages are put once the host does not keep all: adaptive (default): those evicted before; off: all");
 
 #ifdef TMEM_TEST
-/* Faults for tests: the n'th time, and every n'th after it; 0 is never. */
+/* Faults for tests: they occur the n'th time, and every n'th time after it; 0 is never. */
 unsigned int tmem_inject_ring_full;
 module_param_named(inject_ring_full, tmem_inject_ring_full, uint, 0644);
 MODULE_PARM_DESC(inject_ring_full, "TEST: every n'th put finds the ring full");
@@ -97,11 +98,11 @@ module_param_named(test_cookies, tmem_test_cookies, ulong, 0444);
 MODULE_PARM_DESC(test_cookies, "TEST: puts of a queue until its cookies are used up; 0 is all there are");
 
 /**
- * tmem_inject() - is this the time for a fault?
- * @calls: how often this was asked at this place
- * @every: parameter
+ * tmem_inject() - decide whether a fault occurs now
+ * @calls: number of calls from this place
+ * @every: value of the parameter
  *
- * Return: true every so often.
+ * Return: true for every @every'th call.
  */
 bool tmem_inject(atomic_t *calls, unsigned int every)
 {
@@ -117,7 +118,7 @@ module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
 MODULE_PARM_DESC(test_hold_breaker, "TEST: the same for who opened the breaker, before it is told");
 
 /**
- * tmem_hold() - wait here if a test wants that
+ * tmem_hold() - wait here if a test requests that
  * @place: parameter
  *
  * Context: process, sleeps.

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Tracepoints, in /sys/kernel/tracing/events/virtio_tmem/. Off, each is a jump that is not taken.
+ * Tracepoints, in /sys/kernel/tracing/events/virtio_tmem/. A tracepoint that is off costs one jump
+ * that is not taken.
  *
- * A reason is the name of the counter that grew with the event, as in stats_list.h, so that both
- * can be laid side by side. A pool has the name of its block device.
+ * A reason is the name of the counter that grew with the event, as in stats_list.h, so that events
+ * and counters can be compared. A pool has the name of its block device.
  */
 #undef TRACE_SYSTEM
 #define TRACE_SYSTEM virtio_tmem
@@ -15,7 +16,7 @@
 
 #include "compat.h"
 
-/* A page was offered: taken if the reason is "puts". */
+/* A page was offered. It was taken if the reason is "puts". */
 TRACE_EVENT(tmem_put,
 	TP_PROTO(const char *pool, u64 ino, u64 index, bool workingset, const char *reason),
 	TP_ARGS(pool, ino, index, workingset, reason),
@@ -38,7 +39,10 @@ TRACE_EVENT(tmem_put,
 		  __get_str(reason))
 );
 
-/* A call that asked for pages ended. It began wait_us ago, most of which it waited for the host. */
+/*
+ * A call that asked for pages ended. It began wait_us ago, and spent most of this time waiting for
+ * the host.
+ */
 TRACE_EVENT(tmem_get,
 	TP_PROTO(const char *pool, u64 ino, u64 index, unsigned int wanted, unsigned int hits,
 		 u64 wait_us),
@@ -65,8 +69,8 @@ TRACE_EVENT(tmem_get,
 );
 
 /*
- * Entries were erased: pages of them within first .. last of an inode. Inode 0 is all inodes of the
- * pool, pool "*" all pools. Nothing is traced when nothing was held.
+ * Entries were erased: this many pages within first .. last of an inode. Inode 0 means all inodes
+ * of the pool, and pool "*" all pools. An invalidation that erases nothing is not traced.
  */
 TRACE_EVENT(tmem_invalidate,
 	TP_PROTO(const char *pool, u64 ino, u64 first, u64 last, unsigned long pages,
@@ -93,7 +97,7 @@ TRACE_EVENT(tmem_invalidate,
 		  __get_str(reason))
 );
 
-/* Open: answers are late, nothing is asked for until one is in time. */
+/* The breaker opened or closed. While it is open, answers are late and nothing is asked for. */
 TRACE_EVENT(tmem_breaker,
 	TP_PROTO(bool open),
 	TP_ARGS(open),
@@ -106,7 +110,7 @@ TRACE_EVENT(tmem_breaker,
 	TP_printk("%s", __entry->open ? "open" : "closed")
 );
 
-/* A page was wrong, and the cache is off until the module is loaded again. */
+/* A page was wrong. The cache is off until the module is loaded again. */
 TRACE_EVENT(tmem_poison,
 	TP_PROTO(const char *reason, u64 ino, u64 index),
 	TP_ARGS(reason, ino, index),
@@ -126,7 +130,7 @@ TRACE_EVENT(tmem_poison,
 
 #endif /* _TMEM_TRACE_H */
 
-/* Found through an -I of Kbuild: the same in the repository and in a DKMS tree. */
+/* Kbuild's -I finds this file, in the repository as well as in a DKMS tree. */
 #undef TRACE_INCLUDE_PATH
 #define TRACE_INCLUDE_PATH .
 #undef TRACE_INCLUDE_FILE

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: GPL-2.0-only WITH Linux-syscall-note */
 /*
- * What user space may ask the virtio-tmem guest driver about one file: ioctls of /dev/virtio_tmem.
+ * Requests of user space to the virtio-tmem guest driver about one file: ioctls of
+ * /dev/virtio_tmem.
  *
- * Each takes a struct virtio_tmem_file, whose fd is an open regular file. The caller owns that
- * file or has CAP_FOWNER, as for chmod().
+ * Each takes a struct virtio_tmem_file, whose fd is an open regular file. The caller owns that file
+ * or has CAP_FOWNER, as for chmod().
  *
- * EBADF		fd is not open
- * EINVAL		not a regular file, an unknown policy, or reserved is not 0
- * EPERM		neither owner nor CAP_FOWNER
- * EOPNOTSUPP		a file system that the driver does not serve
- * EAGAIN		one that it does not know yet: try again in some milliseconds
- * ENOSPC		no room for another file with a policy
- * ENOMEM		no memory just now
+ * - EBADF: fd is not open
+ * - EINVAL: not a regular file, an unknown policy, or reserved is not 0
+ * - EPERM: the caller is neither owner nor has CAP_FOWNER
+ * - EOPNOTSUPP: the driver does not serve the file system
+ * - EAGAIN: the driver does not know the file system yet; try again in some milliseconds
+ * - ENOSPC: no room for another file with a policy
+ * - ENOMEM: no memory at the moment
  */
 #ifndef _VIRTIO_TMEM_IOCTL_H
 #define _VIRTIO_TMEM_IOCTL_H
@@ -25,8 +26,8 @@ enum virtio_tmem_policy {
 	/* Pages are put when they are evicted. */
 	VIRTIO_TMEM_POLICY_DEFAULT = 0,
 	/*
-	 * No page is put, and what is held is erased. For as long as the file exists and its file
-	 * system is mounted, or the driver loaded.
+	 * No page is put, and held pages are erased. The policy holds for as long as the file
+	 * exists, its file system is mounted and the driver is loaded.
 	 */
 	VIRTIO_TMEM_POLICY_NEVER = 1,
 };
@@ -34,8 +35,8 @@ enum virtio_tmem_policy {
 struct virtio_tmem_file {
 	__s32 fd;
 	__u32 policy;		/* enum virtio_tmem_policy */
-	__u64 cached_pages;	/* of it in the page cache of the guest */
-	__u64 held_pages;	/* of it in the pool of the host */
+	__u64 cached_pages;	/* pages of the file in the page cache of the guest */
+	__u64 held_pages;	/* pages of the file in the pool of the host */
 	__u64 reserved;
 };
 
@@ -43,7 +44,7 @@ struct virtio_tmem_file {
 
 /* Fills in policy, cached_pages and held_pages. */
 #define VIRTIO_TMEM_IOC_GET	_IOWR(VIRTIO_TMEM_IOC_MAGIC, 1, struct virtio_tmem_file)
-/* Sets the policy; reads nothing else. */
+/* Sets the policy; ignores cached_pages and held_pages. */
 #define VIRTIO_TMEM_IOC_SET	_IOW(VIRTIO_TMEM_IOC_MAGIC, 2, struct virtio_tmem_file)
 
 #endif /* _VIRTIO_TMEM_IOCTL_H */

@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Admission: keeps a stream that is read once from flushing what is useful out of the pool.
+ * Admission filter: keeps a stream that is read once from pushing useful pages out of the pool.
  *
- * As long as the host keeps what it is given, every page is put. When pages that the index has are
- * lost, at the host or by the index's own eviction, and losses outweigh hits, what is put now
- * pushes out something else, and the filter engages: a page is then put only if it came from the
- * pool, was evicted before, was active, or belongs to one chunk in ADMIT_SAMPLE. A page turned down
- * costs one more read from disk, since its next eviction is its second. The filter lets go after
- * ADMIT_HOLD hits for each page held, without losses between them: a stream brings no hits, however
- * long it is.
+ * While the host keeps what it is given, every page is put. The index loses pages when the host no
+ * longer has them or when the index evicts them itself. When losses outweigh hits, a new put pushes
+ * out another page, and the filter engages. The driver then puts a page only if it came from the
+ * pool, was evicted before, was active, or belongs to one chunk in ADMIT_SAMPLE. A page that the
+ * filter refuses costs one more read from the disk, because its next eviction is its second. The
+ * filter disengages after ADMIT_HOLD hits for each page held, if no loss comes between them. A
+ * stream brings no hits, however long it is.
  *
- * The host does not say how much it will keep, so that only a loss can tell: the first stream after
- * the device came may do harm, those after it do not. That a put is refused is no loss here: the
- * host is busy, and would take the page a moment later.
+ * The host does not say how many pages it will keep, so only a loss can tell. The first stream
+ * after the device appeared may therefore do harm; later ones do not. A refused put does not count
+ * as a loss: the host is busy, and would take the page a moment later.
  *
- * What came from the pool is remembered exactly, by the page of RAM that it came into: a get takes
- * it out of the pool, so that a pool whose pages were forgotten would drain while it serves. RAM
- * that is freed otherwise keeps its mark, which lets one page in without need.
+ * The filter remembers pages that came from the pool exactly, by the page of RAM that each came
+ * into. A get takes its page out of the pool, so a pool whose pages were forgotten would drain
+ * while it serves. RAM that is freed in another way keeps its mark, which lets one page in without
+ * need.
  *
- * What else was evicted before is remembered in a fixed table, a bit for each page of a leaf; a
- * leaf that came again defends its place against ADMIT_CREDIT puts of others. Those with reuse
- * farther away than the table remembers come in by the sample.
+ * Other evicted pages are remembered in a fixed table, with one bit for each page of a leaf. A leaf
+ * that was evicted a second time defends its place against ADMIT_CREDIT puts of other leaves. Pages
+ * whose reuse is farther away than the table remembers come in through the sample.
  */
 #include <linux/hash.h>
 #include <linux/mm.h>
@@ -29,23 +30,29 @@
 
 #include "leaf.h"
 
-/* One leaf for so many pages of RAM: what is remembered is 4 times RAM, for 1/4096 of it. */
+/*
+ * The table has one leaf for this many pages of RAM: it remembers 4 times RAM and takes 1/4096 of
+ * it.
+ */
 #define ADMIT_RAM_PAGES		16
 #define ADMIT_LEAVES_MIN	1024
 #define ADMIT_LEAVES_MAX	65536
 #define ADMIT_CREDIT		1024
 /*
- * Marks are by page frame number, up to so many times RAM, for holes between its banks. What is
- * beyond, or plugged later, has none.
+ * Marks are kept by page frame number, up to this many times RAM, because there are holes between
+ * memory banks. Memory above that, or plugged later, has no marks.
  */
 #define ADMIT_FRAMES_FACTOR	16
-/* One chunk in so many is put all the same. */
+/* One chunk in this many is put although the filter is engaged. */
 #define ADMIT_SAMPLE		64
-/* A loss weighs as much as so many hits, and so much more weight of losses engages the filter. */
+/*
+ * A loss weighs as much as this many hits. The filter engages when losses outweigh hits by more
+ * than ADMIT_ENGAGE.
+ */
 #define ADMIT_LOSS_WEIGHT	16
 #define ADMIT_ENGAGE		1024
 #define ADMIT_WEIGHT_MAX	(64 * ADMIT_ENGAGE)
-/* How many hits it takes until the filter lets go, for each page held when it engaged. */
+/* Hits until the filter disengages, for each page held when it engaged. */
 #define ADMIT_HOLD		8
 
 struct admit_leaf {
@@ -57,20 +64,20 @@ struct admit_leaf {
 struct tmem_admit {
 	unsigned long *back;		/* marks; each bit is atomic by itself */
 	unsigned long nr_frames;
-	spinlock_t lock;		/* all below; nothing is taken under it */
+	spinlock_t lock;		/* guards all fields below; leaf lock */
 	unsigned int bits;
-	long weight;			/* of losses, less hits */
-	u64 engaged;			/* hits to come until it lets go */
+	long weight;			/* weight of losses, less hits */
+	u64 engaged;			/* hits still needed to disengage */
 	struct admit_leaf leaf[];
 };
 
-/* As hash_64(), which has no more than 32 bits: these are all 64, the upper ones the better. */
+/* Multiplies like hash_64() but returns all 64 bits, of which the upper ones are mixed best. */
 static u64 mix(u64 value)
 {
 	return value * GOLDEN_RATIO_64;
 }
 
-/* Was the page evicted before? From now on it was. */
+/* Returns whether the page was evicted before, and records this eviction. */
 static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
 {
 	struct admit_leaf *leaf = &admit->leaf[hash >> (64 - admit->bits)];
@@ -92,9 +99,9 @@ static bool seen_before(struct tmem_admit *admit, u64 hash, unsigned int bit)
 }
 
 /**
- * tmem_admit_back() - a page came from the pool, and should go back there
+ * tmem_admit_back() - remember that a page came from the pool and should go back there
  * @dev: the device
- * @page: where it is now
+ * @page: page of RAM that has the content now
  *
  * Context: any.
  */
@@ -115,9 +122,9 @@ static bool came_back(struct tmem_admit *admit, struct page *page)
 }
 
 /**
- * tmem_moved() - what tmem_get() brought is in the page cache as another page
- * @from: the page that it was brought to
- * @to: the page of the page cache
+ * tmem_moved() - move the mark of a page that tmem_get() brought to another page
+ * @from: the page that tmem_get() filled
+ * @to: the page of the page cache that has the content now
  *
  * Context: any.
  */
@@ -133,16 +140,16 @@ void tmem_moved(struct page *from, struct page *to)
 }
 
 /**
- * tmem_admit() - should a page that is evicted be put?
+ * tmem_admit() - decide whether an evicted page should be put
  * @dev: the device
  * @key: pool and inode
  * @index: page number
- * @page: where it is; its mark is taken away
- * @workingset: the page was used again since it was read in
+ * @page: the page; its mark is cleared
+ * @workingset: the page was used again after it was read in
  *
  * Context: interrupts are off.
  *
- * Return: false if it should not.
+ * Return: false if the page should not be put.
  */
 bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, struct page *page,
 		bool workingset)
@@ -163,10 +170,10 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 }
 
 /**
- * tmem_admit_learn() - what became of pages that the index had
+ * tmem_admit_learn() - record the outcome of requests for pages that the index had
  * @dev: the device
- * @hits: pages that were there
- * @losses: pages that were not, though nobody had invalidated them
+ * @hits: pages that the host returned
+ * @losses: pages that were gone although they had not been invalidated
  *
  * Context: any but NMI.
  */
@@ -186,7 +193,7 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 	spin_unlock_irqrestore(&admit->lock, flags);
 }
 
-/* How many marks there are. */
+/* Returns the number of marks. */
 static unsigned long frames(void)
 {
 	unsigned long end = 0;
@@ -198,7 +205,7 @@ static unsigned long frames(void)
 }
 
 /**
- * tmem_admit_init() - allocate what is remembered
+ * tmem_admit_init() - allocate the filter's table and marks
  * @dev: the device; its memory_bytes grow
  *
  * Return: 0 or -ENOMEM.
@@ -226,7 +233,7 @@ int tmem_admit_init(struct tmem_dev *dev)
 }
 
 /**
- * tmem_admit_exit() - free it
+ * tmem_admit_exit() - free the filter's table and marks
  * @dev: the device
  */
 void tmem_admit_exit(struct tmem_dev *dev)

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Micro-benchmarks for tests/bench_guest.py, in TEST builds only: the path of a file whose pages
- * are in the page cache, written to the parameter test_bench, runs them; reading it gives medians.
+ * Micro-benchmarks for tests/bench_guest.py, in TEST builds only. Writing the path of a file whose
+ * pages are in the page cache to the parameter test_bench runs them. Reading the parameter returns
+ * the medians.
  *
- * The clock is the TSC: on hardware and under plain emulation it tells time, under QEMU's -icount
- * it counts the instructions that the guest executed. What is compared takes turns, with interrupts
- * off.
+ * The clock is the TSC. It tells time on hardware and under plain emulation; under QEMU's -icount
+ * it counts the instructions that the guest executed. The operations that are compared take turns,
+ * with interrupts off.
  */
 #ifdef TMEM_TEST
 #include <linux/delay.h>
@@ -22,28 +23,31 @@
 
 #include "core.h"
 
-/* Samples of each kind, whose median counts. */
+/* Samples of each kind. The median is reported. */
 #define BENCH_SAMPLES		1024
-/* Look-ups in a sample: many beside two readings of the clock, few beside a timer tick. */
+/*
+ * Look-ups in a sample: many compared with two readings of the clock, few compared with a timer
+ * tick.
+ */
 #define BENCH_LOOKUPS		64
-/* Puts with interrupts off: a quarter of the smallest batch that the host is sent at once. */
+/* Puts in a row. It is a quarter of the smallest batch that the feeder sends without waiting. */
 #define BENCH_PUTS		16
-/* Attempts at a put that finds the ring full or no pool at the host yet, a millisecond each. */
+/* Attempts at a put while the ring is full or the host has no pool yet, 1 ms apart. */
 #define BENCH_PATIENCE		10000
-/* The inode whose pages are held, and one that has none. */
+/* The inode whose pages are held, and an inode without held pages. */
 #define BENCH_INO		12
 #define BENCH_INO_NONE		13
-/* Held pages: every other one, then none for long. */
+/* Every other page below this number is held. Look-ups of BENCH_MISS_FAR start here. */
 #define BENCH_HELD_END		4096
 
 enum bench_kind {
-	BENCH_EMPTY,		/* the loop and the clock */
-	BENCH_XA_LOAD,		/* page cache look-up, what a miss is compared with */
-	BENCH_MISS_INODE,	/* nothing of the inode is held */
-	BENCH_MISS_FAR,		/* something of the inode is held, but nothing near the page */
-	BENCH_MISS_NEAR,	/* the page's neighbours are held */
+	BENCH_EMPTY,		/* loop and clock only */
+	BENCH_XA_LOAD,		/* page cache look-up, the reference for a miss */
+	BENCH_MISS_INODE,	/* no page of the inode is held */
+	BENCH_MISS_FAR,		/* pages of the inode are held, but none near the page */
+	BENCH_MISS_NEAR,	/* neighbours of the page are held */
 	BENCH_COPY,		/* copy_page() */
-	BENCH_COPY_CHECK,	/* the copy of a put, which computes the content check */
+	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
 	BENCH_PUT,
 	NR_BENCH
 };
@@ -101,7 +105,7 @@ static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned in
 	}
 	bench->sample[kind][at] = get_cycles() - begin;
 	local_irq_restore(flags);
-	/* What was to be a miss and was none, or the other way round, spoils the comparison. */
+	/* Counts look-ups with the wrong outcome, which would spoil the comparison. */
 	bench->found += kind == BENCH_XA_LOAD ? BENCH_LOOKUPS - found : found;
 }
 
@@ -119,7 +123,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		t[0] = get_cycles();
 		copy_page(to, from);
 		t[1] = get_cycles();
-		/* Used, or the compiler would leave the check out. */
+		/* The sum is used; otherwise the compiler would leave the check out. */
 		bench->check += tmem_check_copy(&tmem_keys, to, from);
 		t[2] = get_cycles();
 		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
@@ -153,7 +157,7 @@ static int bench_measure(struct bench *bench)
 	unsigned int i, kind;
 	int err;
 
-	/* Twice: the first puts fill the index, the others replace. */
+	/* The first puts fill the index; the later ones replace entries. */
 	for (i = 0; i < BENCH_HELD_END / 2; i += BENCH_PUTS) {
 		err = bench_puts(bench, i % BENCH_SAMPLES);
 		if (err)
@@ -201,7 +205,7 @@ static int bench_run(const char *path)
 	}
 	bench->mapping = file->f_mapping;
 	bench->nr_pages = i_size_read(bench->mapping->host) >> PAGE_SHIFT;
-	/* The same numbers each time: nothing here depends on them. */
+	/* A fixed seed, because no result depends on the numbers. */
 	prandom_seed_state(&bench->rnd, BENCH_INO);
 	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
 	err = bench->nr_pages ? bench_measure(bench) : -EINVAL;
@@ -233,7 +237,7 @@ static int set_bench(const char *value, const struct kernel_param *param)
 	return err;
 }
 
-/* A line for each kind: name, median and maximum of a sample, operations in a sample. */
+/* Prints a line for each kind: name, median and maximum of a sample, operations in a sample. */
 static int get_bench(char *buffer, const struct kernel_param *param)
 {
 	unsigned int i;

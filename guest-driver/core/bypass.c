@@ -1,17 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Marks: inodes whose pages must not be put, however clean they look, because cached pages may
+ * Marks of inodes whose pages must not be put, however clean they look, because cached pages may
  * differ from the disk (direct writes, swap files and the like).
  *
  * The marks belong to a mount. The pools that replace each other while it is mounted share them.
  *
- * A mark is set before what is held of the inode is erased, and each put looks for it under the
- * bucket lock that erasing takes. A put that comes before is erased; one that comes after finds the
- * mark. Setting a mark never waits and never fails: if there is no memory for it, marks are lost
- * and no put is taken for the mount until the hooks have swept it (hooks/marks.c).
+ * The caller sets a mark before it erases the inode's entries, and each put looks for the mark
+ * under the bucket lock that erasing takes. A put that comes before is erased; one that comes after
+ * finds the mark. Setting a mark never waits and never fails. If there is no memory for it, the
+ * mark is lost, and the driver takes no put for the mount until the hooks have swept it
+ * (hooks/marks.c).
  *
- * One word has the marks of 32 neighbouring inode numbers, so that 10,000 files of one directory
- * take some 3 KiB.
+ * One word has the marks of 32 neighbouring inode numbers, so 10,000 files of one directory take
+ * about 3 KiB.
  *
  * Out of scope: when a mark may be cleared. The hooks decide that.
  */
@@ -19,25 +20,28 @@
 
 #include "index.h"
 
-/* Inode numbers of one word: a value entry of an XArray has 63 bits. */
+/* Inode numbers in one word; a value entry of an XArray has 63 bits. */
 #define MARKS_PER_WORD		32
-/* Marks of all pools may take this part of the index's memory. Spread out, each has 576 bytes. */
+/*
+ * Marks of all pools may take this part of the index's memory. A mark without neighbours takes 576
+ * bytes.
+ */
 #define BYPASS_DIVISOR		4
-/* Marks run out when they take this part of what they may take: time to sweep. */
+/* The marks are swept when they take this part of the memory that they may take. */
 #define CROWDED_NUMERATOR	3
 #define CROWDED_DENOMINATOR	4
 
 struct tmem_marks {
-	struct xarray words;	/* by inode number / MARKS_PER_WORD; its lock guards the next two */
+	struct xarray words;	/* by inode number / MARKS_PER_WORD; its lock guards nr and lost */
 	unsigned long nr;
-	unsigned long lost;	/* that could not be stored since the last complete sweep */
+	unsigned long lost;	/* marks that could not be stored since the last complete sweep */
 	bool all;		/* each inode counts as marked; never cleared */
-	unsigned int pools;	/* that share this; under the lock of the list of pools */
+	unsigned int pools;	/* pools that share this; guarded by tmem_pools_lock */
 };
 
-static atomic_long_t bypass_bytes;	/* of all marks; part of tmem_index_used_bytes */
+static atomic_long_t bypass_bytes;	/* bytes of all marks; part of tmem_index_used_bytes */
 
-/* Entries make room for marks, which come before them: memory for marks is not asked for. */
+/* Counts memory of marks without asking for it. Marks come first: entries make room for them. */
 static void charge_marks(long bytes)
 {
 	atomic_long_add(bytes, &bypass_bytes);
@@ -62,7 +66,7 @@ static unsigned long load_word(struct tmem_marks *marks, u64 ino)
 }
 
 /**
- * tmem_bypass_init() - no marks, or those of the pool that is replaced
+ * tmem_bypass_init() - set up empty marks, or share those of the pool that is replaced
  * @pool: a new file system
  * @old: the pool that it replaces, or NULL
  *
@@ -85,8 +89,10 @@ int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old)
 }
 
 /**
- * tmem_bypass_free() - forget the marks of a pool, unless another pool shares them
- * @pool: file system that nobody uses any more
+ * tmem_bypass_free() - free the marks of a pool, unless another pool shares them
+ * @pool: file system that is no longer in use
+ *
+ * Context: process; one tmem_bypass_init() or tmem_bypass_free() at a time.
  */
 void tmem_bypass_free(struct tmem_pool *pool)
 {
@@ -105,7 +111,7 @@ void tmem_bypass_free(struct tmem_pool *pool)
 	kfree(pool->marks);
 }
 
-/* Returns whether the mark is stored. The lock of @marks->words is held. */
+/* Stores a mark and returns whether that succeeded. The lock of @marks->words is held. */
 static bool store_mark(struct tmem_marks *marks, u64 ino)
 {
 	unsigned long word = load_word(marks, ino), i = ino / MARKS_PER_WORD;
@@ -125,17 +131,17 @@ static bool store_mark(struct tmem_marks *marks, u64 ino)
 }
 
 /**
- * tmem_bypass() - take no puts for an inode from here on
+ * tmem_bypass() - take no puts for an inode from now on
  * @pool: file system
  * @ino: inode number
  *
- * The inode's entries stay: a caller whose operation makes them old erases them afterwards. If the
+ * The inode's entries stay. A caller whose operation makes them old erases them afterwards. If the
  * mark cannot be stored, no put is taken for the file system until tmem_bypass_restored().
  *
- * Context: any but NMI. Marks may push the index over its limit until the evictor, woken here, has
- * run.
+ * Context: any but NMI. Marks may push the index over its limit until the evictor, which this
+ * function wakes, has run.
  *
- * Return: true if marks run out or ran out, so that the caller has to have them swept.
+ * Return: true if marks run out or were lost; the caller then has to have them swept.
  */
 bool tmem_bypass(struct tmem_pool *pool, u64 ino)
 {
@@ -154,11 +160,12 @@ bool tmem_bypass(struct tmem_pool *pool, u64 ino)
 }
 
 /**
- * tmem_is_bypassed() - may pages of an inode not be put?
+ * tmem_is_bypassed() - check whether pages of an inode must not be put
  * @pool: file system
  * @ino: inode number
  *
- * Context: any. The put that must not miss a mark asks under the inode's bucket lock.
+ * Context: any. The check of a put, which must not miss a mark, is made under the inode's bucket
+ * lock.
  *
  * Return: true if the inode is marked, if marks of the file system were lost, or if all of its
  * inodes count as marked.
@@ -175,10 +182,10 @@ bool tmem_is_bypassed(struct tmem_pool *pool, u64 ino)
  * tmem_unbypass() - clear the mark of an inode
  * @pool: file system
  * @ino: inode number
- * @writers: how many have the inode open for writing, or NULL if nobody can
+ * @writers: number of open files that can write to the inode, or NULL if there can be none
  *
- * The mark stays if there are writers. They are counted under the lock that marks are set under:
- * each writer is counted before it sets a mark, so no mark of a running write is cleared.
+ * The mark stays if there are writers. They are read under the lock under which marks are set. Each
+ * writer is counted before it sets a mark, so the mark of a running write is never cleared.
  *
  * Context: any but NMI.
  */
@@ -195,7 +202,7 @@ void tmem_unbypass(struct tmem_pool *pool, u64 ino, const atomic_t *writers)
 		goto unlock;
 	word &= ~mark_bit(ino);
 	if (word) {
-		/* Replaces a value: allocates nothing. */
+		/* Replaces a value, which allocates nothing. */
 		__xa_store(&marks->words, i, xa_mk_value(word), 0);
 	} else {
 		__xa_erase(&marks->words, i);
@@ -219,10 +226,10 @@ void tmem_bypass_all(struct tmem_pool *pool)
 }
 
 /**
- * tmem_bypass_is_all() - was tmem_bypass_all() called?
+ * tmem_bypass_is_all() - check whether tmem_bypass_all() was called
  * @pool: file system
  *
- * Return: true if so.
+ * Return: true if it was called.
  */
 bool tmem_bypass_is_all(const struct tmem_pool *pool)
 {
@@ -230,10 +237,10 @@ bool tmem_bypass_is_all(const struct tmem_pool *pool)
 }
 
 /**
- * tmem_bypass_lost() - how many marks of a file system were lost
+ * tmem_bypass_lost() - return how many marks of a file system were lost
  * @pool: file system
  *
- * Return: 0, or a number that grows; the file system takes no puts then.
+ * Return: 0, or a number that grows with each lost mark. Above 0 the file system takes no puts.
  */
 unsigned long tmem_bypass_lost(const struct tmem_pool *pool)
 {
@@ -241,9 +248,11 @@ unsigned long tmem_bypass_lost(const struct tmem_pool *pool)
 }
 
 /**
- * tmem_bypass_restored() - each inode that may have lost its mark was marked again
+ * tmem_bypass_restored() - end the state of lost marks after a complete sweep
  * @pool: file system
- * @lost: what tmem_bypass_lost() returned before the first of them was
+ * @lost: value of tmem_bypass_lost() before the sweep marked the first inode again
+ *
+ * The caller has marked each inode again that may have lost its mark.
  *
  * Return: true if no further mark was lost meanwhile, so that puts are taken again.
  */

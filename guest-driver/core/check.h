@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Keyed content check of a page, and how a check and a cookie share one index entry.
+ * Keyed content check of a page, and the packing of a check and a cookie into one index entry.
  *
- * Pure arithmetic, so that tests/ can compile it in user space. The check is made in two steps of
- * random 64-bit keys. The first is NH over the 512 64-bit words of a page,
+ * This file is pure arithmetic, so that tests/ can compile it in user space. The check is computed
+ * in two steps with random 64-bit keys. The first step is NH over the 512 64-bit words of a page:
  *	sum of (key[2i] + word[2i] mod 2^64) * (key[2i+1] + word[2i+1] mod 2^64)  mod 2^128
- * which two different pages share with probability 2^-64 at most (J. Black, S. Halevi, H. Krawczyk,
- * T. Krovetz and P. Rogaway, "UMAC: Fast and secure message authentication", CRYPTO 1999). The
- * second is Multilinear-HM over the four 32-bit words of that sum,
+ * Two different pages have the same sum with probability 2^-64 at most (J. Black, S. Halevi, H.
+ * Krawczyk, T. Krovetz and P. Rogaway, "UMAC: Fast and secure message authentication", CRYPTO
+ * 1999). The second step is Multilinear-HM over the four 32-bit words of that sum:
  *	k[0] + (k[1] + w[0]) * (k[2] + w[1]) + (k[3] + w[2]) * (k[4] + w[3])  mod 2^64
- * whose upper 32 bits are strongly universal (D. Lemire and O. Kaser, "Strongly universal string
- * hashing is fast", The Computer Journal 57(11), 2014); a strongly universal hash stays so when it
- * is truncated, hence the 24 bits kept: a wrong page that was chosen without knowing the keys
- * passes with probability 2^-24 + 2^-64. One multiplication does for 16 bytes: this is what a put
- * does longest, with interrupts off.
+ * The upper 32 bits of the result are strongly universal (D. Lemire and O. Kaser, "Strongly
+ * universal string hashing is fast", The Computer Journal 57(11), 2014). A strongly universal hash
+ * stays so when it is truncated, so 24 bits are kept. A wrong page that was chosen without
+ * knowledge of the keys passes with probability 2^-24 + 2^-64.
+ *
+ * NH needs one multiplication for 16 bytes. The speed matters because the check is the longest part
+ * of a put, which runs with interrupts off.
  *
  * Never use the check as a lookup key or send it to the host.
  */
@@ -29,7 +31,9 @@
 #define TMEM_CHECK_KEYS		(TMEM_CHECK_WORDS + 5)
 
 #define TMEM_CHECK_BITS		24
-/* 2^40 puts a queue: over four months at 100,000 a second; then the cache starts empty again. */
+/*
+ * A queue has 2^40 puts, over four months at 100,000 a second; then the cache starts empty again.
+ */
 #define TMEM_SEQ_BITS		40
 #define TMEM_SEQ_MASK		((1ULL << TMEM_SEQ_BITS) - 1)
 
@@ -37,7 +41,7 @@ struct tmem_check_keys {
 	u64 key[TMEM_CHECK_KEYS];
 };
 
-/* The second step. */
+/* Computes the second step, Multilinear-HM over the sum, and truncates it. */
 static inline u32 tmem_check_end(const struct tmem_check_keys *keys, __uint128_t sum)
 {
 	const u64 *key = keys->key + TMEM_CHECK_WORDS;
@@ -63,7 +67,7 @@ static inline u32 tmem_check_copy(const struct tmem_check_keys *keys, void *dst,
 	u64 *to = dst;
 	int i;
 
-#pragma GCC unroll 4	/* the loop's own instructions would be a third of all */
+#pragma GCC unroll 4	/* otherwise the loop's own instructions are a third of all */
 	for (i = 0; i < TMEM_CHECK_WORDS; i += 2) {
 		u64 a = READ_ONCE(from[i]);
 		u64 b = READ_ONCE(from[i + 1]);
@@ -88,7 +92,7 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
 	__uint128_t sum = 0;
 	int i;
 
-#pragma GCC unroll 4	/* the loop's own instructions would be a third of all */
+#pragma GCC unroll 4	/* otherwise the loop's own instructions are a third of all */
 	for (i = 0; i < TMEM_CHECK_WORDS; i += 2) {
 		u64 a = READ_ONCE(from[i]);
 		u64 b = READ_ONCE(from[i + 1]);
@@ -99,18 +103,18 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
 }
 
 /*
- * A cookie is base + seq * nr_queues + queue: unique, growing for each key (whose queue is
- * fixed), and enough to find the ring slot of a page that is still there. An index entry keeps
- * what was added to base, and the check.
+ * A cookie is base + seq * nr_queues + queue. It is unique, it grows for each key (whose queue is
+ * fixed), and it tells the ring slot of a page that is still there. An index entry keeps the offset
+ * that was added to base, and the check.
  */
 
 /**
- * tmem_cookie_offset() - what is added to the base for the @seq'th put of a queue
+ * tmem_cookie_offset() - compute the offset from the base for the @seq'th put of a queue
  * @seq: sequence number of the put in its queue
  * @nr_queues: request queues of the device
  * @queue: the queue, below @nr_queues
  *
- * Return: the offset; no longer usable once above TMEM_SEQ_MASK.
+ * Return: the offset. An offset above TMEM_SEQ_MASK must not be used.
  */
 static inline u64 tmem_cookie_offset(u64 seq, unsigned int nr_queues, unsigned int queue)
 {
@@ -118,7 +122,7 @@ static inline u64 tmem_cookie_offset(u64 seq, unsigned int nr_queues, unsigned i
 }
 
 /**
- * tmem_cookie_seq() - sequence number of a put from its cookie offset
+ * tmem_cookie_seq() - return the sequence number of a put from its cookie offset
  * @offset: from tmem_cookie_offset()
  * @nr_queues: request queues of the device
  *
@@ -142,7 +146,7 @@ static inline u64 tmem_entry(u64 offset, u32 check)
 }
 
 /**
- * tmem_entry_offset() - cookie offset of an index entry
+ * tmem_entry_offset() - return the cookie offset of an index entry
  * @entry: from tmem_entry()
  *
  * Return: the offset.
@@ -153,7 +157,7 @@ static inline u64 tmem_entry_offset(u64 entry)
 }
 
 /**
- * tmem_entry_check() - content check of an index entry
+ * tmem_entry_check() - return the content check of an index entry
  * @entry: from tmem_entry()
  *
  * Return: the check.

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The control queue, the generation, and the report: all that is done in process context, by one
- * ordered workqueue.
+ * Control queue, generation and report. One ordered workqueue does all of this in process context.
  *
- * Going online follows the device's generation: whenever it is another one than that in use, all
- * that is believed to be held is forgotten, in time that does not depend on how much it is, before
- * a request can carry the new one. Nothing here is waited for by readers or by reclaim.
+ * The driver goes online by following the device's generation. When the device has another
+ * generation than the one in use, the driver forgets all pages that it believed to be held, before
+ * a request can carry the new generation. The time that this takes does not depend on the number of
+ * pages. Readers and reclaim never wait for anything in this file.
  */
 #include <linux/slab.h>
 #include <linux/utsname.h>
@@ -13,13 +13,16 @@
 
 #include "core.h"
 
-/* What is not answered by then is given up; the work is tried again at the next report. */
+/* The driver gives up a request after this time; the next report repeats the work. */
 #define CONTROL_TIMEOUT_MS	1000
 #define REPORT_PERIOD_MS	10000
-/* How often an open breaker is probed. */
+/* Interval of probes while the breaker is open. */
 #define PROBE_PERIOD_MS		1000
 
-/* From the preparation of a hibernation to its end: the device counts as one without a backend. */
+/*
+ * True from the preparation of a hibernation to its end: the device then counts as without a
+ * backend.
+ */
 static bool hibernating;
 
 struct tmem_control {
@@ -38,7 +41,7 @@ struct tmem_control {
 /* --- requests ------------------------------------------------------------------------------ */
 
 /**
- * tmem_control_vq_callback() - the device answered control requests
+ * tmem_control_vq_callback() - take the device's answers to control requests
  * @vq: the control queue
  */
 void tmem_control_vq_callback(struct virtqueue *vq)
@@ -77,11 +80,11 @@ static struct tmem_control *free_control(struct tmem_dev *dev)
 
 static bool control_done(struct tmem_control *control)
 {
-	/* The answer was written before: pairs with tmem_control_vq_callback(). */
+	/* The answer was written before; pairs with tmem_control_vq_callback(). */
 	return smp_load_acquire(&control->req.state) == TMEM_REQ_DONE;
 }
 
-/* Sends a request whose body is filled in; returns the status, UNANSWERED if there is none. */
+/* Sends a request whose body is filled in. Returns its status, or UNANSWERED if no answer comes. */
 static u8 control_send(struct tmem_dev *dev, struct tmem_control *control, u64 generation, u16 type,
 		       u32 pool, size_t body_bytes)
 {
@@ -130,14 +133,15 @@ static u8 control_send(struct tmem_dev *dev, struct tmem_control *control, u64 g
 /**
  * tmem_control_pool() - create or destroy a pool at the device
  * @dev: the device
- * @generation: to be carried by the request
+ * @generation: generation that the request carries
  * @type: VIRTIO_TMEM_T_POOL_CREATE or VIRTIO_TMEM_T_POOL_DESTROY
- * @pool: its id
+ * @pool: id of the pool
  *
  * Context: process, sleeps up to a second.
  *
- * Return: 0; -ESTALE; -ENOSPC if a limit of the host is reached; -ENOENT if there is no such pool;
- * -EBUSY if earlier requests are not answered yet; -EIO for no answer or another one.
+ * Return: 0; -ESTALE if the generation is over; -ENOSPC if a limit of the host is reached; -ENOENT
+ * if there is no such pool; -EBUSY if earlier requests are not answered yet; -EIO for no answer or
+ * any other status.
  */
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 {
@@ -175,13 +179,13 @@ static u64 read_generation(struct tmem_dev *dev)
 {
 	__le64 generation;
 
-	/* One element of 8 bytes, read again if the configuration changed meanwhile. */
+	/* One element of 8 bytes; it is read again if the configuration changed meanwhile. */
 	__virtio_cread_many(dev->vdev, offsetof(struct virtio_tmem_config, generation),
 			    &generation, 1, sizeof(generation));
 	return le64_to_cpu(generation);
 }
 
-/* Returns why the device must not be used whatever its generation is, or NULL. */
+/* Returns a reason not to use the device, whatever its generation is, or NULL. */
 static const char *unusable(struct tmem_dev *dev)
 {
 	struct virtio_device *vdev = dev->vdev;
@@ -193,7 +197,10 @@ static const char *unusable(struct tmem_dev *dev)
 	return NULL;
 }
 
-/* A configuration change, a STALE answer, a pool that came or went, cookies used up. */
+/*
+ * Runs after a configuration change, after a STALE answer, when a pool was added or removed, and
+ * when cookies are used up.
+ */
 static void sync_work_fn(struct work_struct *work)
 {
 	struct tmem_dev *dev = container_of(work, struct tmem_dev, sync_work);
@@ -206,9 +213,10 @@ static void sync_work_fn(struct work_struct *work)
 	if (generation != dev->generation || renew) {
 		tmem_state_offline(why ?: "no backend");
 		/*
-		 * First the epoch, so that slots of the old one are not sent; then the index, by
-		 * taking the ids of all pools away; then the generation. Senders read in the
-		 * opposite order: who sees the new generation sees neither old slots nor entries.
+		 * The order is: first the epoch, so that slots of the old one are not sent; then
+		 * the index, whose entries become unreachable because all pools lose their ids;
+		 * then the generation. Senders read in the opposite order: a sender that sees the
+		 * new generation sees neither old slots nor old entries.
 		 */
 		WRITE_ONCE(dev->epoch, dev->epoch + 1);
 		tmem_pools_forget();
@@ -227,12 +235,12 @@ static void sync_work_fn(struct work_struct *work)
 		tmem_control_report_soon(dev);
 	}
 	if (!generation) {
-		/* The reason may be another one than before. */
+		/* The reason may have changed. */
 		tmem_state_offline(why ?: "no backend");
 		return;
 	}
 	err = tmem_pools_create(dev, generation);
-	/* At ESTALE a notification follows, or the next report looks again. */
+	/* After ESTALE a notification follows, or the next report reads the generation again. */
 	if (err == -ESTALE)
 		return;
 	if (err && err != dev->pools_error)
@@ -244,7 +252,7 @@ static void sync_work_fn(struct work_struct *work)
 }
 
 /**
- * tmem_control_resync() - read the generation again, and make the device's pools ours
+ * tmem_control_resync() - read the generation again, and bring the device's pools up to date
  * @dev: the device
  * @renew: forget everything even if the generation is the same
  *
@@ -259,7 +267,7 @@ void tmem_control_resync(struct tmem_dev *dev, bool renew)
 }
 
 /**
- * tmem_control_resync_any() - the same for the device, if there is one
+ * tmem_control_resync_any() - call tmem_control_resync() for the device, if there is one
  * @renew: forget everything even if the generation is the same
  *
  * Context: any but NMI.
@@ -277,9 +285,9 @@ void tmem_control_resync_any(bool renew)
 
 /**
  * tmem_control_hibernate() - forget everything and stay off, or return to service
- * @begin: which of the two
+ * @begin: true to stay off, false to return to service
  *
- * Context: process, may sleep for as long as a control request is waited for.
+ * Context: process, may sleep as long as a control request may take.
  */
 void tmem_control_hibernate(bool begin)
 {
@@ -336,8 +344,8 @@ unlock:
 }
 
 /*
- * A device that offers the request may be served by an older back end, which answers UNSUPPORTED
- * and is not asked again in this generation.
+ * Sends the histogram of waits. An older back end may serve a device that offers the request. It
+ * answers UNSUPPORTED, and the driver does not send the request again in this generation.
  */
 static void send_latencies(struct tmem_dev *dev, u64 generation)
 {
@@ -379,7 +387,7 @@ static void report_work_fn(struct work_struct *work)
 
 	if (READ_ONCE(dev->stopping))
 		return;
-	/* Pools that could not be created are tried again, and a lost notification is made good. */
+	/* Creates pools that could not be created before, and makes up for a lost notification. */
 	tmem_control_resync(dev, false);
 	if (generation) {
 		tmem_breaker_probe(dev);
@@ -392,7 +400,7 @@ static void report_work_fn(struct work_struct *work)
 }
 
 /**
- * tmem_control_report_soon() - the state changed: tell the host
+ * tmem_control_report_soon() - send a report now because the state changed
  * @dev: the device
  *
  * Context: any but NMI.
@@ -404,7 +412,7 @@ void tmem_control_report_soon(struct tmem_dev *dev)
 }
 
 /**
- * tmem_control_report_any() - the same for the device, if there is one
+ * tmem_control_report_any() - call tmem_control_report_soon() for the device, if there is one
  *
  * Context: any but NMI.
  */
@@ -422,10 +430,10 @@ void tmem_control_report_any(void)
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_control_init() - allocate what the control queue needs
+ * tmem_control_init() - allocate workqueue and requests of the control queue
  * @dev: the device; its memory_bytes grow
  *
- * Return: 0 or -ENOMEM, after which tmem_control_exit() is due as well.
+ * Return: 0, or -ENOMEM; the caller then calls tmem_control_exit() as well.
  */
 int tmem_control_init(struct tmem_dev *dev)
 {
@@ -451,7 +459,7 @@ int tmem_control_init(struct tmem_dev *dev)
 }
 
 /**
- * tmem_control_start() - the device is ready: learn its generation
+ * tmem_control_start() - read the generation of a device that is ready, and start to report
  * @dev: the device
  */
 void tmem_control_start(struct tmem_dev *dev)
@@ -463,8 +471,8 @@ void tmem_control_start(struct tmem_dev *dev)
 }
 
 /**
- * tmem_control_stop() - no work item runs any more
- * @dev: the device; nothing else can queue one
+ * tmem_control_stop() - stop all work items
+ * @dev: the device; no other code can queue a work item any more
  *
  * Context: process, sleeps as long as an unanswered request is waited for.
  */
@@ -473,13 +481,16 @@ void tmem_control_stop(struct tmem_dev *dev)
 	WRITE_ONCE(dev->stopping, true);
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);
-	/* The first may have been queued again before it looked at the flag. */
+	/*
+	 * The report may have queued the sync work before it read the flag, and the sync work the
+	 * report.
+	 */
 	cancel_delayed_work_sync(&dev->report_work);
 	cancel_work_sync(&dev->sync_work);
 }
 
 /**
- * tmem_control_exit() - free what tmem_control_init() allocated
+ * tmem_control_exit() - free workqueue and requests of the control queue
  * @dev: the device; it was reset
  */
 void tmem_control_exit(struct tmem_dev *dev)

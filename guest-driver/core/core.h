@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What the files of core/ share: the device, its queues, and the index's inner face.
+ * Declarations that the files of core/ share: the device, its queues, and the index's inner
+ * interface.
  *
- * Locks, outermost first; each but the two mutexes is taken with interrupts off:
+ * Locks, outermost first. All but the two mutexes are taken with interrupts off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
  *	index.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	index.c: bucket->lock		all index state of the inodes that hash there
@@ -12,10 +13,9 @@
  *	queue->vq_lock			the virtqueue; state of requests that are the device's
  *	  dev->get_lock			free get requests and bounce blocks
  *	    stats.c: state_lock		state for sysfs; also taken alone
- * control_vq_lock and the locks of admit.c, bypass.c and policy.c stand alone; vq_lock and
- * bucket->lock are never held
- * together. Callers may hold mm and file system locks (i_pages), so nothing above may be held
- * while taking one of those.
+ * control_vq_lock and the locks of admit.c, bypass.c and policy.c are leaf locks. vq_lock and
+ * bucket->lock are never held together. Callers may hold mm and file system locks (i_pages), so
+ * none of these locks may be held while an mm or file system lock is taken.
  */
 #ifndef _TMEM_CORE_H
 #define _TMEM_CORE_H
@@ -43,40 +43,56 @@
 				__stringify(TMEM_VERSION_MINOR) "." \
 				__stringify(TMEM_VERSION_PATCH)
 
-/* Memory: (guest RAM / 100 + 2 MiB) in all, a promise to the operator. */
+/* The module uses at most (guest RAM / 100 + 2 MiB). Operators rely on this number. */
 #define TMEM_BUDGET_RAM_DIVISOR	100
 #define TMEM_BUDGET_FLOOR_BYTES	(2UL << 20)
-/* The rings take 3/8 of it, bounce pages 1/8, the index what is left. */
+/* The rings take 3/8 of the memory, bounce pages 1/8, the index the rest. */
 #define TMEM_RING_EIGHTHS	3
 #define TMEM_BOUNCE_EIGHTHS	1
-/* Slots of all queues together: a larger ring only hides a slow host; numbers of blocks are u16. */
+/*
+ * Slots of all queues together. A larger ring only hides a slow host, and numbers of blocks are
+ * u16.
+ */
 #define TMEM_RING_SLOTS_MAX	2048
-/* A block for each queue, and one to share. */
+/* One block for each queue, and one to share. */
 #define TMEM_RING_SLOTS_MIN	((VIRTIO_TMEM_REQUEST_QUEUES_MAX + 1) * TMEM_BLOCK_PAGES)
 #define TMEM_BOUNCE_PAGES_MAX	1024
 #define TMEM_BOUNCE_PAGES_MIN	64
 
-/* Ring and bounce memory is allocated in blocks: the largest order that is never costly. */
+/*
+ * Ring and bounce memory is allocated in blocks, of the largest order that the kernel does not
+ * treat as costly.
+ */
 #define TMEM_BLOCK_ORDER	3
 #define TMEM_BLOCK_PAGES	8
 #define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
 
-/* Four full batches keep the host busy while one is prepared and one is answered. */
+/* Four full batches keep the host busy while the driver prepares one and the host answers one. */
 #define TMEM_PUTS_IN_FLIGHT	4
 /*
- * How long puts that do not fill a batch wait for more: a few ticks, so that evicting now and then
- * does not mean a request for each page, and little beside what a page waits before it is wanted.
+ * Time in ms that puts wait for more if they do not fill a batch. It is a few ticks, so that
+ * occasional evictions do not cause a request for each page. It is short compared with the time
+ * until a page is wanted again.
  */
 #define TMEM_PUT_DELAY_MS	10
-/* Parts of batches that wait, in all queues, leave half of the slots to a burst of puts. */
+/*
+ * The parts of batches that wait, in all queues together, leave this share of the slots (one half)
+ * to a burst of puts.
+ */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2
-/* Ranges remembered for the host; more are dropped, and its eviction finds them. */
+/*
+ * Ranges that wait to be reported to the host. Further ones are dropped; the host's eviction finds
+ * those pages.
+ */
 #define TMEM_FLUSH_PENDING	256
-/* Concurrent get requests, 1.7 KiB each; a reader without one has a miss. */
+/* Concurrent get requests, 1.7 KiB each. A reader that finds none free has a miss. */
 #define TMEM_GET_REQUESTS	32
 
-/* Control requests; more than one only so that one without an answer does not end it. */
+/*
+ * Control requests. There are several, so that one without an answer does not block the control
+ * queue.
+ */
 #define TMEM_CONTROL_REQUESTS	4
 
 #define TMEM_INDEX_MAX		((1ULL << VIRTIO_TMEM_INDEX_BITS) - 1)
@@ -92,20 +108,24 @@ struct tmem_slot;
 enum tmem_req_kind { TMEM_REQ_PUT, TMEM_REQ_FLUSH, TMEM_REQ_GET, TMEM_REQ_CONTROL };
 
 /*
- * Who may touch a request's buffers: FREE and DONE the driver, SENT and ABANDONED the device
- * (ABANDONED: nobody waits any more). Changed under vq_lock.
+ * The state says who may touch a request's buffers: the driver in FREE and DONE, the device in SENT
+ * and ABANDONED. In ABANDONED no task waits for the answer any more. The state changes under
+ * vq_lock, or control_vq_lock for control requests; FREE is also set without it by the owner of a
+ * DONE request.
  */
 enum tmem_req_state { TMEM_REQ_FREE, TMEM_REQ_SENT, TMEM_REQ_ABANDONED, TMEM_REQ_DONE };
 
-/* First member of everything given to a virtqueue as its token. */
+/* First member of each structure that is given to a virtqueue as its token. */
 struct tmem_req {
 	enum tmem_req_kind kind;
 	enum tmem_req_state state;
-	u32 room_bytes;			/* of the writable part */
-	u32 used_bytes;			/* of it, as the device says; 0 if it says more than that */
+	u32 room_bytes;			/* size of the writable part */
+	u32 used_bytes;			/* as the device says; 0 if that is above room_bytes */
 };
 
-/* A length that cannot be is as good as none: nothing of the answer is looked at. */
+/*
+ * Records the used length. An impossible length counts as 0, so that no part of the answer is read.
+ */
 static inline void tmem_req_used(struct tmem_req *req, u32 len)
 {
 	req->used_bytes = len <= req->room_bytes ? len : 0;
@@ -116,7 +136,7 @@ struct tmem_get_req {
 	struct list_head list;		/* dev->get_free */
 	struct tmem_queue *queue;
 	wait_queue_head_t wait;
-	unsigned int first;		/* caller's page number of the first page */
+	unsigned int first;		/* number of the first page within the caller's request */
 	unsigned int count;
 	unsigned int nr_blocks;
 	u64 sent_ns;			/* when a reader began to wait for it */
@@ -137,24 +157,24 @@ struct tmem_queue {
 	struct tmem_dev *dev;
 	unsigned int nr;
 
-	spinlock_t vq_lock;		/* the virtqueue, request states, the next two */
+	spinlock_t vq_lock;		/* guards vq, request states, answered and stalled */
 	struct virtqueue *vq;
 	bool answered;			/* a put or flush batch is DONE */
-	bool stalled;			/* no room in the virtqueue until something is answered */
-	unsigned int puts_in_flight;	/* this and the next: written by the feeder only */
+	bool stalled;			/* the virtqueue is full until an answer comes */
+	unsigned int puts_in_flight;	/* this and flushes_in_flight: written by the feeder only */
 	unsigned int flushes_in_flight;
 	struct tmem_put_batch *put[TMEM_PUTS_IN_FLIGHT];
 	struct tmem_flush_batch *flush[TMEM_FLUSHES_IN_FLIGHT];
 
-	spinlock_t ring_lock;		/* head, tail, seq_start, map, pending flushes */
+	spinlock_t ring_lock;		/* guards head, tail, seq_start, map, pending flushes */
 	u64 head;			/* next sequence number to reserve */
-	u64 seq_start;			/* whose cookie offset is queue->nr */
-	u64 next;			/* next to send; written by the feeder only */
-	u64 tail;			/* oldest slot not free; feeder only writes */
-	bool kick_armed;		/* puts wait, until kick_at at most; feeder only writes */
+	u64 seq_start;			/* sequence number whose cookie offset is queue->nr */
+	u64 next;			/* next slot to send; written by the feeder only */
+	u64 tail;			/* oldest slot not free; written by the feeder only */
+	bool kick_armed;		/* puts wait until kick_at; written by the feeder only */
 	unsigned long kick_at;		/* in jiffies */
-	unsigned int owned;		/* blocks from tail to head; dev->block_lock */
-	u16 *map;			/* which block: by sequence number / TMEM_BLOCK_PAGES */
+	unsigned int owned;		/* blocks from tail to head; guarded by dev->block_lock */
+	u16 *map;			/* block numbers, by sequence number / TMEM_BLOCK_PAGES */
 	unsigned int nr_flush;
 	struct tmem_flush_range *pending;
 };
@@ -163,24 +183,24 @@ struct tmem_dev {
 	struct virtio_device *vdev;
 	struct rcu_head rcu;
 
-	/* Generation; see tmem_sync_work() for the order of changes. 0: submit nothing. */
+	/* The generation, or 0 to submit nothing. sync_work_fn() has the order of changes. */
 	u64 generation;
 	u32 epoch;			/* grows whenever everything is forgotten */
-	bool renew;			/* forget although the generation is the same */
+	bool renew;			/* forget everything although the generation is the same */
 	u64 cookie_base;
 
 	unsigned int nr_queues;
 	unsigned int batch_max;
-	unsigned int batch_full;	/* so many puts are sent without waiting for more */
+	unsigned int batch_full;	/* number of puts that are sent without waiting for more */
 	unsigned int pools_max;
 	struct tmem_queue *queue;
 	unsigned long memory_bytes;
 
-	/* Slots and data of the put rings of all queues. */
+	/* Slots and data of the put rings, which all queues share. */
 	unsigned int nr_blocks;
 	struct tmem_slot *slot;
 	void **block;
-	spinlock_t block_lock;		/* the next three */
+	spinlock_t block_lock;		/* guards free, first_free and nr_free */
 	u16 *free;			/* ring of free blocks, oldest first */
 	unsigned int first_free;
 	unsigned int nr_free;
@@ -191,47 +211,47 @@ struct tmem_dev {
 
 	struct tmem_admit *admit;
 
-	/* Gets. */
-	spinlock_t get_lock;		/* all below but get_req and bounce */
+	/* State of gets. */
+	spinlock_t get_lock;		/* guards all fields below but get_req and bounce */
 	struct tmem_get_req **get_req;
 	struct list_head get_free;
 	void **bounce;			/* all blocks */
 	unsigned int nr_bounce;
-	void **bounce_free;		/* stack of free ones */
+	void **bounce_free;		/* stack of free blocks */
 	unsigned int nr_bounce_free;
-	unsigned int nr_kept;		/* blocks that the host has and nobody waits for */
-	unsigned int late_row;		/* calls that were late since one was not; get_lock */
-	u64 slow_ns;			/* waits of slow calls, less what leaked; get_lock */
-	u64 slow_at_ns;			/* when it last leaked; get_lock */
+	unsigned int nr_kept;		/* blocks of abandoned requests that the host still has */
+	unsigned int late_row;		/* late calls in a row; guarded by get_lock */
+	u64 slow_ns;			/* waits of slow calls, less leaks; guarded by get_lock */
+	u64 slow_at_ns;			/* time of the last leak; guarded by get_lock */
 	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
 	bool tripped;			/* written under get_lock */
 
-	/* Users that may sleep: tmem_get() and the probe of the breaker. */
+	/* References of users that may sleep: tmem_get() and tmem_control_hibernate(). */
 	refcount_t users;
 	struct completion unused;
 
-	/* Control queue. */
+	/* State of the control queue. */
 	struct mutex control_lock;
-	int pools_error;		/* last seen; sync work only */
-	spinlock_t control_vq_lock;	/* control_vq, states of its requests */
+	int pools_error;		/* last error of tmem_pools_create(); sync work only */
+	spinlock_t control_vq_lock;	/* guards control_vq and the states of its requests */
 	struct virtqueue *control_vq;
 	struct tmem_control *control[TMEM_CONTROL_REQUESTS];
 	wait_queue_head_t control_wait;
 	struct workqueue_struct *wq;	/* ordered: sync and report never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
-	u64 latencies_refused;		/* generation of a device that does not know them */
+	u64 latencies_refused;		/* generation whose device does not support the request */
 	bool stopping;
 };
 
-/* The device while it may be used; readers hold rcu_read_lock() or a reference. */
+/* The device while it may be used. Readers hold rcu_read_lock() or a reference. */
 extern struct tmem_dev __rcu *tmem_device;
 extern struct tmem_check_keys tmem_keys;
 
 struct tmem_dev *tmem_dev_get(void);
 void tmem_dev_put(struct tmem_dev *dev);
 
-/* main.c: module parameters. */
+/* Module parameters, defined in main.c. */
 extern unsigned int tmem_deadline_ms;
 extern unsigned int tmem_spin_us;
 extern bool tmem_admission;
@@ -282,9 +302,9 @@ struct tmem_pool {
 	struct list_head list;		/* tmem_pools or tmem_pools_dead */
 	char name[32];
 	u32 serial;			/* never reused; selects buckets, so it outlives ids */
-	u32 id;				/* at the host; 0: not there. Read under a bucket lock */
-	u32 burnt_id;			/* to be destroyed at the host, if it is there */
-	bool freed;			/* by the hooks; under tmem_pools_lock */
+	u32 id;				/* id at the host, or 0; read under a bucket lock */
+	u32 burnt_id;			/* id to be destroyed at the host, if it exists there */
+	bool freed;			/* the hooks freed it; guarded by tmem_pools_lock */
 	struct tmem_marks *marks;	/* never changes */
 	struct tmem_policies *policies;	/* never changes */
 	struct rcu_head rcu;

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * What goes out of the index without being named: the objects of pools that are gone, and, when the
- * index is full, the leaves that were not stored to for longest.
+ * Removal of index entries that no caller names: the objects of pools that are gone, and, when the
+ * index is full, the leaves that were not stored to for the longest time.
  *
- * Walks the table bucket by bucket, since nothing else has all objects: a list of them would cost
- * memory and a lock for each put. Never long in the way of a put: a bucket's lock is held for some
- * leaves, or to unlink what is freed without it.
+ * The walk goes through the table bucket by bucket, because only the table has all objects. A list
+ * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
+ * holds a bucket's lock for some leaves, or to unlink objects that it frees without the lock.
  */
 #include "../compat.h"
 #include "../trace.h"
@@ -14,11 +14,11 @@
 static void evict_work_fn(struct work_struct *work);
 static DECLARE_WORK(evict_work, evict_work_fn);
 
-static unsigned int evict_hand;		/* of the work item: the bucket it comes to next */
+static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
 /*
- * Frees all objects of pool @id, or, if @id is 0, of all pools that are no longer live. Returns how
- * many pages they had.
+ * Frees all objects of pool @id or, if @id is 0, of all pools that are no longer live. Returns the
+ * number of pages that they had.
  */
 static unsigned long sweep(u32 id, enum tmem_inval why)
 {
@@ -48,7 +48,7 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 }
 
 /**
- * tmem_index_sweep() - free what became unreachable when everything was forgotten
+ * tmem_index_sweep() - free the objects that became unreachable when everything was forgotten
  *
  * Context: process, may sleep.
  */
@@ -77,7 +77,10 @@ void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why)
 		trace_tmem_invalidate(name, 0, 0, TMEM_INDEX_MAX, erased, tmem_inval_name(why));
 }
 
-/* One step of the evictor: up to 32 leaves of a bucket, from (@at, @nr) on. False: bucket done. */
+/*
+ * Runs one step of the evictor: visits about LEAVES_PER_LOCK leaves of a bucket, from (@at, @nr)
+ * on. Returns false if the bucket is done.
+ */
 static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 {
 	struct hlist_node *next;
@@ -89,7 +92,7 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 
 	spin_lock_irq(&bucket->lock);
 	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
-		/* New objects come first in the chain: ids fall along it. */
+		/* New objects are added at the head of the chain, so ids fall along it. */
 		if (object->id > *at)
 			continue;
 		if (object->id < *at)
@@ -102,7 +105,7 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 			else
 				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
 			if (!budget--) {
-				(*nr)++;	/* or the next step would find it unreferenced */
+				(*nr)++;	/* the next step would find it unreferenced */
 				more = true;
 				break;
 			}
@@ -119,8 +122,8 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 }
 
 /*
- * The index is full: leaves that were not stored to since the last visit go, oldest first in the
- * manner of CLOCK, until an eighth is free. The host's copies are found by its own eviction.
+ * Makes room in a full index. Leaves that were not stored to since the last visit go, oldest first
+ * in the manner of CLOCK, until an eighth is free. The host's own eviction finds its copies.
  */
 static void evict_work_fn(struct work_struct *work)
 {
@@ -148,7 +151,7 @@ static void evict_work_fn(struct work_struct *work)
 }
 
 /**
- * tmem_evict_start() - the index is full
+ * tmem_evict_start() - start the evictor because the index is full
  *
  * Context: any but NMI.
  */
@@ -158,7 +161,7 @@ void tmem_evict_start(void)
 }
 
 /**
- * tmem_evict_stop() - wait for the evictor; nothing starts it any more
+ * tmem_evict_stop() - wait for the evictor, which is not started any more
  */
 void tmem_evict_stop(void)
 {
@@ -166,7 +169,9 @@ void tmem_evict_stop(void)
 }
 
 /**
- * tmem_index_make_room() - something took memory of the index without asking
+ * tmem_index_make_room() - start the evictor if the index is over its limit
+ *
+ * Callers are parts of the driver that take memory of the index without asking.
  */
 void tmem_index_make_room(void)
 {

@@ -1,22 +1,23 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The thread that feeds the virtqueues of a device from the put rings, and takes their answers.
+ * Thread that sends pages from the put rings to the virtqueues of a device, and takes the answers.
  *
- * A full batch is sent at once, the feeder being a real-time thread; a smaller one after
- * TMEM_PUT_DELAY_MS. A request costs as much as many copies, and reclaim takes more than a page:
- * sent one by one, as the host answers, they would cost more than all else. Nobody misses what
- * waits, since a get finds it in the ring. Only with TMEM_PUTS_IN_FLIGHT batches at the host does
- * the feeder wait for an answer.
+ * The feeder is a real-time thread. It sends a full batch at once, and a smaller one after
+ * TMEM_PUT_DELAY_MS. A request costs as much as many copies, and reclaim takes more than one page.
+ * Requests for single pages, sent whenever the host answers, would cost more than everything else.
+ * Pages that wait are not missed, because a get finds them in the ring. The feeder waits for an
+ * answer only when TMEM_PUTS_IN_FLIGHT batches are at the host.
  *
- * Every way a put can end other than STORED erases its index entry, if that is still its own. Never
- * sends a page that was put before the last time that everything was forgotten.
+ * Every outcome of a put other than STORED erases its index entry, if that entry is still the put's
+ * own. The feeder never sends a page that was put before everything was forgotten for the last
+ * time.
  */
 #include <linux/kthread.h>
 #include <linux/slab.h>
 
 #include "ring.h"
 
-/* Data blocks a batch touches: one more than it fills, as it may start within one. */
+/* Data blocks that a batch touches: one more than it fills, because it may start within a block. */
 #define BATCH_SGS	(TMEM_BATCH_BLOCKS + 1)
 
 static void erase_slot(struct tmem_slot *slot, enum tmem_stat why)
@@ -38,7 +39,10 @@ static int submit(struct tmem_queue *queue, struct tmem_req *req, struct scatter
 		req->state = TMEM_REQ_SENT;
 		notify = virtqueue_kick_prepare(queue->vq);
 	} else if (err == -ENOSPC || err == -ENOMEM) {
-		/* Until something is answered; if nothing is in flight there is no hope. */
+		/*
+		 * Wait until something is answered. If nothing is in flight, the queue stays
+		 * stalled.
+		 */
 		WRITE_ONCE(queue->stalled, true);
 	}
 	spin_unlock_irq(&queue->vq_lock);
@@ -47,7 +51,7 @@ static int submit(struct tmem_queue *queue, struct tmem_req *req, struct scatter
 	return err;
 }
 
-/* The device answered a batch of puts, or gave it back unanswered. */
+/* Handles a batch of puts that the device answered or gave back unanswered. */
 static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 {
 	u8 status = VIRTIO_TMEM_S_UNANSWERED, result;
@@ -81,11 +85,13 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 
 static bool req_done(const struct tmem_req *req)
 {
-	/* The answer was written before: pairs with drain(). */
+	/* The answer was written before; pairs with drain(). */
 	return smp_load_acquire(&req->state) == TMEM_REQ_DONE;
 }
 
-/* Only the feeder frees a request; beside it drain() makes one that is SENT a DONE one. */
+/*
+ * Only the feeder frees a request. Concurrently, drain() only turns a SENT request into a DONE one.
+ */
 static bool req_free(const struct tmem_req *req)
 {
 	return READ_ONCE(req->state) == TMEM_REQ_FREE;
@@ -135,7 +141,7 @@ static bool send_flushes(struct tmem_queue *queue, u64 generation, u32 epoch)
 		const struct tmem_flush_range *range = &queue->pending[taken];
 
 		if (!generation || range->epoch != epoch)
-			continue;	/* the host has forgotten already */
+			continue;	/* the host has forgotten this range already */
 		if (count && (range->pool != pool || count == queue->dev->batch_max))
 			break;
 		pool = range->pool;
@@ -189,7 +195,7 @@ static struct tmem_put_batch *free_put_batch(struct tmem_queue *queue)
 	return NULL;
 }
 
-/* How many slots from next on can go in one request: ready, of one pool, of this epoch. */
+/* Returns how many slots from next on can go in one request: ready, of one pool, of this epoch. */
 static unsigned int count_slots(struct tmem_queue *queue, u64 head, u64 generation, u32 epoch)
 {
 	unsigned int count = 0;
@@ -216,7 +222,7 @@ static unsigned int count_slots(struct tmem_queue *queue, u64 head, u64 generati
 	return count;
 }
 
-/* When puts that are less than a batch, and are left waiting, go out all the same. */
+/* Sets the time at which puts that do not fill a batch are sent although more may come. */
 static void arm_kick(struct tmem_queue *queue)
 {
 	/* Pairs with reserve(). */
@@ -238,7 +244,7 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	struct tmem_slot *slot;
 	int err;
 
-	/* A part of a batch waits for the rest, but not for long. */
+	/* A part of a batch waits for the rest until it is due. */
 	if (!count || !batch || (count < queue->dev->batch_full && queue->next + count == head &&
 				 !due))
 		return false;
@@ -277,7 +283,10 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	err = submit(queue, &batch->req, out, &in);
 	if (err) {
 		WRITE_ONCE(queue->puts_in_flight, queue->puts_in_flight - 1);
-		/* Without room the slots wait; a queue that stopped will never have any. */
+		/*
+		 * Without room in the virtqueue the slots wait. A queue that stopped never has room
+		 * again.
+		 */
 		if (err != -ENOSPC && err != -ENOMEM)
 			for (i = 0; i < count; i++)
 				skip_slot(queue, slot_of(queue, queue->next));
@@ -285,7 +294,7 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	}
 	tmem_count(TMEM_STAT_requests_put);
 	WRITE_ONCE(queue->next, queue->next + count);
-	/* What comes after these began to wait later. */
+	/* The puts after this batch began to wait later. */
 	WRITE_ONCE(queue->kick_armed, false);
 	return true;
 }
@@ -300,15 +309,15 @@ static void feed(struct tmem_queue *queue)
 	take_answers(queue);
 
 	/*
-	 * The generation before the epoch, against the order of tmem_sync_work(): slots of an
-	 * older epoch never go out with a newer generation.
+	 * Read the generation before the epoch, against the order of sync_work_fn(), so that slots
+	 * of an older epoch are never sent with a newer generation.
 	 */
 	generation = READ_ONCE(dev->generation);
 	smp_rmb();	/* pairs with sync_work_fn() */
 	epoch = READ_ONCE(dev->epoch);
 	/*
-	 * The head before the flushes: one that was noted before a later put of the same page
-	 * also goes out before it.
+	 * Read the head before the flushes, so that a flush that was noted before a later put of
+	 * the same page is also sent before that put.
 	 */
 	head = smp_load_acquire(&queue->head);	/* pairs with reserve() */
 	while (send_flushes(queue, generation, epoch))
@@ -329,7 +338,10 @@ static bool feeder_has_work(struct tmem_dev *dev)
 	return false;
 }
 
-/* How long the feeder may sleep if nobody wakes it, in jiffies: until puts have waited enough. */
+/*
+ * Returns how long the feeder may sleep without being woken, in jiffies: until waiting puts are
+ * due.
+ */
 static long feeder_patience(struct tmem_dev *dev)
 {
 	long patience = MAX_SCHEDULE_TIMEOUT;
@@ -338,7 +350,7 @@ static long feeder_patience(struct tmem_dev *dev)
 
 	for (i = 0; i < dev->nr_queues; i++) {
 		queue = &dev->queue[i];
-		/* With no room at the host it is an answer that ends the wait. */
+		/* Without room at the host, an answer ends the wait. */
 		if (!queue->kick_armed || queue->puts_in_flight >= TMEM_PUTS_IN_FLIGHT ||
 		    READ_ONCE(queue->stalled))
 			continue;
@@ -348,7 +360,7 @@ static long feeder_patience(struct tmem_dev *dev)
 }
 
 /**
- * tmem_feeder() - thread that feeds all request queues of a device
+ * tmem_feeder() - serve all request queues of a device, as a thread
  * @data: the device
  *
  * Return: 0, when stopped.
@@ -375,7 +387,7 @@ int tmem_feeder(void *data)
  * @dev: the device; its memory_bytes grow
  * @queue: the queue
  *
- * Return: 0 or -ENOMEM, after which tmem_feeder_exit() is due as well.
+ * Return: 0, or -ENOMEM; the caller then calls tmem_feeder_exit() as well.
  */
 int tmem_feeder_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

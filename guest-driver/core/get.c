@@ -1,24 +1,30 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Gets: ask the host for pages whose index entries are taken out, and wait until a deadline.
+ * Gets: take index entries out, ask the host for their pages, and wait until a deadline.
  *
- * The device only ever writes to bounce pages, which belong to it until it answers or is reset:
- * a request that nobody waits for any more keeps its pages, so that a late answer cannot land in
- * memory that was given away. When all are with the device, gets are misses.
+ * The device writes to bounce pages only. A bounce page belongs to the device until the device
+ * answers or is reset. A request for which no task waits any more keeps its pages, so that a late
+ * answer cannot land in memory that was given away. When all bounce pages are with the device, gets
+ * are misses.
  *
- * What readers wait is bounded twice. A call, which is one readahead window, waits no longer than
- * its deadline. And the breaker opens, so that nothing is asked for until a probe is answered
- * quickly, after LATE_ROW_MAX calls in a row that were late, when the host keeps half of the bounce
- * pages, as it can after a single call for a large window, or when the waits of slow calls, those
- * of more than a quarter of the deadline, have filled a bucket of WAIT_BUDGET deadlines which
- * empties at WAIT_BUDGET per WAIT_PERIOD deadlines, but not while one waits. It is not probed
- * before half of that is free again, since a probe may be quick where pages are not. By default:
- * readers that come one after the other wait for a slow host for 200 ms and one deadline more
- * together, and for no more than a fifth of what else they take; each reader beside them adds a
- * deadline at most.
+ * The wait of readers is bounded twice. First, a call (one readahead window) waits no longer than
+ * its deadline. Second, the breaker opens, and the driver then asks for nothing until a probe is
+ * answered quickly. The breaker opens in each of these cases:
+ * - LATE_ROW_MAX calls in a row were late.
+ * - The host keeps more than half of the bounce pages, which a single call for a large window can
+ *   cause.
+ * - The waits of slow calls have filled a bucket. A call is slow if it waits longer than a quarter
+ *   of the deadline. The bucket holds WAIT_BUDGET deadlines and empties at WAIT_BUDGET per
+ *   WAIT_PERIOD deadlines, but not during a slow call.
  *
- * Never trusts an answer: length, status, result, cookie and, on the destination page itself, the
- * content check must be right. A page whose check is wrong switches the cache off for good.
+ * The breaker is not probed before half of the bucket is empty again, because a probe may be
+ * answered quickly although pages are not. With the defaults, readers that come one after the other
+ * wait for a slow host for 200 ms plus one deadline together, and for at most a fifth of the rest
+ * of their time. Each concurrent reader adds at most one deadline.
+ *
+ * The driver never trusts an answer. Length, status, result and cookie must be right, and so must
+ * the content check, which is computed on the destination page itself. A page whose check is wrong
+ * switches the cache off until the module is loaded again.
  */
 #include <linux/highmem.h>
 #include <linux/hrtimer.h>
@@ -28,15 +34,18 @@
 #include "../trace.h"
 #include "core.h"
 
-/* Requests that one call has with the host at a time: 4 MiB, the largest readahead in use. */
+/* Requests that one call has at the host at a time: 4 MiB, the largest readahead in use. */
 #define GET_BURST		16
-/* Calls in a row that were late before gets stop. */
+/* Late calls in a row that open the breaker. */
 #define LATE_ROW_MAX		3
 /* A call that waits longer than this part of the deadline is slow: no faster than a disk. */
 #define SLOW_DIVISOR		4
-/* The breaker also opens when more than this part of the bounce pages are with the host in vain. */
+/*
+ * The breaker also opens when the host keeps more than this part of the bounce pages for requests
+ * that were given up.
+ */
 #define KEPT_DIVISOR		2
-/* In deadlines: what slow calls may wait together, and in which time. */
+/* Total wait of slow calls, and the time in which it may occur, in deadlines. */
 #define WAIT_BUDGET		10
 #define WAIT_PERIOD		50
 
@@ -61,7 +70,7 @@ static struct tmem_get_req *get_alloc(struct tmem_dev *dev, unsigned int nr_page
 	return get;
 }
 
-/* So much of what gets are asked with is at a host that does not answer that others have none. */
+/* Too many bounce pages are stuck in unanswered requests; new gets would find none. */
 static bool host_keeps(struct tmem_dev *dev)
 {
 	return READ_ONCE(dev->nr_kept) > dev->nr_bounce / KEPT_DIVISOR;
@@ -82,7 +91,7 @@ static void get_free(struct tmem_dev *dev, struct tmem_get_req *get)
 }
 
 /**
- * tmem_get_answered() - the device gave a get request back
+ * tmem_get_answered() - take back a get request that the device has answered
  * @dev: the device
  * @get: the request; its queue's vq_lock is held
  */
@@ -101,7 +110,7 @@ void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get)
 	wake_up(&get->wait);
 }
 
-/* Gives up waiting, unless the answer came meanwhile. Returns whether it did. */
+/* Gives up waiting, unless the answer has come. Returns whether it has. */
 static bool get_abandon(struct tmem_get_req *get)
 {
 	struct tmem_queue *queue = get->queue;
@@ -120,7 +129,7 @@ static bool get_abandon(struct tmem_get_req *get)
 	return done;
 }
 
-/* Sends the request, which has count, block, entry and out filled in but for the header. */
+/* Sends a request. The caller has filled in count, block, entry and out except for the header. */
 static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 generation, u32 pool)
 {
 	struct scatterlist out, in[1 + TMEM_BATCH_BLOCKS], *sgs[] = { &out, in };
@@ -161,14 +170,14 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 
 static bool get_done(struct tmem_get_req *get)
 {
-	/* The answer was written before: pairs with tmem_get_answered(). */
+	/* The answer was written before; pairs with tmem_get_answered(). */
 	return smp_load_acquire(&get->req.state) == TMEM_REQ_DONE;
 }
 
 /*
- * Waits until the answer or the deadline: a short spin, since a host that is not busy answers in
- * less than a context switch takes, then asleep. Returns whether there is an answer; if not, the
- * request is the device's.
+ * Waits until the answer or the deadline. It spins for a short time, because an idle host answers
+ * faster than a context switch takes, and then sleeps. Returns whether there is an answer; without
+ * one, the request belongs to the device.
  */
 static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_ns)
 {
@@ -188,7 +197,7 @@ static bool get_wait(struct tmem_get_req *get, u64 spin_until_ns, u64 deadline_n
 	return get_abandon(get);
 }
 
-/* A reader waited so long for a request, in vain or not. */
+/* Counts the wait of a reader for one request, answered or not. */
 static void count_wait(u64 waited_ns)
 {
 	unsigned int bucket = fls64(div_u64(waited_ns, NSEC_PER_USEC));
@@ -205,10 +214,13 @@ static u64 deadline_span_ns(void)
 	return (u64)READ_ONCE(tmem_deadline_ms) * NSEC_PER_MSEC;
 }
 
-/* What slow calls waited, less what has leaked until now. */
+/* Returns the waits of slow calls, less what has leaked until now. */
 static u64 slow_ns(struct tmem_dev *dev)
 {
-	/* Under the lock, or another's later one could have come before. */
+	/*
+	 * Read the clock under the lock; otherwise another task's later time could already be
+	 * stored.
+	 */
 	u64 now_ns = ktime_get_ns(), leaked_ns;
 
 	lockdep_assert_held(&dev->get_lock);
@@ -219,8 +231,8 @@ static u64 slow_ns(struct tmem_dev *dev)
 }
 
 /*
- * The state for sysfs and the host changes with it, under the lock: or it would stay another one
- * for good, if another backend comes between the two.
+ * Opens or closes the breaker. The state for sysfs and for the host changes under the same lock.
+ * Otherwise it would stay wrong for good if another backend comes between the two changes.
  */
 static void breaker_set(struct tmem_dev *dev, bool open)
 {
@@ -248,7 +260,7 @@ static bool may_probe(struct tmem_dev *dev)
 	return may;
 }
 
-/* @anew: nothing is known of the host yet. Returns whether the breaker was open. */
+/* Closes the breaker, and empties the bucket for a new backend. Returns whether it was open. */
 static bool breaker_close(struct tmem_dev *dev, bool anew)
 {
 	bool was;
@@ -263,7 +275,9 @@ static bool breaker_close(struct tmem_dev *dev, bool anew)
 	return was;
 }
 
-/* A call asked the host and waited so long, in vain or not. */
+/*
+ * Records the wait of a call that asked the host, answered or not, and opens the breaker if needed.
+ */
 static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 {
 	u64 span_ns = deadline_span_ns();
@@ -277,7 +291,10 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		WRITE_ONCE(dev->wait_max_ns, waited_ns);
 	dev->late_row = late ? dev->late_row + 1 : 0;
 	if (slow) {
-		/* Nothing leaks while one waits, or one read could wait for more than is stated. */
+		/*
+		 * Nothing leaks during a slow call; otherwise one read could wait longer than
+		 * stated.
+		 */
 		dev->slow_at_ns = min(dev->slow_at_ns + waited_ns, ktime_get_ns());
 		dev->slow_ns = slow_ns(dev) + waited_ns;
 	}
@@ -292,18 +309,20 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		return;
 	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
-	/* Closed again meanwhile: what is said last is how it is. */
+	/* The breaker may have closed meanwhile. The last message must tell the current state. */
 	if (READ_ONCE(dev->tripped))
 		breaker_say(true);
 	tmem_control_report_soon(dev);
 }
 
 /**
- * tmem_breaker_probe() - if the breaker is open, try whether the host answers quickly again
+ * tmem_breaker_probe() - if the breaker is open, test whether the host answers quickly again
  * @dev: the device
  *
- * Context: process, sleeps up to the deadline. The probe asks each queue for one page of object 1
- * with cookie 0, which no put has: any answer will do that is not a slow one.
+ * The probe asks each queue for one page of object 1 with cookie 0, which no put has. Any answer
+ * that is not slow counts as success.
+ *
+ * Context: process, sleeps up to a quarter of the deadline for each queue.
  */
 void tmem_breaker_probe(struct tmem_dev *dev)
 {
@@ -340,7 +359,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 }
 
 /**
- * tmem_breaker_reset() - another backend begins without a record
+ * tmem_breaker_reset() - close the breaker and forget its history for a new backend
  * @dev: the device
  */
 void tmem_breaker_reset(struct tmem_dev *dev)
@@ -351,7 +370,7 @@ void tmem_breaker_reset(struct tmem_dev *dev)
 
 /* --- get ----------------------------------------------------------------------------------- */
 
-/* @begin_ns: 0 if nobody wanted to know when the call began. */
+/* Traces the end of a call. @begin_ns is 0 if tracing was off when the call began. */
 static void trace_get(const struct tmem_key *key, pgoff_t index, unsigned int wanted,
 		      unsigned int hits, u64 begin_ns)
 {
@@ -360,7 +379,7 @@ static void trace_get(const struct tmem_key *key, pgoff_t index, unsigned int wa
 			       div_u64(ktime_get_ns() - begin_ns, NSEC_PER_USEC));
 }
 
-/* Where a call of tmem_get() stands. */
+/* State of one tmem_get() call. */
 struct get_call {
 	struct tmem_dev *dev;
 	const struct tmem_key *key;
@@ -376,9 +395,9 @@ struct get_call {
 	unsigned int burst_count[GET_BURST];
 	unsigned int nr_burst;
 	unsigned int hits;
-	unsigned int lost;	/* the host said so */
+	unsigned int lost;	/* pages that the host reported as missing */
 	bool late;
-	bool asked;		/* the host, and an answer came in time */
+	bool asked;		/* the host was asked, and an answer came in time */
 };
 
 static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
@@ -387,7 +406,7 @@ static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
 	tmem_count(why);
 }
 
-/* The content check, on the page that the caller will use. */
+/* Compares the content check, on the page that the caller will use. */
 static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 {
 	void *data = kmap_local_page(call->pages[i]);
@@ -438,7 +457,7 @@ no:
 	miss(call, i, why);
 }
 
-/* Waits for all requests of the burst and takes what they brought. */
+/* Waits for all requests of the burst and takes the pages that they brought. */
 static void finish_burst(struct get_call *call)
 {
 	u64 sent_ns, since_ns, now_ns;
@@ -456,7 +475,10 @@ static void finish_burst(struct get_call *call)
 		call->waited_ns += now_ns - since_ns;
 		count_wait(now_ns - sent_ns);
 		if (!answered) {
-			/* From here on the request is not ours: count and first were noted. */
+			/*
+			 * The request now belongs to the device; its count and first are read from
+			 * the call's copies.
+			 */
 			for (nr = 0; nr < call->burst_count[b]; nr++)
 				miss(call, call->burst_first[b] + nr, TMEM_STAT_misses_late);
 			tmem_count(TMEM_STAT_late);
@@ -478,7 +500,7 @@ static void finish_burst(struct get_call *call)
 	call->nr_burst = 0;
 }
 
-/* Asks for pages first .. first + count - 1, whose entries were taken. */
+/* Asks for pages first .. first + count - 1, whose entries were taken out. */
 static void ask(struct get_call *call, struct tmem_queue *queue, const struct tmem_where *where,
 		unsigned int first, unsigned int count, const u64 *entry)
 {
@@ -522,7 +544,7 @@ no:
 		miss(call, first + nr, why);
 }
 
-/* Pages from .. to - 1 of the call, all in one 64-page unit of the index. */
+/* Gets pages from .. to - 1 of the call, all in one 64-page unit of the index. */
 static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 {
 	unsigned int nr = to - from, i, run = 0;
@@ -554,7 +576,7 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 		}
 		if (there && check_page(call, from + i, entry[i]))
 			tmem_count(TMEM_STAT_ring_hits);
-		/* Runs of pages that only the host has go out as one request each. */
+		/* A run of pages that only the host has is sent as one request. */
 		if (!there && entry[i] && run < call->dev->batch_max) {
 			run++;
 			continue;
@@ -568,7 +590,7 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 }
 
 /**
- * tmem_get_deadline_ns() - until when may a reader wait that begins now?
+ * tmem_get_deadline_ns() - return the deadline of a reader that begins to wait now
  *
  * Return: a time of ktime_get_ns().
  */
@@ -583,8 +605,8 @@ u64 tmem_get_deadline_ns(void)
  * @index: page number of the first page
  * @nr: number of pages
  * @pages: destinations, locked by the caller and not uptodate
- * @want: bitmap of @nr bits: the pages to get; on return those that were got
- * @deadline_ns: from tmem_get_deadline_ns(); once it has passed nothing is asked for
+ * @want: bitmap of @nr bits: the pages to get; on return the pages that were got
+ * @deadline_ns: from tmem_get_deadline_ns(); nothing is asked for after it
  *
  * Context: process, may sleep until the deadline. A destination that was not got has unspecified
  * content.
@@ -625,10 +647,10 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),
 	};
-	smp_rmb();	/* the generation before the index: pairs with sync_work_fn() */
+	smp_rmb();	/* reads the generation before the index: pairs with sync_work_fn() */
 	for (from = 0; from < nr; from = to) {
 		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
-		/* Too late to ask for more: these stay in the index. */
+		/* Too late to ask for more; these entries stay in the index. */
 		if (!call.generation || call.late || !tmem_online()) {
 			for (; from < to; from++)
 				if (test_bit(from, want))
@@ -658,7 +680,7 @@ none:
 
 /**
  * tmem_get_reset() - after a device reset, take all requests and bounce pages back
- * @dev: the device; nobody waits for a get
+ * @dev: the device; no task waits for a get
  */
 void tmem_get_reset(struct tmem_dev *dev)
 {
@@ -678,9 +700,9 @@ void tmem_get_reset(struct tmem_dev *dev)
 /**
  * tmem_get_init() - allocate requests and bounce pages
  * @dev: the device; its memory_bytes grow
- * @bounce_pages: how many, a multiple of TMEM_BLOCK_PAGES
+ * @bounce_pages: number of bounce pages, a multiple of TMEM_BLOCK_PAGES
  *
- * Return: 0 or -ENOMEM, after which tmem_get_exit() is due as well.
+ * Return: 0, or -ENOMEM; the caller then calls tmem_get_exit() as well.
  */
 int tmem_get_init(struct tmem_dev *dev, unsigned int bounce_pages)
 {

@@ -1,33 +1,36 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The index: which pages the host is believed to hold, with cookie and content check.
+ * Index of the pages that the host is believed to hold, with cookie and content check.
  *
- * It is the authority: what is not in it is never asked for, so that erasing an entry is a
- * complete invalidation. A fixed hash table of objects (inodes), each with an XArray of leaves of
- * 64 page numbers; a leaf packs its entries in 6 to 64 places, since most files are small and all
- * memory together is bounded.
+ * The index is the authority: a page that is not in it is never asked for, so erasing an entry is a
+ * complete invalidation. It is a fixed hash table of objects (inodes), each with an XArray of
+ * leaves of 64 page numbers. A leaf packs its entries in 6 to 64 places, because most files are
+ * small and the memory of the index is bounded.
  *
- * Races. All state of an inode, its entries, its mark (bypass.c) as seen by puts, and the id of its
- * pool as seen by them, is read and written under the lock of the bucket that it hashes to, and
- * nothing else: any two operations on an inode are ordered by that lock.
- *  - Put and invalidation: the hooks call tmem_put() before the page leaves the page cache and
- *    invalidate after they made sure that it left (or is theirs). If the invalidation took the
- *    lock first, the lock would order the put, and with it the page's removal, after the
- *    caller's look at the page cache, which saw it removed: a contradiction. So it finds the entry.
- *  - Put and bypass: the mark is set first, then the object is detached under this lock. A put
- *    whose section comes before is detached with the object; one that comes after sees the mark.
- *  - Put and forgetting everything (tmem_pools_forget() sets the ids of all pools to 0): entries
- *    hang from objects that carry the id of their pool, ids are never reused, and a put reads the
- *    id under the lock, so an entry that was made before is unreachable afterwards; the sweep comes
- *    later than the ids' change and visits each bucket under its lock, so it frees all of them.
- *  - Put answered REFUSED and a later put of the same page: erased only if the cookie is the same.
+ * Races. An inode hashes to one bucket. The lock of that bucket protects all state of the inode:
+ * its entries and, as puts see them, its mark (bypass.c) and the id of its pool. No other lock
+ * protects them, so this lock orders any two operations on an inode.
+ * - Put and invalidation: the hooks call tmem_put() before the page leaves the page cache. They
+ *   invalidate after they made sure that the page has left (or belongs to them). Suppose that the
+ *   invalidation took the lock before the put. Then the put, and with it the page's removal, would
+ *   come after the caller saw the page removed, which is a contradiction. So the invalidation finds
+ *   the entry.
+ * - Put and bypass: the mark is set first, then the object is detached under this lock. A put whose
+ *   section comes before is detached with the object; one that comes after sees the mark.
+ * - Put and forgetting everything: tmem_pools_forget() sets the ids of all pools to 0. Entries hang
+ *   from objects that carry the id of their pool, ids are never reused, and a put reads the id
+ *   under the lock. So an entry that was made before is unreachable afterwards. The sweep runs
+ *   after the ids have changed and visits each bucket under its lock, so it frees all of these
+ *   entries.
+ * - Put answered REFUSED and a later put of the same page: the entry is erased only if the cookie
+ *   is the same.
  *
- * Who only wants to know whether asking is worth while (tmem_held()) looks without the lock:
- * objects and leaves are of caches whose memory stays of that kind while RCU readers run, so that
- * the look finds an old, a new or an unrelated one, never something else. An answer that is wrong
- * costs a read from disk, or a get that finds nothing to take under the lock.
+ * tmem_held(), which tells whether a get is worth while, reads without the lock. Objects and leaves
+ * come from slab caches whose memory keeps its type while RCU readers run. So the reader finds an
+ * old, a new or an unrelated object, but always an object. A wrong answer costs a read from the
+ * disk, or a get that finds nothing to take under the lock.
  *
- * Never waits, never fails to erase, and allocates only without waiting.
+ * The index never waits, never fails to erase, and allocates only without waiting.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
@@ -36,7 +39,7 @@
 #include "../trace.h"
 #include "index.h"
 
-/* One bucket for so many bytes of index: with small files one or two objects in each. */
+/* Bytes of index memory for each bucket. With small files a bucket has one or two objects. */
 #define BYTES_PER_BUCKET	1024
 #define BUCKETS_MIN		256
 #define BUCKETS_MAX		1048576
@@ -48,7 +51,7 @@ static atomic64_t last_object_id;
 struct bucket *tmem_buckets;
 unsigned int tmem_bucket_bits;
 
-/* Entries of an object were erased; under its bucket's lock. */
+/* Counts and traces erased entries of an object. The lock of its bucket is held. */
 static void note_erased(const struct object *object, u64 first, u64 last, unsigned long pages,
 			enum tmem_inval why)
 {
@@ -61,10 +64,10 @@ static void note_erased(const struct object *object, u64 first, u64 last, unsign
 /* --- buckets and objects ------------------------------------------------------------------- */
 
 /**
- * tmem_index_bucket() - where an inode hashes to
+ * tmem_index_bucket() - return the bucket of an inode
  * @key: the inode
  *
- * Return: a number that is the same for all pages of the inode, always.
+ * Return: a number that is always the same for all pages of the inode.
  */
 u32 tmem_index_bucket(const struct tmem_key *key)
 {
@@ -73,7 +76,7 @@ u32 tmem_index_bucket(const struct tmem_key *key)
 
 /**
  * tmem_object_free() - free an object and its leaves
- * @object: the object, which nobody can find any more
+ * @object: the object, which can no longer be found
  */
 void tmem_object_free(struct object *object)
 {
@@ -82,7 +85,7 @@ void tmem_object_free(struct object *object)
 	kmem_cache_free(object_cache, object);
 }
 
-/* Objects that were detached where memory must not be freed for long: freed by a work item. */
+/* Objects that were detached where freeing would take too long. A work item frees them. */
 static HLIST_HEAD(detached);
 static DEFINE_SPINLOCK(detached_lock);
 
@@ -107,9 +110,9 @@ static DECLARE_WORK(free_detached, free_detached_fn);
 
 /**
  * tmem_object_detach() - take an object with all its pages out of the index, in constant time
- * @bucket: where it hashes to; locked
- * @object: the object, which nobody finds from here on; its pages no longer count as held
- * @why: for the counters
+ * @bucket: bucket of the object; locked
+ * @object: the object, which can no longer be found; its pages no longer count as held
+ * @why: reason, for the counters
  */
 void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 {
@@ -126,8 +129,9 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 }
 
 /**
- * tmem_object_free_empty() - free an object whose last page went
- * @object: the object, its bucket is locked; nothing of it is at the host that we could name
+ * tmem_object_free_empty() - free an object whose last page was erased
+ * @object: the object; its bucket is locked, and the host has no page of it that the driver could
+ *   name
  */
 void tmem_object_free_empty(struct object *object)
 {
@@ -148,7 +152,10 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 		return ERR_PTR(-ENOMEM);
 	}
 	object->id = atomic64_inc_return(&last_object_id);
-	/* A reader that still looks at what was freed here before may see them. */
+	/*
+	 * A reader that still follows a pointer to an object freed here before may see these
+	 * values.
+	 */
 	WRITE_ONCE(object->ino, key->ino);
 	WRITE_ONCE(object->igen, key->igen);
 	WRITE_ONCE(object->pool, pool);
@@ -161,15 +168,15 @@ static struct object *new_object(struct bucket *bucket, const struct tmem_key *k
 /* --- operations ---------------------------------------------------------------------------- */
 
 /**
- * tmem_index_store() - enter a page, or erase it if that cannot be done
+ * tmem_index_store() - enter a page, or erase its entry if it cannot be entered
  * @key: pool and inode
  * @index: page number
  * @entry: cookie offset and check
  * @where: set to the object's id and place if 0 is returned
  *
  * Return: 0; -ENODEV if the pool is not at the host; -EPERM if the inode is bypassed; -EACCES if a
- * policy forbids it; -ENOSPC if the index is full; -ENOMEM. Whenever it is not 0, no entry is left
- * for the page.
+ * policy forbids it; -ENOSPC if the index is full; -ENOMEM. With every result but 0, no entry is
+ * left for the page.
  */
 int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where)
@@ -230,7 +237,7 @@ unlock:
 /**
  * tmem_index_take() - take entries out, to ask the host for their pages
  * @key: pool and inode
- * @index: first page number; all of them lie in one leaf (64 pages, aligned)
+ * @index: first page number; all pages lie in one leaf (64 pages, aligned)
  * @nr: number of pages
  * @want: bit i is set if page @index + i is wanted
  * @entry: set to the entry of each page, 0 where there is none
@@ -282,11 +289,11 @@ unlock:
 }
 
 /**
- * tmem_index_erase_offset() - erase a page whose put came to nothing
+ * tmem_index_erase_offset() - erase the entry of a put that was not stored
  * @nr: bucket of the put
  * @id: object of the put
  * @index: page number
- * @offset: cookie offset; another one is another put's entry, which stays
+ * @offset: cookie offset of the put; an entry with another offset is of another put, and stays
  */
 void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
 {
@@ -319,10 +326,12 @@ void tmem_index_erase_offset(u32 nr, u64 id, u64 index, u64 offset)
  * @ino: inode number
  * @first: first page number
  * @last: last page number, included
- * @why: for the counters
+ * @why: reason, for the counters
  *
- * Context: any but NMI. The lock is dropped every 32 leaves; entries that were there at the call
- * are gone at the return.
+ * Entries that existed at the call are gone at the return. The lock is dropped about every
+ * LEAVES_PER_LOCK leaves.
+ *
+ * Context: any but NMI.
  */
 void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t last,
 		     enum tmem_inval why)
@@ -376,7 +385,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
  * tmem_invalidate_inode() - erase all pages of an inode, in constant time
  * @pool: file system
  * @ino: inode number
- * @why: for the counters
+ * @why: reason, for the counters
  *
  * Context: any but NMI.
  */
@@ -393,7 +402,7 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
 	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
 }
 
-/* An inode number that is used again: what is held is the old inode's. */
+/* Erases the entries of an older inode whose number is used again. */
 static void drop_stale(const struct tmem_key *key)
 {
 	u32 nr = bucket_of(key->pool, key->ino);
@@ -407,7 +416,10 @@ static void drop_stale(const struct tmem_key *key)
 	spin_unlock_irqrestore(&tmem_buckets[nr].lock, flags);
 }
 
-/* As find_object(), without the lock: the object may be gone, or another one, at any moment. */
+/*
+ * Finds an object like find_object(), but without the lock: the object may be freed or become
+ * another one at any moment.
+ */
 static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
 {
 	u32 id = READ_ONCE(pool->id);
@@ -422,14 +434,16 @@ static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, 
 }
 
 /**
- * tmem_held() - which pages could be got
+ * tmem_held() - find out which pages could be got
  * @key: pool and inode
  * @index: first page number
  * @nr: number of pages
  * @held: bitmap of @nr bits: set to the pages that have an entry
  *
- * Context: any but NMI. Takes no lock, so that a miss costs as little as one in the page cache: the
- * answer may be wrong in either way for pages that are put or erased meanwhile.
+ * This function takes no lock, so that a miss costs as little as one in the page cache. For pages
+ * that are put or erased meanwhile the answer may be wrong in both directions.
+ *
+ * Context: any but NMI.
  *
  * Return: number of bits set.
  */
@@ -455,7 +469,10 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 		object = NULL;
 	}
 	if (object) {
-		/* One to nine of them: looking for the next costs more than looking each up. */
+		/*
+		 * There are one to nine leaves. A search for the next one costs more than a look-up
+		 * of each.
+		 */
 		for (i = index >> LEAF_SHIFT; i <= last >> LEAF_SHIFT; i++) {
 			leaf = xa_load(&object->leaves, i);
 			mask = leaf ? READ_ONCE(leaf->present) & leaf_mask(i, index, last) : 0;
@@ -472,7 +489,7 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 }
 
 /**
- * tmem_held_pages() - how many pages of an inode could be got
+ * tmem_held_pages() - count the pages of an inode that could be got
  * @key: pool and inode
  *
  * Context: any but NMI.
@@ -494,11 +511,11 @@ unsigned long tmem_held_pages(const struct tmem_key *key)
 
 /**
  * tmem_index_pool_pages() - count the entries of a pool
- * @id: its id
+ * @id: id of the pool
  *
- * Context: process, may sleep: looks at each bucket.
+ * Context: process, may sleep; reads each bucket.
  *
- * Return: pages; those that come or go meanwhile may be counted or not.
+ * Return: number of pages. Pages that come or go meanwhile may be counted or not.
  */
 unsigned long tmem_index_pool_pages(u32 id)
 {
@@ -519,8 +536,8 @@ unsigned long tmem_index_pool_pages(u32 id)
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_index_reserve() - change how much of the module's memory others use
- * @bytes: added to what the index may not use; negative to give back
+ * tmem_index_reserve() - change how much of the module's memory is not available to the index
+ * @bytes: bytes that other parts take; negative to give back
  */
 void tmem_index_reserve(long bytes)
 {
@@ -528,7 +545,7 @@ void tmem_index_reserve(long bytes)
 }
 
 /**
- * tmem_index_bytes() - memory of the index
+ * tmem_index_bytes() - return the memory of the index
  *
  * Return: bytes, with the hash table.
  */
@@ -538,7 +555,7 @@ long tmem_index_bytes(void)
 }
 
 /**
- * tmem_index_pages() - entries in the index
+ * tmem_index_pages() - return the number of entries
  *
  * Return: pages that the host is believed to hold.
  */
@@ -548,7 +565,7 @@ long tmem_index_pages(void)
 }
 
 /**
- * tmem_index_init() - allocate the hash table
+ * tmem_index_init() - allocate the slab caches and the hash table
  *
  * Return: 0 or -ENOMEM.
  */
@@ -586,7 +603,7 @@ nomem_leaf:
 }
 
 /**
- * tmem_index_exit() - free the index; all pools were freed before
+ * tmem_index_exit() - free the index, after all pools were freed
  */
 void tmem_index_exit(void)
 {

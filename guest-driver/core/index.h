@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Inside of the index: the table of objects, for index.c (one inode by name) and evict.c (whatever
- * has to go). What a put needs of it is inline.
+ * Internal interface of the index: the table of objects, for index.c (one inode by name) and
+ * evict.c (objects that have to go). The parts that a put needs are inline.
  *
- * Objects in the table are touched under the lock of their bucket, and never without.
+ * Objects in the table are accessed only under the lock of their bucket, except by the RCU readers
+ * of tmem_held().
  */
 #ifndef _TMEM_INDEX_H
 #define _TMEM_INDEX_H
@@ -13,11 +14,11 @@
 
 #include "leaf.h"
 
-/* Leaves handled before the lock is dropped: some 10 us with interrupts off. */
+/* Leaves that are handled before the lock is dropped: about 10 us with interrupts off. */
 #define LEAVES_PER_LOCK		32
 
 struct bucket {
-	spinlock_t lock;	/* guards everything below, see index.c */
+	spinlock_t lock;	/* guards all fields below, see index.c */
 	struct hlist_head objects;
 };
 
@@ -30,7 +31,7 @@ void tmem_object_free_empty(struct object *object);
 void tmem_evict_start(void);
 void tmem_evict_stop(void);
 
-/* Memory of the table. */
+/* Returns the memory of the table in bytes. */
 static inline long tmem_table_bytes(void)
 {
 	return (long)sizeof(struct bucket) << tmem_bucket_bits;
@@ -56,7 +57,10 @@ static inline struct object *find_object(struct bucket *bucket, const struct tme
 	return NULL;
 }
 
-/* Out of the table: gone for everyone. Freeing the leaves can follow without the lock. */
+/*
+ * Moves an object from the table to a list, so that it can no longer be found. The caller can free
+ * the leaves afterwards, without the lock.
+ */
 static inline void unlink_object(struct object *object, struct hlist_head *freed)
 {
 	hlist_del_rcu(&object->node);

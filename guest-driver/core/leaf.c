@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Leaves of the index: the entries of 64 neighbouring pages in the least memory.
+ * Leaves of the index: the entries of 64 neighbouring pages in as little memory as possible.
  *
- * A leaf packs its entries, in the order of their pages, in 6, 14, 30 or 64 places and moves to
- * the next size when it is full: most files are small, and all memory together is bounded. Every
- * byte is charged before it is allocated, XArray nodes included; what the slab allocator cannot use
- * is not.
+ * A leaf packs its entries, in the order of their pages, in 6, 14, 30 or 64 places. A full leaf
+ * moves to the next size. Most files are small, and the memory of the index is bounded. Every byte
+ * is charged before it is allocated, XArray nodes included. Memory that the slab allocator cannot
+ * use is not charged.
  */
 #include <linux/mm.h>
 #include <linux/slab.h>
@@ -19,7 +19,7 @@ static const char *const leaf_name[] = {
 
 static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
 
-/* What the index may use, and uses. */
+/* Memory that the index may use, memory that it uses, and its entries. */
 long tmem_index_limit_bytes;
 atomic_long_t tmem_index_used_bytes;
 atomic_long_t tmem_index_nr_pages;
@@ -30,7 +30,7 @@ static size_t leaf_bytes(unsigned int class)
 }
 
 /**
- * tmem_index_limit() - how much memory the index may use now
+ * tmem_index_limit() - return how much memory the index may use now
  *
  * Return: bytes.
  */
@@ -48,9 +48,9 @@ long tmem_index_limit(void)
 
 /**
  * tmem_charge() - count memory of the index before it is allocated
- * @bytes: how much
+ * @bytes: number of bytes
  *
- * The limit is approached from below by all CPUs at once, and may be passed by one leaf each.
+ * All CPUs approach the limit from below at once, and each may exceed it by one leaf.
  *
  * Return: false if the index is full.
  */
@@ -63,8 +63,8 @@ bool tmem_charge(long bytes)
 }
 
 /**
- * tmem_uncharge() - count memory of the index that was freed
- * @bytes: how much
+ * tmem_uncharge() - subtract memory of the index that was freed
+ * @bytes: number of bytes
  */
 void tmem_uncharge(long bytes)
 {
@@ -72,15 +72,16 @@ void tmem_uncharge(long bytes)
 }
 
 /**
- * tmem_alone_in_node() - would an entry have an XArray node of its own?
+ * tmem_alone_in_node() - check whether an entry would have an XArray node of its own
  * @xa: the XArray
  * @index: place of the entry, which is not there
  *
- * A node serves 64 neighbours: it is charged with the first of them and given back with the last.
- * Entry 0 is never charged for one, since alone it needs none, as in every small file: what is not
- * counted is at most one node an XArray, and those above, one in 64.
+ * A node serves 64 neighbours. It is charged with the first of them and given back with the last.
+ * Entry 0 is never charged for a node, because an XArray with only entry 0, as in every small file,
+ * needs none. The uncounted memory is at most one node for each XArray, and the nodes above, which
+ * are one in 64.
  *
- * Return: true if none of the neighbours is there.
+ * Return: true if the node has no other entry.
  */
 bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
 {
@@ -107,7 +108,7 @@ static struct leaf *new_leaf(struct object *object, unsigned long nr, unsigned i
 	leaf = kmem_cache_alloc(leaf_cache[class], GFP_INDEX);
 	if (!leaf)
 		goto nomem;
-	/* A reader that still looks at what was freed here before may see it. */
+	/* A reader that still follows a pointer to a leaf freed here before may see this value. */
 	WRITE_ONCE(leaf->present, old ? old->present : 0);
 	leaf->class = class;
 	leaf->referenced = 1;
@@ -123,7 +124,7 @@ nomem:
 	return ERR_PTR(-ENOMEM);
 }
 
-/* Takes the leaf out; the caller frees it. */
+/* Takes a leaf out of its object. The caller frees the leaf. */
 static void remove_leaf(struct object *object, unsigned long nr)
 {
 	xa_erase(&object->leaves, nr);
@@ -133,11 +134,11 @@ static void remove_leaf(struct object *object, unsigned long nr)
 
 /**
  * tmem_leaf_store() - enter a page
- * @object: its object
+ * @object: object of the page
  * @index: page number
- * @entry: what to enter, instead of what was there
+ * @entry: new entry, which replaces the old one
  *
- * Return: 0; -ENOSPC if the index is full, or -ENOMEM: then what was there still is.
+ * Return: 0; -ENOSPC if the index is full, or -ENOMEM: an old entry is still there then.
  */
 int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 {
@@ -173,13 +174,13 @@ int tmem_leaf_store(struct object *object, u64 index, u64 entry)
 }
 
 /**
- * tmem_leaf_erase() - erase pages of a leaf, which is freed when it is empty
- * @object: its object
+ * tmem_leaf_erase() - erase pages of a leaf, and free the leaf if it is empty
+ * @object: object of the leaf
  * @nr: number of the leaf
  * @leaf: the leaf
- * @mask: which pages
+ * @mask: pages to erase, one bit each
  *
- * Return: how many of them there were.
+ * Return: number of entries that were erased.
  */
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask)
 {
@@ -207,7 +208,7 @@ unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct lea
 
 /**
  * tmem_leaf_free_all() - free all leaves of an object
- * @object: the object, which nobody can find any more
+ * @object: the object, which can no longer be found
  */
 void tmem_leaf_free_all(struct object *object)
 {
@@ -225,7 +226,7 @@ void tmem_leaf_free_all(struct object *object)
 }
 
 /**
- * tmem_leaf_init() - create the caches of leaves
+ * tmem_leaf_init() - create the slab caches of leaves
  *
  * Return: 0 or -ENOMEM.
  */
@@ -237,7 +238,7 @@ int tmem_leaf_init(void)
 		     DIV_ROUND_UP(sizeof(struct xa_node), XA_CHUNK_SIZE) >
 		     LEAF_PAGES * TMEM_INDEX_PAGE_BYTES);
 	for (i = 0; i < ARRAY_SIZE(leaf_cache); i++) {
-		/* Read without a lock by tmem_held(). */
+		/* tmem_held() reads leaves without a lock. */
 		leaf_cache[i] = kmem_cache_create(leaf_name[i], leaf_bytes(i), 0,
 						  SLAB_TYPESAFE_BY_RCU, NULL);
 		if (!leaf_cache[i]) {
@@ -249,7 +250,7 @@ int tmem_leaf_init(void)
 }
 
 /**
- * tmem_leaf_exit() - destroy them; all leaves were freed
+ * tmem_leaf_exit() - destroy the slab caches, after all leaves were freed
  */
 void tmem_leaf_exit(void)
 {

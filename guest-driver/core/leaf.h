@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Inside of the index: objects and their leaves, and the memory that both may use.
+ * Internal interface of the index: objects and their leaves, and the memory that both may use.
  *
- * Everything here is called with the lock of the object's bucket held, or by who owns the object.
+ * Callers of all functions in this file hold the lock of the object's bucket, or own the object.
  */
 #ifndef _TMEM_LEAF_H
 #define _TMEM_LEAF_H
@@ -13,28 +13,30 @@
 #define LEAF_PAGES		64
 
 /*
- * The page is being freed while we run, mostly by reclaim: take the memory from the caches, with
- * some access to reserves (a hundred times as much is being freed) but none to the reclaimer's.
+ * An allocation happens while the page is being freed, mostly by reclaim. It takes memory from the
+ * allocator's caches. It may use some of the reserves (a hundred times as much is being freed), but
+ * not those of the reclaimer.
  */
 #define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
 
 /*
- * Stated in docs and sysfs: bytes of index for a page held of a file that is read in order, which
- * are its entry and its share of leaf, XArray node and what the slab allocator cannot use.
+ * Bytes of index for each page held of a file that is read in order: the entry and its share of the
+ * leaf, of the XArray node and of memory that the slab allocator cannot use. The documentation and
+ * sysfs state this number.
  */
 #define TMEM_INDEX_PAGE_BYTES	9
 
 /*
- * The slab allocator keeps its list of free objects beside them, not in them, where readers may
- * still look at one that was freed.
+ * The slab allocator keeps its list of free objects beside these objects and not inside them,
+ * because readers may still read an object that was freed.
  */
 #define TMEM_SLAB_LINK		((long)sizeof(void *))
 
 struct leaf {
-	u64 present;		/* bit i: page i of the leaf has an entry */
+	u64 present;		/* bit i is set if page i of the leaf has an entry */
 	u8 class;
-	u8 referenced;		/* stored to since the evictor last came by */
-	u64 entry[];		/* of the set bits, in their order */
+	u8 referenced;		/* the leaf was stored to since the evictor's last visit */
+	u64 entry[];		/* entries of the set bits, in their order */
 };
 
 struct object {
@@ -61,13 +63,13 @@ int tmem_leaf_store(struct object *object, u64 index, u64 entry);
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask);
 void tmem_leaf_free_all(struct object *object);
 
-/* Place of a page's entry among those present. */
+/* Returns the place of a page's entry among the entries present. */
 static inline unsigned int leaf_rank(const struct leaf *leaf, unsigned int bit)
 {
 	return hweight64(leaf->present & (BIT_ULL(bit) - 1));
 }
 
-/* Bits of leaf @nr that lie within first .. last. */
+/* Returns the bits of leaf @nr that lie within first .. last. */
 static inline u64 leaf_mask(unsigned long nr, u64 first, u64 last)
 {
 	u64 start = (u64)nr << LEAF_SHIFT;

@@ -1,29 +1,37 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Files whose pages are never put, because somebody said so.
+ * Files whose pages are never put because a user asked for that.
  *
- * A mark is an inode number and the generation of the inode, so that the number's next owner is not
- * meant. It is set before what is held is erased, and a put looks at it under the lock that the
- * erasing takes: the put comes before and is erased, or comes after and sees the mark.
+ * A mark is an inode number and the generation of the inode, so that it does not apply to the
+ * number's next owner. The mark is set before the inode's entries are erased, and a put checks it
+ * under the lock that erasing takes. So the put comes before and is erased, or comes after and sees
+ * the mark.
  *
- * A policy is a wish, not coherence: unlike tmem_bypass(), setting one may fail.
+ * A policy is a wish and coherence does not depend on it. Unlike tmem_bypass(), setting one may
+ * fail.
  */
 #include <linux/slab.h>
 
 #include "leaf.h"
 
-/* Files of one file system; some 40 KiB if they are neighbours, as those of one directory are. */
+/*
+ * Files with a policy in one file system. They take about 40 KiB if they are neighbours, as the
+ * files of one directory are.
+ */
 #define POLICIES_MAX		65536
-/* All marks together may take this part of the index's memory: spread, each has 576 bytes. */
+/*
+ * All marks together may take this part of the index's memory. A mark without neighbours takes 576
+ * bytes.
+ */
 #define POLICY_DIVISOR		8
 
 struct tmem_policies {
-	struct xarray never;	/* inode number: its generation */
-	unsigned int nr;	/* under the lock of never; read without */
-	unsigned int pools;	/* that have these: two while one replaces the other */
+	struct xarray never;	/* by inode number: generation of the inode */
+	unsigned int nr;	/* number of marks; written under the lock of never, read without */
+	unsigned int pools;	/* pools that share this: two while one replaces the other */
 };
 
-static atomic_long_t policy_bytes;	/* part of tmem_index_used_bytes */
+static atomic_long_t policy_bytes;	/* bytes of all policies; part of tmem_index_used_bytes */
 
 static void charge(long bytes)
 {
@@ -37,11 +45,12 @@ static bool room_for(long bytes)
 }
 
 /**
- * tmem_policy_init() - no policies, or those of the pool that is replaced
+ * tmem_policy_init() - set up empty policies, or share those of the pool that is replaced
  * @pool: a new file system
  * @old: the pool that it replaces, or NULL
  *
- * Both have the same from here on: whoever still has the old one in hand sets and forgets for both.
+ * Both pools share the policies from now on. A task that still uses the old pool changes them for
+ * both.
  *
  * Context: process; one tmem_policy_init() or tmem_policy_free() at a time.
  *
@@ -62,8 +71,10 @@ int tmem_policy_init(struct tmem_pool *pool, struct tmem_pool *old)
 }
 
 /**
- * tmem_policy_free() - forget the policies of a pool, unless another one has them, too
- * @pool: file system that nobody uses any more
+ * tmem_policy_free() - free the policies of a pool, unless another pool shares them
+ * @pool: file system that is no longer in use
+ *
+ * Context: process; one tmem_policy_init() or tmem_policy_free() at a time.
  */
 void tmem_policy_free(struct tmem_pool *pool)
 {
@@ -83,10 +94,10 @@ void tmem_policy_free(struct tmem_pool *pool)
 }
 
 /**
- * tmem_policy_never() - does a policy forbid to put the inode's pages?
+ * tmem_policy_never() - check whether a policy forbids to put the inode's pages
  * @key: pool and inode
  *
- * Return: true if so.
+ * Return: true if a policy forbids it.
  */
 bool tmem_policy_never(const struct tmem_key *key)
 {
@@ -97,7 +108,7 @@ bool tmem_policy_never(const struct tmem_key *key)
 }
 
 /**
- * tmem_policy_forget() - back to the default; also for an inode that is deleted
+ * tmem_policy_forget() - return an inode to the default policy, also when it is deleted
  * @pool: file system
  * @ino: inode number
  *
@@ -120,12 +131,12 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 }
 
 /**
- * tmem_policy_forbid() - put no page of an inode from here on, and erase what is held
+ * tmem_policy_forbid() - put no page of an inode from now on, and erase its entries
  * @key: pool and inode
  *
  * Context: any but NMI.
  *
- * Return: 0, -ENOSPC if there are too many, or -ENOMEM.
+ * Return: 0, -ENOSPC if there are too many policies, or -ENOMEM.
  */
 int tmem_policy_forbid(const struct tmem_key *key)
 {

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Pools: one per super block, known to the host by a number that changes whenever everything is
- * forgotten, so that forgetting is setting numbers to 0.
+ * Pools: one for each super block. The host knows a pool by a number (id), which changes whenever
+ * everything is forgotten. To forget all pages, the driver sets the ids to 0.
  *
- * A pool's id is nonzero only after the device has answered its creation. Never waits in
- * tmem_pool_new() or tmem_pool_free() for the device: the sync work does the asking.
+ * A pool's id is nonzero only after the device has confirmed its creation. tmem_pool_new() and
+ * tmem_pool_free() never wait for the device; the sync work sends the requests.
  */
 #include <linux/slab.h>
 
@@ -12,19 +12,19 @@
 
 static DEFINE_MUTEX(tmem_pools_lock);
 static LIST_HEAD(tmem_pools);
-/* Freed by the hooks, to be destroyed at the device. */
+/* Pools that the hooks freed and that are still to be destroyed at the device. */
 static LIST_HEAD(tmem_pools_dead);
-/* Pools by id, while the id can be reached. */
+/* Pools by id, while the id is in use. */
 static DEFINE_XARRAY(tmem_pools_live);
-/* Somebody will look at the list above. */
+/* True while there is a device whose sync work handles tmem_pools_dead. */
 static bool have_device;
 static u32 last_serial;
 static u32 last_id;
 
 /**
  * tmem_pool_new() - add a file system
- * @name: for messages
- * @old: the pool that this one replaces, to be freed afterwards, or NULL
+ * @name: name for messages
+ * @old: the pool that this one replaces, which the caller frees afterwards, or NULL
  *
  * Context: process, may sleep. Puts are taken once the device has answered.
  *
@@ -66,8 +66,8 @@ static void free_dead(void)
 }
 
 /**
- * tmem_pools_device() - a device came, or its sync work will not run again
- * @present: which of the two
+ * tmem_pools_device() - record that a device is present, or that its sync work will not run again
+ * @present: true if a device is present
  */
 void tmem_pools_device(bool present)
 {
@@ -91,7 +91,7 @@ static void bury(struct tmem_pool *pool)
  * tmem_pool_free() - remove a file system and all its pages
  * @pool: the pool; no other call with it may be running
  *
- * Context: process, may sleep, but not for the device.
+ * Context: process, may sleep, but does not wait for the device.
  */
 void tmem_pool_free(struct tmem_pool *pool)
 {
@@ -116,10 +116,11 @@ void tmem_pool_free(struct tmem_pool *pool)
  * tmem_pool_empty() - forget all pages of a file system that stays
  * @pool: the pool, which other calls may be using
  *
- * As tmem_pools_forget() for one pool: without its id no entry is reachable. The host frees the
- * pages when the sync work has the old id destroyed, and the pool gets a new one.
+ * Without its id, no entry of the pool is reachable. The sync work later destroys the old id, which
+ * makes the host free the pages, and gives the pool a new id. tmem_pools_forget() does the same for
+ * all pools.
  *
- * Context: process, may sleep, but not for the device.
+ * Context: process, may sleep, but does not wait for the device.
  */
 void tmem_pool_empty(struct tmem_pool *pool)
 {
@@ -135,10 +136,10 @@ void tmem_pool_empty(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_pages() - how many pages of a file system could be got
+ * tmem_pool_pages() - count the pages of a file system that could be got
  * @pool: the pool
  *
- * Context: process, may sleep: looks at the whole index.
+ * Context: process, may sleep; walks through the index.
  *
  * Return: number of pages.
  */
@@ -150,10 +151,10 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_live() - does the id belong to a pool that puts and gets use?
+ * tmem_pool_live() - check whether puts and gets use a pool id
  * @id: pool id
  *
- * Return: true if so.
+ * Return: true if a pool has this id now.
  */
 bool tmem_pool_live(u32 id)
 {
@@ -161,7 +162,7 @@ bool tmem_pool_live(u32 id)
 }
 
 /**
- * tmem_pool_name() - name of a pool, for who has only its id
+ * tmem_pool_name() - return the name of a pool from its id
  * @id: pool id
  *
  * Context: any but NMI; the caller holds the RCU read lock or a spinlock while it uses the name.
@@ -190,7 +191,7 @@ void tmem_pools_forget(void)
 	mutex_unlock(&tmem_pools_lock);
 }
 
-/* A pool whose id is to be destroyed at the device, first of all those that are freed. */
+/* Finds a pool whose id is to be destroyed at the device. Pools that are freed come first. */
 static struct tmem_pool *find_burnt(void)
 {
 	struct tmem_pool *pool;
@@ -203,7 +204,7 @@ static struct tmem_pool *find_burnt(void)
 	return NULL;
 }
 
-/* A pool that the device does not have, among the first @max. */
+/* Finds a pool that the device does not have, among the first @max. */
 static struct tmem_pool *find_missing(unsigned int max)
 {
 	struct tmem_pool *pool;
@@ -226,7 +227,7 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 		err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_DESTROY,
 					pool->burnt_id);
 	mutex_lock(&tmem_pools_lock);
-	/* An id of an older generation is not there any more. */
+	/* ENOENT is success: an id of an older generation no longer exists. */
 	if (err && err != -ENOENT)
 		return err;
 	pool->burnt_id = 0;
@@ -242,11 +243,15 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	u32 id;
 	int err;
 
+<<<<<<< HEAD
 	/* An id that wrapped could be one that the device still has. */
 	if (last_id == U32_MAX)
 		return -ENOSPC;
 	id = ++last_id;
 	/* Until it is answered we do not know whether the device has it. */
+=======
+	/* Before the answer it is not known whether the device has the pool. */
+>>>>>>> f06bca6 (guest-driver: rewrite the comments of core/ in plain English)
 	pool->burnt_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);
@@ -266,10 +271,12 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 /**
  * tmem_pools_create() - make the device's pools those of the guest
  * @dev: the device
- * @generation: to be carried by the requests
+ * @generation: generation that the requests carry
  *
- * Context: the sync work only, which alone frees pools, so that no lock is held while the device is
- * asked. The first request that is not answered ends it.
+ * The first request without an answer ends the function.
+ *
+ * Context: the sync work only. The sync work is the only code that frees pools while there is a
+ * device, so no lock is held while it waits for the device.
  *
  * Return: 0, -ESTALE if the generation is over, or another error if pools are missing.
  */
@@ -295,7 +302,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 }
 
 /**
- * tmem_pools_exit() - after the hooks have freed all pools and the device is gone
+ * tmem_pools_exit() - clean up after the hooks have freed all pools and the device is gone
  */
 void tmem_pools_exit(void)
 {

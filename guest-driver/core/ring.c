@@ -1,26 +1,27 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The put rings of the request queues: where a page is from its put until the host has it.
+ * Put rings of the request queues: a page is here from its put until the host has it.
  *
- * A put happens under the page cache's lock with interrupts off, so it only copies: into a
- * preallocated slot, whose place follows from the cookie. The slot is the page's home until the
- * host has answered, and its data stay valid until the slot is reserved again, so that a get of a
- * page that was evicted a moment ago needs no host.
+ * A put happens under the page cache's lock with interrupts off. So it only copies the page to a
+ * preallocated slot, whose place follows from the cookie. Until the host has answered, the only
+ * copy is in the slot. The data stay valid until the slot is reserved again, so a get of a page
+ * that was evicted a moment ago does not need the host.
  *
- * Reclaim takes neighbours together, and neighbours go to one queue: so the slots are not divided
- * among the queues but shared, in blocks of TMEM_BLOCK_PAGES. A queue takes a block when it has
- * filled the last one, and gives it back when all its slots are free. queue->map has the blocks of
- * a queue, by sequence number; what it says of a block given back stays, and is right until the
- * block is taken again, which the cookie tells.
+ * Reclaim takes neighbouring pages together, and neighbours go to one queue. Therefore the queues
+ * share the slots, in blocks of TMEM_BLOCK_PAGES. A queue takes a block when it has filled the last
+ * one, and returns it when all its slots are free. queue->map has the blocks of a queue, by
+ * sequence number. The entry of a returned block stays in the map and is right until the block is
+ * taken again, which the cookie shows.
  *
- * A slot's life: reserved (FILLING, cookie 0), copied, entered into the index, READY with its
- * cookie; sent in a batch; answered, FREE; the tail moves over free slots in order. A put that
- * failed after the reservation leaves a SKIP behind.
+ * The states of a slot are: reserved (FILLING, cookie 0), copied, entered into the index, READY
+ * with its cookie, sent in a batch, answered (FREE). The tail moves over free slots in order. A put
+ * that fails after the reservation leaves a SKIP slot behind.
  *
- * A get reads slots without a lock: cookie, data, cookie again. Since a new put sets the cookie
- * to 0 before it touches the data, an unchanged cookie means that the data are whole.
+ * A get reads slots without a lock: cookie, data, cookie again. A new put sets the cookie to 0
+ * before it touches the data, so an unchanged cookie means that the data are consistent.
  *
- * Never waits, for room or for the host: a full ring drops the put and erases the key.
+ * A put never waits, neither for room nor for the host: a full ring drops the put and erases the
+ * key.
  */
 #include <linux/hash.h>
 #include <linux/highmem.h>
@@ -30,12 +31,12 @@
 #include "ring.h"
 
 /*
- * A queue takes another block only while it has less than so many times what is free: alone it may
- * have 8/9 of all, and one that the host does not serve leaves something to the others.
+ * A queue takes another block only while it has fewer than this many times the free blocks. Alone
+ * it can have 8/9 of all blocks. A queue that the host does not serve leaves some to the others.
  */
 #define SHARE_OF_FREE	8
 
-/* The slots from head on need a block. */
+/* Takes a block for the slots from head on. Returns false if the queue may not have another one. */
 static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
 {
 	bool taken = false;
@@ -54,7 +55,10 @@ static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
 	return taken;
 }
 
-/* All slots of the block before @seq are free. Used again last: until then its pages are hits. */
+/*
+ * Returns the block before @seq, whose slots are all free. Free blocks are used again oldest first,
+ * so that its pages stay available for gets as long as possible.
+ */
 static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 {
 	lockdep_assert_held(&queue->ring_lock);
@@ -67,7 +71,7 @@ static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 }
 
 /**
- * tmem_queue_of() - request queue of a page
+ * tmem_queue_of() - return the request queue of a page
  * @dev: the device
  * @bucket: index bucket of the inode
  * @index: page number
@@ -83,7 +87,7 @@ struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
 
 /* --- put ----------------------------------------------------------------------------------- */
 
-/* Interrupts are off. */
+/* Reserves a slot. Interrupts are off. */
 static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue, void **data,
 				 enum tmem_stat *why)
 {
@@ -107,23 +111,29 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 		slot->offset = offset;
 		slot->base = READ_ONCE(dev->cookie_base);
 		slot->epoch = READ_ONCE(dev->epoch);
-		/* The map and the state before it: pairs with queue_has_work() and feed(). */
+		/*
+		 * Map and state are written before the head; pairs with queue_has_work() and
+		 * feed().
+		 */
 		smp_store_release(&queue->head, queue->head + 1);
 	}
 	spin_unlock(&queue->ring_lock);
-	/* No data before the zero: pairs with smp_rmb() in tmem_ring_copy(). */
+	/* The data are written after the zero; pairs with smp_rmb() in tmem_ring_copy(). */
 	smp_wmb();
 	return slot;
 }
 
 static void wake_feeder(struct tmem_queue *queue)
 {
-	/* Pairs with the barrier of wait_event: either we see the sleeper or it sees our work. */
+	/*
+	 * Pairs with the barrier of wait_event: either this CPU sees the sleeper, or the feeder
+	 * sees the work.
+	 */
 	if (queue_has_work(queue) && wq_has_sleeper(&queue->dev->feeder_wait))
 		wake_up(&queue->dev->feeder_wait);
 }
 
-/* Puts the page or says why not, having left no entry in the index, if it got so far. */
+/* Puts the page. On failure it sets @why and leaves no entry of this put in the index. */
 static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index, struct page *page,
 		bool workingset, enum tmem_stat *why)
 {
@@ -169,12 +179,12 @@ static bool put(struct tmem_dev *dev, const struct tmem_key *key, pgoff_t index,
  * tmem_put() - offer a page that leaves the page cache
  * @key: pool and inode
  * @index: page number
- * @page: its content, which does not change during the call
- * @workingset: the page was used again since it was read in
+ * @page: the page, whose content does not change during the call
+ * @workingset: the page was used again after it was read in
  *
  * Context: any but NMI; never waits.
  *
- * Return: true if it was taken; if not, the index holds nothing for it.
+ * Return: true if the page was taken; if not, the index holds nothing for it.
  */
 bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool workingset)
 {
@@ -184,10 +194,13 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 	bool taken = false;
 
 	if (tmem_policy_never(key)) {
-		/* Before the copy; the look that counts is that of tmem_index_store(). */
+		/* This check saves the copy. The check that counts is in tmem_index_store(). */
 		why = TMEM_STAT_puts_dropped_policy;
 	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
-		/* A slot being filled holds up those behind it: nothing may come between. */
+		/*
+		 * A slot that is being filled holds up the slots behind it, so nothing may
+		 * interrupt this.
+		 */
 		local_irq_save(flags);
 		rcu_read_lock();
 		dev = rcu_dereference(tmem_device);
@@ -216,10 +229,10 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
  * tmem_ring_copy() - get a page that is still in the ring
  * @dev: the device
  * @queue: queue of the page
- * @entry: its index entry, already taken out
- * @dst: where to copy it
+ * @entry: index entry of the page, already taken out
+ * @dst: destination of the copy
  *
- * Return: true if it was there; otherwise @dst has unspecified content.
+ * Return: true if the page was there; otherwise @dst has unspecified content.
  */
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst)
 {
@@ -229,22 +242,24 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 	unsigned int place = place_of(queue, seq);
 	struct tmem_slot *slot = &dev->slot[place];
 
-	/* The data were written before: pairs with put(). */
+	/* The data were written before the cookie; pairs with put(). */
 	if (smp_load_acquire(&slot->cookie) != cookie)
 		return false;
 	copy_page(dst, data_at(dev, place));
-	/* The data before the second look: pairs with smp_wmb() in reserve(). */
+	/* The data are read before the cookie is read again; pairs with smp_wmb() in reserve(). */
 	smp_rmb();
 	return READ_ONCE(slot->cookie) == cookie;
 }
 
 /**
- * tmem_ring_flush() - tell the host, some time, what it can forget
+ * tmem_ring_flush() - queue a range for the host to forget
  * @where: object
  * @index: first page number
  * @nr_pages: number of pages, or VIRTIO_TMEM_TO_END
  *
- * Context: any but NMI. A hint: dropped if there is no room.
+ * The range is a hint, which is sent later and dropped if there is no room.
+ *
+ * Context: any but NMI.
  */
 void tmem_ring_flush(const struct tmem_where *where, u64 index, u64 nr_pages)
 {
@@ -282,7 +297,7 @@ unlock:
 }
 
 /**
- * tmem_ring_free() - the oldest slots may have become free
+ * tmem_ring_free() - move the tail over slots that have become free
  * @queue: the queue
  *
  * Context: the feeder, after it set slots before next to FREE.
@@ -324,9 +339,9 @@ void tmem_ring_renew(struct tmem_queue *queue)
 /**
  * tmem_slots_init() - allocate the slots that all queues share
  * @dev: the device; its memory_bytes grow
- * @nr_slots: how many, a multiple of TMEM_BLOCK_PAGES
+ * @nr_slots: number of slots, a multiple of TMEM_BLOCK_PAGES
  *
- * Return: 0 or -ENOMEM, after which tmem_slots_exit() is due as well.
+ * Return: 0, or -ENOMEM; the caller then calls tmem_slots_exit() as well.
  */
 int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 {
@@ -352,7 +367,7 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots)
 }
 
 /**
- * tmem_slots_exit() - free them
+ * tmem_slots_exit() - free the slots that all queues share
  * @dev: the device; it was reset
  */
 void tmem_slots_exit(struct tmem_dev *dev)
@@ -369,9 +384,9 @@ void tmem_slots_exit(struct tmem_dev *dev)
 /**
  * tmem_ring_init() - allocate the ring of a queue
  * @dev: the device; its memory_bytes grow
- * @queue: the queue; the slots are there
+ * @queue: the queue; the slots are allocated already
  *
- * Return: 0 or -ENOMEM, after which tmem_ring_exit() is due as well.
+ * Return: 0, or -ENOMEM; the caller then calls tmem_ring_exit() as well.
  */
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue)
 {

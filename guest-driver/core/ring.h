@@ -1,27 +1,28 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Inside of the put rings: slots and requests, for ring.c that fills them and feeder.c that empties
- * them. What a put needs of it is inline, since it runs with interrupts off.
+ * Internal interface of the put rings: slots and requests, for ring.c, which fills them, and
+ * feeder.c, which empties them. The parts that a put needs are inline, because it runs with
+ * interrupts off.
  *
- * Nobody else looks into a slot; the rest of the core has cookies and sequence numbers.
+ * Other files of the core use cookies and sequence numbers and do not access slots.
  */
 #ifndef _TMEM_RING_H
 #define _TMEM_RING_H
 
 #include "core.h"
 
-/* A page in the put ring: its data is the block page of the same number. */
+/* States of a slot. Slot i holds a page of the put ring; its data are page i of the blocks. */
 enum tmem_slot_state { TMEM_SLOT_FREE, TMEM_SLOT_FILLING, TMEM_SLOT_READY, TMEM_SLOT_SKIP };
 
 struct tmem_slot {
-	u64 cookie;		/* 0 while the data may change: read without a lock by gets */
+	u64 cookie;		/* 0 while the data may change; gets read it without a lock */
 	u64 object;
 	u64 index;
 	u64 base;		/* cookie = base + offset */
-	u64 offset;		/* as in the index entry */
+	u64 offset;		/* the same as in the index entry */
 	u32 pool;
-	u32 bucket;		/* of the index, to find the entry again */
-	u32 epoch;		/* dev->epoch at the put */
+	u32 bucket;		/* bucket of the index, to find the entry again */
+	u32 epoch;		/* dev->epoch at the time of the put */
 	u32 flags;		/* VIRTIO_TMEM_PUT_... */
 	u8 state;		/* enum tmem_slot_state */
 };
@@ -59,7 +60,10 @@ struct tmem_flush_batch {
 
 void tmem_ring_free(struct tmem_queue *queue);
 
-/* Where slot and data of a sequence number are; seldom of another one, as the cookie tells. */
+/*
+ * Returns the place of slot and data of a sequence number. The place may have been reused for
+ * another sequence number, which the cookie shows.
+ */
 static inline unsigned int place_of(struct tmem_queue *queue, u64 seq)
 {
 	unsigned int block = READ_ONCE(queue->map[seq / TMEM_BLOCK_PAGES % queue->dev->nr_blocks]);
@@ -79,7 +83,7 @@ static inline struct tmem_slot *slot_of(struct tmem_queue *queue, u64 seq)
 
 static inline u8 slot_state(const struct tmem_slot *slot)
 {
-	/* Slot and data were written before READY: pairs with put(). */
+	/* Slot and data were written before READY; pairs with put(). */
 	return smp_load_acquire(&slot->state);
 }
 
@@ -88,7 +92,10 @@ static inline void *data_of(struct tmem_queue *queue, u64 seq)
 	return data_at(queue->dev, place_of(queue, seq));
 }
 
-/* Asked by who might wake the feeder, and by the feeder before it sleeps. */
+/*
+ * Returns whether the feeder has work. Called before waking the feeder, and by the feeder before it
+ * sleeps.
+ */
 static inline bool queue_has_work(struct tmem_queue *queue)
 {
 	/* Pairs with reserve(). */
@@ -106,7 +113,7 @@ static inline bool queue_has_work(struct tmem_queue *queue)
 		return true;
 	if (stalled || in_flight >= TMEM_PUTS_IN_FLIGHT)
 		return false;
-	/* The first of a batch wakes the feeder, too: it sets the time. */
+	/* The first put of a batch wakes the feeder as well, so that the feeder sets the time. */
 	return pending >= queue->dev->batch_full || !READ_ONCE(queue->kick_armed) ||
 	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }

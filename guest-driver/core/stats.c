@@ -5,10 +5,11 @@
  *			"tripped: <notes>", "poisoned: <why>"
  *	hooks		hooks that are live, one bit each
  *	stats/<counter>	see stats_list.h
- *	stats/index_pages, index_bytes, memory_bytes: what is held now; index_bytes has its table
- *	stats/wait_max_us: the longest that a call waited for this device
+ *	stats/index_pages, index_bytes, memory_bytes: current values; index_bytes has its table
+ *	stats/wait_max_us: longest wait of a call for this device
  *
- * Present with and without a device. Poisoned is for good: until the module is loaded again.
+ * The files exist with and without a device. The state stays poisoned until the module is loaded
+ * again.
  */
 #include <linux/kobject.h>
 #include <linux/module.h>
@@ -21,17 +22,17 @@
 
 DEFINE_PER_CPU(struct tmem_stats, tmem_stats);
 
-/* Guards all state below; taken with interrupts off, nothing else is taken under it. */
+/* Guards all state below. Leaf lock, taken with interrupts off. */
 static DEFINE_SPINLOCK(state_lock);
 static bool online;			/* also read without the lock */
-static bool ready;			/* a device with a backend */
+static bool ready;			/* there is a device with a backend */
 static bool is_tripped;
 static char poison_reason[REASON_BYTES];
 static char hooks_reason[REASON_BYTES];
 static char on_note[REASON_BYTES];
 static char offline_reason[REASON_BYTES] = "no device";
 static char note[TMEM_NOTE_BYTES];
-static u64 served;			/* bits of VIRTIO_TMEM_H_... */
+static u64 served;			/* served file systems, bits of VIRTIO_TMEM_H_... */
 static u64 hooks_live;
 
 static void update_online(void)
@@ -41,9 +42,9 @@ static void update_online(void)
 }
 
 /**
- * tmem_online() - is a put or a get worth preparing?
+ * tmem_online() - check whether a put or a get is worth preparing
  *
- * Return: true if there is a device with a backend and nothing is wrong; may change any time.
+ * Return: true if there is a device with a backend and nothing is wrong; it may change at any time.
  */
 bool tmem_online(void)
 {
@@ -51,8 +52,8 @@ bool tmem_online(void)
 }
 
 /**
- * tmem_state_offline() - there is no device or no backend
- * @why: for sysfs
+ * tmem_state_offline() - record that there is no device or no backend
+ * @why: reason, for sysfs
  */
 void tmem_state_offline(const char *why)
 {
@@ -67,7 +68,7 @@ void tmem_state_offline(const char *why)
 }
 
 /**
- * tmem_state_online() - the device has a backend and knows our pools
+ * tmem_state_online() - record that the device has a backend and knows the guest's pools
  */
 void tmem_state_online(void)
 {
@@ -84,10 +85,10 @@ void tmem_state_online(void)
 }
 
 /**
- * tmem_state_tripped() - the breaker is open or closed
- * @tripped: open
+ * tmem_state_tripped() - record whether the breaker is open
+ * @tripped: true if the breaker is open
  *
- * Context: under get_lock of the device, together with its own note of it.
+ * Context: under get_lock of the device, together with the change of dev->tripped.
  */
 void tmem_state_tripped(bool tripped)
 {
@@ -99,8 +100,8 @@ void tmem_state_tripped(bool tripped)
 }
 
 /**
- * tmem_poison() - a page was wrong: nothing is put or got any more
- * @why: what found it
+ * tmem_poison() - stop all puts and gets because a page was wrong
+ * @why: the check that found the page
  * @ino: inode number
  * @index: page number
  *
@@ -128,9 +129,9 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index)
 }
 
 /**
- * tmem_core_set_hooks() - state of the hooks
+ * tmem_core_set_hooks() - set the state of the hooks
  * @live: a bit for each hook that is live
- * @off_reason: why the module stays off, or NULL
+ * @off_reason: reason why the module stays off, or NULL
  */
 void tmem_core_set_hooks(u64 live, const char *off_reason)
 {
@@ -145,9 +146,9 @@ void tmem_core_set_hooks(u64 live, const char *off_reason)
 }
 
 /**
- * tmem_core_set_served() - which file systems are served
+ * tmem_core_set_served() - set which file systems are served
  * @types: bits of the report
- * @text: what is not served, in one line, or ""
+ * @text: file systems that are not served, with the reason, in one line; or ""
  */
 void tmem_core_set_served(u64 types, const char *text)
 {
@@ -166,7 +167,7 @@ static bool none_served(void)
 }
 
 /**
- * tmem_core_set_note() - what the reader of "state" shall know although the cache works
+ * tmem_core_set_note() - set a note for the reader of "state" that applies although the cache works
  * @text: one line without its end
  */
 void tmem_core_set_note(const char *text)
@@ -179,7 +180,7 @@ void tmem_core_set_note(const char *text)
 }
 
 /**
- * tmem_state_report() - state for the host
+ * tmem_state_report() - return the state for the host
  * @hooks: set to the hooks that are live
  *
  * Return: VIRTIO_TMEM_R_...
@@ -208,7 +209,7 @@ u32 tmem_state_report(u64 *hooks)
 /* --- counters ------------------------------------------------------------------------------ */
 
 /**
- * tmem_stat_sum() - sum of neighbouring counters over all CPUs
+ * tmem_stat_sum() - return the sum of neighbouring counters over all CPUs
  * @first: first counter
  * @last: last counter, included
  *
@@ -226,9 +227,9 @@ u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last)
 }
 
 /**
- * tmem_memory_bytes() - memory that the module holds
+ * tmem_memory_bytes() - return the memory that the module holds
  *
- * Return: rings, bounce pages and index.
+ * Return: bytes of rings, bounce pages and index.
  */
 long tmem_memory_bytes(void)
 {
@@ -328,7 +329,7 @@ static struct kobj_attribute wait_max_us_attribute = __ATTR_RO(wait_max_us);
 static struct kobj_attribute state_attribute = __ATTR_RO(state);
 static struct kobj_attribute hooks_attribute = __ATTR_RO(hooks);
 
-/* Those that are no counters, and the end. */
+/* Number of files in stats/ that are not counters. */
 #define NR_GAUGES 4
 
 static struct attribute *stats_group_attributes[NR_GAUGES + NR_TMEM_STATS + 1] = {
@@ -384,7 +385,7 @@ int tmem_sysfs_init(void)
 }
 
 /**
- * tmem_sysfs_exit() - remove it
+ * tmem_sysfs_exit() - remove /sys/kernel/virtio_tmem
  */
 void tmem_sysfs_exit(void)
 {

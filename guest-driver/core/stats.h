@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Counters of both halves, one sysfs file each in /sys/kernel/virtio_tmem/stats/.
+ * Counters of core/ and hooks/, one sysfs file each in /sys/kernel/virtio_tmem/stats/.
  *
- * stats_list.h has their names. Counters only grow and are per CPU: no cache line is shared on the
- * put path.
+ * stats_list.h has their names. Counters only grow. They are per CPU, so that the put path shares
+ * no cache line.
  */
 #ifndef _TMEM_STATS_H
 #define _TMEM_STATS_H
@@ -23,12 +23,12 @@ struct tmem_stats {
 	unsigned long count[NR_TMEM_STATS];
 };
 
-/* As in stats_list.h; trace.c. */
+/* Names of the counters, in the order of stats_list.h; defined in trace.c. */
 extern const char *const tmem_stat_names[NR_TMEM_STATS];
 
 DECLARE_PER_CPU(struct tmem_stats, tmem_stats);
 
-/* Any context. */
+/* Adds to a counter, in any context. */
 static inline void tmem_count_n(enum tmem_stat stat, unsigned long n)
 {
 	this_cpu_add(tmem_stats.count[stat], n);
@@ -58,7 +58,7 @@ static inline const char *tmem_inval_name(enum tmem_inval why)
 
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
 
-/* Readable state; see stats.c. */
+/* Files of the state in sysfs; see stats.c. */
 int tmem_sysfs_init(void);
 void tmem_sysfs_exit(void);
 

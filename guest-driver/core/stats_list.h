@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * The counters, in the order of enum tmem_stat: included with TMEM_STAT() defined. To add one, add
- * a line here and call tmem_count().
+ * Counters, in the order of enum tmem_stat. Files include this one with TMEM_STAT() defined. To add
+ * a counter, add a line here and call tmem_count().
  */
 
-/* puts: pages accepted into the ring, and why others were not */
+/* puts: pages accepted into the ring, and pages that were not accepted, by reason */
 TMEM_STAT(puts)
 TMEM_STAT(puts_dropped_offline)
 TMEM_STAT(puts_dropped_pool)
@@ -23,12 +23,12 @@ TMEM_STAT(puts_skipped_marked)
 TMEM_STAT(puts_skipped_off)
 TMEM_STAT(puts_skipped_large)
 
-/* what the host made of accepted puts */
+/* results of accepted puts, as the host answered them */
 TMEM_STAT(puts_stored)
 TMEM_STAT(puts_refused)
 TMEM_STAT(puts_unanswered)
 
-/* gets: pages asked of tmem_get(); hits include ring_hits */
+/* gets: pages that tmem_get() was asked for; hits include ring_hits */
 TMEM_STAT(gets)
 TMEM_STAT(hits)
 TMEM_STAT(ring_hits)
@@ -42,7 +42,7 @@ TMEM_STAT(misses_host)
 TMEM_STAT(misses_answer)
 TMEM_STAT(misses_check)
 
-/* readaheads that were left to the disk, as their reader must not wait */
+/* readaheads that were left to the disk because their reader must not wait */
 TMEM_STAT(reads_nowait)
 
 /* requests */
@@ -59,7 +59,9 @@ TMEM_STAT(flushes_dropped)
 TMEM_STAT(generation_changes)
 TMEM_STAT(index_evicted)
 
-/* get requests by how long their reader waited, as in virtio_tmem_latencies, and the sum */
+/*
+ * get requests by the wait of their reader, as in virtio_tmem_latencies, and the sum of the waits
+ */
 TMEM_STAT(get_waits_1us)
 TMEM_STAT(get_waits_2us)
 TMEM_STAT(get_waits_4us)

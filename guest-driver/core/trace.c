@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only
-/*
- * The tracepoints' own code, and the names that they share with the counters.
- */
+/* Instances of the tracepoints, and the names that they share with the counters. */
 #include "core.h"
 
 #define CREATE_TRACE_POINTS

@@ -2,10 +2,10 @@
 /*
  * The virtio driver: finds a device, checks that this guest may use it, sets up queues and memory.
  *
- * Suspending is removing: everything is forgotten and freed before, and set up again after it.
- * Around a hibernation nothing is held, from before the first task is frozen until the last one
- * runs again: an image never holds an index, and what is done while it is written or read fills
- * none. One device a guest.
+ * Suspend removes the device: the driver first forgets and frees everything, and sets it up again
+ * at resume. Around a hibernation the driver holds nothing, from before the first task is frozen
+ * until the last one runs again. So a hibernation image never contains an index, and work while the
+ * image is written or read fills none. A guest has at most one device.
  */
 #include <linux/cc_platform.h>
 #include <linux/kthread.h>
@@ -20,18 +20,20 @@
 #include "../compat.h"
 #include "core.h"
 
-/* A batch of puts without indirect descriptors takes up to 11; below this nothing fits. */
+/* Minimum queue size. A batch of puts without indirect descriptors takes up to 11 descriptors. */
 #define QUEUE_SIZE_MIN		16
 
 struct tmem_dev __rcu *tmem_device;
 struct tmem_check_keys tmem_keys;
 
-/* Guards against a second device; held while one is set up or torn down. */
+/*
+ * Guards device_taken, which refuses a second device. Held while a device is set up or torn down.
+ */
 static DEFINE_MUTEX(setup_lock);
 static bool device_taken;
 
 /**
- * tmem_dev_get() - take a reference on the device, so that it may be used asleep
+ * tmem_dev_get() - take a reference on the device, for use across a sleep
  *
  * Return: the device or NULL.
  */
@@ -48,7 +50,7 @@ struct tmem_dev *tmem_dev_get(void)
 }
 
 /**
- * tmem_dev_put() - give a reference back
+ * tmem_dev_put() - release a reference on the device
  * @dev: the device
  */
 void tmem_dev_put(struct tmem_dev *dev)
@@ -59,7 +61,7 @@ void tmem_dev_put(struct tmem_dev *dev)
 
 /* --- queues -------------------------------------------------------------------------------- */
 
-/* Takes what the device answered; vq_lock is held. Returns whether there is work for the feeder. */
+/* Takes the device's answers. vq_lock is held. Returns whether there is work for the feeder. */
 static bool drain(struct tmem_queue *queue)
 {
 	bool feeder = false;
@@ -68,7 +70,7 @@ static bool drain(struct tmem_queue *queue)
 
 	while ((req = virtqueue_get_buf(queue->vq, &len))) {
 		tmem_req_used(req, len);
-		/* Any answer makes room for what the feeder could not send. */
+		/* Any answer makes room for requests that the feeder could not send. */
 		if (queue->stalled) {
 			WRITE_ONCE(queue->stalled, false);
 			feeder = true;
@@ -87,7 +89,7 @@ static bool drain(struct tmem_queue *queue)
 }
 
 /**
- * tmem_queue_drain() - take what the device answered, without waiting for its interrupt
+ * tmem_queue_drain() - take the device's answers without waiting for its interrupt
  * @queue: the queue
  */
 void tmem_queue_drain(struct tmem_queue *queue)
@@ -153,7 +155,7 @@ static int find_queues(struct tmem_dev *dev)
 
 /* --- set-up -------------------------------------------------------------------------------- */
 
-/* Why this guest must not use the device, or NULL. */
+/* Returns the reason why this guest must not use the device, or NULL. */
 static const char *unsuitable(struct virtio_device *vdev)
 {
 	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1))
@@ -208,7 +210,9 @@ static void free_device(struct tmem_dev *dev)
 	kfree(dev);
 }
 
-/* Pages for all rings or for bouncing: so many eighths of the module's memory. */
+/*
+ * Returns the number of pages in this many eighths of the module's memory, for rings or bouncing.
+ */
 static unsigned int share_pages(unsigned int eighths)
 {
 	unsigned long budget_bytes = totalram_pages() * PAGE_SIZE / TMEM_BUDGET_RAM_DIVISOR +
@@ -276,7 +280,7 @@ static int set_up(struct virtio_device *vdev)
 	refcount_set(&dev->users, 1);
 	init_completion(&dev->unused);
 	init_waitqueue_head(&dev->feeder_wait);
-	/* Far from the end of 64 bits, however often it is renewed; a cookie is never 0. */
+	/* Far from the end of 64 bits, however often it is renewed. A cookie is never 0. */
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
 	err = read_limits(dev);
 	if (!err)
@@ -288,7 +292,7 @@ static int set_up(struct virtio_device *vdev)
 		err = PTR_ERR(dev->feeder);
 		goto fail;
 	}
-	/* Reclaim fills the rings and must not starve who empties them. */
+	/* Reclaim fills the rings and must not starve the feeder, which empties them. */
 	sched_set_fifo_low(dev->feeder);
 	vdev->priv = dev;
 	err = find_queues(dev);
@@ -317,14 +321,14 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_state_offline("no device");
 	rcu_assign_pointer(tmem_device, NULL);
 	synchronize_rcu();
-	/* Nobody puts now. Gets end at their deadline. */
+	/* No put runs now. Gets end at their deadline. */
 	tmem_dev_put(dev);
 	wait_for_completion(&dev->unused);
 	kthread_stop(dev->feeder);
 	tmem_control_stop(dev);
-	/* Again, as the sync work may just have come to the opposite. */
+	/* Set again, because the sync work may just have set the state to online. */
 	tmem_state_offline("no device");
-	/* All buffers are ours again, answered or not. */
+	/* The reset returns all buffers to the driver, answered or not. */
 	virtio_reset_device(vdev);
 	vdev->config->del_vqs(vdev);
 	tmem_pools_forget();
@@ -357,7 +361,7 @@ static void tmem_remove(struct virtio_device *vdev)
 		tear_down(vdev);
 		device_taken = false;
 	} else {
-		/* Setting it up again after suspend failed; virtio expects a reset all the same. */
+		/* Set-up after suspend failed. virtio expects a reset even so. */
 		virtio_reset_device(vdev);
 	}
 	mutex_unlock(&setup_lock);
@@ -429,7 +433,7 @@ static struct notifier_block pm_block = {
 };
 
 /**
- * tmem_core_init() - set up index, sysfs and driver
+ * tmem_core_init() - set up index, sysfs and the virtio driver
  *
  * Return: 0 or an error.
  */
@@ -463,7 +467,7 @@ fail_index:
 }
 
 /**
- * tmem_core_exit() - undo tmem_core_init(); the hooks are gone and have freed all pools
+ * tmem_core_exit() - undo tmem_core_init(), after the hooks are gone and have freed all pools
  */
 void tmem_core_exit(void)
 {

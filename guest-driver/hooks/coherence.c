@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Functions after which the content of a file is another one, and what is
- * erased then. Each says why no put or get that runs beside it can leave or
- * find old content.
+ * Hooks of functions that change the content of a file, and the invalidations that they need. Each
+ * comment says why no concurrent put or get can leave or find old content.
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>
@@ -19,19 +18,18 @@
 /*
  * Truncate, punch, zero, collapse, insert, clone and dedupe, and eviction.
  *
- * Erased after it ran: reclaim may put a page of the range until the page is
- * gone from the page cache. From then until the blocks have changed no page of
- * the range can be read in, since file systems hold the invalidate_lock (and
- * a page beyond the new end of file is neither put nor got). Pages that are
- * cut in part are erased as well.
+ * The range is erased after the original ran, because reclaim may put a page of the range until the
+ * page has left the page cache. From then until the blocks have changed, no page of the range can
+ * be read in: file systems hold the invalidate_lock. (A page beyond the new end of file is neither
+ * put nor got.) Pages that are cut in part are erased as well.
  *
- * Verifications are void from before it ran on: it zeroes parts of pages.
+ * Verifications become void before the original runs, because it zeroes parts of pages.
  */
 static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {
 	struct inode *inode = mapping->host;
 	pgoff_t first = start_byte >> PAGE_SHIFT;
-	/* -1 is the end of the file: all ones in pages, too. */
+	/* -1 is the end of the file; as a page number it is all ones, too. */
 	pgoff_t last = (u64)last_byte == U64_MAX ? ULONG_MAX : (u64)last_byte >> PAGE_SHIFT;
 	struct tmem_fs *fs;
 	bool ours;
@@ -49,7 +47,7 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	truncate_inode_pages_range(mapping, start_byte, last_byte);
 
 	if (ours) {
-		/* Looked up again: it may have been registered meanwhile. */
+		/* Looked up again, because the file system may have been registered meanwhile. */
 		rcu_read_lock();
 		fs = tmem_fs_find(inode->i_sb);
 		if (fs) {
@@ -88,11 +86,11 @@ static void bypass_inode(const struct inode *inode, enum tmem_inval why)
 }
 
 /*
- * A direct write is about to start (or has ended). Erasing its range would not
- * do: a page that is read in beside it and reclaimed again would be put. The
- * invalidation at the end is left out if nothing is cached then, and if the
- * write failed midway, which leaves a page that is clean and old in the page
- * cache. So the inode is marked, until no page of that time is left (marks.c).
+ * Marks an inode whose direct write is about to start (or has ended). Erasing the range of the
+ * write is not enough: a page that is read in during the write and reclaimed again would be put.
+ * The kernel leaves out its invalidation at the end if nothing is cached then, and if the write
+ * failed midway, which leaves a clean but old page in the page cache. So the inode stays marked
+ * until no page of that time is left (marks.c).
  */
 static void entry_direct(struct ftrace_regs *fregs)
 {
@@ -102,12 +100,12 @@ static void entry_direct(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_entry_move_ext - the blocks of two files are about to be exchanged
- * @fregs: the two files
+ * tmem_entry_move_ext - mark two files whose blocks are about to be exchanged
+ * @fregs: arguments of ext4_move_extents(); the first two are the files
  *
- * That neither dirties nor removes pages of the donor, so its page cache may
- * have what the disk no longer has. Pages in the making at this moment are
- * filled under their lock, as by the disk.
+ * The exchange neither dirties nor removes pages of the donor, so the donor's page cache may have
+ * content that the disk no longer has. Pages that are being read in at this moment are filled under
+ * their lock, as by the disk.
  */
 void tmem_entry_move_ext(struct ftrace_regs *fregs)
 {
@@ -119,11 +117,11 @@ void tmem_entry_move_ext(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_entry_swapon - a file is about to be swapped to
- * @fregs: second argument is the file
+ * tmem_entry_swapon - mark a file that is about to become a swap file
+ * @fregs: arguments of ->swap_activate(); the second is the file
  *
- * Swapping writes below the page cache, and what was cached before stays
- * cached after swapoff.
+ * Swapping writes below the page cache, and pages that were cached before stay cached after
+ * swapoff.
  */
 void tmem_entry_swapon(struct ftrace_regs *fregs)
 {
@@ -133,13 +131,13 @@ void tmem_entry_swapon(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_entry_bmap - somebody asks which block of the disk a page of a file is at
- * @fregs: first argument is the mapping
+ * tmem_entry_bmap - mark a file whose block numbers are asked for, if it is open for writing
+ * @fregs: arguments of ->bmap(); the first is the mapping
  *
- * md writes the blocks of a bitmap file itself: it has the file open for writing when it asks, and
- * what was cached before stays cached after md closed the file. A process that asks about a file
- * that nobody has open for writing only looks (FIBMAP), and marks for all such files could be more
- * than there is memory for.
+ * md writes the blocks of a bitmap file itself. It has the file open for writing when it asks, and
+ * pages that were cached before stay cached after md closed the file. If a file is not open for
+ * writing, the caller only reads block numbers (FIBMAP). Marks for all such files could need more
+ * memory than there is.
  */
 void tmem_entry_bmap(struct ftrace_regs *fregs)
 {
@@ -150,13 +148,13 @@ void tmem_entry_bmap(struct ftrace_regs *fregs)
 }
 
 /*
- * A new mount is known before the first file is opened on it. Not coherence:
- * files that are open for writing when it becomes known are cached only after
- * they were closed.
+ * Registers a new mount before the first file is opened on it. Coherence does not depend on this:
+ * files that are open for writing when the mount becomes known are cached only after they were
+ * closed.
  *
- * vfs_get_tree() would be the place, but may wait for a disk for ever, and with
- * it the unloading of this module. It calls this function at its end, with
- * s_umount held for writing. The function allocates memory at most.
+ * vfs_get_tree() would be the natural place, but it may wait for a disk for ever, and the unloading
+ * of this module would wait with it. It calls this function at its end, with s_umount held for
+ * writing. The function allocates memory but does not wait for anything else.
  */
 static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned long kern_flags,
 			     unsigned long *set_kern_flags)
@@ -176,7 +174,7 @@ static bool wants_set_mnt_opts(struct ftrace_regs *fregs)
 	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
 }
 
-/* The pool goes before anything of the super block does; see tmem_fs_drop(). */
+/* Frees the pool before the super block is taken apart; see tmem_fs_drop(). */
 static void wrap_shutdown_super(struct super_block *sb)
 {
 	tmem_enter();
@@ -191,9 +189,9 @@ static bool wants_shutdown_super(struct ftrace_regs *fregs)
 }
 
 /*
- * POSIX_FADV_DONTNEED: what its range evicts is not put, and what is held of it
- * is erased. A wish, not coherence: more than a few at once do without the
- * first half.
+ * Ranges of running POSIX_FADV_DONTNEED calls. Pages that such a call evicts are not put, and the
+ * entries of its range are erased. The advice is a wish, and coherence does not depend on it: with
+ * more calls at once than slots, the pages of the others are put and erased afterwards.
  */
 #define TMEM_FADVISE_MAX 8
 
@@ -204,11 +202,11 @@ static struct fadvise_range {
 static unsigned long fadvise_used;
 
 /**
- * tmem_fadvise_covers - is somebody just now saying that this page is not needed?
- * @mapping: of the page
- * @index: of the page
+ * tmem_fadvise_covers - check whether a running POSIX_FADV_DONTNEED covers a page
+ * @mapping: mapping of the page
+ * @index: index of the page
  *
- * Context: any. May be wrong beside the beginning or end of it.
+ * Context: any. The answer may be wrong while the call begins or ends.
  */
 bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
 {
@@ -229,12 +227,12 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 {
 	struct address_space *mapping = file->f_mapping;
 	struct inode *inode = mapping->host;
-	/* Whole pages only, as the kernel does it; a length of 0 is to the end. */
+	/* Whole pages only, as in the kernel. A length of 0 means up to the end of the file. */
 	u64 end = (u64)offset + (u64)len;
 	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
 	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
 		     end >> PAGE_SHIFT : ULONG_MAX;
-	/* A part of a page names none. */
+	/* A range within one page contains no whole page. */
 	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
 	struct tmem_fs *fs;
 	int ret;
@@ -243,7 +241,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 		if (!test_and_set_bit(slot, &fadvise_used)) {
 			fadvise_ranges[slot].first = first;
 			fadvise_ranges[slot].last = nr - 1;
-			/* Not before the range; a look beside this may still miss it. */
+			/* Set after the range. A concurrent reader may still miss the slot. */
 			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
 			break;
 		}
@@ -265,8 +263,8 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 }
 
 /*
- * A person who writes 3 to drop_caches may want an empty cache to measure with.
- * That drops pages first, which are put, then calls this.
+ * Writing 3 to drop_caches drops pages first, which are put, and then calls drop_slab(). This
+ * parameter is for users who want an empty cache for a measurement.
  */
 static bool drop_caches_flush;
 module_param(drop_caches_flush, bool, 0644);
@@ -300,7 +298,7 @@ static bool wants_fadvise(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_coherence_add - the functions of mm and VFS that are watched on every kernel
+ * tmem_coherence_add - hook the functions of mm and VFS that are watched on every kernel
  *
  * Return: 0 or an error, which was reported.
  */
@@ -321,7 +319,10 @@ int tmem_coherence_add(void)
 	int err;
 
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
-		/* Without it that function is inline, and a mount is known at its first page. */
+		/*
+		 * Without CONFIG_SECURITY that function is inline, and a mount is known at its
+		 * first page.
+		 */
 		if (targets[i].hook == TMEM_HOOK_MOUNT && !IS_ENABLED(CONFIG_SECURITY))
 			continue;
 		err = tmem_ftrace_add(&targets[i]);
@@ -331,7 +332,7 @@ int tmem_coherence_add(void)
 			return err;
 		}
 	}
-	/* Not coherence: without it, the switch has no effect. */
+	/* Coherence does not depend on this hook; without it, the switch has no effect. */
 	err = tmem_ftrace_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
 	if (err)
 		pr_info("virtio_tmem: cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * /dev/virtio_tmem: what may be asked and said about one file, see virtio_tmem_ioctl.h.
+ * /dev/virtio_tmem: requests about one file, see virtio_tmem_ioctl.h.
  *
- * Everybody may open it; the right to a file is that of its owner. A file in hand keeps its file
- * system mounted, and an open device keeps the module loaded.
+ * Every user may open the device; only the owner of a file may use it on that file. The open file
+ * keeps its file system mounted, and the open device keeps the module loaded.
  */
 #include <linux/file.h>
 #include <linux/miscdevice.h>
@@ -49,7 +49,10 @@ static int file_do(struct file *file, unsigned int cmd, struct virtio_tmem_file 
 		return -EINVAL;
 	if (!tmem_owner_or_capable(file))
 		return -EPERM;
-	/* If it is being replaced, both have the same policies; no puts before tmem_fs_put(). */
+	/*
+	 * During a replacement, both file systems have the same policies, and puts start after
+	 * tmem_fs_put().
+	 */
 	fs = tmem_fs_get(inode->i_sb);
 	if (fs) {
 		tmem_fs_key(fs, inode, &key);
@@ -99,15 +102,15 @@ static struct miscdevice device = {
 static bool registered;
 
 /**
- * tmem_device_init() - create the device, if it is not there; the hooks are live
+ * tmem_device_init() - create the device, if it does not exist; the hooks are live
  *
- * Without it the cache works all the same.
+ * The cache works even if this fails.
  */
 void tmem_device_init(void)
 {
 	int err;
 
-	/* It stays while the hooks are released. */
+	/* The device stays while the hooks are released. */
 	if (registered)
 		return;
 	err = misc_register(&device);
@@ -118,7 +121,7 @@ void tmem_device_init(void)
 }
 
 /**
- * tmem_device_exit() - remove it; nobody has it open
+ * tmem_device_exit() - remove the device, which no task has open
  */
 void tmem_device_exit(void)
 {

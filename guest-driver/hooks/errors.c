@@ -7,15 +7,15 @@
  * leaves writeback, while the disk reads as zeroes. mapping->wb_err is not set. Each cause is
  * reported, before the page leaves writeback, by one of these:
  *
- *  - a failed conversion: __ext4_warning(), whose fifth argument is the inode number. The inode is
- *    marked (marks.c), so that it is cached again when the page has left the page cache;
- *  - an aborted journal: jbd2_journal_abort(). No conversion succeeds after it, and none says so.
- *    Changed metadata is dropped, so that an inode that was evicted can come back in an older
- *    state. The file system takes no puts and gets until it is unmounted, and its pool is emptied;
- *  - a forced shutdown, or any error of a file system without a journal: the tracepoints
- *    ext4_shutdown and ext4_error. The consequence is that of an aborted journal.
+ * - a failed conversion: __ext4_warning(), whose fifth argument is the inode number. The inode is
+ *   marked (marks.c), so that it is cached again when the page has left the page cache;
+ * - an aborted journal: jbd2_journal_abort(). After it, every conversion fails without a message.
+ *   Changed metadata is dropped, so an inode that was evicted can come back in an older state. The
+ *   file system takes no puts and gets until it is unmounted, and its pool is emptied;
+ * - a forced shutdown, or any error of a file system without a journal: the tracepoints
+ *   ext4_shutdown and ext4_error. The driver acts as after an aborted journal.
  *
- * xfs sets mapping->wb_err wherever a conversion fails, which tmem_fs_inode_ok() looks at.
+ * xfs sets mapping->wb_err wherever a conversion fails. tmem_fs_inode_ok() checks it.
  *
  * Out of scope: an error from before this module was loaded.
  */
@@ -27,7 +27,7 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* fs/ext4/extents.c: the only function whose warning is about a conversion. */
+/* Function of fs/ext4/extents.c, the only one whose warning is about a conversion. */
 #define CONVERSION "ext4_convert_unwritten_extents"
 
 static void fs_failed(const struct super_block *sb)
@@ -45,7 +45,7 @@ static void fs_failed(const struct super_block *sb)
 }
 
 /**
- * tmem_entry_ext4_warning - ext4 warns of something
+ * tmem_entry_ext4_warning - mark the inode of a failed conversion
  * @fregs: super block, function, line, format, and the inode number of a failed conversion
  */
 void tmem_entry_ext4_warning(struct ftrace_regs *fregs)
@@ -64,23 +64,23 @@ void tmem_entry_ext4_warning(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_entry_journal_abort - a journal is given up
+ * tmem_entry_journal_abort - stop caching a file system whose journal is aborted
  * @fregs: first argument is the journal, whose private field is the super block
  */
 void tmem_entry_journal_abort(struct ftrace_regs *fregs)
 {
 	const journal_t *journal = (void *)tmem_arg(fregs, 0);
 
-	/* That of another user of jbd2 is no super block that the driver knows. */
+	/* The private field of another user of jbd2 is not a super block that the driver knows. */
 	fs_failed(READ_ONCE(journal->j_private));
 }
 
 /**
  * tmem_probe_ext4_error - tracepoint: ext4 found an error
  * @data: unused
- * @sb: where
- * @function: in ext4
- * @line: of its source
+ * @sb: super block
+ * @function: function of ext4
+ * @line: line of its source
  */
 void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *function,
 			   unsigned int line)
@@ -92,8 +92,8 @@ void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *funct
 /**
  * tmem_probe_ext4_shutdown - tracepoint: ext4 is about to be shut down by force
  * @data: unused
- * @sb: where
- * @flags: how
+ * @sb: super block
+ * @flags: kind of shutdown
  */
 void tmem_probe_ext4_shutdown(void *data, struct super_block *sb, unsigned long flags)
 {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * File systems: which types are served, which of their mounts are known, and
- * which inodes of those may be put and got.
+ * File systems: which types are served, which of their mounts are known, and which of their inodes
+ * may be put and got.
  *
- * A mount gets a pool when it is made, or when a page of one of its files is
- * seen. Hooks look it up by the address of its super block, in atomic context,
- * under RCU. It leaves before generic_shutdown_super() begins, so an address
- * that is used again finds an empty pool.
+ * A mount gets a pool when it is made, or when a page of one of its files is seen. Hooks look a
+ * mount up by the address of its super block, in atomic context, under RCU. The mount leaves the
+ * table before generic_shutdown_super() begins, so an address that is used again finds an empty
+ * pool.
  */
 #include <linux/buffer_head.h>
 #include <linux/fs.h>
@@ -23,8 +23,8 @@
 #include "hooks.h"
 
 /*
- * With data=journal (by mount or by file) a clean page may have its newest
- * content in the journal only; such inodes have another way of migrating.
+ * Returns false with data=journal (by mount or by file): a clean page may then have its newest
+ * content in the journal only. Such inodes have another migrate_folio.
  */
 static bool ext4_mapping_ok(const struct address_space *mapping)
 {
@@ -32,8 +32,9 @@ static bool ext4_mapping_ok(const struct address_space *mapping)
 }
 
 /*
- * What exchanges blocks below the page cache (clone, exchange-range, swapext) locks out readers and
- * empties the range by truncation first. Pages of a realtime volume are as others.
+ * Returns true for all regular files, those of a realtime volume included. Operations that exchange
+ * blocks below the page cache (clone, exchange-range, swapext) lock out readers and first empty the
+ * range by truncation.
  */
 static bool xfs_mapping_ok(const struct address_space *mapping)
 {
@@ -63,16 +64,18 @@ struct tmem_fs_type tmem_fs_types[] = {
 
 #define NR_FS_TYPES (ARRAY_SIZE(tmem_fs_types) - 1)
 
-/* More mounts than this are not served. */
+/* Mounts that are served; further ones are not. */
 #define TMEM_FS_MAX 64
 
 static DEFINE_HASHTABLE(tmem_fs_hash, 6);
-static DEFINE_SPINLOCK(fs_lock);	/* guards: writers of tmem_fs_hash, nr_fs */
+static DEFINE_SPINLOCK(fs_lock);	/* guards writers of tmem_fs_hash, and nr_fs */
 static unsigned int nr_fs;
 
 static unsigned long types_noted;	/* a bit for each entry of tmem_fs_types[] */
 static bool discovery_stopped;
-/* Guards tmem_fs_type.off, tmem_mount.off, and tmem_fs.live being set by them. */
+/*
+ * Guards tmem_fs_type.off and tmem_mount.off, and tmem_fs.live where it is set according to them.
+ */
 static DEFINE_MUTEX(switch_lock);
 /* Guards types, targets of ftrace.c, registration of file systems, and found. */
 static DEFINE_MUTEX(discovery_lock);
@@ -80,27 +83,27 @@ static void tmem_discover(struct work_struct *work);
 static DECLARE_DELAYED_WORK(discovery, tmem_discover);
 static void tmem_sweep(struct work_struct *work);
 static DECLARE_DELAYED_WORK(sweep, tmem_sweep);
-static unsigned int found;		/* types activated and file systems registered */
+static unsigned int found;		/* types activated plus file systems registered */
 static unsigned int fruitless;		/* discoveries in a row that found nothing */
 
 /*
- * A file system that cannot be served is noted with each of its pages: after so many times it is
- * looked at once a second only.
+ * A file system that cannot be served is noted with each of its pages. After this many discoveries
+ * in a row without a result, the discovery runs at most once a second.
  */
 #define TMEM_FRUITLESS_MAX 16
 
 /*
- * Marks of a file system are swept once in this time, however fast they run out: a sweep looks at
- * all inodes in memory.
+ * Seconds between two sweeps of the marks of a file system, however fast they run out. A sweep
+ * visits all inodes in memory.
  */
 #define TMEM_SWEEP_SECONDS 10
 
 /*
- * A file system may have millions of inodes, and who makes or evicts one spins meanwhile: so many
- * are looked at before s_inode_list_lock is given up. Each may be a few cache misses.
+ * A file system may have millions of inodes, and tasks that make or evict one spin during the walk.
+ * The walk releases s_inode_list_lock after this many inodes. Each may cost a few cache misses.
  */
 #define TMEM_WALK_INODES 256
-/* So many are looked at for a file that can be served; the newest come first. */
+/* Inodes that are searched for a file that can be served; the newest come first. */
 #define TMEM_SEARCH_INODES 4096
 
 #ifdef TMEM_TEST
@@ -122,11 +125,11 @@ static inline void walk_note(unsigned int run, unsigned int looked)
 #endif
 
 /**
- * tmem_fs_find - the file system of a super block
+ * tmem_fs_find - return the file system of a super block
  * @sb: its super block
  *
  * Context: any; the caller holds the RCU read lock for as long as it uses the result.
- * Return: NULL if it is not served (yet).
+ * Return: the file system, or NULL if it is not served (yet).
  */
 struct tmem_fs *tmem_fs_find(const struct super_block *sb)
 {
@@ -139,10 +142,10 @@ struct tmem_fs *tmem_fs_find(const struct super_block *sb)
 }
 
 /**
- * tmem_fs_get - the file system of a super block, for use across a sleep
+ * tmem_fs_get - return the file system of a super block, for use across a sleep
  * @sb: its super block
  *
- * Return: NULL or a file system to be given to tmem_fs_put().
+ * Return: NULL, or a file system that the caller releases with tmem_fs_put().
  */
 struct tmem_fs *tmem_fs_get(const struct super_block *sb)
 {
@@ -157,7 +160,7 @@ struct tmem_fs *tmem_fs_get(const struct super_block *sb)
 }
 
 /**
- * tmem_fs_put - end of use
+ * tmem_fs_put - release a file system
  * @fs: from tmem_fs_get()
  */
 void tmem_fs_put(struct tmem_fs *fs)
@@ -166,11 +169,11 @@ void tmem_fs_put(struct tmem_fs *fs)
 		complete(&fs->idle);
 }
 
-/* For the state and the report: which types are served, and what is not, with the reason. */
+/* Sets which types are served, and what is not served with the reason, for state and report. */
 static void tmem_fs_tell(void)
 {
 	static DEFINE_MUTEX(lock);
-	static char note[TMEM_NOTE_BYTES];	/* @lock */
+	static char note[TMEM_NOTE_BYTES];	/* guarded by @lock */
 	const struct tmem_fs_type *type;
 	u64 served = 0;
 	struct tmem_fs *fs;
@@ -205,7 +208,7 @@ static void tmem_fs_tell(void)
 	mutex_unlock(&lock);
 }
 
-/* No hook can find it any more. */
+/* Frees a file system that hooks can no longer find. */
 static void tmem_fs_free(struct tmem_fs *fs)
 {
 	tmem_fs_put(fs);
@@ -215,7 +218,7 @@ static void tmem_fs_free(struct tmem_fs *fs)
 	kfree_rcu(fs, rcu);
 }
 
-/* The same, with what sysfs shows of it; it is in the table no longer. */
+/* Frees a file system, which is no longer in the table, together with its mount in sysfs. */
 static void tmem_fs_remove(struct tmem_fs *fs)
 {
 	struct tmem_mount *mount = fs->mount;
@@ -228,8 +231,8 @@ static void tmem_fs_remove(struct tmem_fs *fs)
  * tmem_fs_drop - forget a file system that is about to be shut down
  * @sb: its super block
  *
- * The caller holds s_umount for writing, so the discovery cannot bring it back.
- * All files are closed: nobody can be inside a get.
+ * The caller holds s_umount for writing, so the discovery cannot bring it back. All files are
+ * closed, so no task can be inside a get.
  */
 void tmem_fs_drop(const struct super_block *sb)
 {
@@ -252,31 +255,32 @@ void tmem_fs_drop(const struct super_block *sb)
 }
 
 /**
- * tmem_fs_inode_ok - may pages of the inode be put and got, as far as it matters for all pages?
+ * tmem_fs_inode_ok - check whether pages of an inode may be put and got, as far as the inode
+ * decides
  * @fs: its file system
  * @inode: the inode
  *
- * Context: any. Who gets a no erases the inode.
+ * Context: any. On false the caller erases the inode's entries.
  */
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode)
 {
-	/* Swap files change below the page cache; quota files are the file system's own. */
+	/* Swap files change below the page cache. Quota files are private to the file system. */
 	const unsigned int never = S_ENCRYPTED | S_VERITY | S_DAX | S_SWAPFILE | S_NOQUOTA;
 
 	if (!S_ISREG(inode->i_mode) || (READ_ONCE(inode->i_flags) & never))
 		return false;
-	/* A page that could not be written is clean, and the disk has something else. */
+	/* A page that could not be written is clean, and the disk has other content. */
 	if (READ_ONCE(inode->i_mapping->wb_err))
 		return false;
 	return fs->type->mapping_ok(inode->i_mapping);
 }
 
 /**
- * tmem_fs_serves - is a super block of a type that is served?
+ * tmem_fs_serves - check whether a super block is of a type that is served
  * @sb: the super block
  *
  * Context: any.
- * Return: true if so, whether or not it is served itself.
+ * Return: true if the type is served, even if this super block is not.
  */
 bool tmem_fs_serves(const struct super_block *sb)
 {
@@ -289,11 +293,11 @@ bool tmem_fs_serves(const struct super_block *sb)
 }
 
 /**
- * tmem_fs_note - a file of a file system that is not known was used
+ * tmem_fs_note - note that a file of an unknown file system was used
  * @sb: its super block
  *
  * Context: any.
- * Return: true if it will be looked at.
+ * Return: true if the discovery will look at the file system.
  */
 bool tmem_fs_note(const struct super_block *sb)
 {
@@ -315,18 +319,18 @@ bool tmem_fs_note(const struct super_block *sb)
 }
 
 /**
- * tmem_fs_walk - look at each inode of a file system, but for those made meanwhile
+ * tmem_fs_walk - visit each inode of a file system, except those made during the walk
  * @sb: its super block; the caller holds s_umount
  * @look: called under s_inode_list_lock; returns true to end the walk
- * @arg: for @look
+ * @arg: argument for @look
  *
  * The lock is released now and then, while a reference to the current inode keeps its place in the
- * list. Unmounting meets no such reference, since the caller holds s_umount.
+ * list. Unmounting never finds such a reference, because the caller holds s_umount.
  *
- * The walk takes no reference to an inode without a name: were it the last, the inode would be
- * deleted here. That waits while the file system is frozen, and the task that thaws it waits for
- * s_umount. A name can be lost only while the file system is not frozen, and the task that freezes
- * it waits for s_umount.
+ * The walk takes no reference to an inode without a name. If it were the last reference, the walk
+ * would delete the inode. A deletion waits while the file system is frozen, and the task that thaws
+ * the file system waits for s_umount. A name can be lost only while the file system is not frozen,
+ * and the task that freezes it waits for s_umount.
  *
  * Context: process, may sleep.
  */
@@ -356,7 +360,7 @@ void tmem_fs_walk(struct super_block *sb, bool (*look)(struct inode *inode, void
 
 struct aops_search {
 	const struct tmem_fs_type *type;
-	const struct address_space_operations *aops;	/* found */
+	const struct address_space_operations *aops;	/* the operations that were found */
 	unsigned int looked;
 };
 
@@ -372,7 +376,7 @@ static bool look_for_aops(struct inode *inode, void *arg)
 	return search->aops || search->looked == TMEM_SEARCH_INODES;
 }
 
-/* A regular file's operations are those of all regular files of the type. */
+/* Returns the operations of a regular file, which all regular files of the type share. */
 static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
 							   struct tmem_fs_type *type)
 {
@@ -387,12 +391,12 @@ static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function,
 	snprintf(type->why_failed, sizeof(type->why_failed), "cannot hook %s: error %d%s",
 		 function, err, err == -EBUSY ? " (a live patch has it)" : "");
 	pr_warn("virtio_tmem: %s is not served: %s\n", type->name, type->why_failed);
-	/* Pairs with tmem_fs_tell(): the reason is complete. */
+	/* The reason is complete; pairs with tmem_fs_tell(). */
 	smp_store_release(&type->failed, true);
 	tmem_fs_tell();
 }
 
-/* Coherence first: the functions that read come last. */
+/* Hooks the functions of a type. Coherence comes first; the functions that read come last. */
 static void tmem_fs_type_activate(struct tmem_fs_type *type,
 				  const struct address_space_operations *aops)
 {
@@ -428,7 +432,7 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 	tmem_fs_tell();
 }
 
-/* Whether a mount is refused holds until it is unmounted. */
+/* Makes the mount of a super block. A mount that is refused stays refused until it is unmounted. */
 static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type)
 {
 	struct tmem_mount *mount = tmem_mount_new(sb, type);
@@ -442,18 +446,19 @@ static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type 
 }
 
 /*
- * From the moment it can be found, invalidations reach the pool. Only then are those inodes marked
- * that may have changed before, as no hook knew the file system: a task may have passed a hook, or
- * swapped to a file, or exchanged its blocks. Only then are puts allowed.
+ * Registers a file system in three steps. First, it can be found, and invalidations reach the pool.
+ * Second, the driver marks the inodes that may have changed before, when no hook knew the file
+ * system: a task may have passed a hook, swapped to a file, or exchanged its blocks. Third, puts
+ * are allowed.
  *
- * One that is to be flushed is replaced. The marks and the policies live on: both pools share them.
+ * A file system that is to be flushed is replaced. Marks and policies stay: both pools share them.
  */
 static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 {
 	struct tmem_fs *fs, *old;
 	bool marked = true;
 
-	/* s_umount and discovery_lock keep it from being freed. */
+	/* s_umount and discovery_lock keep @old from being freed. */
 	rcu_read_lock();
 	old = tmem_fs_find(sb);
 	rcu_read_unlock();
@@ -488,7 +493,7 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 	spin_unlock_irq(&fs_lock);
 	found++;
 
-	/* Whoever looked before it could be found has finished that look by now. */
+	/* Every look-up from before the file system could be found has ended after this call. */
 	synchronize_rcu_expedited();
 
 	if (old) {
@@ -502,14 +507,14 @@ static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
 
 	mutex_lock(&switch_lock);
 	if (!type->off && !fs->mount->off && !*fs->mount->refused)
-		/* After the marks above; read_begin() and put_folio() look at it first. */
+		/* Set after the marks above; read_begin() and put_folio() read it first. */
 		smp_store_release(&fs->live, true);
 	mutex_unlock(&switch_lock);
 	if (*fs->mount->refused)
 		tmem_fs_tell();
 }
 
-/* s_umount is held and @sb is alive. */
+/* Serves a mounted file system. s_umount is held and @sb is alive. */
 static void tmem_fs_seen(struct super_block *sb, void *arg)
 {
 	const struct address_space_operations *aops;
@@ -530,10 +535,10 @@ unlock:
 }
 
 /**
- * tmem_fs_flush_all - forget what is held of all file systems
+ * tmem_fs_flush_all - forget the held pages of all file systems
  *
- * Nothing is put or got any more when this returns, but for gets that were
- * begun before; the discovery work then gives each file system an empty pool.
+ * When this returns, nothing is put or got any more, except by gets that began before. The
+ * discovery work then gives each file system an empty pool.
  *
  * Context: any but NMI.
  */
@@ -557,7 +562,7 @@ void tmem_fs_flush_all(void)
 }
 
 /**
- * tmem_fs_mounted - a file system was mounted
+ * tmem_fs_mounted - serve a file system that was mounted just now
  * @sb: its super block, s_umount held
  */
 void tmem_fs_mounted(struct super_block *sb)
@@ -578,17 +583,16 @@ void tmem_fs_mounted(struct super_block *sb)
 
 /**
  * tmem_fs_switch - switch file systems off or on
- * @type: all mounts of this type, also those to come; or NULL
- * @mount: if not, this one
+ * @type: all mounts of this type, also future ones; or NULL
+ * @mount: if @type is NULL, this mount
  * @on: on or off; a mount is served if neither it nor its type is off
  *
- * Off: when this returns nothing is held and nothing is put or got, but for
- * gets whose request is on its way, which end by their deadline. Hooks go on
- * to mark who writes directly.
+ * Off: when this returns, nothing is held, put or got, except by gets whose request is on its way,
+ * which end by their deadline. The hooks still mark inodes that are written directly.
  *
- * On: the discovery work gives each an empty pool.
+ * On: the discovery work gives each file system an empty pool.
  *
- * Context: process, may sleep, but not for s_umount or discovery_lock.
+ * Context: process, may sleep, but does not wait for s_umount or discovery_lock.
  */
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on)
 {
@@ -602,7 +606,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 		return;
 	}
 	WRITE_ONCE(*off, !on);
-	/* No more than are counted, and none that is being replaced. */
+	/* At most TMEM_FS_MAX are in the table, and none that is being replaced. */
 	spin_lock_irq(&fs_lock);
 	hash_for_each(tmem_fs_hash, i, fs, node) {
 		if (mount ? fs->mount != mount : fs->type != type)
@@ -616,7 +620,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 	spin_unlock_irq(&fs_lock);
 	mutex_unlock(&switch_lock);
 
-	/* Who found it live before has put, and entered it, by now. */
+	/* A put that found the file system live has entered its page by now. */
 	if (!on && nr)
 		synchronize_rcu_expedited();
 	for (i = 0; i < nr; i++) {
@@ -631,7 +635,7 @@ void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on
 }
 
 /**
- * tmem_fs_state - what keeps a mount from being cached, if anything
+ * tmem_fs_state - return the state of a mount, with the reason if it is not cached
  * @mount: the mount
  *
  * Return: one line.
@@ -658,10 +662,12 @@ const char *tmem_fs_state(const struct tmem_mount *mount)
 }
 
 /**
- * tmem_fs_pages - how many pages are held of a mount
+ * tmem_fs_pages - count the pages that are held of a mount
  * @mount: the mount
  *
  * Context: process, may sleep; walks through the index.
+ *
+ * Return: number of pages.
  */
 unsigned long tmem_fs_pages(const struct tmem_mount *mount)
 {
@@ -676,7 +682,7 @@ unsigned long tmem_fs_pages(const struct tmem_mount *mount)
 }
 
 /**
- * tmem_fs_sweep_soon - marks of a file system run out or were lost
+ * tmem_fs_sweep_soon - request a sweep because marks of a file system run out or were lost
  * @fs: the file system
  *
  * Context: any but NMI.
@@ -689,25 +695,27 @@ void tmem_fs_sweep_soon(struct tmem_fs *fs)
 	if (READ_ONCE(mount->sweep) || READ_ONCE(discovery_stopped))
 		return;
 	WRITE_ONCE(mount->sweep, true);
-	/* One work item for all mounts: a later time does not replace an earlier one. */
+	/*
+	 * There is one work item for all mounts, so a later time must not replace an earlier one.
+	 */
 	if (time_before(now, due))
 		queue_delayed_work(tmem_system_wq, &sweep, due - now);
 	else
 		mod_delayed_work(tmem_system_wq, &sweep, 0);
 }
 
-/* s_umount is held and @sb is alive. */
+/* Sweeps a file system if that was requested. s_umount is held and @sb is alive. */
 static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
 {
 	struct tmem_fs *fs;
 
 	mutex_lock(&discovery_lock);
-	/* s_umount and discovery_lock keep it from being freed. */
+	/* s_umount and discovery_lock keep @fs from being freed. */
 	rcu_read_lock();
 	fs = tmem_fs_find(sb);
 	rcu_read_unlock();
 	if (fs && READ_ONCE(fs->mount->sweep) && !discovery_stopped) {
-		/* First: marks that run out from here on ask again. */
+		/* Cleared first, so that marks that run out from now on request another sweep. */
 		WRITE_ONCE(fs->mount->next_sweep, jiffies + TMEM_SWEEP_SECONDS * HZ);
 		WRITE_ONCE(fs->mount->sweep, false);
 		if (!tmem_fs_sweep(fs, sb))
@@ -730,15 +738,21 @@ static void tmem_discover(struct work_struct *work)
 	unsigned int found_before = READ_ONCE(found), i;
 	bool all_active = true;
 
-	/* Noted at the last moment: the hooks may be gone, and nothing may join a tracepoint. */
+	/*
+	 * A note may come at the last moment, when the hooks may be gone. No tracepoint may be
+	 * joined then.
+	 */
 	if (READ_ONCE(discovery_stopped))
 		return;
 	for (i = 0; i < NR_FS_TYPES; i++) {
 		struct tmem_fs_type *type = &tmem_fs_types[i];
 
-		/* Cleared first: what is noted from here on is looked at again. */
+		/* Cleared first, so that a later note is looked at again. */
 		if (test_and_clear_bit(i, &types_noted)) {
-			/* Holds the module of the file system until this one goes. */
+			/*
+			 * The reference keeps the module of the file system loaded until this
+			 * module is unloaded.
+			 */
 			if (!type->fst)
 				WRITE_ONCE(type->fst, get_fs_type(type->name));
 			if (type->fst)
@@ -750,14 +764,16 @@ static void tmem_discover(struct work_struct *work)
 		WRITE_ONCE(fruitless, 0);
 	else if (fruitless < TMEM_FRUITLESS_MAX)
 		WRITE_ONCE(fruitless, fruitless + 1);
-	/* Known functions report new mounts from here on; until then pages added do. */
+	/*
+	 * From now on known functions report new mounts. Until all types are known, added pages do.
+	 */
 	tmem_probe_new_mounts(!all_active);
 }
 
 /**
  * tmem_fs_init - look for mounted file systems
  *
- * Return: 0; a file system that cannot be served is named in the state.
+ * Return: 0; the state names a file system that cannot be served.
  */
 int tmem_fs_init(void)
 {
@@ -772,15 +788,15 @@ int tmem_fs_init(void)
 		if (tmem_fs_types[i].at_load)
 			set_bit(i, &types_noted);
 	schedule_delayed_work(&discovery, 0);
-	/* So that a cache that can work does when insmod returns. */
+	/* Wait, so that the cache works when insmod returns, if it can work. */
 	flush_delayed_work(&discovery);
 	return 0;
 }
 
 /**
- * tmem_fs_stop - find no more file systems
+ * tmem_fs_stop - stop looking for file systems
  *
- * Before the hooks go; tmem_fs_exit() comes after them.
+ * This comes before the hooks are removed, and tmem_fs_exit() after that.
  */
 void tmem_fs_stop(void)
 {
@@ -792,7 +808,7 @@ void tmem_fs_stop(void)
 }
 
 /**
- * tmem_fs_exit - free everything; no hook is left
+ * tmem_fs_exit - free all file systems, after all hooks were removed
  *
  * tmem_fs_init() may follow.
  */
@@ -807,11 +823,13 @@ void tmem_fs_exit(void)
 		spin_lock_irq(&fs_lock);
 		hash_del_rcu(&fs->node);
 		spin_unlock_irq(&fs_lock);
-		/* A task that reads its state in sysfs may have found it. */
+		/* A task that reads the state in sysfs may have found the file system. */
 		synchronize_rcu_expedited();
 		tmem_fs_remove(fs);
 	}
-	/* A last note, a mount's switch or a mark may have passed the check just before. */
+	/*
+	 * A last note, a mount's switch or a mark may have passed its check just before the stop.
+	 */
 	cancel_delayed_work_sync(&discovery);
 	cancel_delayed_work_sync(&sweep);
 	nr_fs = 0;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Redirection of kernel functions, the way live patching does it.
+ * Redirection of kernel functions, in the same way as live patching.
  *
- * All functions are in one ftrace_ops: a kernel that gives up on ftrace stops
- * gets together with what keeps them right. It must never have
- * FTRACE_OPS_FL_RECURSION, which may skip a call.
+ * All functions are in one ftrace_ops, so a kernel that gives up on ftrace stops gets together with
+ * the hooks that keep them right. The ftrace_ops must never have FTRACE_OPS_FL_RECURSION, which may
+ * skip a call.
  *
- * A replacement calls the original by its address or name, which comes here
- * again; the return address tells that it is this module who calls. So no call
- * of an original may become a jump (-fno-optimize-sibling-calls, tmem_leave()).
+ * A replacement calls the original by its address or name, and that call comes to
+ * tmem_ftrace_func() again. The return address shows that this module is the caller. So a call of
+ * an original must never become a jump (-fno-optimize-sibling-calls, tmem_leave()).
  */
 #include <linux/ftrace.h>
 #include <linux/kprobes.h>
@@ -19,24 +19,26 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/* mm and VFS 6, self-test 1, ext4 7 and xfs 4. */
+/* Number of targets: mm and VFS 6, self-test 1, ext4 7 and xfs 4. */
 #define TMEM_TARGETS_MAX 18
 
-/* The traced instruction is the first one or follows ENDBR64; functions are aligned to this. */
+/*
+ * The traced instruction is the first one or follows ENDBR64. Functions are aligned to this number.
+ */
 #define TMEM_ENTRY_MAX_BYTES 16
 
-/* Written in process context, one at a time; an entry below nr_targets never changes. */
+/* Written in process context, by one task at a time. An entry below nr_targets never changes. */
 static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
 static bool registered, filtered;
 
-/* Tasks inside a replacement. */
+/* Number of tasks inside a replacement. */
 atomic_t tmem_nr_inside = ATOMIC_INIT(0);
 static bool draining;
 
 static const struct tmem_target *find_target(unsigned long ip)
 {
-	/* Pairs with tmem_ftrace_add(): entries below the number are complete. */
+	/* Pairs with tmem_ftrace_add(): entries below nr are complete. */
 	unsigned int i, nr = smp_load_acquire(&nr_targets);
 
 	for (i = 0; i < nr; i++)
@@ -66,15 +68,15 @@ static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 static struct ftrace_ops tmem_ftrace_ops;
 
 /**
- * tmem_ftrace_reset - begin without targets
+ * tmem_ftrace_reset - remove all targets
  *
- * Nothing is watched, and no task is in the code of this module.
+ * The caller makes sure that no function is watched and no task is in the code of this module.
  */
 void tmem_ftrace_reset(void)
 {
 	nr_targets = 0;
 	draining = false;
-	/* Freeing its filter leaves pointers to what was freed. */
+	/* ftrace_free_filter() leaves pointers to freed memory in the structure. */
 	tmem_ftrace_ops = (struct ftrace_ops) {
 		.func = tmem_ftrace_func,
 		.flags = FTRACE_OPS_FL_IPMODIFY | FTRACE_OPS_FL_PERMANENT |
@@ -85,12 +87,12 @@ void tmem_ftrace_reset(void)
 
 /**
  * tmem_ftrace_add - watch a function
- * @target: what to do with it; copied. The same address again is no error.
+ * @target: function and actions; copied. To add the same target again is no error.
  *
- * Process context, one at a time, before tmem_ftrace_start() or after it.
+ * Context: process, one call at a time, before tmem_ftrace_start() or after it.
  *
- * Return: 0; -EBUSY if a live patch or the like redirects the function already;
- * -EINVAL if it cannot be traced; -ENOSPC.
+ * Return: 0; -EBUSY if a live patch or the like redirects the function already; -EINVAL if it
+ * cannot be traced; -ENOSPC; -EEXIST if the address has another target.
  */
 int tmem_ftrace_add(const struct tmem_target *target)
 {
@@ -102,7 +104,10 @@ int tmem_ftrace_add(const struct tmem_target *target)
 	if (nr_targets == TMEM_TARGETS_MAX)
 		return -ENOSPC;
 
-	/* In the table before it is traced: a call in between would be missed. */
+	/*
+	 * Enter the function into the table before it is traced; otherwise a call in between is
+	 * missed.
+	 */
 	targets[nr_targets] = *target;
 	/* Pairs with find_target(). */
 	smp_store_release(&nr_targets, nr_targets + 1);
@@ -121,15 +126,15 @@ int tmem_ftrace_add(const struct tmem_target *target)
  * @hook: which hook it is
  * @entry: called at its entry
  *
- * Entry only: nobody takes the address of such a function, so where branches are
- * tracked it may have lost the mark that allows calling it by address.
+ * Only the entry can be watched. The kernel never takes the address of such a function, so with
+ * indirect branch tracking the function may have lost the mark that allows a call by address.
  *
  * Return: as tmem_ftrace_add(), or -ENOENT.
  */
 int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
 			 void (*entry)(struct ftrace_regs *fregs))
 {
-	/* Never armed: only looks the name up. */
+	/* This kprobe is never armed; it only looks the name up. */
 	struct kprobe probe = { .symbol_name = symbol, .flags = KPROBE_FLAG_DISABLED };
 	struct tmem_target target = { .hook = hook, .entry = entry };
 	int err;
@@ -162,18 +167,18 @@ int tmem_ftrace_start(void)
 }
 
 /**
- * tmem_ftrace_stop - watch no function; tmem_ftrace_drain() waits
+ * tmem_ftrace_stop - stop watching all functions; tmem_ftrace_drain() then waits
  *
  * A kernel that gave up on ftrace (ftrace_kill()) leaves all call sites as they are.
  *
- * Return: true if so; false if functions still lead into this module, and always will.
+ * Return: true, or false if functions still lead into this module, which then is permanent.
  */
 bool tmem_ftrace_stop(void)
 {
 	if (registered && unregister_ftrace_function(&tmem_ftrace_ops))
 		return false;
 	registered = false;
-	/* Freeing it twice, after a start that failed, would corrupt the kernel's lists. */
+	/* A second free, after a start that failed, would corrupt the kernel's lists. */
 	if (filtered)
 		ftrace_free_filter(&tmem_ftrace_ops);
 	filtered = false;
@@ -181,7 +186,7 @@ bool tmem_ftrace_stop(void)
 }
 
 /**
- * tmem_leave_last - nobody is inside a replacement at this moment
+ * tmem_leave_last - wake the drain when the last task has left a replacement
  */
 void tmem_leave_last(void)
 {
@@ -192,8 +197,8 @@ void tmem_leave_last(void)
 /**
  * tmem_ftrace_drain - wait until no task is in the code of this module
  *
- * After tmem_ftrace_stop(). The first wait is for those who were redirected and
- * are on their way in, the last one for those on their way out.
+ * Called after tmem_ftrace_stop(). The first synchronize_rcu_tasks() waits for tasks that were
+ * redirected and have not entered yet, the second one for tasks that are leaving.
  */
 void tmem_ftrace_drain(void)
 {

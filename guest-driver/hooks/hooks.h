@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What the files of hooks/ know of each other.
+ * Declarations that the files of hooks/ share.
  *
- * Three rules hold everywhere below. An invalidation happens whether or not the
- * inode is eligible, since it may have been. Whoever finds an inode ineligible
- * erases it, since it may become eligible again with other contents. And a hook
- * that cannot do its work leaves nothing in the index under its key.
+ * Three rules hold in all of these files:
+ * - An invalidation happens whether or not the inode is eligible, because it may have been
+ *   eligible.
+ * - Code that finds an inode ineligible erases its entries, because the inode may become eligible
+ *   again with other contents.
+ * - A hook that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outer first: hooks_mutex of init.c, s_umount, discovery_lock of fs.c, switch_lock of
- * fs.c, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of the core. Being
- * inside a file of mounts.c counts as a lock below s_umount and discovery_lock.
+ * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of fs.c, switch_lock
+ * of fs.c, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of the core. An
+ * access to a file of mounts.c counts as a lock below s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -24,9 +26,9 @@
 
 #include "../tmem.h"
 
-/* Bits of the mask that tmem_core_set_hooks() gets; names in tmem_hook_names[]. */
+/* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
 enum tmem_hook {
-	TMEM_HOOK_REMOVED,	/* tracepoint: page left the page cache (puts, too) */
+	TMEM_HOOK_REMOVED,	/* tracepoint: page left the page cache; also makes puts */
 	TMEM_HOOK_DIRTY,	/* tracepoint: page made dirty */
 	TMEM_HOOK_TRUNCATE,	/* truncate_inode_pages_range() */
 	TMEM_HOOK_DIRECT,	/* invalidate_inode_pages2_range() */
@@ -39,7 +41,7 @@ enum tmem_hook {
 	TMEM_HOOK_BMAP,		/* the file system's ->bmap */
 	TMEM_HOOK_READAHEAD,	/* the file system's ->readahead */
 	TMEM_HOOK_READ_FOLIO,	/* the file system's ->read_folio */
-	TMEM_HOOK_CONVERSION,	/* __ext4_warning(): of a failed conversion */
+	TMEM_HOOK_CONVERSION,	/* __ext4_warning(), for failed conversions */
 	TMEM_HOOK_JOURNAL_ABORT,	/* jbd2_journal_abort() */
 	TMEM_HOOK_FS_ERROR,	/* tracepoints: ext4_error, ext4_shutdown */
 	TMEM_HOOK_SELFTEST,	/* a function of this module's own */
@@ -49,9 +51,9 @@ enum tmem_hook {
 extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
 
 #ifdef TMEM_TEST
-/* Bits of hooks that shall do nothing, so that tests see what they are for. */
+/* Bits of hooks that do nothing, so that tests show what each hook is needed for. */
 extern unsigned long tmem_test_hooks_off;
-/* Bits of hooks whose calls the self-test misses, as on a kernel that does not make them. */
+/* Bits of hooks whose calls the self-test ignores, as if the kernel did not make them. */
 extern unsigned long tmem_test_selftest_blind;
 static inline bool tmem_hook_off(enum tmem_hook hook)
 {
@@ -76,34 +78,36 @@ static inline bool tmem_selftest_blind(enum tmem_hook hook)
 
 /* --- fs.c ---------------------------------------------------------------------------------- */
 
-/* Functions below the page cache that no operations table leads to. */
+/* A function below the page cache that no operations table leads to. */
 struct tmem_fs_symbol {
 	const char *name;
 	enum tmem_hook hook;
 	void (*entry)(struct ftrace_regs *fregs);
 };
 
-/* Length of a reason, which is one line. */
+/* Size of a reason, which is one line, in bytes. */
 #define TMEM_REFUSED_BYTES 128
 
-/* A kind of file system that is served; tmem_fs_types[] ends with one without a name. */
+/* A type of file system that is served. tmem_fs_types[] ends with one without a name. */
 struct tmem_fs_type {
 	const char *name;
-	/* Does this mapping keep its data where the hooks expect it? */
+	/* Returns whether a mapping keeps its data where the hooks expect it. */
 	bool (*mapping_ok)(const struct address_space *mapping);
 	struct tmem_fs_symbol symbols[4];
-	/* Built in or loaded early: look for mounts of it when this module is loaded. */
+	/*
+	 * True if the type is built in or loaded early: loading this module looks for mounts of it.
+	 */
 	bool at_load;
 	unsigned int report_bit;	/* VIRTIO_TMEM_H_... */
 
-	/* Written under discovery_lock; all but the last are read without, too. */
+	/* Written under discovery_lock; all but why_failed are also read without it. */
 	struct file_system_type *fst;
 	bool active;
 	bool failed;
 	char why_failed[TMEM_REFUSED_BYTES];
 
-	bool off;			/* by the operator; switch_lock of fs.c */
-	struct kobject *kobj;		/* mounts.c */
+	bool off;			/* switched off by the operator; under switch_lock */
+	struct kobject *kobj;		/* directory of mounts.c */
 };
 
 extern struct tmem_fs_type tmem_fs_types[];
@@ -114,16 +118,16 @@ struct tmem_mount_counts {
 
 /*
  * A mount as sysfs shows it, from its registration until it is unmounted. Each struct tmem_fs that
- * replaces another meanwhile points to the same mount.
+ * replaces another one of the mount points to the same struct tmem_mount.
  */
 struct tmem_mount {
 	struct kobject kobj;
 	struct completion released;
-	const struct super_block *sb;	/* compared, never followed */
+	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
-	bool off;			/* by the operator; switch_lock of fs.c */
-	char refused[TMEM_REFUSED_BYTES];	/* why it is not served; empty if it is */
+	bool off;			/* switched off by the operator; under switch_lock */
+	char refused[TMEM_REFUSED_BYTES];	/* why it is not served, or empty */
 	bool sweep;			/* its marks have to be swept */
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
 };
@@ -131,16 +135,16 @@ struct tmem_mount {
 /* A mounted file system. */
 struct tmem_fs {
 	struct hlist_node node;		/* RCU; writers hold fs_lock */
-	const struct super_block *sb;	/* compared, never followed */
+	const struct super_block *sb;	/* only compared, never dereferenced */
 	const struct tmem_fs_type *type;
 	struct tmem_mount *mount;	/* outlives this */
 	struct tmem_pool *pool;
 	bool live;			/* puts and gets are allowed */
-	bool flush;			/* to be forgotten and known anew */
-	refcount_t users;		/* who may sleep with this in hand */
+	bool flush;			/* to be replaced by one with an empty pool */
+	refcount_t users;		/* references of users that may sleep */
 	struct completion idle;		/* users reached 0 */
 	struct rcu_head rcu;
-	atomic_long_t hits;		/* for verify.c: which hits are the first ones */
+	atomic_long_t hits;		/* counted by verify.c, to find the first hits */
 };
 
 struct tmem_fs *tmem_fs_find(const struct super_block *sb);
@@ -207,17 +211,18 @@ void tmem_probe_new_mounts(bool on);
 
 /* --- ftrace.c ------------------------------------------------------------------------------ */
 
-/* A function that is watched. At most one of the same address. */
+/* A function that is watched. An address occurs at most once. */
 struct tmem_target {
 	unsigned long addr;
 	enum tmem_hook hook;
-	/* Called at its entry, in any context, with its arguments. */
+	/* Called at the function's entry, in any context, with its arguments. */
 	void (*entry)(struct ftrace_regs *fregs);
-	/* Called instead, unless this module is the caller. */
+	/* Called instead of the function, unless this module is the caller. */
 	void *wrap;
 	/*
-	 * Whether a call with these arguments is replaced; in any context. Without it all are. A
-	 * task inside a replacement keeps the module loaded, so none waits for a server.
+	 * Returns whether a call with these arguments is replaced, in any context. If it is NULL,
+	 * all calls are replaced. A task inside a replacement keeps the module loaded, so calls
+	 * that may wait for a server must not be replaced.
 	 */
 	bool (*wanted)(struct ftrace_regs *fregs);
 };
@@ -234,9 +239,9 @@ extern atomic_t tmem_nr_inside;
 void tmem_leave_last(void);
 
 /*
- * Every replacement stands between these two. A task that was redirected and
- * has not come to tmem_enter() yet has not slept since, and neither has one
- * that is past tmem_leave(): synchronize_rcu_tasks() waits for both.
+ * Each replacement calls tmem_enter() first and tmem_leave() last. A task that was redirected and
+ * has not called tmem_enter() yet has not slept since, and neither has a task that is past
+ * tmem_leave(). synchronize_rcu_tasks() waits for both.
  */
 static inline void tmem_enter(void)
 {
@@ -247,7 +252,7 @@ static inline void tmem_leave(void)
 {
 	if (atomic_dec_and_test(&tmem_nr_inside))
 		tmem_leave_last();
-	/* The call above, or of the original before it, must not become a jump. */
+	/* The call above, or the call of the original before it, must not become a jump. */
 	barrier();
 }
 
@@ -261,7 +266,7 @@ bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 
-/* Pages of one tmem_get(), and the largest folio that is put or got whole. */
+/* Pages of one tmem_get(), and the largest folio whose pages are all put or got. */
 #define TMEM_FOLIO_MAX_PAGES 64
 
 void tmem_wrap_readahead(struct readahead_control *rac);
@@ -290,7 +295,7 @@ void tmem_device_exit(void);
 
 /* --- selftest.c ---------------------------------------------------------------------------- */
 
-/* The mapping under test, or NULL; the hooks report what they see of it and do no more. */
+/* The mapping under test, or NULL. For this mapping the hooks only report what they see. */
 extern struct address_space *tmem_selftest_mapping;
 void tmem_selftest_saw_removed(const struct folio *folio);
 void tmem_selftest_saw_dirty(const struct folio *folio);
@@ -301,9 +306,9 @@ const char *tmem_selftest_run(void);
 
 /* --- init.c -------------------------------------------------------------------------------- */
 
-/* Puts and gets are allowed at all. */
+/* True while puts and gets are allowed. */
 extern bool tmem_hooks_on;
-/* Kernels and file systems are served that the tests do not have. */
+/* True if untested kernels and file systems are served. */
 extern bool tmem_allow_untested;
 void tmem_hooks_set(enum tmem_hook hook);
 __printf(1, 2) void tmem_hooks_off(const char *fmt, ...);

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Brings the hooks up in an order in which nothing can be cached before all
- * that keeps it right is live, and down in an order in which no code of this
- * module runs when it is freed. What cannot be done leaves the cache off, with
- * the reason in the log and in sysfs; loading succeeds all the same.
+ * Takes the hooks up and down. On the way up, nothing can be cached before all hooks that keep it
+ * right are live. On the way down, no code of this module runs when it is freed. If a step fails,
+ * the cache stays off, with the reason in the log and in sysfs; loading the module succeeds even
+ * then.
  */
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -20,9 +20,9 @@
 /* Kernels on which the torture tests pass. */
 static const struct tested_kernel {
 	const char *release;	/* beginning of uname -r */
-	unsigned int series;	/* of the headers it was built with */
-	const char *vendor;	/* somewhere in uname -v */
-	/* Point releases that were tested, as uname -v names them after the vendor. */
+	unsigned int series;	/* series of the headers that the module was built with */
+	const char *vendor;	/* contained in uname -v */
+	/* Tested point releases, as uname -v names them after the vendor. */
 	const char *point_releases[TMEM_TESTED_RELEASES_MAX];
 } tested_kernels[] = {
 	{ "6.1.", KERNEL_VERSION(6, 1, 0), "Debian", { "6.1.192" } },
@@ -58,7 +58,7 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 #ifdef TMEM_TEST
 unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
 
-/* A list of names from tmem_hook_names[], separated by commas; empty for none. */
+/* Parses names from tmem_hook_names[], separated by commas; empty for none. */
 static int set_hooks_off(const char *val, const struct kernel_param *kp)
 {
 	char *list = kstrdup(val, GFP_KERNEL), *rest = list, *name;
@@ -103,16 +103,16 @@ MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */
-static char off_reason[256];	/* the first one since the hooks were taken last */
+static char off_reason[256];	/* first reason since the hooks were last taken */
 static bool probes_on, ftrace_on;
-static DEFINE_MUTEX(hooks_mutex);	/* guards: hooks being taken and released, hooks_taken */
+static DEFINE_MUTEX(hooks_mutex);	/* serializes taking and releasing; guards hooks_taken */
 static bool hooks_taken;
 
 /**
- * tmem_hooks_set - a hook is live
- * @hook: which
+ * tmem_hooks_set - record that a hook is live
+ * @hook: the hook
  *
- * Process context, one at a time.
+ * Context: process, one call at a time.
  */
 void tmem_hooks_set(enum tmem_hook hook)
 {
@@ -121,10 +121,10 @@ void tmem_hooks_set(enum tmem_hook hook)
 }
 
 /**
- * tmem_hooks_off - say why the cache stays off
- * @fmt: a reason; the first one is kept until the hooks are taken again
+ * tmem_hooks_off - keep the cache off, with a reason
+ * @fmt: the reason; the first one is kept until the hooks are taken again
  *
- * Process context, one at a time.
+ * Context: process, one call at a time.
  */
 void tmem_hooks_off(const char *fmt, ...)
 {
@@ -145,7 +145,7 @@ static const struct tested_kernel *find_tested_kernel(void)
 	const struct new_utsname *uts = init_utsname();
 	unsigned int i;
 
-	/* Debian has these series for other processors, too. */
+	/* Debian has these series for other processors as well. */
 	if (!IS_ENABLED(CONFIG_X86_64))
 		return NULL;
 	for (i = 0; i < ARRAY_SIZE(tested_kernels); i++) {
@@ -173,7 +173,9 @@ static void check_point_release(const struct tested_kernel *kernel)
 		tmem_verify_untested(uts->release);
 		return;
 	}
-	/* "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)": 6.12.117 */
+	/*
+	 * An example: "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)" is 6.12.117.
+	 */
 	name = skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
 	strscpy(release, name, sizeof(release));
 	release[strcspn(release, "- ")] = '\0';
@@ -190,8 +192,8 @@ static void check_point_release(const struct tested_kernel *kernel)
 }
 
 /*
- * Unregisters all. Any part may not have been begun. Returns whether no code of hooks/ runs any
- * more; if not, the module must never be freed.
+ * Unregisters all hooks, also after an incomplete hooks_up(). Returns whether no code of hooks/
+ * runs any more; if not, the module must never be freed.
  */
 static bool hooks_down(void)
 {
@@ -262,7 +264,7 @@ static int take_hooks(void)
 
 	lockdep_assert_held(&hooks_mutex);
 	*off_reason = '\0';
-	/* A put takes locks with interrupts off: on such a kernel they sleep. */
+	/* A put takes spinlocks with interrupts off. On PREEMPT_RT, spinlocks sleep. */
 	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
 		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
 		return -EOPNOTSUPP;
@@ -293,7 +295,7 @@ static int release_hooks(void)
 	lockdep_assert_held(&hooks_mutex);
 	if (!hooks_down()) {
 		tmem_hooks_off(DEAD_FTRACE);
-		/* Call sites lead into this module for ever. */
+		/* Call sites lead into this module permanently. */
 		__module_get(THIS_MODULE);
 		return -EIO;
 	}
@@ -309,7 +311,7 @@ static ssize_t hooks_enabled_show(struct kobject *kobj, struct kobj_attribute *a
 	return sysfs_emit(buf, "%d\n", READ_ONCE(hooks_taken));
 }
 
-/* A live patch can take a function that the driver hooks while the hooks are released. */
+/* While the hooks are released, a live patch can take a function that the driver hooks. */
 static ssize_t hooks_enabled_store(struct kobject *kobj, struct kobj_attribute *attr,
 				   const char *buf, size_t count)
 {
@@ -347,8 +349,9 @@ int tmem_hooks_init(void)
 }
 
 /*
- * Call sites in the kernel lead into this module, and nothing can change them any more. It is too
- * late to refuse unloading, so rmmod does not return. Nothing is put or got; calls pass through.
+ * Never returns, because call sites in the kernel lead into this module and nothing can change
+ * them. It is too late to refuse unloading, so rmmod does not return. Nothing is put or got; calls
+ * pass through.
  */
 static void stay_for_ever(void)
 {
@@ -366,11 +369,11 @@ void tmem_hooks_exit(void)
 	/* Waits for a task that is taking or releasing the hooks. */
 	sysfs_remove_file(tmem_kobj, &hooks_enabled_attribute.attr);
 	tmem_device_exit();
-	/* No more switching of file system types; those of mounts go with them. */
+	/* After this, types are no longer switched. The switches of mounts go with the mounts. */
 	tmem_mounts_stop();
 	if (!hooks_down())
 		stay_for_ever();
-	/* Verifications look at folios only, but their file systems are compared. */
+	/* Verifications only access folios, but they compare their file systems. */
 	tmem_verify_exit();
 	tmem_fs_exit();
 	tmem_mounts_exit();

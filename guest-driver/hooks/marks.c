@@ -1,24 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Which inodes of a mount are marked, so that they take no puts: those whose cached pages may
- * differ from the disk.
+ * Marks of inodes whose cached pages may differ from the disk, so that the driver takes no puts of
+ * them.
  *
- * A page that is read in beside a write below the page cache is clean and may be old. It can stay
- * so for as long as it is cached: the kernel's own invalidation after a direct write is left out if
- * the write fails midway, and there is none after swapoff or EXT4_IOC_MOVE_EXT. So a mark is
- * cleared only where no such page can be left:
+ * A page that is read in during a write below the page cache is clean and may be old. It can stay
+ * old for as long as it is cached: the kernel leaves out its own invalidation after a direct write
+ * that failed midway, and there is none after swapoff or EXT4_IOC_MOVE_EXT. So a mark is cleared
+ * only where no such page can be left:
  *
- *  - at the eviction of the inode, or
- *  - under the i_pages lock, while nobody has the inode open for writing, and no page is cached but
- *    those that the caller holds locked to fill them from the disk, or removes under that lock.
+ * - at the eviction of the inode, or
+ * - under the i_pages lock, on two conditions: no task has the inode open for writing, and no page
+ *   is cached except those that the caller holds locked to fill them from the disk, or removes
+ *   under that lock.
  *
  * A task that writes below the page cache opens the inode for writing before the mark is set, and
  * keeps it open until the write has ended, asynchronous writes included. A put never clears a mark.
  *
- * Marks that cannot be stored are lost; then the mount takes no puts until a sweep has marked each
- * inode again that may need it. The same holds for what happened before a mount was known.
+ * Marks that cannot be stored are lost. The mount then takes no puts until a sweep has marked each
+ * inode again that may need it. Changes from before the mount was known are handled in the same
+ * way.
  *
- * Where the marks are kept is core/bypass.c. Out of scope: which operations set one (coherence.c).
+ * core/bypass.c stores the marks. Out of scope: which operations set a mark (coherence.c).
  */
 #include <linux/fs.h>
 #include <linux/pagemap.h>
@@ -26,10 +28,10 @@
 #include "hooks.h"
 
 /**
- * tmem_fs_bypass - an inode is about to change below the page cache
+ * tmem_fs_bypass - mark an inode that is about to change below the page cache
  * @fs: its file system
  * @inode: the inode
- * @why: counted
+ * @why: reason, for the counters
  *
  * Context: any but NMI.
  */
@@ -37,7 +39,7 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 {
 	u64 ino = inode->i_ino;
 
-	/* Also where the mark is set already: a get may have come before it. */
+	/* Also needed if the mark is set already: a get may have come before it. */
 	tmem_verify_void(fs, ino, 0, ULONG_MAX);
 	if (tmem_bypass(fs->pool, ino))
 		tmem_fs_sweep_soon(fs);
@@ -45,9 +47,11 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 }
 
 /**
- * tmem_fs_emptied - the last cached pages of an inode are being removed
+ * tmem_fs_emptied - clear the mark of an inode whose last cached pages are being removed
  * @fs: its file system
  * @inode: the inode; the i_pages lock is held, and no page is left when it is released
+ *
+ * The mark stays while the inode is open for writing.
  *
  * Context: any but NMI.
  */
@@ -61,7 +65,7 @@ void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode)
  * tmem_fs_clear_mark - clear the mark of an inode if no old page of it can be cached
  * @fs: its file system
  * @inode: the inode
- * @own: how many pages the caller has added to its page cache, holds locked, and is about to read
+ * @own: number of pages that the caller has added, holds locked, and is about to read
  *
  * Context: any but NMI.
  */
@@ -79,12 +83,12 @@ void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long o
 }
 
 /**
- * tmem_fs_inode_gone - an inode was evicted and its page cache is empty
+ * tmem_fs_inode_gone - handle the eviction of an inode, whose page cache is empty
  * @fs: its file system
  * @inode: the inode
  *
- * Its mark ends: nobody has it open. What is held of an inode that still has a
- * name stays, which is the point of the cache; that of a deleted one goes.
+ * The mark is cleared, because no task has the inode open. The entries of an inode that still has a
+ * name stay, which is the purpose of the cache. The entries of a deleted inode are erased.
  */
 void tmem_fs_inode_gone(struct tmem_fs *fs, const struct inode *inode)
 {
@@ -105,8 +109,8 @@ static bool clear_idle(struct inode *inode, void *fs)
 }
 
 /*
- * Nothing is erased: what is held was put while its inode had no mark, and has been erased since by
- * what changed it.
+ * Marks an inode that may have changed unseen. It erases nothing: each entry was put while its
+ * inode had no mark, and operations that changed the inode since then have erased it.
  */
 static bool mark_suspect(struct inode *inode, void *arg)
 {
@@ -120,12 +124,12 @@ static bool mark_suspect(struct inode *inode, void *arg)
 
 /**
  * tmem_fs_mark_suspects - mark each inode that may have changed unseen
- * @fs: a file system of which hooks have known nothing until now, or whose marks were lost
+ * @fs: a file system that the hooks have not known until now, or whose marks were lost
  * @sb: its super block, s_umount held
  *
- * Suspects are inodes that are open for writing and inodes that have pages cached. No other inode
- * has anything that could differ from the disk. Inodes need not be looked at in one go: a task that
- * begins to write, or makes an inode, beside this passes the hooks.
+ * The function marks inodes that are open for writing and inodes that have cached pages. No other
+ * inode has pages that could differ from the disk. The inodes need not be visited atomically: a
+ * task that begins to write, or makes an inode, during the walk passes the hooks.
  *
  * Context: process, may sleep.
  * Return: true if all marks were stored.
@@ -139,7 +143,7 @@ bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb)
 }
 
 /**
- * tmem_fs_sweep - clear the marks that are not needed any more
+ * tmem_fs_sweep - clear the marks that are no longer needed
  * @fs: the file system, whose marks run out or were lost, or that had an error
  * @sb: its super block, s_umount held
  *

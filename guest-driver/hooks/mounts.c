@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * Switches and counters of file systems, in /sys/kernel/virtio_tmem/:
- *	fs/<type>/enabled	all mounts of a type, also those to come
+ *	fs/<type>/enabled	all mounts of a type, also future ones
  *	mounts/<major:minor>/	one mount: enabled, state, puts, gets, hits, held_pages
  *
- * A mount's directory goes before its super block does. sysfs waits for those who are inside one of
- * its files and answers ENODEV to those who only have it open, so nothing here is used after it was
- * freed. But it means that no file here may wait for s_umount or for discovery_lock.
+ * The directory of a mount is removed before its super block is shut down. sysfs waits for tasks
+ * that are reading or writing one of its files, and answers ENODEV to tasks that only have a file
+ * open. So nothing here is used after it was freed. As a consequence, no file here may wait for
+ * s_umount or discovery_lock.
  */
 #include <linux/fs.h>
 #include <linux/kdev_t.h>
@@ -64,7 +65,7 @@ static ssize_t held_pages_show(struct kobject *kobj, struct kobj_attribute *attr
 	return sysfs_emit(buf, "%lu\n", tmem_fs_pages(mount_of(kobj)));
 }
 
-/* @at: offset of the counter in struct tmem_mount_counts */
+/* Prints the counter at offset @at of struct tmem_mount_counts, summed over all CPUs. */
 static ssize_t emit_count(struct kobject *kobj, size_t at, char *buf)
 {
 	struct tmem_mount *mount = mount_of(kobj);
@@ -123,16 +124,20 @@ static const struct kobj_type mount_ktype = {
 /**
  * tmem_mount_new - make a mount's directory
  * @sb: its super block
- * @type: kind of file system
+ * @type: type of file system
  *
- * Return: NULL if it cannot be made; the mount is not served then, as it could not be switched off.
+ * Return: the mount, or NULL if the directory cannot be made. The mount is not served then, because
+ * it could not be switched off.
  */
 struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_type *type)
 {
 	struct tmem_mount *mount = kzalloc(sizeof(*mount), GFP_KERNEL);
-	/* Where a test has mounts end unseen, old ones of the same device are still there. */
+	/*
+	 * If a test hides unmounts from the driver, older mounts of the same device are still
+	 * there.
+	 */
 	const char *format = tmem_hook_off(TMEM_HOOK_UNMOUNT) ? "%u:%u-%u" : "%u:%u";
-	static unsigned int serial;	/* under the lock of discovery */
+	static unsigned int serial;	/* guarded by discovery_lock */
 
 	if (!mount)
 		return NULL;
@@ -154,18 +159,18 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 }
 
 /**
- * tmem_mount_free - remove it; no hook has it any more
+ * tmem_mount_free - remove a mount's directory, after the hooks have stopped using it
  * @mount: from tmem_mount_new()
  *
- * Waits for those who are inside one of its files.
+ * The function waits for tasks that are reading or writing one of its files.
  */
 void tmem_mount_free(struct tmem_mount *mount)
 {
-	/* It is not there if there was no memory for it, or another of its name. */
+	/* The directory is missing if there was no memory for it, or another one of its name. */
 	if (mount->kobj.state_in_sysfs)
 		kobject_del(&mount->kobj);
 	kobject_put(&mount->kobj);
-	/* mount_release() is code of this module, and may be called by another task. */
+	/* mount_release() is code of this module, and another task may run it. */
 	wait_for_completion(&mount->released);
 	free_percpu(mount->counts);
 	kfree(mount);
@@ -234,7 +239,7 @@ void tmem_mounts_stop(void)
 }
 
 /**
- * tmem_mounts_exit - remove the rest; all mounts are gone
+ * tmem_mounts_exit - remove the directory of mounts, after all mounts were removed
  */
 void tmem_mounts_exit(void)
 {

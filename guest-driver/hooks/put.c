@@ -1,23 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Tracepoints of the page cache: a page that reclaim takes is put, a page that
- * leaves otherwise or is made dirty is erased.
+ * Tracepoints of the page cache. A page that reclaim takes is put. A page that leaves the page
+ * cache in another way, or is made dirty, is erased.
  *
- * Both fire under the i_pages lock with interrupts off, while mapping, index
- * and contents are valid, and nothing here may wait.
+ * Both tracepoints fire under the i_pages lock with interrupts off, while mapping, index and
+ * contents are valid. So nothing here may wait.
  *
- * Put against the rest: the folio is locked and still in i_pages. A reader that
- * misses in the page cache adds its folio under the i_pages lock, so after
- * this. Truncation and direct writes that come for this page wait for it to
- * leave i_pages, then erase (coherence.c). Eviction sets AS_EXITING and passes
- * through the i_pages lock before it erases.
+ * A put and concurrent operations: the folio is locked and still in i_pages. A reader that misses
+ * in the page cache adds its folio under the i_pages lock, and so after the put. Truncation and
+ * direct writes of this page wait for it to leave i_pages, and then erase (coherence.c). Eviction
+ * sets AS_EXITING and passes through the i_pages lock before it erases.
  *
- * Made dirty and removed, which of them? A copy is looked for only for a folio
- * that is not uptodate. As a rule that is one just added, after the one with
- * newer content was removed. But a folio written in part and clean again can
- * lose its note of what is uptodate and stay, as when it is split: it is read
- * again, and only its having become dirty tells that a copy is old. So made
- * dirty is what coherence rests on, and removed is a second line behind it.
+ * Why both events erase: a copy is looked for only if a folio is not uptodate. As a rule that is a
+ * folio just added, after the one with newer content was removed. But a folio that was written in
+ * part and is clean again can lose its record of uptodate blocks and stay cached, as when it is
+ * split. It is then read again, and only the fact that it became dirty shows that a copy is old. So
+ * coherence depends on the dirty event, and the removal is a second line of defence.
  */
 #include <linux/mm.h>
 #include <linux/page-flags.h>
@@ -29,8 +27,8 @@
 #include "hooks.h"
 
 /*
- * A file that small may live in its inode (ext4 inline_data), whose way to
- * disk the hooks do not see.
+ * Files up to this size may live in their inode (ext4 inline_data). The hooks do not see how such
+ * data reaches the disk.
  */
 #define TMEM_PUT_MIN_BYTES 4096
 
@@ -45,8 +43,8 @@ static bool folio_ok(struct folio *folio)
 }
 
 /*
- * Returns how many pages from the folio's first on need no erasing any more.
- * More than a bounded number cannot be copied with interrupts off.
+ * Puts pages of a folio. Returns how many pages, from the first one on, need no invalidation any
+ * more. At most TMEM_FOLIO_MAX_PAGES are copied, because interrupts are off.
  */
 static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 			       struct folio *folio)
@@ -77,12 +75,12 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 		tmem_count_n(TMEM_STAT_puts_skipped_folio, all);
 		return 0;
 	}
-	/* Pairs with tmem_fs_register(): live means that the marks are set. */
+	/* Pairs with tmem_fs_register(): if live is set, the marks are set. */
 	if (!smp_load_acquire(&fs->live)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_off, all);
 		return 0;
 	}
-	/* A mark that is set after this makes tmem_put() refuse. */
+	/* If the inode is marked after this check, tmem_put() refuses the page. */
 	if (tmem_is_bypassed(fs->pool, inode->i_ino)) {
 		tmem_count_n(TMEM_STAT_puts_skipped_marked, all);
 		return 0;
@@ -110,7 +108,7 @@ static void probe_removed(void *data, struct folio *folio)
 		tmem_selftest_saw_removed(folio);
 		return;
 	}
-	/* No file of ours, and not worth a look-up. */
+	/* This is not a regular file, so no look-up is needed. */
 	if (!inode || !S_ISREG(inode->i_mode))
 		return;
 
@@ -121,13 +119,16 @@ static void probe_removed(void *data, struct folio *folio)
 		goto out;
 	}
 	tmem_verify_void(fs, inode->i_ino, folio->index, folio->index + nr - 1);
-	/* Only reclaim freezes the count first; who else removes a folio holds one. */
+	/*
+	 * Only reclaim freezes the reference count first; other code that removes a folio holds a
+	 * reference.
+	 */
 	if (!folio_ref_count(folio) && !tmem_fadvise_covers(mapping, folio->index))
 		done = put_folio(fs, inode, folio);
 	if (done < nr && !tmem_hook_off(TMEM_HOOK_REMOVED))
 		tmem_invalidate(fs->pool, inode->i_ino, folio->index + done,
 				folio->index + nr - 1, TMEM_INVAL_REMOVED);
-	/* This folio is counted until the probe has returned. */
+	/* nrpages still counts this folio until the probe has returned. */
 	if (mapping->nrpages == nr)
 		tmem_fs_emptied(fs, inode);
 out:
@@ -156,7 +157,7 @@ static void probe_dirty(void *data, struct folio *folio, struct address_space *m
 	rcu_read_unlock();
 }
 
-/* A page of a file system whose functions are not hooked yet tells that it is there. */
+/* Notes the file system of a page, in case its functions are not hooked yet. */
 static void probe_added(void *data, struct folio *folio)
 {
 	struct inode *inode = folio->mapping ? folio->mapping->host : NULL;
@@ -168,7 +169,10 @@ static void probe_added(void *data, struct folio *folio)
 static struct tmem_probe {
 	const char *name;
 	void *func;
-	/* A file system that is a module has its tracepoints elsewhere. */
+	/*
+	 * The tracepoint may not exist here: a file system that is a module has its tracepoints
+	 * there.
+	 */
 	bool optional;
 	struct tracepoint *tp;
 	bool registered;
@@ -180,7 +184,7 @@ static struct tmem_probe {
 	{ "mm_filemap_add_to_page_cache", probe_added },
 };
 
-/* The last one is on only while there is something to find. */
+/* The last probe is on only while there may be an unknown file system. */
 #define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
 
 static void probe_match(struct tracepoint *tp, void *data)
@@ -206,7 +210,7 @@ static int probe_set(struct tmem_probe *probe, bool on)
 }
 
 /**
- * tmem_probes_register - join the tracepoints
+ * tmem_probes_register - register the probes of the tracepoints
  *
  * Return: 0 or an error, which was reported.
  */
@@ -234,9 +238,9 @@ int tmem_probes_register(void)
 }
 
 /**
- * tmem_probes_see_errors - did all optional tracepoints exist?
+ * tmem_probes_see_errors - check whether all optional tracepoints exist
  *
- * Return: true if so, after tmem_probes_register().
+ * Return: true if they exist, after tmem_probes_register().
  */
 bool tmem_probes_see_errors(void)
 {
@@ -249,21 +253,21 @@ bool tmem_probes_see_errors(void)
 }
 
 /**
- * tmem_probe_new_mounts - watch pages being added, to find file systems
- * @on: or no longer
+ * tmem_probe_new_mounts - start or stop watching added pages, to find file systems
+ * @on: true to start
  *
- * Called by the discovery work only, and when that has ended.
+ * Context: the discovery work only, or after it has ended.
  */
 void tmem_probe_new_mounts(bool on)
 {
-	/* Failure means that a mount is found later, at its first eviction. */
+	/* If this fails, a mount is found later, at its first eviction. */
 	if (probe_set(&probes[NR_STEADY_PROBES], on))
 		pr_debug("virtio_tmem: tracepoint %s not changed\n",
 			 probes[NR_STEADY_PROBES].name);
 }
 
 /**
- * tmem_probes_unregister - leave the tracepoints and wait until no probe runs
+ * tmem_probes_unregister - unregister the probes and wait until none runs
  */
 void tmem_probes_unregister(void)
 {

@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Replacements of a file system's ->readahead and ->read_folio: what is held
- * comes from the cache, the rest is read by the original.
+ * Replacements of a file system's ->readahead and ->read_folio. Held pages come from the cache, and
+ * the original reads the rest.
  *
- * The folios are locked by the caller, in the page cache and not uptodate, and
- * the file system's invalidate_lock is held, as for a read from disk: whoever
- * changes the file's blocks either comes before, and has erased, or waits for
- * these folios and then removes them. So what the index has now is what the
- * disk would give now.
+ * The caller has locked the folios, which are in the page cache and not uptodate. It holds the file
+ * system's invalidate_lock, as for a read from the disk. A task that changes the file's blocks
+ * either came before and has erased the entries, or waits for these folios and then removes them.
+ * So the index has now what the disk would return now.
  *
- * Nothing held: the original is called with the request as it came. Whatever
- * fails on the way here is a miss.
+ * If nothing is held, the original is called with the unchanged request. Every failure on the way
+ * is a miss.
  */
 #include <linux/bitmap.h>
 #include <linux/highmem.h>
@@ -23,10 +22,13 @@
 #include "../core/stats.h"
 #include "hooks.h"
 
-/* Readahead is looked at in pieces of this size; the kernel's own largest step is 2 MiB. */
+/* Readahead is handled in windows of this size. The kernel's own largest step is 2 MiB. */
 #define TMEM_WINDOW_PAGES 512
 
-/* A run of pages that is got in one request. On the heap: the stack below a fault is deep. */
+/*
+ * A run of pages that is got in one request. It is on the heap, because the stack of a fault is
+ * deep.
+ */
 struct tmem_run {
 	struct page *pages[TMEM_FOLIO_MAX_PAGES];
 	struct tmem_verify *verify[TMEM_FOLIO_MAX_PAGES];
@@ -34,21 +36,21 @@ struct tmem_run {
 	DECLARE_BITMAP(sampled, TMEM_FOLIO_MAX_PAGES);
 };
 
-/* What both replacements know of the file. */
+/* State of one call, for both replacements. */
 struct tmem_read {
 	struct tmem_fs *fs;
 	struct address_space *mapping;
 	struct tmem_key key;
 	loff_t isize_bytes;
 	pgoff_t end;		/* first page wholly beyond the end of the file */
-	u64 deadline_ns;	/* of all gets together */
+	u64 deadline_ns;	/* deadline of all gets together */
 };
 
 /*
- * Is this on behalf of a reader that must not sleep, by RWF_NOWAIT or as io_uring reads at first?
- * The flags of its request do not get here, but from 6.12 on the page cache forbids such a task
- * I/O for memory while it asks for readahead. Kernel threads that live with that, as a loop
- * device's, are not meant: they wait for the disk as well.
+ * Returns whether the reader must not sleep, as with RWF_NOWAIT or in io_uring's first attempt. The
+ * flags of its request do not reach this function, but from 6.12 on the page cache forbids such a
+ * task I/O for memory while it asks for readahead. Kernel threads that permanently have this flag,
+ * such as that of a loop device, are excluded: they wait for the disk as well.
  */
 static bool must_not_wait(void)
 {
@@ -88,8 +90,8 @@ put:
 }
 
 /*
- * Can the folio be filled whole from what is held? @held: from the folio's
- * first page on. Buffers or the like mean that some of it is there already.
+ * Returns whether the whole folio can be filled from held pages. @first is the bit of @held of the
+ * folio's first page. A folio with buffers or the like may have some content already.
  */
 static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
 			 const unsigned long *held, unsigned int first)
@@ -103,7 +105,7 @@ static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
 	return find_next_zero_bit(held, first + nr, first) >= first + nr;
 }
 
-/* The page that has the end of the file, and those beyond, as a read from disk leaves them. */
+/* Zeroes the bytes beyond the end of the file, as a read from the disk does. */
 static void zero_beyond_eof(const struct tmem_read *rd, struct folio *folio)
 {
 	size_t size_bytes = folio_size(folio);
@@ -113,7 +115,7 @@ static void zero_beyond_eof(const struct tmem_read *rd, struct folio *folio)
 		folio_zero_segment(folio, left_bytes, size_bytes);
 }
 
-/* @nr pages of the run, from @index on. */
+/* Gets @nr pages of the run, starting at @index. */
 static void run_get(struct tmem_run *run, const struct tmem_read *rd, pgoff_t index,
 		    unsigned int nr)
 {
@@ -125,7 +127,7 @@ static void run_get(struct tmem_run *run, const struct tmem_read *rd, pgoff_t in
 	this_cpu_add(counts->hits, hits);
 }
 
-/* A folio to be filled, whose first page is page @at of the run. */
+/* Adds a folio to be filled, whose first page is page @at of the run. */
 static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		    unsigned int at)
 {
@@ -136,7 +138,7 @@ static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct fol
 	for (i = 0; i < nr; i++) {
 		struct tmem_verify *v = NULL;
 
-		/* Some pages of a folio without a copy: those are not compared. */
+		/* Pages of a sampled folio for which there is no copy are not compared. */
 		if (sample)
 			v = tmem_verify_new(rd->fs, folio, folio->index + i, rd->isize_bytes);
 		run->verify[at + i] = v;
@@ -148,8 +150,8 @@ static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct fol
 }
 
 /*
- * After the get. Returns whether the folio is complete: uptodate, still locked.
- * Sampled or missed: the original reads it.
+ * Finishes a folio after the get. Returns whether it is complete: uptodate and still locked. The
+ * original reads a folio that was sampled or missed.
  */
 static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		     unsigned int at)
@@ -172,7 +174,7 @@ static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct fo
 	return true;
 }
 
-/* After the original was called for what was not complete. */
+/* Submits or cancels the verifications, after the original was called for incomplete folios. */
 static void run_verify(struct tmem_run *run, unsigned int nr)
 {
 	unsigned int i;
@@ -187,7 +189,9 @@ static void run_verify(struct tmem_run *run, unsigned int nr)
 	}
 }
 
-/* Has the original read part of a request. What it leaves, read_folio will be asked for. */
+/*
+ * Lets the original read a part of a request. read_folio is called later for folios that it leaves.
+ */
 static void read_part(const struct readahead_control *rac, pgoff_t index, unsigned int nr)
 {
 	struct readahead_control part = tmem_rac_part(rac, index, nr);
@@ -200,15 +204,15 @@ static void read_part(const struct readahead_control *rac, pgoff_t index, unsign
 		folio_unlock(folio);
 }
 
-/* Present and locked for us, so it stays what it is. */
+/* Returns a folio, which cannot change because it is present and locked for this request. */
 static struct folio *folio_at(const struct tmem_read *rd, pgoff_t index)
 {
 	return xa_load(&rd->mapping->i_pages, index);
 }
 
 /*
- * Gets one run and has the original read its misses.
- * @base is the index of bit 0 of @held; the run is bits @first to @end - 1, of whole folios.
+ * Gets one run and lets the original read its misses. @base is the index of bit 0 of @held; the run
+ * is bits @first to @end - 1, of whole folios.
  */
 static void read_run(const struct tmem_read *rd, const struct readahead_control *rac,
 		     struct tmem_run *run, const unsigned long *held, pgoff_t base,
@@ -231,7 +235,7 @@ static void read_run(const struct tmem_read *rd, const struct readahead_control 
 		folio_pages = folio_nr_pages(folio);
 		if (run_done(run, rd, folio, i - first)) {
 			folio_unlock(folio);
-			/* The reference of the readahead; the page cache has its own. */
+			/* This drops the reference of the readahead; the page cache has its own. */
 			folio_put(folio);
 			read_part(rac, base + miss, i - miss);
 			miss = i + folio_pages;
@@ -242,7 +246,10 @@ static void read_run(const struct tmem_read *rd, const struct readahead_control 
 	run_verify(run, nr);
 }
 
-/* One piece: clears bits of folios that cannot be had whole, returns its length in whole folios. */
+/*
+ * Clears the bits of folios that cannot be filled as a whole. Returns the length of the window in
+ * whole folios.
+ */
 static unsigned int trim_window(const struct tmem_read *rd, pgoff_t base, unsigned int nr,
 				unsigned long *held)
 {
@@ -253,7 +260,10 @@ static unsigned int trim_window(const struct tmem_read *rd, pgoff_t base, unsign
 		unsigned long folio_pages = folio_nr_pages(folio);
 
 		if (i + folio_pages > nr) {
-			/* It straddles the end; alone, it is too large to be held. */
+			/*
+			 * The folio crosses the end of the window. If it is the first one, it is
+			 * too large to be held.
+			 */
 			if (!i) {
 				bitmap_clear(held, 0, nr);
 				return folio_pages;
@@ -275,7 +285,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 {
 	unsigned int i, end;
 
-	/* What the disk has to read goes first: it works while we get the rest. */
+	/* Start the reads from the disk first, so that the disk works during the gets. */
 	for (i = find_first_zero_bit(held, nr); i < nr; i = find_next_zero_bit(held, nr, end)) {
 		end = find_next_bit(held, nr, i);
 		read_part(rac, base + i, end - i);
@@ -283,7 +293,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 	for (i = find_first_bit(held, nr); i < nr; i = find_next_bit(held, nr, end)) {
 		unsigned int stop = find_next_zero_bit(held, nr, i);
 
-		/* Whole folios, as many as one request takes; each fits. */
+		/* Take as many whole folios as one request can have; each single folio fits. */
 		for (end = i; end < stop;) {
 			unsigned int next = end + folio_nr_pages(folio_at(rd, base + end));
 
@@ -296,7 +306,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 }
 
 /**
- * tmem_wrap_readahead - instead of a file system's ->readahead
+ * tmem_wrap_readahead - replacement of a file system's ->readahead
  * @rac: the request
  */
 void tmem_wrap_readahead(struct readahead_control *rac)
@@ -315,8 +325,8 @@ void tmem_wrap_readahead(struct readahead_control *rac)
 	}
 	tmem_fs_clear_mark(rd.fs, mapping->host, left);
 	/*
-	 * A folio of which not all can be put is never got. Readahead of 8 MiB, which is what 7.2
-	 * does on virtio-blk, would make nearly all of a stream's folios so large.
+	 * A folio is never got if some of its pages cannot be put. Readahead of 8 MiB, which 7.2
+	 * uses on virtio-blk, would make nearly all folios of a stream that large.
 	 */
 	tmem_rac_limit_order(rac, ilog2(TMEM_FOLIO_MAX_PAGES));
 	nr = min(left, TMEM_WINDOW_PAGES);
@@ -352,9 +362,9 @@ leave:
 }
 
 /**
- * tmem_wrap_read_folio - instead of a file system's ->read_folio
- * @file: may be NULL
- * @folio: locked, is unlocked
+ * tmem_wrap_read_folio - replacement of a file system's ->read_folio
+ * @file: the file; may be NULL
+ * @folio: the folio, locked; it is unlocked when its read ends
  *
  * Return: 0, or the error of the original.
  */

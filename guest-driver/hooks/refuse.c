@@ -1,18 +1,18 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Mounts that are not served although their type is: see tmem_refuse().
+ * Mounts that are not served although their type is; see tmem_refuse().
  *
- * The page cache has the clear text of what dm-crypt keeps secret, and pages of dm-verity and
- * dm-integrity after their check. The host must not have the first, and could change the others.
- * So each block device below a file system has to be one that passes data on as it is.
+ * The page cache has the clear text of data that dm-crypt keeps secret, and pages of dm-verity and
+ * dm-integrity after their check. The host must not see the former, and could change the latter. So
+ * each block device below a file system must be one that passes data on unchanged.
  *
- * Only a device-mapper table says what a device does. Its exported functions lead to no table, and
- * names and UUIDs are free text. So the driver looks up the functions that find a table's targets,
- * by name, and calls them directly: where branches are tracked, they may have lost the mark that
- * allows calling them by address. The devices below come from sysfs. Whatever cannot be looked into
- * is refused.
+ * Only a device-mapper table says what a device does. No exported function leads to a table, and
+ * names and UUIDs are free text. So the driver looks up, by name, the functions that find a table's
+ * targets, and calls them directly: with indirect branch tracking, they may have lost the mark that
+ * allows a call by address. sysfs shows the devices below. A device that cannot be examined is
+ * refused.
  *
- * Out of scope: a table that is exchanged below a file system that is mounted.
+ * Out of scope: a table that is exchanged below a mounted file system.
  */
 #include <linux/blkdev.h>
 #include <linux/device-mapper.h>
@@ -25,26 +25,26 @@
 
 #include "hooks.h"
 
-/* A file system on more devices, all levels together, is refused. */
+/* A file system on more devices than this, on all levels together, is refused. */
 #define STACK_MAX 64
-/* Options of an xfs are some hundred bytes. */
+/* Options of an xfs take some hundred bytes. */
 #define OPTIONS_BYTES 4096
 
 static bool allow_encrypted;
 module_param(allow_encrypted, bool, 0444);
 MODULE_PARM_DESC(allow_encrypted, "serve file systems on encrypted or verified block devices");
 
-/* Targets of device-mapper that pass data on as it is, to devices that are in sysfs below them. */
+/* device-mapper targets that pass data on unchanged, to devices that sysfs shows below them. */
 static const char *const plain_targets[] = {
 	"cache", "delay", "error", "flakey", "linear", "mirror", "multipath", "raid", "snapshot",
 	"snapshot-merge", "snapshot-origin", "striped", "thin", "thin-pool", "zero",
 };
 
 struct stack {
-	struct gendisk *disk[STACK_MAX];	/* a reference to each */
+	struct gendisk *disk[STACK_MAX];	/* with a reference to each */
 	unsigned int nr;
-	unsigned int looked;		/* disks below this number were looked at */
-	const struct gendisk *above;	/* whose lower devices are being added */
+	unsigned int looked;		/* disks below this number were checked */
+	const struct gendisk *above;	/* disk whose lower devices are being added */
 	char *why;
 	size_t why_bytes;
 };
@@ -90,14 +90,17 @@ DEFINE_STATIC_CALL(tmem_dm_get_table, no_table);
 DEFINE_STATIC_CALL(tmem_dm_put_table, no_put_table);
 DEFINE_STATIC_CALL(tmem_dm_find_target, no_target);
 
-/* dm-mod is held by the caller; it may be another one than last time. */
+/*
+ * Looks up the functions. The caller holds dm-mod, which may have been reloaded since the last
+ * call.
+ */
 static bool find_dm_functions(void)
 {
 	struct kprobe probes[NR_DM_FUNCTIONS] = {}, *list[NR_DM_FUNCTIONS];
 	unsigned int i;
 
 	for (i = 0; i < NR_DM_FUNCTIONS; i++) {
-		/* Never armed: only looks the name up. */
+		/* These kprobes are never armed; they only look names up. */
 		probes[i].symbol_name = dm_functions[i];
 		probes[i].flags = KPROBE_FLAG_DISABLED;
 		list[i] = &probes[i];
@@ -161,7 +164,7 @@ static bool is_dm(const struct gendisk *disk)
 	return strstarts(disk->disk_name, "dm-");
 }
 
-/* Drivers that stack devices, and have no sign of it that is safe to read. */
+/* Returns true for drivers that stack devices and have no sign of it that is safe to read. */
 static bool is_opaque(const struct gendisk *disk)
 {
 	return strstarts(disk->disk_name, "bcache") || strstarts(disk->disk_name, "drbd");
@@ -172,7 +175,7 @@ static bool is_below(const struct gendisk *above, const struct device *dev)
 	const struct gendisk *disk = dev_to_bdev(dev)->bd_disk;
 	struct kernfs_node *link;
 
-	/* The driver cannot see where the file of a loop device is: it may be on any disk. */
+	/* The driver cannot see where the file of a loop device is; it may be on any disk. */
 	if (above->major == LOOP_MAJOR)
 		return is_dm(disk) || is_opaque(disk);
 	link = sysfs_get_dirent(above->slave_dir->sd, dev_name(dev));
@@ -180,7 +183,7 @@ static bool is_below(const struct gendisk *above, const struct device *dev)
 	return link;
 }
 
-/* Called for each disk and partition of the machine. */
+/* Adds a device if it is below; called for each disk and partition of the machine. */
 static int add_below(struct device *dev, void *arg)
 {
 	struct gendisk *disk = dev_to_bdev(dev)->bd_disk;
@@ -264,7 +267,10 @@ static bool stack_ok(struct gendisk *disk, char *why, size_t why_bytes)
 
 /* --- geometry ------------------------------------------------------------------------------ */
 
-/* The options are those of /proc/self/mountinfo; all else about it is private to xfs. */
+/*
+ * Returns whether an xfs has a realtime volume, from its options as in /proc/self/mountinfo. All
+ * other information about it is private to xfs.
+ */
 static bool has_realtime(struct super_block *sb)
 {
 	struct seq_file options = { .size = OPTIONS_BYTES };
@@ -275,7 +281,10 @@ static bool has_realtime(struct super_block *sb)
 	options.buf = kzalloc(OPTIONS_BYTES, GFP_KERNEL);
 	if (options.buf && !sb->s_op->show_options(&options, sb->s_root) &&
 	    options.count < OPTIONS_BYTES)
-		/* The second is there with any zoned xfs, whose realtime volume may be inside. */
+		/*
+		 * Any zoned xfs has the second option; its realtime volume may be on the data
+		 * device.
+		 */
 		has = strstr(options.buf, ",rtdev=") || strstr(options.buf, ",max_open_zones=");
 	kfree(options.buf);
 	return has;
@@ -298,13 +307,13 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 }
 
 /**
- * tmem_refuse - is there a reason not to serve a mount?
+ * tmem_refuse - check whether there is a reason not to serve a mount
  * @sb: its super block, s_umount held
  * @why: set to the reason
  * @why_bytes: size of @why
  *
  * Context: process, may sleep, does no I/O. One call at a time.
- * Return: true if there is one, and no parameter of the module overrides it.
+ * Return: true if there is a reason that no parameter of the module overrides.
  */
 bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes)
 {

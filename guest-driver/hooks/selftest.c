@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Before anything is cached, the hooks of mm prove on an inode of this module's
- * own that they are called, with the right folio, and that redirection works.
+ * Self-test of the hooks of mm, before anything is cached. On an inode that belongs to this module
+ * it proves that the hooks are called with the right folio, and that redirection works.
  *
- * Functions are reached through exported callers in the kernel, since calls
- * from this module are not redirected.
+ * The test reaches the functions through exported callers in the kernel, because calls from this
+ * module are not redirected.
  */
 #include <linux/fs.h>
 #include <linux/fs_context.h>
@@ -19,12 +19,12 @@
 #include "hooks.h"
 
 /*
- * Folios rest in a per-CPU batch of 31 with a reference each before reclaim can
- * take them: enough of them that most have left it.
+ * Folios rest in a per-CPU batch of 31, with a reference each, before reclaim can take them. With
+ * this many pages, most have left the batch.
  */
 #define SELFTEST_PAGES 128
 
-/* Only read by hooks while set; no folio of it exists when it is cleared. */
+/* Hooks read it only while it is set. When it is cleared, no folio of the mapping exists. */
 struct address_space *tmem_selftest_mapping;
 
 static unsigned long calls_seen;	/* bits of enum tmem_hook */
@@ -32,8 +32,8 @@ static atomic_t reclaimed_seen, removed_seen, dirty_seen, redirected, original_r
 static pgoff_t dirty_index;
 
 /**
- * tmem_selftest_saw_removed - the tracepoint fired for the test's mapping
- * @folio: with this
+ * tmem_selftest_saw_removed - record that the removal tracepoint fired for the test's mapping
+ * @folio: folio that the tracepoint passed
  */
 void tmem_selftest_saw_removed(const struct folio *folio)
 {
@@ -46,8 +46,8 @@ void tmem_selftest_saw_removed(const struct folio *folio)
 }
 
 /**
- * tmem_selftest_saw_dirty - the tracepoint fired for the test's mapping
- * @folio: with this
+ * tmem_selftest_saw_dirty - record that the dirty tracepoint fired for the test's mapping
+ * @folio: folio that the tracepoint passed
  */
 void tmem_selftest_saw_dirty(const struct folio *folio)
 {
@@ -58,8 +58,8 @@ void tmem_selftest_saw_dirty(const struct folio *folio)
 }
 
 /**
- * tmem_selftest_saw_call - a watched function was entered while the test runs
- * @hook: which
+ * tmem_selftest_saw_call - record that a watched function was entered during the test
+ * @hook: hook of the function
  */
 void tmem_selftest_saw_call(enum tmem_hook hook)
 {
@@ -87,7 +87,7 @@ static void wrap_selftest_readahead(struct readahead_control *rac)
 {
 	tmem_enter();
 	atomic_inc(&redirected);
-	/* The recursion guard: this call must reach the original. */
+	/* This tests the recursion guard: the call must reach the original. */
 	selftest_readahead(rac);
 	selftest_fill(rac);
 	tmem_leave();
@@ -100,7 +100,7 @@ static const struct address_space_operations selftest_aops = {
 
 static int selftest_init_fs_context(struct fs_context *fc)
 {
-	/* Any number will do: it is mounted inside the kernel only. */
+	/* Any number works, because the file system is mounted inside the kernel only. */
 	return init_pseudo(fc, ANON_INODE_FS_MAGIC) ? 0 : -ENOMEM;
 }
 
@@ -112,9 +112,9 @@ static struct file_system_type selftest_fs = {
 };
 
 /**
- * tmem_selftest_add - hook the function that is redirected in the test
+ * tmem_selftest_add - hook the function that the test redirects
  *
- * Return: NULL or what went wrong.
+ * Return: NULL or a description of the failure.
  */
 const char *tmem_selftest_add(void)
 {
@@ -170,7 +170,7 @@ static const char *selftest_mapping(struct inode *inode)
 	if (!atomic_read(&reclaimed_seen))
 		return "tracepoint mm_filemap_delete_from_page_cache did not see reclaim";
 
-	/* Again from the start: some pages must be there to be removed. */
+	/* Read again, because some pages must be there to be removed. */
 	selftest_read(mapping);
 	invalidate_inode_pages2(mapping);
 	if (!test_bit(TMEM_HOOK_DIRECT, &calls_seen))
@@ -185,7 +185,7 @@ static const char *selftest_mapping(struct inode *inode)
 }
 
 /**
- * tmem_selftest_run - the test itself; all hooks of mm are registered
+ * tmem_selftest_run - run the test, after all hooks of mm were registered
  *
  * Return: NULL or a sentence that names the hook that does not work.
  */

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Faults on demand, in test builds only: they show that a kernel which checks itself
- * does see the kind of fault that the torture runs on it are to find.
+ * Faults on demand, in test builds only. They show that a kernel which checks itself finds the
+ * kinds of faults that the torture runs look for.
  */
 #ifdef TMEM_TEST
 #include <linux/delay.h>
@@ -16,9 +16,9 @@
 /* Long enough for a checker that takes samples. */
 #define RACE_TIME	(5 * HZ)
 #define LEAKS		8
-/* Of a size that little else has. */
+/* A size that few other allocations have. */
 #define LEAK_BYTES	4321
-/* Smaller than what the allocator rounds it up to: only a red zone lies behind. */
+/* Smaller than the allocator's rounded size, so that only a red zone follows. */
 #define SHORT_BYTES	24
 
 static void bug_sleep(void)
@@ -57,7 +57,7 @@ static noinline void bug_overflow(void)
 	kfree(bytes);
 }
 
-/* Several: the address of the last one may stay behind on a stack. */
+/* Leaks several objects, because the address of the last one may stay on a stack. */
 static noinline void bug_leak(void)
 {
 	unsigned int i;

@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * A sample of hits is read from disk as well and compared.
+ * Reads a sample of hits from the disk as well and compares them.
  *
- * The page that came from the host goes into a copy of our own and the folio
- * is read by the file system as if it had been a miss, so the sample can do no
- * harm. A worker locks the folio, which waits for the read, and compares. Any
- * invalidation of the page in between makes the comparison void: then they may
- * rightly differ. The content of a folio changes only after its hook fired
- * (page made dirty before a mapping becomes writable) or under its lock with
- * the dirty bit set before it is given up; under the lock both are seen.
+ * The page from the host goes into a separate copy, and the file system reads the folio as after a
+ * miss, so the sample can do no harm. A worker locks the folio, which waits for the read, and
+ * compares.
+ *
+ * An invalidation of the page before the comparison makes the comparison void, because both may
+ * then rightly differ. The content of a folio changes either after its hook has fired (a page is
+ * made dirty before a mapping becomes writable), or under the folio's lock. In the second case the
+ * dirty bit is set before the lock is released. The worker, which holds the lock, sees both.
  */
 #include <linux/highmem.h>
 #include <linux/list.h>
@@ -22,34 +23,38 @@
 #include "../core/stats.h"
 #include "hooks.h"
 
-/* Copies at a time, 1 MiB; a hit beyond is served without being compared. */
+/* Copies at a time, 1 MiB in total. Further hits are served without being compared. */
 #define TMEM_VERIFY_MAX 256
 
-/* By default: the first hits of each file system all, then every so many. */
+/* By default all of the first hits of each file system are compared, then one hit in this many. */
 #define TMEM_VERIFY_FIRST_HITS 1000
 #define TMEM_VERIFY_EVERY_HITS 1024
 /* One hit in this many is compared on an untested kernel release; README.md has the cost. */
 #define TMEM_VERIFY_UNTESTED_HITS 64
 
 struct tmem_verify {
-	struct list_head list;		/* all of them; the pending lock */
-	struct list_head queue;		/* those whose read was started; same lock */
-	/* Compared, never followed. Not the struct tmem_fs, which may be replaced meanwhile. */
+	struct list_head list;		/* in pending; guarded by pending_lock */
+	struct list_head queue;		/* in queued, once the read was started; same lock */
+	/*
+	 * Only compared, never dereferenced. struct tmem_fs is not stored, as it may be replaced.
+	 */
 	const struct super_block *sb;
-	const struct address_space *mapping;	/* likewise */
+	const struct address_space *mapping;	/* only compared */
 	struct folio *folio;		/* with a reference */
 	struct page *copy;
 	u64 ino;
 	pgoff_t index;
-	loff_t isize_bytes;		/* at the get */
+	loff_t isize_bytes;		/* size of the file at the get */
 	bool voided;
 };
 
 static int verify_every = -1;
 
-/* The kernel release, if it was not tested, else empty. Guarded by the lock of the parameters. */
+/*
+ * The kernel release if it was not tested, otherwise empty. Guarded by the lock of the parameters.
+ */
 static char untested_release[__NEW_UTS_LEN + 1];
-/* Value that verify_every=-1 stands for; written before there are hits. */
+/* Value that verify_every=-1 stands for. It is written before there are hits. */
 static unsigned int default_every = TMEM_VERIFY_EVERY_HITS;
 
 /* Shows in "state" how many hits are compared. The caller holds the lock of the parameters. */
@@ -100,8 +105,10 @@ static DECLARE_WORK(work, verify_work);
 static struct workqueue_struct *verify_wq;
 
 /**
- * tmem_verify_due - is this hit one of the sample?
+ * tmem_verify_due - count a hit and decide whether it is in the sample
  * @fs: its file system
+ *
+ * Return: true if the hit is to be compared.
  */
 bool tmem_verify_due(struct tmem_fs *fs)
 {
@@ -117,13 +124,13 @@ bool tmem_verify_due(struct tmem_fs *fs)
 }
 
 /**
- * tmem_verify_new - before the get of a page that shall be compared
+ * tmem_verify_new - prepare the comparison of a page, before its get
  * @fs: its file system
- * @folio: locked
- * @index: of the page
- * @isize_bytes: of the file; what is beyond is not compared
+ * @folio: folio of the page, locked
+ * @index: index of the page
+ * @isize_bytes: size of the file; bytes beyond it are not compared
  *
- * Return: NULL if there are enough of them.
+ * Return: the comparison, or NULL if there are TMEM_VERIFY_MAX or no memory.
  */
 struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgoff_t index,
 				    loff_t isize_bytes)
@@ -157,8 +164,10 @@ struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgo
 }
 
 /**
- * tmem_verify_page - where the page of the host shall go
+ * tmem_verify_page - return the page into which the host's page is to be copied
  * @v: from tmem_verify_new()
+ *
+ * Return: the page.
  */
 struct page *tmem_verify_page(struct tmem_verify *v)
 {
@@ -177,7 +186,7 @@ static void verify_free(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_cancel - it was a miss
+ * tmem_verify_cancel - give up a comparison because the get was a miss
  * @v: from tmem_verify_new()
  */
 void tmem_verify_cancel(struct tmem_verify *v)
@@ -186,7 +195,8 @@ void tmem_verify_cancel(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_submit - the copy is filled and the read from disk was started
+ * tmem_verify_submit - queue a comparison: the copy is filled and the read from the disk was
+ * started
  * @v: from tmem_verify_new()
  */
 void tmem_verify_submit(struct tmem_verify *v)
@@ -198,7 +208,7 @@ void tmem_verify_submit(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_void - pages are about to change
+ * tmem_verify_void - make the comparisons of pages void that are about to change
  * @fs: their file system
  * @ino: their inode
  * @first: first page
@@ -212,8 +222,9 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 	unsigned long flags;
 
 	/*
-	 * One that is being added is of a locked folio, and its get comes after:
-	 * it is seen here, or finds what the caller erases next erased.
+	 * A comparison that is being added belongs to a locked folio, and its get comes later.
+	 * Either this check sees the comparison, or the get finds the entry that the caller erases
+	 * next already erased.
 	 */
 	if (likely(!READ_ONCE(nr_pending)))
 		return;
@@ -225,8 +236,9 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 }
 
 /**
- * tmem_verify_void_fs - a file system goes, and its super block's address may be used again
- * @fs: the file system; nobody has it in hand to begin another verification
+ * tmem_verify_void_fs - make all comparisons of a file system void, before its address is used
+ * again
+ * @fs: the file system, for which no task can begin another comparison
  */
 void tmem_verify_void_fs(const struct tmem_fs *fs)
 {
@@ -249,7 +261,7 @@ static void verify_one(struct tmem_verify *v)
 
 	TMEM_HOLD(verify);
 	folio_lock(folio);
-	/* The mapping being the same, its inode is alive while the folio is locked. */
+	/* If the mapping is the same, its inode is alive while the folio is locked. */
 	if (READ_ONCE(v->voided) || folio->mapping != v->mapping ||
 	    !folio_contains(folio, v->index) || folio_test_dirty(folio) ||
 	    folio_test_writeback(folio)) {
@@ -298,10 +310,12 @@ static void verify_work(struct work_struct *unused)
 }
 
 /**
- * tmem_verify_untested - compare more hits: the kernel release was not tested
+ * tmem_verify_untested - compare more hits because the kernel release was not tested
  * @release: the release, for "state"
  *
- * An explicit verify_every of the operator still wins. Process context, before there are hits.
+ * If the operator set verify_every, that value is used.
+ *
+ * Context: process, before there are hits.
  */
 void tmem_verify_untested(const char *release)
 {
@@ -321,13 +335,13 @@ void tmem_verify_untested(const char *release)
  */
 int tmem_verify_init(void)
 {
-	/* It waits for disk reads: not on a queue that others share. */
+	/* A separate queue, because the worker waits for disk reads. */
 	verify_wq = alloc_workqueue("virtio_tmem_verify", WQ_UNBOUND, 1);
 	return verify_wq ? 0 : -ENOMEM;
 }
 
 /**
- * tmem_verify_exit - end the worker; nobody submits any more
+ * tmem_verify_exit - stop the worker, after the last comparison was submitted
  */
 void tmem_verify_exit(void)
 {

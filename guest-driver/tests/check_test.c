@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * User-space properties of core/check.h: the content check and what an index entry packs.
+ * User-space tests of core/check.h: the content check and the packing of an index entry.
  *
- * Seeded: prints the seed, takes one as its argument.
+ * The test prints its random seed, and accepts a seed as its argument.
  */
 #include <stdint.h>
 #include <stdio.h>
@@ -52,7 +52,7 @@ static void expect(int good, const char *what)
 	failures++;
 }
 
-/* a * b added to the number in sum[], digits of 32 bits, as on paper. */
+/* Adds a * b to the number in sum[], which has digits of 32 bits, by long multiplication. */
 static void add_product(u32 sum[4], u64 a, u64 b)
 {
 	for (int i = 0; i < 4; i++) {
@@ -67,7 +67,7 @@ static void add_product(u32 sum[4], u64 a, u64 b)
 	}
 }
 
-/* The formulas of the header, without numbers of 128 bits. */
+/* Computes the check by the formulas of the header, without numbers of 128 bits. */
 static u32 reference(const struct tmem_check_keys *keys, const void *page)
 {
 	const u64 *key = keys->key + PAGE_BYTES / 8;
@@ -124,7 +124,10 @@ static void test_check(void)
 		same_zero += !!memcmp(page, other, PAGE_BYTES) &&
 			     tmem_check_page(&keys, other) == check;
 	}
-	/* Each is 2^-24 a round: two of one kind would be seen once in 10^8 runs. */
+	/*
+	 * Each event has a probability of 2^-24 a round. Two of one kind are expected once in 10^8
+	 * runs.
+	 */
 	expect(same_flip < 2, "another bit gives another check");
 	expect(same_swap < 2, "other places give another check");
 	expect(same_random < 2, "another page gives another check");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * tmem-guest: look at the virtio-tmem driver of this guest, and tell it about files.
+ * tmem-guest: shows the state of this guest's virtio-tmem driver, and gives it requests about
+ * files.
  *
  * A tree is walked with openat() and without following a link, one directory held open for each
  * level. A file that is replaced between two steps is refused, never mistaken for another.
@@ -25,24 +26,24 @@
 #define SYSFS		"/sys/kernel/virtio_tmem"
 #define MODULE		"/sys/module/virtio_tmem"
 
-/* Exit statuses; those of --help. The first failure decides. */
+/* Exit statuses, as in --help. The first failure decides. */
 enum {
 	EXIT_OK = 0,
-	EXIT_SOME = 1,		/* something else went wrong */
+	EXIT_SOME = 1,		/* another failure */
 	EXIT_USAGE = 2,
 	EXIT_NO_DRIVER = 3,
 	EXIT_NOT_SERVED = 4,
 	EXIT_NOT_OWNER = 5,
 };
 
-/* Directories within one another; each holds a file descriptor, of which there are 1,024. */
+/* Deepest nesting of directories. Each level holds one of 1,024 file descriptors. */
 #define DEPTH_MAX	256
-/* Names are shown up to this length; longer ones are walked all the same. */
+/* Names are shown up to this length in bytes. Longer ones are walked even so. */
 #define PATH_BYTES	16384
-/* A file system that was just mounted: how often, and how long apart, to ask again. */
+/* Retries for a file system that was just mounted, and the time between them. */
 #define AGAIN_TIMES	40
 #define AGAIN_MS	50
-/* Who waits longer than this wants to know that it goes on. */
+/* A walk shows its progress after this time, and then at this interval. */
 #define PROGRESS_AFTER_S	3
 #define PROGRESS_EVERY_S	2
 #define COUNTERS_MAX	256
@@ -131,7 +132,7 @@ static void __printf(2, 3) fail(int code, const char *fmt, ...)
 	fputc('\n', stderr);
 }
 
-/* Length of the UTF-8 sequence at s, or 0 if it is none. */
+/* Returns the length of the UTF-8 sequence at s in bytes, or 0 if there is none. */
 static int utf8_bytes(const unsigned char *s)
 {
 	int n = s[0] >= 0xc2 && s[0] <= 0xdf ? 2 : s[0] >= 0xe0 && s[0] <= 0xef ? 3 :
@@ -147,7 +148,10 @@ static int utf8_bytes(const unsigned char *s)
 	return n;
 }
 
-/* A byte that is no UTF-8 becomes a lone surrogate, as Python's "surrogateescape" has it. */
+/*
+ * Prints a JSON string. A byte that is not UTF-8 becomes a lone surrogate, as with Python's
+ * "surrogateescape".
+ */
 static void json_string(const char *text)
 {
 	const unsigned char *s = (const unsigned char *)text;
@@ -223,7 +227,7 @@ static int by_name(const void *a, const void *b)
 	return strcmp(((const struct counter *)a)->name, ((const struct counter *)b)->name);
 }
 
-/* All counters, by name. */
+/* Reads all counters, sorted by name. Returns their number, or -1 if the module is not loaded. */
 static int read_counters(struct counter *counters)
 {
 	DIR *folder = opendir(SYSFS "/stats");
@@ -374,10 +378,10 @@ static void do_stats(double every_s)
 /* --- walking a tree ------------------------------------------------------------------------ */
 
 static struct {
-	int device;			/* of the driver */
-	char path[PATH_BYTES];		/* where the walk is, for messages */
-	struct statx top;		/* what was named */
-	bool (*visit)(int fd);		/* false: go no further */
+	int device;			/* descriptor of the driver's device */
+	char path[PATH_BYTES];		/* current path, for messages */
+	struct statx top;		/* path from the command line */
+	bool (*visit)(int fd);		/* returns false to end the walk */
 	unsigned long long files;
 	unsigned long long errors;
 	double begin_s, shown_s;
@@ -415,7 +419,10 @@ static void open_failed(void)
 		walk_fail(EXIT_SOME, "%s", strerror(errno));
 }
 
-/* Asks the driver. What it answers to a first file goes for all of the file system. */
+/*
+ * Sends a request to the driver. Sets *go_on to false if the file system is not served or has no
+ * room for a policy, because the other files of the walk would fail in the same way.
+ */
 static bool ask(int fd, unsigned long cmd, struct virtio_tmem_file *file, bool *go_on)
 {
 	static const struct timespec again = { .tv_nsec = AGAIN_MS * 1000000L };
@@ -486,7 +493,10 @@ static int stat_at(int folder, const char *name, int flags, struct statx *st)
 
 static bool walk_folder(int fd, unsigned int depth);
 
-/* One name in a directory. Only files and directories are opened: a FIFO's writer would notice. */
+/*
+ * Handles one name in a directory. Only files and directories are opened, because the writer of a
+ * FIFO would notice.
+ */
 static bool walk_entry(int folder, const char *name, unsigned int depth)
 {
 	struct statx before, st;
@@ -494,7 +504,7 @@ static bool walk_entry(int folder, const char *name, unsigned int depth)
 	int fd;
 
 	if (stat_at(folder, name, 0, &before)) {
-		/* Deleted since the directory was read. */
+		/* The name was deleted after the directory was read. */
 		if (top || errno != ENOENT)
 			open_failed();
 		return true;
@@ -533,7 +543,7 @@ static bool walk_entry(int folder, const char *name, unsigned int depth)
 	return go_on;
 }
 
-/* All that is in a directory; closes it. */
+/* Handles all names in a directory, and closes it. */
 static bool walk_folder(int fd, unsigned int depth)
 {
 	size_t end = strlen(walk.path);
@@ -571,7 +581,7 @@ static bool walk_folder(int fd, unsigned int depth)
 	return go_on;
 }
 
-/* False if there is no driver to speak to. */
+/* Walks all paths. Returns false if the driver cannot be reached. */
 static bool walk_all(char **paths, int nr, bool (*visit)(int fd))
 {
 	char state[512];
@@ -605,14 +615,20 @@ static bool drop_file(int fd)
 
 	if (!ask(fd, VIRTIO_TMEM_IOC_GET, &before, &go_on))
 		return go_on;
-	/* Dirty pages cannot be dropped; clean ones cost nothing here, and no flush of the disk. */
+	/*
+	 * Dirty pages cannot be dropped. For clean pages this costs nothing, and it does not flush
+	 * the disk.
+	 */
 	if (before.cached_pages &&
 	    sync_file_range(fd, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE |
 				      SYNC_FILE_RANGE_WAIT_AFTER)) {
 		walk_fail(EXIT_SOME, "cannot be written back: %s", strerror(errno));
 		return true;
 	}
-	/* Also where nothing was there a moment ago. The driver erases what is held of the file. */
+	/*
+	 * Needed even if nothing was cached a moment ago: the driver erases the entries of the
+	 * file.
+	 */
 	err = posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 	if (err) {
 		walk_fail(EXIT_SOME, "cannot be dropped: %s", strerror(err));

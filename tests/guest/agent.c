@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * The guest's end of the control channel: runs commands, puts and gets files.
+ * Guest end of the control channel: runs commands, stores files and reads files for the host.
  *
- * Frames over a virtio-serial port, both ways: struct frame, then `length` bytes.
- * All fields are little-endian. Any number of jobs up to JOBS_MAX run side by side;
- * answers carry the id of the request. A frame that a reset cut in half is skipped
- * by searching for the magic, and the host asks for a PONG before it trusts a channel.
+ * Frames go over a virtio-serial port in both directions: struct frame, then `length` bytes. All
+ * fields are little-endian. Up to JOBS_MAX jobs run at the same time, and answers carry the id of
+ * the request. A reset can cut a frame in half. The agent then skips it by searching for the magic,
+ * and the host asks for a PONG before it trusts a channel.
  *
- * It must never wait for a job, and never die while the guest lives.
+ * The agent must never wait for a job, and must not die while the guest lives.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -28,8 +28,8 @@
 
 #define MAGIC 0x31414d54u /* "TMA1" */
 #define PORT_NAME "tmem.agent"
-#define PAYLOAD_MAX (256u << 10) /* a frame's; the host splits files accordingly */
-#define OUTPUT_CHUNK 16384	 /* bytes of output a frame */
+#define PAYLOAD_MAX (256u << 10) /* bytes of a frame; the host splits files accordingly */
+#define OUTPUT_CHUNK 16384	 /* bytes of output in a frame */
 #define JOBS_MAX 32
 
 enum type {
@@ -37,7 +37,7 @@ enum type {
 	EXEC = 2,	/* arg: time-out in ms; payload: a line for sh -c */
 	PUT = 3,	/* arg: offset; payload: u32 mode, path, NUL, bytes */
 	GET = 4,	/* arg: offset; payload: u32 length, path, NUL */
-	KILL = 5,	/* arg: signal; id: that of the EXEC */
+	KILL = 5,	/* arg: signal; id: id of the EXEC */
 	PONG = 16,	/* arg: nonce; payload: the kernel's boot id */
 	STDOUT = 17,	/* payload: bytes */
 	STDERR = 18,	/* payload: bytes */
@@ -58,7 +58,7 @@ struct frame {
 
 struct job {
 	uint32_t id;
-	pid_t pid; /* 0: the slot is free */
+	pid_t pid; /* 0 if the slot is free */
 	int pidfd, out, err;
 	int64_t deadline_ms;
 	int timed_out;
@@ -89,7 +89,7 @@ static void nap(void)
 	nanosleep(&ten_ms, NULL);
 }
 
-/* The port's device by its name; ports appear some time after the driver. */
+/* Opens the port, found by its name. Ports appear some time after the driver. */
 static int open_port(void)
 {
 	for (;;) {
@@ -135,7 +135,7 @@ static void write_all(const void *data, size_t length)
 			at += done;
 			length -= done;
 		} else if (done < 0 && errno != EINTR && errno != EAGAIN) {
-			nap(); /* the host is away; its next connection starts with a PING */
+			nap(); /* no host; its next connection starts with a PING */
 			return;
 		}
 	}
@@ -150,7 +150,7 @@ static void send_frame(uint32_t type, uint32_t id, uint64_t arg, const void *dat
 	write_all(data, length);
 }
 
-/* Reads exactly `length` bytes, or says that the host went away meanwhile. */
+/* Reads exactly `length` bytes. Returns -1 if the host disconnects before that. */
 static int read_all(void *data, size_t length)
 {
 	char *at = data;
@@ -190,7 +190,7 @@ static void exec_child(int out, int err)
 	dup2(err, STDERR_FILENO);
 	close_range(STDERR_FILENO + 1, ~0u, 0);
 	signal(SIGPIPE, SIG_DFL);
-	/* The agent is spared when memory runs out; its jobs are not. */
+	/* The OOM killer spares the agent but not its jobs. */
 	int score = open("/proc/self/oom_score_adj", O_WRONLY);
 	if (score >= 0) {
 		if (write(score, "0", 1) != 1)
@@ -249,7 +249,10 @@ static void start_job(const struct frame *request)
 			    .deadline_ms = now_ms() + (int64_t)request->arg};
 }
 
-/* Sends one chunk; 0 if there is nothing (more) now. Closes at the end of file. */
+/*
+ * Sends one chunk of output. Returns 0 if there is no more at the moment. Closes at the end of
+ * file.
+ */
 static int forward(const struct job *job, int *fd, uint32_t type)
 {
 	ssize_t done;
@@ -272,7 +275,10 @@ static void finish_job(struct job *job)
 {
 	int status = 0;
 
-	/* What is in the pipes now; a daemon left behind may hold them open for ever. */
+	/*
+	 * Send only the output that is in the pipes now; a daemon of the job may hold them open for
+	 * ever.
+	 */
 	while (forward(job, &job->out, STDOUT))
 		;
 	while (forward(job, &job->err, STDERR))
@@ -406,7 +412,7 @@ static void serve(void)
 	for (int i = 0; i < JOBS_MAX; i++) {
 		int live = jobs[i].pid != 0;
 
-		/* A negative descriptor is ignored. */
+		/* poll() ignores a negative descriptor. */
 		fds[1 + 3 * i] = (struct pollfd){live ? jobs[i].out : -1, POLLIN, 0};
 		fds[2 + 3 * i] = (struct pollfd){live ? jobs[i].err : -1, POLLIN, 0};
 		fds[3 + 3 * i] = (struct pollfd){live ? jobs[i].pidfd : -1, POLLIN, 0};
@@ -433,7 +439,7 @@ static void serve(void)
 	if (fds[0].revents & POLLIN)
 		serve_request();
 	else if (fds[0].revents)
-		nap(); /* hang-up: the host is not connected now */
+		nap(); /* hang-up: the host is not connected at the moment */
 }
 
 int main(void)

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Loads for tests/bench_guest.py. Each prints "bytes ticks nanoseconds" of what it did, the last
- * being the processor's time that it took, in user space and kernel.
+ * Loads for tests/bench_guest.py. Each prints "bytes ticks nanoseconds"; nanoseconds is the
+ * processor time that it took, in user space and kernel.
  *
- *	bench seq FILE			reads it from begin to end, 128 KiB at a time
- *	bench rand FILE COUNT SEED	reads COUNT pages of 4 KiB, anywhere
- *	bench drop			drops the page cache
- *	bench touch MIB			takes so much memory, page by page, and gives it back
+ * - bench seq FILE: reads FILE from beginning to end, 128 KiB at a time
+ * - bench rand FILE COUNT SEED: reads COUNT pages of 4 KiB at random places
+ * - bench drop: drops the page cache
+ * - bench touch MIB: writes to that much memory, page by page, and frees it at its end
  *
- * Ticks are the TSC's: of the host's under emulation and on hardware, so that two guests' can be
- * compared, and instructions executed by the guest under QEMU's -icount.
+ * Ticks are those of the TSC. Under emulation and on hardware they come from the host, so that two
+ * guests can be compared. Under QEMU's -icount they are instructions that the guest executed.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -24,7 +24,7 @@
 #include <x86intrin.h>
 
 #define PAGE		4096UL
-#define CHUNK		(128UL << 10)	/* what cat and dd of distributions read at a time */
+#define CHUNK		(128UL << 10)	/* size of a read of cat and dd in distributions */
 
 static char buffer[CHUNK] __attribute__((aligned(4096)));
 
@@ -81,7 +81,7 @@ static void random_reads(const char *path, uint64_t count, uint64_t x)
 
 	if (fstat(fd, &status) || status.st_size < (off_t)PAGE)
 		die(path);
-	/* As a data base does: no readahead around a page that is alone. */
+	/* A data base does the same: without it, readahead would read pages around a single one. */
 	if (posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM))
 		die("posix_fadvise");
 	x = x * 0x9e3779b97f4a7c15ull + 1;

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * A direct write that fails midway, beside a buffered reader:
+ * A direct write that fails midway, with a concurrent buffered reader:
  *
  *   directfail WAY FILE [fault|device]
  *
  * WAY is how the write is issued: sync, nowait (RWF_NOWAIT), aio or io_uring. FILE has two pages.
  *
- * The first page of the write's buffer is missing, so that the write waits for it when it has
- * already invalidated its range. Then the first page of FILE is read through the page cache, and
- * the missing page is resolved. With "fault" (the default) the second page of the buffer cannot be
- * read, so that the write ends with EFAULT when the first page is on the disk; with "device" it can,
- * and the caller has made the second page of the disk fail.
+ * The first page of the write's buffer is missing, so the write waits for it after it has
+ * invalidated its range. The program then reads the first page of FILE through the page cache, and
+ * resolves the missing page. With "fault" (the default) the second page of the buffer cannot be
+ * read, so the write ends with EFAULT when the first page is on the disk. With "device" the second
+ * page of the buffer can be read, and the caller has made the second page of the disk fail.
  *
  * The exit status is 0 if the write failed, the first page of the disk is new, and the page cache
- * has the old one; 3 if this way to write gave up before it wrote anything.
+ * has the old one. It is 3 if this way to write gave up before it wrote anything.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -37,7 +37,7 @@
 #define PAGE		4096UL
 #define OLD		'A'
 #define NEW		'B'
-#define FAULT_MS	60000	/* a write that does not touch its buffer within this never will */
+#define FAULT_MS	60000	/* the write must touch its buffer within this time */
 
 static void die(const char *what)
 {
@@ -49,7 +49,7 @@ struct write {
 	const char *way;
 	int fd;
 	uint8_t *buffer;
-	long result;		/* bytes, or a negative error number */
+	long result;		/* bytes written, or a negative error number */
 	int ended[2];		/* a pipe that the writer closes at its end */
 };
 
@@ -129,7 +129,7 @@ static void *run_write(void *arg)
 	return NULL;
 }
 
-/* Returns the userfaultfd that reports the first page of @buffer as missing. */
+/* Returns a userfaultfd that reports the first page of @buffer as missing. */
 static int watch(uint8_t *buffer)
 {
 	int fd = syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);

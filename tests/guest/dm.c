@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * A device-mapper device, for guests that have no dmsetup:
+ * Makes a device-mapper device, for guests without dmsetup:
  *
  *   dm NAME START SECTORS TARGET PARAMETERS [START SECTORS TARGET PARAMETERS]...
  *   dm NAME suspend
  *
- * The first form makes the device NAME if there is none, gives it this table, and prints its node in
- * /dev. I/O that is under way ends first; nothing is flushed. After the second form all I/O waits,
- * for the table that the first form gives the device next.
+ * The first form makes the device NAME if it does not exist, loads this table, and prints the path
+ * of its node in /dev. I/O in flight ends first; nothing is flushed. After the second form all I/O
+ * waits until the first form loads the next table.
  */
 #include <fcntl.h>
 #include <linux/dm-ioctl.h>
@@ -19,7 +19,7 @@
 #include <sys/ioctl.h>
 #include <sys/sysmacros.h>
 
-#define ROOM_BYTES	8192	/* of a request; a table has some hundred bytes a line */
+#define ROOM_BYTES	8192	/* size of a request; a line of a table has some hundred bytes */
 
 static uint8_t room[ROOM_BYTES];
 static struct dm_ioctl *const request = (struct dm_ioctl *)room;
@@ -47,7 +47,7 @@ static void load(const char *name, char **argv, int lines)
 {
 	size_t at = sizeof(*request);
 
-	/* The kernel takes a verity target on a read-only device only. */
+	/* The kernel accepts a verity target on a read-only device only. */
 	prepare(name, strcmp(argv[2], "verity") ? 0 : DM_READONLY_FLAG);
 	request->target_count = lines;
 	for (int i = 0; i < lines; i++, argv += 4) {

@@ -2,9 +2,10 @@
 /*
  * Reads that must not sleep: nowait FILE STEP_PAGES
  *
- * preadv2(RWF_NOWAIT) of one page every STEP_PAGES, from the end to the beginning, so that none is
- * there by the readahead of the one before. Prints "reads N again M longest_us T": how many, how
- * many would have had to wait, and the longest.
+ * The program calls preadv2(RWF_NOWAIT) for one page every STEP_PAGES, from the end to the
+ * beginning, so that no page is cached by the readahead of the read before. It prints "reads N
+ * again M longest_us T": the number of reads, the number of reads that would have had to wait, and
+ * the longest read in microseconds.
  */
 #define _GNU_SOURCE
 #include <errno.h>

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * pressure DIR MIB: two files of that size each, larger than memory together, one written with
- * write() and one through a shared mapping, so that nearly all page cache is dirty at any time.
- * Each pass writes all of a file anew, then reads it and compares.
+ * pressure DIR MIB: writes and reads two files of that size each, which together are larger than
+ * memory. One is written with write() and one through a shared mapping, so that nearly all page
+ * cache is dirty at any time. Each pass writes a whole file, then reads and compares it.
  *
- * Exit status: 0 all bytes right, 1 a wrong byte, 2 something else failed.
+ * Exit status: 0 all bytes right, 1 a wrong byte, 2 another failure.
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 #define PAGE	4096UL
-#define PASSES	3	/* the second and third overwrite what may have been evicted and put */
+#define PASSES	3	/* later ones overwrite pages that may have been evicted and put */
 
 static void die(const char *what)
 {

@@ -1,22 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Files that are not to be cached, and what they need of ioctls:
+ * Makes files that must not be cached, and calls ioctls that their tests need:
  *
- *   special encrypt DIR		files made in DIR from now on are encrypted
- *   special verity FILE		FILE is fs-verity from now on
- *   special journal FILE		the data of FILE goes through the journal from now on
- *   special quotafile FILE		an empty quota file of users, padded (see below)
- *   special quotaon|quotaoff DIR FILE	user quotas of the file system at DIR
- *   special loop-direct DEVICE		a loop device goes around the page cache below it
- *   special map FILE		FILE to standard output, through a mapping and page by page
- *   special same FILE			cached and direct reads agree; 1 if not
- *   special move-ext FILE DONOR	exchange the blocks of two ext4 files of the same size
- *   special advise FILE BYTES		says that the first bytes are not needed, again and again
- *   special direct DIR COUNT		make COUNT files by a direct write each
- *   special tables DIR COUNT		the same, says "ready" and keeps all of them open
- *   special shutdown DIR			end the ext4 or xfs at DIR by force, its log unwritten
- *   special swap-out BYTES		write to memory and have that much of it swapped out
- *   special block FILE PAGE		print the file system's block of a page, counted in pages
+ * - special encrypt DIR: files made in DIR from now on are encrypted
+ * - special verity FILE: FILE has fs-verity from now on
+ * - special journal FILE: the data of FILE goes through the journal from now on
+ * - special quotafile FILE: makes an empty quota file of users, padded to QUOTA_BYTES
+ * - special quotaon|quotaoff DIR FILE: switches user quotas of the file system at DIR
+ * - special loop-direct DEVICE: a loop device bypasses the page cache below it
+ * - special map FILE: copies FILE to standard output, through a mapping and page by page
+ * - special same FILE: compares cached and direct reads; exit status 1 if they differ
+ * - special move-ext FILE DONOR: exchanges the blocks of two ext4 files of the same size
+ * - special advise FILE BYTES: repeatedly advises that the first BYTES are not needed
+ * - special direct DIR COUNT: makes COUNT files with one direct write each
+ * - special tables DIR COUNT: like direct; then prints "ready" and keeps all files open
+ * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
+ * - special swap-out BYTES: writes to memory of this size and has it swapped out
+ * - special block FILE PAGE: prints the file system's block of a page, counted in pages
  */
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -38,14 +38,14 @@
 #include <unistd.h>
 
 #define PAGE		4096UL
-/* fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h */
+/* From fs/ext4/ext4.h (include/uapi/linux/ext4.h since 6.11) and fs/xfs/libxfs/xfs_fs.h. */
 #define IOC_SHUTDOWN		_IOR('X', 125, uint32_t)
 #define GOING_FLAGS_NOLOGFLUSH	2
-#define FILES_BESIDE	16UL	/* that a process has open besides those it counts */
+#define FILES_BESIDE	16UL	/* descriptors that a process has besides those it counts */
 #define QFMT_VFS_V0	2	/* include/uapi/linux/quota.h */
 /*
- * The kernel uses a part of it, and lets it be longer than its header says. So long, since
- * files of one page are not cached anyway.
+ * The kernel uses the first part, and the file may be longer than its header says. This length is
+ * needed because files of one page are not cached in any case.
  */
 #define QUOTA_BYTES	(16 * PAGE)
 
@@ -107,7 +107,9 @@ static int journal(const char *path)
 	return 0;
 }
 
-/* Format 2, revision 0: header, information, an empty root at block 1 of 1 KiB blocks. */
+/*
+ * Writes a quota file of format 2, revision 0: header, information, empty root in block 1 of 1 KiB.
+ */
 static int quota_file(const char *path)
 {
 	uint32_t head[] = { 0xd9c01f11, 0, 604800, 604800, 0, 2, 0, 0 };
@@ -127,7 +129,10 @@ static int quota(const char *dir, int command, char *path)
 	int fd = open(dir, O_RDONLY | O_DIRECTORY);
 
 	if (fd < 0 || syscall(SYS_quotactl_fd, fd, QCMD(command, USRQUOTA), QFMT_VFS_V0, path)) {
-		/* Old style, by device, which is named as the file system's in the tests. */
+		/*
+		 * The older call names the device. In the tests, the file system's device has this
+		 * name.
+		 */
 		if (quotactl(QCMD(command, USRQUOTA), "/dev/vda", QFMT_VFS_V0, path))
 			return fail("quotactl");
 	}
@@ -183,7 +188,7 @@ static int same(const char *path)
 	return got ? fail("read") : 0;
 }
 
-/* Not in any uapi header. */
+/* No uapi header has this structure. */
 struct move_extent {
 	uint32_t reserved;
 	uint32_t donor_fd;

@@ -2,20 +2,20 @@
 /*
  * Drives the device from guest user space, without the module.
  *
- *   tmemcfg info             registers and configuration, a "key value" line each
- *   tmemcfg reset            resets the device
- *   tmemcfg fuzz SEED COUNT  random accesses to registers and configuration, then a reset
- *   tmemcfg run              brings the device up and uses it until SIGTERM
+ * - tmemcfg info: prints registers and configuration, a "key value" line each
+ * - tmemcfg reset: resets the device
+ * - tmemcfg fuzz SEED COUNT: makes random accesses to registers and configuration, then a reset
+ * - tmemcfg run: brings the device up and uses it until SIGTERM
  *
- * `run` prints a line at each change: "generation G", and for each generation other than
- * 0 "stored" when it has put a page with a pattern. At SIGUSR1 it gets that page: "keep
- * hit", "keep miss" or "keep stale". A request that stays unanswered for a second gives
- * "unanswered" and later "answered". A wrong byte ends it with "wrong". At SIGUSR2 it gets the
- * page into memory that nobody else writes to, and does not look at it: "held"; at the next
- * SIGUSR2 it looks: "held right".
+ * `run` prints a line at each change: "generation G" and, for each generation other than 0,
+ * "stored" when it has put a page with a pattern. At SIGUSR1 it gets that page and prints "keep
+ * hit", "keep miss" or "keep stale". If a request stays unanswered for a second, it prints
+ * "unanswered" and later "answered". A wrong byte ends it with "wrong". At SIGUSR2 it gets the page
+ * into memory to which only the device writes, does not read the page, and prints "held". At the
+ * next SIGUSR2 it compares the page and prints "held right".
  *
- * The kernel's virtio-pci is unbound first: nobody else may drive the device. Memory for
- * the device is locked and barred from compaction, and given back after a reset only.
+ * The program first unbinds the kernel's virtio-pci, because only one driver may drive the device.
+ * Memory for the device is locked and barred from compaction, and freed only after a reset.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -48,7 +48,7 @@
 #define PCI_CAPABILITY_LIST 0x34
 #define PCI_CAP_ID_VNDR 9
 #define PAGE 4096
-#define RING_SIZE 16 /* of the queues that `run` sets up; small enough for a page each */
+#define RING_SIZE 16 /* size of the queues of `run`; small enough for a page each */
 #define KEEP_OBJECT 7
 #define KEEP_INDEX 3
 #define UNANSWERED_MS 1000
@@ -63,11 +63,11 @@ struct queue {
 	struct vring_desc *desc;
 	struct vring_avail *avail;
 	volatile struct vring_used *used;
-	uint8_t *readable;	/* req, then what the type wants */
+	uint8_t *readable;	/* req, then the data of the request type */
 	uint8_t *data;		/* a page of data, readable or writable */
 	uint8_t *writable;	/* resp, then page results */
-	uint64_t phys[6];	/* of the six pages above, in order */
-	uint64_t target;	/* where data goes to: that of `data`, or of a page to be held */
+	uint64_t phys[6];	/* addresses of the six pages above, in order */
+	uint64_t target;	/* destination of data: address of `data` or of a held page */
 	volatile uint16_t *notify;
 	uint16_t sent;
 };
@@ -116,7 +116,7 @@ static int64_t now_ms(void)
 	return now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-/* PCI: find the device, take it from the kernel, map its regions. */
+/* Functions for PCI: find the device, take it from the kernel, map its regions. */
 
 static unsigned long read_number(const char *folder, const char *name)
 {
@@ -178,7 +178,7 @@ static volatile uint8_t *map_bar(int number)
 	fd = open(path, O_RDWR | O_SYNC);
 	if (fd < 0)
 		die("%s: %s", path, strerror(errno));
-	/* Not lseek(), which 6.1 answers from another inode, of no size. */
+	/* lseek() does not work here: 6.1 answers it from another inode, whose size is 0. */
 	if (fstat(fd, &status))
 		die("%s: %s", path, strerror(errno));
 	mapped[number] = mmap(NULL, status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
@@ -200,14 +200,14 @@ static void open_device(void)
 	fd = open(path, O_RDWR);
 	if (fd < 0 || pread(fd, space, sizeof(space), 0) != sizeof(space))
 		die("%s: %s", path, strerror(errno));
-	/* Nobody handles its interrupt: the ring is polled. */
+	/* Its interrupt has no handler: the ring is polled. */
 	memcpy(&command, space + PCI_COMMAND, sizeof(command));
 	command |= PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER | PCI_COMMAND_INTX_DISABLE;
 	if (pwrite(fd, &command, sizeof(command), PCI_COMMAND) != sizeof(command))
 		die("%s: %s", path, strerror(errno));
 	close(fd);
 
-	int left = 48; /* as many capabilities as fit */
+	int left = 48; /* most capabilities that fit */
 	for (uint8_t at = space[PCI_CAPABILITY_LIST]; at && left--; at = space[at + 1]) {
 		struct virtio_pci_cap cap;
 		struct region *region;
@@ -232,7 +232,7 @@ static void open_device(void)
 		die("virtio capabilities are missing");
 }
 
-/* Registers. */
+/* Functions for registers. */
 
 #define FIELD(name) offsetof(struct virtio_pci_common_cfg, name)
 
@@ -254,7 +254,9 @@ static struct virtio_tmem_config read_config(void)
 	struct virtio_tmem_config config;
 	uint8_t before;
 
-	/* Wider than an access: read again when it changed in between. */
+	/*
+	 * The configuration is wider than an access, so it is read again if it changed in between.
+	 */
 	do {
 		uint32_t words[sizeof(config) / 4];
 
@@ -293,7 +295,7 @@ static void info(void)
 	int queues = get16(FIELD(num_queues));
 
 	say("status %u", get8(FIELD(device_status)));
-	/* As a driver does before it looks any further: sizes may be set only then. */
+	/* A driver does this first, too: sizes may be set only after it. */
 	if (!get8(FIELD(device_status)))
 		set8(FIELD(device_status), VIRTIO_CONFIG_S_ACKNOWLEDGE);
 	say("features 0x%016" PRIx64, offered_features());
@@ -311,7 +313,7 @@ static void info(void)
 	say("reserved %u", config.reserved[0] | config.reserved[1] | config.reserved[2]);
 }
 
-/* What a hostile guest may do, short of pointing the rings at its own memory. */
+/* Accesses of a hostile guest, except rings that point at its own memory. */
 
 static uint64_t random_state;
 
@@ -361,7 +363,10 @@ static void fuzz(uint64_t seed, uint32_t count)
 			set16(FIELD(queue_size), random_below(2048));
 			break;
 		case 4:
-			/* With no addresses set: 0 is a ring at page 0, which firmware owns. */
+			/*
+			 * No addresses are set: address 0 is a ring at page 0, which the firmware
+			 * owns.
+			 */
 			set16(FIELD(queue_msix_vector), random_below(40));
 			break;
 		case 5:
@@ -378,7 +383,7 @@ static void fuzz(uint64_t seed, uint32_t count)
 	reset();
 }
 
-/* Memory that the device reads and writes. */
+/* Functions for memory that the device reads and writes. */
 
 static uint64_t physical(const void *at)
 {
@@ -442,7 +447,7 @@ static void start(void)
 	set8(FIELD(device_status), state | VIRTIO_CONFIG_S_DRIVER_OK);
 }
 
-/* Requests. */
+/* Functions for requests. */
 
 static uint64_t current_generation(void)
 {
@@ -456,8 +461,8 @@ static int answered(struct queue *queue)
 }
 
 /*
- * Sends what lies in `readable` and `data` and waits for the answer, however long the
- * daemon takes: the pages are the device's until then. Returns the status.
+ * Sends the contents of `readable` and `data` and waits for the answer, however long the daemon
+ * takes, because the pages belong to the device until then. Returns the status.
  */
 static uint8_t submit(struct queue *queue, size_t readable, int data_is_readable,
 		      size_t data, size_t writable)
@@ -603,7 +608,7 @@ static void get_keep(uint64_t generation)
 	say("keep hit");
 }
 
-/* A page that is written once by the kernel, long before, and then by the device alone. */
+/* A page that only the device writes to, after this program has filled it once. */
 static uint8_t *held;
 static uint64_t held_cookie;
 
@@ -616,7 +621,10 @@ static void prepare_hold(void)
 	memset(held, 0xee, PAGE);
 }
 
-/* True if it took the page that is stored. */
+/*
+ * Gets the stored page into the held page, or compares a page that is held. Returns true after a
+ * get.
+ */
 static int hold(uint64_t generation)
 {
 	uint8_t expected[PAGE];
@@ -660,7 +668,7 @@ static void run(void)
 	signal(SIGTERM, on_signal);
 	if (getrandom(&cookie, sizeof(cookie), 0) != sizeof(cookie))
 		die("getrandom: %s", strerror(errno));
-	cookie >>= 1; /* it only grows, and must not wrap to 0 */
+	cookie >>= 1; /* The cookie only grows, and must not wrap to 0. */
 	start();
 	say("up");
 	while (!wanted_end) {

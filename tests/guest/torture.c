@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * torture: options, processes, progress and the verdict. See torture.h for what it does.
+ * torture: options, processes, progress and the verdict. torture.h describes the program.
  *
- * Exit status: 0 all bytes right, 1 a wrong byte, 2 something else failed.
+ * Exit status: 0 all bytes right, 1 a wrong byte, 2 another failure.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -63,7 +63,7 @@ static uint64_t number(const char *name, const char *text, uint64_t most)
 	return value;
 }
 
-/* Takes --no-OP out of the arguments: their names are not known to getopt. */
+/* Takes --no-OP out of the arguments, because getopt does not know the names of operations. */
 static int take_switches(struct options *opt, int argc, char **argv)
 {
 	int kept = 1;
@@ -162,7 +162,7 @@ static void parse(struct options *opt, int argc, char **argv)
 	}
 }
 
-/* A worker runs a round for each byte it reads and answers each with one. */
+/* Runs a round for each byte that the worker reads, and answers each with one byte. */
 static void worker_process(const struct options *opt, struct shared *shared, unsigned int id,
 			   int order, int answer)
 {
@@ -202,7 +202,7 @@ static void progress(const struct options *opt, const struct shared *shared, uin
 	fflush(stdout);
 }
 
-/* 0, or what the first worker to end before its time exited with. */
+/* Returns 0, or the exit status of the first worker that ended early. */
 static int wait_round(const struct options *opt, struct shared *shared, struct crew *crew,
 		      uint64_t start_ns)
 {
@@ -326,7 +326,7 @@ static int model_run(struct options *opt, struct shared *shared)
 				result = 2;
 		result = result ? result : wait_round(opt, shared, &crew, start_ns);
 	}
-	if (crew.evictor > 0) {	/* first: it holds the pipes open, too */
+	if (crew.evictor > 0) {	/* first, because it holds the pipes open as well */
 		kill(crew.evictor, SIGKILL);
 		waitpid(crew.evictor, NULL, 0);
 	}

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * torture: random file operations against a model, in a guest whose page cache
- * is backed by something that must never return an old byte.
+ * torture: random file operations, checked against a model, in a guest whose page cache is backed
+ * by a second cache that must never return an old byte.
  *
- * Each worker owns a directory of files and keeps what each must contain in its
- * own anonymous memory. All choices come from the seed, none from a result, so a
- * run can be replayed. What is written says who wrote it: stale bytes name the
- * operation that they are from.
+ * Each worker owns a directory of files and keeps the expected contents of each file in its own
+ * anonymous memory. All choices come from the seed and none from a result, so a run can be
+ * replayed. Written bytes name their writer, so stale bytes tell which operation wrote them.
  */
 #ifndef TORTURE_H
 #define TORTURE_H
@@ -17,15 +16,15 @@
 #include <sys/types.h>
 
 #define PAGE		4096UL
-#define HISTORY		20	/* operations kept per file for the report */
+#define HISTORY		20	/* operations that are kept for the report of a file */
 #define FILES_MAX	256
 #define JOBS_MAX	32
-#define CELL		16	/* bytes of a stamp, see torture_model.c */
+#define CELL		16	/* bytes of a stamp; see torture_model.c */
 #define OPS_MAX		64	/* kinds of operation */
-#define ZERO_BLOCK	1024	/* no file system under test has smaller blocks */
+#define ZERO_BLOCK	1024	/* smallest block size of the file systems under test */
 
 #ifndef RWF_DONTCACHE
-#define RWF_DONTCACHE	0x80	/* since 6.14: not in every libc's headers */
+#define RWF_DONTCACHE	0x80	/* since 6.14; some headers of libc lack it */
 #endif
 
 struct rng {
@@ -42,25 +41,25 @@ struct op_record {
 struct file {
 	unsigned int id;
 	char name[24];
-	size_t limit;		/* the file never grows above it */
+	size_t limit;		/* largest size of the file */
 	uint8_t *model;		/* limit bytes; zero from size on */
 	size_t size;
 	int fd;
 	int direct_fd;		/* -1 until needed */
-	uint8_t *map;		/* mapping of limit bytes that stays until reopened, or NULL */
+	uint8_t *map;		/* mapping of limit bytes, kept until reopened; or NULL */
 	struct op_record history[HISTORY];
 	unsigned int nr_history;
 };
 
 /* Shared by all processes of a run. */
 struct shared {
-	uint32_t report_lock;		/* the first failure talks, the others wait to be ended */
+	uint32_t report_lock;		/* the first failure reports; other processes wait */
 	uint32_t pressure_lock;
 	uint32_t evictor_pause, evictor_paused;
 	uint64_t ops[JOBS_MAX];
 	uint64_t reads[JOBS_MAX], bytes_checked[JOBS_MAX];
 	uint64_t longest_read_ns[JOBS_MAX], longest_read_op[JOBS_MAX];
-	uint64_t skipped[OPS_MAX];	/* by kind: not supported here, or precondition not met */
+	uint64_t skipped[OPS_MAX];	/* by kind: not supported, or precondition not met */
 	uint64_t evictions;
 };
 
@@ -68,7 +67,7 @@ struct options {
 	uint64_t seed, ops;
 	unsigned int files, jobs, rounds;
 	size_t size_max;
-	const char *dir;		/* on the file system under test */
+	const char *dir;		/* directory on the file system under test */
 	const char *device, *fstype, *mount_options;	/* for unmount cycles */
 	const char *mode;		/* "model", "versions", or a scenario's name */
 	bool evictor;
@@ -78,7 +77,7 @@ struct options {
 	unsigned int direct_readers;	/* the last ones of the readers */
 	bool mixed;
 	bool disabled[OPS_MAX];
-	bool zero_is_wrong;		/* by the kernel alone, see zero_range_is_wrong() */
+	bool zero_is_wrong;		/* wrong in the kernel itself; see zero_range_is_wrong() */
 };
 
 struct worker {
@@ -88,7 +87,7 @@ struct worker {
 	struct shared *shared;
 	char dir[200];
 	struct file *files;
-	uint64_t op;			/* also the version that this operation stamps */
+	uint64_t op;			/* number of the operation and version of its stamps */
 	const char *op_name;
 	uint8_t *buffer, *buffer2;	/* size_max + 2 pages each, page aligned */
 	bool swap_on, swap_checked;
@@ -117,7 +116,7 @@ void worker_close(struct worker *w);
 void worker_run(struct worker *w, uint64_t ops);
 void worker_check_all(struct worker *w);
 
-/* torture_file.c: helpers on one file that scenarios use, too */
+/* torture_file.c: operations on one file, which scenarios also use */
 void file_open(struct worker *w, struct file *f, bool fresh);
 void file_close(struct file *f);
 void file_path(const struct worker *w, const struct file *f, char *path, size_t room);

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-/*
- * What happens around the files: eviction, memory pressure, swap, mounts.
- */
+/* The environment of the files: eviction, memory pressure, swap, mounts. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
@@ -22,8 +20,8 @@
 
 #include "torture.h"
 
-#define SWAP_BYTES		(512UL << 10)	/* less than the driver's put ring */
-#define PRESSURE_SPARE_KIB	(40UL << 10)	/* left to the system: no out-of-memory kill */
+#define SWAP_BYTES		(512UL << 10)	/* smaller than the driver's put ring */
+#define PRESSURE_SPARE_KIB	(40UL << 10)	/* left free: no out-of-memory kill */
 #define MEMCG			"/sys/fs/cgroup/torture"
 
 bool write_text(const char *path, const char *text)
@@ -51,7 +49,7 @@ static uint64_t read_number(const char *path)
 	return strtoull(text, NULL, 10);
 }
 
-/* 0 where the driver is not loaded. */
+/* Returns 0 if the driver is not loaded. */
 uint64_t driver_stat(const char *name)
 {
 	char path[128];
@@ -60,7 +58,9 @@ uint64_t driver_stat(const char *name)
 	return read_number(path);
 }
 
-/* What was put is with the host, or was given up: the put ring is empty. */
+/*
+ * Waits until the put ring is empty: the host has all pages that were put, or they were given up.
+ */
 void settle(void)
 {
 	struct timespec pause = { 0, 2000000 };
@@ -126,8 +126,8 @@ static size_t pressure_bytes(unsigned int percent)
 }
 
 /*
- * Takes free memory and a part of what can be reclaimed, touches it, gives it back; one
- * process at a time. A child does it, so that an out-of-memory kill takes nobody else.
+ * Takes free memory and a part of the reclaimable memory, touches it, and frees it. One process
+ * does this at a time. It uses a child, so that an out-of-memory kill ends no other process.
  */
 void pressure(struct shared *shared, struct rng *rng)
 {
@@ -157,8 +157,8 @@ void pressure(struct shared *shared, struct rng *rng)
 }
 
 /*
- * All processes of the run in one memory control group, so that its reclaim can be
- * asked for by the megabyte: what memory pressure does, without its cost.
+ * Puts all processes of the run in one memory control group, whose reclaim can be requested by the
+ * megabyte. That has the effect of memory pressure without its cost.
  */
 bool memcg_init(void)
 {
@@ -174,7 +174,10 @@ bool memcg_init(void)
 	return write_text(MEMCG "/cgroup.procs", pid) && !access(MEMCG "/memory.reclaim", F_OK);
 }
 
-/* EAGAIN, that less than asked for could be reclaimed, is a success here. */
+/*
+ * Reclaims memory. EAGAIN means that less than requested could be reclaimed, which is a success
+ * here.
+ */
 bool memcg_reclaim(uint64_t bytes)
 {
 	char text[32];
@@ -183,13 +186,17 @@ bool memcg_reclaim(uint64_t bytes)
 	return write_text(MEMCG "/memory.reclaim", text) || errno == EAGAIN;
 }
 
-/* --- what the kernel gets wrong by itself --------------------------------------------------- */
+/*
+ * --- faults of the kernel itself ----------------------------------------------------------------
+ */
 
 /*
+ * Returns whether FALLOC_FL_ZERO_RANGE is wrong in this kernel.
+ *
  * The ext4 of Linux 7.2 and 7.3 zeroes the rest of a file's last block before it makes the whole
- * blocks of a FALLOC_FL_ZERO_RANGE unwritten ones, if the file grows. The page is read again for
- * that, keeps its old bytes and is taken for written, so what is written to it later is lost. The
- * probe uses a new file whose pages have not left the page cache: only the kernel answers here.
+ * blocks of a FALLOC_FL_ZERO_RANGE unwritten, if the file grows. The page is read again for that,
+ * keeps its old bytes and is taken for written, so data that is written to it later is lost. The
+ * probe uses a new file whose pages have not left the page cache, so only the kernel answers.
  */
 bool zero_range_is_wrong(const char *dir)
 {
@@ -218,7 +225,10 @@ static void swap_path(const struct worker *w, char *path, size_t room)
 	snprintf(path, room, "%s/swapfile", w->dir);
 }
 
-/* include/linux/swap.h, union swap_header: version 1, pages, no bad ones, magic at the end. */
+/*
+ * Makes a header as in include/linux/swap.h, union swap_header: version 1, page count, no bad
+ * pages, magic at the end.
+ */
 static void swap_header(uint8_t *page)
 {
 	uint32_t version = 1, last_page = SWAP_BYTES / PAGE - 1;
@@ -235,7 +245,7 @@ static void swap_start(struct worker *w)
 	int fd;
 
 	swap_path(w, path, sizeof(path));
-	unlink(path);	/* a file that was swapped to is not cached again */
+	unlink(path);	/* a file that was used for swap is not cached again */
 	fd = open(path, O_RDWR | O_CREAT, 0600);
 	if (fd < 0)
 		fail(w, NULL, "open %s", path);
@@ -248,7 +258,9 @@ static void swap_start(struct worker *w)
 	}
 	if (fsync(fd))
 		fail(w, NULL, "fsync %s", path);
-	/* Pages cached before swapon stay cached and old in a stock kernel: not our matter. */
+	/*
+	 * Pages cached before swapon stay cached and old even in a stock kernel; drop them first.
+	 */
 	drop_caches(1);
 	w->swap_checked = resident_pages(fd, SWAP_BYTES) == 0;
 	close(fd);
@@ -257,7 +269,9 @@ static void swap_start(struct worker *w)
 	w->swap_on = true;
 }
 
-/* What swap wrote went below the page cache: cached and direct reads must agree. */
+/*
+ * Switches swap off. Swap wrote below the page cache, so cached and direct reads must then agree.
+ */
 void swap_off(struct worker *w)
 {
 	char path[256];
@@ -302,7 +316,7 @@ void swap_toggle(struct worker *w)
 
 /* --- mounts -------------------------------------------------------------------------------- */
 
-/* The directory under test is the mount point itself. */
+/* Remounts. The directory under test is the mount point itself. */
 int remount(const struct options *opt)
 {
 	return mount(opt->device, opt->dir, opt->fstype, MS_REMOUNT, opt->mount_options);
@@ -343,13 +357,13 @@ static void advise_random_file(const struct options *opt, struct rng *rng)
 	snprintf(path, sizeof(path), "%s/w%lu/f%03lu", opt->dir, rng_below(rng, opt->jobs),
 		 rng_below(rng, opt->files));
 	fd = open(path, O_RDONLY);
-	if (fd < 0)	/* between unlink and creation */
+	if (fd < 0)	/* the file was just unlinked and is not created again yet */
 		return;
 	posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
 	close(fd);
 }
 
-/* Races reclaim with everything that the workers do, until it is killed. */
+/* Evicts concurrently with all operations of the workers, until it is killed. */
 void evictor_run(const struct options *opt, struct shared *shared)
 {
 	struct rng rng = { opt->seed ^ 0xe71c704ull };

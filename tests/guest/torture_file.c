@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Operations on one file, each done to the file and to its model.
+ * Operations on one file. Each is done to the file and to its model.
  *
- * Bytes of the model from size to limit are zero at all times: growing a file in
- * any way needs no work, and holes read as the model says.
+ * Bytes of the model from size to limit are always zero. So growing a file needs no work in the
+ * model, and holes read as the model says.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -20,10 +20,10 @@
 
 #include "torture.h"
 
-/* The largest clusters of the file systems that are tested. */
+/* Largest clusters of the file systems that are tested, in bytes. */
 #define CLUSTER_MAX 16384
 
-/* fs/ext4/ext4.h; no header for user space has it */
+/* From fs/ext4/ext4.h; no header for user space has it. */
 struct move_extent {
 	uint32_t reserved;
 	uint32_t donor_fd;
@@ -31,7 +31,7 @@ struct move_extent {
 };
 #define EXT4_IOC_MOVE_EXT _IOWR('f', 15, struct move_extent)
 
-/* fs/xfs/libxfs/xfs_fs.h of 6.10 on */
+/* From fs/xfs/libxfs/xfs_fs.h since 6.10. */
 struct exchange_range {
 	int32_t file1_fd;
 	uint32_t pad;
@@ -92,7 +92,10 @@ int file_direct(struct worker *w, struct file *f)
 	return f->direct_fd;
 }
 
-/* Returns false where the kernel does not know a flag, and has read without. */
+/*
+ * Reads and verifies. Returns false if the kernel does not know a flag; it then reads without
+ * flags.
+ */
 static bool timed_read(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length,
 		       int flags, const char *how)
 {
@@ -133,20 +136,20 @@ void file_read_direct(struct worker *w, struct file *f, uint64_t offset, size_t 
 	timed_read(w, f, file_direct(w, f), offset, length, 0, "direct");
 }
 
-/* Pages that this brings into the page cache go when it has copied them. */
+/* Reads with RWF_DONTCACHE: pages that it brings into the page cache are dropped after the copy. */
 bool file_read_dontcache(struct worker *w, struct file *f, uint64_t offset, size_t length)
 {
 	return timed_read(w, f, f->fd, offset, length, RWF_DONTCACHE, "uncached");
 }
 
-/* The whole file in chunks, as readahead sees it. */
+/* Reads the whole file in chunks, so that readahead works. */
 void file_scan(struct worker *w, struct file *f, size_t chunk)
 {
 	for (uint64_t at = 0; at < f->size; at += chunk)
 		file_read(w, f, at, chunk);
 }
 
-/* Returns false where the kernel does not know a flag, and has written without. */
+/* Writes. Returns false if the kernel does not know a flag; it then writes without flags. */
 static bool write_all(struct worker *w, struct file *f, int fd, uint64_t offset, size_t length,
 		      int flags)
 {
@@ -182,7 +185,9 @@ void file_write_direct(struct worker *w, struct file *f, uint64_t offset, size_t
 	write_all(w, f, file_direct(w, f), offset, length, 0);
 }
 
-/* Pages that this brings into the page cache go when they have been written back. */
+/*
+ * Writes with RWF_DONTCACHE: pages that it brings into the page cache are dropped after writeback.
+ */
 bool file_write_dontcache(struct worker *w, struct file *f, uint64_t offset, size_t length)
 {
 	return write_all(w, f, f->fd, offset, length, RWF_DONTCACHE);
@@ -195,13 +200,16 @@ void file_truncate(struct worker *w, struct file *f, size_t size)
 	model_resize(f, size);
 }
 
-/* Returns false where the file system has no such mode, or not for this range. */
+/* Returns false if the file system does not support the mode, or not for this range. */
 bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset, size_t length)
 {
 	if (fallocate(f->fd, mode, offset, length)) {
 		if (errno == EOPNOTSUPP)
 			return false;
-		/* Where blocks are given out in clusters, only whole ones come and go. */
+		/*
+		 * If blocks are allocated in clusters, only whole clusters can be inserted or
+		 * removed.
+		 */
 		if (errno == EINVAL && (offset | length) % CLUSTER_MAX &&
 		    mode & (FALLOC_FL_COLLAPSE_RANGE | FALLOC_FL_INSERT_RANGE))
 			return false;
@@ -225,8 +233,9 @@ bool file_fallocate(struct worker *w, struct file *f, int mode, uint64_t offset,
 }
 
 /*
- * A file whose DAX wish is changed leaves the inode cache at its last close, in one go with
- * its pages; the wish itself means nothing on a disk that cannot do it.
+ * Has the kernel evict the inode with its pages, and opens the file again. A file whose DAX flag is
+ * changed leaves the inode cache at its last close, together with its pages. The flag itself has no
+ * effect on a disk without DAX.
  */
 bool file_evict_inode(struct worker *w, struct file *f)
 {
@@ -253,7 +262,7 @@ size_t resident_pages(int fd, size_t size)
 	state = malloc(pages);
 	map = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
 	if (!state || map == MAP_FAILED || mincore(map, size, state))
-		resident = pages;	/* cannot tell: the safe answer */
+		resident = pages;	/* unknown: assume that all are */
 	else
 		for (size_t i = 0; i < pages; i++)
 			resident += state[i] & 1;
@@ -264,10 +273,10 @@ size_t resident_pages(int fd, size_t size)
 }
 
 /*
- * Exchanges the blocks of two ranges as e4defrag does: the data of "from" stays, the
- * donor is left with the blocks that held it, marked as unwritten, so it reads as
- * zeroes. Only defined when both are written out and the donor has no page cached, which
- * the kernel does not drop here: false, and nothing moved, if that cannot be had.
+ * Exchanges the blocks of two ranges as e4defrag does. The data of "from" stays. The donor gets the
+ * blocks that held it, marked as unwritten, so it reads as zeroes. The result is defined only if
+ * both are written out and the donor has no cached page; the kernel does not drop those here.
+ * Returns false and moves nothing if pages of the donor stay cached.
  */
 bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,
 		   uint64_t donor_page, uint64_t pages)
@@ -292,14 +301,14 @@ bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint
 	failed = ioctl(from->fd, EXT4_IOC_MOVE_EXT, &move);
 	if (failed && errno != ENOTTY && errno != EOPNOTSUPP && errno != EBUSY)
 		fail(w, from, "EXT4_IOC_MOVE_EXT");
-	/* A page that is busy ends it, but not what was moved before; 7.2 without a journal does. */
+	/* A busy page ends the ioctl after some pages were moved, as on 7.2 without a journal. */
 	memset(donor->model + donor_page * PAGE, 0, move.moved_len * PAGE);
 	return !failed || move.moved_len;
 }
 
 /*
- * Exchanges the same range of two files, which both then have. False, and nothing done,
- * where the file system cannot.
+ * Exchanges the same range of two files, which both must have. Returns false and does nothing if
+ * the file system does not support it.
  */
 bool file_exchange(struct worker *w, struct file *f, struct file *g, uint64_t page, uint64_t pages)
 {

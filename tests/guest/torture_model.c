@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * What a byte must be, and what to say when it is not.
+ * Expected bytes, and reports of wrong ones.
  *
- * Bytes are a function of (owner, version, position in the file when written).
- * Most writes are stamps: cells of 16 bytes that carry the three in the clear, so
- * a stale cell names its origin even after collapse and insert have moved it. Some
- * versions are one repeated word (same-filled pages) or noise (incompressible).
+ * Bytes are a function of (owner, version, position in the file when written). Most writes are
+ * stamps: cells of 16 bytes that carry these three values in the clear, so a stale cell names its
+ * origin even after collapse and insert have moved it. Some versions are one repeated word
+ * (same-filled pages) or noise (incompressible).
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -88,7 +88,7 @@ static void make_cell(uint8_t *cell, uint64_t index, unsigned int owner, uint32_
 	memcpy(cell, words, CELL);
 }
 
-/* The bytes that version puts at position ... of the file, whatever their alignment. */
+/* Fills a buffer with the bytes of a version at a position of the file, with any alignment. */
 void fill(uint8_t *to, uint64_t position, size_t length, unsigned int owner, uint32_t version)
 {
 	uint8_t cell[CELL];
@@ -113,7 +113,7 @@ static bool all_zero(const uint8_t *p, size_t n)
 	return true;
 }
 
-/* Says what a cell found at a position is; position must be a multiple of CELL. */
+/* Describes a cell that was found at a position, which must be a multiple of CELL. */
 void describe(char *text, size_t room, const uint8_t *cell, uint64_t position, uint64_t version_max)
 {
 	uint32_t head[2];
@@ -149,7 +149,7 @@ void record(struct worker *w, struct file *f, uint64_t offset, uint64_t length, 
 
 static void begin_report(struct shared *shared)
 {
-	/* Whoever is not first waits: the parent ends all when the first one exits. */
+	/* Only the first process reports. The parent ends the others when it exits. */
 	while (__atomic_exchange_n(&shared->report_lock, 1, __ATOMIC_ACQ_REL))
 		sleep(1);
 	fflush(stdout);
@@ -191,7 +191,7 @@ void fail(struct worker *w, struct file *f, const char *format, ...)
 	_exit(2);
 }
 
-/* Is the disk right and only the cache wrong? Tells whose fault a mismatch is. */
+/* Reads the page from the disk, to tell whether the disk is wrong or only the cache. */
 static const char *disk_says(struct worker *w, struct file *f, uint64_t page)
 {
 	size_t want = f->size - page < PAGE ? f->size - page : PAGE;

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * The operations of a worker and how they are drawn.
+ * Operations of a worker, and how they are drawn.
  *
- * Every draw comes from the worker's generator and depends on nothing but earlier
- * draws and the model, so the same seed gives the same operations whatever the
- * kernel answers and however the processes interleave.
+ * Each draw comes from the worker's generator and depends only on earlier draws and on the model.
+ * So the same seed gives the same operations, regardless of the kernel's answers and of the order
+ * in which the processes run.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -21,7 +21,9 @@
 
 #include "torture.h"
 
-/* true: done; false: not to be had here, counted as skipped */
+/*
+ * Returns true if the operation was done, false if it is not possible here and counts as skipped.
+ */
 typedef bool (*op_function)(struct worker *w, struct file *f);
 
 struct range {
@@ -29,7 +31,7 @@ struct range {
 	size_t length;
 };
 
-/* Mostly short, sometimes all; half of them on page boundaries. Within [0, end). */
+/* Draws a range within [0, end): mostly short, sometimes up to the end; half on page boundaries. */
 static struct range draw_range(struct worker *w, size_t end)
 {
 	struct range r = { rng_below(&w->rng, end), 0 };
@@ -46,7 +48,7 @@ static struct range draw_range(struct worker *w, size_t end)
 	return r;
 }
 
-/* Whole pages within [0, end); length 0 if there is none. */
+/* Draws whole pages within [0, end); the length is 0 if there is none. */
 static struct range draw_pages(struct worker *w, size_t end)
 {
 	size_t pages = end / PAGE;
@@ -76,7 +78,7 @@ static bool op_read(struct worker *w, struct file *f)
 {
 	struct range r = draw_range(w, f->size);
 
-	if (rng_chance(&w->rng, 10))	/* across the end */
+	if (rng_chance(&w->rng, 10))	/* beyond the end of the file */
 		r.length += PAGE;
 	record(w, f, r.offset, r.length, NULL);
 	file_read(w, f, r.offset, r.length);
@@ -95,7 +97,7 @@ static bool op_scan(struct worker *w, struct file *f)
 	return true;
 }
 
-/* Single pages here and there, with and without readahead around them. */
+/* Reads single pages at random places, with and without readahead around them. */
 static bool op_sparse_read(struct worker *w, struct file *f)
 {
 	bool random = rng_chance(&w->rng, 50);
@@ -127,7 +129,7 @@ static bool op_dontcache_read(struct worker *w, struct file *f)
 	return file_read_dontcache(w, f, r.offset, r.length);
 }
 
-/* Also what the kernel promises of the last page: zeroes behind the end. */
+/* Also checks the kernel's promise about the last page: zeroes behind the end. */
 static bool op_mmap_read(struct worker *w, struct file *f)
 {
 	struct range r = draw_range(w, f->size);
@@ -163,7 +165,7 @@ static bool op_write(struct worker *w, struct file *f)
 	struct range r = draw_range(w, f->limit);
 
 	if (rng_chance(&w->rng, 60) && r.offset > f->size)
-		r.offset = f->size;		/* append rather than leave a hole */
+		r.offset = f->size;		/* append instead of leaving a hole */
 	record(w, f, r.offset, r.length, NULL);
 	file_write(w, f, r.offset, r.length);
 	return true;
@@ -174,7 +176,7 @@ static bool op_direct_write(struct worker *w, struct file *f)
 	struct range r = draw_pages(w, f->limit);
 
 	if (rng_chance(&w->rng, 10) && r.length > PAGE) {
-		r.offset += 512;		/* below the block size of the file system */
+		r.offset += 512;		/* not aligned to the file system's blocks */
 		r.length -= 1024;
 	}
 	record(w, f, r.offset, r.length, NULL);
@@ -223,7 +225,7 @@ static bool op_truncate(struct worker *w, struct file *f)
 	case 0:
 		size = 0;
 		break;
-	case 1 ... 3:	/* around where it is */
+	case 1 ... 3:	/* around the current size */
 		size = f->size + rng_below(&w->rng, 2 * PAGE);
 		size = size > PAGE ? size - PAGE : 1;
 		break;
@@ -238,7 +240,7 @@ static bool op_truncate(struct worker *w, struct file *f)
 		size = f->limit;
 	record(w, f, size, 0, size < f->size ? "down" : "up");
 	file_truncate(w, f, size);
-	if (size < f->limit && rng_chance(&w->rng, 40)) {	/* and up: must read as zeroes */
+	if (size < f->limit && rng_chance(&w->rng, 40)) {	/* then up: reads as zeroes */
 		size += rng_below(&w->rng, f->limit - size);
 		record(w, f, size, 0, "up again");
 		file_truncate(w, f, size);
@@ -254,7 +256,9 @@ static bool op_punch(struct worker *w, struct file *f)
 	return file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, r.offset, r.length);
 }
 
-/* What zero_range_is_wrong() tries: whole blocks, of which one is in part behind the file's end. */
+/*
+ * Returns whether zero_range_is_wrong() applies: whole blocks, and the file ends within the range.
+ */
 static bool zero_goes_wrong(const struct file *f, struct range r)
 {
 	uint64_t end = r.offset + r.length;
@@ -268,7 +272,7 @@ static bool op_zero(struct worker *w, struct file *f)
 	struct range r = draw_range(w, grow ? f->limit : f->size);
 
 	if (grow && w->opt->zero_is_wrong && zero_goes_wrong(f, r))
-		grow = false;	/* the same blocks; the size is what makes it go wrong */
+		grow = false;	/* the same blocks; it is the growth that goes wrong */
 	record(w, f, r.offset, r.length, grow ? "may grow" : NULL);
 	return file_fallocate(w, f, FALLOC_FL_ZERO_RANGE | (grow ? 0 : FALLOC_FL_KEEP_SIZE),
 			      r.offset, r.length);
@@ -324,14 +328,14 @@ static bool op_reopen(struct worker *w, struct file *f)
 	return true;
 }
 
-/* The kernel forgets the inode with its pages still cached, and reads it anew. */
+/* Has the kernel evict the inode with its pages still cached, and read it again. */
 static bool op_evict_inode(struct worker *w, struct file *f)
 {
 	record(w, f, 0, 0, NULL);
 	return file_evict_inode(w, f);
 }
 
-/* A new file gets the old one's inode number as a rule. */
+/* As a rule, a new file gets the inode number of the old one. */
 static bool op_recreate(struct worker *w, struct file *f)
 {
 	bool keep = rng_chance(&w->rng, 30);
@@ -350,7 +354,9 @@ static bool op_recreate(struct worker *w, struct file *f)
 	return true;
 }
 
-/* f takes the place of another of the same limit, which starts anew under f's old name. */
+/*
+ * Renames f over another file of the same limit. That one starts again, empty, under f's old name.
+ */
 static bool op_rename(struct worker *w, struct file *f)
 {
 	struct file *g = draw_other(w, f), swap;
@@ -468,7 +474,7 @@ static bool op_fadvise(struct worker *w, struct file *f)
 	return true;
 }
 
-/* What makes hits: all that is clean leaves the page cache the way reclaim takes it. */
+/* Makes hits possible: all clean pages leave the page cache as reclaim takes them. */
 static bool op_evict(struct worker *w, struct file *f)
 {
 	int what = rng_chance(&w->rng, 75) ? 1 : 2 + rng_below(&w->rng, 2);
@@ -596,7 +602,10 @@ static unsigned int draw_kind(struct worker *w)
 	}
 }
 
-/* One tiny, a few small, some middling, one large in eight. */
+/*
+ * Returns the largest size of a file in bytes. Of each eight files, one is tiny, four are small,
+ * two are medium, and one is large.
+ */
 static size_t limit_of(const struct options *opt, unsigned int id)
 {
 	size_t limit;
@@ -671,7 +680,7 @@ void worker_run(struct worker *w, uint64_t ops)
 	}
 }
 
-/* Every byte of every file, as cached, and again after eviction. */
+/* Checks every byte of every file, as cached, and twice more after evictions. */
 void worker_check_all(struct worker *w)
 {
 	w->op_name = "check all";

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Short fixed sequences, one for each way in which an evicted copy goes out of date
- * without the page cache in between. Each must find the new bytes; each finds the
- * old ones at once if the hook that it is named for is not there.
+ * Short fixed sequences, one for each way in which an evicted copy becomes old without the page
+ * cache noticing. Each must find the new bytes. Without the hook that a scenario is named for, it
+ * finds the old ones at once.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -23,12 +23,12 @@
 
 #include "torture.h"
 
-#define PAGES		24UL	/* of a file that a scenario works on */
-#define SPLIT_BLOCK	1024UL	/* the least block size of ext4 and xfs here */
-#define SPLIT_PAGES	8UL	/* of the large folio; a power of two */
-#define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must go out */
-#define UNMOUNT_CYCLES	48	/* a super block's address comes back within some */
-#define MIN_BLOCK	1024UL	/* of a file system, in which FIBMAP counts */
+#define PAGES		24UL	/* size of a file that a scenario works on */
+#define SPLIT_BLOCK	1024UL	/* smallest block size of ext4 and xfs in these tests */
+#define SPLIT_PAGES	8UL	/* size of the large folio; a power of two */
+#define SWAPPED_BYTES	(384UL << 10)	/* anonymous memory, half of which must be swapped out */
+#define UNMOUNT_CYCLES	48	/* within this number, a super block's address is used again */
+#define MIN_BLOCK	1024UL	/* smallest block size of a file system, the unit of FIBMAP */
 #define HUGE		(2UL << 20)	/* the largest folio of a file on x86 */
 
 static void evict_all(struct worker *w, struct file *f)
@@ -39,8 +39,8 @@ static void evict_all(struct worker *w, struct file *f)
 		if (!resident_pages(f->fd, f->size))
 			return;
 		/*
-		 * Pages that lie in another processor's list of new ones are held by that. Not
-		 * every kernel empties these lists to drop caches, but each does to compact.
+		 * A processor's list of new pages holds references to them. Not every kernel
+		 * empties these lists to drop caches, but every kernel does so to compact.
 		 */
 		if (!write_text("/proc/sys/vm/compact_memory", "1"))
 			fail(w, f, "compact_memory");
@@ -49,13 +49,13 @@ static void evict_all(struct worker *w, struct file *f)
 	fail(w, f, "pages stay in the page cache, the scenario would prove nothing");
 }
 
-/* Writes the file anew and has reclaim take all of it. */
+/* Writes a whole new content to the file and has reclaim take all of it. */
 static void prime(struct worker *w, struct file *f, const char *step)
 {
 	w->op++;
 	w->op_name = step;
 	record(w, f, 0, PAGES * PAGE, "written and evicted");
-	evict(w, 1);	/* others first: the driver's put ring must have room for this */
+	evict(w, 1);	/* other pages first: the driver's put ring must have room for this file */
 	settle();
 	file_truncate(w, f, 0);
 	file_write(w, f, 0, PAGES * PAGE);
@@ -69,7 +69,7 @@ static void begin(struct worker *w, struct file *f, const char *step)
 	record(w, f, 0, 0, NULL);
 }
 
-/* As found now, and as found after another eviction. */
+/* Reads the file as it is now, and again after another eviction. */
 static void look(struct worker *w, struct file *f)
 {
 	file_scan(w, f, 4 * PAGE);
@@ -77,7 +77,7 @@ static void look(struct worker *w, struct file *f)
 	file_scan(w, f, 4 * PAGE);
 }
 
-/* Nothing goes wrong here: proves that evicted pages come back at all. */
+/* Nothing goes wrong here. This scenario proves that evicted pages come back at all. */
 static void scenario_plain(struct worker *w, struct file *f, struct file *g)
 {
 	prime(w, f, "plain");
@@ -99,9 +99,10 @@ static void scenario_dirty(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * A large folio of which all but the first block is written (blocks smaller than pages) is not
- * uptodate; which blocks are right is noted beside it. Punching a page out of it splits it, and the
- * note is gone: the rest stays in the page cache, is removed at no time, and is read again.
+ * Makes a large folio of which all but the first block is written (blocks are smaller than pages),
+ * so that it is not uptodate; a record beside it tells which blocks are valid. Punching a page out
+ * of it splits the folio, and the record is lost. The rest stays in the page cache, is never
+ * removed, and is read again.
  */
 static void scenario_split(struct worker *w, struct file *f, struct file *g)
 {
@@ -146,8 +147,8 @@ static void scenario_punch(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * The two are about the kernel, not about a cache: nothing is evicted before the zeroing. See
- * zero_range_is_wrong().
+ * Zeroes blocks over the end of a file. The two scenarios that use this test the kernel and not a
+ * cache: nothing is evicted before the zeroing. See zero_range_is_wrong().
  */
 static void zero_and_grow(struct worker *w, struct file *f)
 {
@@ -208,7 +209,7 @@ static void scenario_move_ext(struct worker *w, struct file *f, struct file *g)
 	look(w, f);
 }
 
-/* Where the blocks of a file are, none of which is a hole; opened for reading only. */
+/* Finds the blocks of a file, which must not have holes. The file is opened for reading only. */
 static unsigned int map_blocks(struct worker *w, struct file *f, int *blocks, int *bytes)
 {
 	char path[256];
@@ -229,7 +230,7 @@ static unsigned int map_blocks(struct worker *w, struct file *f, int *blocks, in
 	return nr;
 }
 
-/* Fills the blocks anew, past the file system. */
+/* Fills the blocks with new content, bypassing the file system. */
 static void write_blocks(struct worker *w, struct file *f, const int *blocks, unsigned int nr,
 			 int bytes)
 {
@@ -248,9 +249,9 @@ static void write_blocks(struct worker *w, struct file *f, const int *blocks, un
 }
 
 /*
- * As md does with a bitmap in a file: it asks for the blocks of a file that it has open for writing,
- * and writes them itself. What the page cache has then is old and clean, and is not to be put,
- * also after the file was closed.
+ * Writes below the page cache as md does with a bitmap in a file. md asks for the blocks of a file
+ * that it has open for writing, and writes them itself. The page cache then has old, clean pages,
+ * which must not be put even after the file was closed.
  */
 static void scenario_bmap(struct worker *w, struct file *f, struct file *g)
 {
@@ -296,7 +297,7 @@ static void scenario_exchange(struct worker *w, struct file *f, struct file *g)
 	look(w, g);
 }
 
-/* fs/xfs/libxfs/xfs_fs.h, as far as the kernel looks at it */
+/* From fs/xfs/libxfs/xfs_fs.h, as far as the kernel reads it. */
 struct swapext {
 	int64_t version, target_fd, donor_fd, offset, length;
 	char pad[16];
@@ -311,7 +312,7 @@ struct swapext {
 };
 #define XFS_IOC_SWAPEXT _IOWR('X', 109, struct swapext)
 
-/* All blocks of two files of equal size are exchanged, as xfs_fsr has it done. */
+/* Exchanges all blocks of two files of equal size, as xfs_fsr does. */
 static void scenario_swapext(struct worker *w, struct file *f, struct file *g)
 {
 	uint8_t other[PAGES * PAGE];
@@ -340,8 +341,8 @@ static void scenario_swapext(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * New content is in the page cache over an old copy when the inode goes, pages and all:
- * neither read nor reclaim have told of the copy.
+ * The page cache has new content, and the cache an old copy, when the inode is evicted with its
+ * pages. Neither a read nor reclaim has shown that the copy is old.
  */
 static void scenario_evict_inode(struct worker *w, struct file *f, struct file *g)
 {
@@ -360,7 +361,7 @@ static void scenario_evict_inode(struct worker *w, struct file *f, struct file *
 	look(w, f);
 }
 
-/* The new file has the inode number of the old one as a rule. */
+/* As a rule, the new file has the inode number of the old one. */
 static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 {
 	char path[256];
@@ -378,8 +379,9 @@ static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * A super block is freed after a grace period, by work on the processor that let go of it. Only
- * what is allocated there afterwards is likely to get its address.
+ * Binds the task to its processor. A super block is freed after a grace period, by work on the
+ * processor that released it. Only memory that is allocated on that processor is likely to get its
+ * address.
  */
 static void stay_here(void)
 {
@@ -388,7 +390,7 @@ static void stay_here(void)
 	CPU_ZERO(&set);
 	CPU_SET(sched_getcpu(), &set);
 	if (sched_setaffinity(0, sizeof(set), &set))
-		perror("sched_setaffinity");	/* less likely, that is all */
+		perror("sched_setaffinity");	/* reuse is less likely then */
 }
 
 static void wait_for_free(void)
@@ -409,7 +411,9 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	stay_here();
 	for (int cycle = 0; cycle < UNMOUNT_CYCLES; cycle++) {
 		prime(w, f, "unmount");
-		/* Asked for a file that is open for writing, the driver would forget what it holds. */
+		/*
+		 * If the file were open for writing, FIBMAP would make the driver forget its pages.
+		 */
 		file_close(f);
 		nr = map_blocks(w, f, blocks, &bytes);
 		worker_close(w);
@@ -423,7 +427,7 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
-/* Not a matter of right bytes: what was advised away must not be kept. */
+/* Does not test bytes: pages that were advised away must not be kept. */
 static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 {
 	struct timespec pause = { 0, 5000000 };
@@ -432,7 +436,7 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	(void)g;
 	prime(w, f, "fadvise");
 	file_scan(w, f, 4 * PAGE);
-	/* Pages that came from the host and are just being compared with the disk are held. */
+	/* Pages from the host that are being compared with the disk stay cached for a moment. */
 	for (int i = 0; i < 20; i++) {
 		posix_fadvise(f->fd, 0, 0, POSIX_FADV_DONTNEED);
 		if (!resident_pages(f->fd, f->size))
@@ -453,7 +457,7 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
-/* All of the file, four pages at a time: what is cached for that goes at once. */
+/* Reads the whole file, four pages at a time; pages cached for that are dropped at once. */
 static void read_dontcache(struct worker *w, struct file *f)
 {
 	struct iovec vector = { w->buffer, 4 * PAGE };
@@ -498,7 +502,7 @@ static void scenario_dontcache(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
-/* A file of --size-max, written at once, so in folios as large as the file system makes. */
+/* Writes a file of --size-max at once, so that the file system makes its largest folios. */
 static void prime_large(struct worker *w, struct file *f, const char *step)
 {
 	begin(w, f, step);
@@ -507,7 +511,7 @@ static void prime_large(struct worker *w, struct file *f, const char *step)
 	evict_all(w, f);
 }
 
-/* Through a mapping for which the kernel reads in folios of 2 MiB, of which a part is held. */
+/* Reads through a mapping for which the kernel uses folios of 2 MiB, of which a part is held. */
 static void read_huge(struct worker *w, struct file *f)
 {
 	uint8_t *room = mmap(NULL, f->limit + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -535,11 +539,11 @@ static void look_large(struct worker *w, struct file *f)
 	file_read(w, f, 0, f->size);
 }
 
-/* Nothing of a folio may be found that is older than what was done to another part of it. */
+/* No part of a folio may be older than a change to another part of it. */
 static void scenario_large(struct worker *w, struct file *f, struct file *g)
 {
 	(void)g;
-	f = &w->files[7];	/* its limit is the largest */
+	f = &w->files[7];	/* the file with the largest limit */
 	prime_large(w, f, "large");
 	look_large(w, f);
 	prime_large(w, f, "large, parts overwritten");
@@ -549,7 +553,7 @@ static void scenario_large(struct worker *w, struct file *f, struct file *g)
 	prime_large(w, f, "large, parts written directly");
 	file_write_direct(w, f, 40 * PAGE, 60 * PAGE);
 	look_large(w, f);
-	file_close(f);		/* written directly, it is not put before */
+	file_close(f);		/* after direct writes, its pages are not put until it is closed */
 	file_open(w, f, false);
 	prime_large(w, f, "large, a hole punched");
 	file_fallocate(w, f, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 9 * PAGE + 5, 80 * PAGE);
@@ -580,8 +584,9 @@ static uint64_t swap_used_kib(void)
 }
 
 /*
- * The header was read at swapon. Were its page evicted while the file is swapped to, that
- * alone would tell that the file is not to be cached, and hide what swapon itself tells.
+ * Locks the page of the swap header, which was read at swapon. If that page were evicted while swap
+ * is on, the eviction alone would show that the file must not be cached. It would hide the effect
+ * of the swapon hook.
  */
 static uint8_t *hold_swap_header(struct worker *w)
 {

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * Readers and writers of the same blocks: nobody may see an older version than one
- * that was complete before the read began, or than one it has seen.
+ * Readers and writers of the same blocks. No reader may see a version that is older than one that
+ * was complete before the read began, or older than one that this reader has seen.
  *
- * Every block of 4 KiB is 256 equal cells of (block, version, both mixed). A block has one
- * writer at a time; versions grow by one. A read that overlaps a write may see
- * both, byte by byte, so the rule holds for the oldest whole cell of a block.
+ * Every block of 4 KiB is 256 equal cells of (block, version, both mixed). A block has one writer
+ * at a time, and versions grow by one. A read that overlaps a write may see both, byte by byte, so
+ * the rule holds for the oldest complete cell of a block.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -22,10 +22,10 @@
 
 #include "torture.h"
 
-#define BLOCKS		192U	/* a file; small, so that they meet */
+#define BLOCKS		192U	/* blocks of a file; few, so that reads and writes overlap */
 #define RUN_MAX		8U	/* blocks of one write */
 #define READ_MAX	32U
-#define VERSION_FILES	3U	/* written buffered, direct, and by both */
+#define VERSION_FILES	3U	/* written buffered, written directly, and written both ways */
 
 struct cell {
 	uint32_t block, version;
@@ -34,7 +34,7 @@ struct cell {
 
 struct version_state {
 	uint32_t stop;
-	uint32_t lock[VERSION_FILES][BLOCKS];	/* owns the block's two numbers and its writing */
+	uint32_t lock[VERSION_FILES][BLOCKS];	/* guards the block, issued and done */
 	uint32_t issued[VERSION_FILES][BLOCKS], done[VERSION_FILES][BLOCKS];
 	uint64_t reads[JOBS_MAX], writes, longest_read_ns[JOBS_MAX];
 };
@@ -155,7 +155,9 @@ static void check_block(const struct options *opt, const uint8_t *found, unsigne
 
 		memcpy(&cell, found + i, sizeof(cell));
 		whole = cell.mixed == mix(cell.block, cell.version);
-		/* The copy to the reader is in no order with a write that overlaps it. */
+		/*
+		 * A copy to the reader and a concurrent write have no order, so a cell may be torn.
+		 */
 		if (!whole && most > least)
 			continue;
 		if (cell.version < oldest)
@@ -169,7 +171,7 @@ static void check_block(const struct options *opt, const uint8_t *found, unsigne
 		fflush(stdout);
 		_exit(1);
 	}
-	if (oldest == UINT32_MAX)	/* every cell was being written */
+	if (oldest == UINT32_MAX)	/* all cells were being written */
 		return;
 	*seen = oldest;
 }
@@ -180,8 +182,9 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 	struct rng rng = { opt->seed ^ (0x4ead34ull + id) << 24 };
 	unsigned int files = opt->mixed ? VERSION_FILES : VERSION_FILES - 1;
 	/*
-	 * Some read from the disk only. One that did both could rightly go back: what a buffered
-	 * writer has half done is in the page cache, and reaches the disk when it has ended.
+	 * Some readers read from the disk only. A reader that did both could rightly see versions
+	 * go back: a half-done buffered write is in the page cache, and reaches the disk when it
+	 * has ended.
 	 */
 	bool is_direct = id >= opt->readers - opt->direct_readers;
 	static uint32_t seen[VERSION_FILES][BLOCKS];
@@ -204,7 +207,7 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 		start = now_ns();
 		if (rng_chance(&rng, 10) && !is_direct) {
 			memcpy(buffer, map[file] + first * PAGE, count * PAGE);
-			madvise(map[file], BLOCKS * PAGE, MADV_DONTNEED);	/* let go of them */
+			madvise(map[file], BLOCKS * PAGE, MADV_DONTNEED);	/* unmap */
 		} else if (pread(fd[file], buffer, count * PAGE, first * PAGE) !=
 			   (ssize_t)(count * PAGE)) {
 			printf("TORTURE ERROR seed=%lu: read of versions: %s\n", opt->seed,

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 /*
- * What the tests do to a guest's ftrace:
+ * Changes a guest's ftrace as the tests need it:
  *
- *	insmod patch.ko function=NAME	takes the function as a live patch does, and leaves it as it is
- *	insmod patch.ko kill=1		makes the kernel give up on ftrace, as after an internal error
+ * - insmod patch.ko function=NAME: takes the function as a live patch does, without changing it
+ * - insmod patch.ko kill=1: makes the kernel give up on ftrace, as after an internal error
  */
 #include <linux/ftrace.h>
 #include <linux/kprobes.h>
@@ -27,7 +27,7 @@ static struct ftrace_ops ops = {
 
 static unsigned long address_of(const char *name)
 {
-	/* Never armed: only looks the name up. */
+	/* This kprobe is never armed; it only looks the name up. */
 	struct kprobe probe = { .symbol_name = name, .flags = KPROBE_FLAG_DISABLED };
 	unsigned long address;
 
