@@ -243,15 +243,11 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	u32 id;
 	int err;
 
-<<<<<<< HEAD
-	/* An id that wrapped could be one that the device still has. */
+	/* The device may still have an id that is used again after a wrap. */
 	if (last_id == U32_MAX)
 		return -ENOSPC;
 	id = ++last_id;
-	/* Until it is answered we do not know whether the device has it. */
-=======
 	/* Before the answer it is not known whether the device has the pool. */
->>>>>>> f06bca6 (guest-driver: rewrite the comments of core/ in plain English)
 	pool->burnt_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);

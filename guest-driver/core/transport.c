@@ -394,7 +394,7 @@ static const struct virtio_device_id tmem_id_table[] = {
 };
 MODULE_DEVICE_TABLE(virtio, tmem_id_table);
 
-/* The transport's features are accepted by virtio core and virtio_ring. */
+/* Features of the device type; virtio core and virtio_ring accept those of the transport. */
 static const unsigned int tmem_features[] = {
 	VIRTIO_TMEM_F_LATENCIES,
 };
