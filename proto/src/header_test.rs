@@ -29,7 +29,7 @@ pub(crate) struct Field {
 
 const HEADER: &str = include_str!("../virtio_tmem.h");
 
-/// What the header names: defines, and structs with (C type with array length, field name).
+/// Names in the header: defines, and structs with (C type with array length, field name).
 #[derive(Debug, Default, PartialEq)]
 struct Names {
     defines: Vec<String>,

@@ -236,7 +236,7 @@ structs! {
 
     /// Answer for a page of a GET.
     "virtio_tmem_get_page" GetPage {
-        /// Of the page returned, 0 at a miss.
+        /// Cookie of the page returned, 0 at a miss.
         cookie: U64,
         /// `P_...`
         result: u8,

@@ -14,7 +14,7 @@ from harness.paths import ROOT
 pytestmark = pytest.mark.smoke
 
 PAGE = ROOT / "proto/SPEC.md"
-# Who acts by the rules of each prefix. Limits of this implementation are no rules of the device.
+# Subject of the rules of each prefix. Limits of this implementation are no rules of the device.
 ACTORS = {
     "DEV": "The device ",
     "DRV": "The driver ",

@@ -42,9 +42,9 @@
 
 /*
  * Pause after a refused connection. A person has to look at a backend that is
- * alive and unfit. A backend that kept the VM waiting until the time-out is not
- * asked again for this many times as long, so that a guest is held up for less
- * than 5 % of the time in all. There is no pause after a backend that died.
+ * alive and unfit. After a backend that kept the VM waiting until the time-out,
+ * the pause is this many times as long as the wait. So a guest is held up for
+ * less than 5 % of the time. There is no pause after a backend that died.
  */
 #define RETRY_UNFIT_MS 1000
 #define RETRY_WAIT_FACTOR 20

@@ -81,7 +81,7 @@ static void vhost_user_tmem_read_config(VirtIODevice *vdev, uint8_t *config)
 static uint64_t vhost_user_tmem_get_features(VirtIODevice *vdev,
                                              uint64_t features, Error **errp)
 {
-    /* Of the properties alone: a backend that lacks one is refused. */
+    /* Set by properties alone: a backend that lacks one is refused. */
     virtio_add_feature(&features, VIRTIO_F_VERSION_1);
     return features & TMEM_FEATURES;
 }
@@ -112,7 +112,7 @@ static void vhost_user_tmem_set_status(VirtIODevice *vdev, uint8_t status)
         vhost_user_tmem_set_queue_sizes(s);
     }
     if (running && !s->running) {
-        /* What a restored guest believes may be wrong, backend or none. */
+        /* A restored guest may have read another configuration before. */
         vhost_user_tmem_notify(s);
     }
     s->running = running;

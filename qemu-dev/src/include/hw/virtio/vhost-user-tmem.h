@@ -42,7 +42,7 @@ struct VHostUserTmem {
     uint16_t queue_size;            /* descriptors in each queue */
     uint32_t backend_timeout_ms;    /* longest wait in one operation */
 
-    /* What the guest reads; only the generation ever changes. */
+    /* The configuration space; only the generation ever changes. */
     struct virtio_tmem_config config;
 
     /*
