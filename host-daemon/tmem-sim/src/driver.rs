@@ -149,7 +149,7 @@ impl Driver {
     /// Connects, starts and creates the pool.
     ///
     /// # Errors
-    /// Those of [`FakeGuest::connect`] and [`FakeGuest::start`].
+    /// Errors of [`FakeGuest::connect`] and [`FakeGuest::start`].
     pub fn connect(&mut self, socket: &Path) -> Result<(), DriverError> {
         self.guest.connect(socket)?;
         self.guest.start()?;
@@ -176,7 +176,7 @@ impl Driver {
     /// Creates the next pool and uses it from now on.
     ///
     /// # Errors
-    /// Those of [`Self::settle`].
+    /// Errors of [`Self::settle`].
     pub fn create_pool(&mut self) -> Result<(), DriverError> {
         // Requests for the old pool must not be in flight while the new one is created.
         self.settle()?;
@@ -196,7 +196,7 @@ impl Driver {
     /// Resets the device as a reboot does, and starts it again.
     ///
     /// # Errors
-    /// Those of [`FakeGuest::reset`].
+    /// Errors of [`FakeGuest::reset`].
     pub fn reboot(&mut self) -> Result<(), DriverError> {
         self.guest.reset()?;
         self.asked.clear();
@@ -209,7 +209,7 @@ impl Driver {
     /// Requests in flight stay in the rings, to be replayed.
     ///
     /// # Errors
-    /// Those of [`Self::collect`].
+    /// Errors of [`Self::collect`].
     pub fn lose_backend(&mut self) -> Result<(), DriverError> {
         self.collect()?;
         self.guest.disconnect();
@@ -219,7 +219,7 @@ impl Driver {
     /// Hangs up with requests in flight. They stay in the rings, to be replayed.
     ///
     /// # Errors
-    /// Those of [`FakeGuest::hang_up`] and [`Self::collect`].
+    /// Errors of [`FakeGuest::hang_up`] and [`Self::collect`].
     pub fn hang_up(&mut self) -> Result<(), DriverError> {
         self.guest.hang_up()?;
         self.collect()?;
@@ -532,7 +532,7 @@ impl Driver {
     /// of hits.
     ///
     /// # Errors
-    /// Those of [`Self::settle`].
+    /// Errors of [`Self::settle`].
     pub fn get_all(&mut self) -> Result<u64, DriverError> {
         let before = self.model.counts().hits;
         let pool = self.pool;

@@ -404,7 +404,7 @@ impl FakeGuest {
     /// Does [`Self::connect`] over a socket that is already open.
     ///
     /// # Errors
-    /// Those of [`Self::connect`].
+    /// Errors of [`Self::connect`].
     pub fn connect_stream(&mut self, stream: UnixStream) -> Result<(), GuestError> {
         let timeout = Some(self.config.reply_timeout);
         stream

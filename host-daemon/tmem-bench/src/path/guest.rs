@@ -252,7 +252,7 @@ impl Guest {
     /// Polls for an answer. Returns the number of pages of its request.
     ///
     /// # Errors
-    /// Those of [`Self::answer`], or no answer arrives in time.
+    /// Errors of [`Self::answer`], or no answer arrives in time.
     pub fn wait(&mut self) -> Result<usize, String> {
         let begun = Instant::now();
         loop {
@@ -272,7 +272,7 @@ impl Guest {
     /// first answer with a full window to the last answer, and the pages answered in that time.
     ///
     /// # Errors
-    /// Those of [`Self::wait`].
+    /// Errors of [`Self::wait`].
     pub fn all(&mut self, runs: &[Run], puts: bool) -> Result<(f64, usize), String> {
         let (mut sent, mut answered, mut into, mut pages) = (0, 0, 0, 0);
         let mut begun = Instant::now();

@@ -188,7 +188,7 @@ impl<T: Zeroed> Table<T> {
     /// Reserves a table of `capacity` records, all zero.
     ///
     /// # Errors
-    /// Those of [`Region::reserve`].
+    /// Errors of [`Region::reserve`].
     pub(crate) fn reserve(capacity: usize) -> io::Result<Table<T>> {
         const {
             assert!(align_of::<T>() <= FRAME_BYTES);

@@ -218,7 +218,7 @@ impl FakeGuest {
     /// Takes all answers that have arrived.
     ///
     /// # Errors
-    /// Those of [`Self::poll`].
+    /// Errors of [`Self::poll`].
     pub fn poll_all(&mut self) -> Result<Vec<Done>, GuestError> {
         let mut out = Vec::new();
         for queue in 0..self.queues.len() {
@@ -277,7 +277,7 @@ impl FakeGuest {
     /// Waits until nothing is in flight.
     ///
     /// # Errors
-    /// Those of [`Self::wait`].
+    /// Errors of [`Self::wait`].
     pub fn drain(&mut self, timeout: Duration) -> Result<Vec<Done>, GuestError> {
         let deadline = Instant::now() + timeout;
         let mut out = Vec::new();
@@ -291,7 +291,7 @@ impl FakeGuest {
     /// Sends one request alone and waits for its answer.
     ///
     /// # Errors
-    /// Those of [`Self::wait`].
+    /// Errors of [`Self::wait`].
     ///
     /// # Panics
     /// When the ring is full or other requests are in flight.
