@@ -337,13 +337,16 @@ class Machine:
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK)
         assert self.get_status() & FEATURES_OK
         for queue in range(self.read(self.common + 18, 2)):
-            self.write(self.common + 22, 2, queue)
-            base = rings + queue * 0x10000
-            for offset, part in ((32, 0), (40, 0x8000), (48, 0xC000)):
-                self.write(self.common + offset, 4, base + part & 0xFFFFFFFF)
-                self.write(self.common + offset + 4, 4, base + part >> 32)
-            self.write(self.common + 28, 2, 1)
+            self.place_ring(queue, rings + queue * 0x10000)
         self.set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK)
+
+    def place_ring(self, queue, base):
+        """Sets the addresses of a queue's ring and enables the queue."""
+        self.write(self.common + 22, 2, queue)
+        for offset, part in ((32, 0), (40, 0x8000), (48, 0xC000)):
+            self.write(self.common + offset, 4, base + part & 0xFFFFFFFF)
+            self.write(self.common + offset + 4, 4, base + part >> 32)
+        self.write(self.common + 28, 2, 1)
 
     def notify(self, queue):
         self.write(self.common + 22, 2, queue)

@@ -180,6 +180,22 @@ def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
     assert "backend refused" not in vm.errors()
 
 
+def test_ring_outside_of_memory_after_a_pause(machine, backend):
+    """A pause keeps the generation. A ring that is outside of memory at its end clears it."""
+    daemon = backend()
+    vm = machine()
+    vm.driver_up()
+    vm.wait_generation(daemon.generation())
+    vm.qmp("stop")
+    vm.place_ring(1, NOWHERE)
+    assert vm.generation() == daemon.generation()
+    vm.qmp("cont")
+    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    assert vm.generation() == 0
+    vm.driver_up()
+    assert vm.wait_generation(None)
+
+
 def test_queue_size_set_after_addresses(machine):
     """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
     vm = machine()
@@ -322,7 +338,7 @@ def arrived(vm):
     )
 
 
-def test_post_copy_that_is_possible_and_not_used(machine, backend, folder):
+def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backend, folder):
     """The capability alone delays the destination's backend only until the migration has ended."""
     vm = machine()
     vm.driver_up()

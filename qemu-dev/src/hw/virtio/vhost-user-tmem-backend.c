@@ -486,6 +486,10 @@ static void vhost_user_tmem_bh(void *opaque)
         vhost_user_tmem_probe_done(s);
     }
     if (s->faulty_queue >= 0) {
+        if (vhost_user_tmem_generation(s)) {
+            /* A pause keeps the generation, which no backend serves now. */
+            vhost_user_tmem_set_generation(s, 0);
+        }
         virtio_error(vdev, "vhost-user-tmem %s: the driver put queue %d "
                      "outside of memory", vhost_user_tmem_name(s),
                      s->faulty_queue);
