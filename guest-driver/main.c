@@ -111,11 +111,11 @@ bool tmem_inject(atomic_t *calls, unsigned int every)
 
 unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
 module_param_named(test_hold_replace, tmem_hold_replace, uint, 0644);
-MODULE_PARM_DESC(test_hold_replace, "TEST: 1 holds who replaces a file system, when the new one is found and the old one still there; 2: held; 0: go on");
+MODULE_PARM_DESC(test_hold_replace, "TEST: 1 holds the task that replaces a file system, after it found the new one and before it frees the old one; 2: held; 0: go on");
 module_param_named(test_hold_verify, tmem_hold_verify, uint, 0644);
-MODULE_PARM_DESC(test_hold_verify, "TEST: the same for who is about to compare a hit with the disk");
+MODULE_PARM_DESC(test_hold_verify, "TEST: the same for the task that is about to compare a hit with the disk");
 module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
-MODULE_PARM_DESC(test_hold_breaker, "TEST: the same for who opened the breaker, before it is told");
+MODULE_PARM_DESC(test_hold_breaker, "TEST: the same for the task that opened the breaker, before it reports that");
 
 /**
  * tmem_hold() - wait here if a test requests that

@@ -209,7 +209,7 @@ def test_boots_and_resets_during_trouble(
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
-def test_generations(session: Session, kernel: Kernel) -> None:
+def test_generation_changes_on_reset_and_new_daemon(session: Session, kernel: Kernel) -> None:
     """A pause keeps generation and page; a reset, a reboot and a new daemon end both."""
     daemon = session.daemon("vm1")
     daemon.start()

@@ -132,7 +132,7 @@ def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> Non
     assert "nothing to change" in libvirt.tmemctl("detach", machine.name)
 
 
-def test_a_change_meanwhile_is_kept(libvirt: Libvirt, machine: Machine) -> None:
+def test_attach_keeps_concurrent_changes_of_the_domain(libvirt: Libvirt, machine: Machine) -> None:
     """attach keeps a change that another program makes while attach asks the emulator."""
     define(libvirt, machine)
     count = machine.folder / "count"
@@ -458,7 +458,7 @@ def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) ->
         shows(daemon, part)
         assert vm_of(daemon)["quota"]["limit_bytes"] == 7 << 20
         shown = run([host_binary("tmemctl"), "--socket", daemon.control, "list"]).stdout
-        assert f"{LABEL}: not as it was asked for: " in shown and part in shown
+        assert f"{LABEL}: not as requested: " in shown and part in shown
         assert part in libvirt.bridge_log.read_text()
     live(libvirt, limit(8))
     follows(daemon, 8, "it is mended")

@@ -119,7 +119,7 @@ def test_partial_hits(
 
 
 @pytest.mark.smoke
-def test_one_read_waits_so_long(session: Session, kernel: Kernel, module: Path) -> None:
+def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
     """One read(2) of many windows waits for a silent or slow device no longer than tmem.h says."""
     deadline_us = DEADLINE_MS * 1000
     bound_us = 11 * deadline_us

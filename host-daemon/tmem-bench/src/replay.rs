@@ -107,10 +107,13 @@ pub fn load(path: &Path) -> Result<Vec<Event>, String> {
 
 fn decompress(bytes: &[u8]) -> Result<Vec<u8>, String> {
     let size = zstd_safe::get_frame_content_size(bytes).ok().flatten();
-    let size =
-        size.ok_or("its compressed length is not told: compress it as a file, not a pipe")?;
+    let size = size.ok_or(
+        "the zstd frame does not state its uncompressed size: compress a file, not a pipe",
+    )?;
     if size > TRACE_BYTES_MAX {
-        return Err(format!("{size} bytes are more than {TRACE_BYTES_MAX}"));
+        return Err(format!(
+            "the trace has {size} bytes uncompressed; the maximum is {TRACE_BYTES_MAX}"
+        ));
     }
     let mut out = vec![0; size as usize];
     let len = zstd_safe::decompress(&mut out[..], bytes)

@@ -157,7 +157,7 @@ fn until(mut check: impl FnMut() -> bool) -> Result<(), String> {
     let deadline = Instant::now() + TIMEOUT;
     while !check() {
         if Instant::now() >= deadline {
-            return Err("waited in vain".into());
+            return Err(format!("timed out after {TIMEOUT:?}"));
         }
         std::thread::sleep(Duration::from_millis(1));
     }

@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
+    fn metadata_round_trips() {
         let caches = [
             Cache::default(),
             Cache {

@@ -275,7 +275,7 @@ fn check(seed: u64) {
 }
 
 #[test]
-fn attach_and_detach_keep_their_promises() {
+fn detach_restores_random_domains() {
     let first = match std::env::var("TMEM_SEED") {
         Ok(seed) => return check(seed.parse().expect("TMEM_SEED is a number")),
         Err(_) => fastrand::u64(..),

@@ -381,7 +381,7 @@ impl Machine {
                     assert_eq!(length, 8, "a status alone");
                 }
                 Due::Run(carry) => self.model.judge(carry, &answer),
-                Due::Stop => unreachable!("it is no answer"),
+                Due::Stop => unreachable!("a fault that stops the queue has no answer"),
             }
         }
         for (queue, ring) in self.rings.iter_mut().enumerate() {

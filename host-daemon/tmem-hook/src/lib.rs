@@ -170,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn labels_are_names_where_they_can_be() {
+    fn label_is_the_domain_name_unless_invalid_or_too_long() {
         let long = "x".repeat(65);
         let cut = format!("{}-5ca1ab1e", "x".repeat(55));
         for (name, expected) in [

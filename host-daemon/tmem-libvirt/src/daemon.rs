@@ -201,7 +201,7 @@ impl Daemon {
                     }
                     if self.told.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
                         let (vm, quota) = (&*spec.name, &spec.quota);
-                        tracing::info!(vm, ?quota, "domain {vm}: told");
+                        tracing::info!(vm, ?quota, "domain {vm}: quota sent to the daemon");
                     }
                     None
                 }
@@ -532,7 +532,7 @@ mod tests {
 
     /// The VM stops after libvirt was asked and before the daemon is, and libvirt stops, too.
     #[test]
-    fn a_vm_that_stops_meanwhile_is_a_stray_that_ran() {
+    fn a_vm_that_stops_during_reconcile_is_removed_later() {
         let mut host = Host::new();
         let wish = Some(Wish::So(host.spec(5)));
         host.bridge.wish(UUID, wish.clone());

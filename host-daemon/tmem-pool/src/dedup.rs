@@ -363,9 +363,9 @@ mod tests {
     }
 
     #[test]
-    fn a_table_is_a_set() {
+    fn dedup_table_matches_a_set_model() {
         const BLOBS: u32 = 20_000;
-        for_each_seed("a_table_is_a_set", 4, |seed| {
+        for_each_seed("dedup_table_matches_a_set_model", 4, |seed| {
             let mut rng = Rng::new(seed);
             let hash = |i: u32, rng: &mut Rng| {
                 if i.is_multiple_of(100) {

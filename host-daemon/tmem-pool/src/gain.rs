@@ -326,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_dropped_is_not_followed() {
+    fn dropped_keys_are_not_followed() {
         let mut gain = Gain::default();
         let key = |index| Key {
             pool: 1,

@@ -289,7 +289,7 @@ impl fmt::Display for TraceError {
             TraceError::NoTrace => {
                 write!(
                     f,
-                    "it is no trace, or one of a version other than {}",
+                    "it is no trace, or a trace of a version other than {}",
                     MAGIC[7]
                 )
             }
@@ -478,7 +478,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn a_written_trace_reads_back() {
         for_each_seed("trace", 20, |seed| {
             let (mut rng, mut time_us) = (Rng::new(seed), 0);
             let events: Vec<Event> = (0..500)

@@ -407,7 +407,7 @@ mod tests {
     /// Compares the hand-written sizes with those of the wire crate, which another test compares
     /// with the C header.
     #[test]
-    fn sizes_are_those_of_the_header() {
+    fn request_sizes_match_the_wire_crate() {
         assert_eq!(REQ_BYTES, size_of::<wire::Req>());
         assert_eq!(RESP_BYTES, size_of::<wire::Resp>());
         assert_eq!(PUT_PAGE_BYTES, size_of::<wire::PutPage>());

@@ -104,7 +104,10 @@ impl Oracle {
             return;
         }
         if !self.generations.insert(generation) {
-            self.fail("generation", format!("{generation:#x} was there before"));
+            self.fail(
+                "generation",
+                format!("generation {generation:#x} was used before"),
+            );
         }
         if let Err(violation) = self.model.begin(generation) {
             self.fail("generation", violation.to_string());
@@ -178,7 +181,7 @@ impl Oracle {
         }
         if let Request::PoolCreate { pool, .. } = &*flight.request {
             if !self.pools.insert(*pool) {
-                self.fail("ids", format!("pool {pool} was there before"));
+                self.fail("ids", format!("pool {pool} was used before"));
             }
             return;
         }

@@ -150,7 +150,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
         )
     } else if can_give_up_bytes > 0 {
         format!(
-            "{give_up_percent} % less would do: {}",
+            "can give up {give_up_percent} %: {}",
             size(can_give_up_bytes)
         )
     } else if has_enough {
@@ -297,7 +297,11 @@ mod tests {
             vm.loss_hits_seen = 18_000;
         });
         assert_eq!((said.confidence, said.can_give_up_bytes), ("low", 50 << 20));
-        assert!(said.advice.starts_with("50 % less"), "{}", said.advice);
+        assert!(
+            said.advice.starts_with("can give up 50 %"),
+            "{}",
+            said.advice
+        );
         // The VM has hits, but none of them was sampled.
         let said = advise(|vm| (vm.gets, vm.hits) = (20_000, 19_000));
         assert_eq!(said.can_give_up_bytes, 0);

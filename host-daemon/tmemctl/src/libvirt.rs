@@ -310,9 +310,9 @@ fn check_emulator(
     };
     let failure = |what: String| Err(Failure(format!("emulator {emulator}: {what}"), 1));
     if !Path::new(emulator).is_absolute() {
-        return failure("libvirt wants its whole path".into());
+        return failure("libvirt requires an absolute path".into());
     }
-    let hint = "name one that has it with --emulator (qemu-dev/build --full makes it)";
+    let hint = "select a QEMU that has it with --emulator (qemu-dev/build --full builds one)";
     match emulator::has_device(emulator, limit) {
         Err(error) => failure(format!("{error}: {hint}")),
         Ok(true) => Ok(()),

@@ -287,6 +287,9 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         | Command::Advise(_)
         | Command::Top(_)
         | Command::Trace(_)
-        | Command::Doctor(_) => Err(Failure("a bug: not here".into(), 1)),
+        | Command::Doctor(_) => Err(Failure(
+            "internal error: this command is not handled here".into(),
+            1,
+        )),
     }
 }

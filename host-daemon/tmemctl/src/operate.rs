@@ -88,7 +88,7 @@ pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Sai
             false => client.thaw(name.into()).call()?.changed,
         };
         let is = if frozen { "frozen" } else { "thawed" };
-        let already = if changed { "" } else { ", as it was" };
+        let already = if changed { "" } else { " already" };
         let json = json!({ "name": name, "frozen": frozen, "changed": changed });
         Ok((format!("{is}{already}"), json))
     })
@@ -101,10 +101,7 @@ pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
     let failed = |error| refused(&reach.socket, &error);
     client.resize(bytes).call().map_err(failed)?;
     let pool = client.stats(None).call().map_err(failed)?.pool;
-    let mut text = format!(
-        "the pool is to have {} until the daemon ends\n",
-        size(bytes)
-    );
+    let mut text = format!("pool size set to {} until the daemon ends\n", size(bytes));
     if pool.held_bytes > bytes {
         text += &format!(
             "It holds {} and gives back the rest now.\n",

@@ -43,7 +43,7 @@ pub fn list(vms: &[api::Vm]) -> String {
     for vm in vms {
         if let Some(problem) = &vm.problem {
             let problem = problem.replace(char::is_control, " ");
-            text += &format!("\n{}: not as it was asked for: {problem}", vm.name);
+            text += &format!("\n{}: not as requested: {problem}", vm.name);
         }
     }
     if text.ends_with('\n') {

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_divided_is_a_dash() {
+    fn division_by_zero_prints_a_dash() {
         assert_eq!((percent(1, 0), ratio(1, 0)), ("-".into(), "-".into()));
         assert_eq!(
             (percent(1, 3), ratio(3, 2)),

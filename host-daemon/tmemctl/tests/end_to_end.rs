@@ -105,7 +105,7 @@ fn list_is_a_table_in_the_order_of_names() {
 }
 
 #[test]
-fn stats_of_all_and_of_one() {
+fn stats_prints_all_vms_or_the_named_one() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["stats"]));
@@ -293,7 +293,7 @@ fn vms_are_flushed_frozen_and_thawed() {
     assert_eq!(done(&["freeze", "web"]), "web: frozen\n");
     assert_eq!(
         done(&["freeze", "--all"]),
-        "db: frozen\nweb: frozen, as it was\n"
+        "db: frozen\nweb: frozen already\n"
     );
     assert_eq!(words(&done(&["list"]), "web")[2], "yes");
     let some = tmemctl(&control, &["freeze", "nobody", "web", "noone"]);
@@ -301,7 +301,7 @@ fn vms_are_flushed_frozen_and_thawed() {
         (some.status.code(), &*some.stdout, &*some.stderr),
         (
             Some(1),
-            &b"web: frozen, as it was\n"[..],
+            &b"web: frozen already\n"[..],
             &b"tmemctl: the daemon has no VM \"nobody\": see tmemctl list\n"[..],
         )
     );
@@ -335,7 +335,7 @@ fn the_pool_is_resized() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["resize", "32MiB"]));
-    assert_eq!(text, "the pool is to have 32.0 MiB until the daemon ends\n");
+    assert_eq!(text, "pool size set to 32.0 MiB until the daemon ends\n");
     let text = printed(&tmemctl(&control, &["resize", "1MiB", "--json"]));
     let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!(json["configured_bytes"], 1 << 20);

@@ -117,7 +117,7 @@ fn messages_have_fields_in_the_journal() {
     for field in [
         "\"TMEM_REASON\":\"",
         "\"PRIORITY\":\"4\"",
-        "stopped until it is set up anew",
+        "stopped until it is set up again",
         "\"TMEM_VM\":\"web1\"",
     ] {
         assert!(entry.contains(field), "{field} is missing in {entry}");

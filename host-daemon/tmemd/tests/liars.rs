@@ -98,7 +98,7 @@ fn others_answer(daemon: &mut Daemon, driver: &mut Driver, stopped: usize) {
 
 /// Each fault of the list by itself.
 #[test]
-fn every_malformed_request_has_its_answer() {
+fn every_malformed_request_gets_the_specified_status() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut driver = daemon.driver("liar", 1);
     let mut neighbour = daemon.driver("neighbour", 2);

@@ -242,7 +242,7 @@ fn signed_ids() {
 /// XSA-15: an id was used before it was checked. Here a pool is found among the tenant's own or not
 /// at all: never created, destroyed, another VM's, or of an older generation.
 #[test]
-fn unchecked_ids() {
+fn foreign_or_stale_pool_ids_are_refused() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut driver = daemon.driver("a", 1);
     let mut other = daemon.driver("b", 2);

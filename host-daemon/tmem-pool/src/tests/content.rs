@@ -226,7 +226,7 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
 }
 
 #[test]
-fn there_is_nothing_beyond_the_last_page_number() {
+fn a_get_does_not_wrap_past_the_last_page_number() {
     let pool = new_pool(1 << 20);
     let tenant = add(&pool, "a", None, OPEN);
     let page = noise(1);

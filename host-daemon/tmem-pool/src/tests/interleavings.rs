@@ -182,8 +182,8 @@ fn a_slot_is_written(name: &str, write: fn(&Heap<()>, Handle)) {
 }
 
 #[test]
-fn a_slot_is_written_beside_compaction() {
-    a_slot_is_written("a_slot_is_written_beside_compaction", |heap, _| {
+fn slot_writes_are_correct_during_compaction() {
+    a_slot_is_written("slot_writes_are_correct_during_compaction", |heap, _| {
         let handle = store(heap, 7);
         is(heap, handle, 7);
         heap.free(handle);

@@ -158,7 +158,7 @@ fn vm_socket(vm: &api::Vm) -> Finding {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Finding::fault(
             of,
             format!("its socket {at} is gone"),
-            "systemctl restart tmemd: it makes the sockets of all its VMs anew",
+            "systemctl restart tmemd: it creates the sockets of all its VMs again",
         ),
         Err(error) => Finding::good(
             of,
@@ -174,14 +174,14 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
     if let Some(problem) = &vm.problem {
         findings.push(Finding::fault(
             ("problem", name),
-            format!("it is not as it was asked for: {problem}"),
+            format!("it is not as requested: {problem}"),
             &format!("tmemctl tune {name}, with values that fit"),
         ));
     }
     if vm.frozen {
         findings.push(Finding::warning(
             ("frozen", name),
-            "it is frozen: none of its pages are taken",
+            "it is frozen: the daemon refuses its puts",
             &format!("tmemctl thaw {name}"),
         ));
     }
@@ -192,7 +192,7 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
                 "{} of its virtqueues were stopped for a fault of guest or VMM",
                 stats.queues_stopped
             ),
-            &format!("journalctl -u tmemd TMEM_VM={name}; a reset of the guest sets them up anew"),
+            &format!("journalctl -u tmemd TMEM_VM={name}; a reset of the guest sets them up again"),
         ));
     }
     if !vm.connected {

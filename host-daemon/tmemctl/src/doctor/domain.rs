@@ -79,7 +79,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             Some(_) => vec![Finding::fault(
                 ("device", name),
                 "it has a quota and no device",
-                &format!("{attach}, and start it anew"),
+                &format!("{attach}, and restart it"),
             )],
         };
     };
@@ -89,7 +89,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
         Err(error) => Finding::fault(
             ("shared-memory", name),
             error.0.clone(),
-            &format!("{attach}, and start it anew"),
+            &format!("{attach}, and restart it"),
         ),
     });
     if let Some(Err(error)) = &domain.cache {
@@ -114,7 +114,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             None => Finding::fault(
                 of,
                 "it runs, has the device, and the daemon does not know it",
-                "start tmem-libvirt, or start it anew: it has the daemon serve VMs that run (docs/libvirt.md)",
+                "start or restart tmem-libvirt: it has the daemon serve VMs that run (docs/libvirt.md)",
             ),
             Some(vm) if vm.socket != device.socket => Finding::fault(
                 of,
@@ -122,7 +122,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
                     "its device is at {}, and the daemon serves it at {}",
                     device.socket, vm.socket
                 ),
-                &format!("{attach}, and start it anew"),
+                &format!("{attach}, and restart it"),
             ),
             Some(_) => Finding::good(of, "the daemon serves it"),
         });

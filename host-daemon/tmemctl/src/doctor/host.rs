@@ -36,7 +36,7 @@ fn pressure(root: &Path) -> Finding {
             format!(
                 "the kernel does not tell how long tasks wait for memory ({error}): the pool gives way later"
             ),
-            "add psi=1 to the kernel's command line, and start the host anew",
+            "add psi=1 to the kernel's command line, and restart the host",
         ),
     }
 }

@@ -68,7 +68,7 @@ impl Account {
                 u32::MAX - 1
             )),
             (None, Err(error)) => Err(format!(
-                "{file} cannot be read ({error}): mend that, or give its number"
+                "{file} cannot be read ({error}): fix that, or give its number"
             )),
         }
     }

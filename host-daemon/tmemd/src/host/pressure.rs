@@ -380,7 +380,7 @@ impl PoolSize {
         } else if size_bytes == full_bytes {
             let text = format_args!("the pool has its {full_bytes} bytes again");
             self.events.tell(EventKind::HostWell, None, text);
-            tracing::info!(size_bytes, "the pool has its size again");
+            tracing::info!(size_bytes, "the pool is back at its configured size");
         } else {
             tracing::debug!(size_bytes, "the pool's size changes: {why}");
         }

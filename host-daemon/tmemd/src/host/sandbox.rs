@@ -735,7 +735,7 @@ mod tests {
     /// The log line of `enter` tells whether this machine's kernel knows the right, so the test
     /// uses it, too.
     #[test]
-    fn missing_protection_is_logged() {
+    fn partial_or_missing_landlock_is_logged() {
         let on = |effective_abi| LandlockStatus::Available {
             effective_abi,
             kernel_abi: None,

@@ -160,7 +160,7 @@ impl Ring {
             if result < 0 {
                 // The eventfd is open, so only a lack of memory can be the reason.
                 let error = io::Error::from_raw_os_error(-result);
-                tracing::error!("a kick could not be watched, and is watched anew: {error}");
+                tracing::error!("a kick could not be watched; the worker tries again: {error}");
             }
             match token {
                 WAKE => {

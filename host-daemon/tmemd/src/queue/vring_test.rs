@@ -440,7 +440,7 @@ fn ranges_without_pages_are_bounded_per_slice_too() {
 
 /// A whole batch of pages in zstd form takes longer than a slice.
 #[test]
-fn a_get_of_dense_pages_takes_two_slices() {
+fn a_get_of_64_zstd_pages_takes_two_slices() {
     let mut guest = guest();
     let expected = guest.store_dense(64);
     let answer = guest.get(0, 64);

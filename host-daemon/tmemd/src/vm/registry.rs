@@ -223,23 +223,23 @@ impl Registry {
                 let (config, access) = self.parse_spec(&spec)?;
                 let given = |m: &Member| m.added.is_none() && m.vm.config.uuid == config.uuid;
                 if members.0.iter().any(given) {
-                    let what = "the VM was given to the daemon at its start as well";
+                    let what = "the VM is also configured with --vm or [[vm]]";
                     return Err(Refused::Vm(what.into()));
                 }
                 self.insert(&mut members, &config, access, spec, true)
             });
             match added {
-                Ok(None) => tracing::info!(vm = name, "VM noted in {} is back", path.display()),
+                Ok(None) => tracing::info!(vm = name, "VM restored from {}", path.display()),
                 Ok(Some(reason)) => tracing::warn!(
                     vm = name,
                     reason,
-                    "VM noted in {} is back, but {reason}",
+                    "VM restored from {}, but {reason}",
                     path.display()
                 ),
                 Err(why) => tracing::error!(
                     vm = name,
                     reason = %why,
-                    "the VM noted in {} is left out: {why}; once that is mended start the VM anew, or \
+                    "the VM noted in {} is left out: {why}. Fix that and restart the VM, or \
                      remove the file",
                     path.display()
                 ),
@@ -445,7 +445,7 @@ impl Registry {
                 return Err(Refused::Vm(format!("{differs}, {what}")));
             };
             if vm.connected.load(Ordering::Acquire) {
-                let what = "it is connected: this changes when it is started anew";
+                let what = "it is connected: this changes when it is started again";
                 return Err(Refused::Vm(format!("{differs}, and {what}")));
             }
             let (old_config, old_access) = self.parse_spec(&old)?;
@@ -645,7 +645,7 @@ impl Registry {
 fn identity(vm: &Vm) -> String {
     match &vm.config.uuid {
         Some(uuid) => format!("the one with the UUID {uuid}"),
-        None => "one that was given to the daemon at its start".into(),
+        None => "a VM from --vm or [[vm]]".into(),
     }
 }
 

@@ -266,7 +266,7 @@ impl Vm {
             let vm = self.name();
             tracing::warn!(
                 %vm, request = virtqueue, reason, left_out,
-                "virtqueue {virtqueue} stopped until it is set up anew: {reason}"
+                "virtqueue {virtqueue} stopped until it is set up again: {reason}"
             );
         }
     }
