@@ -107,7 +107,7 @@ CHECKING = kernel-debug kernel-kcsan
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
 # Of all these .ci/run takes as many as fit, in turn; not what needs a nightly compiler, and not the
 # kernels that are built first.
-# Those of 7.3 join when each has passed once: test_core::test_suspend did not end there.
+# Those of 7.3 join when each has passed once.
 TURNS = $(filter-out miri fuzz vm-7.3-%,$(SHARDS))
 SHARD ?= $(SHARDS)
 
