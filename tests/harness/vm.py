@@ -268,7 +268,7 @@ class Vm:
     def _booted_again(self, before: str) -> Guest:
         guest = self.connect()
         if guest.boot_id == before:
-            raise HarnessError(f"{self.name}: the guest did not boot anew")
+            raise HarnessError(f"{self.name}: the guest did not boot again")
         return guest
 
     def pause(self) -> None:

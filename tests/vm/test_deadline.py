@@ -37,10 +37,10 @@ FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
 
 
-def hold(guest: Guest, path: str, size_mib: int, *, anew: bool = True) -> dict[str, int]:
-    """Creates a file unless `anew` is false, and evicts it in steps that fit the ring."""
+def hold(guest: Guest, path: str, size_mib: int, *, create: bool = True) -> dict[str, int]:
+    """Creates a file unless `create` is false, and evicts it in steps that fit the ring."""
     counters = {}
-    if anew:
+    if create:
         guest.sh(f"dd if=/dev/urandom of={path} bs=1M count={size_mib} 2>/dev/null; sync")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     for part in range(size_mib):

@@ -80,7 +80,7 @@ def test_partial_hits(
     for _ in range(5):  # a busy host may refuse some
         if held - empty == pages:
             break
-        held = hold(guest, FILE, size_mib, anew=False)["index_pages"]
+        held = hold(guest, FILE, size_mib, create=False)["index_pages"]
     assert held - empty == pages
     # Dirty pages are no longer held, and their next put is dropped.
     guest.sh(f"dd if={FILE} of=/tmp/copy bs=1M iflag=direct 2>/dev/null")
@@ -156,7 +156,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             assert guest.sh("sha256sum </tmp/read").split()[0] == right
             liar.delay_seconds = 0.0
             wait_state(guest, "on")
-            hold(guest, FILE, size_mib, anew=False)
+            hold(guest, FILE, size_mib, create=False)
 
 
 def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:

@@ -304,7 +304,7 @@ fn warn_of_writable_folder(run_folder: &Path) {
     };
     if metadata.permissions().mode() & 0o002 != 0 {
         tracing::warn!(
-            "everybody can write to {}: whoever makes a VM's socket there first is given that VM's \
+            "everybody can write to {}: the first process to create a VM's socket there gets that VM's \
              memory; take the permission away, or choose another --run-folder",
             run_folder.display()
         );
