@@ -37,6 +37,8 @@ static void usage(FILE *to)
 	      "  --device=PATH --fstype=NAME [--mount-options=TEXT]\n"
 	      "                    what is mounted at DIR: for unmount cycles and remounting\n"
 	      "  --no-evictor      no process that evicts while the workers run\n"
+	      "  --no-direct-reclaim\n"
+	      "                    evict by drop_caches only, never in a task that allocates memory\n"
 	      "  --no-OP           without an operation, as named in the reports\n"
 	      "  --only=OP,...     without all others\n"
 	      "  --replay=W:F      print each operation of worker W on file F\n"
@@ -94,6 +96,14 @@ static void only(struct options *opt, char *names)
 	}
 }
 
+/* Replaces memory.reclaim and memory pressure by drop_caches. */
+static void no_direct_reclaim(struct options *opt)
+{
+	opt->direct_reclaim = false;
+	opt->disabled[ops_find("reclaim")] = true;
+	opt->disabled[ops_find("pressure")] = true;
+}
+
 static void parse(struct options *opt, int argc, char **argv)
 {
 	static const struct option names[] = {
@@ -101,6 +111,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		{ "size-max", 1, NULL, 'm' }, { "jobs", 1, NULL, 'j' }, { "rounds", 1, NULL, 'r' },
 		{ "device", 1, NULL, 'd' }, { "fstype", 1, NULL, 't' },
 		{ "mount-options", 1, NULL, 'O' }, { "no-evictor", 0, NULL, 'e' },
+		{ "no-direct-reclaim", 0, NULL, 'c' },
 		{ "only", 1, NULL, 'k' },
 		{ "replay", 1, NULL, 'R' }, { "mode", 1, NULL, 'M' }, { "scenario", 1, NULL, 'S' },
 		{ "readers", 1, NULL, 'x' }, { "writers", 1, NULL, 'y' }, { "mixed", 0, NULL, 'z' },
@@ -122,6 +133,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		case 't': opt->fstype = optarg; break;
 		case 'O': opt->mount_options = optarg; break;
 		case 'e': opt->evictor = false; break;
+		case 'c': no_direct_reclaim(opt); break;
 		case 'k': only(opt, optarg); break;
 		case 'M': opt->mode = optarg; break;
 		case 'S': opt->mode = optarg; break;
@@ -346,6 +358,7 @@ int main(int argc, char **argv)
 {
 	struct options opt = {
 		.seed = 0, .ops = 20000, .files = 24, .jobs = 1, .rounds = 1, .evictor = true,
+		.direct_reclaim = true,
 		.size_max = 2 << 20, .mode = "model", .readers = 2, .writers = 2,
 	};
 	struct shared *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,

@@ -378,7 +378,8 @@ void evictor_run(const struct options *opt, struct shared *shared)
 		}
 		switch (rng_below(&rng, 400)) {
 		case 0:
-			pressure(shared, &rng);
+			if (opt->direct_reclaim)
+				pressure(shared, &rng);
 			break;
 		case 1 ... 20:
 			drop_caches(3);
@@ -393,7 +394,10 @@ void evictor_run(const struct options *opt, struct shared *shared)
 			sync();
 			break;
 		default:
-			memcg_reclaim((1 + rng_below(&rng, 4)) << 19);
+			if (opt->direct_reclaim)
+				memcg_reclaim((1 + rng_below(&rng, 4)) << 19);
+			else
+				drop_caches(1);
 		}
 		__atomic_add_fetch(&shared->evictions, 1, __ATOMIC_RELAXED);
 		nanosleep(&pause, NULL);

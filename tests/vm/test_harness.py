@@ -141,20 +141,6 @@ def test_a_panic_is_reported(
     vm.check_console()
 
 
-def test_known_faults_are_ignored(
-    session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
-) -> None:
-    vm = session.vm(Config(kernel, known_faults=r"WARNING: .* known\+"))
-    guest = vm.start()
-    guest.sh("echo 'WARNING: at known+0x1/0x2' >/dev/kmsg")
-    until(lambda: "known+0x1" in vm.console.read_text(errors="replace"), 20, "the known line")
-    vm.check_console()
-    guest.sh("echo 'WARNING: at other+0x1/0x2' >/dev/kmsg")
-    until(lambda: "other+0x1" in vm.console.read_text(errors="replace"), 20, "the other line")
-    assert "other+0x1" in expect_error(vm.check_console)
-    vm.expect_trouble()
-
-
 def test_a_dead_qemu_is_reported(
     session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
 ) -> None:
