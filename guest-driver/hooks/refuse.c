@@ -146,7 +146,7 @@ static bool table_ok(const struct gendisk *disk, struct mapped_device *md, struc
 			ok = opaque(disk, stack);
 		} else if (!is_plain(target->type->name)) {
 			scnprintf(stack->why, stack->why_bytes,
-				  "%s has a %s target; allow_encrypted=1 serves it anyway",
+				  "%s uses the %s target; allow_encrypted=1 serves it anyway",
 				  disk->disk_name, target->type->name);
 			ok = false;
 		} else {

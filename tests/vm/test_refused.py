@@ -40,7 +40,7 @@ SECTORS = OTHER_BYTES // SECTOR
 # A key for AES-256 in XTS mode, in hexadecimal; its value does not matter.
 KEY = "0123456789abcdef" * 8
 CRYPTO = ("xts", "ecb", "aes_generic", "sha256_generic")
-CRYPT_REASON = "dm-0 has a crypt target; allow_encrypted=1"
+CRYPT_REASON = "dm-0 uses the crypt target; allow_encrypted=1"
 
 
 def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: Path) -> Guest:
@@ -199,7 +199,22 @@ def test_verified_device(session: Session, kernel: Kernel, module: Path) -> None
         f" '1 {data} {tree_device} {BLOCK} {BLOCK} {blocks} 0 sha256 {root} -'"
     ).strip()
     guest.sh(f"mkdir {INNER} && mount -t ext4 -o ro,noload {node} {INNER}", 60)
-    check_refused(guest, "dm-0 has a verity target; allow_encrypted=1")
+    check_refused(guest, "dm-0 uses the verity target; allow_encrypted=1")
+    gone(guest)
+
+
+def test_device_with_integrity_tags(session: Session, kernel: Kernel, module: Path) -> None:
+    other = disk.blank(session.folder / "other.img", OTHER_BYTES)
+    guest = boot(session, kernel, module, "crc32c_generic", "dm_integrity", other=other)
+    device = f"/dev/{guest.disk('other')}"
+    # Without a superblock on the disk, the kernel formats it. A quarter is enough for the tags.
+    node = guest.sh(
+        f"{DM} tagged 0 {SECTORS // 4 * 3} integrity"
+        f" '{device} 0 - D 2 internal_hash:crc32c recalculate'"
+    ).strip()
+    guest.sh(f"mkdir {INNER} && mke2fs -q {node} && mount -t ext4 {node} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, "dm-0 uses the integrity target; allow_encrypted=1")
     gone(guest)
 
 
