@@ -30,7 +30,7 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
 
 
 def build_patch(kernel: Kernel) -> Path:
-    """Returns the module of tests/guest/patch, which is another user of ftrace."""
+    """Returns patch.ko of tests/guest/patch, another user of ftrace. live.ko is beside it."""
     sources = sorted((ROOT / PATCH).iterdir())
     return _build(kernel, sources, PATCH, "patch.ko")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Other users of ftrace in the guest, and a kernel that disabled ftrace.
 
-Live patches replace functions that the driver hooks. tests/guest/patch takes a function as a live
-patch does.
+Live patches replace functions that the driver hooks. In tests/guest/patch, live.ko is a live patch,
+and patch.ko takes a function as a live patch does.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 
 DM = "/bin/dm"
 PATCH = "/patch.ko"
+LIVE_PATCH = "/live.ko"
 XFS = "/xfs"
 # VIRTIO_TMEM_H_EXT4 and VIRTIO_TMEM_H_XFS, and the first bit of file systems.
 H_EXT4, H_XFS = 1 << 56, 1 << 57
@@ -56,6 +57,7 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
     daemon = start_daemon(session)
     data = disk.ext4(session.folder / "data.img", DISK_BYTES)
     xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES)
+    patch = module.build_patch(kernel)
     vm = driver_vm(
         session,
         kernel,
@@ -64,7 +66,11 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
         cpus=2,
         disks=[Disk("data", data), Disk("xfs", xfs)],
         modules=["xfs", *modules],
-        files={PATCH: module.build_patch(kernel), DM: guest_program(TESTS / "guest/dm.c")},
+        files={
+            PATCH: patch,
+            LIVE_PATCH: patch.with_name("live.ko"),
+            DM: guest_program(TESTS / "guest/dm.c"),
+        },
         tcg_threads="single",  # for loading and unloading, see test_unload_under_load
     )
     guest = vm.start()
@@ -168,6 +174,13 @@ def switch_hooks(guest: Guest, on: bool) -> int:
     return status
 
 
+def wait_live_patch(guest: Guest) -> None:
+    """Waits until every task uses the live patch, or none does."""
+    transition = "/sys/kernel/livepatch/live/transition"
+    done = f"[ ! -e {transition} ] || [ $(cat {transition}) = 0 ]"
+    until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
+
+
 def test_live_patch_of_a_hooked_function(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
@@ -178,7 +191,7 @@ def test_live_patch_of_a_hooked_function(
     check_cached(guest, make(guest, path))
     held = evict(guest, [path])["index_pages"]
     for function in ("truncate_inode_pages_range", "ext4_readahead"):
-        patch = f"insmod {PATCH} function={function}"
+        patch = f"insmod {LIVE_PATCH} function={function}"
         assert "busy" in guest.run(patch).stderr.decode(), "the driver has it"
 
         assert switch_hooks(guest, False) == 0
@@ -186,6 +199,7 @@ def test_live_patch_of_a_hooked_function(
         assert held > 0 and stats(guest)["index_pages"] == 0
         assert guest.sh(f"ls {SYSFS}/mounts") == ""
         guest.sh(patch)
+        wait_live_patch(guest)
         # The driver does not see changes from now on.
         content = changed_content(f"{function} is patched")
         guest.put(path, content)
@@ -205,7 +219,9 @@ def test_live_patch_of_a_hooked_function(
             )
         sums = {path: hashlib.sha256(content).hexdigest()}
         assert checksums(guest, [path]) == sums
-        guest.sh("rmmod patch")
+        guest.sh("echo 0 >/sys/kernel/livepatch/live/enabled")
+        wait_live_patch(guest)
+        guest.sh("rmmod live")
         assert switch_hooks(guest, True) == 0
         wait_state(guest, "on")
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
