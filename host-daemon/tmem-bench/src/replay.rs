@@ -4,11 +4,14 @@
 //!
 //! docs/traces.md describes how traces are recorded, their contents, and what a replay leaves out.
 
+mod pool;
+
+pub use pool::Outcome;
+use pool::Replay;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
-use tmem_pool::replay::{Outcome, Replay};
-use tmem_pool::trace::{Event, Reader, TraceError};
+use tmem_trace::format::{Event, Reader, TraceError};
 
 /// Default pool sizes, in eighths of the memory that the trace would fill without evictions: from
 /// sizes where most is lost to sizes where little is.

@@ -23,8 +23,7 @@
 //! | `heap/` | memory for stored bytes, which compacts and is given back |
 //! | `codec.rs`, `hash.rs`, `hash/` | forms of a page |
 //! | `evict/` | order of eviction, one file for each policy |
-//! | `gain.rs` | estimate of the hits that more memory would bring |
-//! | `trace.rs`, `replay.rs` | traces of requests; their replay with another policy or size |
+//! | `shadow.rs` | tenant without page contents, for the replay of traces |
 //! | `check.rs`, `tests/` | invariants; a model that knows the allowed answers |
 //! | `apart.rs` | padding to cache lines |
 //! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
@@ -48,36 +47,32 @@ mod entry;
 mod error;
 mod evict;
 mod fail;
-mod gain;
 mod hash;
 mod heap;
 mod index;
 mod pool;
 mod quota;
 mod registry;
-pub mod replay;
 mod secret;
+mod shadow;
 mod state;
 mod stats;
 mod sync;
 mod tenant;
 #[cfg(test)]
 mod tests;
-pub mod trace;
 mod whole;
 
+pub use codec::stored_bytes;
 pub use config::{
     ADDRESS_SPACE_TIMES, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
     POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
 };
 pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
 pub use error::{AdmissionError, CreateError, NoPool};
-pub use gain::{
-    GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
-    LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
-};
 pub use hash::PageHash;
 pub use pool::{Pool, Work};
 pub use secret::SecretPages;
+pub use shadow::{ShadowMemory, ShadowTenant};
 pub use stats::{PoolStats, TenantStats};
 pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

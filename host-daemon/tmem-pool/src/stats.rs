@@ -69,10 +69,10 @@ pub struct TenantStats {
     /// Counter, pages: held under another cookie than the requested one.
     pub cookie_mismatches: u64,
     /// Counter, pages, approximate: misses that would have been hits with more memory, in the order
-    /// of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
+    /// of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Counter, pages, approximate: hits that would have been misses with less memory than the
-    /// tenant used, in the order of [`LOSS_PERCENT`](crate::LOSS_PERCENT).
+    /// tenant used, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,

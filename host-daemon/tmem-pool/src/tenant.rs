@@ -492,7 +492,7 @@ impl Tenant {
         let copied = raw.iter().flatten().count();
         let mut freed = Freed::new();
         let mut state = self.0.lock();
-        let gain_before_ns = state.gain.cost_ns();
+        let estimator_before_ns = state.estimator_ns();
         let live = state.index.is_live(pool);
         for (nth, ((put, raw), result)) in pages.iter().zip(raw).zip(results).enumerate() {
             let Some((blob, check)) = raw else {
@@ -521,14 +521,14 @@ impl Tenant {
                 *result = PutResult::Stored;
             }
         }
-        let gain_ns = state.gain.cost_ns() - gain_before_ns;
+        let estimator_ns = state.estimator_ns() - estimator_before_ns;
         drop(state);
         let evicted = steps_max - steps + freed.len();
         engine.release_all(freed);
         let cost_ns = copied as u64 * PUT_NS
             + (pages.len() - copied) as u64 * REFUSE_NS
             + evicted as u64 * EVICT_NS
-            + gain_ns;
+            + estimator_ns;
         live.then_some(cost_ns)
     }
 
@@ -596,12 +596,12 @@ impl Tenant {
         let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
         let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
         let mut state = self.0.lock();
-        let gain_before_ns = state.gain.cost_ns();
+        let estimator_before_ns = state.estimator_ns();
         if state.index.is_live(pool) {
             let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
             state.take(pool, object, index, &cookies[..nr], taken, ids);
         }
-        spent.cost_ns += state.gain.cost_ns() - gain_before_ns;
+        spent.cost_ns += state.estimator_ns() - estimator_before_ns;
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
@@ -713,13 +713,13 @@ impl Tenant {
             *budget_ns = budget_ns.saturating_sub(dropped_ns);
             let done = !more && state.forget_ns_max(range) <= *budget_ns;
             if done {
-                let gain_before_ns = state.gain.cost_ns();
+                let estimator_before_ns = state.estimator_ns();
                 state.forget(pool, range);
                 let keys_ns = match last - index {
                     nr if nr < FLUSH_HASHES_MAX => (nr + 1) * KEY_NS,
                     _ => 0,
                 };
-                *budget_ns -= state.gain.cost_ns() - gain_before_ns + keys_ns;
+                *budget_ns -= state.estimator_ns() - estimator_before_ns + keys_ns;
             }
             drop(state);
             self.0.pool.release_all(freed);
@@ -739,7 +739,7 @@ impl Tenant {
         let (mut left, before) = {
             let mut state = self.0.lock();
             // More memory would not have turned later misses of these pages into hits.
-            state.gain.drop_where(|_| true);
+            state.estimator.drop_where(|_| true);
             let pages = u64::from(state.index.gauges.pages);
             (pages, pages)
         };
@@ -778,44 +778,8 @@ impl Tenant {
         } = &*self.0;
         let quota = engine.quota(tenant);
         let state = self.0.lock();
-        let (gauges, counters) = (state.index.gauges, state.counters);
-        let mut stats = TenantStats {
-            pages: gauges.pages.into(),
-            charged_bytes: gauges.charged_bytes(),
-            entitled_bytes: tenant.entitled_bytes.get(),
-            original_bytes: u64::from(gauges.pages) * PAGE_SIZE as u64,
-            compressed_bytes: gauges.stored_bytes,
-            same_filled_pages: gauges.same_filled_pages.into(),
-            raw_pages: gauges.raw_pages.into(),
-            shared_pages: gauges.shared_pages.into(),
-            puts: counters.puts,
-            puts_refused: counters.puts_refused,
-            gets: counters.gets,
-            hits: counters.hits,
-            evictions: counters.evictions,
-            flushed_pages: counters.flushed_pages,
-            hash_mismatches: counters.hash_mismatches,
-            evictions_limit: counters.evictions_limit,
-            replaced_pages: counters.replaced_pages,
-            cookie_mismatches: counters.cookie_mismatches,
-            evictions_shrink: counters.evictions_shrink,
-            refused_nursery: counters.refused_nursery,
-            refused_pool: counters.refused_pool,
-            refused_limit: counters.refused_limit,
-            refused_keys: counters.refused_keys,
-            settled_same_filled: counters.settled_same_filled,
-            settled_shared: counters.settled_shared,
-            settled_compressed: counters.settled_compressed,
-            settled_raw: counters.settled_raw,
-            gain_hits: state.gain.hits,
-            loss_hits: state.gain.losses,
-            loss_hits_seen: state.gain.hits_seen,
-            gain_steps: state.gain.steps,
-            raw_pages_max: state.raw_max.into(),
-            detached_pages: state.index.detached.pages.into(),
-            pools: state.index.nr_pools() as u64,
-            ..TenantStats::default()
-        };
+        let mut stats = state.stats();
+        stats.entitled_bytes = tenant.entitled_bytes.get();
         stats.set_quota(quota);
         stats
     }

@@ -7,13 +7,14 @@
 //! that depends on the key and the object's number. The key comes from the system and is in no
 //! file.
 
-use crate::codec;
-use crate::config::{PAGE_SIZE, Page};
 use std::fmt;
 use std::hash::{BuildHasher, RandomState};
 
 /// First bytes of a trace: name and version of the format.
 const MAGIC: [u8; 8] = *b"tmemtr\x00\x01";
+
+/// Bytes of a page. The device knows no other size.
+const PAGE_SIZE: usize = 4096;
 
 /// Granularity of stored sizes in bytes. Finer sizes would reveal more of the contents, and no
 /// policy uses them.
@@ -38,16 +39,6 @@ pub struct SizeClass(u8);
 
 impl SizeClass {
     const MAX: u8 = (PAGE_SIZE / SIZE_CLASS_BYTES) as u8;
-
-    /// Returns the class of the form that the engine would store. This takes as long as compressing
-    /// the page.
-    pub fn of(page: &Page) -> SizeClass {
-        if codec::same_filled(page).is_some() {
-            return SizeClass(0);
-        }
-        let bytes = codec::encode(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len);
-        SizeClass::of_bytes(bytes)
-    }
 
     /// Returns the class of a page with this stored size in bytes.
     pub fn of_bytes(bytes: usize) -> SizeClass {
@@ -274,6 +265,7 @@ impl Writer {
 
 /// Reason why a trace cannot be read any further.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TraceError {
     /// The bytes do not begin as a trace of this version does.
     NoTrace,
@@ -436,8 +428,7 @@ impl Iterator for Reader<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tests::noise;
-    use crate::tests::rng::{Rng, for_each_seed};
+    use crate::rng::{Rng, for_each_seed};
 
     fn any_event(rng: &mut Rng, time_us: &mut u64) -> Event {
         *time_us += [0, 0, 1, 300, 1 << 40][rng.below(5) as usize];
@@ -497,9 +488,9 @@ mod tests {
             for _ in 0..50 {
                 let len = MAGIC.len() + rng.below((bytes.len() - MAGIC.len()) as u64) as usize;
                 let read: Vec<_> = Reader::new(&bytes[..len]).unwrap().collect();
-                let whole = ends.iter().take_while(|end| **end <= len).count();
+                let complete = ends.iter().take_while(|end| **end <= len).count();
                 let good = read.iter().filter_map(|event| event.clone().ok());
-                assert!(good.eq(events[..whole].iter().copied()));
+                assert!(good.eq(events[..complete].iter().copied()));
                 let at_an_end = len == MAGIC.len() || ends.contains(&len);
                 assert_eq!(read.last() == Some(&Err(TraceError::Cut)), !at_an_end);
             }
@@ -507,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_traces_are_refused_and_harm_nobody() {
+    fn damaged_traces_are_refused_and_end_the_reading() {
         for_each_seed("damaged trace", 20, |seed| {
             let mut rng = Rng::new(seed);
             for _ in 0..200 {
@@ -573,12 +564,9 @@ mod tests {
     }
 
     #[test]
-    fn sizes() {
-        assert_eq!(SizeClass::of(&[7; PAGE_SIZE]).bytes(), 0);
-        assert_eq!(SizeClass::of(&noise(1)).bytes(), PAGE_SIZE);
-        let mut page = [1; PAGE_SIZE];
-        page[9] = 2;
-        assert_eq!(SizeClass::of(&page).bytes(), SIZE_CLASS_BYTES);
-        assert_eq!(SizeClass::of_bytes(257).bytes(), 512);
+    fn size_classes_round_up_to_256_bytes() {
+        for (bytes, class_bytes) in [(0, 0), (1, 256), (256, 256), (257, 512), (9999, PAGE_SIZE)] {
+            assert_eq!(SizeClass::of_bytes(bytes).bytes(), class_bytes);
+        }
     }
 }
