@@ -34,32 +34,15 @@ use std::thread::JoinHandle;
 use tmem_pool::{Pool, PoolConfig};
 
 /// Why a daemon did not start.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
 pub enum StartError {
     /// The configuration is invalid.
-    Config(ConfigError),
+    Config(#[from] ConfigError),
     /// A VM's reserve does not fit into the pool.
-    Admission(tmem_pool::AdmissionError),
+    Admission(#[from] tmem_pool::AdmissionError),
     /// An operation of the system failed; the text names it.
-    System(io::Error),
-}
-
-impl std::fmt::Display for StartError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            StartError::Config(error) => error.fmt(f),
-            StartError::Admission(error) => error.fmt(f),
-            StartError::System(error) => error.fmt(f),
-        }
-    }
-}
-
-impl std::error::Error for StartError {}
-
-impl From<io::Error> for StartError {
-    fn from(error: io::Error) -> Self {
-        StartError::System(error)
-    }
+    System(#[from] io::Error),
 }
 
 /// A running daemon; dropping it stops it.
@@ -82,8 +65,8 @@ impl Daemon {
     /// # Errors
     /// The configuration is invalid, a reserve does not fit, or the system lacks a resource.
     pub fn start(mut config: Config) -> Result<Daemon, StartError> {
-        config.check().map_err(StartError::Config)?;
-        config.find_accounts().map_err(StartError::Config)?;
+        config.check()?;
+        config.find_accounts()?;
         raise_descriptor_limit();
         let clock = ClockAndEntropy::host();
         let pool = create_pool(&config)?;
@@ -245,7 +228,7 @@ fn create_registry(
     let registry = Registry::new(pool, recorder, events, &config.run_folder)?;
     registry.set_pages_per_second(config.vm_pages_per_second);
     for vm in &config.vms {
-        registry.give(vm).map_err(StartError::Admission)?;
+        registry.give(vm)?;
     }
     Ok(Arc::new(registry))
 }
