@@ -121,7 +121,7 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 	lockdep_assert_held(&tmem_buckets[bucket].lock);
 	atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
 	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
-	tmem_ring_flush(&where, 0, VIRTIO_TMEM_TO_END);
+	tmem_queue_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
 	unlink_object(object, &detached);
 	spin_unlock(&detached_lock);
@@ -377,7 +377,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 	tmem_count_inval(why, erased);
 	trace_tmem_invalidate(pool->name, ino, first, min_t(u64, last, TMEM_INDEX_MAX), erased,
 			      tmem_inval_name(why));
-	tmem_ring_flush(&where, first,
+	tmem_queue_flush(&where, first,
 			last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
 }
 
@@ -536,35 +536,6 @@ unsigned long tmem_index_pool_pages(u32 id)
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_index_reserve() - change how much of the module's memory is not available to the index
- * @bytes: bytes that other parts take; negative to give back
- */
-void tmem_index_reserve(long bytes)
-{
-	WRITE_ONCE(tmem_index_limit_bytes, tmem_index_limit_bytes - bytes);
-}
-
-/**
- * tmem_index_bytes() - return the memory of the index
- *
- * Return: bytes, with the hash table.
- */
-long tmem_index_bytes(void)
-{
-	return atomic_long_read(&tmem_index_used_bytes);
-}
-
-/**
- * tmem_index_pages() - return the number of entries
- *
- * Return: pages that the host is believed to hold.
- */
-long tmem_index_pages(void)
-{
-	return atomic_long_read(&tmem_index_nr_pages);
-}
-
-/**
  * tmem_index_init() - allocate the slab caches and the hash table
  *
  * Return: 0 or -ENOMEM.
@@ -593,7 +564,8 @@ int tmem_index_init(void)
 		spin_lock_init(&tmem_buckets[i].lock);
 		INIT_HLIST_HEAD(&tmem_buckets[i].objects);
 	}
-	atomic_long_set(&tmem_index_used_bytes, tmem_table_bytes());
+	tmem_index_table_bytes = (long)nr * sizeof(*tmem_buckets);
+	atomic_long_set(&tmem_index_used_bytes, tmem_index_table_bytes);
 	return 0;
 nomem:
 	tmem_leaf_exit();
@@ -603,12 +575,10 @@ nomem_leaf:
 }
 
 /**
- * tmem_index_exit() - free the index, after all pools were freed
+ * tmem_index_exit() - free the index, after tmem_evict_exit()
  */
 void tmem_index_exit(void)
 {
-	tmem_evict_stop();
-	tmem_index_sweep();
 	flush_work(&free_detached);
 	tmem_leaf_exit();
 	kmem_cache_destroy(object_cache);

@@ -14,8 +14,6 @@ static DEFINE_MUTEX(tmem_pools_lock);
 static LIST_HEAD(tmem_pools);
 /* Pools that the hooks freed and that are still to be destroyed at the device. */
 static LIST_HEAD(tmem_pools_dead);
-/* Pools by id, while the id is in use. */
-static DEFINE_XARRAY(tmem_pools_live);
 /* True while there is a device whose sync work handles tmem_pools_dead. */
 static bool have_device;
 static u32 last_serial;
@@ -47,7 +45,7 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 	pool->serial = ++last_serial;
 	list_add_tail(&pool->list, &tmem_pools);
 	mutex_unlock(&tmem_pools_lock);
-	tmem_control_resync_any(false);
+	tmem_dev_resync_any(false);
 	return pool;
 nomem:
 	mutex_unlock(&tmem_pools_lock);
@@ -82,9 +80,8 @@ static void bury(struct tmem_pool *pool)
 {
 	if (!pool->id)
 		return;
-	xa_erase(&tmem_pools_live, pool->id);
 	pool->burnt_id = pool->id;
-	WRITE_ONCE(pool->id, 0);
+	tmem_pool_clear_id(pool);
 }
 
 /**
@@ -109,7 +106,7 @@ void tmem_pool_free(struct tmem_pool *pool)
 	if (!have_device)
 		free_dead();
 	mutex_unlock(&tmem_pools_lock);
-	tmem_control_resync_any(false);
+	tmem_dev_resync_any(false);
 }
 
 /**
@@ -132,7 +129,7 @@ void tmem_pool_empty(struct tmem_pool *pool)
 	if (id)
 		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_OFF);
 	mutex_unlock(&tmem_pools_lock);
-	tmem_control_resync_any(false);
+	tmem_dev_resync_any(false);
 }
 
 /**
@@ -148,32 +145,6 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool)
 	u32 id = READ_ONCE(pool->id);
 
 	return id ? tmem_index_pool_pages(id) : 0;
-}
-
-/**
- * tmem_pool_live() - check whether puts and gets use a pool id
- * @id: pool id
- *
- * Return: true if a pool has this id now.
- */
-bool tmem_pool_live(u32 id)
-{
-	return xa_load(&tmem_pools_live, id);
-}
-
-/**
- * tmem_pool_name() - return the name of a pool from its id
- * @id: pool id
- *
- * Context: any but NMI; the caller holds the RCU read lock or a spinlock while it uses the name.
- *
- * Return: the name, or "?" when the id is no longer in use.
- */
-const char *tmem_pool_name(u32 id)
-{
-	struct tmem_pool *pool = xa_load(&tmem_pools_live, id);
-
-	return pool ? pool->name : "?";
 }
 
 /**
@@ -256,11 +227,10 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 		pool->burnt_id = 0;
 	if (err || pool->freed)
 		return err;
-	err = xa_err(xa_store(&tmem_pools_live, id, pool, GFP_KERNEL));
+	err = tmem_pool_set_id(pool, id);
 	if (err)
 		return err;
 	pool->burnt_id = 0;
-	WRITE_ONCE(pool->id, id);
 	return 0;
 }
 
@@ -303,5 +273,5 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 void tmem_pools_exit(void)
 {
 	WARN_ON(!list_empty(&tmem_pools));
-	xa_destroy(&tmem_pools_live);
+	tmem_pool_ids_exit();
 }

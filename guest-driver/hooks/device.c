@@ -27,12 +27,18 @@ static int file_get(const struct tmem_key *key, const struct inode *inode,
 
 static int file_set(const struct tmem_key *key, u32 policy)
 {
+	int err;
+
 	switch (policy) {
 	case VIRTIO_TMEM_POLICY_DEFAULT:
 		tmem_policy_forget(key->pool, key->ino);
 		return 0;
 	case VIRTIO_TMEM_POLICY_NEVER:
-		return tmem_policy_forbid(key);
+		err = tmem_policy_forbid(key);
+		/* Erased after the policy is set, so that no put comes in between. */
+		if (!err)
+			tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
+		return err;
 	default:
 		return -EINVAL;
 	}

@@ -106,24 +106,6 @@ static unsigned int fruitless;		/* discoveries in a row that found nothing */
 /* Inodes that are searched for a file that can be served; the newest come first. */
 #define TMEM_SEARCH_INODES 4096
 
-#ifdef TMEM_TEST
-static unsigned int test_walk_run, test_walk_most;
-module_param(test_walk_run, uint, 0644);
-MODULE_PARM_DESC(test_walk_run, "most inodes that were looked at under a lock without a break");
-module_param(test_walk_most, uint, 0644);
-MODULE_PARM_DESC(test_walk_most, "most inodes that were looked at in search of a file");
-
-static void walk_note(unsigned int run, unsigned int looked)
-{
-	WRITE_ONCE(test_walk_run, max(test_walk_run, run));
-	WRITE_ONCE(test_walk_most, max(test_walk_most, looked));
-}
-#else
-static inline void walk_note(unsigned int run, unsigned int looked)
-{
-}
-#endif
-
 /**
  * tmem_fs_find - return the file system of a super block
  * @sb: its super block
@@ -342,7 +324,7 @@ void tmem_fs_walk(struct super_block *sb, bool (*look)(struct inode *inode, void
 	spin_lock(&sb->s_inode_list_lock);
 	list_for_each_entry(inode, &sb->s_inodes, i_sb_list) {
 		run++;
-		walk_note(run, 0);
+		tmem_test_walk(run, 0);
 		if (look(inode, arg))
 			break;
 		if (run < TMEM_WALK_INODES || !READ_ONCE(inode->i_nlink) || !igrab(inode))
@@ -369,7 +351,7 @@ static bool look_for_aops(struct inode *inode, void *arg)
 	struct aops_search *search = arg;
 
 	search->looked++;
-	walk_note(0, search->looked);
+	tmem_test_walk(0, search->looked);
 	if (S_ISREG(inode->i_mode) && !IS_DAX(inode) && inode->i_mapping->a_ops &&
 	    search->type->mapping_ok(inode->i_mapping))
 		search->aops = inode->i_mapping->a_ops;

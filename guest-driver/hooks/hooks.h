@@ -24,6 +24,7 @@
 #include <linux/refcount.h>
 #include <linux/spinlock.h>
 
+#include "../testing.h"
 #include "../tmem.h"
 
 /* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
@@ -49,32 +50,6 @@ enum tmem_hook {
 };
 
 extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
-
-#ifdef TMEM_TEST
-/* Bits of hooks that do nothing, so that tests show what each hook is needed for. */
-extern unsigned long tmem_test_hooks_off;
-/* Bits of hooks whose calls the self-test ignores, as if the kernel did not make them. */
-extern unsigned long tmem_test_selftest_blind;
-static inline bool tmem_hook_off(enum tmem_hook hook)
-{
-	return READ_ONCE(tmem_test_hooks_off) & BIT(hook);
-}
-
-static inline bool tmem_selftest_blind(enum tmem_hook hook)
-{
-	return READ_ONCE(tmem_test_selftest_blind) & BIT(hook);
-}
-#else
-static inline bool tmem_hook_off(enum tmem_hook hook)
-{
-	return false;
-}
-
-static inline bool tmem_selftest_blind(enum tmem_hook hook)
-{
-	return false;
-}
-#endif
 
 /* --- fs.c ---------------------------------------------------------------------------------- */
 

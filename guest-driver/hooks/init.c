@@ -55,51 +55,6 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 	[TMEM_HOOK_SELFTEST] = "selftest",
 };
 
-#ifdef TMEM_TEST
-unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
-
-/* Parses names from tmem_hook_names[], separated by commas; empty for none. */
-static int set_hooks_off(const char *val, const struct kernel_param *kp)
-{
-	char *list = kstrdup(val, GFP_KERNEL), *rest = list, *name;
-	unsigned long mask = 0;
-	int i, err = list ? 0 : -ENOMEM;
-
-	while (!err && rest && (name = strsep(&rest, ","))) {
-		name = strim(name);
-		if (!*name)
-			continue;
-		i = match_string(tmem_hook_names, NR_TMEM_HOOKS, name);
-		if (i < 0)
-			err = -EINVAL;
-		else
-			mask |= BIT(i);
-	}
-	kfree(list);
-	if (!err)
-		WRITE_ONCE(*(unsigned long *)kp->arg, mask);
-	return err;
-}
-
-static int get_hooks_off(char *buffer, const struct kernel_param *kp)
-{
-	return sysfs_emit(buffer, "%#lx\n", *(unsigned long *)kp->arg);
-}
-
-static const struct kernel_param_ops hooks_off_ops = {
-	.set = set_hooks_off,
-	.get = get_hooks_off,
-};
-module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
-MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cache is wrong then");
-module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
-MODULE_PARM_DESC(test_selftest_blind, "names of hooks that the self-test shall not see called");
-
-static bool test_untested_release;
-module_param(test_untested_release, bool, 0444);
-MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was not tested");
-#endif
-
 bool tmem_hooks_on;
 
 static u64 live;		/* bits of enum tmem_hook */
@@ -179,12 +134,10 @@ static void check_point_release(const struct tested_kernel *kernel)
 	name = skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
 	strscpy(release, name, sizeof(release));
 	release[strcspn(release, "- ")] = '\0';
-#ifdef TMEM_TEST
-	if (test_untested_release) {
+	if (tmem_test_untested_release()) {
 		tmem_verify_untested(release);
 		return;
 	}
-#endif
 	for (i = 0; i < TMEM_TESTED_RELEASES_MAX && kernel->point_releases[i]; i++)
 		if (!strcmp(release, kernel->point_releases[i]))
 			return;

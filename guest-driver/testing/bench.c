@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Micro-benchmarks for tests/bench_guest.py, in TEST builds only. Writing the path of a file whose
+ * Micro-benchmarks for tests/bench_guest.py. Writing the path of a file whose
  * pages are in the page cache to the parameter test_bench runs them. Reading the parameter returns
  * the medians.
  *
@@ -8,7 +8,6 @@
  * it counts the instructions that the guest executed. The operations that are compared take turns,
  * with interrupts off.
  */
-#ifdef TMEM_TEST
 #include <linux/delay.h>
 #include <linux/err.h>
 #include <linux/fs.h>
@@ -21,7 +20,7 @@
 #include <linux/sort.h>
 #include <linux/timex.h>
 
-#include "core.h"
+#include "../core/core.h"
 
 /* Samples of each kind. The median is reported. */
 #define BENCH_SAMPLES		1024
@@ -258,4 +257,3 @@ static const struct kernel_param_ops bench_ops = {
 };
 module_param_cb(test_bench, &bench_ops, NULL, 0600);
 MODULE_PARM_DESC(test_bench, "TEST: runs micro-benchmarks; value: path of a file that is in the page cache");
-#endif /* TMEM_TEST */

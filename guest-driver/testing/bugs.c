@@ -1,17 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Faults on demand, in test builds only. They show that a kernel which checks itself finds the
- * kinds of faults that the torture runs look for.
+ * Faults on demand. They show that a kernel which checks itself finds the kinds of faults that the
+ * torture runs look for.
  */
-#ifdef TMEM_TEST
 #include <linux/delay.h>
 #include <linux/jiffies.h>
 #include <linux/module.h>
 #include <linux/slab.h>
 #include <linux/spinlock.h>
 #include <linux/workqueue.h>
-
-#include "hooks.h"
 
 /* Long enough for a checker that takes samples. */
 #define RACE_TIME	(5 * HZ)
@@ -119,4 +116,3 @@ static const struct kernel_param_ops bug_ops = { .set = run_bug };
 
 module_param_cb(test_bug, &bug_ops, NULL, 0200);
 MODULE_PARM_DESC(test_bug, "commits a fault of this kind: sleep, order, overflow, leak or race");
-#endif
