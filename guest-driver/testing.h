@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * What the driver calls for its tests. All of it is nothing unless the module was built with TEST=1;
- * the parameters behind it are in testing/.
+ * Places in the driver at which tests intervene. They are empty unless the module was built with
+ * TEST=1; the parameters behind them are in testing/.
  */
 #ifndef _TMEM_TESTING_H
 #define _TMEM_TESTING_H

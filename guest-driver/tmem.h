@@ -149,17 +149,17 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 u64 tmem_get_deadline_ns(void);
 
 /*
- * Gets pages. Process context, may sleep until @deadline_ns, for any number of pages. Asks for each
+ * Gets pages. Process context, may sleep until @deadline_ns, for any number of pages. Requests each
  * page i of @index .. @index + @nr - 1 whose bit is set in @want. On a hit it copies the page into
  * pages[i] (locked by the caller, not uptodate) and leaves the bit set. On a miss it clears the
- * bit, and pages[i] has unspecified content. Each entry asked for is erased from the index first.
- * Returns the number of hits. Content check and cookie were compared.
+ * bit, and pages[i] has unspecified content. The entry of each requested page is erased from the
+ * index first. Returns the number of hits. Content check and cookie were compared.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		      struct page **pages, unsigned long *want, u64 deadline_ns);
 
 /*
- * Tells the core that the content that tmem_get() brought into @from is in the page cache as @to.
+ * Informs the core that the content that tmem_get() brought into @from is in the page cache as @to.
  * This happens when a hit is compared: the content goes to a copy, and the disk fills the page. Any
  * context.
  */

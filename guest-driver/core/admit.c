@@ -10,7 +10,7 @@
  * filter disengages after ADMIT_HOLD hits for each page held, if no loss comes between them. A
  * stream brings no hits, however long it is.
  *
- * The host does not say how many pages it will keep, so only a loss can tell. The first stream
+ * The host does not say how many pages it will keep, so only a loss shows it. The first stream
  * after the device appeared may therefore do harm; later ones do not. A refused put does not count
  * as a loss: the host is busy, and would take the page a moment later.
  *

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
  * Declarations that the files of core/ share: the device, its queues, and the index's inner
- * interface.
+ * interface. Files use only files of lower layers (tests/unit/test_driver_layers.py).
  *
  * Locks, outermost first. All but the two mutexes are taken with interrupts off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
- *	index.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
+ *	pool.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	index.c: bucket->lock		all index state of the inodes that hash there
  *	  detached_lock		objects whose memory is freed later
  *	  queue->ring_lock		ring head and tail, list of pending flushes
@@ -300,11 +300,11 @@ void tmem_pool_ids_exit(void);
 
 /* pool.c */
 struct tmem_pool {
-	struct list_head list;		/* tmem_pools or tmem_pools_dead */
+	struct list_head list;		/* tmem_pools or tmem_pools_freed */
 	char name[32];
 	u32 serial;			/* never reused; selects buckets, so it outlives ids */
 	u32 id;				/* id at the host, or 0; read under a bucket lock */
-	u32 burnt_id;			/* id to be destroyed at the host, if it exists there */
+	u32 retired_id;			/* id to be destroyed at the host, if it exists there */
 	bool freed;			/* the hooks freed it; guarded by tmem_pools_lock */
 	struct tmem_marks *marks;	/* never changes */
 	struct tmem_policies *policies;	/* never changes */

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Gets: take index entries out, ask the host for their pages, and wait until a deadline.
+ * Gets: take index entries out, request their pages, and wait until a deadline.
  *
  * The device writes to bounce pages only. A bounce page belongs to the device until the device
  * answers or is reset. A request for which no task waits any more keeps its pages, so that a late
@@ -8,7 +8,7 @@
  * are misses.
  *
  * The wait of readers is bounded twice. First, a call (one readahead window) waits no longer than
- * its deadline. Second, the breaker opens, and the driver then asks for nothing until a probe is
+ * its deadline. Second, the breaker opens, and the driver then requests nothing until a probe is
  * answered quickly. The breaker opens in each of these cases:
  * - LATE_ROW_MAX calls in a row were late.
  * - The host keeps more than half of the bounce pages, which a single call for a large window can
@@ -26,6 +26,8 @@
  * the content check, which is computed on the destination page itself. A page whose check is wrong
  * switches the cache off until the module is loaded again.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/highmem.h>
 #include <linux/hrtimer.h>
 #include <linux/moduleparam.h>
@@ -223,12 +225,12 @@ static void breaker_set(struct tmem_dev *dev, bool open)
 	tmem_state_tripped(open);
 }
 
-static void breaker_say(bool open)
+static void breaker_log(bool open)
 {
 	trace_tmem_breaker(open);
-	pr_notice_ratelimited("virtio_tmem: %s\n", open ?
-			      "answers are late: no gets until the host answers in time" :
-			      "the host answers in time again");
+	pr_notice_ratelimited("%s\n", open ?
+			      "the host answers too late: reads come from the disk meanwhile" :
+			      "the host answers in time again: gets resume");
 }
 
 static bool may_probe(struct tmem_dev *dev)
@@ -243,14 +245,14 @@ static bool may_probe(struct tmem_dev *dev)
 }
 
 /* Closes the breaker, and empties the bucket for a new backend. Returns whether it was open. */
-static bool breaker_close(struct tmem_dev *dev, bool anew)
+static bool breaker_close(struct tmem_dev *dev, bool forget)
 {
 	bool was;
 
 	spin_lock_irq(&dev->get_lock);
 	was = dev->tripped;
 	dev->late_row = 0;
-	if (anew)
+	if (forget)
 		dev->slow_ns = 0;
 	breaker_set(dev, false);
 	spin_unlock_irq(&dev->get_lock);
@@ -258,7 +260,7 @@ static bool breaker_close(struct tmem_dev *dev, bool anew)
 }
 
 /*
- * Records the wait of a call that asked the host, answered or not, and opens the breaker if needed.
+ * Records the wait of a call that sent requests, answered or not, and opens the breaker if needed.
  */
 static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 {
@@ -291,9 +293,9 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		return;
 	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
-	/* The breaker may have closed meanwhile. The last message must tell the current state. */
+	/* The breaker may have closed meanwhile. The last message must give the current state. */
 	if (READ_ONCE(dev->tripped))
-		breaker_say(true);
+		breaker_log(true);
 	tmem_dev_report(dev);
 }
 
@@ -301,7 +303,7 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
  * tmem_breaker_probe() - if the breaker is open, test whether the host answers quickly again
  * @dev: the device
  *
- * The probe asks each queue for one page of object 1 with cookie 0, which no put has. Any answer
+ * The probe requests of each queue one page of object 1 with cookie 0, which no put has. Any answer
  * that is not slow counts as success.
  *
  * Context: process, sleeps up to a quarter of the deadline for each queue.
@@ -336,7 +338,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 	}
 	if (late || !breaker_close(dev, false))
 		return;
-	breaker_say(false);
+	breaker_log(false);
 	tmem_dev_report(dev);
 }
 
@@ -379,7 +381,7 @@ struct get_call {
 	unsigned int hits;
 	unsigned int lost;	/* pages that the host reported as missing */
 	bool late;
-	bool asked;		/* the host was asked, and an answer came in time */
+	bool answered;		/* an answer came in time */
 };
 
 static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
@@ -465,7 +467,7 @@ static void finish_burst(struct get_call *call)
 			call->late = true;
 			continue;
 		}
-		call->asked = true;
+		call->answered = true;
 		status = VIRTIO_TMEM_S_UNANSWERED;
 		if (get->req.used_bytes >= sizeof(get->in.resp))
 			status = READ_ONCE(get->in.resp.status);
@@ -480,9 +482,10 @@ static void finish_burst(struct get_call *call)
 	call->nr_burst = 0;
 }
 
-/* Asks for pages first .. first + count - 1, whose entries were taken out. */
-static void ask(struct get_call *call, struct tmem_queue *queue, const struct tmem_where *where,
-		unsigned int first, unsigned int count, const u64 *entry)
+/* Requests pages first .. first + count - 1, whose entries were taken out. */
+static void request_pages(struct get_call *call, struct tmem_queue *queue,
+			  const struct tmem_where *where, unsigned int first, unsigned int count,
+			  const u64 *entry)
 {
 	struct tmem_dev *dev = call->dev;
 	struct tmem_get_req *get;
@@ -562,11 +565,11 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 			continue;
 		}
 		if (run)
-			ask(call, queue, &where, from + i - run, run, &entry[i - run]);
+			request_pages(call, queue, &where, from + i - run, run, &entry[i - run]);
 		run = !there && entry[i] ? 1 : 0;
 	}
 	if (run)
-		ask(call, queue, &where, to - run, run, &entry[nr - run]);
+		request_pages(call, queue, &where, to - run, run, &entry[nr - run]);
 }
 
 /**
@@ -586,7 +589,7 @@ u64 tmem_get_deadline_ns(void)
  * @nr: number of pages
  * @pages: destinations, locked by the caller and not uptodate
  * @want: bitmap of @nr bits: the pages to get; on return the pages that were got
- * @deadline_ns: from tmem_get_deadline_ns(); nothing is asked for after it
+ * @deadline_ns: from tmem_get_deadline_ns(); nothing is requested after it
  *
  * Context: process, may sleep until the deadline. A destination that was not got has unspecified
  * content.
@@ -630,7 +633,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 	smp_rmb();	/* reads the generation before the index: pairs with sync_work_fn() */
 	for (from = 0; from < nr; from = to) {
 		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
-		/* Too late to ask for more; these entries stay in the index. */
+		/* Too late to request more; these entries stay in the index. */
 		if (!call.generation || call.late || !tmem_online()) {
 			for (; from < to; from++)
 				if (test_bit(from, want))
@@ -641,7 +644,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		get_unit(&call, from, to);
 	}
 	finish_burst(&call);
-	if (call.late || call.asked)
+	if (call.late || call.answered)
 		breaker_note(dev, call.late, call.waited_ns);
 	tmem_admit_learn(dev, call.hits, call.lost);
 	tmem_dev_put(dev);

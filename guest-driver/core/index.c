@@ -2,7 +2,7 @@
 /*
  * Index of the pages that the host is believed to hold, with cookie and content check.
  *
- * The index is the authority: a page that is not in it is never asked for, so erasing an entry is a
+ * The index is the authority: a page that is not in it is never requested, so erasing an entry is a
  * complete invalidation. It is a fixed hash table of objects (inodes), each with an XArray of
  * leaves of 64 page numbers. A leaf packs its entries in 6 to 64 places, because most files are
  * small and the memory of the index is bounded.
@@ -25,10 +25,10 @@
  * - Put answered REFUSED and a later put of the same page: the entry is erased only if the cookie
  *   is the same.
  *
- * tmem_held(), which tells whether a get is worth while, reads without the lock. Objects and leaves
- * come from slab caches whose memory keeps its type while RCU readers run. So the reader finds an
- * old, a new or an unrelated object, but always an object. A wrong answer costs a read from the
- * disk, or a get that finds nothing to take under the lock.
+ * tmem_held(), which finds out whether a get is worthwhile, reads without the lock. Objects and
+ * leaves come from slab caches whose memory keeps its type while RCU readers run. So the reader
+ * finds an old, a new or an unrelated object, but always an object. A wrong answer costs a read
+ * from the disk, or a get that finds nothing to take under the lock.
  *
  * The index never waits, never fails to erase, and allocates only without waiting.
  */
@@ -235,7 +235,7 @@ unlock:
 }
 
 /**
- * tmem_index_take() - take entries out, to ask the host for their pages
+ * tmem_index_take() - take entries out, to request their pages
  * @key: pool and inode
  * @index: first page number; all pages lie in one leaf (64 pages, aligned)
  * @nr: number of pages
@@ -378,7 +378,7 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 	trace_tmem_invalidate(pool->name, ino, first, min_t(u64, last, TMEM_INDEX_MAX), erased,
 			      tmem_inval_name(why));
 	tmem_queue_flush(&where, first,
-			last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
+			 last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
 }
 
 /**
@@ -420,7 +420,7 @@ static void drop_stale(const struct tmem_key *key)
  * Finds an object like find_object(), but without the lock: the object may be freed or become
  * another one at any moment.
  */
-static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
+static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
 {
 	u32 id = READ_ONCE(pool->id);
 	struct object *object;
@@ -463,7 +463,7 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 		return 0;
 	last = (u64)index + nr - 1;
 	rcu_read_lock();
-	object = look(bucket, key->pool, key->ino);
+	object = find_object_rcu(bucket, key->pool, key->ino);
 	if (object && READ_ONCE(object->igen) != key->igen) {
 		stale = true;
 		object = NULL;

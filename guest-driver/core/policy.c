@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Files whose pages are never put because a user asked for that.
+ * Files whose pages are never put because a user requested that.
  *
  * A mark is an inode number and the generation of the inode, so that it does not apply to the
  * number's next owner. The mark is set before the inode's entries are erased, and a put checks it

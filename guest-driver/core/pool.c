@@ -13,8 +13,8 @@
 static DEFINE_MUTEX(tmem_pools_lock);
 static LIST_HEAD(tmem_pools);
 /* Pools that the hooks freed and that are still to be destroyed at the device. */
-static LIST_HEAD(tmem_pools_dead);
-/* True while there is a device whose sync work handles tmem_pools_dead. */
+static LIST_HEAD(tmem_pools_freed);
+/* True while there is a device whose sync work handles tmem_pools_freed. */
 static bool have_device;
 static u32 last_serial;
 static u32 last_id;
@@ -53,11 +53,11 @@ nomem:
 	return NULL;
 }
 
-static void free_dead(void)
+static void release_freed(void)
 {
 	struct tmem_pool *pool, *next;
 
-	list_for_each_entry_safe(pool, next, &tmem_pools_dead, list) {
+	list_for_each_entry_safe(pool, next, &tmem_pools_freed, list) {
 		list_del(&pool->list);
 		kfree_rcu(pool, rcu);
 	}
@@ -72,15 +72,15 @@ void tmem_pools_device(bool present)
 	mutex_lock(&tmem_pools_lock);
 	have_device = present;
 	if (!present)
-		free_dead();
+		release_freed();
 	mutex_unlock(&tmem_pools_lock);
 }
 
-static void bury(struct tmem_pool *pool)
+static void retire_id(struct tmem_pool *pool)
 {
 	if (!pool->id)
 		return;
-	pool->burnt_id = pool->id;
+	pool->retired_id = pool->id;
 	tmem_pool_clear_id(pool);
 }
 
@@ -96,15 +96,15 @@ void tmem_pool_free(struct tmem_pool *pool)
 
 	mutex_lock(&tmem_pools_lock);
 	id = pool->id;
-	bury(pool);
+	retire_id(pool);
 	pool->freed = true;
-	list_move_tail(&pool->list, &tmem_pools_dead);
+	list_move_tail(&pool->list, &tmem_pools_freed);
 	if (id)
 		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_UNMOUNT);
 	tmem_bypass_free(pool);
 	tmem_policy_free(pool);
 	if (!have_device)
-		free_dead();
+		release_freed();
 	mutex_unlock(&tmem_pools_lock);
 	tmem_dev_resync_any(false);
 }
@@ -125,7 +125,7 @@ void tmem_pool_empty(struct tmem_pool *pool)
 
 	mutex_lock(&tmem_pools_lock);
 	id = pool->id;
-	bury(pool);
+	retire_id(pool);
 	if (id)
 		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_OFF);
 	mutex_unlock(&tmem_pools_lock);
@@ -158,19 +158,19 @@ void tmem_pools_forget(void)
 
 	mutex_lock(&tmem_pools_lock);
 	list_for_each_entry(pool, &tmem_pools, list)
-		bury(pool);
+		retire_id(pool);
 	mutex_unlock(&tmem_pools_lock);
 }
 
 /* Finds a pool whose id is to be destroyed at the device. Pools that are freed come first. */
-static struct tmem_pool *find_burnt(void)
+static struct tmem_pool *find_retired(void)
 {
 	struct tmem_pool *pool;
 
-	list_for_each_entry(pool, &tmem_pools_dead, list)
+	list_for_each_entry(pool, &tmem_pools_freed, list)
 		return pool;
 	list_for_each_entry(pool, &tmem_pools, list)
-		if (pool->burnt_id)
+		if (pool->retired_id)
 			return pool;
 	return NULL;
 }
@@ -194,14 +194,14 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 	int err = 0;
 
 	mutex_unlock(&tmem_pools_lock);
-	if (pool->burnt_id)
+	if (pool->retired_id)
 		err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_DESTROY,
-					pool->burnt_id);
+					pool->retired_id);
 	mutex_lock(&tmem_pools_lock);
 	/* ENOENT is success: an id of an older generation no longer exists. */
 	if (err && err != -ENOENT)
 		return err;
-	pool->burnt_id = 0;
+	pool->retired_id = 0;
 	if (pool->freed) {
 		list_del(&pool->list);
 		kfree_rcu(pool, rcu);
@@ -219,18 +219,18 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 		return -ENOSPC;
 	id = ++last_id;
 	/* Before the answer it is not known whether the device has the pool. */
-	pool->burnt_id = id;
+	pool->retired_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);
 	mutex_lock(&tmem_pools_lock);
 	if (err == -ENOSPC)
-		pool->burnt_id = 0;
+		pool->retired_id = 0;
 	if (err || pool->freed)
 		return err;
 	err = tmem_pool_set_id(pool, id);
 	if (err)
 		return err;
-	pool->burnt_id = 0;
+	pool->retired_id = 0;
 	return 0;
 }
 
@@ -253,7 +253,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 
 	mutex_lock(&tmem_pools_lock);
 	while (!err) {
-		pool = find_burnt();
+		pool = find_retired();
 		if (pool) {
 			err = destroy_one(dev, generation, pool);
 			continue;

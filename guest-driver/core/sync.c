@@ -92,8 +92,8 @@ static void sync_work_fn(struct work_struct *work)
 	if (err == -ESTALE)
 		return;
 	if (err && err != dev->pools_error)
-		dev_notice(&dev->vdev->dev, "%s: new file systems are not cached (error %d)\n",
-			   err == -ENOSPC ? "the host takes no more pools" :
+		dev_notice(&dev->vdev->dev, "%s: new file systems are not cached until a retry succeeds (error %d)\n",
+			   err == -ENOSPC ? "the host's limit of pools is reached" :
 			   "the host does not answer on the control queue", err);
 	dev->pools_error = err;
 	tmem_state_online();

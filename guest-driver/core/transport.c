@@ -44,7 +44,7 @@ static int find_queues(struct tmem_dev *dev)
 		info[i] = (struct virtqueue_info){ "request", tmem_queue_vq_callback };
 	err = tmem_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info);
 	if (err) {
-		dev_err(&dev->vdev->dev, "cannot set up %u queues: error %d\n",
+		dev_err(&dev->vdev->dev, "the device is not used: %u virtqueues cannot be set up (error %d)\n",
 			1 + dev->nr_queues, err);
 		return err;
 	}
@@ -55,7 +55,7 @@ static int find_queues(struct tmem_dev *dev)
 		size = virtqueue_get_vring_size(vqs[i]);
 		if (size >= QUEUE_SIZE_MIN && size <= VIRTIO_TMEM_QUEUE_SIZE_MAX)
 			continue;
-		dev_err(&dev->vdev->dev, "queue %u has %u descriptors, not %u to %u: not used\n",
+		dev_err(&dev->vdev->dev, "the device is not used: queue %u has %u descriptors, not %u to %u; update the host's QEMU\n",
 			i, size, QUEUE_SIZE_MIN, VIRTIO_TMEM_QUEUE_SIZE_MAX);
 		dev->vdev->config->del_vqs(dev->vdev);
 		return -EINVAL;
@@ -69,7 +69,7 @@ static int find_queues(struct tmem_dev *dev)
 static const char *unsuitable(struct virtio_device *vdev)
 {
 	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1))
-		return "the device is a legacy one, without VIRTIO_F_VERSION_1";
+		return "the device is a legacy one; set disable-legacy=on";
 	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM))
 		return "the device is behind an IOMMU (VIRTIO_F_ACCESS_PLATFORM)";
 	if (cc_platform_has(CC_ATTR_GUEST_MEM_ENCRYPT))
@@ -93,7 +93,7 @@ static int read_limits(struct tmem_dev *dev)
 	    queues > VIRTIO_TMEM_REQUEST_QUEUES_MAX || !batch_max ||
 	    batch_max > VIRTIO_TMEM_BATCH_MAX || !pools || pools > VIRTIO_TMEM_POOLS_MAX) {
 		dev_err(&vdev->dev,
-			"configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u): not used\n",
+			"the device is not used: configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u); update the driver or the host\n",
 			page_size, VIRTIO_TMEM_PAGE_SIZE, queues, VIRTIO_TMEM_REQUEST_QUEUES_MAX,
 			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
 		return -EINVAL;
@@ -182,7 +182,7 @@ static int set_up(struct virtio_device *vdev)
 	int err;
 
 	if (why) {
-		dev_err(&vdev->dev, "not used: %s\n", why);
+		dev_err(&vdev->dev, "the device is not used: %s\n", why);
 		tmem_state_offline(why);
 		return -ENODEV;
 	}
@@ -258,7 +258,7 @@ static int tmem_probe(struct virtio_device *vdev)
 
 	mutex_lock(&setup_lock);
 	if (device_taken)
-		dev_err(&vdev->dev, "not used: this guest has a virtio-tmem device already\n");
+		dev_err(&vdev->dev, "the device is not used: this guest has a virtio-tmem device already; remove one of them\n");
 	else
 		err = set_up(vdev);
 	if (!err)

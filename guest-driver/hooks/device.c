@@ -5,6 +5,8 @@
  * Every user may open the device; only the owner of a file may use it on that file. The open file
  * keeps its file system mounted, and the open device keeps the module loaded.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/file.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
@@ -121,7 +123,8 @@ void tmem_device_init(void)
 		return;
 	err = misc_register(&device);
 	if (err)
-		pr_warn("virtio_tmem: no %s: error %d\n", VIRTIO_TMEM_DEVICE, err);
+		pr_warn("%s is missing (error %d): policies of files cannot be set; load the module again\n",
+			VIRTIO_TMEM_DEVICE, err);
 	else
 		registered = true;
 }

@@ -32,7 +32,7 @@
 /* Puts in a row. It is a quarter of the smallest batch that the feeder sends without waiting. */
 #define BENCH_PUTS		16
 /* Attempts at a put while the ring is full or the host has no pool yet, 1 ms apart. */
-#define BENCH_PATIENCE		10000
+#define BENCH_RETRIES		10000
 /* The inode whose pages are held, and an inode without held pages. */
 #define BENCH_INO		12
 #define BENCH_INO_NONE		13
@@ -110,7 +110,7 @@ static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned in
 
 static int bench_puts(struct bench *bench, unsigned int at)
 {
-	unsigned int i, patience = BENCH_PATIENCE;
+	unsigned int i, retries = BENCH_RETRIES;
 	unsigned long flags;
 	void *from = page_address(bench->from), *to = page_address(bench->to);
 	u64 t[4];
@@ -130,7 +130,7 @@ static int bench_puts(struct bench *bench, unsigned int at)
 		t[3] = get_cycles();
 		local_irq_restore(flags);
 		if (!put) {
-			if (!patience--)
+			if (!retries--)
 				return -EAGAIN;
 			fsleep(USEC_PER_MSEC);
 			i--;

@@ -116,9 +116,9 @@ MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was
 
 static unsigned int test_walk_run, test_walk_most;
 module_param(test_walk_run, uint, 0644);
-MODULE_PARM_DESC(test_walk_run, "most inodes that were looked at under a lock without a break");
+MODULE_PARM_DESC(test_walk_run, "most inodes that were visited under a lock without a break");
 module_param(test_walk_most, uint, 0644);
-MODULE_PARM_DESC(test_walk_most, "most inodes that were looked at in search of a file");
+MODULE_PARM_DESC(test_walk_most, "most inodes that were visited in search of a file");
 
 /**
  * tmem_test_walk() - record how far a walk over inodes went

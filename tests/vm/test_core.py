@@ -125,7 +125,10 @@ def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
     guest = vm.start()
     load(guest, "verify_every=0")
     (first,), (other,) = devices(guest)
-    assert f"{other}: not used: this guest has a virtio-tmem device already" in guest.sh("dmesg")
+    assert (
+        f"{other}: the device is not used: this guest has a virtio-tmem device already"
+        in guest.sh("dmesg")
+    )
     refused = guest.run(f"echo {other} >{DRIVER}/bind")
     assert refused.status != 0
     assert b"busy" in refused.stderr

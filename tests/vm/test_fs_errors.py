@@ -207,7 +207,7 @@ def test_shut_down_by_force(
     assert mount.count("held_pages") > 0
     set_parameter(guest, "test_hooks_off", hooks_off)
     assert shut_down(below) == 0
-    assert mount.read("state") == "blocked: the file system had an error"
+    assert mount.read("state") == "blocked: the file system had an error; unmount and check it"
     until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
 
 

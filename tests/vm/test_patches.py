@@ -105,8 +105,8 @@ def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_modul
     load(guest)
     see(guest, f"{WHERE}/seen")
     see(guest, f"{XFS}/seen")
-    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch has it)"
-    wait_state(guest, f"on: {reason}")
+    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch has it; "
+    wait_state(guest, f"on: {reason}remove it and load the module again)")
     check_cached(guest, make(guest, f"{WHERE}/f"))
     assert guest.sh(f"ls {SYSFS}/mounts | wc -l").strip() == "1"
     until(lambda: reported(daemon) == ("on", H_EXT4), 30, "the report names ext4 alone")
@@ -209,7 +209,7 @@ def test_live_patch_of_a_hooked_function(
         if function == "ext4_readahead":
             assert status == 0
             wait_state(
-                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch has it)"
+                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch has it; "
             )
             assert switch_hooks(guest, False) == 0
         else:
