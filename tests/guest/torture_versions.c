@@ -91,7 +91,7 @@ static void write_run(const struct options *opt, struct version_state *s, struct
 		      int fd, unsigned int file, uint8_t *buffer)
 {
 	unsigned int count = 1 + rng_below(rng, RUN_MAX);
-	unsigned int first = rng_below(rng, BLOCKS - count);
+	unsigned int first = rng_below(rng, BLOCKS - count + 1);
 	size_t length = count * PAGE;
 
 	if (!lock_run(s, file, first, count))
@@ -198,7 +198,7 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 	for (uint64_t n = 0; n < reads; n++) {
 		unsigned int file = rng_below(&rng, files);
 		unsigned int count = 1 + rng_below(&rng, READ_MAX);
-		unsigned int first = rng_below(&rng, BLOCKS - count);
+		unsigned int first = rng_below(&rng, BLOCKS - count + 1);
 		uint32_t least[READ_MAX];
 		uint64_t start, took;
 
