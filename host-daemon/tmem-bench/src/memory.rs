@@ -4,7 +4,7 @@
 use crate::bare;
 use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
 use std::collections::HashMap;
-use tmem_pool::{PAGE_SIZE, Page, PageHash, PoolStats, Time};
+use tmem_pool::{EngineStats, PAGE_SIZE, Page, PageHash, Time};
 
 /// Number of blobs that are live at a time during the churn.
 const CHURN_BLOBS: usize = 65_536;
@@ -167,7 +167,7 @@ pub fn churn(
         }
         rig.settle();
     }
-    let efficiency = |stats: PoolStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
+    let efficiency = |stats: EngineStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
     // Idle memory goes back to the system with the sweep.
     rig.until(Time(SWEEP_NS));
     let churned = rig.pool.stats();

@@ -359,7 +359,7 @@ fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(),
         })
         .collect();
     let mut results = vec![PutResult::Refused; puts.len()];
-    let put = tenant.put(Time(0), POOL, &puts, &mut results);
+    let put = tenant.put(POOL, &puts, &mut results);
     let stored = results.iter().all(|result| *result == PutResult::Stored);
     match put.is_ok() && stored {
         true => Ok(()),

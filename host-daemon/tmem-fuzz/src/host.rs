@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use tmem_pool::{
-    GetResult, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
+    Engine, EngineConfig, GetResult, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
 };
 use tmemd::VmConfig;
 use tmemd::events::bus::{Events, Subscription};
@@ -169,7 +169,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Parts that are created once for all inputs, since reserving address space for a pool takes
 /// milliseconds. The pool is empty between two inputs.
 struct Base {
-    pool: Arc<Pool>,
+    pool: Arc<Engine>,
     vm: Arc<Vm>,
     neighbour: Tenant,
     workers: Arc<Workers>,
@@ -202,23 +202,15 @@ fn content(index: u64) -> [u8; tmem_pool::PAGE_SIZE] {
 
 impl Base {
     fn new() -> Base {
-        let pool = Pool::new(PoolConfig {
-            size_bytes: POOL_BYTES,
-            size_max_bytes: 0,
-            seed: 1,
-            policy: Default::default(),
-        });
-        let pool = Arc::new(pool.expect("address space"));
+        let pool = Engine::new(EngineConfig::new(POOL_BYTES, 1)).expect("address space");
         let tenant = |name: &str| {
-            let spec = TenantSpec {
-                name: name.into(),
-                trust_domain: Some("team".into()),
-                quota: Quota {
-                    reserve_bytes: 0,
-                    limit_bytes: None,
-                    weight: 100,
-                },
+            let quota = Quota {
+                reserve_bytes: 0,
+                limit_bytes: None,
+                weight: 100,
             };
+            let mut spec = TenantSpec::new(name, quota);
+            spec.trust_domain = Some("team".into());
             pool.add_tenant(spec).expect("nothing is reserved")
         };
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
@@ -265,7 +257,7 @@ impl Base {
                 page: &page,
             };
             let mut stored = [PutResult::Refused];
-            let done = self.neighbour.put(Time(0), POOL, &[put], &mut stored);
+            let done = self.neighbour.put(POOL, &[put], &mut stored);
             assert!(done.is_ok() && stored == [PutResult::Stored]);
         }
     }
@@ -277,7 +269,7 @@ impl Base {
             let cookie = index + 1;
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
-            let got = tenant.get(Time(0), POOL, OBJECT, index, &[cookie], pages, results);
+            let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
             drop(got.expect("its pool is there"));
             assert_eq!(result, [GetResult::Hit { cookie }], "the neighbour's page");
             assert!(page[0] == content(index), "the neighbour's page");
@@ -357,7 +349,7 @@ impl Host {
                 page: &[7; tmem_pool::PAGE_SIZE],
             };
             let mut stored = [PutResult::Refused];
-            let done = tenant.put(Time(0), POOL, &[put], &mut stored);
+            let done = tenant.put(POOL, &[put], &mut stored);
             assert!(done.is_ok() && stored == [PutResult::Stored]);
             if index % 64 == 63 {
                 self.settle();

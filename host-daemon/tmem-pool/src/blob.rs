@@ -11,7 +11,6 @@
 //!
 //! Locks: those of the table (dedup.rs), which no thread holds together with a lock of the heap.
 
-use crate::account::Sum;
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
@@ -19,6 +18,7 @@ use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
 use crate::heap::{self, Handle, Heap, Zeroed};
 use crate::sync::AtomicU32;
+use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 

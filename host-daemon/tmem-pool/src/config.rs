@@ -70,6 +70,7 @@ pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies; `evict/` implements them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PolicyKind {
     /// First in, first out: evicts the page that was put longest ago.
     Fifo,
@@ -109,18 +110,32 @@ pub(crate) const SWEEP_PAGES: usize = 32;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Time(pub u64);
 
-/// Configuration of a pool.
+/// Configuration of an engine.
 #[derive(Clone, Debug)]
-pub struct PoolConfig {
+#[non_exhaustive]
+pub struct EngineConfig {
     /// Memory that the pool may hold in bytes, metadata included.
     pub size_bytes: u64,
-    /// Largest size for [`Pool::resize`](crate::Pool::resize), in bytes: the pool reserves address
-    /// space for it.
+    /// Largest size for [`Engine::resize`](crate::Engine::resize), in bytes: the engine reserves
+    /// address space for it.
     pub size_max_bytes: u64,
     /// Seed of the content hash; random per process in production, fixed in tests.
     pub seed: u64,
     /// Order in which the pages of a tenant are evicted.
     pub policy: PolicyKind,
+}
+
+impl EngineConfig {
+    /// Returns the configuration of a pool of this size in bytes, which is also its largest size,
+    /// with the default policy.
+    pub fn new(size_bytes: u64, seed: u64) -> EngineConfig {
+        EngineConfig {
+            size_bytes,
+            size_max_bytes: size_bytes,
+            seed,
+            policy: PolicyKind::default(),
+        }
+    }
 }
 
 /// Part of the pool to which a tenant is entitled. Pages are charged their compressed size at first
@@ -139,6 +154,7 @@ pub struct Quota {
 
 /// Identity and quota of a tenant.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct TenantSpec {
     /// Name for messages and statistics only.
     pub name: String,
@@ -146,6 +162,17 @@ pub struct TenantSpec {
     pub trust_domain: Option<String>,
     /// The tenant's part of the pool.
     pub quota: Quota,
+}
+
+impl TenantSpec {
+    /// Returns a tenant in a trust domain of its own.
+    pub fn new(name: impl Into<String>, quota: Quota) -> TenantSpec {
+        TenantSpec {
+            name: name.into(),
+            trust_domain: None,
+            quota,
+        }
+    }
 }
 
 const _: () = assert!(

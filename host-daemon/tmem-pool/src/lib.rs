@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The storage engine of virtio-tmem: pages, keys, tenants and time, and nothing of virtio.
 //!
-//! A [`Pool`] of bounded memory holds compressed copies of pages. Each [`Tenant`], one for a VM,
+//! An [`Engine`] of bounded memory holds compressed copies of pages. Each [`Tenant`], one for a VM,
 //! has pools of objects of pages, sees nothing of the others, and is entitled to a part of the
 //! memory. Equal pages of one trust domain are stored once. The engine may drop any page at any
 //! time. It never returns a page with other bytes than were last put with its cookie.
 //!
-//! A put copies the page and is answered. Background work runs in [`Pool::maintain`] on the threads
+//! A put copies the page and is answered. Background work runs in [`Engine::maintain`] on the threads
 //! that call it. It finds equal pages, compresses new pages, and recompresses cold ones.
 //!
 //! The engine has no threads, clocks or sources of randomness: the caller passes in the time, and
@@ -16,7 +16,7 @@
 //! | --- | --- |
 //! | `config.rs` | sizes and limits with their reasons |
 //! | `cost.rs` | cost of the work of a request |
-//! | `pool.rs`, `registry.rs` | all tenants; choice of victims, background work, admission |
+//! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
 //! | `tenant.rs`, `state.rs` | one tenant: work outside its lock, work under it |
 //! | `index/`, `entry.rs` | keys and the record of each |
 //! | `blob.rs`, `dedup.rs` | stored contents, each equal page once |
@@ -26,16 +26,15 @@
 //! | `shadow.rs` | tenant without page contents, for the replay of traces |
 //! | `check.rs`, `tests/` | invariants; a model that knows the allowed answers |
 //! | `apart.rs` | padding to cache lines |
-//! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
+//! | `quota.rs`, `totals.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
 //! | `fail.rs` | injected allocation failures for tests |
 //! | `secret.rs` | memory for guests' bytes outside of the heap |
 //! | `whole.rs` | poison policy: panics under a lock that all tenants share |
 //! | `sync.rs` | locks and atomics, which tests can schedule |
 //!
-//! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
+//! Lock order: membership, then at most one tenant, then one of the dedup table, then those of the
 //! heap: a class's, free spans.
 
-mod account;
 mod apart;
 mod blob;
 mod check;
@@ -43,6 +42,7 @@ mod codec;
 mod config;
 mod cost;
 mod dedup;
+mod engine;
 mod entry;
 mod error;
 mod evict;
@@ -50,9 +50,8 @@ mod fail;
 mod hash;
 mod heap;
 mod index;
-mod pool;
+mod membership;
 mod quota;
-mod registry;
 mod secret;
 mod shadow;
 mod state;
@@ -61,18 +60,19 @@ mod sync;
 mod tenant;
 #[cfg(test)]
 mod tests;
+mod totals;
 mod whole;
 
 pub use codec::stored_bytes;
 pub use config::{
-    ADDRESS_SPACE_TIMES, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
-    POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
+    ADDRESS_SPACE_TIMES, EngineConfig, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
+    POOLS_PER_TENANT_MAX, Page, PolicyKind, Quota, TenantSpec, Time,
 };
 pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
+pub use engine::{Engine, Work};
 pub use error::{AdmissionError, CreateError, NoPool};
 pub use hash::PageHash;
-pub use pool::{Pool, Work};
 pub use secret::SecretPages;
 pub use shadow::{ShadowMemory, ShadowTenant};
-pub use stats::{PoolStats, TenantStats};
+pub use stats::{EngineStats, TenantStats};
 pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

@@ -6,6 +6,7 @@ use crate::config::Quota;
 /// Statistics of one tenant. Gauges count the pages that the tenant can still get. `detached_pages`
 /// counts the other pages that occupy memory for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TenantStats {
     /// Gauge, pages: keys held.
     pub pages: u64,
@@ -93,9 +94,10 @@ pub struct TenantStats {
     pub weight: u32,
 }
 
-/// Statistics of the whole pool.
+/// Statistics of an engine: of the memory for all tenants, which is the pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PoolStats {
+#[non_exhaustive]
+pub struct EngineStats {
     /// Gauge, bytes: memory that the pool may hold, metadata included.
     pub size_bytes: u64,
     /// Gauge, bytes: memory that the pool holds, detached pages included: `frames_bytes +
@@ -198,7 +200,7 @@ impl TenantStats {
     }
 }
 
-impl PoolStats {
+impl EngineStats {
     pub(crate) fn add_counters(&mut self, counters: Counters) {
         self.puts += counters.puts;
         self.puts_refused += counters.puts_refused;

@@ -7,7 +7,7 @@
 //! Going on without the lock would risk wrong bytes. A panic at each use, as the standard library
 //! proposes, would stop the queues of guests one after the other and leave a process that seems
 //! alive. A panic under a tenant's own lock concerns that tenant only (tenant.rs), and a panic in
-//! the sweep leaves cold pages as they are (pool.rs).
+//! the sweep leaves cold pages as they are (engine.rs).
 
 use std::sync::LockResult;
 

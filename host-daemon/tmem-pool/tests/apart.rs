@@ -4,8 +4,9 @@
 //! pages are evicted and puts are refused. `tmem-bench timing` measures whether times depend on
 //! them.
 
+use std::sync::Arc;
 use tmem_pool::{
-    GetResult, PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec,
+    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec,
     TenantStats, Time,
 };
 
@@ -53,17 +54,15 @@ fn fastrand(seed: u64) -> impl FnMut() -> u8 {
     }
 }
 
-fn add(pool: &Pool, domain: &str, limit_bytes: Option<u64>) -> Tenant {
-    let spec = TenantSpec {
-        name: domain.into(),
-        trust_domain: Some(domain.into()),
-        quota: Quota {
-            reserve_bytes: 0,
-            limit_bytes,
-            weight: 1,
-        },
+fn add(engine: &Arc<Engine>, domain: &str, limit_bytes: Option<u64>) -> Tenant {
+    let quota = Quota {
+        reserve_bytes: 0,
+        limit_bytes,
+        weight: 1,
     };
-    let tenant = pool.add_tenant(spec).unwrap();
+    let mut spec = TenantSpec::new(domain, quota);
+    spec.trust_domain = Some(domain.into());
+    let tenant = engine.add_tenant(spec).unwrap();
     tenant.create_pool(1).unwrap();
     tenant
 }
@@ -79,7 +78,7 @@ fn put(tenant: &Tenant, first: u64, page: impl Fn(u64) -> Page) -> Vec<PutResult
     };
     let puts: Vec<Put<'_>> = pages.iter().zip(first..).map(put).collect();
     let mut results = vec![PutResult::Refused; puts.len()];
-    tenant.put(Time(0), 1, &puts, &mut results).unwrap();
+    tenant.put(1, &puts, &mut results).unwrap();
     results
 }
 
@@ -88,7 +87,7 @@ fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
     let cookie = [index + 1];
     drop(
         tenant
-            .get(Time(0), 1, 1, index, &cookie, &mut out, &mut result)
+            .get(1, 1, index, &cookie, &mut out, &mut result)
             .unwrap(),
     );
     // The bytes that come with a miss are unspecified.
@@ -111,18 +110,12 @@ struct Seen {
 /// Puts and gets pages beside a tenant of the trust domain `domain`, which holds the same pages or
 /// others.
 fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
-    let pool = Pool::new(PoolConfig {
-        size_bytes: 4 * MIB,
-        size_max_bytes: 0,
-        seed: 7,
-        policy: Default::default(),
-    })
-    .unwrap();
-    let other = add(&pool, domain, None);
-    let own = add(&pool, "own", limit_bytes);
+    let engine = Engine::new(EngineConfig::new(4 * MIB, 7)).unwrap();
+    let other = add(&engine, domain, None);
+    let own = add(&engine, "own", limit_bytes);
     for first in (0..PAGES / 2).step_by(BATCH as usize) {
         put(&other, first, |number| others(number, change));
-        while pool.maintain(Time(0), 64) {}
+        while engine.maintain(Time(0), 64) {}
     }
     let mut seen = Seen {
         puts: Vec::new(),
@@ -134,12 +127,12 @@ fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
         // Background work runs after every tenth put only, so that puts are sometimes faster than
         // it.
         if first % (10 * BATCH) == 0 {
-            while pool.maintain(Time(0), 64) {}
+            while engine.maintain(Time(0), 64) {}
         }
         seen.gets.push(get(&own, first / 2));
         seen.stats.push(own.stats());
     }
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
     seen.gets.extend((0..PAGES).map(|index| get(&own, index)));
     seen.stats.push(own.stats());
     seen

@@ -174,7 +174,7 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
 /// Returns the bytes that deduplication saves. Pages count with the size of their first
 /// compression, like `compressed_bytes`, because later compression is not an effect of
 /// deduplication.
-fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
+fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
     let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
     stats.compressed_bytes.saturating_sub(first_bytes)
 }
@@ -185,7 +185,7 @@ pub fn of_pool(control: &Sources) -> api::PoolStats {
 }
 
 /// Converts statistics of the pool.
-pub fn pool(control: &Sources, stats: &tmem_pool::PoolStats) -> api::PoolStats {
+pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats {
     let size = &control.size;
     api::PoolStats {
         size_bytes: int(stats.size_bytes),
@@ -282,12 +282,10 @@ mod tests {
     /// An operator who merges trust domains because of this value would gain nothing.
     #[test]
     fn zstd_gain_does_not_count_as_deduplication() {
-        let mut stats = tmem_pool::PoolStats {
-            compressed_bytes: 100,
-            payload_bytes: 70,
-            dense_gain_bytes: 30,
-            ..Default::default()
-        };
+        let mut stats = tmem_pool::EngineStats::default();
+        stats.compressed_bytes = 100;
+        stats.payload_bytes = 70;
+        stats.dense_gain_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);

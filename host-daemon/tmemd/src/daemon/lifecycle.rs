@@ -31,7 +31,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
-use tmem_pool::{Pool, PoolConfig};
+use tmem_pool::{Engine, EngineConfig};
 
 /// Why a daemon did not start.
 #[derive(Debug, thiserror::Error)]
@@ -197,21 +197,19 @@ impl Drop for Daemon {
 ///
 /// # Errors
 /// The system lacks address space or entropy.
-fn create_pool(config: &Config) -> io::Result<Arc<Pool>> {
-    let pool = Pool::new(PoolConfig {
-        size_bytes: config.pool_size_bytes,
-        // The pool can never get more memory than the host has.
-        size_max_bytes: host_memory_bytes(),
-        seed: getrandom::u64().map_err(io::Error::other)?,
-        policy: Default::default(),
-    })?;
+fn create_pool(config: &Config) -> io::Result<Arc<Engine>> {
+    let seed = getrandom::u64().map_err(io::Error::other)?;
+    let mut engine = EngineConfig::new(config.pool_size_bytes, seed);
+    // The pool can never get more memory than the host has.
+    engine.size_max_bytes = host_memory_bytes();
+    let pool = Engine::new(engine)?;
     if !pool.is_locked() {
         tracing::warn!(
             "pages of guests can be swapped: the system does not let this process lock memory; set \
              its limit (LimitMEMLOCK=, RLIMIT_MEMLOCK) to infinity, since address space counts"
         );
     }
-    Ok(Arc::new(pool))
+    Ok(pool)
 }
 
 /// Creates the registry with the VMs of the configuration. Their sockets are bound later.
@@ -220,7 +218,7 @@ fn create_pool(config: &Config) -> io::Result<Arc<Pool>> {
 /// A reserve does not fit, or the system has no descriptor left.
 fn create_registry(
     config: &Config,
-    pool: &Arc<Pool>,
+    pool: &Arc<Engine>,
     recorder: &Option<Arc<Recorder>>,
     events: &Arc<Events>,
 ) -> Result<Arc<Registry>, StartError> {
@@ -239,7 +237,7 @@ fn create_registry(
 /// The system lacks a thread, a descriptor or an io_uring. No thread is left running.
 fn start_workers(
     config: &Config,
-    pool: &Arc<Pool>,
+    pool: &Arc<Engine>,
     clock: &ClockAndEntropy,
     heartbeats: &Arc<Heartbeats>,
 ) -> io::Result<(Arc<BackgroundWorkers>, Arc<Workers>)> {

@@ -1,21 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Registry of the pool: tenants with their quotas, trust domains, and departed tenants whose pages
-//! are not freed yet.
+//! Membership of the pool: tenants with their quotas, trust domains, and departed tenants whose
+//! pages are not freed yet.
 //!
-//! The registry decides admission and sets entitlements. It never touches pages.
+//! The membership decides admission and sets entitlements. It never touches pages.
 
 use crate::blob::DomainId;
 use crate::config::{Quota, TenantSpec};
 use crate::error::AdmissionError;
 use crate::quota::entitlements;
 use crate::stats::Counters;
-use crate::tenant::Inner;
+use crate::tenant::TenantShared;
 use std::collections::HashMap;
 use std::sync::Arc;
 
 #[derive(Debug)]
 pub(crate) struct Member {
-    pub tenant: Arc<Inner>,
+    pub tenant: Arc<TenantShared>,
     pub quota: Quota,
     /// Name of the trust domain, to remove the name with the domain's last member.
     domain_name: Option<String>,
@@ -28,23 +28,23 @@ struct Domain {
 }
 
 #[derive(Debug)]
-pub(crate) struct Registry {
+pub(crate) struct Membership {
     pub size_bytes: u64,
     /// Size in bytes into which reserves have to fit: the size of the pool when it does not give
     /// way. So a tenant is not refused because the pool gives way at the moment.
     full_bytes: u64,
     pub members: Vec<Member>,
     /// Tenants that left and have pages that are not freed yet.
-    pub departed: Vec<Arc<Inner>>,
+    pub departed: Vec<Arc<TenantShared>>,
     /// Sums of the counters of all tenants that left.
     pub gone: Counters,
     domains: HashMap<String, Domain>,
     next_domain: DomainId,
 }
 
-impl Registry {
-    pub(crate) fn new(size_bytes: u64) -> Registry {
-        Registry {
+impl Membership {
+    pub(crate) fn new(size_bytes: u64) -> Membership {
+        Membership {
             size_bytes,
             full_bytes: size_bytes,
             members: Vec::new(),
@@ -62,8 +62,8 @@ impl Registry {
     pub(crate) fn add(
         &mut self,
         spec: TenantSpec,
-        make: impl FnOnce(&TenantSpec, DomainId) -> Inner,
-    ) -> Result<Arc<Inner>, AdmissionError> {
+        make: impl FnOnce(&TenantSpec, DomainId) -> TenantShared,
+    ) -> Result<Arc<TenantShared>, AdmissionError> {
         self.admit(&spec.name, spec.quota)?;
         let fresh = self.next_domain;
         let id = match &spec.trust_domain {
@@ -92,7 +92,7 @@ impl Registry {
 
     /// Removes a tenant whose pages are all detached. True: they are freed as well, and nothing is
     /// left of the tenant.
-    pub(crate) fn depart(&mut self, tenant: &Arc<Inner>) -> bool {
+    pub(crate) fn depart(&mut self, tenant: &Arc<TenantShared>) -> bool {
         let at = self
             .members
             .iter()
@@ -120,7 +120,7 @@ impl Registry {
 
     pub(crate) fn set_quota(
         &mut self,
-        tenant: &Arc<Inner>,
+        tenant: &Arc<TenantShared>,
         quota: Quota,
     ) -> Result<(), AdmissionError> {
         self.configure(None, &[(tenant, quota)])
@@ -135,7 +135,7 @@ impl Registry {
     pub(crate) fn configure(
         &mut self,
         full_bytes: Option<u64>,
-        quotas: &[(&Arc<Inner>, Quota)],
+        quotas: &[(&Arc<TenantShared>, Quota)],
     ) -> Result<(), AdmissionError> {
         let whole_bytes = full_bytes.unwrap_or(self.full_bytes);
         let quota_of = |member: &Member| {
@@ -175,7 +175,7 @@ impl Registry {
         Ok(())
     }
 
-    pub(crate) fn quota(&self, tenant: &Arc<Inner>) -> Quota {
+    pub(crate) fn quota(&self, tenant: &Arc<TenantShared>) -> Quota {
         let member = self
             .members
             .iter()

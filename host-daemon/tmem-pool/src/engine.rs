@@ -1,31 +1,31 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The pool: all tenants, one size, and the choice of the tenant that gives up pages when the pool
-//! is full.
+//! The engine: all tenants, one size for the memory of all (the pool), background work, and the
+//! choice of the tenant that gives up pages when the pool is full.
 //!
-//! Locks: the registry's lock guards membership and quotas. A thread takes it for reading to look
+//! Locks: the membership's lock guards tenants and quotas. A thread takes it for reading to look
 //! for a victim, and for writing when a tenant is added, removed or changed. It is the outermost
 //! lock.
 
-use crate::account::{Account, Sum};
 use crate::apart::Apart;
 use crate::blob::{DomainId, Settled, Store};
 use crate::codec::{self, Denser};
 use crate::config::{
-    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
-    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, PoolConfig, Quota, SWEEP_NS, SWEEP_PAGES,
-    SWEEP_STEP, TENANT_METADATA_BYTES, TenantSpec, Time,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
+    KEYS_PER_TENANT_MAX, PAGE_SIZE, Page, PolicyKind, Quota, SWEEP_NS, SWEEP_PAGES, SWEEP_STEP,
+    TENANT_METADATA_BYTES, TenantSpec, Time,
 };
 use crate::entry::Gauges;
 use crate::error::AdmissionError;
 use crate::hash::{HashFn, PageHash};
 use crate::heap;
 use crate::index::Chunks;
-use crate::registry::Registry;
+use crate::membership::Membership;
 use crate::secret::SecretPages;
 use crate::state::{Freed, Reason};
-use crate::stats::PoolStats;
+use crate::stats::EngineStats;
 use crate::sync::{AtomicBool, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
-use crate::tenant::{self, Tenant};
+use crate::tenant::{Tenant, TenantShared};
+use crate::totals::{Sum, Totals};
 use crate::whole::whole;
 use std::fmt;
 use std::io;
@@ -51,19 +51,21 @@ impl Work {
 
 /// Parameters that tenants are created with.
 #[derive(Clone, Debug)]
-pub(crate) struct Made {
+pub(crate) struct TenantParams {
     pub seed: u64,
     pub chunks: Arc<Chunks>,
     pub keys_per_tenant_max: u32,
     pub policy: PolicyKind,
 }
 
-pub(crate) struct Inner {
-    pub store: Store,
-    pub account: Account,
-    pub size_bytes: Sum,
+/// The storage engine: all tenants and the memory for their pages. Any thread may call it at any
+/// time.
+pub struct Engine {
+    pub(crate) store: Store,
+    pub(crate) totals: Totals,
+    pub(crate) size_bytes: Sum,
     size_max_bytes: u64,
-    made: Made,
+    params: TenantParams,
     /// Position of the tenant whose raw pages are finalized next: tenants take turns.
     turn: Apart<AtomicUsize>,
     /// Counter of steps of background work.
@@ -76,7 +78,7 @@ pub(crate) struct Inner {
     buffers: Mutex<Vec<SecretPages>>,
     /// Guards the sweep. Threads only try this lock, and take locks of the store under it.
     sweep: Mutex<Sweep>,
-    registry: RwLock<Registry>,
+    membership: RwLock<Membership>,
 }
 
 /// While there are raw pages, one step in this many is for all other work.
@@ -99,34 +101,34 @@ struct Sweep {
     buffer: SecretPages,
 }
 
-/// Name of the registry lock, for log messages.
-const REGISTRY: &str = "the list of tenants";
+/// Name of the membership lock, for log messages.
+const MEMBERSHIP: &str = "the list of tenants";
 /// Name of the lock of the scratch pages, for log messages.
 const BUFFERS: &str = "the buffers";
 
-impl Inner {
-    pub(crate) fn read(&self) -> RwLockReadGuard<'_, Registry> {
-        whole(self.registry.read(), REGISTRY)
+impl Engine {
+    pub(crate) fn membership(&self) -> RwLockReadGuard<'_, Membership> {
+        whole(self.membership.read(), MEMBERSHIP)
     }
 
-    pub(crate) fn write(&self) -> RwLockWriteGuard<'_, Registry> {
-        whole(self.registry.write(), REGISTRY)
+    pub(crate) fn membership_mut(&self) -> RwLockWriteGuard<'_, Membership> {
+        whole(self.membership.write(), MEMBERSHIP)
     }
 
-    pub(crate) fn quota(&self, tenant: &Arc<tenant::Inner>) -> Quota {
-        self.read().quota(tenant)
+    pub(crate) fn quota(&self, tenant: &Arc<TenantShared>) -> Quota {
+        self.membership().quota(tenant)
     }
 
     pub(crate) fn set_quota(
         &self,
-        tenant: &Arc<tenant::Inner>,
+        tenant: &Arc<TenantShared>,
         quota: Quota,
     ) -> Result<(), AdmissionError> {
-        self.write().set_quota(tenant, quota)
+        self.membership_mut().set_quota(tenant, quota)
     }
 
-    pub(crate) fn depart(&self, tenant: &Arc<tenant::Inner>) {
-        if self.write().depart(tenant) {
+    pub(crate) fn depart(&self, tenant: &Arc<TenantShared>) {
+        if self.membership_mut().depart(tenant) {
             self.forgotten(tenant);
         }
     }
@@ -136,11 +138,12 @@ impl Inner {
     fn metadata_bytes(&self) -> u64 {
         self.store.metadata_bytes()
             + self.store.heap.table_bytes()
-            + self.account.index_bytes.get()
-            + self.account.tenants.get() * TENANT_METADATA_BYTES
+            + self.totals.index_bytes.get()
+            + self.totals.tenants.get() * TENANT_METADATA_BYTES
     }
 
-    fn held_bytes(&self) -> u64 {
+    /// Returns the memory that the pool holds, in bytes, metadata included.
+    pub fn held_bytes(&self) -> u64 {
         self.store.heap.frames_bytes() + self.metadata_bytes()
     }
 
@@ -199,7 +202,7 @@ impl Inner {
 
     fn compact(&self, slots: usize) -> usize {
         let moved = self.store.heap.compact(slots);
-        self.account.moved_blobs.add(moved as u64);
+        self.totals.moved_blobs.add(moved as u64);
         moved
     }
 
@@ -245,17 +248,17 @@ impl Inner {
     /// Frees up to `pages` detached pages, those of departed tenants first. Returns the number of
     /// steps.
     fn reap(&self, pages: usize) -> usize {
-        let registry = self.read();
-        let tenants = registry
+        let membership = self.membership();
+        let tenants = membership
             .departed
             .iter()
-            .chain(registry.members.iter().map(|m| &m.tenant));
+            .chain(membership.members.iter().map(|m| &m.tenant));
         let Some(tenant) = tenants.into_iter().find(|t| t.has_dead()).cloned() else {
             return 0;
         };
-        drop(registry);
+        drop(membership);
         let mut freed = Freed::with_capacity(pages);
-        let steps = tenant.lock(&self.account).reap(pages, &mut freed);
+        let steps = tenant.lock(&self.totals).reap(pages, &mut freed);
         self.release_all(freed);
         if !tenant.has_dead() {
             self.forget(&tenant);
@@ -263,31 +266,31 @@ impl Inner {
         steps
     }
 
-    /// Removes a tenant of which nothing is left from the account.
-    fn forgotten(&self, tenant: &tenant::Inner) {
-        self.account.tenants.sub(1);
-        tenant.forgotten(&self.account);
+    /// Removes a tenant of which nothing is left from the totals.
+    fn forgotten(&self, tenant: &TenantShared) {
+        self.totals.tenants.sub(1);
+        tenant.forgotten(&self.totals);
     }
 
     /// Removes a departed tenant whose pages are all freed. A member stays, and so does a departed
     /// tenant with pages left.
-    pub(crate) fn forget(&self, tenant: &Arc<tenant::Inner>) {
+    pub(crate) fn forget(&self, tenant: &Arc<TenantShared>) {
         if !self
-            .read()
+            .membership()
             .departed
             .iter()
             .any(|departed| Arc::ptr_eq(departed, tenant))
         {
             return;
         }
-        let mut registry = self.write();
+        let mut membership = self.membership_mut();
         // The caller saw no detached pages. But it may have looked before the tenant's last handle
         // detached all pages and the tenant departed. From then on nothing more is detached, and
         // the thread that frees the last page calls this function again.
         if tenant.has_dead() {
             return;
         }
-        let departed = &mut registry.departed;
+        let departed = &mut membership.departed;
         if let Some(at) = departed.iter().position(|other| Arc::ptr_eq(other, tenant)) {
             departed.swap_remove(at);
             self.forgotten(tenant);
@@ -298,8 +301,8 @@ impl Inner {
     /// steps.
     fn evict(&self, pages: usize) -> usize {
         let victim = {
-            let registry = self.read();
-            let tenants = registry.members.iter().map(|member| &member.tenant);
+            let membership = self.membership();
+            let tenants = membership.members.iter().map(|member| &member.tenant);
             let holders = tenants.filter(|tenant| tenant.charged_bytes.get() > 0);
             holders.max_by_key(|tenant| tenant.excess_bytes()).cloned()
         };
@@ -310,17 +313,17 @@ impl Inner {
         victim.map_or(0, |victim| self.evict_from(&victim, pages, reason))
     }
 
-    pub(crate) fn evict_from(&self, tenant: &tenant::Inner, pages: usize, reason: Reason) -> usize {
+    pub(crate) fn evict_from(&self, tenant: &TenantShared, pages: usize, reason: Reason) -> usize {
         let mut freed = Freed::with_capacity(pages);
-        let steps = tenant.lock(&self.account).evict(pages, reason, &mut freed);
+        let steps = tenant.lock(&self.totals).evict(pages, reason, &mut freed);
         self.release_all(freed);
         steps
     }
 
     /// Returns a tenant above its own limit, which happens when the limit was lowered.
-    fn over_limit(&self) -> Option<Arc<tenant::Inner>> {
-        let registry = self.read();
-        let over = registry.members.iter().find(|member| {
+    fn over_limit(&self) -> Option<Arc<TenantShared>> {
+        let membership = self.membership();
+        let over = membership.members.iter().find(|member| {
             let limit_bytes = member.quota.limit_bytes.unwrap_or(u64::MAX);
             member.tenant.charged_bytes.get() > limit_bytes
         });
@@ -336,8 +339,8 @@ impl Inner {
             // The lock is not held while pages are finalized, because evictions take it to look for
             // a victim.
             let next = {
-                let registry = self.read();
-                let members = &registry.members;
+                let membership = self.membership();
+                let members = &membership.members;
                 let mut order = (from..members.len()).map(|i| (i, (turn + i) % members.len()));
                 order
                     .find(|&(_, at)| members[at].tenant.has_raw())
@@ -446,9 +449,9 @@ impl Inner {
     }
 
     fn has_work(&self, now: Time) -> bool {
-        let registry = self.read();
-        let members = || registry.members.iter().map(|member| &member.tenant);
-        let dead = registry
+        let membership = self.membership();
+        let members = || membership.members.iter().map(|member| &member.tenant);
+        let dead = membership
             .departed
             .iter()
             .chain(members())
@@ -456,7 +459,7 @@ impl Inner {
         let evictable = || members().any(|tenant| tenant.charged_bytes.get() > 0);
         let raw = members().any(|tenant| tenant.has_raw());
         let over = self.is_over() && evictable();
-        drop(registry);
+        drop(membership);
         let sweep_is_late = self
             .sweep
             .try_lock()
@@ -469,34 +472,30 @@ impl Inner {
     }
 }
 
-/// The storage engine. Clones are handles to the same pool.
-#[derive(Clone)]
-pub struct Pool(Arc<Inner>);
-
-impl fmt::Debug for Pool {
+impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool")
-            .field("size_bytes", &self.0.size_bytes.get())
+        f.debug_struct("Engine")
+            .field("size_bytes", &self.size_bytes.get())
             .finish_non_exhaustive()
     }
 }
 
-impl Pool {
+impl Engine {
     /// Creates an empty pool without tenants.
     ///
     /// # Errors
     /// The system does not provide the address space for the largest size.
-    pub fn new(config: PoolConfig) -> io::Result<Pool> {
-        Pool::with(config, PageHash::of, KEYS_PER_TENANT_MAX)
+    pub fn new(config: EngineConfig) -> io::Result<Arc<Engine>> {
+        Engine::with(config, PageHash::of, KEYS_PER_TENANT_MAX)
     }
 
     /// Creates a pool with another hash function and another limit of keys, for tests.
     pub(crate) fn with(
-        config: PoolConfig,
+        config: EngineConfig,
         hash: HashFn,
         keys_per_tenant_max: u32,
-    ) -> io::Result<Pool> {
-        let PoolConfig {
+    ) -> io::Result<Arc<Engine>> {
+        let EngineConfig {
             size_bytes,
             size_max_bytes,
             seed,
@@ -505,12 +504,12 @@ impl Pool {
         let size_max_bytes = size_max_bytes.max(size_bytes);
         let size = Sum::default();
         size.set(size_bytes);
-        Ok(Pool(Arc::new(Inner {
+        Ok(Arc::new(Engine {
             store: Store::new(size_max_bytes, hash, seed)?,
-            account: Account::default(),
+            totals: Totals::default(),
             size_bytes: size,
             size_max_bytes,
-            made: Made {
+            params: TenantParams {
                 seed,
                 chunks: Arc::new(Chunks::reserve(size_max_bytes)?),
                 keys_per_tenant_max,
@@ -527,20 +526,19 @@ impl Pool {
                 denser: Denser::new()?,
                 buffer: SecretPages::new(2)?,
             }),
-            registry: RwLock::new(Registry::new(size_bytes)),
-        })))
+            membership: RwLock::new(Membership::new(size_bytes)),
+        }))
     }
 
     /// Adds a tenant without pools.
     ///
     /// # Errors
     /// The tenant's reserve does not fit beside those of the other tenants.
-    pub fn add_tenant(&self, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
-        let inner = &self.0;
-        let make = |spec: &TenantSpec, domain| tenant::Inner::new(spec, domain, &inner.made);
-        let tenant = inner.write().add(spec, make)?;
-        inner.account.tenants.add(1);
-        Ok(Tenant::new(Arc::clone(inner), tenant))
+    pub fn add_tenant(self: &Arc<Engine>, spec: TenantSpec) -> Result<Tenant, AdmissionError> {
+        let make = |spec: &TenantSpec, domain| TenantShared::new(spec, domain, &self.params);
+        let tenant = self.membership_mut().add(spec, make)?;
+        self.totals.tenants.add(1);
+        Ok(Tenant::new(Arc::clone(self), tenant))
     }
 
     /// Changes the size in bytes, to the largest one at most, while the pool gives way to other
@@ -549,14 +547,14 @@ impl Pool {
     /// scale down. Admission of a further reserve compares with the full size
     /// ([`set_full`](Self::set_full)).
     pub fn resize(&self, size_bytes: u64) {
-        let size_bytes = size_bytes.min(self.0.size_max_bytes);
-        let mut registry = self.0.write();
-        let before_bytes = self.0.size_bytes.get();
-        self.0.size_bytes.set(size_bytes);
-        registry.resize(size_bytes);
+        let size_bytes = size_bytes.min(self.size_max_bytes);
+        let mut membership = self.membership_mut();
+        let before_bytes = self.size_bytes.get();
+        self.size_bytes.set(size_bytes);
+        membership.resize(size_bytes);
         if size_bytes != before_bytes {
-            let shrinks = size_bytes < before_bytes && self.0.is_over();
-            self.0.shrinks.store(shrinks, Relaxed);
+            let shrinks = size_bytes < before_bytes && self.is_over();
+            self.shrinks.store(shrinks, Relaxed);
         }
     }
 
@@ -564,8 +562,8 @@ impl Pool {
     /// size that it was created with. A new reserve must fit into it beside the reserves of other
     /// tenants; existing reserves stay. [`resize`](Self::resize) changes the present size.
     pub fn set_full(&self, full_bytes: u64) {
-        let full_bytes = full_bytes.min(self.0.size_max_bytes);
-        self.0.write().set_full(full_bytes);
+        let full_bytes = full_bytes.min(self.size_max_bytes);
+        self.membership_mut().set_full(full_bytes);
     }
 
     /// Changes the full size, if one is given, and quotas of tenants in one step, so that neither
@@ -579,73 +577,71 @@ impl Pool {
         full_bytes: Option<u64>,
         quotas: &[(&Tenant, Quota)],
     ) -> Result<(), AdmissionError> {
-        let full_bytes = full_bytes.map(|bytes| bytes.min(self.0.size_max_bytes));
+        let full_bytes = full_bytes.map(|bytes| bytes.min(self.size_max_bytes));
         let quotas: Vec<_> = quotas
             .iter()
-            .map(|&(tenant, quota)| (tenant.inner(), quota))
+            .map(|&(tenant, quota)| (tenant.shared(), quota))
             .collect();
-        self.0.write().configure(full_bytes, &quotas)
+        self.membership_mut().configure(full_bytes, &quotas)
     }
 
     /// Returns the largest size for [`resize`](Self::resize), in bytes.
     pub fn size_max_bytes(&self) -> u64 {
-        self.0.size_max_bytes
-    }
-
-    /// Returns the memory that the pool holds, in bytes, metadata included.
-    pub fn held_bytes(&self) -> u64 {
-        self.0.held_bytes()
+        self.size_max_bytes
     }
 
     /// Does background work for at most about `budget` pages: final forms of raw pages, freeing of
     /// detached pages, eviction down to the size and to limits. Returns true if more is left. Any
     /// number of threads may call it at once.
     pub fn maintain(&self, now: Time, budget: usize) -> bool {
-        self.maintain_telling(now, budget, &mut |_| {})
+        self.maintain_reporting(now, budget, &mut |_| {})
     }
 
     /// Does background work as [`maintain`](Self::maintain) does, and reports its kinds. `begins`
     /// is called with the kind of work that follows, which may be the same as before. It is called
     /// up to three times for some eight pages, under no lock.
-    pub fn maintain_telling(&self, now: Time, budget: usize, begins: &mut dyn FnMut(Work)) -> bool {
+    pub fn maintain_reporting(
+        &self,
+        now: Time,
+        budget: usize,
+        begins: &mut dyn FnMut(Work),
+    ) -> bool {
         let mut left = budget;
         while left > 0 {
-            let done = self
-                .0
-                .maintain_step(now, left.min(EVICT_STEP_PAGES), begins);
+            let done = self.maintain_step(now, left.min(EVICT_STEP_PAGES), begins);
             if done == 0 {
                 return false;
             }
             left = left.saturating_sub(done);
         }
-        self.0.has_work(now)
+        self.has_work(now)
     }
 
     /// Returns gauges and counters as of now. Those of different tenants are not of one instant.
-    pub fn stats(&self) -> PoolStats {
-        let registry = self.0.read();
-        let heap = self.0.store.heap.stats();
-        let mut stats = PoolStats {
-            size_bytes: self.0.size_bytes.get(),
+    pub fn stats(&self) -> EngineStats {
+        let membership = self.membership();
+        let heap = self.store.heap.stats();
+        let mut stats = EngineStats {
+            size_bytes: self.size_bytes.get(),
             payload_bytes: heap.payload_bytes,
             frames_bytes: heap.frames_bytes,
-            metadata_bytes: self.0.metadata_bytes(),
+            metadata_bytes: self.metadata_bytes(),
             tables_bytes: heap.table_bytes,
-            tenants: registry.members.len() as u64,
+            tenants: membership.members.len() as u64,
             blobs: heap.blobs,
-            reserved_bytes: registry.reserved_bytes(),
-            departed_tenants: registry.departed.len() as u64,
-            moved_blobs: self.0.account.moved_blobs.get(),
-            denser_blobs: self.0.store.denser_blobs.get(),
-            denser_saved_bytes: self.0.store.denser_saved_bytes.get(),
-            dense_gain_bytes: self.0.store.dense_gain_bytes.get(),
-            ..PoolStats::default()
+            reserved_bytes: membership.reserved_bytes(),
+            departed_tenants: membership.departed.len() as u64,
+            moved_blobs: self.totals.moved_blobs.get(),
+            denser_blobs: self.store.denser_blobs.get(),
+            denser_saved_bytes: self.store.denser_saved_bytes.get(),
+            dense_gain_bytes: self.store.dense_gain_bytes.get(),
+            ..EngineStats::default()
         };
         stats.held_bytes = stats.frames_bytes + stats.metadata_bytes;
-        stats.add_counters(registry.gone);
+        stats.add_counters(membership.gone);
         let mut detached = Gauges::default();
-        for member in &registry.members {
-            let state = member.tenant.lock(&self.0.account);
+        for member in &membership.members {
+            let state = member.tenant.lock(&self.totals);
             let gauges = state.index.gauges;
             stats.pages += u64::from(gauges.pages);
             stats.same_filled_pages += u64::from(gauges.same_filled_pages);
@@ -655,8 +651,8 @@ impl Pool {
             detached.add(state.index.detached);
             stats.add_counters(state.counters);
         }
-        for departed in &registry.departed {
-            detached.add(departed.lock(&self.0.account).index.detached);
+        for departed in &membership.departed {
+            detached.add(departed.lock(&self.totals).index.detached);
         }
         stats.detached_pages = detached.pages.into();
         let with_blob = stats.pages + stats.detached_pages
@@ -667,17 +663,11 @@ impl Pool {
         stats.original_bytes = stats.pages * PAGE_SIZE as u64;
         stats
     }
-}
 
-impl Pool {
     /// Returns whether all memory of the pool is locked, so that it is never swapped. That is so if
     /// the system let the pool lock its address space, which is
     /// [`ADDRESS_SPACE_TIMES`](crate::ADDRESS_SPACE_TIMES) its largest size.
     pub fn is_locked(&self) -> bool {
-        self.0.store.is_locked() && self.0.made.chunks.is_locked()
-    }
-
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
-        &self.0
+        self.store.is_locked() && self.params.chunks.is_locked()
     }
 }

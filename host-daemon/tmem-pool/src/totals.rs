@@ -36,7 +36,7 @@ impl Sum {
 
 /// Sums of what tenants hold beside blobs, and counters of work that was done.
 #[derive(Debug, Default)]
-pub(crate) struct Account {
+pub(crate) struct Totals {
     /// Memory of all indexes and policies in bytes, detached parts included.
     pub index_bytes: Sum,
     /// Number of live tenants, and of departed tenants whose pages are not freed yet.
