@@ -57,7 +57,7 @@ def kernels_of_source() -> list[served.Served]:
     return found
 
 
-def test_kernels() -> None:
+def test_kernel_table_matches_the_source() -> None:
     rows = table(SUPPORT, "kernels")
     assert sorted(
         (code(row[1]), code(row[2]), tuple(re.findall(r"`([^`]+)`", row[3]))) for row in rows
@@ -68,7 +68,7 @@ def test_kernels() -> None:
         assert row.series in kernel.SERIES, f"{row.series} is listed, but no test can boot it"
 
 
-def test_dkms_demands_what_the_page_names() -> None:
+def test_dkms_requires_the_options_of_the_page() -> None:
     """DKMS builds the module only for a kernel whose configuration has what the hooks use."""
     conf = (DRIVER / "dkms.conf.in").read_text()
     (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
@@ -80,7 +80,7 @@ def test_dkms_demands_what_the_page_names() -> None:
     assert "CONFIG_LIVEPATCH" not in wanted, "nothing of the driver uses live patching"
 
 
-def test_project_page_names_the_kernels() -> None:
+def test_readme_names_the_served_kernels() -> None:
     (row,) = re.findall(r"^\| guest kernels \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     now, later = row.split("|")[2:4]
     for row_of_source in kernels_of_source():
@@ -90,7 +90,7 @@ def test_project_page_names_the_kernels() -> None:
         assert not re.search(rf"\b{series}\b", later)
 
 
-def test_file_systems() -> None:
+def test_file_system_table_matches_the_source() -> None:
     body = source("hooks/fs.c").split("tmem_fs_types[] = {", 1)[1].split("\n};", 1)[0]
     types = re.findall(r'\.name = "(\w+)"', body)
     assert "ext4" in types
@@ -99,14 +99,14 @@ def test_file_systems() -> None:
     assert set(re.findall(r"[\w]+", row.split("|")[2])) >= set(types)
 
 
-def test_inode_flags() -> None:
+def test_inode_flag_table_matches_the_source() -> None:
     (expression,) = re.findall(r"const unsigned int never = ([^;]+);", source("hooks/fs.c"))
     flags = [flag.strip() for flag in expression.split("|")]
     assert "S_ENCRYPTED" in flags
     assert sorted(code(row[1]) for row in table(SUPPORT, "inode flags")) == sorted(flags)
 
 
-def test_messages() -> None:
+def test_quoted_messages_exist_in_the_driver() -> None:
     """Messages that the page tells users to look for are messages of the driver."""
     sources = all_sources()
     messages = [code(row[0]) for row in table(SUPPORT, "messages")]
@@ -127,7 +127,7 @@ def defined() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", ["memory", "time"])
-def test_bounds(name: str) -> None:
+def test_table_of_bounds_matches_the_source(name: str) -> None:
     values = defined()
     stated: list[tuple[str, str]] = []
     for _, _, names in table(README, name):
@@ -139,7 +139,7 @@ def test_bounds(name: str) -> None:
     ]
 
 
-def test_bounds_in_the_text() -> None:
+def test_bounds_in_sentences_match_the_source() -> None:
     values = defined()
     stated = re.findall(r"\(`([A-Z]\w+)` (\d+)\)", README.read_text())
     assert len(stated) > 1
@@ -168,7 +168,7 @@ def parameters() -> dict[str, tuple[str, bool]]:
     return found
 
 
-def test_parameters() -> None:
+def test_parameter_table_matches_the_source() -> None:
     rows = table(README, "parameters")
     assert {code(row[0]): (row[3], row[4] == "yes") for row in rows} == parameters()
     values = defined()
@@ -179,7 +179,7 @@ def test_parameters() -> None:
         assert row[4] in ("yes", "no")
 
 
-def test_tracepoints() -> None:
+def test_tracepoint_table_matches_the_source() -> None:
     text = (DRIVER / "trace.h").read_text()
     events: dict[str, set[str]] = {}
     for name, body in re.findall(r"TRACE_EVENT\((\w+),\n(.*?)\n\);", text, re.DOTALL):
@@ -190,7 +190,7 @@ def test_tracepoints() -> None:
     assert {code(row[0]): set(re.findall(r"`(\w+)`", row[2])) for row in rows} == events
 
 
-def test_counters_that_are_named() -> None:
+def test_named_counters_exist() -> None:
     """Counters that the driver's page names exist."""
     listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/stats.c"))
     section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
@@ -201,7 +201,7 @@ def test_counters_that_are_named() -> None:
         assert re.search(rf"\b{name}", listed), f"no counter {name}"
 
 
-def test_differences_between_kernels() -> None:
+def test_table_of_kernel_differences_matches_compat_h() -> None:
     text = (DRIVER / "compat.h").read_text()
     versions = {
         f"{major}.{minor}"
@@ -226,7 +226,7 @@ def check_links(page: Path) -> None:
             assert anchor in slugs, f"{page.name}: no heading #{anchor} in {target}"
 
 
-def test_links() -> None:
+def test_links_of_guest_pages_exist() -> None:
     """Files and headings that the guest's pages link to exist."""
     for name in ("guest-support", "secure-boot", "ARCHITECTURE"):
         check_links(ROOT / f"docs/{name}.md")
@@ -234,7 +234,7 @@ def test_links() -> None:
     check_links(ROOT / "README.md")
 
 
-def test_tables_are_read_right(tmp_path: Path) -> None:
+def test_table_parser_reads_escaped_cells(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- table: t -->\n| a | b |\n| --- | --- |\n| `x` y | 1 |\n| `z\\|` | 2 |\n")
     assert [code(row[0]) for row in table(page, "t")] == ["x", "z\\|"]

@@ -27,7 +27,7 @@ def vm_tests() -> set[tuple[str, str]]:
     }
 
 
-def test_promises_have_tests() -> None:
+def test_each_row_names_existing_tests() -> None:
     there = vm_tests()
     rows = table(PAGE, "tests")
     assert len(rows) > 30
@@ -59,7 +59,7 @@ def test_each_hook_has_a_test() -> None:
             assert re.search(mark, text_of_file), f"{file} does not leave out {hook}"
 
 
-def test_all_tests_of_the_text_are_there() -> None:
+def test_each_test_named_on_the_page_exists() -> None:
     named = set(re.findall(NAME, PAGE.read_text()))
     assert len(named) > 30
     assert named <= vm_tests()

@@ -63,7 +63,7 @@ def test_each_rule_has_one_number_and_one_row() -> None:
     assert set(RULE.findall(PAGE.read_text())) == set(found), "a rule that is not there is named"
 
 
-def test_what_is_required_has_a_number() -> None:
+def test_each_requirement_has_a_number() -> None:
     for bullet in bullets():
         assert bool(WORD.search(bullet)) != is_limit(bullet), f"requires nothing: {bullet}"
     rest = prose()
@@ -73,7 +73,7 @@ def test_what_is_required_has_a_number() -> None:
     assert len(said) == 1 and "RFC 2119" in said[0], said
 
 
-def test_a_rule_is_one_sentence_of_its_actor() -> None:
+def test_each_rule_is_one_sentence_about_its_actor() -> None:
     for bullet in bullets():
         number, text = bullet.removeprefix("**").split("** ", 1)
         assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), bullet
@@ -90,7 +90,7 @@ def test_lines_are_wrapped() -> None:
 
 
 @pytest.mark.parametrize("rule", rules())
-def test_where_it_is_kept_and_shown(rule: str) -> None:
+def test_code_and_test_of_each_rule_exist(rule: str) -> None:
     kept, shown = rows()[rule]
     assert names(kept), "nothing keeps it"
     for path, name in names(kept):
@@ -101,12 +101,12 @@ def test_where_it_is_kept_and_shown(rule: str) -> None:
         assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", shown) and names(shown)
 
 
-def test_names_are_looked_up() -> None:
+def test_missing_names_are_not_found() -> None:
     """Names that do not exist are not found."""
     spec = "tests/unit/test_spec.py"
     chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")
-    assert is_test(spec, "test_names_are_looked_up") and not is_test(spec, "rules")
+    assert is_test(spec, "test_missing_names_are_not_found") and not is_test(spec, "rules")
     assert is_there(chain, "fill") and not is_test(chain, "fill")
     assert is_test(chain, "chains_without_an_end_are_broken")
     core = "guest-driver/core"

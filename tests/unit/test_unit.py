@@ -24,7 +24,7 @@ def settings() -> dict[str, str]:
     return dict(lines)
 
 
-def test_systemd_understands_it(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     """systemd accepts each key. A misspelt key is a warning there, and a failure here."""
     copy = tmp_path / UNIT.name
     for text, good in [(UNIT.read_text(), True), (UNIT.read_text() + "WatchdogSeconds=1\n", False)]:
@@ -42,7 +42,7 @@ def test_systemd_understands_it(tmp_path: Path) -> None:
         assert done.returncode == 0 or not good
 
 
-def test_the_unit_watches_and_restarts() -> None:
+def test_unit_sets_watchdog_and_restart() -> None:
     unit = settings()
     assert unit["Type"] == "notify"
     assert unit["WatchdogSignal"] == "SIGKILL", "one that goes on must not write"
@@ -53,7 +53,7 @@ def test_the_unit_watches_and_restarts() -> None:
     assert unit["LimitMEMLOCK"] == "infinity"
 
 
-def test_the_bound_is_the_one_that_is_promised() -> None:
+def test_watchdog_period_matches_the_guide_and_the_daemon() -> None:
     seconds = settings()["WatchdogSec"].removesuffix("s")
     assert f"`WatchdogSec=`, {seconds} s." in GUIDE.read_text()
     default = re.search(

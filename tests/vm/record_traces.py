@@ -139,7 +139,7 @@ RUNS: dict[str, tuple[Callable[[Path, random.Random], None], Callable[[Guest], N
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_record(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_trace_is_recorded(session: Session, kernel: Kernel, module: Path, name: str) -> None:
     if "TMEM_TRACES" not in os.environ:
         pytest.skip("TMEM_TRACES=DIR says where to")
     fill, work = RUNS[name]

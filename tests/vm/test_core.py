@@ -89,7 +89,9 @@ def devices(guest: Guest) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.smoke
-def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_driver_without_a_device_puts_nothing(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     data, sums = tree_disk(session)
     guest = driver_vm(session, kernel, module, None, disks=[data]).start()
     guest.mount("data", "/mnt")
@@ -108,7 +110,9 @@ def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> Non
 
 
 @pytest.mark.smoke
-def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_second_device_is_refused_until_the_first_is_gone(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A second device is refused as busy, harms nothing, and is used once the first one is gone."""
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
@@ -156,7 +160,9 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
 
 
 @pytest.mark.smoke
-def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_injected_faults_and_limits_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The driver survives injected faults, exceeded limits and late answers."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -292,7 +298,9 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("memory", "queues"), [(128 * MIB, 1), (3072 * MIB, 16)], ids=["small", "large"]
 )
-def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, queues: int) -> None:
+def test_driver_memory_is_bounded(
+    session: Session, kernel: Kernel, module: Path, memory: int, queues: int
+) -> None:
     """The driver's memory is bounded in guests of all sizes, also when the index is full."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -337,7 +345,9 @@ def slab_bytes(guest: Guest, cache: str) -> int:
 
 
 @pytest.mark.smoke
-def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
+def test_held_page_costs_the_documented_index_bytes(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A held page costs what core/leaf.h says, by the driver's count and by the allocator's."""
     source = (ROOT / "guest-driver/core/leaf.h").read_text()
     found = re.search(r"#define TMEM_INDEX_PAGE_BYTES\s+(\d+)", source)
@@ -384,7 +394,9 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
 
 
 @pytest.mark.smoke
-def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_each_wrong_answer_is_caught_by_its_check(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """No wrong answer is used, no byte is wrong, and the intended check catches each lie."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -455,7 +467,9 @@ def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
     until(grown, 60, f"{counter} grows")
 
 
-def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
+def test_pools_with_contradictory_answers_get_no_puts(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A pool that the device does not clearly have gets no puts until the device has it."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -483,7 +497,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
+def test_suspend_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
     """A suspend makes the driver forget everything, and it starts again on resume."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -506,7 +520,7 @@ def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh("rmmod virtio_tmem", 60)
 
 
-def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
+def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
     """The driver holds nothing from the preparation of a hibernation until the guest runs again."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -557,7 +571,9 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh("rmmod virtio_tmem", 60)
 
 
-def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
+def test_module_unloads_under_load_and_with_a_silent_daemon(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The module can be unloaded at any time, under load and while the daemon does not answer."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)

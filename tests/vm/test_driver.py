@@ -124,7 +124,7 @@ def test_evicted_files_come_back_without_the_disk(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("shared", [True, False], ids=["one-domain", "own-domains"])
-def test_two_guests_with_the_same_files(
+def test_equal_files_are_stored_once_per_trust_domain(
     session: Session, kernel: Kernel, module: Path, shared: bool
 ) -> None:
     domain = "trusting" if shared else None
@@ -211,9 +211,7 @@ def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: 
 
 
 @pytest.mark.smoke
-def test_a_loaded_snapshot_sees_its_own_disk(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
+def test_loaded_snapshot_reads_its_own_disk(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     image = qcow2.create(session.folder / "data.qcow2", 128 * MIB)
     vm = driver_vm(
@@ -262,7 +260,9 @@ def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -
 
 
 @pytest.mark.smoke
-def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+def test_killed_daemon_causes_no_wrong_byte_under_torture(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     number = seed()
     daemon = start_daemon(session)
     guest = driver_guest(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2)
@@ -286,7 +286,7 @@ def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Pa
 
 
 @pytest.mark.smoke
-def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
+def test_hung_daemon_opens_the_breaker(session: Session, kernel: Kernel, module: Path) -> None:
     """Late answers are misses; the breaker opens, and closes when the daemon is back."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -328,7 +328,7 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_breaker_opens_while_the_daemon_is_replaced(
+def test_late_breaker_trip_does_not_affect_a_new_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The state of an earlier daemon does not carry over to the next one."""
@@ -355,7 +355,9 @@ def test_breaker_opens_while_the_daemon_is_replaced(
 
 
 @pytest.mark.smoke
-def test_daemon_comes_later(session: Session, kernel: Kernel, module: Path) -> None:
+def test_driver_starts_when_a_daemon_appears(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Without a daemon the driver reports that and does nothing; it starts when one comes."""
     daemon = session.daemon("vm1")
     data, sums = tree_disk(session)
@@ -384,7 +386,7 @@ def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
 
 
 @pytest.mark.smoke
-def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
+def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     stranger = patched(module, session, b"\0Debian\0", b"\0Nobody\0")
@@ -409,7 +411,9 @@ def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_in_order_rings(session: Session, kernel: Kernel, module: Path) -> None:
+def test_in_order_is_accepted_where_the_kernel_knows_it(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """VIRTIO_F_IN_ORDER is offered; kernels whose virtio_ring knows it accept it."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), properties={"in_order": "on"})
@@ -424,7 +428,9 @@ def test_in_order_rings(session: Session, kernel: Kernel, module: Path) -> None:
     assert counters["mismatches"] == 0
 
 
-def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_second_device_is_left_alone_with_a_reason(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A guest uses one device.
 
     A second one is left alone, with a reason, and the first one works.
@@ -451,7 +457,9 @@ def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> None:
+def test_unserved_file_systems_are_not_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """tmpfs, and ext2, whose inodes have the functions of ext4, are not cached and not harmed."""
     daemon = start_daemon(session)
     data, _ = tree_disk(session)
@@ -484,7 +492,9 @@ def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> N
 
 
 @pytest.mark.smoke
-def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
+def test_drop_caches_empties_the_pool_only_with_the_switch(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """drop_caches puts pages; with the switch, values 2 and 3 also empty the pool."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -518,7 +528,9 @@ def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_unload_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+def test_module_reloads_under_load_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The module is loaded and unloaded while torture runs: no wrong byte, no oops."""
     daemon = start_daemon(session)
     vm: Vm = driver_vm(

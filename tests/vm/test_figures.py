@@ -43,7 +43,9 @@ def metric(text: str, name: str, *labels: str) -> float:
     return sum(values)
 
 
-def test_everybody_tells_the_same(session: Session, kernel: Kernel, module: Path) -> None:
+def test_figures_agree_in_guest_daemon_and_metrics(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = session.daemon("vm1", pool_size="128MiB")
     daemon.start()
     data, sums = tree_disk(session)

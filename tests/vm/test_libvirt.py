@@ -95,7 +95,7 @@ def arguments(xml: str) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> None:
+def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine) -> None:
     """attach makes exactly the intended changes of the XML, and detach reverts them."""
     before = define(libvirt, machine)
     options = ("--socket-folder", machine.folder, "--limit", "64MiB", "--emulator", qemu_binary())
@@ -156,7 +156,7 @@ exec {qemu_binary()} "$@"
 
 
 @pytest.mark.smoke
-def test_a_killed_run_leaves_nothing(session: Session, machine: Machine) -> None:
+def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -> None:
     """A killed run leaves no process behind, not even QEMUs, which have no parent in the tests."""
 
     def there() -> list[int]:
@@ -197,7 +197,7 @@ def test_a_killed_run_leaves_nothing(session: Session, machine: Machine) -> None
 
 
 @pytest.mark.smoke
-def test_wrong_turns_have_answers(libvirt: Libvirt, machine: Machine) -> None:
+def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine: Machine) -> None:
     before = define(libvirt, machine)
     words = libvirt.refused("attach", machine.name, "--emulator", "/bin/true")
     assert "/bin/true" in words and "vhost-user-tmem-pci" in words and "--emulator" in words
@@ -267,7 +267,7 @@ def check_hits(guest: Guest, sums: dict[str, str]) -> None:
 
 
 @pytest.mark.smoke
-def test_from_attach_to_hits_and_back(
+def test_attached_domain_gets_hits_until_detach(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """attach, start, pages that come back from the host, the running VM's quota, detach."""
@@ -347,7 +347,9 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
 
 
 @pytest.mark.smoke
-def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_hook_stops_a_start_only_if_the_cache_is_required(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """The hook stops a start only if the domain requires the cache, and never ends a running VM."""
     define(libvirt, machine)
     name = machine.name
@@ -426,7 +428,9 @@ def shows(daemon: Daemon, part: str) -> None:
 
 
 @pytest.mark.smoke
-def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_bridge_applies_quotas_after_any_service_restarts(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """Quotas go from virsh to the daemon, whichever of the services was not running meanwhile."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
@@ -469,7 +473,9 @@ def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) ->
     assert "same host" in words
 
 
-def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """Daemon, libvirtd and VM end and come back, in turn."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
@@ -507,7 +513,9 @@ def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine:
     assert vm_of(daemon) == {}
 
 
-def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_ten_domains_have_their_own_sockets_and_quotas(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """Each domain has its own socket and quota, and none is left at the end."""
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()
@@ -544,7 +552,7 @@ def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> No
     assert list((daemon.folder / "vms").iterdir()) == []
 
 
-def test_a_guest_that_goes_back_in_time(
+def test_restored_and_reverted_vms_read_no_newer_page(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """A restored VM caches again; a reverted VM gets no page that it put after the snapshot."""
@@ -590,7 +598,7 @@ def test_a_guest_that_goes_back_in_time(
         guest.close()
 
 
-def test_migration_on_one_host(
+def test_local_migration_uses_two_sockets_and_moves_no_page(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """A migration between two libvirtds with one daemon uses two sockets, and moves no page."""

@@ -60,7 +60,9 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
 
 
 @pytest.mark.smoke
-def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_slow_or_silent_device_opens_the_breaker(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Each answer is right and late, or none comes; the breaker opens, and closes afterwards."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
@@ -87,7 +89,9 @@ def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) 
 
 
 @pytest.mark.smoke
-def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+def test_wrong_answers_under_load_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Wrong answers of all kinds except contents, in random order, under random operations."""
     number = seed()
     generator = random.Random(number)
@@ -124,7 +128,9 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
 
 
 @pytest.mark.smoke
-def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+def test_wrong_contents_under_load_switch_the_cache_off(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One wrong page switches the cache off, and no reader sees it."""
     number = seed()
     with Liar(session.folder / "liar") as liar:
@@ -142,7 +148,9 @@ def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Pat
         assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
 
 
-def test_device_that_needs_a_reset(session: Session, kernel: Kernel, module: Path) -> None:
+def test_stopped_queue_switches_the_cache_off(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A queue that the back end stopped switches the cache off until the driver is loaded again."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
@@ -169,7 +177,9 @@ def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, mo
         check_works(guest, sums)
 
 
-def test_device_older_than_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
+def test_request_unknown_to_the_device_is_sent_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A request that the device does not know is sent once, and everything else works."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:

@@ -51,7 +51,9 @@ def crash(vm: Vm, how: str) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("how", ["b", "c"], ids=["reset", "panic"])
-def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None:
+def test_boot_after_a_crash_reads_no_earlier_page(
+    session: Session, kernel: Kernel, module: Path, how: str
+) -> None:
     """After a crash under load and a reboot on the same disk, no page from before is ever read."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -89,7 +91,9 @@ def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None
     assert stats(guest)["hits"] > 100
 
 
-def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> None:
+def test_dirty_files_larger_than_memory_cause_no_oom_kill(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Files twice as large as memory are written and mapped: no OOM kill, no wrong byte."""
     daemon = start_daemon(session)
     vm = driver_vm(
@@ -119,7 +123,9 @@ def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> Non
     wait_state(guest, "on")
 
 
-def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
+def test_cpu_hotplug_under_load_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Processors go offline and online under load, in random order."""
     number = seed()
     generator = random.Random(number)

@@ -95,7 +95,7 @@ def dimm(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
             yield {**backend, "hugetlb": True}
 
 
-def test_memory_is_plugged_and_unplugged_under_torture(
+def test_memory_hotplug_under_torture_causes_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path, dimm: dict[str, object]
 ) -> None:
     daemon = visible_daemon(session)
@@ -142,7 +142,7 @@ def test_memory_is_plugged_and_unplugged_under_torture(
     assert after["hits"] > before["hits"]
 
 
-def test_memory_of_huge_pages(session: Session, kernel: Kernel, module: Path) -> None:
+def test_cache_works_with_huge_page_memory(session: Session, kernel: Kernel, module: Path) -> None:
     with huge_pages(VM_BYTES // HUGE_BYTES):
         daemon = visible_daemon(session)
         vm = driver_vm(

@@ -83,7 +83,9 @@ def all_right(guest: Guest) -> None:
     assert not wrong, (wrong, state(guest))
 
 
-def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
+def test_migrated_vm_starts_empty_and_gets_hits_again(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Held pages stay behind; each side begins with nothing, fills its pool, and has hits again."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
@@ -114,7 +116,9 @@ def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [pytest.param(3, marks=pytest.mark.smoke), 20])
-def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> None:
+def test_migration_under_torture_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path, times: int
+) -> None:
     """Under load and at random moments, no byte is wrong, and the VM continues to cache."""
     number = seed()
     generator = random.Random(number)
@@ -198,7 +202,7 @@ def copy_the_rest(vm: Vm, target: Vm) -> None:
 
 
 @pytest.mark.smoke
-def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
+def test_page_written_by_the_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
     """A page that was already copied, and that only the daemon then writes to, is copied again.
 
     The guest checks the page after its arrival. The torture above would hardly notice a missing
@@ -218,7 +222,7 @@ def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) ->
 
 
 @pytest.mark.parametrize("trouble", [die, stop, replace])
-def test_what_a_lost_daemon_wrote_comes_along(
+def test_page_written_by_a_lost_daemon_is_migrated(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
     """The page is also copied if the daemon is lost or replaced before QEMU reads its log."""
@@ -241,7 +245,7 @@ def test_what_a_lost_daemon_wrote_comes_along(
     assert driver.hold() == "held right"
 
 
-def test_what_a_new_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
+def test_page_written_by_a_new_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
     """A daemon that starts in the middle of a migration gets the log before it may write."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, driver = user_driver(session, kernel, here)
@@ -267,7 +271,7 @@ def kill(source: Vm, target: Vm) -> None:
 
 
 @pytest.mark.parametrize("end", [cancel, kill])
-def test_source_goes_on(
+def test_failed_migration_keeps_the_cache_of_the_source(
     session: Session, kernel: Kernel, module: Path, end: Callable[[Vm, Vm], None]
 ) -> None:
     """A migration that ends half-way costs nothing, and the next one succeeds."""
@@ -304,7 +308,9 @@ def refused(vm: Vm, target: Vm) -> str:
     return target.log.read_text(errors="replace")
 
 
-def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
+def test_destination_with_another_device_is_refused(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Queues and features come from properties.
 
     A different target reports that, and the VM stays.
@@ -335,7 +341,7 @@ def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Pat
 
 @pytest.mark.parametrize("trouble", [die, stop])
 @pytest.mark.parametrize("which", ["source", "target"])
-def test_daemons_in_trouble(
+def test_dead_or_hung_daemon_does_not_stop_a_migration(
     session: Session,
     kernel: Kernel,
     module: Path,
@@ -369,7 +375,9 @@ def test_daemons_in_trouble(
 POST_COPY = "postcopy-ram"
 
 
-def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:
+def test_post_copy_destination_is_served_after_all_memory_arrived(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The daemon cannot wait for memory to arrive, so it gets the memory when all has arrived."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)

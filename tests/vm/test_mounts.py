@@ -127,7 +127,7 @@ def make(guest: Guest, where: str) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Path) -> None:
+def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, module: Path) -> None:
     other = disk.ext4(session.folder / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     here, there = make(guest, WHERE), make(guest, OTHER)
@@ -175,7 +175,9 @@ def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Pat
 
 
 @pytest.mark.smoke
-def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path) -> None:
+def test_switched_off_file_system_type_is_not_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     other = disk.ext4(session.folder / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     sums = {**make(guest, WHERE), **make(guest, OTHER)}
@@ -213,7 +215,7 @@ def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path
 
 
 @pytest.mark.smoke
-def test_a_mount_goes_while_its_files_are_open(
+def test_open_sysfs_files_survive_unmount_and_unload(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Sysfs files may be open, being read or being written to at unmount and at module unload."""
@@ -244,7 +246,9 @@ def test_a_mount_goes_while_its_files_are_open(
     assert checksums(guest, list(sums)) == sums
 
 
-def test_switching_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+def test_switching_a_mount_under_torture_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     number = seed()
     guest = boot(session, kernel, module)
     evict(guest, list(make(guest, WHERE)))
@@ -272,7 +276,9 @@ def test_switching_during_torture(session: Session, kernel: Kernel, module: Path
     check_cached(guest, make(guest, WHERE))
 
 
-def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None:
+def test_many_swap_files_leave_other_files_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Files that changed below the page cache are not put, and other files stay cached."""
     guest = boot(session, kernel, module)
     new, old = f"{WHERE}/new", f"{WHERE}/old"
@@ -291,7 +297,9 @@ def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None
     check_cached(guest, sums)
 
 
-def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module: Path) -> None:
+def test_pages_from_before_a_mount_is_known_are_not_put(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A mount beyond the limit is served when another one has gone.
 
     No hook saw earlier changes of its files, so no page that was cached at that moment is put.
@@ -365,7 +373,7 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_marks_while_a_mount_is_replaced(
+def test_marks_survive_the_replacement_of_a_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Marks of files that are deleted meanwhile end, and all others stay."""
@@ -394,7 +402,7 @@ def test_marks_while_a_mount_is_replaced(
 
 
 @pytest.mark.smoke
-def test_pages_change_while_a_mount_is_replaced(
+def test_replaced_mount_drops_pending_comparisons(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Pending comparisons with the disk are dropped, as the disk rightly has other contents."""
@@ -434,7 +442,9 @@ def test_pages_change_while_a_mount_is_replaced(
 
 
 @pytest.mark.smoke
-def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_inode_creation_among_many_inodes_is_bounded(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """Creating an inode waits for a look at only a few inodes.
 
     The search for an inode that can be served is bounded.
@@ -463,7 +473,9 @@ def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_read_only_and_remounted(session: Session, kernel: Kernel, module: Path, kind: str) -> None:
+def test_read_only_and_remounted_mounts_are_cached(
+    session: Session, kernel: Kernel, module: Path, kind: str
+) -> None:
     """A read-only mount is cached; a remount to rw and back to ro leaves all files right."""
     daemon = start_daemon(session)
     if kind == "ext4":

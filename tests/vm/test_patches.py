@@ -71,7 +71,7 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
             LIVE_PATCH: patch.with_name("live.ko"),
             DM: guest_program(TESTS / "guest/dm.c"),
         },
-        tcg_threads="single",  # for loading and unloading, see test_unload_under_load
+        tcg_threads="single",
     )
     guest = vm.start()
     guest.mount("data", WHERE)
@@ -98,7 +98,9 @@ def see(guest: Guest, path: str) -> None:
     settle(guest)
 
 
-def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_patched_file_system_is_off_and_the_other_is_served(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The other file system is served, and both are named in the state and in the report."""
     guest, daemon = boot(session, kernel, test_module)
     guest.insmod(PATCH, "function=xfs_vm_readahead")
@@ -121,7 +123,7 @@ def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_modul
     until(lambda: reported(daemon) == ("off", 0), 30, "the report says off")
 
 
-def test_unload_beside_a_mount_that_hangs(
+def test_hung_mount_does_not_delay_unload(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A mount that waits for a dead disk does not delay rmmod."""
@@ -145,7 +147,7 @@ def test_unload_beside_a_mount_that_hangs(
     assert mount.wait().status != 0, "it is an xfs"
 
 
-def test_unload_after_ftrace_was_killed(
+def test_module_is_not_freed_after_ftrace_was_killed(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Call sites lead into the module forever, so it is not freed, and it caches nothing."""
@@ -181,7 +183,7 @@ def wait_live_patch(guest: Guest) -> None:
     until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
 
 
-def test_live_patch_of_a_hooked_function(
+def test_live_patch_applies_while_the_hooks_are_released(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The hooks are released, the function is patched, and the hooks return after the patch."""
@@ -237,7 +239,9 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
-def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_hooks_are_released_and_taken_again_under_load(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
@@ -253,7 +257,9 @@ def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_mo
     wait_state(guest, "on")
 
 
-def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_hook_that_cannot_be_released_keeps_the_module_loaded(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A hook that cannot be released keeps the module loaded."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)

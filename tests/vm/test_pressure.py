@@ -96,7 +96,9 @@ def joined(before: str) -> str:
     return f"echo $$ >{GROUP}/cgroup.procs;" if before else ""
 
 
-def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: Path) -> None:
+def test_pool_shrinks_when_host_memory_is_short(
+    session: Session, kernel: Kernel, fill: Path
+) -> None:
     """The pool shrinks for the host's minimum of free memory, and grows again later."""
     free_min = 200
     host = Host(session, kernel, fill, f"--host-free-min {free_min}MiB --memory-pressure none")
@@ -119,7 +121,9 @@ def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: P
     until(lambda: host.pool()["host_grows"] > 0, 60, "a pool that grows again")
 
 
-def test_a_control_group_under_pressure(session: Session, kernel: Kernel, fill: Path) -> None:
+def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
+    session: Session, kernel: Kernel, fill: Path
+) -> None:
     """The host has enough available memory, but tasks of the daemon's group wait for memory."""
     make = (
         f"mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup;"

@@ -67,7 +67,7 @@ def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("readahead_kib", [0, pytest.param(128, marks=pytest.mark.smoke), 4096])
-def test_partial_hits(
+def test_only_pages_that_are_not_held_are_read_from_disk(
     session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
 ) -> None:
     """Exactly the pages of a file that are not held are read from the disk."""
@@ -159,7 +159,9 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             hold(guest, FILE, size_mib, create=False)
 
 
-def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
+def test_only_the_readahead_that_takes_all_requests_waits(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One readahead that uses up all requests is the only one that waits for a silent device."""
     size_mib = 16
     with Liar(session.folder / "liar") as liar:
@@ -183,7 +185,9 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
         wait_state(guest, "on")
 
 
-def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
+def test_reader_without_a_free_request_reads_the_disk_at_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """If a silent device holds all requests or bounce pages, a reader goes to the disk at once."""
     readers, pages = 48, 32  # more than the number of requests; one readahead each
     with Liar(session.folder / "liar") as liar:
@@ -223,7 +227,9 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["mismatches"] == 0
 
 
-def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) -> None:
+def test_reader_with_a_full_queue_reads_the_disk_at_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """If the queue is full of unanswered requests, a reader goes to the disk at once."""
     pages = 32  # of one readahead
     whole = "/mnt/whole"

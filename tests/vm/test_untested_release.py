@@ -93,7 +93,9 @@ def check_share(hits: int, compared: int, every: int) -> None:
 
 
 @pytest.mark.smoke
-def test_more_hits_are_compared(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_untested_release_compares_more_hits(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest = driver_guest(session, kernel, test_module, parameters="test_untested_release=1")
     assert state(guest) == note(guest, "one hit in 64 is")
     write_files(guest)
@@ -114,7 +116,9 @@ def test_more_hits_are_compared(session: Session, kernel: Kernel, test_module: P
 
 
 @pytest.mark.smoke
-def test_operators_value_wins_at_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_verify_every_at_load_has_priority(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest = driver_guest(
         session, kernel, test_module, parameters="test_untested_release=1 verify_every=256"
     )
@@ -124,7 +128,9 @@ def test_operators_value_wins_at_load(session: Session, kernel: Kernel, test_mod
 
 
 @pytest.mark.smoke
-def test_tested_release(session: Session, kernel: Kernel, module: Path) -> None:
+def test_tested_release_compares_the_usual_share(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A listed release has no note, and the usual sample."""
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}

@@ -35,7 +35,9 @@ def program(daemon: Daemon) -> Path:
     return Path(f"/proc/{daemon.process.pid}/exe").resolve()
 
 
-def test_another_binary_at_the_same_folders(session: Session, kernel: Kernel, module: Path) -> None:
+def test_upgraded_daemon_serves_the_same_vms(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = session.daemon(FIXED, pool_size="128MiB")
     daemon.start()
     quota = {"reserve_bytes": RESERVE_BYTES, "limit_bytes": None, "weight": 100}

@@ -143,7 +143,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_host_side_operations_are_bounded(
+def test_host_operations_wait_for_one_answer_at_most(
     session: Session, kernel: Kernel, module: Path, operation: Callable[[Vm], None]
 ) -> None:
     """Each operation meets a daemon that has just stopped, and waits for one answer at most."""
@@ -178,7 +178,9 @@ def test_host_side_operations_are_bounded(
         vm.quit()
 
 
-def test_the_end_of_a_migration_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
+def test_end_of_a_migration_with_a_hung_daemon_is_bounded(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The VM is paused while its device is stopped, which has to wait for a hung daemon."""
     here, there = session.daemon("vm1", pool_size="128MiB"), session.daemon("vm1")
     there.start()
