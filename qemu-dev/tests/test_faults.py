@@ -117,7 +117,10 @@ def test_plugged_memory_must_be_shared(machine, backend):
         plug(vm, "served", share=False)
     tables = daemon.requests().count("SET_MEM_TABLE")
     plug(vm, "shared")
-    daemon.wait("it", lambda event: daemon.requests().count("SET_MEM_TABLE") > tables)
+    daemon.wait(
+        "the memory table with the plugged memory",
+        lambda event: daemon.requests().count("SET_MEM_TABLE") > tables,
+    )
     assert vm.generation() == daemon.generation()
 
 
@@ -169,7 +172,7 @@ def test_rings_outside_of_memory_set_needs_reset_and_keep_the_backend(machine, b
     vm = machine()
     wait_for("the handshake", lambda: vm.property("connected"))
     vm.driver_up(rings=where)
-    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     vm.qmp("stop")
     vm.qmp("cont")
@@ -190,7 +193,7 @@ def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, bac
     vm.place_ring(1, NOWHERE)
     assert vm.generation() == daemon.generation()
     vm.qmp("cont")
-    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     vm.driver_up()
     assert vm.wait_generation(None)
@@ -433,7 +436,7 @@ def test_background_snapshots_are_refused(machine, backend, folder, served):
     try:
         vm.qmp("migrate-set-capabilities", capabilities=[capability])
     except RuntimeError as error:
-        pytest.skip(f"not on this host: {error}")
+        pytest.skip(f"this host has no background snapshots: {error}")
     try:
         vm.qmp("migrate", uri=f"exec:cat >{folder}/state")
     except RuntimeError as error:
@@ -499,4 +502,7 @@ def test_repeated_refusal_sends_no_event(machine, backend):
 def test_last_error_names_a_backend_that_closes_at_once(machine, backend):
     vm = machine()
     backend("--close-at", "1")
-    wait_for("it", lambda: vm.property("last-error") == "it closed the connection")
+    wait_for(
+        "the error of the closed connection",
+        lambda: vm.property("last-error") == "it closed the connection",
+    )
