@@ -22,20 +22,20 @@ def table(page: Path, name: str) -> list[list[str]]:
     """Returns the rows of the table after the comment with its name, without the heading."""
     text = page.read_text()
     found = re.search(rf"^<!-- table: {name} -->\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    assert found, f"{page.name}: no table '{name}'"
+    assert found, f"{page.name} has no table '{name}'"
     rows = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         for line in found[1].splitlines()
     ]
     assert len(rows) > 2 and set("".join(rows[1])) <= set("-: ")
-    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': rows of different length"
+    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': the rows differ in length"
     return rows[2:]
 
 
 def code(cell: str) -> str:
     """Returns the text between the backquotes with which a cell begins."""
     found = re.match(r"`([^`]+)`", cell)
-    assert found, f"not in backquotes: {cell}"
+    assert found, f"the cell does not begin with backquotes: {cell}"
     return found[1]
 
 
@@ -77,7 +77,9 @@ def test_dkms_requires_the_options_of_the_page() -> None:
     )
     wanted = {*re.findall(r"`(CONFIG_\w+)`", row), "!CONFIG_PREEMPT_RT"}
     assert set(demanded.split()) == wanted
-    assert "CONFIG_LIVEPATCH" not in wanted, "nothing of the driver uses live patching"
+    assert "CONFIG_LIVEPATCH" not in wanted, (
+        "dkms.conf requires CONFIG_LIVEPATCH, which the driver does not use"
+    )
 
 
 def test_readme_names_the_served_kernels() -> None:
@@ -86,7 +88,9 @@ def test_readme_names_the_served_kernels() -> None:
     for row_of_source in kernels_of_source():
         series = re.escape(row_of_source.series)
         assert row_of_source.vendor in now
-        assert re.search(rf"\b{series}\b", now), f"README.md: {series} is missing"
+        assert re.search(rf"\b{series}\b", now), (
+            f"README.md does not name the served series {series}"
+        )
         assert not re.search(rf"\b{series}\b", later)
 
 
@@ -113,7 +117,7 @@ def test_quoted_messages_exist_in_the_driver() -> None:
     messages += re.findall(r"refused: `([^`]+)`", SUPPORT.read_text())
     assert len(messages) > 10
     for message in messages:
-        assert message in sources, f"no source of the driver says: {message}"
+        assert message in sources, f"no source of the driver has the message: {message}"
 
 
 def defined() -> dict[str, int]:
@@ -122,7 +126,9 @@ def defined() -> dict[str, int]:
     texts.append((ROOT / "proto/virtio_tmem.h").read_text())
     found: dict[str, int] = {}
     for name, value in re.findall(r"^#define (\w+)\s+(\d+)\b", "\n".join(texts), re.MULTILINE):
-        assert found.setdefault(name, int(value)) == int(value), f"{name} has two values"
+        assert found.setdefault(name, int(value)) == int(value), (
+            f"{name} is defined with two values"
+        )
     return found
 
 
@@ -175,7 +181,9 @@ def test_parameter_table_matches_the_source() -> None:
     for row in rows:
         upper = values.get(f"{code(row[0]).upper()}_MAX")
         if upper is not None:
-            assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), f"{row[0]}: range"
+            assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), (
+                f"{row[0]}: the range of the page does not end at {upper}"
+            )
         assert row[4] in ("yes", "no")
 
 
@@ -198,7 +206,7 @@ def test_named_counters_exist() -> None:
     names = re.findall(r"`(\w+)[*`]", "\n".join(cells))
     assert len(names) > 8
     for name in names:
-        assert re.search(rf"\b{name}", listed), f"no counter {name}"
+        assert re.search(rf"\b{name}", listed), f"the driver has no counter {name}"
 
 
 def test_table_of_kernel_differences_matches_compat_h() -> None:
@@ -219,11 +227,11 @@ def test_table_of_kernel_differences_matches_compat_h() -> None:
 def check_links(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
         path = (page.parent / target).resolve() if target else page
-        assert path.exists(), f"{page.name}: no {target}"
+        assert path.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
-            assert anchor in slugs, f"{page.name}: no heading #{anchor} in {target}"
+            assert anchor in slugs, f"{page.name} links to #{anchor}, which {target} does not have"
 
 
 def test_links_of_guest_pages_exist() -> None:

@@ -33,7 +33,7 @@ def test_quoted_messages_exist_in_the_programs() -> None:
         parts = [part for part in parts if len(part) >= WORDS_MIN]
         assert parts, message
         for part in parts:
-            assert part in text, f"{message}: no program says {part!r}"
+            assert part in text, f"{message}: no program has the text {part!r}"
 
 
 def test_named_commands_exist() -> None:

@@ -85,7 +85,7 @@ def test_cpio_extracts_the_archive(tmp_path: Path) -> None:
 
 def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMEM_TIMEOUT_SCALE", "0.5")
-    with pytest.raises(wait.WaitTimeout, match=r"the sky falls: not within 0\.05 s"):
+    with pytest.raises(wait.WaitTimeout, match=r"not reached within 0\.05 s: the sky falls"):
         wait.until(lambda: None, 0.1, "the sky falls")
     assert wait.until(lambda: 5, 0, "at once") == 5
 

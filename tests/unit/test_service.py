@@ -127,7 +127,9 @@ def test_daemon_has_only_the_rights_of_its_unit(host: Systemd, daemon: Daemon) -
     wanted = 1 << CAPABILITIES["chown"] | 1 << CAPABILITIES["fowner"]
     for name in ("CapEff", "CapPrm", "CapBnd"):
         assert int(found[name], 16) == wanted, name
-    assert int(found["CapAmb"], 16) == 0, "a program that it could start would have none"
+    assert int(found["CapAmb"], 16) == 0, (
+        "the daemon could pass on capabilities to a program that it starts"
+    )
     assert found["NoNewPrivs"] == "1" and found["Seccomp"] == "2"
     folder = daemon.folder.stat()
     assert (str(folder.st_uid), str(folder.st_gid), folder.st_mode & 0o777) == (user, group, 0o755)
@@ -165,7 +167,7 @@ def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon)
         others = {
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
-        assert f"{RUN}/control" in seen and not others, "it could connect to these"
+        assert f"{RUN}/control" in seen and not others, f"the daemon could connect to {others}"
         # The daemon cannot create files there either.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
     (folder / "system_bus_socket").unlink()
@@ -198,7 +200,9 @@ def test_a_daemon_that_dies_is_restarted_with_its_vms(
         end(host, number)
         restarted(host, old, OWN_SECONDS)
         assert socket.stat().st_uid == socket.stat().st_gid == QEMU_USER
-        assert socket.stat().st_ino != inode, "nobody listens at the old one"
+        assert socket.stat().st_ino != inode, (
+            "the socket was not created again, so nothing listens at it"
+        )
         assert [vm["name"] for vm in daemon.list()["vms"]] == [VM["name"]]
     daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
 

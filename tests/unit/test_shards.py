@@ -22,7 +22,9 @@ def test_each_test_is_in_one_shard() -> None:
         assert len(found) == parts
         assert sorted(name for part in found for name in part) == sorted(names)
         shuffled = rng.sample(names, len(names))
-        assert shards.split(shuffled, durations, parts) == found, "whatever their order"
+        assert shards.split(shuffled, durations, parts) == found, (
+            "the parts depend on the order of the names"
+        )
 
 
 def test_shards_take_equally_long() -> None:

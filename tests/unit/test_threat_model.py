@@ -29,10 +29,12 @@ def test_code_and_tests_of_each_promise_exist(row: list[str]) -> None:
     for cell in (by, shown):
         assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), cell
     for path, name in names(by):
-        assert is_there(path, name), f"no {name} in {path}"
-        assert not is_test(path, name), f"{name} in {path} keeps nothing, it is a test"
+        assert is_there(path, name), f"{path} does not define {name}"
+        assert not is_test(path, name), (
+            f"{name} in {path} is a test; name the code that keeps the promise"
+        )
     for path, name in names(shown):
-        assert is_test(path, name), f"no test {name} in {path}"
+        assert is_test(path, name), f"{path} has no test {name}"
 
 
 def test_each_chapter_states_what_is_not_promised() -> None:

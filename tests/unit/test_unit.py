@@ -20,7 +20,7 @@ WATCHDOG = ROOT / "host-daemon/tmemd/src/host/watchdog.rs"
 
 def settings() -> dict[str, str]:
     lines = re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE)
-    assert len({key for key, _ in lines}) == len(lines), "a key twice"
+    assert len({key for key, _ in lines}) == len(lines), "the unit has a key twice"
     return dict(lines)
 
 
@@ -45,7 +45,9 @@ def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
 def test_unit_sets_watchdog_and_restart() -> None:
     unit = settings()
     assert unit["Type"] == "notify"
-    assert unit["WatchdogSignal"] == "SIGKILL", "one that goes on must not write"
+    assert unit["WatchdogSignal"] == "SIGKILL", (
+        "WatchdogSignal= is not SIGKILL, so a hung daemon could continue and write"
+    )
     assert unit["Restart"] == "always"
     assert unit["StartLimitIntervalSec"] == "0"
     # The VM store must outlive an upgrade.

@@ -103,7 +103,9 @@ def test_driver_without_a_device_puts_nothing(
             drop_pages(guest)
         counters = stats(guest)
         assert counters["puts"] == counters["gets"] == counters["index_pages"] == 0
-        assert counters["memory_bytes"] < budget(guest) // 8, "no rings, no bounce pages"
+        assert counters["memory_bytes"] < budget(guest) // 8, (
+            "the driver allocated rings or bounce pages without a device"
+        )
     guest.sh("rmmod virtio_tmem")
     assert guest.run(f"test -e {SYSFS}").status != 0
     assert guest.sh("grep tmem /proc/slabinfo || true") == ""
@@ -177,7 +179,7 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
         evict(guest, list(files))
         trip(guest, daemon, files)
         before = stats(guest)
-        assert before["index_pages"] > PAGES * 4, "most of them were not asked for"
+        assert before["index_pages"] > PAGES * 4, "too few pages are held for the fault to matter"
         set_parameter(guest, f"inject_{fault}", "1")
         drop_pages(guest)
         after = stats(guest)
@@ -223,7 +225,9 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     # entries were dropped until there was room. Now there is room.
     before = evict(guest, last)
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
-    assert growth(before, stats(guest))["hits"] > PAGES // 4, "what came last is there"
+    assert growth(before, stats(guest))["hits"] > PAGES // 4, (
+        "the file that was evicted last is not held"
+    )
     assert checksums(guest, list(sums)) == sums
 
     # Marks of directly written files count as well, and have priority: a full index drops entries
@@ -243,7 +247,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     assert evict(guest, last)["memory_bytes"] <= bound
     guest.sh("umount /mnt", 60)
-    until(lambda: stats(guest)["memory_bytes"] == empty, 10, "all memory of the index is back")
+    until(lambda: stats(guest)["memory_bytes"] == empty, 10, "the index has released all memory")
     guest.mount("data", "/mnt")
     set_parameter(guest, "test_index_bytes", "0")
     check_works(guest, sums)
@@ -315,7 +319,7 @@ def test_driver_memory_is_bounded(
     guest = vm.start()
     load(guest, "verify_every=0")
     limit = budget(guest)
-    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "room for an index"
+    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "the limit leaves no memory for an index"
     # In the large guest, this is more than the put rings have room for.
     check_works(guest, sums)
     if memory < 256 * MIB:
@@ -383,7 +387,9 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
         before = settle(guest)
         liar.lie = lie
         evict(guest, list(sums))
-        assert stats(guest)["index_pages"] == 0, "what was not stored is not asked for"
+        assert stats(guest)["index_pages"] == 0, (
+            "pages that the device did not store are in the index"
+        )
     else:
         before = evict(guest, list(sums))
         liar.lie = lie

@@ -145,7 +145,7 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         after = stats(guest)
         grown = growth(before, after)
         assert grown["trips"] > 0
-        assert grown["late"] < 3, "late answers did not do it"
+        assert grown["late"] < 3, "late answers opened the breaker, not slow ones"
         assert grown["misses_tripped"] > 0
         assert grown["slow"] * slow_seconds * 1e6 <= grown["waits_us"]
         assert budget_us <= grown["waits_us"]
@@ -156,7 +156,7 @@ def test_slow_answers_within_the_deadline_open_the_breaker(
         liar.quick_probes = False
         assert state(guest) == "tripped"
         seen = liar.gets
-        until(lambda: liar.gets >= seen + 2, 30, "two probes")
+        until(lambda: liar.gets >= seen + 2, 30, "the driver sends two probes")
         assert state(guest) == "tripped"
         liar.delay_seconds = 0.0
         wait_state(guest, "on")

@@ -236,7 +236,7 @@ def test_changed_switches_trigger_no_kernel_report(
         until(
             lambda seen=before: stats(guest)["hits"] > seen + HITS or torture.job.done(),  # type: ignore[misc]
             120,
-            "hits",
+            "the driver gets hits",
         )
         guest.sh(turn, 120)
         wait_state(guest, "on")  # the short deadline may have opened the breaker
@@ -275,7 +275,7 @@ def test_each_checker_reports_its_injected_fault(
 
     if kernel.series == "debug":
         commit("leak")
-        until(lambda: "bug_leak" in machine.leaks(), LEAK_SECONDS, "kmemleak's report")
+        until(lambda: "bug_leak" in machine.leaks(), LEAK_SECONDS, "kmemleak reports the leak")
         assert not TROUBLE.search(console())
     for fault, report in FAULTS[kernel.series].items():
         before = len(console())

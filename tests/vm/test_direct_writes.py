@@ -74,7 +74,7 @@ def check_new(guest: Guest, path: str) -> None:
         drop(guest)
     before = stats(guest)["hits"]
     assert guest.get(path) == NEW + OLD
-    assert stats(guest)["hits"] - before == 2, "cached again after its pages left the page cache"
+    assert stats(guest)["hits"] - before == 2, f"{path} is not cached again after the write"
 
 
 @pytest.mark.smoke
@@ -95,7 +95,7 @@ def test_page_of_a_direct_write_that_faults_is_not_put(
         assert done.status == 0, done.text
         written += 1
         check_new(guest, path)
-    assert written >= len(WAYS) - 1, "only a write that must not wait may give up"
+    assert written >= len(WAYS) - 1, "more than one kind of write gave up before it wrote"
 
 
 @pytest.mark.parametrize("fs", [pytest.param("ext4", marks=pytest.mark.smoke), "xfs"])

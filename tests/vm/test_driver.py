@@ -103,7 +103,7 @@ def test_evicted_files_come_back_without_the_disk(
 
     before = evict(guest, list(sums))
     pages = sum(-(-(FILE_BYTES - number) // 4096) for number in range(FILES))
-    assert before["index_pages"] >= pages * 9 // 10, "most of it was put"
+    assert before["index_pages"] >= pages * 9 // 10, "fewer than 90 % of the evicted pages are held"
     held = before["index_pages"]
     assert daemon.stats()["pool"]["pages"] >= held
 
@@ -299,7 +299,9 @@ def test_hung_daemon_opens_the_breaker(session: Session, kernel: Kernel, module:
     daemon.pause()
     sectors = read_sectors(guest)
     assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
-    assert read_sectors(guest) > sectors, "from disk"
+    assert read_sectors(guest) > sectors, (
+        "nothing was read from the disk while the daemon was stopped"
+    )
     counters = stats(guest)
     # After three readers have waited in vain, no reader waits again. One readahead asks for a few
     # runs of pages at once.
@@ -312,8 +314,8 @@ def test_hung_daemon_opens_the_breaker(session: Session, kernel: Kernel, module:
     sums[changed] = overwrite(guest, changed)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     late = stats(guest)["late"]
-    assert checksums(guest, files) == sums, "no gets any more, all from disk"
-    assert stats(guest)["late"] <= late + 1, "but for a probe nobody waits"
+    assert checksums(guest, files) == sums, "a file has wrong contents while the breaker is open"
+    assert stats(guest)["late"] <= late + 1, "more than one get was late while the breaker was open"
 
     daemon.resume()
     wait_state(guest, "on")
@@ -398,7 +400,9 @@ def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: 
     assert said.startswith("off: ")
     assert kernel.release in said
     assert "allow_untested=1" in said
-    assert said in guest.sh("dmesg").replace("virtio_tmem: ", ""), "in the log, too"
+    assert said in guest.sh("dmesg").replace("virtio_tmem: ", ""), (
+        "the kernel log lacks the reason that `state` gives"
+    )
     guest.sh(f"cat {' '.join(files)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
     assert checksums(guest, files) == {path: sums[path] for path in files}
     assert stats(guest)["puts"] == 0

@@ -50,7 +50,7 @@ def test_memory_that_is_not_shared_is_refused_with_a_remedy(
     tmem = Tmem(session.folder / "absent")
     message = expect_error(session.vm(Config(kernel, tmem=tmem, memory_backend=backend)).launch)
     assert "vhost-user-tmem" in message
-    assert "share=on" in message, "names what to add"
+    assert "share=on" in message, f"the message does not name share=on: {message}"
 
 
 def test_missing_chardev_is_refused(

@@ -39,7 +39,7 @@ def metric(text: str, name: str, *labels: str) -> float:
         for line in text.splitlines()
         if line.startswith(f"{name}{{") and all(label in line for label in ('vm="vm1"', *labels))
     ]
-    assert values, f"{name} {labels} is missing"
+    assert values, f"the exporter has no sample {name} {labels}"
     return sum(values)
 
 

@@ -151,7 +151,7 @@ def test_quota_files_are_not_put(session: Session, kernel: Kernel, module: Path)
     guest.sh(f"{SPECIAL} same {path}")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     guest.sh(f"{SPECIAL} same {path}")
-    assert any(guest.get(path)[2048:]), "the kernel wrote to it"
+    assert any(guest.get(path)[2048:]), "the kernel did not write to the quota file"
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])

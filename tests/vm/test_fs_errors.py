@@ -171,7 +171,9 @@ def test_failed_conversion_without_the_hook_reads_old_bytes(
     fail_conversion(below)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
-    assert read_page(guest, 1) == DATA, "old bytes: the test sees the fault"
+    assert read_page(guest, 1) == DATA, (
+        "the page was not read from the pool, so the test cannot detect the fault"
+    )
 
 
 def shut_down(below: Below) -> int:

@@ -55,9 +55,11 @@ def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
     """The command must fail with that status and a message that contains these words."""
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
-    assert done.status == status, f"{arguments}: {done.status}, {text}"
+    assert done.status == status, (
+        f"tmem-guest {arguments} ended with {done.status}, not {status}: {text}"
+    )
     for word in words:
-        assert word in text, f"{arguments}: {text}"
+        assert word in text, f"tmem-guest {arguments} did not print '{word}': {text}"
     return done
 
 
@@ -169,7 +171,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
         assert say(guest, f"policy {path}")["default"] == 1
         assert say(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"rm {path} && sync")
-    assert len(numbers) < 3, "no inode number was used again"
+    assert len(numbers) < 3, "the file system reused no inode number, so nothing was tested"
     # The command is recursive, and neither follows nor counts a link.
     guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {kept} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
     guest.sh(f"for i in 1 2 3; do echo $i >{WHERE}/d/$i; echo $i >{WHERE}/d/e/$i; done; sync")

@@ -71,7 +71,7 @@ def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
         was, last = last, (guest.disk_stat("data").read_sectors, vm.block_stat("data")["rd_bytes"])
         return last if was == last else None
 
-    return until(same, 60, "nothing is read any more")
+    return until(same, 60, "the disk's counters stop changing")
 
 
 def test_disks_have_their_contents_and_throttling(session: Session, kernel: Kernel) -> None:

@@ -74,4 +74,6 @@ def test_mount_hook_allows_puts_of_open_files(
     assert puts_of_an_open_file(guest) == 0
     evict(guest, [f"{WHERE}/f"])
     before = evict(guest, [f"{WHERE}/f"])["hits"]
-    assert evict(guest, [f"{WHERE}/f"])["hits"] - before > FILE_PAGES // 2, "closed: it is cached"
+    assert evict(guest, [f"{WHERE}/f"])["hits"] - before > FILE_PAGES // 2, (
+        "the file is not cached after it was closed"
+    )

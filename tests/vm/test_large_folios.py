@@ -67,7 +67,7 @@ def test_put_of_a_large_folio_is_bounded(
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
     orders = orders_evicted(guest, path)
-    assert orders.count(HUGE_ORDER) >= 4, f"no large folios to see: {orders}"
+    assert orders.count(HUGE_ORDER) >= 4, f"fewer than 4 huge folios left the page cache: {orders}"
     bound = sum(min(1 << order, PUT_MAX) for order in orders)
     taken = stats(guest)["puts"] - before["puts"]
     # Other files may be put as well.

@@ -83,7 +83,9 @@ def test_boot_after_a_crash_reads_no_earlier_page(
     guest.drop_caches()
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
-    assert daemon.stats()["pool"]["pages"] == 0, "nothing is kept for a guest that was reset"
+    assert daemon.stats()["pool"]["pages"] == 0, (
+        "the pool still has pages of the guest that was reset"
+    )
     assert checksums(guest, files) == sums
     assert stats(guest)["hits"] == 0
     evict(guest, files)

@@ -100,18 +100,22 @@ def test_migrated_vm_starts_empty_and_gets_hits_again(
         migration.move(vm, arrived)
         vm, guest = arrived, arrived.guest
         wait_state(guest, "on")
-        until(lambda target=target: connected(target), 20, "the other daemon has it")  # type: ignore[misc]
-        assert not connected(source) and pages(source) == 0, "nothing is kept for who has left"
+        until(lambda target=target: connected(target), 20, "the destination's daemon is connected")  # type: ignore[misc]
+        assert not connected(source) and pages(source) == 0, (
+            "the source's daemon is still connected or has pages"
+        )
         assert pages(target) == 0
         assert checksums(guest, files) == sums
         after = stats(guest)
-        assert after["hits"] == before["hits"], "what was held before is not asked for"
+        assert after["hits"] == before["hits"], (
+            "the driver got pages that it held before the migration"
+        )
         assert after["generation_changes"] > before["generation_changes"]
         # Contents written at this side are read later, on whichever side.
         sums[files[count]] = overwrite(guest, files[count])
         evict(guest, files)
         assert checksums(guest, files) == sums
-        assert stats(guest)["hits"] > after["hits"] + 100, "it caches here, too"
+        assert stats(guest)["hits"] > after["hits"] + 100, "the VM has no hits at the destination"
         all_right(guest)
 
 
@@ -233,7 +237,7 @@ def test_page_written_by_a_lost_daemon_is_migrated(
     assert driver.hold() == "held"
     trouble(here)
     if trouble is replace:
-        until(lambda: serves(vm), 20, "QEMU has the next daemon")
+        until(lambda: serves(vm), 20, "QEMU has connected to the next daemon")
     else:
         # These operations wait for a hung daemon, and QEMU gives it up during them.
         vm.pause()
@@ -287,9 +291,9 @@ def test_failed_migration_keeps_the_cache_of_the_source(
         end(vm, target)
         target.stop()
         assert vm.status() == "running"
-        grows(guest, "hits", 10, "it hits as before")
-        grows(guest, "puts_stored", 10, "it puts as before")
-        assert stats(guest)["generation_changes"] == changes, "it kept its cache"
+        grows(guest, "hits", 10, "the driver gets hits after the migration")
+        grows(guest, "puts_stored", 10, "the driver puts after the migration")
+        assert stats(guest)["generation_changes"] == changes, "the VM lost its cache"
         assert not torture.ended(guest)
     arrived = migration.receiver(session, vm, device(there))
     migration.move(vm, arrived)
@@ -335,7 +339,7 @@ def test_destination_with_another_device_is_refused(
     before = stats(guest)
     assert before["generation_changes"] == changes
     assert checksums(guest, list(sums)) == sums
-    assert stats(guest)["hits"] - before["hits"] > held // 2, "it kept its cache"
+    assert stats(guest)["hits"] - before["hits"] > held // 2, "the VM lost its cache"
     all_right(guest)
 
 
@@ -354,7 +358,7 @@ def test_dead_or_hung_daemon_does_not_stop_a_migration(
     torture = LastingTorture(guest, seed(), LOAD)
     grows(guest, "hits", 10, "it hits")
     target = migration.receiver(session, vm, device(there))
-    until(lambda: connected(there), 20, "the other side has its daemon")
+    until(lambda: connected(there), 20, "the destination's daemon is connected")
     migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
     migration.half_done(vm)
     trouble(here if which == "source" else there)
@@ -385,7 +389,7 @@ def test_post_copy_destination_is_served_after_all_memory_arrived(
     grows(guest, "hits", 10, "it hits")
 
     target = migration.receiver(session, vm, device(there))
-    until(lambda: connected(there), 20, "the other side finds the daemon")
+    until(lambda: connected(there), 20, "the destination has connected to the daemon")
     migration.begin(
         vm,
         target,
@@ -394,7 +398,7 @@ def test_post_copy_destination_is_served_after_all_memory_arrived(
     )
     migration.half_done(vm)
     vm.qmp.execute("migrate-start-postcopy")
-    until(lambda: target.status() == "running", 60, "it runs where its memory is not yet")
+    until(lambda: target.status() == "running", 60, "the VM runs before its memory has arrived")
     assert migration.progress(vm)["status"] == "postcopy-active"
     assert not serves(target)
     migration.set_speed(vm, migration.UNLIMITED)
@@ -402,7 +406,7 @@ def test_post_copy_destination_is_served_after_all_memory_arrived(
     migration.wait(vm, "completed")
     migration.arrive(vm, target)
     guest = target.guest
-    until(lambda: serves(target), 60, "the daemon is let in")
+    until(lambda: serves(target), 60, "QEMU has connected the daemon")
     wait_state(guest, "on")
     grows(guest, "hits", 10, "it hits again")
     torture.finish(guest)

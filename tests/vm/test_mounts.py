@@ -90,7 +90,7 @@ class Mount:
         def found() -> bool:
             return self.read("state").startswith(state_begins)
 
-        until(found, STARTS_SECONDS, f"{self.path} says '{state_begins}'")
+        until(found, STARTS_SECONDS, f"{self.path} begins with '{state_begins}'")
 
 
 def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
@@ -145,7 +145,7 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     assert stats(guest)["index_pages"] == held + held_beside
 
     mount.switch(False)
-    assert mount.count("held_pages") == 0, "when the write has returned"
+    assert mount.count("held_pages") == 0, "pages are held after the write to `enabled` returned"
     assert beside.count("held_pages") == held_beside
     counters = stats(guest)
     assert counters["index_pages"] == held_beside
@@ -166,7 +166,7 @@ def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, modu
     mount.wait()
     assert mount.count("held_pages") == 0
     assert checksums(guest, list(here)) == here
-    assert mount.counts() == before, "it begins empty"
+    assert mount.counts() == before, "the mount used its cache before it was filled again"
     check_cached(guest, here)
     after = mount.counts()
     assert after["hits"] - before["hits"] > FILES * FILE_PAGES // 2
@@ -331,7 +331,9 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
     for path in (swapped, new, donor):
         guest.put(path, changed_content(path))
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
-    assert guest.run(f"[ -e {mount.path} ]").status != 0, "it is known"
+    assert guest.run(f"[ -e {mount.path} ]").status != 0, (
+        "the driver serves a mount beyond the limit"
+    )
 
     # These files are cached when they are swapped to, and when their blocks are exchanged.
     guest.sh(f"mkswap {swapped} >/dev/null && sync && cat {swapped} >/dev/null")
@@ -344,7 +346,7 @@ def test_pages_from_before_a_mount_is_known_are_not_put(
         guest.sh(f"echo x >{last}/x && sync && rm {last}/x")
         return guest.run(f"[ -e {mount.path} ]").status == 0 and mount.read("state") == "on"
 
-    until(known, STARTS_SECONDS, "the last mount is known")
+    until(known, STARTS_SECONDS, "the driver serves the last mount")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     assert checksums(guest, list(right)) == right
@@ -467,7 +469,7 @@ def test_inode_creation_among_many_inodes_is_bounded(
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
     wait_served(guest)
-    assert looked("run") == WALK_INODES, "each of them is looked at for marks"
+    assert looked("run") == WALK_INODES, "the driver did not visit the maximum of inodes in one run"
     check_cached(guest, make(guest, WHERE))
 
 

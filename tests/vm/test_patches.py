@@ -120,7 +120,7 @@ def test_patched_file_system_is_off_and_the_other_is_served(
     load(guest, "o")
     see(guest, f"{WHERE}/seen")
     wait_state(guest, "off: ext4: cannot hook its readahead: error -16")
-    until(lambda: reported(daemon) == ("off", 0), 30, "the report says off")
+    until(lambda: reported(daemon) == ("off", 0), 30, "the driver reports that it is off")
 
 
 def test_hung_mount_does_not_delay_unload(
@@ -144,7 +144,7 @@ def test_hung_mount_does_not_delay_unload(
     guest.sh("rmmod virtio_tmem", 60)
     assert not mount.done()
     guest.sh(f"{DM} dead 0 {sectors} linear '/dev/{device} 0'")
-    assert mount.wait().status != 0, "it is an xfs"
+    assert mount.wait().status != 0, "mount accepted an xfs as ext4"
 
 
 def test_module_is_not_freed_after_ftrace_was_killed(
@@ -157,7 +157,11 @@ def test_module_is_not_freed_after_ftrace_was_killed(
     check_cached(guest, sums)
     guest.insmod(PATCH, "kill=1")
     unload = guest.start("rmmod virtio_tmem", 3600)
-    until(lambda: "rmmod does not return" in guest.sh("dmesg"), 60, "rmmod says that it stays")
+    until(
+        lambda: "rmmod does not return" in guest.sh("dmesg"),
+        60,
+        "the kernel log says that rmmod does not return",
+    )
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
     # Each of these operations runs through the module's code.
     for _ in range(2):
@@ -194,7 +198,9 @@ def test_live_patch_applies_while_the_hooks_are_released(
     held = evict(guest, [path])["index_pages"]
     for function in ("truncate_inode_pages_range", "ext4_readahead"):
         patch = f"insmod {LIVE_PATCH} function={function}"
-        assert "busy" in guest.run(patch).stderr.decode(), "the driver has it"
+        assert "busy" in guest.run(patch).stderr.decode(), (
+            "the live patch took a function that the driver redirects"
+        )
 
         assert switch_hooks(guest, False) == 0
         assert state(guest).startswith("off: hooks are released; ")
@@ -267,6 +273,6 @@ def test_hook_that_cannot_be_released_keeps_the_module_loaded(
     guest.insmod(PATCH, "kill=1")
     assert guest.run(f"echo 0 >{SYSFS}/hooks_enabled", 120).status != 0
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
-    assert guest.run("rmmod virtio_tmem").status != 0, "it is in use"
+    assert guest.run("rmmod virtio_tmem").status != 0, "rmmod unloaded a module that is in use"
     guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
     assert checksums(guest, list(sums)) == sums

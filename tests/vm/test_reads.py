@@ -147,7 +147,9 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             took_us = (float(ended) - float(began)) * 1e6
             print(delay, f"{took_us:.0f} us", grown)
             assert grown["trips"] == 1
-            assert grown["misses_tripped"] > windows // 2 * 32, "the rest came from the disk"
+            assert grown["misses_tripped"] > windows // 2 * 32, (
+                "too few pages were read from the disk after the breaker opened"
+            )
             waits_us = grown["waits_us"]
             assert 2 * deadline_us < waits_us <= bound_us + (took_us - waits_us) / 5
             # Delays of the machine do not count as the driver's.
@@ -260,10 +262,12 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
         print(grown)
         assert grown["ring_hits"] == grown["misses_late"] == grown["requests_get"] == pages // 2
         assert grown["misses_queue"] == pages
-        assert grown["slow"] == 1, "nobody waited for what could not be asked"
+        assert grown["slow"] == 1, "a reader waited although the queue was full"
         liar.delay_seconds = 0.0
         evict(guest, [whole])
         before = hold(guest, FILLER, 8)
         assert checksums(guest, [whole]) == {whole: sums[whole]}
         grown = growth(before, stats(guest))
-        assert grown["hits"] + grown["misses_late"] == pages, "it has room again"
+        assert grown["hits"] + grown["misses_late"] == pages, (
+            "the queue has no room after the device answered"
+        )

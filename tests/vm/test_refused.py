@@ -94,7 +94,7 @@ def check_refused(guest: Guest, reason: str) -> None:
     assert reason in mount.read("state")
     number = mount.path.rpartition("/")[2]
     assert f"{number} is refused: " in state(guest) and reason in state(guest)
-    assert state(guest).startswith("on: "), "the other one is served"
+    assert state(guest).startswith("on: "), "the file system at /mnt is not served"
     assert mount.count("puts") == mount.count("gets") == 0
     # The refusal also survives the use of its switch.
     mount.switch(False)

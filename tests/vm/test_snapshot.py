@@ -31,7 +31,7 @@ def test_loadvm_ends_the_generation(session: Session, kernel: Kernel) -> None:
     first = driver.stored()
     vm.save("one")
     assert driver.stored() == first
-    assert driver.keep() == "hit", "saving is a pause"
+    assert driver.keep() == "hit", "savevm lost the stored page"
     vm.load("one")
     second = driver.stored(other_than=first)
     assert driver.keep() == "hit"

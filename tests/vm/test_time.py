@@ -111,7 +111,7 @@ def test_vm_restored_from_a_file_finds_no_page(session: Session, world: World) -
     """After a restore from a file, the pool's pages are gone with the QEMU that saved it."""
     path = session.folder / "state"
     known = rest(world, path)
-    assert world.holds() > 100, "a VM at rest keeps its cache"
+    assert world.holds() > 100, "the paused VM lost its pages"
     world.vm.quit()
     until(lambda: world.holds() == 0, 60, "the pool is empty")
     world.is_as_before(wake(session, world, path), known)
@@ -137,7 +137,7 @@ def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World
     world.later()
     world.guest.close()
     world.vm.quit()
-    assert overlay.stat().st_size > 4 * MIB, "that is where the changes went"
+    assert overlay.stat().st_size > 4 * MIB, "the overlay is too small to hold the changes"
     world.is_as_before(wake(session, world, path), known)
 
 

@@ -64,7 +64,9 @@ def read_again(guest: Guest) -> tuple[int, int]:
     before, sectors, begun = stats(guest), sectors_read(guest), time.monotonic()
     grown = growth(before, evict(guest, FILES))
     seconds = time.monotonic() - begun
-    assert guest.read(f"{PARAMETERS}/verify_voided") == "0", "nothing writes to the files"
+    assert guest.read(f"{PARAMETERS}/verify_voided") == "0", (
+        "a comparison was dropped although nothing writes to the files"
+    )
     print(
         f"{grown['hits']} hits, {grown['verified_hits']} compared,"
         f" {sectors_read(guest) - sectors} sectors, {seconds:.2f} s,"
@@ -83,13 +85,15 @@ def read_first_hits(guest: Guest) -> None:
         hits, more = read_again(guest)
         assert hits > 0
         seen, compared = seen + hits, compared + more
-    assert compared > FIRST_HITS // 2, "the first hits are compared"
+    assert compared > FIRST_HITS // 2, f"only {compared} of the first {seen} hits were compared"
 
 
 def check_share(hits: int, compared: int, every: int) -> None:
     # Hits are counted over all readings, so each reading may begin just before or after a compared
     # hit.
-    assert abs(compared - hits / every) <= 1, f"{compared} of {hits} hits"
+    assert abs(compared - hits / every) <= 1, (
+        f"{compared} of {hits} hits were compared, not one in {every}"
+    )
 
 
 @pytest.mark.smoke

@@ -61,14 +61,16 @@ def test_hung_daemon_is_replaced(session: Session, kernel: Kernel, module: Path)
         took = []
         for number in range(1, HANGS + 1):
             before = stats(guest)
-            until(lambda: stats(guest)["hits"] > before["hits"], 60, "it hits")  # noqa: B023
-            assert supervisor.kills == number - 1, "one that lives is left alone"
+            until(lambda: stats(guest)["hits"] > before["hits"], 60, "the driver gets hits")  # noqa: B023
+            assert supervisor.kills == number - 1, (
+                "the supervisor killed a daemon that was not hung"
+            )
             daemon.pause()
             begun = time.monotonic()
             supervisor.wait_kills(number, 2 * PERIOD_SECONDS + OWN_SECONDS)
             took.append(time.monotonic() - begun)
         numbers = torture.finish(guest)
-        print("until the next daemon serves, s:", took, numbers)
+        print("seconds until the next daemon serves:", took, numbers)
         assert max(took) < scaled(PERIOD_SECONDS + OWN_SECONDS)
         wait_state(guest, "on")
         before = stats(guest)
@@ -120,7 +122,11 @@ def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
     if operation is unplug_memory:
         vm.guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
         plug_memory(vm)
-        until(lambda: guest_is_done(vm, ACPI_CHECK), GUEST_SECONDS, "the guest has the memory")
+        until(
+            lambda: guest_is_done(vm, ACPI_CHECK),
+            GUEST_SECONDS,
+            "the guest uses the plugged memory",
+        )
 
 
 def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
@@ -195,7 +201,7 @@ def test_end_of_a_migration_with_a_hung_daemon_is_bounded(
         begun = time.monotonic()
         migration.set_speed(vm, migration.UNLIMITED)
         downtime = int(migration.wait(vm, "completed")["downtime"]) / 1000
-        print(f"{time.monotonic() - begun:.2f} s, {downtime:.2f} s of downtime")
+        print(f"{time.monotonic() - begun:.2f} s, of which {downtime:.2f} s downtime")
         assert downtime < BACKEND_TIMEOUT_SECONDS + scaled(OWN_SECONDS)
         migration.arrive(vm, target)
         guest = target.guest
