@@ -438,14 +438,16 @@ def write_json(path: Path, runs: dict[str, list[Run]], release: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures there; also JSON=PATH")
-    parser.add_argument("--repeat", type=int, default=REPEAT, help="of each, %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--repeat", type=int, default=REPEAT, help="runs of each variant; default: %(default)s"
+    )
     parser.add_argument(
         "--only",
         nargs="*",
         choices=[variant.key for variant in VARIANTS[1:]],
         default=[variant.key for variant in VARIANTS[1:]],
-        help="what to compare the device with",
+        help="variants to compare the device with",
     )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)

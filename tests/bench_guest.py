@@ -342,7 +342,7 @@ class Bench:
 
         paired = pair.in_turns(REPEAT_STREAM, measure, self.saying("stream", REPEAT_STREAM))
         if gets:
-            raise HarnessError(f"the stream was to have nothing reusable, and asked {gets} times")
+            raise HarnessError(f"the stream must not reuse pages, and the driver sent {gets} gets")
         what = "stream larger than RAM, nothing reusable: time with / without"
         self.rows.append(bounded("stream_ratio", what, paired, STREAM_MAX))
 
@@ -483,7 +483,9 @@ class Bench:
     def all_put(puts: int) -> None:
         """Raises if the ring was full, because the measurement is then invalid."""
         if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
-            raise HarnessError(f"reclaim put {puts} of {BATCH_BYTES // PAGE_BYTES} pages")
+            raise HarnessError(
+                f"only {puts} of {BATCH_BYTES // PAGE_BYTES} pages were put: the put ring was full"
+            )
 
     def unhooked(self, pair: Both) -> None:
         self.progress.step(f"a file system that is not hooked, {REPEAT_UNHOOKED} times each")
@@ -732,8 +734,10 @@ def write_json(path: Path, bench: Bench) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures there; also JSON=PATH")
-    parser.add_argument("--only", nargs="*", default=[], help="steps: stream reread random ...")
+    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="run only these steps: stream reread random ..."
+    )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:

@@ -151,7 +151,7 @@ def until_ms(begun: float, reached: Callable[[], bool]) -> float:
     """Returns milliseconds from `begun` until `reached`. Polls without a pause, for short times."""
     while not reached():
         if time.monotonic() - begun > SECONDS:
-            raise HarnessError("waited in vain")
+            raise HarnessError(f"the expected state was not reached within {SECONDS} s")
     return (time.monotonic() - begun) * 1e3
 
 
@@ -159,7 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", nargs="*", default=["kills", "migrations"])
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     try:
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")

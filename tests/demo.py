@@ -389,9 +389,11 @@ def run(json_path: Path | None, keep: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--json", type=Path, help="write the figures there; also JSON=PATH make demo"
+        "--json", type=Path, help="write the figures to this file; also JSON=PATH make demo"
     )
-    parser.add_argument("--keep", action="store_true", help="leave all running until Enter")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the VMs and the daemon running until Enter"
+    )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:

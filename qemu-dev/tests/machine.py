@@ -56,9 +56,9 @@ class Line:
         try:
             line = self.file.readline()
         except TimeoutError as error:
-            raise Timeout("QEMU does not answer") from error
+            raise Timeout(f"QEMU did not answer within {COMMAND_TIMEOUT_S} s") from error
         if not line:
-            raise ConnectionError("QEMU has ended")
+            raise ConnectionError("QEMU closed the connection")
         return line.strip()
 
 
@@ -70,7 +70,7 @@ def wait_for(what, condition, seconds=COMMAND_TIMEOUT_S):
         if value:
             return value
         if time.monotonic() > end:
-            raise Timeout(f"waited in vain for {what}")
+            raise Timeout(f"waited {seconds:g} s in vain for {what}")
         time.sleep(0.01)
 
 

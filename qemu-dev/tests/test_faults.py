@@ -41,7 +41,7 @@ def connections(daemon):
 
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
-def test_one_deadline_covers_an_operation(machine, backend, operation, arguments):
+def test_one_deadline_covers_all_messages_of_an_operation(machine, backend, operation, arguments):
     """Each answer, or each byte of one, is in time, but together they exceed the deadline."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
@@ -66,7 +66,7 @@ def test_one_deadline_covers_an_operation(machine, backend, operation, arguments
     vm.alive()
 
 
-def test_a_slow_handshake_is_bounded(machine, backend):
+def test_slow_handshake_is_refused_after_the_timeout(machine, backend):
     daemon = backend("--delay-ms", str(ANSWER_MS))
     daemon.be_slow()
     vm = machine(device=f",backend-timeout-ms={OPERATION_MS}")
@@ -76,7 +76,7 @@ def test_a_slow_handshake_is_bounded(machine, backend):
 
 
 @pytest.mark.parametrize("operation", ["stop", "reset"])
-def test_a_backend_that_timed_out_is_left_alone(machine, backend, operation):
+def test_qemu_waits_before_it_reconnects_after_a_timeout(machine, backend, operation):
     """After a time-out, as after a refusal, QEMU waits before it connects again."""
     daemon = backend("--delay-ms", str(10 * BACKEND_TIMEOUT_MS))
     vm = machine(device=IMPATIENT)
@@ -117,7 +117,10 @@ def test_plugged_memory_must_be_shared(machine, backend):
         plug(vm, "served", share=False)
     tables = daemon.requests().count("SET_MEM_TABLE")
     plug(vm, "shared")
-    daemon.wait("it", lambda event: daemon.requests().count("SET_MEM_TABLE") > tables)
+    daemon.wait(
+        "the memory table with the plugged memory",
+        lambda event: daemon.requests().count("SET_MEM_TABLE") > tables,
+    )
     assert vm.generation() == daemon.generation()
 
 
@@ -143,7 +146,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
     assert "share=on" in str(caught.value)
 
 
-def test_memory_slots_are_counted_without_a_backend(machine, backend):
+def test_memory_slots_are_limited_without_a_backend(machine, backend):
     """Memory that a lost backend could not map is refused without a backend, too."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
@@ -164,12 +167,12 @@ def test_memory_slots_are_counted_without_a_backend(machine, backend):
 
 
 @pytest.mark.parametrize("where", [NOWHERE, (64 << 20) - 0x4000])
-def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
+def test_rings_outside_of_memory_set_needs_reset_and_keep_the_backend(machine, backend, where):
     daemon = backend()
     vm = machine()
     wait_for("the handshake", lambda: vm.property("connected"))
     vm.driver_up(rings=where)
-    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     vm.qmp("stop")
     vm.qmp("cont")
@@ -180,7 +183,7 @@ def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
     assert "backend refused" not in vm.errors()
 
 
-def test_ring_outside_of_memory_after_a_pause(machine, backend):
+def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, backend):
     """A pause keeps the generation. A ring that is outside of memory at its end clears it."""
     daemon = backend()
     vm = machine()
@@ -190,13 +193,13 @@ def test_ring_outside_of_memory_after_a_pause(machine, backend):
     vm.place_ring(1, NOWHERE)
     assert vm.generation() == daemon.generation()
     vm.qmp("cont")
-    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     vm.driver_up()
     assert vm.wait_generation(None)
 
 
-def test_queue_size_set_after_addresses(machine):
+def test_queue_size_after_the_addresses_does_not_abort_qemu(machine):
     """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
     vm = machine()
     vm.driver_up()
@@ -261,7 +264,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     assert vm.wait_generation(None) == daemon.generation()
 
 
-def test_an_error_of_a_stopped_device_is_forgotten(machine, backend):
+def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     """The next start sets the queue up again."""
     daemon = backend()
     vm = machine()
@@ -300,13 +303,13 @@ def test_only_needed_protocol_features_are_acknowledged(machine, backend):
         "socket,id=tmem,host=127.0.0.1,port=0,server=on,wait=off",
     ],
 )
-def test_sockets_that_pass_no_descriptors(machine, chardev):
+def test_tcp_chardev_is_refused(machine, chardev):
     with pytest.raises(ConnectionError) as caught:
         machine(chardev=chardev)
     assert "chardev 'tmem' is not a Unix socket" in str(caught.value)
 
 
-def test_legacy_mmio(machine):
+def test_legacy_virtio_mmio_is_refused(machine):
     options = {"board": "microvm", "driver": "vhost-user-tmem"}
     with pytest.raises(ConnectionError) as caught:
         machine(**options)
@@ -314,7 +317,7 @@ def test_legacy_mmio(machine):
     machine(more=["-global", "virtio-mmio.force-legacy=false"], **options).alive()
 
 
-def test_the_end_of_qemu_is_no_loss(machine, backend):
+def test_quitting_qemu_reports_no_lost_backend(machine, backend):
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -355,7 +358,7 @@ def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backen
     assert target.generation() == daemon.generation()
 
 
-def test_memory_that_arrives_is_shown_to_no_backend(machine, backend, folder):
+def test_incoming_vm_sends_its_backend_no_message(machine, backend, folder):
     daemon = backend(path=folder)
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
@@ -366,7 +369,7 @@ def test_memory_that_arrives_is_shown_to_no_backend(machine, backend, folder):
     assert not target.property("connected")
 
 
-def test_the_generation_is_not_in_the_stream(machine, backend, folder):
+def test_migration_stream_omits_the_generation(machine, backend, folder):
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -387,9 +390,7 @@ def test_the_generation_is_not_in_the_stream(machine, backend, folder):
         ("vhost-user-blk-pci,disable-legacy=on,disable-modern=off", 2),
     ],
 )
-def test_pages_marked_by_a_backend_that_was_lost_are_copied(
-    machine, backend, folder, driver, device_id
-):
+def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, driver, device_id):
     page = 8 << 20
     daemon = backend("--write-at", str(page))
     vm = machine(driver=f"{driver},addr=5", device_id=device_id)
@@ -435,7 +436,7 @@ def test_background_snapshots_are_refused(machine, backend, folder, served):
     try:
         vm.qmp("migrate-set-capabilities", capabilities=[capability])
     except RuntimeError as error:
-        pytest.skip(f"not on this host: {error}")
+        pytest.skip(f"this host has no background snapshots: {error}")
     try:
         vm.qmp("migrate", uri=f"exec:cat >{folder}/state")
     except RuntimeError as error:
@@ -449,7 +450,7 @@ def test_background_snapshots_are_refused(machine, backend, folder, served):
 # Management
 
 
-def test_properties_and_events_give_the_state(machine, backend):
+def test_properties_and_events_report_the_backend_state(machine, backend):
     vm = machine()
     path = vm.path()
     assert vm.property("connected") is False
@@ -485,7 +486,7 @@ def test_properties_and_events_give_the_state(machine, backend):
     wait_for("the event", lambda: events() and events()[-1] == lost)
 
 
-def test_a_backend_that_is_refused_again_sends_no_event(machine, backend):
+def test_repeated_refusal_sends_no_event(machine, backend):
     vm = machine()
     daemon = backend("--batch-max", "1")
     wait_for("more attempts", lambda: connections(daemon) > 2)
@@ -498,7 +499,10 @@ def test_a_backend_that_is_refused_again_sends_no_event(machine, backend):
     assert len(vm.tmem_events()) == before
 
 
-def test_a_backend_that_hangs_up_at_once_is_named(machine, backend):
+def test_last_error_names_a_backend_that_closes_at_once(machine, backend):
     vm = machine()
     backend("--close-at", "1")
-    wait_for("it", lambda: vm.property("last-error") == "it closed the connection")
+    wait_for(
+        "the error of the closed connection",
+        lambda: vm.property("last-error") == "it closed the connection",
+    )

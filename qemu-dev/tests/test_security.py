@@ -26,7 +26,7 @@ def other_device(machine, slot, device_id, *options):
     return vm
 
 
-def test_queues_have_the_largest_size(machine):
+def test_devices_offer_the_largest_queue_size(machine):
     """A driver that sets a larger queue than the device asked for overflows nothing."""
     vm = other_device(machine, 6, RNG, "-device", "virtio-rng-pci,addr=6,disable-legacy=on")
     vm.reset()
@@ -34,7 +34,7 @@ def test_queues_have_the_largest_size(machine):
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_invalid_indirect_table_in_a_packed_ring(machine, length):
+def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, length):
     """The device needs a reset. QEMU neither aborts nor asks the broken device for good."""
     vm = other_device(
         machine,
@@ -52,7 +52,7 @@ def test_invalid_indirect_table_in_a_packed_ring(machine, length):
     vm.alive()
 
 
-def test_memory_of_a_ring_is_replaced(machine, backend):
+def test_replaced_ring_memory_sets_needs_reset(machine, backend):
     """The device needs a reset, as after rings that were never in memory."""
     daemon = backend()
     vm = machine(device=",num-queues=1", more=["-m", "64M,slots=2,maxmem=1G"])

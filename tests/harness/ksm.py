@@ -31,7 +31,9 @@ class Ksm:
     def __enter__(self) -> Ksm:
         try:
             if (FOLDER / "run").read_text().strip() == RUN:
-                raise HarnessError("KSM is in use on this host: its figures would be mixed")
+                raise HarnessError(
+                    "KSM is in use on this host and would distort the figures; switch it off"
+                )
             for name, value in self._settings.items():
                 self._before[name] = (FOLDER / name).read_text()
                 (FOLDER / name).write_text(str(value))

@@ -139,7 +139,7 @@ class Vm:
     def launch(self) -> None:
         """Starts QEMU and connects QMP; the guest boots meanwhile."""
         if self._process and self._process.alive():
-            raise HarnessError(f"{self.name} runs already")
+            raise HarnessError(f"{self.name} is already running")
         for name in ("qmp", "agent"):
             (self.folder / name).unlink(missing_ok=True)
         self._process = process = Process(f"QEMU of {self.name}", self.command(), self.log)
@@ -159,7 +159,7 @@ class Vm:
             except QmpError:
                 return None
 
-        self._qmp = until(greeted, 20, f"{self.name}: QEMU gives QMP")
+        self._qmp = until(greeted, 20, f"{self.name}: QEMU accepts a QMP connection")
 
     def start(self) -> Guest:
         """Launches and boots the VM; returns the guest when its agent answers."""
@@ -216,13 +216,17 @@ class Vm:
     @property
     def qmp(self) -> Qmp:
         if not self._qmp:
-            raise HarnessError(f"{self.name} has no QMP: it was not started, or stopped")
+            raise HarnessError(
+                f"{self.name} has no QMP connection: the VM was not started, or has ended"
+            )
         return self._qmp
 
     @property
     def guest(self) -> Guest:
         if not self._guest:
-            raise HarnessError(f"{self.name} has no guest: not booted, or reset meanwhile")
+            raise HarnessError(
+                f"{self.name} has no connection to its guest: the VM has not booted, or was reset"
+            )
         return self._guest
 
     # Life cycle of the machine
@@ -300,7 +304,7 @@ class Vm:
         disks = [disk for disk in self.config.disks if disk.format == "qcow2"]
         nodes = [disk.node for disk in disks if not disk.read_only]
         if not nodes:
-            raise HarnessError(f"{self.name}: {command} needs a writable qcow2 disk")
+            raise HarnessError(f"{self.name}: {command} needs a VM with a writable qcow2 disk")
         arguments = {
             "job-id": f"{command}-{tag}",
             "tag": tag,

@@ -25,7 +25,7 @@ def documented(text: str) -> dict[str, str]:
     for block in re.split(r"\n\n+", text):
         fields = dict(re.findall(r"^(\w+):\t+(.+(?:\n\t\t.+)*)$", block, re.MULTILINE))
         if "What" in fields:
-            assert fields["What"] not in found, f"{fields['What']} is there twice"
+            assert fields["What"] not in found, f"{fields['What']} has two entries in the list"
             found[fields["What"]] = fields.get("Description", "")
     return found
 
@@ -59,7 +59,7 @@ def last_names(files: dict[str, str], under: str) -> set[str]:
     return {Path(name).name for name in files if name.startswith(under + "/")}
 
 
-def test_every_file_has_its_line_and_every_line_its_file() -> None:
+def test_sysfs_files_and_their_documentation_match() -> None:
     files = documented(ABI.read_text())
     assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
     files.pop(MOUNT)  # a directory
@@ -73,14 +73,14 @@ def test_every_file_has_its_line_and_every_line_its_file() -> None:
     assert f"{SYSFS}/fs/<type>/enabled" in files
 
 
-def test_every_line_says_something() -> None:
+def test_each_sysfs_file_has_its_own_description() -> None:
     files = documented(ABI.read_text())
     empty = [name for name, text in files.items() if len(text.split()) < 4]
     assert not empty
     texts = list(files.values())
-    assert len(set(texts)) == len(texts), "two files with the same description"
+    assert len(set(texts)) == len(texts), "two files have the same description"
 
 
-def test_the_list_is_read_right() -> None:
+def test_parser_reads_names_and_descriptions() -> None:
     text = "What:\t\t/a\nDescription:\tOne\n\t\ttwo.\n\nWhat:\t\t/b\n"
     assert documented(text) == {"/a": "One\n\t\ttwo.", "/b": ""}

@@ -152,13 +152,13 @@ def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> st
         nonlocal last
         last = state(guest)
         if last.startswith("poisoned") and not begins.startswith("poisoned"):
-            raise HarnessError(f"driver's state '{begins}' cannot come any more")
+            raise HarnessError(f"the driver cannot reach the state '{begins}' any more")
         return last.startswith(begins)
 
     try:
-        until(found, seconds, f"driver's state '{begins}'")
+        until(found, seconds, f"the driver's state begins with '{begins}'")
     except HarnessError as error:
-        raise HarnessError(f"{error}; it is '{last}'\n{stats(guest)}") from None
+        raise HarnessError(f"{error}; the state is '{last}'\n{stats(guest)}") from None
     return last
 
 
@@ -180,7 +180,7 @@ class Hold:
         def held() -> bool:
             return self.guest.read(f"{PARAMETERS}/{self.name}") == "2"
 
-        until(held, HELD_SECONDS, f"a task comes to {self.name}")
+        until(held, HELD_SECONDS, f"a task is held at {self.name}")
 
     def release(self) -> None:
         set_parameter(self.guest, self.name, "0")

@@ -255,7 +255,9 @@ class Liar:
             offset = address - (qemu if user else guest)
             if offset >= 0 and offset + length <= len(memory):
                 return memory[offset : offset + length]
-        raise AssertionError(f"the driver names {length} bytes at {address:#x}, not its memory")
+        raise AssertionError(
+            f"the driver named {length} bytes at {address:#x}, outside of guest memory"
+        )
 
     def _u16(self, address: int) -> memoryview:
         """Returns one aligned 16-bit value for a single access, as a ring's index needs it."""

@@ -139,9 +139,9 @@ RUNS: dict[str, tuple[Callable[[Path, random.Random], None], Callable[[Guest], N
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_record(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_trace_is_recorded(session: Session, kernel: Kernel, module: Path, name: str) -> None:
     if "TMEM_TRACES" not in os.environ:
-        pytest.skip("TMEM_TRACES=DIR says where to")
+        pytest.skip("set TMEM_TRACES=DIR to record traces into DIR")
     fill, work = RUNS[name]
     folder = session.folder / "files"
     folder.mkdir()

@@ -70,7 +70,9 @@ def evict_all(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize("name", FILE_SYSTEMS)
-def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_fio_verification_finds_no_stale_page(
+    session: Session, kernel: Kernel, module: Path, name: str
+) -> None:
     """Verifies buffered, mapped and asynchronous overwrites by reads while pages are evicted."""
     number = seed()
     guest = boot(session, kernel, module, name)
@@ -104,7 +106,9 @@ def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> No
     wait_state(guest, "on")
 
 
-def test_verify_without_a_hook(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_fio_verification_finds_a_missing_hook(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """Shows the value of the check: without a hook, fio finds a stale page."""
     guest = boot(session, kernel, test_module, "ext4")
     right(run(guest, f"--randseed=1 {RUNS[0]}"))

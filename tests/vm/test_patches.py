@@ -71,7 +71,7 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
             LIVE_PATCH: patch.with_name("live.ko"),
             DM: guest_program(TESTS / "guest/dm.c"),
         },
-        tcg_threads="single",  # for loading and unloading, see test_unload_under_load
+        tcg_threads="single",
     )
     guest = vm.start()
     guest.mount("data", WHERE)
@@ -98,7 +98,9 @@ def see(guest: Guest, path: str) -> None:
     settle(guest)
 
 
-def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_patched_file_system_is_off_and_the_other_is_served(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The other file system is served, and both are named in the state and in the report."""
     guest, daemon = boot(session, kernel, test_module)
     guest.insmod(PATCH, "function=xfs_vm_readahead")
@@ -118,10 +120,10 @@ def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_modul
     load(guest, "o")
     see(guest, f"{WHERE}/seen")
     wait_state(guest, "off: ext4: cannot hook its readahead: error -16")
-    until(lambda: reported(daemon) == ("off", 0), 30, "the report says off")
+    until(lambda: reported(daemon) == ("off", 0), 30, "the driver reports that it is off")
 
 
-def test_unload_beside_a_mount_that_hangs(
+def test_hung_mount_does_not_delay_unload(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A mount that waits for a dead disk does not delay rmmod."""
@@ -142,10 +144,10 @@ def test_unload_beside_a_mount_that_hangs(
     guest.sh("rmmod virtio_tmem", 60)
     assert not mount.done()
     guest.sh(f"{DM} dead 0 {sectors} linear '/dev/{device} 0'")
-    assert mount.wait().status != 0, "it is an xfs"
+    assert mount.wait().status != 0, "mount accepted an xfs as ext4"
 
 
-def test_unload_after_ftrace_was_killed(
+def test_module_is_not_freed_after_ftrace_was_killed(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Call sites lead into the module forever, so it is not freed, and it caches nothing."""
@@ -155,7 +157,11 @@ def test_unload_after_ftrace_was_killed(
     check_cached(guest, sums)
     guest.insmod(PATCH, "kill=1")
     unload = guest.start("rmmod virtio_tmem", 3600)
-    until(lambda: "rmmod does not return" in guest.sh("dmesg"), 60, "rmmod says that it stays")
+    until(
+        lambda: "rmmod does not return" in guest.sh("dmesg"),
+        60,
+        "the kernel log says that rmmod does not return",
+    )
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
     # Each of these operations runs through the module's code.
     for _ in range(2):
@@ -181,7 +187,7 @@ def wait_live_patch(guest: Guest) -> None:
     until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
 
 
-def test_live_patch_of_a_hooked_function(
+def test_live_patch_applies_while_the_hooks_are_released(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The hooks are released, the function is patched, and the hooks return after the patch."""
@@ -192,7 +198,9 @@ def test_live_patch_of_a_hooked_function(
     held = evict(guest, [path])["index_pages"]
     for function in ("truncate_inode_pages_range", "ext4_readahead"):
         patch = f"insmod {LIVE_PATCH} function={function}"
-        assert "busy" in guest.run(patch).stderr.decode(), "the driver has it"
+        assert "busy" in guest.run(patch).stderr.decode(), (
+            "the live patch took a function that the driver redirects"
+        )
 
         assert switch_hooks(guest, False) == 0
         assert state(guest).startswith("off: hooks are released; ")
@@ -237,7 +245,9 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
-def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_hooks_are_released_and_taken_again_under_load(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
@@ -253,7 +263,9 @@ def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_mo
     wait_state(guest, "on")
 
 
-def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_hook_that_cannot_be_released_keeps_the_module_loaded(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A hook that cannot be released keeps the module loaded."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)
@@ -261,6 +273,6 @@ def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module:
     guest.insmod(PATCH, "kill=1")
     assert guest.run(f"echo 0 >{SYSFS}/hooks_enabled", 120).status != 0
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
-    assert guest.run("rmmod virtio_tmem").status != 0, "it is in use"
+    assert guest.run("rmmod virtio_tmem").status != 0, "rmmod unloaded a module that is in use"
     guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
     assert checksums(guest, list(sums)) == sums

@@ -67,7 +67,7 @@ def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("readahead_kib", [0, pytest.param(128, marks=pytest.mark.smoke), 4096])
-def test_partial_hits(
+def test_only_pages_that_are_not_held_are_read_from_disk(
     session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
 ) -> None:
     """Exactly the pages of a file that are not held are read from the disk."""
@@ -147,7 +147,9 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             took_us = (float(ended) - float(began)) * 1e6
             print(delay, f"{took_us:.0f} us", grown)
             assert grown["trips"] == 1
-            assert grown["misses_tripped"] > windows // 2 * 32, "the rest came from the disk"
+            assert grown["misses_tripped"] > windows // 2 * 32, (
+                "too few pages were read from the disk after the breaker opened"
+            )
             waits_us = grown["waits_us"]
             assert 2 * deadline_us < waits_us <= bound_us + (took_us - waits_us) / 5
             # Delays of the machine do not count as the driver's.
@@ -159,7 +161,9 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             hold(guest, FILE, size_mib, create=False)
 
 
-def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
+def test_only_the_readahead_that_takes_all_requests_waits(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One readahead that uses up all requests is the only one that waits for a silent device."""
     size_mib = 16
     with Liar(session.folder / "liar") as liar:
@@ -183,7 +187,9 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
         wait_state(guest, "on")
 
 
-def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
+def test_reader_without_a_free_request_reads_the_disk_at_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """If a silent device holds all requests or bounce pages, a reader goes to the disk at once."""
     readers, pages = 48, 32  # more than the number of requests; one readahead each
     with Liar(session.folder / "liar") as liar:
@@ -223,7 +229,9 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["mismatches"] == 0
 
 
-def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) -> None:
+def test_reader_with_a_full_queue_reads_the_disk_at_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """If the queue is full of unanswered requests, a reader goes to the disk at once."""
     pages = 32  # of one readahead
     whole = "/mnt/whole"
@@ -254,10 +262,12 @@ def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) ->
         print(grown)
         assert grown["ring_hits"] == grown["misses_late"] == grown["requests_get"] == pages // 2
         assert grown["misses_queue"] == pages
-        assert grown["slow"] == 1, "nobody waited for what could not be asked"
+        assert grown["slow"] == 1, "a reader waited although the queue was full"
         liar.delay_seconds = 0.0
         evict(guest, [whole])
         before = hold(guest, FILLER, 8)
         assert checksums(guest, [whole]) == {whole: sums[whole]}
         grown = growth(before, stats(guest))
-        assert grown["hits"] + grown["misses_late"] == pages, "it has room again"
+        assert grown["hits"] + grown["misses_late"] == pages, (
+            "the queue has no room after the device answered"
+        )

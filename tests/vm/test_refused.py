@@ -94,7 +94,7 @@ def check_refused(guest: Guest, reason: str) -> None:
     assert reason in mount.read("state")
     number = mount.path.rpartition("/")[2]
     assert f"{number} is refused: " in state(guest) and reason in state(guest)
-    assert state(guest).startswith("on: "), "the other one is served"
+    assert state(guest).startswith("on: "), "the file system at /mnt is not served"
     assert mount.count("puts") == mount.count("gets") == 0
     # The refusal also survives the use of its switch.
     mount.switch(False)
@@ -116,7 +116,7 @@ def gone(guest: Guest) -> None:
     assert state(guest) == "on"
 
 
-def test_encrypted_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_encrypted_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", "raid1", "loop", other=other)
     device = f"/dev/{guest.disk('other')}"
@@ -176,7 +176,7 @@ def verity_tree(data: bytes) -> tuple[bytes, str]:
     return b"".join(reversed(levels[1:])), hashlib.sha256(levels[-1]).hexdigest()
 
 
-def test_verified_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_verified_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
     tree = session.folder / "tree"
     tree.mkdir()
     (tree / "f").write_bytes(changed_content("f"))
@@ -203,7 +203,9 @@ def test_verified_device(session: Session, kernel: Kernel, module: Path) -> None
     gone(guest)
 
 
-def test_device_with_integrity_tags(session: Session, kernel: Kernel, module: Path) -> None:
+def test_devices_with_integrity_tags_are_refused(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "crc32c_generic", "dm_integrity", other=other)
     device = f"/dev/{guest.disk('other')}"
@@ -218,7 +220,7 @@ def test_device_with_integrity_tags(session: Session, kernel: Kernel, module: Pa
     gone(guest)
 
 
-def test_plain_stack(session: Session, kernel: Kernel, module: Path) -> None:
+def test_linear_targets_are_served(session: Session, kernel: Kernel, module: Path) -> None:
     """A linear target on a linear target is served, also beside an encrypted disk."""
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
     guest = boot(session, kernel, module, "dm_mod", "dm_crypt", other=other)
@@ -232,7 +234,7 @@ def test_plain_stack(session: Session, kernel: Kernel, module: Path) -> None:
     assert state(guest) == "on"
 
 
-def test_untested_geometry(session: Session, kernel: Kernel, module: Path) -> None:
+def test_untested_geometries_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
     two = disk.ext4(session.folder / "two.img", OTHER_BYTES, None, "-b", "2048")
     real = disk.blank(session.folder / "real.img", OTHER_BYTES)
     xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES, "-r", f"rtdev={real}")

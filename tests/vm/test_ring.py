@@ -53,7 +53,9 @@ MANY_FILES = 600
 MANY_AT_ONCE = 50  # of two pages each, which fit the ring
 
 
-def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> None:
+def test_one_queue_may_use_more_than_its_share_of_slots(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One queue may use more than its share of the slots while nothing is answered."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
@@ -91,7 +93,7 @@ def drop_and_wait(guest: Guest) -> float:
     return (float(sent) - float(begun)) * 1000
 
 
-def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> None:
+def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, module: Path) -> None:
     """Puts that fill no batch are sent after a while, whether the host is idle or not."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
@@ -126,7 +128,9 @@ def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> Non
     assert after["puts_stored"] - before["puts_stored"] == after["puts"] - before["puts"]
 
 
-def test_too_many_flushes(session: Session, kernel: Kernel, module: Path) -> None:
+def test_flushes_beyond_the_limit_are_counted_and_harmless(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A silent host is told as much as there is room for, and the rest is counted.
 
     In neither case is an old page found.
