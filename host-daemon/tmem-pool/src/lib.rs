@@ -25,17 +25,15 @@
 //! | `evict/` | order of eviction, one file for each policy |
 //! | `shadow.rs` | tenant without page contents, for the replay of traces |
 //! | `check.rs`, `tests/` | invariants; a model that knows the allowed answers |
-//! | `apart.rs` | padding to cache lines |
 //! | `quota.rs`, `totals.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
 //! | `fail.rs` | injected allocation failures for tests |
 //! | `secret.rs` | memory for guests' bytes outside of the heap |
-//! | `whole.rs` | poison policy: panics under a lock that all tenants share |
+//! | `poison.rs` | poison policy: panics under a lock that all tenants share |
 //! | `sync.rs` | locks and atomics, which tests can schedule |
 //!
 //! Lock order: membership, then at most one tenant, then one of the dedup table, then those of the
 //! heap: a class's, free spans.
 
-mod apart;
 mod blob;
 mod check;
 mod codec;
@@ -51,6 +49,7 @@ mod hash;
 mod heap;
 mod index;
 mod membership;
+mod poison;
 mod quota;
 mod secret;
 mod shadow;
@@ -61,7 +60,6 @@ mod tenant;
 #[cfg(test)]
 mod tests;
 mod totals;
-mod whole;
 
 pub use codec::stored_bytes;
 pub use config::{
