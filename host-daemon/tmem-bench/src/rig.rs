@@ -43,7 +43,7 @@ impl Rig {
     }
 
     /// Does background work until no page is raw and nothing is left to free.
-    pub fn settle(&self) {
+    pub fn maintain_all(&self) {
         self.until(NOW);
     }
 

@@ -238,7 +238,7 @@ impl Base {
     }
 
     /// Does all background work: finds equal pages, compresses others, frees dropped pages.
-    fn settle(&self, now_ns: u64) {
+    fn maintain_all(&self, now_ns: u64) {
         let mut steps = 0;
         while self.pool.maintain(Time(now_ns), 16) {
             steps += 1;
@@ -331,8 +331,8 @@ impl Host {
     }
 
     /// Does all background work.
-    pub fn settle(&self) {
-        self.base.settle(self.watch.now_ns());
+    pub fn maintain_all(&self) {
+        self.base.maintain_all(self.watch.now_ns());
     }
 
     /// Stores pages of one repeated value for the guest, without a request.
@@ -352,7 +352,7 @@ impl Host {
             let done = tenant.put(POOL, &[put], &mut stored);
             assert!(done.is_ok() && stored == [PutResult::Stored]);
             if index % 64 == 63 {
-                self.settle();
+                self.maintain_all();
             }
         }
     }
@@ -376,7 +376,7 @@ impl Host {
         let Host { base, session, .. } = self;
         session.end();
         base.take_the_neighbours_pages();
-        base.settle(0);
+        base.maintain_all(0);
         base.background.unmap();
         let held = base.pool.stats().pages;
         assert_eq!(held, 0, "pages of nobody");

@@ -29,7 +29,7 @@ pub(crate) const RAW_PART: u64 = 16;
 
 /// Raw pages that a background worker takes from a tenant at a time. They are few, because the next
 /// tenant waits for them, and more than one, so that the cost of the lock is shared.
-pub(crate) const SETTLE_PAGES: usize = 8;
+pub(crate) const FINALIZE_PAGES: usize = 8;
 
 /// Pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
@@ -77,21 +77,25 @@ pub enum PolicyKind {
     /// Least recently used: evicts the page that was used longest ago. Because a get removes a
     /// page, this is the order of [`PolicyKind::Fifo`].
     Lru,
-    /// S3-FIFO: evicts pages that were put for the first time early.
+    /// Adaptive two-queue policy: evicts pages that were put for the first time early.
     #[default]
-    S3Fifo,
+    AdaptiveTwoQueue,
 }
 
 impl PolicyKind {
     /// All policies.
-    pub const ALL: [PolicyKind; 3] = [PolicyKind::Fifo, PolicyKind::Lru, PolicyKind::S3Fifo];
+    pub const ALL: [PolicyKind; 3] = [
+        PolicyKind::Fifo,
+        PolicyKind::Lru,
+        PolicyKind::AdaptiveTwoQueue,
+    ];
 
     /// Returns the name for tables and files.
     pub fn name(self) -> &'static str {
         match self {
             PolicyKind::Fifo => "fifo",
             PolicyKind::Lru => "lru",
-            PolicyKind::S3Fifo => "s3fifo",
+            PolicyKind::AdaptiveTwoQueue => "adaptive-two-queue",
         }
     }
 }

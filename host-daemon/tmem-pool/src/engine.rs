@@ -6,8 +6,7 @@
 //! for a victim, and for writing when a tenant is added, removed or changed. It is the outermost
 //! lock.
 
-use crate::apart::Apart;
-use crate::blob::{DomainId, Settled, Store};
+use crate::blob::{DomainId, Finalized, Store};
 use crate::codec::{self, Denser};
 use crate::config::{
     EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, EngineConfig, INDEX_ROOM_BYTES, INDEX_ROOM_PART,
@@ -20,13 +19,14 @@ use crate::hash::{HashFn, PageHash};
 use crate::heap;
 use crate::index::Chunks;
 use crate::membership::Membership;
+use crate::poison;
 use crate::secret::SecretPages;
 use crate::state::{Freed, Reason};
 use crate::stats::EngineStats;
 use crate::sync::{AtomicBool, AtomicUsize, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use crate::tenant::{Tenant, TenantShared};
 use crate::totals::{Sum, Totals};
-use crate::whole::whole;
+use crossbeam_utils::CachePadded;
 use std::fmt;
 use std::io;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ use std::sync::atomic::Ordering::Relaxed;
 pub enum Work {
     /// Finalizing new pages: finding equal ones, lz4. It includes evictions that a page needs at
     /// once.
-    Settle,
+    Finalize,
     /// Compressing cold pages with zstd: the sweep.
     Recompress,
     /// Freeing detached pages, evicting, compaction, returning memory to the system.
@@ -46,7 +46,7 @@ pub enum Work {
 
 impl Work {
     /// All kinds of work.
-    pub const ALL: [Work; 3] = [Work::Settle, Work::Recompress, Work::MakeRoom];
+    pub const ALL: [Work; 3] = [Work::Finalize, Work::Recompress, Work::MakeRoom];
 }
 
 /// Parameters that tenants are created with.
@@ -67,9 +67,9 @@ pub struct Engine {
     size_max_bytes: u64,
     params: TenantParams,
     /// Position of the tenant whose raw pages are finalized next: tenants take turns.
-    turn: Apart<AtomicUsize>,
+    turn: CachePadded<AtomicUsize>,
     /// Counter of steps of background work.
-    chores: Apart<AtomicUsize>,
+    chores: CachePadded<AtomicUsize>,
     /// A sweep has ended since the last full compaction: there may be holes that are not urgent.
     compact_all: AtomicBool,
     /// The pool was shrunk and still exceeds its new size.
@@ -108,11 +108,11 @@ const BUFFERS: &str = "the buffers";
 
 impl Engine {
     pub(crate) fn membership(&self) -> RwLockReadGuard<'_, Membership> {
-        whole(self.membership.read(), MEMBERSHIP)
+        poison::guard_or_abort(self.membership.read(), MEMBERSHIP)
     }
 
     pub(crate) fn membership_mut(&self) -> RwLockWriteGuard<'_, Membership> {
-        whole(self.membership.write(), MEMBERSHIP)
+        poison::guard_or_abort(self.membership.write(), MEMBERSHIP)
     }
 
     pub(crate) fn quota(&self, tenant: &Arc<TenantShared>) -> Quota {
@@ -221,23 +221,28 @@ impl Engine {
 
     /// Takes a scratch page for finalizing pages. None: the system has no memory.
     pub(crate) fn take_buffer(&self) -> Option<SecretPages> {
-        let kept = whole(self.buffers.lock(), BUFFERS).pop();
+        let kept = poison::guard_or_abort(self.buffers.lock(), BUFFERS).pop();
         kept.or_else(|| SecretPages::new(1).ok())
     }
 
     /// Returns a scratch page. It is wiped, because it may contain a page of a tenant that leaves.
     pub(crate) fn give_buffer(&self, mut buffer: SecretPages) {
         buffer.wipe();
-        whole(self.buffers.lock(), BUFFERS).push(buffer);
+        poison::guard_or_abort(self.buffers.lock(), BUFFERS).push(buffer);
     }
 
     /// Finds the final form of a raw page, and frees memory for it.
-    pub(crate) fn settle(&self, blob: u32, domain: DomainId, buffer: &mut Page) -> Option<Settled> {
+    pub(crate) fn finalize(
+        &self,
+        blob: u32,
+        domain: DomainId,
+        buffer: &mut Page,
+    ) -> Option<Finalized> {
         let mut steps = EVICTIONS_PER_PUT_PAGE;
         loop {
             let frames_bytes_max = self.frames_bytes_max();
-            if let Some(settled) = self.store.settle(blob, domain, frames_bytes_max, buffer) {
-                return Some(settled);
+            if let Some(finalized) = self.store.finalize(blob, domain, frames_bytes_max, buffer) {
+                return Some(finalized);
             }
             if !self.room_step(&mut steps) {
                 return None;
@@ -332,7 +337,7 @@ impl Engine {
 
     /// Finalizes some raw pages of the tenant whose turn it is, or of the next one that has any.
     /// Returns their number.
-    fn settle_step(&self) -> usize {
+    fn finalize_step(&self) -> usize {
         let turn = self.turn.fetch_add(1, Relaxed);
         let mut from = 0;
         loop {
@@ -349,11 +354,11 @@ impl Engine {
             let Some((i, tenant)) = next else {
                 return 0;
             };
-            match tenant.settle(self) {
+            match tenant.finalize(self) {
                 // All raw pages of this tenant left before they were finalized. Other tenants need
                 // not wait for that. This tenant is not tried again, so the loop ends.
                 Some(0) => from = i + 1,
-                settled => return settled.unwrap_or(0),
+                finalized => return finalized.unwrap_or(0),
             }
         }
     }
@@ -399,17 +404,18 @@ impl Engine {
 
     /// Does one step of background work. 0: nothing is left to do.
     fn maintain_step(&self, now: Time, pages: usize, begins: &mut dyn FnMut(Work)) -> usize {
-        begins(Work::Settle);
+        begins(Work::Finalize);
         // Raw pages come first: until they are finalized they take twice the memory, and then new
         // pages are refused. But guests can put as fast as the pool finalizes, and the other work
         // must make progress.
-        let settled = self.settle_step();
+        let finalized = self.finalize_step();
         let turn = self.chores.fetch_add(1, Relaxed);
-        if settled > 0 && !turn.is_multiple_of(CHORES_EVERY) {
-            return settled;
+        if finalized > 0 && !turn.is_multiple_of(CHORES_EVERY) {
+            return finalized;
         }
         begins(Work::MakeRoom);
-        let done = settled + self.chore(pages) + self.store.heap.trim(self.idle_frames()) as usize;
+        let done =
+            finalized + self.chore(pages) + self.store.heap.trim(self.idle_frames()) as usize;
         if done == 0 {
             begins(Work::Recompress);
             return self.sweep_step(now);
@@ -515,8 +521,8 @@ impl Engine {
                 keys_per_tenant_max,
                 policy,
             },
-            turn: Apart::default(),
-            chores: Apart::default(),
+            turn: CachePadded::default(),
+            chores: CachePadded::default(),
             compact_all: AtomicBool::new(false),
             shrinks: AtomicBool::new(false),
             buffers: Mutex::default(),

@@ -5,7 +5,7 @@
 //! `tmem-bench replay` sends the requests of a trace to it. The nursery is left out: a page has its
 //! final size at once. Dropped pages are freed at once.
 
-use crate::blob::Settled;
+use crate::blob::Finalized;
 use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
 use crate::entry::Content;
 use crate::index::Chunks;
@@ -71,12 +71,12 @@ impl ShadowTenant {
             return false;
         }
         let raw = self.0.next_raw().expect("the page was just put");
-        let settled = Settled {
+        let finalized = Finalized {
             content: Content::Same(0),
             stored_bytes,
             shared: false,
         };
-        self.0.settle(raw, settled, &mut freed);
+        self.0.finalize(raw, finalized, &mut freed);
         true
     }
 

@@ -7,7 +7,7 @@
 //! lock. Each call is bounded: what may be long (an object, a pool, everything) is detached in one
 //! step and removed in small ones.
 
-use crate::blob::Settled;
+use crate::blob::Finalized;
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
@@ -179,10 +179,10 @@ impl State {
             refused_pool: counters.refused_pool,
             refused_limit: counters.refused_limit,
             refused_keys: counters.refused_keys,
-            settled_same_filled: counters.settled_same_filled,
-            settled_shared: counters.settled_shared,
-            settled_compressed: counters.settled_compressed,
-            settled_raw: counters.settled_raw,
+            finalized_same_filled: counters.finalized_same_filled,
+            finalized_shared: counters.finalized_shared,
+            finalized_compressed: counters.finalized_compressed,
+            finalized_raw: counters.finalized_raw,
             gain_hits: estimates.gain_hits,
             loss_hits: estimates.loss_hits,
             loss_hits_seen: estimates.loss_hits_seen,
@@ -553,12 +553,17 @@ impl State {
     }
 
     /// Gives a raw page its final form, or releases that form if the page has left in the meantime.
-    pub(crate) fn settle(&mut self, (id, blob): (Id, u32), settled: Settled, freed: &mut Freed) {
-        let Settled {
+    pub(crate) fn finalize(
+        &mut self,
+        (id, blob): (Id, u32),
+        finalized: Finalized,
+        freed: &mut Freed,
+    ) {
+        let Finalized {
             content,
             stored_bytes,
             shared,
-        } = settled;
+        } = finalized;
         if !self.is_raw(id, blob) {
             freed.push(content);
             return;
@@ -566,10 +571,10 @@ impl State {
         freed.push(Content::Raw(blob));
         let counters = &mut self.counters;
         *match content {
-            Content::Same(_) => &mut counters.settled_same_filled,
-            _ if shared => &mut counters.settled_shared,
-            _ if stored_bytes == PAGE_SIZE => &mut counters.settled_raw,
-            _ => &mut counters.settled_compressed,
+            Content::Same(_) => &mut counters.finalized_same_filled,
+            _ if shared => &mut counters.finalized_shared,
+            _ if stored_bytes == PAGE_SIZE => &mut counters.finalized_raw,
+            _ => &mut counters.finalized_compressed,
         } += 1;
         self.index
             .change(id, |entry| entry.set_content(content, stored_bytes, shared));

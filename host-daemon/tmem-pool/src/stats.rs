@@ -58,13 +58,13 @@ pub struct TenantStats {
     /// tenant had as many keys as it may.
     pub refused_keys: u64,
     /// Counter, pages: finalized as a pattern of four repeated bytes.
-    pub settled_same_filled: u64,
+    pub finalized_same_filled: u64,
     /// Counter, pages: finalized as equal to a page of the trust domain.
-    pub settled_shared: u64,
+    pub finalized_shared: u64,
     /// Counter, pages: finalized in compressed form.
-    pub settled_compressed: u64,
+    pub finalized_compressed: u64,
     /// Counter, pages: finalized as they are, because they do not compress.
-    pub settled_raw: u64,
+    pub finalized_raw: u64,
     /// Counter, pages: put over a page that was held under the same key.
     pub replaced_pages: u64,
     /// Counter, pages: held under another cookie than the requested one.
@@ -186,10 +186,10 @@ pub(crate) struct Counters {
     pub refused_pool: u64,
     pub refused_limit: u64,
     pub refused_keys: u64,
-    pub settled_same_filled: u64,
-    pub settled_shared: u64,
-    pub settled_compressed: u64,
-    pub settled_raw: u64,
+    pub finalized_same_filled: u64,
+    pub finalized_shared: u64,
+    pub finalized_compressed: u64,
+    pub finalized_raw: u64,
 }
 
 impl TenantStats {
@@ -232,9 +232,9 @@ impl Counters {
         self.refused_pool += other.refused_pool;
         self.refused_limit += other.refused_limit;
         self.refused_keys += other.refused_keys;
-        self.settled_same_filled += other.settled_same_filled;
-        self.settled_shared += other.settled_shared;
-        self.settled_compressed += other.settled_compressed;
-        self.settled_raw += other.settled_raw;
+        self.finalized_same_filled += other.finalized_same_filled;
+        self.finalized_shared += other.finalized_shared;
+        self.finalized_compressed += other.finalized_compressed;
+        self.finalized_raw += other.finalized_raw;
     }
 }

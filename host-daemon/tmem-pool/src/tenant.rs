@@ -10,8 +10,8 @@
 use crate::blob::{DomainId, Reader, Store};
 use crate::codec;
 use crate::config::{
-    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota,
-    RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, SETTLE_PAGES, TenantSpec,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, PAGE_SIZE, PUT_GROUP_PAGES, Page,
+    Quota, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
 };
 use crate::cost::{
     DROP_NS, DROP_SAME_NS, EVICT_NS, GET_DENSE_NS, GET_NS, GET_SAME_NS, KEY_NS, MISS_NS, PUT_NS,
@@ -208,16 +208,16 @@ impl TenantShared {
         })
     }
 
-    /// Gives up to [`SETTLE_PAGES`] raw pages their final form. Returns their number. None: there
+    /// Gives up to [`FINALIZE_PAGES`] raw pages their final form. Returns their number. None: there
     /// was no memory for one of them.
-    pub(crate) fn settle(&self, engine: &Engine) -> Option<usize> {
-        let mut work = [(0, 0); SETTLE_PAGES];
+    pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
+        let mut work = [(0, 0); FINALIZE_PAGES];
         let mut nr = 0;
         let mut state = self.lock(&engine.totals);
-        state.prefetch_raw(SETTLE_PAGES, |blob| {
+        state.prefetch_raw(FINALIZE_PAGES, |blob| {
             engine.store.prefetch(Content::Raw(blob));
         });
-        while nr < SETTLE_PAGES
+        while nr < FINALIZE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
             // The second reference keeps the page's bytes if the page leaves in the meantime.
@@ -237,11 +237,11 @@ impl TenantShared {
         for &(_, blob) in work {
             engine.store.prefetch_raw(blob, self.domain);
         }
-        let mut settled = [None; SETTLE_PAGES];
+        let mut finalized = [None; FINALIZE_PAGES];
         let mut buffer = engine.take_buffer();
-        for (&(_, blob), settled) in work.iter().zip(&mut settled) {
+        for (&(_, blob), finalized) in work.iter().zip(&mut finalized) {
             if let Some(buffer) = &mut buffer {
-                *settled = engine.settle(blob, self.domain, &mut buffer.pages()[0]);
+                *finalized = engine.finalize(blob, self.domain, &mut buffer.pages()[0]);
             }
         }
         if let Some(buffer) = buffer {
@@ -252,16 +252,16 @@ impl TenantShared {
         let mut freed = Freed::new();
         let mut state = self.lock(&engine.totals);
         // In reverse order, so that pages without memory return to the queue in their order.
-        for (&(id, blob), settled) in work.iter().zip(settled).rev() {
-            match settled {
-                Some(settled) => state.settle((id, blob), settled, &mut freed),
+        for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
+            match finalized {
+                Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
                 None => state.raw_again(id, blob),
             }
             freed.push(Content::Raw(blob));
         }
         drop(state);
         engine.release_all(freed);
-        let failed = settled[..nr].iter().any(Option::is_none);
+        let failed = finalized[..nr].iter().any(Option::is_none);
         (!failed).then_some(nr)
     }
 

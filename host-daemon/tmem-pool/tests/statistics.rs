@@ -44,13 +44,13 @@ fn every_page_has_one_form() {
     assert_eq!((a.stats().raw_pages, a.stats().raw_pages_max), (4, 256));
     while engine.maintain(Time(0), 64) {}
     let stats = a.stats();
-    let settled = [
-        stats.settled_same_filled,
-        stats.settled_shared,
-        stats.settled_compressed,
-        stats.settled_raw,
+    let finalized = [
+        stats.finalized_same_filled,
+        stats.finalized_shared,
+        stats.finalized_compressed,
+        stats.finalized_raw,
     ];
-    assert_eq!((settled, stats.raw_pages), ([1, 1, 1, 1], 0));
+    assert_eq!((finalized, stats.raw_pages), ([1, 1, 1, 1], 0));
 }
 
 /// The reported kind of work is complete: the counters of one kind change only between its report
@@ -63,13 +63,13 @@ fn background_work_says_what_it_is_for() {
     let done = |work: Work| {
         let (all, own) = (engine.stats(), a.stats());
         match work {
-            Work::Settle => own.settled_compressed + own.settled_raw,
+            Work::Finalize => own.finalized_compressed + own.finalized_raw,
             Work::Recompress => all.denser_blobs,
             Work::MakeRoom => all.moved_blobs + own.flushed_pages - all.detached_pages,
         }
     };
     let mut changes = [0; 3];
-    let mut settle = |now: u64| {
+    let mut maintain = |now: u64| {
         let mut at = None;
         let mut seen = Work::ALL.map(done);
         let mut look = |begins: Option<Work>| {
@@ -91,14 +91,14 @@ fn background_work_says_what_it_is_for() {
         let page = noise(index).map(|byte| b"tmem"[usize::from(byte % 4)]);
         assert_eq!(put(&a, index, &page), PutResult::Stored);
     }
-    settle(0);
+    maintain(0);
     a.flush(1, 1, 0, Some(99)).unwrap();
     // New pages arrive while others are freed.
     for index in 200..400 {
         assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
     }
-    settle(0);
-    (1..5).for_each(|half| settle(half * TEN_MINUTES_NS / 2));
+    maintain(0);
+    (1..5).for_each(|half| maintain(half * TEN_MINUTES_NS / 2));
     assert!(!changes.contains(&0), "{changes:?}");
 }
 

@@ -168,7 +168,7 @@ impl Host {
     }
 
     /// Does background work until no page is raw and nothing is left to free.
-    pub fn settle(&self) {
+    pub fn maintain_all(&self) {
         while self
             .pool
             .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)

@@ -17,7 +17,7 @@ mod arena;
 mod chunks;
 mod tree;
 
-pub(crate) use arena::{Full, Id, Record};
+pub(crate) use arena::{ArenaRecord, Full, Id};
 pub(crate) use chunks::{CHUNK_BYTES, Chunk, Chunks};
 pub(crate) use tree::Hook;
 
@@ -90,7 +90,7 @@ unsafe impl Zeroed for Pool {}
 // SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Object {}
 
-impl Record for Pool {
+impl ArenaRecord for Pool {
     fn next_free(&self) -> Id {
         self.next
     }
@@ -100,7 +100,7 @@ impl Record for Pool {
     }
 }
 
-impl Record for Object {
+impl ArenaRecord for Object {
     fn next_free(&self) -> Id {
         self.next
     }

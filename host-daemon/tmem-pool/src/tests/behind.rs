@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of contents that disappear at once for the caller and are freed later, in steps.
 
-use super::{OPEN, POOL, add, fill, get, new_engine, noise, partly_noise, put, settle};
+use super::{OPEN, POOL, add, fill, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::PutResult::Stored;
 use crate::config::TENANT_METADATA_BYTES;
 use crate::cost::{DROP_SAME_NS, FOLLOWED_NS};
@@ -115,11 +115,11 @@ fn an_object_detached_before_a_clear_is_freed_as_well() {
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     fill(&tenant, 2, 40);
-    settle(&engine);
+    maintain_all(&engine);
     assert_eq!((tenant.stats().pages, engine.stats().blobs), (40, 40));
     // The queue contains live pages only: all of them can be evicted, and no more.
     engine.resize(0);
-    settle(&engine);
+    maintain_all(&engine);
     assert_eq!((tenant.stats().evictions, engine.stats().blobs), (40, 0));
 }
 
@@ -149,7 +149,7 @@ fn an_ended_pool_is_held_until_it_is_freed() {
     let payload_bytes = engine.stats().payload_bytes;
     assert_eq!(payload_bytes, PAGE_SIZE as u64, "until it is freed");
     assert!(engine.stats().held_bytes > held_bytes - 1024);
-    settle(&engine);
+    maintain_all(&engine);
     assert_eq!(engine.stats().payload_bytes, 0);
     let left_bytes = engine.stats().metadata_bytes - TENANT_METADATA_BYTES;
     assert!(left_bytes < 8 << 10, "{left_bytes} B stay");

@@ -2,7 +2,7 @@
 //! Tests of contents: pages that are shared, pages that never are, and damaged bytes.
 
 use super::rng::Rng;
-use super::{OPEN, POOL, add, config, get, new_engine, noise, partly_noise, put, settle};
+use super::{OPEN, POOL, add, config, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::entry::Content;
@@ -34,7 +34,7 @@ fn a_trust_domain_keeps_one_copy() {
     engine.check_invariants();
     // The tenant that put the page first leaves; the copy of the others stays.
     drop(a);
-    settle(&engine);
+    maintain_all(&engine);
     for index in 0..3 {
         assert_eq!(get(&b, 1, index, 1), Some(page));
     }
@@ -63,7 +63,7 @@ fn domains_share_nothing() {
         0,
         "pages of a domain that ended"
     );
-    settle(&engine);
+    maintain_all(&engine);
 }
 
 #[test]

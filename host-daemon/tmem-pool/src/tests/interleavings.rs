@@ -6,8 +6,8 @@
 //! These tests do not try memory orders weaker than sequential consistency.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, config, noise, partly_noise, settle_raw};
-use crate::blob::{DomainId, Settled, Store};
+use super::{OPEN, POOL, add, config, finalize_raw, noise, partly_noise};
+use crate::blob::{DomainId, Finalized, Store};
 use crate::heap::{Handle, Heap};
 use crate::{Engine, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
@@ -199,11 +199,11 @@ fn a_slot_is_replaced_beside_compaction() {
 }
 
 /// Stores a page and gives it its final form.
-fn settle(store: &Store, page: &Page, domain: DomainId) -> Settled {
+fn finalize(store: &Store, page: &Page, domain: DomainId) -> Finalized {
     let (raw, _) = store.put_raw(page, HEAP_BYTES).unwrap();
-    let settled = store.settle(raw, domain, HEAP_BYTES, &mut [0; PAGE_SIZE]);
+    let finalized = store.finalize(raw, domain, HEAP_BYTES, &mut [0; PAGE_SIZE]);
     store.release(raw);
-    settled.unwrap()
+    finalized.unwrap()
 }
 
 fn check_of(page: &Page) -> u32 {
@@ -217,7 +217,7 @@ const SEED: u64 = 11;
 fn equal_pages(name: &str, page: Page) {
     in_all_orders(name, ORDERS, move || {
         let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
-        let last = settle(&store, &page, 0).content;
+        let last = maintain_all(&store, &page, 0).content;
         let going = {
             let store = store.clone();
             thread::spawn(move || store.release_content(last))
@@ -225,7 +225,7 @@ fn equal_pages(name: &str, page: Page) {
         let coming = [0, 1].map(|domain| {
             let store = store.clone();
             thread::spawn(move || {
-                let content = settle(&store, &page, domain).content;
+                let content = maintain_all(&store, &page, domain).content;
                 let mut out = [0; PAGE_SIZE];
                 let read = store.read(&store.reader(content), check_of(&page), &mut out);
                 assert_eq!(read, Ok(()), "domain {domain}");
@@ -332,7 +332,7 @@ fn departing_tenant_is_kept_until_its_pages_are_freed() {
                 tenant.put(id, &[put], &mut results).unwrap();
                 assert_eq!(results, [PutResult::Stored]);
             }
-            settle_raw(&tenant);
+            finalize_raw(&tenant);
             tenant.destroy_pool(OTHER).unwrap();
             let working = {
                 let engine = engine.clone();

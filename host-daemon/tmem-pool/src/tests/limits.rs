@@ -2,7 +2,7 @@
 //! Tests of limits: the choice of the tenant that gives up pages, and refusals.
 
 use super::{
-    OPEN, POOL, add, config, fill, get, new_engine, noise, partly_noise, put, put_raw, settle,
+    OPEN, POOL, add, config, fill, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
 };
 use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN};
 use crate::state::Reason;
@@ -119,7 +119,7 @@ fn keys_are_limited_even_if_they_hold_nothing() {
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
-    settle(&engine);
+    maintain_all(&engine);
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
 }
 
@@ -129,7 +129,7 @@ fn objects_go_with_their_last_page() {
     let engine = new_engine(64 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, u64::MAX, 0, 1, &[0; PAGE_SIZE]), Stored);
-    settle(&engine);
+    maintain_all(&engine);
     let before = engine.stats().metadata_bytes;
     for round in 0..20 {
         for object in 1..=2000 {
@@ -141,7 +141,7 @@ fn objects_go_with_their_last_page() {
                 _ => drop(tenant.flush(POOL, object, 0, Some(1))),
             }
         }
-        settle(&engine);
+        maintain_all(&engine);
     }
     let after = engine.stats().metadata_bytes;
     assert!(
@@ -173,7 +173,7 @@ fn raw_pages_are_limited() {
         let expected = u64::from(expected);
         let stored = (0..expected + 50).filter(|&index| store(1, index));
         assert_eq!(stored.count() as u64, expected);
-        settle(&engine);
+        maintain_all(&engine);
         assert!((0..10).all(|index| store(2, index)), "there is room again");
     }
 }
@@ -224,11 +224,11 @@ fn a_resize_takes_pages_that_are_only_metadata() {
         // The pages are far apart, so that each has nodes of its own.
         assert_eq!(put(&tenant, index, 0, 1, &[0; PAGE_SIZE]), Stored);
     }
-    settle(&engine);
+    maintain_all(&engine);
     let held_bytes = engine.stats().held_bytes;
     assert!(held_bytes > 2 << 20, "{held_bytes}");
     engine.resize(1 << 20);
-    settle(&engine);
+    maintain_all(&engine);
     let stats = engine.stats();
     assert!(stats.held_bytes <= 1 << 20, "{stats:?}");
 }
@@ -245,7 +245,7 @@ fn maintain_says_so_while_blobs_can_be_moved_together() {
     }
     let heap = &tenant.engine().store.heap;
     assert!(heap.is_sparse() && heap.has_spare());
-    settle(&engine);
+    maintain_all(&engine);
     assert!(
         !(heap.is_sparse() && heap.has_spare()),
         "{:?}",
@@ -262,7 +262,7 @@ fn maintain_gives_back_what_idles() {
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 6_000), 6_000);
     tenant.clear();
-    settle(&engine);
+    maintain_all(&engine);
     let stats = engine.stats();
     assert_eq!(stats.frames_bytes, 16 << 20, "{stats:?}");
 }
@@ -276,7 +276,7 @@ fn maintain_leaves_what_it_cannot_move_together() {
         let page = partly_noise(index, 1 + index as usize % 7);
         assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
     }
-    settle(&engine);
+    maintain_all(&engine);
     let heap = &tenant.engine().store.heap;
     let stats = heap.stats();
     assert!(stats.payload_bytes < stats.frames_bytes * 19 / 20);
@@ -309,7 +309,7 @@ fn empty_pools_are_freed_in_steps_too() {
     assert!(!state.index.has_detached());
     drop(state);
     tenant.engine().release_all(freed);
-    settle(&engine);
+    maintain_all(&engine);
 }
 
 #[test]
@@ -343,7 +343,7 @@ fn a_full_pool_takes_from_whom_is_most_above() {
     assert_eq!(reserved.stats().pages, 150);
     let stats = engine.stats();
     assert!(stats.held_bytes <= stats.size_bytes);
-    settle(&engine);
+    maintain_all(&engine);
 }
 
 /// Puts incompressible pages until the tenant has nine tenths of its entitlement. Some puts are
@@ -379,7 +379,7 @@ fn memory_for_keys_is_taken_back_as_well() {
     let pages = add(&engine, "pages", None, OPEN);
     takes_what_it_is_entitled_to(&pages, &keys);
     assert!(keys.stats().charged_bytes >= keys.stats().entitled_bytes);
-    settle(&engine);
+    maintain_all(&engine);
 }
 
 /// Few pages are left, and their charge is less than the memory of their keys.
@@ -391,13 +391,13 @@ fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
     for object in (0..objects).filter(|object| object % 32 != 0) {
         keys.flush(POOL, object, 0, None).unwrap();
     }
-    settle(&engine);
+    maintain_all(&engine);
     let (stats, of_keys) = (engine.stats(), keys.stats());
     assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
     assert!(of_keys.charged_bytes < stats.size_bytes / 8, "{of_keys:?}");
     let pages = add(&engine, "pages", None, OPEN);
     takes_what_it_is_entitled_to(&pages, &keys);
-    settle(&engine);
+    maintain_all(&engine);
 }
 
 /// After many tenants have filled the pool one after the other, none of them keeps memory for the
@@ -421,7 +421,7 @@ fn what_was_lent_comes_back_whole() {
         "{} B of metadata a page: {stats:?}",
         stats.metadata_bytes / pages
     );
-    settle(&engine);
+    maintain_all(&engine);
 }
 
 #[test]
@@ -624,7 +624,7 @@ fn a_smaller_pool_is_reached_in_bounded_steps() {
     let evicted = engine.stats().evictions;
     assert!((1..=20).contains(&evicted), "{evicted} evicted");
     assert_eq!(a.stats().evictions, 0, "b is more above its entitlement");
-    settle(&engine);
+    maintain_all(&engine);
     let stats = engine.stats();
     assert!(
         stats.held_bytes <= stats.size_bytes && stats.pages > 150,
@@ -663,7 +663,7 @@ fn a_put_evicts_no_more_than_its_bound() {
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&more),
         "{more}"
     );
-    settle(&engine);
+    maintain_all(&engine);
     assert_eq!(tenant.stats().pages, 8);
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
 }

@@ -73,10 +73,10 @@ fn new_engine(size_bytes: u64) -> Arc<Engine> {
 }
 
 /// Gives all raw pages of a tenant their final form.
-fn settle_raw(tenant: &Tenant) {
+fn finalize_raw(tenant: &Tenant) {
     while tenant
         .shared()
-        .settle(tenant.engine())
+        .finalize(tenant.engine())
         .is_some_and(|pages| pages > 0)
     {}
 }
@@ -111,7 +111,7 @@ fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -
 /// Puts a page and gives it its final form.
 fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let result = put_raw(tenant, object, index, cookie, page);
-    settle_raw(tenant);
+    finalize_raw(tenant);
     result
 }
 
@@ -131,7 +131,7 @@ fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
     (results[0] == GetResult::Hit { cookie }).then_some(out[0])
 }
 
-fn settle(engine: &Engine) {
+fn maintain_all(engine: &Engine) {
     while engine.maintain(Time(0), 64) {}
     engine.check_invariants();
 }

@@ -6,8 +6,8 @@
 //! that only the model holds must have been counted as evicted.
 
 use super::rng::{Rng, for_each_seed, for_each_seed_from};
-use super::{noise, partly_noise, settle};
-use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, SETTLE_PAGES};
+use super::{maintain_all, noise, partly_noise};
+use crate::config::{EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, INDEX_ROOM_BYTES};
 use crate::fail;
 use crate::hash::{HashFn, PageHash};
 use crate::{
@@ -76,7 +76,7 @@ impl World {
             policy: if rng.one_in(4) {
                 PolicyKind::Fifo
             } else {
-                PolicyKind::S3Fifo
+                PolicyKind::AdaptiveTwoQueue
             },
         };
         let engine = Engine::with(config, hash, KEYS_MAX).unwrap();
@@ -173,7 +173,7 @@ impl World {
                 let evicted = after.evictions - before.evictions;
                 let freed = before.detached_pages - after.detached_pages;
                 // Finalizing a page may evict other pages.
-                let most = (budget + SETTLE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
+                let most = (budget + FINALIZE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
                 let most = most as u64;
                 assert!(evicted + freed <= most, "{evicted} + {freed} > {most}");
                 if !more {
@@ -416,7 +416,7 @@ impl World {
             self.compare(step % CONTENTS_EVERY == 0, put);
         }
         self.tenants.clear();
-        settle(&self.engine);
+        maintain_all(&self.engine);
         let stats = self.engine.stats();
         assert_eq!(
             (stats.payload_bytes, stats.blobs, stats.tenants),

@@ -3,7 +3,7 @@
 //! whatever the other threads do.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, new_engine, noise, partly_noise, put, settle};
+use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put};
 use crate::{Engine, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec, Time};
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -181,7 +181,7 @@ fn threads() {
         assert!(hits.load(Relaxed) > 0, "nothing was tested");
         engine.check_invariants();
         drop(tenants);
-        settle(&engine);
+        maintain_all(&engine);
         let stats = engine.stats();
         assert_eq!(
             (stats.blobs, stats.payload_bytes, stats.tenants),
@@ -203,7 +203,7 @@ fn departed_tenant_with_pages_is_not_forgotten() {
     engine.forget(&departed);
     let stats = engine.stats();
     assert_eq!((stats.departed_tenants, stats.blobs), (1, 1));
-    settle(&engine);
+    maintain_all(&engine);
     let stats = engine.stats();
     assert_eq!((stats.departed_tenants, stats.blobs), (0, 0));
 }

@@ -81,10 +81,10 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         refused_limit: int(stats.refused_limit),
         refused_keys: int(stats.refused_keys),
         refused_frozen: int(refused_frozen),
-        settled_same_filled: int(stats.settled_same_filled),
-        settled_shared: int(stats.settled_shared),
-        settled_compressed: int(stats.settled_compressed),
-        settled_raw: int(stats.settled_raw),
+        settled_same_filled: int(stats.finalized_same_filled),
+        settled_shared: int(stats.finalized_shared),
+        settled_compressed: int(stats.finalized_compressed),
+        settled_raw: int(stats.finalized_raw),
         gets: int(stats.gets),
         hits: int(stats.hits),
         misses: int(stats.gets.saturating_sub(stats.hits)),
@@ -233,8 +233,8 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
     // Read before the sum that contains them, so that they never exceed it.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
-    let [settling, recompression, room] =
-        [Work::Settle, Work::Recompress, Work::MakeRoom].map(background);
+    let [finalizing, recompression, room] =
+        [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
     api::DaemonStats {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: i64::from(std::process::id()),
@@ -245,7 +245,7 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
         vms_frozen: count(|vm| vm.frozen.load(Ordering::Relaxed)),
         cpu_workers_ms: int(control.workers.stage().cpu_ms()),
         cpu_background_ms: int(control.background.stage.cpu_ms()),
-        cpu_settling_ms: settling,
+        cpu_settling_ms: finalizing,
         cpu_recompression_ms: recompression,
         cpu_room_ms: room,
         cpu_ms: int(usage::process_cpu_ms()),

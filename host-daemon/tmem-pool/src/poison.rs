@@ -13,23 +13,23 @@ use std::sync::LockResult;
 
 /// Returns the guard if the lock is not poisoned, and otherwise ends the process. `what` names the
 /// guarded data, for the log.
-pub(crate) fn whole<G>(locked: LockResult<G>, what: &str) -> G {
+pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
     locked.unwrap_or_else(|_| {
         tracing::error!(
-            "a bug in the engine: a panic left {what} unknown, and with it what all VMs have; the \
-             process ends, since nobody may be answered from there"
+            "a bug in the engine: a panic left {what} in an unknown state, which all VMs share; the \
+             process ends, so that no guest is answered from it"
         );
         std::process::abort()
     })
 }
 
-/// Ends the process because a structure that all tenants share contradicts itself. Continuing could
+/// Ends the process because a structure that all tenants share is inconsistent. Continuing could
 /// loop without end under a lock that all tenants need, or hand out one page's memory twice.
 #[cold]
-pub(crate) fn broken(what: &str) -> ! {
+pub(crate) fn abort_inconsistent(what: &str) -> ! {
     tracing::error!(
-        "a bug in the engine, or a fault of this host's memory: {what} contradicts itself; the process ends, \
-         since nobody may be answered from there"
+        "a bug in the engine, or a fault of this host's memory: {what}, which all VMs share, is \
+         inconsistent; the process ends, so that no guest is answered from it"
     );
     std::process::abort()
 }

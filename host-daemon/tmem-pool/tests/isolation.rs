@@ -139,7 +139,7 @@ fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
 }
 
 #[test]
-fn who_holds_the_same_elsewhere_changes_nothing() {
+fn pages_of_another_domain_change_no_answer_and_no_charge() {
     for limit_bytes in [None, Some(MIB)] {
         let (same, others) = (
             beside("there", 0, limit_bytes),

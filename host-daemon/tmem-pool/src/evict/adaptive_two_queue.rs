@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! S3-FIFO (Yang et al., SOSP 2023), for pages that leave when they are used.
+//! Adaptive two-queue policy, for pages that leave when they are used. It has the queues of S3-FIFO
+//! (Yang et al., SOSP 2023) and adapts the share of each.
 //!
 //! A new page enters a small queue and is evicted early. A page that the ghost table knows enters the
 //! main queue: it was evicted too early, or the guest got it and puts it again, which corresponds to
@@ -44,7 +45,7 @@ const MAIN: u16 = 1;
 const TICK_SHIFT: u32 = 1;
 
 #[derive(Debug)]
-pub(super) struct S3Fifo {
+pub(super) struct AdaptiveTwoQueue {
     small: Queue,
     main: Queue,
     ghost: Ghost,
@@ -54,10 +55,10 @@ pub(super) struct S3Fifo {
     left: u32,
 }
 
-impl S3Fifo {
+impl AdaptiveTwoQueue {
     /// Returns a policy without pages, whose ghost table takes memory from `chunks`.
-    pub(super) fn new(chunks: Arc<Chunks>) -> S3Fifo {
-        S3Fifo {
+    pub(super) fn new(chunks: Arc<Chunks>) -> AdaptiveTwoQueue {
+        AdaptiveTwoQueue {
             small: Queue::default(),
             main: Queue::default(),
             ghost: Ghost::new(chunks),
@@ -97,7 +98,7 @@ impl S3Fifo {
     }
 }
 
-impl Policy for S3Fifo {
+impl Policy for AdaptiveTwoQueue {
     fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival) {
         let Arrival {
             key_hash,
