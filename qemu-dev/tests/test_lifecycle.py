@@ -75,14 +75,14 @@ def test_feature_property_removes_the_feature(machine, backend, option, bit):
 
 
 def accepted(daemon):
-    """The features that the backend was told last, without those of vhost-user."""
+    """Returns the features that QEMU acknowledged last, without those of vhost-user."""
     [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
     return event["value"] & ~PROTOCOL_FEATURES
 
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
 def test_backend_without_latencies_is_accepted(machine, backend, features):
-    """The driver is offered the request, and an older backend is served all the same."""
+    """The device offers the request, and accepts a backend that does not know it."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -277,9 +277,7 @@ def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
         vm.wait_generation(0)
         if survived:
             break
-    assert message > 60, (
-        f"the sweep ended at message {message}: the device sent too few messages"
-    )
+    assert message > 60, f"the sweep ended at message {message}: the device sent too few messages"
 
 
 def test_device_survives_a_backend_that_closes_at_each_message(machine, backend):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Guests that attack QEMU itself: faults of its code for virtio and vhost that fixes have closed.
+"""Attacks of guests on QEMU: faults of QEMU's virtio and vhost code that have been fixed.
 
 QEMU 10.0.13 has these fixes. For another version they are patches of qemu-dev/patches-X.Y.
 """
@@ -35,7 +35,7 @@ def test_devices_offer_the_largest_queue_size(machine):
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, length):
-    """The device needs a reset. QEMU neither aborts nor asks the broken device for good."""
+    """The device needs a reset. QEMU neither aborts nor queries the broken device forever."""
     vm = other_device(
         machine,
         6,
