@@ -33,7 +33,7 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import until
 
-SEED = 2026  # for file contents, random reads and resampling
+SEED = 2026  # of file contents, random reads and resampling
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
 

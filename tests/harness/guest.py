@@ -16,7 +16,7 @@ from harness.channel import EXIT_NO_JOB, EXIT_TIMED_OUT, Channel, ChannelClosed,
 from harness.paths import HarnessError
 from harness.wait import WaitTimeout, scaled
 
-OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a faulty guest cannot fill the host
+OUTPUT_MAX_BYTES = 256 << 20  # limit of a job's output: a faulty guest cannot fill the host
 FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also holds the path
 # The agent ends a job itself at its time-out. The host waits this much longer for its report.
 GRACE_SECONDS = 20.0

@@ -89,7 +89,7 @@ class Systemd:
 
     folder: Path
     _process: subprocess.Popen[bytes] | None = None
-    pid: int = 0  # of process 1, in the pid namespace of this process
+    pid: int = 0  # of its process 1, in the pid namespace of the tests
 
     def __post_init__(self) -> None:
         for name in ("etc/systemd/system", "sbin", "units", "root"):

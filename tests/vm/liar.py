@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A vhost-user backend that serves puts and gets, and gives wrong answers as a test asks.
 
-It is a device whose answers are wrong in one chosen way, which tmemd must never be. It runs in a
-thread of the test, which changes `lie` at any time and reads the recorded requests. It is slow and
-small: a dict of pages, and one connection after another.
+It is a device whose answers are wrong in one chosen way. tmemd must never answer in these ways. It
+runs in a thread of the test, which changes `lie` at any time and reads the recorded requests. It is
+slow and small: a dict of pages, and one connection after another.
 
 Layouts are those of proto/virtio_tmem.h and of QEMU's docs/interop/vhost-user.rst.
 """

@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
-PAGES = FILE_BYTES // 4096  # of a file
+PAGES = FILE_BYTES // 4096  # pages of a file
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
@@ -557,7 +557,8 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
 
     device = guest.disk("swap")
     guest.sh(f"mkswap /dev/{device} && swapon /dev/{device}")
-    # This sets the device of the image, and looks for an image, which does not exist yet.
+    # The write sets the swap device of the image. The kernel also looks for an image, which does
+    # not exist yet.
     guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
     guest.sh("echo test_resume >/sys/power/disk")
     evict(guest, list(files))

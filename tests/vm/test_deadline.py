@@ -32,7 +32,7 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 NOWAIT = "/bin/nowait"
-PAGES = 32  # of one readahead
+PAGES = 32  # pages of one readahead
 FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
 

@@ -32,15 +32,15 @@ from harness.wait import scaled
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MIB_PAGES = 256
-SECTORS = 8  # of a page
+SECTORS = 8  # sectors of a page
 FILLER_MIB = 4  # more than the put ring has room for
 # Sectors of the file's extents, which a file system may read besides its contents.
 METADATA_SECTORS = 64
 SILENT_SECONDS = 1e9
-# Allowance for a busy machine, for a read or a wait in it. The driver counts its own waits in
-# total.
+# Allowance for delays of a busy machine, in one read or in one of its waits. The driver counts only
+# its own waits.
 OWN_SECONDS = 5.0
-LARGE_FOLIOS = (6, 16)  # first series in which ext4 has them
+LARGE_FOLIOS = (6, 16)  # first series in which ext4 has large folios
 
 
 def runs(generator: random.Random, pages: int) -> list[tuple[int, int]]:
@@ -233,7 +233,7 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If the queue is full of unanswered requests, a reader goes to the disk at once."""
-    pages = 32  # of one readahead
+    pages = 32  # pages of one readahead
     whole = "/mnt/whole"
     with Liar(session.folder / "liar") as liar:
         # The queue is the shortest one, which the requests of one readahead fill. There are more
