@@ -19,7 +19,7 @@ from machine import (
 # Time-out of an operation in these tests, long enough for a loaded machine.
 OPERATION_MS = int(1000 * SCALE)
 ANSWER_MS = int(OPERATION_MS * 0.9)
-RETRY_WAIT_FACTOR = 20  # as in the device
+RETRY_WAIT_FACTOR = 20  # RETRY_WAIT_FACTOR of the device
 
 MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
     1 << bit for bit in (0, 1, 3, 9, 13, 15)
@@ -246,7 +246,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     vm.wait_generation(daemon.generation())
     wait_for("the interrupt of the start", vm.config_interrupt)
     stop_queue(daemon)
-    wait_for("the status", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     assert vm.config_interrupt()
     assert vm.status()["vhost-started"] is False
@@ -258,7 +258,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     daemon.kill()
     daemon = backend()
     daemon.wait("the handshake", lambda event: event.get("request") == "GET_CONFIG")
-    wait_for("its end", lambda: vm.property("connected"))
+    wait_for("the end of the handshake", lambda: vm.property("connected"))
     assert vm.generation() == 0
     assert vm.status()["vhost-started"] is False
     vm.driver_up()
