@@ -99,7 +99,7 @@ class Run:
     read_bytes: int = 0  # bytes read from disks
     warm_read_bytes: int = 0
     hits: int = 0
-    saved_bytes: int = 0  # by KSM, at the end
+    saved_bytes: int = 0  # bytes that KSM saved, at the end
     pool: dict[str, int] = field(default_factory=dict)
     processor_seconds: dict[str, float] = field(default_factory=dict)
     settle_seconds: float = 0  # time that KSM took after the warm-up

@@ -161,7 +161,9 @@ class Systemd:
         """Runs a command in its namespaces, which must succeed, and returns its output."""
         done = self.run(*command)
         if done.returncode != 0:
-            raise HarnessError(f"{' '.join(command)}: {done.stdout.strip()}\n{tail(self.log)}")
+            raise HarnessError(
+                f"{' '.join(command)} failed: {done.stdout.strip()}\n{tail(self.log)}"
+            )
         return done.stdout.strip()
 
     def show(self, unit: str, key: str) -> str:

@@ -33,7 +33,7 @@ def documented(text: str) -> dict[str, str]:
 def without_tests(source: str) -> str:
     """Returns a source without the parts for TMEM_TEST."""
     kept: list[str] = []
-    hidden: list[bool] = []  # one for each open #if
+    hidden: list[bool] = []  # an entry for each open #if: whether its lines are left out
     for line in source.splitlines():
         if re.match(r"#\s*if", line):
             hidden.append("TMEM_TEST" in line and "ifdef" in line)
@@ -77,7 +77,7 @@ def last_names(files: dict[str, str], under: str) -> set[str]:
 def test_sysfs_files_and_their_documentation_match() -> None:
     files = documented(ABI.read_text())
     assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
-    files.pop(MOUNT)  # a directory
+    files.pop(MOUNT)  # MOUNT is a directory, not a file
     assert last_names(files, SYSFS) == counters() | attributes()
     assert last_names(files, PARAMETERS) == parameters()
     assert all(name.startswith((SYSFS, PARAMETERS)) for name in files)

@@ -212,7 +212,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     table = stats(guest)["memory_bytes"]
     guest.sh(f"echo {name} >{DRIVER}/bind")
     wait_state(guest, "on")
-    limit = 12288  # a third of the files' needs
+    limit = 12288  # index limit: a third of what the files need
     set_parameter(guest, "test_index_bytes", str(table + limit))
     for path in sums:
         counters = evict(guest, [path])
@@ -591,7 +591,7 @@ def test_module_unloads_under_load_and_with_a_silent_daemon(
         f"while :; do cat {' '.join(sums)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches; done", 120
     )
     for _ in range(5):
-        until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+        until(lambda: stats(guest)["hits"] > 50, 60, "the driver gets hits")
         reload(guest)
 
     def reported() -> dict[str, Any] | None:
@@ -610,7 +610,7 @@ def test_module_unloads_under_load_and_with_a_silent_daemon(
     assert driver["version"] == guest.read("/sys/module/virtio_tmem/version")
     assert 0 < driver["memory_bytes"] <= budget(guest)
     # Puts, flushes and gets are in flight when the daemon stops.
-    until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+    until(lambda: stats(guest)["hits"] > 50, 60, "the driver gets hits")
     daemon.pause()
     guest.sh("rmmod virtio_tmem", 60)
     daemon.resume()

@@ -55,7 +55,7 @@ def query_qmp(vm: Vm) -> None:
             try:
                 vm.qmp.execute(command, place)
             except QmpError:
-                pass  # a device that is not started has none
+                pass  # a device that is not started has no vhost state
     vm.qmp.human("info qtree")
     vm.qmp.human("info virtio")
 

@@ -107,7 +107,7 @@ def extent_block(image: Path) -> int:
     )
     found = re.search(r"\(ETB0\):(\d+)", done.stdout)
     if not found:
-        raise HarnessError(f"no extent block in {done.stdout}")
+        raise HarnessError(f"the dump shows no extent block: {done.stdout}")
     return int(found[1])
 
 

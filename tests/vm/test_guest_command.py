@@ -277,7 +277,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
 SMALL_BYTES = 64 << 10
 GROUPS, GROUP_FILES = 16, 16
 TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096  # 16 MiB that do not compress
-POOL = "37MiB"  # enough for two trees, not for three
+POOL = "37MiB"  # pool for two trees, not for three
 
 
 def three_trees(folder: Path, generator: random.Random) -> Path:
