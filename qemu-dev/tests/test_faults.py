@@ -201,7 +201,7 @@ def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, bac
     assert vm.wait_generation(None)
 
 
-def test_queue_size_after_the_addresses_does_not_abort_qemu(machine):
+def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
     """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
     vm = machine()
     vm.driver_up()

@@ -529,9 +529,9 @@ static void vhost_user_tmem_closed(VHostUserTmem *s)
     vhost_user_tmem_set_state(s, vhost_user_tmem_is_started(s) ?
                                  VHOST_USER_TMEM_LOST : VHOST_USER_TMEM_IDLE);
     /*
-     * A device that is not started makes the migration code ignore it. While
-     * the dirty log is on, the device must stay started: QEMU reads the pages
-     * that the backend wrote last when it stops a started device.
+     * The migration code ignores a device that is not started. While the
+     * dirty log is on, the device stays started: QEMU reads the last pages
+     * that the backend wrote when it stops a started device.
      */
     if (!s->dev.log_enabled) {
         s->dev.started = false;
