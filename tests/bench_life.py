@@ -33,7 +33,7 @@ MEMORY_BYTES = 192 * MIB
 POOL_SIZE = "256MiB"
 # Files that do not fit the guest's memory and are read over and over.
 FILES, FILE_MIB = 12, 16
-# The value of `tmemctl attach`, and a tenth of it.
+# reconnect-ms of the chardev: the value that `tmemctl attach` sets, and a tenth of it.
 RECONNECT_MS = (1000, 100)
 ROUNDS = 7
 SECONDS = 60.0
@@ -85,7 +85,7 @@ class Bench:
         vm = self.vm(Tmem(daemon.socket("vm1"), reconnect_ms=reconnect_ms))
         reads(vm.guest)
         for _ in range(self.rounds):
-            until(lambda: figure(daemon, "hits") > 0, SECONDS, "the guest hits")
+            until(lambda: figure(daemon, "hits") > 0, SECONDS, "the daemon counts a hit")
             begun = time.monotonic()
             daemon.restart()
             key = f"kill_ms_{reconnect_ms}"
@@ -115,7 +115,7 @@ class Bench:
                         until(
                             lambda g=vm.guest, h=hits: stats(g)["hits"] > h + 1000,  # type: ignore[misc]
                             SECONDS,
-                            "the guest hits",
+                            "the daemon counts a hit",
                         )
                     target = migration.receiver(self.session, vm, tmems[(count + 1) % 2])
                     found = migration.move(vm, target)

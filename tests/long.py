@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 # Each run takes a few minutes under emulation, which is how late the whole program may end.
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
-RUN_SECONDS = 1800.0  # a run that takes longer hangs
+RUN_SECONDS = 1800.0  # longest time of a run; a longer run is treated as hung
 # A parameter of a module that was built for tests.
 HOOKS_OFF = "test_hooks_off="
 
@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not turns:
         parser.error("no kernel mounts any of these file systems")
-    generator.shuffle(turns)  # so that short runs, too, reach all of them in time
+    generator.shuffle(turns)  # so that repeated short runs cover all turns
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break

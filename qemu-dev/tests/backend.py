@@ -151,7 +151,7 @@ class Backend:
         """Returns the payload of the reply, or None if a reply is due only with REPLY_ACK."""
         numbers = {
             1: self.args.features,
-            6: 0,  # answered even if no client asks for it
+            6: 0,  # SET_LOG_BASE has a reply, also without REPLY_ACK
             15: self.args.protocol_features,
             17: self.args.queues,
         }

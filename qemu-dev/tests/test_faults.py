@@ -16,10 +16,10 @@ from machine import (
     wait_for,
 )
 
-# Long enough that a loaded machine alone does not exceed it.
+# Time-out of an operation in these tests, long enough for a loaded machine.
 OPERATION_MS = int(1000 * SCALE)
 ANSWER_MS = int(OPERATION_MS * 0.9)
-RETRY_WAIT_FACTOR = 20  # as in the device
+RETRY_WAIT_FACTOR = 20  # RETRY_WAIT_FACTOR of the device
 
 MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
     1 << bit for bit in (0, 1, 3, 9, 13, 15)
@@ -71,7 +71,9 @@ def test_slow_handshake_is_refused_after_the_timeout(machine, backend):
     daemon.be_slow()
     vm = machine(device=f",backend-timeout-ms={OPERATION_MS}")
     daemon.wait("the probe", lambda event: event.get("request") == "GET_FEATURES")
-    wait_for("the refusal", lambda: vm.property("last-error").startswith("it did not answer"))
+    wait_for(
+        "the refusal", lambda: vm.property("last-error").startswith("the backend did not answer")
+    )
     assert daemon.requests().count("SET_VRING_CALL") == 0
 
 
@@ -90,7 +92,7 @@ def test_qemu_waits_before_it_reconnects_after_a_timeout(machine, backend, opera
     else:
         vm.reset()
     daemon.be_slow(False)
-    assert vm.property("last-error") == f"it did not answer within {BACKEND_TIMEOUT_MS} ms"
+    assert vm.property("last-error") == f"the backend did not answer within {BACKEND_TIMEOUT_MS} ms"
     wait_for("the next attempt", lambda: daemon.requests().count("GET_FEATURES") > asked)
     assert (time.monotonic() - start) * 1000 >= RETRY_WAIT_FACTOR * BACKEND_TIMEOUT_MS
 
@@ -184,7 +186,7 @@ def test_rings_outside_of_memory_set_needs_reset_and_keep_the_backend(machine, b
 
 
 def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, backend):
-    """A pause keeps the generation. A ring that is outside of memory at its end clears it."""
+    """A pause keeps the generation; a ring that is outside of memory on resume clears it."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -199,7 +201,7 @@ def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, bac
     assert vm.wait_generation(None)
 
 
-def test_queue_size_after_the_addresses_does_not_abort_qemu(machine):
+def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
     """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
     vm = machine()
     vm.driver_up()
@@ -244,19 +246,19 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     vm.wait_generation(daemon.generation())
     wait_for("the interrupt of the start", vm.config_interrupt)
     stop_queue(daemon)
-    wait_for("the status", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     assert vm.config_interrupt()
     assert vm.status()["vhost-started"] is False
-    assert "the device needs a reset because of its backend: it stopped queue 1" in vm.errors()
-    assert "it stopped queue 1" in vm.property("last-error")
+    assert "the device needs a reset: the backend stopped queue 1" in vm.errors()
+    assert "the backend stopped queue 1" in vm.property("last-error")
     # Neither a pause nor another backend starts it again.
     vm.qmp("stop")
     vm.qmp("cont")
     daemon.kill()
     daemon = backend()
     daemon.wait("the handshake", lambda event: event.get("request") == "GET_CONFIG")
-    wait_for("its end", lambda: vm.property("connected"))
+    wait_for("the end of the handshake", lambda: vm.property("connected"))
     assert vm.generation() == 0
     assert vm.status()["vhost-started"] is False
     vm.driver_up()
@@ -265,7 +267,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
 
 
 def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
-    """The next start sets the queue up again."""
+    """When the VM resumes, QEMU sets up the queue again."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -468,7 +470,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
     daemon.kill()
     vm.wait_generation(0)
     assert vm.property("connected") is False
-    assert vm.property("last-error") == "it closed the connection"
+    assert vm.property("last-error") == "the backend closed the connection"
 
     def events():
         # Under qtest, the clock of the limit advances only by this command.
@@ -481,7 +483,7 @@ def test_properties_and_events_report_the_backend_state(machine, backend):
         "qom-path": path,
         "connected": False,
         "generation": 0,
-        "error": "it closed the connection",
+        "error": "the backend closed the connection",
     }
     wait_for("the event", lambda: events() and events()[-1] == lost)
 
@@ -504,5 +506,5 @@ def test_last_error_names_a_backend_that_closes_at_once(machine, backend):
     backend("--close-at", "1")
     wait_for(
         "the error of the closed connection",
-        lambda: vm.property("last-error") == "it closed the connection",
+        lambda: vm.property("last-error") == "the backend closed the connection",
     )

@@ -75,14 +75,14 @@ def test_feature_property_removes_the_feature(machine, backend, option, bit):
 
 
 def accepted(daemon):
-    """The features that the backend was told last, without those of vhost-user."""
+    """Returns the features that QEMU acknowledged last, without those of vhost-user."""
     [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
     return event["value"] & ~PROTOCOL_FEATURES
 
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
 def test_backend_without_latencies_is_accepted(machine, backend, features):
-    """The driver is offered the request, and an older backend is served all the same."""
+    """The device offers the request, and accepts a backend that does not know it."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -249,11 +249,11 @@ def test_loaded_vm_gets_a_new_generation(machine, backend, folder):
     state = folder / "migration"
     vm.qmp("stop")
     vm.qmp("migrate", uri=f"exec:cat > {state}")
-    wait_for("the state", lambda: vm.qmp("query-migrate")["status"] == "completed")
+    wait_for("the completed migration", lambda: vm.qmp("query-migrate")["status"] == "completed")
     vm.close()
     vm = machine(more=["-incoming", "defer"])
     vm.qmp("migrate-incoming", uri=f"exec:cat {state}")
-    wait_for("the state", lambda: vm.qmp("query-migrate")["status"] == "completed")
+    wait_for("the completed migration", lambda: vm.qmp("query-migrate")["status"] == "completed")
     vm.qmp("cont")
     vm.map()
     assert vm.wait_generation(None)
@@ -277,9 +277,7 @@ def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
         vm.wait_generation(0)
         if survived:
             break
-    assert message > 60, (
-        f"the sweep ended at message {message}: the device sent too few messages"
-    )
+    assert message > 60, f"the sweep ended at message {message}: the device sent too few messages"
 
 
 def test_device_survives_a_backend_that_closes_at_each_message(machine, backend):
@@ -320,7 +318,7 @@ def test_migration_survives_a_backend_that_closes_at_each_message(machine, backe
     vm.driver_up()
     vm.wait_generation(daemon.generation())
     vm.qmp("migrate_cancel")
-    wait_for("the end", lambda: vm.qmp("query-migrate")["status"] == "cancelled")
+    wait_for("the cancelled migration", lambda: vm.qmp("query-migrate")["status"] == "cancelled")
     assert vm.wait_generation(daemon.generation())
 
 
@@ -390,7 +388,7 @@ def test_refusal_of_an_unfit_backend_is_reported_once(machine, backend, argument
         "a second attempt",
         lambda: len([e for e in daemon.read() if e.get("event") == "connected"]) > 2,
     )
-    wait_for("the message", lambda: message in vm.errors())
+    wait_for(f"the message '{message}'", lambda: message in vm.errors())
     exercise(vm)
     assert vm.generation() == 0
     assert vm.errors().count("backend refused") == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Guests that attack QEMU itself: faults of its code for virtio and vhost that fixes have closed.
+"""Attacks of guests on QEMU: faults of QEMU's virtio and vhost code that have been fixed.
 
 QEMU 10.0.13 has these fixes. For another version they are patches of qemu-dev/patches-X.Y.
 """
@@ -35,7 +35,7 @@ def test_devices_offer_the_largest_queue_size(machine):
 
 @pytest.mark.parametrize("length", [0, 1])
 def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, length):
-    """The device needs a reset. QEMU neither aborts nor asks the broken device for good."""
+    """The device needs a reset. QEMU neither aborts nor queries the broken device forever."""
     vm = other_device(
         machine,
         6,
@@ -48,7 +48,7 @@ def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, lengt
     vm.write(RING + 12, 2, 0)
     vm.write(RING + 14, 2, INDIRECT | AVAILABLE)
     vm.notify(0)
-    wait_for("the fault", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     vm.alive()
 
 
@@ -70,7 +70,7 @@ def test_replaced_ring_memory_sets_needs_reset(machine, backend):
     vm.command(f"outb {SLOT_FLAGS:#x} {EJECT:#x}")
     wait_for("the memory to be unplugged", lambda: not vm.qmp("query-memory-devices"))
     plug("second")
-    wait_for("the fault", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     vm.driver_up()
     vm.wait_generation(None)
     assert vm.generation() == daemon.generation()

@@ -21,7 +21,7 @@
 #include "torture.h"
 
 #define SWAP_BYTES		(512UL << 10)	/* smaller than the driver's put ring */
-#define PRESSURE_SPARE_KIB	(40UL << 10)	/* left free: no out-of-memory kill */
+#define PRESSURE_SPARE_KIB	(40UL << 10)	/* memory to leave free, against OOM kills */
 #define MEMCG			"/sys/fs/cgroup/torture"
 
 bool write_text(const char *path, const char *text)

@@ -103,7 +103,7 @@ static void write_run(const struct options *opt, struct version_state *s, struct
 		fill_block(buffer + i * PAGE, first + i, version);
 	}
 	if (pwrite(fd, buffer, length, first * PAGE) != (ssize_t)length) {
-		printf("TORTURE ERROR seed=%lu: write of versions: %s\n", opt->seed,
+		printf("TORTURE ERROR seed=%lu: cannot write versions: %s\n", opt->seed,
 		       strerror(errno));
 		fflush(stdout);
 		_exit(2);
@@ -210,7 +210,7 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 			madvise(map[file], BLOCKS * PAGE, MADV_DONTNEED);	/* unmap */
 		} else if (pread(fd[file], buffer, count * PAGE, first * PAGE) !=
 			   (ssize_t)(count * PAGE)) {
-			printf("TORTURE ERROR seed=%lu: read of versions: %s\n", opt->seed,
+			printf("TORTURE ERROR seed=%lu: cannot read versions: %s\n", opt->seed,
 			       strerror(errno));
 			fflush(stdout);
 			_exit(2);

@@ -171,6 +171,6 @@ class Channel:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other end has closed first
+            pass  # the peer has closed the socket before
         self._socket.close()
         self._reader.join(5)

@@ -35,7 +35,7 @@ class Daemon:
     pool_size: str = "64MiB"
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    program: Path | None = None  # used instead of the tmemd under test
+    program: Path | None = None  # program to run instead of the tmemd under test
     _process: Process | None = None
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.paths import HarnessError
 
-SERIAL_MAX = 20  # limit of virtio-blk
+SERIAL_MAX = 20  # longest serial number of virtio-blk
 
 
 @dataclass(frozen=True)
@@ -177,4 +177,4 @@ def _run(command: list[str]) -> None:
         command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode != 0:
-        raise HarnessError(f"{' '.join(command)}: {done.stdout.strip()}")
+        raise HarnessError(f"{' '.join(command)} failed: {done.stdout.strip()}")

@@ -16,8 +16,8 @@ from harness.channel import EXIT_NO_JOB, EXIT_TIMED_OUT, Channel, ChannelClosed,
 from harness.paths import HarnessError
 from harness.wait import WaitTimeout, scaled
 
-OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a faulty guest cannot fill the host
-FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also holds the path
+OUTPUT_MAX_BYTES = 256 << 20  # limit of a job's output: a faulty guest cannot fill the host
+FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also contains the path
 # The agent ends a job itself at its time-out. The host waits this much longer for its report.
 GRACE_SECONDS = 20.0
 CHECK_SECONDS = 1.0  # pause between checks of QEMU and the console during a wait

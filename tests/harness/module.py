@@ -17,7 +17,7 @@ MODULE = "virtio_tmem.ko"
 PATCH = "tests/guest/patch"
 SUFFIXES = (".c", ".h", ".S", ".mk")
 NAMES = ("Makefile", "Kbuild")
-BUILDS_KEPT = 16  # per kernel, so that the builds of edits and branches do not accumulate
+BUILDS_KEPT = 16  # newest builds to keep for each kernel
 
 
 def build(kernel: Kernel, *, test: bool = False) -> Path:

@@ -21,9 +21,9 @@ from harness.qmp import Qmp, QmpError
 from harness.wait import Deadline, WaitTimeout, until
 
 MIB = 1 << 20
-END_SECONDS = 20.0  # from when QEMU closes its sockets until it has written its core
-REPLY_SECONDS = 5.0  # from when a running guest has an agent until a connection works
-BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
+END_SECONDS = 20.0  # longest time from the close of QEMU's sockets until its exit
+REPLY_SECONDS = 5.0  # longest time until the agent of a running guest answers
+BOOT_SECONDS = 90.0  # longest boot; a cloud kernel takes about 3 s under TCG on an idle machine
 
 # A console that shows one of these fails the test. KCSAN also reports the kernel's own races;
 # test_debug_kernel.py checks those in which the module takes part.
@@ -70,10 +70,12 @@ class Config:
     cmdline: str = ""
     machine: str = "q35"
     tcg_threads: str | None = None  # "multi" or "single"; None: as the kernel supports
-    tcg_buffer_bytes: int | None = None  # for translated code; None: QEMU's default
-    accelerator: str | None = None  # None: TMEM_ACCEL, else tcg
+    tcg_buffer_bytes: int | None = (
+        None  # size of the buffer for translated code; None: QEMU's default
+    )
+    accelerator: str | None = None  # QEMU's accelerator; None: TMEM_ACCEL, or tcg if it is not set
     memory_backend: str = "memory-backend-memfd,share=on"
-    incoming: bool = False  # waits for the state of another QEMU instead of booting
+    incoming: bool = False  # wait for the state of another QEMU instead of booting
     arguments: Sequence[str] = ()
 
 

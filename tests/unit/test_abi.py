@@ -62,7 +62,7 @@ def last_names(files: dict[str, str], under: str) -> set[str]:
 def test_sysfs_files_and_their_documentation_match() -> None:
     files = documented(ABI.read_text())
     assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
-    files.pop(MOUNT)  # a directory
+    files.pop(MOUNT)  # MOUNT is a directory, not a file
     assert last_names(files, SYSFS) == counters() | attributes()
     assert last_names(files, PARAMETERS) == parameters()
     assert all(name.startswith((SYSFS, PARAMETERS)) for name in files)

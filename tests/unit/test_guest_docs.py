@@ -161,7 +161,7 @@ def parameters() -> dict[str, tuple[str, bool]]:
     for how, arguments in re.findall(r"^module_param(|_cb|_named)\(([^)]*)\);", text, re.MULTILINE):
         words = [word.strip() for word in arguments.split(",")]
         variable = {"": words[0], "_named": words[1], "_cb": words[2].lstrip("&")}[how]
-        if variable == "NULL":  # the value has a form of its own, which the description names
+        if variable == "NULL":  # the description names the default
             (about,) = re.findall(rf"MODULE_PARM_DESC\({words[0]},\s+\"(.*)\"\);", text)
             (value,) = re.findall(r"(\w+) \(default\)", about)
             found[words[0]] = (value, int(words[-1], 8) & 0o200 != 0)

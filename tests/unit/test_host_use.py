@@ -23,9 +23,9 @@ CHILD = f"""
 import mmap, sys
 memory = mmap.mmap(int(sys.argv[1]), {SHARED_BYTES})
 try:
-    memory.madvise(mmap.MADV_NOHUGEPAGE)  # whose tables are fewer
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # huge pages would need fewer page tables
 except OSError:
-    pass  # there are none
+    pass  # this kernel has no transparent huge pages
 for page in range(0, {SHARED_BYTES}, 4096):
     memory[page] = 1
 print("ready", flush=True)

@@ -20,7 +20,7 @@ def run(*command: str) -> str:
     done = subprocess.run(
         command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}"
+    assert done.returncode == 0, f"{' '.join(command)} failed:\n{done.stdout}"
     return done.stdout
 
 

@@ -31,7 +31,7 @@ SOURCES = ROOT / "host-daemon/tmemd"
 UNIT = "tmemd.service"
 RUN = "/run/virtio-tmem"
 CONFIG = "etc/virtio-tmem/tmemd.toml"
-WATCHDOG_SECONDS = 10.0  # as in the unit; test_unit.py compares the guide with it
+WATCHDOG_SECONDS = 10.0  # WatchdogSec= of the unit
 # Additional seconds of a restart or a stop on a busy machine. A restart that fails never comes, and
 # systemd reports how a stop ended.
 OWN_SECONDS = 20.0
@@ -51,7 +51,7 @@ VM = {
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     if reason := systemd.why_not():
-        pytest.skip(f"no systemd of our own here: {reason}")
+        pytest.skip(f"this machine cannot run a separate systemd: {reason}")
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
     # The files are installed as by docs/install.md and the package.
     shutil.copy(SOURCES / UNIT, host.units)

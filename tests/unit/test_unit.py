@@ -25,7 +25,7 @@ def settings() -> dict[str, str]:
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
-    """systemd accepts each key. A misspelt key is a warning there, and a failure here."""
+    """systemd accepts each key. It only warns about a misspelt key; this test then fails."""
     copy = tmp_path / UNIT.name
     for text, good in [(UNIT.read_text(), True), (UNIT.read_text() + "WatchdogSeconds=1\n", False)]:
         # The program is not installed where the tests run.

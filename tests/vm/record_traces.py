@@ -29,7 +29,7 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SEED = 2026
-GUEST_BYTES = 128 * MIB  # about 60 MiB of it hold the page cache
+GUEST_BYTES = 128 * MIB  # of which the page cache gets about 60 MiB
 DISK_BYTES = 512 * MIB
 FIO = "/bin/fio"
 SECONDS = 600

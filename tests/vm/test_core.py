@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
-PAGES = FILE_BYTES // 4096  # of a file
+PAGES = FILE_BYTES // 4096  # pages of a file
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
@@ -215,7 +215,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     table = stats(guest)["memory_bytes"]
     guest.sh(f"echo {name} >{DRIVER}/bind")
     wait_state(guest, "on")
-    limit = 12288  # a third of the files' needs
+    limit = 12288  # index limit: a third of what the files need
     set_parameter(guest, "test_index_bytes", str(table + limit))
     for path in sums:
         counters = evict(guest, [path])
@@ -560,7 +560,8 @@ def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module:
 
     device = guest.disk("swap")
     guest.sh(f"mkswap /dev/{device} && swapon /dev/{device}")
-    # This sets the device of the image, and looks for an image, which does not exist yet.
+    # The write sets the swap device of the image. The kernel also looks for an image, which does
+    # not exist yet.
     guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
     guest.sh("echo test_resume >/sys/power/disk")
     evict(guest, list(files))
@@ -593,7 +594,7 @@ def test_module_unloads_under_load_and_with_a_silent_daemon(
         f"while :; do cat {' '.join(sums)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches; done", 120
     )
     for _ in range(5):
-        until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+        until(lambda: stats(guest)["hits"] > 50, 60, "the driver gets hits")
         reload(guest)
 
     def reported() -> dict[str, Any] | None:
@@ -612,7 +613,7 @@ def test_module_unloads_under_load_and_with_a_silent_daemon(
     assert driver["version"] == guest.read("/sys/module/virtio_tmem/version")
     assert 0 < driver["memory_bytes"] <= budget(guest)
     # Puts, flushes and gets are in flight when the daemon stops.
-    until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+    until(lambda: stats(guest)["hits"] > 50, 60, "the driver gets hits")
     daemon.pause()
     guest.sh("rmmod virtio_tmem", 60)
     daemon.resume()

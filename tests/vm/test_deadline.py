@@ -32,7 +32,7 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 NOWAIT = "/bin/nowait"
-PAGES = 32  # of one readahead
+PAGES = 32  # pages of one readahead
 FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
 
@@ -92,7 +92,7 @@ def test_nowait_readers_do_not_wait_for_the_host(
 ) -> None:
     """Readers that must not sleep do not wait for the host, even if it would be in time."""
     if version(kernel) < (6, 12):
-        pytest.skip("the kernel does not show who must not wait")
+        pytest.skip("Linux before 6.12 does not mark reads that must not sleep")
     pages = 1024
     with Liar(session.folder / "liar") as liar:
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}

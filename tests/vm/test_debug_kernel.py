@@ -83,7 +83,9 @@ FAULTS = {
 @pytest.fixture
 def checking(kernel: Kernel) -> None:
     if kernel.series not in debug_kernel.CHECKING:
-        pytest.skip(f"Linux {kernel.series} does not check itself: --kernel debug, --kernel kcsan")
+        pytest.skip(
+            f"Linux {kernel.series} has no debugging checks; use --kernel debug or --kernel kcsan"
+        )
 
 
 class Machine:
@@ -182,7 +184,7 @@ def test_replaced_daemons_and_devices_trigger_no_kernel_report(
     torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(2):
         before = stats(guest)["hits"]
-        until(lambda seen=before: stats(guest)["hits"] > seen, 120, "hits")  # type: ignore[misc]
+        until(lambda seen=before: stats(guest)["hits"] > seen, 120, "the driver gets hits")  # type: ignore[misc]
         machine.daemon.kill()
         machine.daemon.start()
         wait_state(guest, "on")
@@ -252,7 +254,7 @@ def test_module_reloads_trigger_no_kernel_report(
     guest = machine.guest
     torture = machine.random_operations(OPERATIONS // 2)
     for _ in range(3):
-        until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "puts")
+        until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "the driver puts pages")
         guest.sh("rmmod virtio_tmem", 120)
         guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS}")
         wait_state(guest, "on")

@@ -55,7 +55,7 @@ def query_qmp(vm: Vm) -> None:
             try:
                 vm.qmp.execute(command, place)
             except QmpError:
-                pass  # a device that is not started has none
+                pass  # a device that is not started has no vhost state
     vm.qmp.human("info qtree")
     vm.qmp.human("info virtio")
 
@@ -78,7 +78,7 @@ def check_config(vm: Vm, queues: int = 2) -> int:
 
 
 def absent(daemon: Daemon) -> None:
-    """There is no daemon from the start."""
+    """Does nothing: the daemon never ran."""
 
 
 def killed(daemon: Daemon) -> None:
@@ -138,7 +138,7 @@ def test_guest_and_qemu_work_without_a_daemon(session: Session, kernel: Kernel) 
 def test_running_device_survives_daemon_faults(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """Trouble comes to a running device; QMP and the guest continue to work."""
+    """The daemon fails while the device runs; QMP and the guest continue to work."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)
@@ -183,7 +183,7 @@ def test_running_device_survives_daemon_faults(
 def test_guest_boots_and_resets_during_daemon_faults(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """Trouble comes before the VM starts, and again while the guest drives the device."""
+    """The daemon fails before the VM starts, and again while the guest drives the device."""
     daemon = session.daemon("vm1")
     daemon.start()
     trouble(daemon)

@@ -251,7 +251,7 @@ def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -
     """Kills and restarts the daemon at random moments until torture has ended."""
     kills = 0
     while not torture.job.done():
-        time.sleep(generator.uniform(0.05, 2.5))  # a random moment is the purpose
+        time.sleep(generator.uniform(0.05, 2.5))  # the test acts at random moments
         daemon.kill()
         time.sleep(generator.uniform(0, 0.5))
         daemon.start()
@@ -272,7 +272,7 @@ def test_killed_daemon_causes_no_wrong_byte_under_torture(
     kills = daemon_trouble(daemon, torture, random.Random(number))
     numbers = torture.finish()
     counters = stats(guest)
-    print(f"{kills} kills", counters)
+    print(f"the daemon was killed {kills} times", counters)
     assert kills >= 3
     assert numbers["longest_read_us"] < scaled(HANG_SECONDS) * 1e6
     assert counters["mismatches"] == 0

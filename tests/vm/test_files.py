@@ -33,7 +33,7 @@ from harness.vm import MIB
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SPECIAL = "/bin/special"
-FILE_PAGES = 128  # size of changed_content()
+FILE_PAGES = 128  # pages of changed_content()
 
 
 def there(kernel: Kernel, *modules: str) -> list[str]:

@@ -188,7 +188,7 @@ def test_dirty_hook_alone_protects_split_folios(
     guest = boot(session, kernel, test_module, name, f"verify_every=0 {PATIENT}")
     Torture(guest, f"--scenario=split {mounted(name)}").finish()
     if kernel.series == "6.1":
-        return  # writes there create no large folios
+        return  # writes of Linux 6.1 create no large folios
     guest.sh("echo dirty >/sys/module/virtio_tmem/parameters/test_hooks_off")
     print(Torture(guest, f"--scenario=split {mounted(name)}").must_mismatch())
 

@@ -48,7 +48,7 @@ DIRECT = "--ioengine=io_uring --iodepth=8 --rw=randwrite --bs=8k --direct=1"
 # Reads the same blocks through the page cache. io_uring first reads without waiting, and for such
 # reads the driver does not ask the host, so another engine reads here.
 BUFFERED = "--ioengine=psync --rw=randwrite --bs=8k --verify_only"
-MARK_SECONDS = 60.0  # several sweeps of the driver, which visits marks every 10 s
+MARK_SECONDS = 60.0  # time for several sweeps of the driver, one every 10 s
 
 
 def boot(session: Session, kernel: Kernel, module: Path, name: str) -> Guest:

@@ -107,7 +107,7 @@ def extent_block(image: Path) -> int:
     )
     found = re.search(r"\(ETB0\):(\d+)", done.stdout)
     if not found:
-        raise HarnessError(f"no extent block in {done.stdout}")
+        raise HarnessError(f"the dump shows no extent block: {done.stdout}")
     return int(found[1])
 
 
@@ -203,7 +203,7 @@ def shut_down(below: Below) -> int:
 def test_forced_shutdown_empties_the_pool_of_the_mount(
     session: Session, kernel: Kernel, test_module: Path, hooks_off: str
 ) -> None:
-    """Afterwards nothing of the file system is put or held; either of two reports is enough."""
+    """After a shutdown, the driver puts and holds no page; either of two reports is enough."""
     below = Below(session, kernel, test_module)
     guest, mount = below.guest, Mount(below.guest, WHERE)
     check_cached(guest, make(guest, WHERE))

@@ -35,7 +35,7 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 COMMAND = "/bin/tmem-guest"
-PAGES = FILE_BYTES // 4096  # of a file
+PAGES = FILE_BYTES // 4096  # pages of a file
 # Exit statuses.
 SOME, USAGE, NO_DRIVER, NOT_SERVED, NOT_OWNER = 1, 2, 3, 4, 5
 
@@ -277,7 +277,7 @@ def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_mo
 SMALL_BYTES = 64 << 10
 GROUPS, GROUP_FILES = 16, 16
 TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096  # 16 MiB that do not compress
-POOL = "37MiB"  # enough for two trees, not for three
+POOL = "37MiB"  # pool for two trees, not for three
 
 
 def three_trees(folder: Path, generator: random.Random) -> Path:
@@ -301,7 +301,7 @@ def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
 def test_dropped_tree_frees_the_pool_for_others(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
-    """The experiment of 2013: of three trees, the second is known to be needed no more."""
+    """Dropping the second of three trees gives its memory in the pool to the others."""
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
     tree = three_trees(session.folder / "trees", random.Random("three trees"))

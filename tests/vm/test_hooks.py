@@ -65,7 +65,7 @@ def puts_of_an_open_file(guest: Guest) -> int:
 def test_mount_hook_allows_puts_of_open_files(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """In a mount that is known late, a file open for writing is not cached until it is closed."""
+    """Without the mount hook, a file that is open for writing is not cached until its close."""
     guest = boot(session, kernel, test_module)
     make(guest, f"{WHERE}/f")
     make(guest, f"{WHERE}/other")

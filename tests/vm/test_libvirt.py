@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("qemu", "host_programs"),
     pytest.mark.skipif(
         not can_mount(),
-        reason="only root outside of most containers can replace libvirtd's folders",
+        reason="needs root, and mounts in a namespace, to replace libvirtd's directories",
     ),
 ]
 

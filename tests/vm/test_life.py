@@ -146,13 +146,13 @@ def test_cpu_hotplug_under_load_causes_no_wrong_byte(
         guest.sh(f"echo {value} >/sys/devices/system/cpu/cpu{cpu}/online", 120)
         online ^= {cpu}
         changes += 1
-        time.sleep(generator.uniform(0, 0.2))  # a random moment is the purpose
+        time.sleep(generator.uniform(0, 0.2))  # the test acts at random moments
     torture.finish()
     assert changes >= 10
     for cpu in set(range(CPUS)) - online:
         guest.sh(f"echo 1 >/sys/devices/system/cpu/cpu{cpu}/online", 120)
     counters = stats(guest)
-    print(f"{changes} changes", counters)
+    print(f"{changes} processors went offline or online", counters)
     assert counters["hits"] > 100
     assert counters["mismatches"] == 0
     wait_state(guest, "on")

@@ -21,7 +21,7 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-DIMM_BYTES = 128 * MIB  # one memory block of the guest's kernel
+DIMM_BYTES = 128 * MIB  # size of a memory block of the guest's kernel
 ROUNDS = 3
 PLUG_SECONDS = 60
 # Event and status numbers of ACPI's _OST.
@@ -152,7 +152,7 @@ def test_memory_hotplug_under_torture_causes_no_wrong_byte(
     assert rounds > 0
     torture.finish()
     after = stats(guest)
-    print(f"{rounds} rounds", after)
+    print(f"{rounds} times plugged and unplugged", after)
     assert after["generation_changes"] == before["generation_changes"], "the device connected again"
     assert after["mismatches"] == 0
     assert after["hits"] > before["hits"]

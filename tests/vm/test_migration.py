@@ -132,10 +132,10 @@ def test_migration_under_torture_causes_no_wrong_byte(
     figures = []
     for count in range(times):
         source, target = daemons[count % 2], daemons[(count + 1) % 2]
-        grows(guest, "puts_stored", 100, "it puts")
-        grows(guest, "hits", 10, "it hits")
+        grows(guest, "puts_stored", 100, "the driver stores puts")
+        grows(guest, "hits", 10, "the driver gets hits")
         assert connected(source) and pages(target) == 0
-        time.sleep(generator.uniform(0, 1))  # a random moment is the purpose
+        time.sleep(generator.uniform(0, 1))  # the test acts at random moments
         arrived = migration.receiver(session, vm, device(target))
         figures.append(migration.move(vm, arrived))
         vm, guest = arrived, arrived.guest
@@ -143,7 +143,7 @@ def test_migration_under_torture_causes_no_wrong_byte(
         assert pages(source) == 0
         wait_state(guest, "on")
         all_right(guest)
-    grows(guest, "hits", 10, "it hits where it is at last")
+    grows(guest, "hits", 10, "the driver gets hits after the last migration")
     torture.finish(guest)
     counters = stats(guest)
     all_right(guest)
@@ -282,7 +282,7 @@ def test_failed_migration_keeps_the_cache_of_the_source(
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "it hits")
+    grows(guest, "hits", 10, "the driver gets hits")
     changes = stats(guest)["generation_changes"]
     for _ in range(2):
         target = migration.receiver(session, vm, device(there))
@@ -291,15 +291,15 @@ def test_failed_migration_keeps_the_cache_of_the_source(
         end(vm, target)
         target.stop()
         assert vm.status() == "running"
-        grows(guest, "hits", 10, "the driver gets hits after the migration")
-        grows(guest, "puts_stored", 10, "the driver puts after the migration")
+        grows(guest, "hits", 10, "the driver gets hits after the ended migration")
+        grows(guest, "puts_stored", 10, "the driver puts after the ended migration")
         assert stats(guest)["generation_changes"] == changes, "the VM lost its cache"
         assert not torture.ended(guest)
     arrived = migration.receiver(session, vm, device(there))
     migration.move(vm, arrived)
     guest = arrived.guest
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "it hits after all")
+    grows(guest, "hits", 10, "the driver gets hits at the destination")
     torture.finish(guest)
     all_right(guest)
 
@@ -356,7 +356,7 @@ def test_dead_or_hung_daemon_does_not_stop_a_migration(
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "it hits")
+    grows(guest, "hits", 10, "the driver gets hits")
     target = migration.receiver(session, vm, device(there))
     until(lambda: connected(there), 20, "the destination's daemon is connected")
     migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
@@ -371,7 +371,7 @@ def test_dead_or_hung_daemon_does_not_stop_a_migration(
         there.stop()
         there.start()
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "it hits again")
+    grows(guest, "hits", 10, "the driver gets hits again")
     torture.finish(guest)
     all_right(guest)
 
@@ -386,7 +386,7 @@ def test_post_copy_destination_is_served_after_all_memory_arrived(
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "it hits")
+    grows(guest, "hits", 10, "the driver gets hits")
 
     target = migration.receiver(session, vm, device(there))
     until(lambda: connected(there), 20, "the destination has connected to the daemon")
@@ -408,6 +408,6 @@ def test_post_copy_destination_is_served_after_all_memory_arrived(
     guest = target.guest
     until(lambda: serves(target), 60, "QEMU has connected the daemon")
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "it hits again")
+    grows(guest, "hits", 10, "the driver gets hits again")
     torture.finish(guest)
     all_right(guest)

@@ -447,7 +447,7 @@ def test_replaced_mount_drops_pending_comparisons(
 def test_inode_creation_among_many_inodes_is_bounded(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
-    """Creating an inode waits for a look at only a few inodes.
+    """Creating an inode waits while the driver visits a bounded number of inodes.
 
     The search for an inode that can be served is bounded.
     """

@@ -32,15 +32,15 @@ from harness.wait import scaled
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MIB_PAGES = 256
-SECTORS = 8  # of a page
+SECTORS = 8  # sectors of a page
 FILLER_MIB = 4  # more than the put ring has room for
 # Sectors of the file's extents, which a file system may read besides its contents.
 METADATA_SECTORS = 64
 SILENT_SECONDS = 1e9
-# Allowance for a busy machine, for a read or a wait in it. The driver counts its own waits in
-# total.
+# Allowance for delays of a busy machine, in one read or in one of its waits. The driver counts only
+# its own waits.
 OWN_SECONDS = 5.0
-LARGE_FOLIOS = (6, 16)  # first series in which ext4 has them
+LARGE_FOLIOS = (6, 16)  # first series in which ext4 has large folios
 
 
 def runs(generator: random.Random, pages: int) -> list[tuple[int, int]]:
@@ -77,7 +77,7 @@ def test_only_pages_that_are_not_held_are_read_from_disk(
     guest = driver_guest(session, kernel, test_module)
     empty = hold(guest, FILLER, FILLER_MIB)["index_pages"]
     held = hold(guest, FILE, size_mib)["index_pages"]
-    for _ in range(5):  # a busy host may refuse some
+    for _ in range(5):  # a busy host may drop some puts
         if held - empty == pages:
             break
         held = hold(guest, FILE, size_mib, create=False)["index_pages"]
@@ -124,7 +124,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
     deadline_us = DEADLINE_MS * 1000
     bound_us = 11 * deadline_us
     size_mib = 16
-    windows = size_mib * 8  # of 128 KiB
+    windows = size_mib * 8  # readahead windows of 128 KiB
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         # A large read(2) has windows as large as the disk's largest request.
@@ -145,7 +145,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             after = stats(guest)
             grown = growth(before, after)
             took_us = (float(ended) - float(began)) * 1e6
-            print(delay, f"{took_us:.0f} us", grown)
+            print(f"delay {delay}: the read took {took_us:.0f} us", grown)
             assert grown["trips"] == 1
             assert grown["misses_tripped"] > windows // 2 * 32, (
                 "too few pages were read from the disk after the breaker opened"
@@ -191,7 +191,7 @@ def test_reader_without_a_free_request_reads_the_disk_at_once(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If a silent device holds all requests or bounce pages, a reader goes to the disk at once."""
-    readers, pages = 48, 32  # more than the number of requests; one readahead each
+    readers, pages = 48, 32  # more readers than requests, with a readahead each
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         # The deadline is long enough for all readers to come while the first one waits.
@@ -233,7 +233,7 @@ def test_reader_with_a_full_queue_reads_the_disk_at_once(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """If the queue is full of unanswered requests, a reader goes to the disk at once."""
-    pages = 32  # of one readahead
+    pages = 32  # pages of one readahead
     whole = "/mnt/whole"
     with Liar(session.folder / "liar") as liar:
         # The queue is the shortest one, which the requests of one readahead fill. There are more

@@ -56,7 +56,7 @@ BROKEN = [
     ("bmap", "bmap"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
-    ("unmount", "unmount"),  # last, because ended mounts stay behind with their names
+    ("unmount", "unmount"),  # last: without the hook, the driver keeps ended mounts
 ]
 
 # Hooks without which random operations soon find a wrong byte.

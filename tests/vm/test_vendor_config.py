@@ -29,7 +29,9 @@ def test_torture_passes_on_vendor_configurations(
 ) -> None:
     """Loading runs the self-test; then random operations and each hook's own scenario follow."""
     if kernel.series not in debug_kernel.VENDORS:
-        pytest.skip(f"Linux {kernel.series} is not built here: --kernel rhel, fedora or ubuntu")
+        pytest.skip(
+            f"Linux {kernel.series} is no vendor kernel; use --kernel rhel, fedora or ubuntu"
+        )
     fs = disk.FILE_SYSTEMS[name]
     guest = driver_guest(
         session, kernel, module,

@@ -201,7 +201,10 @@ def test_end_of_a_migration_with_a_hung_daemon_is_bounded(
         begun = time.monotonic()
         migration.set_speed(vm, migration.UNLIMITED)
         downtime = int(migration.wait(vm, "completed")["downtime"]) / 1000
-        print(f"{time.monotonic() - begun:.2f} s, of which {downtime:.2f} s downtime")
+        print(
+            f"the migration ended after {time.monotonic() - begun:.2f} s,"
+            f" with {downtime:.2f} s of downtime"
+        )
         assert downtime < BACKEND_TIMEOUT_SECONDS + scaled(OWN_SECONDS)
         migration.arrive(vm, target)
         guest = target.guest
