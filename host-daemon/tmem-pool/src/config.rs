@@ -34,9 +34,11 @@ pub(crate) const FINALIZE_PAGES: usize = 8;
 /// Pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
-/// Pages that a put may evict for each page that it brings. A new page needs at most a page and its
-/// metadata, which is the charge of 14 same-filled pages (state.rs asserts that it is enough). An
-/// evicted page that is shared may free no memory; then a put may need more and is refused.
+/// Steps to free memory that a put may take for each page that it brings: each evicts a page, frees
+/// a detached page or moves a blob. For the tenant's limit this is always enough, because a raw page
+/// is charged as much as 14 same-filled pages (state.rs asserts that). For the memory of the pool no
+/// number is: a victim that is shared or same-filled frees no stored bytes, and then a put may need
+/// more steps and is refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
 /// Pages freed or evicted under one hold of a tenant's lock: about 10 µs.
