@@ -35,7 +35,8 @@ def test_quoted_messages_exist_in_the_programs() -> None:
         parts = [part for part in parts if len(part) >= WORDS_MIN]
         assert parts, message
         for part in parts:
-            assert part in text or part in OF_LIBRARIES, f"{message}: no program has the text {part!r}"
+            found = part in text or part in OF_LIBRARIES
+            assert found, f"{message}: no program has the text {part!r}"
 
 
 def test_named_commands_exist() -> None:
