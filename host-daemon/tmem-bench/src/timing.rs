@@ -219,7 +219,7 @@ impl Rig {
         if !(1..=BATCHES_MAX).contains(&args.batches) {
             return Err(format!("--batches: there are 1 to {BATCHES_MAX}"));
         }
-        let host = Host::new(1 << 30)?;
+        let host = Host::new(1 << 30);
         let path = host.serve(args.event_loop, POLL_MAX, PROCESSORS[0])?;
         // The pages of both halves, and pages that fill up the guest that may have few raw pages.
         let halves = 2 * args.batches * BATCH;

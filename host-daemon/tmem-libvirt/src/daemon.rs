@@ -287,14 +287,12 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
     use std::os::unix::net::UnixStream;
-    use tempfile::TempDir;
-    use tmemd::Config;
+    use tmem_testing::TestDaemon;
 
     const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 
     struct Host {
-        folder: TempDir,
-        tmemd: Option<tmemd::Daemon>,
+        tmemd: TestDaemon,
         bridge: Daemon,
         /// The only domain as libvirt reports it; None means that it does not run.
         running: RefCell<Option<Wish>>,
@@ -305,41 +303,19 @@ mod tests {
 
     impl Host {
         fn new() -> Host {
-            let folder = tempfile::tempdir().expect("a folder");
-            let bridge = Daemon::new(&folder.path().join("control"));
-            let mut host = Host {
-                folder,
-                tmemd: None,
+            let tmemd = TestDaemon::start(&[]);
+            let bridge = Daemon::new(&tmemd.path("control"));
+            Host {
+                tmemd,
                 bridge,
                 running: RefCell::new(None),
                 otherwise: State::Stopped,
                 now: Instant::now(),
-            };
-            host.start();
-            host
-        }
-
-        fn start(&mut self) {
-            let config = Config {
-                pool_size_bytes: 64 << 20,
-                workers: 1,
-                background_threads: 1,
-                waiting: Default::default(),
-                vm_pages_per_second: 0,
-                control: self.folder.path().join("control"),
-                control_group: None,
-                control_read_only: None,
-                control_read_only_group: None,
-                run_folder: self.folder.path().into(),
-                vms: vec![],
-                pressure: None,
-                trace: None,
-            };
-            self.tmemd = Some(tmemd::Daemon::start(config).expect("starts"));
+            }
         }
 
         fn spec(&self, limit: i64) -> VmSpec {
-            let socket = self.folder.path().join("a.sock");
+            let socket = self.tmemd.path("a.sock");
             VmSpec {
                 uuid: UUID.into(),
                 name: "web".into(),
@@ -381,7 +357,7 @@ mod tests {
         }
 
         fn client(&self) -> api::VarlinkClient {
-            api::connect(&self.folder.path().join("control")).expect("connects")
+            self.tmemd.client()
         }
 
         fn vms(&self) -> Vec<api::Vm> {
@@ -455,14 +431,14 @@ mod tests {
     #[test]
     fn a_daemon_that_was_away_is_told() {
         let mut host = Host::new();
-        host.tmemd = None;
+        host.tmemd.stop();
         host.wish(Some(Wish::So(host.spec(5))));
-        host.start();
+        host.tmemd.restart();
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
-        host.tmemd = None;
+        host.tmemd.stop();
         host.wish(Some(Wish::So(host.spec(6))));
-        host.start();
+        host.tmemd.restart();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5), "as it was noted");
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
@@ -586,9 +562,9 @@ mod tests {
         };
         host.wish(Some(Wish::So(host.spec(5))));
         host.reconcile();
-        host.tmemd = None;
+        host.tmemd.stop();
         host.wish(None);
-        host.start();
+        host.tmemd.restart();
         assert_eq!(host.vms().len(), 1, "as it was noted");
         assert_eq!(are_left(&mut host), 0);
         host.reconcile();

@@ -10,68 +10,39 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use tmem_control::{ErrorKind, Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
+use tmem_testing::TestDaemon;
 use tmemd::config::VMS_MAX;
-use tmemd::{Config, Daemon};
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const OTHER: &str = "5ca1ab1e-0000-4000-8000-000000000002";
 const GIVEN: &str = "5ca1ab1e-0000-4000-8000-0000000000ff";
 
 struct Host {
-    folder: tempfile::TempDir,
-    pool_size_bytes: u64,
-    daemon: Option<Daemon>,
+    daemon: TestDaemon,
 }
 
 fn host() -> Host {
-    let mut host = Host {
-        folder: tempfile::tempdir().expect("folder"),
-        pool_size_bytes: 64 << 20,
-        daemon: None,
-    };
-    host.start();
-    host
+    let given = format!("given,uuid={GIVEN},limit=8MiB");
+    Host {
+        daemon: TestDaemon::start(&[&given]),
+    }
 }
 
 impl Host {
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.daemon.path(name)
     }
 
     fn note(&self, name: &str) -> PathBuf {
         self.path("vms").join(format!("{name}.sock.json"))
     }
 
-    fn start(&mut self) {
-        let given = format!(
-            "socket={},name=given,uuid={GIVEN},limit=8MiB",
-            self.path("given.sock").display()
-        );
-        let daemon = Daemon::start(Config {
-            pool_size_bytes: self.pool_size_bytes,
-            workers: 1,
-            background_threads: 1,
-            waiting: Default::default(),
-            vm_pages_per_second: 0,
-            control: self.path("control"),
-            control_group: None,
-            control_read_only: Some(self.path("read-only")),
-            control_read_only_group: None,
-            run_folder: self.folder.path().into(),
-            vms: vec![given.parse().expect("good")],
-            pressure: None,
-            trace: None,
-        });
-        self.daemon = Some(daemon.expect("starts"));
-    }
-
     fn restart(&mut self) {
-        self.daemon = None;
-        self.start();
+        self.daemon.restart();
     }
 
     fn client(&self) -> VarlinkClient {
-        tmem_control::connect(&self.path("control")).expect("connects")
+        self.daemon.client()
     }
 
     fn spec(&self, uuid: &str, name: &str) -> VmSpec {
@@ -248,7 +219,7 @@ fn a_refused_change_has_no_effect() {
     });
     change("--run-folder", &|s| s.socket = "/tmp/elsewhere.sock".into());
     change("--run-folder", &|s| {
-        s.socket = format!("{}/../x", host.folder.path().display())
+        s.socket = format!("{}/../x", host.daemon.folder().display())
     });
     change("--run-folder", &|s| s.socket = "x".into());
     change("--run-folder", &|s| s.socket = String::new());
@@ -379,7 +350,7 @@ fn the_read_only_socket_adds_and_removes_nothing() {
 #[test]
 fn added_vms_are_restored_after_a_restart() {
     let mut host = host();
-    let me = fs::metadata(host.folder.path()).expect("there").uid();
+    let me = fs::metadata(host.daemon.folder()).expect("there").uid();
     let mut spec = host.spec(UUID, "web");
     spec.trust_domain = Some("team".into());
     (spec.mode, spec.owner) = (Some(0o600), Some(i64::from(me)));
@@ -421,7 +392,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let less = reserving(OTHER, "web", 11);
     host.add(&first);
     host.add(&second);
-    host.pool_size_bytes = 32 << 20;
+    host.daemon.config().pool_size_bytes = 32 << 20;
     host.restart();
     let reserve = |host: &Host, name: &str| host.vm(name).quota.reserve_bytes >> 20;
     assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
@@ -456,7 +427,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         ..second
     });
     for (pool_mib, left_mib) in [(32, 12), (22, 2), (20, 0), (64, 30), (32, 12)] {
-        host.pool_size_bytes = pool_mib << 20;
+        host.daemon.config().pool_size_bytes = pool_mib << 20;
         host.restart();
         assert_eq!(
             (reserve(&host, "db"), reserve(&host, "web")),
@@ -467,7 +438,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let resize = |bytes| host.client().resize(bytes).call().map(drop);
     resize(64 << 20).expect("resized");
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
-    host.pool_size_bytes = 32 << 20;
+    host.daemon.config().pool_size_bytes = 32 << 20;
     host.restart();
     assert_eq!(reserve(&host, "web"), 12);
     host.remove(UUID, "db");
@@ -538,13 +509,13 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
     let third = "5ca1ab1e-0000-4000-8000-000000000003";
     host.add(&host.spec(UUID, "web"));
     host.add(&host.spec(OTHER, "db"));
-    host.daemon = None;
+    host.daemon.stop();
     let good = fs::read_to_string(host.note("db")).expect("there");
     fs::write(host.note("db"), good.replace("\"db\"", "\"given\"")).expect("written");
     fs::write(host.note("third"), "{\"uuid\": ").expect("written");
     let given = good.replace(OTHER, GIVEN).replace("db.sock", "other.sock");
     fs::write(host.note("other"), given).expect("written");
-    host.start();
+    host.restart();
     assert_eq!(host.names(), ["given", "web"]);
     host.connect("web");
     for name in ["db", "third", "other"] {
@@ -582,7 +553,7 @@ fn the_number_of_vms_is_limited() {
 fn vms_are_added_and_removed_concurrently() {
     let host = host();
     let number = |path: &Path| fs::read_dir(path).expect("there").count();
-    let before = number(host.folder.path());
+    let before = number(host.daemon.folder());
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let host = &host;
@@ -600,7 +571,7 @@ fn vms_are_added_and_removed_concurrently() {
     });
     assert_eq!(host.names(), ["given"]);
     assert_eq!(
-        number(host.folder.path()),
+        number(host.daemon.folder()),
         before + 1,
         "the folder of notes is new"
     );
