@@ -180,7 +180,7 @@ thread_local! {
 }
 
 /// A daemon with a connection of its guest.
-pub struct Host {
+pub struct FuzzedDaemon {
     base: Rc<Base>,
     /// Actions at checks.
     pub watch: Arc<Watch>,
@@ -257,10 +257,10 @@ impl Base {
     }
 }
 
-impl Host {
+impl FuzzedDaemon {
     /// Creates a daemon, a neighbour with pages, and a guest that is connected and has not shared
     /// memory yet.
-    pub fn new() -> Host {
+    pub fn new() -> FuzzedDaemon {
         let base = BASE.with(Rc::clone);
         base.give_the_neighbour_its_pages();
         let watch: Arc<Watch> = Arc::default();
@@ -273,7 +273,7 @@ impl Host {
         let looks = watch.clone();
         let peer = Peer::simulated(Box::new(move || looks.look()));
         let session = Session::begin(&base.vm, &own, peer, &shared);
-        Host {
+        FuzzedDaemon {
             base,
             watch,
             session: session.expect("nobody else is there"),
@@ -355,7 +355,7 @@ impl Host {
     /// Ends the connection, and asserts that the neighbour has all its pages.
     pub fn end(self) {
         self.check();
-        let Host { base, session, .. } = self;
+        let FuzzedDaemon { base, session, .. } = self;
         session.end();
         base.take_the_neighbours_pages();
         base.maintain_all(0);

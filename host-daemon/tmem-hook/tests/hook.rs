@@ -25,11 +25,11 @@ const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
 /// Number of clients that the control socket accepts.
 const PLACES: usize = 16;
 
-struct Host {
+struct HookTest {
     daemon: TestDaemon,
 }
 
-fn host() -> Host {
+fn host() -> HookTest {
     let daemon = TestDaemon::start_with(&[], |config| {
         let meminfo = config.run_folder.join("meminfo");
         let text = format!("MemAvailable:   {} kB\n", AVAILABLE_BYTES >> 10);
@@ -41,10 +41,10 @@ fn host() -> Host {
             stalls: None,
         });
     });
-    Host { daemon }
+    HookTest { daemon }
 }
 
-impl Host {
+impl HookTest {
     fn control(&self) -> PathBuf {
         self.daemon.path("control")
     }
@@ -63,7 +63,7 @@ impl Host {
 
 /// Connects clients until every place at the control socket is taken. Earlier clients may still
 /// hold some places for a moment.
-fn clients(host: &Host) -> Vec<tmem_control::VarlinkClient> {
+fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
     until("every place is taken", || {
         let mut client = tmem_control::connect(&host.control()).expect("connects");
@@ -238,7 +238,7 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
 /// The hook waits for a place at the daemon, as needed when many VMs start together.
 #[test]
 fn a_place_at_the_daemon_is_waited_for() {
-    let run = |host: &Host, operation: &str, device: &str| {
+    let run = |host: &HookTest, operation: &str, device: &str| {
         let front = host.daemon.folder().join("door");
         let shut_out = door(&front, host.control());
         let clients = clients(host);

@@ -94,7 +94,7 @@ impl Fuse {
 
 /// Configuration of a host.
 #[derive(Clone, Debug)]
-pub struct HostConfig {
+pub struct SimulatedDaemonConfig {
     /// Seed of the pool's hash and of the generations.
     pub seed: u64,
     /// Size of the pool in bytes.
@@ -110,7 +110,7 @@ pub struct HostConfig {
 }
 
 /// A daemon that runs.
-pub struct Host {
+pub struct SimulatedDaemon {
     daemon: HeadlessDaemon,
     vms: Vec<Arc<Vm>>,
     shared: ConnectionContext,
@@ -126,9 +126,9 @@ pub struct Host {
 /// Pages of background work in one step.
 const MAINTAIN_PAGES: usize = 16;
 
-impl Host {
+impl SimulatedDaemon {
     /// Starts a daemon.
-    pub fn boot(config: &HostConfig, now_ns: Arc<AtomicU64>) -> Host {
+    pub fn boot(config: &SimulatedDaemonConfig, now_ns: Arc<AtomicU64>) -> SimulatedDaemon {
         let counted = config.mutation == Some(Mutation::GenerationCounted);
         let clock = Arc::new(Clock::new(now_ns, config.seed, counted));
         let simulated = ClockAndEntropy::Simulated(clock.clone());
@@ -146,7 +146,7 @@ impl Host {
         }
         let workers =
             Workers::without_threads(config.workers, config.poll_max).expect("descriptors");
-        Host {
+        SimulatedDaemon {
             vms,
             shared: daemon.context(workers),
             daemon,

@@ -75,7 +75,7 @@ fn stats_prints_all_vms_or_the_named_one() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["stats"]));
-    assert!(text.contains("1 workers, 0 of 2 VMs connected"), "{text}");
+    assert!(text.contains("2 workers, 0 of 2 VMs connected"), "{text}");
     let requests = "s of processor time for requests, ";
     let (_, background) = text.split_once(requests).expect("it says what it takes");
     for part in [

@@ -493,7 +493,7 @@ fn invalid_arguments_are_named() {
         (&["--pool-size", "12XB"][..], "XB"),
         (
             &["--pool-size", "64MiB", "--vm", "name=a"][..],
-            "socket=PATH",
+            "missing field `socket`",
         ),
         (
             &["--pool-size", "64MiB", "--control", "/missing/at/all"][..],

@@ -17,23 +17,23 @@ const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const OTHER: &str = "5ca1ab1e-0000-4000-8000-000000000002";
 const GIVEN: &str = "5ca1ab1e-0000-4000-8000-0000000000ff";
 
-struct Host {
+struct RegistryTest {
     daemon: TestDaemon,
 }
 
-fn host() -> Host {
+fn host() -> RegistryTest {
     let given = format!("given,uuid={GIVEN},limit=8MiB");
-    Host {
+    RegistryTest {
         daemon: TestDaemon::start(&[&given]),
     }
 }
 
-impl Host {
+impl RegistryTest {
     fn path(&self, name: &str) -> PathBuf {
         self.daemon.path(name)
     }
 
-    fn note(&self, name: &str) -> PathBuf {
+    fn stored(&self, name: &str) -> PathBuf {
         self.path("vms").join(format!("{name}.sock.json"))
     }
 
@@ -123,16 +123,16 @@ fn a_vm_is_added_and_removed() {
         (vm.quota.clone(), vm.trust_domain),
         (spec.quota.clone(), spec.trust_domain.clone())
     );
-    assert!(host.note("web").exists());
+    assert!(host.stored("web").exists());
     let connection = host.connect("web");
     assert!(!host.add(&spec), "also of one that is connected");
     assert!(host.vm("web").connected);
 
     assert!(!host.remove(UUID, "other") && !host.remove(OTHER, "web"));
     assert!(!host.remove(UUID, "/elsewhere/web"));
-    assert!(host.note("web").exists(), "nothing was removed");
+    assert!(host.stored("web").exists(), "nothing was removed");
     assert!(host.remove(UUID, "web"));
-    assert!(!host.path("web.sock").exists() && !host.note("web").exists());
+    assert!(!host.path("web.sock").exists() && !host.stored("web").exists());
     assert!(ended(connection));
     assert_eq!(host.names(), ["given"]);
     assert!(!host.remove(UUID, "web"), "again: nothing to do");
@@ -268,7 +268,7 @@ fn a_refused_change_has_no_effect() {
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
     new.quota.reserve_bytes = 65 << 20;
     host.refused(&new);
-    assert!(!host.path("new.sock").exists() && !host.note("new").exists());
+    assert!(!host.path("new.sock").exists() && !host.stored("new").exists());
 }
 
 #[test]
@@ -283,7 +283,7 @@ fn configured_vms_cannot_be_removed() {
     assert!(host.refused(&spec).1.contains("--vm"));
     assert!(!host.remove(GIVEN, "given"));
     assert_eq!(host.names(), ["given"]);
-    assert!(!host.note("given").exists());
+    assert!(!host.stored("given").exists());
 }
 
 #[test]
@@ -394,7 +394,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     host.add(&second);
     host.daemon.config().pool_size_bytes = 32 << 20;
     host.restart();
-    let reserve = |host: &Host, name: &str| host.vm(name).quota.reserve_bytes >> 20;
+    let reserve = |host: &RegistryTest, name: &str| host.vm(name).quota.reserve_bytes >> 20;
     assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
     assert_eq!(host.vm("db").problem, None);
     let problem = host.vm("web").problem.expect("it is said");
@@ -449,7 +449,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
 #[test]
 fn two_ends_of_a_migration_are_two_vms() {
     let mut host = host();
-    let end = |host: &Host, socket: &str| {
+    let end = |host: &RegistryTest, socket: &str| {
         let mut spec = host.spec(UUID, "web");
         spec.socket = host.path(socket).to_string_lossy().into();
         spec.quota.reserve_bytes = 40 << 20;
@@ -465,14 +465,14 @@ fn two_ends_of_a_migration_are_two_vms() {
         reason.contains("a reserve of"),
         "it does not fit twice: {reason}"
     );
-    let arrives = |host: &Host| host.vm("web+incoming");
+    let arrives = |host: &RegistryTest| host.vm("web+incoming");
     assert_eq!(arrives(&host).uuid.as_deref(), Some(UUID));
     assert_eq!(arrives(&host).quota.reserve_bytes, 24 << 20, "what is left");
     // It is not connected yet, so another end replaces it.
     for (socket, old) in [("c", "b"), ("b", "c")] {
         let socket = format!("{socket}.sock");
         assert!(!host.add(&end(&host, &socket)));
-        assert!(arrives(&host).socket.ends_with(&socket) && !host.note(old).exists());
+        assert!(arrives(&host).socket.ends_with(&socket) && !host.stored(old).exists());
     }
     let second = UnixStream::connect(&target.socket).expect("listens");
     until("it is connected", || arrives(&host).connected);
@@ -510,21 +510,21 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
     host.add(&host.spec(UUID, "web"));
     host.add(&host.spec(OTHER, "db"));
     host.daemon.stop();
-    let good = fs::read_to_string(host.note("db")).expect("there");
-    fs::write(host.note("db"), good.replace("\"db\"", "\"given\"")).expect("written");
-    fs::write(host.note("third"), "{\"uuid\": ").expect("written");
+    let good = fs::read_to_string(host.stored("db")).expect("there");
+    fs::write(host.stored("db"), good.replace("\"db\"", "\"given\"")).expect("written");
+    fs::write(host.stored("third"), "{\"uuid\": ").expect("written");
     let given = good.replace(OTHER, GIVEN).replace("db.sock", "other.sock");
-    fs::write(host.note("other"), given).expect("written");
+    fs::write(host.stored("other"), given).expect("written");
     host.restart();
     assert_eq!(host.names(), ["given", "web"]);
     host.connect("web");
     for name in ["db", "third", "other"] {
-        assert!(host.note(name).exists(), "{name}");
+        assert!(host.stored(name).exists(), "{name}");
     }
     // A start of the VM repairs its file, and its end removes it.
     assert!(host.add(&host.spec(OTHER, "db")));
     assert!(!host.remove(third, "third"));
-    assert!(!host.note("third").exists());
+    assert!(!host.stored("third").exists());
     host.restart();
     assert_eq!(host.names(), ["db", "given", "web"]);
 }

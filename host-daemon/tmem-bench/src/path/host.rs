@@ -23,7 +23,7 @@ const START_MAX: Duration = Duration::from_secs(5);
 const STACK_BYTES: usize = 256 << 10;
 
 /// A daemon without workers.
-pub struct Host {
+pub struct BenchDaemon {
     pub daemon: HeadlessDaemon,
 }
 
@@ -34,10 +34,10 @@ pub struct Path {
     pub worker: Pid,
 }
 
-impl Host {
+impl BenchDaemon {
     /// Creates a daemon with an empty pool.
-    pub fn new(size_bytes: u64) -> Host {
-        Host {
+    pub fn new(size_bytes: u64) -> BenchDaemon {
+        BenchDaemon {
             daemon: HeadlessDaemon::new(size_bytes, 42, ClockAndEntropy::host()),
         }
     }

@@ -15,19 +15,19 @@ use tmem_testing::TestDaemon;
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A daemon with the VMs `a` and `b`; only `a` is connected.
-pub struct Host {
+pub struct ServedDaemon {
     daemon: TestDaemon,
     driver: Driver,
 }
 
-impl Host {
+impl ServedDaemon {
     /// Starts the daemon.
-    pub fn new() -> Host {
-        Host::with_more(0)
+    pub fn new() -> ServedDaemon {
+        ServedDaemon::with_more(0)
     }
 
     /// Starts the daemon with `more` further VMs, which are not connected.
-    pub fn with_more(more: usize) -> Host {
+    pub fn with_more(more: usize) -> ServedDaemon {
         let more = (0..more).map(|nr| format!("more{nr}"));
         let vms: Vec<String> = ["a".into(), "b".into()].into_iter().chain(more).collect();
         let vms: Vec<&str> = vms.iter().map(String::as_str).collect();
@@ -45,7 +45,7 @@ impl Host {
         driver.new_generation().expect("a generation");
         driver.settle().expect("settles");
         driver.create_pool().expect("a pool");
-        Host { daemon, driver }
+        ServedDaemon { daemon, driver }
     }
 
     /// Returns the path of a file in the daemon's directory.
@@ -82,7 +82,7 @@ pub struct Exporter {
 
 impl Exporter {
     /// Starts the exporter on a free port.
-    pub fn start(host: &Host, more: &[&str]) -> Exporter {
+    pub fn start(host: &ServedDaemon, more: &[&str]) -> Exporter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
         command.args(["--listen", "127.0.0.1:0", "--socket"]);
         command
