@@ -368,7 +368,7 @@ def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
     assert "in trust domain none" in words and "in team, by the daemon's --vm" in words
     libvirt.tmemctl("attach", name, "--trust-domain", "none", "--socket-folder", machine.folder)
     words = libvirt.virsh_refused("start", name)
-    assert str(machine.folder) in words and "--run-folder" in words
+    assert str(machine.folder) in words and "--run-directory" in words
     libvirt.tmemctl(*attach)
     private = machine.folder / "private.xml"
     private.write_text(libvirt.config(name).replace("mode='shared'", "mode='private'"))

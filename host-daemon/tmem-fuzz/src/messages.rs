@@ -94,7 +94,7 @@ impl World {
         let at = |name: &str| folder.path().join(name);
         let vm = |name: &str| {
             let text = format!(
-                "name={name},socket={},trust-domain=team",
+                "name={name},socket={},trust_domain=team",
                 at(name).display()
             );
             text.parse().expect("good")

@@ -35,7 +35,7 @@ fn host() -> Host {
         run_folder: directory.path().into(),
         vms: vec![
             vm("web"),
-            vm("db,trust-domain=team,reserve=1MiB,limit=8MiB,weight=7"),
+            vm("db,trust_domain=team,reserve=1MiB,limit=8MiB,weight=7"),
         ],
         pressure: None,
         trace: None,

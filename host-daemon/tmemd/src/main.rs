@@ -35,18 +35,20 @@ struct Arguments {
     /// Group whose members may use it, by name or number [default: the daemon's]
     #[arg(long, value_name = "GROUP")]
     control_group: Option<Account>,
-    /// Socket of the control interface's methods that only read
+    /// Read-only socket of the control interface, or "none" [default: the path of --control with -ro
+    /// appended]
     #[arg(long, value_name = "PATH")]
-    control_ro: Option<PathBuf>,
-    /// Group whose members may use that one, by name or number [default: the daemon's]
+    control_read_only: Option<PathBuf>,
+    /// Group whose members may use the read-only socket, by name or number [default: the daemon's]
     #[arg(long, value_name = "GROUP")]
-    control_ro_group: Option<Account>,
-    /// Folder for the sockets of VMs that are added while it runs, as tmem-hook does it, and for what
-    /// it notes of them for its next start; default: that of the control socket
+    control_read_only_group: Option<Account>,
+    /// Directory for the sockets of VMs that are added while the daemon runs, and for the VM store
+    /// [default: the directory of --control]
     #[arg(long, value_name = "PATH")]
-    run_folder: Option<PathBuf>,
-    /// A VM: socket=PATH,name=NAME[,owner=USER][,uuid=UUID][,trust-domain=NAME][,reserve=SIZE]
-    /// [,limit=SIZE][,weight=N]; once for each VM. USER is whom its QEMU runs as, by name or number
+    run_directory: Option<PathBuf>,
+    /// A VM: socket=PATH,name=NAME[,owner=USER][,uuid=UUID][,trust_domain=NAME][,reserve=SIZE]
+    /// [,limit=SIZE][,weight=N]; once for each VM. The keys are those of a [[vm]] table. USER is the
+    /// user that the VM's QEMU runs as, by name or number
     #[arg(long, value_name = "KEY=VALUE,...")]
     vm: Vec<VmConfig>,
     /// Threads that answer requests [default: half the processors, 2 to 8]
@@ -87,6 +89,13 @@ struct Arguments {
     no_sandbox: bool,
 }
 
+/// Returns the default path of the read-only socket.
+fn read_only_default(control: &Path) -> PathBuf {
+    let mut path = control.as_os_str().to_owned();
+    path.push("-ro");
+    path.into()
+}
+
 /// Merges options, file and defaults, in this order of precedence.
 fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> {
     let size = arguments.pool_size.or(file.pool_size).ok_or_else(|| {
@@ -98,11 +107,19 @@ fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> 
     let control = arguments.control.as_ref().or(file.control.as_ref());
     let control = control.map_or_else(|| tmem_control::DEFAULT_SOCKET.into(), PathBuf::clone);
     let of_control = control.parent().unwrap_or(Path::new("/"));
-    let run_folder = arguments.run_folder.as_ref().or(file.run_folder.as_ref());
+    let read_only = arguments
+        .control_read_only
+        .as_ref()
+        .or(file.control_read_only.as_ref());
+    let read_only = read_only.map_or_else(|| read_only_default(&control), PathBuf::clone);
+    let run_folder = arguments
+        .run_directory
+        .as_ref()
+        .or(file.run_directory.as_ref());
     let run_folder = run_folder.map_or(of_control, PathBuf::as_path).join(".");
     // Requests that add a VM name its socket by an absolute path.
     let run_folder = std::path::absolute(&run_folder)
-        .map_err(|error| ConfigError(format!("run folder {}: {error}", run_folder.display())))?;
+        .map_err(|error| ConfigError(format!("run directory {}: {error}", run_folder.display())))?;
     let stalls = arguments
         .memory_pressure
         .as_ref()
@@ -132,17 +149,14 @@ fn configure(arguments: &Arguments, file: &File) -> Result<Config, ConfigError> 
             .vm_pages_per_second
             .or(file.vm_pages_per_second)
             .unwrap_or(0),
-        control,
         control_group: arguments
             .control_group
             .clone()
             .or(file.control_group.clone()),
-        control_read_only: arguments
-            .control_ro
-            .clone()
-            .or(file.control_read_only.clone()),
+        control_read_only: Some(read_only).filter(|path| path.as_os_str() != "none"),
+        control,
         control_read_only_group: arguments
-            .control_ro_group
+            .control_read_only_group
             .clone()
             .or(file.control_read_only_group.clone()),
         run_folder,
@@ -243,5 +257,47 @@ fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
             later.join(", ")
         ),
         Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    /// An option is the key of the file with `-` for `_`, so that both have one name.
+    #[test]
+    fn options_have_the_names_of_their_keys() {
+        let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
+        let command = Arguments::command();
+        let options = command.get_arguments().filter_map(|arg| arg.get_long());
+        let options: Vec<String> = options.map(|option| option.replace('-', "_")).collect();
+        for key in file::KEYS.iter().filter(|key| key.name != "log") {
+            assert!(
+                options.iter().any(|option| option == key.name),
+                "{}",
+                key.name
+            );
+        }
+        for option in options {
+            let known = file::KEYS.iter().any(|key| key.name == option);
+            assert!(known || only_options.contains(&option.as_str()), "{option}");
+        }
+    }
+
+    #[test]
+    fn a_read_only_socket_exists_by_default() {
+        let socket = |options: &[&str]| {
+            let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
+            let arguments = Arguments::parse_from(all);
+            let config = configure(&arguments, &File::default()).expect("good");
+            config.control_read_only
+        };
+        // The exporter uses this path by default.
+        let default = tmem_control::DEFAULT_READ_ONLY_SOCKET;
+        assert_eq!(socket(&[]), Some(default.into()));
+        assert_eq!(socket(&["--control", "/x/c"]), Some("/x/c-ro".into()));
+        assert_eq!(socket(&["--control-read-only", "/r"]), Some("/r".into()));
+        assert_eq!(socket(&["--control-read-only", "none"]), None);
     }
 }

@@ -34,7 +34,7 @@ fn config(directory: &Path) -> Config {
         run_folder: directory.into(),
         vms: vec![
             vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),
-            vm("db", ",trust-domain=team,reserve=4MiB,limit=16MiB,weight=7"),
+            vm("db", ",trust_domain=team,reserve=4MiB,limit=16MiB,weight=7"),
         ],
         pressure: None,
         trace: None,

@@ -14,7 +14,7 @@ use tmem_sim::{Content, Driver, PutPage, Request};
 fn daemon() -> Daemon {
     Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |folder| {
         let read_only = folder.join("read-only").to_str().unwrap().to_owned();
-        vec!["--control-ro".into(), read_only]
+        vec!["--control-read-only".into(), read_only]
     })
 }
 

@@ -386,7 +386,7 @@ fn a_file_is_checked_without_a_daemon() {
     );
     for (option, value) in [
         ("--control-group", "no-such"),
-        ("--control-ro-group", "4294967295"),
+        ("--control-read-only-group", "4294967295"),
     ] {
         file(at, &toml(at, ""));
         fails(&["--pool-size", "64MiB", option, value], value);

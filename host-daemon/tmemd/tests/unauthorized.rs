@@ -76,7 +76,7 @@ fn unauthorized_peers_are_refused() {
     }
     let read_only = |folder: &Path| {
         let path = folder.join("read-only").display().to_string();
-        vec!["--control-ro".into(), path]
+        vec!["--control-read-only".into(), path]
     };
     let daemon = Daemon::with_arguments(&[("given", None)], "64MiB", read_only);
     fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755)).expect("set");
@@ -165,8 +165,8 @@ fn sockets_belong_to_the_configured_users() {
         let group = READERS.to_string();
         [
             ["--control-group", NAMED],
-            ["--control-ro", &at("read-only")],
-            ["--control-ro-group", &group],
+            ["--control-read-only", &at("read-only")],
+            ["--control-read-only-group", &group],
             ["--vm", &vm],
         ]
         .map(|pair| pair.map(String::from))

@@ -246,12 +246,14 @@ fn a_refused_change_has_no_effect() {
     change("is that of the VM db", &|s| {
         s.socket = host.spec(OTHER, "db").socket
     });
-    change("--run-folder", &|s| s.socket = "/tmp/elsewhere.sock".into());
-    change("--run-folder", &|s| {
+    change("--run-directory", &|s| {
+        s.socket = "/tmp/elsewhere.sock".into()
+    });
+    change("--run-directory", &|s| {
         s.socket = format!("{}/../x", host.folder.path().display())
     });
-    change("--run-folder", &|s| s.socket = "x".into());
-    change("--run-folder", &|s| s.socket = String::new());
+    change("--run-directory", &|s| s.socket = "x".into());
+    change("--run-directory", &|s| s.socket = String::new());
     change("not a socket", &|s| {
         s.socket = host.path("file").to_string_lossy().into()
     });

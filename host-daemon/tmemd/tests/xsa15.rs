@@ -287,7 +287,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
 fn missing_tenant() {
     let run = |folder: &std::path::Path| {
         let folder = folder.to_str().unwrap();
-        vec!["--run-folder".into(), folder.into()]
+        vec!["--run-directory".into(), folder.into()]
     };
     let mut daemon = Daemon::with_arguments(&[("a", None), ("other", None)], "512MiB", run);
     let mut other = daemon.driver("other", 2);

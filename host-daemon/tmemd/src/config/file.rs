@@ -64,9 +64,9 @@ pub const KEYS: &[Key] = &[
     key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put and get in a second. Puts and gets above it are refused or missed at once. Flushes count, too, and are always executed. 0: no limit"),
     key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
     key("control_group", ("text", "the daemon's group"), false, "group whose members may use the control socket: its name in /etc/group, or its number"),
-    key("control_read_only", ("path", "none"), false, "read-only socket of the control interface"),
+    key("control_read_only", ("path, or none", "the path of `control` with -ro appended"), false, "read-only socket of the control interface"),
     key("control_read_only_group", ("text", "the daemon's group"), false, "group whose members may use the read-only socket. Use a group without other rights"),
-    key("run_folder", ("path", "the folder of control"), false, "run folder: directory of the sockets of VMs that are added, and of the VM store"),
+    key("run_directory", ("path", "the directory of `control`"), false, "run directory: directory of the sockets of VMs that are added, and of the VM store"),
     key("log", ("filter", "info"), true, "log level error, warn, info or debug, or a filter such as `info,tmemd::host::pressure=debug`. The environment variable TMEMD_LOG takes precedence"),
     key("vm", ("tables", "none"), true, "VMs that are served from the start, one `[[vm]]` table each; libvirt's hook adds others. A reload applies only their quotas"),
 ];
@@ -112,7 +112,7 @@ pub struct File {
     /// See [`KEYS`].
     pub control_read_only_group: Option<Account>,
     /// See [`KEYS`].
-    pub run_folder: Option<PathBuf>,
+    pub run_directory: Option<PathBuf>,
     /// See [`KEYS`].
     pub log: Option<String>,
     /// See [`VM_KEYS`].
@@ -185,7 +185,7 @@ fn vm(table: &Table) -> Result<VmConfig, ConfigError> {
         if value.contains(',') {
             return Err(fault(format!("{key} = {value:?}: it must have no comma")));
         }
-        pairs.push(format!("{}={value}", key.replace('_', "-")));
+        pairs.push(format!("{key}={value}"));
     }
     pairs.join(",").parse()
 }
@@ -244,7 +244,7 @@ impl File {
                 "control_read_only_group" => {
                     file.control_read_only_group = Some(account(value).map_err(fault)?);
                 }
-                "run_folder" => file.run_folder = Some(path(value).map_err(fault)?),
+                "run_directory" => file.run_directory = Some(path(value).map_err(fault)?),
                 "log" => {
                     let filter = text(value).map_err(fault)?;
                     tmem_log::check(&filter).map_err(fault)?;
@@ -295,7 +295,7 @@ mod tests {
     fn a_file_with_all_keys_is_parsed() {
         let file = File::parse(
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
-             control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
+             control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_directory = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
         )

@@ -224,7 +224,7 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
 impl std::str::FromStr for VmConfig {
     type Err = ConfigError;
 
-    /// Parses `socket=PATH,name=NAME[,owner=...][,uuid=...][,trust-domain=...][,reserve=...]
+    /// Parses `socket=PATH,name=NAME[,owner=...][,uuid=...][,trust_domain=...][,reserve=...]
     /// [,limit=...][,weight=...]`. A path with a comma cannot be given.
     fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
         let named = text
@@ -245,7 +245,7 @@ impl std::str::FromStr for VmConfig {
                 "socket" => socket.replace(PathBuf::from(value)).is_some(),
                 "owner" => owner.replace(value.parse().map_err(fault)?).is_some(),
                 "uuid" => uuid.replace(parse_uuid(value).map_err(fault)?).is_some(),
-                "trust-domain" => trust_domain
+                "trust_domain" => trust_domain
                     .replace(parse_name(value).map_err(fault)?)
                     .is_some(),
                 "reserve" => reserve
@@ -263,7 +263,7 @@ impl std::str::FromStr for VmConfig {
                 }
                 _ => {
                     return Err(fault(
-                        "is no key of a VM; there are socket, name, owner, uuid, trust-domain, \
+                        "is no key of a VM; there are socket, name, owner, uuid, trust_domain, \
                          reserve, limit and weight"
                             .into(),
                     ));
@@ -456,7 +456,7 @@ mod tests {
     fn a_vm_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
-                            trust-domain=debian,reserve=16MiB,limit=1GiB,weight=7"
+                            trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7"
                 .parse()
                 .expect("good");
         assert_eq!(
@@ -501,7 +501,7 @@ mod tests {
             ("name=a,socket=s,uuid=123", &["\"a\"", "uuid=123", "UUID"]),
             (
                 "name=a,socket=s,color=red",
-                &["\"a\"", "color=red", "trust-domain"],
+                &["\"a\"", "color=red", "trust_domain"],
             ),
             ("name=a,socket=s,socket=t", &["\"a\"", "socket=t", "twice"]),
             (
@@ -515,8 +515,8 @@ mod tests {
             ("name=a,socket=s,owner=", &["owner=", "empty"]),
             ("name=a,socket=s,owner=a,owner=b", &["owner=b", "twice"]),
             (
-                "name=a,socket=s,trust-domain=",
-                &["trust-domain=", "letters"],
+                "name=a,socket=s,trust_domain=",
+                &["trust_domain=", "letters"],
             ),
             ("name=a,socket", &["\"socket\"", "key=value"]),
         ] {

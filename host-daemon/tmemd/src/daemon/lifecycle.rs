@@ -295,7 +295,7 @@ fn bind_control(
     Ok(listeners)
 }
 
-/// Warns if any user can create files in the run folder. A VMM shares its guest's memory with the
+/// Warns if any user can create files in the run directory. A VMM shares its guest's memory with the
 /// process that listens on its socket, so another user could create that socket first.
 fn warn_of_writable_folder(run_folder: &Path) {
     // A missing folder is reported when a socket is bound in it.
@@ -305,7 +305,7 @@ fn warn_of_writable_folder(run_folder: &Path) {
     if metadata.permissions().mode() & 0o002 != 0 {
         tracing::warn!(
             "everybody can write to {}: the first process to create a VM's socket there gets that VM's \
-             memory; take the permission away, or choose another --run-folder",
+             memory; take the permission away, or choose another --run-directory",
             run_folder.display()
         );
     }
