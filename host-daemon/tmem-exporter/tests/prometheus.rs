@@ -52,17 +52,28 @@ fn promtool_finds_nothing() {
         let (good, said) = promtool(arguments, "");
         assert!(good, "{said}");
     }
-    // The tests of the alert rules must name each alert.
+}
+
+/// Each alert has a test of its rule, and a section of the runbook, where its link leads.
+#[test]
+fn each_alert_has_a_test_and_a_runbook() {
     let of = |text: &str, key: &str| -> Vec<String> {
         let names = text.split(key).skip(1);
         names
             .filter_map(|rest| Some(rest.split([',', '\n', '}']).next()?.trim().to_string()))
             .collect()
     };
+    let alerts = of(include_str!("../alerts.yml"), "- alert:");
     let tested = of(include_str!("../alerts_test.yml"), "alertname:");
-    for alert in of(include_str!("../alerts.yml"), "- alert:") {
-        assert!(tested.contains(&alert), "{alert} is not tested");
+    let sections = of(include_str!("../../../docs/alerts.md"), "\n## ");
+    let links = of(include_str!("../alerts.yml"), "runbook_url:");
+    assert_eq!(sections, alerts);
+    for alert in &alerts {
+        assert!(tested.contains(alert), "{alert} is not tested");
+        let link = format!("\"docs/alerts.md#{}\"", alert.to_lowercase());
+        assert!(links.contains(&link), "{link} is missing");
     }
+    assert_eq!(links.len(), alerts.len());
 }
 
 struct Server {
@@ -201,7 +212,7 @@ fn every_query_of_dashboard_and_rules_is_answered() {
     // The value in Prometheus equals the daemon's.
     let hits = host.stats("a").hits as f64;
     server.until("the last scrape", || {
-        let answer = server.query("tmem_vm_hits_total{vm=\"a\"}");
+        let answer = server.query("tmem_vm_hit_pages_total{vm=\"a\"}");
         let value = answer["data"]["result"][0]["value"][1]
             .as_str()
             .map(str::parse::<f64>);

@@ -86,11 +86,11 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
     // This request finds a daemon that hangs before the wait for events, which has no limit.
     in_time(&reach.daemon(), reach, |reach| {
-        let answered = connect(&reach.socket)?.list().call();
+        let answered = connect(&reach.socket)?.list_vms().call();
         answered.map_err(|error| refused(&reach.socket, &error))
     })?;
     let mut client = connect(&reach.socket)?;
-    let mut call = client.monitor();
+    let mut call = client.subscribe_events();
     let events = call
         .more()
         .map_err(|error| refused(&reach.socket, &error))?;

@@ -415,7 +415,7 @@ fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result
         Ok(client) => client,
         Err(Failure(why, _)) => return later(why),
     };
-    let vms = match client.list().call() {
+    let vms = match client.list_vms().call() {
         Ok(reply) => reply.vms,
         Err(error) => return later(refused(socket, &error).0),
     };

@@ -250,9 +250,9 @@ fn late(asked: &str, reach: &Reach) -> Failure {
 }
 
 /// Returns all figures, or those of one VM.
-fn stats(reach: &Reach, vm: Option<String>) -> Result<api::Stats_Reply, Failure> {
+fn stats(reach: &Reach, vm: Option<String>) -> Result<api::GetStats_Reply, Failure> {
     let mut client = connect(&reach.socket)?;
-    let reply = client.stats(vm).call();
+    let reply = client.get_stats(vm).call();
     reply.map_err(|error| refused(&reach.socket, &error))
 }
 
@@ -266,7 +266,7 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         Command::Detach(detach) => libvirt::detach(&detach),
         Command::Tune(tune) => tune::run(&tune, socket),
         Command::List => {
-            let reply = connect(socket)?.list().call().map_err(failed)?;
+            let reply = connect(socket)?.list_vms().call().map_err(failed)?;
             Said::reply(show::list(&reply.vms), &reply)
         }
         Command::Stats { vm, .. } => {

@@ -25,7 +25,7 @@ impl VmsArguments {
         if !self.all {
             return Ok(self.vms.clone());
         }
-        let reply = connect(&reach.socket)?.list().call();
+        let reply = connect(&reach.socket)?.list_vms().call();
         let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
         Ok(reply.vms.into_iter().map(|vm| vm.name).collect())
     }
@@ -74,7 +74,7 @@ fn each(
 /// Drops the pages of VMs.
 pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
     each(reach, vms, |client, name| {
-        let pages = client.flush(name.into()).call()?.pages;
+        let pages = client.flush_vm(name.into()).call()?.pages;
         let json = json!({ "name": name, "pages": pages });
         Ok((format!("{pages} pages dropped"), json))
     })
@@ -84,8 +84,8 @@ pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
 pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Said, Failure> {
     each(reach, vms, |client, name| {
         let changed = match frozen {
-            true => client.freeze(name.into()).call()?.changed,
-            false => client.thaw(name.into()).call()?.changed,
+            true => client.freeze_vm(name.into()).call()?.changed,
+            false => client.thaw_vm(name.into()).call()?.changed,
         };
         let is = if frozen { "frozen" } else { "thawed" };
         let already = if changed { "" } else { " already" };
@@ -99,8 +99,8 @@ pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
     let bytes = i64::try_from(size_bytes).unwrap_or(i64::MAX);
     let mut client = connect(&reach.socket)?;
     let failed = |error| refused(&reach.socket, &error);
-    client.resize(bytes).call().map_err(failed)?;
-    let pool = client.stats(None).call().map_err(failed)?.pool;
+    client.set_pool_size(bytes).call().map_err(failed)?;
+    let pool = client.get_stats(None).call().map_err(failed)?.pool;
     let mut text = format!("pool size set to {} until the daemon ends\n", size(bytes));
     if pool.held_bytes > bytes {
         text += &format!(
@@ -130,7 +130,7 @@ pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
 
 /// Prints how much memory the pool could give back.
 pub fn freeable(reach: &Reach) -> Result<Said, Failure> {
-    let reply = connect(&reach.socket)?.freeable().call();
+    let reply = connect(&reach.socket)?.get_freeable().call();
     let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
     let text = format!(
         "held             {}\nfreeable         {}\nbeyond reserves  {}\nunused           {}\n",

@@ -96,7 +96,7 @@ pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::Vm
     };
     format!(
         "daemon  {} pid {}, up {} s, {} workers, {} of {} VMs connected\n\
-         \x20       {} of processor time for requests, {} in the background: {} new pages, {} cold pages, {} room\n\
+         \x20       {} of processor time for requests, {} in the background: {} new pages, {} cold pages, {} reclaim\n\
          pool    {} of {} held ({}): {} of pages, {} of metadata{}\n\
          \x20       {} pages of {}, {} per byte held; {} same-filled, {} shared, {} evicted\n\
          \x20       {} of host RAM saved\n\n{}",
@@ -106,11 +106,11 @@ pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::Vm
         daemon.workers,
         daemon.vms_connected,
         daemon.vms,
-        seconds(daemon.cpu_workers_ms),
+        seconds(daemon.cpu_requests_ms),
         seconds(daemon.cpu_background_ms),
-        seconds(daemon.cpu_settling_ms),
-        seconds(daemon.cpu_recompression_ms),
-        seconds(daemon.cpu_room_ms),
+        seconds(daemon.cpu_finalize_ms),
+        seconds(daemon.cpu_recompress_ms),
+        seconds(daemon.cpu_reclaim_ms),
         size(pool.held_bytes),
         size(pool.size_bytes),
         percent(pool.held_bytes, pool.size_bytes),

@@ -133,7 +133,7 @@ pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
 
 /// Returns the VM with that name in the daemon.
 fn served(socket: &Path, name: &str) -> Result<Option<api::Vm>, Failure> {
-    let reply = connect(socket)?.list().call();
+    let reply = connect(socket)?.list_vms().call();
     let vms = reply.map_err(|error| refused(socket, &error))?.vms;
     Ok(vms.into_iter().find(|vm| vm.name == name))
 }

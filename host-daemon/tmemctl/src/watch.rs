@@ -45,7 +45,7 @@ struct Sample {
 }
 
 impl Sample {
-    fn of(reply: &api::Stats_Reply, of_vm: bool) -> Sample {
+    fn of(reply: &api::GetStats_Reply, of_vm: bool) -> Sample {
         match (&reply.vms[..], &reply.pool) {
             ([vm], _) if of_vm => Sample {
                 puts: vm.puts,

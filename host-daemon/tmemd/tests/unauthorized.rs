@@ -55,7 +55,7 @@ fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
     let message = match socket.extension() {
         // GET_FEATURES, version 1, no payload.
         Some(_) => [1u32, 1, 0].map(u32::to_ne_bytes).concat(),
-        None => b"{\"method\":\"io.virtiotmem.Control.List\"}\0".to_vec(),
+        None => b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0".to_vec(),
     };
     as_user(user, groups, || is_served(socket, &message))
 }
@@ -141,7 +141,10 @@ fn unauthorized_peers_are_refused() {
         of_control.contains(&format!("of user {OTHER}")),
         "{of_control}"
     );
-    let stats = client.stats(Some("added".into())).call().expect("answers");
+    let stats = client
+        .get_stats(Some("added".into()))
+        .call()
+        .expect("answers");
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 

@@ -111,12 +111,12 @@ impl Host {
     }
 
     fn names(&self) -> Vec<String> {
-        let vms = self.client().list().call().expect("answers").vms;
+        let vms = self.client().list_vms().call().expect("answers").vms;
         vms.into_iter().map(|vm| vm.name).collect()
     }
 
     fn vm(&self, name: &str) -> tmem_control::Vm {
-        let vms = self.client().list().call().expect("answers").vms;
+        let vms = self.client().list_vms().call().expect("answers").vms;
         vms.into_iter().find(|vm| vm.name == name).expect("listed")
     }
 
@@ -229,7 +229,7 @@ fn a_refused_change_has_no_effect() {
     let spec = host.spec(UUID, "web");
     host.add(&spec);
     host.add(&host.spec(OTHER, "db"));
-    let before = host.client().list().call().expect("answers").vms;
+    let before = host.client().list_vms().call().expect("answers").vms;
     fs::write(host.path("file"), "precious").expect("written");
     let mut wrong = vec![];
     let mut change = |what: &'static str, change: &dyn Fn(&mut VmSpec)| {
@@ -279,7 +279,7 @@ fn a_refused_change_has_no_effect() {
         let (_, reason) = host.refused(&spec);
         assert_eq!(owner(), owner_before, "{what}");
         assert!(reason.contains(what), "{reason:?} lacks {what:?}");
-        let after = host.client().list().call().expect("answers").vms;
+        let after = host.client().list_vms().call().expect("answers").vms;
         assert_eq!(after, before, "{what}");
     }
     assert_eq!(fs::read(host.path("file")).expect("there"), b"precious");
@@ -466,7 +466,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         );
         assert_eq!(host.vm("web").problem.is_some(), left_mib < 30);
     }
-    let resize = |bytes| host.client().resize(bytes).call().map(drop);
+    let resize = |bytes| host.client().set_pool_size(bytes).call().map(drop);
     resize(64 << 20).expect("resized");
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
     host.pool_size_bytes = 32 << 20;

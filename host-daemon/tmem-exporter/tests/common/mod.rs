@@ -32,7 +32,11 @@ impl Host {
         let directory = tempfile::tempdir().expect("a folder");
         let path = |name: &str| directory.path().join(name);
         let vm = |name: &str| {
-            let text = format!("socket={},name={name}", path(name).display());
+            let more = match name {
+                "a" => ",uuid=01234567-89ab-cdef-0123-456789abcdef,limit=64MiB",
+                _ => "",
+            };
+            let text = format!("socket={},name={name}{more}", path(name).display());
             text.parse().expect("good")
         };
         let config = Config {
@@ -88,7 +92,7 @@ impl Host {
     /// Returns the daemon's figures of a VM.
     pub fn stats(&self, vm: &str) -> tmem_control::VmStats {
         let mut client = tmem_control::connect(&self.path("control")).expect("connects");
-        let reply = client.stats(Some(vm.into())).call().expect("answers");
+        let reply = client.get_stats(Some(vm.into())).call().expect("answers");
         reply.vms.into_iter().next().expect("there")
     }
 

@@ -21,8 +21,8 @@ pub fn look(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     let asked = in_time(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
         let mut client = connect(&reach.socket)?;
-        let vms = client.list().call().map_err(failed)?.vms;
-        let stats = client.stats(None).call().map_err(failed)?;
+        let vms = client.list_vms().call().map_err(failed)?.vms;
+        let stats = client.get_stats(None).call().map_err(failed)?;
         Ok((vms, stats))
     });
     let (vms, stats) = match asked {

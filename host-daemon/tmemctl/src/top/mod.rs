@@ -101,7 +101,7 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
 struct Looks {
     reach: Reach,
     /// Start of the current poll, and the channel for its result.
-    under_way: Option<(Instant, Receiver<Result<api::Stats_Reply, Failure>>)>,
+    under_way: Option<(Instant, Receiver<Result<api::GetStats_Reply, Failure>>)>,
 }
 
 impl Looks {
@@ -117,7 +117,7 @@ impl Looks {
 
     /// Returns the result of the poll if there is one, or a failure if the poll is late. A late
     /// poll continues.
-    fn end(&mut self) -> Option<Result<api::Stats_Reply, Failure>> {
+    fn end(&mut self) -> Option<Result<api::GetStats_Reply, Failure>> {
         let (since, receiver) = self.under_way.as_ref()?;
         match receiver.try_recv() {
             Ok(seen) => {

@@ -29,8 +29,10 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::SystemTime;
 use tmem_pool::{Pool, PoolConfig};
 
 /// Why a daemon did not start.
@@ -113,6 +115,8 @@ impl Daemon {
             background,
             size,
             events,
+            start_time_seconds: unix_time_seconds(),
+            cpu_other_ms: AtomicI64::new(0),
             clock,
             snapshot: Default::default(),
         });
@@ -293,6 +297,12 @@ fn bind_control(
         listeners.push(bind(path, &config.control_read_only_group, true)?);
     }
     Ok(listeners)
+}
+
+/// Returns the seconds since 1970; 0 if the host's clock is before that.
+fn unix_time_seconds() -> i64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs() as i64)
 }
 
 /// Warns if any user can create files in the run directory. A VMM shares its guest's memory with the
