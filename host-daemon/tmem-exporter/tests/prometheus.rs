@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Exporter, Host, TIMEOUT, http};
+use common::{Certificate, Exporter, Host, TIMEOUT, http};
 use serde_json::Value;
 use std::io::Write;
 use std::net::TcpListener;
@@ -91,18 +91,20 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Starts Prometheus, which scrapes the exporter each second, as docs/metrics.md says, with the
-    /// alert rules.
-    fn start(exporter: &Exporter, token: &Path) -> Server {
+    /// Starts Prometheus, which scrapes the exporter each second over TLS, as docs/metrics.md says,
+    /// with the alert rules.
+    fn start(exporter: &Exporter, token: &Path, certificate: &Path) -> Server {
         let folder = tempfile::tempdir().expect("a folder");
         let config = folder.path().join("prometheus.yml");
         let text = format!(
             "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
              rule_files: [{}/alerts.yml]\n\
              scrape_configs:\n- job_name: tmem\n  authorization: {{credentials_file: {}}}\n  \
+             scheme: https\n  tls_config: {{ca_file: {}}}\n  \
              static_configs: [{{targets: ['{}']}}]\n",
             env!("CARGO_MANIFEST_DIR"),
             token.display(),
+            certificate.display(),
             exporter.address()
         );
         std::fs::write(&config, text).expect("written");
@@ -163,8 +165,16 @@ fn every_query_of_dashboard_and_rules_is_answered() {
     let mut host = Host::new();
     let token = host.path("token");
     std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("written");
-    let exporter = Exporter::start(&host, &["--token-file", token.to_str().expect("text")]);
-    let server = Server::start(&exporter, &token);
+    let tls = Certificate::new(host.path("tls"));
+    let config = tls.web_config("");
+    let options = [
+        "--token-file",
+        token.to_str().expect("text"),
+        "--web.config.file",
+        config.to_str().expect("text"),
+    ];
+    let exporter = Exporter::start(&host, &options);
+    let server = Server::start(&exporter, &token, &tls.certificate());
     server.until("the exporter is scraped", || {
         server.query("tmem_up == 1")["data"]["result"]
             .as_array()

@@ -224,7 +224,7 @@ fn it_does_not_listen_to_others_without_a_token() {
         assert!(!output.status.success());
         String::from_utf8(output.stderr).expect("text")
     };
-    let error = run(&["--listen", "0.0.0.0:0"]);
+    let error = run(&["--web.listen-address", "0.0.0.0:0"]);
     assert!(
         error.contains("0.0.0.0:0") && error.contains("--token-file"),
         "{error}"

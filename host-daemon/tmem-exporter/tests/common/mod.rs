@@ -112,8 +112,11 @@ impl Exporter {
     /// Starts the exporter on a free port.
     pub fn start(host: &Host, more: &[&str]) -> Exporter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
-        command.args(["--listen", "127.0.0.1:0", "--socket"]);
+        if !more.contains(&"--web.listen-address") {
+            command.args(["--web.listen-address", "127.0.0.1:0"]);
+        }
         command
+            .arg("--socket")
             .arg(host.path("read-only"))
             .args(more)
             .stderr(Stdio::piped());
@@ -125,7 +128,7 @@ impl Exporter {
                 .next()
                 .unwrap_or_else(|| panic!("it ended: {log}"))
                 .expect("text");
-            if let Some((_, rest)) = line.split_once("http://") {
+            if let Some((_, rest)) = line.split_once("://") {
                 let (address, _) = rest.split_once("/metrics").expect("an address");
                 break address.to_string();
             }
@@ -189,4 +192,47 @@ pub fn http(address: &str, request: &str) -> (String, String) {
     let answer = String::from_utf8(answer).expect("text");
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     (head.into(), body.into())
+}
+
+/// A self-signed certificate for 127.0.0.1 and its key, in a directory of their own.
+pub struct Certificate {
+    directory: PathBuf,
+}
+
+impl Certificate {
+    /// Creates the files.
+    pub fn new(directory: PathBuf) -> Certificate {
+        let certificate = Certificate { directory };
+        certificate.renew();
+        certificate
+    }
+
+    /// Replaces certificate and key.
+    pub fn renew(&self) {
+        let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()]).expect("made");
+        std::fs::create_dir_all(&self.directory).expect("a folder");
+        std::fs::write(self.certificate(), own.cert.pem()).expect("written");
+        let key = self.directory.join("key.pem");
+        std::fs::write(key, own.signing_key.serialize_pem()).expect("written");
+    }
+
+    /// Returns the path of the certificate.
+    pub fn certificate(&self) -> PathBuf {
+        self.directory.join("certificate.pem")
+    }
+
+    /// Returns the path of the key.
+    pub fn key(&self) -> PathBuf {
+        self.directory.join("key.pem")
+    }
+
+    /// Writes a file for --web.config.file, with `more` lines, and returns its path.
+    pub fn web_config(&self, more: &str) -> PathBuf {
+        let path = self.directory.join("web.yml");
+        let text = format!(
+            "tls_server_config:\n  cert_file: certificate.pem\n  key_file: key.pem\n{more}"
+        );
+        std::fs::write(&path, text).expect("written");
+        path
+    }
 }
