@@ -187,7 +187,7 @@ fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String)
     (head, body)
 }
 
-/// Who is served, and how.
+/// Access rights of clients, and TLS.
 #[derive(Debug)]
 pub struct Access {
     /// The token that clients must send.
