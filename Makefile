@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 #
-# The commands of the project. `make help` lists them; each part's own build lives in its folder.
+# The commands of the project. `make help` lists them; each component has its own build in its directory.
 
 KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
@@ -16,71 +16,71 @@ PYTEST = cd tests && ./python -m pytest unit vm
 
 all: daemon qemu module ## build the daemon, the QEMU with the device, and the kernel module
 
-help: ## this list
+help: ## list these commands
 	@sed -n 's/^\([a-z-]*\):.* ## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
-deps: ## install the Debian packages that building needs (as root; else name them and stop)
+deps: ## install the Debian packages that the build needs (as root; other users get a list of them)
 	@scripts/deps build
 
 deps-test:
 	@scripts/deps test
 
-daemon: ## tmemd, tmemctl, tmem-hook, tmem-libvirt and tmem-exporter, in host-daemon/target/release
+daemon: ## build tmemd, tmemctl, tmem-hook, tmem-libvirt and tmem-exporter in host-daemon/target/release
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmemctl -p tmem-hook -p tmem-libvirt -p tmem-exporter
 
-qemu: ## QEMU with the vhost-user-tmem device, in the cache
+qemu: ## build QEMU with the vhost-user-tmem device, in the cache
 	qemu-dev/build
 
-module: ## the module for Debian's KERNEL=6.12 cloud kernel: guest-driver/virtio_tmem.ko
+module: ## build guest-driver/virtio_tmem.ko for Debian's KERNEL=6.12 cloud kernel
 	$(MAKE) -C guest-driver KDIR="$$(tests/kernel prepare $(KERNEL) --key kdir)"
 
-demo: deps all ## two virtual machines, one pool: without and with the device
+demo: deps all ## run two VMs without the device, then with it and one pool, and compare them
 	$(PYTHON) tests/demo.py
 
-# The file trees of two related servers; TREES="A B" for others, TREES= for none.
+# Directories of two related servers, for the benchmark. TREES="A B" sets others, TREES= leaves them out.
 TREES ?= $$(scripts/two-servers || echo)
-bench: deps ## what the engine costs beside its codec, its memory and zram; ARGS="--json" for the figures
+bench: deps ## measure the storage engine, compared with copying, hashing, lz4 and zram; ARGS="--json" prints JSON
 	trees="$(TREES)"; \
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- engine $${trees:+--trees $$trees} $(ARGS)
 
-bench-path: deps ## the path from a virtqueue to the engine and back, beside zram and memcached; ARGS="--json"
+bench-path: deps ## measure the path from a virtqueue to the engine and back, compared with zram and memcached; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- path $(ARGS)
 
-bench-timing: deps ## whether a guest can tell by time what a VM of another trust domain has; ARGS="--json"
+bench-timing: deps ## measure whether timing tells a guest which pages a VM of another trust domain has; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- timing $(ARGS)
 
-bench-slice: deps ## how long a VM waits for a page beside another that keeps the worker busy; ARGS="--json"
+bench-slice: deps ## measure how long a VM waits for a page while another VM keeps the worker busy; ARGS="--json"
 	$(CARGO) run --release $(MANIFEST) -p tmem-bench -- slice $(ARGS)
 
-bench-vms: deps ## 256 VMs on one daemon: what it takes, a storm of connections, a large one that leaves; ARGS="--help"
+bench-vms: deps ## measure 256 VMs on one daemon: memory and CPU, many connections at once, removal of a large VM; ARGS="--help"
 	$(CARGO) build --release $(MANIFEST) -p tmemd -p tmem-bench
 	host-daemon/target/release/tmem-bench vms $(ARGS)
 
-bench-guest: deps all ## what the guest driver costs and gains; JSON=FILE for the figures
+bench-guest: deps all ## measure costs and gains of the guest driver; JSON=FILE writes the figures
 	$(PYTHON) tests/bench_guest.py
 
-bench-density: deps all ## four VMs with one pool, against the same host bytes as RAM, and KSM (25 minutes, as root); JSON=FILE
+bench-density: deps all ## compare four VMs with one pool, with as much additional RAM, and with KSM (25 minutes, as root); JSON=FILE
 	$(PYTHON) tests/bench_density.py
 
-bench-life: deps all ## migration with and without the device, and how soon a killed daemon's successor serves
+bench-life: deps all ## measure migration with and without the device, and the time until a restarted daemon serves
 	cd tests && PYTHONPATH=vm ./python bench_life.py $(ARGS)
 
 # ---- tests ------------------------------------------------------------------------------------
 
-check: check-host check-guest ## what must pass before a change lands (under 30 minutes)
+check: check-host check-guest ## run the tests that a change must pass (under 30 minutes)
 
-check-host: deps-test lint test-rust check-sim test-driver ## formats, lints, unit and property tests, fake guests
+check-host: deps-test lint test-rust check-sim test-driver ## check format and lints, run unit and property tests, also with simulated guests
 
-check-guest: deps-test all ## virtual machines: device, driver, torture
+check-guest: deps-test all ## run the short VM tests: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
 
-check-kvm: deps-test all ## the VM tests on KVM, where a guest boots on it; says that it was skipped where none does
+check-kvm: deps-test all ## run the VM tests on KVM; skips them with a reason if no guest boots on KVM
 	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) vm
 
-check-libvirt: deps-test all ## domains of a stock libvirtd: attach, start, hits, quota, detach
+check-libvirt: deps-test all ## test domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
 
-check-ops: deps-test all ## commands, a VM's figures, estimates, metrics before a real Prometheus, top in a real terminal
+check-ops: deps-test all ## test commands, figures, estimates, metrics with a real Prometheus, tmemctl top in a real terminal
 	$(CARGO) test $(MANIFEST) -p tmem-control -p tmemctl -p tmem-exporter
 	$(CARGO) test $(MANIFEST) -p tmemctl --test terminal -p tmem-exporter --test prometheus -p tmemd --test journal -- --ignored
 	$(CARGO) test --release $(MANIFEST) -p tmem-exporter --test cost -- --ignored --nocapture
@@ -92,32 +92,33 @@ check-newest: ## fail if Debian 12, 13 or their backports offer a kernel series 
 
 DURATION ?= 2h
 KERNELS ?= $(KERNEL)
-check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (KERNELS=6.12)
+check-guest-long: deps-test all ## run the torture for DURATION=2h on all file systems (KERNELS=6.12)
 	cd tests && PYTHONPATH=vm ./python long.py --duration $(DURATION) --kernels $(KERNELS)
 
-# Everything, in shards by name: `make check-all` runs all, `make check-all SHARD=vm-6.12-1` one.
-# Each takes less than 20 minutes on two cores. With the kernel of make check, what it left out;
-# with the others, all but what is about QEMU and the tests themselves.
+# All tests, divided into shards: `make check-all` runs all shards, `make check-all SHARD=vm-6.12-1`
+# one. A shard takes less than 20 minutes on two cores. The shards of KERNEL run the VM tests that
+# make check leaves out. The shards of other kernels run all VM tests except ANY_KERNEL.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5 \
 	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
 SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri fuzz
-# Kernels that check themselves, built from source if they are not in the cache.
+# Kernels with debugging checks, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with the configuration of other vendors, built in the same way.
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
-# Of all these .ci/run takes as many as fit, in turn; not what needs a nightly compiler, and not the
-# kernels that are built first.
-# Those of 7.3 join when each has passed once.
+# .ci/run runs these shards in rotation, as many as fit into its time. The shards that need a nightly
+# compiler, or a kernel that is built first, are left out. The shards of 7.3 are added when each has
+# passed once.
 TURNS = $(filter-out miri fuzz vm-7.3-%,$(SHARDS))
 SHARD ?= $(SHARDS)
 
-check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
+check-all: check $(addprefix shard-,$(SHARD)) ## run all tests; SHARD=NAME runs make check and one shard
 
 .PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING) $(VENDORS)) shards
-shards: ## names of the shards that take turns in .ci/run
+shards: ## print the names of the shards that .ci/run runs in rotation
 	@echo $(TURNS)
 
-# vm-6.1-2 is the second of as many parts as there are names with 6.1.
+# A shard vm-KERNEL-N runs the N-th part of the tests; the number of parts is the number of shards with
+# that kernel. ANY_KERNEL ignores tests whose result does not depend on the guest's kernel.
 kernel_of = $(firstword $(subst -, ,$1))
 ANY_KERNEL = $(patsubst %,--ignore=vm/test_%.py,device errors harness kvm libvirt memory_map memory_slots migration pressure snapshot \
 	time upgrade watchdog)
@@ -134,7 +135,7 @@ $(addprefix shard-,$(VENDORS)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_vendor_config.py
 
-check-kernel-debug: shard-kernel-debug ## the torture on a kernel with lockdep, KASAN and kmemleak
+check-kernel-debug: shard-kernel-debug ## run the torture on a kernel with lockdep, KASAN and kmemleak
 
 shard-qemu-life: deps-test qemu
 	qemu-dev/qtests
@@ -142,21 +143,22 @@ shard-qemu-life: deps-test qemu
 
 shard-ops: check-ops
 
-# Status 3: a version that nobody has adopted yet does not pass. That is reported and no failure.
+# qemu-dev/try-newest ends with 3 if only a QEMU version that is not in known-good fails. This is
+# reported, and is no failure.
 shard-qemu-newest: deps-test all
 	scripts/deps newest
 	qemu-dev/try-newest || [ $$? -eq 3 ]
 
-# The pool's allocators in Miri: undefined behaviour, data races, orders of memory that are too weak.
+# Miri finds undefined behaviour, data races and memory orders that are too weak.
 MIRI = cargo +nightly --config net.retry=5 miri
 shard-miri: deps-test
 	$(MIRI) --version >/dev/null 2>&1 || \
 		rustup toolchain install nightly --profile minimal --component miri --component rust-src
 	$(MIRI) test $(MANIFEST) -p tmem-pool --lib -- heap:: index::arena:: evict::ghost::
 
-check-miri: shard-miri ## the pool's allocators in Miri (installs Rust's nightly if there is none)
+check-miri: shard-miri ## run tests of the pool's allocators in Miri (installs nightly Rust if it is missing)
 
-# Hostile guests, three minutes for each target from the corpus on, after a build of some five.
+# Fuzzes each target for three minutes, starting from the corpus. The build takes about five minutes.
 shard-fuzz:
 	scripts/deps fuzz
 	host-daemon/fuzz/run 3
@@ -185,34 +187,35 @@ lint-prose:
 lint-licence:
 	scripts/lint-licence
 
-# Then what depends on the event loop again, with the one that is not the default; and the pool's threads, in a
-# thousand orders: half a minute each. What this machine clearly has no test is skipped for.
+# The second line repeats the tests that depend on the event loop with epoll, which is not the default. The
+# third line tries a thousand interleavings of the pool's threads. Each takes half a minute. TMEM_NO_SKIPS
+# names features of this machine: a test that needs only these fails instead of being skipped.
 test-rust: export TMEM_NO_SKIPS = $(shell scripts/no-skips)
 test-rust:
 	$(CARGO) test $(MANIFEST) --workspace
 	TMEM_EVENT_LOOP=epoll $(CARGO) test $(MANIFEST) -p tmemd --test drain --test hang_up --test liars --test random
 	$(CARGO) test $(MANIFEST) -p tmem-pool --features shuttle --lib -- interleavings
 
-check-sim: ## guests, faults and the real daemon on virtual time: seeds, and that broken rules are found
+check-sim: ## simulate guests, faults and the real daemon on virtual time, and check that broken rules are found
 	$(CARGO) test --release $(MANIFEST) -p tmem-world
 	$(CARGO) run --release $(MANIFEST) -p tmem-world
 
 SEEDS ?= 100000
 FIRST ?= 1
-check-sim-long: ## the same for SEEDS=100000 from FIRST=1 on; TMEM_SEED=N replays one
+check-sim-long: ## run the simulator for SEEDS=100000 seeds from FIRST=1 on; TMEM_SEED=N replays one
 	$(CARGO) run --release $(MANIFEST) -p tmem-world -- --seeds $(SEEDS) --first $(FIRST)
 
 MINUTES ?= 10
-fuzz: ## random operations on the pool against a model, new seeds for MINUTES=10; TMEM_SEED=N replays one
+fuzz: ## compare random operations on the pool with a model, for MINUTES=10; TMEM_SEED=N replays one
 	TMEM_SECONDS=$$((60 * $(MINUTES))) $(CARGO) test $(MANIFEST) -p tmem-pool --lib -- --ignored --nocapture model::fuzz
 
-fuzz-guests: ## hostile guests and VMMs, guided by coverage, each target for MINUTES=10 (installs nightly and cargo-fuzz); TARGETS=rings
+fuzz-guests: ## fuzz the daemon as a hostile guest or VMM, each target for MINUTES=10 (installs nightly and cargo-fuzz); TARGETS=rings
 	scripts/deps fuzz
 	host-daemon/fuzz/run $(MINUTES) $(TARGETS)
 
 test-driver:
 	$(MAKE) -C guest-driver test
 
-clean: ## remove what was built here (the cache stays)
+clean: ## remove the build results in this tree (the cache stays)
 	rm -rf host-daemon/target
 	$(MAKE) -C guest-driver clean

@@ -42,20 +42,6 @@ struct tmem_key {
 	u32 igen;
 };
 
-/*
- * Places where a test may hold a task until something else has happened. Each has a parameter
- * test_hold_..., which the test sets to WANTED. It reads as HELD once a task is there, and the test
- * sets it back to NO.
- */
-#ifdef TMEM_TEST
-enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
-extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
-void tmem_hold(unsigned int *place);
-#define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
-#else
-#define TMEM_HOLD(place)	((void)sizeof(#place))
-#endif
-
 /* --- core: implemented in core/, called by hooks ------------------------------------------- */
 
 /*
@@ -130,8 +116,8 @@ bool tmem_bypass_restored(struct tmem_pool *pool, unsigned long lost);
 
 /*
  * Policies: a wish that pages of an inode are not put. The number of policies is limited.
- * tmem_policy_forbid() erases the inode's entries, and may fail. A policy stays until it is
- * forgotten, or until the last pool that shares it is freed.
+ * tmem_policy_forbid() may fail. If it succeeds, the caller erases the inode's entries. A policy
+ * stays until it is forgotten, or until the last pool that shares it is freed.
  */
 bool tmem_policy_never(const struct tmem_key *key);
 int tmem_policy_forbid(const struct tmem_key *key);
@@ -163,17 +149,17 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 u64 tmem_get_deadline_ns(void);
 
 /*
- * Gets pages. Process context, may sleep until @deadline_ns, for any number of pages. Asks for each
+ * Gets pages. Process context, may sleep until @deadline_ns, for any number of pages. Requests each
  * page i of @index .. @index + @nr - 1 whose bit is set in @want. On a hit it copies the page into
  * pages[i] (locked by the caller, not uptodate) and leaves the bit set. On a miss it clears the
- * bit, and pages[i] has unspecified content. Each entry asked for is erased from the index first.
- * Returns the number of hits. Content check and cookie were compared.
+ * bit, and pages[i] has unspecified content. The entry of each requested page is erased from the
+ * index first. Returns the number of hits. Content check and cookie were compared.
  */
 unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr,
 		      struct page **pages, unsigned long *want, u64 deadline_ns);
 
 /*
- * Tells the core that the content that tmem_get() brought into @from is in the page cache as @to.
+ * Informs the core that the content that tmem_get() brought into @from is in the page cache as @to.
  * This happens when a hit is compared: the content goes to a copy, and the disk fills the page. Any
  * context.
  */

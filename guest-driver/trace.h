@@ -40,7 +40,7 @@ TRACE_EVENT(tmem_put,
 );
 
 /*
- * A call that asked for pages ended. It began wait_us ago, and spent most of this time waiting for
+ * A get ended. It began wait_us ago, and spent most of this time waiting for
  * the host.
  */
 TRACE_EVENT(tmem_get,
@@ -97,7 +97,7 @@ TRACE_EVENT(tmem_invalidate,
 		  __get_str(reason))
 );
 
-/* The breaker opened or closed. While it is open, answers are late and nothing is asked for. */
+/* The breaker opened or closed. While it is open, answers are late and nothing is requested. */
 TRACE_EVENT(tmem_breaker,
 	TP_PROTO(bool open),
 	TP_ARGS(open),

@@ -42,7 +42,7 @@ NAMES = ("web1", "web2", "web3", "web4")
 # Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
 TREE_BYTES = 256 * MIB
 RAM_BYTES = 192 * MIB  # the RAM of each VM with the device (M)
-POOL_BYTES = 192 * MIB  # the rest of four trees, stored once and compressed
+POOL_BYTES = 192 * MIB  # what four trees need beyond the RAM, deduplicated and compressed
 WARM_ROUNDS = 1
 ROUNDS = 2  # number of measured rounds
 REPEAT = 3
@@ -93,13 +93,13 @@ class Run:
     """Results of all VMs together, in the measured rounds unless a field says otherwise."""
 
     ram_bytes: int
-    peak_bytes: int = 0  # of the host's memory, from the first read on
-    settled_bytes: int = 0  # of the host's memory, at the end
+    peak_bytes: int = 0  # peak of the host's memory, from the first read on
+    settled_bytes: int = 0  # the host's memory at the end
     seconds: float = 0
-    read_bytes: int = 0  # from disks
+    read_bytes: int = 0  # bytes read from disks
     warm_read_bytes: int = 0
     hits: int = 0
-    saved_bytes: int = 0  # by KSM, at the end
+    saved_bytes: int = 0  # bytes that KSM saved, at the end
     pool: dict[str, int] = field(default_factory=dict)
     processor_seconds: dict[str, float] = field(default_factory=dict)
     settle_seconds: float = 0  # time that KSM took after the warm-up
@@ -438,14 +438,16 @@ def write_json(path: Path, runs: dict[str, list[Run]], release: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures there; also JSON=PATH")
-    parser.add_argument("--repeat", type=int, default=REPEAT, help="of each, %(default)s")
+    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--repeat", type=int, default=REPEAT, help="runs of each variant; default: %(default)s"
+    )
     parser.add_argument(
         "--only",
         nargs="*",
         choices=[variant.key for variant in VARIANTS[1:]],
         default=[variant.key for variant in VARIANTS[1:]],
-        help="what to compare the device with",
+        help="variants to compare the device with",
     )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)

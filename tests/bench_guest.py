@@ -33,7 +33,7 @@ from harness.session import Session
 from harness.vm import MIB, Config, Tmem, Vm
 from harness.wait import until
 
-SEED = 2026  # for file contents, random reads and resampling
+SEED = 2026  # of file contents, random reads and resampling
 PAGE_BYTES = 4096
 SECTOR_BYTES = 512
 
@@ -42,12 +42,12 @@ POOL_SIZE = "512MiB"
 STREAM_BYTES = 320 * MIB  # more than the RAM, so that most of it is evicted while it is read
 SET_BYTES = 240 * MIB  # more than the RAM, less than RAM and pool
 CACHED_BYTES = 32 * MIB  # small enough to stay in the page cache
-BATCH_BYTES = 1 * MIB  # dropped at once; it fits the put ring, so every page is put
+BATCH_BYTES = 1 * MIB  # evicted at once; small enough for the put ring, so every page is put
 UNHOOKED_BYTES = 64 * MIB
 DISK_BYTES = 768 * MIB
 UNHOOKED_DISK_BYTES = 112 * MIB
-TOUCH_MIB = 64  # memory that is taken from the page cache
-RANDOM_READS = 3000  # per second, of the throttled disk
+TOUCH_MIB = 64  # memory that the guest allocates, which shrinks the page cache
+RANDOM_READS = 3000  # reads per second of the throttled disk
 
 # Numbers of repetitions. A stream takes about three seconds, other steps less.
 REPEAT_STREAM = 20
@@ -55,15 +55,15 @@ REPEAT_REREAD = 7
 REPEAT_UNHOOKED = 25
 REPEAT_RECLAIM = 31
 REPEAT_MICRO = 9
-REPEAT_ICOUNT = 5  # instruction counts hardly vary
+REPEAT_ICOUNT = 5  # few repetitions, because instruction counts hardly vary
 
 RESAMPLES = 2000
 STREAM_MAX = 1.05
 UNHOOKED_MAX = 1.05
-UNHOOKED_INSTRUCTIONS_MAX = 1.02  # counts hardly vary between runs, times do
+UNHOOKED_INSTRUCTIONS_MAX = 1.02  # a tight bound, because counts hardly vary between runs
 SECONDS = 300  # longest time of one step
 
-ACCELERATOR = os.environ.get("TMEM_ACCEL", "tcg")  # as in harness/vm.py
+ACCELERATOR = os.environ.get("TMEM_ACCEL", "tcg")  # the default of harness/vm.py
 MODULE = "/virtio_tmem.ko"
 TEST_MODULE = "/virtio_tmem_test.ko"
 BENCH = "/bin/bench"
@@ -342,7 +342,7 @@ class Bench:
 
         paired = pair.in_turns(REPEAT_STREAM, measure, self.saying("stream", REPEAT_STREAM))
         if gets:
-            raise HarnessError(f"the stream was to have nothing reusable, and asked {gets} times")
+            raise HarnessError(f"the stream must not reuse pages, and the driver sent {gets} gets")
         what = "stream larger than RAM, nothing reusable: time with / without"
         self.rows.append(bounded("stream_ratio", what, paired, STREAM_MAX))
 
@@ -483,7 +483,9 @@ class Bench:
     def all_put(puts: int) -> None:
         """Raises if the ring was full, because the measurement is then invalid."""
         if puts < BATCH_BYTES // PAGE_BYTES * 0.95:
-            raise HarnessError(f"reclaim put {puts} of {BATCH_BYTES // PAGE_BYTES} pages")
+            raise HarnessError(
+                f"only {puts} of {BATCH_BYTES // PAGE_BYTES} pages were put: the put ring was full"
+            )
 
     def unhooked(self, pair: Both) -> None:
         self.progress.step(f"a file system that is not hooked, {REPEAT_UNHOOKED} times each")
@@ -732,8 +734,10 @@ def write_json(path: Path, bench: Bench) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the figures there; also JSON=PATH")
-    parser.add_argument("--only", nargs="*", default=[], help="steps: stream reread random ...")
+    parser.add_argument("--json", type=Path, help="write the figures to this file; also JSON=PATH")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="run only these steps: stream reread random ..."
+    )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:

@@ -33,7 +33,7 @@ MEMORY_BYTES = 192 * MIB
 POOL_SIZE = "256MiB"
 # Files that do not fit the guest's memory and are read over and over.
 FILES, FILE_MIB = 12, 16
-# The value of `tmemctl attach`, and a tenth of it.
+# reconnect-ms of the chardev: the value that `tmemctl attach` sets, and a tenth of it.
 RECONNECT_MS = (1000, 100)
 ROUNDS = 7
 SECONDS = 60.0
@@ -85,7 +85,7 @@ class Bench:
         vm = self.vm(Tmem(daemon.socket("vm1"), reconnect_ms=reconnect_ms))
         reads(vm.guest)
         for _ in range(self.rounds):
-            until(lambda: figure(daemon, "hits") > 0, SECONDS, "the guest hits")
+            until(lambda: figure(daemon, "hits") > 0, SECONDS, "the daemon counts a hit")
             begun = time.monotonic()
             daemon.restart()
             key = f"kill_ms_{reconnect_ms}"
@@ -115,7 +115,7 @@ class Bench:
                         until(
                             lambda g=vm.guest, h=hits: stats(g)["hits"] > h + 1000,  # type: ignore[misc]
                             SECONDS,
-                            "the guest hits",
+                            "the daemon counts a hit",
                         )
                     target = migration.receiver(self.session, vm, tmems[(count + 1) % 2])
                     found = migration.move(vm, target)
@@ -151,7 +151,7 @@ def until_ms(begun: float, reached: Callable[[], bool]) -> float:
     """Returns milliseconds from `begun` until `reached`. Polls without a pause, for short times."""
     while not reached():
         if time.monotonic() - begun > SECONDS:
-            raise HarnessError("waited in vain")
+            raise HarnessError(f"the expected state was not reached within {SECONDS} s")
     return (time.monotonic() - begun) * 1e3
 
 
@@ -159,7 +159,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--only", nargs="*", default=["kills", "migrations"])
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     arguments = parser.parse_args()
     try:
         qemu_binary(), host_binary("tmemd"), host_binary("tmemctl")

@@ -25,13 +25,15 @@ SKIPPED = pytest.StashKey[str]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kernel", default="6.12", help="kernel series of the guests")
+    parser.addoption("--not-all-skipped", action="store_true", help="fail if all tests are skipped")
     parser.addoption(
-        "--not-all-skipped", action="store_true", help="that all tests are skipped is a failure"
+        "--kvm", action="store_true", help="run on KVM; skip all tests if KVM cannot be used"
     )
-    parser.addoption("--kvm", action="store_true", help="on KVM; without it nothing is run")
-    parser.addoption("--shard", help="K/N: the K-th of N parts, which take equally long")
+    parser.addoption("--shard", help="K/N: run the K-th of N parts of similar duration")
     parser.addoption(
-        "--durations-to", type=Path, help="a file, as tests/durations.txt, to note durations in"
+        "--durations-to",
+        type=Path,
+        help="write the durations to this file, in the form of tests/durations.txt",
     )
 
 

@@ -34,9 +34,9 @@ RAM_BYTES = 256 * MIB
 WORKING_SET_BYTES = 400 * MIB
 POOL_SIZE = "512MiB"
 ROUNDS = 4
-SHARED_FRACTION = 0.9  # of the second tree: a server with some other packages installed
+SHARED_FRACTION = 0.9  # fraction of each tree that all trees contain
 TREES = ("/usr/bin", "/usr/sbin", "/usr/lib", "/usr/libexec", "/usr/share", "/usr/include")
-FILE_MAX_BYTES = 32 * MIB  # so that one file is not a tenth of the working set
+FILE_MAX_BYTES = 32 * MIB  # larger files are left out: one would be a tenth of the working set
 SEED = 2026  # selects the files that the two trees do not share
 # Software emulation runs the guest ten times slower than hardware, so its deadline is longer.
 MODULE_PARAMETERS = "deadline_ms=200"
@@ -389,9 +389,11 @@ def run(json_path: Path | None, keep: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--json", type=Path, help="write the figures there; also JSON=PATH make demo"
+        "--json", type=Path, help="write the figures to this file; also JSON=PATH make demo"
     )
-    parser.add_argument("--keep", action="store_true", help="leave all running until Enter")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the VMs and the daemon running until Enter"
+    )
     arguments = parser.parse_args()
     json_path = arguments.json or (Path(os.environ["JSON"]) if os.environ.get("JSON") else None)
     try:

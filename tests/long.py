@@ -30,7 +30,7 @@ POLL_SECONDS = 0.2
 # Each run takes a few minutes under emulation, which is how late the whole program may end.
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
-RUN_SECONDS = 1800.0  # a run that takes longer hangs
+RUN_SECONDS = 1800.0  # longest time of a run; a longer run is treated as hung
 # A parameter of a module that was built for tests.
 HOOKS_OFF = "test_hooks_off="
 
@@ -67,7 +67,9 @@ class Progress:
 def duration(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"'{text}': a number and s, m, h or d, such as 2h")
+        raise argparse.ArgumentTypeError(
+            f"'{text}' is not a duration; write a number and s, m, h or d, such as 2h"
+        )
     return float(found[1]) * UNITS[found[2] or "s"]
 
 
@@ -132,23 +134,36 @@ def turn(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--duration", type=duration, default=duration("2h"), help="such as 90m")
     parser.add_argument(
-        "--kernels", default="6.12", help=f"of {', '.join(kernels.SERIES)}; commas between them"
+        "--duration",
+        type=duration,
+        default=duration("2h"),
+        help="how long to run, such as 90m; default: 2h",
     )
     parser.add_argument(
-        "--file-systems", default=",".join(disk.FILE_SYSTEMS), help="default: %(default)s"
+        "--kernels",
+        default="6.12",
+        help=f"kernel series, separated by commas; known: {', '.join(kernels.SERIES)}",
     )
-    parser.add_argument("--seed", type=lambda text: int(text, 0), help="of all seeds")
+    parser.add_argument(
+        "--file-systems",
+        default=",".join(disk.FILE_SYSTEMS),
+        help="file systems, separated by commas; default: %(default)s",
+    )
+    parser.add_argument(
+        "--seed",
+        type=lambda text: int(text, 0),
+        help="seed from which all seeds of the run are drawn",
+    )
     parser.add_argument(
         "--hooks-off",
         metavar="NAMES",
-        help="the driver without these hooks, as 'direct': proves that a run finds a wrong byte",
+        help="switch off these hooks, such as 'direct', to prove that a run finds a wrong byte",
     )
     options = parser.parse_args(arguments)
     names = options.file_systems.split(",")
     if unknown := set(names) - set(disk.FILE_SYSTEMS):
-        parser.error(f"no file system {', '.join(sorted(unknown))}")
+        parser.error(f"unknown file system {', '.join(sorted(unknown))}")
     prepared = [kernels.prepare(series) for series in options.kernels.split(",")]
     seed = random.SystemRandom().getrandbits(32) if options.seed is None else options.seed
     print(f"long: --seed={seed}", flush=True)
@@ -161,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     if not turns:
         parser.error("no kernel mounts any of these file systems")
-    generator.shuffle(turns)  # so that short runs, too, reach all of them in time
+    generator.shuffle(turns)  # so that repeated short runs cover all turns
     for number, (name, kernel) in enumerate(itertools.cycle(turns)):
         if progress.over():
             break

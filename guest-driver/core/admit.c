@@ -10,7 +10,7 @@
  * filter disengages after ADMIT_HOLD hits for each page held, if no loss comes between them. A
  * stream brings no hits, however long it is.
  *
- * The host does not say how many pages it will keep, so only a loss can tell. The first stream
+ * The host does not say how many pages it will keep, so only a loss shows it. The first stream
  * after the device appeared may therefore do harm; later ones do not. A refused put does not count
  * as a loss: the host is busy, and would take the page a moment later.
  *
@@ -26,7 +26,9 @@
 #include <linux/hash.h>
 #include <linux/mm.h>
 #include <linux/mmzone.h>
+#include <linux/moduleparam.h>
 #include <linux/slab.h>
+#include <linux/sysfs.h>
 
 #include "leaf.h"
 
@@ -54,6 +56,32 @@
 #define ADMIT_WEIGHT_MAX	(64 * ADMIT_ENGAGE)
 /* Hits until the filter disengages, for each page held when it engaged. */
 #define ADMIT_HOLD		8
+
+static bool admission = true;
+static const char *const admission_names[] = { "off", "adaptive" };
+
+static int set_admission(const char *value, const struct kernel_param *param)
+{
+	int nr = sysfs_match_string(admission_names, value);
+
+	if (nr < 0)
+		return nr;
+	WRITE_ONCE(admission, nr);
+	return 0;
+}
+
+static int get_admission(char *buffer, const struct kernel_param *param)
+{
+	return sysfs_emit(buffer, "%s\n", admission_names[READ_ONCE(admission)]);
+}
+
+static const struct kernel_param_ops admission_ops = {
+	.set = set_admission,
+	.get = get_admission,
+};
+
+module_param_cb(admission, &admission_ops, NULL, 0644);
+MODULE_PARM_DESC(admission, "Which pages are put once the host does not keep all: adaptive (default): those evicted before; off: all");
 
 struct admit_leaf {
 	u64 seen;
@@ -165,7 +193,7 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 	seen = seen_before(admit, hash, index & (LEAF_PAGES - 1));
 	engaged = admit->engaged;
 	spin_unlock(&admit->lock);
-	return !engaged || back || seen || workingset || !READ_ONCE(tmem_admission) ||
+	return !engaged || back || seen || workingset || !READ_ONCE(admission) ||
 	       !(chunk % ADMIT_SAMPLE);
 }
 

@@ -18,7 +18,7 @@
  */
 #include <linux/slab.h>
 
-#include "index.h"
+#include "budget.h"
 
 /* Inode numbers in one word; a value entry of an XArray has 63 bits. */
 #define MARKS_PER_WORD		32
@@ -50,7 +50,7 @@ static void charge_marks(long bytes)
 
 static long marks_limit(void)
 {
-	return (tmem_index_limit() - tmem_table_bytes()) / BYPASS_DIVISOR;
+	return (tmem_index_limit() - tmem_index_table_bytes) / BYPASS_DIVISOR;
 }
 
 static unsigned long mark_bit(u64 ino)

@@ -104,8 +104,8 @@ static inline u32 tmem_check_page(const struct tmem_check_keys *keys, const void
 
 /*
  * A cookie is base + seq * nr_queues + queue. It is unique, it grows for each key (whose queue is
- * fixed), and it tells the ring slot of a page that is still there. An index entry keeps the offset
- * that was added to base, and the check.
+ * fixed), and it identifies the ring slot of a page that is still there. An index entry keeps the
+ * offset that was added to base, and the check.
  */
 
 /**

@@ -1,42 +1,14 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Control queue, generation and report. One ordered workqueue does all of this in process context.
- *
- * The driver goes online by following the device's generation. When the device has another
- * generation than the one in use, the driver forgets all pages that it believed to be held, before
- * a request can carry the new generation. The time that this takes does not depend on the number of
- * pages. Readers and reclaim never wait for anything in this file.
+ * Control queue: requests that the caller waits for, one at a time, in process context. sync.c and
+ * pool.c send them; readers and reclaim never wait for anything in this file.
  */
 #include <linux/slab.h>
-#include <linux/utsname.h>
-#include <linux/virtio_config.h>
 
-#include "core.h"
+#include "control.h"
 
 /* The driver gives up a request after this time; the next report repeats the work. */
 #define CONTROL_TIMEOUT_MS	1000
-#define REPORT_PERIOD_MS	10000
-/* Interval of probes while the breaker is open. */
-#define PROBE_PERIOD_MS		1000
-
-/*
- * True from the preparation of a hibernation to its end: the device then counts as without a
- * backend.
- */
-static bool hibernating;
-
-struct tmem_control {
-	struct tmem_req req;
-	struct {
-		struct virtio_tmem_req hdr;
-		union {
-			struct virtio_tmem_pool_create create;
-			struct virtio_tmem_report report;
-			struct virtio_tmem_latencies latencies;
-		};
-	} out;
-	struct virtio_tmem_resp resp;
-};
 
 /* --- requests ------------------------------------------------------------------------------ */
 
@@ -67,7 +39,13 @@ void tmem_control_vq_callback(struct virtqueue *vq)
 	wake_up(&dev->control_wait);
 }
 
-static struct tmem_control *free_control(struct tmem_dev *dev)
+/**
+ * tmem_control_free() - return a request that the device does not have
+ * @dev: the device
+ *
+ * Return: the request, or NULL if no request has been answered yet.
+ */
+struct tmem_control *tmem_control_free(struct tmem_dev *dev)
 {
 	unsigned int i;
 
@@ -84,9 +62,21 @@ static bool control_done(struct tmem_control *control)
 	return smp_load_acquire(&control->req.state) == TMEM_REQ_DONE;
 }
 
-/* Sends a request whose body is filled in. Returns its status, or UNANSWERED if no answer comes. */
-static u8 control_send(struct tmem_dev *dev, struct tmem_control *control, u64 generation, u16 type,
-		       u32 pool, size_t body_bytes)
+/**
+ * tmem_control_send() - send a request whose body is filled in, and wait for the answer
+ * @dev: the device
+ * @control: from tmem_control_free()
+ * @generation: generation that the request carries
+ * @type: VIRTIO_TMEM_T_...
+ * @pool: id of the pool, or 0
+ * @body_bytes: size of the body
+ *
+ * Context: process, sleeps up to a second.
+ *
+ * Return: status of the answer, or VIRTIO_TMEM_S_UNANSWERED if none comes.
+ */
+u8 tmem_control_send(struct tmem_dev *dev, struct tmem_control *control, u64 generation, u16 type,
+		     u32 pool, size_t body_bytes)
 {
 	struct scatterlist out, in, *sgs[] = { &out, &in };
 	u8 status = VIRTIO_TMEM_S_UNANSWERED;
@@ -150,11 +140,11 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 	bool create = type == VIRTIO_TMEM_T_POOL_CREATE;
 
 	mutex_lock(&dev->control_lock);
-	control = free_control(dev);
+	control = tmem_control_free(dev);
 	if (control) {
 		memset(&control->out.create, 0, sizeof(control->out.create));
-		status = control_send(dev, control, generation, type, pool,
-				      create ? sizeof(control->out.create) : 0);
+		status = tmem_control_send(dev, control, generation, type, pool,
+					   create ? sizeof(control->out.create) : 0);
 	}
 	mutex_unlock(&dev->control_lock);
 	if (!control)
@@ -173,264 +163,10 @@ int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool)
 	}
 }
 
-/* --- generation ---------------------------------------------------------------------------- */
-
-static u64 read_generation(struct tmem_dev *dev)
-{
-	__le64 generation;
-
-	/* One element of 8 bytes; it is read again if the configuration changed meanwhile. */
-	__virtio_cread_many(dev->vdev, offsetof(struct virtio_tmem_config, generation),
-			    &generation, 1, sizeof(generation));
-	return le64_to_cpu(generation);
-}
-
-/* Returns a reason not to use the device, whatever its generation is, or NULL. */
-static const char *unusable(struct tmem_dev *dev)
-{
-	struct virtio_device *vdev = dev->vdev;
-
-	if (READ_ONCE(hibernating))
-		return "hibernation";
-	if (vdev->config->get_status(vdev) & VIRTIO_CONFIG_S_NEEDS_RESET)
-		return "the device needs a reset, reload the module";
-	return NULL;
-}
-
-/*
- * Runs after a configuration change, after a STALE answer, when a pool was added or removed, and
- * when cookies are used up.
- */
-static void sync_work_fn(struct work_struct *work)
-{
-	struct tmem_dev *dev = container_of(work, struct tmem_dev, sync_work);
-	bool renew = xchg(&dev->renew, false);
-	const char *why = unusable(dev);
-	u64 generation = why ? 0 : read_generation(dev);
-	unsigned int i;
-	int err;
-
-	if (generation != dev->generation || renew) {
-		tmem_state_offline(why ?: "no backend");
-		/*
-		 * The order is: first the epoch, so that slots of the old one are not sent; then
-		 * the index, whose entries become unreachable because all pools lose their ids;
-		 * then the generation. Senders read in the opposite order: a sender that sees the
-		 * new generation sees neither old slots nor old entries.
-		 */
-		WRITE_ONCE(dev->epoch, dev->epoch + 1);
-		tmem_pools_forget();
-		if (renew) {
-			WRITE_ONCE(dev->cookie_base, dev->cookie_base + TMEM_SEQ_MASK + 1);
-			for (i = 0; i < dev->nr_queues; i++)
-				tmem_ring_renew(&dev->queue[i]);
-		}
-		smp_wmb();	/* pairs with smp_rmb() in feed() and tmem_get() */
-		if (generation != dev->generation)
-			tmem_count(TMEM_STAT_generation_changes);
-		WRITE_ONCE(dev->generation, generation);
-		tmem_breaker_reset(dev);
-		wake_up(&dev->feeder_wait);
-		tmem_index_sweep();
-		tmem_control_report_soon(dev);
-	}
-	if (!generation) {
-		/* The reason may have changed. */
-		tmem_state_offline(why ?: "no backend");
-		return;
-	}
-	err = tmem_pools_create(dev, generation);
-	/* After ESTALE a notification follows, or the next report reads the generation again. */
-	if (err == -ESTALE)
-		return;
-	if (err && err != dev->pools_error)
-		dev_notice(&dev->vdev->dev, "%s: new file systems are not cached (error %d)\n",
-			   err == -ENOSPC ? "the host takes no more pools" :
-			   "the host does not answer on the control queue", err);
-	dev->pools_error = err;
-	tmem_state_online();
-}
-
-/**
- * tmem_control_resync() - read the generation again, and bring the device's pools up to date
- * @dev: the device
- * @renew: forget everything even if the generation is the same
- *
- * Context: any but NMI.
- */
-void tmem_control_resync(struct tmem_dev *dev, bool renew)
-{
-	if (renew)
-		WRITE_ONCE(dev->renew, true);
-	if (!READ_ONCE(dev->stopping))
-		queue_work(dev->wq, &dev->sync_work);
-}
-
-/**
- * tmem_control_resync_any() - call tmem_control_resync() for the device, if there is one
- * @renew: forget everything even if the generation is the same
- *
- * Context: any but NMI.
- */
-void tmem_control_resync_any(bool renew)
-{
-	struct tmem_dev *dev;
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev)
-		tmem_control_resync(dev, renew);
-	rcu_read_unlock();
-}
-
-/**
- * tmem_control_hibernate() - forget everything and stay off, or return to service
- * @begin: true to stay off, false to return to service
- *
- * Context: process, may sleep as long as a control request may take.
- */
-void tmem_control_hibernate(bool begin)
-{
-	struct tmem_dev *dev;
-
-	WRITE_ONCE(hibernating, begin);
-	dev = tmem_dev_get();
-	if (!dev)
-		return;
-	tmem_control_resync(dev, false);
-	flush_work(&dev->sync_work);
-	tmem_dev_put(dev);
-}
-
-/* --- report -------------------------------------------------------------------------------- */
-
-static void send_report(struct tmem_dev *dev, u64 generation)
-{
-	struct virtio_tmem_report *report;
-	struct tmem_control *control;
-	u64 hooks;
-	u32 state;
-
-	mutex_lock(&dev->control_lock);
-	control = free_control(dev);
-	if (!control)
-		goto unlock;
-	state = tmem_state_report(&hooks);
-	report = &control->out.report;
-	*report = (struct virtio_tmem_report){
-		.version = cpu_to_le32(TMEM_VERSION_MAJOR << 16 | TMEM_VERSION_MINOR << 8 |
-				       TMEM_VERSION_PATCH),
-		.state = cpu_to_le32(state),
-		.hooks = cpu_to_le64(hooks),
-		.memory_bytes = cpu_to_le64(tmem_memory_bytes()),
-		.index_pages = cpu_to_le64(tmem_index_pages()),
-		.puts = cpu_to_le64(tmem_stat_sum(TMEM_STAT_puts, TMEM_STAT_puts)),
-		.puts_dropped = cpu_to_le64(tmem_stat_sum(TMEM_STAT_puts_dropped_offline,
-							  TMEM_STAT_puts_dropped_cookies)),
-		.gets = cpu_to_le64(tmem_stat_sum(TMEM_STAT_gets, TMEM_STAT_gets)),
-		.hits = cpu_to_le64(tmem_stat_sum(TMEM_STAT_hits, TMEM_STAT_hits)),
-		.late = cpu_to_le64(tmem_stat_sum(TMEM_STAT_late, TMEM_STAT_late)),
-		.mismatches = cpu_to_le64(tmem_stat_sum(TMEM_STAT_mismatches,
-							TMEM_STAT_mismatches)),
-		.invalidations = cpu_to_le64(tmem_stat_sum(TMEM_STAT_invalidations_removed,
-							   TMEM_STAT_invalidations_off)),
-	};
-	strscpy_pad(report->kernel, init_utsname()->release, sizeof(report->kernel));
-	if (control_send(dev, control, generation, VIRTIO_TMEM_T_REPORT, 0, sizeof(*report)) ==
-	    VIRTIO_TMEM_S_STALE)
-		tmem_control_resync(dev, false);
-unlock:
-	mutex_unlock(&dev->control_lock);
-}
-
-/*
- * Sends the histogram of waits. An older back end may serve a device that offers the request. It
- * answers UNSUPPORTED, and the driver does not send the request again in this generation.
- */
-static void send_latencies(struct tmem_dev *dev, u64 generation)
-{
-	struct virtio_tmem_latencies *latencies;
-	struct tmem_control *control;
-	unsigned int i;
-	u8 status;
-
-	BUILD_BUG_ON(TMEM_STAT_get_waits_longer - TMEM_STAT_get_waits_1us + 1 !=
-		     ARRAY_SIZE(latencies->get));
-	if (!virtio_has_feature(dev->vdev, VIRTIO_TMEM_F_LATENCIES) ||
-	    dev->latencies_refused == generation)
-		return;
-	mutex_lock(&dev->control_lock);
-	control = free_control(dev);
-	if (!control)
-		goto unlock;
-	latencies = &control->out.latencies;
-	latencies->get_ns = cpu_to_le64(tmem_stat_sum(TMEM_STAT_get_waits_ns,
-						      TMEM_STAT_get_waits_ns));
-	for (i = 0; i < ARRAY_SIZE(latencies->get); i++)
-		latencies->get[i] = cpu_to_le64(tmem_stat_sum(TMEM_STAT_get_waits_1us + i,
-							      TMEM_STAT_get_waits_1us + i));
-	status = control_send(dev, control, generation, VIRTIO_TMEM_T_LATENCIES, 0,
-			      sizeof(*latencies));
-	if (status == VIRTIO_TMEM_S_STALE)
-		tmem_control_resync(dev, false);
-	else if (status == VIRTIO_TMEM_S_UNSUPPORTED)
-		dev->latencies_refused = generation;
-unlock:
-	mutex_unlock(&dev->control_lock);
-}
-
-static void report_work_fn(struct work_struct *work)
-{
-	struct tmem_dev *dev = container_of(to_delayed_work(work), struct tmem_dev, report_work);
-	u64 generation = READ_ONCE(dev->generation);
-	unsigned int period_ms;
-
-	if (READ_ONCE(dev->stopping))
-		return;
-	/* Creates pools that could not be created before, and makes up for a lost notification. */
-	tmem_control_resync(dev, false);
-	if (generation) {
-		tmem_breaker_probe(dev);
-		send_report(dev, generation);
-		send_latencies(dev, generation);
-	}
-	period_ms = READ_ONCE(dev->tripped) ? PROBE_PERIOD_MS : REPORT_PERIOD_MS;
-	if (!READ_ONCE(dev->stopping))
-		queue_delayed_work(dev->wq, &dev->report_work, msecs_to_jiffies(period_ms));
-}
-
-/**
- * tmem_control_report_soon() - send a report now because the state changed
- * @dev: the device
- *
- * Context: any but NMI.
- */
-void tmem_control_report_soon(struct tmem_dev *dev)
-{
-	if (!READ_ONCE(dev->stopping))
-		mod_delayed_work(dev->wq, &dev->report_work, 0);
-}
-
-/**
- * tmem_control_report_any() - call tmem_control_report_soon() for the device, if there is one
- *
- * Context: any but NMI.
- */
-void tmem_control_report_any(void)
-{
-	struct tmem_dev *dev;
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev)
-		tmem_control_report_soon(dev);
-	rcu_read_unlock();
-}
-
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_control_init() - allocate workqueue and requests of the control queue
+ * tmem_control_init() - allocate the requests of the control queue
  * @dev: the device; its memory_bytes grow
  *
  * Return: 0, or -ENOMEM; the caller then calls tmem_control_exit() as well.
@@ -442,12 +178,6 @@ int tmem_control_init(struct tmem_dev *dev)
 	mutex_init(&dev->control_lock);
 	spin_lock_init(&dev->control_vq_lock);
 	init_waitqueue_head(&dev->control_wait);
-	INIT_WORK(&dev->sync_work, sync_work_fn);
-	INIT_DELAYED_WORK(&dev->report_work, report_work_fn);
-	dev->stopping = true;
-	dev->wq = alloc_ordered_workqueue("virtio_tmem", 0);
-	if (!dev->wq)
-		return -ENOMEM;
 	for (i = 0; i < TMEM_CONTROL_REQUESTS; i++) {
 		dev->control[i] = kzalloc(sizeof(*dev->control[i]), GFP_KERNEL);
 		if (!dev->control[i])
@@ -459,46 +189,13 @@ int tmem_control_init(struct tmem_dev *dev)
 }
 
 /**
- * tmem_control_start() - read the generation of a device that is ready, and start to report
- * @dev: the device
- */
-void tmem_control_start(struct tmem_dev *dev)
-{
-	tmem_state_offline("no backend");
-	WRITE_ONCE(dev->stopping, false);
-	tmem_control_resync(dev, false);
-	tmem_control_report_soon(dev);
-}
-
-/**
- * tmem_control_stop() - stop all work items
- * @dev: the device; no other code can queue a work item any more
- *
- * Context: process, sleeps as long as an unanswered request is waited for.
- */
-void tmem_control_stop(struct tmem_dev *dev)
-{
-	WRITE_ONCE(dev->stopping, true);
-	cancel_delayed_work_sync(&dev->report_work);
-	cancel_work_sync(&dev->sync_work);
-	/*
-	 * The report may have queued the sync work before it read the flag, and the sync work the
-	 * report.
-	 */
-	cancel_delayed_work_sync(&dev->report_work);
-	cancel_work_sync(&dev->sync_work);
-}
-
-/**
- * tmem_control_exit() - free workqueue and requests of the control queue
+ * tmem_control_exit() - free the requests of the control queue
  * @dev: the device; it was reset
  */
 void tmem_control_exit(struct tmem_dev *dev)
 {
 	unsigned int i;
 
-	if (dev->wq)
-		destroy_workqueue(dev->wq);
 	for (i = 0; i < TMEM_CONTROL_REQUESTS; i++)
 		kfree(dev->control[i]);
 }

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
  * Declarations that the files of core/ share: the device, its queues, and the index's inner
- * interface.
+ * interface. Files use only files of lower layers (tests/unit/test_driver_layers.py).
  *
  * Locks, outermost first. All but the two mutexes are taken with interrupts off:
  *	control.c: dev->control_lock (mutex)	control queue, one request at a time
- *	index.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
+ *	pool.c: tmem_pools_lock (mutex)	list of pools, assignment of their ids
  *	index.c: bucket->lock		all index state of the inodes that hash there
  *	  detached_lock		objects whose memory is freed later
  *	  queue->ring_lock		ring head and tail, list of pending flushes
@@ -32,6 +32,7 @@
 
 #include <virtio_tmem.h>
 
+#include "../testing.h"
 #include "../tmem.h"
 #include "check.h"
 #include "stats.h"
@@ -226,7 +227,7 @@ struct tmem_dev {
 	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
 	bool tripped;			/* written under get_lock */
 
-	/* References of users that may sleep: tmem_get() and tmem_control_hibernate(). */
+	/* References of users that may sleep: tmem_get() and tmem_sync_hibernate(). */
 	refcount_t users;
 	struct completion unused;
 
@@ -244,29 +245,24 @@ struct tmem_dev {
 	bool stopping;
 };
 
-/* The device while it may be used. Readers hold rcu_read_lock() or a reference. */
+/*
+ * dev.c. tmem_device is the device while it may be used; readers hold rcu_read_lock() or a
+ * reference.
+ */
 extern struct tmem_dev __rcu *tmem_device;
 extern struct tmem_check_keys tmem_keys;
 
 struct tmem_dev *tmem_dev_get(void);
 void tmem_dev_put(struct tmem_dev *dev);
+void tmem_dev_resync(struct tmem_dev *dev, bool renew);
+void tmem_dev_resync_any(bool renew);
+void tmem_dev_report(struct tmem_dev *dev);
+void tmem_dev_report_any(void);
 
-/* Module parameters, defined in main.c. */
-extern unsigned int tmem_deadline_ms;
-extern unsigned int tmem_spin_us;
-extern bool tmem_admission;
-#ifdef TMEM_TEST
-extern unsigned int tmem_inject_ring_full;
-extern unsigned int tmem_inject_nomem;
-extern unsigned int tmem_inject_corrupt;
-extern unsigned long tmem_test_index_bytes;
-extern unsigned long tmem_test_cookies;
-bool tmem_inject(atomic_t *calls, unsigned int every);
-#define TMEM_INJECT(what) \
-	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })
-#else
-#define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* never */
-#endif
+/* budget.c */
+void tmem_index_reserve(long bytes);
+long tmem_index_bytes(void);
+long tmem_index_pages(void);
 
 /* index.c */
 struct tmem_where {
@@ -277,9 +273,6 @@ struct tmem_where {
 
 int tmem_index_init(void);
 void tmem_index_exit(void);
-void tmem_index_reserve(long bytes);
-long tmem_index_bytes(void);
-long tmem_index_pages(void);
 u32 tmem_index_bucket(const struct tmem_key *key);
 int tmem_index_store(const struct tmem_key *key, pgoff_t index, u64 entry,
 		     struct tmem_where *where);
@@ -293,25 +286,31 @@ int tmem_bypass_init(struct tmem_pool *pool, struct tmem_pool *old);
 void tmem_bypass_free(struct tmem_pool *pool);
 
 /* evict.c */
-void tmem_index_make_room(void);
+void tmem_evict_init(void);
+void tmem_evict_exit(void);
 void tmem_index_sweep(void);
 void tmem_index_drop_pool(u32 id, const char *name, enum tmem_inval why);
 
+/* pool_id.c */
+int tmem_pool_set_id(struct tmem_pool *pool, u32 id);
+void tmem_pool_clear_id(struct tmem_pool *pool);
+const char *tmem_pool_name(u32 id);
+bool tmem_pool_live(u32 id);
+void tmem_pool_ids_exit(void);
+
 /* pool.c */
 struct tmem_pool {
-	struct list_head list;		/* tmem_pools or tmem_pools_dead */
+	struct list_head list;		/* tmem_pools or tmem_pools_freed */
 	char name[32];
 	u32 serial;			/* never reused; selects buckets, so it outlives ids */
 	u32 id;				/* id at the host, or 0; read under a bucket lock */
-	u32 burnt_id;			/* id to be destroyed at the host, if it exists there */
+	u32 retired_id;			/* id to be destroyed at the host, if it exists there */
 	bool freed;			/* the hooks freed it; guarded by tmem_pools_lock */
 	struct tmem_marks *marks;	/* never changes */
 	struct tmem_policies *policies;	/* never changes */
 	struct rcu_head rcu;
 };
 
-const char *tmem_pool_name(u32 id);
-bool tmem_pool_live(u32 id);
 void tmem_pools_device(bool present);
 void tmem_pools_forget(void);
 int tmem_pools_create(struct tmem_dev *dev, u64 generation);
@@ -326,10 +325,14 @@ int tmem_slots_init(struct tmem_dev *dev, unsigned int nr_slots);
 void tmem_slots_exit(struct tmem_dev *dev);
 int tmem_ring_init(struct tmem_dev *dev, struct tmem_queue *queue);
 void tmem_ring_exit(struct tmem_queue *queue);
-struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
 bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, void *dst);
 void tmem_ring_renew(struct tmem_queue *queue);
-void tmem_ring_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
+
+/* queue.c */
+struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index);
+void tmem_queue_flush(const struct tmem_where *where, u64 index, u64 nr_pages);
+void tmem_queue_drain(struct tmem_queue *queue);
+void tmem_queue_vq_callback(struct virtqueue *vq);
 
 /* feeder.c */
 int tmem_feeder_init(struct tmem_dev *dev, struct tmem_queue *queue);
@@ -344,37 +347,43 @@ bool tmem_admit(struct tmem_dev *dev, const struct tmem_key *key, u64 index, str
 void tmem_admit_back(struct tmem_dev *dev, struct page *page);
 void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long losses);
 
+/* bounce.c */
+int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages);
+void tmem_bounce_exit(struct tmem_dev *dev);
+struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages);
+void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get);
+void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get);
+
 /* get.c */
-int tmem_get_init(struct tmem_dev *dev, unsigned int bounce_pages);
-void tmem_get_exit(struct tmem_dev *dev);
-void tmem_get_reset(struct tmem_dev *dev);
-void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get);
 void tmem_breaker_probe(struct tmem_dev *dev);
 void tmem_breaker_reset(struct tmem_dev *dev);
 
 /* transport.c */
 int tmem_transport_init(void);
 void tmem_transport_exit(void);
-void tmem_queue_drain(struct tmem_queue *queue);
 
 /* control.c */
 int tmem_control_init(struct tmem_dev *dev);
 void tmem_control_exit(struct tmem_dev *dev);
 void tmem_control_vq_callback(struct virtqueue *vq);
 int tmem_control_pool(struct tmem_dev *dev, u64 generation, u16 type, u32 pool);
-void tmem_control_resync(struct tmem_dev *dev, bool renew);
-void tmem_control_resync_any(bool renew);
-void tmem_control_hibernate(bool begin);
-void tmem_control_report_soon(struct tmem_dev *dev);
-void tmem_control_report_any(void);
-void tmem_control_start(struct tmem_dev *dev);
-void tmem_control_stop(struct tmem_dev *dev);
+
+/* sync.c */
+int tmem_sync_init(struct tmem_dev *dev);
+void tmem_sync_exit(struct tmem_dev *dev);
+void tmem_sync_hibernate(bool begin);
+void tmem_sync_start(struct tmem_dev *dev);
+void tmem_sync_stop(struct tmem_dev *dev);
 
 /* stats.c */
 void tmem_state_offline(const char *why);
 void tmem_state_online(void);
 void tmem_state_tripped(bool tripped);
 u32 tmem_state_report(u64 *hooks);
-long tmem_memory_bytes(void);
+ssize_t tmem_state_show(char *buf);
+
+/* sysfs.c */
+int tmem_sysfs_init(void);
+void tmem_sysfs_exit(void);
 
 #endif /* _TMEM_CORE_H */

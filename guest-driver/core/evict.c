@@ -7,12 +7,8 @@
  * of objects would cost memory, and a lock for each put. The walk never delays a put for long: it
  * holds a bucket's lock for some leaves, or to unlink objects that it frees without the lock.
  */
-#include "../compat.h"
 #include "../trace.h"
 #include "index.h"
-
-static void evict_work_fn(struct work_struct *work);
-static DECLARE_WORK(evict_work, evict_work_fn);
 
 static unsigned int evict_hand;		/* next bucket of the evictor; used by the work item only */
 
@@ -151,30 +147,18 @@ static void evict_work_fn(struct work_struct *work)
 }
 
 /**
- * tmem_evict_start() - start the evictor because the index is full
- *
- * Context: any but NMI.
+ * tmem_evict_init() - set up the evictor, before the index is used
  */
-void tmem_evict_start(void)
+void tmem_evict_init(void)
 {
-	queue_work(tmem_system_wq, &evict_work);
+	INIT_WORK(&tmem_evict_work, evict_work_fn);
 }
 
 /**
- * tmem_evict_stop() - wait for the evictor, which is not started any more
+ * tmem_evict_exit() - stop the evictor and empty the index, after all pools were freed
  */
-void tmem_evict_stop(void)
+void tmem_evict_exit(void)
 {
-	cancel_work_sync(&evict_work);
-}
-
-/**
- * tmem_index_make_room() - start the evictor if the index is over its limit
- *
- * Callers are parts of the driver that take memory of the index without asking.
- */
-void tmem_index_make_room(void)
-{
-	if (atomic_long_read(&tmem_index_used_bytes) > tmem_index_limit())
-		tmem_evict_start();
+	cancel_work_sync(&tmem_evict_work);
+	tmem_index_sweep();
 }

@@ -62,7 +62,7 @@ static void put_answered(struct tmem_queue *queue, struct tmem_put_batch *batch)
 		status = READ_ONCE(batch->in.resp.status);
 	if (status == VIRTIO_TMEM_S_STALE) {
 		tmem_count(TMEM_STAT_stale);
-		tmem_control_resync(queue->dev, false);
+		tmem_dev_resync(queue->dev, false);
 	}
 	for (i = 0; i < batch->count; i++) {
 		slot = slot_of(queue, batch->first + i);
@@ -342,9 +342,9 @@ static bool feeder_has_work(struct tmem_dev *dev)
  * Returns how long the feeder may sleep without being woken, in jiffies: until waiting puts are
  * due.
  */
-static long feeder_patience(struct tmem_dev *dev)
+static long feeder_timeout(struct tmem_dev *dev)
 {
-	long patience = MAX_SCHEDULE_TIMEOUT;
+	long timeout = MAX_SCHEDULE_TIMEOUT;
 	struct tmem_queue *queue;
 	unsigned int i;
 
@@ -354,9 +354,9 @@ static long feeder_patience(struct tmem_dev *dev)
 		if (!queue->kick_armed || queue->puts_in_flight >= TMEM_PUTS_IN_FLIGHT ||
 		    READ_ONCE(queue->stalled))
 			continue;
-		patience = min(patience, max((long)(queue->kick_at - jiffies), 1L));
+		timeout = min(timeout, max((long)(queue->kick_at - jiffies), 1L));
 	}
-	return patience;
+	return timeout;
 }
 
 /**
@@ -373,7 +373,7 @@ int tmem_feeder(void *data)
 	while (!kthread_should_stop()) {
 		wait_event_idle_timeout(dev->feeder_wait,
 					kthread_should_stop() || feeder_has_work(dev),
-					feeder_patience(dev));
+					feeder_timeout(dev));
 		for (i = 0; i < dev->nr_queues; i++)
 			feed(&dev->queue[i]);
 	}

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Gets: take index entries out, ask the host for their pages, and wait until a deadline.
+ * Gets: take index entries out, request their pages, and wait until a deadline.
  *
  * The device writes to bounce pages only. A bounce page belongs to the device until the device
  * answers or is reset. A request for which no task waits any more keeps its pages, so that a late
@@ -8,7 +8,7 @@
  * are misses.
  *
  * The wait of readers is bounded twice. First, a call (one readahead window) waits no longer than
- * its deadline. Second, the breaker opens, and the driver then asks for nothing until a probe is
+ * its deadline. Second, the breaker opens, and the driver then requests nothing until a probe is
  * answered quickly. The breaker opens in each of these cases:
  * - LATE_ROW_MAX calls in a row were late.
  * - The host keeps more than half of the bounce pages, which a single call for a large window can
@@ -26,14 +26,21 @@
  * the content check, which is computed on the destination page itself. A page whose check is wrong
  * switches the cache off until the module is loaded again.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/highmem.h>
 #include <linux/hrtimer.h>
+#include <linux/moduleparam.h>
 #include <linux/sched.h>
 #include <linux/slab.h>
 
 #include "../trace.h"
 #include "core.h"
 
+/* A reader that would have to wait longer than this should read the disk. */
+#define DEADLINE_MS_MAX		1000
+/* A spin of more microseconds than a context switch takes wastes a vCPU. */
+#define SPIN_US_MAX		1000
 /* Requests that one call has at the host at a time: 4 MiB, the largest readahead in use. */
 #define GET_BURST		16
 /* Late calls in a row that open the breaker. */
@@ -49,65 +56,42 @@
 #define WAIT_BUDGET		10
 #define WAIT_PERIOD		50
 
-/* --- requests and bounce blocks ------------------------------------------------------------ */
+/* --- parameters ---------------------------------------------------------------------------- */
 
-static struct tmem_get_req *get_alloc(struct tmem_dev *dev, unsigned int nr_pages)
+static int set_deadline_ms(const char *value, const struct kernel_param *param)
 {
-	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES), i;
-	struct tmem_get_req *get = NULL;
-
-	spin_lock_irq(&dev->get_lock);
-	if (nr_blocks <= dev->nr_bounce_free) {
-		get = list_first_entry_or_null(&dev->get_free, struct tmem_get_req, list);
-		if (get) {
-			list_del(&get->list);
-			get->nr_blocks = nr_blocks;
-			for (i = 0; i < nr_blocks; i++)
-				get->block[i] = dev->bounce_free[--dev->nr_bounce_free];
-		}
-	}
-	spin_unlock_irq(&dev->get_lock);
-	return get;
+	return param_set_uint_minmax(value, param, 1, DEADLINE_MS_MAX);
 }
+
+static int set_spin_us(const char *value, const struct kernel_param *param)
+{
+	return param_set_uint_minmax(value, param, 0, SPIN_US_MAX);
+}
+
+static const struct kernel_param_ops deadline_ms_ops = {
+	.set = set_deadline_ms,
+	.get = param_get_uint,
+};
+
+static const struct kernel_param_ops spin_us_ops = {
+	.set = set_spin_us,
+	.get = param_get_uint,
+};
+
+static unsigned int deadline_ms = 20;
+module_param_cb(deadline_ms, &deadline_ms_ops, &deadline_ms, 0644);
+MODULE_PARM_DESC(deadline_ms, "Longest time that a read waits for the host, in all (1-1000, default 20)");
+
+static unsigned int spin_us = 30;
+module_param_cb(spin_us, &spin_us_ops, &spin_us, 0644);
+MODULE_PARM_DESC(spin_us, "How much of it is spent polling before sleeping (0-1000, default 30)");
+
+/* --- requests ------------------------------------------------------------------------------ */
 
 /* Too many bounce pages are stuck in unanswered requests; new gets would find none. */
 static bool host_keeps(struct tmem_dev *dev)
 {
 	return READ_ONCE(dev->nr_kept) > dev->nr_bounce / KEPT_DIVISOR;
-}
-
-static void get_free(struct tmem_dev *dev, struct tmem_get_req *get)
-{
-	unsigned long flags;
-	unsigned int i;
-
-	spin_lock_irqsave(&dev->get_lock, flags);
-	get->req.state = TMEM_REQ_FREE;
-	for (i = 0; i < get->nr_blocks; i++)
-		dev->bounce_free[dev->nr_bounce_free++] = get->block[i];
-	get->nr_blocks = 0;
-	list_add(&get->list, &dev->get_free);
-	spin_unlock_irqrestore(&dev->get_lock, flags);
-}
-
-/**
- * tmem_get_answered() - take back a get request that the device has answered
- * @dev: the device
- * @get: the request; its queue's vq_lock is held
- */
-void tmem_get_answered(struct tmem_dev *dev, struct tmem_get_req *get)
-{
-	lockdep_assert_held(&get->queue->vq_lock);
-	if (get->req.state == TMEM_REQ_ABANDONED) {
-		spin_lock(&dev->get_lock);
-		WRITE_ONCE(dev->nr_kept, dev->nr_kept - get->nr_blocks);
-		spin_unlock(&dev->get_lock);
-		get_free(dev, get);
-		return;
-	}
-	/* Pairs with get_done(). */
-	smp_store_release(&get->req.state, TMEM_REQ_DONE);
-	wake_up(&get->wait);
 }
 
 /* Gives up waiting, unless the answer has come. Returns whether it has. */
@@ -170,7 +154,7 @@ static int get_submit(struct tmem_dev *dev, struct tmem_get_req *get, u64 genera
 
 static bool get_done(struct tmem_get_req *get)
 {
-	/* The answer was written before; pairs with tmem_get_answered(). */
+	/* The answer was written before; pairs with tmem_bounce_answered(). */
 	return smp_load_acquire(&get->req.state) == TMEM_REQ_DONE;
 }
 
@@ -211,7 +195,7 @@ static void count_wait(u64 waited_ns)
 
 static u64 deadline_span_ns(void)
 {
-	return (u64)READ_ONCE(tmem_deadline_ms) * NSEC_PER_MSEC;
+	return (u64)READ_ONCE(deadline_ms) * NSEC_PER_MSEC;
 }
 
 /* Returns the waits of slow calls, less what has leaked until now. */
@@ -241,12 +225,12 @@ static void breaker_set(struct tmem_dev *dev, bool open)
 	tmem_state_tripped(open);
 }
 
-static void breaker_say(bool open)
+static void breaker_log(bool open)
 {
 	trace_tmem_breaker(open);
-	pr_notice_ratelimited("virtio_tmem: %s\n", open ?
-			      "answers are late: no gets until the host answers in time" :
-			      "the host answers in time again");
+	pr_notice_ratelimited("%s\n", open ?
+			      "the host answers too late: reads come from the disk meanwhile" :
+			      "the host answers in time again: gets resume");
 }
 
 static bool may_probe(struct tmem_dev *dev)
@@ -261,14 +245,14 @@ static bool may_probe(struct tmem_dev *dev)
 }
 
 /* Closes the breaker, and empties the bucket for a new backend. Returns whether it was open. */
-static bool breaker_close(struct tmem_dev *dev, bool anew)
+static bool breaker_close(struct tmem_dev *dev, bool forget)
 {
 	bool was;
 
 	spin_lock_irq(&dev->get_lock);
 	was = dev->tripped;
 	dev->late_row = 0;
-	if (anew)
+	if (forget)
 		dev->slow_ns = 0;
 	breaker_set(dev, false);
 	spin_unlock_irq(&dev->get_lock);
@@ -276,7 +260,7 @@ static bool breaker_close(struct tmem_dev *dev, bool anew)
 }
 
 /*
- * Records the wait of a call that asked the host, answered or not, and opens the breaker if needed.
+ * Records the wait of a call that sent requests, answered or not, and opens the breaker if needed.
  */
 static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 {
@@ -309,17 +293,17 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 		return;
 	TMEM_HOLD(breaker);
 	tmem_count(TMEM_STAT_trips);
-	/* The breaker may have closed meanwhile. The last message must tell the current state. */
+	/* The breaker may have closed meanwhile. The last message must give the current state. */
 	if (READ_ONCE(dev->tripped))
-		breaker_say(true);
-	tmem_control_report_soon(dev);
+		breaker_log(true);
+	tmem_dev_report(dev);
 }
 
 /**
  * tmem_breaker_probe() - if the breaker is open, test whether the host answers quickly again
  * @dev: the device
  *
- * The probe asks each queue for one page of object 1 with cookie 0, which no put has. Any answer
+ * The probe requests of each queue one page of object 1 with cookie 0, which no put has. Any answer
  * that is not slow counts as success.
  *
  * Context: process, sleeps up to a quarter of the deadline for each queue.
@@ -335,7 +319,7 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 	if (!generation || !may_probe(dev))
 		return;
 	for (i = 0; i < dev->nr_queues && !late; i++) {
-		get = get_alloc(dev, 1);
+		get = tmem_bounce_alloc(dev, 1);
 		if (!get)
 			return;
 		get->queue = &dev->queue[i];
@@ -345,17 +329,17 @@ void tmem_breaker_probe(struct tmem_dev *dev)
 		get->out.cookie[0] = 0;
 		deadline_ns = ktime_get_ns() + deadline_span_ns() / SLOW_DIVISOR;
 		if (get_submit(dev, get, generation, 1)) {
-			get_free(dev, get);
+			tmem_bounce_free(dev, get);
 			return;
 		}
 		late = !get_wait(get, 0, deadline_ns);
 		if (!late)
-			get_free(dev, get);
+			tmem_bounce_free(dev, get);
 	}
 	if (late || !breaker_close(dev, false))
 		return;
-	breaker_say(false);
-	tmem_control_report_soon(dev);
+	breaker_log(false);
+	tmem_dev_report(dev);
 }
 
 /**
@@ -397,7 +381,7 @@ struct get_call {
 	unsigned int hits;
 	unsigned int lost;	/* pages that the host reported as missing */
 	bool late;
-	bool asked;		/* the host was asked, and an answer came in time */
+	bool answered;		/* an answer came in time */
 };
 
 static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
@@ -412,10 +396,8 @@ static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 	void *data = kmap_local_page(call->pages[i]);
 	bool good;
 
-#ifdef TMEM_TEST
 	if (TMEM_INJECT(corrupt))
 		*(u8 *)data ^= 1;
-#endif
 	good = tmem_check_page(&tmem_keys, data) == tmem_entry_check(entry);
 	kunmap_local(data);
 	if (good) {
@@ -485,24 +467,25 @@ static void finish_burst(struct get_call *call)
 			call->late = true;
 			continue;
 		}
-		call->asked = true;
+		call->answered = true;
 		status = VIRTIO_TMEM_S_UNANSWERED;
 		if (get->req.used_bytes >= sizeof(get->in.resp))
 			status = READ_ONCE(get->in.resp.status);
 		if (status == VIRTIO_TMEM_S_STALE) {
 			tmem_count(TMEM_STAT_stale);
-			tmem_control_resync(call->dev, false);
+			tmem_dev_resync(call->dev, false);
 		}
 		for (nr = 0; nr < get->count; nr++)
 			take_page(call, get, nr, status);
-		get_free(call->dev, get);
+		tmem_bounce_free(call->dev, get);
 	}
 	call->nr_burst = 0;
 }
 
-/* Asks for pages first .. first + count - 1, whose entries were taken out. */
-static void ask(struct get_call *call, struct tmem_queue *queue, const struct tmem_where *where,
-		unsigned int first, unsigned int count, const u64 *entry)
+/* Requests pages first .. first + count - 1, whose entries were taken out. */
+static void request_pages(struct get_call *call, struct tmem_queue *queue,
+			  const struct tmem_where *where, unsigned int first, unsigned int count,
+			  const u64 *entry)
 {
 	struct tmem_dev *dev = call->dev;
 	struct tmem_get_req *get;
@@ -516,7 +499,7 @@ static void ask(struct get_call *call, struct tmem_queue *queue, const struct tm
 	if (call->late)
 		goto no;
 	why = TMEM_STAT_misses_bounce;
-	get = get_alloc(dev, count);
+	get = tmem_bounce_alloc(dev, count);
 	if (!get)
 		goto no;
 	get->queue = queue;
@@ -532,7 +515,7 @@ static void ask(struct get_call *call, struct tmem_queue *queue, const struct tm
 	why = TMEM_STAT_misses_queue;
 	get->sent_ns = ktime_get_ns();
 	if (get_submit(dev, get, call->generation, where->pool)) {
-		get_free(dev, get);
+		tmem_bounce_free(dev, get);
 		goto no;
 	}
 	call->burst_first[call->nr_burst] = first;
@@ -582,11 +565,11 @@ static void get_unit(struct get_call *call, unsigned int from, unsigned int to)
 			continue;
 		}
 		if (run)
-			ask(call, queue, &where, from + i - run, run, &entry[i - run]);
+			request_pages(call, queue, &where, from + i - run, run, &entry[i - run]);
 		run = !there && entry[i] ? 1 : 0;
 	}
 	if (run)
-		ask(call, queue, &where, to - run, run, &entry[nr - run]);
+		request_pages(call, queue, &where, to - run, run, &entry[nr - run]);
 }
 
 /**
@@ -606,7 +589,7 @@ u64 tmem_get_deadline_ns(void)
  * @nr: number of pages
  * @pages: destinations, locked by the caller and not uptodate
  * @want: bitmap of @nr bits: the pages to get; on return the pages that were got
- * @deadline_ns: from tmem_get_deadline_ns(); nothing is asked for after it
+ * @deadline_ns: from tmem_get_deadline_ns(); nothing is requested after it
  *
  * Context: process, may sleep until the deadline. A destination that was not got has unspecified
  * content.
@@ -643,14 +626,14 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		.index = index,
 		.pages = pages,
 		.want = want,
-		.spin_until_ns = now_ns + (u64)tmem_spin_us * NSEC_PER_USEC,
+		.spin_until_ns = now_ns + (u64)spin_us * NSEC_PER_USEC,
 		.deadline_ns = deadline_ns,
 		.generation = READ_ONCE(dev->generation),
 	};
 	smp_rmb();	/* reads the generation before the index: pairs with sync_work_fn() */
 	for (from = 0; from < nr; from = to) {
 		to = min(nr, from + 64 - (unsigned int)((index + from) & 63));
-		/* Too late to ask for more; these entries stay in the index. */
+		/* Too late to request more; these entries stay in the index. */
 		if (!call.generation || call.late || !tmem_online()) {
 			for (; from < to; from++)
 				if (test_bit(from, want))
@@ -661,7 +644,7 @@ unsigned int tmem_get(const struct tmem_key *key, pgoff_t index, unsigned int nr
 		get_unit(&call, from, to);
 	}
 	finish_burst(&call);
-	if (call.late || call.asked)
+	if (call.late || call.answered)
 		breaker_note(dev, call.late, call.waited_ns);
 	tmem_admit_learn(dev, call.hits, call.lost);
 	tmem_dev_put(dev);
@@ -674,78 +657,4 @@ none:
 	tmem_count_n(why, wanted);
 	trace_get(key, index, wanted, 0, begin_ns);
 	return 0;
-}
-
-/* --- set-up -------------------------------------------------------------------------------- */
-
-/**
- * tmem_get_reset() - after a device reset, take all requests and bounce pages back
- * @dev: the device; no task waits for a get
- */
-void tmem_get_reset(struct tmem_dev *dev)
-{
-	unsigned int i;
-
-	INIT_LIST_HEAD(&dev->get_free);
-	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
-		dev->get_req[i]->req.state = TMEM_REQ_FREE;
-		dev->get_req[i]->nr_blocks = 0;
-		list_add(&dev->get_req[i]->list, &dev->get_free);
-	}
-	memcpy(dev->bounce_free, dev->bounce, dev->nr_bounce * sizeof(*dev->bounce));
-	dev->nr_bounce_free = dev->nr_bounce;
-	dev->nr_kept = 0;
-}
-
-/**
- * tmem_get_init() - allocate requests and bounce pages
- * @dev: the device; its memory_bytes grow
- * @bounce_pages: number of bounce pages, a multiple of TMEM_BLOCK_PAGES
- *
- * Return: 0, or -ENOMEM; the caller then calls tmem_get_exit() as well.
- */
-int tmem_get_init(struct tmem_dev *dev, unsigned int bounce_pages)
-{
-	unsigned int i;
-
-	spin_lock_init(&dev->get_lock);
-	dev->nr_bounce = bounce_pages / TMEM_BLOCK_PAGES;
-	dev->get_req = kcalloc(TMEM_GET_REQUESTS, sizeof(*dev->get_req), GFP_KERNEL);
-	dev->bounce = kcalloc(dev->nr_bounce, sizeof(*dev->bounce), GFP_KERNEL);
-	dev->bounce_free = kcalloc(dev->nr_bounce, sizeof(*dev->bounce_free), GFP_KERNEL);
-	if (!dev->get_req || !dev->bounce || !dev->bounce_free)
-		return -ENOMEM;
-	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
-		dev->get_req[i] = kzalloc(sizeof(*dev->get_req[i]), GFP_KERNEL);
-		if (!dev->get_req[i])
-			return -ENOMEM;
-		dev->get_req[i]->req.kind = TMEM_REQ_GET;
-		init_waitqueue_head(&dev->get_req[i]->wait);
-	}
-	for (i = 0; i < dev->nr_bounce; i++) {
-		dev->bounce[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
-		if (!dev->bounce[i])
-			return -ENOMEM;
-	}
-	dev->memory_bytes += bounce_pages * PAGE_SIZE +
-			     TMEM_GET_REQUESTS * sizeof(*dev->get_req[0]);
-	tmem_get_reset(dev);
-	return 0;
-}
-
-/**
- * tmem_get_exit() - free requests and bounce pages
- * @dev: the device; it was reset
- */
-void tmem_get_exit(struct tmem_dev *dev)
-{
-	unsigned int i;
-
-	for (i = 0; dev->bounce && i < dev->nr_bounce; i++)
-		free_pages((unsigned long)dev->bounce[i], TMEM_BLOCK_ORDER);
-	for (i = 0; dev->get_req && i < TMEM_GET_REQUESTS; i++)
-		kfree(dev->get_req[i]);
-	kfree(dev->bounce_free);
-	kfree(dev->bounce);
-	kfree(dev->get_req);
 }

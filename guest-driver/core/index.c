@@ -2,7 +2,7 @@
 /*
  * Index of the pages that the host is believed to hold, with cookie and content check.
  *
- * The index is the authority: a page that is not in it is never asked for, so erasing an entry is a
+ * The index is the authority: a page that is not in it is never requested, so erasing an entry is a
  * complete invalidation. It is a fixed hash table of objects (inodes), each with an XArray of
  * leaves of 64 page numbers. A leaf packs its entries in 6 to 64 places, because most files are
  * small and the memory of the index is bounded.
@@ -25,10 +25,10 @@
  * - Put answered REFUSED and a later put of the same page: the entry is erased only if the cookie
  *   is the same.
  *
- * tmem_held(), which tells whether a get is worth while, reads without the lock. Objects and leaves
- * come from slab caches whose memory keeps its type while RCU readers run. So the reader finds an
- * old, a new or an unrelated object, but always an object. A wrong answer costs a read from the
- * disk, or a get that finds nothing to take under the lock.
+ * tmem_held(), which finds out whether a get is worthwhile, reads without the lock. Objects and
+ * leaves come from slab caches whose memory keeps its type while RCU readers run. So the reader
+ * finds an old, a new or an unrelated object, but always an object. A wrong answer costs a read
+ * from the disk, or a get that finds nothing to take under the lock.
  *
  * The index never waits, never fails to erase, and allocates only without waiting.
  */
@@ -121,7 +121,7 @@ void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why)
 	lockdep_assert_held(&tmem_buckets[bucket].lock);
 	atomic_long_sub(object->nr_pages, &tmem_index_nr_pages);
 	note_erased(object, 0, TMEM_INDEX_MAX, object->nr_pages, why);
-	tmem_ring_flush(&where, 0, VIRTIO_TMEM_TO_END);
+	tmem_queue_flush(&where, 0, VIRTIO_TMEM_TO_END);
 	spin_lock(&detached_lock);
 	unlink_object(object, &detached);
 	spin_unlock(&detached_lock);
@@ -235,7 +235,7 @@ unlock:
 }
 
 /**
- * tmem_index_take() - take entries out, to ask the host for their pages
+ * tmem_index_take() - take entries out, to request their pages
  * @key: pool and inode
  * @index: first page number; all pages lie in one leaf (64 pages, aligned)
  * @nr: number of pages
@@ -377,8 +377,8 @@ void tmem_invalidate(struct tmem_pool *pool, u64 ino, pgoff_t first, pgoff_t las
 	tmem_count_inval(why, erased);
 	trace_tmem_invalidate(pool->name, ino, first, min_t(u64, last, TMEM_INDEX_MAX), erased,
 			      tmem_inval_name(why));
-	tmem_ring_flush(&where, first,
-			last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
+	tmem_queue_flush(&where, first,
+			 last >= TMEM_INDEX_MAX ? VIRTIO_TMEM_TO_END : last - first + 1);
 }
 
 /**
@@ -420,7 +420,7 @@ static void drop_stale(const struct tmem_key *key)
  * Finds an object like find_object(), but without the lock: the object may be freed or become
  * another one at any moment.
  */
-static struct object *look(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
+static struct object *find_object_rcu(struct bucket *bucket, const struct tmem_pool *pool, u64 ino)
 {
 	u32 id = READ_ONCE(pool->id);
 	struct object *object;
@@ -463,7 +463,7 @@ unsigned int tmem_held(const struct tmem_key *key, pgoff_t index, unsigned int n
 		return 0;
 	last = (u64)index + nr - 1;
 	rcu_read_lock();
-	object = look(bucket, key->pool, key->ino);
+	object = find_object_rcu(bucket, key->pool, key->ino);
 	if (object && READ_ONCE(object->igen) != key->igen) {
 		stale = true;
 		object = NULL;
@@ -536,35 +536,6 @@ unsigned long tmem_index_pool_pages(u32 id)
 /* --- set-up -------------------------------------------------------------------------------- */
 
 /**
- * tmem_index_reserve() - change how much of the module's memory is not available to the index
- * @bytes: bytes that other parts take; negative to give back
- */
-void tmem_index_reserve(long bytes)
-{
-	WRITE_ONCE(tmem_index_limit_bytes, tmem_index_limit_bytes - bytes);
-}
-
-/**
- * tmem_index_bytes() - return the memory of the index
- *
- * Return: bytes, with the hash table.
- */
-long tmem_index_bytes(void)
-{
-	return atomic_long_read(&tmem_index_used_bytes);
-}
-
-/**
- * tmem_index_pages() - return the number of entries
- *
- * Return: pages that the host is believed to hold.
- */
-long tmem_index_pages(void)
-{
-	return atomic_long_read(&tmem_index_nr_pages);
-}
-
-/**
  * tmem_index_init() - allocate the slab caches and the hash table
  *
  * Return: 0 or -ENOMEM.
@@ -593,7 +564,8 @@ int tmem_index_init(void)
 		spin_lock_init(&tmem_buckets[i].lock);
 		INIT_HLIST_HEAD(&tmem_buckets[i].objects);
 	}
-	atomic_long_set(&tmem_index_used_bytes, tmem_table_bytes());
+	tmem_index_table_bytes = (long)nr * sizeof(*tmem_buckets);
+	atomic_long_set(&tmem_index_used_bytes, tmem_index_table_bytes);
 	return 0;
 nomem:
 	tmem_leaf_exit();
@@ -603,12 +575,10 @@ nomem_leaf:
 }
 
 /**
- * tmem_index_exit() - free the index, after all pools were freed
+ * tmem_index_exit() - free the index, after tmem_evict_exit()
  */
 void tmem_index_exit(void)
 {
-	tmem_evict_stop();
-	tmem_index_sweep();
 	flush_work(&free_detached);
 	tmem_leaf_exit();
 	kmem_cache_destroy(object_cache);

@@ -28,14 +28,6 @@ extern unsigned int tmem_bucket_bits;
 void tmem_object_detach(u32 bucket, struct object *object, enum tmem_inval why);
 void tmem_object_free(struct object *object);
 void tmem_object_free_empty(struct object *object);
-void tmem_evict_start(void);
-void tmem_evict_stop(void);
-
-/* Returns the memory of the table in bytes. */
-static inline long tmem_table_bytes(void)
-{
-	return (long)sizeof(struct bucket) << tmem_bucket_bits;
-}
 
 static inline u32 bucket_of(const struct tmem_pool *pool, u64 ino)
 {

@@ -19,75 +19,9 @@ static const char *const leaf_name[] = {
 
 static struct kmem_cache *leaf_cache[ARRAY_SIZE(leaf_capacity)];
 
-/* Memory that the index may use, memory that it uses, and its entries. */
-long tmem_index_limit_bytes;
-atomic_long_t tmem_index_used_bytes;
-atomic_long_t tmem_index_nr_pages;
-
 static size_t leaf_bytes(unsigned int class)
 {
 	return sizeof(struct leaf) + leaf_capacity[class] * sizeof(u64);
-}
-
-/**
- * tmem_index_limit() - return how much memory the index may use now
- *
- * Return: bytes.
- */
-long tmem_index_limit(void)
-{
-	long bytes = READ_ONCE(tmem_index_limit_bytes);
-#ifdef TMEM_TEST
-	long test_bytes = READ_ONCE(tmem_test_index_bytes);
-
-	if (test_bytes)
-		bytes = min(bytes, test_bytes);
-#endif
-	return bytes;
-}
-
-/**
- * tmem_charge() - count memory of the index before it is allocated
- * @bytes: number of bytes
- *
- * All CPUs approach the limit from below at once, and each may exceed it by one leaf.
- *
- * Return: false if the index is full.
- */
-bool tmem_charge(long bytes)
-{
-	if (atomic_long_read(&tmem_index_used_bytes) + bytes > tmem_index_limit())
-		return false;
-	atomic_long_add(bytes, &tmem_index_used_bytes);
-	return true;
-}
-
-/**
- * tmem_uncharge() - subtract memory of the index that was freed
- * @bytes: number of bytes
- */
-void tmem_uncharge(long bytes)
-{
-	atomic_long_sub(bytes, &tmem_index_used_bytes);
-}
-
-/**
- * tmem_alone_in_node() - check whether an entry would have an XArray node of its own
- * @xa: the XArray
- * @index: place of the entry, which is not there
- *
- * A node serves 64 neighbours. It is charged with the first of them and given back with the last.
- * Entry 0 is never charged for a node, because an XArray with only entry 0, as in every small file,
- * needs none. The uncounted memory is at most one node for each XArray, and the nodes above, which
- * are one in 64.
- *
- * Return: true if the node has no other entry.
- */
-bool tmem_alone_in_node(struct xarray *xa, unsigned long index)
-{
-	unsigned long first = max(index & ~(XA_CHUNK_SIZE - 1UL), 1UL);
-
-	return index && !xa_find(xa, &first, index | (XA_CHUNK_SIZE - 1UL), XA_PRESENT);
 }
 
 static void leaf_free(struct leaf *leaf)

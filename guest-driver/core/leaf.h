@@ -1,23 +1,16 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Internal interface of the index: objects and their leaves, and the memory that both may use.
+ * Internal interface of the index: objects and their leaves.
  *
  * Callers of all functions in this file hold the lock of the object's bucket, or own the object.
  */
 #ifndef _TMEM_LEAF_H
 #define _TMEM_LEAF_H
 
-#include "core.h"
+#include "budget.h"
 
 #define LEAF_SHIFT		6
 #define LEAF_PAGES		64
-
-/*
- * An allocation happens while the page is being freed, mostly by reclaim. It takes memory from the
- * allocator's caches. It may use some of the reserves (a hundred times as much is being freed), but
- * not those of the reclaimer.
- */
-#define GFP_INDEX (__GFP_HIGH | __GFP_KSWAPD_RECLAIM | __GFP_NOMEMALLOC | __GFP_NOWARN)
 
 /*
  * Bytes of index for each page held of a file that is read in order: the entry and its share of the
@@ -49,16 +42,8 @@ struct object {
 	struct xarray leaves;
 };
 
-extern long tmem_index_limit_bytes;
-extern atomic_long_t tmem_index_used_bytes;
-extern atomic_long_t tmem_index_nr_pages;
-
 int tmem_leaf_init(void);
 void tmem_leaf_exit(void);
-long tmem_index_limit(void);
-bool tmem_charge(long bytes);
-void tmem_uncharge(long bytes);
-bool tmem_alone_in_node(struct xarray *xa, unsigned long index);
 int tmem_leaf_store(struct object *object, u64 index, u64 entry);
 unsigned int tmem_leaf_erase(struct object *object, unsigned long nr, struct leaf *leaf, u64 mask);
 void tmem_leaf_free_all(struct object *object);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Files whose pages are never put because a user asked for that.
+ * Files whose pages are never put because a user requested that.
  *
  * A mark is an inode number and the generation of the inode, so that it does not apply to the
  * number's next owner. The mark is set before the inode's entries are erased, and a put checks it
@@ -12,7 +12,7 @@
  */
 #include <linux/slab.h>
 
-#include "leaf.h"
+#include "budget.h"
 
 /*
  * Files with a policy in one file system. They take about 40 KiB if they are neighbours, as the
@@ -131,8 +131,10 @@ void tmem_policy_forget(struct tmem_pool *pool, u64 ino)
 }
 
 /**
- * tmem_policy_forbid() - put no page of an inode from now on, and erase its entries
+ * tmem_policy_forbid() - put no page of an inode from now on
  * @key: pool and inode
+ *
+ * The inode's entries stay. The caller erases them afterwards.
  *
  * Context: any but NMI.
  *
@@ -160,9 +162,7 @@ int tmem_policy_forbid(const struct tmem_key *key)
 		charge(bytes);
 	}
 	xa_unlock_irqrestore(&policies->never, flags);
-	if (err)
-		return err;
-	tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
-	tmem_index_make_room();
-	return 0;
+	if (!err)
+		tmem_index_make_room();
+	return err;
 }

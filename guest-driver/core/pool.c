@@ -13,10 +13,8 @@
 static DEFINE_MUTEX(tmem_pools_lock);
 static LIST_HEAD(tmem_pools);
 /* Pools that the hooks freed and that are still to be destroyed at the device. */
-static LIST_HEAD(tmem_pools_dead);
-/* Pools by id, while the id is in use. */
-static DEFINE_XARRAY(tmem_pools_live);
-/* True while there is a device whose sync work handles tmem_pools_dead. */
+static LIST_HEAD(tmem_pools_freed);
+/* True while there is a device whose sync work handles tmem_pools_freed. */
 static bool have_device;
 static u32 last_serial;
 static u32 last_id;
@@ -47,7 +45,7 @@ struct tmem_pool *tmem_pool_new(const char *name, struct tmem_pool *old)
 	pool->serial = ++last_serial;
 	list_add_tail(&pool->list, &tmem_pools);
 	mutex_unlock(&tmem_pools_lock);
-	tmem_control_resync_any(false);
+	tmem_dev_resync_any(false);
 	return pool;
 nomem:
 	mutex_unlock(&tmem_pools_lock);
@@ -55,11 +53,11 @@ nomem:
 	return NULL;
 }
 
-static void free_dead(void)
+static void release_freed(void)
 {
 	struct tmem_pool *pool, *next;
 
-	list_for_each_entry_safe(pool, next, &tmem_pools_dead, list) {
+	list_for_each_entry_safe(pool, next, &tmem_pools_freed, list) {
 		list_del(&pool->list);
 		kfree_rcu(pool, rcu);
 	}
@@ -74,17 +72,16 @@ void tmem_pools_device(bool present)
 	mutex_lock(&tmem_pools_lock);
 	have_device = present;
 	if (!present)
-		free_dead();
+		release_freed();
 	mutex_unlock(&tmem_pools_lock);
 }
 
-static void bury(struct tmem_pool *pool)
+static void retire_id(struct tmem_pool *pool)
 {
 	if (!pool->id)
 		return;
-	xa_erase(&tmem_pools_live, pool->id);
-	pool->burnt_id = pool->id;
-	WRITE_ONCE(pool->id, 0);
+	pool->retired_id = pool->id;
+	tmem_pool_clear_id(pool);
 }
 
 /**
@@ -99,17 +96,17 @@ void tmem_pool_free(struct tmem_pool *pool)
 
 	mutex_lock(&tmem_pools_lock);
 	id = pool->id;
-	bury(pool);
+	retire_id(pool);
 	pool->freed = true;
-	list_move_tail(&pool->list, &tmem_pools_dead);
+	list_move_tail(&pool->list, &tmem_pools_freed);
 	if (id)
 		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_UNMOUNT);
 	tmem_bypass_free(pool);
 	tmem_policy_free(pool);
 	if (!have_device)
-		free_dead();
+		release_freed();
 	mutex_unlock(&tmem_pools_lock);
-	tmem_control_resync_any(false);
+	tmem_dev_resync_any(false);
 }
 
 /**
@@ -128,11 +125,11 @@ void tmem_pool_empty(struct tmem_pool *pool)
 
 	mutex_lock(&tmem_pools_lock);
 	id = pool->id;
-	bury(pool);
+	retire_id(pool);
 	if (id)
 		tmem_index_drop_pool(id, pool->name, TMEM_INVAL_OFF);
 	mutex_unlock(&tmem_pools_lock);
-	tmem_control_resync_any(false);
+	tmem_dev_resync_any(false);
 }
 
 /**
@@ -151,32 +148,6 @@ unsigned long tmem_pool_pages(struct tmem_pool *pool)
 }
 
 /**
- * tmem_pool_live() - check whether puts and gets use a pool id
- * @id: pool id
- *
- * Return: true if a pool has this id now.
- */
-bool tmem_pool_live(u32 id)
-{
-	return xa_load(&tmem_pools_live, id);
-}
-
-/**
- * tmem_pool_name() - return the name of a pool from its id
- * @id: pool id
- *
- * Context: any but NMI; the caller holds the RCU read lock or a spinlock while it uses the name.
- *
- * Return: the name, or "?" when the id is no longer in use.
- */
-const char *tmem_pool_name(u32 id)
-{
-	struct tmem_pool *pool = xa_load(&tmem_pools_live, id);
-
-	return pool ? pool->name : "?";
-}
-
-/**
  * tmem_pools_forget() - make all entries of the index unreachable
  *
  * Context: process, may sleep.
@@ -187,19 +158,19 @@ void tmem_pools_forget(void)
 
 	mutex_lock(&tmem_pools_lock);
 	list_for_each_entry(pool, &tmem_pools, list)
-		bury(pool);
+		retire_id(pool);
 	mutex_unlock(&tmem_pools_lock);
 }
 
 /* Finds a pool whose id is to be destroyed at the device. Pools that are freed come first. */
-static struct tmem_pool *find_burnt(void)
+static struct tmem_pool *find_retired(void)
 {
 	struct tmem_pool *pool;
 
-	list_for_each_entry(pool, &tmem_pools_dead, list)
+	list_for_each_entry(pool, &tmem_pools_freed, list)
 		return pool;
 	list_for_each_entry(pool, &tmem_pools, list)
-		if (pool->burnt_id)
+		if (pool->retired_id)
 			return pool;
 	return NULL;
 }
@@ -223,14 +194,14 @@ static int destroy_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *p
 	int err = 0;
 
 	mutex_unlock(&tmem_pools_lock);
-	if (pool->burnt_id)
+	if (pool->retired_id)
 		err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_DESTROY,
-					pool->burnt_id);
+					pool->retired_id);
 	mutex_lock(&tmem_pools_lock);
 	/* ENOENT is success: an id of an older generation no longer exists. */
 	if (err && err != -ENOENT)
 		return err;
-	pool->burnt_id = 0;
+	pool->retired_id = 0;
 	if (pool->freed) {
 		list_del(&pool->list);
 		kfree_rcu(pool, rcu);
@@ -248,19 +219,18 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 		return -ENOSPC;
 	id = ++last_id;
 	/* Before the answer it is not known whether the device has the pool. */
-	pool->burnt_id = id;
+	pool->retired_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);
 	mutex_lock(&tmem_pools_lock);
 	if (err == -ENOSPC)
-		pool->burnt_id = 0;
+		pool->retired_id = 0;
 	if (err || pool->freed)
 		return err;
-	err = xa_err(xa_store(&tmem_pools_live, id, pool, GFP_KERNEL));
+	err = tmem_pool_set_id(pool, id);
 	if (err)
 		return err;
-	pool->burnt_id = 0;
-	WRITE_ONCE(pool->id, id);
+	pool->retired_id = 0;
 	return 0;
 }
 
@@ -283,7 +253,7 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 
 	mutex_lock(&tmem_pools_lock);
 	while (!err) {
-		pool = find_burnt();
+		pool = find_retired();
 		if (pool) {
 			err = destroy_one(dev, generation, pool);
 			continue;
@@ -303,5 +273,5 @@ int tmem_pools_create(struct tmem_dev *dev, u64 generation)
 void tmem_pools_exit(void)
 {
 	WARN_ON(!list_empty(&tmem_pools));
-	xa_destroy(&tmem_pools_live);
+	tmem_pool_ids_exit();
 }

@@ -23,7 +23,6 @@
  * A put never waits, neither for room nor for the host: a full ring drops the put and erases the
  * key.
  */
-#include <linux/hash.h>
 #include <linux/highmem.h>
 #include <linux/slab.h>
 
@@ -70,21 +69,6 @@ static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 	spin_unlock(&dev->block_lock);
 }
 
-/**
- * tmem_queue_of() - return the request queue of a page
- * @dev: the device
- * @bucket: index bucket of the inode
- * @index: page number
- *
- * Return: the queue, the same one for all pages of an inode in one chunk.
- */
-struct tmem_queue *tmem_queue_of(struct tmem_dev *dev, u32 bucket, u64 index)
-{
-	u64 chunk = index >> VIRTIO_TMEM_CHUNK_SHIFT;
-
-	return &dev->queue[hash_64((u64)bucket << 40 ^ chunk, 32) % dev->nr_queues];
-}
-
 /* --- put ----------------------------------------------------------------------------------- */
 
 /* Reserves a slot. Interrupts are off. */
@@ -121,16 +105,6 @@ static struct tmem_slot *reserve(struct tmem_dev *dev, struct tmem_queue *queue,
 	/* The data are written after the zero; pairs with smp_rmb() in tmem_ring_copy(). */
 	smp_wmb();
 	return slot;
-}
-
-static void wake_feeder(struct tmem_queue *queue)
-{
-	/*
-	 * Pairs with the barrier of wait_event: either this CPU sees the sleeper, or the feeder
-	 * sees the work.
-	 */
-	if (queue_has_work(queue) && wq_has_sleeper(&queue->dev->feeder_wait))
-		wake_up(&queue->dev->feeder_wait);
 }
 
 /* Puts the page. On failure it sets @why and leaves no entry of this put in the index. */
@@ -221,7 +195,7 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 	trace_tmem_put(key->pool->name, key->ino, index, workingset, tmem_stat_name(why));
 	tmem_invalidate(key->pool, key->ino, index, index, TMEM_INVAL_DROPPED);
 	if (why == TMEM_STAT_puts_dropped_cookies)
-		tmem_control_resync_any(true);
+		tmem_dev_resync_any(true);
 	return false;
 }
 
@@ -249,51 +223,6 @@ bool tmem_ring_copy(struct tmem_dev *dev, struct tmem_queue *queue, u64 entry, v
 	/* The data are read before the cookie is read again; pairs with smp_wmb() in reserve(). */
 	smp_rmb();
 	return READ_ONCE(slot->cookie) == cookie;
-}
-
-/**
- * tmem_ring_flush() - queue a range for the host to forget
- * @where: object
- * @index: first page number
- * @nr_pages: number of pages, or VIRTIO_TMEM_TO_END
- *
- * The range is a hint, which is sent later and dropped if there is no room.
- *
- * Context: any but NMI.
- */
-void tmem_ring_flush(const struct tmem_where *where, u64 index, u64 nr_pages)
-{
-	struct tmem_flush_range *range;
-	struct tmem_queue *queue;
-	struct tmem_dev *dev;
-	unsigned long flags;
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (!dev)
-		goto unlock;
-	queue = tmem_queue_of(dev, where->bucket, index);
-	spin_lock_irqsave(&queue->ring_lock, flags);
-	range = queue->nr_flush ? &queue->pending[queue->nr_flush - 1] : NULL;
-	if (range && range->object == where->object && range->pool == where->pool &&
-	    nr_pages && range->nr_pages && range->index + range->nr_pages == index) {
-		range->nr_pages += nr_pages;
-	} else if (queue->nr_flush < TMEM_FLUSH_PENDING) {
-		queue->pending[queue->nr_flush] = (struct tmem_flush_range){
-			.object = where->object,
-			.index = index,
-			.nr_pages = nr_pages,
-			.pool = where->pool,
-			.epoch = READ_ONCE(dev->epoch),
-		};
-		WRITE_ONCE(queue->nr_flush, queue->nr_flush + 1);
-	} else {
-		tmem_count(TMEM_STAT_flushes_dropped);
-	}
-	spin_unlock_irqrestore(&queue->ring_lock, flags);
-	wake_feeder(queue);
-unlock:
-	rcu_read_unlock();
 }
 
 /**
@@ -325,12 +254,8 @@ void tmem_ring_free(struct tmem_queue *queue)
  */
 void tmem_ring_renew(struct tmem_queue *queue)
 {
-	u64 begin = 0;
+	u64 begin = tmem_test_first_seq(TMEM_SEQ_MASK / queue->dev->nr_queues);
 
-#ifdef TMEM_TEST
-	if (tmem_test_cookies)
-		begin = TMEM_SEQ_MASK / queue->dev->nr_queues - tmem_test_cookies;
-#endif
 	spin_lock_irq(&queue->ring_lock);
 	WRITE_ONCE(queue->seq_start, queue->head - begin);
 	spin_unlock_irq(&queue->ring_lock);

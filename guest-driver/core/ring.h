@@ -118,4 +118,15 @@ static inline bool queue_has_work(struct tmem_queue *queue)
 	       time_after_eq(jiffies, READ_ONCE(queue->kick_at));
 }
 
+/* Wakes the feeder if the queue has work for it. */
+static inline void wake_feeder(struct tmem_queue *queue)
+{
+	/*
+	 * Pairs with the barrier of wait_event: either this CPU sees the sleeper, or the feeder
+	 * sees the work.
+	 */
+	if (queue_has_work(queue) && wq_has_sleeper(&queue->dev->feeder_wait))
+		wake_up(&queue->dev->feeder_wait);
+}
+
 #endif /* _TMEM_RING_H */

@@ -1,18 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * State of the module and its counters, readable in /sys/kernel/virtio_tmem/:
- *	state		one line: on, "on: <notes>", "offline: <why>", "off: <why>", tripped,
- *			"tripped: <notes>", "poisoned: <why>"
- *	hooks		hooks that are live, one bit each
- *	stats/<counter>	see stats_list.h
- *	stats/index_pages, index_bytes, memory_bytes: current values; index_bytes has its table
- *	stats/wait_max_us: longest wait of a call for this device
+ * State of the module, and its counters. sysfs.c shows both to the operator, sync.c reports them to
+ * the host. A change of the state requests a report.
  *
- * The files exist with and without a device. The state stays poisoned until the module is loaded
- * again.
+ * The state stays poisoned until the module is loaded again.
  */
-#include <linux/kobject.h>
-#include <linux/module.h>
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/sysfs.h>
 
 #include "../trace.h"
@@ -81,7 +75,7 @@ void tmem_state_online(void)
 	update_online();
 	spin_unlock_irqrestore(&state_lock, flags);
 	if (report)
-		tmem_control_report_any();
+		tmem_dev_report_any();
 }
 
 /**
@@ -123,9 +117,9 @@ void tmem_poison(const char *why, u64 ino, pgoff_t index)
 	spin_unlock_irqrestore(&state_lock, flags);
 	if (!first)
 		return;
-	pr_crit("virtio_tmem: a page from the host was wrong (%s, inode %llu page %lu): the cache is off until the module is loaded again; check the host\n",
+	pr_crit("a page from the host was wrong (%s, inode %llu page %lu): the cache is off until the module is loaded again; check the host\n",
 		why, ino, index);
-	tmem_control_report_any();
+	tmem_dev_report_any();
 }
 
 /**
@@ -142,7 +136,7 @@ void tmem_core_set_hooks(u64 live, const char *off_reason)
 	strscpy(hooks_reason, off_reason ?: "", sizeof(hooks_reason));
 	update_online();
 	spin_unlock_irqrestore(&state_lock, flags);
-	tmem_control_report_any();
+	tmem_dev_report_any();
 }
 
 /**
@@ -158,7 +152,7 @@ void tmem_core_set_served(u64 types, const char *text)
 	served = types;
 	strscpy(note, text, sizeof(note));
 	spin_unlock_irqrestore(&state_lock, flags);
-	tmem_control_report_any();
+	tmem_dev_report_any();
 }
 
 static bool none_served(void)
@@ -206,87 +200,13 @@ u32 tmem_state_report(u64 *hooks)
 	return state;
 }
 
-/* --- counters ------------------------------------------------------------------------------ */
-
 /**
- * tmem_stat_sum() - return the sum of neighbouring counters over all CPUs
- * @first: first counter
- * @last: last counter, included
+ * tmem_state_show() - print the state for sysfs
+ * @buf: a page
  *
- * Return: the sum.
+ * Return: length of the line in bytes.
  */
-u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last)
-{
-	u64 sum = 0;
-	int cpu, i;
-
-	for_each_possible_cpu(cpu)
-		for (i = first; i <= last; i++)
-			sum += READ_ONCE(per_cpu_ptr(&tmem_stats, cpu)->count[i]);
-	return sum;
-}
-
-/**
- * tmem_memory_bytes() - return the memory that the module holds
- *
- * Return: bytes of rings, bounce pages and index.
- */
-long tmem_memory_bytes(void)
-{
-	struct tmem_dev *dev;
-	long bytes = tmem_index_bytes();
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev)
-		bytes += dev->memory_bytes;
-	rcu_read_unlock();
-	return bytes;
-}
-
-/* --- sysfs --------------------------------------------------------------------------------- */
-
-struct stat_attribute {
-	struct kobj_attribute attr;
-	enum tmem_stat stat;
-};
-
-static ssize_t stat_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
-{
-	enum tmem_stat stat = container_of(attr, struct stat_attribute, attr)->stat;
-
-	return sysfs_emit(buf, "%llu\n", tmem_stat_sum(stat, stat));
-}
-
-static ssize_t index_pages_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
-{
-	return sysfs_emit(buf, "%ld\n", tmem_index_pages());
-}
-
-static ssize_t memory_bytes_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
-{
-	return sysfs_emit(buf, "%ld\n", tmem_memory_bytes());
-}
-
-static ssize_t index_bytes_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
-{
-	return sysfs_emit(buf, "%ld\n", tmem_index_bytes());
-}
-
-static ssize_t wait_max_us_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
-{
-	struct tmem_dev *dev;
-	u64 wait_ns = 0;
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev)
-		wait_ns = READ_ONCE(dev->wait_max_ns);
-	rcu_read_unlock();
-	return sysfs_emit(buf, "%llu\n", div_u64(wait_ns, NSEC_PER_USEC));
-}
-
-static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
+ssize_t tmem_state_show(char *buf)
 {
 	ssize_t len;
 
@@ -308,87 +228,22 @@ static ssize_t state_show(struct kobject *kobj, struct kobj_attribute *attr, cha
 	return len;
 }
 
-static ssize_t hooks_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
-{
-	u64 hooks;
-
-	tmem_state_report(&hooks);
-	return sysfs_emit(buf, "0x%llx\n", hooks);
-}
-
-static struct stat_attribute stat_attributes[] = {
-#define TMEM_STAT(name) { __ATTR(name, 0444, stat_show, NULL), TMEM_STAT_##name },
-#include "stats_list.h"
-#undef TMEM_STAT
-};
-
-static struct kobj_attribute index_pages_attribute = __ATTR_RO(index_pages);
-static struct kobj_attribute index_bytes_attribute = __ATTR_RO(index_bytes);
-static struct kobj_attribute memory_bytes_attribute = __ATTR_RO(memory_bytes);
-static struct kobj_attribute wait_max_us_attribute = __ATTR_RO(wait_max_us);
-static struct kobj_attribute state_attribute = __ATTR_RO(state);
-static struct kobj_attribute hooks_attribute = __ATTR_RO(hooks);
-
-/* Number of files in stats/ that are not counters. */
-#define NR_GAUGES 4
-
-static struct attribute *stats_group_attributes[NR_GAUGES + NR_TMEM_STATS + 1] = {
-	&index_pages_attribute.attr,
-	&index_bytes_attribute.attr,
-	&memory_bytes_attribute.attr,
-	&wait_max_us_attribute.attr,
-};
-
-static const struct attribute_group stats_group = {
-	.name = "stats",
-	.attrs = stats_group_attributes,
-};
-
-static struct attribute *state_group_attributes[] = {
-	&state_attribute.attr,
-	&hooks_attribute.attr,
-	NULL
-};
-
-static const struct attribute_group state_group = {
-	.attrs = state_group_attributes,
-};
-
-static const struct attribute_group *groups[] = {
-	&state_group,
-	&stats_group,
-	NULL
-};
-
-struct kobject *tmem_kobj;
+/* --- counters ------------------------------------------------------------------------------ */
 
 /**
- * tmem_sysfs_init() - create /sys/kernel/virtio_tmem
+ * tmem_stat_sum() - return the sum of neighbouring counters over all CPUs
+ * @first: first counter
+ * @last: last counter, included
  *
- * Return: 0 or an error.
+ * Return: the sum.
  */
-int tmem_sysfs_init(void)
+u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last)
 {
-	int i, err;
+	u64 sum = 0;
+	int cpu, i;
 
-	for (i = 0; i < NR_TMEM_STATS; i++) {
-		sysfs_attr_init(&stat_attributes[i].attr.attr);
-		stats_group_attributes[NR_GAUGES + i] = &stat_attributes[i].attr.attr;
-	}
-	tmem_kobj = kobject_create_and_add("virtio_tmem", kernel_kobj);
-	if (!tmem_kobj)
-		return -ENOMEM;
-	err = sysfs_create_groups(tmem_kobj, groups);
-	if (err)
-		kobject_put(tmem_kobj);
-	return err;
-}
-
-/**
- * tmem_sysfs_exit() - remove /sys/kernel/virtio_tmem
- */
-void tmem_sysfs_exit(void)
-{
-	sysfs_remove_groups(tmem_kobj, groups);
-	kobject_put(tmem_kobj);
+	for_each_possible_cpu(cpu)
+		for (i = first; i <= last; i++)
+			sum += READ_ONCE(per_cpu_ptr(&tmem_stats, cpu)->count[i]);
+	return sum;
 }

@@ -58,8 +58,4 @@ static inline const char *tmem_inval_name(enum tmem_inval why)
 
 u64 tmem_stat_sum(enum tmem_stat first, enum tmem_stat last);
 
-/* Files of the state in sysfs; see stats.c. */
-int tmem_sysfs_init(void);
-void tmem_sysfs_exit(void);
-
 #endif /* _TMEM_STATS_H */

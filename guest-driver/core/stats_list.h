@@ -28,7 +28,7 @@ TMEM_STAT(puts_stored)
 TMEM_STAT(puts_refused)
 TMEM_STAT(puts_unanswered)
 
-/* gets: pages that tmem_get() was asked for; hits include ring_hits */
+/* gets: pages that callers of tmem_get() wanted; hits include ring_hits */
 TMEM_STAT(gets)
 TMEM_STAT(hits)
 TMEM_STAT(ring_hits)

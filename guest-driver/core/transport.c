@@ -23,103 +23,13 @@
 /* Minimum queue size. A batch of puts without indirect descriptors takes up to 11 descriptors. */
 #define QUEUE_SIZE_MIN		16
 
-struct tmem_dev __rcu *tmem_device;
-struct tmem_check_keys tmem_keys;
-
 /*
  * Guards device_taken, which refuses a second device. Held while a device is set up or torn down.
  */
 static DEFINE_MUTEX(setup_lock);
 static bool device_taken;
 
-/**
- * tmem_dev_get() - take a reference on the device, for use across a sleep
- *
- * Return: the device or NULL.
- */
-struct tmem_dev *tmem_dev_get(void)
-{
-	struct tmem_dev *dev;
-
-	rcu_read_lock();
-	dev = rcu_dereference(tmem_device);
-	if (dev && !refcount_inc_not_zero(&dev->users))
-		dev = NULL;
-	rcu_read_unlock();
-	return dev;
-}
-
-/**
- * tmem_dev_put() - release a reference on the device
- * @dev: the device
- */
-void tmem_dev_put(struct tmem_dev *dev)
-{
-	if (refcount_dec_and_test(&dev->users))
-		complete(&dev->unused);
-}
-
 /* --- queues -------------------------------------------------------------------------------- */
-
-/* Takes the device's answers. vq_lock is held. Returns whether there is work for the feeder. */
-static bool drain(struct tmem_queue *queue)
-{
-	bool feeder = false;
-	struct tmem_req *req;
-	unsigned int len;
-
-	while ((req = virtqueue_get_buf(queue->vq, &len))) {
-		tmem_req_used(req, len);
-		/* Any answer makes room for requests that the feeder could not send. */
-		if (queue->stalled) {
-			WRITE_ONCE(queue->stalled, false);
-			feeder = true;
-		}
-		if (req->kind == TMEM_REQ_GET) {
-			tmem_get_answered(queue->dev,
-					  container_of(req, struct tmem_get_req, req));
-		} else {
-			/* Pairs with take_answers(). */
-			smp_store_release(&req->state, TMEM_REQ_DONE);
-			WRITE_ONCE(queue->answered, true);
-			feeder = true;
-		}
-	}
-	return feeder;
-}
-
-/**
- * tmem_queue_drain() - take the device's answers without waiting for its interrupt
- * @queue: the queue
- */
-void tmem_queue_drain(struct tmem_queue *queue)
-{
-	unsigned long flags;
-	bool feeder;
-
-	spin_lock_irqsave(&queue->vq_lock, flags);
-	feeder = drain(queue);
-	spin_unlock_irqrestore(&queue->vq_lock, flags);
-	if (feeder && current != queue->dev->feeder)
-		wake_up(&queue->dev->feeder_wait);
-}
-
-static void request_vq_callback(struct virtqueue *vq)
-{
-	struct tmem_dev *dev = vq->vdev->priv;
-	struct tmem_queue *queue = &dev->queue[vq->index - 1];
-	unsigned long flags;
-	bool feeder = false;
-
-	spin_lock_irqsave(&queue->vq_lock, flags);
-	do {
-		virtqueue_disable_cb(vq);
-		feeder |= drain(queue);
-	} while (!virtqueue_enable_cb(vq));
-	spin_unlock_irqrestore(&queue->vq_lock, flags);
-	if (feeder)
-		wake_up(&dev->feeder_wait);
-}
 
 static int find_queues(struct tmem_dev *dev)
 {
@@ -131,10 +41,10 @@ static int find_queues(struct tmem_dev *dev)
 	int err;
 
 	for (i = 1; i <= dev->nr_queues; i++)
-		info[i] = (struct virtqueue_info){ "request", request_vq_callback };
+		info[i] = (struct virtqueue_info){ "request", tmem_queue_vq_callback };
 	err = tmem_find_vqs(dev->vdev, 1 + dev->nr_queues, vqs, info);
 	if (err) {
-		dev_err(&dev->vdev->dev, "cannot set up %u queues: error %d\n",
+		dev_err(&dev->vdev->dev, "the device is not used: %u virtqueues cannot be set up (error %d)\n",
 			1 + dev->nr_queues, err);
 		return err;
 	}
@@ -145,7 +55,7 @@ static int find_queues(struct tmem_dev *dev)
 		size = virtqueue_get_vring_size(vqs[i]);
 		if (size >= QUEUE_SIZE_MIN && size <= VIRTIO_TMEM_QUEUE_SIZE_MAX)
 			continue;
-		dev_err(&dev->vdev->dev, "queue %u has %u descriptors, not %u to %u: not used\n",
+		dev_err(&dev->vdev->dev, "the device is not used: queue %u has %u descriptors, not %u to %u; update the host's QEMU\n",
 			i, size, QUEUE_SIZE_MIN, VIRTIO_TMEM_QUEUE_SIZE_MAX);
 		dev->vdev->config->del_vqs(dev->vdev);
 		return -EINVAL;
@@ -159,7 +69,7 @@ static int find_queues(struct tmem_dev *dev)
 static const char *unsuitable(struct virtio_device *vdev)
 {
 	if (!virtio_has_feature(vdev, VIRTIO_F_VERSION_1))
-		return "the device is a legacy one, without VIRTIO_F_VERSION_1";
+		return "the device is a legacy one; set disable-legacy=on";
 	if (virtio_has_feature(vdev, VIRTIO_F_ACCESS_PLATFORM))
 		return "the device is behind an IOMMU (VIRTIO_F_ACCESS_PLATFORM)";
 	if (cc_platform_has(CC_ATTR_GUEST_MEM_ENCRYPT))
@@ -183,7 +93,7 @@ static int read_limits(struct tmem_dev *dev)
 	    queues > VIRTIO_TMEM_REQUEST_QUEUES_MAX || !batch_max ||
 	    batch_max > VIRTIO_TMEM_BATCH_MAX || !pools || pools > VIRTIO_TMEM_POOLS_MAX) {
 		dev_err(&vdev->dev,
-			"configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u): not used\n",
+			"the device is not used: configuration out of range: page_size %u (%u), num_request_queues %u (1..%u), batch_max %u (1..%u), pools_max %u (1..%u); update the driver or the host\n",
 			page_size, VIRTIO_TMEM_PAGE_SIZE, queues, VIRTIO_TMEM_REQUEST_QUEUES_MAX,
 			batch_max, VIRTIO_TMEM_BATCH_MAX, pools, VIRTIO_TMEM_POOLS_MAX);
 		return -EINVAL;
@@ -205,7 +115,8 @@ static void free_device(struct tmem_dev *dev)
 	kfree(dev->queue);
 	tmem_slots_exit(dev);
 	tmem_admit_exit(dev);
-	tmem_get_exit(dev);
+	tmem_bounce_exit(dev);
+	tmem_sync_exit(dev);
 	tmem_control_exit(dev);
 	kfree(dev);
 }
@@ -234,9 +145,11 @@ static int alloc_memory(struct tmem_dev *dev)
 				  1, dev->batch_max);
 	err = tmem_control_init(dev);
 	if (!err)
+		err = tmem_sync_init(dev);
+	if (!err)
 		err = tmem_admit_init(dev);
 	if (!err)
-		err = tmem_get_init(dev, rounddown(bounce, TMEM_BLOCK_PAGES));
+		err = tmem_bounce_init(dev, rounddown(bounce, TMEM_BLOCK_PAGES));
 	if (!err)
 		err = tmem_slots_init(dev, rounddown(slots, TMEM_BLOCK_PAGES));
 	if (err)
@@ -269,7 +182,7 @@ static int set_up(struct virtio_device *vdev)
 	int err;
 
 	if (why) {
-		dev_err(&vdev->dev, "not used: %s\n", why);
+		dev_err(&vdev->dev, "the device is not used: %s\n", why);
 		tmem_state_offline(why);
 		return -ENODEV;
 	}
@@ -303,7 +216,7 @@ static int set_up(struct virtio_device *vdev)
 	tmem_pools_device(true);
 	wake_up_process(dev->feeder);
 	rcu_assign_pointer(tmem_device, dev);
-	tmem_control_start(dev);
+	tmem_sync_start(dev);
 	return 0;
 fail_feeder:
 	kthread_stop(dev->feeder);
@@ -325,7 +238,7 @@ static void tear_down(struct virtio_device *vdev)
 	tmem_dev_put(dev);
 	wait_for_completion(&dev->unused);
 	kthread_stop(dev->feeder);
-	tmem_control_stop(dev);
+	tmem_sync_stop(dev);
 	/* Set again, because the sync work may just have set the state to online. */
 	tmem_state_offline("no device");
 	/* The reset returns all buffers to the driver, answered or not. */
@@ -345,7 +258,7 @@ static int tmem_probe(struct virtio_device *vdev)
 
 	mutex_lock(&setup_lock);
 	if (device_taken)
-		dev_err(&vdev->dev, "not used: this guest has a virtio-tmem device already\n");
+		dev_err(&vdev->dev, "the device is not used: this guest has a virtio-tmem device already; remove one of them\n");
 	else
 		err = set_up(vdev);
 	if (!err)
@@ -372,7 +285,7 @@ static void tmem_config_changed(struct virtio_device *vdev)
 	struct tmem_dev *dev = vdev->priv;
 
 	if (dev)
-		tmem_control_resync(dev, false);
+		tmem_dev_resync(dev, false);
 }
 
 #ifdef CONFIG_PM_SLEEP
@@ -418,11 +331,11 @@ static int pm_notify(struct notifier_block *block, unsigned long event, void *un
 	switch (event) {
 	case PM_HIBERNATION_PREPARE:
 	case PM_RESTORE_PREPARE:
-		tmem_control_hibernate(true);
+		tmem_sync_hibernate(true);
 		break;
 	case PM_POST_HIBERNATION:
 	case PM_POST_RESTORE:
-		tmem_control_hibernate(false);
+		tmem_sync_hibernate(false);
 		break;
 	}
 	return NOTIFY_DONE;
@@ -444,6 +357,7 @@ int tmem_core_init(void)
 	/* Bitmaps of 64 pages are passed as unsigned long. */
 	BUILD_BUG_ON(BITS_PER_LONG != 64);
 	get_random_bytes(&tmem_keys, sizeof(tmem_keys));
+	tmem_evict_init();
 	err = tmem_index_init();
 	if (err)
 		return err;
@@ -475,5 +389,6 @@ void tmem_core_exit(void)
 	unregister_pm_notifier(&pm_block);
 	tmem_sysfs_exit();
 	tmem_pools_exit();
+	tmem_evict_exit();
 	tmem_index_exit();
 }

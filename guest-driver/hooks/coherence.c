@@ -3,7 +3,8 @@
  * Hooks of functions that change the content of a file, and the invalidations that they need. Each
  * comment says why no concurrent put or get can leave or find old content.
  */
-#include <linux/fadvise.h>
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/fs.h>
 #include <linux/fs_context.h>
 #include <linux/ftrace.h>
@@ -72,81 +73,6 @@ static bool wants_truncate(struct ftrace_regs *fregs)
 	return mapping->host && tmem_fs_serves(mapping->host->i_sb);
 }
 
-static void bypass_inode(const struct inode *inode, enum tmem_inval why)
-{
-	struct tmem_fs *fs;
-
-	if (!inode || !S_ISREG(inode->i_mode))
-		return;
-	rcu_read_lock();
-	fs = tmem_fs_find(inode->i_sb);
-	if (fs)
-		tmem_fs_bypass(fs, inode, why);
-	rcu_read_unlock();
-}
-
-/*
- * Marks an inode whose direct write is about to start (or has ended). Erasing the range of the
- * write is not enough: a page that is read in during the write and reclaimed again would be put.
- * The kernel leaves out its invalidation at the end if nothing is cached then, and if the write
- * failed midway, which leaves a clean but old page in the page cache. So the inode stays marked
- * until no page of that time is left (marks.c).
- */
-static void entry_direct(struct ftrace_regs *fregs)
-{
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
-
-	bypass_inode(mapping->host, TMEM_INVAL_DIRECT);
-}
-
-/**
- * tmem_entry_move_ext - mark two files whose blocks are about to be exchanged
- * @fregs: arguments of ext4_move_extents(); the first two are the files
- *
- * The exchange neither dirties nor removes pages of the donor, so the donor's page cache may have
- * content that the disk no longer has. Pages that are being read in at this moment are filled under
- * their lock, as by the disk.
- */
-void tmem_entry_move_ext(struct ftrace_regs *fregs)
-{
-	const struct file *orig = (void *)tmem_arg(fregs, 0);
-	const struct file *donor = (void *)tmem_arg(fregs, 1);
-
-	bypass_inode(file_inode(orig), TMEM_INVAL_MOVE_EXT);
-	bypass_inode(file_inode(donor), TMEM_INVAL_MOVE_EXT);
-}
-
-/**
- * tmem_entry_swapon - mark a file that is about to become a swap file
- * @fregs: arguments of ->swap_activate(); the second is the file
- *
- * Swapping writes below the page cache, and pages that were cached before stay cached after
- * swapoff.
- */
-void tmem_entry_swapon(struct ftrace_regs *fregs)
-{
-	const struct file *file = (void *)tmem_arg(fregs, 1);
-
-	bypass_inode(file_inode(file), TMEM_INVAL_INODE);
-}
-
-/**
- * tmem_entry_bmap - mark a file whose block numbers are asked for, if it is open for writing
- * @fregs: arguments of ->bmap(); the first is the mapping
- *
- * md writes the blocks of a bitmap file itself. It has the file open for writing when it asks, and
- * pages that were cached before stay cached after md closed the file. If a file is not open for
- * writing, the caller only reads block numbers (FIBMAP). Marks for all such files could need more
- * memory than there is.
- */
-void tmem_entry_bmap(struct ftrace_regs *fregs)
-{
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
-
-	if (atomic_read(&mapping->host->i_writecount) > 0)
-		bypass_inode(mapping->host, TMEM_INVAL_INODE);
-}
-
 /*
  * Registers a new mount before the first file is opened on it. Coherence does not depend on this:
  * files that are open for writing when the mount becomes known are cached only after they were
@@ -174,7 +100,7 @@ static bool wants_set_mnt_opts(struct ftrace_regs *fregs)
 	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
 }
 
-/* Frees the pool before the super block is taken apart; see tmem_fs_drop(). */
+/* Frees the pool before the super block is shut down; see tmem_fs_drop(). */
 static void wrap_shutdown_super(struct super_block *sb)
 {
 	tmem_enter();
@@ -186,80 +112,6 @@ static void wrap_shutdown_super(struct super_block *sb)
 static bool wants_shutdown_super(struct ftrace_regs *fregs)
 {
 	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
-}
-
-/*
- * Ranges of running POSIX_FADV_DONTNEED calls. Pages that such a call evicts are not put, and the
- * entries of its range are erased. The advice is a wish, and coherence does not depend on it: with
- * more calls at once than slots, the pages of the others are put and erased afterwards.
- */
-#define TMEM_FADVISE_MAX 8
-
-static struct fadvise_range {
-	const struct address_space *mapping;
-	pgoff_t first, last;
-} fadvise_ranges[TMEM_FADVISE_MAX];
-static unsigned long fadvise_used;
-
-/**
- * tmem_fadvise_covers - check whether a running POSIX_FADV_DONTNEED covers a page
- * @mapping: mapping of the page
- * @index: index of the page
- *
- * Context: any. The answer may be wrong while the call begins or ends.
- */
-bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
-{
-	unsigned int i;
-
-	if (likely(!READ_ONCE(fadvise_used)))
-		return false;
-	for (i = 0; i < TMEM_FADVISE_MAX; i++) {
-		if (READ_ONCE(fadvise_ranges[i].mapping) == mapping &&
-		    index >= READ_ONCE(fadvise_ranges[i].first) &&
-		    index <= READ_ONCE(fadvise_ranges[i].last))
-			return true;
-	}
-	return false;
-}
-
-static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
-{
-	struct address_space *mapping = file->f_mapping;
-	struct inode *inode = mapping->host;
-	/* Whole pages only, as in the kernel. A length of 0 means up to the end of the file. */
-	u64 end = (u64)offset + (u64)len;
-	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
-	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
-		     end >> PAGE_SHIFT : ULONG_MAX;
-	/* A range within one page contains no whole page. */
-	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
-	struct tmem_fs *fs;
-	int ret;
-
-	for (; slot < TMEM_FADVISE_MAX; slot++) {
-		if (!test_and_set_bit(slot, &fadvise_used)) {
-			fadvise_ranges[slot].first = first;
-			fadvise_ranges[slot].last = nr - 1;
-			/* Set after the range. A concurrent reader may still miss the slot. */
-			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
-			break;
-		}
-	}
-	ret = generic_fadvise(file, offset, len, POSIX_FADV_DONTNEED);
-	if (slot < TMEM_FADVISE_MAX) {
-		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
-		clear_bit_unlock(slot, &fadvise_used);
-	}
-	if (ret || nr <= first)
-		return ret;
-
-	rcu_read_lock();
-	fs = tmem_fs_find(inode->i_sb);
-	if (fs)
-		tmem_invalidate(fs->pool, inode->i_ino, first, nr - 1, TMEM_INVAL_FADVISE);
-	rcu_read_unlock();
-	return ret;
 }
 
 /*
@@ -276,29 +128,8 @@ static void entry_drop_slab(struct ftrace_regs *fregs)
 		tmem_fs_flush_all();
 }
 
-static int wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
-{
-	int ret;
-
-	tmem_enter();
-	if (advice == POSIX_FADV_DONTNEED && offset >= 0 && len >= 0 &&
-	    S_ISREG(file_inode(file)->i_mode))
-		ret = fadvise_dontneed(file, offset, len);
-	else
-		ret = generic_fadvise(file, offset, len, advice);
-	tmem_leave();
-	return ret;
-}
-
-static bool wants_fadvise(struct ftrace_regs *fregs)
-{
-	const struct file *file = (void *)tmem_arg(fregs, 0);
-
-	return tmem_fs_serves(file_inode(file)->i_sb);
-}
-
 /**
- * tmem_coherence_add - hook the functions of mm and VFS that are watched on every kernel
+ * tmem_coherence_add() - hook the functions of mm and VFS that are watched on every kernel
  *
  * Return: 0 or an error, which was reported.
  */
@@ -307,13 +138,14 @@ int tmem_coherence_add(void)
 	const struct tmem_target targets[] = {
 		{ (unsigned long)truncate_inode_pages_range, TMEM_HOOK_TRUNCATE, NULL,
 		  wrap_truncate, wants_truncate },
-		{ (unsigned long)invalidate_inode_pages2_range, TMEM_HOOK_DIRECT, entry_direct },
+		{ (unsigned long)invalidate_inode_pages2_range, TMEM_HOOK_DIRECT,
+		  tmem_entry_direct },
 		{ (unsigned long)security_sb_set_mnt_opts, TMEM_HOOK_MOUNT, NULL,
 		  wrap_set_mnt_opts, wants_set_mnt_opts },
 		{ (unsigned long)generic_shutdown_super, TMEM_HOOK_UNMOUNT, NULL,
 		  wrap_shutdown_super, wants_shutdown_super },
-		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, wrap_fadvise,
-		  wants_fadvise },
+		{ (unsigned long)generic_fadvise, TMEM_HOOK_FADVISE, NULL, tmem_wrap_fadvise,
+		  tmem_wants_fadvise },
 	};
 	unsigned int i;
 	int err;
@@ -335,7 +167,7 @@ int tmem_coherence_add(void)
 	/* Coherence does not depend on this hook; without it, the switch has no effect. */
 	err = tmem_ftrace_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
 	if (err)
-		pr_info("virtio_tmem: cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
+		pr_info("cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
 			err);
 	return 0;
 }

@@ -5,6 +5,8 @@
  * Every user may open the device; only the owner of a file may use it on that file. The open file
  * keeps its file system mounted, and the open device keeps the module loaded.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/file.h>
 #include <linux/miscdevice.h>
 #include <linux/module.h>
@@ -27,12 +29,18 @@ static int file_get(const struct tmem_key *key, const struct inode *inode,
 
 static int file_set(const struct tmem_key *key, u32 policy)
 {
+	int err;
+
 	switch (policy) {
 	case VIRTIO_TMEM_POLICY_DEFAULT:
 		tmem_policy_forget(key->pool, key->ino);
 		return 0;
 	case VIRTIO_TMEM_POLICY_NEVER:
-		return tmem_policy_forbid(key);
+		err = tmem_policy_forbid(key);
+		/* Erased after the policy is set, so that no put comes in between. */
+		if (!err)
+			tmem_invalidate_inode(key->pool, key->ino, TMEM_INVAL_INODE);
+		return err;
 	default:
 		return -EINVAL;
 	}
@@ -115,7 +123,8 @@ void tmem_device_init(void)
 		return;
 	err = misc_register(&device);
 	if (err)
-		pr_warn("virtio_tmem: no %s: error %d\n", VIRTIO_TMEM_DEVICE, err);
+		pr_warn("%s is missing (error %d): policies of files cannot be set; load the module again\n",
+			VIRTIO_TMEM_DEVICE, err);
 	else
 		registered = true;
 }

@@ -45,7 +45,7 @@ static void fs_failed(const struct super_block *sb)
 }
 
 /**
- * tmem_entry_ext4_warning - mark the inode of a failed conversion
+ * tmem_entry_ext4_warning() - mark the inode of a failed conversion
  * @fregs: super block, function, line, format, and the inode number of a failed conversion
  */
 void tmem_entry_ext4_warning(struct ftrace_regs *fregs)
@@ -64,7 +64,7 @@ void tmem_entry_ext4_warning(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_entry_journal_abort - stop caching a file system whose journal is aborted
+ * tmem_entry_journal_abort() - stop caching a file system whose journal is aborted
  * @fregs: first argument is the journal, whose private field is the super block
  */
 void tmem_entry_journal_abort(struct ftrace_regs *fregs)
@@ -76,7 +76,7 @@ void tmem_entry_journal_abort(struct ftrace_regs *fregs)
 }
 
 /**
- * tmem_probe_ext4_error - tracepoint: ext4 found an error
+ * tmem_probe_ext4_error() - tracepoint: ext4 found an error
  * @data: unused
  * @sb: super block
  * @function: function of ext4
@@ -90,7 +90,7 @@ void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *funct
 }
 
 /**
- * tmem_probe_ext4_shutdown - tracepoint: ext4 is about to be shut down by force
+ * tmem_probe_ext4_shutdown() - tracepoint: ext4 is about to be shut down by force
  * @data: unused
  * @sb: super block
  * @flags: kind of shutdown

@@ -9,9 +9,9 @@
  *   again with other contents.
  * - A hook that cannot do its work leaves nothing in the index under its key.
  *
- * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of fs.c, switch_lock
- * of fs.c, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of the core. An
- * access to a file of mounts.c counts as a lock below s_umount and discovery_lock.
+ * Lock order, outermost first: hooks_mutex of init.c, s_umount, discovery_lock of discover.c,
+ * tmem_fs_switch_lock, a folio's lock, the i_pages lock, the list lock of verify.c, the locks of
+ * the core. An access to a file of mounts.c counts as a lock below s_umount and discovery_lock.
  */
 #ifndef _TMEM_HOOKS_H
 #define _TMEM_HOOKS_H
@@ -24,6 +24,7 @@
 #include <linux/refcount.h>
 #include <linux/spinlock.h>
 
+#include "../testing.h"
 #include "../tmem.h"
 
 /* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
@@ -48,42 +49,44 @@ enum tmem_hook {
 	NR_TMEM_HOOKS
 };
 
+/* --- state.c ------------------------------------------------------------------------------- */
+
 extern const char *const tmem_hook_names[NR_TMEM_HOOKS];
+/* True while puts and gets are allowed. */
+extern bool tmem_hooks_on;
+/* True if untested kernels and file systems are served. */
+extern bool tmem_allow_untested;
 
-#ifdef TMEM_TEST
-/* Bits of hooks that do nothing, so that tests show what each hook is needed for. */
-extern unsigned long tmem_test_hooks_off;
-/* Bits of hooks whose calls the self-test ignores, as if the kernel did not make them. */
-extern unsigned long tmem_test_selftest_blind;
-static inline bool tmem_hook_off(enum tmem_hook hook)
-{
-	return READ_ONCE(tmem_test_hooks_off) & BIT(hook);
-}
+void tmem_hooks_set(enum tmem_hook hook);
+__printf(1, 2) void tmem_hooks_off(const char *fmt, ...);
+void tmem_hooks_none(void);
+void tmem_hooks_retry(void);
+void tmem_hooks_report(void);
 
-static inline bool tmem_selftest_blind(enum tmem_hook hook)
-{
-	return READ_ONCE(tmem_test_selftest_blind) & BIT(hook);
-}
-#else
-static inline bool tmem_hook_off(enum tmem_hook hook)
-{
-	return false;
-}
+/* --- seen.c -------------------------------------------------------------------------------- */
 
-static inline bool tmem_selftest_blind(enum tmem_hook hook)
-{
-	return false;
-}
-#endif
+/*
+ * Folios rest in a per-CPU batch of 31, with a reference each, before reclaim can take them. With
+ * this many pages, most have left the batch.
+ */
+#define TMEM_SELFTEST_PAGES 128
+
+/* Calls and folios that the hooks have reported since the self-test began. */
+struct tmem_seen {
+	unsigned long calls;		/* bits of enum tmem_hook */
+	atomic_t reclaimed, removed, dirty;
+	pgoff_t dirty_index;
+};
+
+extern struct tmem_seen tmem_seen;
+
+/* The mapping under test, or NULL. For this mapping the hooks only report what they see. */
+extern struct address_space *tmem_selftest_mapping;
+void tmem_selftest_saw_removed(const struct folio *folio);
+void tmem_selftest_saw_dirty(const struct folio *folio);
+void tmem_selftest_saw_call(enum tmem_hook hook);
 
 /* --- fs.c ---------------------------------------------------------------------------------- */
-
-/* A function below the page cache that no operations table leads to. */
-struct tmem_fs_symbol {
-	const char *name;
-	enum tmem_hook hook;
-	void (*entry)(struct ftrace_regs *fregs);
-};
 
 /* Size of a reason, which is one line, in bytes. */
 #define TMEM_REFUSED_BYTES 128
@@ -93,7 +96,6 @@ struct tmem_fs_type {
 	const char *name;
 	/* Returns whether a mapping keeps its data where the hooks expect it. */
 	bool (*mapping_ok)(const struct address_space *mapping);
-	struct tmem_fs_symbol symbols[4];
 	/*
 	 * True if the type is built in or loaded early: loading this module looks for mounts of it.
 	 */
@@ -106,7 +108,7 @@ struct tmem_fs_type {
 	bool failed;
 	char why_failed[TMEM_REFUSED_BYTES];
 
-	bool off;			/* switched off by the operator; under switch_lock */
+	bool off;			/* switched off by the operator; see fs.h */
 	struct kobject *kobj;		/* directory of mounts.c */
 };
 
@@ -126,7 +128,7 @@ struct tmem_mount {
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
-	bool off;			/* switched off by the operator; under switch_lock */
+	bool off;			/* switched off by the operator; see fs.h */
 	char refused[TMEM_REFUSED_BYTES];	/* why it is not served, or empty */
 	bool sweep;			/* its marks have to be swept */
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */
@@ -134,7 +136,7 @@ struct tmem_mount {
 
 /* A mounted file system. */
 struct tmem_fs {
-	struct hlist_node node;		/* RCU; writers hold fs_lock */
+	struct hlist_node node;		/* RCU; writers hold tmem_fs_lock */
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	const struct tmem_fs_type *type;
 	struct tmem_mount *mount;	/* outlives this */
@@ -150,20 +152,15 @@ struct tmem_fs {
 struct tmem_fs *tmem_fs_find(const struct super_block *sb);
 struct tmem_fs *tmem_fs_get(const struct super_block *sb);
 void tmem_fs_put(struct tmem_fs *fs);
-void tmem_fs_drop(const struct super_block *sb);
 void tmem_fs_flush_all(void);
-void tmem_fs_mounted(struct super_block *sb);
 bool tmem_fs_note(const struct super_block *sb);
 bool tmem_fs_serves(const struct super_block *sb);
 void tmem_fs_sweep_soon(struct tmem_fs *fs);
-void tmem_fs_walk(struct super_block *sb, bool (*look)(struct inode *inode, void *arg), void *arg);
+void tmem_fs_walk(struct super_block *sb, bool (*visit)(struct inode *inode, void *arg), void *arg);
 bool tmem_fs_inode_ok(struct tmem_fs *fs, const struct inode *inode);
 void tmem_fs_switch(struct tmem_fs_type *type, struct tmem_mount *mount, bool on);
 const char *tmem_fs_state(const struct tmem_mount *mount);
 unsigned long tmem_fs_pages(const struct tmem_mount *mount);
-int tmem_fs_init(void);
-void tmem_fs_stop(void);
-void tmem_fs_exit(void);
 
 static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *inode,
 			       struct tmem_key *key)
@@ -172,6 +169,15 @@ static inline void tmem_fs_key(const struct tmem_fs *fs, const struct inode *ino
 	key->ino = inode->i_ino;
 	key->igen = inode->i_generation;
 }
+
+/* --- discover.c ---------------------------------------------------------------------------- */
+
+void tmem_fs_drop(const struct super_block *sb);
+void tmem_fs_mounted(struct super_block *sb);
+void tmem_fs_setup(void);
+int tmem_fs_init(void);
+void tmem_fs_stop(void);
+void tmem_fs_exit(void);
 
 /* --- marks.c ------------------------------------------------------------------------------- */
 
@@ -259,10 +265,19 @@ static inline void tmem_leave(void)
 /* --- coherence.c --------------------------------------------------------------------------- */
 
 int tmem_coherence_add(void);
+
+/* --- fadvise.c ----------------------------------------------------------------------------- */
+
+bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
+int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice);
+bool tmem_wants_fadvise(struct ftrace_regs *fregs);
+
+/* --- direct.c ------------------------------------------------------------------------------ */
+
+void tmem_entry_direct(struct ftrace_regs *fregs);
 void tmem_entry_move_ext(struct ftrace_regs *fregs);
 void tmem_entry_swapon(struct ftrace_regs *fregs);
 void tmem_entry_bmap(struct ftrace_regs *fregs);
-bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 
@@ -295,22 +310,7 @@ void tmem_device_exit(void);
 
 /* --- selftest.c ---------------------------------------------------------------------------- */
 
-/* The mapping under test, or NULL. For this mapping the hooks only report what they see. */
-extern struct address_space *tmem_selftest_mapping;
-void tmem_selftest_saw_removed(const struct folio *folio);
-void tmem_selftest_saw_dirty(const struct folio *folio);
-void tmem_selftest_saw_call(enum tmem_hook hook);
-
 const char *tmem_selftest_add(void);
 const char *tmem_selftest_run(void);
-
-/* --- init.c -------------------------------------------------------------------------------- */
-
-/* True while puts and gets are allowed. */
-extern bool tmem_hooks_on;
-/* True if untested kernels and file systems are served. */
-extern bool tmem_allow_untested;
-void tmem_hooks_set(enum tmem_hook hook);
-__printf(1, 2) void tmem_hooks_off(const char *fmt, ...);
 
 #endif /* _TMEM_HOOKS_H */

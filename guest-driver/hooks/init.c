@@ -5,6 +5,8 @@
  * the cache stays off, with the reason in the log and in sysfs; loading the module succeeds even
  * then.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/module.h>
 #include <linux/mutex.h>
 #include <linux/sched.h>
@@ -31,113 +33,9 @@ static const struct tested_kernel {
 	{ "7.3.", KERNEL_VERSION(7, 3, 0), "Debian", { "7.3.4" } },
 };
 
-bool tmem_allow_untested;
-module_param_named(allow_untested, tmem_allow_untested, bool, 0444);
-MODULE_PARM_DESC(allow_untested, "use kernels that are not on the list of tested ones, and file systems with other blocks");
-
-const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
-	[TMEM_HOOK_REMOVED] = "removed",
-	[TMEM_HOOK_DIRTY] = "dirty",
-	[TMEM_HOOK_TRUNCATE] = "truncate",
-	[TMEM_HOOK_DIRECT] = "direct",
-	[TMEM_HOOK_MOUNT] = "mount",
-	[TMEM_HOOK_UNMOUNT] = "unmount",
-	[TMEM_HOOK_FADVISE] = "fadvise",
-	[TMEM_HOOK_DROP_SLAB] = "drop_slab",
-	[TMEM_HOOK_MOVE_EXT] = "move_ext",
-	[TMEM_HOOK_SWAPON] = "swapon",
-	[TMEM_HOOK_BMAP] = "bmap",
-	[TMEM_HOOK_READAHEAD] = "readahead",
-	[TMEM_HOOK_READ_FOLIO] = "read_folio",
-	[TMEM_HOOK_CONVERSION] = "conversion",
-	[TMEM_HOOK_JOURNAL_ABORT] = "journal_abort",
-	[TMEM_HOOK_FS_ERROR] = "fs_error",
-	[TMEM_HOOK_SELFTEST] = "selftest",
-};
-
-#ifdef TMEM_TEST
-unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
-
-/* Parses names from tmem_hook_names[], separated by commas; empty for none. */
-static int set_hooks_off(const char *val, const struct kernel_param *kp)
-{
-	char *list = kstrdup(val, GFP_KERNEL), *rest = list, *name;
-	unsigned long mask = 0;
-	int i, err = list ? 0 : -ENOMEM;
-
-	while (!err && rest && (name = strsep(&rest, ","))) {
-		name = strim(name);
-		if (!*name)
-			continue;
-		i = match_string(tmem_hook_names, NR_TMEM_HOOKS, name);
-		if (i < 0)
-			err = -EINVAL;
-		else
-			mask |= BIT(i);
-	}
-	kfree(list);
-	if (!err)
-		WRITE_ONCE(*(unsigned long *)kp->arg, mask);
-	return err;
-}
-
-static int get_hooks_off(char *buffer, const struct kernel_param *kp)
-{
-	return sysfs_emit(buffer, "%#lx\n", *(unsigned long *)kp->arg);
-}
-
-static const struct kernel_param_ops hooks_off_ops = {
-	.set = set_hooks_off,
-	.get = get_hooks_off,
-};
-module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
-MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cache is wrong then");
-module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
-MODULE_PARM_DESC(test_selftest_blind, "names of hooks that the self-test shall not see called");
-
-static bool test_untested_release;
-module_param(test_untested_release, bool, 0444);
-MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was not tested");
-#endif
-
-bool tmem_hooks_on;
-
-static u64 live;		/* bits of enum tmem_hook */
-static char off_reason[256];	/* first reason since the hooks were last taken */
 static bool probes_on, ftrace_on;
 static DEFINE_MUTEX(hooks_mutex);	/* serializes taking and releasing; guards hooks_taken */
 static bool hooks_taken;
-
-/**
- * tmem_hooks_set - record that a hook is live
- * @hook: the hook
- *
- * Context: process, one call at a time.
- */
-void tmem_hooks_set(enum tmem_hook hook)
-{
-	live |= BIT_ULL(hook);
-	tmem_core_set_hooks(live, *off_reason ? off_reason : NULL);
-}
-
-/**
- * tmem_hooks_off - keep the cache off, with a reason
- * @fmt: the reason; the first one is kept until the hooks are taken again
- *
- * Context: process, one call at a time.
- */
-void tmem_hooks_off(const char *fmt, ...)
-{
-	va_list args;
-
-	if (*off_reason)
-		return;
-	va_start(args, fmt);
-	vscnprintf(off_reason, sizeof(off_reason), fmt, args);
-	va_end(args);
-	pr_warn("virtio_tmem: off: %s\n", off_reason);
-	tmem_core_set_hooks(live, off_reason);
-}
 
 /* Returns the row of the running kernel's series and vendor, or NULL. */
 static const struct tested_kernel *find_tested_kernel(void)
@@ -179,12 +77,10 @@ static void check_point_release(const struct tested_kernel *kernel)
 	name = skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
 	strscpy(release, name, sizeof(release));
 	release[strcspn(release, "- ")] = '\0';
-#ifdef TMEM_TEST
-	if (test_untested_release) {
+	if (tmem_test_untested_release()) {
 		tmem_verify_untested(release);
 		return;
 	}
-#endif
 	for (i = 0; i < TMEM_TESTED_RELEASES_MAX && kernel->point_releases[i]; i++)
 		if (!strcmp(release, kernel->point_releases[i]))
 			return;
@@ -209,7 +105,7 @@ static bool hooks_down(void)
 		tmem_ftrace_drain();
 	if (stopped)
 		ftrace_on = false;
-	live = 0;
+	tmem_hooks_none();
 	return stopped;
 }
 
@@ -221,7 +117,7 @@ static int hooks_up(void)
 	tmem_ftrace_reset();
 	err = tmem_verify_init();
 	if (err) {
-		tmem_hooks_off("out of memory");
+		tmem_hooks_off("no memory for the hooks; load the module again");
 		return err;
 	}
 	err = tmem_coherence_add();
@@ -263,10 +159,10 @@ static int take_hooks(void)
 	int err;
 
 	lockdep_assert_held(&hooks_mutex);
-	*off_reason = '\0';
+	tmem_hooks_retry();
 	/* A put takes spinlocks with interrupts off. On PREEMPT_RT, spinlocks sleep. */
 	if (IS_ENABLED(CONFIG_PREEMPT_RT)) {
-		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served");
+		tmem_hooks_off("real-time kernels (PREEMPT_RT) are not served; use another kernel");
 		return -EOPNOTSUPP;
 	}
 	if (!kernel && !tmem_allow_untested) {
@@ -279,7 +175,7 @@ static int take_hooks(void)
 		if (!hooks_down())
 			__module_get(THIS_MODULE);
 		tmem_verify_exit();
-		tmem_core_set_hooks(0, off_reason);
+		tmem_hooks_report();
 		return err;
 	}
 	check_point_release(kernel);
@@ -330,21 +226,25 @@ static ssize_t hooks_enabled_store(struct kobject *kobj, struct kobj_attribute *
 static struct kobj_attribute hooks_enabled_attribute = __ATTR_RW(hooks_enabled);
 
 /**
- * tmem_hooks_init - bring the hooks up
+ * tmem_hooks_init() - bring the hooks up
  *
  * Return: 0, also when the cache stays off; -ENOMEM.
  */
 int tmem_hooks_init(void)
 {
-	int err = tmem_mounts_init();
+	int err;
 
+	tmem_fs_setup();
+	err = tmem_mounts_init();
 	if (err)
 		return err;
 	mutex_lock(&hooks_mutex);
 	take_hooks();
 	mutex_unlock(&hooks_mutex);
-	if (sysfs_create_file(tmem_kobj, &hooks_enabled_attribute.attr))
-		pr_warn("virtio_tmem: no hooks_enabled in sysfs\n");
+	err = sysfs_create_file(tmem_kobj, &hooks_enabled_attribute.attr);
+	if (err)
+		pr_warn("hooks_enabled is missing in sysfs (error %d): unload the module before a live patch\n",
+			err);
 	return 0;
 }
 
@@ -353,16 +253,16 @@ int tmem_hooks_init(void)
  * them. It is too late to refuse unloading, so rmmod does not return. Nothing is put or got; calls
  * pass through.
  */
-static void stay_for_ever(void)
+static void never_return(void)
 {
 	tmem_core_set_hooks(0, DEAD_FTRACE);
-	pr_crit("virtio_tmem: the kernel gave up on ftrace and cannot release the hooks: the module stays in memory and rmmod does not return until the guest is restarted\n");
+	pr_crit("the kernel gave up on ftrace and cannot release the hooks: the module stays in memory and rmmod does not return until the guest is restarted\n");
 	for (;;)
 		schedule_timeout_idle(MAX_SCHEDULE_TIMEOUT);
 }
 
 /**
- * tmem_hooks_exit - take the hooks down and forget all file systems
+ * tmem_hooks_exit() - take the hooks down and forget all file systems
  */
 void tmem_hooks_exit(void)
 {
@@ -372,7 +272,7 @@ void tmem_hooks_exit(void)
 	/* After this, types are no longer switched. The switches of mounts go with the mounts. */
 	tmem_mounts_stop();
 	if (!hooks_down())
-		stay_for_ever();
+		never_return();
 	/* Verifications only access folios, but they compare their file systems. */
 	tmem_verify_exit();
 	tmem_fs_exit();

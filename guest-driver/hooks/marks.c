@@ -28,7 +28,7 @@
 #include "hooks.h"
 
 /**
- * tmem_fs_bypass - mark an inode that is about to change below the page cache
+ * tmem_fs_bypass() - mark an inode that is about to change below the page cache
  * @fs: its file system
  * @inode: the inode
  * @why: reason, for the counters
@@ -47,7 +47,7 @@ void tmem_fs_bypass(struct tmem_fs *fs, const struct inode *inode, enum tmem_inv
 }
 
 /**
- * tmem_fs_emptied - clear the mark of an inode whose last cached pages are being removed
+ * tmem_fs_emptied() - clear the mark of an inode whose last cached pages are being removed
  * @fs: its file system
  * @inode: the inode; the i_pages lock is held, and no page is left when it is released
  *
@@ -62,7 +62,7 @@ void tmem_fs_emptied(struct tmem_fs *fs, const struct inode *inode)
 }
 
 /**
- * tmem_fs_clear_mark - clear the mark of an inode if no old page of it can be cached
+ * tmem_fs_clear_mark() - clear the mark of an inode if no old page of it can be cached
  * @fs: its file system
  * @inode: the inode
  * @own: number of pages that the caller has added, holds locked, and is about to read
@@ -83,7 +83,7 @@ void tmem_fs_clear_mark(struct tmem_fs *fs, struct inode *inode, unsigned long o
 }
 
 /**
- * tmem_fs_inode_gone - handle the eviction of an inode, whose page cache is empty
+ * tmem_fs_inode_gone() - handle the eviction of an inode, whose page cache is empty
  * @fs: its file system
  * @inode: the inode
  *
@@ -123,7 +123,7 @@ static bool mark_suspect(struct inode *inode, void *arg)
 }
 
 /**
- * tmem_fs_mark_suspects - mark each inode that may have changed unseen
+ * tmem_fs_mark_suspects() - mark each inode that may have changed unseen
  * @fs: a file system that the hooks have not known until now, or whose marks were lost
  * @sb: its super block, s_umount held
  *
@@ -143,7 +143,7 @@ bool tmem_fs_mark_suspects(struct tmem_fs *fs, struct super_block *sb)
 }
 
 /**
- * tmem_fs_sweep - clear the marks that are no longer needed
+ * tmem_fs_sweep() - clear the marks that are no longer needed
  * @fs: the file system, whose marks run out or were lost, or that had an error
  * @sb: its super block, s_umount held
  *

@@ -122,7 +122,7 @@ static const struct kobj_type mount_ktype = {
 };
 
 /**
- * tmem_mount_new - make a mount's directory
+ * tmem_mount_new() - make a mount's directory
  * @sb: its super block
  * @type: type of file system
  *
@@ -159,7 +159,7 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 }
 
 /**
- * tmem_mount_free - remove a mount's directory, after the hooks have stopped using it
+ * tmem_mount_free() - remove a mount's directory, after the hooks have stopped using it
  * @mount: from tmem_mount_new()
  *
  * The function waits for tasks that are reading or writing one of its files.
@@ -199,7 +199,7 @@ static struct kobj_attribute type_enabled_attribute =
 	__ATTR(enabled, 0644, type_enabled_show, type_enabled_store);
 
 /**
- * tmem_mounts_init - make the directories of all types
+ * tmem_mounts_init() - make the directories of all types
  *
  * Return: 0 or -ENOMEM.
  */
@@ -224,7 +224,7 @@ nomem:
 }
 
 /**
- * tmem_mounts_stop - remove the directories of types
+ * tmem_mounts_stop() - remove the directories of types
  */
 void tmem_mounts_stop(void)
 {
@@ -239,7 +239,7 @@ void tmem_mounts_stop(void)
 }
 
 /**
- * tmem_mounts_exit - remove the directory of mounts, after all mounts were removed
+ * tmem_mounts_exit() - remove the directory of mounts, after all mounts were removed
  */
 void tmem_mounts_exit(void)
 {

@@ -11,12 +11,14 @@
  * direct writes of this page wait for it to leave i_pages, and then erase (coherence.c). Eviction
  * sets AS_EXITING and passes through the i_pages lock before it erases.
  *
- * Why both events erase: a copy is looked for only if a folio is not uptodate. As a rule that is a
+ * Why both events erase: a copy is searched only if a folio is not uptodate. As a rule that is a
  * folio just added, after the one with newer content was removed. But a folio that was written in
  * part and is clean again can lose its record of uptodate blocks and stay cached, as when it is
  * split. It is then read again, and only the fact that it became dirty shows that a copy is old. So
  * coherence depends on the dirty event, and the removal is a second line of defence.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/mm.h>
 #include <linux/page-flags.h>
 #include <linux/pagemap.h>
@@ -210,7 +212,7 @@ static int probe_set(struct tmem_probe *probe, bool on)
 }
 
 /**
- * tmem_probes_register - register the probes of the tracepoints
+ * tmem_probes_register() - register the probes of the tracepoints
  *
  * Return: 0 or an error, which was reported.
  */
@@ -229,7 +231,8 @@ int tmem_probes_register(void)
 	for (i = 0; i < NR_STEADY_PROBES; i++) {
 		err = probe_set(&probes[i], true);
 		if (err) {
-			tmem_hooks_off("cannot join tracepoint %s: error %d", probes[i].name, err);
+			tmem_hooks_off("cannot register for tracepoint %s: error %d",
+				       probes[i].name, err);
 			tmem_probes_unregister();
 			return err;
 		}
@@ -238,7 +241,7 @@ int tmem_probes_register(void)
 }
 
 /**
- * tmem_probes_see_errors - check whether all optional tracepoints exist
+ * tmem_probes_see_errors() - check whether all optional tracepoints exist
  *
  * Return: true if they exist, after tmem_probes_register().
  */
@@ -253,7 +256,7 @@ bool tmem_probes_see_errors(void)
 }
 
 /**
- * tmem_probe_new_mounts - start or stop watching added pages, to find file systems
+ * tmem_probe_new_mounts() - start or stop watching added pages, to find file systems
  * @on: true to start
  *
  * Context: the discovery work only, or after it has ended.
@@ -262,12 +265,12 @@ void tmem_probe_new_mounts(bool on)
 {
 	/* If this fails, a mount is found later, at its first eviction. */
 	if (probe_set(&probes[NR_STEADY_PROBES], on))
-		pr_debug("virtio_tmem: tracepoint %s not changed\n",
+		pr_debug("tracepoint %s not changed\n",
 			 probes[NR_STEADY_PROBES].name);
 }
 
 /**
- * tmem_probes_unregister - unregister the probes and wait until none runs
+ * tmem_probes_unregister() - unregister the probes and wait until none runs
  */
 void tmem_probes_unregister(void)
 {

@@ -306,7 +306,7 @@ static void read_window(const struct tmem_read *rd, const struct readahead_contr
 }
 
 /**
- * tmem_wrap_readahead - replacement of a file system's ->readahead
+ * tmem_wrap_readahead() - replacement of a file system's ->readahead
  * @rac: the request
  */
 void tmem_wrap_readahead(struct readahead_control *rac)
@@ -362,7 +362,7 @@ leave:
 }
 
 /**
- * tmem_wrap_read_folio - replacement of a file system's ->read_folio
+ * tmem_wrap_read_folio() - replacement of a file system's ->read_folio
  * @file: the file; may be NULL
  * @folio: the folio, locked; it is unlocked when its read ends
  *

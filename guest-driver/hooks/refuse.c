@@ -43,7 +43,7 @@ static const char *const plain_targets[] = {
 struct stack {
 	struct gendisk *disk[STACK_MAX];	/* with a reference to each */
 	unsigned int nr;
-	unsigned int looked;		/* disks below this number were checked */
+	unsigned int checked;		/* disks below this number were checked */
 	const struct gendisk *above;	/* disk whose lower devices are being added */
 	char *why;
 	size_t why_bytes;
@@ -124,7 +124,7 @@ static bool is_plain(const char *target)
 static bool opaque(const struct gendisk *disk, struct stack *stack)
 {
 	scnprintf(stack->why, stack->why_bytes,
-		  "the driver cannot look below %s; allow_encrypted=1 serves it anyway",
+		  "the devices below %s cannot be examined; allow_encrypted=1 serves it anyway",
 		  disk->disk_name);
 	return false;
 }
@@ -146,7 +146,7 @@ static bool table_ok(const struct gendisk *disk, struct mapped_device *md, struc
 			ok = opaque(disk, stack);
 		} else if (!is_plain(target->type->name)) {
 			scnprintf(stack->why, stack->why_bytes,
-				  "%s has a %s target; allow_encrypted=1 serves it anyway",
+				  "%s uses the %s target; allow_encrypted=1 serves it anyway",
 				  disk->disk_name, target->type->name);
 			ok = false;
 		} else {
@@ -250,15 +250,15 @@ static bool stack_ok(struct gendisk *disk, char *why, size_t why_bytes)
 	bool ok = true;
 
 	if (!stack) {
-		scnprintf(why, why_bytes, "out of memory");
+		scnprintf(why, why_bytes, "no memory to examine its devices; mount it again");
 		return false;
 	}
 	stack->why = why;
 	stack->why_bytes = why_bytes;
 	get_device(disk_to_dev(disk));
 	stack->disk[stack->nr++] = disk;
-	while (ok && stack->looked < stack->nr)
-		ok = disk_ok(stack->disk[stack->looked++], stack);
+	while (ok && stack->checked < stack->nr)
+		ok = disk_ok(stack->disk[stack->checked++], stack);
 	while (stack->nr)
 		put_device(disk_to_dev(stack->disk[--stack->nr]));
 	kfree(stack);
@@ -307,7 +307,7 @@ static bool geometry_ok(struct super_block *sb, char *why, size_t why_bytes)
 }
 
 /**
- * tmem_refuse - check whether there is a reason not to serve a mount
+ * tmem_refuse() - check whether there is a reason not to serve a mount
  * @sb: its super block, s_umount held
  * @why: set to the reason
  * @why_bytes: size of @why

@@ -18,54 +18,7 @@
 #include "../compat.h"
 #include "hooks.h"
 
-/*
- * Folios rest in a per-CPU batch of 31, with a reference each, before reclaim can take them. With
- * this many pages, most have left the batch.
- */
-#define SELFTEST_PAGES 128
-
-/* Hooks read it only while it is set. When it is cleared, no folio of the mapping exists. */
-struct address_space *tmem_selftest_mapping;
-
-static unsigned long calls_seen;	/* bits of enum tmem_hook */
-static atomic_t reclaimed_seen, removed_seen, dirty_seen, redirected, original_run;
-static pgoff_t dirty_index;
-
-/**
- * tmem_selftest_saw_removed - record that the removal tracepoint fired for the test's mapping
- * @folio: folio that the tracepoint passed
- */
-void tmem_selftest_saw_removed(const struct folio *folio)
-{
-	if (folio->index >= SELFTEST_PAGES || tmem_selftest_blind(TMEM_HOOK_REMOVED))
-		return;
-	if (folio_ref_count(folio))
-		atomic_inc(&removed_seen);
-	else
-		atomic_inc(&reclaimed_seen);
-}
-
-/**
- * tmem_selftest_saw_dirty - record that the dirty tracepoint fired for the test's mapping
- * @folio: folio that the tracepoint passed
- */
-void tmem_selftest_saw_dirty(const struct folio *folio)
-{
-	if (tmem_selftest_blind(TMEM_HOOK_DIRTY))
-		return;
-	dirty_index = folio->index;
-	atomic_inc(&dirty_seen);
-}
-
-/**
- * tmem_selftest_saw_call - record that a watched function was entered during the test
- * @hook: hook of the function
- */
-void tmem_selftest_saw_call(enum tmem_hook hook)
-{
-	if (!tmem_selftest_blind(hook))
-		set_bit(hook, &calls_seen);
-}
+static atomic_t redirected, original_run;
 
 static noinline void selftest_readahead(struct readahead_control *rac)
 {
@@ -112,7 +65,7 @@ static struct file_system_type selftest_fs = {
 };
 
 /**
- * tmem_selftest_add - hook the function that the test redirects
+ * tmem_selftest_add() - hook the function that the test redirects
  *
  * Return: NULL or a description of the failure.
  */
@@ -132,7 +85,7 @@ static void selftest_read(struct address_space *mapping)
 	struct file_ra_state ra = {};
 	DEFINE_READAHEAD(rac, NULL, &ra, mapping, 0);
 
-	page_cache_ra_unbounded(&rac, SELFTEST_PAGES, 0);
+	page_cache_ra_unbounded(&rac, TMEM_SELFTEST_PAGES, 0);
 }
 
 static const char *selftest_dirty(struct address_space *mapping)
@@ -146,7 +99,7 @@ static const char *selftest_dirty(struct address_space *mapping)
 	folio_cancel_dirty(folio);
 	folio_unlock(folio);
 	folio_put(folio);
-	if (atomic_read(&dirty_seen) != 1 || dirty_index != 1)
+	if (atomic_read(&tmem_seen.dirty) != 1 || tmem_seen.dirty_index != 1)
 		return "tracepoint writeback_dirty_folio was not seen";
 	return NULL;
 }
@@ -167,38 +120,35 @@ static const char *selftest_mapping(struct inode *inode)
 		return why;
 
 	invalidate_mapping_pages(mapping, 0, -1);
-	if (!atomic_read(&reclaimed_seen))
+	if (!atomic_read(&tmem_seen.reclaimed))
 		return "tracepoint mm_filemap_delete_from_page_cache did not see reclaim";
 
 	/* Read again, because some pages must be there to be removed. */
 	selftest_read(mapping);
 	invalidate_inode_pages2(mapping);
-	if (!test_bit(TMEM_HOOK_DIRECT, &calls_seen))
+	if (!test_bit(TMEM_HOOK_DIRECT, &tmem_seen.calls))
 		return "invalidate_inode_pages2_range was not seen";
-	if (!atomic_read(&removed_seen))
+	if (!atomic_read(&tmem_seen.removed))
 		return "tracepoint mm_filemap_delete_from_page_cache did not see removal";
 
 	truncate_pagecache(inode, 0);
-	if (!test_bit(TMEM_HOOK_TRUNCATE, &calls_seen))
+	if (!test_bit(TMEM_HOOK_TRUNCATE, &tmem_seen.calls))
 		return "truncate_inode_pages_range was not seen";
 	return NULL;
 }
 
 /**
- * tmem_selftest_run - run the test, after all hooks of mm were registered
+ * tmem_selftest_run() - run the test, after all hooks of mm were registered
  *
  * Return: NULL or a sentence that names the hook that does not work.
  */
 const char *tmem_selftest_run(void)
 {
 	struct vfsmount *mnt = kern_mount(&selftest_fs);
-	const char *why = "no inode to be had";
+	const char *why = "no inode can be allocated";
 	struct inode *inode;
 
-	calls_seen = 0;
-	atomic_set(&reclaimed_seen, 0);
-	atomic_set(&removed_seen, 0);
-	atomic_set(&dirty_seen, 0);
+	tmem_seen = (struct tmem_seen){};
 	atomic_set(&redirected, 0);
 	atomic_set(&original_run, 0);
 	if (IS_ERR(mnt))
@@ -214,7 +164,7 @@ const char *tmem_selftest_run(void)
 		iput(inode);
 	}
 	kern_unmount(mnt);
-	if (!why && !test_bit(TMEM_HOOK_UNMOUNT, &calls_seen))
+	if (!why && !test_bit(TMEM_HOOK_UNMOUNT, &tmem_seen.calls))
 		why = "generic_shutdown_super was not seen";
 	WRITE_ONCE(tmem_selftest_mapping, NULL);
 	return why;

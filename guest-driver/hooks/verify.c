@@ -11,6 +11,8 @@
  * made dirty before a mapping becomes writable), or under the folio's lock. In the second case the
  * dirty bit is set before the lock is released. The worker, which holds the lock, sees both.
  */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
 #include <linux/highmem.h>
 #include <linux/list.h>
 #include <linux/mm.h>
@@ -105,7 +107,7 @@ static DECLARE_WORK(work, verify_work);
 static struct workqueue_struct *verify_wq;
 
 /**
- * tmem_verify_due - count a hit and decide whether it is in the sample
+ * tmem_verify_due() - count a hit and decide whether it is in the sample
  * @fs: its file system
  *
  * Return: true if the hit is to be compared.
@@ -124,7 +126,7 @@ bool tmem_verify_due(struct tmem_fs *fs)
 }
 
 /**
- * tmem_verify_new - prepare the comparison of a page, before its get
+ * tmem_verify_new() - prepare the comparison of a page, before its get
  * @fs: its file system
  * @folio: folio of the page, locked
  * @index: index of the page
@@ -164,7 +166,7 @@ struct tmem_verify *tmem_verify_new(struct tmem_fs *fs, struct folio *folio, pgo
 }
 
 /**
- * tmem_verify_page - return the page into which the host's page is to be copied
+ * tmem_verify_page() - return the page into which the host's page is to be copied
  * @v: from tmem_verify_new()
  *
  * Return: the page.
@@ -186,7 +188,7 @@ static void verify_free(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_cancel - give up a comparison because the get was a miss
+ * tmem_verify_cancel() - give up a comparison because the get was a miss
  * @v: from tmem_verify_new()
  */
 void tmem_verify_cancel(struct tmem_verify *v)
@@ -195,7 +197,7 @@ void tmem_verify_cancel(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_submit - queue a comparison: the copy is filled and the read from the disk was
+ * tmem_verify_submit() - queue a comparison: the copy is filled and the read from the disk was
  * started
  * @v: from tmem_verify_new()
  */
@@ -208,7 +210,7 @@ void tmem_verify_submit(struct tmem_verify *v)
 }
 
 /**
- * tmem_verify_void - make the comparisons of pages void that are about to change
+ * tmem_verify_void() - make the comparisons of pages void that are about to change
  * @fs: their file system
  * @ino: their inode
  * @first: first page
@@ -236,7 +238,7 @@ void tmem_verify_void(const struct tmem_fs *fs, u64 ino, pgoff_t first, pgoff_t 
 }
 
 /**
- * tmem_verify_void_fs - make all comparisons of a file system void, before its address is used
+ * tmem_verify_void_fs() - make all comparisons of a file system void, before its address is used
  * again
  * @fs: the file system, for which no task can begin another comparison
  */
@@ -310,7 +312,7 @@ static void verify_work(struct work_struct *unused)
 }
 
 /**
- * tmem_verify_untested - compare more hits because the kernel release was not tested
+ * tmem_verify_untested() - compare more hits because the kernel release was not tested
  * @release: the release, for "state"
  *
  * If the operator set verify_every, that value is used.
@@ -324,12 +326,12 @@ void tmem_verify_untested(const char *release)
 	strscpy(untested_release, release, sizeof(untested_release));
 	show_untested();
 	kernel_param_unlock(THIS_MODULE);
-	pr_notice("virtio_tmem: kernel %s is not tested: more hits are compared with the disk\n",
-		  release);
+	pr_notice("kernel %s is not tested: one hit in %u is compared with the disk unless verify_every is set\n",
+		  release, TMEM_VERIFY_UNTESTED_HITS);
 }
 
 /**
- * tmem_verify_init - start the worker
+ * tmem_verify_init() - start the worker
  *
  * Return: 0 or -ENOMEM.
  */
@@ -341,7 +343,7 @@ int tmem_verify_init(void)
 }
 
 /**
- * tmem_verify_exit - stop the worker, after the last comparison was submitted
+ * tmem_verify_exit() - stop the worker, after the last comparison was submitted
  */
 void tmem_verify_exit(void)
 {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: GPL-2.0-or-later
-# Devices of the small test binary: what the VM tests and the demo put into a machine, and
-# vhost-user-blk, on which qemu-dev/tests tries a patch of all vhost-user devices.
+# Devices of the small test binary: the devices that the VM tests and the demo use, and
+# vhost-user-blk, with which qemu-dev/tests tests a patch of all vhost-user devices.
 CONFIG_Q35=y
 CONFIG_I440FX=y
 CONFIG_MICROVM=y

@@ -151,7 +151,7 @@ class Backend:
         """Returns the payload of the reply, or None if a reply is due only with REPLY_ACK."""
         numbers = {
             1: self.args.features,
-            6: 0,  # answered even if no client asks for it
+            6: 0,  # SET_LOG_BASE has a reply, also without REPLY_ACK
             15: self.args.protocol_features,
             17: self.args.queues,
         }
@@ -209,11 +209,27 @@ class Backend:
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", required=True)
-    parser.add_argument("--die-at", type=int, default=0, help="SIGKILL at this message")
-    parser.add_argument("--hang-at", type=int, default=0, help="SIGSTOP at this message")
-    parser.add_argument("--close-at", type=int, default=0, help="close at this message")
-    parser.add_argument("--delay-ms", type=int, default=0, help="before answers while slow")
-    parser.add_argument("--bytewise", action="store_true", help="delay each byte of them")
+    parser.add_argument(
+        "--die-at", type=int, default=0, help="number of the message at which it kills itself"
+    )
+    parser.add_argument(
+        "--hang-at",
+        type=int,
+        default=0,
+        help="number of the message at which it stops itself (SIGSTOP)",
+    )
+    parser.add_argument(
+        "--close-at",
+        type=int,
+        default=0,
+        help="number of the message at which it closes the connection",
+    )
+    parser.add_argument(
+        "--delay-ms", type=int, default=0, help="delay before each answer while it is slow"
+    )
+    parser.add_argument(
+        "--bytewise", action="store_true", help="apply the delay to each byte of an answer"
+    )
     parser.add_argument("--write-at", type=int, help="guest address that SIGHUP writes to")
     parser.add_argument("--queues", type=int, default=17)
     parser.add_argument("--page-size", type=int, default=4096)

@@ -20,13 +20,14 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 
-# Slow machines set it above 1.
+# Factor of all time-outs; slow machines set TMEM_TIMEOUT_SCALE above 1.
 SCALE = float(os.environ.get("TMEM_TIMEOUT_SCALE", "1"))
 # Longest time of a command. A command that takes longer means that QEMU waits for a backend.
 COMMAND_TIMEOUT_S = 20 * SCALE
 # Time-out for a backend that answers: long enough that a loaded machine does not exceed it.
 PATIENT_TIMEOUT_MS = int(5000 * SCALE)
-# Time-out in tests of backends that hang. These wait for it, and for 20 times as long afterwards.
+# Time-out in tests of backends that hang. Such a test also waits for the pause after a time-out,
+# which is 20 times as long.
 BACKEND_TIMEOUT_MS = int(300 * SCALE)
 IMPATIENT = f",backend-timeout-ms={BACKEND_TIMEOUT_MS}"
 
@@ -56,9 +57,9 @@ class Line:
         try:
             line = self.file.readline()
         except TimeoutError as error:
-            raise Timeout("QEMU does not answer") from error
+            raise Timeout(f"QEMU did not answer within {COMMAND_TIMEOUT_S} s") from error
         if not line:
-            raise ConnectionError("QEMU has ended")
+            raise ConnectionError("QEMU closed the connection")
         return line.strip()
 
 
@@ -70,7 +71,7 @@ def wait_for(what, condition, seconds=COMMAND_TIMEOUT_S):
         if value:
             return value
         if time.monotonic() > end:
-            raise Timeout(f"waited in vain for {what}")
+            raise Timeout(f"waited {seconds:g} s in vain for {what}")
         time.sleep(0.01)
 
 

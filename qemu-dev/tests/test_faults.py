@@ -16,10 +16,10 @@ from machine import (
     wait_for,
 )
 
-# Long enough that a loaded machine alone does not exceed it.
+# Time-out of an operation in these tests, long enough for a loaded machine.
 OPERATION_MS = int(1000 * SCALE)
 ANSWER_MS = int(OPERATION_MS * 0.9)
-RETRY_WAIT_FACTOR = 20  # as in the device
+RETRY_WAIT_FACTOR = 20  # RETRY_WAIT_FACTOR of the device
 
 MQ, LOG_SHMFD, REPLY_ACK, CONFIG, RESET_DEVICE, MEM_SLOTS = (
     1 << bit for bit in (0, 1, 3, 9, 13, 15)
@@ -41,7 +41,7 @@ def connections(daemon):
 
 @pytest.mark.parametrize("arguments", [(), ("--bytewise",)])
 @pytest.mark.parametrize("operation", ["start", "stop", "reset", "plug"])
-def test_one_deadline_covers_an_operation(machine, backend, operation, arguments):
+def test_one_deadline_covers_all_messages_of_an_operation(machine, backend, operation, arguments):
     """Each answer, or each byte of one, is in time, but together they exceed the deadline."""
     delay_ms = ANSWER_MS if not arguments else OPERATION_MS // 10
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
@@ -66,17 +66,19 @@ def test_one_deadline_covers_an_operation(machine, backend, operation, arguments
     vm.alive()
 
 
-def test_a_slow_handshake_is_bounded(machine, backend):
+def test_slow_handshake_is_refused_after_the_timeout(machine, backend):
     daemon = backend("--delay-ms", str(ANSWER_MS))
     daemon.be_slow()
     vm = machine(device=f",backend-timeout-ms={OPERATION_MS}")
     daemon.wait("the probe", lambda event: event.get("request") == "GET_FEATURES")
-    wait_for("the refusal", lambda: vm.property("last-error").startswith("it did not answer"))
+    wait_for(
+        "the refusal", lambda: vm.property("last-error").startswith("the backend did not answer")
+    )
     assert daemon.requests().count("SET_VRING_CALL") == 0
 
 
 @pytest.mark.parametrize("operation", ["stop", "reset"])
-def test_a_backend_that_timed_out_is_left_alone(machine, backend, operation):
+def test_qemu_waits_before_it_reconnects_after_a_timeout(machine, backend, operation):
     """After a time-out, as after a refusal, QEMU waits before it connects again."""
     daemon = backend("--delay-ms", str(10 * BACKEND_TIMEOUT_MS))
     vm = machine(device=IMPATIENT)
@@ -90,7 +92,7 @@ def test_a_backend_that_timed_out_is_left_alone(machine, backend, operation):
     else:
         vm.reset()
     daemon.be_slow(False)
-    assert vm.property("last-error") == f"it did not answer within {BACKEND_TIMEOUT_MS} ms"
+    assert vm.property("last-error") == f"the backend did not answer within {BACKEND_TIMEOUT_MS} ms"
     wait_for("the next attempt", lambda: daemon.requests().count("GET_FEATURES") > asked)
     assert (time.monotonic() - start) * 1000 >= RETRY_WAIT_FACTOR * BACKEND_TIMEOUT_MS
 
@@ -117,7 +119,10 @@ def test_plugged_memory_must_be_shared(machine, backend):
         plug(vm, "served", share=False)
     tables = daemon.requests().count("SET_MEM_TABLE")
     plug(vm, "shared")
-    daemon.wait("it", lambda event: daemon.requests().count("SET_MEM_TABLE") > tables)
+    daemon.wait(
+        "the memory table with the plugged memory",
+        lambda event: daemon.requests().count("SET_MEM_TABLE") > tables,
+    )
     assert vm.generation() == daemon.generation()
 
 
@@ -143,7 +148,7 @@ def test_memory_of_the_command_line_must_be_shared(machine, device, first):
     assert "share=on" in str(caught.value)
 
 
-def test_memory_slots_are_counted_without_a_backend(machine, backend):
+def test_memory_slots_are_limited_without_a_backend(machine, backend):
     """Memory that a lost backend could not map is refused without a backend, too."""
     features = MQ | LOG_SHMFD | REPLY_ACK | CONFIG | RESET_DEVICE
     daemon = backend("--protocol-features", hex(features))
@@ -164,12 +169,12 @@ def test_memory_slots_are_counted_without_a_backend(machine, backend):
 
 
 @pytest.mark.parametrize("where", [NOWHERE, (64 << 20) - 0x4000])
-def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
+def test_rings_outside_of_memory_set_needs_reset_and_keep_the_backend(machine, backend, where):
     daemon = backend()
     vm = machine()
     wait_for("the handshake", lambda: vm.property("connected"))
     vm.driver_up(rings=where)
-    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     vm.qmp("stop")
     vm.qmp("cont")
@@ -180,8 +185,8 @@ def test_rings_outside_of_memory_are_the_drivers_fault(machine, backend, where):
     assert "backend refused" not in vm.errors()
 
 
-def test_ring_outside_of_memory_after_a_pause(machine, backend):
-    """A pause keeps the generation. A ring that is outside of memory at its end clears it."""
+def test_ring_outside_of_memory_after_a_pause_clears_the_generation(machine, backend):
+    """A pause keeps the generation; a ring that is outside of memory on resume clears it."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -190,13 +195,13 @@ def test_ring_outside_of_memory_after_a_pause(machine, backend):
     vm.place_ring(1, NOWHERE)
     assert vm.generation() == daemon.generation()
     vm.qmp("cont")
-    wait_for("the device to say so", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     vm.driver_up()
     assert vm.wait_generation(None)
 
 
-def test_queue_size_set_after_addresses(machine):
+def test_queue_size_set_after_the_addresses_does_not_abort_qemu(machine):
     """The caches of a ring have its size; QEMU aborts if it reads beyond their end."""
     vm = machine()
     vm.driver_up()
@@ -241,19 +246,19 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     vm.wait_generation(daemon.generation())
     wait_for("the interrupt of the start", vm.config_interrupt)
     stop_queue(daemon)
-    wait_for("the status", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     assert vm.generation() == 0
     assert vm.config_interrupt()
     assert vm.status()["vhost-started"] is False
-    assert "the device needs a reset because of its backend: it stopped queue 1" in vm.errors()
-    assert "it stopped queue 1" in vm.property("last-error")
+    assert "the device needs a reset: the backend stopped queue 1" in vm.errors()
+    assert "the backend stopped queue 1" in vm.property("last-error")
     # Neither a pause nor another backend starts it again.
     vm.qmp("stop")
     vm.qmp("cont")
     daemon.kill()
     daemon = backend()
     daemon.wait("the handshake", lambda event: event.get("request") == "GET_CONFIG")
-    wait_for("its end", lambda: vm.property("connected"))
+    wait_for("the end of the handshake", lambda: vm.property("connected"))
     assert vm.generation() == 0
     assert vm.status()["vhost-started"] is False
     vm.driver_up()
@@ -261,8 +266,8 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     assert vm.wait_generation(None) == daemon.generation()
 
 
-def test_an_error_of_a_stopped_device_is_forgotten(machine, backend):
-    """The next start sets the queue up again."""
+def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
+    """When the VM resumes, QEMU sets up the queue again."""
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -300,13 +305,13 @@ def test_only_needed_protocol_features_are_acknowledged(machine, backend):
         "socket,id=tmem,host=127.0.0.1,port=0,server=on,wait=off",
     ],
 )
-def test_sockets_that_pass_no_descriptors(machine, chardev):
+def test_tcp_chardev_is_refused(machine, chardev):
     with pytest.raises(ConnectionError) as caught:
         machine(chardev=chardev)
     assert "chardev 'tmem' is not a Unix socket" in str(caught.value)
 
 
-def test_legacy_mmio(machine):
+def test_legacy_virtio_mmio_is_refused(machine):
     options = {"board": "microvm", "driver": "vhost-user-tmem"}
     with pytest.raises(ConnectionError) as caught:
         machine(**options)
@@ -314,7 +319,7 @@ def test_legacy_mmio(machine):
     machine(more=["-global", "virtio-mmio.force-legacy=false"], **options).alive()
 
 
-def test_the_end_of_qemu_is_no_loss(machine, backend):
+def test_quitting_qemu_reports_no_lost_backend(machine, backend):
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -355,7 +360,7 @@ def test_unused_postcopy_delays_the_backend_until_migration_ends(machine, backen
     assert target.generation() == daemon.generation()
 
 
-def test_memory_that_arrives_is_shown_to_no_backend(machine, backend, folder):
+def test_incoming_vm_sends_its_backend_no_message(machine, backend, folder):
     daemon = backend(path=folder)
     target = machine(more=["-incoming", "defer"])
     capability = {"capability": "postcopy-ram", "state": True}
@@ -366,7 +371,7 @@ def test_memory_that_arrives_is_shown_to_no_backend(machine, backend, folder):
     assert not target.property("connected")
 
 
-def test_the_generation_is_not_in_the_stream(machine, backend, folder):
+def test_migration_stream_omits_the_generation(machine, backend, folder):
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -387,9 +392,7 @@ def test_the_generation_is_not_in_the_stream(machine, backend, folder):
         ("vhost-user-blk-pci,disable-legacy=on,disable-modern=off", 2),
     ],
 )
-def test_pages_marked_by_a_backend_that_was_lost_are_copied(
-    machine, backend, folder, driver, device_id
-):
+def test_pages_marked_by_a_lost_backend_are_migrated(machine, backend, folder, driver, device_id):
     page = 8 << 20
     daemon = backend("--write-at", str(page))
     vm = machine(driver=f"{driver},addr=5", device_id=device_id)
@@ -435,7 +438,7 @@ def test_background_snapshots_are_refused(machine, backend, folder, served):
     try:
         vm.qmp("migrate-set-capabilities", capabilities=[capability])
     except RuntimeError as error:
-        pytest.skip(f"not on this host: {error}")
+        pytest.skip(f"this host has no background snapshots: {error}")
     try:
         vm.qmp("migrate", uri=f"exec:cat >{folder}/state")
     except RuntimeError as error:
@@ -449,7 +452,7 @@ def test_background_snapshots_are_refused(machine, backend, folder, served):
 # Management
 
 
-def test_properties_and_events_give_the_state(machine, backend):
+def test_properties_and_events_report_the_backend_state(machine, backend):
     vm = machine()
     path = vm.path()
     assert vm.property("connected") is False
@@ -467,7 +470,7 @@ def test_properties_and_events_give_the_state(machine, backend):
     daemon.kill()
     vm.wait_generation(0)
     assert vm.property("connected") is False
-    assert vm.property("last-error") == "it closed the connection"
+    assert vm.property("last-error") == "the backend closed the connection"
 
     def events():
         # Under qtest, the clock of the limit advances only by this command.
@@ -480,12 +483,12 @@ def test_properties_and_events_give_the_state(machine, backend):
         "qom-path": path,
         "connected": False,
         "generation": 0,
-        "error": "it closed the connection",
+        "error": "the backend closed the connection",
     }
     wait_for("the event", lambda: events() and events()[-1] == lost)
 
 
-def test_a_backend_that_is_refused_again_sends_no_event(machine, backend):
+def test_repeated_refusal_sends_no_event(machine, backend):
     vm = machine()
     daemon = backend("--batch-max", "1")
     wait_for("more attempts", lambda: connections(daemon) > 2)
@@ -498,7 +501,10 @@ def test_a_backend_that_is_refused_again_sends_no_event(machine, backend):
     assert len(vm.tmem_events()) == before
 
 
-def test_a_backend_that_hangs_up_at_once_is_named(machine, backend):
+def test_last_error_names_a_backend_that_closes_at_once(machine, backend):
     vm = machine()
     backend("--close-at", "1")
-    wait_for("it", lambda: vm.property("last-error") == "it closed the connection")
+    wait_for(
+        "the error of the closed connection",
+        lambda: vm.property("last-error") == "the backend closed the connection",
+    )

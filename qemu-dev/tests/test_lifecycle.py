@@ -41,7 +41,7 @@ def exercise(vm):
     vm.alive()
 
 
-def test_without_backend(machine):
+def test_device_works_without_a_backend(machine):
     vm = machine()
     exercise(vm)
     assert vm.config() == (0, 4096, 4, 64, 256)
@@ -65,7 +65,7 @@ def test_features_are_the_same_with_and_without_backend(machine, backend):
     ("option", "bit"),
     [("indirect_desc", INDIRECT_DESC), ("event_idx", EVENT_IDX), ("latencies", LATENCIES)],
 )
-def test_feature_property(machine, backend, option, bit):
+def test_feature_property_removes_the_feature(machine, backend, option, bit):
     vm = machine(device=f",{option}=off")
     vm.driver_up()
     assert vm.features() == OFFERED & ~bit
@@ -75,14 +75,14 @@ def test_feature_property(machine, backend, option, bit):
 
 
 def accepted(daemon):
-    """The features that the backend was told last, without those of vhost-user."""
+    """Returns the features that QEMU acknowledged last, without those of vhost-user."""
     [*_, event] = daemon.wait("features", lambda event: event.get("request") == "SET_FEATURES")
     return event["value"] & ~PROTOCOL_FEATURES
 
 
 @pytest.mark.parametrize("features", [OFFERED | IN_ORDER, (OFFERED | IN_ORDER) & ~LATENCIES])
-def test_older_backend_lacks_latencies(machine, backend, features):
-    """The driver is offered the request, and an older backend is served all the same."""
+def test_backend_without_latencies_is_accepted(machine, backend, features):
+    """The device offers the request, and accepts a backend that does not know it."""
     daemon = backend("--features", hex(features | PROTOCOL_FEATURES))
     vm = machine()
     vm.driver_up()
@@ -100,14 +100,14 @@ def test_in_order_is_negotiated(machine, backend):
     assert accepted(daemon) == OFFERED | IN_ORDER
 
 
-def test_in_order_is_needed_of_the_backend(machine, backend):
+def test_backend_without_in_order_is_refused(machine, backend):
     vm = machine(device=",in_order=on")
     backend("--features", hex(OFFERED | PROTOCOL_FEATURES))
     wait_for("the message", lambda: "lacks the feature VIRTIO_F_IN_ORDER" in vm.errors())
 
 
 @pytest.mark.parametrize("bits", [0, EVENT_IDX, INDIRECT_DESC | LATENCIES])
-def test_a_subset_of_the_features_is_accepted(machine, backend, bits):
+def test_driver_may_accept_a_subset_of_the_features(machine, backend, bits):
     daemon = backend()
     vm = machine()
     vm.driver_up(accepted=VERSION_1 | bits)
@@ -115,7 +115,7 @@ def test_a_subset_of_the_features_is_accepted(machine, backend, bits):
     assert accepted(daemon) == VERSION_1 | bits & ~LATENCIES
 
 
-def test_pci_identity(machine):
+def test_pci_ids_and_vector_count_are_as_specified(machine):
     vm = machine(device=",num-queues=3")
     assert vm.pci_read(0) == 0x107F1AF4
     assert vm.pci_read(8) >> 16 == 0x00FF
@@ -126,7 +126,7 @@ def test_pci_identity(machine):
     assert vectors == 3 + 3
 
 
-def test_backend_before_driver(machine, backend):
+def test_generation_is_valid_at_driver_ok(machine, backend):
     daemon = backend()
     vm = machine()
     daemon.wait("handshake", lambda event: event.get("request") == "GET_CONFIG")
@@ -137,7 +137,7 @@ def test_backend_before_driver(machine, backend):
     assert vm.status()["vhost-started"] is True
 
 
-def test_backend_after_driver(machine, backend):
+def test_late_backend_sets_the_generation_and_interrupts(machine, backend):
     vm = machine()
     vm.driver_up()
     wait_for("the interrupt of the start", vm.config_interrupt)
@@ -148,7 +148,7 @@ def test_backend_after_driver(machine, backend):
 
 
 @pytest.mark.parametrize("up", [False, True])
-def test_backend_killed_and_restarted(machine, backend, up):
+def test_device_survives_repeated_backend_kills(machine, backend, up):
     vm = machine()
     if up:
         vm.driver_up()
@@ -165,7 +165,7 @@ def test_backend_killed_and_restarted(machine, backend, up):
         vm.alive()
 
 
-def test_queries_do_not_ask_the_backend(machine, backend):
+def test_queries_send_the_backend_no_message(machine, backend):
     """Queries must not send GET_VRING_BASE, which stops a queue.
 
     QEMU once sent it to read an index.
@@ -204,7 +204,7 @@ def test_pause_keeps_the_generation(machine, backend):
     assert vm.status()["vhost-started"] is True
 
 
-def test_backend_lost_in_a_pause(machine, backend):
+def test_backend_lost_in_a_pause_is_replaced_on_resume(machine, backend):
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -241,7 +241,7 @@ def test_reset_makes_a_new_generation(machine, backend, how):
     assert vm.generation() == daemon.generation() != first
 
 
-def test_loadvm(machine, backend, folder):
+def test_loaded_vm_gets_a_new_generation(machine, backend, folder):
     daemon = backend()
     vm = machine()
     vm.driver_up()
@@ -249,11 +249,11 @@ def test_loadvm(machine, backend, folder):
     state = folder / "migration"
     vm.qmp("stop")
     vm.qmp("migrate", uri=f"exec:cat > {state}")
-    wait_for("the state", lambda: vm.qmp("query-migrate")["status"] == "completed")
+    wait_for("the completed migration", lambda: vm.qmp("query-migrate")["status"] == "completed")
     vm.close()
     vm = machine(more=["-incoming", "defer"])
     vm.qmp("migrate-incoming", uri=f"exec:cat {state}")
-    wait_for("the state", lambda: vm.qmp("query-migrate")["status"] == "completed")
+    wait_for("the completed migration", lambda: vm.qmp("query-migrate")["status"] == "completed")
     vm.qmp("cont")
     vm.map()
     assert vm.wait_generation(None)
@@ -261,14 +261,14 @@ def test_loadvm(machine, backend, folder):
     wait_for("the interrupt", vm.config_interrupt)
 
 
-def test_backend_dies_at_each_message(machine, backend):
+def test_device_survives_a_backend_that_dies_at_each_message(machine, backend):
     """One QEMU outlives a backend that dies at its first message, at its fourth, and so on."""
     vm = machine()
     for message in range(1, 200, 3):
         daemon = backend("--die-at", str(message))
         vm.driver_up()
         wait_for(
-            "the connection",
+            "the connection or the death of the backend",
             lambda daemon=daemon: daemon.process.poll() is not None or vm.generation(),
         )
         exercise(vm)
@@ -277,10 +277,10 @@ def test_backend_dies_at_each_message(machine, backend):
         vm.wait_generation(0)
         if survived:
             break
-    assert message > 60, "the sweep ended before the device's life did"
+    assert message > 60, f"the sweep ended at message {message}: the device sent too few messages"
 
 
-def test_backend_closes_at_each_message(machine, backend):
+def test_device_survives_a_backend_that_closes_at_each_message(machine, backend):
     """One QEMU outlives a backend that closes the connection at every third message.
 
     The backend accepts again at once.
@@ -293,7 +293,7 @@ def test_backend_closes_at_each_message(machine, backend):
         vm.wait_generation(0)
 
 
-def test_backend_closes_at_each_message_while_the_vm_migrates(machine, backend):
+def test_migration_survives_a_backend_that_closes_at_each_message(machine, backend):
     """A backend closes at each message while the dirty log is on.
 
     QEMU allocates, reads and frees the log in between.
@@ -318,12 +318,12 @@ def test_backend_closes_at_each_message_while_the_vm_migrates(machine, backend):
     vm.driver_up()
     vm.wait_generation(daemon.generation())
     vm.qmp("migrate_cancel")
-    wait_for("the end", lambda: vm.qmp("query-migrate")["status"] == "cancelled")
+    wait_for("the cancelled migration", lambda: vm.qmp("query-migrate")["status"] == "cancelled")
     assert vm.wait_generation(daemon.generation())
 
 
 @pytest.mark.parametrize("message", [2, 3, 5, 8, 12, 20, 25, 30, 36, 40, 44, 50, 56, 60, 64, 70])
-def test_backend_hangs_at_a_message(machine, backend, message):
+def test_device_survives_a_backend_that_hangs_at_a_message(machine, backend, message):
     vm = machine(device=IMPATIENT)
     daemon = backend("--hang-at", str(message))
     while not [event for event in daemon.read() if event.get("event") == "hang"]:
@@ -336,7 +336,7 @@ def test_backend_hangs_at_a_message(machine, backend, message):
     exercise(vm)
 
 
-def test_stopped_backend_is_never_waited_for(machine, backend):
+def test_guest_does_not_wait_for_a_backend_that_never_answers(machine, backend):
     """A socket that accepts and never answers costs the guest no time at all."""
     daemon = backend()
     daemon.process.send_signal(signal.SIGSTOP)
@@ -348,7 +348,7 @@ def test_stopped_backend_is_never_waited_for(machine, backend):
     assert vm.generation() == daemon.generation()
 
 
-def test_stopped_when_up(machine, backend):
+def test_reset_with_a_stopped_backend_ends_at_the_timeout(machine, backend):
     daemon = backend()
     vm = machine(device=IMPATIENT)
     vm.driver_up()
@@ -380,7 +380,7 @@ def test_stopped_when_up(machine, backend):
         (("--page-size", "65536"), "page_size 65536"),
     ],
 )
-def test_unfit_backend_is_refused_once(machine, backend, arguments, message):
+def test_refusal_of_an_unfit_backend_is_reported_once(machine, backend, arguments, message):
     vm = machine()
     daemon = backend(*arguments)
     # The handshake is tried again, and its failure is not reported again.
@@ -388,7 +388,7 @@ def test_unfit_backend_is_refused_once(machine, backend, arguments, message):
         "a second attempt",
         lambda: len([e for e in daemon.read() if e.get("event") == "connected"]) > 2,
     )
-    wait_for("the message", lambda: message in vm.errors())
+    wait_for(f"the message '{message}'", lambda: message in vm.errors())
     exercise(vm)
     assert vm.generation() == 0
     assert vm.errors().count("backend refused") == 1
@@ -417,13 +417,13 @@ def test_unfit_backend_is_refused_once(machine, backend, arguments, message):
         ({"chardev": "null,id=tmem"}, "is not a Unix socket"),
     ],
 )
-def test_bad_options(machine, options, message):
+def test_invalid_options_are_refused(machine, options, message):
     with pytest.raises(ConnectionError) as caught:
         machine(**options)
     assert message in str(caught.value)
 
 
-def test_numa_nodes(machine, backend):
+def test_memory_of_each_numa_node_must_be_shared(machine, backend):
     backend()
     memory = []
     for node in (0, 1):
@@ -440,7 +440,7 @@ def test_numa_nodes(machine, backend):
 
 
 @pytest.mark.parametrize("queues", [1, 16])
-def test_number_of_queues(machine, backend, queues):
+def test_queue_count_follows_num_queues(machine, backend, queues):
     backend()
     vm = machine(device=f",num-queues={queues},queue-size=1024")
     vm.driver_up()
@@ -460,7 +460,7 @@ def add_again(vm):
 
 
 @pytest.mark.parametrize("state", ["alone", "probing", "started", "lost"])
-def test_unplug(machine, backend, state):
+def test_device_can_be_unplugged_in_each_backend_state(machine, backend, state):
     vm = machine(board="pc")
     vm.driver_up()
     daemon = None

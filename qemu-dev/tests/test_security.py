@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Guests that attack QEMU itself: faults of its code for virtio and vhost that fixes have closed.
+"""Attacks of guests on QEMU: faults of QEMU's virtio and vhost code that have been fixed.
 
 QEMU 10.0.13 has these fixes. For another version they are patches of qemu-dev/patches-X.Y.
 """
@@ -26,7 +26,7 @@ def other_device(machine, slot, device_id, *options):
     return vm
 
 
-def test_queues_have_the_largest_size(machine):
+def test_devices_offer_the_largest_queue_size(machine):
     """A driver that sets a larger queue than the device asked for overflows nothing."""
     vm = other_device(machine, 6, RNG, "-device", "virtio-rng-pci,addr=6,disable-legacy=on")
     vm.reset()
@@ -34,8 +34,8 @@ def test_queues_have_the_largest_size(machine):
 
 
 @pytest.mark.parametrize("length", [0, 1])
-def test_invalid_indirect_table_in_a_packed_ring(machine, length):
-    """The device needs a reset. QEMU neither aborts nor asks the broken device for good."""
+def test_invalid_indirect_table_in_a_packed_ring_sets_needs_reset(machine, length):
+    """The device needs a reset. QEMU neither aborts nor queries the broken device forever."""
     vm = other_device(
         machine,
         6,
@@ -48,11 +48,11 @@ def test_invalid_indirect_table_in_a_packed_ring(machine, length):
     vm.write(RING + 12, 2, 0)
     vm.write(RING + 14, 2, INDIRECT | AVAILABLE)
     vm.notify(0)
-    wait_for("the fault", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     vm.alive()
 
 
-def test_memory_of_a_ring_is_replaced(machine, backend):
+def test_replaced_ring_memory_sets_needs_reset(machine, backend):
     """The device needs a reset, as after rings that were never in memory."""
     daemon = backend()
     vm = machine(device=",num-queues=1", more=["-m", "64M,slots=2,maxmem=1G"])
@@ -70,7 +70,7 @@ def test_memory_of_a_ring_is_replaced(machine, backend):
     vm.command(f"outb {SLOT_FLAGS:#x} {EJECT:#x}")
     wait_for("the memory to be unplugged", lambda: not vm.qmp("query-memory-devices"))
     plug("second")
-    wait_for("the fault", lambda: vm.get_status() & NEEDS_RESET)
+    wait_for("NEEDS_RESET", lambda: vm.get_status() & NEEDS_RESET)
     vm.driver_up()
     vm.wait_generation(None)
     assert vm.generation() == daemon.generation()

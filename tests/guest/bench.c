@@ -81,7 +81,7 @@ static void random_reads(const char *path, uint64_t count, uint64_t x)
 
 	if (fstat(fd, &status) || status.st_size < (off_t)PAGE)
 		die(path);
-	/* A data base does the same: without it, readahead would read pages around a single one. */
+	/* Disables readahead, as a database does, so that each read brings one page. */
 	if (posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM))
 		die("posix_fadvise");
 	x = x * 0x9e3779b97f4a7c15ull + 1;

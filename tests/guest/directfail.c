@@ -99,7 +99,7 @@ static long write_io_uring(const struct write *w)
 			  PROT_READ | PROT_WRITE, MAP_SHARED, ring, IORING_OFF_CQ_RING);
 	sqe = mmap(NULL, sqes_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, ring, IORING_OFF_SQES);
 	if (submission == MAP_FAILED || completion == MAP_FAILED || sqe == MAP_FAILED)
-		die("mmap of a ring");
+		die("mmap of an io_uring ring");
 	*sqe = (struct io_uring_sqe){
 		.opcode = IORING_OP_WRITE,
 		.fd = w->fd,
@@ -188,7 +188,7 @@ int main(int argc, char **argv)
 		die("pthread_create");
 
 	if (poll(wait, 2, FAULT_MS) < 1)
-		die("the write does not ask for its buffer");
+		die("the write did not access its buffer");
 	if (wait[0].revents) {
 		if (read(wait[0].fd, &message, sizeof(message)) != sizeof(message) ||
 		    message.event != UFFD_EVENT_PAGEFAULT)

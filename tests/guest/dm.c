@@ -56,7 +56,7 @@ static void load(const char *name, char **argv, int lines)
 		size_t next = (sizeof(*target) + length + 7) & ~7UL;
 
 		if (at + next > sizeof(room)) {
-			fprintf(stderr, "dm: the table is too long\n");
+			fprintf(stderr, "dm: the table does not fit a request\n");
 			exit(2);
 		}
 		target->sector_start = strtoull(argv[0], NULL, 0);

@@ -160,7 +160,7 @@ static void find_device(void)
 		closedir(folder);
 		return;
 	}
-	die("no PCI device %04x:%04x", VENDOR, DEVICE);
+	die("there is no PCI device %04x:%04x", VENDOR, DEVICE);
 }
 
 static volatile uint8_t *map_bar(int number)
@@ -171,7 +171,7 @@ static volatile uint8_t *map_bar(int number)
 	int fd;
 
 	if (number > 5)
-		die("a capability names BAR %d", number);
+		die("a virtio capability names BAR %d, which does not exist", number);
 	if (mapped[number])
 		return mapped[number];
 	snprintf(path, sizeof(path), "%s/resource%d", device_path, number);
@@ -229,7 +229,7 @@ static void open_device(void)
 		region->length = cap.length;
 	}
 	if (!common.at || !notify.at || !device.at)
-		die("virtio capabilities are missing");
+		die("the PCI device lacks virtio capabilities");
 }
 
 /* Functions for registers. */
@@ -273,7 +273,7 @@ static void reset(void)
 	set8(FIELD(device_status), 0);
 	for (int i = 0; get8(FIELD(device_status)) != 0; i++) {
 		if (i == 5000)
-			die("the device does not finish its reset");
+			die("the device did not finish its reset");
 		nap_ms(1);
 	}
 }
@@ -295,7 +295,7 @@ static void info(void)
 	int queues = get16(FIELD(num_queues));
 
 	say("status %u", get8(FIELD(device_status)));
-	/* A driver does this first, too: sizes may be set only after it. */
+	/* The device takes its configured queue sizes at this status, as for a driver. */
 	if (!get8(FIELD(device_status)))
 		set8(FIELD(device_status), VIRTIO_CONFIG_S_ACKNOWLEDGE);
 	say("features 0x%016" PRIx64, offered_features());
@@ -391,7 +391,7 @@ static uint64_t physical(const void *at)
 	uint64_t entry = 0;
 
 	if (fd < 0 || pread(fd, &entry, 8, (uintptr_t)at / PAGE * 8) != 8 || !(entry >> 63))
-		die("pagemap of %p: %s", at, strerror(errno));
+		die("cannot read the pagemap entry of %p: %s", at, strerror(errno));
 	close(fd);
 	return (entry & ((1ull << 55) - 1)) * PAGE;
 }
@@ -402,7 +402,7 @@ static void setup_queue(struct queue *queue, int number)
 			      MAP_PRIVATE | MAP_ANONYMOUS | MAP_LOCKED | MAP_POPULATE, -1, 0);
 
 	if (pages == MAP_FAILED || madvise(pages, 6 * PAGE, MADV_NOHUGEPAGE))
-		die("memory for a queue: %s", strerror(errno));
+		die("cannot allocate memory for a queue: %s", strerror(errno));
 	memset(pages, 0, 6 * PAGE);
 	for (int i = 0; i < 6; i++)
 		queue->phys[i] = physical(pages + i * PAGE);
@@ -416,7 +416,7 @@ static void setup_queue(struct queue *queue, int number)
 	queue->avail->flags = VRING_AVAIL_F_NO_INTERRUPT;
 	set16(FIELD(queue_select), number);
 	if (get16(FIELD(queue_size)) < RING_SIZE)
-		die("queue %d has no %d descriptors", number, RING_SIZE);
+		die("queue %d has fewer than %d descriptors", number, RING_SIZE);
 	set16(FIELD(queue_size), RING_SIZE);
 	set_address(FIELD(queue_desc_lo), queue->phys[0]);
 	set_address(FIELD(queue_avail_lo), queue->phys[1]);
@@ -433,7 +433,7 @@ static void start(void)
 	reset();
 	set8(FIELD(device_status), state);
 	if (!(offered_features() >> VIRTIO_F_VERSION_1 & 1))
-		die("VIRTIO_F_VERSION_1 is not offered");
+		die("the device does not offer VIRTIO_F_VERSION_1");
 	set32(FIELD(guest_feature_select), 0);
 	set32(FIELD(guest_feature), 0);
 	set32(FIELD(guest_feature_select), 1);
@@ -441,7 +441,7 @@ static void start(void)
 	state |= VIRTIO_CONFIG_S_FEATURES_OK;
 	set8(FIELD(device_status), state);
 	if (!(get8(FIELD(device_status)) & VIRTIO_CONFIG_S_FEATURES_OK))
-		die("the device refuses the features");
+		die("the device did not accept the features");
 	setup_queue(&control, VIRTIO_TMEM_CONTROL_QUEUE);
 	setup_queue(&request, 1);
 	set8(FIELD(device_status), state | VIRTIO_CONFIG_S_DRIVER_OK);
@@ -504,7 +504,7 @@ static uint8_t submit(struct queue *queue, size_t readable, int data_is_readable
 		say("answered");
 	for (int i = 0; i < 6; i++)
 		if (physical((uint8_t *)queue->desc + i * PAGE) != queue->phys[i])
-			die("memory of the device was moved");
+			die("the kernel moved a page that the device uses");
 	if (queue->used->ring[(queue->sent - 1) % RING_SIZE].len <
 	    sizeof(struct virtio_tmem_resp))
 		return VIRTIO_TMEM_S_UNANSWERED;
@@ -547,7 +547,7 @@ static int store(uint64_t generation)
 	if (status == VIRTIO_TMEM_S_STALE)
 		return 0;
 	if (status != VIRTIO_TMEM_S_OK)
-		die("put: status %u", status);
+		die("a put was answered with status %u", status);
 	return request.writable[sizeof(struct virtio_tmem_resp)] == VIRTIO_TMEM_P_STORED;
 }
 
@@ -564,7 +564,7 @@ static int begin(uint64_t generation)
 	if (status == VIRTIO_TMEM_S_STALE)
 		return 0;
 	if (status != VIRTIO_TMEM_S_OK)
-		die("pool create: status %u", status);
+		die("POOL_CREATE was answered with status %u", status);
 	return store(generation);
 }
 
@@ -591,7 +591,7 @@ static void get_keep(uint64_t generation)
 		return;
 	}
 	if (status != VIRTIO_TMEM_S_OK)
-		die("get: status %u", status);
+		die("a get was answered with status %u", status);
 	memcpy(&result, request.writable + sizeof(struct virtio_tmem_resp), sizeof(result));
 	if (result.result == VIRTIO_TMEM_P_MISS) {
 		say("keep miss");
@@ -617,7 +617,7 @@ static void prepare_hold(void)
 	held = mmap(NULL, PAGE, PROT_READ | PROT_WRITE,
 		    MAP_PRIVATE | MAP_ANONYMOUS | MAP_LOCKED | MAP_POPULATE, -1, 0);
 	if (held == MAP_FAILED)
-		die("memory for a page to be held: %s", strerror(errno));
+		die("cannot allocate the held page: %s", strerror(errno));
 	memset(held, 0xee, PAGE);
 }
 
@@ -667,7 +667,7 @@ static void run(void)
 	prepare_hold();
 	signal(SIGTERM, on_signal);
 	if (getrandom(&cookie, sizeof(cookie), 0) != sizeof(cookie))
-		die("getrandom: %s", strerror(errno));
+		die("getrandom failed: %s", strerror(errno));
 	cookie >>= 1; /* The cookie only grows, and must not wrap to 0. */
 	start();
 	say("up");

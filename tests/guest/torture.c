@@ -37,6 +37,8 @@ static void usage(FILE *to)
 	      "  --device=PATH --fstype=NAME [--mount-options=TEXT]\n"
 	      "                    what is mounted at DIR: for unmount cycles and remounting\n"
 	      "  --no-evictor      no process that evicts while the workers run\n"
+	      "  --no-direct-reclaim\n"
+	      "                    evict by drop_caches only, never in a task that allocates memory\n"
 	      "  --no-OP           without an operation, as named in the reports\n"
 	      "  --only=OP,...     without all others\n"
 	      "  --replay=W:F      print each operation of worker W on file F\n"
@@ -56,7 +58,7 @@ static uint64_t number(const char *name, const char *text, uint64_t most)
 	errno = 0;
 	value = strtoull(text, &end, 0);
 	if (errno || *end || end == text || value > most) {
-		fprintf(stderr, "torture: --%s=%s: a number up to %lu is needed\n", name, text,
+		fprintf(stderr, "torture: --%s=%s is not a number up to %lu\n", name, text,
 			most);
 		exit(2);
 	}
@@ -87,11 +89,19 @@ static void only(struct options *opt, char *names)
 		int kind = ops_find(name);
 
 		if (kind < 0) {
-			fprintf(stderr, "torture: --only: no operation %s\n", name);
+			fprintf(stderr, "torture: --only: unknown operation %s\n", name);
 			exit(2);
 		}
 		opt->disabled[kind] = false;
 	}
+}
+
+/* Replaces memory.reclaim and memory pressure by drop_caches. */
+static void no_direct_reclaim(struct options *opt)
+{
+	opt->direct_reclaim = false;
+	opt->disabled[ops_find("reclaim")] = true;
+	opt->disabled[ops_find("pressure")] = true;
 }
 
 static void parse(struct options *opt, int argc, char **argv)
@@ -101,6 +111,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		{ "size-max", 1, NULL, 'm' }, { "jobs", 1, NULL, 'j' }, { "rounds", 1, NULL, 'r' },
 		{ "device", 1, NULL, 'd' }, { "fstype", 1, NULL, 't' },
 		{ "mount-options", 1, NULL, 'O' }, { "no-evictor", 0, NULL, 'e' },
+		{ "no-direct-reclaim", 0, NULL, 'c' },
 		{ "only", 1, NULL, 'k' },
 		{ "replay", 1, NULL, 'R' }, { "mode", 1, NULL, 'M' }, { "scenario", 1, NULL, 'S' },
 		{ "readers", 1, NULL, 'x' }, { "writers", 1, NULL, 'y' }, { "mixed", 0, NULL, 'z' },
@@ -122,6 +133,7 @@ static void parse(struct options *opt, int argc, char **argv)
 		case 't': opt->fstype = optarg; break;
 		case 'O': opt->mount_options = optarg; break;
 		case 'e': opt->evictor = false; break;
+		case 'c': no_direct_reclaim(opt); break;
 		case 'k': only(opt, optarg); break;
 		case 'M': opt->mode = optarg; break;
 		case 'S': opt->mode = optarg; break;
@@ -147,16 +159,16 @@ static void parse(struct options *opt, int argc, char **argv)
 	opt->dir = argv[optind];
 	if (opt->files < 16 || !opt->jobs || opt->size_max < 64 * PAGE || !opt->rounds ||
 	    !opt->readers) {
-		fprintf(stderr, "torture: at least 16 files, 1 job, 1 round, 1 reader and a size of "
-			"%lu are needed\n", 64 * PAGE);
+		fprintf(stderr, "torture: needs at least 16 files, 1 job, 1 round, 1 reader and a "
+			"size of %lu\n", 64 * PAGE);
 		exit(2);
 	}
 	if (opt->direct_readers > opt->readers) {
-		fprintf(stderr, "torture: --direct-readers are some of the --readers\n");
+		fprintf(stderr, "torture: --direct-readers must not exceed --readers\n");
 		exit(2);
 	}
 	if (opt->rounds > 1 && (!opt->device || !opt->fstype)) {
-		fprintf(stderr, "torture: --rounds needs --device and --fstype of what is mounted at "
+		fprintf(stderr, "torture: --rounds needs --device and --fstype of the file system at "
 			"%s\n", opt->dir);
 		exit(2);
 	}
@@ -241,7 +253,7 @@ static void start_crew(const struct options *opt, struct shared *shared, struct 
 		int order[2], answer[2];
 
 		if (pipe2(order, O_CLOEXEC) || pipe2(answer, O_CLOEXEC)) {
-			perror("torture: pipe");
+			perror("torture: cannot create a pipe");
 			exit(2);
 		}
 		crew->worker[i] = fork();
@@ -276,7 +288,7 @@ static void between_rounds(const struct options *opt, struct shared *shared, str
 	__atomic_store_n(&shared->evictor_pause, 1, __ATOMIC_SEQ_CST);
 	while (opt->evictor && !__atomic_load_n(&shared->evictor_paused, __ATOMIC_SEQ_CST)) {
 		if (waitpid(crew->evictor, NULL, WNOHANG) == crew->evictor) {
-			printf("TORTURE ERROR: the evictor has died\n");
+			printf("TORTURE ERROR: the evictor process has died\n");
 			exit(2);
 		}
 		nanosleep(&pause, NULL);
@@ -346,6 +358,7 @@ int main(int argc, char **argv)
 {
 	struct options opt = {
 		.seed = 0, .ops = 20000, .files = 24, .jobs = 1, .rounds = 1, .evictor = true,
+		.direct_reclaim = true,
 		.size_max = 2 << 20, .mode = "model", .readers = 2, .writers = 2,
 	};
 	struct shared *shared = mmap(NULL, sizeof(*shared), PROT_READ | PROT_WRITE,
@@ -355,7 +368,7 @@ int main(int argc, char **argv)
 	opt.seed = time(NULL) ^ (uint64_t)getpid() << 32;
 	parse(&opt, argc, argv);
 	if (shared == MAP_FAILED) {
-		perror("torture: memory");
+		perror("torture: cannot allocate memory");
 		return 2;
 	}
 	setvbuf(stdout, NULL, _IOLBF, 0);

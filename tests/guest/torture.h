@@ -71,6 +71,7 @@ struct options {
 	const char *device, *fstype, *mount_options;	/* for unmount cycles */
 	const char *mode;		/* "model", "versions", or a scenario's name */
 	bool evictor;
+	bool direct_reclaim;
 	bool replay;
 	unsigned int replay_worker, replay_file;
 	unsigned int readers, writers;

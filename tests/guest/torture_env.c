@@ -21,7 +21,7 @@
 #include "torture.h"
 
 #define SWAP_BYTES		(512UL << 10)	/* smaller than the driver's put ring */
-#define PRESSURE_SPARE_KIB	(40UL << 10)	/* left free: no out-of-memory kill */
+#define PRESSURE_SPARE_KIB	(40UL << 10)	/* memory to leave free, against OOM kills */
 #define MEMCG			"/sys/fs/cgroup/torture"
 
 bool write_text(const char *path, const char *text)
@@ -378,7 +378,8 @@ void evictor_run(const struct options *opt, struct shared *shared)
 		}
 		switch (rng_below(&rng, 400)) {
 		case 0:
-			pressure(shared, &rng);
+			if (opt->direct_reclaim)
+				pressure(shared, &rng);
 			break;
 		case 1 ... 20:
 			drop_caches(3);
@@ -393,7 +394,10 @@ void evictor_run(const struct options *opt, struct shared *shared)
 			sync();
 			break;
 		default:
-			memcg_reclaim((1 + rng_below(&rng, 4)) << 19);
+			if (opt->direct_reclaim)
+				memcg_reclaim((1 + rng_below(&rng, 4)) << 19);
+			else
+				drop_caches(1);
 		}
 		__atomic_add_fetch(&shared->evictions, 1, __ATOMIC_RELAXED);
 		nanosleep(&pause, NULL);

@@ -637,7 +637,7 @@ void worker_open(struct worker *w, bool fresh)
 		w->buffer2 = mmap(NULL, w->opt->size_max + 2 * PAGE, PROT_READ | PROT_WRITE,
 				  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 		if (!w->files || w->buffer == MAP_FAILED || w->buffer2 == MAP_FAILED)
-			fail(w, NULL, "memory for %u files", w->opt->files);
+			fail(w, NULL, "allocate memory for %u files", w->opt->files);
 	}
 	for (unsigned int i = 0; i < w->opt->files; i++) {
 		struct file *f = &w->files[i];
@@ -648,7 +648,7 @@ void worker_open(struct worker *w, bool fresh)
 			f->model = mmap(NULL, f->limit, PROT_READ | PROT_WRITE,
 					MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 			if (f->model == MAP_FAILED)
-				fail(w, NULL, "memory for a model of %zu bytes", f->limit);
+				fail(w, NULL, "allocate memory for a model of %zu bytes", f->limit);
 			snprintf(f->name, sizeof(f->name), "f%03u", i);
 		}
 		file_open(w, f, fresh);

@@ -46,7 +46,7 @@ static void evict_all(struct worker *w, struct file *f)
 			fail(w, f, "compact_memory");
 	}
 	errno = EBUSY;
-	fail(w, f, "pages stay in the page cache, the scenario would prove nothing");
+	fail(w, f, "pages stayed in the page cache, so the scenario would prove nothing");
 }
 
 /* Writes a whole new content to the file and has reclaim take all of it. */
@@ -203,7 +203,7 @@ static void scenario_move_ext(struct worker *w, struct file *f, struct file *g)
 	begin(w, g, "move extents");
 	if (!file_move_ext(w, f, g, 4, 4, 8)) {
 		errno = EOPNOTSUPP;
-		fail(w, g, "EXT4_IOC_MOVE_EXT was not done");
+		fail(w, g, "the kernel refused EXT4_IOC_MOVE_EXT");
 	}
 	look(w, g);
 	look(w, f);
@@ -291,7 +291,7 @@ static void scenario_exchange(struct worker *w, struct file *f, struct file *g)
 	begin(w, f, "exchange of ranges");
 	if (!file_exchange(w, f, g, 2, PAGES - 4)) {
 		errno = EOPNOTSUPP;
-		fail(w, f, "XFS_IOC_EXCHANGE_RANGE was not done");
+		fail(w, f, "the kernel refused XFS_IOC_EXCHANGE_RANGE");
 	}
 	look(w, f);
 	look(w, g);
@@ -356,7 +356,7 @@ static void scenario_evict_inode(struct worker *w, struct file *f, struct file *
 		fail(w, f, "FS_IOC_SETFLAGS");
 	if (resident_pages(f->fd, f->size)) {
 		errno = EBUSY;
-		fail(w, f, "the inode was not evicted, the scenario would prove nothing");
+		fail(w, f, "the inode was not evicted, so the scenario would prove nothing");
 	}
 	look(w, f);
 }
@@ -445,7 +445,7 @@ static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 	}
 	if (resident_pages(f->fd, f->size)) {
 		errno = EBUSY;
-		fail(w, f, "pages stay in the page cache");
+		fail(w, f, "pages stayed in the page cache");
 	}
 	hits = driver_stat("hits");
 	file_scan(w, f, 4 * PAGE);
@@ -598,7 +598,7 @@ static uint8_t *hold_swap_header(struct worker *w)
 	fd = open(path, O_RDONLY);
 	header = mmap(NULL, PAGE, PROT_READ, MAP_SHARED, fd, 0);
 	if (fd < 0 || header == MAP_FAILED || mlock(header, PAGE))
-		fail(w, NULL, "lock the header of %s", path);
+		fail(w, NULL, "lock the swap header of %s", path);
 	close(fd);
 	return header;
 }
@@ -611,7 +611,7 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 
 	(void)g;
 	if (anonymous == MAP_FAILED)
-		fail(w, f, "memory to swap out");
+		fail(w, f, "allocate memory to swap out");
 	for (int i = 0; i < 4; i++) {
 		begin(w, f, "swap");
 		evict(w, 1);
@@ -619,14 +619,14 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 		swap_toggle(w);
 		if (!w->swap_checked) {
 			errno = EBUSY;
-			fail(w, f, "swap file stays in the page cache");
+			fail(w, f, "the swap file stayed in the page cache");
 		}
 		header = hold_swap_header(w);
 		fill(anonymous, 0, SWAPPED_BYTES, 0xabcdef, w->op);
 		for (int j = 0; j < 64 && swap_used_kib() < SWAPPED_BYTES / 2048; j++)
 			memcg_reclaim(SWAPPED_BYTES);
 		if (swap_used_kib() < SWAPPED_BYTES / 2048)
-			fail(w, f, "nothing was swapped out");
+			fail(w, f, "the kernel swapped nothing out");
 		swap_toggle(w);
 		munmap(header, PAGE);
 	}

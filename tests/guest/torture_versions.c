@@ -91,7 +91,7 @@ static void write_run(const struct options *opt, struct version_state *s, struct
 		      int fd, unsigned int file, uint8_t *buffer)
 {
 	unsigned int count = 1 + rng_below(rng, RUN_MAX);
-	unsigned int first = rng_below(rng, BLOCKS - count);
+	unsigned int first = rng_below(rng, BLOCKS - count + 1);
 	size_t length = count * PAGE;
 
 	if (!lock_run(s, file, first, count))
@@ -103,7 +103,7 @@ static void write_run(const struct options *opt, struct version_state *s, struct
 		fill_block(buffer + i * PAGE, first + i, version);
 	}
 	if (pwrite(fd, buffer, length, first * PAGE) != (ssize_t)length) {
-		printf("TORTURE ERROR seed=%lu: write of versions: %s\n", opt->seed,
+		printf("TORTURE ERROR seed=%lu: cannot write versions: %s\n", opt->seed,
 		       strerror(errno));
 		fflush(stdout);
 		_exit(2);
@@ -198,7 +198,7 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 	for (uint64_t n = 0; n < reads; n++) {
 		unsigned int file = rng_below(&rng, files);
 		unsigned int count = 1 + rng_below(&rng, READ_MAX);
-		unsigned int first = rng_below(&rng, BLOCKS - count);
+		unsigned int first = rng_below(&rng, BLOCKS - count + 1);
 		uint32_t least[READ_MAX];
 		uint64_t start, took;
 
@@ -210,7 +210,7 @@ static void reader(const struct options *opt, struct version_state *s, unsigned 
 			madvise(map[file], BLOCKS * PAGE, MADV_DONTNEED);	/* unmap */
 		} else if (pread(fd[file], buffer, count * PAGE, first * PAGE) !=
 			   (ssize_t)(count * PAGE)) {
-			printf("TORTURE ERROR seed=%lu: read of versions: %s\n", opt->seed,
+			printf("TORTURE ERROR seed=%lu: cannot read versions: %s\n", opt->seed,
 			       strerror(errno));
 			fflush(stdout);
 			_exit(2);

@@ -157,18 +157,20 @@ class Channel:
 
     def send(self, kind: Type, number: int, arg: int, payload: bytes = b"") -> None:
         if len(payload) > PAYLOAD_MAX:
-            raise HarnessError(f"a frame of {len(payload)} bytes: at most {PAYLOAD_MAX}")
+            raise HarnessError(
+                f"a frame has {len(payload)} bytes of data; the maximum is {PAYLOAD_MAX}"
+            )
         frame = HEADER.pack(MAGIC, kind, number, len(payload), arg) + payload
         with self._send_lock:
             try:
                 self._socket.sendall(frame)
             except OSError as error:
-                raise ChannelClosed(f"agent's channel: {error.strerror}") from error
+                raise ChannelClosed(f"cannot send to the agent: {error.strerror}") from error
 
     def close(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the other end has closed first
+            pass  # the peer has closed the socket before
         self._socket.close()
         self._reader.join(5)

@@ -35,7 +35,7 @@ class Daemon:
     pool_size: str = "64MiB"
     options: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    program: Path | None = None  # used instead of the tmemd under test
+    program: Path | None = None  # program to run instead of the tmemd under test
     _process: Process | None = None
 
     def __post_init__(self) -> None:
@@ -62,7 +62,7 @@ class Daemon:
     def start(self) -> None:
         """Starts the daemon and waits until it serves."""
         if self._process and self._process.alive():
-            raise HarnessError("tmemd runs already")
+            raise HarnessError("tmemd is already running")
         command = [str(self.program or host_binary("tmemd")), "--pool-size", self.pool_size]
         command += ["--control", str(self.control)]
         # The memory of this machine does not matter; test_pressure has a host of its own.
@@ -121,7 +121,7 @@ class Daemon:
             answer = b""
             while not answer.endswith(b"\0"):
                 if not (part := client.recv(1 << 16)):
-                    raise HarnessError(f"tmemd: {method}: the connection ended")
+                    raise HarnessError(f"tmemd: {method}: the daemon closed the connection")
                 answer += part
         found = json.loads(answer[:-1])
         if error := found.get("error"):

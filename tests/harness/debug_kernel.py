@@ -52,7 +52,7 @@ def build(kind: str, root: Path) -> str:
     shutil.rmtree(work, ignore_errors=True)
     shutil.rmtree(root, ignore_errors=True)
     work.mkdir(parents=True)
-    _say(f"fetching the source of a kernel to build as '{kind}'")
+    _say(f"fetching the source of the kernel '{kind}'")
     source = _unpack(work, *VENDORS.get(kind, SOURCE))
     version = _make(source, "kernelversion").strip()
 
@@ -72,7 +72,7 @@ def build(kind: str, root: Path) -> str:
     ]
     _make(source, *arguments, "allnoconfig")
     _check(config, out / ".config")
-    _say(f"building Linux {version} '{kind}', once: 13 minutes of one core, shared by all")
+    _say(f"building Linux {version} '{kind}' into the cache: takes 13 minutes of one core")
     _make(source, *arguments, f"-j{os.cpu_count() or 1}", "bzImage", "modules")
     release = _make(source, *arguments, "-s", "kernelrelease").strip()
 
@@ -141,7 +141,9 @@ def _check(wanted: Path, got: Path) -> None:
         f"{name}=n" for name, value in asked.items() if f"{name}=y" in have and value == "n"
     ]
     if missing:
-        raise HarnessError(f"the kernel's configuration did not take {', '.join(missing)}")
+        raise HarnessError(
+            f"a dependency prevented these options of the kernel: {', '.join(missing)}"
+        )
 
 
 def _say(text: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from harness.paths import HarnessError
 
-SERIAL_MAX = 20  # limit of virtio-blk
+SERIAL_MAX = 20  # longest serial number of virtio-blk
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Disk:
 
     def __post_init__(self) -> None:
         if len(self.name) > SERIAL_MAX or not self.name.isalnum():
-            raise HarnessError(f"disk name '{self.name}': up to {SERIAL_MAX} letters and digits")
+            raise HarnessError(
+                f"disk name '{self.name}' is not 1 to {SERIAL_MAX} letters and digits"
+            )
 
     @property
     def node(self) -> str:
@@ -110,7 +112,7 @@ def xfs_allow_exchange(path: Path) -> None:
     with open(path, "r+b") as file:
         sector = bytearray(file.read(_XFS_SECTOR_BYTES))
         if sector[:4] != b"XFSB":
-            raise HarnessError(f"{path}: no xfs")
+            raise HarnessError(f"{path} is not an xfs image")
         (features,) = struct.unpack_from(">I", sector, _XFS_FEATURES_INCOMPAT_AT)
         features |= _XFS_INCOMPAT_EXCHRANGE
         struct.pack_into(">I", sector, _XFS_FEATURES_INCOMPAT_AT, features)
@@ -175,4 +177,4 @@ def _run(command: list[str]) -> None:
         command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     if done.returncode != 0:
-        raise HarnessError(f"{' '.join(command)}: {done.stdout.strip()}")
+        raise HarnessError(f"{' '.join(command)} failed: {done.stdout.strip()}")

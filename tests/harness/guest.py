@@ -16,8 +16,8 @@ from harness.channel import EXIT_NO_JOB, EXIT_TIMED_OUT, Channel, ChannelClosed,
 from harness.paths import HarnessError
 from harness.wait import WaitTimeout, scaled
 
-OUTPUT_MAX_BYTES = 256 << 20  # of one job, so that a faulty guest cannot fill the host
-FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also holds the path
+OUTPUT_MAX_BYTES = 256 << 20  # limit of a job's output: a faulty guest cannot fill the host
+FILE_CHUNK_BYTES = 128 << 10  # smaller than a frame, which also contains the path
 # The agent ends a job itself at its time-out. The host waits this much longer for its report.
 GRACE_SECONDS = 20.0
 CHECK_SECONDS = 1.0  # pause between checks of QEMU and the console during a wait
@@ -120,14 +120,14 @@ class Job:
             if left <= 0:
                 self._channel.forget(self._number)
                 raise GuestTimeout(
-                    f"guest: no answer to '{self.command}' after {self._seconds:g} s and grace"
+                    f"guest: the agent did not answer to '{self.command}' after {self._seconds:g} s"
                 )
         return self._result
 
     def _take(self, frame: Frame | None) -> None:
         if frame is None:
             self._channel.forget(self._number)
-            raise ChannelClosed(f"guest: channel closed during '{self.command}'")
+            raise ChannelClosed(f"guest: the channel closed during '{self.command}'")
         if frame.type == Type.STDOUT:
             self._out.append(frame.payload)
         elif frame.type == Type.STDERR:
@@ -137,7 +137,9 @@ class Job:
         self._size += len(frame.payload)
         if self._size > OUTPUT_MAX_BYTES:
             self.kill()
-            raise HarnessError(f"guest: '{self.command}' printed over {OUTPUT_MAX_BYTES} bytes")
+            raise HarnessError(
+                f"guest: '{self.command}' printed more than {OUTPUT_MAX_BYTES} bytes"
+            )
 
     def _finish(self, arg: int) -> None:
         self._channel.forget(self._number)
@@ -147,7 +149,7 @@ class Job:
         if arg & EXIT_TIMED_OUT:
             tail = (out + err)[-4096:].decode(errors="replace")
             raise GuestTimeout(
-                f"guest: '{self.command}' not done within {self._seconds:g} s:\n{tail}"
+                f"guest: '{self.command}' did not end within {self._seconds:g} s:\n{tail}"
             )
         self._result = Result(self.command, os.waitstatus_to_exitcode(arg & 0xFFFF), out, err)
 
@@ -192,7 +194,7 @@ class Guest:
             parts.append(chunk)
             offset += len(chunk)
             if offset > OUTPUT_MAX_BYTES:
-                raise HarnessError(f"guest: {path} is over {OUTPUT_MAX_BYTES} bytes")
+                raise HarnessError(f"guest: {path} is larger than {OUTPUT_MAX_BYTES} bytes")
         return b"".join(parts)
 
     def _ask(self, kind: Type, arg: int, payload: bytes, path: str) -> bytes:
@@ -210,9 +212,9 @@ class Guest:
         try:
             frame = inbox.get(timeout=scaled(GRACE_SECONDS))
         except queue.Empty:
-            raise GuestTimeout(f"guest: no answer for {path}") from None
+            raise GuestTimeout(f"guest: the agent did not answer for {path}") from None
         if frame is None:
-            raise ChannelClosed(f"guest: channel closed at {path}")
+            raise ChannelClosed(f"guest: the channel closed during the transfer of {path}")
         return frame
 
     def read(self, path: str) -> str:
@@ -225,7 +227,7 @@ class Guest:
             serial = f"/sys/block/{device}/serial"
             if device.startswith("vd") and self.read(serial) == name:
                 return device
-        raise HarnessError(f"guest: no disk '{name}'")
+        raise HarnessError(f"guest: the VM has no disk '{name}'")
 
     def disk_stat(self, name: str) -> DiskStat:
         """Returns requests and sectors since boot of the disk with that name."""

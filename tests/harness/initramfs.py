@@ -107,7 +107,7 @@ def busybox() -> Path:
     """Returns the machine's busybox, which must be linked statically."""
     path = Path("/bin/busybox")
     if not path.is_file() or b"/lib64/ld-linux" in path.read_bytes():
-        raise HarnessError("no static /bin/busybox: apt-get install busybox-static")
+        raise HarnessError("/bin/busybox is missing or not static: apt-get install busybox-static")
     return path
 
 

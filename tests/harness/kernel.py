@@ -111,7 +111,7 @@ class Kernel:
         for path in (self.root / f"boot/vmlinuz-{self.release}", self.modules / "vmlinuz"):
             if path.is_file():
                 return path
-        raise HarnessError(f"kernel {self.release}: no vmlinuz under {self.root}")
+        raise HarnessError(f"kernel {self.release}: {self.root} has no vmlinuz")
 
     @property
     def modules(self) -> Path:
@@ -120,7 +120,7 @@ class Kernel:
             path = self.root / lib / "modules" / self.release
             if (path / "kernel").is_dir():
                 return path
-        raise HarnessError(f"kernel {self.release}: no modules under {self.root}")
+        raise HarnessError(f"kernel {self.release}: {self.root} has no modules")
 
     @property
     def kdir(self) -> Path:
@@ -176,7 +176,7 @@ def _module_name(path: str) -> str:
 def prepare(series: str, *, update: bool = False) -> Kernel:
     """Returns the kernel of a series, fetched and extracted if it is not in the cache."""
     if series not in NAMES:
-        raise HarnessError(f"unknown kernel series '{series}': one of {', '.join(NAMES)}")
+        raise HarnessError(f"unknown kernel series '{series}'; choose one of {', '.join(NAMES)}")
     base = cache_dir() / "kernel"
     base.mkdir(exist_ok=True)
     current = base / f"{series}.json"

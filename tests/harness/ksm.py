@@ -18,7 +18,7 @@ FOLDER = Path("/sys/kernel/mm/ksm")
 STOP, RUN, UNMERGE = "0", "1", "2"
 # Bytes of the kernel's record of a page that it has scanned (struct ksm_rmap_item).
 ITEM_BYTES = 64
-SETTLED_FRACTION = 0.01  # of the merged pages; a scan that adds fewer has found all there are
+SETTLED_FRACTION = 0.01  # a scan that merges less than this fraction more has found all equal pages
 
 
 class Ksm:
@@ -31,7 +31,9 @@ class Ksm:
     def __enter__(self) -> Ksm:
         try:
             if (FOLDER / "run").read_text().strip() == RUN:
-                raise HarnessError("KSM is in use on this host: its figures would be mixed")
+                raise HarnessError(
+                    "KSM is in use on this host and would distort the figures; switch it off"
+                )
             for name, value in self._settings.items():
                 self._before[name] = (FOLDER / name).read_text()
                 (FOLDER / name).write_text(str(value))

@@ -122,7 +122,7 @@ class Libvirt:
         """Starts libvirtd and waits until it answers."""
         for program in ("libvirtd", "virsh", "unshare", "nsenter"):
             if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
-                raise HarnessError(f"no {program}: scripts/deps test installs what tests need")
+                raise HarnessError(f"{program} is not installed: run scripts/deps test as root")
         sockets = self.folder / "sockets"
         sockets.mkdir(parents=True, exist_ok=True)
         conf = self.folder / "libvirtd.conf"
@@ -206,14 +206,14 @@ class Libvirt:
         """Runs virsh and returns its output; raises with its error message if it fails."""
         done = self._virsh(*words, stdin=stdin)
         if done.status != 0:
-            raise HarnessError(f"virsh {words}: {done.stderr}\n{self.report()}")
+            raise HarnessError(f"virsh {words} failed: {done.stderr}\n{self.report()}")
         return done.stdout
 
     def virsh_refused(self, *words: str) -> str:
         """Runs virsh, which must fail, and returns its error message."""
         done = self._virsh(*words)
         if done.status == 0:
-            raise HarnessError(f"virsh {words} was to fail: {done.stdout}")
+            raise HarnessError(f"virsh {words} succeeded and should have failed: {done.stdout}")
         return done.stderr
 
     def tmemctl_run(self, command: str, domain: str, *words: str | Path) -> Run:
@@ -226,14 +226,16 @@ class Libvirt:
         """Runs tmemctl and returns its output; raises with its error message if it fails."""
         done = self.tmemctl_run(command, domain, *words)
         if done.status != 0 or done.stderr:
-            raise HarnessError(f"tmemctl {command} {words}: {done.status} {done.stderr}")
+            raise HarnessError(f"tmemctl {command} {words} ended with {done.status}: {done.stderr}")
         return done.stdout
 
     def refused(self, command: str, domain: str, *words: str | Path, status: int = 6) -> str:
         """Runs tmemctl, which must fail with that status, and returns its error message."""
         done = self.tmemctl_run(command, domain, *words)
-        if done.status != status:
-            raise HarnessError(f"tmemctl {command} {words}: {done.status} {done.stdout}")
+        if done.status != 1:
+            raise HarnessError(
+                f"tmemctl {command} {words} ended with {done.status}, not 1: {done.stdout}"
+            )
         return done.stderr
 
     def config(self, domain: str) -> str:

@@ -83,9 +83,9 @@ def wait(vm: Vm, wanted: str, seconds: float = SECONDS) -> Mapping[str, Any]:
         return status == wanted
 
     try:
-        until(reached, seconds, f"{vm.name}: its migration is '{wanted}'")
+        until(reached, seconds, f"{vm.name}: the migration is '{wanted}'")
     except WaitTimeout as error:
-        raise HarnessError(f"{error}; it is {found}") from None
+        raise HarnessError(f"{error}; query-migrate returned {found}") from None
     return found
 
 
@@ -95,7 +95,9 @@ def half_done(source: Vm) -> None:
     def copied() -> bool:
         found = progress(source)
         if found.get("status") in ENDS:
-            raise HarnessError(f"{source.name}: the migration has ended: {found}")
+            raise HarnessError(
+                f"{source.name}: the migration ended before the awaited step: {found}"
+            )
         return int(found.get("ram", {}).get("transferred", 0)) > SLOW_BYTES_PER_SECOND
 
     until(copied, SECONDS, f"{source.name}: some memory is copied")
@@ -107,7 +109,9 @@ def first_pass(source: Vm) -> None:
     def done() -> bool:
         found = progress(source)
         if found.get("status") in ENDS:
-            raise HarnessError(f"{source.name}: the migration has ended: {found}")
+            raise HarnessError(
+                f"{source.name}: the migration ended before the awaited step: {found}"
+            )
         return int(found.get("ram", {}).get("dirty-sync-count", 0)) > 1
 
     until(done, SECONDS, f"{source.name}: all memory is copied once")
@@ -126,7 +130,7 @@ def move(source: Vm, target: Vm) -> Mapping[str, Any]:
 
 def arrive(source: Vm, target: Vm) -> None:
     """Waits until the guest runs in `target`, ends `source`, and connects to the guest."""
-    until(lambda: target.status() == "running", SECONDS, f"{target.name} runs where it arrived")
+    until(lambda: target.status() == "running", SECONDS, f"{target.name} runs at the destination")
     source.quit()
     target.connect()
 

@@ -17,7 +17,7 @@ MODULE = "virtio_tmem.ko"
 PATCH = "tests/guest/patch"
 SUFFIXES = (".c", ".h", ".S", ".mk")
 NAMES = ("Makefile", "Kbuild")
-BUILDS_KEPT = 16  # per kernel, so that the builds of edits and branches do not accumulate
+BUILDS_KEPT = 16  # newest builds to keep for each kernel
 
 
 def build(kernel: Kernel, *, test: bool = False) -> Path:
@@ -30,7 +30,7 @@ def build(kernel: Kernel, *, test: bool = False) -> Path:
 
 
 def build_patch(kernel: Kernel) -> Path:
-    """Returns the module of tests/guest/patch, which is another user of ftrace."""
+    """Returns patch.ko of tests/guest/patch, another user of ftrace. live.ko is beside it."""
     sources = sorted((ROOT / PATCH).iterdir())
     return _build(kernel, sources, PATCH, "patch.ko")
 

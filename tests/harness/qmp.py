@@ -38,7 +38,7 @@ class Qmp:
             self._call(self._connect(str(path)), 20, "QMP greeting")
         except (QMPError, WaitTimeout) as error:
             self.close()
-            raise QmpError(f"{name}: no QMP: {error}") from error
+            raise QmpError(f"{name}: cannot connect to QMP: {error}") from error
 
     async def _connect(self, path: str) -> None:
         await self._client.connect(path)

@@ -43,7 +43,9 @@ def kernels(text: str | None = None) -> list[Served]:
     entry = r'\{ "([^"]+)", KERNEL_VERSION\((\d+), (\d+), 0\), "([^"]+)",\s+\{ ([^}]+) \} \},'
     found = re.findall(entry, body)
     if not found or len(found) != body.count("KERNEL_VERSION"):
-        raise HarnessError(f"{SOURCE.name}: tested_kernels[] has rows of an unknown form")
+        raise HarnessError(
+            f"{SOURCE.name}: tested_kernels[] has a row that this parser does not know"
+        )
     return [
         Served(begins, f"{major}.{minor}", vendor, tuple(re.findall(r'"([^"]+)"', releases)))
         for begins, major, minor, vendor, releases in found

@@ -34,27 +34,41 @@ MODULE_PATH = "/virtio_tmem.ko"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/run-vm", description=__doc__)
     add = parser.add_argument
-    add("--kernel", default="6.12", choices=sorted(kernel.NAMES), help="kernel series")
-    add("--memory", default=256, type=int, metavar="MIB", help="guest memory")
+    add("--kernel", default="6.12", choices=sorted(kernel.NAMES), help="kernel series of the guest")
+    add("--memory", default=256, type=int, metavar="MIB", help="guest memory in MiB")
     add("--cpus", default=1, type=int)
-    add("--disk-size", default=512, type=int, metavar="MIB", help="of the disk at /mnt")
+    add("--disk-size", default=512, type=int, metavar="MIB", help="size of the disk at /mnt")
     add("--tree", type=Path, help="folder whose contents the disk at /mnt gets")
     add("--no-disk", action="store_true")
     add("--throttle", action="store_true", help="the disk is as slow as a cloud volume")
-    add("--ko", type=Path, help="module to load, or 'build' for guest-driver's, built now")
-    add("--test-module", action="store_true", help="with --ko build: TEST=1")
-    add("--params", default="deadline_ms=200", help="of the module")
-    add("--no-load", action="store_true", help=f"leave the module at {MODULE_PATH}")
+    add("--ko", type=Path, help="module to load, or 'build' to build guest-driver/")
+    add(
+        "--test-module",
+        action="store_true",
+        help="with --ko build: build the test-only parameters (TEST=1)",
+    )
+    add("--params", default="deadline_ms=200", help="parameters of the module")
+    add("--no-load", action="store_true", help=f"do not load the module; it is at {MODULE_PATH}")
     add("--daemon", action="store_true", help="start tmemd and attach the device")
-    add("--socket", type=Path, help="attach the device to a daemon of your own")
+    add("--socket", type=Path, help="attach the device to the daemon at this socket")
     add("--pool-size", default="256MiB")
     add("--num-queues", type=int)
-    add("--file", action="append", default=[], metavar="HOST[:GUEST]", help="put a file")
+    add(
+        "--file",
+        action="append",
+        default=[],
+        metavar="HOST[:GUEST]",
+        help="copy a file into the guest",
+    )
     add("--modules", default="", help="further kernel modules to load, e.g. xfs")
     add("--cmdline", default="", help="added to the kernel's command line")
-    add("--tcg-threads", choices=("multi", "single"), help="default: what the kernel bears")
-    add("--cmd", action="append", default=[], help="run and exit with its status")
-    add("--seconds", type=float, default=300, help="time-out of a command")
+    add(
+        "--tcg-threads",
+        choices=("multi", "single"),
+        help="threads of TCG; default: as the kernel supports",
+    )
+    add("--cmd", action="append", default=[], help="run this command and exit with its status")
+    add("--seconds", type=float, default=300, help="time-out of a command in seconds")
     add("--keep", action="store_true", help="keep the folder with images and logs")
     add("--verbose", action="store_true", help="print QEMU's command line and the console")
     return parser.parse_args(arguments)
@@ -159,7 +173,7 @@ class Prompt:
                 "restart": daemon.restart,
             }
         if name not in actions:
-            raise HarnessError(f"no '.{name}' here:\n{HELP}")
+            raise HarnessError(f"unknown command '.{name}':\n{HELP}")
         try:
             answer = actions[name](*words)
         except TypeError as error:

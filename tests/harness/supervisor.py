@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from harness.daemon import Daemon
 from harness.wait import Deadline, until
 
-RESTART_SECONDS = 0.1  # as RestartSec= in the unit
+RESTART_SECONDS = 0.1  # RestartSec= of the unit
 MESSAGE_BYTES_MAX = 4096
 
 

@@ -89,7 +89,7 @@ class Systemd:
 
     folder: Path
     _process: subprocess.Popen[bytes] | None = None
-    pid: int = 0  # of process 1, in the pid namespace of this process
+    pid: int = 0  # of its process 1, in the pid namespace of the tests
 
     def __post_init__(self) -> None:
         for name in ("etc/systemd/system", "sbin", "units", "root"):
@@ -161,7 +161,9 @@ class Systemd:
         """Runs a command in its namespaces, which must succeed, and returns its output."""
         done = self.run(*command)
         if done.returncode != 0:
-            raise HarnessError(f"{' '.join(command)}: {done.stdout.strip()}\n{tail(self.log)}")
+            raise HarnessError(
+                f"{' '.join(command)} failed: {done.stdout.strip()}\n{tail(self.log)}"
+            )
         return done.stdout.strip()
 
     def show(self, unit: str, key: str) -> str:

@@ -67,7 +67,7 @@ def fetch(suite: str, packages: tuple[str, ...], debs: Path, root: Path) -> None
     command = [str(ROOT / "scripts/debian-fetch"), "--suite", suite, "--dest", str(debs)]
     done = subprocess.run([*command, *packages], check=False, stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        raise HarnessError(f"packages of {suite} could not be fetched: {' '.join(packages)}")
+        raise HarnessError(f"cannot fetch packages of {suite}: {' '.join(packages)}")
     for deb in done.stdout.split():
         subprocess.run(["dpkg", "-x", deb, str(root)], check=True)
 

@@ -21,9 +21,9 @@ from harness.qmp import Qmp, QmpError
 from harness.wait import Deadline, WaitTimeout, until
 
 MIB = 1 << 20
-END_SECONDS = 20.0  # from when QEMU closes its sockets until it has written its core
-REPLY_SECONDS = 5.0  # from when a running guest has an agent until a connection works
-BOOT_SECONDS = 90.0  # a cloud kernel takes about 3 under TCG on an idle machine
+END_SECONDS = 20.0  # longest time from the close of QEMU's sockets until its exit
+REPLY_SECONDS = 5.0  # longest time until the agent of a running guest answers
+BOOT_SECONDS = 90.0  # longest boot; a cloud kernel takes about 3 s under TCG on an idle machine
 
 # A console that shows one of these fails the test. KCSAN also reports the kernel's own races;
 # test_debug_kernel.py checks those in which the module takes part.
@@ -70,11 +70,12 @@ class Config:
     cmdline: str = ""
     machine: str = "q35"
     tcg_threads: str | None = None  # "multi" or "single"; None: as the kernel supports
-    tcg_buffer_bytes: int | None = None  # for translated code; None: QEMU's default
-    accelerator: str | None = None  # None: TMEM_ACCEL, else tcg
+    tcg_buffer_bytes: int | None = (
+        None  # size of the buffer for translated code; None: QEMU's default
+    )
+    accelerator: str | None = None  # QEMU's accelerator; None: TMEM_ACCEL, or tcg if it is not set
     memory_backend: str = "memory-backend-memfd,share=on"
-    incoming: bool = False  # waits for the state of another QEMU instead of booting
-    known_faults: str = ""  # regular expression: console lines of faults that the stock kernel has
+    incoming: bool = False  # wait for the state of another QEMU instead of booting
     arguments: Sequence[str] = ()
 
 
@@ -140,7 +141,7 @@ class Vm:
     def launch(self) -> None:
         """Starts QEMU and connects QMP; the guest boots meanwhile."""
         if self._process and self._process.alive():
-            raise HarnessError(f"{self.name} runs already")
+            raise HarnessError(f"{self.name} is already running")
         for name in ("qmp", "agent"):
             (self.folder / name).unlink(missing_ok=True)
         self._process = process = Process(f"QEMU of {self.name}", self.command(), self.log)
@@ -160,7 +161,7 @@ class Vm:
             except QmpError:
                 return None
 
-        self._qmp = until(greeted, 20, f"{self.name}: QEMU gives QMP")
+        self._qmp = until(greeted, 20, f"{self.name}: QEMU accepts a QMP connection")
 
     def start(self) -> Guest:
         """Launches and boots the VM; returns the guest when its agent answers."""
@@ -217,13 +218,17 @@ class Vm:
     @property
     def qmp(self) -> Qmp:
         if not self._qmp:
-            raise HarnessError(f"{self.name} has no QMP: it was not started, or stopped")
+            raise HarnessError(
+                f"{self.name} has no QMP connection: the VM was not started, or has ended"
+            )
         return self._qmp
 
     @property
     def guest(self) -> Guest:
         if not self._guest:
-            raise HarnessError(f"{self.name} has no guest: not booted, or reset meanwhile")
+            raise HarnessError(
+                f"{self.name} has no connection to its guest: the VM has not booted, or was reset"
+            )
         return self._guest
 
     # Life cycle of the machine
@@ -301,7 +306,7 @@ class Vm:
         disks = [disk for disk in self.config.disks if disk.format == "qcow2"]
         nodes = [disk.node for disk in disks if not disk.read_only]
         if not nodes:
-            raise HarnessError(f"{self.name}: {command} needs a writable qcow2 disk")
+            raise HarnessError(f"{self.name}: {command} needs a VM with a writable qcow2 disk")
         arguments = {
             "job-id": f"{command}-{tag}",
             "tag": tag,
@@ -328,11 +333,9 @@ class Vm:
         if self._trouble_expected or not self.console.exists():
             return
         text = self.console.read_text(errors="replace")
-        known = re.compile(self.config.known_faults) if self.config.known_faults else None
-        for found in TROUBLE.finditer(text):
+        if found := TROUBLE.search(text):
             start = text.rfind("\n", 0, found.start()) + 1
-            if not known or not known.search(text[start:].split("\n", 1)[0]):
-                raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
+            raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
 
     def report(self) -> str:
         """Returns the command line, state and log ends, for a failed test's report."""

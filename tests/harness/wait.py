@@ -12,7 +12,7 @@ from harness.paths import HarnessError
 
 T = TypeVar("T")
 
-POLL_SECONDS = 0.02  # short compared with a guest's actions, long compared with the cost of a poll
+POLL_SECONDS = 0.02  # pause between polls: shorter than a guest's actions, longer than a poll
 
 
 class WaitTimeout(HarnessError):
@@ -38,7 +38,7 @@ class Deadline:
 
     def check(self) -> None:
         if self.left() == 0:
-            raise WaitTimeout(f"{self.what}: not within {self.seconds:g} s")
+            raise WaitTimeout(f"not reached within {self.seconds:g} s: {self.what}")
 
 
 def until(condition: Callable[[], T | None], seconds: float, what: str) -> T:

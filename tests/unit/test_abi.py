@@ -25,30 +25,15 @@ def documented(text: str) -> dict[str, str]:
     for block in re.split(r"\n\n+", text):
         fields = dict(re.findall(r"^(\w+):\t+(.+(?:\n\t\t.+)*)$", block, re.MULTILINE))
         if "What" in fields:
-            assert fields["What"] not in found, f"{fields['What']} is there twice"
+            assert fields["What"] not in found, f"{fields['What']} has two entries in the list"
             found[fields["What"]] = fields.get("Description", "")
     return found
 
 
-def without_tests(source: str) -> str:
-    """Returns a source without the parts for TMEM_TEST."""
-    kept: list[str] = []
-    hidden: list[bool] = []  # one for each open #if
-    for line in source.splitlines():
-        if re.match(r"#\s*if", line):
-            hidden.append("TMEM_TEST" in line and "ifdef" in line)
-        elif re.match(r"#\s*else", line):
-            hidden[-1] = False
-        elif re.match(r"#\s*endif", line):
-            hidden.pop()
-        elif not any(hidden):
-            kept.append(line)
-    return "\n".join(kept)
-
-
 def sources() -> list[str]:
+    """Returns the sources of a normal build, which has nothing of testing/."""
     folders = (DRIVER, DRIVER / "core", DRIVER / "hooks")
-    return [without_tests(path.read_text()) for folder in folders for path in folder.glob("*.c")]
+    return [path.read_text() for folder in folders for path in sorted(folder.glob("*.c"))]
 
 
 def counters() -> set[str]:
@@ -74,10 +59,10 @@ def last_names(files: dict[str, str], under: str) -> set[str]:
     return {Path(name).name for name in files if name.startswith(under + "/")}
 
 
-def test_every_file_has_its_line_and_every_line_its_file() -> None:
+def test_sysfs_files_and_their_documentation_match() -> None:
     files = documented(ABI.read_text())
     assert "puts" in counters() and "state" in attributes() and "deadline_ms" in parameters()
-    files.pop(MOUNT)  # a directory
+    files.pop(MOUNT)  # MOUNT is a directory, not a file
     assert last_names(files, SYSFS) == counters() | attributes()
     assert last_names(files, PARAMETERS) == parameters()
     assert all(name.startswith((SYSFS, PARAMETERS)) for name in files)
@@ -88,15 +73,14 @@ def test_every_file_has_its_line_and_every_line_its_file() -> None:
     assert f"{SYSFS}/fs/<type>/enabled" in files
 
 
-def test_every_line_says_something() -> None:
+def test_each_sysfs_file_has_its_own_description() -> None:
     files = documented(ABI.read_text())
     empty = [name for name, text in files.items() if len(text.split()) < 4]
     assert not empty
     texts = list(files.values())
-    assert len(set(texts)) == len(texts), "two files with the same description"
+    assert len(set(texts)) == len(texts), "two files have the same description"
 
 
-def test_the_list_is_read_right() -> None:
+def test_parser_reads_names_and_descriptions() -> None:
     text = "What:\t\t/a\nDescription:\tOne\n\t\ttwo.\n\nWhat:\t\t/b\n"
     assert documented(text) == {"/a": "One\n\t\ttwo.", "/b": ""}
-    assert without_tests("a\n#ifdef TMEM_TEST\nb\n#else\nc\n#endif\nd") == "a\nc\nd"

@@ -36,13 +36,13 @@ def parse(folder: Path, rules: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_rules_are_rules(tmp_path: Path) -> None:
+def test_apparmor_parser_accepts_the_rules(tmp_path: Path) -> None:
     done = parse(tmp_path, RULES.read_text())
     assert done.returncode == 0, done.stderr
     socket = [line for line in done.stdout.splitlines() if "run/virtio-tmem/*.sock" in line]
     assert len(socket) == 1 and "rw" in socket[0], done.stdout
 
 
-def test_a_broken_rule_is_noticed(tmp_path: Path) -> None:
+def test_apparmor_parser_refuses_a_broken_rule(tmp_path: Path) -> None:
     """Shows that the test above can fail."""
     assert parse(tmp_path, RULES.read_text().replace(" rw,", " rw")).returncode != 0

@@ -10,7 +10,7 @@ from harness import debug_kernel
 pytestmark = pytest.mark.smoke
 
 
-def test_last_value_wins() -> None:
+def test_last_fragment_sets_the_value() -> None:
     base = "# a comment\nCONFIG_A=y\nCONFIG_B=y\n"
     assert debug_kernel.merge([base, 'CONFIG_A=n\nCONFIG_C="x=y"\n']) == {
         "CONFIG_A": "n",

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_abi import DRIVER, without_tests
+from test_abi import DRIVER, sources
 
 from harness import kernel, served
 from harness.paths import ROOT
@@ -22,32 +22,34 @@ def table(page: Path, name: str) -> list[list[str]]:
     """Returns the rows of the table after the comment with its name, without the heading."""
     text = page.read_text()
     found = re.search(rf"^<!-- table: {name} -->\n((?:\|.*\|\n)+)", text, re.MULTILINE)
-    assert found, f"{page.name}: no table '{name}'"
+    assert found, f"{page.name} has no table '{name}'"
     rows = [
         [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         for line in found[1].splitlines()
     ]
     assert len(rows) > 2 and set("".join(rows[1])) <= set("-: ")
-    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': rows of different length"
+    assert len({len(row) for row in rows}) == 1, f"{page.name}, '{name}': the rows differ in length"
     return rows[2:]
 
 
 def code(cell: str) -> str:
     """Returns the text between the backquotes with which a cell begins."""
     found = re.match(r"`([^`]+)`", cell)
-    assert found, f"not in backquotes: {cell}"
+    assert found, f"the cell does not begin with backquotes: {cell}"
     return found[1]
 
 
-def source(path: str) -> str:
-    """Returns a source without its test-only parts, and with split strings joined."""
-    text = without_tests((DRIVER / path).read_text())
+def joined(text: str) -> str:
+    """Returns a source with split strings joined."""
     return re.sub(r'"\s*\n\s*"', "", text)
 
 
+def source(path: str) -> str:
+    return joined((DRIVER / path).read_text())
+
+
 def all_sources() -> str:
-    paths = [*DRIVER.glob("*.c"), *DRIVER.glob("*/*.c")]
-    return "\n".join(source(str(path.relative_to(DRIVER))) for path in paths)
+    return joined("\n".join(sources()))
 
 
 def kernels_of_source() -> list[served.Served]:
@@ -57,7 +59,7 @@ def kernels_of_source() -> list[served.Served]:
     return found
 
 
-def test_kernels() -> None:
+def test_kernel_table_matches_the_source() -> None:
     rows = table(SUPPORT, "kernels")
     assert sorted(
         (code(row[1]), code(row[2]), tuple(re.findall(r"`([^`]+)`", row[3]))) for row in rows
@@ -68,7 +70,7 @@ def test_kernels() -> None:
         assert row.series in kernel.SERIES, f"{row.series} is listed, but no test can boot it"
 
 
-def test_dkms_demands_what_the_page_names() -> None:
+def test_dkms_requires_the_options_of_the_page() -> None:
     """DKMS builds the module only for a kernel whose configuration has what the hooks use."""
     conf = (DRIVER / "dkms.conf.in").read_text()
     (demanded,) = re.findall(r'^BUILD_EXCLUSIVE_CONFIG="(.*)"$', conf, re.MULTILINE)
@@ -77,20 +79,24 @@ def test_dkms_demands_what_the_page_names() -> None:
     )
     wanted = {*re.findall(r"`(CONFIG_\w+)`", row), "!CONFIG_PREEMPT_RT"}
     assert set(demanded.split()) == wanted
-    assert "CONFIG_LIVEPATCH" not in wanted, "nothing of the driver uses live patching"
+    assert "CONFIG_LIVEPATCH" not in wanted, (
+        "dkms.conf requires CONFIG_LIVEPATCH, which the driver does not use"
+    )
 
 
-def test_project_page_names_the_kernels() -> None:
+def test_readme_names_the_served_kernels() -> None:
     (row,) = re.findall(r"^\| guest kernels \|.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
     now, later = row.split("|")[2:4]
     for row_of_source in kernels_of_source():
         series = re.escape(row_of_source.series)
         assert row_of_source.vendor in now
-        assert re.search(rf"\b{series}\b", now), f"README.md: {series} is missing"
+        assert re.search(rf"\b{series}\b", now), (
+            f"README.md does not name the served series {series}"
+        )
         assert not re.search(rf"\b{series}\b", later)
 
 
-def test_file_systems() -> None:
+def test_file_system_table_matches_the_source() -> None:
     body = source("hooks/fs.c").split("tmem_fs_types[] = {", 1)[1].split("\n};", 1)[0]
     types = re.findall(r'\.name = "(\w+)"', body)
     assert "ext4" in types
@@ -99,21 +105,21 @@ def test_file_systems() -> None:
     assert set(re.findall(r"[\w]+", row.split("|")[2])) >= set(types)
 
 
-def test_inode_flags() -> None:
+def test_inode_flag_table_matches_the_source() -> None:
     (expression,) = re.findall(r"const unsigned int never = ([^;]+);", source("hooks/fs.c"))
     flags = [flag.strip() for flag in expression.split("|")]
     assert "S_ENCRYPTED" in flags
     assert sorted(code(row[1]) for row in table(SUPPORT, "inode flags")) == sorted(flags)
 
 
-def test_messages() -> None:
+def test_quoted_messages_exist_in_the_driver() -> None:
     """Messages that the page tells users to look for are messages of the driver."""
     sources = all_sources()
     messages = [code(row[0]) for row in table(SUPPORT, "messages")]
     messages += re.findall(r"refused: `([^`]+)`", SUPPORT.read_text())
     assert len(messages) > 10
     for message in messages:
-        assert message in sources, f"no source of the driver says: {message}"
+        assert message in sources, f"no source of the driver has the message: {message}"
 
 
 def defined() -> dict[str, int]:
@@ -122,12 +128,14 @@ def defined() -> dict[str, int]:
     texts.append((ROOT / "proto/virtio_tmem.h").read_text())
     found: dict[str, int] = {}
     for name, value in re.findall(r"^#define (\w+)\s+(\d+)\b", "\n".join(texts), re.MULTILINE):
-        assert found.setdefault(name, int(value)) == int(value), f"{name} has two values"
+        assert found.setdefault(name, int(value)) == int(value), (
+            f"{name} is defined with two values"
+        )
     return found
 
 
 @pytest.mark.parametrize("name", ["memory", "time"])
-def test_bounds(name: str) -> None:
+def test_table_of_bounds_matches_the_source(name: str) -> None:
     values = defined()
     stated: list[tuple[str, str]] = []
     for _, _, names in table(README, name):
@@ -139,7 +147,7 @@ def test_bounds(name: str) -> None:
     ]
 
 
-def test_bounds_in_the_text() -> None:
+def test_bounds_in_sentences_match_the_source() -> None:
     values = defined()
     stated = re.findall(r"\(`([A-Z]\w+)` (\d+)\)", README.read_text())
     assert len(stated) > 1
@@ -153,7 +161,7 @@ def parameters() -> dict[str, tuple[str, bool]]:
     for how, arguments in re.findall(r"^module_param(|_cb|_named)\(([^)]*)\);", text, re.MULTILINE):
         words = [word.strip() for word in arguments.split(",")]
         variable = {"": words[0], "_named": words[1], "_cb": words[2].lstrip("&")}[how]
-        if variable == "NULL":  # the value has a form of its own, which the description names
+        if variable == "NULL":  # the description names the default
             (about,) = re.findall(rf"MODULE_PARM_DESC\({words[0]},\s+\"(.*)\"\);", text)
             (value,) = re.findall(r"(\w+) \(default\)", about)
             found[words[0]] = (value, int(words[-1], 8) & 0o200 != 0)
@@ -168,18 +176,20 @@ def parameters() -> dict[str, tuple[str, bool]]:
     return found
 
 
-def test_parameters() -> None:
+def test_parameter_table_matches_the_source() -> None:
     rows = table(README, "parameters")
     assert {code(row[0]): (row[3], row[4] == "yes") for row in rows} == parameters()
     values = defined()
     for row in rows:
         upper = values.get(f"{code(row[0]).upper()}_MAX")
         if upper is not None:
-            assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), f"{row[0]}: range"
+            assert re.fullmatch(rf"[01]\.\.{upper}", row[2]), (
+                f"{row[0]}: the range of the page does not end at {upper}"
+            )
         assert row[4] in ("yes", "no")
 
 
-def test_tracepoints() -> None:
+def test_tracepoint_table_matches_the_source() -> None:
     text = (DRIVER / "trace.h").read_text()
     events: dict[str, set[str]] = {}
     for name, body in re.findall(r"TRACE_EVENT\((\w+),\n(.*?)\n\);", text, re.DOTALL):
@@ -190,18 +200,18 @@ def test_tracepoints() -> None:
     assert {code(row[0]): set(re.findall(r"`(\w+)`", row[2])) for row in rows} == events
 
 
-def test_counters_that_are_named() -> None:
+def test_named_counters_exist() -> None:
     """Counters that the driver's page names exist."""
-    listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/stats.c"))
+    listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/sysfs.c"))
     section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
     names = re.findall(r"`(\w+)[*`]", "\n".join(cells))
     assert len(names) > 8
     for name in names:
-        assert re.search(rf"\b{name}", listed), f"no counter {name}"
+        assert re.search(rf"\b{name}", listed), f"the driver has no counter {name}"
 
 
-def test_differences_between_kernels() -> None:
+def test_table_of_kernel_differences_matches_compat_h() -> None:
     text = (DRIVER / "compat.h").read_text()
     versions = {
         f"{major}.{minor}"
@@ -219,14 +229,14 @@ def test_differences_between_kernels() -> None:
 def check_links(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", page.read_text()):
         path = (page.parent / target).resolve() if target else page
-        assert path.exists(), f"{page.name}: no {target}"
+        assert path.exists(), f"{page.name} links to {target}, which does not exist"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
-            assert anchor in slugs, f"{page.name}: no heading #{anchor} in {target}"
+            assert anchor in slugs, f"{page.name} links to #{anchor}, which {target} does not have"
 
 
-def test_links() -> None:
+def test_links_of_guest_pages_exist() -> None:
     """Files and headings that the guest's pages link to exist."""
     for name in ("guest-support", "secure-boot", "ARCHITECTURE"):
         check_links(ROOT / f"docs/{name}.md")
@@ -234,7 +244,7 @@ def test_links() -> None:
     check_links(ROOT / "README.md")
 
 
-def test_tables_are_read_right(tmp_path: Path) -> None:
+def test_table_parser_reads_escaped_cells(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("<!-- table: t -->\n| a | b |\n| --- | --- |\n| `x` y | 1 |\n| `z\\|` | 2 |\n")
     assert [code(row[0]) for row in table(page, "t")] == ["x", "z\\|"]

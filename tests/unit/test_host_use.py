@@ -23,9 +23,9 @@ CHILD = f"""
 import mmap, sys
 memory = mmap.mmap(int(sys.argv[1]), {SHARED_BYTES})
 try:
-    memory.madvise(mmap.MADV_NOHUGEPAGE)  # whose tables are fewer
+    memory.madvise(mmap.MADV_NOHUGEPAGE)  # huge pages would need fewer page tables
 except OSError:
-    pass  # there are none
+    pass  # this kernel has no transparent huge pages
 for page in range(0, {SHARED_BYTES}, 4096):
     memory[page] = 1
 print("ready", flush=True)
@@ -33,7 +33,7 @@ sys.stdin.read()
 """
 
 
-def test_what_two_processes_share_counts_once() -> None:
+def test_memory_shared_by_two_processes_counts_once() -> None:
     file = os.memfd_create("shared")
     os.ftruncate(file, SHARED_BYTES)
     command = [sys.executable, "-c", CHILD, str(file)]
@@ -60,7 +60,7 @@ def test_what_two_processes_share_counts_once() -> None:
         os.close(file)
 
 
-def test_processor_time_is_what_was_used() -> None:
+def test_processor_time_matches_the_time_used() -> None:
     before = processor_seconds(os.getpid())
     end = time.process_time() + 0.2
     while time.process_time() < end:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.smoke
     "device, reason",
     [("/nonexistent/kvm", "cannot be opened"), ("/dev/null", "makes no virtual machine")],
 )
-def test_what_is_not_kvm(device: str, reason: str) -> None:
+def test_unusable_kvm_device_gives_a_reason(device: str, reason: str) -> None:
     assert reason in (kvm.no_vm(Path(device)) or "")
 
 
@@ -35,12 +35,12 @@ def failing_qemu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_a_qemu_that_ends(kernel: Kernel, failing_qemu: Path) -> None:
+def test_guest_that_does_not_boot_gives_a_reason(kernel: Kernel, failing_qemu: Path) -> None:
     reason = kvm.no_guest(kernel) or ""
     assert "does not boot" in reason and "no such MSR" in reason, reason
 
 
-def test_without_it_nothing_runs_and_that_is_said(failing_qemu: Path) -> None:
+def test_run_without_kvm_skips_all_tests_and_says_so(failing_qemu: Path) -> None:
     command = [sys.executable, "-m", "pytest", "--kvm", "vm/test_kvm.py", "vm/test_memory_slots.py"]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

@@ -48,7 +48,7 @@ def test_good_text_passes(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_text_is_found(tmp_path: Path, name: str) -> None:
+def test_each_bad_sentence_is_found(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(BAD[name])
     done = lint(tmp_path / name)
     assert done.returncode == 1

@@ -20,7 +20,7 @@ def run(*command: str) -> str:
     done = subprocess.run(
         command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-    assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}"
+    assert done.returncode == 0, f"{' '.join(command)} failed:\n{done.stdout}"
     return done.stdout
 
 
@@ -51,7 +51,7 @@ def test_dkms_builds_and_installs(tmp_path: Path, kernel: Kernel) -> None:
     assert f"vermagic:       {kernel.release} " in modinfo
 
 
-def test_package_has_what_the_build_needs(tmp_path: Path) -> None:
+def test_package_contains_the_files_of_the_build(tmp_path: Path) -> None:
     run("make", "-C", str(DRIVER), "dkms-deb", f"DEST={tmp_path}")
     (package,) = tmp_path.glob("virtio-tmem-dkms_*_amd64.deb")
     source = f"./usr/src/virtio-tmem-{version()}"
@@ -65,7 +65,7 @@ def test_package_has_what_the_build_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["postinst", "prerm"])
-def test_package_scripts_name_the_version(tmp_path: Path, script: str) -> None:
+def test_package_scripts_contain_the_version(tmp_path: Path, script: str) -> None:
     run("make", "-C", str(DRIVER), "dkms-deb", f"DEST={tmp_path}")
     (package,) = tmp_path.glob("*.deb")
     run("dpkg-deb", "-e", str(package), f"{tmp_path}/control")

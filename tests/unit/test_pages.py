@@ -24,14 +24,14 @@ PAGES = [
 ]
 
 
-def test_readme_is_short() -> None:
+def test_readme_length_and_width_are_limited() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= README_LINES_MAX
     assert [line for line in lines if len(line) > COLUMNS_MAX] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links(page: Path) -> None:
+def test_links_of_each_page_exist(page: Path) -> None:
     check_links(page)
 
 
@@ -43,7 +43,7 @@ def test_index_lists_every_page() -> None:
     assert pages <= set(re.findall(r"\]\(([^)#]+)", index))
 
 
-def test_commands_are_real() -> None:
+def test_named_commands_exist() -> None:
     main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}

@@ -29,7 +29,7 @@ def fake_kernel(root: Path) -> Kernel:
     return Kernel("1", "1.0", root)
 
 
-def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
+def test_modules_are_listed_after_their_dependencies(tmp_path: Path) -> None:
     kernel = fake_kernel(tmp_path)
     files = kernel.module_files(["virtio-pci", "c_top", "b"])
     assert [path.name for path in files] == ["a.ko", "b.ko", "c-top.ko"]
@@ -37,7 +37,7 @@ def test_modules_come_after_what_they_need(tmp_path: Path) -> None:
         kernel.module_files(["absent"])
 
 
-def test_programs_run_in_a_loader_beside_them(tmp_path: Path) -> None:
+def test_programs_run_with_the_loader_beside_them(tmp_path: Path) -> None:
     """Runs programs with a loader beside them, as for a newer Debian.
 
     Here the loader and the C library are this machine's.
@@ -63,7 +63,7 @@ int main(int n, char **v) { return printf("%s %s %d", v[0], v[1], n) < 0; }"""
     assert subprocess.run([final / "tool"], check=False, capture_output=True).returncode != 0
 
 
-def test_archive_is_what_cpio_reads(tmp_path: Path) -> None:
+def test_cpio_extracts_the_archive(tmp_path: Path) -> None:
     def make() -> bytes:
         archive = initramfs.Archive()
         archive.file("/usr/share/odd", b"12345", 0o640)
@@ -85,7 +85,7 @@ def test_archive_is_what_cpio_reads(tmp_path: Path) -> None:
 
 def test_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMEM_TIMEOUT_SCALE", "0.5")
-    with pytest.raises(wait.WaitTimeout, match=r"the sky falls: not within 0\.05 s"):
+    with pytest.raises(wait.WaitTimeout, match=r"not reached within 0\.05 s: the sky falls"):
         wait.until(lambda: None, 0.1, "the sky falls")
     assert wait.until(lambda: 5, 0, "at once") == 5
 
@@ -109,7 +109,7 @@ def test_process_ends_with_its_parent(tmp_path: Path) -> None:
     wait.until(gone, 10, "the orphan ends")
 
 
-def test_process_reports_its_end(tmp_path: Path) -> None:
+def test_process_reports_its_exit_status(tmp_path: Path) -> None:
     process = Process("teller", ["sh", "-c", "echo last words; exit 5"], tmp_path / "log")
     assert process.wait(10) == 5
     with pytest.raises(HarnessError, match=r"(?s)teller ended with status 5.*last words"):
@@ -123,7 +123,7 @@ def test_a_missing_program_is_named(tmp_path: Path) -> None:
         process.expect_alive()
 
 
-def test_process_pause_and_kill(tmp_path: Path) -> None:
+def test_paused_process_can_be_resumed_and_killed(tmp_path: Path) -> None:
     process = Process("sleeper", ["sleep", "1000"], tmp_path / "log")
     process.pause()
     assert process.alive()

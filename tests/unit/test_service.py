@@ -31,7 +31,7 @@ SOURCES = ROOT / "host-daemon/tmemd"
 UNIT = "tmemd.service"
 RUN = "/run/virtio-tmem"
 CONFIG = "etc/virtio-tmem/tmemd.toml"
-WATCHDOG_SECONDS = 10.0  # as in the unit; test_unit.py compares the guide with it
+WATCHDOG_SECONDS = 10.0  # WatchdogSec= of the unit
 # Additional seconds of a restart or a stop on a busy machine. A restart that fails never comes, and
 # systemd reports how a stop ended.
 OWN_SECONDS = 20.0
@@ -51,7 +51,7 @@ VM = {
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Systemd]:
     if reason := systemd.why_not():
-        pytest.skip(f"no systemd of our own here: {reason}")
+        pytest.skip(f"this machine cannot run a separate systemd: {reason}")
     host = Systemd(tmp_path_factory.mktemp("systemd") / "host")
     # The files are installed as by docs/install.md and the package.
     shutil.copy(SOURCES / UNIT, host.units)
@@ -107,7 +107,7 @@ def restarted(host: Systemd, old: int, seconds: float) -> float:
     return time.monotonic() - begun
 
 
-def test_ready_when_it_serves(host: Systemd, daemon: Daemon) -> None:
+def test_systemctl_start_returns_when_the_daemon_serves(host: Systemd, daemon: Daemon) -> None:
     """`systemctl start` returns when the sockets exist: Type=notify."""
     host.expect("systemctl", "stop", UNIT)
     host.expect("systemctl", "start", UNIT)
@@ -119,7 +119,7 @@ def test_ready_when_it_serves(host: Systemd, daemon: Daemon) -> None:
     assert int(host.show(UNIT, "WatchdogTimestampMonotonic")) > 0
 
 
-def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
+def test_daemon_has_only_the_rights_of_its_unit(host: Systemd, daemon: Daemon) -> None:
     user = host.expect("id", "--user", "virtio-tmem")
     group = host.expect("id", "--group", "virtio-tmem")
     found = status(host)
@@ -127,7 +127,9 @@ def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
     wanted = 1 << CAPABILITIES["chown"] | 1 << CAPABILITIES["fowner"]
     for name in ("CapEff", "CapPrm", "CapBnd"):
         assert int(found[name], 16) == wanted, name
-    assert int(found["CapAmb"], 16) == 0, "a program that it could start would have none"
+    assert int(found["CapAmb"], 16) == 0, (
+        "the daemon could pass on capabilities to a program that it starts"
+    )
     assert found["NoNewPrivs"] == "1" and found["Seccomp"] == "2"
     folder = daemon.folder.stat()
     assert (str(folder.st_uid), str(folder.st_gid), folder.st_mode & 0o777) == (user, group, 0o755)
@@ -149,7 +151,7 @@ def test_confined_as_the_unit_says(host: Systemd, daemon: Daemon) -> None:
         assert re.search(r"Max open files +65536 +65536 ", limits)
 
 
-def test_sockets_of_others_are_not_there(host: Systemd, daemon: Daemon) -> None:
+def test_daemon_sees_no_sockets_of_other_services(host: Systemd, daemon: Daemon) -> None:
     """In /run, the daemon sees its own directory, the journal's and the notification socket."""
     folder = host.path("/run/dbus")
     folder.mkdir(exist_ok=True)
@@ -165,7 +167,7 @@ def test_sockets_of_others_are_not_there(host: Systemd, daemon: Daemon) -> None:
         others = {
             path for path in seen if not re.match(f"{RUN}/|/run/systemd/(notify$|journal/)", path)
         }
-        assert f"{RUN}/control" in seen and not others, "it could connect to these"
+        assert f"{RUN}/control" in seen and not others, f"the daemon could connect to {others}"
         # The daemon cannot create files there either.
         assert host.run(*enter, "touch", "/run/more").returncode != 0
     (folder / "system_bus_socket").unlink()
@@ -186,7 +188,7 @@ def test_a_daemon_that_hangs_is_replaced(host: Systemd, daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
-def test_a_daemon_that_dies_is_started_anew(
+def test_a_daemon_that_dies_is_restarted_with_its_vms(
     host: Systemd, daemon: Daemon, number: signal.Signals
 ) -> None:
     """Added VMs are served again after a restart, at sockets that their QEMUs' users own."""
@@ -198,12 +200,14 @@ def test_a_daemon_that_dies_is_started_anew(
         end(host, number)
         restarted(host, old, OWN_SECONDS)
         assert socket.stat().st_uid == socket.stat().st_gid == QEMU_USER
-        assert socket.stat().st_ino != inode, "nobody listens at the old one"
+        assert socket.stat().st_ino != inode, (
+            "the socket was not created again, so nothing listens at it"
+        )
         assert [vm["name"] for vm in daemon.list()["vms"]] == [VM["name"]]
     daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
 
 
-def test_reload(host: Systemd, daemon: Daemon) -> None:
+def test_reload_changes_the_pool_size(host: Systemd, daemon: Daemon) -> None:
     old, path = main_pid(host), host.path(CONFIG)
     text = path.read_text()
     path.write_text(text.replace("64MiB", "48MiB"))
@@ -215,7 +219,7 @@ def test_reload(host: Systemd, daemon: Daemon) -> None:
     assert main_pid(host) == old
 
 
-def test_sockets_are_given(host: Systemd, daemon: Daemon) -> None:
+def test_sockets_get_the_configured_users_and_groups(host: Systemd, daemon: Daemon) -> None:
     """Sockets go to groups and users by name, to which the daemon does not belong.
 
     A reload works, although it cannot look the names up.
@@ -248,7 +252,7 @@ def test_sockets_are_given(host: Systemd, daemon: Daemon) -> None:
         host.expect("systemctl", "restart", UNIT)
 
 
-def test_upgrade(host: Systemd, daemon: Daemon) -> None:
+def test_added_vms_are_served_after_an_upgrade(host: Systemd, daemon: Daemon) -> None:
     """After an upgrade of the program and `systemctl restart`, added VMs are still served."""
     daemon.call("AddVm", vm=VM)
     socket = host.path(f"{RUN}/added.sock")
@@ -269,7 +273,7 @@ def test_upgrade(host: Systemd, daemon: Daemon) -> None:
     daemon.call("RemoveVm", uuid=VM["uuid"], socket=VM["socket"])
 
 
-def test_stop(host: Systemd, daemon: Daemon) -> None:
+def test_stopped_daemon_is_not_restarted(host: Systemd, daemon: Daemon) -> None:
     """The daemon ends orderly, and systemd does not restart it."""
     begun = time.monotonic()
     host.expect("systemctl", "stop", UNIT)
@@ -279,7 +283,7 @@ def test_stop(host: Systemd, daemon: Daemon) -> None:
     assert not daemon.control.exists()
 
 
-def test_exposure(tmp_path: Path) -> None:
+def test_exposure_rating_is_bounded(tmp_path: Path) -> None:
     """systemd-analyze's exposure rating of the unit does not exceed its bound."""
     unit = tmp_path / UNIT
     shutil.copy(SOURCES / UNIT, unit)

@@ -22,7 +22,9 @@ def test_each_test_is_in_one_shard() -> None:
         assert len(found) == parts
         assert sorted(name for part in found for name in part) == sorted(names)
         shuffled = rng.sample(names, len(names))
-        assert shards.split(shuffled, durations, parts) == found, "whatever their order"
+        assert shards.split(shuffled, durations, parts) == found, (
+            "the parts depend on the order of the names"
+        )
 
 
 def test_shards_take_equally_long() -> None:
@@ -32,12 +34,12 @@ def test_shards_take_equally_long() -> None:
         assert abs(sum(durations[name] for name in part) - 600) <= 10
 
 
-def test_tests_that_take_no_time_are_shared_out() -> None:
+def test_tests_without_duration_are_spread_evenly() -> None:
     durations = {f"unit/{i}": 0.0 for i in range(30)}
     assert [len(part) for part in shards.split(durations, durations, 3)] == [10, 10, 10]
 
 
-def test_durations_are_kept(tmp_path: Path) -> None:
+def test_unmeasured_tests_keep_their_duration(tmp_path: Path) -> None:
     path = tmp_path / "durations.txt"
     shards.write(path, {"vm/a.py::a[x y]": 3.4, "vm/a.py::b": 5.0})
     shards.write(path, {"vm/a.py::b": 70.0})

@@ -37,7 +37,9 @@ def run(folder: Path, text: str, *options: str) -> tuple[int, str]:
     [(SKIPPED, True, 1), (SKIPPED, False, 0), (SKIPPED + PASSED, True, 0)],
     ids=["all", "not-asked", "one-ran"],
 )
-def test_all_skipped_is_no_success(tmp_path: Path, text: str, option: bool, status: int) -> None:
+def test_run_that_skips_all_tests_fails(
+    tmp_path: Path, text: str, option: bool, status: int
+) -> None:
     done, out = run(tmp_path, text, *(["--not-all-skipped"] if option else []))
     assert done == status, out
     assert ("nothing was tested, all was skipped: Skipped: nothing can be mounted" in out) == (

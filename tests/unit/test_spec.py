@@ -60,12 +60,16 @@ def test_each_rule_has_one_number_and_one_row() -> None:
     assert len(found) > 60
     assert len(set(found)) == len(found)
     assert set(found) == set(rows())
-    assert set(RULE.findall(PAGE.read_text())) == set(found), "a rule that is not there is named"
+    assert set(RULE.findall(PAGE.read_text())) == set(found), (
+        "the page refers to a rule that does not exist"
+    )
 
 
-def test_what_is_required_has_a_number() -> None:
+def test_each_requirement_has_a_number() -> None:
     for bullet in bullets():
-        assert bool(WORD.search(bullet)) != is_limit(bullet), f"requires nothing: {bullet}"
+        assert bool(WORD.search(bullet)) != is_limit(bullet), (
+            f"the rule has no MUST or SHOULD, or the limit has one: {bullet}"
+        )
     rest = prose()
     for bullet in bullets():
         rest = rest.replace(bullet, "")
@@ -73,7 +77,7 @@ def test_what_is_required_has_a_number() -> None:
     assert len(said) == 1 and "RFC 2119" in said[0], said
 
 
-def test_a_rule_is_one_sentence_of_its_actor() -> None:
+def test_each_rule_is_one_sentence_about_its_actor() -> None:
     for bullet in bullets():
         number, text = bullet.removeprefix("**").split("** ", 1)
         assert is_limit(bullet) or text.startswith(ACTORS[number.split("-")[0]]), bullet
@@ -90,27 +94,31 @@ def test_lines_are_wrapped() -> None:
 
 
 @pytest.mark.parametrize("rule", rules())
-def test_where_it_is_kept_and_shown(rule: str) -> None:
+def test_code_and_test_of_each_rule_exist(rule: str) -> None:
     kept, shown = rows()[rule]
-    assert names(kept), "nothing keeps it"
+    assert names(kept), f"{rule}: the table names no code that keeps the rule"
     for path, name in names(kept):
-        assert is_there(path, name), f"no {name} in {path}"
+        assert is_there(path, name), f"{path} does not define {name}"
     for path, name in names(shown):
-        assert is_test(path, name), f"no test {name} in {path}"
+        assert is_test(path, name), f"{path} has no test {name}"
     if not shown.startswith(EXCUSES):
         assert re.fullmatch(r"`[^`]+`(, `[^`]+`)*", shown) and names(shown)
 
 
-def test_names_are_looked_up() -> None:
+def test_missing_names_are_not_found() -> None:
     """Names that do not exist are not found."""
     spec = "tests/unit/test_spec.py"
     chain = "tmemd/src/queue/chain.rs"
     assert is_there(spec, "rules") and not is_there(spec, "rule")
-    assert is_test(spec, "test_names_are_looked_up") and not is_test(spec, "rules")
+    assert is_test(spec, "test_missing_names_are_not_found") and not is_test(spec, "rules")
     assert is_there(chain, "fill") and not is_test(chain, "fill")
     assert is_test(chain, "chains_without_an_end_are_broken")
     core = "guest-driver/core"
     assert is_there(f"{core}/get.c", "take_page")
-    assert not is_there(f"{core}/get.c", "tmem_queue_drain"), "it is only called there"
-    assert not is_there(f"{core}/core.h", "tmem_queue_of"), "it is only declared there"
+    assert not is_there(f"{core}/get.c", "tmem_queue_drain"), (
+        "a call in get.c was taken for a definition"
+    )
+    assert not is_there(f"{core}/core.h", "tmem_queue_of"), (
+        "a declaration in core.h was taken for a definition"
+    )
     assert not is_there("tmemd/src/absent.rs", "fill")

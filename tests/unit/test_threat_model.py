@@ -23,19 +23,21 @@ def promises() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("row", promises(), ids=lambda row: row[0][:50])
-def test_promise(row: list[str]) -> None:
+def test_code_and_tests_of_each_promise_exist(row: list[str]) -> None:
     promise, by, shown = row
     assert promise
     for cell in (by, shown):
         assert re.fullmatch(rf"{CELL}(, {CELL})*", cell), cell
     for path, name in names(by):
-        assert is_there(path, name), f"no {name} in {path}"
-        assert not is_test(path, name), f"{name} in {path} keeps nothing, it is a test"
+        assert is_there(path, name), f"{path} does not define {name}"
+        assert not is_test(path, name), (
+            f"{name} in {path} is a test; name the code that keeps the promise"
+        )
     for path, name in names(shown):
-        assert is_test(path, name), f"no test {name} in {path}"
+        assert is_test(path, name), f"{path} has no test {name}"
 
 
-def test_each_chapter_says_what_is_not_promised() -> None:
+def test_each_chapter_states_what_is_not_promised() -> None:
     chapters = PAGE.read_text().split("\n## ")[1:]
     with_table = [chapter for chapter in chapters if re.search(r"<!-- table: ", chapter)]
     assert len(with_table) == len(TABLES) + 1
@@ -44,13 +46,13 @@ def test_each_chapter_says_what_is_not_promised() -> None:
         assert title == "Gaps" or "**Not promised.**" in chapter, title
 
 
-def test_nothing_else_is_named() -> None:
+def test_each_named_test_is_in_a_table() -> None:
     """All tests and functions that the page names are in its tables, where they are checked."""
     in_tables = {name for row in promises() for cell in row for name in names(cell)}
     assert set(names(PAGE.read_text())) == in_tables
 
 
-def test_gaps_say_who_and_what() -> None:
+def test_each_gap_has_a_description() -> None:
     rows = table(PAGE, "gaps")
     assert len(rows) > 5
     assert all(row[0] for row in rows)

@@ -20,12 +20,12 @@ WATCHDOG = ROOT / "host-daemon/tmemd/src/host/watchdog.rs"
 
 def settings() -> dict[str, str]:
     lines = re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE)
-    assert len({key for key, _ in lines}) == len(lines), "a key twice"
+    assert len({key for key, _ in lines}) == len(lines), "the unit has a key twice"
     return dict(lines)
 
 
-def test_systemd_understands_it(tmp_path: Path) -> None:
-    """systemd accepts each key. A misspelt key is a warning there, and a failure here."""
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    """systemd accepts each key. It only warns about a misspelt key; this test then fails."""
     copy = tmp_path / UNIT.name
     for text, good in [(UNIT.read_text(), True), (UNIT.read_text() + "WatchdogSeconds=1\n", False)]:
         # The program is not installed where the tests run.
@@ -42,10 +42,12 @@ def test_systemd_understands_it(tmp_path: Path) -> None:
         assert done.returncode == 0 or not good
 
 
-def test_the_unit_watches_and_restarts() -> None:
+def test_unit_sets_watchdog_and_restart() -> None:
     unit = settings()
     assert unit["Type"] == "notify"
-    assert unit["WatchdogSignal"] == "SIGKILL", "one that goes on must not write"
+    assert unit["WatchdogSignal"] == "SIGKILL", (
+        "WatchdogSignal= is not SIGKILL, so a hung daemon could continue and write"
+    )
     assert unit["Restart"] == "always"
     assert unit["StartLimitIntervalSec"] == "0"
     # The VM store must outlive an upgrade.
@@ -53,7 +55,7 @@ def test_the_unit_watches_and_restarts() -> None:
     assert unit["LimitMEMLOCK"] == "infinity"
 
 
-def test_the_bound_is_the_one_that_is_promised() -> None:
+def test_watchdog_period_matches_the_guide_and_the_daemon() -> None:
     seconds = settings()["WatchdogSec"].removesuffix("s")
     assert f"`WatchdogSec=`, {seconds} s." in GUIDE.read_text()
     default = re.search(

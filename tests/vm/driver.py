@@ -25,12 +25,12 @@ SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
 
-# A host under TCG that is on time by its own measure answers within this time, which is scaled for
-# slow machines. A late page comes from the disk.
+# The driver's deadline in tests, scaled for slow machines. A host under TCG answers within it. The
+# driver reads a page that is later from the disk.
 DEADLINE_MAX_MS = 1000  # the module's maximum
 DEADLINE_MS = min(DEADLINE_MAX_MS, int(scaled(200)))
-# For tests in which a held page must be used, however late. A late wrong page would otherwise be
-# discarded and hide the fault.
+# The longest deadline, for tests in which the driver must use a held page. A wrong page that is
+# late would be discarded, which would hide the fault.
 PATIENT = f"deadline_ms={DEADLINE_MAX_MS}"
 DISK_BYTES = 512 * MIB
 SETTLE_SECONDS = 30.0
@@ -152,13 +152,13 @@ def wait_state(guest: Guest, begins: str, seconds: float = ONLINE_SECONDS) -> st
         nonlocal last
         last = state(guest)
         if last.startswith("poisoned") and not begins.startswith("poisoned"):
-            raise HarnessError(f"driver's state '{begins}' cannot come any more")
+            raise HarnessError(f"the driver cannot reach the state '{begins}' any more")
         return last.startswith(begins)
 
     try:
-        until(found, seconds, f"driver's state '{begins}'")
+        until(found, seconds, f"the driver's state begins with '{begins}'")
     except HarnessError as error:
-        raise HarnessError(f"{error}; it is '{last}'\n{stats(guest)}") from None
+        raise HarnessError(f"{error}; the state is '{last}'\n{stats(guest)}") from None
     return last
 
 
@@ -180,7 +180,7 @@ class Hold:
         def held() -> bool:
             return self.guest.read(f"{PARAMETERS}/{self.name}") == "2"
 
-        until(held, HELD_SECONDS, f"a task comes to {self.name}")
+        until(held, HELD_SECONDS, f"a task is held at {self.name}")
 
     def release(self) -> None:
         set_parameter(self.guest, self.name, "0")

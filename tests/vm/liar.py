@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """A vhost-user backend that serves puts and gets, and gives wrong answers as a test asks.
 
-It is a device whose answers are wrong in one chosen way, which tmemd must never be. It runs in a
-thread of the test, which changes `lie` at any time and reads the recorded requests. It is slow and
-small: a dict of pages, and one connection after another.
+It is a device whose answers are wrong in one chosen way. tmemd must never answer in these ways. It
+runs in a thread of the test, which changes `lie` at any time and reads the recorded requests. It is
+slow and small: a dict of pages, and one connection after another.
 
 Layouts are those of proto/virtio_tmem.h and of QEMU's docs/interop/vhost-user.rst.
 """
@@ -26,7 +26,7 @@ from types import TracebackType
 from harness.wait import scaled
 
 PAGE = 4096
-POLL_MS = 2  # also polls the rings, so that no kick can be missed
+POLL_MS = 2  # interval at which it also polls the rings, in case a kick is missed
 
 HEADER = struct.Struct("<III")
 CONFIG = struct.Struct("<QIHHI12x")
@@ -111,10 +111,10 @@ class Liar:
         self.lies_told = 0
         self.asked: Counter[int] = Counter()  # requests by type
         self.gets = 0
-        self.puts = 0  # pages
-        self.puts_workingset = 0  # part of puts, with the hint
+        self.puts = 0  # number of pages put
+        self.puts_workingset = 0  # number of pages put with the hint
         self.delay_seconds = 0.0  # delay of each answer, also of right ones
-        self.quick_probes = False  # gets of cookie 0 are then not delayed
+        self.quick_probes = False  # do not delay gets of cookie 0
         self._pages: dict[Key, tuple[int, bytes]] = {}
         self._generation = 0
         self._regions: list[tuple[int, int, memoryview]] = []  # guest, QEMU, memory
@@ -255,7 +255,9 @@ class Liar:
             offset = address - (qemu if user else guest)
             if offset >= 0 and offset + length <= len(memory):
                 return memory[offset : offset + length]
-        raise AssertionError(f"the driver names {length} bytes at {address:#x}, not its memory")
+        raise AssertionError(
+            f"the driver named {length} bytes at {address:#x}, outside of guest memory"
+        )
 
     def _u16(self, address: int) -> memoryview:
         """Returns one aligned 16-bit value for a single access, as a ring's index needs it."""
@@ -295,7 +297,8 @@ class Liar:
             ring.held = max(0, ring.held - 1)
             self._u16(used + 2)[0] = ring.next
             done += 1
-        self._u16(used + 4 + ring.size * 8)[0] = ring.next  # asks for a kick at the next entry
+        # avail_event asks for a kick at the next entry.
+        self._u16(used + 4 + ring.size * 8)[0] = ring.next
         if done and ring.call >= 0:
             os.eventfd_write(ring.call, 1)
 

@@ -29,7 +29,7 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 SEED = 2026
-GUEST_BYTES = 128 * MIB  # about 60 MiB of it hold the page cache
+GUEST_BYTES = 128 * MIB  # of which the page cache gets about 60 MiB
 DISK_BYTES = 512 * MIB
 FIO = "/bin/fio"
 SECONDS = 600
@@ -139,9 +139,9 @@ RUNS: dict[str, tuple[Callable[[Path, random.Random], None], Callable[[Guest], N
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_record(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_trace_is_recorded(session: Session, kernel: Kernel, module: Path, name: str) -> None:
     if "TMEM_TRACES" not in os.environ:
-        pytest.skip("TMEM_TRACES=DIR says where to")
+        pytest.skip("set TMEM_TRACES=DIR to record traces into DIR")
     fill, work = RUNS[name]
     folder = session.folder / "files"
     folder.mkdir()

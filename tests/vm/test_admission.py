@@ -67,7 +67,9 @@ def hits_after_stream(guest: Guest, stream: str) -> int:
     return after["hits"] - before["hits"]
 
 
-def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
+def test_streams_do_not_displace_useful_pages(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
     guest = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1"))).start()
@@ -106,7 +108,9 @@ def test_stream(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.parametrize("verify_every", [0, 1])
-def test_small_files(session: Session, kernel: Kernel, module: Path, verify_every: int) -> None:
+def test_many_small_files_keep_their_hits(
+    session: Session, kernel: Kernel, module: Path, verify_every: int
+) -> None:
     """More files than the admission filter can remember keep their hits in a small pool.
 
     The files are read over and over, and each hit takes a page out of the pool. Hits that are
@@ -131,13 +135,17 @@ def test_small_files(session: Session, kernel: Kernel, module: Path, verify_ever
             after = settle(guest)
         print(growth(before, after))
         hits.append(after["hits"] - before["hits"])
-    assert after["puts_skipped_admission"], "the pool was to be too small"
+    assert after["puts_skipped_admission"], (
+        "the admission filter skipped no page: the pool is too large for this test"
+    )
     pages = FOLDERS * FOLDER_FILES * FILE_PAGES
     # In the first two rounds the filter learns that the pool is too small.
     assert min(hits[2:]) > pages * 2 // 5, hits
 
 
-def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) -> None:
+def test_all_pages_are_put_while_the_pool_has_room(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """All pages that fit into the pool are put, however many of them are new."""
     daemon = start_daemon(session)
     guest = driver_vm(
@@ -152,7 +160,9 @@ def test_no_filter_without_need(session: Session, kernel: Kernel, module: Path) 
 
 
 @pytest.mark.smoke
-def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
+def test_only_reused_pages_are_put_with_the_hint(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Pages that were used again are put with a hint, pages that were used once without."""
     pages = PAGES_MIB
     with Liar(session.folder / "liar") as liar:
@@ -172,7 +182,9 @@ def test_hint(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
+def test_each_refusal_reason_has_its_own_counter(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Each reason not to put a page has a counter, and only that counter grows."""
     daemon = start_daemon(session)
     disks = [
@@ -235,7 +247,9 @@ def test_reasons(session: Session, kernel: Kernel, module: Path) -> None:
     assert grown["puts_skipped_offline"] >= pages
 
 
-def test_offline(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_nothing_is_put_without_a_device(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The hooks put nothing while there is no device.
 
     The driver's benchmark puts all the same; its puts are refused and counted, and it has nothing

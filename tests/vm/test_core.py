@@ -50,7 +50,7 @@ pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
 DRIVER = "/sys/bus/virtio/drivers/virtio_tmem"
-PAGES = FILE_BYTES // 4096  # of a file
+PAGES = FILE_BYTES // 4096  # pages of a file
 
 
 def reload(guest: Guest, parameters: str = "", *, until_state: str = "on") -> None:
@@ -89,7 +89,9 @@ def devices(guest: Guest) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.smoke
-def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_driver_without_a_device_puts_nothing(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     data, sums = tree_disk(session)
     guest = driver_vm(session, kernel, module, None, disks=[data]).start()
     guest.mount("data", "/mnt")
@@ -101,14 +103,18 @@ def test_without_a_device(session: Session, kernel: Kernel, module: Path) -> Non
             drop_pages(guest)
         counters = stats(guest)
         assert counters["puts"] == counters["gets"] == counters["index_pages"] == 0
-        assert counters["memory_bytes"] < budget(guest) // 8, "no rings, no bounce pages"
+        assert counters["memory_bytes"] < budget(guest) // 8, (
+            "the driver allocated rings or bounce pages without a device"
+        )
     guest.sh("rmmod virtio_tmem")
     assert guest.run(f"test -e {SYSFS}").status != 0
     assert guest.sh("grep tmem /proc/slabinfo || true") == ""
 
 
 @pytest.mark.smoke
-def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_second_device_is_refused_until_the_first_is_gone(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A second device is refused as busy, harms nothing, and is used once the first one is gone."""
     daemon = start_daemon(session, "vm1", "vm2")
     data, sums = tree_disk(session)
@@ -125,7 +131,10 @@ def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
     guest = vm.start()
     load(guest, "verify_every=0")
     (first,), (other,) = devices(guest)
-    assert f"{other}: not used: this guest has a virtio-tmem device already" in guest.sh("dmesg")
+    assert (
+        f"{other}: the device is not used: this guest has a virtio-tmem device already"
+        in guest.sh("dmesg")
+    )
     refused = guest.run(f"echo {other} >{DRIVER}/bind")
     assert refused.status != 0
     assert b"busy" in refused.stderr
@@ -156,7 +165,9 @@ def trip(guest: Guest, daemon: Daemon, sums: dict[str, str]) -> None:
 
 
 @pytest.mark.smoke
-def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_injected_faults_and_limits_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The driver survives injected faults, exceeded limits and late answers."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -171,7 +182,7 @@ def test_faults(session: Session, kernel: Kernel, test_module: Path) -> None:
         evict(guest, list(files))
         trip(guest, daemon, files)
         before = stats(guest)
-        assert before["index_pages"] > PAGES * 4, "most of them were not asked for"
+        assert before["index_pages"] > PAGES * 4, "too few pages are held for the fault to matter"
         set_parameter(guest, f"inject_{fault}", "1")
         drop_pages(guest)
         after = stats(guest)
@@ -204,7 +215,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     table = stats(guest)["memory_bytes"]
     guest.sh(f"echo {name} >{DRIVER}/bind")
     wait_state(guest, "on")
-    limit = 12288  # a third of the files' needs
+    limit = 12288  # index limit: a third of what the files need
     set_parameter(guest, "test_index_bytes", str(table + limit))
     for path in sums:
         counters = evict(guest, [path])
@@ -217,7 +228,9 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     # entries were dropped until there was room. Now there is room.
     before = evict(guest, last)
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
-    assert growth(before, stats(guest))["hits"] > PAGES // 4, "what came last is there"
+    assert growth(before, stats(guest))["hits"] > PAGES // 4, (
+        "the file that was evicted last is not held"
+    )
     assert checksums(guest, list(sums)) == sums
 
     # Marks of directly written files count as well, and have priority: a full index drops entries
@@ -237,7 +250,7 @@ def check_index_limit(guest: Guest, sums: dict[str, str]) -> None:
     assert checksums(guest, last) == {last[0]: sums[last[0]]}
     assert evict(guest, last)["memory_bytes"] <= bound
     guest.sh("umount /mnt", 60)
-    until(lambda: stats(guest)["memory_bytes"] == empty, 10, "all memory of the index is back")
+    until(lambda: stats(guest)["memory_bytes"] == empty, 10, "the index has released all memory")
     guest.mount("data", "/mnt")
     set_parameter(guest, "test_index_bytes", "0")
     check_works(guest, sums)
@@ -292,7 +305,9 @@ def check_corruption(guest: Guest, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("memory", "queues"), [(128 * MIB, 1), (3072 * MIB, 16)], ids=["small", "large"]
 )
-def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, queues: int) -> None:
+def test_driver_memory_is_bounded(
+    session: Session, kernel: Kernel, module: Path, memory: int, queues: int
+) -> None:
     """The driver's memory is bounded in guests of all sizes, also when the index is full."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -307,7 +322,7 @@ def test_memory(session: Session, kernel: Kernel, module: Path, memory: int, que
     guest = vm.start()
     load(guest, "verify_every=0")
     limit = budget(guest)
-    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "room for an index"
+    assert stats(guest)["memory_bytes"] <= limit * 3 // 4, "the limit leaves no memory for an index"
     # In the large guest, this is more than the put rings have room for.
     check_works(guest, sums)
     if memory < 256 * MIB:
@@ -337,7 +352,9 @@ def slab_bytes(guest: Guest, cache: str) -> int:
 
 
 @pytest.mark.smoke
-def test_index_bytes(session: Session, kernel: Kernel, module: Path) -> None:
+def test_held_page_costs_the_documented_index_bytes(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A held page costs what core/leaf.h says, by the driver's count and by the allocator's."""
     source = (ROOT / "guest-driver/core/leaf.h").read_text()
     found = re.search(r"#define TMEM_INDEX_PAGE_BYTES\s+(\d+)", source)
@@ -373,7 +390,9 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
         before = settle(guest)
         liar.lie = lie
         evict(guest, list(sums))
-        assert stats(guest)["index_pages"] == 0, "what was not stored is not asked for"
+        assert stats(guest)["index_pages"] == 0, (
+            "pages that the device did not store are in the index"
+        )
     else:
         before = evict(guest, list(sums))
         liar.lie = lie
@@ -384,7 +403,9 @@ def tell(guest: Guest, liar: Liar, lie: str, sums: dict[str, str]) -> Counter[st
 
 
 @pytest.mark.smoke
-def test_lying_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_each_wrong_answer_is_caught_by_its_check(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """No wrong answer is used, no byte is wrong, and the intended check catches each lie."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -455,7 +476,9 @@ def read_until(guest: Guest, sums: dict[str, str], counter: str) -> None:
     until(grown, 60, f"{counter} grows")
 
 
-def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
+def test_pools_with_contradictory_answers_get_no_puts(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A pool that the device does not clearly have gets no puts until the device has it."""
     data, sums = tree_disk(session)
     files = dict(list(sums.items())[:8])
@@ -483,7 +506,7 @@ def test_lies_of_pools(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
+def test_suspend_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
     """A suspend makes the driver forget everything, and it starts again on resume."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -506,7 +529,7 @@ def test_suspend(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh("rmmod virtio_tmem", 60)
 
 
-def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
+def test_hibernation_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
     """The driver holds nothing from the preparation of a hibernation until the guest runs again."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -537,7 +560,8 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
 
     device = guest.disk("swap")
     guest.sh(f"mkswap /dev/{device} && swapon /dev/{device}")
-    # This sets the device of the image, and looks for an image, which does not exist yet.
+    # The write sets the swap device of the image. The kernel also looks for an image, which does
+    # not exist yet.
     guest.run(f"cat /sys/class/block/{device}/dev >/sys/power/resume")
     guest.sh("echo test_resume >/sys/power/disk")
     evict(guest, list(files))
@@ -557,7 +581,9 @@ def test_hibernate(session: Session, kernel: Kernel, module: Path) -> None:
     guest.sh("rmmod virtio_tmem", 60)
 
 
-def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
+def test_module_unloads_under_load_and_with_a_silent_daemon(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The module can be unloaded at any time, under load and while the daemon does not answer."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -568,7 +594,7 @@ def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
         f"while :; do cat {' '.join(sums)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches; done", 120
     )
     for _ in range(5):
-        until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+        until(lambda: stats(guest)["hits"] > 50, 60, "the driver gets hits")
         reload(guest)
 
     def reported() -> dict[str, Any] | None:
@@ -587,7 +613,7 @@ def test_unload(session: Session, kernel: Kernel, module: Path) -> None:
     assert driver["version"] == guest.read("/sys/module/virtio_tmem/version")
     assert 0 < driver["memory_bytes"] <= budget(guest)
     # Puts, flushes and gets are in flight when the daemon stops.
-    until(lambda: stats(guest)["hits"] > 50, 60, "hits")
+    until(lambda: stats(guest)["hits"] > 50, 60, "the driver gets hits")
     daemon.pause()
     guest.sh("rmmod virtio_tmem", 60)
     daemon.resume()

@@ -32,7 +32,7 @@ from harness.wait import until
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 NOWAIT = "/bin/nowait"
-PAGES = 32  # of one readahead
+PAGES = 32  # pages of one readahead
 FILE = "/mnt/striped"
 FILLER = "/mnt/filler"
 
@@ -87,10 +87,12 @@ def test_one_deadline_per_readahead(session: Session, kernel: Kernel, test_modul
 
 
 @pytest.mark.smoke
-def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
+def test_nowait_readers_do_not_wait_for_the_host(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Readers that must not sleep do not wait for the host, even if it would be in time."""
     if version(kernel) < (6, 12):
-        pytest.skip("the kernel does not show who must not wait")
+        pytest.skip("Linux before 6.12 does not mark reads that must not sleep")
     pages = 1024
     with Liar(session.folder / "liar") as liar:
         files = {NOWAIT: guest_program(TESTS / "guest/nowait.c")}
@@ -113,7 +115,9 @@ def test_nowait(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["hits"] > after["hits"] + pages // 2
 
 
-def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
+def test_slow_answers_within_the_deadline_open_the_breaker(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Answers that are slow but never late open the breaker, too; only fast ones close it."""
     deadline_ms, slow_seconds = 500, 0.18
     # These values are from core/get.c: the budget is ten deadlines, and a fiftieth of it leaks away
@@ -141,7 +145,7 @@ def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
         after = stats(guest)
         grown = growth(before, after)
         assert grown["trips"] > 0
-        assert grown["late"] < 3, "late answers did not do it"
+        assert grown["late"] < 3, "late answers opened the breaker, not slow ones"
         assert grown["misses_tripped"] > 0
         assert grown["slow"] * slow_seconds * 1e6 <= grown["waits_us"]
         assert budget_us <= grown["waits_us"]
@@ -152,7 +156,7 @@ def test_just_in_time(session: Session, kernel: Kernel, module: Path) -> None:
         liar.quick_probes = False
         assert state(guest) == "tripped"
         seen = liar.gets
-        until(lambda: liar.gets >= seen + 2, 30, "two probes")
+        until(lambda: liar.gets >= seen + 2, 30, "the driver sends two probes")
         assert state(guest) == "tripped"
         liar.delay_seconds = 0.0
         wait_state(guest, "on")

@@ -83,7 +83,9 @@ FAULTS = {
 @pytest.fixture
 def checking(kernel: Kernel) -> None:
     if kernel.series not in debug_kernel.CHECKING:
-        pytest.skip(f"Linux {kernel.series} does not check itself: --kernel debug, --kernel kcsan")
+        pytest.skip(
+            f"Linux {kernel.series} has no debugging checks; use --kernel debug or --kernel kcsan"
+        )
 
 
 class Machine:
@@ -150,7 +152,9 @@ class Machine:
 
 
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
-def test_torture(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_torture_triggers_no_kernel_report(
+    session: Session, kernel: Kernel, module: Path, name: str
+) -> None:
     """Runs all random operations, and each hook's own scenario."""
     machine = Machine(session, kernel, module, name)
     machine.random_operations(OPERATIONS, more=f"--rounds=2 {machine.mounted}").finish()
@@ -171,14 +175,16 @@ def test_torture(session: Session, kernel: Kernel, module: Path, name: str) -> N
     machine.nothing_found()
 
 
-def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
+def test_replaced_daemons_and_devices_trigger_no_kernel_report(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Daemon and device come and go: generations end, and their memory is freed."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(LARGE_OPERATIONS, LARGE)
     for _ in range(2):
         before = stats(guest)["hits"]
-        until(lambda seen=before: stats(guest)["hits"] > seen, 120, "hits")  # type: ignore[misc]
+        until(lambda seen=before: stats(guest)["hits"] > seen, 120, "the driver gets hits")  # type: ignore[misc]
         machine.daemon.kill()
         machine.daemon.start()
         wait_state(guest, "on")
@@ -191,7 +197,9 @@ def test_daemon_and_device_come_and_go(session: Session, kernel: Kernel, module:
     machine.nothing_found()
 
 
-def test_all_that_can_be_turned(session: Session, kernel: Kernel, module: Path) -> None:
+def test_changed_switches_trigger_no_kernel_report(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Uses switches, parameters, counters, events and the command while files come and go."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
@@ -230,7 +238,7 @@ def test_all_that_can_be_turned(session: Session, kernel: Kernel, module: Path) 
         until(
             lambda seen=before: stats(guest)["hits"] > seen + HITS or torture.job.done(),  # type: ignore[misc]
             120,
-            "hits",
+            "the driver gets hits",
         )
         guest.sh(turn, 120)
         wait_state(guest, "on")  # the short deadline may have opened the breaker
@@ -238,13 +246,15 @@ def test_all_that_can_be_turned(session: Session, kernel: Kernel, module: Path) 
     machine.nothing_found()
 
 
-def test_module_comes_and_goes(session: Session, kernel: Kernel, module: Path) -> None:
+def test_module_reloads_trigger_no_kernel_report(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Loads and unloads the module under load; nothing of it stays behind."""
     machine = Machine(session, kernel, module)
     guest = machine.guest
     torture = machine.random_operations(OPERATIONS // 2)
     for _ in range(3):
-        until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "puts")
+        until(lambda: stats(guest)["puts"] > 0 or torture.job.done(), 120, "the driver puts pages")
         guest.sh("rmmod virtio_tmem", 120)
         guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS}")
         wait_state(guest, "on")
@@ -252,7 +262,9 @@ def test_module_comes_and_goes(session: Session, kernel: Kernel, module: Path) -
     machine.nothing_found()
 
 
-def test_faults_are_seen(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_each_checker_reports_its_injected_fault(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The checks that the other tests rely on report faults."""
     machine = Machine(session, kernel, test_module)
     machine.vm.expect_trouble()
@@ -265,7 +277,7 @@ def test_faults_are_seen(session: Session, kernel: Kernel, test_module: Path) ->
 
     if kernel.series == "debug":
         commit("leak")
-        until(lambda: "bug_leak" in machine.leaks(), LEAK_SECONDS, "kmemleak's report")
+        until(lambda: "bug_leak" in machine.leaks(), LEAK_SECONDS, "kmemleak reports the leak")
         assert not TROUBLE.search(console())
     for fault, report in FAULTS[kernel.series].items():
         before = len(console())

@@ -55,7 +55,7 @@ def query_qmp(vm: Vm) -> None:
             try:
                 vm.qmp.execute(command, place)
             except QmpError:
-                pass  # a device that is not started has none
+                pass  # a device that is not started has no vhost state
     vm.qmp.human("info qtree")
     vm.qmp.human("info virtio")
 
@@ -78,7 +78,7 @@ def check_config(vm: Vm, queues: int = 2) -> int:
 
 
 def absent(daemon: Daemon) -> None:
-    """There is no daemon from the start."""
+    """Does nothing: the daemon never ran."""
 
 
 def killed(daemon: Daemon) -> None:
@@ -107,7 +107,7 @@ def heal(daemon: Daemon) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
-def test_lives_without_a_daemon(session: Session, kernel: Kernel) -> None:
+def test_guest_and_qemu_work_without_a_daemon(session: Session, kernel: Kernel) -> None:
     daemon = session.daemon("vm1")
     vm = device_vm(session, kernel, daemon)
     vm.start()
@@ -135,10 +135,10 @@ def test_lives_without_a_daemon(session: Session, kernel: Kernel) -> None:
 @pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 @TROUBLES
-def test_trouble_while_in_use(
+def test_running_device_survives_daemon_faults(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """Trouble comes to a running device; QMP and the guest continue to work."""
+    """The daemon fails while the device runs; QMP and the guest continue to work."""
     daemon = session.daemon("vm1")
     daemon.start()
     vm = device_vm(session, kernel, daemon)
@@ -180,10 +180,10 @@ def test_trouble_while_in_use(
 
 @pytest.mark.usefixtures("host_programs")
 @TROUBLES
-def test_boots_and_resets_during_trouble(
+def test_guest_boots_and_resets_during_daemon_faults(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
-    """Trouble comes before the VM starts, and again while the guest drives the device."""
+    """The daemon fails before the VM starts, and again while the guest drives the device."""
     daemon = session.daemon("vm1")
     daemon.start()
     trouble(daemon)
@@ -241,7 +241,7 @@ def test_generation_changes_on_reset_and_new_daemon(session: Session, kernel: Ke
 
 
 @pytest.mark.usefixtures("host_programs")
-def test_late_answer_after_a_stop(session: Session, kernel: Kernel) -> None:
+def test_stopped_daemon_answers_after_it_continues(session: Session, kernel: Kernel) -> None:
     """A request that waits for a stopped daemon is answered when it continues."""
     daemon = session.daemon("vm1")
     daemon.start()
@@ -285,7 +285,7 @@ def test_second_vm_on_a_socket_is_refused(session: Session, kernel: Kernel) -> N
 @pytest.mark.smoke
 @pytest.mark.usefixtures("host_programs")
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_random_register_accesses(session: Session, kernel: Kernel, seed: int) -> None:
+def test_random_register_accesses_do_no_harm(session: Session, kernel: Kernel, seed: int) -> None:
     """A guest that misuses its registers harms neither QEMU nor the device after a reset."""
     daemon = session.daemon("vm1")
     daemon.start()
@@ -300,7 +300,7 @@ def test_random_register_accesses(session: Session, kernel: Kernel, seed: int) -
     vm.quit()
 
 
-def test_queues_follow_the_cpus(session: Session, kernel: Kernel) -> None:
+def test_default_queue_count_follows_the_vcpus(session: Session, kernel: Kernel) -> None:
     """Without num-queues there is one queue per vCPU, up to four; queue-size has an effect."""
     daemon = session.daemon("vm1")
     tmem = Tmem(daemon.socket("vm1"), queue_size=64)

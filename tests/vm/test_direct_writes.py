@@ -74,12 +74,14 @@ def check_new(guest: Guest, path: str) -> None:
         drop(guest)
     before = stats(guest)["hits"]
     assert guest.get(path) == NEW + OLD
-    assert stats(guest)["hits"] - before == 2, "cached again after its pages left the page cache"
+    assert stats(guest)["hits"] - before == 2, f"{path} is not cached again after the write"
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("fs", ["ext4", "xfs"])
-def test_write_that_faults_midway(session: Session, kernel: Kernel, module: Path, fs: str) -> None:
+def test_page_of_a_direct_write_that_faults_is_not_put(
+    session: Session, kernel: Kernel, module: Path, fs: str
+) -> None:
     """The kernel leaves a clean page that is older than the disk; the driver does not put it."""
     guest = boot(session, kernel, module, fs)
     written = 0
@@ -93,11 +95,11 @@ def test_write_that_faults_midway(session: Session, kernel: Kernel, module: Path
         assert done.status == 0, done.text
         written += 1
         check_new(guest, path)
-    assert written >= len(WAYS) - 1, "only a write that must not wait may give up"
+    assert written >= len(WAYS) - 1, "more than one kind of write gave up before it wrote"
 
 
 @pytest.mark.parametrize("fs", [pytest.param("ext4", marks=pytest.mark.smoke), "xfs"])
-def test_write_that_the_disk_refuses_midway(
+def test_page_of_a_direct_write_with_a_disk_error_is_not_put(
     session: Session, kernel: Kernel, module: Path, fs: str
 ) -> None:
     """A direct write fails midway because the disk's second page cannot be written."""
@@ -139,7 +141,9 @@ def wait_swept(mount: Mount) -> None:
     until(lambda: mount.read("state") == "on", SWEPT_SECONDS, "the marks are swept")
 
 
-def test_many_tables(session: Session, kernel: Kernel, module: Path) -> None:
+def test_files_open_for_direct_writes_leave_others_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A database with 10,000 files open for direct writes costs no other file its cache."""
     guest = boot(session, kernel, module, "ext4")
     mount = Mount(guest, WHERE)
@@ -153,7 +157,9 @@ def test_many_tables(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_marks_that_run_out(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_marks_of_closed_files_are_reused_when_none_is_free(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """Directly written files that are closed keep no mark that another file needs.
 
     If all marks are needed, nothing is put, and the bytes that are read are right.

@@ -103,7 +103,7 @@ def test_evicted_files_come_back_without_the_disk(
 
     before = evict(guest, list(sums))
     pages = sum(-(-(FILE_BYTES - number) // 4096) for number in range(FILES))
-    assert before["index_pages"] >= pages * 9 // 10, "most of it was put"
+    assert before["index_pages"] >= pages * 9 // 10, "fewer than 90 % of the evicted pages are held"
     held = before["index_pages"]
     assert daemon.stats()["pool"]["pages"] >= held
 
@@ -124,7 +124,7 @@ def test_evicted_files_come_back_without_the_disk(
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("shared", [True, False], ids=["one-domain", "own-domains"])
-def test_two_guests_with_the_same_files(
+def test_equal_files_are_stored_once_per_trust_domain(
     session: Session, kernel: Kernel, module: Path, shared: bool
 ) -> None:
     domain = "trusting" if shared else None
@@ -211,9 +211,7 @@ def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: 
 
 
 @pytest.mark.smoke
-def test_a_loaded_snapshot_sees_its_own_disk(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
+def test_loaded_snapshot_reads_its_own_disk(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     image = qcow2.create(session.folder / "data.qcow2", 128 * MIB)
     vm = driver_vm(
@@ -253,7 +251,7 @@ def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -
     """Kills and restarts the daemon at random moments until torture has ended."""
     kills = 0
     while not torture.job.done():
-        time.sleep(generator.uniform(0.05, 2.5))  # a random moment is the purpose
+        time.sleep(generator.uniform(0.05, 2.5))  # the test acts at random moments
         daemon.kill()
         time.sleep(generator.uniform(0, 0.5))
         daemon.start()
@@ -262,7 +260,9 @@ def daemon_trouble(daemon: Daemon, torture: Torture, generator: random.Random) -
 
 
 @pytest.mark.smoke
-def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+def test_killed_daemon_causes_no_wrong_byte_under_torture(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     number = seed()
     daemon = start_daemon(session)
     guest = driver_guest(session, kernel, module, Tmem(daemon.socket("vm1")), cpus=2)
@@ -272,7 +272,7 @@ def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Pa
     kills = daemon_trouble(daemon, torture, random.Random(number))
     numbers = torture.finish()
     counters = stats(guest)
-    print(f"{kills} kills", counters)
+    print(f"the daemon was killed {kills} times", counters)
     assert kills >= 3
     assert numbers["longest_read_us"] < scaled(HANG_SECONDS) * 1e6
     assert counters["mismatches"] == 0
@@ -286,7 +286,7 @@ def test_daemon_dies_during_torture(session: Session, kernel: Kernel, module: Pa
 
 
 @pytest.mark.smoke
-def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
+def test_hung_daemon_opens_the_breaker(session: Session, kernel: Kernel, module: Path) -> None:
     """Late answers are misses; the breaker opens, and closes when the daemon is back."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -299,7 +299,9 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
     daemon.pause()
     sectors = read_sectors(guest)
     assert checksums(guest, files[:12]) == {path: sums[path] for path in files[:12]}
-    assert read_sectors(guest) > sectors, "from disk"
+    assert read_sectors(guest) > sectors, (
+        "nothing was read from the disk while the daemon was stopped"
+    )
     counters = stats(guest)
     # After three readers have waited in vain, no reader waits again. One readahead asks for a few
     # runs of pages at once.
@@ -312,8 +314,8 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
     sums[changed] = overwrite(guest, changed)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     late = stats(guest)["late"]
-    assert checksums(guest, files) == sums, "no gets any more, all from disk"
-    assert stats(guest)["late"] <= late + 1, "but for a probe nobody waits"
+    assert checksums(guest, files) == sums, "a file has wrong contents while the breaker is open"
+    assert stats(guest)["late"] <= late + 1, "more than one get was late while the breaker was open"
 
     daemon.resume()
     wait_state(guest, "on")
@@ -328,7 +330,7 @@ def test_daemon_hangs(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_breaker_opens_while_the_daemon_is_replaced(
+def test_late_breaker_trip_does_not_affect_a_new_daemon(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The state of an earlier daemon does not carry over to the next one."""
@@ -355,7 +357,9 @@ def test_breaker_opens_while_the_daemon_is_replaced(
 
 
 @pytest.mark.smoke
-def test_daemon_comes_later(session: Session, kernel: Kernel, module: Path) -> None:
+def test_driver_starts_when_a_daemon_appears(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Without a daemon the driver reports that and does nothing; it starts when one comes."""
     daemon = session.daemon("vm1")
     data, sums = tree_disk(session)
@@ -384,7 +388,7 @@ def patched(module: Path, session: Session, old: bytes, new: bytes) -> Path:
 
 
 @pytest.mark.smoke
-def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
+def test_unknown_kernel_gets_no_cache(session: Session, kernel: Kernel, module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     stranger = patched(module, session, b"\0Debian\0", b"\0Nobody\0")
@@ -396,7 +400,9 @@ def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
     assert said.startswith("off: ")
     assert kernel.release in said
     assert "allow_untested=1" in said
-    assert said in guest.sh("dmesg").replace("virtio_tmem: ", ""), "in the log, too"
+    assert said in guest.sh("dmesg").replace("virtio_tmem: ", ""), (
+        "the kernel log lacks the reason that `state` gives"
+    )
     guest.sh(f"cat {' '.join(files)} >/dev/null; echo 1 >/proc/sys/vm/drop_caches")
     assert checksums(guest, files) == {path: sums[path] for path in files}
     assert stats(guest)["puts"] == 0
@@ -409,7 +415,9 @@ def test_unknown_kernel(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_in_order_rings(session: Session, kernel: Kernel, module: Path) -> None:
+def test_in_order_is_accepted_where_the_kernel_knows_it(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """VIRTIO_F_IN_ORDER is offered; kernels whose virtio_ring knows it accept it."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), properties={"in_order": "on"})
@@ -424,7 +432,9 @@ def test_in_order_rings(session: Session, kernel: Kernel, module: Path) -> None:
     assert counters["mismatches"] == 0
 
 
-def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_second_device_is_left_alone_with_a_reason(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A guest uses one device.
 
     A second one is left alone, with a reason, and the first one works.
@@ -451,7 +461,9 @@ def test_second_device(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> None:
+def test_unserved_file_systems_are_not_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """tmpfs, and ext2, whose inodes have the functions of ext4, are not cached and not harmed."""
     daemon = start_daemon(session)
     data, _ = tree_disk(session)
@@ -484,7 +496,9 @@ def test_other_file_systems(session: Session, kernel: Kernel, module: Path) -> N
 
 
 @pytest.mark.smoke
-def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
+def test_drop_caches_empties_the_pool_only_with_the_switch(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """drop_caches puts pages; with the switch, values 2 and 3 also empty the pool."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -518,7 +532,9 @@ def test_drop_caches(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_unload_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+def test_module_reloads_under_load_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The module is loaded and unloaded while torture runs: no wrong byte, no oops."""
     daemon = start_daemon(session)
     vm: Vm = driver_vm(

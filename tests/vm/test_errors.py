@@ -26,7 +26,7 @@ PROPERTIES = [
 
 
 @pytest.mark.parametrize(("properties", "words"), PROPERTIES, ids=lambda value: str(value)[:40])
-def test_property(
+def test_invalid_property_is_refused_with_its_value(
     session: Session,
     kernel: Kernel,
     expect_error: Callable[[Callable[[], object]], str],
@@ -41,7 +41,7 @@ def test_property(
 
 
 @pytest.mark.parametrize("backend", ["memory-backend-ram", "memory-backend-memfd,share=off"])
-def test_memory_is_not_shared(
+def test_memory_that_is_not_shared_is_refused_with_a_remedy(
     session: Session,
     kernel: Kernel,
     expect_error: Callable[[Callable[[], object]], str],
@@ -50,17 +50,17 @@ def test_memory_is_not_shared(
     tmem = Tmem(session.folder / "absent")
     message = expect_error(session.vm(Config(kernel, tmem=tmem, memory_backend=backend)).launch)
     assert "vhost-user-tmem" in message
-    assert "share=on" in message, "names what to add"
+    assert "share=on" in message, f"the message does not name share=on: {message}"
 
 
-def test_no_chardev(
+def test_missing_chardev_is_refused(
     session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
 ) -> None:
     config = Config(kernel, arguments=["-device", "vhost-user-tmem-pci"])
     assert "chardev" in expect_error(session.vm(config).launch)
 
 
-def test_chardev_is_no_socket(
+def test_chardev_that_is_no_socket_is_refused(
     session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
 ) -> None:
     arguments = ["-chardev", "null,id=nowhere", "-device", "vhost-user-tmem-pci,chardev=nowhere"]

@@ -39,11 +39,13 @@ def metric(text: str, name: str, *labels: str) -> float:
         for line in text.splitlines()
         if line.startswith(f"{name}{{") and all(label in line for label in ('vm="vm1"', *labels))
     ]
-    assert values, f"{name} {labels} is missing"
+    assert values, f"the exporter has no sample {name} {labels}"
     return sum(values)
 
 
-def test_everybody_tells_the_same(session: Session, kernel: Kernel, module: Path) -> None:
+def test_figures_agree_in_guest_daemon_and_metrics(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = session.daemon("vm1", pool_size="128MiB")
     daemon.start()
     data, sums = tree_disk(session)

@@ -103,7 +103,7 @@ def skip_unless_mountable(kernel: Kernel, name: str) -> None:
 
 
 @pytest.mark.smoke
-def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
+def test_xfs_torture_finds_no_wrong_byte(session: Session, kernel: Kernel, module: Path) -> None:
     """The short form: random operations, and each scenario."""
     guest = boot(session, kernel, module, "xfs")
     random_operations(guest, "xfs", 6_000)
@@ -113,7 +113,9 @@ def test_xfs(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(disk.FILE_SYSTEMS))
-def test_random_operations(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_random_operations_find_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path, name: str
+) -> None:
     skip_unless_mountable(kernel, name)
     guest = boot(session, kernel, module, name)
     random_operations(guest, name, 20_000)
@@ -124,7 +126,7 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path, name:
 
 
 @pytest.mark.parametrize("name", sorted(disk.FILE_SYSTEMS))
-def test_random_operations_verified(
+def test_hits_of_random_operations_match_the_disk(
     session: Session, kernel: Kernel, module: Path, name: str
 ) -> None:
     """Every hit is also read from the disk; the driver's own check must agree."""
@@ -135,7 +137,9 @@ def test_random_operations_verified(
 
 
 @pytest.mark.parametrize("name", ["ext4", "ext4-1k", "ext4-bigalloc", "ext4-nojournal", "xfs"])
-def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str) -> None:
+def test_operation_that_a_stock_kernel_gets_wrong_is_omitted(
+    session: Session, kernel: Kernel, name: str
+) -> None:
     """Detects kernels whose FALLOC_FL_ZERO_RANGE is wrong without any module.
 
     See docs/guest-tests.md.
@@ -176,19 +180,21 @@ def test_zero_range_of_stock_kernels(session: Session, kernel: Kernel, name: str
 
 
 @pytest.mark.smoke
-def test_dirty_hook_alone(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_dirty_hook_alone_protects_split_folios(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A page that was not removed can be read again; only the dirty hook reports such a change."""
     name = "xfs-1k"
     guest = boot(session, kernel, test_module, name, f"verify_every=0 {PATIENT}")
     Torture(guest, f"--scenario=split {mounted(name)}").finish()
     if kernel.series == "6.1":
-        return  # writes there create no large folios
+        return  # writes of Linux 6.1 create no large folios
     guest.sh("echo dirty >/sys/module/virtio_tmem/parameters/test_hooks_off")
     print(Torture(guest, f"--scenario=split {mounted(name)}").must_mismatch())
 
 
 @pytest.mark.parametrize("scenario", XFS_BROKEN)
-def test_xfs_without_hooks(
+def test_xfs_scenario_without_its_hook_finds_a_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path, scenario: str
 ) -> None:
     """The hooks see clone, exchange and swapext only by their initial truncation.
@@ -205,7 +211,9 @@ def test_xfs_without_hooks(
     Torture(guest, f"--scenario={scenario} {mounted(name)}").finish()
 
 
-def test_pages_of_large_folios(session: Session, kernel: Kernel, module: Path) -> None:
+def test_at_most_64_pages_of_a_large_folio_are_put(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """At most 64 pages of a 2 MiB folio are copied with interrupts off; the others are counted."""
     if tuple(int(part) for part in kernel.series.split(".")) < (6, 6):
         pytest.skip(f"Linux {kernel.series} writes to small folios")

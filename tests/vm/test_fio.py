@@ -48,7 +48,7 @@ DIRECT = "--ioengine=io_uring --iodepth=8 --rw=randwrite --bs=8k --direct=1"
 # Reads the same blocks through the page cache. io_uring first reads without waiting, and for such
 # reads the driver does not ask the host, so another engine reads here.
 BUFFERED = "--ioengine=psync --rw=randwrite --bs=8k --verify_only"
-MARK_SECONDS = 60.0  # several sweeps of the driver, which visits marks every 10 s
+MARK_SECONDS = 60.0  # time for several sweeps of the driver, one every 10 s
 
 
 def boot(session: Session, kernel: Kernel, module: Path, name: str) -> Guest:
@@ -70,7 +70,9 @@ def evict_all(guest: Guest) -> None:
 
 
 @pytest.mark.parametrize("name", FILE_SYSTEMS)
-def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> None:
+def test_fio_verification_finds_no_stale_page(
+    session: Session, kernel: Kernel, module: Path, name: str
+) -> None:
     """Verifies buffered, mapped and asynchronous overwrites by reads while pages are evicted."""
     number = seed()
     guest = boot(session, kernel, module, name)
@@ -104,7 +106,9 @@ def test_verify(session: Session, kernel: Kernel, module: Path, name: str) -> No
     wait_state(guest, "on")
 
 
-def test_verify_without_a_hook(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_fio_verification_finds_a_missing_hook(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """Shows the value of the check: without a hook, fio finds a stale page."""
     guest = boot(session, kernel, test_module, "ext4")
     right(run(guest, f"--randseed=1 {RUNS[0]}"))

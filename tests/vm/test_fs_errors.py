@@ -107,7 +107,7 @@ def extent_block(image: Path) -> int:
     )
     found = re.search(r"\(ETB0\):(\d+)", done.stdout)
     if not found:
-        raise HarnessError(f"no extent block in {done.stdout}")
+        raise HarnessError(f"the dump shows no extent block: {done.stdout}")
     return int(found[1])
 
 
@@ -149,7 +149,9 @@ def read_page(guest: Guest, page: int) -> bytes:
 
 
 @pytest.mark.smoke
-def test_conversion_fails(session: Session, kernel: Kernel, module: Path) -> None:
+def test_page_with_failed_conversion_is_not_put(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The page is clean and has the written data, while the disk reads as zeroes."""
     below = Below(session, kernel, module, *NO_JOURNAL)
     guest = below.guest
@@ -160,7 +162,7 @@ def test_conversion_fails(session: Session, kernel: Kernel, module: Path) -> Non
     check_cached(guest, make(guest, WHERE))
 
 
-def test_conversion_fails_without_the_hook(
+def test_failed_conversion_without_the_hook_reads_old_bytes(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     below = Below(session, kernel, test_module, *NO_JOURNAL)
@@ -169,7 +171,9 @@ def test_conversion_fails_without_the_hook(
     fail_conversion(below)
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
-    assert read_page(guest, 1) == DATA, "old bytes: the test sees the fault"
+    assert read_page(guest, 1) == DATA, (
+        "the page was not read from the pool, so the test cannot detect the fault"
+    )
 
 
 def shut_down(below: Below) -> int:
@@ -196,10 +200,10 @@ def shut_down(below: Below) -> int:
     "hooks_off",
     [pytest.param("", marks=pytest.mark.smoke, id="all"), "journal_abort", "fs_error"],
 )
-def test_shut_down_by_force(
+def test_forced_shutdown_empties_the_pool_of_the_mount(
     session: Session, kernel: Kernel, test_module: Path, hooks_off: str
 ) -> None:
-    """Afterwards nothing of the file system is put or held; either of two reports is enough."""
+    """After a shutdown, the driver puts and holds no page; either of two reports is enough."""
     below = Below(session, kernel, test_module)
     guest, mount = below.guest, Mount(below.guest, WHERE)
     check_cached(guest, make(guest, WHERE))
@@ -207,11 +211,13 @@ def test_shut_down_by_force(
     assert mount.count("held_pages") > 0
     set_parameter(guest, "test_hooks_off", hooks_off)
     assert shut_down(below) == 0
-    assert mount.read("state") == "blocked: the file system had an error"
+    assert mount.read("state") == "blocked: the file system had an error; unmount and check it"
     until(lambda: mount.count("held_pages") == 0, EMPTIED_SECONDS, "the pool is emptied")
 
 
-def test_shut_down_without_the_hooks(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_forced_shutdown_without_the_hooks_still_puts(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     below = Below(session, kernel, test_module)
     set_parameter(below.guest, "test_hooks_off", "journal_abort,fs_error")
     assert shut_down(below) > 0

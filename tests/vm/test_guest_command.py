@@ -35,7 +35,7 @@ from harness.vm import MIB, Tmem
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 COMMAND = "/bin/tmem-guest"
-PAGES = FILE_BYTES // 4096  # of a file
+PAGES = FILE_BYTES // 4096  # pages of a file
 # Exit statuses.
 SOME, USAGE, NO_DRIVER, NOT_SERVED, NOT_OWNER = 1, 2, 3, 4, 5
 
@@ -55,9 +55,11 @@ def refused(guest: Guest, arguments: str, status: int, *words: str) -> Result:
     """The command must fail with that status and a message that contains these words."""
     done = guest.run(f"{COMMAND} {arguments}", 60)
     text = done.stderr.decode()
-    assert done.status == status, f"{arguments}: {done.status}, {text}"
+    assert done.status == status, (
+        f"tmem-guest {arguments} ended with {done.status}, not {status}: {text}"
+    )
     for word in words:
-        assert word in text, f"{arguments}: {text}"
+        assert word in text, f"tmem-guest {arguments} did not print '{word}': {text}"
     return done
 
 
@@ -78,7 +80,7 @@ def held(guest: Guest, path: str) -> int:
 
 
 @pytest.mark.smoke
-def test_status_and_stats(session: Session, kernel: Kernel, module: Path) -> None:
+def test_status_and_stats_report_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
     vm = driver_vm(session, kernel, module, None, files=command())
     guest = vm.start()
     refused(guest, "status", NO_DRIVER, "not loaded", "modprobe")
@@ -109,7 +111,9 @@ def test_status_and_stats(session: Session, kernel: Kernel, module: Path) -> Non
 
 
 @pytest.mark.smoke
-def test_never_and_default(session: Session, kernel: Kernel, module: Path) -> None:
+def test_policy_never_flushes_and_default_allows_puts(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     guest, sums = start(session, kernel, module)
     path, other = list(sums)[:2]
     evict(guest, [path, other])
@@ -167,7 +171,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
         assert say(guest, f"policy {path}")["default"] == 1
         assert say(guest, f"policy {path} never")["never"] == 1
         guest.sh(f"rm {path} && sync")
-    assert len(numbers) < 3, "no inode number was used again"
+    assert len(numbers) < 3, "the file system reused no inode number, so nothing was tested"
     # The command is recursive, and neither follows nor counts a link.
     guest.sh(f"mkdir -p {WHERE}/d/e && ln -s {kept} {WHERE}/d/link && mkfifo {WHERE}/d/fifo")
     guest.sh(f"for i in 1 2 3; do echo $i >{WHERE}/d/$i; echo $i >{WHERE}/d/e/$i; done; sync")
@@ -183,7 +187,7 @@ def test_a_policy_ends_with_its_file(session: Session, kernel: Kernel, module: P
 
 
 @pytest.mark.smoke
-def test_policies_set_while_the_pool_is_replaced(
+def test_policies_survive_the_replacement_of_the_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Policies from before stay, and policies that are set meanwhile are not lost."""
@@ -208,7 +212,9 @@ def test_policies_set_while_the_pool_is_replaced(
 
 
 @pytest.mark.smoke
-def test_who_may_and_what_cannot_be(session: Session, kernel: Kernel, module: Path) -> None:
+def test_permissions_and_invalid_requests_are_checked(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     guest, sums = start(session, kernel, module)
     mine, other = list(sums)[:2]
     guest.sh(f"mkdir /tmp/bin && cp {COMMAND} /tmp/bin/t && chmod 755 /tmp /tmp/bin /tmp/bin/t")
@@ -244,7 +250,7 @@ def test_who_may_and_what_cannot_be(session: Session, kernel: Kernel, module: Pa
     assert answer["errors"] == 0 and answer["files"] == len(sums)
 
 
-def test_policies_are_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_memory_of_policies_is_bounded(session: Session, kernel: Kernel, test_module: Path) -> None:
     guest, sums = start(session, kernel, test_module)
     guest.sh(f"mkdir {WHERE}/d && cd {WHERE}/d && for i in $(seq 400); do echo >$i; done; sync", 60)
     # An eighth of this limit is one node of 64 inode numbers, and the rest is too small for
@@ -271,7 +277,7 @@ def test_policies_are_bounded(session: Session, kernel: Kernel, test_module: Pat
 SMALL_BYTES = 64 << 10
 GROUPS, GROUP_FILES = 16, 16
 TREE_PAGES = GROUPS * GROUP_FILES * SMALL_BYTES // 4096  # 16 MiB that do not compress
-POOL = "37MiB"  # enough for two trees, not for three
+POOL = "37MiB"  # pool for two trees, not for three
 
 
 def three_trees(folder: Path, generator: random.Random) -> Path:
@@ -292,10 +298,10 @@ def read_tree(guest: Guest, name: str, *, evict_last: bool = True) -> None:
 
 
 @pytest.mark.parametrize("drop", [True, False], ids=["dropped", "control"])
-def test_a_tree_that_is_dropped_leaves_room(
+def test_dropped_tree_frees_the_pool_for_others(
     session: Session, kernel: Kernel, module: Path, drop: bool
 ) -> None:
-    """The experiment of 2013: of three trees, the second is known to be needed no more."""
+    """Dropping the second of three trees gives its memory in the pool to the others."""
     daemon = session.daemon("vm1", pool_size=POOL)
     daemon.start()
     tree = three_trees(session.folder / "trees", random.Random("three trees"))

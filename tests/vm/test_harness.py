@@ -24,7 +24,7 @@ from harness.wait import until
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu")]
 
 
-def test_commands_and_files(session: Session, kernel: Kernel) -> None:
+def test_agent_runs_commands_and_transfers_files(session: Session, kernel: Kernel) -> None:
     guest = session.vm(Config(kernel)).start()
     result = guest.run("echo out; echo err >&2; exit 3")
     assert (result.status, result.stdout, result.stderr) == (3, b"out\n", b"err\n")
@@ -48,7 +48,7 @@ def test_commands_and_files(session: Session, kernel: Kernel) -> None:
         guest.get("/absent")
 
 
-def test_jobs_side_by_side(session: Session, kernel: Kernel) -> None:
+def test_jobs_run_in_parallel(session: Session, kernel: Kernel) -> None:
     guest = session.vm(Config(kernel)).start()
     guest.sh("cd /tmp; for n in $(seq 0 19); do mkfifo go-$n; done")
     jobs = [guest.start(f"read line </tmp/go-{number}; exit $line") for number in range(20)]
@@ -71,10 +71,10 @@ def at_rest(guest: Guest, vm: Vm) -> tuple[int, int]:
         was, last = last, (guest.disk_stat("data").read_sectors, vm.block_stat("data")["rd_bytes"])
         return last if was == last else None
 
-    return until(same, 60, "nothing is read any more")
+    return until(same, 60, "the disk's counters stop changing")
 
 
-def test_disks(session: Session, kernel: Kernel) -> None:
+def test_disks_have_their_contents_and_throttling(session: Session, kernel: Kernel) -> None:
     tree = session.folder / "tree"
     tree.mkdir()
     content = os.urandom(8 * MIB)
@@ -107,7 +107,7 @@ def test_disks(session: Session, kernel: Kernel) -> None:
         guest.disk("other")
 
 
-def test_life_of_the_machine(session: Session, kernel: Kernel) -> None:
+def test_vm_resets_reboots_pauses_and_ends(session: Session, kernel: Kernel) -> None:
     vm = session.vm(Config(kernel, cpus=2))
     guest = vm.start()
     first = guest.boot_id
@@ -139,20 +139,6 @@ def test_a_panic_is_reported(
     assert "sysrq triggered crash" in session.report()
     vm.expect_trouble()
     vm.check_console()
-
-
-def test_known_faults_are_ignored(
-    session: Session, kernel: Kernel, expect_error: Callable[[Callable[[], object]], str]
-) -> None:
-    vm = session.vm(Config(kernel, known_faults=r"WARNING: .* known\+"))
-    guest = vm.start()
-    guest.sh("echo 'WARNING: at known+0x1/0x2' >/dev/kmsg")
-    until(lambda: "known+0x1" in vm.console.read_text(errors="replace"), 20, "the known line")
-    vm.check_console()
-    guest.sh("echo 'WARNING: at other+0x1/0x2' >/dev/kmsg")
-    until(lambda: "other+0x1" in vm.console.read_text(errors="replace"), 20, "the other line")
-    assert "other+0x1" in expect_error(vm.check_console)
-    vm.expect_trouble()
 
 
 def test_a_dead_qemu_is_reported(

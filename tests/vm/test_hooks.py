@@ -24,7 +24,7 @@ READERS = [("readahead", "cat"), ("read_folio", f"{SPECIAL} map")]
 
 
 @pytest.mark.parametrize(("hook", "reader"), READERS)
-def test_ways_to_read(
+def test_each_read_path_needs_its_hook_for_hits(
     session: Session, kernel: Kernel, test_module: Path, hook: str, reader: str
 ) -> None:
     """Without the hook, such reads come from the disk, and the host's pages do no harm."""
@@ -62,8 +62,10 @@ def puts_of_an_open_file(guest: Guest) -> int:
     return put
 
 
-def test_a_mount_is_seen_at_once(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """In a mount that is known late, a file open for writing is not cached until it is closed."""
+def test_mount_hook_allows_puts_of_open_files(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Without the mount hook, a file that is open for writing is not cached until its close."""
     guest = boot(session, kernel, test_module)
     make(guest, f"{WHERE}/f")
     make(guest, f"{WHERE}/other")
@@ -72,4 +74,6 @@ def test_a_mount_is_seen_at_once(session: Session, kernel: Kernel, test_module: 
     assert puts_of_an_open_file(guest) == 0
     evict(guest, [f"{WHERE}/f"])
     before = evict(guest, [f"{WHERE}/f"])["hits"]
-    assert evict(guest, [f"{WHERE}/f"])["hits"] - before > FILE_PAGES // 2, "closed: it is cached"
+    assert evict(guest, [f"{WHERE}/f"])["hits"] - before > FILE_PAGES // 2, (
+        "the file is not cached after it was closed"
+    )

@@ -54,7 +54,9 @@ def orders_evicted(guest: Guest, path: str) -> list[int]:
 
 
 @pytest.mark.smoke
-def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_system: str) -> None:
+def test_put_of_a_large_folio_is_bounded(
+    session: Session, kernel: Kernel, module: Path, file_system: str
+) -> None:
     """The driver puts 64 pages of an evicted folio of 512 pages."""
     guest = boot(session, kernel, module, file_system)
     path = "/mnt/large"
@@ -65,7 +67,7 @@ def test_put_is_bounded(session: Session, kernel: Kernel, module: Path, file_sys
     guest.sh("echo 1 >/proc/sys/vm/drop_caches", 60)
     settle(guest)
     orders = orders_evicted(guest, path)
-    assert orders.count(HUGE_ORDER) >= 4, f"no large folios to see: {orders}"
+    assert orders.count(HUGE_ORDER) >= 4, f"fewer than 4 huge folios left the page cache: {orders}"
     bound = sum(min(1 << order, PUT_MAX) for order in orders)
     taken = stats(guest)["puts"] - before["puts"]
     # Other files may be put as well.
@@ -83,7 +85,7 @@ def reclaim_slowly(guest: Guest, mebibytes: int) -> None:
         settle(guest)
 
 
-def test_streams_are_put_whole(
+def test_folios_of_a_stream_are_put_completely(
     session: Session, kernel: Kernel, module: Path, file_system: str
 ) -> None:
     """Folios of a file that is read stay small enough to be put and got completely."""
@@ -112,7 +114,7 @@ def test_streams_are_put_whole(
 
 
 @pytest.mark.parametrize("verify", [0, 1])
-def test_parts_of_folios(
+def test_changed_and_partly_held_folios_read_no_old_byte(
     session: Session, kernel: Kernel, module: Path, file_system: str, verify: int
 ) -> None:
     """Changes parts of large folios, and reads folios of which only a part is held."""

@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("qemu", "host_programs"),
     pytest.mark.skipif(
         not can_mount(),
-        reason="only root outside of most containers can replace libvirtd's folders",
+        reason="needs root, and mounts in a namespace, to replace libvirtd's directories",
     ),
 ]
 
@@ -95,20 +95,20 @@ def arguments(xml: str) -> list[str]:
 
 
 @pytest.mark.smoke
-def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> None:
+def test_detach_reverts_the_changes_of_attach(libvirt: Libvirt, machine: Machine) -> None:
     """attach makes exactly the intended changes of the XML, and detach reverts them."""
     before = define(libvirt, machine)
     options = ("--run-directory", machine.folder, "--limit", "64MiB", "--emulator", qemu_binary())
 
     shown = libvirt.tmemctl("attach", machine.name, *options, "--dry-run")
     printed = libvirt.tmemctl("attach", machine.name, *options, "--print-xml")
-    assert libvirt.config(machine.name) == before, "looking changes nothing"
+    assert libvirt.config(machine.name) == before, "--dry-run or --print-xml changed the domain"
 
     done = libvirt.tmemctl("attach", machine.name, *options)
     assert done.startswith(shown) and "the device is attached" in done
     attached = libvirt.config(machine.name)
     took, given = ET.fromstring(attached), ET.fromstring(printed)
-    assert meaning(took) == meaning(given), "libvirt took all of it"
+    assert meaning(took) == meaning(given), "libvirt dropped a part of the XML that attach printed"
     assert arguments(attached) == arguments(printed)
     assert arguments(attached)[: len(arguments(before))] == arguments(before)
     for part in ("+    <source type='memfd'/>", "+    <access mode='shared'/>", "vhost-user-tmem"):
@@ -120,7 +120,7 @@ def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> Non
     assert str(qemu_binary()) in attached
 
     again = libvirt.tmemctl("attach", UUID)
-    assert "nothing to change" in again, "what is not given stays as it was"
+    assert "nothing to change" in again, "attach without options changed a setting"
     assert libvirt.config(machine.name) == attached
     changed = libvirt.tmemctl("attach", machine.name, *options, "--weight", "7", "--dry-run")
     assert [line for line in changed.splitlines() if re.match("[-+](?![-+])", line)] == [
@@ -128,7 +128,7 @@ def test_attach_and_detach_round_trip(libvirt: Libvirt, machine: Machine) -> Non
     ]
 
     assert "the device is detached" in libvirt.tmemctl("detach", machine.name)
-    assert libvirt.config(machine.name) == before, "detach undoes attach"
+    assert libvirt.config(machine.name) == before, "detach did not revert all changes of attach"
     assert "nothing to change" in libvirt.tmemctl("detach", machine.name)
 
 
@@ -156,7 +156,7 @@ exec {qemu_binary()} "$@"
 
 
 @pytest.mark.smoke
-def test_a_killed_run_leaves_nothing(session: Session, machine: Machine) -> None:
+def test_killed_test_run_leaves_no_process(session: Session, machine: Machine) -> None:
     """A killed run leaves no process behind, not even QEMUs, which have no parent in the tests."""
 
     def there() -> list[int]:
@@ -193,11 +193,11 @@ def test_a_killed_run_leaves_nothing(session: Session, machine: Machine) -> None
         if started.exists():
             os.kill(tests, signal.SIGKILL)
             os.waitpid(tests, 0)
-    until(lambda: not there(), 20, "nothing is left")
+    until(lambda: not there(), 20, "no process of the run is left")
 
 
 @pytest.mark.smoke
-def test_wrong_turns_have_answers(libvirt: Libvirt, machine: Machine) -> None:
+def test_misconfigurations_are_reported_with_a_remedy(libvirt: Libvirt, machine: Machine) -> None:
     before = define(libvirt, machine)
     words = libvirt.refused("attach", machine.name, "--emulator", "/bin/true")
     assert "/bin/true" in words and "vhost-user-tmem-pci" in words and "--emulator" in words
@@ -234,7 +234,7 @@ def check_restarts(libvirt: Libvirt, daemon: Daemon, guest: Guest, sums: dict[st
     daemon.start()
     assert daemon.list()["vms"] == []
     libvirt.restart()
-    until(lambda: daemon.list()["vms"] != [], 20, "the hook has the daemon serve it")
+    until(lambda: daemon.list()["vms"] != [], 20, "the hook has added the VM to the daemon")
     until(lambda: daemon.list()["vms"][0]["connected"], 60, "QEMU finds the socket again")
 
     # With the bridge, virsh can lower the VM's limit.
@@ -267,7 +267,7 @@ def check_hits(guest: Guest, sums: dict[str, str]) -> None:
 
 
 @pytest.mark.smoke
-def test_from_attach_to_hits_and_back(
+def test_attached_domain_gets_hits_until_detach(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """attach, start, pages that come back from the host, the running VM's quota, detach."""
@@ -280,10 +280,12 @@ def test_from_attach_to_hits_and_back(
     assert daemon.list()["vms"] == []
     libvirt.virsh("start", machine.name)
     (vm,) = daemon.list()["vms"]
-    assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the hook has the daemon serve it"
-    assert vm["quota"]["reserve_bytes"] == 1 << 20, "with what the domain notes"
+    assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the hook added another VM to the daemon"
+    assert vm["quota"]["reserve_bytes"] == 1 << 20, (
+        "the VM does not have the reserve of the domain's metadata"
+    )
     socket = Path(vm["socket"])
-    assert socket.owner() == OWNER, "whom the hook names may connect"
+    assert socket.owner() == OWNER, f"the socket belongs to {socket.owner()}, not to {OWNER}"
     guest = machine.connect()
     try:
         load(guest, "verify_every=0")
@@ -296,9 +298,11 @@ def test_from_attach_to_hits_and_back(
         guest.close()
     done = libvirt.tmemctl("detach", machine.name)
     assert "It runs: this applies at its next start" in done
-    assert daemon.stats()["vms"][0]["connected"], "the running VM keeps its device"
+    assert daemon.stats()["vms"][0]["connected"], "detach disconnected the device of the running VM"
     libvirt.virsh("destroy", machine.name)
-    assert daemon.list()["vms"] == [], "the hook tells the daemon of the end as well"
+    assert daemon.list()["vms"] == [], (
+        "the hook did not remove the VM from the daemon when it ended"
+    )
     assert not socket.exists()
     assert list((daemon.folder / "vms").iterdir()) == []
     assert libvirt.config(machine.name) == before
@@ -330,7 +334,7 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
     words = libvirt.refused("quota", name, "--limit", "512KiB", "--live")
     assert "512 KiB is below the reserve of 1024 KiB" in words
     words = libvirt.refused("quota", name, "--limit", "none", "--reserve", "1TiB", "--live")
-    assert "1099511627776" in words, "a reserve above the pool is the daemon's to refuse"
+    assert "1099511627776" in words, f"the daemon's refusal does not name the reserve: {words}"
     assert quota()["limit_bytes"] == 2 << 20
     assert "limit          : 2048 KiB\n" in libvirt.tmemctl("quota", name, "--live")
 
@@ -347,7 +351,9 @@ def check_quota(libvirt: Libvirt, daemon: Daemon, machine: Machine) -> None:
 
 
 @pytest.mark.smoke
-def test_hook(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_hook_stops_a_start_only_if_the_cache_is_required(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """The hook stops a start only if the domain requires the cache, and never ends a running VM."""
     define(libvirt, machine)
     name = machine.name
@@ -422,11 +428,15 @@ def follows(daemon: Daemon, mib: int, what: str, seconds: float = 10) -> None:
 
 def shows(daemon: Daemon, part: str) -> None:
     """Waits until the VM's problem contains this text."""
-    until(lambda: part in (vm_of(daemon)["problem"] or ""), 10, f"{part} is shown")
+    until(
+        lambda: part in (vm_of(daemon)["problem"] or ""), 10, f"the VM's problem contains '{part}'"
+    )
 
 
 @pytest.mark.smoke
-def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_bridge_applies_quotas_after_any_service_restarts(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """Quotas go from virsh to the daemon, whichever of the services was not running meanwhile."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
@@ -469,7 +479,9 @@ def test_bridge_follows(session: Session, libvirt: Libvirt, machine: Machine) ->
     assert "same host" in words
 
 
-def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_bridge_survives_restarts_of_daemon_libvirtd_and_vm(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """Daemon, libvirtd and VM end and come back, in turn."""
     daemon = session.daemon(pool_size="128MiB")
     define(libvirt, machine)
@@ -507,7 +519,9 @@ def test_bridge_outlives_the_others(session: Session, libvirt: Libvirt, machine:
     assert vm_of(daemon) == {}
 
 
-def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> None:
+def test_ten_domains_have_their_own_sockets_and_quotas(
+    session: Session, libvirt: Libvirt, machine: Machine
+) -> None:
     """Each domain has its own socket and quota, and none is left at the end."""
     daemon = session.daemon(pool_size="128MiB")
     daemon.start()
@@ -528,15 +542,19 @@ def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> No
         return {vm["name"]: vm["quota"]["reserve_bytes"] >> 20 for vm in daemon.list()["vms"]}
 
     assert quotas() == {f"vm{number}": number + 1 for number in range(10)}
-    until(lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "all are connected")
+    until(
+        lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "all QEMUs are connected"
+    )
     daemon.restart()
     for number in range(10):
         wish = f"<cache><reserve unit='MiB'>{10 - number}</reserve></cache>"
         what = (NAMESPACE, "--key", "tmem", "--set", wish)
         libvirt.virsh("metadata", f"vm{number}", *what, "--live")
     wanted = {f"vm{number}": 10 - number for number in range(10)}
-    until(lambda: quotas() == wanted, 20, "all quotas are followed")
-    until(lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "all are connected")
+    until(lambda: quotas() == wanted, 20, "the daemon has all quotas")
+    until(
+        lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "all QEMUs are connected"
+    )
     for number in range(10):
         libvirt.virsh("destroy", f"vm{number}")
     assert daemon.list()["vms"] == []
@@ -544,7 +562,7 @@ def test_ten_domains(session: Session, libvirt: Libvirt, machine: Machine) -> No
     assert list((daemon.folder / "vms").iterdir()) == []
 
 
-def test_a_guest_that_goes_back_in_time(
+def test_restored_and_reverted_vms_read_no_newer_page(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """A restored VM caches again; a reverted VM gets no page that it put after the snapshot."""
@@ -584,13 +602,15 @@ def test_a_guest_that_goes_back_in_time(
         guest.close()
         libvirt.virsh("snapshot-revert", machine.name, "one")
         guest = again()
-        assert checksums(guest, list(sums)) == sums, "as they were at the snapshot"
+        assert checksums(guest, list(sums)) == sums, (
+            "a file does not have its contents of the snapshot"
+        )
         check_hits(guest, sums)
     finally:
         guest.close()
 
 
-def test_migration_on_one_host(
+def test_local_migration_uses_two_sockets_and_moves_no_page(
     session: Session, libvirt: Libvirt, machine: Machine, tree: tuple[Disk, dict[str, str]]
 ) -> None:
     """A migration between two libvirtds with one daemon uses two sockets, and moves no page."""
@@ -616,12 +636,16 @@ def test_migration_on_one_host(
             machine = migrate(at, to, machine)
             assert at.virsh("list", "--uuid").split() == []
             vm = vm_of(daemon)
-            assert (vm["name"], vm["uuid"]) == (LABEL, UUID), "the end that it left is gone"
+            assert (vm["name"], vm["uuid"]) == (LABEL, UUID), (
+                "the daemon still serves the VM of the source"
+            )
             sockets.reverse()
             assert vm["socket"] == str(sockets[0])
             assert sockets[0].exists() and not sockets[1].exists()
             renamed = f"VM {LABEL}+incoming has a new name"
-            assert renamed in daemon.log.read_text(), "there were two for a while"
+            assert renamed in daemon.log.read_text(), (
+                "the log does not show that the VM was renamed after the migration"
+            )
             until(lambda: vm_of(daemon)["connected"], 60, "QEMU has found the daemon")
             guest = machine.connect()
             wait_state(guest, "on")

@@ -56,11 +56,13 @@ def read_without_answers(guest: Guest, liar: Liar, sums: dict[str, str], delay: 
     last = stats(guest)
     assert last["misses_late"] == after["misses_late"]
     assert last["hits"] - after["hits"] == last["ring_hits"] - after["ring_hits"]
-    assert state(guest) == "tripped", "answers that are late again do not close the breaker"
+    assert state(guest) == "tripped", "late answers closed the breaker"
 
 
 @pytest.mark.smoke
-def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) -> None:
+def test_slow_or_silent_device_opens_the_breaker(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Each answer is right and late, or none comes; the breaker opens, and closes afterwards."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
@@ -87,7 +89,9 @@ def test_slow_and_silent_device(session: Session, kernel: Kernel, module: Path) 
 
 
 @pytest.mark.smoke
-def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+def test_wrong_answers_under_load_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Wrong answers of all kinds except contents, in random order, under random operations."""
     number = seed()
     generator = random.Random(number)
@@ -114,7 +118,9 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
                 break
         counters = stats(guest)
         print(sorted(told), counters)
-        assert len(told) >= TOLD_MIN, "lies were told, not only meant"
+        assert len(told) >= TOLD_MIN, (
+            f"the load met only {len(told)} kinds of wrong answers, not {TOLD_MIN}"
+        )
         assert counters["misses_answer"] + counters["puts_unanswered"] > 0
         assert counters["mismatches"] == 0
         # Also after impossible used elements, the cache works as usual.
@@ -124,7 +130,9 @@ def test_lies_under_load(session: Session, kernel: Kernel, module: Path) -> None
 
 
 @pytest.mark.smoke
-def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Path) -> None:
+def test_wrong_contents_under_load_switch_the_cache_off(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One wrong page switches the cache off, and no reader sees it."""
     number = seed()
     with Liar(session.folder / "liar") as liar:
@@ -142,7 +150,9 @@ def test_wrong_contents_under_load(session: Session, kernel: Kernel, module: Pat
         assert (after["puts"], after["hits"]) == (counters["puts"], counters["hits"])
 
 
-def test_device_that_needs_a_reset(session: Session, kernel: Kernel, module: Path) -> None:
+def test_stopped_queue_switches_the_cache_off(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A queue that the back end stopped switches the cache off until the driver is loaded again."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:
@@ -169,7 +179,9 @@ def test_latencies_are_sent_only_if_offered(session: Session, kernel: Kernel, mo
         check_works(guest, sums)
 
 
-def test_device_older_than_the_driver(session: Session, kernel: Kernel, module: Path) -> None:
+def test_request_unknown_to_the_device_is_sent_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A request that the device does not know is sent once, and everything else works."""
     data, sums = tree_disk(session)
     with Liar(session.folder / "liar") as liar:

@@ -51,7 +51,9 @@ def crash(vm: Vm, how: str) -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("how", ["b", "c"], ids=["reset", "panic"])
-def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None:
+def test_boot_after_a_crash_reads_no_earlier_page(
+    session: Session, kernel: Kernel, module: Path, how: str
+) -> None:
     """After a crash under load and a reboot on the same disk, no page from before is ever read."""
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
@@ -81,7 +83,9 @@ def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None
     guest.drop_caches()
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
-    assert daemon.stats()["pool"]["pages"] == 0, "nothing is kept for a guest that was reset"
+    assert daemon.stats()["pool"]["pages"] == 0, (
+        "the pool still has pages of the guest that was reset"
+    )
     assert checksums(guest, files) == sums
     assert stats(guest)["hits"] == 0
     evict(guest, files)
@@ -89,7 +93,9 @@ def test_crash(session: Session, kernel: Kernel, module: Path, how: str) -> None
     assert stats(guest)["hits"] > 100
 
 
-def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> None:
+def test_dirty_files_larger_than_memory_cause_no_oom_kill(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Files twice as large as memory are written and mapped: no OOM kill, no wrong byte."""
     daemon = start_daemon(session)
     vm = driver_vm(
@@ -119,7 +125,9 @@ def test_everything_dirty(session: Session, kernel: Kernel, module: Path) -> Non
     wait_state(guest, "on")
 
 
-def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) -> None:
+def test_cpu_hotplug_under_load_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Processors go offline and online under load, in random order."""
     number = seed()
     generator = random.Random(number)
@@ -138,13 +146,13 @@ def test_processors_come_and_go(session: Session, kernel: Kernel, module: Path) 
         guest.sh(f"echo {value} >/sys/devices/system/cpu/cpu{cpu}/online", 120)
         online ^= {cpu}
         changes += 1
-        time.sleep(generator.uniform(0, 0.2))  # a random moment is the purpose
+        time.sleep(generator.uniform(0, 0.2))  # the test acts at random moments
     torture.finish()
     assert changes >= 10
     for cpu in set(range(CPUS)) - online:
         guest.sh(f"echo 1 >/sys/devices/system/cpu/cpu{cpu}/online", 120)
     counters = stats(guest)
-    print(f"{changes} changes", counters)
+    print(f"{changes} processors went offline or online", counters)
     assert counters["hits"] > 100
     assert counters["mismatches"] == 0
     wait_state(guest, "on")

@@ -64,7 +64,7 @@ def sign(kernel: Kernel, module: Path, folder: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_messages(
+def test_refused_modules_log_the_documented_messages(
     session: Session,
     kernel: Kernel,
     module: Path,
@@ -97,7 +97,9 @@ def test_messages(
 
 
 @pytest.mark.smoke
-def test_hooks_found_under_lockdown(session: Session, kernel: Kernel, module: Path) -> None:
+def test_all_ext4_hooks_are_found_under_lockdown(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """All of ext4 is hooked after the lockdown.
 
     The module is loaded before, as it has no trusted key.

@@ -26,7 +26,9 @@ def run(capsys: pytest.CaptureFixture[str], kernel: Kernel, arguments: str) -> t
     return whole[1], failed[1]
 
 
-def test_a_missing_hook_is_found_again(capsys: pytest.CaptureFixture[str], kernel: Kernel) -> None:
+def test_seed_of_a_failed_run_repeats_the_failure(
+    capsys: pytest.CaptureFixture[str], kernel: Kernel
+) -> None:
     seed, failed = run(capsys, kernel, BROKEN)
     again, failed_again = run(capsys, kernel, f"{BROKEN} --seed={seed}")
     assert (again, failed_again) == (seed, failed)

@@ -25,7 +25,9 @@ COMMAND = 4  # offset of the command register in a PCI function's configuration
 DECODES_MEMORY = 2
 
 
-def test_the_map_changes_under_load(session: Session, kernel: Kernel) -> None:
+def test_memory_map_changes_under_load_cause_no_lost_access(
+    session: Session, kernel: Kernel
+) -> None:
     """An unused disk stops and starts decoding its memory, over and over."""
     data, _ = tree_disk(session)
     guest = session.vm(Config(kernel, cpus=2, disks=[data])).start()

@@ -21,7 +21,7 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-DIMM_BYTES = 128 * MIB  # one memory block of the guest's kernel
+DIMM_BYTES = 128 * MIB  # size of a memory block of the guest's kernel
 ROUNDS = 3
 PLUG_SECONDS = 60
 # Event and status numbers of ACPI's _OST.
@@ -95,7 +95,7 @@ def dimm(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
             yield {**backend, "hugetlb": True}
 
 
-def test_memory_is_plugged_and_unplugged_under_torture(
+def test_memory_hotplug_under_torture_causes_no_wrong_byte(
     session: Session, kernel: Kernel, module: Path, dimm: dict[str, object]
 ) -> None:
     daemon = visible_daemon(session)
@@ -122,27 +122,43 @@ def test_memory_is_plugged_and_unplugged_under_torture(
         rounds += 1
         vm.qmp.execute("object-add", {**dimm, "id": "more", "share": True})
         vm.qmp.execute("device_add", {"driver": "pc-dimm", "id": "dimm", "memdev": "more"})
-        until(lambda: int(guest.sh(memory)) > own_kib, PLUG_SECONDS, "the guest has the memory")
-        until(lambda: guest_is_done(vm, ACPI_CHECK), PLUG_SECONDS, "the guest is done with it")
-        assert regions(daemon) == mapped + 1, "the daemon has it, too"
+        until(
+            lambda: int(guest.sh(memory)) > own_kib,
+            PLUG_SECONDS,
+            "the guest uses the plugged memory",
+        )
+        until(
+            lambda: guest_is_done(vm, ACPI_CHECK),
+            PLUG_SECONDS,
+            "the guest's ACPI has handled the plug",
+        )
+        assert regions(daemon) == mapped + 1, "the daemon did not map exactly one more region"
         mark = vm.qmp.events_seen()
         vm.qmp.execute("device_del", {"id": "dimm"})
         vm.qmp.wait_event("DEVICE_DELETED", scaled(PLUG_SECONDS), mark)
-        until(lambda: guest_is_done(vm, ACPI_EJECT), PLUG_SECONDS, "the guest knows it is gone")
-        until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has let go of it")
+        until(
+            lambda: guest_is_done(vm, ACPI_EJECT),
+            PLUG_SECONDS,
+            "the guest's ACPI has handled the eject",
+        )
+        until(lambda: regions(daemon) == mapped, PLUG_SECONDS, "the daemon has unmapped the memory")
         vm.qmp.execute("object-del", {"id": "more"})
         if "hugetlb" in dimm:  # no other process can take these pages meanwhile
-            until(lambda: huge_pages_free() >= free, PLUG_SECONDS, "the host has its pages back")
+            until(
+                lambda: huge_pages_free() >= free,
+                PLUG_SECONDS,
+                "the host's huge pages are free again",
+            )
     assert rounds > 0
     torture.finish()
     after = stats(guest)
-    print(f"{rounds} rounds", after)
-    assert after["generation_changes"] == before["generation_changes"], "one connection"
+    print(f"{rounds} times plugged and unplugged", after)
+    assert after["generation_changes"] == before["generation_changes"], "the device connected again"
     assert after["mismatches"] == 0
     assert after["hits"] > before["hits"]
 
 
-def test_memory_of_huge_pages(session: Session, kernel: Kernel, module: Path) -> None:
+def test_cache_works_with_huge_page_memory(session: Session, kernel: Kernel, module: Path) -> None:
     with huge_pages(VM_BYTES // HUGE_BYTES):
         daemon = visible_daemon(session)
         vm = driver_vm(
@@ -158,7 +174,7 @@ def test_memory_of_huge_pages(session: Session, kernel: Kernel, module: Path) ->
         assert re.search(
             rf"KernelPageSize: +{HUGE_BYTES >> 10} kB",
             Path(f"/proc/{daemon.process.pid}/smaps").read_text(),
-        ), "the daemon has no huge pages mapped"
+        ), "the daemon did not map huge pages"
         Torture(guest, f"--seed={seed()} --ops=2000 --files=16 --size-max=262144", 600).finish()
         after = stats(guest)
         assert after["hits"] > 0 and after["mismatches"] == 0

@@ -83,7 +83,9 @@ def all_right(guest: Guest) -> None:
     assert not wrong, (wrong, state(guest))
 
 
-def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
+def test_migrated_vm_starts_empty_and_gets_hits_again(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Held pages stay behind; each side begins with nothing, fills its pool, and has hits again."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     data, sums = tree_disk(session)
@@ -98,23 +100,29 @@ def test_there_and_back(session: Session, kernel: Kernel, module: Path) -> None:
         migration.move(vm, arrived)
         vm, guest = arrived, arrived.guest
         wait_state(guest, "on")
-        until(lambda target=target: connected(target), 20, "the other daemon has it")  # type: ignore[misc]
-        assert not connected(source) and pages(source) == 0, "nothing is kept for who has left"
+        until(lambda target=target: connected(target), 20, "the destination's daemon is connected")  # type: ignore[misc]
+        assert not connected(source) and pages(source) == 0, (
+            "the source's daemon is still connected or has pages"
+        )
         assert pages(target) == 0
         assert checksums(guest, files) == sums
         after = stats(guest)
-        assert after["hits"] == before["hits"], "what was held before is not asked for"
+        assert after["hits"] == before["hits"], (
+            "the driver got pages that it held before the migration"
+        )
         assert after["generation_changes"] > before["generation_changes"]
         # Contents written at this side are read later, on whichever side.
         sums[files[count]] = overwrite(guest, files[count])
         evict(guest, files)
         assert checksums(guest, files) == sums
-        assert stats(guest)["hits"] > after["hits"] + 100, "it caches here, too"
+        assert stats(guest)["hits"] > after["hits"] + 100, "the VM has no hits at the destination"
         all_right(guest)
 
 
 @pytest.mark.parametrize("times", [pytest.param(3, marks=pytest.mark.smoke), 20])
-def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> None:
+def test_migration_under_torture_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path, times: int
+) -> None:
     """Under load and at random moments, no byte is wrong, and the VM continues to cache."""
     number = seed()
     generator = random.Random(number)
@@ -124,10 +132,10 @@ def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> 
     figures = []
     for count in range(times):
         source, target = daemons[count % 2], daemons[(count + 1) % 2]
-        grows(guest, "puts_stored", 100, "it puts")
-        grows(guest, "hits", 10, "it hits")
+        grows(guest, "puts_stored", 100, "the driver stores puts")
+        grows(guest, "hits", 10, "the driver gets hits")
         assert connected(source) and pages(target) == 0
-        time.sleep(generator.uniform(0, 1))  # a random moment is the purpose
+        time.sleep(generator.uniform(0, 1))  # the test acts at random moments
         arrived = migration.receiver(session, vm, device(target))
         figures.append(migration.move(vm, arrived))
         vm, guest = arrived, arrived.guest
@@ -135,7 +143,7 @@ def test_torture(session: Session, kernel: Kernel, module: Path, times: int) -> 
         assert pages(source) == 0
         wait_state(guest, "on")
         all_right(guest)
-    grows(guest, "hits", 10, "it hits where it is at last")
+    grows(guest, "hits", 10, "the driver gets hits after the last migration")
     torture.finish(guest)
     counters = stats(guest)
     all_right(guest)
@@ -198,7 +206,7 @@ def copy_the_rest(vm: Vm, target: Vm) -> None:
 
 
 @pytest.mark.smoke
-def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
+def test_page_written_by_the_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
     """A page that was already copied, and that only the daemon then writes to, is copied again.
 
     The guest checks the page after its arrival. The torture above would hardly notice a missing
@@ -218,7 +226,7 @@ def test_what_the_daemon_writes_comes_along(session: Session, kernel: Kernel) ->
 
 
 @pytest.mark.parametrize("trouble", [die, stop, replace])
-def test_what_a_lost_daemon_wrote_comes_along(
+def test_page_written_by_a_lost_daemon_is_migrated(
     session: Session, kernel: Kernel, trouble: Callable[[Daemon], None]
 ) -> None:
     """The page is also copied if the daemon is lost or replaced before QEMU reads its log."""
@@ -229,7 +237,7 @@ def test_what_a_lost_daemon_wrote_comes_along(
     assert driver.hold() == "held"
     trouble(here)
     if trouble is replace:
-        until(lambda: serves(vm), 20, "QEMU has the next daemon")
+        until(lambda: serves(vm), 20, "QEMU has connected to the next daemon")
     else:
         # These operations wait for a hung daemon, and QEMU gives it up during them.
         vm.pause()
@@ -241,7 +249,7 @@ def test_what_a_lost_daemon_wrote_comes_along(
     assert driver.hold() == "held right"
 
 
-def test_what_a_new_daemon_writes_comes_along(session: Session, kernel: Kernel) -> None:
+def test_page_written_by_a_new_daemon_is_migrated(session: Session, kernel: Kernel) -> None:
     """A daemon that starts in the middle of a migration gets the log before it may write."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, driver = user_driver(session, kernel, here)
@@ -267,14 +275,14 @@ def kill(source: Vm, target: Vm) -> None:
 
 
 @pytest.mark.parametrize("end", [cancel, kill])
-def test_source_goes_on(
+def test_failed_migration_keeps_the_cache_of_the_source(
     session: Session, kernel: Kernel, module: Path, end: Callable[[Vm, Vm], None]
 ) -> None:
     """A migration that ends half-way costs nothing, and the next one succeeds."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "it hits")
+    grows(guest, "hits", 10, "the driver gets hits")
     changes = stats(guest)["generation_changes"]
     for _ in range(2):
         target = migration.receiver(session, vm, device(there))
@@ -283,15 +291,15 @@ def test_source_goes_on(
         end(vm, target)
         target.stop()
         assert vm.status() == "running"
-        grows(guest, "hits", 10, "it hits as before")
-        grows(guest, "puts_stored", 10, "it puts as before")
-        assert stats(guest)["generation_changes"] == changes, "it kept its cache"
+        grows(guest, "hits", 10, "the driver gets hits after the ended migration")
+        grows(guest, "puts_stored", 10, "the driver puts after the ended migration")
+        assert stats(guest)["generation_changes"] == changes, "the VM lost its cache"
         assert not torture.ended(guest)
     arrived = migration.receiver(session, vm, device(there))
     migration.move(vm, arrived)
     guest = arrived.guest
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "it hits after all")
+    grows(guest, "hits", 10, "the driver gets hits at the destination")
     torture.finish(guest)
     all_right(guest)
 
@@ -304,7 +312,9 @@ def refused(vm: Vm, target: Vm) -> str:
     return target.log.read_text(errors="replace")
 
 
-def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Path) -> None:
+def test_destination_with_another_device_is_refused(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Queues and features come from properties.
 
     A different target reports that, and the VM stays.
@@ -329,13 +339,13 @@ def test_other_devices_are_refused(session: Session, kernel: Kernel, module: Pat
     before = stats(guest)
     assert before["generation_changes"] == changes
     assert checksums(guest, list(sums)) == sums
-    assert stats(guest)["hits"] - before["hits"] > held // 2, "it kept its cache"
+    assert stats(guest)["hits"] - before["hits"] > held // 2, "the VM lost its cache"
     all_right(guest)
 
 
 @pytest.mark.parametrize("trouble", [die, stop])
 @pytest.mark.parametrize("which", ["source", "target"])
-def test_daemons_in_trouble(
+def test_dead_or_hung_daemon_does_not_stop_a_migration(
     session: Session,
     kernel: Kernel,
     module: Path,
@@ -346,9 +356,9 @@ def test_daemons_in_trouble(
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "it hits")
+    grows(guest, "hits", 10, "the driver gets hits")
     target = migration.receiver(session, vm, device(there))
-    until(lambda: connected(there), 20, "the other side has its daemon")
+    until(lambda: connected(there), 20, "the destination's daemon is connected")
     migration.begin(vm, target, bytes_per_second=migration.SLOW_BYTES_PER_SECOND)
     migration.half_done(vm)
     trouble(here if which == "source" else there)
@@ -361,7 +371,7 @@ def test_daemons_in_trouble(
         there.stop()
         there.start()
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "it hits again")
+    grows(guest, "hits", 10, "the driver gets hits again")
     torture.finish(guest)
     all_right(guest)
 
@@ -369,15 +379,17 @@ def test_daemons_in_trouble(
 POST_COPY = "postcopy-ram"
 
 
-def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:
+def test_post_copy_destination_is_served_after_all_memory_arrived(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The daemon cannot wait for memory to arrive, so it gets the memory when all has arrived."""
     here, there = start_daemon(session, VM), start_daemon(session, VM)
     vm, guest = caching_vm(session, kernel, module, here)
     torture = LastingTorture(guest, seed(), LOAD)
-    grows(guest, "hits", 10, "it hits")
+    grows(guest, "hits", 10, "the driver gets hits")
 
     target = migration.receiver(session, vm, device(there))
-    until(lambda: connected(there), 20, "the other side finds the daemon")
+    until(lambda: connected(there), 20, "the destination has connected to the daemon")
     migration.begin(
         vm,
         target,
@@ -386,7 +398,7 @@ def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:
     )
     migration.half_done(vm)
     vm.qmp.execute("migrate-start-postcopy")
-    until(lambda: target.status() == "running", 60, "it runs where its memory is not yet")
+    until(lambda: target.status() == "running", 60, "the VM runs before its memory has arrived")
     assert migration.progress(vm)["status"] == "postcopy-active"
     assert not serves(target)
     migration.set_speed(vm, migration.UNLIMITED)
@@ -394,8 +406,8 @@ def test_post_copy(session: Session, kernel: Kernel, module: Path) -> None:
     migration.wait(vm, "completed")
     migration.arrive(vm, target)
     guest = target.guest
-    until(lambda: serves(target), 60, "the daemon is let in")
+    until(lambda: serves(target), 60, "QEMU has connected the daemon")
     wait_state(guest, "on")
-    grows(guest, "hits", 10, "it hits again")
+    grows(guest, "hits", 10, "the driver gets hits again")
     torture.finish(guest)
     all_right(guest)

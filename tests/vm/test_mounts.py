@@ -90,7 +90,7 @@ class Mount:
         def found() -> bool:
             return self.read("state").startswith(state_begins)
 
-        until(found, STARTS_SECONDS, f"{self.path} says '{state_begins}'")
+        until(found, STARTS_SECONDS, f"{self.path} begins with '{state_begins}'")
 
 
 def boot(session: Session, kernel: Kernel, module: Path, **more: Disk) -> Guest:
@@ -127,7 +127,7 @@ def make(guest: Guest, where: str) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Path) -> None:
+def test_switched_off_mount_is_not_cached(session: Session, kernel: Kernel, module: Path) -> None:
     other = disk.ext4(session.folder / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     here, there = make(guest, WHERE), make(guest, OTHER)
@@ -145,7 +145,7 @@ def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Pat
     assert stats(guest)["index_pages"] == held + held_beside
 
     mount.switch(False)
-    assert mount.count("held_pages") == 0, "when the write has returned"
+    assert mount.count("held_pages") == 0, "pages are held after the write to `enabled` returned"
     assert beside.count("held_pages") == held_beside
     counters = stats(guest)
     assert counters["index_pages"] == held_beside
@@ -166,7 +166,7 @@ def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Pat
     mount.wait()
     assert mount.count("held_pages") == 0
     assert checksums(guest, list(here)) == here
-    assert mount.counts() == before, "it begins empty"
+    assert mount.counts() == before, "the mount used its cache before it was filled again"
     check_cached(guest, here)
     after = mount.counts()
     assert after["hits"] - before["hits"] > FILES * FILE_PAGES // 2
@@ -175,7 +175,9 @@ def test_one_mount_is_switched_off(session: Session, kernel: Kernel, module: Pat
 
 
 @pytest.mark.smoke
-def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path) -> None:
+def test_switched_off_file_system_type_is_not_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     other = disk.ext4(session.folder / "other.img", 64 * MIB)
     guest = boot(session, kernel, module, other=Disk("other", other))
     sums = {**make(guest, WHERE), **make(guest, OTHER)}
@@ -213,7 +215,7 @@ def test_one_type_is_switched_off(session: Session, kernel: Kernel, module: Path
 
 
 @pytest.mark.smoke
-def test_a_mount_goes_while_its_files_are_open(
+def test_open_sysfs_files_survive_unmount_and_unload(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     """Sysfs files may be open, being read or being written to at unmount and at module unload."""
@@ -244,7 +246,9 @@ def test_a_mount_goes_while_its_files_are_open(
     assert checksums(guest, list(sums)) == sums
 
 
-def test_switching_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+def test_switching_a_mount_under_torture_causes_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     number = seed()
     guest = boot(session, kernel, module)
     evict(guest, list(make(guest, WHERE)))
@@ -272,7 +276,9 @@ def test_switching_during_torture(session: Session, kernel: Kernel, module: Path
     check_cached(guest, make(guest, WHERE))
 
 
-def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None:
+def test_many_swap_files_leave_other_files_cached(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Files that changed below the page cache are not put, and other files stay cached."""
     guest = boot(session, kernel, module)
     new, old = f"{WHERE}/new", f"{WHERE}/old"
@@ -291,7 +297,9 @@ def test_many_swap_files(session: Session, kernel: Kernel, module: Path) -> None
     check_cached(guest, sums)
 
 
-def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module: Path) -> None:
+def test_pages_from_before_a_mount_is_known_are_not_put(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A mount beyond the limit is served when another one has gone.
 
     No hook saw earlier changes of its files, so no page that was cached at that moment is put.
@@ -323,7 +331,9 @@ def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module:
     for path in (swapped, new, donor):
         guest.put(path, changed_content(path))
     guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
-    assert guest.run(f"[ -e {mount.path} ]").status != 0, "it is known"
+    assert guest.run(f"[ -e {mount.path} ]").status != 0, (
+        "the driver serves a mount beyond the limit"
+    )
 
     # These files are cached when they are swapped to, and when their blocks are exchanged.
     guest.sh(f"mkswap {swapped} >/dev/null && sync && cat {swapped} >/dev/null")
@@ -336,7 +346,7 @@ def test_marks_before_a_mount_is_known(session: Session, kernel: Kernel, module:
         guest.sh(f"echo x >{last}/x && sync && rm {last}/x")
         return guest.run(f"[ -e {mount.path} ]").status == 0 and mount.read("state") == "on"
 
-    until(known, STARTS_SECONDS, "the last mount is known")
+    until(known, STARTS_SECONDS, "the driver serves the last mount")
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
     assert checksums(guest, list(right)) == right
@@ -365,7 +375,7 @@ def exchange(guest: Guest, new: str, donor: str) -> dict[str, str]:
 
 
 @pytest.mark.smoke
-def test_marks_while_a_mount_is_replaced(
+def test_marks_survive_the_replacement_of_a_pool(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Marks of files that are deleted meanwhile end, and all others stay."""
@@ -394,7 +404,7 @@ def test_marks_while_a_mount_is_replaced(
 
 
 @pytest.mark.smoke
-def test_pages_change_while_a_mount_is_replaced(
+def test_replaced_mount_drops_pending_comparisons(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Pending comparisons with the disk are dropped, as the disk rightly has other contents."""
@@ -434,8 +444,10 @@ def test_pages_change_while_a_mount_is_replaced(
 
 
 @pytest.mark.smoke
-def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None:
-    """Creating an inode waits for a look at only a few inodes.
+def test_inode_creation_among_many_inodes_is_bounded(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
+    """Creating an inode waits while the driver visits a bounded number of inodes.
 
     The search for an inode that can be served is bounded.
     """
@@ -457,13 +469,15 @@ def test_many_files(session: Session, kernel: Kernel, test_module: Path) -> None
     guest.insmod(MODULE, f"deadline_ms={DEADLINE_MS} verify_every=0")
     wait_state(guest, "on")
     wait_served(guest)
-    assert looked("run") == WALK_INODES, "each of them is looked at for marks"
+    assert looked("run") == WALK_INODES, "the driver did not visit the maximum of inodes in one run"
     check_cached(guest, make(guest, WHERE))
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
-def test_read_only_and_remounted(session: Session, kernel: Kernel, module: Path, kind: str) -> None:
+def test_read_only_and_remounted_mounts_are_cached(
+    session: Session, kernel: Kernel, module: Path, kind: str
+) -> None:
     """A read-only mount is cached; a remount to rw and back to ro leaves all files right."""
     daemon = start_daemon(session)
     if kind == "ext4":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """Other users of ftrace in the guest, and a kernel that disabled ftrace.
 
-Live patches replace functions that the driver hooks. tests/guest/patch takes a function as a live
-patch does.
+Live patches replace functions that the driver hooks. In tests/guest/patch, live.ko is a live patch,
+and patch.ko takes a function as a live patch does.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 
 DM = "/bin/dm"
 PATCH = "/patch.ko"
+LIVE_PATCH = "/live.ko"
 XFS = "/xfs"
 # VIRTIO_TMEM_H_EXT4 and VIRTIO_TMEM_H_XFS, and the first bit of file systems.
 H_EXT4, H_XFS = 1 << 56, 1 << 57
@@ -56,6 +57,7 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
     daemon = start_daemon(session)
     data = disk.ext4(session.folder / "data.img", DISK_BYTES)
     xfs = disk.xfs(session.folder / "xfs.img", DISK_BYTES)
+    patch = module.build_patch(kernel)
     vm = driver_vm(
         session,
         kernel,
@@ -64,8 +66,12 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
         cpus=2,
         disks=[Disk("data", data), Disk("xfs", xfs)],
         modules=["xfs", *modules],
-        files={PATCH: module.build_patch(kernel), DM: guest_program(TESTS / "guest/dm.c")},
-        tcg_threads="single",  # for loading and unloading, see test_unload_under_load
+        files={
+            PATCH: patch,
+            LIVE_PATCH: patch.with_name("live.ko"),
+            DM: guest_program(TESTS / "guest/dm.c"),
+        },
+        tcg_threads="single",
     )
     guest = vm.start()
     guest.mount("data", WHERE)
@@ -92,15 +98,17 @@ def see(guest: Guest, path: str) -> None:
     settle(guest)
 
 
-def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_patched_file_system_is_off_and_the_other_is_served(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """The other file system is served, and both are named in the state and in the report."""
     guest, daemon = boot(session, kernel, test_module)
     guest.insmod(PATCH, "function=xfs_vm_readahead")
     load(guest)
     see(guest, f"{WHERE}/seen")
     see(guest, f"{XFS}/seen")
-    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch has it)"
-    wait_state(guest, f"on: {reason}")
+    reason = "ext4 is served; xfs: cannot hook its readahead: error -16 (a live patch has it; "
+    wait_state(guest, f"on: {reason}remove it and load the module again)")
     check_cached(guest, make(guest, f"{WHERE}/f"))
     assert guest.sh(f"ls {SYSFS}/mounts | wc -l").strip() == "1"
     until(lambda: reported(daemon) == ("on", H_EXT4), 30, "the report names ext4 alone")
@@ -112,10 +120,10 @@ def test_one_file_system_is_patched(session: Session, kernel: Kernel, test_modul
     load(guest, "o")
     see(guest, f"{WHERE}/seen")
     wait_state(guest, "off: ext4: cannot hook its readahead: error -16")
-    until(lambda: reported(daemon) == ("off", 0), 30, "the report says off")
+    until(lambda: reported(daemon) == ("off", 0), 30, "the driver reports that it is off")
 
 
-def test_unload_beside_a_mount_that_hangs(
+def test_hung_mount_does_not_delay_unload(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """A mount that waits for a dead disk does not delay rmmod."""
@@ -136,10 +144,10 @@ def test_unload_beside_a_mount_that_hangs(
     guest.sh("rmmod virtio_tmem", 60)
     assert not mount.done()
     guest.sh(f"{DM} dead 0 {sectors} linear '/dev/{device} 0'")
-    assert mount.wait().status != 0, "it is an xfs"
+    assert mount.wait().status != 0, "mount accepted an xfs as ext4"
 
 
-def test_unload_after_ftrace_was_killed(
+def test_module_is_not_freed_after_ftrace_was_killed(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """Call sites lead into the module forever, so it is not freed, and it caches nothing."""
@@ -149,7 +157,11 @@ def test_unload_after_ftrace_was_killed(
     check_cached(guest, sums)
     guest.insmod(PATCH, "kill=1")
     unload = guest.start("rmmod virtio_tmem", 3600)
-    until(lambda: "rmmod does not return" in guest.sh("dmesg"), 60, "rmmod says that it stays")
+    until(
+        lambda: "rmmod does not return" in guest.sh("dmesg"),
+        60,
+        "the kernel log says that rmmod does not return",
+    )
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
     # Each of these operations runs through the module's code.
     for _ in range(2):
@@ -168,7 +180,14 @@ def switch_hooks(guest: Guest, on: bool) -> int:
     return status
 
 
-def test_live_patch_of_a_hooked_function(
+def wait_live_patch(guest: Guest) -> None:
+    """Waits until every task uses the live patch, or none does."""
+    transition = "/sys/kernel/livepatch/live/transition"
+    done = f"[ ! -e {transition} ] || [ $(cat {transition}) = 0 ]"
+    until(lambda: guest.run(done).status == 0, 120, "the live patch's transition ends")
+
+
+def test_live_patch_applies_while_the_hooks_are_released(
     session: Session, kernel: Kernel, test_module: Path
 ) -> None:
     """The hooks are released, the function is patched, and the hooks return after the patch."""
@@ -178,14 +197,17 @@ def test_live_patch_of_a_hooked_function(
     check_cached(guest, make(guest, path))
     held = evict(guest, [path])["index_pages"]
     for function in ("truncate_inode_pages_range", "ext4_readahead"):
-        patch = f"insmod {PATCH} function={function}"
-        assert "busy" in guest.run(patch).stderr.decode(), "the driver has it"
+        patch = f"insmod {LIVE_PATCH} function={function}"
+        assert "busy" in guest.run(patch).stderr.decode(), (
+            "the live patch took a function that the driver redirects"
+        )
 
         assert switch_hooks(guest, False) == 0
         assert state(guest).startswith("off: hooks are released; ")
         assert held > 0 and stats(guest)["index_pages"] == 0
         assert guest.sh(f"ls {SYSFS}/mounts") == ""
         guest.sh(patch)
+        wait_live_patch(guest)
         # The driver does not see changes from now on.
         content = changed_content(f"{function} is patched")
         guest.put(path, content)
@@ -195,7 +217,7 @@ def test_live_patch_of_a_hooked_function(
         if function == "ext4_readahead":
             assert status == 0
             wait_state(
-                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch has it)"
+                guest, "off: ext4: cannot hook its readahead: error -16 (a live patch has it; "
             )
             assert switch_hooks(guest, False) == 0
         else:
@@ -205,7 +227,9 @@ def test_live_patch_of_a_hooked_function(
             )
         sums = {path: hashlib.sha256(content).hexdigest()}
         assert checksums(guest, [path]) == sums
-        guest.sh("rmmod patch")
+        guest.sh("echo 0 >/sys/kernel/livepatch/live/enabled")
+        wait_live_patch(guest)
+        guest.sh("rmmod live")
         assert switch_hooks(guest, True) == 0
         wait_state(guest, "on")
         guest.sh("sync; echo 1 >/proc/sys/vm/drop_caches")
@@ -221,7 +245,9 @@ def held_some(guest: Guest, torture: Torture) -> None:
     )
 
 
-def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_hooks_are_released_and_taken_again_under_load(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest, _ = boot(session, kernel, test_module)
     load(guest)
     torture = Torture(guest, f"--seed={seed()} --ops=3000 --files=16 --size-max=262144", 600)
@@ -237,7 +263,9 @@ def test_hooks_are_released_under_load(session: Session, kernel: Kernel, test_mo
     wait_state(guest, "on")
 
 
-def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_hook_that_cannot_be_released_keeps_the_module_loaded(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A hook that cannot be released keeps the module loaded."""
     guest, _ = boot(session, kernel, test_module)
     load(guest)
@@ -245,6 +273,6 @@ def test_release_of_killed_ftrace(session: Session, kernel: Kernel, test_module:
     guest.insmod(PATCH, "kill=1")
     assert guest.run(f"echo 0 >{SYSFS}/hooks_enabled", 120).status != 0
     assert state(guest) == "off: the kernel gave up on ftrace; restart the guest"
-    assert guest.run("rmmod virtio_tmem").status != 0, "it is in use"
+    assert guest.run("rmmod virtio_tmem").status != 0, "rmmod unloaded a module that is in use"
     guest.sh("sync; echo 3 >/proc/sys/vm/drop_caches")
     assert checksums(guest, list(sums)) == sums

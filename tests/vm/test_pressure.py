@@ -69,11 +69,15 @@ class Host:
         self.daemon = self.guest.start(
             f"{joined(before)} exec {command} --vm socket=/run/vm.sock,name=vm", 1200
         )
-        until(lambda: self.guest.run("test -S /run/control").status == 0, 60, "tmemd's sockets")
+        until(
+            lambda: self.guest.run("test -S /run/control").status == 0,
+            60,
+            "tmemd has its control socket",
+        )
         self.filler: Job = self.guest.start(
             f"{joined(before)} exec fill /run/vm.sock /run/control {FILLED} 2>&1", 1200
         )
-        until(lambda: bool(self.lines()), 300, "a pool that is full")
+        until(lambda: bool(self.lines()), 300, "the pool is full")
 
     def lines(self) -> list[str]:
         """Returns the output lines of the filler."""
@@ -96,7 +100,9 @@ def joined(before: str) -> str:
     return f"echo $$ >{GROUP}/cgroup.procs;" if before else ""
 
 
-def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: Path) -> None:
+def test_pool_shrinks_when_host_memory_is_short(
+    session: Session, kernel: Kernel, fill: Path
+) -> None:
     """The pool shrinks for the host's minimum of free memory, and grows again later."""
     free_min = 200
     host = Host(session, kernel, fill, f"--host-free-min {free_min}MiB --memory-pressure none")
@@ -106,20 +112,28 @@ def test_less_is_available_than_wanted(session: Session, kernel: Kernel, fill: P
     # A file takes so much memory that only half of the minimum would remain available.
     taken = host.available() - free_min * MIB // 2
     host.guest.sh(f"dd if=/dev/zero of=/big/file bs=64k count={taken >> 16} 2>&1", 120)
-    until(lambda: host.available() >= free_min * MIB * 9 // 10, 60, "what the host needs")
+    until(
+        lambda: host.available() >= free_min * MIB * 9 // 10,
+        60,
+        "the host has the minimum of available memory",
+    )
     # The filler reports five times a second.
     enough = full["held_bytes"] - free_min * MIB // 3
-    until(lambda: host.pool()["held_bytes"] <= enough, 60, "a third of it from the pool")
+    until(
+        lambda: host.pool()["held_bytes"] <= enough, 60, "the pool released a third of the minimum"
+    )
     given = host.pool()
     print(full, given, sep="\n")
     assert given["host_shrinks"] > 0
     assert given["size_bytes"] < full["size_bytes"]
-    assert given["payload_bytes"] > 0, "no more than is needed"
+    assert given["payload_bytes"] > 0, "the pool released all pages, more than the host needed"
     host.guest.sh("rm /big/file")
-    until(lambda: host.pool()["host_grows"] > 0, 60, "a pool that grows again")
+    until(lambda: host.pool()["host_grows"] > 0, 60, "the pool grows again")
 
 
-def test_a_control_group_under_pressure(session: Session, kernel: Kernel, fill: Path) -> None:
+def test_pool_shrinks_under_memory_pressure_of_its_cgroup(
+    session: Session, kernel: Kernel, fill: Path
+) -> None:
     """The host has enough available memory, but tasks of the daemon's group wait for memory."""
     make = (
         f"mountpoint -q /sys/fs/cgroup || mount -t cgroup2 cgroup2 /sys/fs/cgroup;"
@@ -130,15 +144,19 @@ def test_a_control_group_under_pressure(session: Session, kernel: Kernel, fill: 
     full = host.pool()
     assert full["host_shrinks"] == 0
     held = int(host.guest.sh(f"cat {GROUP}/memory.current"))
-    assert held >= full["held_bytes"], "the pool is charged to the group"
+    assert held >= full["held_bytes"], "the control group is not charged for the pool"
     # Above this limit the kernel makes tasks of the group wait, forever if no memory is released.
     host.guest.sh(f"echo {held + 16 * MIB} >{GROUP}/memory.high")
     dd = "dd if=/dev/zero of=/big/file bs=64k count=1024 2>&1"
     taker = host.guest.start(f"echo $$ >{GROUP}/cgroup.procs; exec {dd}", 300)
-    until(taker.done, 120, "what was taken in spite of the limit")
+    until(taker.done, 120, "dd has written its file in spite of the limit")
     assert taker.wait().status == 0
     given = host.pool()
     print(full, given, sep="\n")
     assert given["host_shrinks"] > 0
     assert given["size_bytes"] < full["size_bytes"]
-    until(lambda: host.pool()["held_bytes"] < full["held_bytes"] - 32 * MIB, 60, "less is held")
+    until(
+        lambda: host.pool()["held_bytes"] < full["held_bytes"] - 32 * MIB,
+        60,
+        "the pool holds 32 MiB less",
+    )

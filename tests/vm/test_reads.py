@@ -32,15 +32,15 @@ from harness.wait import scaled
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 MIB_PAGES = 256
-SECTORS = 8  # of a page
+SECTORS = 8  # sectors of a page
 FILLER_MIB = 4  # more than the put ring has room for
 # Sectors of the file's extents, which a file system may read besides its contents.
 METADATA_SECTORS = 64
 SILENT_SECONDS = 1e9
-# Allowance for a busy machine, for a read or a wait in it. The driver counts its own waits in
-# total.
+# Allowance for delays of a busy machine, in one read or in one of its waits. The driver counts only
+# its own waits.
 OWN_SECONDS = 5.0
-LARGE_FOLIOS = (6, 16)  # first series in which ext4 has them
+LARGE_FOLIOS = (6, 16)  # first series in which ext4 has large folios
 
 
 def runs(generator: random.Random, pages: int) -> list[tuple[int, int]]:
@@ -67,7 +67,7 @@ def outside_ring(guest: Guest, size_mib: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("readahead_kib", [0, pytest.param(128, marks=pytest.mark.smoke), 4096])
-def test_partial_hits(
+def test_only_pages_that_are_not_held_are_read_from_disk(
     session: Session, kernel: Kernel, test_module: Path, readahead_kib: int
 ) -> None:
     """Exactly the pages of a file that are not held are read from the disk."""
@@ -77,7 +77,7 @@ def test_partial_hits(
     guest = driver_guest(session, kernel, test_module)
     empty = hold(guest, FILLER, FILLER_MIB)["index_pages"]
     held = hold(guest, FILE, size_mib)["index_pages"]
-    for _ in range(5):  # a busy host may refuse some
+    for _ in range(5):  # a busy host may drop some puts
         if held - empty == pages:
             break
         held = hold(guest, FILE, size_mib, create=False)["index_pages"]
@@ -124,7 +124,7 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
     deadline_us = DEADLINE_MS * 1000
     bound_us = 11 * deadline_us
     size_mib = 16
-    windows = size_mib * 8  # of 128 KiB
+    windows = size_mib * 8  # readahead windows of 128 KiB
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path))
         # A large read(2) has windows as large as the disk's largest request.
@@ -145,9 +145,11 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             after = stats(guest)
             grown = growth(before, after)
             took_us = (float(ended) - float(began)) * 1e6
-            print(delay, f"{took_us:.0f} us", grown)
+            print(f"delay {delay}: the read took {took_us:.0f} us", grown)
             assert grown["trips"] == 1
-            assert grown["misses_tripped"] > windows // 2 * 32, "the rest came from the disk"
+            assert grown["misses_tripped"] > windows // 2 * 32, (
+                "too few pages were read from the disk after the breaker opened"
+            )
             waits_us = grown["waits_us"]
             assert 2 * deadline_us < waits_us <= bound_us + (took_us - waits_us) / 5
             # Delays of the machine do not count as the driver's.
@@ -159,7 +161,9 @@ def test_wait_of_one_large_read_is_bounded(session: Session, kernel: Kernel, mod
             hold(guest, FILE, size_mib, create=False)
 
 
-def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
+def test_only_the_readahead_that_takes_all_requests_waits(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One readahead that uses up all requests is the only one that waits for a silent device."""
     size_mib = 16
     with Liar(session.folder / "liar") as liar:
@@ -183,9 +187,11 @@ def test_large_window(session: Session, kernel: Kernel, module: Path) -> None:
         wait_state(guest, "on")
 
 
-def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
+def test_reader_without_a_free_request_reads_the_disk_at_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """If a silent device holds all requests or bounce pages, a reader goes to the disk at once."""
-    readers, pages = 48, 32  # more than the number of requests; one readahead each
+    readers, pages = 48, 32  # more readers than requests, with a readahead each
     with Liar(session.folder / "liar") as liar:
         guest = driver_guest(session, kernel, module, Tmem(liar.path), cpus=2)
         # The deadline is long enough for all readers to come while the first one waits.
@@ -223,9 +229,11 @@ def test_no_room_to_ask(session: Session, kernel: Kernel, module: Path) -> None:
         assert stats(guest)["mismatches"] == 0
 
 
-def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) -> None:
+def test_reader_with_a_full_queue_reads_the_disk_at_once(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """If the queue is full of unanswered requests, a reader goes to the disk at once."""
-    pages = 32  # of one readahead
+    pages = 32  # pages of one readahead
     whole = "/mnt/whole"
     with Liar(session.folder / "liar") as liar:
         # The queue is the shortest one, which the requests of one readahead fill. There are more
@@ -254,10 +262,12 @@ def test_no_room_in_the_queue(session: Session, kernel: Kernel, module: Path) ->
         print(grown)
         assert grown["ring_hits"] == grown["misses_late"] == grown["requests_get"] == pages // 2
         assert grown["misses_queue"] == pages
-        assert grown["slow"] == 1, "nobody waited for what could not be asked"
+        assert grown["slow"] == 1, "a reader waited although the queue was full"
         liar.delay_seconds = 0.0
         evict(guest, [whole])
         before = hold(guest, FILLER, 8)
         assert checksums(guest, [whole]) == {whole: sums[whole]}
         grown = growth(before, stats(guest))
-        assert grown["hits"] + grown["misses_late"] == pages, "it has room again"
+        assert grown["hits"] + grown["misses_late"] == pages, (
+            "the queue has no room after the device answered"
+        )

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs"
 
 QUEUES = 4
 CHUNK = "/mnt/chunk"
-CHUNK_PAGES = 256  # pages of one queue
+CHUNK_PAGES = 256  # pages that go to one queue
 BATCH_PAGES = 64
 OWN_MS = 1000.0  # allowance for one delay of a busy machine; a wait for the host would last forever
 
@@ -44,16 +44,17 @@ def stated(name: str) -> int:
 
 
 IN_FLIGHT = stated("TMEM_PUTS_IN_FLIGHT")
-# Numbers of ranges that the host must still forget: those that wait, and those that may be in
-# flight.
+# Maximum numbers of flushes that wait to be sent, and that are in flight, in ranges of pages.
 FLUSHES_WAIT = stated("TMEM_FLUSH_PENDING")
 FLUSHES_SENT = stated("TMEM_FLUSHES_IN_FLIGHT") * BATCH_PAGES
 MANY = "/mnt/many"
 MANY_FILES = 600
-MANY_AT_ONCE = 50  # of two pages each, which fit the ring
+MANY_AT_ONCE = 50  # number of files, of two pages each, that fit the ring
 
 
-def test_slots_are_shared(session: Session, kernel: Kernel, module: Path) -> None:
+def test_one_queue_may_use_more_than_its_share_of_slots(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """One queue may use more than its share of the slots while nothing is answered."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=QUEUES)
@@ -91,7 +92,7 @@ def drop_and_wait(guest: Guest) -> float:
     return (float(sent) - float(begun)) * 1000
 
 
-def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> None:
+def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, module: Path) -> None:
     """Puts that fill no batch are sent after a while, whether the host is idle or not."""
     daemon = start_daemon(session)
     tmem = Tmem(daemon.socket("vm1"), num_queues=1)
@@ -126,8 +127,10 @@ def test_puts_do_not_wait(session: Session, kernel: Kernel, module: Path) -> Non
     assert after["puts_stored"] - before["puts_stored"] == after["puts"] - before["puts"]
 
 
-def test_too_many_flushes(session: Session, kernel: Kernel, module: Path) -> None:
-    """A silent host is told as much as there is room for, and the rest is counted.
+def test_flushes_beyond_the_limit_are_counted_and_harmless(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
+    """The driver sends a silent host as many flushes as fit, and counts the others.
 
     In neither case is an old page found.
     """

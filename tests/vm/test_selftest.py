@@ -30,7 +30,9 @@ BLIND = [
 ]
 
 
-def test_each_hook_is_missed(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_self_test_detects_each_missing_hook(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(
@@ -39,7 +41,7 @@ def test_each_hook_is_missed(session: Session, kernel: Kernel, test_module: Path
         test_module,
         Tmem(daemon.socket("vm1")),
         disks=[data],
-        tcg_threads="single",  # for loading and unloading, see test_unload_under_load
+        tcg_threads="single",
     )
     guest = vm.start()
     load(guest, BLIND[0][0], online=False)

@@ -22,7 +22,7 @@ def snapshot_vm(session: Session, kernel: Kernel, tmem: Tmem) -> Vm:
 
 
 @pytest.mark.smoke
-def test_load_ends_the_generation(session: Session, kernel: Kernel) -> None:
+def test_loadvm_ends_the_generation(session: Session, kernel: Kernel) -> None:
     daemon = session.daemon("vm1")
     daemon.start()
     vm = snapshot_vm(session, kernel, Tmem(daemon.socket("vm1"), num_queues=1))
@@ -31,7 +31,7 @@ def test_load_ends_the_generation(session: Session, kernel: Kernel) -> None:
     first = driver.stored()
     vm.save("one")
     assert driver.stored() == first
-    assert driver.keep() == "hit", "saving is a pause"
+    assert driver.keep() == "hit", "savevm lost the stored page"
     vm.load("one")
     second = driver.stored(other_than=first)
     assert driver.keep() == "hit"
@@ -41,7 +41,9 @@ def test_load_ends_the_generation(session: Session, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["killed", "stopped"])
-def test_save_and_load_during_trouble(session: Session, kernel: Kernel, stopped: bool) -> None:
+def test_savevm_and_loadvm_work_without_the_daemon(
+    session: Session, kernel: Kernel, stopped: bool
+) -> None:
     """Neither save nor load needs the daemon, and the guest learns that its pages are gone."""
     daemon = session.daemon("vm1")
     daemon.start()

@@ -107,18 +107,18 @@ def wake(session: Session, world: World, path: Path) -> Guest:
     return vm.guest
 
 
-def test_save_and_restore(session: Session, world: World) -> None:
+def test_vm_restored_from_a_file_finds_no_page(session: Session, world: World) -> None:
     """After a restore from a file, the pool's pages are gone with the QEMU that saved it."""
     path = session.folder / "state"
     known = rest(world, path)
-    assert world.holds() > 100, "a VM at rest keeps its cache"
+    assert world.holds() > 100, "the paused VM lost its pages"
     world.vm.quit()
     until(lambda: world.holds() == 0, 60, "the pool is empty")
     world.is_as_before(wake(session, world, path), known)
 
 
 @pytest.mark.smoke
-def test_external_snapshot_and_rollback(session: Session, world: World) -> None:
+def test_rolled_back_snapshot_reads_no_newer_page(session: Session, world: World) -> None:
     """Saves memory to a file and changes of the disk to an overlay, which is thrown away later."""
     path = session.folder / "state"
     known = rest(world, path)
@@ -137,11 +137,11 @@ def test_external_snapshot_and_rollback(session: Session, world: World) -> None:
     world.later()
     world.guest.close()
     world.vm.quit()
-    assert overlay.stat().st_size > 4 * MIB, "that is where the changes went"
+    assert overlay.stat().st_size > 4 * MIB, "the overlay is too small to hold the changes"
     world.is_as_before(wake(session, world, path), known)
 
 
-def test_disk_reverted_while_the_vm_is_off(session: Session, world: World) -> None:
+def test_boot_from_an_earlier_image_reads_no_newer_page(session: Session, world: World) -> None:
     """An earlier image is restored while the VM is off; then the VM boots with the same daemon."""
     world.guest.sh("sync")
     world.vm.pause()

@@ -56,7 +56,7 @@ BROKEN = [
     ("bmap", "bmap"),
     ("fadvise", "fadvise"),
     ("dirty,removed", "evict_inode"),
-    ("unmount", "unmount"),  # last, because ended mounts stay behind with their names
+    ("unmount", "unmount"),  # last: without the hook, the driver keeps ended mounts
 ]
 
 # Hooks without which random operations soon find a wrong byte.
@@ -68,7 +68,9 @@ def boot(session: Session, kernel: Kernel, module: Path, parameters: str, cpus: 
 
 
 @pytest.mark.smoke
-def test_random_operations(session: Session, kernel: Kernel, module: Path) -> None:
+def test_random_operations_find_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
@@ -83,7 +85,9 @@ def test_random_operations(session: Session, kernel: Kernel, module: Path) -> No
     wait_state(guest, "on")
 
 
-def test_random_operations_verified(session: Session, kernel: Kernel, module: Path) -> None:
+def test_hits_of_random_operations_match_the_disk(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Every hit is also read from the disk; the driver's own check must agree."""
     guest = boot(session, kernel, module, "verify_every=1")
     Torture(guest, f"--seed={seed()} --ops=5000 {SMALL} --jobs=2").finish()
@@ -94,7 +98,7 @@ def test_random_operations_verified(session: Session, kernel: Kernel, module: Pa
 
 
 @pytest.mark.smoke
-def test_readers_never_go_back(session: Session, kernel: Kernel, module: Path) -> None:
+def test_readers_never_see_an_older_version(session: Session, kernel: Kernel, module: Path) -> None:
     """Buffered and direct writers and readers use the same blocks."""
     guest = boot(session, kernel, module, "verify_every=0")
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
@@ -105,7 +109,7 @@ def test_readers_never_go_back(session: Session, kernel: Kernel, module: Path) -
 
 
 @pytest.mark.smoke
-def test_scenarios(session: Session, kernel: Kernel, module: Path) -> None:
+def test_scenarios_find_no_wrong_byte(session: Session, kernel: Kernel, module: Path) -> None:
     guest = boot(session, kernel, module, "verify_every=0")
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
@@ -114,7 +118,9 @@ def test_scenarios(session: Session, kernel: Kernel, module: Path) -> None:
 
 
 @pytest.mark.smoke
-def test_scenarios_without_hooks(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_scenario_without_its_hook_finds_a_wrong_byte(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """Each hook is needed: without it, its scenario finds a wrong byte."""
     guest = boot(session, kernel, test_module, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
@@ -129,7 +135,7 @@ def test_scenarios_without_hooks(session: Session, kernel: Kernel, test_module: 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("hook", ["dirty", "removed"])
-def test_either_of_two_hooks_is_enough(
+def test_either_of_two_hooks_prevents_a_wrong_byte(
     session: Session, kernel: Kernel, test_module: Path, hook: str
 ) -> None:
     guest = boot(session, kernel, test_module, f"verify_every=0 test_hooks_off={hook}")
@@ -138,7 +144,9 @@ def test_either_of_two_hooks_is_enough(
 
 
 @pytest.mark.smoke
-def test_dirty_pages_are_forgotten(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_dirty_pages_are_erased_at_once(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A page made dirty is forgotten at once, not at its eviction, to release its room."""
     guest = boot(session, kernel, test_module, "verify_every=0")
     path, pages = f"{WHERE}/f", 64
@@ -155,7 +163,7 @@ def test_dirty_pages_are_forgotten(session: Session, kernel: Kernel, test_module
 
 
 @pytest.mark.parametrize("hooks", BROKEN_RANDOM)
-def test_random_operations_without_hooks(
+def test_random_operations_detect_each_missing_hook(
     session: Session, kernel: Kernel, test_module: Path, hooks: str
 ) -> None:
     """The random operations detect each missing hook that file contents depend on."""
@@ -164,7 +172,7 @@ def test_random_operations_without_hooks(
     print(Torture(guest, arguments, 600).must_mismatch())
 
 
-def test_seeds_replay(session: Session, kernel: Kernel, module: Path) -> None:
+def test_equal_seeds_give_equal_operations(session: Session, kernel: Kernel, module: Path) -> None:
     """Equal seeds give equal operations, cache or none, so that a failure can be repeated."""
     guest = boot(session, kernel, module, "verify_every=0")
     runs = []
@@ -177,7 +185,9 @@ def test_seeds_replay(session: Session, kernel: Kernel, module: Path) -> None:
     assert runs[0] == runs[1]
 
 
-def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_dropped_puts_leave_no_old_page(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A put that finds no room or no memory leaves nothing old behind under its key."""
     faults = "inject_ring_full=3 inject_nomem=7"
     guest = boot(session, kernel, test_module, f"verify_every=0 {faults}")
@@ -189,7 +199,9 @@ def test_dropped_puts(session: Session, kernel: Kernel, test_module: Path) -> No
     wait_state(guest, "on")
 
 
-def test_corrupt_pages(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_corrupt_page_switches_the_cache_off(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     """A page that was changed on its way is not used, and no page is used after it."""
     guest = boot(session, kernel, test_module, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()

@@ -61,7 +61,9 @@ def file_on_disk(guest: Guest, path: str) -> str:
     return ino
 
 
-def test_put_and_get(session: Session, kernel: Kernel, module: Path) -> None:
+def test_put_and_get_events_match_the_counters(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -94,7 +96,9 @@ def test_put_and_get(session: Session, kernel: Kernel, module: Path) -> None:
     assert any(int(get["wait_us"]) > 0 for get in gets)
 
 
-def test_invalidate(session: Session, kernel: Kernel, module: Path) -> None:
+def test_invalidate_events_match_the_counters(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -136,7 +140,7 @@ def test_invalidate(session: Session, kernel: Kernel, module: Path) -> None:
     assert int(gone["pages"]) == held > 100
 
 
-def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_breaker_and_reset_are_traced(session: Session, kernel: Kernel, test_module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])
@@ -174,7 +178,7 @@ def test_breaker_and_reset(session: Session, kernel: Kernel, test_module: Path) 
     set_parameter(guest, "inject_ring_full", "0")
 
 
-def test_poison(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_poison_events_name_the_page(session: Session, kernel: Kernel, test_module: Path) -> None:
     daemon = start_daemon(session)
     data, sums = tree_disk(session)
     vm = driver_vm(session, kernel, test_module, Tmem(daemon.socket("vm1")), disks=[data])

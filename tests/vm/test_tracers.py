@@ -67,7 +67,9 @@ ROUNDS = 4
 ROUNDS_SECONDS = 600.0
 
 
-def test_tracers_during_torture(session: Session, kernel: Kernel, module: Path) -> None:
+def test_tracers_under_torture_cause_no_wrong_byte(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """Every byte is right, pages still come from the cache, and the driver stays on."""
     guest = driver_guest(
         session, kernel, module, parameters="verify_every=0", cpus=2, tcg_threads="single"

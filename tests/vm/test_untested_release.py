@@ -64,7 +64,9 @@ def read_again(guest: Guest) -> tuple[int, int]:
     before, sectors, begun = stats(guest), sectors_read(guest), time.monotonic()
     grown = growth(before, evict(guest, FILES))
     seconds = time.monotonic() - begun
-    assert guest.read(f"{PARAMETERS}/verify_voided") == "0", "nothing writes to the files"
+    assert guest.read(f"{PARAMETERS}/verify_voided") == "0", (
+        "a comparison was dropped although nothing writes to the files"
+    )
     print(
         f"{grown['hits']} hits, {grown['verified_hits']} compared,"
         f" {sectors_read(guest) - sectors} sectors, {seconds:.2f} s,"
@@ -83,17 +85,21 @@ def read_first_hits(guest: Guest) -> None:
         hits, more = read_again(guest)
         assert hits > 0
         seen, compared = seen + hits, compared + more
-    assert compared > FIRST_HITS // 2, "the first hits are compared"
+    assert compared > FIRST_HITS // 2, f"only {compared} of the first {seen} hits were compared"
 
 
 def check_share(hits: int, compared: int, every: int) -> None:
     # Hits are counted over all readings, so each reading may begin just before or after a compared
     # hit.
-    assert abs(compared - hits / every) <= 1, f"{compared} of {hits} hits"
+    assert abs(compared - hits / every) <= 1, (
+        f"{compared} of {hits} hits were compared, not one in {every}"
+    )
 
 
 @pytest.mark.smoke
-def test_more_hits_are_compared(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_untested_release_compares_more_hits(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest = driver_guest(session, kernel, test_module, parameters="test_untested_release=1")
     assert state(guest) == note(guest, "one hit in 64 is")
     write_files(guest)
@@ -114,7 +120,9 @@ def test_more_hits_are_compared(session: Session, kernel: Kernel, test_module: P
 
 
 @pytest.mark.smoke
-def test_operators_value_wins_at_load(session: Session, kernel: Kernel, test_module: Path) -> None:
+def test_verify_every_at_load_has_priority(
+    session: Session, kernel: Kernel, test_module: Path
+) -> None:
     guest = driver_guest(
         session, kernel, test_module, parameters="test_untested_release=1 verify_every=256"
     )
@@ -124,7 +132,9 @@ def test_operators_value_wins_at_load(session: Session, kernel: Kernel, test_mod
 
 
 @pytest.mark.smoke
-def test_tested_release(session: Session, kernel: Kernel, module: Path) -> None:
+def test_tested_release_compares_the_usual_share(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """A listed release has no note, and the usual sample."""
     guest = driver_guest(session, kernel, module, parameters="")
     listed = {name for row in served.kernels() for name in row.releases}

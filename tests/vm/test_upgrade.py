@@ -35,7 +35,9 @@ def program(daemon: Daemon) -> Path:
     return Path(f"/proc/{daemon.process.pid}/exe").resolve()
 
 
-def test_another_binary_at_the_same_folders(session: Session, kernel: Kernel, module: Path) -> None:
+def test_upgraded_daemon_serves_the_same_vms(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     daemon = session.daemon(FIXED, pool_size="128MiB")
     daemon.start()
     quota = {"reserve_bytes": RESERVE_BYTES, "limit_bytes": None, "weight": 100}
@@ -62,15 +64,21 @@ def test_another_binary_at_the_same_folders(session: Session, kernel: Kernel, mo
     old = program(daemon)
     begun = time.monotonic()
     daemon.terminate()
-    assert not socket.exists(), "an orderly end leaves no sockets"
+    assert not socket.exists(), "the daemon left its socket behind"
     # No earlier release exists yet, so the same program is started from another file.
     daemon.program = Path(shutil.copy(host_binary("tmemd"), session.folder / "tmemd-new"))
     daemon.start()
     assert old != program(daemon) == daemon.program
     vms = {vm["name"]: vm for vm in daemon.list()["vms"]}
-    assert set(vms) == {FIXED, ADDED}, "it knows of both, the added one by its note"
+    assert set(vms) == {FIXED, ADDED}, (
+        "the new daemon does not serve exactly the configured and the added VM"
+    )
     assert vms[ADDED]["quota"]["reserve_bytes"] == RESERVE_BYTES
-    until(lambda: all(vm["connected"] for vm in daemon.list()["vms"]), 60, "both are back")
+    until(
+        lambda: all(vm["connected"] for vm in daemon.list()["vms"]),
+        60,
+        "QEMU of both VMs has connected",
+    )
     print(f"{time.monotonic() - begun:.2f} s until both are connected again")
     for name, guest in guests.items():
         wait_state(guest, "on")

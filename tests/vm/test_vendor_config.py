@@ -24,10 +24,14 @@ WRITE_MOUNTED = "bdev_allow_write_mounted=1"
 
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
 @pytest.mark.parametrize("mglru", [False, True])
-def test_torture(session: Session, kernel: Kernel, module: Path, name: str, mglru: bool) -> None:
+def test_torture_passes_on_vendor_configurations(
+    session: Session, kernel: Kernel, module: Path, name: str, mglru: bool
+) -> None:
     """Loading runs the self-test; then random operations and each hook's own scenario follow."""
     if kernel.series not in debug_kernel.VENDORS:
-        pytest.skip(f"Linux {kernel.series} is not built here: --kernel rhel, fedora or ubuntu")
+        pytest.skip(
+            f"Linux {kernel.series} is no vendor kernel; use --kernel rhel, fedora or ubuntu"
+        )
     fs = disk.FILE_SYSTEMS[name]
     guest = driver_guest(
         session, kernel, module,

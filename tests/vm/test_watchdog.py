@@ -61,14 +61,16 @@ def test_hung_daemon_is_replaced(session: Session, kernel: Kernel, module: Path)
         took = []
         for number in range(1, HANGS + 1):
             before = stats(guest)
-            until(lambda: stats(guest)["hits"] > before["hits"], 60, "it hits")  # noqa: B023
-            assert supervisor.kills == number - 1, "one that lives is left alone"
+            until(lambda: stats(guest)["hits"] > before["hits"], 60, "the driver gets hits")  # noqa: B023
+            assert supervisor.kills == number - 1, (
+                "the supervisor killed a daemon that was not hung"
+            )
             daemon.pause()
             begun = time.monotonic()
             supervisor.wait_kills(number, 2 * PERIOD_SECONDS + OWN_SECONDS)
             took.append(time.monotonic() - begun)
         numbers = torture.finish(guest)
-        print("until the next daemon serves, s:", took, numbers)
+        print("seconds until the next daemon serves:", took, numbers)
         assert max(took) < scaled(PERIOD_SECONDS + OWN_SECONDS)
         wait_state(guest, "on")
         before = stats(guest)
@@ -120,7 +122,11 @@ def prepare(vm: Vm, operation: Callable[[Vm], None]) -> None:
     if operation is unplug_memory:
         vm.guest.sh("echo online_movable >/sys/devices/system/memory/auto_online_blocks")
         plug_memory(vm)
-        until(lambda: guest_is_done(vm, ACPI_CHECK), GUEST_SECONDS, "the guest has the memory")
+        until(
+            lambda: guest_is_done(vm, ACPI_CHECK),
+            GUEST_SECONDS,
+            "the guest uses the plugged memory",
+        )
 
 
 def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
@@ -143,7 +149,7 @@ def undo(vm: Vm, operation: Callable[[Vm], None]) -> None:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_host_side_operations_are_bounded(
+def test_host_operations_wait_for_one_answer_at_most(
     session: Session, kernel: Kernel, module: Path, operation: Callable[[Vm], None]
 ) -> None:
     """Each operation meets a daemon that has just stopped, and waits for one answer at most."""
@@ -178,7 +184,9 @@ def test_host_side_operations_are_bounded(
         vm.quit()
 
 
-def test_the_end_of_a_migration_is_bounded(session: Session, kernel: Kernel, module: Path) -> None:
+def test_end_of_a_migration_with_a_hung_daemon_is_bounded(
+    session: Session, kernel: Kernel, module: Path
+) -> None:
     """The VM is paused while its device is stopped, which has to wait for a hung daemon."""
     here, there = session.daemon("vm1", pool_size="128MiB"), session.daemon("vm1")
     there.start()
@@ -193,7 +201,10 @@ def test_the_end_of_a_migration_is_bounded(session: Session, kernel: Kernel, mod
         begun = time.monotonic()
         migration.set_speed(vm, migration.UNLIMITED)
         downtime = int(migration.wait(vm, "completed")["downtime"]) / 1000
-        print(f"{time.monotonic() - begun:.2f} s, {downtime:.2f} s of downtime")
+        print(
+            f"the migration ended after {time.monotonic() - begun:.2f} s,"
+            f" with {downtime:.2f} s of downtime"
+        )
         assert downtime < BACKEND_TIMEOUT_SECONDS + scaled(OWN_SECONDS)
         migration.arrive(vm, target)
         guest = target.guest

@@ -51,13 +51,13 @@ class UserDriver:
 
     def wait(self, line: str, after: int = 0, seconds: float = HEAL_SECONDS) -> str:
         """Waits for the first line after `after` that begins with `line`, and returns it."""
-        return until(lambda: self._find(line, after), seconds, f"tmemcfg says '{line}'")
+        return until(lambda: self._find(line, after), seconds, f"tmemcfg prints '{line}'")
 
     def _find(self, line: str, after: int) -> str | None:
         lines = self.lines()
         for found in lines:
             if found.startswith(("wrong", "tmemcfg:")):
-                raise HarnessError(f"tmemcfg: {found}, after {lines[-12:]}")
+                raise HarnessError(f"tmemcfg failed with '{found}'; its last lines: {lines[-12:]}")
         for found in lines[after:]:
             if found.startswith(line):
                 return found

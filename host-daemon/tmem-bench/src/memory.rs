@@ -4,7 +4,7 @@
 use crate::bare;
 use crate::rig::{BATCH, LATER_NS, RAW_PAGES, Rig, guest};
 use std::collections::HashMap;
-use tmem_pool::{PAGE_SIZE, Page, PageHash, PoolStats, Time};
+use tmem_pool::{EngineStats, PAGE_SIZE, Page, PageHash, Time};
 
 /// Number of blobs that are live at a time during the churn.
 const CHURN_BLOBS: usize = 65_536;
@@ -40,10 +40,10 @@ fn fill<'a>(rig: &Rig, object: u64, pages: impl Iterator<Item = &'a Page>) {
         rig.tenant.put(object, first, pages.by_ref().take(BATCH));
         first += BATCH;
         if first.is_multiple_of(RAW_PAGES) {
-            rig.settle();
+            rig.maintain_all();
         }
     }
-    rig.settle();
+    rig.maintain_all();
 }
 
 fn cool(rig: &Rig) {
@@ -104,10 +104,10 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     for (nth, part) in trees[1].chunks(BATCH).enumerate() {
         other.put(1, nth * BATCH, part.iter());
         if nth.is_multiple_of(RAW_PAGES / BATCH / 2) {
-            rig.settle();
+            rig.maintain_all();
         }
     }
-    rig.settle();
+    rig.maintain_all();
     cool(&rig);
     // Compress each content once: many occur often.
     let (mut known, hash) = (HashMap::new(), PageHash::new(42));
@@ -162,12 +162,12 @@ pub fn churn(
                 rig.tenant.put(1, index, std::iter::once(page));
             }
             if nth.is_multiple_of(RAW_PAGES / BATCH / 2) {
-                rig.settle();
+                rig.maintain_all();
             }
         }
-        rig.settle();
+        rig.maintain_all();
     }
-    let efficiency = |stats: PoolStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
+    let efficiency = |stats: EngineStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
     // Idle memory goes back to the system with the sweep.
     rig.until(Time(SWEEP_NS));
     let churned = rig.pool.stats();

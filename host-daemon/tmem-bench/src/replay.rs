@@ -4,11 +4,14 @@
 //!
 //! docs/traces.md describes how traces are recorded, their contents, and what a replay leaves out.
 
+mod pool;
+
+pub use pool::Outcome;
+use pool::Replay;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
-use tmem_pool::replay::{Outcome, Replay};
-use tmem_pool::trace::{Event, Reader, TraceError};
+use tmem_trace::format::{Event, Reader, TraceError};
 
 /// Default pool sizes, in eighths of the memory that the trace would fill without evictions: from
 /// sizes where most is lost to sizes where little is.
@@ -149,11 +152,11 @@ fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
 
 fn trace(path: &Path, args: &Args) -> Result<Trace, String> {
     let events = load(path)?;
-    let whole = outcome(&events, PolicyKind::Fifo, u64::MAX, args.seed)?;
+    let unevicted = outcome(&events, PolicyKind::Fifo, u64::MAX, args.seed)?;
     let mut sizes: Vec<u64> = args.size_mib.iter().map(|mib| mib << 20).collect();
     if sizes.is_empty() {
         sizes = EIGHTHS
-            .map(|eighths| whole.peak_bytes * eighths / 8)
+            .map(|eighths| unevicted.peak_bytes * eighths / 8)
             .collect();
     }
     let mut at_sizes = Vec::new();
@@ -188,10 +191,10 @@ fn trace(path: &Path, args: &Args) -> Result<Trace, String> {
         events: events.len(),
         tenants: tenants.len(),
         seconds: events.last().map_or(0, |event| event.time_us) as f64 / 1e6,
-        puts: whole.puts,
-        gets: whole.gets,
-        peak_bytes: whole.peak_bytes,
-        hit_ratio_max: whole.hit_ratio(),
+        puts: unevicted.puts,
+        gets: unevicted.gets,
+        peak_bytes: unevicted.peak_bytes,
+        hit_ratio_max: unevicted.hit_ratio(),
         mean: PolicyKind::ALL.map(of_policy).into(),
         sizes: at_sizes,
     })
@@ -200,7 +203,7 @@ fn trace(path: &Path, args: &Args) -> Result<Trace, String> {
 fn print(result: &Replayed) {
     let row = |first: String, ratios: &mut dyn Iterator<Item = f64>| {
         print!("{first:>14}");
-        ratios.for_each(|ratio| print!("{:9.1} %", 100.0 * ratio));
+        ratios.for_each(|ratio| print!("{:18.1} %", 100.0 * ratio));
         println!();
     };
     for trace in &result.traces {
@@ -217,7 +220,7 @@ fn print(result: &Replayed) {
         print!("{:>14}", "pool");
         PolicyKind::ALL
             .iter()
-            .for_each(|policy| print!("{:>11}", policy.name()));
+            .for_each(|policy| print!("{:>20}", policy.name()));
         println!();
         for at in &trace.sizes {
             let ratios = PolicyKind::ALL.map(|policy| at.policies[policy.name()].hit_ratio);

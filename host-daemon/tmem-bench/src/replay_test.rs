@@ -2,17 +2,17 @@
 //! Tests of what the replay tool shows, on traces of real guests (tests/traces) and on generated ones.
 //!
 //! The default policy is at least as good as LRU. The engine's estimates of what more memory would bring and less
-//! memory would cost stay within the bounds of this file and of tmem-pool's gain.rs.
+//! memory would cost stay within the bounds of this file and of `tmem_trace::estimate`.
 
-use crate::replay::{EIGHTHS, load, outcome};
+use crate::replay::{EIGHTHS, Outcome, load, outcome};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
-use tmem_pool::replay::Outcome;
-use tmem_pool::trace::{Event, ObjectKey, Op, SizeClass};
-use tmem_pool::{
+use tmem_pool::PolicyKind;
+use tmem_trace::estimate::{
     GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
-    LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL, PolicyKind, TELLING_GETS_MIN,
+    LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN,
 };
+use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
 /// Seeds of the index's hashes and of the generated traces. TMEM_SEEDS=32 gives the figures of docs/traces.md.
 const SEEDS: u64 = 2;
@@ -25,7 +25,7 @@ const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 /// Pool sizes for estimates of less memory. The last one holds all pages.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
-/// Mean error of estimates of gains, in percent of all gets. tmem-pool's gain.rs has the bounds of single estimates.
+/// Mean error of estimates of gains, in percent of all gets. `tmem_trace::estimate` has the bounds of single estimates.
 const GAIN_ERROR_MEAN_MAX: f64 = 2.5;
 /// Mean error of estimates of losses since the start, in percent of all gets.
 const LOSS_ERROR_MEAN_MAX: f64 = 11.0;

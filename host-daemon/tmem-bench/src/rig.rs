@@ -2,8 +2,9 @@
 //! A pool with tenants, driven as the daemon drives it: puts and gets in batches, and background
 //! work later.
 
+use std::sync::Arc;
 use tmem_pool::{
-    GetResult, Page, Pool, PoolConfig, Put, PutResult, Quota, Spent, Tenant, TenantSpec, Time,
+    Engine, EngineConfig, GetResult, Page, Put, PutResult, Quota, Spent, Tenant, TenantSpec, Time,
 };
 
 /// Pages of a request.
@@ -22,7 +23,7 @@ pub const LATER_NS: u64 = 3_600_000_000_000;
 
 /// A pool with one tenant.
 pub struct Rig {
-    pub pool: Pool,
+    pub pool: Arc<Engine>,
     pub tenant: Guest,
 }
 
@@ -35,20 +36,14 @@ impl Rig {
     /// # Errors
     /// There is no address space for the pool.
     pub fn new(size_bytes: u64) -> Result<Rig, String> {
-        let config = PoolConfig {
-            size_bytes,
-            size_max_bytes: size_bytes,
-            seed: 42,
-            policy: Default::default(),
-        };
-        let pool =
-            Pool::new(config).map_err(|error| format!("address space for a pool: {error}"))?;
+        let pool = Engine::new(EngineConfig::new(size_bytes, 42))
+            .map_err(|error| format!("address space for a pool: {error}"))?;
         let tenant = guest(&pool, "bench-1")?;
         Ok(Rig { pool, tenant })
     }
 
     /// Does background work until no page is raw and nothing is left to free.
-    pub fn settle(&self) {
+    pub fn maintain_all(&self) {
         self.until(NOW);
     }
 
@@ -62,16 +57,14 @@ impl Rig {
 ///
 /// # Errors
 /// The pool has no room for it.
-pub fn guest(pool: &Pool, name: &str) -> Result<Guest, String> {
-    let spec = TenantSpec {
-        name: name.into(),
-        trust_domain: Some("bench".into()),
-        quota: Quota {
-            reserve_bytes: 0,
-            limit_bytes: None,
-            weight: 100,
-        },
+pub fn guest(pool: &Arc<Engine>, name: &str) -> Result<Guest, String> {
+    let quota = Quota {
+        reserve_bytes: 0,
+        limit_bytes: None,
+        weight: 100,
     };
+    let mut spec = TenantSpec::new(name, quota);
+    spec.trust_domain = Some("bench".into());
     let tenant = pool.add_tenant(spec).map_err(|error| error.to_string())?;
     tenant
         .create_pool(POOL)
@@ -96,9 +89,7 @@ impl Guest {
         puts.extend(pages.zip(first..).map(put));
         let mut results = [PutResult::Refused; BATCH];
         let results = &mut results[..puts.len()];
-        self.0
-            .put(NOW, POOL, &puts, results)
-            .expect("the pool is live");
+        self.0.put(POOL, &puts, results).expect("the pool is live");
         let stored = |result: &PutResult| *result == PutResult::Stored;
         assert!(results.iter().all(stored), "a page is refused");
     }
@@ -112,7 +103,6 @@ impl Guest {
         let mut results = [GetResult::Miss; BATCH];
         let results = &mut results[..out.len()];
         let spent = self.0.get(
-            NOW,
             POOL,
             object,
             first as u64,

@@ -359,7 +359,7 @@ fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(),
         })
         .collect();
     let mut results = vec![PutResult::Refused; puts.len()];
-    let put = tenant.put(Time(0), POOL, &puts, &mut results);
+    let put = tenant.put(POOL, &puts, &mut results);
     let stored = results.iter().all(|result| *result == PutResult::Stored);
     match put.is_ok() && stored {
         true => Ok(()),
@@ -404,7 +404,7 @@ impl Rig {
         })
     }
 
-    fn settle(&mut self) {
+    fn maintain_all(&mut self) {
         while self.host.pool.maintain(Time(self.now_ns), 4096) {}
     }
 
@@ -416,25 +416,25 @@ impl Rig {
                 let pages = [[7; PAGE_SIZE]; BATCH];
                 for index in (0..CHAINS as u64 * RANGE_PAGES).step_by(BATCH) {
                     store(&self.tenant, 1, index, &pages)?;
-                    self.settle();
+                    self.maintain_all();
                 }
             }
             Attack::FlushObjects => {
                 for object in 0..(FEW_CHAINS * BATCH) as u64 {
                     let pages: Vec<_> = (0..OBJECT_PAGES).map(|_| dense(&mut rng)).collect();
                     store(&self.tenant, 1 + object, 0, &pages)?;
-                    self.settle();
+                    self.maintain_all();
                 }
             }
             Attack::GetDense => {
                 for index in (0..(FEW_CHAINS * BATCH) as u64).step_by(BATCH) {
                     let pages: Vec<_> = (0..BATCH).map(|_| dense(&mut rng)).collect();
                     store(&self.tenant, 1, index, &pages)?;
-                    self.settle();
+                    self.maintain_all();
                 }
                 for _ in 0..4 {
                     self.now_ns += COLD_NS;
-                    self.settle();
+                    self.maintain_all();
                 }
             }
             // Put keys that the engine follows.
@@ -443,7 +443,7 @@ impl Rig {
                 for index in (0..1024).step_by(BATCH) {
                     store(&self.tenant, 1, index, &pages)?;
                 }
-                self.settle();
+                self.maintain_all();
             }
             _ => {}
         }
@@ -461,7 +461,7 @@ impl Rig {
             .collect();
         // Put the pages again that the last round took.
         self.victim.all(&runs, true)?;
-        self.settle();
+        self.maintain_all();
         let mut times = Vec::new();
         let mut begun = Instant::now();
         if beside {
@@ -507,7 +507,7 @@ impl Rig {
                 return Err("the attacker is not answered".into());
             }
         }
-        self.settle();
+        self.maintain_all();
         Ok(times)
     }
 }

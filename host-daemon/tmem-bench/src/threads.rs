@@ -99,7 +99,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
             for guest in &guests {
                 guest.flush(1, 0, None);
             }
-            rig.settle();
+            rig.maintain_all();
             seconds
         });
     }

@@ -84,7 +84,7 @@ pub fn fill(times: &mut Times, pages: &[Sized]) -> Result<Rig, String> {
                 let pages = batch.iter().map(|sized| &*sized.page);
                 rig.tenant.put(1, nth * PAGES + at * BATCH, pages);
             }
-            rig.settle();
+            rig.maintain_all();
         });
     }
     Ok(rig)
@@ -203,9 +203,11 @@ fn engine(
             rig.tenant.put(1, nr * BATCH, pages);
         }
     });
-    let mut settle = Samples::default();
-    settle.time(PAGES, || rig.settle());
-    times.put_full.push(times.put_ack.last() + settle.last());
+    let mut background = Samples::default();
+    background.time(PAGES, || rig.maintain_all());
+    times
+        .put_full
+        .push(times.put_ack.last() + background.last());
     for (at, &nr) in raw.iter().enumerate() {
         let pages = batch(pages, nr).iter().map(|sized| &*sized.page);
         rig.tenant.put(2, at * BATCH, pages);
@@ -217,7 +219,7 @@ fn engine(
         }
     });
     drop(spent);
-    rig.settle();
+    rig.maintain_all();
 }
 
 /// Does the batches page by page, since zram has no batches.

@@ -12,7 +12,7 @@
 //! A test that finds nothing proves nothing. So each run must also find differences that exist: an
 //! injected delay, and the known effect that VMs of one domain see of each other. Without these, or
 //! if the interval is too wide, the result is undecided, never good. Out of scope: the answers to
-//! the guest, which are the same to the bit (`tmem-pool/tests/apart.rs`).
+//! the guest, which are the same to the bit (`tmem-pool/tests/isolation.rs`).
 
 use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
@@ -99,7 +99,7 @@ enum What {
     RefusedNursery,
     GetBatch,
     /// Finalizing the pages: time of the background thread until there is room for more.
-    Settle,
+    Finalize,
     /// A put with an injected delay.
     Delayed,
 }
@@ -112,7 +112,7 @@ impl What {
             What::RefusedLimit => "refused_limit",
             What::RefusedNursery => "refused_nursery",
             What::GetBatch => "get_batch",
-            What::Settle => "settle",
+            What::Finalize => "finalize",
             What::Delayed => "delayed",
         }
     }
@@ -290,7 +290,7 @@ impl Rig {
     ) -> Result<(), String> {
         let own = self.half(held);
         self.holder(holder).all(&own, true)?;
-        self.host.settle();
+        self.host.maintain_all();
         let batches = |rig: &Rig, half| rig.half(half);
         let later = |rig: &Rig, half| rig.half(half).split_off(1);
         let singles = |rig: &Rig, half| rig.singles(half);
@@ -302,7 +302,7 @@ impl Rig {
         let order = self.mixed(held, rng, later);
         let arms = time(&mut self.guest, &order, Guest::put_one)?;
         times.add((holder, What::PutBatch), arms);
-        self.host.settle();
+        self.host.maintain_all();
         let order = self.mixed(held, rng, batches);
         let arms = time(&mut self.guest, &order, Guest::get_one)?;
         times.add((holder, What::GetBatch), arms);
@@ -332,7 +332,7 @@ impl Rig {
             arms[*arm].push(begun.elapsed().as_nanos() as f64 / BATCH as f64);
         }
         times.add((holder, What::Delayed), arms);
-        self.host.settle();
+        self.host.maintain_all();
         self.guest.all(&self.half(1 - held), false)?;
 
         // One half after the other, because both use the same thread.
@@ -342,19 +342,19 @@ impl Rig {
             let runs = self.half(half);
             self.guest.all(&runs, true)?;
             let begun_ns = cpu_ns();
-            self.host.settle();
+            self.host.maintain_all();
             let arm = if half == held { HELD } else { NEW };
             arms[arm].push((cpu_ns() - begun_ns) / (runs.len() * BATCH) as f64);
             self.guest.all(&runs, false)?;
             self.guest.check(&runs)?;
         }
-        times.add((holder, What::Settle), arms);
+        times.add((holder, What::Finalize), arms);
 
         let order = self.mixed(held, rng, batches);
         self.poor.put_is = wire::P_REFUSED;
         let arms = time(&mut self.poor, &order, Guest::put_one)?;
         times.add((holder, What::RefusedLimit), arms);
-        self.host.settle();
+        self.host.maintain_all();
 
         let fill = 2 * self.batches * BATCH;
         let fill: Vec<Run> = (fill..fill + RAW_MIN)
@@ -370,10 +370,10 @@ impl Rig {
         let order = self.mixed(held, rng, batches);
         let arms = time(&mut self.full, &order, Guest::put_one)?;
         times.add((holder, What::RefusedNursery), arms);
-        self.host.settle();
+        self.host.maintain_all();
         self.full.all(&fill, false)?;
         self.holder(holder).all(&own, false)?;
-        self.host.settle();
+        self.host.maintain_all();
         Ok(())
     }
 
@@ -419,11 +419,11 @@ const EQUAL: [What; 6] = [
     What::RefusedLimit,
     What::RefusedNursery,
     What::GetBatch,
-    What::Settle,
+    What::Finalize,
 ];
 const DIFFERENT: [(Holder, What); 2] = [
     (Holder::Stranger, What::Delayed),
-    (Holder::Friend, What::Settle),
+    (Holder::Friend, What::Finalize),
 ];
 
 /// Does one run.
@@ -609,7 +609,7 @@ mod tests {
     fn as_designed(holder: Holder, what: What) -> f64 {
         match (holder, what) {
             (_, What::Delayed) => 1.0 + DELAY_BOUNDS * BOUND,
-            (Holder::Friend, What::Settle) => 0.5,
+            (Holder::Friend, What::Finalize) => 0.5,
             _ => 1.0,
         }
     }

@@ -29,3 +29,41 @@ pub fn parse(text: &str) -> Result<u64, String> {
         .checked_mul(1 << shift)
         .ok_or_else(|| error("it is too large"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::parse;
+
+    #[test]
+    fn sizes_are_parsed_with_their_units() {
+        for (text, bytes) in [
+            ("0", 0),
+            ("4096", 4096),
+            ("7B", 7),
+            ("1KiB", 1024),
+            ("256MiB", 256 << 20),
+            ("3GiB", 3 << 30),
+            ("2TiB", 2 << 40),
+        ] {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+        for text in [
+            "",
+            "MiB",
+            "-1",
+            "1.5GiB",
+            "1 GiB",
+            "1GB",
+            "1G",
+            "99999999TiB",
+            "0x10",
+            "1é",
+        ] {
+            let error = parse(text).expect_err(text);
+            assert!(
+                error.contains(&format!("{text:?}")) && error.contains("512MiB"),
+                "{error}"
+            );
+        }
+    }
+}

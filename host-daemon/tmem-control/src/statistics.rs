@@ -95,8 +95,8 @@ const VM: &str = "tmemd/src/vm/state.rs";
 const STATE: &str = "tmem-pool/src/state.rs";
 const TENANT: &str = "tmem-pool/src/tenant.rs";
 const ENTRY: &str = "tmem-pool/src/entry.rs";
-const GAIN: &str = "tmem-pool/src/gain.rs";
-const POOL: &str = "tmem-pool/src/pool.rs";
+const GAIN: &str = "tmem-trace/src/estimate.rs";
+const POOL: &str = "tmem-pool/src/engine.rs";
 const HEAP: &str = "tmem-pool/src/heap/mod.rs";
 const BLOB: &str = "tmem-pool/src/blob.rs";
 const PRESSURE: &str = "tmemd/src/host/pressure.rs";
@@ -197,8 +197,8 @@ pub const STATISTICS: &[Statistic] = &[
     row(Pool, ("payload_bytes", "tmem_pool_memory_bytes{use=payload}", Steps), (Gauge, "bytes"), "size of the stored copies, each once. `frames_bytes` minus this value is the gaps between them", HEAP),
     row(Pool, ("metadata_bytes", "tmem_pool_memory_bytes{use=metadata}", Steps), (Gauge, "bytes"), "memory for keys, tables and records; an upper estimate", POOL),
     row(Pool, ("charged_bytes", "tmem_pool_charged_bytes", Exact), (Gauge, "bytes"), "sum of the charges of all VMs", POOL),
-    row(Pool, ("reserved_bytes", "tmem_pool_reserved_bytes", Exact), (Gauge, "bytes"), "sum of all reserves; of each, only the part that the VM's limit allows to use", "tmem-pool/src/registry.rs"),
-    row(Pool, ("tenants", "", No), (Gauge, "VMs"), "VMs that have a place in the pool", "tmem-pool/src/registry.rs"),
+    row(Pool, ("reserved_bytes", "tmem_pool_reserved_bytes", Exact), (Gauge, "bytes"), "sum of all reserves; of each, only the part that the VM's limit allows to use", "tmem-pool/src/membership.rs"),
+    row(Pool, ("tenants", "", No), (Gauge, "VMs"), "VMs that have a place in the pool", "tmem-pool/src/membership.rs"),
     row(Pool, ("pages", "tmem_pool_pages{form=stored}", Rest), (Gauge, "pages"), "pages of all VMs in the pool (metric: those that are in no other form)", POOL),
     row(Pool, ("original_bytes", "tmem_pool_original_bytes", Exact), (Gauge, "bytes"), "uncompressed size of all pages, 4,096 B each", POOL),
     row(Pool, ("compressed_bytes", "tmem_pool_compressed_bytes", Exact), (Gauge, "bytes"), "compressed size of all pages; a shared page counts in full for each VM", POOL),

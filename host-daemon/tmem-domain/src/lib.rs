@@ -19,8 +19,6 @@ pub use cache::{Cache, WEIGHT_MAX};
 pub use read::{Device, Domain};
 pub use size::{parse_size, write_size};
 
-use std::fmt;
-
 /// Namespace of the metadata element with the quota; `docs/libvirt-metadata.rng` describes it.
 pub const CACHE_NAMESPACE: &str = "urn:virtio-tmem:cache:1";
 /// Prefix of that namespace in the XML that is written.
@@ -39,16 +37,9 @@ pub const SOCKET_FOLDER: &str = "/run/virtio-tmem";
 pub const DEVICE: &str = "vhost-user-tmem-pci";
 
 /// Reason why a domain cannot be read or changed: a sentence that names the element and its value.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct Error(pub String);
-
-impl fmt::Display for Error {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Error {}
 
 impl From<roxmltree::Error> for Error {
     fn from(error: roxmltree::Error) -> Error {

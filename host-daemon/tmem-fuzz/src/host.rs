@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
 use tmem_pool::{
-    GetResult, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
+    Engine, EngineConfig, GetResult, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
 };
 use tmemd::VmConfig;
 use tmemd::events::bus::{Events, Subscription};
@@ -169,7 +169,7 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Parts that are created once for all inputs, since reserving address space for a pool takes
 /// milliseconds. The pool is empty between two inputs.
 struct Base {
-    pool: Arc<Pool>,
+    pool: Arc<Engine>,
     vm: Arc<Vm>,
     neighbour: Tenant,
     workers: Arc<Workers>,
@@ -202,23 +202,15 @@ fn content(index: u64) -> [u8; tmem_pool::PAGE_SIZE] {
 
 impl Base {
     fn new() -> Base {
-        let pool = Pool::new(PoolConfig {
-            size_bytes: POOL_BYTES,
-            size_max_bytes: 0,
-            seed: 1,
-            policy: Default::default(),
-        });
-        let pool = Arc::new(pool.expect("address space"));
+        let pool = Engine::new(EngineConfig::new(POOL_BYTES, 1)).expect("address space");
         let tenant = |name: &str| {
-            let spec = TenantSpec {
-                name: name.into(),
-                trust_domain: Some("team".into()),
-                quota: Quota {
-                    reserve_bytes: 0,
-                    limit_bytes: None,
-                    weight: 100,
-                },
+            let quota = Quota {
+                reserve_bytes: 0,
+                limit_bytes: None,
+                weight: 100,
             };
+            let mut spec = TenantSpec::new(name, quota);
+            spec.trust_domain = Some("team".into());
             pool.add_tenant(spec).expect("nothing is reserved")
         };
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
@@ -246,7 +238,7 @@ impl Base {
     }
 
     /// Does all background work: finds equal pages, compresses others, frees dropped pages.
-    fn settle(&self, now_ns: u64) {
+    fn maintain_all(&self, now_ns: u64) {
         let mut steps = 0;
         while self.pool.maintain(Time(now_ns), 16) {
             steps += 1;
@@ -265,7 +257,7 @@ impl Base {
                 page: &page,
             };
             let mut stored = [PutResult::Refused];
-            let done = self.neighbour.put(Time(0), POOL, &[put], &mut stored);
+            let done = self.neighbour.put(POOL, &[put], &mut stored);
             assert!(done.is_ok() && stored == [PutResult::Stored]);
         }
     }
@@ -277,7 +269,7 @@ impl Base {
             let cookie = index + 1;
             let (pages, results) = (&mut page, &mut result);
             let tenant = &self.neighbour;
-            let got = tenant.get(Time(0), POOL, OBJECT, index, &[cookie], pages, results);
+            let got = tenant.get(POOL, OBJECT, index, &[cookie], pages, results);
             drop(got.expect("its pool is there"));
             assert_eq!(result, [GetResult::Hit { cookie }], "the neighbour's page");
             assert!(page[0] == content(index), "the neighbour's page");
@@ -339,8 +331,8 @@ impl Host {
     }
 
     /// Does all background work.
-    pub fn settle(&self) {
-        self.base.settle(self.watch.now_ns());
+    pub fn maintain_all(&self) {
+        self.base.maintain_all(self.watch.now_ns());
     }
 
     /// Stores pages of one repeated value for the guest, without a request.
@@ -357,10 +349,10 @@ impl Host {
                 page: &[7; tmem_pool::PAGE_SIZE],
             };
             let mut stored = [PutResult::Refused];
-            let done = tenant.put(Time(0), POOL, &[put], &mut stored);
+            let done = tenant.put(POOL, &[put], &mut stored);
             assert!(done.is_ok() && stored == [PutResult::Stored]);
             if index % 64 == 63 {
-                self.settle();
+                self.maintain_all();
             }
         }
     }
@@ -384,7 +376,7 @@ impl Host {
         let Host { base, session, .. } = self;
         session.end();
         base.take_the_neighbours_pages();
-        base.settle(0);
+        base.maintain_all(0);
         base.background.unmap();
         let held = base.pool.stats().pages;
         assert_eq!(held, 0, "pages of nobody");

@@ -53,7 +53,7 @@ fn request(machine: &mut Machine, input: &mut Input<'_>) {
         machine.reset();
     }
     if flags & 8 != 0 {
-        machine.host.settle();
+        machine.host.maintain_all();
     }
     let pages = u64::from(input.u8());
     let length = usize::from(input.u16()) % META_MAX;

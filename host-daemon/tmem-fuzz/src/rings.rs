@@ -124,7 +124,7 @@ impl Player {
                 0..=2 => machine.reset(),
                 3 => machine.remap(false),
                 4 => machine.remap(true),
-                _ => machine.host.settle(),
+                _ => machine.host.maintain_all(),
             },
             _ => {
                 let looks = 1 + u64::from(input.u8()) % 24;

@@ -2,21 +2,31 @@
 //! Plays the inputs that the fuzzers found and that were kept.
 
 use std::path::Path;
+use std::process::Command;
 
+/// Runs a target with each input of its corpus: the archive's and those with a descriptive name.
 fn play(target: &str) {
     let (_, run) = tmem_fuzz::TARGETS
         .iter()
         .find(|(name, _)| *name == target)
         .unwrap();
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../fuzz/corpus")
-        .join(target);
-    let mut files: Vec<_> = std::fs::read_dir(&folder)
-        .unwrap()
-        .map(|file| file.unwrap().path())
-        .collect();
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/corpus");
+    let unpacked = tempfile::tempdir().unwrap();
+    let archive = corpus.join(format!("{target}.tar.gz"));
+    let mut tar = Command::new("tar");
+    tar.arg("-xzf").arg(&archive).arg("-C").arg(unpacked.path());
+    assert!(tar.status().unwrap().success(), "{}", archive.display());
+    let inputs = |folder: &Path| -> Vec<_> {
+        let files = std::fs::read_dir(folder).unwrap();
+        files.map(|file| file.unwrap().path()).collect()
+    };
+    let mut files = inputs(unpacked.path());
+    assert!(files.len() > 1, "{} is empty", archive.display());
+    let named = corpus.join(target);
+    if named.exists() {
+        files.extend(inputs(&named));
+    }
     files.sort();
-    assert!(files.len() > 1, "no corpus in {}", folder.display());
     for file in files {
         println!("{}", file.display());
         run(&std::fs::read(&file).unwrap());

@@ -11,7 +11,6 @@
 //!
 //! Locks: those of the table (dedup.rs), which no thread holds together with a lock of the heap.
 
-use crate::account::Sum;
 use crate::codec::{self, Corrupt, DENSER_BYTES, Denser};
 use crate::config::{PAGE_SIZE, Page};
 use crate::dedup::{Dedup, Links};
@@ -19,6 +18,7 @@ use crate::entry::Content;
 use crate::hash::{HashFn, PageHash, check_bits, place_bits, table_bits};
 use crate::heap::{self, Handle, Heap, Zeroed};
 use crate::sync::AtomicU32;
+use crate::totals::Sum;
 use std::io;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 
@@ -27,7 +27,7 @@ pub(crate) type DomainId = u32;
 
 /// Record of a blob beside its bytes. With the word that the heap keeps for the blob it takes 24 B.
 #[derive(Debug)]
-pub(crate) struct Record {
+pub(crate) struct BlobRecord {
     /// The table's part of the hash of the page.
     hash: AtomicU32,
     /// Trust domain of a listed blob plus 1. 0: the blob is not listed in the table of equal pages.
@@ -53,12 +53,12 @@ const SEEN: u32 = 1 << 29;
 const DENSE: u32 = 1 << 30;
 
 // SAFETY: a record consists of atomics, for which zero is a valid value.
-unsafe impl Zeroed for Record {}
+unsafe impl Zeroed for BlobRecord {}
 
 /// Store of all blobs, with the table that finds equal ones.
 #[derive(Debug)]
 pub(crate) struct Store {
-    pub heap: Heap<Record>,
+    pub heap: Heap<BlobRecord>,
     hash: HashFn,
     hasher: PageHash,
     pub dedup: Dedup,
@@ -73,7 +73,7 @@ pub(crate) struct Store {
 
 /// Final form of a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Settled {
+pub(crate) struct Finalized {
     /// Where the content is. A blob comes with a reference for the caller.
     pub content: Content,
     pub stored_bytes: usize,
@@ -126,7 +126,7 @@ impl Store {
 
     // ---- references ---------------------------------------------------------------------------
 
-    fn record(&self, blob: u32) -> &Record {
+    fn record(&self, blob: u32) -> &BlobRecord {
         self.heap.extra(Handle(blob))
     }
 
@@ -239,17 +239,17 @@ impl Store {
 
     /// Finds the final form of a raw blob. The caller holds a reference to the blob and keeps it.
     /// None: there is no memory for the final form now.
-    pub(crate) fn settle(
+    pub(crate) fn finalize(
         &self,
         raw: u32,
         domain: DomainId,
         frames_bytes_max: u64,
         buffer: &mut Page,
-    ) -> Option<Settled> {
+    ) -> Option<Finalized> {
         self.heap.read(Handle(raw), |page| {
             let page: &Page = page.try_into().expect("a raw blob is a page");
             if let Some(pattern) = codec::same_filled(page) {
-                return Some(Settled {
+                return Some(Finalized {
                     content: Content::Same(pattern),
                     stored_bytes: 0,
                     shared: false,
@@ -257,7 +257,7 @@ impl Store {
             }
             let hash = self.record(raw).hash.load(Relaxed);
             if let Some(blob) = self.find_equal(domain, hash, page, buffer) {
-                return Some(Settled {
+                return Some(Finalized {
                     content: Content::Blob(blob),
                     stored_bytes: self.first_bytes(blob),
                     shared: true,
@@ -283,7 +283,7 @@ impl Store {
                 }
             };
             self.list(blob, domain, hash);
-            Some(Settled {
+            Some(Finalized {
                 content: Content::Blob(blob),
                 stored_bytes,
                 shared: false,

@@ -3,48 +3,47 @@
 //! pages.
 
 use crate::blob::DomainId;
+use crate::engine::Engine;
 use crate::entry::{Content, Entry, Gauges};
-use crate::pool::{self, Pool};
-use crate::tenant;
+use crate::tenant::TenantShared;
 use std::collections::{HashMap, HashSet};
 
 /// Domain and number of referring entries, by blob.
 type Refs = HashMap<u32, (DomainId, u32)>;
 
-impl Pool {
+impl Engine {
     /// Recounts all sums, references and queues and compares them with the values that the engine
     /// keeps.
     ///
     /// # Panics
     /// If a value is wrong, or if another thread is in a call at the same time.
     pub fn check_invariants(&self) {
-        let inner = self.inner();
-        let registry = inner.read();
+        let membership = self.membership();
         let mut refs = Refs::new();
         let (mut entitled_bytes, mut index_bytes) = (0, 0);
-        for member in &registry.members {
-            index_bytes += check_tenant(inner, &member.tenant, &mut refs);
+        for member in &membership.members {
+            index_bytes += check_tenant(self, &member.tenant, &mut refs);
             entitled_bytes += member.tenant.entitled_bytes.get();
         }
         assert!(
-            entitled_bytes <= registry.size_bytes,
+            entitled_bytes <= membership.size_bytes,
             "entitlements exceed the pool"
         );
-        for departed in &registry.departed {
-            index_bytes += check_tenant(inner, departed, &mut refs);
-            let gauges = departed.lock(&inner.account).index.gauges;
+        for departed in &membership.departed {
+            index_bytes += check_tenant(self, departed, &mut refs);
+            let gauges = departed.lock(&self.totals).index.gauges;
             assert_eq!(gauges, Gauges::default(), "a departed tenant's index");
         }
-        let tenants = registry.members.len() + registry.departed.len();
-        assert_eq!(inner.account.tenants.get(), tenants as u64, "tenants");
-        assert_eq!(inner.account.index_bytes.get(), index_bytes, "index");
-        inner.store.check(&refs);
+        let tenants = membership.members.len() + membership.departed.len();
+        assert_eq!(self.totals.tenants.get(), tenants as u64, "tenants");
+        assert_eq!(self.totals.index_bytes.get(), index_bytes, "index");
+        self.store.check(&refs);
     }
 }
 
 /// Checks one tenant. Returns the memory of its index in bytes.
-fn check_tenant(engine: &pool::Inner, tenant: &tenant::Inner, refs: &mut Refs) -> u64 {
-    let state = tenant.lock(&engine.account);
+fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 {
+    let state = tenant.lock(&engine.totals);
     let mut ids = HashSet::new();
     state.index.check(|id, entry| {
         ids.insert(id);

@@ -180,6 +180,15 @@ pub(crate) fn encode<'a>(page: &Page, buffer: &'a mut Page) -> Option<&'a [u8]> 
     }
 }
 
+/// Returns the bytes in which the engine would store a page at first: 0 if it repeats four bytes,
+/// [`PAGE_SIZE`] if it does not compress. This takes as long as compressing the page.
+pub fn stored_bytes(page: &Page) -> usize {
+    match same_filled(page) {
+        Some(_) => 0,
+        None => encode(page, &mut [0; PAGE_SIZE]).map_or(PAGE_SIZE, <[u8]>::len),
+    }
+}
+
 /// Returns whether a stored form needs zstd to decode, which takes twice as long as lz4.
 pub(crate) fn is_dense(bytes: &[u8]) -> bool {
     bytes.len() < PAGE_SIZE && bytes.first() == Some(&FORM_ZSTD)
@@ -311,6 +320,15 @@ mod tests {
 
     fn text() -> Page {
         std::array::from_fn(|at| b'a' + (at * at * 31 / 7 % 13) as u8)
+    }
+
+    #[test]
+    fn stored_bytes_are_those_of_the_form() {
+        assert_eq!(stored_bytes(&[7; PAGE_SIZE]), 0);
+        assert_eq!(stored_bytes(&crate::tests::noise(1)), PAGE_SIZE);
+        let mut page = [1; PAGE_SIZE];
+        page[9] = 2;
+        assert!((1..256).contains(&stored_bytes(&page)));
     }
 
     #[test]

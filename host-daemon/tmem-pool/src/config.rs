@@ -29,14 +29,16 @@ pub(crate) const RAW_PART: u64 = 16;
 
 /// Raw pages that a background worker takes from a tenant at a time. They are few, because the next
 /// tenant waits for them, and more than one, so that the cost of the lock is shared.
-pub(crate) const SETTLE_PAGES: usize = 8;
+pub(crate) const FINALIZE_PAGES: usize = 8;
 
 /// Pages that a put copies before it takes the tenant's lock once for all of them.
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
-/// Pages that a put may evict for each page that it brings. A new page needs at most a page and its
-/// metadata, which is the charge of 14 same-filled pages (state.rs asserts that it is enough). An
-/// evicted page that is shared may free no memory; then a put may need more and is refused.
+/// Steps to free memory that a put may take for each page that it brings: each evicts a page, frees
+/// a detached page or moves a blob. For the tenant's limit this is always enough, because a raw page
+/// is charged as much as 14 same-filled pages (state.rs asserts that). For the memory of the pool no
+/// number is: a victim that is shared or same-filled frees no stored bytes, and then a put may need
+/// more steps and is refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
 /// Pages freed or evicted under one hold of a tenant's lock: about 10 µs.
@@ -70,27 +72,32 @@ pub const ADDRESS_SPACE_TIMES: u64 = 14;
 
 /// Eviction policies; `evict/` implements them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum PolicyKind {
     /// First in, first out: evicts the page that was put longest ago.
     Fifo,
     /// Least recently used: evicts the page that was used longest ago. Because a get removes a
     /// page, this is the order of [`PolicyKind::Fifo`].
     Lru,
-    /// S3-FIFO: evicts pages that were put for the first time early.
+    /// Adaptive two-queue policy: evicts pages that were put for the first time early.
     #[default]
-    S3Fifo,
+    AdaptiveTwoQueue,
 }
 
 impl PolicyKind {
     /// All policies.
-    pub const ALL: [PolicyKind; 3] = [PolicyKind::Fifo, PolicyKind::Lru, PolicyKind::S3Fifo];
+    pub const ALL: [PolicyKind; 3] = [
+        PolicyKind::Fifo,
+        PolicyKind::Lru,
+        PolicyKind::AdaptiveTwoQueue,
+    ];
 
     /// Returns the name for tables and files.
     pub fn name(self) -> &'static str {
         match self {
             PolicyKind::Fifo => "fifo",
             PolicyKind::Lru => "lru",
-            PolicyKind::S3Fifo => "s3fifo",
+            PolicyKind::AdaptiveTwoQueue => "adaptive-two-queue",
         }
     }
 }
@@ -109,18 +116,32 @@ pub(crate) const SWEEP_PAGES: usize = 32;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Time(pub u64);
 
-/// Configuration of a pool.
+/// Configuration of an engine.
 #[derive(Clone, Debug)]
-pub struct PoolConfig {
+#[non_exhaustive]
+pub struct EngineConfig {
     /// Memory that the pool may hold in bytes, metadata included.
     pub size_bytes: u64,
-    /// Largest size for [`Pool::resize`](crate::Pool::resize), in bytes: the pool reserves address
-    /// space for it.
+    /// Largest size for [`Engine::resize`](crate::Engine::resize), in bytes: the engine reserves
+    /// address space for it.
     pub size_max_bytes: u64,
     /// Seed of the content hash; random per process in production, fixed in tests.
     pub seed: u64,
     /// Order in which the pages of a tenant are evicted.
     pub policy: PolicyKind,
+}
+
+impl EngineConfig {
+    /// Returns the configuration of a pool of this size in bytes, which is also its largest size,
+    /// with the default policy.
+    pub fn new(size_bytes: u64, seed: u64) -> EngineConfig {
+        EngineConfig {
+            size_bytes,
+            size_max_bytes: size_bytes,
+            seed,
+            policy: PolicyKind::default(),
+        }
+    }
 }
 
 /// Part of the pool to which a tenant is entitled. Pages are charged their compressed size at first
@@ -139,6 +160,7 @@ pub struct Quota {
 
 /// Identity and quota of a tenant.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct TenantSpec {
     /// Name for messages and statistics only.
     pub name: String,
@@ -146,6 +168,17 @@ pub struct TenantSpec {
     pub trust_domain: Option<String>,
     /// The tenant's part of the pool.
     pub quota: Quota,
+}
+
+impl TenantSpec {
+    /// Returns a tenant in a trust domain of its own.
+    pub fn new(name: impl Into<String>, quota: Quota) -> TenantSpec {
+        TenantSpec {
+            name: name.into(),
+            trust_domain: None,
+            quota,
+        }
+    }
 }
 
 const _: () = assert!(

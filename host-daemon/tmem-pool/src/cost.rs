@@ -8,7 +8,7 @@
 //! matter to fairness.
 
 use crate::config::EVICTIONS_PER_PUT_PAGE;
-use crate::gain::SAMPLES_MAX;
+use tmem_trace::estimate::{Estimator, SAMPLES_MAX};
 
 /// Cost of copying a page into the pool, hashing it and adding its key.
 pub(crate) const PUT_NS: u64 = 1_300;
@@ -40,7 +40,7 @@ pub(crate) const DROP_NS: u64 = 800;
 /// Cost of looking up the pool and the object of a range, under the lock.
 pub(crate) const RANGE_NS: u64 = 300;
 
-/// Cost of passing one followed key (`gain.rs`).
+/// Cost of passing one followed key ([`Estimator`]).
 pub(crate) const FOLLOWED_NS: u64 = 2;
 
 /// Cost of forgetting one followed key.
@@ -48,6 +48,16 @@ pub(crate) const FORGET_NS: u64 = 50;
 
 /// Cost of hashing one key of a small range, in order to forget the key.
 pub(crate) const KEY_NS: u64 = 40;
+
+/// Returns the cost of all calls of an estimator so far, without their constant part.
+pub(crate) fn estimator_ns<K: Copy>(estimator: &Estimator<K>) -> u64 {
+    estimator.passed() * FOLLOWED_NS + estimator.forgotten() * FORGET_NS
+}
+
+/// Returns the largest cost of forgetting followed keys by a condition.
+pub(crate) fn forget_all_ns_max<K: Copy>(estimator: &Estimator<K>) -> u64 {
+    estimator.followed() * (FOLLOWED_NS + FORGET_NS)
+}
 
 /// Largest cost of one page of a put: the page replaces another one, and evictions are needed for
 /// both the pool and the tenant's limit.

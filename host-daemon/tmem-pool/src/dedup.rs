@@ -9,10 +9,10 @@
 //! Locks: buckets share LOCKS of them. A bucket and the bucket that it is split into or joined with
 //! share one lock. `grow` is taken before these locks and serializes changes of N.
 
-use crate::apart::Apart;
 use crate::heap::{Table, Zeroed};
+use crate::poison;
 use crate::sync::{AtomicU32, Mutex, MutexGuard};
-use crate::whole::{broken, whole};
+use crossbeam_utils::CachePadded;
 use std::io;
 use std::sync::atomic::Ordering::Relaxed;
 
@@ -56,9 +56,9 @@ pub(crate) struct Dedup {
     /// Number of buckets, N. A thread changes it under `grow` and the lock of the bucket in
     /// question. So the bucket of a hash does not change while a thread holds that bucket's lock.
     nr_buckets: AtomicU32,
-    nr_blobs: Apart<AtomicU32>,
+    nr_blobs: CachePadded<AtomicU32>,
     locks: Box<[Mutex<()>]>,
-    grow: Apart<Mutex<()>>,
+    grow: CachePadded<Mutex<()>>,
 }
 
 /// A locked bucket.
@@ -76,9 +76,9 @@ impl Dedup {
         Ok(Dedup {
             buckets: Table::reserve(blobs_max.max(LOCKS as usize))?,
             nr_buckets: AtomicU32::new(LOCKS),
-            nr_blobs: Apart::default(),
+            nr_blobs: CachePadded::default(),
             locks: (0..LOCKS).map(|_| Mutex::default()).collect(),
-            grow: Apart::default(),
+            grow: CachePadded::default(),
         })
     }
 
@@ -106,7 +106,7 @@ impl Dedup {
 
     fn lock_of(&self, hash: u64) -> MutexGuard<'_, ()> {
         // All buckets in which a hash can be share this lock.
-        whole(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
+        poison::guard_or_abort(self.locks[(hash as u32 % LOCKS) as usize].lock(), TABLE)
     }
 
     /// Locks and returns the chain in which a blob with this hash is, if it is listed.
@@ -150,7 +150,7 @@ impl Dedup {
             while links.next(at) != blob {
                 at = links.next(at);
                 if at == 0 || left == 0 {
-                    broken(TABLE);
+                    poison::abort_inconsistent(TABLE);
                 }
                 left -= 1;
             }
@@ -200,7 +200,7 @@ impl Dedup {
             *chain = blob;
             blob = next;
             if left == 0 {
-                broken(TABLE);
+                poison::abort_inconsistent(TABLE);
             }
             left -= 1;
         }
@@ -228,7 +228,7 @@ impl Dedup {
             old.0.store(blob, Relaxed);
             blob = next;
             if left == 0 {
-                broken(TABLE);
+                poison::abort_inconsistent(TABLE);
             }
             left -= 1;
         }

@@ -4,7 +4,7 @@
 
 use crate::config::{PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE};
 use crate::heap::Zeroed;
-use crate::index::{Hook, Id, Record};
+use crate::index::{ArenaRecord, Hook, Id};
 
 /// Place of a page's contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,7 +111,7 @@ impl Entry {
 // SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Entry {}
 
-impl Record for Entry {
+impl ArenaRecord for Entry {
     fn next_free(&self) -> Id {
         self.next
     }

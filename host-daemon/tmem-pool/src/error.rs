@@ -41,6 +41,7 @@ impl std::error::Error for CreateError {}
 
 /// A tenant's reserve does not fit beside the reserves of the other tenants.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct AdmissionError {
     /// Name of the tenant that was refused.
     pub tenant: String,

@@ -1,83 +1,130 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The storage engine of virtio-tmem: pages, keys, tenants and time, and nothing of virtio.
+//! Compressed, deduplicated page cache for many tenants: the storage engine of virtio-tmem.
 //!
-//! A [`Pool`] of bounded memory holds compressed copies of pages. Each [`Tenant`], one for a VM,
-//! has pools of objects of pages, sees nothing of the others, and is entitled to a part of the
-//! memory. Equal pages of one trust domain are stored once. The engine may drop any page at any
-//! time. It never returns a page with other bytes than were last put with its cookie.
+//! An [`Engine`] keeps copies of 4 KiB pages in a bounded amount of memory, which is called the pool.
+//! Each [`Tenant`] stands for one VM. It has pools of its own, each for one file system; a key is
+//! the number of such a pool, of an object in it, usually a file, and of a page in the object.
+//! Tenants see nothing of each other. Each tenant is entitled to a part of the memory by its
+//! [`Quota`]. Equal pages of one trust domain are stored once.
 //!
-//! A put copies the page and is answered. Background work runs in [`Pool::maintain`] on the threads
-//! that call it. It finds equal pages, compresses new pages, and recompresses cold ones.
+//! The engine promises correctness, not presence. It may drop any page at any time. A get never
+//! returns other bytes than those that were last put under its key with its cookie.
 //!
-//! The engine has no threads, clocks or sources of randomness: the caller passes in the time, and
-//! randomness comes from the seed. All handles may be used from any thread at once.
+//! # Example
+//!
+//! ```
+//! use tmem_pool::{Engine, EngineConfig, GetResult, Put, PutResult, Quota, TenantSpec, Time};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // 16 MiB for all tenants. The seed should be random; it keys the hashes.
+//! let engine = Engine::new(EngineConfig::new(16 << 20, 0x5eed))?;
+//! let quota = Quota { reserve_bytes: 1 << 20, limit_bytes: None, weight: 100 };
+//! let tenant = engine.add_tenant(TenantSpec::new("web1", quota))?;
+//! tenant.create_pool(1)?;
+//!
+//! // A put copies the page.
+//! let page = [7; tmem_pool::PAGE_SIZE];
+//! let put = Put { object: 42, index: 0, cookie: 1001, workingset: false, page: &page };
+//! let mut stored = [PutResult::Refused];
+//! tenant.put(1, &[put], &mut stored)?;
+//! assert_eq!(stored, [PutResult::Stored]);
+//!
+//! // Background work on the threads of the caller: deduplicate, compress, evict, compact.
+//! while engine.maintain(Time(0), 64) {}
+//! assert_eq!(tenant.stats().same_filled_pages, 1);
+//!
+//! // A get names the cookie that it wants. A hit removes the page.
+//! let (mut out, mut found) = ([[0; tmem_pool::PAGE_SIZE]], [GetResult::Miss]);
+//! let spent = tenant.get(1, 42, 0, &[1001], &mut out, &mut found)?;
+//! assert_eq!(found, [GetResult::Hit { cookie: 1001 }]);
+//! assert_eq!(out[0], page);
+//! // Dropping this frees the stored bytes. A caller answers its guest first.
+//! drop(spent);
+//! assert_eq!(tenant.stats().pages, 0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Threads, time and memory
+//!
+//! Any thread may call any method at any time. The engine starts no threads and reads no clock: the
+//! caller passes in the [`Time`], and randomness comes from the seed. So a simulator can run it.
+//!
+//! - [`Tenant::put`] copies a page and returns. A put is refused, and never waits, if too many pages
+//!   of the tenant wait for background work or if memory cannot be freed in bounded steps.
+//! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
+//!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A
+//!   caller that never calls it has its puts refused after some time.
+//! - [`Engine::resize`] changes the memory that the pool may hold while it runs.
+//! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds, so
+//!   that a caller can divide its time between tenants without reading a clock for each page.
+//!
+//! Configurations and statistics may get further fields, so they are built by functions. Results of
+//! the data path are exhaustive: each caller has to decide what another result would mean.
+//!
+//! # Files
 //!
 //! | file | contents |
 //! | --- | --- |
 //! | `config.rs` | sizes and limits with their reasons |
 //! | `cost.rs` | cost of the work of a request |
-//! | `pool.rs`, `registry.rs` | all tenants; choice of victims, background work, admission |
+//! | `engine.rs`, `membership.rs` | all tenants; choice of victims, background work, admission |
 //! | `tenant.rs`, `state.rs` | one tenant: work outside its lock, work under it |
 //! | `index/`, `entry.rs` | keys and the record of each |
 //! | `blob.rs`, `dedup.rs` | stored contents, each equal page once |
 //! | `heap/` | memory for stored bytes, which compacts and is given back |
-//! | `codec.rs`, `hash.rs`, `hash/` | forms of a page |
+//! | `codec.rs`, `hash.rs` | forms of a page, and its hash |
 //! | `evict/` | order of eviction, one file for each policy |
-//! | `gain.rs` | estimate of the hits that more memory would bring |
-//! | `trace.rs`, `replay.rs` | traces of requests; their replay with another policy or size |
+//! | `shadow.rs` | tenant without page contents, for the replay of traces |
 //! | `check.rs`, `tests/` | invariants; a model that knows the allowed answers |
-//! | `apart.rs` | padding to cache lines |
-//! | `quota.rs`, `account.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
+//! | `quota.rs`, `totals.rs`, `stats.rs` | entitlement, sums of what is held, statistics |
 //! | `fail.rs` | injected allocation failures for tests |
 //! | `secret.rs` | memory for guests' bytes outside of the heap |
-//! | `whole.rs` | poison policy: panics under a lock that all tenants share |
+//! | `poison.rs` | poison policy: panics under a lock that all tenants share |
 //! | `sync.rs` | locks and atomics, which tests can schedule |
 //!
-//! Lock order: registry, then at most one tenant, then one of the dedup table, then those of the
+//! # Locks
+//!
+//! Order: membership, then at most one tenant, then one of the dedup table, then those of the
 //! heap: a class's, free spans.
 
-mod account;
-mod apart;
 mod blob;
 mod check;
 mod codec;
 mod config;
 mod cost;
 mod dedup;
+mod engine;
 mod entry;
 mod error;
 mod evict;
 mod fail;
-mod gain;
 mod hash;
 mod heap;
 mod index;
-mod pool;
+mod membership;
+mod poison;
 mod quota;
-mod registry;
-pub mod replay;
 mod secret;
+mod shadow;
 mod state;
 mod stats;
 mod sync;
 mod tenant;
 #[cfg(test)]
 mod tests;
-pub mod trace;
-mod whole;
+mod totals;
 
+pub use codec::stored_bytes;
 pub use config::{
-    ADDRESS_SPACE_TIMES, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
-    POOLS_PER_TENANT_MAX, Page, PolicyKind, PoolConfig, Quota, TenantSpec, Time,
+    ADDRESS_SPACE_TIMES, EngineConfig, KEYS_PER_TENANT_MAX, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE,
+    POOLS_PER_TENANT_MAX, Page, PolicyKind, Quota, TenantSpec, Time,
 };
 pub use cost::{DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, PUT_NS_MAX};
+pub use engine::{Engine, Work};
 pub use error::{AdmissionError, CreateError, NoPool};
-pub use gain::{
-    GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
-    LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
-};
 pub use hash::PageHash;
-pub use pool::{Pool, Work};
 pub use secret::SecretPages;
-pub use stats::{PoolStats, TenantStats};
+pub use shadow::{ShadowMemory, ShadowTenant};
+pub use stats::{EngineStats, TenantStats};
 pub use tenant::{GetResult, Put, PutResult, Spent, Tenant};

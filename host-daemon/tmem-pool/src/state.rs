@@ -7,23 +7,21 @@
 //! lock. Each call is bounded: what may be long (an object, a pool, everything) is detached in one
 //! step and removed in small ones.
 
-use crate::blob::Settled;
+use crate::blob::Finalized;
 use crate::config::PolicyKind;
 use crate::config::{
     EVICTIONS_PER_PUT_PAGE, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, POOLS_PER_TENANT_MAX,
     STALE_SKIPS_MAX,
 };
-use crate::cost::{FORGET_NS, KEY_NS};
+use crate::cost::{FORGET_NS, KEY_NS, estimator_ns, forget_all_ns_max};
 use crate::entry::{Content, Entry};
 use crate::error::{CreateError, NoPool};
 use crate::evict::{self, Arrival, Leave, Policy};
-use crate::gain::Gain;
-#[cfg(test)]
-use crate::index::Key;
-use crate::index::{Chunks, Id, Index, PoolRef};
-use crate::stats::Counters;
+use crate::index::{Chunks, Id, Index, Key, PoolRef};
+use crate::stats::{Counters, TenantStats};
 use std::collections::VecDeque;
 use std::sync::Arc;
+use tmem_trace::estimate::Estimator;
 
 /// Pages up to which a flush itself frees an object. A larger object is freed later.
 pub(crate) const DETACH_PAGES_MIN: u32 = 16;
@@ -46,7 +44,7 @@ pub(crate) struct State {
     raw: VecDeque<(Id, u32)>,
     pub raw_max: u32,
     pub limit_bytes: u64,
-    pub gain: Gain,
+    pub estimator: Estimator<Key>,
     pub counters: Counters,
 }
 
@@ -105,7 +103,7 @@ impl State {
             raw: VecDeque::new(),
             raw_max: 0,
             limit_bytes,
-            gain: Gain::default(),
+            estimator: Estimator::default(),
             counters: Counters::default(),
         }
     }
@@ -117,7 +115,7 @@ impl State {
         self.index.abandon(keys_max);
         self.policy = evict::policy(policy, self.index.chunks());
         self.raw = VecDeque::new();
-        self.gain = Gain::default();
+        self.estimator = Estimator::default();
         let Counters {
             puts,
             puts_refused,
@@ -145,7 +143,55 @@ impl State {
     /// Returns the memory of keys and queues in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         let raw = self.raw.capacity() * size_of::<(Id, u32)>();
-        self.index.bytes() + self.policy.bytes() + self.gain.bytes() + raw as u64
+        self.index.bytes() + self.policy.bytes() + self.estimator.bytes() + raw as u64
+    }
+
+    /// Returns the cost of all calls of the estimator so far in nanoseconds, without their constant
+    /// part.
+    pub(crate) fn estimator_ns(&self) -> u64 {
+        estimator_ns(&self.estimator)
+    }
+
+    /// Returns gauges and counters. Quota and entitlement are those of the default.
+    pub(crate) fn stats(&self) -> TenantStats {
+        let estimates = self.estimator.estimates();
+        let (gauges, counters) = (self.index.gauges, self.counters);
+        TenantStats {
+            pages: gauges.pages.into(),
+            charged_bytes: gauges.charged_bytes(),
+            original_bytes: u64::from(gauges.pages) * PAGE_SIZE as u64,
+            compressed_bytes: gauges.stored_bytes,
+            same_filled_pages: gauges.same_filled_pages.into(),
+            raw_pages: gauges.raw_pages.into(),
+            shared_pages: gauges.shared_pages.into(),
+            puts: counters.puts,
+            puts_refused: counters.puts_refused,
+            gets: counters.gets,
+            hits: counters.hits,
+            evictions: counters.evictions,
+            flushed_pages: counters.flushed_pages,
+            hash_mismatches: counters.hash_mismatches,
+            evictions_limit: counters.evictions_limit,
+            replaced_pages: counters.replaced_pages,
+            cookie_mismatches: counters.cookie_mismatches,
+            evictions_shrink: counters.evictions_shrink,
+            refused_nursery: counters.refused_nursery,
+            refused_pool: counters.refused_pool,
+            refused_limit: counters.refused_limit,
+            refused_keys: counters.refused_keys,
+            finalized_same_filled: counters.finalized_same_filled,
+            finalized_shared: counters.finalized_shared,
+            finalized_compressed: counters.finalized_compressed,
+            finalized_raw: counters.finalized_raw,
+            gain_hits: estimates.gain_hits,
+            loss_hits: estimates.loss_hits,
+            loss_hits_seen: estimates.loss_hits_seen,
+            gain_steps: self.estimator.passed(),
+            raw_pages_max: self.raw_max.into(),
+            detached_pages: self.index.detached.pages.into(),
+            pools: self.index.nr_pools() as u64,
+            ..TenantStats::default()
+        }
     }
 
     // ---- pools --------------------------------------------------------------------------------
@@ -169,7 +215,7 @@ impl State {
         let pool = self.pool(nr)?;
         let before = self.index.gauges.pages;
         self.index.detach_pool(pool);
-        self.gain.drop_where(|key| key.pool == nr);
+        self.estimator.drop_where(|key| key.pool == nr);
         self.counters.flushed_pages += u64::from(before - self.index.gauges.pages);
         Ok(())
     }
@@ -178,7 +224,7 @@ impl State {
     pub(crate) fn clear(&mut self) {
         self.counters.flushed_pages += u64::from(self.index.gauges.pages);
         self.index.detach_all();
-        self.gain.drop_where(|_| true);
+        self.estimator.drop_where(|_| true);
     }
 
     // ---- pages --------------------------------------------------------------------------------
@@ -234,7 +280,7 @@ impl State {
         let key = self.index.key_of(pool, object, index);
         let key_hash = self.index.key_hash(key);
         let room_pages = self.room_pages();
-        self.gain.put(key, key_hash, room_pages);
+        self.estimator.put(key, key_hash, room_pages);
         let content = Content::Raw(blob);
         let refusal = if !room {
             Refusal::Pool
@@ -337,7 +383,7 @@ impl State {
             if held {
                 *taken = Some(self.remove_as(id, Leave::Got, key_hash));
             }
-            self.gain.get(key_hash, held, room_pages, used_pages);
+            self.estimator.get(key_hash, held, room_pages, used_pages);
         }
     }
 
@@ -414,7 +460,7 @@ impl State {
     /// Returns the largest cost of [`forget`](Self::forget) in nanoseconds.
     pub(crate) fn forget_ns_max(&self, Range { index, last, .. }: Range) -> u64 {
         match last - index {
-            FLUSH_HASHES_MAX.. => self.gain.drop_where_ns_max(),
+            FLUSH_HASHES_MAX.. => forget_all_ns_max(&self.estimator),
             others => (others + 1) * (KEY_NS + FORGET_NS),
         }
     }
@@ -433,7 +479,7 @@ impl State {
     ) {
         if last - index >= FLUSH_HASHES_MAX {
             let pool = self.index.key_of(pool, object, index).pool;
-            self.gain.drop_where(|key| {
+            self.estimator.drop_where(|key| {
                 (key.pool, key.object) == (pool, object) && (index..=last).contains(&key.index)
             });
             return;
@@ -441,7 +487,7 @@ impl State {
         for index in index..=last {
             let key = self.index.key_of(pool, object, index);
             let key_hash = self.index.key_hash(key);
-            self.gain.drop_page(key_hash);
+            self.estimator.drop_page(key_hash);
         }
     }
 
@@ -507,12 +553,17 @@ impl State {
     }
 
     /// Gives a raw page its final form, or releases that form if the page has left in the meantime.
-    pub(crate) fn settle(&mut self, (id, blob): (Id, u32), settled: Settled, freed: &mut Freed) {
-        let Settled {
+    pub(crate) fn finalize(
+        &mut self,
+        (id, blob): (Id, u32),
+        finalized: Finalized,
+        freed: &mut Freed,
+    ) {
+        let Finalized {
             content,
             stored_bytes,
             shared,
-        } = settled;
+        } = finalized;
         if !self.is_raw(id, blob) {
             freed.push(content);
             return;
@@ -520,10 +571,10 @@ impl State {
         freed.push(Content::Raw(blob));
         let counters = &mut self.counters;
         *match content {
-            Content::Same(_) => &mut counters.settled_same_filled,
-            _ if shared => &mut counters.settled_shared,
-            _ if stored_bytes == PAGE_SIZE => &mut counters.settled_raw,
-            _ => &mut counters.settled_compressed,
+            Content::Same(_) => &mut counters.finalized_same_filled,
+            _ if shared => &mut counters.finalized_shared,
+            _ if stored_bytes == PAGE_SIZE => &mut counters.finalized_raw,
+            _ => &mut counters.finalized_compressed,
         } += 1;
         self.index
             .change(id, |entry| entry.set_content(content, stored_bytes, shared));

@@ -6,6 +6,7 @@ use crate::config::Quota;
 /// Statistics of one tenant. Gauges count the pages that the tenant can still get. `detached_pages`
 /// counts the other pages that occupy memory for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TenantStats {
     /// Gauge, pages: keys held.
     pub pages: u64,
@@ -57,22 +58,22 @@ pub struct TenantStats {
     /// tenant had as many keys as it may.
     pub refused_keys: u64,
     /// Counter, pages: finalized as a pattern of four repeated bytes.
-    pub settled_same_filled: u64,
+    pub finalized_same_filled: u64,
     /// Counter, pages: finalized as equal to a page of the trust domain.
-    pub settled_shared: u64,
+    pub finalized_shared: u64,
     /// Counter, pages: finalized in compressed form.
-    pub settled_compressed: u64,
+    pub finalized_compressed: u64,
     /// Counter, pages: finalized as they are, because they do not compress.
-    pub settled_raw: u64,
+    pub finalized_raw: u64,
     /// Counter, pages: put over a page that was held under the same key.
     pub replaced_pages: u64,
     /// Counter, pages: held under another cookie than the requested one.
     pub cookie_mismatches: u64,
     /// Counter, pages, approximate: misses that would have been hits with more memory, in the order
-    /// of [`GAIN_PERCENT`](crate::GAIN_PERCENT).
+    /// of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
     pub gain_hits: [u64; 3],
     /// Counter, pages, approximate: hits that would have been misses with less memory than the
-    /// tenant used, in the order of [`LOSS_PERCENT`](crate::LOSS_PERCENT).
+    /// tenant used, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
     pub loss_hits: [u64; 3],
     /// Counter, pages, approximate: hits from which `loss_hits` is estimated.
     pub loss_hits_seen: u64,
@@ -93,9 +94,10 @@ pub struct TenantStats {
     pub weight: u32,
 }
 
-/// Statistics of the whole pool.
+/// Statistics of an engine: of the memory for all tenants, which is the pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct PoolStats {
+#[non_exhaustive]
+pub struct EngineStats {
     /// Gauge, bytes: memory that the pool may hold, metadata included.
     pub size_bytes: u64,
     /// Gauge, bytes: memory that the pool holds, detached pages included: `frames_bytes +
@@ -184,10 +186,10 @@ pub(crate) struct Counters {
     pub refused_pool: u64,
     pub refused_limit: u64,
     pub refused_keys: u64,
-    pub settled_same_filled: u64,
-    pub settled_shared: u64,
-    pub settled_compressed: u64,
-    pub settled_raw: u64,
+    pub finalized_same_filled: u64,
+    pub finalized_shared: u64,
+    pub finalized_compressed: u64,
+    pub finalized_raw: u64,
 }
 
 impl TenantStats {
@@ -198,7 +200,7 @@ impl TenantStats {
     }
 }
 
-impl PoolStats {
+impl EngineStats {
     pub(crate) fn add_counters(&mut self, counters: Counters) {
         self.puts += counters.puts;
         self.puts_refused += counters.puts_refused;
@@ -230,9 +232,9 @@ impl Counters {
         self.refused_pool += other.refused_pool;
         self.refused_limit += other.refused_limit;
         self.refused_keys += other.refused_keys;
-        self.settled_same_filled += other.settled_same_filled;
-        self.settled_shared += other.settled_shared;
-        self.settled_compressed += other.settled_compressed;
-        self.settled_raw += other.settled_raw;
+        self.finalized_same_filled += other.finalized_same_filled;
+        self.finalized_shared += other.finalized_shared;
+        self.finalized_compressed += other.finalized_compressed;
+        self.finalized_raw += other.finalized_raw;
     }
 }

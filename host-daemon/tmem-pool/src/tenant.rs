@@ -2,32 +2,32 @@
 //! A tenant's handle: the operations of one VM on the pool.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
-//! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: registry, tenant.
+//! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: membership, tenant.
 //!
 //! A panic under a tenant's lock empties that tenant, because what it held is no longer known. The
 //! process goes on: other threads take the same lock to work for other tenants.
 
-use crate::account::{Account, Sum};
 use crate::blob::{DomainId, Reader, Store};
 use crate::codec;
 use crate::config::{
-    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, PAGE_SIZE, PUT_GROUP_PAGES, Page, Quota,
-    RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, SETTLE_PAGES, TenantSpec, Time,
+    EVICT_STEP_PAGES, EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, PAGE_SIZE, PUT_GROUP_PAGES, Page,
+    Quota, RAW_PAGES_MAX, RAW_PAGES_MIN, RAW_PART, TenantSpec,
 };
 use crate::cost::{
     DROP_NS, DROP_SAME_NS, EVICT_NS, GET_DENSE_NS, GET_NS, GET_SAME_NS, KEY_NS, MISS_NS, PUT_NS,
     RANGE_NS, REFUSE_NS,
 };
+use crate::engine::{Engine, TenantParams};
 use crate::entry::{Content, Entry};
 use crate::error::{AdmissionError, CreateError, NoPool};
 use crate::heap::prefetch_lines;
 #[cfg(test)]
 use crate::index::Key;
 use crate::index::{Id, PoolRef};
-use crate::pool;
 use crate::state::{FLUSH_HASHES_MAX, Freed, NewPage, Range, Reason, Refusal, State};
 use crate::stats::{Counters, TenantStats};
 use crate::sync::{AtomicBool, Mutex, MutexGuard};
+use crate::totals::{Sum, Totals};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -80,14 +80,14 @@ pub enum GetResult {
     Miss,
 }
 
-/// A tenant as other parts of the engine see it. Its sums mirror values that the lock guards, for
+/// The part of a tenant that all threads of the engine share. Its sums mirror values that the lock guards, for
 /// threads that do not hold the lock.
 #[derive(Debug)]
-pub(crate) struct Inner {
+pub(crate) struct TenantShared {
     name: String,
     domain: DomainId,
     state: Mutex<State>,
-    made: pool::Made,
+    params: TenantParams,
     pub charged_bytes: Sum,
     pub entitled_bytes: Sum,
     /// The tenant's charge, or, if that is more, the bytes that it holds. Keys and queues take
@@ -95,7 +95,7 @@ pub(crate) struct Inner {
     owed_bytes: Sum,
     /// Memory of keys and queues in bytes.
     index_bytes: Sum,
-    /// The tenant no longer counts in the account. Set under the lock.
+    /// The tenant no longer counts in the totals. Set under the lock.
     forgotten: AtomicBool,
     /// The tenant has detached pages.
     has_dead: AtomicBool,
@@ -104,20 +104,20 @@ pub(crate) struct Inner {
     mismatch_logged: AtomicBool,
 }
 
-impl Inner {
-    pub(crate) fn new(spec: &TenantSpec, domain: DomainId, made: &pool::Made) -> Inner {
+impl TenantShared {
+    pub(crate) fn new(spec: &TenantSpec, domain: DomainId, params: &TenantParams) -> TenantShared {
         let limit_bytes = spec.quota.limit_bytes.unwrap_or(u64::MAX);
-        Inner {
+        TenantShared {
             name: spec.name.clone(),
             domain,
             state: Mutex::new(State::new(
-                made.seed,
-                made.keys_per_tenant_max,
+                params.seed,
+                params.keys_per_tenant_max,
                 limit_bytes,
-                made.policy,
-                &made.chunks,
+                params.policy,
+                &params.chunks,
             )),
-            made: made.clone(),
+            params: params.clone(),
             charged_bytes: Sum::default(),
             entitled_bytes: Sum::default(),
             owed_bytes: Sum::default(),
@@ -166,22 +166,22 @@ impl Inner {
         self.state().limit_bytes = limit_bytes.unwrap_or(u64::MAX);
     }
 
-    /// Removes the tenant from the account, when nothing is left of it but references of threads
+    /// Removes the tenant from the totals, when nothing is left of it but references of threads
     /// that are still looking at it.
-    pub(crate) fn forgotten(&self, account: &Account) {
+    pub(crate) fn forgotten(&self, totals: &Totals) {
         let _state = self.state();
         self.forgotten.store(true, Relaxed);
-        account.index_bytes.sub(self.index_bytes.get());
+        totals.index_bytes.sub(self.index_bytes.get());
     }
 
     pub(crate) fn counters(&self) -> Counters {
         self.state().counters
     }
 
-    pub(crate) fn lock<'a>(&'a self, account: &'a Account) -> Locked<'a> {
+    pub(crate) fn lock<'a>(&'a self, totals: &'a Totals) -> Locked<'a> {
         Locked {
             tenant: self,
-            account,
+            totals,
             state: self.state(),
             unwinding: std::thread::panicking(),
         }
@@ -197,27 +197,27 @@ impl Inner {
                 "a bug in the engine: a panic left this tenant's pages unknown; they are dropped, and \
                  their memory is lost until the next start"
             );
-            let pool::Made {
+            let TenantParams {
                 keys_per_tenant_max,
                 policy,
                 ..
-            } = &self.made;
+            } = &self.params;
             state.abandon(*keys_per_tenant_max, *policy);
             self.state.clear_poison();
             state
         })
     }
 
-    /// Gives up to [`SETTLE_PAGES`] raw pages their final form. Returns their number. None: there
+    /// Gives up to [`FINALIZE_PAGES`] raw pages their final form. Returns their number. None: there
     /// was no memory for one of them.
-    pub(crate) fn settle(&self, engine: &pool::Inner) -> Option<usize> {
-        let mut work = [(0, 0); SETTLE_PAGES];
+    pub(crate) fn finalize(&self, engine: &Engine) -> Option<usize> {
+        let mut work = [(0, 0); FINALIZE_PAGES];
         let mut nr = 0;
-        let mut state = self.lock(&engine.account);
-        state.prefetch_raw(SETTLE_PAGES, |blob| {
+        let mut state = self.lock(&engine.totals);
+        state.prefetch_raw(FINALIZE_PAGES, |blob| {
             engine.store.prefetch(Content::Raw(blob));
         });
-        while nr < SETTLE_PAGES
+        while nr < FINALIZE_PAGES
             && let Some((id, blob)) = state.next_raw()
         {
             // The second reference keeps the page's bytes if the page leaves in the meantime.
@@ -237,11 +237,11 @@ impl Inner {
         for &(_, blob) in work {
             engine.store.prefetch_raw(blob, self.domain);
         }
-        let mut settled = [None; SETTLE_PAGES];
+        let mut finalized = [None; FINALIZE_PAGES];
         let mut buffer = engine.take_buffer();
-        for (&(_, blob), settled) in work.iter().zip(&mut settled) {
+        for (&(_, blob), finalized) in work.iter().zip(&mut finalized) {
             if let Some(buffer) = &mut buffer {
-                *settled = engine.settle(blob, self.domain, &mut buffer.pages()[0]);
+                *finalized = engine.finalize(blob, self.domain, &mut buffer.pages()[0]);
             }
         }
         if let Some(buffer) = buffer {
@@ -250,18 +250,18 @@ impl Inner {
         // Wipe the remains of stored pages that were decompressed for comparison.
         codec::wipe();
         let mut freed = Freed::new();
-        let mut state = self.lock(&engine.account);
+        let mut state = self.lock(&engine.totals);
         // In reverse order, so that pages without memory return to the queue in their order.
-        for (&(id, blob), settled) in work.iter().zip(settled).rev() {
-            match settled {
-                Some(settled) => state.settle((id, blob), settled, &mut freed),
+        for (&(id, blob), finalized) in work.iter().zip(finalized).rev() {
+            match finalized {
+                Some(finalized) => state.finalize((id, blob), finalized, &mut freed),
                 None => state.raw_again(id, blob),
             }
             freed.push(Content::Raw(blob));
         }
         drop(state);
         engine.release_all(freed);
-        let failed = settled[..nr].iter().any(Option::is_none);
+        let failed = finalized[..nr].iter().any(Option::is_none);
         (!failed).then_some(nr)
     }
 
@@ -281,8 +281,8 @@ impl Inner {
 
 /// A tenant's state under its lock. Dropping the guard updates the mirrors.
 pub(crate) struct Locked<'a> {
-    tenant: &'a Inner,
-    account: &'a Account,
+    tenant: &'a TenantShared,
+    totals: &'a Totals,
     state: MutexGuard<'a, State>,
     /// The lock was taken while a panic unwinds.
     unwinding: bool,
@@ -305,7 +305,7 @@ impl Drop for Locked<'_> {
     fn drop(&mut self) {
         let Locked {
             tenant,
-            account,
+            totals,
             state,
             unwinding,
         } = self;
@@ -320,7 +320,7 @@ impl Drop for Locked<'_> {
         tenant.owed_bytes.set(state.owed_bytes(now));
         if before != now && !tenant.forgotten.load(Relaxed) {
             tenant.index_bytes.set(now);
-            account.index_bytes.change(before, now);
+            totals.index_bytes.change(before, now);
         }
     }
 }
@@ -363,29 +363,29 @@ impl Drop for Spent<'_> {
     }
 }
 
-/// Ends the tenant when its last handle is dropped.
-struct Handle {
-    pool: Arc<pool::Inner>,
-    tenant: Arc<Inner>,
+/// Owner of a tenant, which all handles share. Dropping it ends the tenant.
+struct TenantOwner {
+    engine: Arc<Engine>,
+    tenant: Arc<TenantShared>,
 }
 
-impl Handle {
+impl TenantOwner {
     fn lock(&self) -> Locked<'_> {
-        self.tenant.lock(&self.pool.account)
+        self.tenant.lock(&self.engine.totals)
     }
 }
 
-impl Drop for Handle {
+impl Drop for TenantOwner {
     fn drop(&mut self) {
         self.lock().clear();
-        self.pool.depart(&self.tenant);
+        self.engine.depart(&self.tenant);
     }
 }
 
-/// Handle to one tenant. Clones are handles to the same tenant. Dropping the last handle drops the
-/// tenant's pages, which [`Pool::maintain`](crate::Pool::maintain) frees later.
+/// TenantOwner to one tenant. Clones are handles to the same tenant. Dropping the last handle drops the
+/// tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
 #[derive(Clone)]
-pub struct Tenant(Arc<Handle>);
+pub struct Tenant(Arc<TenantOwner>);
 
 impl fmt::Debug for Tenant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -396,11 +396,11 @@ impl fmt::Debug for Tenant {
 }
 
 impl Tenant {
-    pub(crate) fn new(pool: Arc<pool::Inner>, tenant: Arc<Inner>) -> Tenant {
-        Tenant(Arc::new(Handle { pool, tenant }))
+    pub(crate) fn new(engine: Arc<Engine>, tenant: Arc<TenantShared>) -> Tenant {
+        Tenant(Arc::new(TenantOwner { engine, tenant }))
     }
 
-    pub(crate) fn inner(&self) -> &Arc<Inner> {
+    pub(crate) fn shared(&self) -> &Arc<TenantShared> {
         &self.0.tenant
     }
 
@@ -429,7 +429,7 @@ impl Tenant {
     /// Stores pages in their order: if a key is given twice, the later page counts. `results` has
     /// the length of `pages`. A refused page leaves nothing under its key.
     ///
-    /// The call copies the pages, and [`Pool::maintain`](crate::Pool::maintain) gives them their
+    /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) gives them their
     /// final form. A page is refused if too many pages of the tenant wait for their final form. A
     /// page that would exceed the tenant's limit evicts the tenant's own oldest pages. A page for
     /// which the pool has no room evicts, in bounded steps, pages of the tenant most above its
@@ -446,7 +446,6 @@ impl Tenant {
     /// If the slices differ in length.
     pub fn put(
         &self,
-        _now: Time,
         pool: u32,
         pages: &[Put<'_>],
         results: &mut [PutResult],
@@ -476,7 +475,7 @@ impl Tenant {
         pages: &[Put<'_>],
         results: &mut [PutResult],
     ) -> Option<u64> {
-        let engine = &self.0.pool;
+        let engine = &self.0.engine;
         // Pages that would be refused are not copied.
         let raw_room = self.0.lock().raw_room();
         let mut raw = [None; PUT_GROUP_PAGES];
@@ -492,7 +491,7 @@ impl Tenant {
         let copied = raw.iter().flatten().count();
         let mut freed = Freed::new();
         let mut state = self.0.lock();
-        let gain_before_ns = state.gain.cost_ns();
+        let estimator_before_ns = state.estimator_ns();
         let live = state.index.is_live(pool);
         for (nth, ((put, raw), result)) in pages.iter().zip(raw).zip(results).enumerate() {
             let Some((blob, check)) = raw else {
@@ -521,14 +520,14 @@ impl Tenant {
                 *result = PutResult::Stored;
             }
         }
-        let gain_ns = state.gain.cost_ns() - gain_before_ns;
+        let estimator_ns = state.estimator_ns() - estimator_before_ns;
         drop(state);
         let evicted = steps_max - steps + freed.len();
         engine.release_all(freed);
         let cost_ns = copied as u64 * PUT_NS
             + (pages.len() - copied) as u64 * REFUSE_NS
             + evicted as u64 * EVICT_NS
-            + gain_ns;
+            + estimator_ns;
         live.then_some(cost_ns)
     }
 
@@ -542,11 +541,8 @@ impl Tenant {
     ///
     /// # Panics
     /// If the slices differ in length.
-    // A get has six values; a struct of them would only be taken apart again.
-    #[allow(clippy::too_many_arguments)]
     pub fn get(
         &self,
-        _now: Time,
         pool: u32,
         object: u64,
         index: u64,
@@ -559,7 +555,7 @@ impl Tenant {
         results.fill(GetResult::Miss);
         let pool = self.0.lock().pool(pool)?;
         let mut spent = Spent {
-            store: &self.0.pool.store,
+            store: &self.0.engine.store,
             contents: Freed::with_capacity(cookies.len()),
             cost_ns: 0,
         };
@@ -585,10 +581,7 @@ impl Tenant {
         results: &mut [GetResult],
         spent: &mut Spent<'_>,
     ) {
-        let Handle {
-            pool: engine,
-            tenant,
-        } = &*self.0;
+        let TenantOwner { engine, tenant } = &*self.0;
         // There are no pages beyond the last page number.
         let nr = (u64::MAX - index)
             .saturating_add(1)
@@ -596,12 +589,12 @@ impl Tenant {
         let mut taken: [Option<Entry>; LOCKED_PAGES_MAX] = [const { None }; LOCKED_PAGES_MAX];
         let mut ids: [Id; LOCKED_PAGES_MAX] = [0; LOCKED_PAGES_MAX];
         let mut state = self.0.lock();
-        let gain_before_ns = state.gain.cost_ns();
+        let estimator_before_ns = state.estimator_ns();
         if state.index.is_live(pool) {
             let (taken, ids) = (&mut taken[..nr], &mut ids[..nr]);
             state.take(pool, object, index, &cookies[..nr], taken, ids);
         }
-        spent.cost_ns += state.gain.cost_ns() - gain_before_ns;
+        spent.cost_ns += state.estimator_ns() - estimator_before_ns;
         drop(state);
 
         let (mut hits, mut mismatches) = (0, 0);
@@ -713,16 +706,16 @@ impl Tenant {
             *budget_ns = budget_ns.saturating_sub(dropped_ns);
             let done = !more && state.forget_ns_max(range) <= *budget_ns;
             if done {
-                let gain_before_ns = state.gain.cost_ns();
+                let estimator_before_ns = state.estimator_ns();
                 state.forget(pool, range);
                 let keys_ns = match last - index {
                     nr if nr < FLUSH_HASHES_MAX => (nr + 1) * KEY_NS,
                     _ => 0,
                 };
-                *budget_ns -= state.gain.cost_ns() - gain_before_ns + keys_ns;
+                *budget_ns -= state.estimator_ns() - estimator_before_ns + keys_ns;
             }
             drop(state);
-            self.0.pool.release_all(freed);
+            self.0.engine.release_all(freed);
             if done {
                 return Ok(true);
             }
@@ -739,13 +732,13 @@ impl Tenant {
         let (mut left, before) = {
             let mut state = self.0.lock();
             // More memory would not have turned later misses of these pages into hits.
-            state.gain.drop_where(|_| true);
+            state.estimator.drop_where(|_| true);
             let pages = u64::from(state.index.gauges.pages);
             (pages, pages)
         };
         while left > 0 {
             let step = (EVICT_STEP_PAGES as u64).min(left) as usize;
-            let (engine, tenant) = (&self.0.pool, &self.0.tenant);
+            let (engine, tenant) = (&self.0.engine, &self.0.tenant);
             let done = engine.evict_from(tenant, step, Reason::Flush) as u64;
             if done == 0 {
                 break;
@@ -762,60 +755,21 @@ impl Tenant {
     }
 
     /// Changes the quota. Pages above a lower limit are evicted in steps of
-    /// [`Pool::maintain`](crate::Pool::maintain) and of puts.
+    /// [`Engine::maintain`](crate::Engine::maintain) and of puts.
     ///
     /// # Errors
     /// The reserve does not fit beside those of the other tenants; then nothing changes.
     pub fn set_quota(&self, quota: Quota) -> Result<(), AdmissionError> {
-        self.0.pool.set_quota(&self.0.tenant, quota)
+        self.0.engine.set_quota(&self.0.tenant, quota)
     }
 
     /// Returns gauges and counters as of now.
     pub fn stats(&self) -> TenantStats {
-        let Handle {
-            pool: engine,
-            tenant,
-        } = &*self.0;
+        let TenantOwner { engine, tenant } = &*self.0;
         let quota = engine.quota(tenant);
         let state = self.0.lock();
-        let (gauges, counters) = (state.index.gauges, state.counters);
-        let mut stats = TenantStats {
-            pages: gauges.pages.into(),
-            charged_bytes: gauges.charged_bytes(),
-            entitled_bytes: tenant.entitled_bytes.get(),
-            original_bytes: u64::from(gauges.pages) * PAGE_SIZE as u64,
-            compressed_bytes: gauges.stored_bytes,
-            same_filled_pages: gauges.same_filled_pages.into(),
-            raw_pages: gauges.raw_pages.into(),
-            shared_pages: gauges.shared_pages.into(),
-            puts: counters.puts,
-            puts_refused: counters.puts_refused,
-            gets: counters.gets,
-            hits: counters.hits,
-            evictions: counters.evictions,
-            flushed_pages: counters.flushed_pages,
-            hash_mismatches: counters.hash_mismatches,
-            evictions_limit: counters.evictions_limit,
-            replaced_pages: counters.replaced_pages,
-            cookie_mismatches: counters.cookie_mismatches,
-            evictions_shrink: counters.evictions_shrink,
-            refused_nursery: counters.refused_nursery,
-            refused_pool: counters.refused_pool,
-            refused_limit: counters.refused_limit,
-            refused_keys: counters.refused_keys,
-            settled_same_filled: counters.settled_same_filled,
-            settled_shared: counters.settled_shared,
-            settled_compressed: counters.settled_compressed,
-            settled_raw: counters.settled_raw,
-            gain_hits: state.gain.hits,
-            loss_hits: state.gain.losses,
-            loss_hits_seen: state.gain.hits_seen,
-            gain_steps: state.gain.steps,
-            raw_pages_max: state.raw_max.into(),
-            detached_pages: state.index.detached.pages.into(),
-            pools: state.index.nr_pools() as u64,
-            ..TenantStats::default()
-        };
+        let mut stats = state.stats();
+        stats.entitled_bytes = tenant.entitled_bytes.get();
         stats.set_quota(quota);
         stats
     }
@@ -823,8 +777,8 @@ impl Tenant {
 
 #[cfg(test)]
 impl Tenant {
-    pub(crate) fn pool(&self) -> &Arc<pool::Inner> {
-        &self.0.pool
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.0.engine
     }
 
     /// Returns the cookie held under (pool, object, index), and reads the page into `read`. The
@@ -842,7 +796,7 @@ impl Tenant {
         };
         let entry = &state.index.entries[state.peek(key)?];
         if let Some(out) = read {
-            let store = &self.0.pool.store;
+            let store = &self.0.engine.store;
             let read = store.read(&store.reader(entry.content()), entry.check, out);
             read.expect("a stored page passes its check");
         }

@@ -4,13 +4,14 @@
 mod common;
 
 use common::tenant;
+use std::sync::Arc;
 use tmem_pool::{
-    CreateError, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Pool, Put, PutResult,
+    CreateError, Engine, GetResult, NoPool, PAGE_SIZE, POOLS_PER_TENANT_MAX, Page, Put, PutResult,
     Tenant, Time,
 };
 
-fn pool() -> Pool {
-    common::pool(16 << 20)
+fn new_engine() -> Arc<Engine> {
+    common::engine(16 << 20)
 }
 
 /// Returns three different pages: one that compresses, one that does not, and one of a single
@@ -38,14 +39,14 @@ fn put(tenant: &Tenant, index: u64, cookie: u64, page: &Page) -> PutResult {
         workingset: false,
         page,
     };
-    tenant.put(Time(0), 1, &[put], &mut results).unwrap();
+    tenant.put(1, &[put], &mut results).unwrap();
     results[0]
 }
 
 fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
     let (mut out, mut results) = ([[0xaa; PAGE_SIZE]], [GetResult::Miss]);
     tenant
-        .get(Time(0), 1, 5, index, &[cookie], &mut out, &mut results)
+        .get(1, 5, index, &[cookie], &mut out, &mut results)
         .unwrap();
     match results[0] {
         GetResult::Hit { cookie: stored } => {
@@ -58,17 +59,17 @@ fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
 
 #[test]
 fn a_page_comes_back_once() {
-    let pool = pool();
-    let tenant = tenant(&pool, "a");
+    let engine = new_engine();
+    let tenant = tenant(&engine, "a");
     for (index, page) in pages().iter().enumerate() {
         assert_eq!(put(&tenant, index as u64, 100, page), PutResult::Stored);
     }
     assert_eq!(tenant.stats().raw_pages, 3);
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
     let stats = tenant.stats();
     let forms = (stats.raw_pages, stats.same_filled_pages, stats.shared_pages);
     assert_eq!((stats.pages, forms), (3, (0, 1, 0)));
-    assert_eq!(pool.stats().blobs, 2);
+    assert_eq!(engine.stats().blobs, 2);
     for (index, page) in pages().iter().enumerate() {
         assert_eq!(get(&tenant, index as u64, 100), Some(*page));
         assert_eq!(
@@ -82,15 +83,15 @@ fn a_page_comes_back_once() {
         put(&tenant, index as u64, 100, page);
         assert_eq!(get(&tenant, index as u64, 100), Some(*page));
     }
-    let stats = pool.stats();
+    let stats = engine.stats();
     assert_eq!((stats.pages, stats.blobs, stats.payload_bytes), (0, 0, 0));
     assert_eq!((stats.gets, stats.hits, stats.puts), (9, 6, 6));
 }
 
 #[test]
 fn the_cookie_counts_in_full() {
-    let pool = pool();
-    let tenant = tenant(&pool, "a");
+    let engine = new_engine();
+    let tenant = tenant(&engine, "a");
     let [page, ..] = pages();
     put(&tenant, 0, 1 << 63 | 1, &page);
     assert_eq!(get(&tenant, 0, 1), None);
@@ -101,8 +102,8 @@ fn the_cookie_counts_in_full() {
 
 #[test]
 fn a_run_is_answered_page_by_page() {
-    let pool = pool();
-    let tenant = tenant(&pool, "a");
+    let engine = new_engine();
+    let tenant = tenant(&engine, "a");
     let [text, noise, same] = pages();
     put(&tenant, 10, 1, &text);
     put(&tenant, 12, 3, &noise);
@@ -110,22 +111,14 @@ fn a_run_is_answered_page_by_page() {
     let mut out = [[0; PAGE_SIZE]; 4];
     let mut results = [GetResult::Hit { cookie: 99 }; 4];
     tenant
-        .get(Time(0), 1, 5, 9, &[7, 1, 2, 3], &mut out, &mut results)
+        .get(1, 5, 9, &[7, 1, 2, 3], &mut out, &mut results)
         .unwrap();
     let hit = |cookie| GetResult::Hit { cookie };
     assert_eq!(results, [GetResult::Miss, hit(1), GetResult::Miss, hit(3)]);
     assert_eq!((out[1], out[3]), (text, noise));
     // A run that passes the last index ends there.
     tenant
-        .get(
-            Time(0),
-            1,
-            5,
-            u64::MAX - 1,
-            &[4, 4, 4, 4],
-            &mut out,
-            &mut results,
-        )
+        .get(1, 5, u64::MAX - 1, &[4, 4, 4, 4], &mut out, &mut results)
         .unwrap();
     assert_eq!(
         results,
@@ -136,8 +129,8 @@ fn a_run_is_answered_page_by_page() {
 
 #[test]
 fn the_later_of_one_key_counts() {
-    let pool = pool();
-    let tenant = tenant(&pool, "a");
+    let engine = new_engine();
+    let tenant = tenant(&engine, "a");
     let [text, noise, _] = pages();
     let put = |cookie, page| Put {
         object: 5,
@@ -148,7 +141,7 @@ fn the_later_of_one_key_counts() {
     };
     let mut results = [PutResult::Refused; 2];
     tenant
-        .put(Time(0), 1, &[put(1, &text), put(2, &noise)], &mut results)
+        .put(1, &[put(1, &text), put(2, &noise)], &mut results)
         .unwrap();
     assert_eq!(results, [PutResult::Stored; 2]);
     assert_eq!(tenant.stats().replaced_pages, 1);
@@ -158,8 +151,8 @@ fn the_later_of_one_key_counts() {
 
 #[test]
 fn a_flush_drops_its_range_only() {
-    let pool = pool();
-    let tenant = tenant(&pool, "a");
+    let engine = new_engine();
+    let tenant = tenant(&engine, "a");
     let [text, ..] = pages();
     for index in (0..200).chain([u64::MAX]) {
         put(&tenant, index, 1, &text);
@@ -179,8 +172,8 @@ fn a_flush_drops_its_range_only() {
 
 #[test]
 fn pools_are_the_tenants_own() {
-    let pool = pool();
-    let (a, b) = (tenant(&pool, "a"), tenant(&pool, "b"));
+    let engine = new_engine();
+    let (a, b) = (tenant(&engine, "a"), tenant(&engine, "b"));
     let [text, ..] = pages();
     put(&a, 0, 1, &text);
     assert_eq!(get(&b, 0, 1), None);
@@ -201,11 +194,11 @@ fn pools_are_the_tenants_own() {
         workingset: false,
         page: &text,
     };
-    assert_eq!(a.put(Time(0), 2, &[page], &mut put_results), Err(NoPool));
+    assert_eq!(a.put(2, &[page], &mut put_results), Err(NoPool));
     assert_eq!(put_results, [PutResult::Refused]);
     let (mut out, mut results) = ([text], [GetResult::Hit { cookie: 1 }]);
     assert_eq!(
-        a.get(Time(0), 2, 5, 0, &[1], &mut out, &mut results).err(),
+        a.get(2, 5, 0, &[1], &mut out, &mut results).err(),
         Some(NoPool)
     );
     assert_eq!(results, [GetResult::Miss]);

@@ -10,7 +10,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
-use tmem_pool::{ADDRESS_SPACE_TIMES, PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
+use tmem_pool::{ADDRESS_SPACE_TIMES, Engine, PAGE_SIZE, Page, Put, PutResult, Tenant, Time};
 
 /// Allocator that counts live bytes.
 struct Counting;
@@ -113,14 +113,14 @@ fn page(nth: u64) -> Page {
 }
 
 fn fill(
-    (pool, tenant): (&Pool, &Tenant),
+    (engine, tenant): (&Engine, &Tenant),
     pages: u64,
     object: impl Fn(u64) -> u64,
     page: impl Fn(u64) -> Page,
 ) {
     for nth in 0..pages {
         if nth % 64 == 0 {
-            while pool.maintain(Time(0), 64) {}
+            while engine.maintain(Time(0), 64) {}
         }
         let page = page(nth);
         let put = Put {
@@ -131,10 +131,10 @@ fn fill(
             page: &page,
         };
         let mut results = [PutResult::Refused];
-        tenant.put(Time(0), 1, &[put], &mut results).unwrap();
+        tenant.put(1, &[put], &mut results).unwrap();
         assert_eq!(results, [PutResult::Stored]);
     }
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     const PAGES: u64 = 4_000;
     const POOL_BYTES: u64 = 256 << 20;
     let before = reserved_bytes();
-    let pool = common::pool(POOL_BYTES);
+    let engine = common::engine(POOL_BYTES);
     let reserved = reserved_bytes() - before;
     assert!(
         reserved <= ADDRESS_SPACE_TIMES * POOL_BYTES
@@ -165,7 +165,7 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
         swapped.len()
     );
     assert!(!locked.is_empty() || !swapped.is_empty());
-    assert_eq!(pool.is_locked(), swapped.is_empty(), "{flags:?}");
+    assert_eq!(engine.is_locked(), swapped.is_empty(), "{flags:?}");
     let small_file = |nth: u64| nth / 5;
     let one_page = |nth: u64| nth;
     let large_file = |_| 1;
@@ -173,22 +173,22 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     type Fill<'a> = &'a dyn Fn(&Tenant);
     let shapes: [(&str, Fill<'_>); 6] = [
         ("one-page objects", &|tenant| {
-            fill((&pool, tenant), PAGES, one_page, page)
+            fill((&engine, tenant), PAGES, one_page, page)
         }),
         ("five-page objects", &|tenant| {
-            fill((&pool, tenant), PAGES, small_file, page)
+            fill((&engine, tenant), PAGES, small_file, page)
         }),
         ("one large object", &|tenant| {
-            fill((&pool, tenant), PAGES, large_file, page)
+            fill((&engine, tenant), PAGES, large_file, page)
         }),
         ("same-filled, one-page objects", &|tenant| {
-            fill((&pool, tenant), PAGES, one_page, same)
+            fill((&engine, tenant), PAGES, one_page, same)
         }),
         ("same-filled, one large object", &|tenant| {
-            fill((&pool, tenant), PAGES, large_file, same)
+            fill((&engine, tenant), PAGES, large_file, same)
         }),
         ("a large object with holes", &|tenant| {
-            fill((&pool, tenant), PAGES, large_file, page);
+            fill((&engine, tenant), PAGES, large_file, page);
             for index in (0..PAGES).filter(|index| index % 3 != 0) {
                 tenant.flush(1, 1, index, Some(1)).unwrap();
             }
@@ -197,11 +197,11 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
     let mut before_bytes = 0;
     for (what, fill) in shapes {
         let live_before = LIVE_BYTES.load(SeqCst);
-        let tenant = common::tenant(&pool, "a");
+        let tenant = common::tenant(&engine, "a");
         fill(&tenant);
         let live_bytes = (LIVE_BYTES.load(SeqCst) - live_before) as u64;
         let held_bytes = live_bytes + resident_bytes();
-        let stats = pool.stats();
+        let stats = engine.stats();
         let metadata_bytes = held_bytes - stats.frames_bytes;
         println!(
             "{what}: {} pages, {} B of payload in {} B, metadata {} B a page, told {}",
@@ -230,8 +230,8 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
         println!("{found} secrets in {} blobs", stats.blobs);
         assert!(found >= stats.blobs * 9 / 10, "it is found where it is");
         drop(tenant);
-        while pool.maintain(Time(0), 64) {}
-        let stats = pool.stats();
+        while engine.maintain(Time(0), 64) {}
+        let stats = engine.stats();
         assert_eq!((stats.payload_bytes, stats.blobs), (0, 0), "{what}");
         assert_eq!(secrets(), 0, "{what}: freed with a guest's bytes in it");
         let left_bytes = LIVE_BYTES.load(SeqCst).saturating_sub(live_before);

@@ -5,7 +5,7 @@
 mod common;
 
 use std::fs;
-use tmem_pool::{PAGE_SIZE, Page, Pool, Put, PutResult, Tenant, Time};
+use tmem_pool::{Engine, PAGE_SIZE, Page, Put, PutResult, Tenant, Time};
 
 const MIB: u64 = 1 << 20;
 const PAGES: u64 = 24_000;
@@ -26,7 +26,7 @@ fn page(nth: u64) -> Page {
     page
 }
 
-fn fill(pool: &Pool, tenant: &Tenant) {
+fn fill(engine: &Engine, tenant: &Tenant) {
     for nth in 0..PAGES {
         let page = page(nth);
         let put = Put {
@@ -37,13 +37,13 @@ fn fill(pool: &Pool, tenant: &Tenant) {
             page: &page,
         };
         let mut results = [PutResult::Refused];
-        tenant.put(Time(0), 1, &[put], &mut results).unwrap();
+        tenant.put(1, &[put], &mut results).unwrap();
         assert_eq!(results, [PutResult::Stored]);
         if nth % 64 == 0 {
-            while pool.maintain(Time(0), BUDGET) {}
+            while engine.maintain(Time(0), BUDGET) {}
         }
     }
-    while pool.maintain(Time(0), BUDGET) {}
+    while engine.maintain(Time(0), BUDGET) {}
 }
 
 /// Returns the resident memory of this process in bytes.
@@ -55,21 +55,21 @@ fn resident_bytes() -> u64 {
 
 #[test]
 fn memory_goes_back_in_bounded_work() {
-    let pool = common::pool(96 * MIB);
-    let tenant = common::tenant(&pool, "a");
-    fill(&pool, &tenant);
+    let engine = common::engine(96 * MIB);
+    let tenant = common::tenant(&engine, "a");
+    fill(&engine, &tenant);
     for part in [3, 5, 10, 40] {
-        let before = pool.stats();
+        let before = engine.stats();
         let resident_before = resident_bytes();
         let size_bytes = before.held_bytes / part * (part - 1);
-        pool.resize(size_bytes);
+        engine.resize(size_bytes);
         let mut calls = 0;
-        while pool.stats().held_bytes > size_bytes {
+        while engine.stats().held_bytes > size_bytes {
             calls += 1;
-            pool.maintain(Time(0), BUDGET);
+            engine.maintain(Time(0), BUDGET);
             assert!(calls < 10_000, "it does not go below {size_bytes} B");
         }
-        let after = pool.stats();
+        let after = engine.stats();
         let evicted = after.evictions - before.evictions;
         let resident_gone = resident_before.saturating_sub(resident_bytes());
         let gone = before.held_bytes - after.held_bytes;

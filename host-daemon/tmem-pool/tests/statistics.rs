@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{pool, tenant};
+use common::{engine, tenant};
 use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time, Work};
 
 const MIB: u64 = 1 << 20;
@@ -28,29 +28,29 @@ fn put(tenant: &Tenant, index: u64, page: &Page) -> PutResult {
         page,
     };
     let mut result = [PutResult::Refused];
-    tenant.put(Time(0), 1, &[put], &mut result).unwrap();
+    tenant.put(1, &[put], &mut result).unwrap();
     result[0]
 }
 
 #[test]
 fn every_page_has_one_form() {
-    let pool = pool(16 * MIB);
-    let a = tenant(&pool, "a");
+    let engine = engine(16 * MIB);
+    let a = tenant(&engine, "a");
     let mut half = noise(1);
     half[PAGE_SIZE / 2..].fill(0);
     for (index, page) in [[0; PAGE_SIZE], half, half, noise(2)].iter().enumerate() {
         assert_eq!(put(&a, index as u64, page), PutResult::Stored);
     }
     assert_eq!((a.stats().raw_pages, a.stats().raw_pages_max), (4, 256));
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
     let stats = a.stats();
-    let settled = [
-        stats.settled_same_filled,
-        stats.settled_shared,
-        stats.settled_compressed,
-        stats.settled_raw,
+    let finalized = [
+        stats.finalized_same_filled,
+        stats.finalized_shared,
+        stats.finalized_compressed,
+        stats.finalized_raw,
     ];
-    assert_eq!((settled, stats.raw_pages), ([1, 1, 1, 1], 0));
+    assert_eq!((finalized, stats.raw_pages), ([1, 1, 1, 1], 0));
 }
 
 /// The reported kind of work is complete: the counters of one kind change only between its report
@@ -58,18 +58,18 @@ fn every_page_has_one_form() {
 #[test]
 fn background_work_says_what_it_is_for() {
     const TEN_MINUTES_NS: u64 = 600_000_000_000;
-    let pool = pool(16 * MIB);
-    let a = tenant(&pool, "a");
+    let engine = engine(16 * MIB);
+    let a = tenant(&engine, "a");
     let done = |work: Work| {
-        let (all, own) = (pool.stats(), a.stats());
+        let (all, own) = (engine.stats(), a.stats());
         match work {
-            Work::Settle => own.settled_compressed + own.settled_raw,
+            Work::Finalize => own.finalized_compressed + own.finalized_raw,
             Work::Recompress => all.denser_blobs,
             Work::MakeRoom => all.moved_blobs + own.flushed_pages - all.detached_pages,
         }
     };
     let mut changes = [0; 3];
-    let mut settle = |now: u64| {
+    let mut maintain = |now: u64| {
         let mut at = None;
         let mut seen = Work::ALL.map(done);
         let mut look = |begins: Option<Work>| {
@@ -83,7 +83,7 @@ fn background_work_says_what_it_is_for() {
             }
             (at, seen) = (begins, now);
         };
-        while pool.maintain_telling(Time(now), 64, &mut |work| look(Some(work))) {}
+        while engine.maintain_reporting(Time(now), 64, &mut |work| look(Some(work))) {}
         look(None);
     };
     for index in 0..200 {
@@ -91,21 +91,21 @@ fn background_work_says_what_it_is_for() {
         let page = noise(index).map(|byte| b"tmem"[usize::from(byte % 4)]);
         assert_eq!(put(&a, index, &page), PutResult::Stored);
     }
-    settle(0);
+    maintain(0);
     a.flush(1, 1, 0, Some(99)).unwrap();
     // New pages arrive while others are freed.
     for index in 200..400 {
         assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
     }
-    settle(0);
-    (1..5).for_each(|half| settle(half * TEN_MINUTES_NS / 2));
+    maintain(0);
+    (1..5).for_each(|half| maintain(half * TEN_MINUTES_NS / 2));
     assert!(!changes.contains(&0), "{changes:?}");
 }
 
 #[test]
 fn every_refusal_has_a_reason() {
-    let pool = pool(16 * MIB);
-    let a = tenant(&pool, "a");
+    let engine = engine(16 * MIB);
+    let a = tenant(&engine, "a");
     let max = a.stats().raw_pages_max;
     for index in 0..max + 3 {
         put(&a, index, &noise(index));
@@ -119,7 +119,7 @@ fn every_refusal_has_a_reason() {
         weight: 1,
     })
     .unwrap();
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
     put(&a, 0, &noise(0));
     let stats = a.stats();
     assert_eq!((stats.puts_refused, stats.refused_limit), (4, 1));
@@ -128,47 +128,47 @@ fn every_refusal_has_a_reason() {
 
 #[test]
 fn evictions_tell_a_full_pool_from_a_smaller_one() {
-    let pool = pool(16 * MIB);
-    let a = tenant(&pool, "a");
+    let engine = engine(16 * MIB);
+    let a = tenant(&engine, "a");
     for index in 0..8192 {
         put(&a, index, &noise(index));
-        while pool.maintain(Time(0), 64) {}
+        while engine.maintain(Time(0), 64) {}
     }
     let full = a.stats();
     assert!(full.evictions > 1000);
     assert_eq!((full.evictions_limit, full.evictions_shrink), (0, 0));
-    pool.resize(8 * MIB);
-    while pool.maintain(Time(0), 64) {}
+    engine.resize(8 * MIB);
+    while engine.maintain(Time(0), 64) {}
     let smaller = a.stats();
     assert!(smaller.evictions_shrink > 1000);
     assert_eq!(smaller.evictions - full.evictions, smaller.evictions_shrink);
     // The pool fits: from now on pages are evicted to make room.
     for index in 8192..9192 {
         put(&a, index, &noise(index));
-        while pool.maintain(Time(0), 64) {}
+        while engine.maintain(Time(0), 64) {}
     }
     assert_eq!(a.stats().evictions_shrink, smaller.evictions_shrink);
-    assert_eq!(pool.stats().evictions_shrink, smaller.evictions_shrink);
-    pool.resize(16 * MIB);
-    while pool.maintain(Time(0), 64) {}
+    assert_eq!(engine.stats().evictions_shrink, smaller.evictions_shrink);
+    engine.resize(16 * MIB);
+    while engine.maintain(Time(0), 64) {}
     assert_eq!(a.stats().evictions_shrink, smaller.evictions_shrink);
 }
 
 #[test]
 fn dropped_pages_are_flushed_and_pools_stay() {
-    let pool = pool(16 * MIB);
-    let a = tenant(&pool, "a");
+    let engine = engine(16 * MIB);
+    let a = tenant(&engine, "a");
     for index in 0..200 {
         assert_eq!(put(&a, index, &noise(index)), PutResult::Stored);
     }
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
     assert_eq!(a.drop_pages(), 200);
     let stats = a.stats();
     assert_eq!(
         (stats.pages, stats.flushed_pages, stats.evictions),
         (0, 200, 0)
     );
-    assert_eq!(pool.stats().payload_bytes, 0);
+    assert_eq!(engine.stats().payload_bytes, 0);
     assert_eq!(
         put(&a, 1, &noise(1)),
         PutResult::Stored,

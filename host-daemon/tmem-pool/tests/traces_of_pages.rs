@@ -7,7 +7,7 @@ mod common;
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use tmem_pool::{GetResult, PAGE_SIZE, Pool, Put, PutResult, SecretPages, Tenant, Time};
+use tmem_pool::{Engine, GetResult, PAGE_SIZE, Put, PutResult, SecretPages, Tenant, Time};
 
 /// Bytes of each page that the test looks for, which zstd keeps as literals: no other page has five
 /// of them in a row. They are inverted, so that the test itself holds them nowhere else.
@@ -113,32 +113,32 @@ fn put_all(tenant: &Tenant, object: u64, pages: &mut SecretPages) {
         };
         let mut results = [PutResult::Refused];
         tenant
-            .put(Time(0), 1, &[put], &mut results)
+            .put(1, &[put], &mut results)
             .expect("it has the pool");
         assert_eq!(results, [PutResult::Stored]);
     }
     pages.wipe();
 }
 
-fn maintain(pool: &Pool) {
+fn maintain(engine: &Engine) {
     for hour in 0..HOURS {
-        while pool.maintain(Time(hour * 3_600_000_000_000), 64) {}
+        while engine.maintain(Time(hour * 3_600_000_000_000), 64) {}
     }
 }
 
 #[test]
 fn zstd_leaves_no_copy_of_a_page() {
-    let pool = common::pool(64 << 20);
-    let tenant = common::tenant(&pool, "a");
+    let engine = common::engine(64 << 20);
+    let tenant = common::tenant(&engine, "a");
     let mut pages = SecretPages::new(2).expect("memory");
     put_all(&tenant, 1, &mut pages);
     assert_eq!(found().len(), PAGES, "raw pages are found");
-    maintain(&pool);
-    assert_eq!(pool.stats().denser_blobs, PAGES as u64, "all became cold");
+    maintain(&engine);
+    assert_eq!(engine.stats().denser_blobs, PAGES as u64, "all became cold");
     assert_eq!(found(), [], "of what was compressed");
     // Equal pages are compared with the stored ones.
     put_all(&tenant, 2, &mut pages);
-    while pool.maintain(Time(HOURS * 3_600_000_000_000), 64) {}
+    while engine.maintain(Time(HOURS * 3_600_000_000_000), 64) {}
     assert_eq!(tenant.stats().shared_pages, PAGES as u64, "all are equal");
     assert_eq!(found(), [], "of what was compared");
     for index in 0..PAGES {
@@ -147,7 +147,6 @@ fn zstd_leaves_no_copy_of_a_page() {
         };
         let mut results = [GetResult::Miss];
         let spent = tenant.get(
-            Time(0),
             1,
             1,
             index as u64,

@@ -6,7 +6,6 @@
 //! pages that it never put. At most `window` requests are in flight.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -51,35 +50,14 @@ impl Default for DriverConfig {
 }
 
 /// Reason why a driver's step failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum DriverError {
     /// The transport failed.
-    Guest(GuestError),
+    #[error(transparent)]
+    Guest(#[from] GuestError),
     /// The oracle found a forbidden answer.
-    Violation(Violation),
-}
-
-impl fmt::Display for DriverError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Guest(e) => e.fmt(f),
-            Self::Violation(e) => write!(f, "VIOLATION: {e}"),
-        }
-    }
-}
-
-impl std::error::Error for DriverError {}
-
-impl From<GuestError> for DriverError {
-    fn from(e: GuestError) -> Self {
-        Self::Guest(e)
-    }
-}
-
-impl From<Violation> for DriverError {
-    fn from(e: Violation) -> Self {
-        Self::Violation(e)
-    }
+    #[error("VIOLATION: {0}")]
+    Violation(#[from] Violation),
 }
 
 /// A guest with its model and its random work.

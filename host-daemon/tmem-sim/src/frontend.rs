@@ -8,6 +8,7 @@
 mod requests_in_flight;
 
 use std::collections::HashMap;
+use std::io;
 use std::io::Read;
 use std::net::Shutdown;
 use std::os::fd::BorrowedFd;
@@ -15,7 +16,6 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use std::{fmt, io};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::message::{
@@ -112,9 +112,10 @@ impl Default for GuestConfig {
 }
 
 /// Reason why a step of the fake guest failed.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub enum GuestError {
     /// The daemon refused or dropped a vhost-user message.
+    #[error("{guest}: {message}: {error}")]
     Message {
         /// Name of the guest.
         guest: String,
@@ -124,8 +125,10 @@ pub enum GuestError {
         error: vhost::Error,
     },
     /// The socket could not be used.
+    #[error("socket: {0}")]
     Socket(io::Error),
     /// The device broke the rules of a ring.
+    #[error("{guest}: queue {queue}: {error}")]
     Ring {
         /// Name of the guest.
         guest: String,
@@ -135,8 +138,10 @@ pub enum GuestError {
         error: RingError,
     },
     /// The device offers or reports a value that no driver accepts.
+    #[error("{0}")]
     Device(String),
     /// No answer arrived in time.
+    #[error("{guest}: {in_flight} requests unanswered at the deadline")]
     Late {
         /// Name of the guest.
         guest: String,
@@ -144,36 +149,9 @@ pub enum GuestError {
         in_flight: usize,
     },
     /// The guest is not connected.
+    #[error("not connected")]
     NoBackend,
 }
-
-impl fmt::Display for GuestError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Message {
-                guest,
-                message,
-                error,
-            } => write!(f, "{guest}: {message}: {error}"),
-            Self::Socket(e) => write!(f, "socket: {e}"),
-            Self::Ring {
-                guest,
-                queue,
-                error,
-            } => write!(f, "{guest}: queue {queue}: {error}"),
-            Self::Device(what) => f.write_str(what),
-            Self::Late { guest, in_flight } => {
-                write!(
-                    f,
-                    "{guest}: {in_flight} requests unanswered at the deadline"
-                )
-            }
-            Self::NoBackend => f.write_str("not connected"),
-        }
-    }
-}
-
-impl std::error::Error for GuestError {}
 
 /// The device configuration as the driver reads it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

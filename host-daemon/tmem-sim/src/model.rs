@@ -8,7 +8,6 @@
 //! oracle never asks the device.
 
 use std::collections::{BTreeSet, HashMap};
-use std::fmt;
 
 use virtio_tmem as wire;
 
@@ -28,16 +27,9 @@ pub struct Key {
 }
 
 /// Error: the device gave a forbidden answer.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct Violation(pub String);
-
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for Violation {}
 
 #[derive(Clone, Copy, Debug)]
 struct Held {

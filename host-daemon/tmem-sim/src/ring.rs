@@ -6,7 +6,6 @@
 //! the used ring for nothing but those checks.
 
 use std::collections::VecDeque;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
@@ -100,9 +99,10 @@ impl RingLayout {
 }
 
 /// Error: the device broke the rules of the ring.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// The used element names another chain than the oldest in flight.
+    #[error("used element for head {got}, but the oldest in flight is {expected}")]
     OutOfOrder {
         /// Head of the oldest chain in flight.
         expected: u16,
@@ -110,6 +110,7 @@ pub enum RingError {
         got: u32,
     },
     /// There are more used elements than chains in flight.
+    #[error("used index {used_idx} with only {in_flight} chains in flight")]
     Unasked {
         /// Used index in memory.
         used_idx: u16,
@@ -117,30 +118,6 @@ pub enum RingError {
         in_flight: usize,
     },
 }
-
-impl fmt::Display for RingError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::OutOfOrder { expected, got } => {
-                write!(
-                    f,
-                    "used element for head {got}, but the oldest in flight is {expected}"
-                )
-            }
-            Self::Unasked {
-                used_idx,
-                in_flight,
-            } => {
-                write!(
-                    f,
-                    "used index {used_idx} with only {in_flight} chains in flight"
-                )
-            }
-        }
-    }
-}
-
-impl std::error::Error for RingError {}
 
 /// Error: the ring has no free descriptor for the chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use tmem_pool::{Pool, PoolConfig, Quota, TenantSpec, Time};
+use tmem_pool::{Engine, EngineConfig, Quota, TenantSpec, Time};
 use tmemd::VmConfig;
 use tmemd::parts::{
     BackgroundWorkers, ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session,
@@ -111,7 +111,7 @@ pub struct HostConfig {
 
 /// A daemon that runs.
 pub struct Host {
-    pool: Arc<Pool>,
+    pool: Arc<Engine>,
     vms: Vec<Arc<Vm>>,
     shared: ConnectionContext,
     contexts: Vec<WorkerContext>,
@@ -131,13 +131,8 @@ impl Host {
     pub fn boot(config: &HostConfig, now_ns: Arc<AtomicU64>) -> Host {
         let counted = config.mutation == Some(Mutation::GenerationCounted);
         let clock = Arc::new(Clock::new(now_ns, config.seed, counted));
-        let pool = Pool::new(PoolConfig {
-            size_bytes: config.pool_bytes,
-            size_max_bytes: 0,
-            seed: config.seed,
-            policy: Default::default(),
-        });
-        let pool = Arc::new(pool.expect("address space"));
+        let pool =
+            Engine::new(EngineConfig::new(config.pool_bytes, config.seed)).expect("address space");
         let mut vms: Vec<Arc<Vm>> = Vec::new();
         for (number, domain) in config.domains.iter().enumerate() {
             let text = format!("name=g{number},socket=none");
@@ -148,11 +143,8 @@ impl Host {
                     first.tenant.clone()
                 }
                 _ => {
-                    let spec = TenantSpec {
-                        name: vm.name.clone(),
-                        trust_domain: domain.clone(),
-                        quota: vm.quota,
-                    };
+                    let mut spec = TenantSpec::new(&vm.name, vm.quota);
+                    spec.trust_domain = domain.clone();
                     pool.add_tenant(spec).expect("nothing is reserved")
                 }
             };

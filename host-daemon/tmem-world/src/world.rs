@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use tmem_pool::{Put, PutResult, Time};
+use tmem_pool::{Put, PutResult};
 use tmem_sim::driver::queue_of;
 use virtio_tmem as wire;
 
@@ -519,10 +519,9 @@ impl World {
         let Some(host) = h.and_then(|h| self.hosts[h].as_ref()) else {
             return;
         };
-        let now = Time(self.now_ns());
         self.kept.retain(|(who, when, kept)| {
             let waits = *who != g || *when != generation;
-            waits || (guest.oracle.model.cookie(kept.key).is_none() && !put(host, g, now, kept))
+            waits || (guest.oracle.model.cookie(kept.key).is_none() && !put(host, g, kept))
         });
     }
 
@@ -578,7 +577,7 @@ impl World {
 }
 
 /// Stores a page. False: there is no room, or no pool.
-fn put(host: &Host, guest: usize, now: Time, kept: &Kept) -> bool {
+fn put(host: &Host, guest: usize, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {
         object: kept.key.object,
@@ -589,6 +588,6 @@ fn put(host: &Host, guest: usize, now: Time, kept: &Kept) -> bool {
     };
     let tenant = &host.vm(guest).tenant;
     let mut result = [PutResult::Refused];
-    let put = tenant.put(now, kept.key.pool, &[put], &mut result);
+    let put = tenant.put(kept.key.pool, &[put], &mut result);
     put.is_ok() && result == [PutResult::Stored]
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! `advise`: what each VM would gain from more memory, and what it could give up.
 //!
-//! The engine follows a sample of each VM's keys (tmem-pool's gain.rs). From this it estimates how
+//! The engine follows a sample of each VM's keys (`tmem_trace::estimate`). From this it estimates how
 //! many misses would be hits with more memory, how many hits would be misses with less, and the
 //! error of both. This file turns the estimates into sentences. Out of scope: changing a quota.
 
@@ -13,7 +13,7 @@ use clap::Args;
 use serde::Serialize;
 use std::time::Duration;
 use tmem_control::VmStats;
-use tmem_pool::{
+use tmem_trace::estimate::{
     GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
     LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN, TELLING_GETS_PER_PAGE,
 };

@@ -9,7 +9,7 @@ use clap::Args;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use tmem_pool::trace::{Op, Reader};
+use tmem_trace::format::{Op, Reader};
 
 /// Options of `trace`.
 #[derive(Args, Clone)]

@@ -563,7 +563,7 @@ fn advice_is_given_on_what_is_known() {
 
 #[test]
 fn a_trace_is_summed_up() {
-    use tmem_pool::trace::{Event, ObjectKey, Op, SizeClass, Writer};
+    use tmem_trace::format::{Event, ObjectKey, Op, SizeClass, Writer};
     let host = host();
     let file = host.path("a.trace");
     let object = ObjectKey { pool: 1, object: 2 };
@@ -571,7 +571,7 @@ fn a_trace_is_summed_up() {
         object,
         page: 1,
         workingset: false,
-        size: SizeClass::of(&[0; 4096]),
+        size: SizeClass::of_bytes(0),
     };
     let (mut writer, mut bytes) = (Writer::default(), Vec::new());
     for (time_us, op) in [

@@ -6,8 +6,8 @@ mod common;
 use common::Daemon;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use tmem_pool::trace::{Event, ObjectKey, Op, Reader};
 use tmem_sim::{Content, Driver, PutPage, Range, Request};
+use tmem_trace::format::{Event, ObjectKey, Op, Reader};
 
 /// A number that looks like nothing else in a file.
 const OBJECT: u64 = 0x1357_9bdf_0246_8ace;

@@ -8,7 +8,7 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tmem_pool::{Pool, PoolConfig, Quota, Tenant, TenantSpec, Time};
+use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec, Time};
 use tmemd::VmConfig;
 use tmemd::config::{EventLoop, Waiting};
 use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers, serve};
@@ -24,7 +24,7 @@ const STACK_BYTES: usize = 256 << 10;
 
 /// A pool without workers.
 pub struct Host {
-    pub pool: Arc<Pool>,
+    pub pool: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
     clock: ClockAndEntropy,
 }
@@ -42,14 +42,8 @@ impl Host {
     /// # Errors
     /// There is no address space.
     pub fn new(size_bytes: u64) -> Result<Host, String> {
-        let config = PoolConfig {
-            size_bytes,
-            size_max_bytes: size_bytes,
-            seed: 42,
-            policy: Default::default(),
-        };
         let fault = |error: std::io::Error| format!("a pool: {error}");
-        let pool = Arc::new(Pool::new(config).map_err(fault)?);
+        let pool = Engine::new(EngineConfig::new(size_bytes, 42)).map_err(fault)?;
         let clock = ClockAndEntropy::host();
         let background =
             BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default()).map_err(fault)?;
@@ -153,11 +147,8 @@ impl Host {
         let config: VmConfig = format!("name={name},socket=none")
             .parse()
             .map_err(|error: tmemd::ConfigError| error.to_string())?;
-        let spec = TenantSpec {
-            name: name.into(),
-            trust_domain: trust_domain.map(Into::into),
-            quota,
-        };
+        let mut spec = TenantSpec::new(name, quota);
+        spec.trust_domain = trust_domain.map(Into::into);
         let tenant = self
             .pool
             .add_tenant(spec)
@@ -177,7 +168,7 @@ impl Host {
     }
 
     /// Does background work until no page is raw and nothing is left to free.
-    pub fn settle(&self) {
+    pub fn maintain_all(&self) {
         while self
             .pool
             .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)

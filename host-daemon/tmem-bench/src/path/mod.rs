@@ -184,7 +184,7 @@ fn one_vm(
             let some: Vec<Run> = runs.iter().filter(|run| run.index < few).copied().collect();
             for run in some.chunks(WINDOW) {
                 other.all(run, true)?;
-                host.settle();
+                host.maintain_all();
             }
         }
         for run in runs {
@@ -201,7 +201,7 @@ fn one_vm(
                 }
             }
         }
-        host.settle();
+        host.maintain_all();
     }
     let mut rng = fastrand::Rng::with_seed(args.seed);
     let mut order = batches(pages.len());
@@ -231,7 +231,7 @@ fn one_vm(
         single_gets(&mut times.singles[0].1, &mut guest, first)?;
         let first = rng.usize(..few - SINGLES);
         single_gets(&mut times.singles[1].1, &mut other, first)?;
-        host.settle();
+        host.maintain_all();
     }
     Ok(())
 }
@@ -254,7 +254,7 @@ fn path_round(
             guest.check(runs)?;
         }
     }
-    host.settle();
+    host.maintain_all();
     Ok(())
 }
 
@@ -289,7 +289,7 @@ fn engine_round(
         times.engine_cpu[what].push((cpu_ns() - before) / (runs.len() * BATCH) as f64);
     }
     pin(None, CLIENT)?;
-    host.settle();
+    host.maintain_all();
     Ok(())
 }
 
@@ -437,7 +437,7 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
                     _ => crowd(&mut many, puts)?,
                 };
                 (seconds, pages) = (seconds + done.0, pages + done.1);
-                host.settle();
+                host.maintain_all();
             }
             let samples = match which {
                 0 => &mut times.one,

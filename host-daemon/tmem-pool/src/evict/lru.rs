@@ -8,51 +8,41 @@ pub(super) type Lru = super::fifo::Fifo;
 
 #[cfg(test)]
 mod tests {
-    use crate::PolicyKind;
-    use crate::replay::Replay;
     use crate::tests::rng::{Rng, for_each_seed};
-    use crate::trace::{Event, ObjectKey, Op, SizeClass};
+    use crate::{PAGE_METADATA_CHARGE_BYTES, PolicyKind, ShadowMemory, ShadowTenant};
     use std::collections::BTreeMap;
 
     /// A model without queues: it has the time of each page's last use, and a get removes its page.
     #[test]
-    fn it_evicts_what_was_used_longest_ago() {
+    fn lru_evicts_the_page_that_was_used_longest_ago() {
         const ROOM: usize = 50;
-        let size = SizeClass::of_bytes(1024);
-        let page_bytes = size.bytes() as u64 + crate::PAGE_METADATA_CHARGE_BYTES;
+        const STORED_BYTES: usize = 1024;
+        let size_bytes = ROOM as u64 * (STORED_BYTES as u64 + PAGE_METADATA_CHARGE_BYTES);
         for_each_seed("lru", 5, |seed| {
             let mut rng = Rng::new(seed);
-            let mut replay = Replay::new(PolicyKind::Lru, ROOM as u64 * page_bytes, seed).unwrap();
+            let memory = ShadowMemory::reserve(1 << 30).unwrap();
+            let mut tenant = ShadowTenant::new(PolicyKind::Lru, seed, &memory);
+            assert!(tenant.ensure_pool(1));
             let (mut used, mut hits) = (BTreeMap::new(), 0);
-            for time_us in 0..20_000 {
-                let (object, page) = (ObjectKey::default(), rng.below(120));
-                let op = if rng.one_in(2) {
-                    used.insert(page, time_us);
+            for now in 0..20_000 {
+                let page = rng.below(120);
+                if rng.one_in(2) {
+                    used.insert(page, now);
                     if used.len() > ROOM {
                         let oldest = *used.iter().min_by_key(|(_, time)| **time).unwrap().0;
                         used.remove(&oldest);
                     }
-                    let workingset = rng.one_in(2);
-                    Op::Put {
-                        object,
-                        page,
-                        workingset,
-                        size,
+                    assert!(tenant.put(1, (0, page), rng.one_in(2), STORED_BYTES));
+                    while tenant.charged_bytes() > size_bytes {
+                        tenant.evict();
                     }
                 } else {
                     hits += u64::from(used.remove(&page).is_some());
-                    let hit = false;
-                    Op::Get { object, page, hit }
-                };
-                let tenant = 0;
-                assert!(replay.apply(&Event {
-                    time_us,
-                    tenant,
-                    op
-                }));
-                assert_eq!(replay.outcome().hits, hits);
+                    tenant.get(1, (0, page));
+                }
+                assert_eq!(tenant.stats().hits, hits);
             }
-            assert!(replay.outcome().evictions > 1000 && hits > 1000);
+            assert!(tenant.stats().evictions > 1000 && hits > 1000);
         });
     }
 }

@@ -9,12 +9,12 @@
 //! page is used while it is in a queue: a policy sees reuse as a put of a page that a get removed
 //! not long ago.
 
+mod adaptive_two_queue;
 mod buckets;
 mod fifo;
 mod ghost;
 mod lru;
 mod queue;
-mod s3fifo;
 
 use crate::config::PolicyKind;
 use crate::index::{Chunks, Entries, Id};
@@ -45,7 +45,9 @@ pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> 
     match kind {
         PolicyKind::Fifo => Box::new(fifo::Fifo::default()),
         PolicyKind::Lru => Box::new(lru::Lru::default()),
-        PolicyKind::S3Fifo => Box::new(s3fifo::S3Fifo::new(Arc::clone(chunks))),
+        PolicyKind::AdaptiveTwoQueue => Box::new(adaptive_two_queue::AdaptiveTwoQueue::new(
+            Arc::clone(chunks),
+        )),
     }
 }
 

@@ -29,11 +29,11 @@ use self::class::{Class, Classes, SLOTS_MAX, SPAN_BYTES};
 pub(crate) use self::region::{FRAME_BYTES, Region, Table, Zeroed, prefetch, prefetch_lines};
 use self::spans::FreeSpans;
 pub(crate) use self::spans::idle_frames;
-use crate::apart::Apart;
 use crate::config::PAGE_SIZE;
 use crate::fail;
+use crate::poison;
 use crate::sync::{AtomicU32, AtomicU64, Mutex, MutexGuard};
-use crate::whole::{broken, whole};
+use crossbeam_utils::CachePadded;
 use std::cell::Cell;
 use std::io;
 use std::slice;
@@ -151,13 +151,13 @@ struct ClassState {
 
 /// A handle's word, and the data that the user of the heap keeps with it.
 #[derive(Debug)]
-struct Record<X> {
+struct HandleRecord<X> {
     word: AtomicU64,
     extra: X,
 }
 
 // SAFETY: for both fields, all zero is a valid value.
-unsafe impl<X: Zeroed> Zeroed for Record<X> {}
+unsafe impl<X: Zeroed> Zeroed for HandleRecord<X> {}
 
 /// A heap of stored bytes. Each handle has an `X`, which the heap never reads. It is all zero at
 /// first; later it is what the handle's last user left.
@@ -165,17 +165,17 @@ unsafe impl<X: Zeroed> Zeroed for Record<X> {}
 pub(crate) struct Heap<X> {
     data: Region,
     spans: Table<Span>,
-    handles: Table<Record<X>>,
+    handles: Table<HandleRecord<X>>,
     classes: Classes,
-    states: Box<[Apart<Mutex<ClassState>>]>,
-    free_spans: Apart<Mutex<FreeSpans>>,
+    states: Box<[CachePadded<Mutex<ClassState>>]>,
+    free_spans: CachePadded<Mutex<FreeSpans>>,
     /// First handle of the lists of free handles that no class has. A list has HANDLES_STEP
     /// handles, and the upper half of the word of its first handle names the first handle of the
     /// next list. The lock also guards changes of `fresh_handle`.
-    spare_handles: Apart<Mutex<u32>>,
+    spare_handles: CachePadded<Mutex<u32>>,
     /// First of the handles that were never used.
     fresh_handle: AtomicU32,
-    sums: Apart<Sums>,
+    sums: CachePadded<Sums>,
 }
 
 /// Sums over the heap, for threads that do not hold its locks.
@@ -216,7 +216,7 @@ impl<X: Zeroed> Heap<X> {
         let handles = (bytes_max / 256 + HANDLES_MIN).min(u64::from(USED - 1));
         let classes = Classes::new();
         let states = (0..classes.len()).map(|nr| {
-            Apart(Mutex::new(ClassState {
+            CachePadded::new(Mutex::new(ClassState {
                 class: classes.get(nr as u8),
                 heads: [0; GROUPS],
                 spans: 0,
@@ -233,10 +233,10 @@ impl<X: Zeroed> Heap<X> {
             handles: Table::reserve(handles as usize)?,
             states: states.collect(),
             classes,
-            free_spans: Apart::default(),
-            spare_handles: Apart::default(),
+            free_spans: CachePadded::default(),
+            spare_handles: CachePadded::default(),
             fresh_handle: AtomicU32::new(1),
-            sums: Apart(Sums {
+            sums: CachePadded::new(Sums {
                 fresh_span: AtomicU64::new(1),
                 ..Sums::default()
             }),
@@ -362,7 +362,7 @@ impl<X: Zeroed> Heap<X> {
     /// Returns the memory for handles and spans in bytes. It never shrinks.
     pub(crate) fn table_bytes(&self) -> u64 {
         let spans = self.sums.fresh_span.load(Relaxed);
-        spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<Record<X>>() as u64
+        spans * size_of::<Span>() as u64 + self.handles_used() * size_of::<HandleRecord<X>>() as u64
     }
 
     #[cfg(test)]
@@ -446,7 +446,7 @@ impl<X: Zeroed> Heap<X> {
         if fail::memory() {
             return None;
         }
-        let mut spare = whole(self.spare_handles.lock(), HEAP);
+        let mut spare = poison::guard_or_abort(self.spare_handles.lock(), HEAP);
         let first = *spare;
         if first != 0 {
             let word = self.word(first);
@@ -478,7 +478,7 @@ impl<X: Zeroed> Heap<X> {
         state.free_handle = self.word(last).load(Relaxed) as u32;
         state.free_handles -= HANDLES_STEP;
         self.word(last).store(0, Relaxed);
-        let mut spare = whole(self.spare_handles.lock(), HEAP);
+        let mut spare = poison::guard_or_abort(self.spare_handles.lock(), HEAP);
         let list = u64::from(*spare) << u32::BITS;
         let word = self.word(first);
         word.store(word.load(Relaxed) | list, Relaxed);
@@ -489,7 +489,7 @@ impl<X: Zeroed> Heap<X> {
         // Acquire: the bytes are visible if compaction has just moved them.
         let before = self.word(handle).fetch_add(1, Acquire);
         if before & PINS >= PINS_MAX {
-            broken(HEAP);
+            poison::abort_inconsistent(HEAP);
         }
         Place::of(before)
     }
@@ -497,7 +497,7 @@ impl<X: Zeroed> Heap<X> {
     // ---- slots --------------------------------------------------------------------------------
 
     fn lock(&self, nr: u8) -> MutexGuard<'_, ClassState> {
-        whole(self.states[usize::from(nr)].lock(), HEAP)
+        poison::guard_or_abort(self.states[usize::from(nr)].lock(), HEAP)
     }
 
     /// Returns the class of a used slot.
@@ -646,7 +646,7 @@ impl<X: Zeroed> Heap<X> {
             _ => self.span(prev).next.get(),
         };
         if before != span || (next != 0 && self.span(next).prev.get() != span) {
-            broken(HEAP);
+            poison::abort_inconsistent(HEAP);
         }
         if prev == 0 {
             state.heads[group] = next;

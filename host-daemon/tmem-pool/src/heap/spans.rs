@@ -10,7 +10,7 @@ use super::region::{FRAME_BYTES, Zeroed};
 use super::{HEAP, Heap};
 use crate::config::RAW_PART;
 use crate::fail;
-use crate::whole::{broken, whole};
+use crate::poison;
 use std::sync::atomic::Ordering::Relaxed;
 
 /// Smallest number of idle frames that stay, so that a store after a free causes no page fault: 16
@@ -42,7 +42,7 @@ pub(super) struct FreeSpans {
 impl<X: Zeroed> Heap<X> {
     pub(super) fn take_span(&self, frames: u8, bytes_max: u64) -> Option<u32> {
         let frames_max = bytes_max / FRAME_BYTES as u64;
-        let mut free = whole(self.free_spans.lock(), HEAP);
+        let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         let (mut released, enough) = (0, u64::from(frames) + RELEASE_FRAMES_MAX);
         let span = loop {
             let now = self.sums.frames.load(Relaxed);
@@ -72,7 +72,7 @@ impl<X: Zeroed> Heap<X> {
             }
             drop(free);
             released = enough.min(released + self.release(batch));
-            free = whole(self.free_spans.lock(), HEAP);
+            free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         };
         drop(free);
         let s = self.span(span);
@@ -97,7 +97,7 @@ impl<X: Zeroed> Heap<X> {
         // The number differs only in a broken list. Going on would give a span away twice, or loop
         // without end.
         if self.span(span).frames.get() != frames {
-            broken(HEAP);
+            poison::abort_inconsistent(HEAP);
         }
         *head = self.span(span).next.get();
         Some(span)
@@ -129,7 +129,7 @@ impl<X: Zeroed> Heap<X> {
         for slot in 0..s.fresh.get() {
             self.set_header(class, span, slot, 0);
         }
-        let mut free = whole(self.free_spans.lock(), HEAP);
+        let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         let head = &mut free.idle[usize::from(class.frames) - 1];
         s.next.set(std::mem::replace(head, span));
         self.sums
@@ -162,7 +162,7 @@ impl<X: Zeroed> Heap<X> {
     /// number.
     fn release_some(&self, frames: u64) -> u64 {
         let mut batch = Batch::default();
-        let mut free = whole(self.free_spans.lock(), HEAP);
+        let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         self.choose_idle(&mut free, frames, &mut batch);
         drop(free);
         self.release(batch)
@@ -203,7 +203,7 @@ impl<X: Zeroed> Heap<X> {
             }
         }
         let mut released = 0;
-        let mut free = whole(self.free_spans.lock(), HEAP);
+        let mut free = poison::guard_or_abort(self.free_spans.lock(), HEAP);
         for &span in &*spans {
             let s = self.span(span);
             released += u64::from(s.frames.replace(0));

@@ -32,7 +32,7 @@ const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;
 const NONE: u32 = u32::MAX;
 
 /// A record that can be free. The value of a free record has no meaning except for a link.
-pub(crate) trait Record: Clone + Default + Zeroed {
+pub(crate) trait ArenaRecord: Clone + Default + Zeroed {
     /// Returns the link of a free record.
     fn next_free(&self) -> Id;
     /// Turns the record into a free one with this link.
@@ -66,7 +66,7 @@ struct Block<T> {
 
 /// An arena of records.
 #[derive(Debug)]
-pub(crate) struct Arena<T: Record> {
+pub(crate) struct Arena<T: ArenaRecord> {
     blocks: Vec<Block<T>>,
     chunks: Arc<Chunks>,
     /// First open block: with memory, and not full.
@@ -81,15 +81,15 @@ pub(crate) struct Arena<T: Record> {
 }
 
 // SAFETY: an arena owns its records, which lie in memory that is its own.
-unsafe impl<T: Record + Send> Send for Arena<T> {}
+unsafe impl<T: ArenaRecord + Send> Send for Arena<T> {}
 // SAFETY: through a shared reference, records are only read.
-unsafe impl<T: Record + Sync> Sync for Arena<T> {}
+unsafe impl<T: ArenaRecord + Sync> Sync for Arena<T> {}
 
 /// Error: there is no memory, or the arena has as many records as it may.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Full;
 
-impl<T: Record> Block<T> {
+impl<T: ArenaRecord> Block<T> {
     fn records(&self) -> &[T] {
         // SAFETY: the memory is this block's alone and has this many values: a chunk is zero at
         // first, which is a valid value. A bare block has none.
@@ -107,7 +107,7 @@ impl<T: Record> Block<T> {
     }
 }
 
-impl<T: Record> Arena<T> {
+impl<T: ArenaRecord> Arena<T> {
     /// Number of records of a chunk.
     const LARGE: usize = CHUNK_BYTES / size_of::<T>();
 
@@ -344,13 +344,13 @@ impl<T: Record> Arena<T> {
     }
 }
 
-impl<T: Record> Drop for Arena<T> {
+impl<T: ArenaRecord> Drop for Arena<T> {
     fn drop(&mut self) {
         self.clear();
     }
 }
 
-impl<T: Record> Index<Id> for Arena<T> {
+impl<T: ArenaRecord> Index<Id> for Arena<T> {
     type Output = T;
     fn index(&self, id: Id) -> &T {
         debug_assert!(id != 0);
@@ -359,7 +359,7 @@ impl<T: Record> Index<Id> for Arena<T> {
     }
 }
 
-impl<T: Record> IndexMut<Id> for Arena<T> {
+impl<T: ArenaRecord> IndexMut<Id> for Arena<T> {
     fn index_mut(&mut self, id: Id) -> &mut T {
         debug_assert!(id != 0);
         let (block, at) = Self::locate(id);

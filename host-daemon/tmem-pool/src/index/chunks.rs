@@ -10,8 +10,8 @@
 
 use crate::fail;
 use crate::heap::Region;
+use crate::poison;
 use crate::sync::Mutex;
-use crate::whole::whole;
 use std::io;
 use std::ptr::NonNull;
 
@@ -82,7 +82,7 @@ impl Chunks {
         if fail::memory() {
             return None;
         }
-        let mut free = whole(self.free.lock(), CHUNKS);
+        let mut free = poison::guard_or_abort(self.free.lock(), CHUNKS);
         if let Some(nr) = free.bare.pop() {
             return Some(Chunk(nr));
         }
@@ -106,7 +106,7 @@ impl Chunks {
         // SAFETY: the holder, which had the chunk alone, no longer uses it, and no other thread has
         // it yet.
         unsafe { self.region.release(nr as usize * CHUNK_BYTES, CHUNK_BYTES) };
-        let mut free = whole(self.free.lock(), CHUNKS);
+        let mut free = poison::guard_or_abort(self.free.lock(), CHUNKS);
         // If there is no memory for the list, only the chunk's address space is lost.
         if free.bare.try_reserve(1).is_ok() {
             free.bare.push(nr);

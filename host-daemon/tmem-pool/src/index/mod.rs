@@ -17,7 +17,7 @@ mod arena;
 mod chunks;
 mod tree;
 
-pub(crate) use arena::{Full, Id, Record};
+pub(crate) use arena::{ArenaRecord, Full, Id};
 pub(crate) use chunks::{CHUNK_BYTES, Chunk, Chunks};
 pub(crate) use tree::Hook;
 
@@ -29,7 +29,7 @@ use hashbrown::HashTable;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use tree::Nodes;
-use xxhash_rust::xxh3::xxh3_64_with_seed;
+use twox_hash::XxHash3_64;
 
 /// Number of tables of objects, each of which grows by itself. With as many objects as a tenant may
 /// have pages, moving one table to twice its size takes a few milliseconds, for which only that
@@ -90,7 +90,7 @@ unsafe impl Zeroed for Pool {}
 // SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Object {}
 
-impl Record for Pool {
+impl ArenaRecord for Pool {
     fn next_free(&self) -> Id {
         self.next
     }
@@ -100,7 +100,7 @@ impl Record for Pool {
     }
 }
 
-impl Record for Object {
+impl ArenaRecord for Object {
     fn next_free(&self) -> Id {
         self.next
     }
@@ -240,7 +240,7 @@ impl Index {
         let mut key = [0; 12];
         key[..4].copy_from_slice(&pool.to_le_bytes());
         key[4..].copy_from_slice(&nr.to_le_bytes());
-        xxh3_64_with_seed(&key, seed)
+        XxHash3_64::oneshot_with_seed(seed, &key)
     }
 
     fn shard(hash: u64) -> usize {
@@ -552,7 +552,7 @@ impl Index {
         bytes[..4].copy_from_slice(&key.pool.to_le_bytes());
         bytes[4..12].copy_from_slice(&key.object.to_le_bytes());
         bytes[12..].copy_from_slice(&key.index.to_le_bytes());
-        xxh3_64_with_seed(&bytes, self.seed)
+        XxHash3_64::oneshot_with_seed(self.seed, &bytes)
     }
 
     // ---- invariants ---------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 //! passes at most 13 nodes. Neighbouring pages lie in one node, which suits readahead and reclaim.
 //! Walking a range takes time in proportion to the pages in it.
 
-use super::arena::{Arena, Full, Id, Record};
+use super::arena::{Arena, ArenaRecord, Full, Id};
 use crate::heap::Zeroed;
 
 /// Bits of the page number that one node distinguishes.
@@ -36,7 +36,7 @@ const _: () = assert!(u64::BITS / NODE_BITS - 1 <= LEVEL as u32);
 // SAFETY: all zero is the default of these plain numbers.
 unsafe impl Zeroed for Node {}
 
-impl Record for Node {
+impl ArenaRecord for Node {
     fn next_free(&self) -> Id {
         self.parent
     }

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Tests of contents that disappear at once for the caller and are freed later, in steps.
 
-use super::{OPEN, POOL, add, fill, get, new_pool, noise, partly_noise, put, settle};
+use super::{OPEN, POOL, add, fill, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::PutResult::Stored;
 use crate::config::TENANT_METADATA_BYTES;
 use crate::cost::{DROP_SAME_NS, FOLLOWED_NS};
-use crate::{FLUSH_NS_MIN, PAGE_SIZE, Page, Pool, Tenant, Time};
+use crate::{Engine, FLUSH_NS_MIN, PAGE_SIZE, Page, Tenant, Time};
 
 /// Empties `tenant` by `empty` and follows its 100 pages until they are freed.
-fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
+fn freed_behind(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> Option<Tenant>) {
     // Half of the pages are in the object that goes, some of them same-filled. All pages are stored
     // a second time elsewhere.
     for index in 0..100 {
@@ -19,9 +19,9 @@ fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Optio
         };
         assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
     }
-    let before = pool.stats();
+    let before = engine.stats();
     let tenant = empty(tenant);
-    let after = pool.stats();
+    let after = engine.stats();
     assert_eq!(
         (after.pages, after.detached_pages, after.flushed_pages),
         (0, 100, 100)
@@ -31,7 +31,7 @@ fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Optio
         "detached is still held"
     );
     assert_eq!(after.blobs, before.blobs);
-    pool.check_invariants();
+    engine.check_invariants();
     if let Some(tenant) = &tenant {
         // The tenant is empty at once for the caller, and usable while its pages are freed.
         let _ = tenant.create_pool(POOL);
@@ -40,34 +40,34 @@ fn freed_behind(pool: &Pool, tenant: Tenant, empty: impl FnOnce(Tenant) -> Optio
         assert_eq!(put(tenant, 1, 1, 2, &noise(1)), Stored);
     }
     let mut detached = 100;
-    while pool.maintain(Time(0), 10) {
-        let now = pool.stats().detached_pages;
+    while engine.maintain(Time(0), 10) {
+        let now = engine.stats().detached_pages;
         assert!(
             detached - now <= 10,
             "{detached} to {now} in one step of 10"
         );
         detached = now;
-        pool.check_invariants();
+        engine.check_invariants();
     }
     assert!(detached <= 10, "the last step ended with {detached}");
-    assert_eq!(pool.stats().detached_pages, 0);
+    assert_eq!(engine.stats().detached_pages, 0);
     match &tenant {
         Some(tenant) => assert_eq!(get(tenant, 1, 1, 2), Some(noise(1)), "the new page stays"),
-        None => assert_eq!(pool.stats().departed_tenants, 0),
+        None => assert_eq!(engine.stats().departed_tenants, 0),
     }
-    let stats = pool.stats();
+    let stats = engine.stats();
     assert_eq!(
         (stats.payload_bytes, stats.blobs, stats.pages),
         (0, 0, 0),
         "{stats:?}"
     );
-    pool.check_invariants();
+    engine.check_invariants();
 }
 
 #[test]
 fn an_object_goes_at_once_and_is_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+    let engine = new_engine(4 << 20);
+    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.flush(POOL, 1, 0, None).unwrap();
         Some(tenant)
     });
@@ -75,8 +75,8 @@ fn an_object_goes_at_once_and_is_freed_behind() {
 
 #[test]
 fn a_pool_goes_at_once_and_is_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+    let engine = new_engine(4 << 20);
+    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.destroy_pool(POOL).unwrap();
         Some(tenant)
     });
@@ -84,8 +84,8 @@ fn a_pool_goes_at_once_and_is_freed_behind() {
 
 #[test]
 fn a_tenant_is_cleared_at_once_and_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+    let engine = new_engine(4 << 20);
+    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.clear();
         assert_eq!(tenant.stats().pools, 0);
         Some(tenant)
@@ -94,11 +94,11 @@ fn a_tenant_is_cleared_at_once_and_freed_behind() {
 
 #[test]
 fn a_tenant_leaves_at_once_and_is_freed_behind() {
-    let pool = new_pool(4 << 20);
-    freed_behind(&pool, add(&pool, "a", None, OPEN), |tenant| {
+    let engine = new_engine(4 << 20);
+    freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         drop(tenant);
         assert_eq!(
-            (pool.stats().tenants, pool.stats().departed_tenants),
+            (engine.stats().tenants, engine.stats().departed_tenants),
             (0, 1)
         );
         None
@@ -107,51 +107,51 @@ fn a_tenant_leaves_at_once_and_is_freed_behind() {
 
 #[test]
 fn an_object_detached_before_a_clear_is_freed_as_well() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 40);
     fill(&tenant, 2, 40);
     tenant.flush(POOL, 1, 0, None).unwrap();
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     fill(&tenant, 2, 40);
-    settle(&pool);
-    assert_eq!((tenant.stats().pages, pool.stats().blobs), (40, 40));
+    maintain_all(&engine);
+    assert_eq!((tenant.stats().pages, engine.stats().blobs), (40, 40));
     // The queue contains live pages only: all of them can be evicted, and no more.
-    pool.resize(0);
-    settle(&pool);
-    assert_eq!((tenant.stats().evictions, pool.stats().blobs), (40, 0));
+    engine.resize(0);
+    maintain_all(&engine);
+    assert_eq!((tenant.stats().evictions, engine.stats().blobs), (40, 0));
 }
 
 /// Empty pools are freed at once, because a guest can create and end pools faster than background
 /// work would free them.
 #[test]
 fn empty_pools_leave_nothing_to_free() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     for id in 2..100 {
         tenant.create_pool(id).unwrap();
         tenant.destroy_pool(id).unwrap();
         tenant.clear();
     }
-    assert!(!tenant.inner().has_dead());
-    pool.check_invariants();
+    assert!(!tenant.shared().has_dead());
+    engine.check_invariants();
 }
 
 /// The memory of an ended pool with a page in it is counted until it is free.
 #[test]
 fn an_ended_pool_is_held_until_it_is_freed() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 1), 1);
-    let held_bytes = pool.stats().held_bytes;
+    let held_bytes = engine.stats().held_bytes;
     tenant.destroy_pool(POOL).unwrap();
-    let payload_bytes = pool.stats().payload_bytes;
+    let payload_bytes = engine.stats().payload_bytes;
     assert_eq!(payload_bytes, PAGE_SIZE as u64, "until it is freed");
-    assert!(pool.stats().held_bytes > held_bytes - 1024);
-    settle(&pool);
-    assert_eq!(pool.stats().payload_bytes, 0);
-    let left_bytes = pool.stats().metadata_bytes - TENANT_METADATA_BYTES;
+    assert!(engine.stats().held_bytes > held_bytes - 1024);
+    maintain_all(&engine);
+    assert_eq!(engine.stats().payload_bytes, 0);
+    let left_bytes = engine.stats().metadata_bytes - TENANT_METADATA_BYTES;
     assert!(left_bytes < 8 << 10, "{left_bytes} B stay");
 }
 
@@ -159,8 +159,8 @@ fn an_ended_pool_is_held_until_it_is_freed() {
 /// however many steps it takes, and charges that pass.
 #[test]
 fn a_large_range_passes_followed_keys_once() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 500), 500);
     let before = tenant.stats().gain_steps;
     let mut calls = 0;
@@ -186,8 +186,8 @@ fn a_large_range_passes_followed_keys_once() {
 
 #[test]
 fn a_flush_can_be_done_in_steps() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 200), 200);
     let mut steps = 0;
     loop {
@@ -211,5 +211,5 @@ fn a_flush_can_be_done_in_steps() {
         let flushed = tenant.flush_some(POOL, object, 1, None, &mut budget_ns);
         assert_eq!(flushed, Ok(done));
     }
-    pool.check_invariants();
+    engine.check_invariants();
 }

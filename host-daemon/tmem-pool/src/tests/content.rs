@@ -2,28 +2,28 @@
 //! Tests of contents: pages that are shared, pages that never are, and damaged bytes.
 
 use super::rng::Rng;
-use super::{OPEN, POOL, add, config, get, new_pool, noise, partly_noise, put, settle};
+use super::{OPEN, POOL, add, config, get, maintain_all, new_engine, noise, partly_noise, put};
 use crate::codec::{self, Corrupt, ENCODED_BYTES_MAX};
 use crate::config::SWEEP_NS;
 use crate::entry::Content;
 use crate::hash::place_bits;
 use crate::index::Key;
-use crate::{GetResult, PAGE_SIZE, Page, Pool, PutResult, Quota, Tenant, TenantSpec, Time};
+use crate::{Engine, GetResult, PAGE_SIZE, Page, PutResult, Quota, Tenant, TenantSpec, Time};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 #[test]
 fn a_trust_domain_keeps_one_copy() {
-    let pool = new_pool(1 << 20);
-    let a = add(&pool, "a", Some("web"), OPEN);
-    let b = add(&pool, "b", Some("web"), OPEN);
+    let engine = new_engine(1 << 20);
+    let a = add(&engine, "a", Some("web"), OPEN);
+    let b = add(&engine, "b", Some("web"), OPEN);
     let page = partly_noise(1, 4);
     for tenant in [&a, &b] {
         for index in 0..3 {
             assert_eq!(put(tenant, 1, index, 1, &page), PutResult::Stored);
         }
     }
-    let stats = pool.stats();
+    let stats = engine.stats();
     assert_eq!((stats.pages, stats.blobs, stats.shared_pages), (6, 1, 5));
     assert_eq!((a.stats().shared_pages, b.stats().shared_pages), (2, 3));
     assert_eq!(
@@ -31,45 +31,45 @@ fn a_trust_domain_keeps_one_copy() {
         b.stats().charged_bytes,
         "sharing changes no charge"
     );
-    pool.check_invariants();
+    engine.check_invariants();
     // The tenant that put the page first leaves; the copy of the others stays.
     drop(a);
-    settle(&pool);
+    maintain_all(&engine);
     for index in 0..3 {
         assert_eq!(get(&b, 1, index, 1), Some(page));
     }
-    assert_eq!(pool.stats().payload_bytes, 0);
+    assert_eq!(engine.stats().payload_bytes, 0);
 }
 
 #[test]
 fn domains_share_nothing() {
-    let pool = new_pool(1 << 20);
+    let engine = new_engine(1 << 20);
     let domains = [Some("web"), Some("db"), None, None];
-    let tenants = domains.map(|domain| add(&pool, "vm", domain, OPEN));
+    let tenants = domains.map(|domain| add(&engine, "vm", domain, OPEN));
     let page = partly_noise(1, 4);
     for tenant in &tenants {
         put(tenant, 1, 1, 1, &page);
         assert_eq!(tenant.stats().shared_pages, 0);
     }
-    assert_eq!((pool.stats().blobs, pool.stats().shared_pages), (4, 0));
-    pool.check_invariants();
+    assert_eq!((engine.stats().blobs, engine.stats().shared_pages), (4, 0));
+    engine.check_invariants();
     // A domain's name starts a new domain after all its tenants left. A tenant with None never
     // joins another.
     drop(tenants);
-    let again = add(&pool, "vm", Some("web"), OPEN);
+    let again = add(&engine, "vm", Some("web"), OPEN);
     put(&again, 1, 1, 1, &page);
     assert_eq!(
         again.stats().shared_pages,
         0,
         "pages of a domain that ended"
     );
-    settle(&pool);
+    maintain_all(&engine);
 }
 
 #[test]
 fn a_page_is_found_however_many_other_domains_have_it() {
-    let pool = new_pool(4 << 20);
-    let tenants: Vec<Tenant> = (0..100).map(|_| add(&pool, "vm", None, OPEN)).collect();
+    let engine = new_engine(4 << 20);
+    let tenants: Vec<Tenant> = (0..100).map(|_| add(&engine, "vm", None, OPEN)).collect();
     let page = partly_noise(1, 4);
     for index in 0..2 {
         for tenant in &tenants {
@@ -78,7 +78,7 @@ fn a_page_is_found_however_many_other_domains_have_it() {
     }
     let shared = tenants.iter().map(|tenant| tenant.stats().shared_pages);
     assert_eq!(shared.sum::<u64>(), 100);
-    pool.check_invariants();
+    engine.check_invariants();
     let mut places: Vec<u64> = (0..100).map(|domain| place_bits(1, domain)).collect();
     places.sort_unstable_by_key(|place| *place as u32 % 4096);
     places.dedup_by_key(|place| *place as u32 % 4096);
@@ -98,16 +98,16 @@ fn equal_hashes_are_not_equal_pages() {
         twin[PAGE_SIZE - 1] ^= 0x80;
         pages.push(twin);
     }
-    let pool = Pool::with(config(1 << 20), |_, _| 42, u32::MAX).unwrap();
-    let a = add(&pool, "a", Some("web"), OPEN);
-    let b = add(&pool, "b", Some("web"), OPEN);
+    let engine = Engine::with(config(1 << 20), |_, _| 42, u32::MAX).unwrap();
+    let a = add(&engine, "a", Some("web"), OPEN);
+    let b = add(&engine, "b", Some("web"), OPEN);
     for (index, page) in pages.iter().enumerate() {
         put(&a, 1, index as u64, 1, page);
         put(&b, 1, index as u64, 1, page);
     }
     // Only the first page has the place of the hash in the table.
-    assert_eq!(pool.stats().shared_pages, 1);
-    pool.check_invariants();
+    assert_eq!(engine.stats().shared_pages, 1);
+    engine.check_invariants();
     for (index, page) in pages.iter().enumerate() {
         assert!(
             get(&a, 1, index as u64, 1) == Some(*page),
@@ -118,13 +118,13 @@ fn equal_hashes_are_not_equal_pages() {
             "page {index} of b"
         );
     }
-    assert_eq!(pool.stats().blobs, 0);
+    assert_eq!(engine.stats().blobs, 0);
 }
 
 #[test]
 fn a_collision_that_ends_leaves_the_place_in_the_table() {
-    let pool = Pool::with(config(1 << 20), |_, _| 42, u32::MAX).unwrap();
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = Engine::with(config(1 << 20), |_, _| 42, u32::MAX).unwrap();
+    let tenant = add(&engine, "a", None, OPEN);
     let (listed, other) = (noise(1), noise(2));
     put(&tenant, 1, 1, 1, &listed);
     put(&tenant, 1, 2, 1, &other);
@@ -135,13 +135,13 @@ fn a_collision_that_ends_leaves_the_place_in_the_table() {
         1,
         "the first page is no longer found"
     );
-    pool.check_invariants();
+    engine.check_invariants();
 }
 
 #[test]
 fn a_freed_page_gives_its_place_in_the_table_up() {
-    let pool = new_pool(1 << 20);
-    let a = add(&pool, "a", None, OPEN);
+    let engine = new_engine(1 << 20);
+    let a = add(&engine, "a", None, OPEN);
     let page = noise(1);
     for _ in 0..3 {
         put(&a, 1, 1, 1, &page);
@@ -149,13 +149,13 @@ fn a_freed_page_gives_its_place_in_the_table_up() {
         assert_eq!(a.stats().shared_pages, 1);
         assert_eq!(get(&a, 1, 1, 1), Some(page));
         assert_eq!(get(&a, 1, 2, 1), Some(page));
-        pool.check_invariants();
+        engine.check_invariants();
     }
 }
 
 fn damage(tenant: &Tenant, index: u64, at: usize) {
-    let engine = tenant.pool();
-    let mut state = tenant.inner().lock(&engine.account);
+    let engine = tenant.engine();
+    let mut state = tenant.shared().lock(&engine.totals);
     let key = Key {
         pool: POOL,
         object: 1,
@@ -194,8 +194,8 @@ impl tracing::Subscriber for CountEvents {
 fn damaged_bytes_are_a_miss_counted_and_logged_once() {
     let events = Arc::new(AtomicUsize::new(0));
     tracing::subscriber::with_default(CountEvents(Arc::clone(&events)), || {
-        let pool = new_pool(1 << 20);
-        let tenant = add(&pool, "a", None, OPEN);
+        let engine = new_engine(1 << 20);
+        let tenant = add(&engine, "a", None, OPEN);
         let pages = [noise(1), partly_noise(2, 4), [3; PAGE_SIZE], noise(4)];
         for (index, page) in pages.iter().enumerate() {
             put(&tenant, 1, index as u64, 1, page);
@@ -207,7 +207,7 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
         let mut out = [[0; PAGE_SIZE]; 4];
         let mut results = [GetResult::Hit { cookie: 1 }; 4];
         tenant
-            .get(crate::Time(0), POOL, 1, 0, &[1; 4], &mut out, &mut results)
+            .get(POOL, 1, 0, &[1; 4], &mut out, &mut results)
             .unwrap();
         assert_eq!(results[..3], [GetResult::Miss; 3]);
         assert_eq!(results[3], GetResult::Hit { cookie: 1 });
@@ -216,19 +216,19 @@ fn damaged_bytes_are_a_miss_counted_and_logged_once() {
             (tenant.stats().hash_mismatches, tenant.stats().hits),
             (3, 1)
         );
-        assert_eq!(pool.stats().hash_mismatches, 3);
+        assert_eq!(engine.stats().hash_mismatches, 3);
         // The page is gone and is not returned later.
         assert_eq!(get(&tenant, 1, 0, 1), None);
         assert_eq!(tenant.stats().pages, 0);
-        pool.check_invariants();
+        engine.check_invariants();
     });
     assert_eq!(events.load(Relaxed), 1);
 }
 
 #[test]
 fn a_get_does_not_wrap_past_the_last_page_number() {
-    let pool = new_pool(1 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     let page = noise(1);
     // Ask for pages under one hold of the lock, and under two.
     for asked in [4, 100] {
@@ -237,7 +237,7 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
         let mut results = vec![GetResult::Miss; asked];
         let cookies = vec![1; asked];
         let first = u64::MAX - 1;
-        let spent = tenant.get(Time(0), POOL, 1, first, &cookies, &mut out, &mut results);
+        let spent = tenant.get(POOL, 1, first, &cookies, &mut out, &mut results);
         drop(spent.unwrap());
         let hits: Vec<usize> = (0..asked)
             .filter(|&nth| results[nth] == GetResult::Hit { cookie: 1 })
@@ -308,11 +308,14 @@ fn same_filled_pages() {
     let mut eight = page;
     eight.as_chunks_mut::<8>().0.fill(*b"8 bytes.");
     assert_eq!(codec::same_filled(&eight), None);
-    let pool = new_pool(1 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     put(&tenant, 1, 1, 1, &page);
     assert_eq!(
-        (pool.stats().payload_bytes, pool.stats().same_filled_pages),
+        (
+            engine.stats().payload_bytes,
+            engine.stats().same_filled_pages
+        ),
         (0, 1)
     );
     assert_eq!(
@@ -346,17 +349,17 @@ fn text(seed: u64) -> Page {
 
 #[test]
 fn cold_pages_become_denser() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     let pages: Vec<Page> = (0..100).map(text).collect();
     for (index, page) in pages.iter().enumerate() {
         put(&tenant, 1, index as u64, 1, page);
     }
     put(&tenant, 1, 100, 1, &noise(1));
     let at = |now| {
-        while pool.maintain(Time(now), 64) {}
-        pool.check_invariants();
-        pool.stats().payload_bytes
+        while engine.maintain(Time(now), 64) {}
+        engine.check_invariants();
+        engine.stats().payload_bytes
     };
     let (before, charged) = (at(0), tenant.stats().charged_bytes);
     assert_eq!(at(SWEEP_NS / 2), before);
@@ -370,7 +373,7 @@ fn cold_pages_become_denser() {
     );
     assert_eq!(at(SWEEP_NS * 9), dense, "once is enough");
     // The gain is reported separately from that of equal pages, for the present blobs.
-    let told = pool.stats();
+    let told = engine.stats();
     assert_eq!(told.payload_bytes + told.dense_gain_bytes, before);
     assert_eq!(told.dense_gain_bytes, told.denser_saved_bytes);
     // The charge is fixed at the first put, also for a tenant that puts the page later.
@@ -388,19 +391,19 @@ fn cold_pages_become_denser() {
             "page {index}"
         );
     }
-    pool.check_invariants();
-    assert_eq!(pool.stats().dense_gain_bytes, told.dense_gain_bytes);
+    engine.check_invariants();
+    assert_eq!(engine.stats().dense_gain_bytes, told.dense_gain_bytes);
     tenant.clear();
-    while pool.maintain(Time(SWEEP_NS * 9), 64) {}
-    let stats = pool.stats();
+    while engine.maintain(Time(SWEEP_NS * 9), 64) {}
+    let stats = engine.stats();
     assert_eq!((stats.blobs, stats.dense_gain_bytes), (0, 0));
     assert_eq!(stats.denser_saved_bytes, told.denser_saved_bytes);
-    pool.check_invariants();
+    engine.check_invariants();
 }
 
 #[test]
 fn names_are_told() {
-    let pool = new_pool(1000);
+    let engine = new_engine(1000);
     let quota = Quota {
         reserve_bytes: 1001,
         ..OPEN
@@ -410,7 +413,7 @@ fn names_are_told() {
         trust_domain: None,
         quota,
     };
-    let error = pool.add_tenant(spec).unwrap_err();
+    let error = engine.add_tenant(spec).unwrap_err();
     let text = error.to_string();
     assert!(
         ["db-1", "1001", "1000"]

@@ -2,7 +2,7 @@
 //! Tests of faults of the engine itself: a panic under a tenant's lock concerns only that tenant; a
 //! panic under a lock that all tenants share ends the process.
 
-use super::{OPEN, POOL, add, get, new_pool, noise, partly_noise, put};
+use super::{OPEN, POOL, add, get, new_engine, noise, partly_noise, put};
 use crate::{GetResult, NoPool, PAGE_SIZE, Put, PutResult, Quota, Tenant, Time};
 use std::os::unix::process::ExitStatusExt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,7 +11,7 @@ use std::process::Command;
 /// Panics in the middle of a request, as a bug would.
 fn panic_under_the_lock(tenant: &Tenant) {
     let panicked = catch_unwind(AssertUnwindSafe(|| {
-        let mut state = tenant.inner().lock(&tenant.pool().account);
+        let mut state = tenant.shared().lock(&tenant.engine().totals);
         state.index.gauges.pages += 1;
         panic!("a bug");
     }));
@@ -20,10 +20,10 @@ fn panic_under_the_lock(tenant: &Tenant) {
 
 #[test]
 fn a_panic_is_the_trouble_of_one_tenant() {
-    let pool = new_pool(1 << 20);
+    let engine = new_engine(1 << 20);
     let (broken, other) = (
-        add(&pool, "a", Some("web"), OPEN),
-        add(&pool, "b", Some("web"), OPEN),
+        add(&engine, "a", Some("web"), OPEN),
+        add(&engine, "b", Some("web"), OPEN),
     );
     let page = partly_noise(1, 4);
     for tenant in [&broken, &other] {
@@ -32,15 +32,15 @@ fn a_panic_is_the_trouble_of_one_tenant() {
     assert_eq!(put(&broken, 1, 2, 1, &noise(1)), PutResult::Stored);
     panic_under_the_lock(&broken);
     // Operations on all tenants go on.
-    pool.resize(900 << 10);
-    while pool.maintain(Time(0), 64) {}
+    engine.resize(900 << 10);
+    while engine.maintain(Time(0), 64) {}
     other
         .set_quota(Quota {
             reserve_bytes: 4096,
             ..OPEN
         })
         .unwrap();
-    assert_eq!(pool.stats().pages, 1);
+    assert_eq!(engine.stats().pages, 1);
     assert_eq!(get(&other, 1, 1, 1), Some(page));
     // Tenants that need memory go on, too, though the broken tenant holds most of it.
     for index in 0..400 {
@@ -49,7 +49,7 @@ fn a_panic_is_the_trouble_of_one_tenant() {
 
     // The broken tenant is empty, and works.
     let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
-    let answer = broken.get(Time(0), POOL, 1, 1, &[1, 1], &mut out, &mut results);
+    let answer = broken.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
     assert_eq!(answer.map(drop), Err(NoPool));
     assert_eq!((broken.stats().pages, broken.stats().charged_bytes), (0, 0));
     broken.create_pool(POOL).unwrap();
@@ -59,23 +59,23 @@ fn a_panic_is_the_trouble_of_one_tenant() {
     // The broken tenant panics again, and leaves.
     panic_under_the_lock(&broken);
     drop(broken);
-    while pool.maintain(Time(0), 64) {}
+    while engine.maintain(Time(0), 64) {}
     assert_eq!(
-        (pool.stats().tenants, pool.stats().departed_tenants),
+        (engine.stats().tenants, engine.stats().departed_tenants),
         (1, 0)
     );
 }
 
 #[test]
 fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
-    let pool = new_pool(1 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    let account = &tenant.pool().account;
-    let found = tenant.inner().lock(account).pool(POOL).unwrap();
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    let totals = &tenant.engine().totals;
+    let found = tenant.shared().lock(totals).pool(POOL).unwrap();
     panic_under_the_lock(&tenant);
     // The new pool has the first place among the tenant's pools, as the old pool had.
     tenant.create_pool(POOL + 1).unwrap();
-    let state = tenant.inner().lock(account);
+    let state = tenant.shared().lock(totals);
     assert!(!state.index.is_live(found));
     assert!(state.index.is_live(state.pool(POOL + 1).unwrap()));
 }
@@ -84,7 +84,7 @@ fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
 fn a_put_while_a_panic_unwinds_is_a_put() {
     // A handle may be dropped while a panic unwinds. The sums that others read must be right all
     // the same.
-    let pool = new_pool(1 << 20);
+    let engine = new_engine(1 << 20);
     struct AtTheEnd(Tenant);
     impl Drop for AtTheEnd {
         fn drop(&mut self) {
@@ -97,16 +97,16 @@ fn a_put_while_a_panic_unwinds_is_a_put() {
                 workingset: false,
                 page: &page,
             };
-            self.0.put(Time(0), POOL, &[put], &mut results).unwrap();
+            self.0.put(POOL, &[put], &mut results).unwrap();
         }
     }
-    let tenant = add(&pool, "a", None, OPEN);
+    let tenant = add(&engine, "a", None, OPEN);
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let _end = AtTheEnd(tenant.clone());
         panic!("elsewhere");
     }));
     assert!(panicked.is_err());
-    pool.check_invariants();
+    engine.check_invariants();
     assert_eq!(tenant.stats().pages, 1);
 }
 
@@ -115,9 +115,9 @@ const SIGABRT: i32 = 6;
 /// Body of the test process below in which the panic happens. It returns if the engine does not
 /// abort.
 fn panic_under_a_lock_of_all(which: &str) {
-    let pool = new_pool(1 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    let engine = tenant.pool();
+    let engine = new_engine(1 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    let engine = tenant.engine();
     let panicked = catch_unwind(AssertUnwindSafe(|| match which {
         "heap" => engine.store.heap.panic_under_a_lock(),
         "table" => {
@@ -128,7 +128,7 @@ fn panic_under_a_lock_of_all(which: &str) {
             panic!("a bug");
         }
         _ => {
-            let _registry = engine.write();
+            let _membership = engine.membership_mut();
             panic!("a bug");
         }
     }));
@@ -136,7 +136,7 @@ fn panic_under_a_lock_of_all(which: &str) {
     // The daemon's threads go on in this way after a panic in their work.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         put(&tenant, 1, 1, 1, &partly_noise(1, 4));
-        pool.stats();
+        engine.stats();
     }));
 }
 
@@ -147,7 +147,7 @@ fn a_panic_under_a_lock_of_all_ends_the_process() {
         panic_under_a_lock_of_all(&which);
         return;
     }
-    for which in ["heap", "table", "registry"] {
+    for which in ["heap", "table", "membership"] {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",

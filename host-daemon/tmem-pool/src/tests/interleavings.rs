@@ -6,10 +6,10 @@
 //! These tests do not try memory orders weaker than sequential consistency.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, config, noise, partly_noise, settle_raw};
-use crate::blob::{DomainId, Settled, Store};
+use super::{OPEN, POOL, add, config, finalize_raw, noise, partly_noise};
+use crate::blob::{DomainId, Finalized, Store};
 use crate::heap::{Handle, Heap};
-use crate::{GetResult, PAGE_SIZE, Page, PageHash, Pool, Put, PutResult, Time};
+use crate::{Engine, GetResult, PAGE_SIZE, Page, PageHash, Put, PutResult, Time};
 use shuttle::scheduler::{Schedule, Scheduler, Task, TaskId};
 use shuttle::thread::{self, yield_now};
 use shuttle::{FailurePersistence, MaxSteps, Runner};
@@ -199,11 +199,11 @@ fn a_slot_is_replaced_beside_compaction() {
 }
 
 /// Stores a page and gives it its final form.
-fn settle(store: &Store, page: &Page, domain: DomainId) -> Settled {
+fn finalize(store: &Store, page: &Page, domain: DomainId) -> Finalized {
     let (raw, _) = store.put_raw(page, HEAP_BYTES).unwrap();
-    let settled = store.settle(raw, domain, HEAP_BYTES, &mut [0; PAGE_SIZE]);
+    let finalized = store.finalize(raw, domain, HEAP_BYTES, &mut [0; PAGE_SIZE]);
     store.release(raw);
-    settled.unwrap()
+    finalized.unwrap()
 }
 
 fn check_of(page: &Page) -> u32 {
@@ -217,7 +217,7 @@ const SEED: u64 = 11;
 fn equal_pages(name: &str, page: Page) {
     in_all_orders(name, ORDERS, move || {
         let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
-        let last = settle(&store, &page, 0).content;
+        let last = maintain_all(&store, &page, 0).content;
         let going = {
             let store = store.clone();
             thread::spawn(move || store.release_content(last))
@@ -225,7 +225,7 @@ fn equal_pages(name: &str, page: Page) {
         let coming = [0, 1].map(|domain| {
             let store = store.clone();
             thread::spawn(move || {
-                let content = settle(&store, &page, domain).content;
+                let content = maintain_all(&store, &page, domain).content;
                 let mut out = [0; PAGE_SIZE];
                 let read = store.read(&store.reader(content), check_of(&page), &mut out);
                 assert_eq!(read, Ok(()), "domain {domain}");
@@ -265,8 +265,8 @@ fn an_equal_raw_page_comes_while_the_last_goes() {
 fn a_tenant_goes_while_it_gets() {
     let page = partly_noise(1, 4);
     in_all_orders("a_tenant_goes_while_it_gets", ORDERS, move || {
-        let pool = Pool::new(config(1 << 20)).unwrap();
-        let tenant = add(&pool, "a", None, OPEN);
+        let engine = Engine::new(config(1 << 20)).unwrap();
+        let tenant = add(&engine, "a", None, OPEN);
         let put = |index| Put {
             object: 1,
             index,
@@ -276,13 +276,13 @@ fn a_tenant_goes_while_it_gets() {
         };
         let mut results = [PutResult::Refused; 2];
         let puts = [put(1), put(2)];
-        tenant.put(Time(0), POOL, &puts, &mut results).unwrap();
+        tenant.put(POOL, &puts, &mut results).unwrap();
         assert_eq!(results, [PutResult::Stored; 2]);
         let getting = {
             let tenant = tenant.clone();
             thread::spawn(move || {
                 let (mut out, mut results) = ([[0; PAGE_SIZE]; 2], [GetResult::Miss; 2]);
-                let spent = tenant.get(Time(0), POOL, 1, 1, &[1, 1], &mut out, &mut results);
+                let spent = tenant.get(POOL, 1, 1, &[1, 1], &mut out, &mut results);
                 assert_eq!(results, [GetResult::Hit { cookie: 1 }; 2]);
                 assert!(out == [page; 2]);
                 drop(spent.unwrap());
@@ -290,19 +290,19 @@ fn a_tenant_goes_while_it_gets() {
         };
         let going = thread::spawn(move || drop(tenant));
         let working = {
-            let pool = pool.clone();
-            thread::spawn(move || pool.maintain(Time(0), 8))
+            let engine = engine.clone();
+            thread::spawn(move || engine.maintain(Time(0), 8))
         };
         getting.join().unwrap();
         going.join().unwrap();
         working.join().unwrap();
-        while pool.maintain(Time(0), 64) {}
-        let stats = pool.stats();
+        while engine.maintain(Time(0), 64) {}
+        let stats = engine.stats();
         assert_eq!(
             (stats.tenants, stats.departed_tenants, stats.blobs),
             (0, 0, 0)
         );
-        pool.check_invariants();
+        engine.check_invariants();
     });
 }
 
@@ -316,9 +316,9 @@ fn departing_tenant_is_kept_until_its_pages_are_freed() {
     let pages = [partly_noise(1, 4), partly_noise(2, 4)];
     let name = "departing_tenant_is_kept_until_its_pages_are_freed";
     in_all_orders(name, ORDERS, move || {
-        let pool = Pool::new(config(1 << 20)).unwrap();
+        let engine = Engine::new(config(1 << 20)).unwrap();
         for _ in 0..TENANTS {
-            let tenant = add(&pool, "a", None, OPEN);
+            let tenant = add(&engine, "a", None, OPEN);
             tenant.create_pool(OTHER).unwrap();
             for (id, page) in [POOL, OTHER].into_iter().zip(&pages) {
                 let put = Put {
@@ -329,25 +329,25 @@ fn departing_tenant_is_kept_until_its_pages_are_freed() {
                     page,
                 };
                 let mut results = [PutResult::Refused];
-                tenant.put(Time(0), id, &[put], &mut results).unwrap();
+                tenant.put(id, &[put], &mut results).unwrap();
                 assert_eq!(results, [PutResult::Stored]);
             }
-            settle_raw(&tenant);
+            finalize_raw(&tenant);
             tenant.destroy_pool(OTHER).unwrap();
             let working = {
-                let pool = pool.clone();
-                thread::spawn(move || pool.maintain(Time(0), 8))
+                let engine = engine.clone();
+                thread::spawn(move || engine.maintain(Time(0), 8))
             };
             drop(tenant);
             working.join().unwrap();
-            while pool.maintain(Time(0), 64) {}
-            let stats = pool.stats();
+            while engine.maintain(Time(0), 64) {}
+            let stats = engine.stats();
             assert_eq!(
                 (stats.tenants, stats.departed_tenants, stats.blobs),
                 (0, 0, 0)
             );
         }
-        pool.check_invariants();
+        engine.check_invariants();
     });
 }
 
@@ -356,8 +356,8 @@ fn a_put_does_not_come_into_another_pool() {
     const OTHER: u32 = POOL + 1;
     let page = partly_noise(1, 4);
     in_all_orders("a_put_does_not_come_into_another_pool", ORDERS, move || {
-        let pool = Pool::new(config(1 << 20)).unwrap();
-        let tenant = add(&pool, "a", None, OPEN);
+        let engine = Engine::new(config(1 << 20)).unwrap();
+        let tenant = add(&engine, "a", None, OPEN);
         let putting = {
             let tenant = tenant.clone();
             thread::spawn(move || {
@@ -370,7 +370,7 @@ fn a_put_does_not_come_into_another_pool() {
                 };
                 let mut results = [PutResult::Refused];
                 // The pool may have ended.
-                let _ = tenant.put(Time(0), POOL, &[put], &mut results);
+                let _ = tenant.put(POOL, &[put], &mut results);
             })
         };
         let changing = {
@@ -384,11 +384,11 @@ fn a_put_does_not_come_into_another_pool() {
         putting.join().unwrap();
         changing.join().unwrap();
         let (mut out, mut results) = ([[0; PAGE_SIZE]], [GetResult::Miss]);
-        let spent = tenant.get(Time(0), OTHER, 1, 1, &[1], &mut out, &mut results);
+        let spent = tenant.get(OTHER, 1, 1, &[1], &mut out, &mut results);
         drop(spent.unwrap());
         assert_eq!(results, [GetResult::Miss]);
-        while pool.maintain(Time(0), 64) {}
-        assert_eq!(pool.stats().blobs, 0);
-        pool.check_invariants();
+        while engine.maintain(Time(0), 64) {}
+        assert_eq!(engine.stats().blobs, 0);
+        engine.check_invariants();
     });
 }

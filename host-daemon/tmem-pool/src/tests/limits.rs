@@ -2,12 +2,12 @@
 //! Tests of limits: the choice of the tenant that gives up pages, and refusals.
 
 use super::{
-    OPEN, POOL, add, config, fill, get, new_pool, noise, partly_noise, put, put_raw, settle,
+    OPEN, POOL, add, config, fill, get, maintain_all, new_engine, noise, partly_noise, put, put_raw,
 };
 use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, RAW_PAGES_MAX, RAW_PAGES_MIN};
 use crate::state::Reason;
 use crate::{
-    AdmissionError, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Pool, Put, PutResult, Quota,
+    AdmissionError, Engine, PAGE_METADATA_CHARGE_BYTES, PAGE_SIZE, Page, Put, PutResult, Quota,
     Tenant, TenantSpec, Time,
 };
 use PutResult::{Refused, Stored};
@@ -24,9 +24,9 @@ fn limited(limit_bytes: u64) -> Quota {
 
 #[test]
 fn over_its_limit_a_tenant_loses_its_own_oldest() {
-    let pool = new_pool(4 << 20);
-    let a = add(&pool, "a", None, limited(10 * NOISE_CHARGE));
-    let b = add(&pool, "b", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let a = add(&engine, "a", None, limited(10 * NOISE_CHARGE));
+    let b = add(&engine, "b", None, OPEN);
     fill(&b, 1, 20);
     assert_eq!(fill(&a, 1, 15), 15);
     let stats = a.stats();
@@ -43,15 +43,15 @@ fn over_its_limit_a_tenant_loses_its_own_oldest() {
     for index in 5..15 {
         assert!(get(&a, 1, index, 1).is_some(), "page {index}");
     }
-    pool.check_invariants();
+    engine.check_invariants();
 }
 
 #[test]
 fn one_large_page_displaces_many_small_ones() {
-    let pool = new_pool(4 << 20);
+    let engine = new_engine(4 << 20);
     let small = 64;
     let tenant = add(
-        &pool,
+        &engine,
         "a",
         None,
         limited(small * PAGE_METADATA_CHARGE_BYTES),
@@ -61,13 +61,13 @@ fn one_large_page_displaces_many_small_ones() {
     }
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
     assert!(tenant.stats().charged_bytes <= small * PAGE_METADATA_CHARGE_BYTES);
-    pool.check_invariants();
+    engine.check_invariants();
 }
 
 #[test]
 fn what_can_never_fit_is_refused_and_evicts_nothing() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, limited(NOISE_CHARGE - 1));
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, limited(NOISE_CHARGE - 1));
     assert_eq!(put(&tenant, 1, 2, 1, &noise(1)), Refused);
     tenant.set_quota(OPEN).unwrap();
     assert_eq!(put(&tenant, 1, 0, 1, &[7; PAGE_SIZE]), Stored);
@@ -82,14 +82,14 @@ fn what_can_never_fit_is_refused_and_evicts_nothing() {
     assert_eq!(get(&tenant, 1, 1, 2), None);
     assert!(get(&tenant, 1, 0, 1).is_some());
     assert_eq!(tenant.stats().puts_refused, 3);
-    assert_eq!((pool.stats().blobs, pool.stats().pages), (0, 0));
+    assert_eq!((engine.stats().blobs, engine.stats().pages), (0, 0));
 }
 
 #[test]
 fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
-    tenant.inner().lock(&tenant.pool().account).raw_max = 1;
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
+    tenant.shared().lock(&tenant.engine().totals).raw_max = 1;
     let put = |cookie, page| Put {
         object: 1,
         index: 1,
@@ -100,12 +100,7 @@ fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
     let (same, noise) = ([1; PAGE_SIZE], noise(1));
     let mut results = [Refused, Stored];
     tenant
-        .put(
-            Time(0),
-            POOL,
-            &[put(1, &same), put(2, &noise)],
-            &mut results,
-        )
+        .put(POOL, &[put(1, &same), put(2, &noise)], &mut results)
         .unwrap();
     assert_eq!(results, [Stored, Refused]);
     assert_eq!(get(&tenant, 1, 1, 1), None);
@@ -114,8 +109,8 @@ fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
 
 #[test]
 fn keys_are_limited_even_if_they_hold_nothing() {
-    let pool = Pool::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = Engine::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
+    let tenant = add(&engine, "a", None, OPEN);
     let stored = (0..150)
         .filter(|&i| put(&tenant, i, 0, 1, &[0; PAGE_SIZE]) == Stored)
         .count();
@@ -124,18 +119,18 @@ fn keys_are_limited_even_if_they_hold_nothing() {
     tenant.clear();
     tenant.create_pool(POOL).unwrap();
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Refused);
-    settle(&pool);
+    maintain_all(&engine);
     assert_eq!(put(&tenant, 1, 0, 1, &[0; PAGE_SIZE]), Stored);
 }
 
 /// An object exists as long as one of its pages, so that the limit of keys also limits objects.
 #[test]
 fn objects_go_with_their_last_page() {
-    let pool = new_pool(64 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(64 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, u64::MAX, 0, 1, &[0; PAGE_SIZE]), Stored);
-    settle(&pool);
-    let before = pool.stats().metadata_bytes;
+    maintain_all(&engine);
+    let before = engine.stats().metadata_bytes;
     for round in 0..20 {
         for object in 1..=2000 {
             let object = round * 2000 + object;
@@ -146,9 +141,9 @@ fn objects_go_with_their_last_page() {
                 _ => drop(tenant.flush(POOL, object, 0, Some(1))),
             }
         }
-        settle(&pool);
+        maintain_all(&engine);
     }
-    let after = pool.stats().metadata_bytes;
+    let after = engine.stats().metadata_bytes;
     assert!(
         after < before + (256 << 10),
         "{before} bytes became {after}"
@@ -160,8 +155,8 @@ fn objects_go_with_their_last_page() {
 #[test]
 fn raw_pages_are_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
-        let pool = new_pool(bytes);
-        let tenant = add(&pool, "a", None, OPEN);
+        let engine = new_engine(bytes);
+        let tenant = add(&engine, "a", None, OPEN);
         // The helper `put` is not used, because it finalizes each page.
         let store = |object: u64, index: u64| {
             let put = Put {
@@ -172,24 +167,24 @@ fn raw_pages_are_limited() {
                 page: &noise(object << 32 | index),
             };
             let mut results = [Stored];
-            tenant.put(Time(0), POOL, &[put], &mut results).unwrap();
+            tenant.put(POOL, &[put], &mut results).unwrap();
             results[0] == Stored
         };
         let expected = u64::from(expected);
         let stored = (0..expected + 50).filter(|&index| store(1, index));
         assert_eq!(stored.count() as u64, expected);
-        settle(&pool);
+        maintain_all(&engine);
         assert!((0..10).all(|index| store(2, index)), "there is room again");
     }
 }
 
 #[test]
 fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
-    let pool = new_pool(8 << 20);
+    let engine = new_engine(8 << 20);
     let (leaves, shrinks, stays) = (
-        add(&pool, "a", None, OPEN),
-        add(&pool, "b", None, OPEN),
-        add(&pool, "c", None, OPEN),
+        add(&engine, "a", None, OPEN),
+        add(&engine, "b", None, OPEN),
+        add(&engine, "c", None, OPEN),
     );
     fill(&leaves, 1, 64);
     fill(&shrinks, 1, 64);
@@ -209,48 +204,48 @@ fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
             .zip(round * 64..)
             .map(|(put, index)| Put { index, ..put })
             .collect();
-        stays.put(Time(0), POOL, &puts, &mut results).unwrap();
+        stays.put(POOL, &puts, &mut results).unwrap();
         assert_eq!(results, [Stored; 64]);
         // Work off as many pages as arrived, so that some always wait.
-        pool.maintain(Time(0), 32);
-        pool.maintain(Time(0), 32);
+        engine.maintain(Time(0), 32);
+        engine.maintain(Time(0), 32);
     }
     assert!(stays.stats().raw_pages > 0, "the test asks for nothing");
-    let stats = pool.stats();
+    let stats = engine.stats();
     assert_eq!((stats.detached_pages, stats.departed_tenants), (0, 0));
     assert!(shrinks.stats().charged_bytes <= 32 * NOISE_CHARGE);
 }
 
 #[test]
 fn a_resize_takes_pages_that_are_only_metadata() {
-    let pool = new_pool(16 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(16 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     for index in 0..20_000 {
         // The pages are far apart, so that each has nodes of its own.
         assert_eq!(put(&tenant, index, 0, 1, &[0; PAGE_SIZE]), Stored);
     }
-    settle(&pool);
-    let held_bytes = pool.stats().held_bytes;
+    maintain_all(&engine);
+    let held_bytes = engine.stats().held_bytes;
     assert!(held_bytes > 2 << 20, "{held_bytes}");
-    pool.resize(1 << 20);
-    settle(&pool);
-    let stats = pool.stats();
+    engine.resize(1 << 20);
+    maintain_all(&engine);
+    let stats = engine.stats();
     assert!(stats.held_bytes <= 1 << 20, "{stats:?}");
 }
 
 #[test]
 fn maintain_says_so_while_blobs_can_be_moved_together() {
-    let pool = new_pool(32 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(32 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     for index in 0..4_000 {
         assert_eq!(put(&tenant, 1, index, 1, &partly_noise(index, 3)), Stored);
     }
     for index in (0..4_000).filter(|index| index % 4 != 0) {
         tenant.flush(POOL, 1, index, Some(1)).unwrap();
     }
-    let heap = &tenant.pool().store.heap;
+    let heap = &tenant.engine().store.heap;
     assert!(heap.is_sparse() && heap.has_spare());
-    settle(&pool);
+    maintain_all(&engine);
     assert!(
         !(heap.is_sparse() && heap.has_spare()),
         "{:?}",
@@ -263,26 +258,26 @@ fn maintain_gives_back_what_idles() {
     // The limit of idle frames depends on the present size, however large the pool may become.
     let mut config = config(64 << 20);
     config.size_max_bytes = 16 << 30;
-    let pool = Pool::new(config).unwrap();
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = Engine::new(config).unwrap();
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 6_000), 6_000);
     tenant.clear();
-    settle(&pool);
-    let stats = pool.stats();
+    maintain_all(&engine);
+    let stats = engine.stats();
     assert_eq!(stats.frames_bytes, 16 << 20, "{stats:?}");
 }
 
 #[test]
 fn maintain_leaves_what_it_cannot_move_together() {
-    let pool = new_pool(32 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(32 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     // There are a few pages of each length, so that no span is full.
     for index in 0..200 {
         let page = partly_noise(index, 1 + index as usize % 7);
         assert_eq!(put(&tenant, 1, index, 1, &page), Stored);
     }
-    settle(&pool);
-    let heap = &tenant.pool().store.heap;
+    maintain_all(&engine);
+    let heap = &tenant.engine().store.heap;
     let stats = heap.stats();
     assert!(stats.payload_bytes < stats.frames_bytes * 19 / 20);
     assert!(!heap.is_sparse() && !heap.has_spare(), "{stats:?}");
@@ -290,8 +285,8 @@ fn maintain_leaves_what_it_cannot_move_together() {
 
 #[test]
 fn empty_pools_are_freed_in_steps_too() {
-    let pool = new_pool(4 << 20);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(4 << 20);
+    let tenant = add(&engine, "a", None, OPEN);
     for nr in 0..200 {
         tenant.create_pool(10 + nr).unwrap();
         let mut results = [Stored];
@@ -302,31 +297,31 @@ fn empty_pools_are_freed_in_steps_too() {
             workingset: false,
             page: &[0; PAGE_SIZE],
         };
-        tenant.put(Time(0), 10 + nr, &[put], &mut results).unwrap();
+        tenant.put(10 + nr, &[put], &mut results).unwrap();
         tenant.destroy_pool(10 + nr).unwrap();
     }
     // Eviction finds the pages of these pools, and leaves the pools behind.
-    let (mut state, mut freed) = (tenant.inner().lock(&tenant.pool().account), Vec::new());
+    let (mut state, mut freed) = (tenant.shared().lock(&tenant.engine().totals), Vec::new());
     assert_eq!(state.evict(1, Reason::Pool, &mut freed), 200);
     assert_eq!(state.reap(16, &mut freed), 16);
     assert!(state.index.has_detached());
     while state.reap(16, &mut freed) > 0 {}
     assert!(!state.index.has_detached());
     drop(state);
-    tenant.pool().release_all(freed);
-    settle(&pool);
+    tenant.engine().release_all(freed);
+    maintain_all(&engine);
 }
 
 #[test]
 fn a_full_pool_takes_from_whom_is_most_above() {
-    let pool = new_pool(400 * NOISE_CHARGE);
+    let engine = new_engine(400 * NOISE_CHARGE);
     let reserve = Quota {
         reserve_bytes: 150 * NOISE_CHARGE,
         ..OPEN
     };
-    let reserved = add(&pool, "reserved", None, reserve);
-    let greedy = add(&pool, "greedy", None, OPEN);
-    let modest = add(&pool, "modest", None, OPEN);
+    let reserved = add(&engine, "reserved", None, reserve);
+    let greedy = add(&engine, "greedy", None, OPEN);
+    let modest = add(&engine, "modest", None, OPEN);
     fill(&modest, 1, 60);
     fill(&reserved, 1, 150);
     // The greedy tenant takes the memory that no other tenant uses, and after that only its own.
@@ -341,14 +336,14 @@ fn a_full_pool_takes_from_whom_is_most_above() {
         greedy.stats()
     );
     assert!(greedy.stats().evictions > 0);
-    pool.check_invariants();
+    engine.check_invariants();
     // Lent memory is taken back from the tenant that has it.
     assert_eq!(fill(&modest, 2, 20), 20);
     assert_eq!((modest.stats().pages, modest.stats().evictions), (80, 0));
     assert_eq!(reserved.stats().pages, 150);
-    let stats = pool.stats();
+    let stats = engine.stats();
     assert!(stats.held_bytes <= stats.size_bytes);
-    settle(&pool);
+    maintain_all(&engine);
 }
 
 /// Puts incompressible pages until the tenant has nine tenths of its entitlement. Some puts are
@@ -376,33 +371,33 @@ fn fill_with_keys(tenant: &Tenant) -> u64 {
 
 #[test]
 fn memory_for_keys_is_taken_back_as_well() {
-    let pool = new_pool(8 << 20);
-    let keys = add(&pool, "keys", None, OPEN);
+    let engine = new_engine(8 << 20);
+    let keys = add(&engine, "keys", None, OPEN);
     fill_with_keys(&keys);
-    let stats = pool.stats();
+    let stats = engine.stats();
     assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
-    let pages = add(&pool, "pages", None, OPEN);
+    let pages = add(&engine, "pages", None, OPEN);
     takes_what_it_is_entitled_to(&pages, &keys);
     assert!(keys.stats().charged_bytes >= keys.stats().entitled_bytes);
-    settle(&pool);
+    maintain_all(&engine);
 }
 
 /// Few pages are left, and their charge is less than the memory of their keys.
 #[test]
 fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
-    let pool = new_pool(8 << 20);
-    let keys = add(&pool, "keys", None, OPEN);
+    let engine = new_engine(8 << 20);
+    let keys = add(&engine, "keys", None, OPEN);
     let objects = fill_with_keys(&keys);
     for object in (0..objects).filter(|object| object % 32 != 0) {
         keys.flush(POOL, object, 0, None).unwrap();
     }
-    settle(&pool);
-    let (stats, of_keys) = (pool.stats(), keys.stats());
+    maintain_all(&engine);
+    let (stats, of_keys) = (engine.stats(), keys.stats());
     assert!(stats.metadata_bytes > stats.size_bytes / 2, "{stats:?}");
     assert!(of_keys.charged_bytes < stats.size_bytes / 8, "{of_keys:?}");
-    let pages = add(&pool, "pages", None, OPEN);
+    let pages = add(&engine, "pages", None, OPEN);
     takes_what_it_is_entitled_to(&pages, &keys);
-    settle(&pool);
+    maintain_all(&engine);
 }
 
 /// After many tenants have filled the pool one after the other, none of them keeps memory for the
@@ -410,44 +405,44 @@ fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
 #[test]
 fn what_was_lent_comes_back_whole() {
     const TENANTS: u64 = 12;
-    let pool = new_pool(8 << 20);
+    let engine = new_engine(8 << 20);
     let tenants: Vec<Tenant> = (0..TENANTS)
-        .map(|nr| add(&pool, &format!("{nr}"), None, OPEN))
+        .map(|nr| add(&engine, &format!("{nr}"), None, OPEN))
         .collect();
     for tenant in &tenants {
         for index in 0..20_000 {
             put(tenant, 1, index, 1, &[index as u8; PAGE_SIZE]);
         }
     }
-    let stats = pool.stats();
+    let stats = engine.stats();
     let pages: u64 = tenants.iter().map(|tenant| tenant.stats().pages).sum();
     assert!(
         stats.metadata_bytes / pages <= 100,
         "{} B of metadata a page: {stats:?}",
         stats.metadata_bytes / pages
     );
-    settle(&pool);
+    maintain_all(&engine);
 }
 
 #[test]
 fn a_pool_too_small_for_a_page_refuses_it() {
-    let pool = new_pool(6 << 10);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(6 << 10);
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 0, 1, &noise(1)), Refused);
-    assert_eq!((tenant.stats().pages, pool.stats().payload_bytes), (0, 0));
-    pool.check_invariants();
+    assert_eq!((tenant.stats().pages, engine.stats().payload_bytes), (0, 0));
+    engine.check_invariants();
 }
 
 #[test]
 fn reserves_are_admitted_only_as_far_as_they_fit() {
-    let pool = new_pool(1000);
+    let engine = new_engine(1000);
     let quota = |reserve_bytes, limit_bytes| Quota {
         reserve_bytes,
         limit_bytes,
         weight: 1,
     };
     let add = |name: &str, quota| {
-        pool.add_tenant(TenantSpec {
+        engine.add_tenant(TenantSpec {
             name: name.into(),
             trust_domain: None,
             quota,
@@ -480,7 +475,7 @@ fn reserves_are_admitted_only_as_far_as_they_fit() {
         (600, 400)
     );
     // A pool that shrinks below its reserves scales them down.
-    pool.resize(250);
+    engine.resize(250);
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (50, 200)
@@ -504,25 +499,25 @@ fn reserve(reserve_bytes: u64) -> Quota {
 
 #[test]
 fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
-    let pool = new_pool(1000);
+    let engine = new_engine(1000);
     let try_add = |name: &str, reserve_bytes| {
-        pool.add_tenant(TenantSpec {
+        engine.add_tenant(TenantSpec {
             name: name.into(),
             trust_domain: None,
             quota: reserve(reserve_bytes),
         })
     };
-    pool.set_full(2000);
-    pool.resize(500);
+    engine.set_full(2000);
+    engine.resize(500);
     let a = try_add("a", 1500).expect("it gives way for a while only");
     drop(a);
-    pool.set_full(400);
+    engine.set_full(400);
     let error = try_add("a", 500).expect_err("less than the size now, more than the full one");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
     // Existing reserves stay, and can be made smaller even if they still do not fit.
-    pool.set_full(2000);
+    engine.set_full(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
-    pool.set_full(400);
+    engine.set_full(400);
     a.set_quota(reserve(1001)).expect_err("more");
     a.set_quota(reserve(1000)).expect("the same");
     a.set_quota(reserve(600)).expect("less");
@@ -537,12 +532,12 @@ fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
 
 #[test]
 fn size_and_quotas_hold_together_or_not_at_all() {
-    let pool = new_pool(1000);
+    let engine = new_engine(1000);
     let (a, b) = (
-        add(&pool, "a", None, reserve(500)),
-        add(&pool, "b", None, reserve(500)),
+        add(&engine, "a", None, reserve(500)),
+        add(&engine, "b", None, reserve(500)),
     );
-    let c = add(&pool, "c", None, OPEN);
+    let c = add(&engine, "c", None, OPEN);
     let reserves = || [&a, &b, &c].map(|tenant| tenant.stats().reserve_bytes);
     let entitled = || [&a, &b, &c].map(|tenant| tenant.stats().entitled_bytes);
     // The order of the quotas does not matter.
@@ -551,12 +546,12 @@ fn size_and_quotas_hold_together_or_not_at_all() {
             [(&a, reserve(of_a)), (&b, reserve(of_b))],
             [(&b, reserve(of_b)), (&a, reserve(of_a))],
         ] {
-            pool.configure(None, &quotas).expect("they fit");
+            engine.configure(None, &quotas).expect("they fit");
             assert_eq!((reserves(), entitled()), ([of_a, of_b, 0], [of_a, of_b, 0]));
         }
     }
     let wrong = |full_bytes, quotas: &[(&Tenant, Quota)]| {
-        let error = pool.configure(full_bytes, quotas).expect_err("too much");
+        let error = engine.configure(full_bytes, quotas).expect_err("too much");
         assert_eq!((reserves(), entitled()), ([400, 600, 0], [400, 600, 0]));
         c.set_quota(reserve(1))
             .expect_err("the full size is as before");
@@ -577,33 +572,35 @@ fn size_and_quotas_hold_together_or_not_at_all() {
     );
     // First a smaller size with smaller reserves, then a larger size with larger ones.
     let quotas = [(&a, reserve(100)), (&b, reserve(100)), (&c, reserve(100))];
-    pool.configure(Some(300), &quotas).expect("they fit");
+    engine.configure(Some(300), &quotas).expect("they fit");
     a.set_quota(reserve(101)).expect_err("nothing is left");
-    pool.configure(Some(3000), &[(&a, reserve(2800))])
+    engine
+        .configure(Some(3000), &[(&a, reserve(2800))])
         .expect("it fits");
     assert_eq!(reserves(), [2800, 100, 100]);
     // A full size that an operator made too small does not keep a tenant from asking for less or
     // the same.
-    pool.set_full(1000);
-    pool.configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
+    engine.set_full(1000);
+    engine
+        .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
         .expect("no more");
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
-    let error = pool.configure(None, &quotas).expect_err("b has 50");
+    let error = engine.configure(None, &quotas).expect_err("b has 50");
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
 #[test]
 fn entitlements_follow_who_is_there() {
-    let pool = new_pool(1000);
+    let engine = new_engine(1000);
     let weighted = |weight| Quota { weight, ..OPEN };
-    let a = add(&pool, "a", None, weighted(1));
+    let a = add(&engine, "a", None, weighted(1));
     assert_eq!(a.stats().entitled_bytes, 1000);
-    let b = add(&pool, "b", None, weighted(3));
+    let b = add(&engine, "b", None, weighted(3));
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (250, 750)
     );
-    pool.resize(2000);
+    engine.resize(2000);
     assert_eq!(
         (a.stats().entitled_bytes, b.stats().entitled_bytes),
         (500, 1500)
@@ -617,18 +614,18 @@ fn entitlements_follow_who_is_there() {
 
 #[test]
 fn a_smaller_pool_is_reached_in_bounded_steps() {
-    let pool = new_pool(400 * NOISE_CHARGE);
-    let (a, b) = (add(&pool, "a", None, OPEN), add(&pool, "b", None, OPEN));
+    let engine = new_engine(400 * NOISE_CHARGE);
+    let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 120);
     fill(&b, 1, 240);
-    pool.resize(200 * NOISE_CHARGE + INDEX_ROOM_BYTES);
-    assert_eq!(pool.stats().pages, 360, "resize itself evicts nothing");
-    assert!(pool.maintain(Time(0), 20));
-    let evicted = pool.stats().evictions;
+    engine.resize(200 * NOISE_CHARGE + INDEX_ROOM_BYTES);
+    assert_eq!(engine.stats().pages, 360, "resize itself evicts nothing");
+    assert!(engine.maintain(Time(0), 20));
+    let evicted = engine.stats().evictions;
     assert!((1..=20).contains(&evicted), "{evicted} evicted");
     assert_eq!(a.stats().evictions, 0, "b is more above its entitlement");
-    settle(&pool);
-    let stats = pool.stats();
+    maintain_all(&engine);
+    let stats = engine.stats();
     assert!(
         stats.held_bytes <= stats.size_bytes && stats.pages > 150,
         "{stats:?}"
@@ -643,10 +640,10 @@ fn a_smaller_pool_is_reached_in_bounded_steps() {
 
 #[test]
 fn a_put_evicts_no_more_than_its_bound() {
-    let pool = new_pool(2000 * NOISE_CHARGE);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(2000 * NOISE_CHARGE);
+    let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 1500);
-    pool.resize(8 * NOISE_CHARGE);
+    engine.resize(8 * NOISE_CHARGE);
     assert_eq!(
         put(&tenant, 2, 0, 1, &noise(1)),
         Refused,
@@ -658,7 +655,7 @@ fn a_put_evicts_no_more_than_its_bound() {
         "{evictions}"
     );
     // A lowered limit has the same bound.
-    pool.resize(2000 * NOISE_CHARGE);
+    engine.resize(2000 * NOISE_CHARGE);
     tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);
     let more = tenant.stats().evictions - evictions;
@@ -666,7 +663,7 @@ fn a_put_evicts_no_more_than_its_bound() {
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&more),
         "{more}"
     );
-    settle(&pool);
+    maintain_all(&engine);
     assert_eq!(tenant.stats().pages, 8);
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Stored);
 }
@@ -675,8 +672,8 @@ fn a_put_evicts_no_more_than_its_bound() {
 /// tenants.
 #[test]
 fn pages_that_left_raw_hold_up_nobody() {
-    let pool = new_pool(4 << 20);
-    let (a, b) = (add(&pool, "a", None, OPEN), add(&pool, "b", None, OPEN));
+    let engine = new_engine(4 << 20);
+    let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     let put_raw = |tenant: &Tenant, index, page: &Page| {
         assert_eq!(put_raw(tenant, 1, index, 1, page), Stored);
     };
@@ -684,25 +681,25 @@ fn pages_that_left_raw_hold_up_nobody() {
     for turn in 0..3 {
         put_raw(&a, turn, &noise(turn));
         assert!(get(&a, 1, turn, 1).is_some());
-        assert!(a.inner().has_raw(), "its queue has something to look at");
+        assert!(a.shared().has_raw(), "its queue has something to look at");
         (0..8).for_each(|index| put_raw(&b, index, &noise(100 + 8 * turn + index)));
         assert_eq!(b.stats().raw_pages, 8);
-        pool.maintain(Time(0), 1024);
+        engine.maintain(Time(0), 1024);
         assert_eq!(b.stats().raw_pages, 0, "turn {turn}");
-        assert!(!a.inner().has_raw());
+        assert!(!a.shared().has_raw());
     }
-    pool.check_invariants();
+    engine.check_invariants();
 }
 
 #[test]
 fn what_one_tenant_flushed_is_freed_before_another_is_evicted() {
-    let pool = new_pool(100 * NOISE_CHARGE + INDEX_ROOM_BYTES);
-    let (a, b) = (add(&pool, "a", None, OPEN), add(&pool, "b", None, OPEN));
+    let engine = new_engine(100 * NOISE_CHARGE + INDEX_ROOM_BYTES);
+    let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 60);
     a.flush(POOL, 1, 0, None).unwrap();
     assert_eq!(a.stats().detached_pages, 60);
     assert_eq!(fill(&b, 1, 80), 80);
     assert_eq!((a.stats().evictions, b.stats().evictions), (0, 0));
     assert!(a.stats().detached_pages < 60);
-    pool.check_invariants();
+    engine.check_invariants();
 }

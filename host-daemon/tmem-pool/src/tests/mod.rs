@@ -13,9 +13,11 @@ pub(crate) mod rng;
 mod threads;
 
 use crate::{
-    GetResult, PAGE_SIZE, Page, Pool, PoolConfig, Put, PutResult, Quota, Tenant, TenantSpec, Time,
+    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec,
+    Time,
 };
 use rng::Rng;
+use std::sync::Arc;
 
 /// Runs an ignored test in a process of its own, and asserts that it ends by abort().
 #[cfg(not(miri))]
@@ -57,8 +59,8 @@ const OPEN: Quota = Quota {
 /// Pool of the pages in these tests.
 const POOL: u32 = 1;
 
-fn config(size_bytes: u64) -> PoolConfig {
-    PoolConfig {
+fn config(size_bytes: u64) -> EngineConfig {
+    EngineConfig {
         size_bytes,
         size_max_bytes: 64 << 20,
         seed: 11,
@@ -66,22 +68,22 @@ fn config(size_bytes: u64) -> PoolConfig {
     }
 }
 
-fn new_pool(size_bytes: u64) -> Pool {
-    Pool::new(config(size_bytes)).unwrap()
+fn new_engine(size_bytes: u64) -> Arc<Engine> {
+    Engine::new(config(size_bytes)).unwrap()
 }
 
 /// Gives all raw pages of a tenant their final form.
-fn settle_raw(tenant: &Tenant) {
+fn finalize_raw(tenant: &Tenant) {
     while tenant
-        .inner()
-        .settle(tenant.pool())
+        .shared()
+        .finalize(tenant.engine())
         .is_some_and(|pages| pages > 0)
     {}
 }
 
-fn add(pool: &Pool, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
+fn add(engine: &Arc<Engine>, name: &str, domain: Option<&str>, quota: Quota) -> Tenant {
     let trust_domain = domain.map(String::from);
-    let tenant = pool
+    let tenant = engine
         .add_tenant(TenantSpec {
             name: name.into(),
             trust_domain,
@@ -102,14 +104,14 @@ fn put_raw(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -
         workingset: false,
         page,
     };
-    tenant.put(Time(0), POOL, &[put], &mut results).unwrap();
+    tenant.put(POOL, &[put], &mut results).unwrap();
     results[0]
 }
 
 /// Puts a page and gives it its final form.
 fn put(tenant: &Tenant, object: u64, index: u64, cookie: u64, page: &Page) -> PutResult {
     let result = put_raw(tenant, object, index, cookie, page);
-    settle_raw(tenant);
+    finalize_raw(tenant);
     result
 }
 
@@ -124,22 +126,14 @@ fn fill(tenant: &Tenant, object: u64, pages: u64) -> u64 {
 fn get(tenant: &Tenant, object: u64, index: u64, cookie: u64) -> Option<Page> {
     let (mut out, mut results) = ([[0xa5; PAGE_SIZE]], [GetResult::Miss]);
     tenant
-        .get(
-            Time(0),
-            POOL,
-            object,
-            index,
-            &[cookie],
-            &mut out,
-            &mut results,
-        )
+        .get(POOL, object, index, &[cookie], &mut out, &mut results)
         .unwrap();
     (results[0] == GetResult::Hit { cookie }).then_some(out[0])
 }
 
-fn settle(pool: &Pool) {
-    while pool.maintain(Time(0), 64) {}
-    pool.check_invariants();
+fn maintain_all(engine: &Engine) {
+    while engine.maintain(Time(0), 64) {}
+    engine.check_invariants();
 }
 
 /// Returns an incompressible page.

@@ -6,15 +6,16 @@
 //! that only the model holds must have been counted as evicted.
 
 use super::rng::{Rng, for_each_seed, for_each_seed_from};
-use super::{noise, partly_noise, settle};
-use crate::config::{EVICTIONS_PER_PUT_PAGE, INDEX_ROOM_BYTES, SETTLE_PAGES};
+use super::{maintain_all, noise, partly_noise};
+use crate::config::{EVICTIONS_PER_PUT_PAGE, FINALIZE_PAGES, INDEX_ROOM_BYTES};
 use crate::fail;
 use crate::hash::{HashFn, PageHash};
 use crate::{
-    AdmissionError, CreateError, GetResult, NoPool, PAGE_SIZE, Page, PolicyKind, Pool, PoolConfig,
-    Put, PutResult, Quota, Tenant, TenantSpec, Time,
+    AdmissionError, CreateError, Engine, EngineConfig, GetResult, NoPool, PAGE_SIZE, Page,
+    PolicyKind, Put, PutResult, Quota, Tenant, TenantSpec, Time,
 };
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 const STEPS: u64 = 1000;
@@ -37,7 +38,7 @@ struct Modelled {
 
 struct World {
     rng: Rng,
-    pool: Pool,
+    engine: Arc<Engine>,
     corpus: Vec<Page>,
     tenants: Vec<Modelled>,
     cookie: u64,
@@ -68,23 +69,23 @@ impl World {
     fn new(seed: u64, hash: HashFn, fails_one_in: u64) -> World {
         let mut rng = Rng::new(seed);
         let size_bytes = (192 << 10) + rng.below(512 << 10);
-        let config = PoolConfig {
+        let config = EngineConfig {
             size_bytes,
             size_max_bytes: 16 << 20,
             seed,
             policy: if rng.one_in(4) {
                 PolicyKind::Fifo
             } else {
-                PolicyKind::S3Fifo
+                PolicyKind::AdaptiveTwoQueue
             },
         };
-        let pool = Pool::with(config, hash, KEYS_MAX).unwrap();
+        let engine = Engine::with(config, hash, KEYS_MAX).unwrap();
         let corpus = corpus(seed);
         let (tenants, names) = (Vec::new(), 0);
         let cookie = rng.next();
         World {
             rng,
-            pool,
+            engine,
             corpus,
             tenants,
             cookie,
@@ -110,7 +111,7 @@ impl World {
         let quota = self.quota();
         self.names += 1;
         let name = format!("vm {}", self.names);
-        match self.pool.add_tenant(TenantSpec {
+        match self.engine.add_tenant(TenantSpec {
             name: name.clone(),
             trust_domain,
             quota,
@@ -160,19 +161,19 @@ impl World {
             }
             96 => {
                 let size_bytes = (128 << 10) + self.rng.below(768 << 10);
-                self.pool.resize(size_bytes);
+                self.engine.resize(size_bytes);
             }
             _ => {
-                let before = self.pool.stats();
+                let before = self.engine.stats();
                 let budget = self.rng.below(100) as usize;
                 fail::one_in(self.fails_one_in, budget as u64);
-                let more = self.pool.maintain(Time(0), budget);
+                let more = self.engine.maintain(Time(0), budget);
                 fail::one_in(0, 0);
-                let after = self.pool.stats();
+                let after = self.engine.stats();
                 let evicted = after.evictions - before.evictions;
                 let freed = before.detached_pages - after.detached_pages;
                 // Finalizing a page may evict other pages.
-                let most = (budget + SETTLE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
+                let most = (budget + FINALIZE_PAGES) * (1 + EVICTIONS_PER_PUT_PAGE);
                 let most = most as u64;
                 assert!(evicted + freed <= most, "{evicted} + {freed} > {most}");
                 if !more {
@@ -198,7 +199,7 @@ impl World {
     }
 
     fn put(&mut self, at: usize) {
-        let pool = self.pick_pool(at);
+        let engine = self.pick_pool(at);
         let object = 1 + self.rng.below(3);
         let puts: Vec<(u64, u64, u64, usize)> = (0..1 + self.rng.below(20))
             .map(|_| {
@@ -226,13 +227,13 @@ impl World {
             })
             .collect();
         let mut results = vec![PutResult::Stored; pages.len()];
-        let before = (self.pool.stats(), self.tenants[at].tenant.stats());
+        let before = (self.engine.stats(), self.tenants[at].tenant.stats());
         let vm = &mut self.tenants[at];
         fail::one_in(self.fails_one_in, self.cookie);
-        let answer = vm.tenant.put(Time(0), pool, &pages, &mut results);
+        let answer = vm.tenant.put(engine, &pages, &mut results);
         fail::one_in(0, 0);
-        let after = (self.pool.stats(), vm.tenant.stats());
-        if !vm.pools.contains(&pool) {
+        let after = (self.engine.stats(), vm.tenant.stats());
+        if !vm.pools.contains(&engine) {
             assert_eq!(answer, Err(NoPool));
             assert_eq!(after, before);
             assert!(results.iter().all(|result| *result == PutResult::Refused));
@@ -263,7 +264,7 @@ impl World {
             "{evicted} evictions by one put"
         );
         for (&(object, index, cookie, page), result) in puts.iter().zip(results) {
-            let key = (pool, object, index);
+            let key = (engine, object, index);
             match result {
                 PutResult::Stored => vm.pages.insert(key, (cookie, page)),
                 PutResult::Refused => vm.pages.remove(&key),
@@ -272,14 +273,14 @@ impl World {
     }
 
     fn get(&mut self, at: usize) {
-        let pool = self.pick_pool(at);
+        let engine = self.pick_pool(at);
         let (object, index) = (1 + self.rng.below(3), self.rng.below(40));
         let vm = &mut self.tenants[at];
         let cookies: Vec<u64> = (0..1 + self.rng.below(24))
             .map(|i| {
                 let held = vm
                     .pages
-                    .get(&(pool, object, index + i))
+                    .get(&(engine, object, index + i))
                     .map(|(cookie, _)| *cookie);
                 // A wrong cookie differs in one bit.
                 let flip = u64::from(self.rng.one_in(10)) << self.rng.below(64);
@@ -288,25 +289,19 @@ impl World {
             .collect();
         let mut out = vec![[0x5a; PAGE_SIZE]; cookies.len()];
         let mut results = vec![GetResult::Miss; cookies.len()];
-        let answer = vm.tenant.get(
-            Time(0),
-            pool,
-            object,
-            index,
-            &cookies,
-            &mut out,
-            &mut results,
-        );
+        let answer = vm
+            .tenant
+            .get(engine, object, index, &cookies, &mut out, &mut results);
         assert_eq!(
             answer.map(drop),
-            if vm.pools.contains(&pool) {
+            if vm.pools.contains(&engine) {
                 Ok(())
             } else {
                 Err(NoPool)
             }
         );
         for (i, result) in results.iter().enumerate() {
-            let key = (pool, object, index + i as u64);
+            let key = (engine, object, index + i as u64);
             let GetResult::Hit { cookie } = *result else {
                 continue;
             };
@@ -321,7 +316,7 @@ impl World {
         }
         // A false miss is found by `compare`: the page is neither gone nor evicted.
         for (i, result) in results.iter().enumerate() {
-            let key = (pool, object, index + i as u64);
+            let key = (engine, object, index + i as u64);
             let held = vm
                 .tenant
                 .peek(key)
@@ -334,15 +329,15 @@ impl World {
     }
 
     fn flush(&mut self, at: usize) {
-        let pool = self.pick_pool(at);
+        let engine = self.pick_pool(at);
         let object = 1 + self.rng.below(4);
         let index = self.rng.below(40) * self.rng.below(2);
         let nr_pages = (!self.rng.one_in(2)).then(|| self.rng.below(50));
         let vm = &mut self.tenants[at];
-        let answer = vm.tenant.flush(pool, object, index, nr_pages);
+        let answer = vm.tenant.flush(engine, object, index, nr_pages);
         assert_eq!(
             answer,
-            if vm.pools.contains(&pool) {
+            if vm.pools.contains(&engine) {
                 Ok(())
             } else {
                 Err(NoPool)
@@ -351,7 +346,7 @@ impl World {
         let end = nr_pages.map_or(u64::MAX, |n| index + n);
         let range = index..end;
         vm.pages
-            .retain(|key, _| (key.0, key.1) != (pool, object) || !range.contains(&key.2));
+            .retain(|key, _| (key.0, key.1) != (engine, object) || !range.contains(&key.2));
     }
 
     fn pools(&mut self, at: usize) {
@@ -378,13 +373,13 @@ impl World {
 
     /// Asserts that the engine's pages are those of the model, and that missing pages were evicted.
     fn compare(&mut self, contents: bool, after_put: bool) {
-        self.pool.check_invariants();
+        self.engine.check_invariants();
         if contents {
-            let heap = &self.pool.inner().store.heap;
-            heap.check(self.pool.stats().blobs as usize);
+            let heap = &self.engine.store.heap;
+            heap.check(self.engine.stats().blobs as usize);
         }
         for vm in &mut self.tenants {
-            let (engine, corpus) = (vm.tenant.pool(), &self.corpus);
+            let (engine, corpus) = (vm.tenant.engine(), &self.corpus);
             let before = vm.pages.len();
             vm.pages.retain(|&key, &mut (cookie, page)| {
                 let mut out = [0x77; PAGE_SIZE];
@@ -421,8 +416,8 @@ impl World {
             self.compare(step % CONTENTS_EVERY == 0, put);
         }
         self.tenants.clear();
-        settle(&self.pool);
-        let stats = self.pool.stats();
+        maintain_all(&self.engine);
+        let stats = self.engine.stats();
         assert_eq!(
             (stats.payload_bytes, stats.blobs, stats.tenants),
             (0, 0, 0),

@@ -3,8 +3,8 @@
 //! whatever the other threads do.
 
 use super::rng::{Rng, for_each_seed};
-use super::{OPEN, POOL, add, new_pool, noise, partly_noise, put, settle};
-use crate::{GetResult, PAGE_SIZE, Page, Pool, Put, PutResult, Quota, Tenant, TenantSpec, Time};
+use super::{OPEN, POOL, add, maintain_all, new_engine, noise, partly_noise, put};
+use crate::{Engine, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec, Time};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
@@ -38,7 +38,7 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
             })
             .collect();
         let mut results = vec![PutResult::Refused; pages.len()];
-        tenant.put(Time(0), POOL, &pages, &mut results).unwrap();
+        tenant.put(POOL, &pages, &mut results).unwrap();
         for (nth, (&(index, page), result)) in puts.iter().zip(&results).enumerate() {
             match result {
                 PutResult::Stored => {
@@ -60,15 +60,7 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
         let mut out = vec![[0; PAGE_SIZE]; cookies.len()];
         let mut results = vec![GetResult::Miss; cookies.len()];
         tenant
-            .get(
-                Time(0),
-                POOL,
-                object,
-                index,
-                &cookies,
-                &mut out,
-                &mut results,
-            )
+            .get(POOL, object, index, &cookies, &mut out, &mut results)
             .unwrap();
         for (nth, result) in results.iter().enumerate() {
             let held = model.remove(&(index + nth as u64));
@@ -84,7 +76,7 @@ fn work(tenant: &Tenant, object: u64, seed: u64, corpus: &[Page], hits: &AtomicU
 }
 
 /// Adds a tenant in the workers' trust domain, fills and clears it and drops it, over and over.
-fn come_and_go(pool: &Pool, seed: u64, corpus: &[Page], done: &AtomicBool) {
+fn come_and_go(engine: &Arc<Engine>, seed: u64, corpus: &[Page], done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
         let reserve_bytes = rng.below(20_000);
@@ -99,7 +91,7 @@ fn come_and_go(pool: &Pool, seed: u64, corpus: &[Page], done: &AtomicBool) {
             trust_domain,
             quota,
         };
-        let tenant = pool.add_tenant(spec).unwrap();
+        let tenant = engine.add_tenant(spec).unwrap();
         for round in 0..1 + rng.below(6) {
             let id = 1 + round as u32;
             tenant.create_pool(id).unwrap();
@@ -113,7 +105,7 @@ fn come_and_go(pool: &Pool, seed: u64, corpus: &[Page], done: &AtomicBool) {
                     workingset: true,
                     page,
                 };
-                tenant.put(Time(0), id, &[put], &mut results).unwrap();
+                tenant.put(id, &[put], &mut results).unwrap();
             }
             match rng.below(3) {
                 0 => tenant.destroy_pool(id).unwrap(),
@@ -127,11 +119,11 @@ fn come_and_go(pool: &Pool, seed: u64, corpus: &[Page], done: &AtomicBool) {
     }
 }
 
-fn keep_house(pool: &Pool, seed: u64, tenant: &Tenant, done: &AtomicBool) {
+fn keep_house(engine: &Engine, seed: u64, tenant: &Tenant, done: &AtomicBool) {
     let mut rng = Rng::new(seed);
     while !done.load(Relaxed) {
-        pool.resize((200 << 10) + rng.below(600 << 10));
-        pool.maintain(Time(0), 1 + rng.below(40) as usize);
+        engine.resize((200 << 10) + rng.below(600 << 10));
+        engine.maintain(Time(0), 1 + rng.below(40) as usize);
         let limit_bytes = rng.one_in(2).then(|| 50_000 + rng.below(500_000));
         tenant
             .set_quota(Quota {
@@ -139,7 +131,7 @@ fn keep_house(pool: &Pool, seed: u64, tenant: &Tenant, done: &AtomicBool) {
                 ..OPEN
             })
             .unwrap();
-        let (all, one) = (pool.stats(), tenant.stats());
+        let (all, one) = (engine.stats(), tenant.stats());
         assert_eq!((all.hash_mismatches, one.hash_mismatches), (0, 0));
         thread::yield_now();
     }
@@ -157,15 +149,15 @@ fn threads() {
         })
         .collect();
     for_each_seed("threads", 4, |seed| {
-        let pool = new_pool(600 << 10);
+        let engine = new_engine(600 << 10);
         let tenants = [
-            add(&pool, "a", Some("all"), OPEN),
-            add(&pool, "b", Some("all"), OPEN),
-            add(&pool, "c", None, OPEN),
+            add(&engine, "a", Some("all"), OPEN),
+            add(&engine, "b", Some("all"), OPEN),
+            add(&engine, "c", None, OPEN),
         ];
         let (done, hits) = (AtomicBool::new(false), AtomicU64::new(0));
         thread::scope(|scope| {
-            let (pool, corpus, done, hits) = (&pool, &corpus, &done, &hits);
+            let (engine, corpus, done, hits) = (&engine, &corpus, &done, &hits);
             let workers: Vec<_> = (0..WORKERS)
                 .map(|worker| {
                     let tenant = tenants[worker as usize % tenants.len()].clone();
@@ -174,10 +166,10 @@ fn threads() {
                 })
                 .collect();
             let others = [
-                scope.spawn(move || come_and_go(pool, seed, corpus, done)),
+                scope.spawn(move || come_and_go(engine, seed, corpus, done)),
                 scope.spawn({
                     let tenant = tenants[0].clone();
-                    move || keep_house(pool, seed, &tenant, done)
+                    move || keep_house(engine, seed, &tenant, done)
                 }),
             ];
             let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();
@@ -187,10 +179,10 @@ fn threads() {
             }
         });
         assert!(hits.load(Relaxed) > 0, "nothing was tested");
-        pool.check_invariants();
+        engine.check_invariants();
         drop(tenants);
-        settle(&pool);
-        let stats = pool.stats();
+        maintain_all(&engine);
+        let stats = engine.stats();
         assert_eq!(
             (stats.blobs, stats.payload_bytes, stats.tenants),
             (0, 0, 0),
@@ -203,15 +195,15 @@ fn threads() {
 /// departed. `interleavings` tries the orders of real threads.
 #[test]
 fn departed_tenant_with_pages_is_not_forgotten() {
-    let pool = new_pool(600 << 10);
-    let tenant = add(&pool, "a", None, OPEN);
+    let engine = new_engine(600 << 10);
+    let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, 1, 1, 1, &noise(1)), PutResult::Stored);
-    let departed = Arc::clone(tenant.inner());
+    let departed = Arc::clone(tenant.shared());
     drop(tenant);
-    pool.inner().forget(&departed);
-    let stats = pool.stats();
+    engine.forget(&departed);
+    let stats = engine.stats();
     assert_eq!((stats.departed_tenants, stats.blobs), (1, 1));
-    settle(&pool);
-    let stats = pool.stats();
+    maintain_all(&engine);
+    let stats = engine.stats();
     assert_eq!((stats.departed_tenants, stats.blobs), (0, 0));
 }

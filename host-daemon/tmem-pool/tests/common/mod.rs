@@ -1,31 +1,22 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A pool with a tenant, for tests of the public interface.
+//! An engine with a tenant, for tests of the public interface.
 
-use tmem_pool::{Pool, PoolConfig, Quota, Tenant, TenantSpec};
+use std::sync::Arc;
+use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec};
 
-/// Returns an empty pool of the largest size that it may have.
-pub fn pool(size_bytes: u64) -> Pool {
-    Pool::new(PoolConfig {
-        size_bytes,
-        size_max_bytes: 0,
-        seed: 7,
-        policy: Default::default(),
-    })
-    .unwrap()
+/// Returns an empty engine of the largest size that it may have.
+pub fn engine(size_bytes: u64) -> Arc<Engine> {
+    Engine::new(EngineConfig::new(size_bytes, 7)).unwrap()
 }
 
 /// Adds a tenant in a trust domain of its own, without limit, with pool 1.
-pub fn tenant(pool: &Pool, name: &str) -> Tenant {
-    let spec = TenantSpec {
-        name: name.into(),
-        trust_domain: None,
-        quota: Quota {
-            reserve_bytes: 0,
-            limit_bytes: None,
-            weight: 1,
-        },
+pub fn tenant(engine: &Arc<Engine>, name: &str) -> Tenant {
+    let quota = Quota {
+        reserve_bytes: 0,
+        limit_bytes: None,
+        weight: 1,
     };
-    let tenant = pool.add_tenant(spec).unwrap();
+    let tenant = engine.add_tenant(TenantSpec::new(name, quota)).unwrap();
     tenant.create_pool(1).unwrap();
     tenant
 }

@@ -14,7 +14,8 @@ pub const USERS: &str = "/etc/passwd";
 pub const GROUPS: &str = "/etc/group";
 
 /// A user or a group. Two values are equal if they are written alike.
-#[derive(Clone, Debug, Eq)]
+#[derive(Clone, Debug, Eq, serde::Deserialize)]
+#[serde(try_from = "String")]
 pub struct Account {
     /// The name or number as it is written.
     pub name: String,
@@ -34,12 +35,20 @@ impl FromStr for Account {
     /// Parses a name without looking it up.
     fn from_str(name: &str) -> Result<Account, String> {
         match name {
-            "" => Err("is empty".into()),
+            "" => Err("is empty: write a name or a number".into()),
             _ => Ok(Account {
                 name: name.into(),
                 number: None,
             }),
         }
+    }
+}
+
+impl TryFrom<String> for Account {
+    type Error = String;
+
+    fn try_from(name: String) -> Result<Account, String> {
+        name.parse()
     }
 }
 

@@ -1,15 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The configuration file, `/etc/virtio-tmem/tmemd.toml`. A misspelt key is an error that suggests
-//! the right one.
+//! The settings of the configuration file, `/etc/virtio-tmem/tmemd.toml`, and of the command line.
 //!
-//! [`KEYS`] is the source: tests compare docs/configuration.md and tmemd.toml with it. Out of
-//! scope: keys that only work in some cases.
+//! [`Settings`] is the source of both: serde derives the keys, clap derives the options. Tests
+//! compare docs/configuration.md and tmemd.toml with it. Out of scope: relations between settings,
+//! see [`Config::check`](crate::Config::check).
 
 use crate::config::account::Account;
 use crate::config::settings::{
     BACKGROUND_THREADS_MAX, ConfigError, EventLoop, POLL_US_MAX, VM_PAGES_PER_SECOND_MAX, VmConfig,
+    WEIGHT_DEFAULT, WEIGHT_MAX, WORKERS_MAX, parse_name, parse_uuid,
 };
+use serde::de::{Deserialize, Deserializer, Error};
 use std::path::{Path, PathBuf};
+use tmem_control::size;
+use tmem_pool::Quota;
 use toml::{Table, Value};
 
 /// Default path of the file.
@@ -18,256 +22,221 @@ pub const DEFAULT_PATH: &str = "/etc/virtio-tmem/tmemd.toml";
 /// Maximum size of the file in bytes; 1,024 VMs take some 200 KiB.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// Maximum edit distance of a suggestion.
-const MISSPELT_MAX: usize = 3;
-
-/// A key of the file.
-#[derive(Debug)]
-pub struct Key {
-    /// Its name.
-    pub name: &'static str,
-    /// The unit or type of its value.
-    pub unit: &'static str,
-    /// Its default.
-    pub default: &'static str,
-    /// Its effect.
-    pub meaning: &'static str,
-    /// True if a reload applies it, false if the next start does.
-    pub reloads: bool,
-}
-
-const fn key(
-    name: &'static str,
-    (unit, default): (&'static str, &'static str),
-    reloads: bool,
-    meaning: &'static str,
-) -> Key {
-    Key {
-        name,
-        unit,
-        default,
-        meaning,
-        reloads,
-    }
-}
-
-/// All keys of the file.
-#[rustfmt::skip]
-pub const KEYS: &[Key] = &[
-    key("pool_size", ("size", "none: it must be given"), true, "size of the pool, including metadata"),
-    key("host_free_min", ("size", "a 32nd of the host, at most 1GiB"), true, "memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none` as well, the pool never shrinks for the host"),
-    key("memory_pressure", ("path, or none", "/proc/pressure/memory"), false, "pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a control group. The pool also shrinks when tasks wait"),
-    key("workers", ("threads", "half the processors, 2 to 8"), false, "threads that answer requests"),
-    key("background_threads", ("1 to 64", "a quarter of the processors, 1 to 8"), false, "threads that find equal pages, compress and release memory while no guest waits. With too few threads, `refused nursery` grows"),
-    key("event_loop", ("auto, epoll or io_uring", "auto"), false, "how workers wait for events. auto: io_uring, or epoll if the kernel does not allow io_uring"),
-    key("poll_max_us", ("0 to 1000", "50"), false, "µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last pause was that short. 0: never"),
-    key("vm_pages_per_second", ("0 to 1000000000", "0"), true, "pages that each VM may put and get in a second. Puts and gets above it are refused or missed at once. Flushes count, too, and are always executed. 0: no limit"),
-    key("control", ("path", "/run/virtio-tmem/control"), false, "socket of the control interface"),
-    key("control_group", ("text", "the daemon's group"), false, "group whose members may use the control socket: its name in /etc/group, or its number"),
-    key("control_read_only", ("path, or none", "the path of `control` with -ro appended"), false, "read-only socket of the control interface"),
-    key("control_read_only_group", ("text", "the daemon's group"), false, "group whose members may use the read-only socket. Use a group without other rights"),
-    key("run_directory", ("path", "the directory of `control`"), false, "run directory: directory of the sockets of VMs that are added, and of the VM store"),
-    key("log", ("filter", "info"), true, "log level error, warn, info or debug, or a filter such as `info,tmemd::host::pressure=debug`. The environment variable TMEMD_LOG takes precedence"),
-    key("vm", ("tables", "none"), true, "VMs that are served from the start, one `[[vm]]` table each; libvirt's hook adds others. A reload applies only their quotas"),
-];
-
-/// All keys of a `[[vm]]`.
-#[rustfmt::skip]
-pub const VM_KEYS: &[Key] = &[
-    key("name", ("text", "none: it must be given"), false, "name of the VM: 1 to 64 letters, digits or any of - _ . : @ +"),
-    key("socket", ("path", "none: it must be given"), false, "path of the VM's vhost-user socket"),
-    key("owner", ("text", "the daemon's user"), false, "user of the VM's QEMU, who may connect: a name in /etc/passwd, or a number"),
-    key("uuid", ("text", "none"), false, "UUID of the libvirt domain"),
-    key("trust_domain", ("text", "none: it shares with nobody"), false, "trust domain: VMs with the same name share equal pages"),
-    key("reserve", ("size", "0"), true, "memory to which the VM is entitled before others share the rest"),
-    key("limit", ("size", "none"), true, "maximum charge of the VM"),
-    key("weight", ("0 to 10000", "100"), true, "the VM's share of memory that is not reserved"),
-];
-
-/// The content of a file. A key that the file does not contain is None.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct File {
-    /// See [`KEYS`].
+/// Settings as they are written. A setting that is not given is None.
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::Args)]
+#[serde(default, deny_unknown_fields)]
+pub struct Settings {
+    /// Size of the pool, including metadata.
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
     pub pool_size: Option<u64>,
-    /// See [`KEYS`].
+    /// Memory that the pool leaves available on the host. 0: none; if `memory_pressure` is `none` as
+    /// well, the pool never shrinks for the host (default: a 32nd of the host, at most 1GiB).
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
+    #[serde(deserialize_with = "bytes")]
     pub host_free_min: Option<u64>,
-    /// See [`KEYS`].
+    /// Pressure (PSI) file that shows how long tasks wait for memory: the host's or that of a control
+    /// group. The pool also shrinks when tasks wait (default: /proc/pressure/memory).
+    #[arg(long, value_name = "PATH")]
+    #[serde(deserialize_with = "some_path")]
     pub memory_pressure: Option<PathBuf>,
-    /// See [`KEYS`].
+    /// Threads that answer requests (default: half the processors, 2 to 8).
+    #[arg(long, value_name = "N")]
+    #[serde(deserialize_with = "within::<1, { WORKERS_MAX as u64 }, _, _>")]
     pub workers: Option<usize>,
-    /// See [`KEYS`].
+    /// Threads that find equal pages, compress and release memory while no guest waits. With too few
+    /// threads, `refused nursery` grows (default: a quarter of the processors, 1 to 8).
+    #[arg(long, value_name = "N")]
+    #[serde(deserialize_with = "within::<1, { BACKGROUND_THREADS_MAX as u64 }, _, _>")]
     pub background_threads: Option<usize>,
-    /// See [`KEYS`].
+    /// How workers wait for events. auto: io_uring, or epoll if the kernel does not allow io_uring
+    /// (default: auto).
+    #[arg(long, value_name = "KIND")]
     pub event_loop: Option<EventLoop>,
-    /// See [`KEYS`].
+    /// µs that a worker polls an empty virtqueue before it requests a kick, if the guest's last pause
+    /// was that short. 0: never (default: 50).
+    #[arg(long, value_name = "N")]
+    #[serde(deserialize_with = "within::<0, POLL_US_MAX, _, _>")]
     pub poll_max_us: Option<u64>,
-    /// See [`KEYS`].
+    /// Pages that each VM may put and get in a second. Puts and gets above it are refused or missed at
+    /// once. Flushes count, too, and are always executed. 0: no limit (default: 0).
+    #[arg(long, value_name = "N")]
+    #[serde(deserialize_with = "within::<0, VM_PAGES_PER_SECOND_MAX, _, _>")]
     pub vm_pages_per_second: Option<u64>,
-    /// See [`KEYS`].
+    /// Socket of the control interface (default: /run/virtio-tmem/control).
+    #[arg(long, value_name = "PATH")]
+    #[serde(deserialize_with = "some_path")]
     pub control: Option<PathBuf>,
-    /// See [`KEYS`].
+    /// Group whose members may use the control socket: its name in /etc/group, or its number (default:
+    /// the daemon's group).
+    #[arg(long, value_name = "GROUP")]
     pub control_group: Option<Account>,
-    /// See [`KEYS`].
+    /// Read-only socket of the control interface (default: the path of control with -ro
+    /// appended).
+    #[arg(long, value_name = "PATH")]
+    #[serde(deserialize_with = "some_path")]
     pub control_read_only: Option<PathBuf>,
-    /// See [`KEYS`].
+    /// Group whose members may use the read-only socket. Use a group without other rights (default: the
+    /// daemon's group).
+    #[arg(long, value_name = "GROUP")]
     pub control_read_only_group: Option<Account>,
-    /// See [`KEYS`].
+    /// Run directory: directory of the sockets of VMs that are added, and of the VM store (default: the
+    /// directory of control).
+    #[arg(long, value_name = "PATH")]
+    #[serde(deserialize_with = "some_path")]
     pub run_directory: Option<PathBuf>,
-    /// See [`KEYS`].
+    /// Log level or filter. The command line does not set it.
+    #[arg(skip)]
+    #[serde(deserialize_with = "filter")]
     pub log: Option<String>,
-    /// See [`VM_KEYS`].
-    pub vms: Vec<VmConfig>,
+    /// VM that is served from the start, once for each VM: socket=PATH,name=NAME[,owner=USER]
+    /// [,uuid=UUID][,trust_domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N].
+    #[arg(long, value_name = "KEY=VALUE,...")]
+    pub vm: Vec<VmConfig>,
 }
 
-/// Returns the most similar key, if one is similar enough.
-fn nearest<'a>(name: &str, keys: &'a [Key]) -> Option<&'a str> {
-    let distance = |key: &&Key| {
-        strsim::damerau_levenshtein(
-            &key.name.replace('_', "-"),
-            &name.replace('_', "-").to_lowercase(),
-        )
-    };
-    let key = keys.iter().min_by_key(distance)?;
-    (distance(&key) <= MISSPELT_MAX).then_some(key.name)
+/// A `[[vm]]` table.
+#[derive(serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct VmTable {
+    #[serde(deserialize_with = "name")]
+    name: String,
+    #[serde(deserialize_with = "path")]
+    socket: PathBuf,
+    owner: Option<Account>,
+    #[serde(default, deserialize_with = "some_uuid")]
+    uuid: Option<String>,
+    #[serde(default, deserialize_with = "some_name")]
+    trust_domain: Option<String>,
+    #[serde(default, deserialize_with = "bytes")]
+    reserve: Option<u64>,
+    #[serde(default, deserialize_with = "bytes")]
+    limit: Option<u64>,
+    #[serde(default, deserialize_with = "within::<0, { WEIGHT_MAX as u64 }, _, _>")]
+    weight: Option<u32>,
 }
 
-fn unknown(name: &str, keys: &[Key]) -> String {
-    match nearest(name, keys) {
-        Some(meant) => format!("there is no key {name}: {meant} is meant?"),
-        None => {
-            let names: Vec<&str> = keys.iter().map(|key| key.name).collect();
-            format!("there is no key {name}: there are {}", names.join(", "))
-        }
+impl<'de> Deserialize<'de> for VmConfig {
+    fn deserialize<D: Deserializer<'de>>(value: D) -> Result<VmConfig, D::Error> {
+        let vm = VmTable::deserialize(value)?;
+        Ok(VmConfig {
+            name: vm.name,
+            socket: vm.socket,
+            owner: vm.owner,
+            uuid: vm.uuid,
+            trust_domain: vm.trust_domain,
+            quota: Quota {
+                reserve_bytes: vm.reserve.unwrap_or(0),
+                limit_bytes: vm.limit,
+                weight: vm.weight.unwrap_or(WEIGHT_DEFAULT),
+            },
+        })
     }
 }
 
-/// Parses a size with a unit, or a number of bytes.
-fn size(value: &Value) -> Result<u64, String> {
-    match value {
-        Value::Integer(bytes) => u64::try_from(*bytes).map_err(|_| "it is negative".into()),
-        Value::String(text) => tmem_control::size::parse(text),
+impl std::str::FromStr for VmConfig {
+    type Err = ConfigError;
+
+    /// Parses the keys of a `[[vm]]` table in the form of the command line, `key=value,...`. A value
+    /// with a comma cannot be given.
+    fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
+        let fault = |what: String| ConfigError(format!("VM {text:?}: {what}"));
+        let mut table = Table::new();
+        for pair in text.split(',') {
+            let Some((key, value)) = pair.split_once('=') else {
+                return Err(fault(format!("{pair:?} is not of the form key=value")));
+            };
+            let value = match value.parse() {
+                Ok(number) if key == "weight" => Value::Integer(number),
+                _ => value.into(),
+            };
+            if table.insert(key.into(), value).is_some() {
+                return Err(fault(format!("{pair} is given twice")));
+            }
+        }
+        let vm = table.try_into();
+        vm.map_err(|error: toml::de::Error| fault(error.to_string().trim_end().replace('\n', " ")))
+    }
+}
+
+/// Deserializes a text and converts it.
+fn text<'de, T, D: Deserializer<'de>>(
+    value: D,
+    parse: impl FnOnce(&str) -> Result<T, String>,
+) -> Result<T, D::Error> {
+    parse(&String::deserialize(value)?).map_err(D::Error::custom)
+}
+
+fn name<'de, D: Deserializer<'de>>(value: D) -> Result<String, D::Error> {
+    text(value, parse_name)
+}
+
+fn some_name<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
+    name(value).map(Some)
+}
+
+fn some_uuid<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
+    text(value, parse_uuid).map(Some)
+}
+
+fn filter<'de, D: Deserializer<'de>>(value: D) -> Result<Option<String>, D::Error> {
+    text(value, |filter| {
+        tmem_log::check(filter).map(|()| Some(filter.into()))
+    })
+}
+
+fn path<'de, D: Deserializer<'de>>(value: D) -> Result<PathBuf, D::Error> {
+    text(value, |path| match path {
+        "" => Err("is empty: write a path".into()),
+        path => Ok(path.into()),
+    })
+}
+
+fn some_path<'de, D: Deserializer<'de>>(value: D) -> Result<Option<PathBuf>, D::Error> {
+    path(value).map(Some)
+}
+
+/// Deserializes a size with a unit, or a number of bytes.
+fn bytes<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
+    let bytes = match Value::deserialize(value)? {
+        Value::Integer(bytes) => u64::try_from(bytes).map_err(|_| "is negative".into()),
+        Value::String(text) => size::parse(&text),
         _ => Err("write a size, as in \"512MiB\", or a number of bytes".into()),
-    }
+    };
+    bytes.map(Some).map_err(D::Error::custom)
 }
 
-fn text(value: &Value) -> Result<String, String> {
-    match value {
-        Value::String(text) if !text.is_empty() => Ok(text.clone()),
-        _ => Err("write a text, in quotation marks".into()),
-    }
+/// Deserializes a number from MIN to MAX.
+fn within<'de, const MIN: u64, const MAX: u64, T: TryFrom<u64>, D: Deserializer<'de>>(
+    value: D,
+) -> Result<Option<T>, D::Error> {
+    let number = u64::try_from(i64::deserialize(value)?).ok();
+    let number = number.filter(|number| (MIN..=MAX).contains(number));
+    let number = number.and_then(|number| T::try_from(number).ok());
+    let what = || D::Error::custom(format!("write a number from {MIN} to {MAX}"));
+    number.map(Some).ok_or_else(what)
 }
 
-fn account(value: &Value) -> Result<Account, String> {
-    text(value)?.parse()
-}
-
-fn path(value: &Value) -> Result<PathBuf, String> {
-    text(value).map(PathBuf::from)
-}
-
-fn vm(table: &Table) -> Result<VmConfig, ConfigError> {
-    let name = table.get("name").and_then(Value::as_str).unwrap_or("?");
-    let fault = |what: String| ConfigError(format!("[[vm]] {name:?}: {what}"));
-    // Converted to the form of the command line, so that the same checks apply.
-    let mut pairs = Vec::new();
-    for (key, value) in table {
-        if !VM_KEYS.iter().any(|known| known.name == key) {
-            return Err(fault(unknown(key, VM_KEYS)));
-        }
-        let value = match (key.as_str(), value) {
-            ("reserve" | "limit", value) => size(value)
-                .map_err(|what| fault(format!("{key} = {value}: {what}")))?
-                .to_string(),
-            ("weight", Value::Integer(weight)) => weight.to_string(),
-            ("weight", value) => return Err(fault(format!("weight = {value}: write a number"))),
-            (_, value) => text(value).map_err(|what| fault(format!("{key} = {value}: {what}")))?,
-        };
-        if value.contains(',') {
-            return Err(fault(format!("{key} = {value:?}: it must have no comma")));
-        }
-        pairs.push(format!("{key}={value}"));
-    }
-    pairs.join(",").parse()
-}
-
-impl File {
+impl Settings {
     /// Parses the text of a file.
     ///
     /// # Errors
-    /// A sentence that names the key and the value, or the line.
-    pub fn parse(toml: &str) -> Result<File, ConfigError> {
-        let table: Table = toml.parse().map_err(|error: toml::de::Error| {
-            ConfigError(error.to_string().trim_end().to_string())
-        })?;
-        let mut file = File::default();
-        for (key, value) in &table {
-            let fault = |what: String| ConfigError(format!("{key} = {value}: {what}"));
-            match key.as_str() {
-                "pool_size" => file.pool_size = Some(size(value).map_err(fault)?),
-                "host_free_min" => file.host_free_min = Some(size(value).map_err(fault)?),
-                "memory_pressure" => file.memory_pressure = Some(path(value).map_err(fault)?),
-                "workers" => {
-                    let number = value.as_integer().and_then(|n| usize::try_from(n).ok());
-                    let what = || fault("write a number from 1".into());
-                    file.workers = Some(number.ok_or_else(what)?);
-                }
-                "background_threads" => {
-                    let number = value.as_integer().and_then(|n| usize::try_from(n).ok());
-                    let number = number.filter(|n| (1..=BACKGROUND_THREADS_MAX).contains(n));
-                    let what =
-                        || fault(format!("write a number from 1 to {BACKGROUND_THREADS_MAX}"));
-                    file.background_threads = Some(number.ok_or_else(what)?);
-                }
-                "event_loop" => {
-                    let kind = text(value).and_then(|text| text.parse());
-                    file.event_loop = Some(kind.map_err(fault)?);
-                }
-                "poll_max_us" => {
-                    let number = value.as_integer().and_then(|n| u64::try_from(n).ok());
-                    let number = number.filter(|us| *us <= POLL_US_MAX);
-                    let what = || fault(format!("write a number from 0 to {POLL_US_MAX}"));
-                    file.poll_max_us = Some(number.ok_or_else(what)?);
-                }
-                "vm_pages_per_second" => {
-                    let number = value.as_integer().and_then(|n| u64::try_from(n).ok());
-                    let number = number.filter(|pages| *pages <= VM_PAGES_PER_SECOND_MAX);
-                    let what = || {
-                        fault(format!(
-                            "write a number from 0 to {VM_PAGES_PER_SECOND_MAX}"
-                        ))
-                    };
-                    file.vm_pages_per_second = Some(number.ok_or_else(what)?);
-                }
-                "control" => file.control = Some(path(value).map_err(fault)?),
-                "control_group" => file.control_group = Some(account(value).map_err(fault)?),
-                "control_read_only" => file.control_read_only = Some(path(value).map_err(fault)?),
-                "control_read_only_group" => {
-                    file.control_read_only_group = Some(account(value).map_err(fault)?);
-                }
-                "run_directory" => file.run_directory = Some(path(value).map_err(fault)?),
-                "log" => {
-                    let filter = text(value).map_err(fault)?;
-                    tmem_log::check(&filter).map_err(fault)?;
-                    file.log = Some(filter);
-                }
-                "vm" => {
-                    let tables = value.as_array().map(|all| all.iter().map(Value::as_table));
-                    let tables: Option<Vec<&Table>> = tables.and_then(Iterator::collect);
-                    let what = || ConfigError("vm: write each VM under a [[vm]] of its own".into());
-                    let vms = tables.ok_or_else(what)?.into_iter().map(vm);
-                    file.vms = vms.collect::<Result<_, _>>()?;
-                }
-                _ => return Err(ConfigError(unknown(key, KEYS))),
-            }
-        }
-        Ok(file)
+    /// One line, with the number and the text of the faulty line.
+    pub fn parse(toml: &str) -> Result<Settings, ConfigError> {
+        toml::from_str(toml).map_err(|error: toml::de::Error| {
+            let message = error.message();
+            let at = error.span().map_or(0, |span| span.start);
+            let number = toml[..at].matches('\n').count();
+            let line = toml.lines().nth(number).unwrap_or_default().trim();
+            ConfigError(format!("line {}: {line}: {message}", number + 1))
+        })
     }
 
     /// Reads a file. The file of the default path need not exist.
     ///
     /// # Errors
     /// The file cannot be read or parsed; the sentence begins with its path.
-    pub fn read(at: &Path) -> Result<File, ConfigError> {
+    pub fn read(at: &Path) -> Result<Settings, ConfigError> {
         let fault = |what: String| ConfigError(format!("{}: {what}", at.display()));
         let bytes = std::fs::metadata(at).map(|metadata| metadata.len());
         match bytes {
@@ -275,13 +244,37 @@ impl File {
                 if error.kind() == std::io::ErrorKind::NotFound
                     && at == Path::new(DEFAULT_PATH) =>
             {
-                return Ok(File::default());
+                return Ok(Settings::default());
             }
             Ok(FILE_BYTES_MAX..) => return Err(fault("it is too large".into())),
             _ => {}
         }
         let text = std::fs::read_to_string(at).map_err(|error| fault(error.to_string()))?;
-        File::parse(&text).map_err(|ConfigError(what)| fault(what))
+        Settings::parse(&text).map_err(|ConfigError(what)| fault(what))
+    }
+
+    /// Returns these settings, and those of `other` that are not given here. The VMs are those of both.
+    #[must_use]
+    pub fn or(self, other: Settings) -> Settings {
+        Settings {
+            pool_size: self.pool_size.or(other.pool_size),
+            host_free_min: self.host_free_min.or(other.host_free_min),
+            memory_pressure: self.memory_pressure.or(other.memory_pressure),
+            workers: self.workers.or(other.workers),
+            background_threads: self.background_threads.or(other.background_threads),
+            event_loop: self.event_loop.or(other.event_loop),
+            poll_max_us: self.poll_max_us.or(other.poll_max_us),
+            vm_pages_per_second: self.vm_pages_per_second.or(other.vm_pages_per_second),
+            control: self.control.or(other.control),
+            control_group: self.control_group.or(other.control_group),
+            control_read_only: self.control_read_only.or(other.control_read_only),
+            control_read_only_group: self
+                .control_read_only_group
+                .or(other.control_read_only_group),
+            run_directory: self.run_directory.or(other.run_directory),
+            log: self.log.or(other.log),
+            vm: [self.vm, other.vm].concat(),
+        }
     }
 }
 
@@ -293,7 +286,7 @@ mod tests {
 
     #[test]
     fn a_file_with_all_keys_is_parsed() {
-        let file = File::parse(
+        let file = Settings::parse(
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
              control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_directory = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
@@ -317,120 +310,152 @@ mod tests {
         assert_eq!(file.control_read_only, Some("/r".into()));
         let is = |account: &Option<Account>, name: &str| *account == name.parse().ok();
         assert!(is(&file.control_group, "g") && is(&file.control_read_only_group, "7"));
-        assert!(file.vms[0].owner.is_none() && is(&file.vms[1].owner, "nobody-such"));
-        assert_eq!(file.vms[0].trust_domain.as_deref(), Some("web"));
-        assert_eq!(file.vms[0].quota.reserve_bytes, 1 << 20);
-        let quota = file.vms[1].quota;
+        assert!(file.vm[0].owner.is_none() && is(&file.vm[1].owner, "nobody-such"));
+        assert_eq!(file.vm[0].trust_domain.as_deref(), Some("web"));
+        assert_eq!(file.vm[0].quota.reserve_bytes, 1 << 20);
+        let quota = file.vm[1].quota;
         assert_eq!((quota.limit_bytes, quota.weight), (Some(4096), 7));
-        assert_eq!(File::parse("").expect("empty"), File::default());
+        assert_eq!(Settings::parse("").expect("empty"), Settings::default());
     }
 
     #[test]
-    fn errors_suggest_the_nearest_key() {
+    fn errors_name_line_key_value_and_remedy() {
         for (text, parts) in [
-            ("poolsize = 1", &["poolsize", "pool_size is meant?"][..]),
-            ("Pool-Size = 1", &["pool_size is meant?"]),
-            ("colour = 1", &["colour", "there are pool_size, "]),
-            ("pool_size = \"8GB\"", &["pool_size", "8GB", "GiB"]),
-            ("pool_size = -1", &["pool_size = -1", "negative"]),
-            ("workers = \"2\"", &["workers", "number"]),
+            (
+                "\n# comment\npoolsize = 1",
+                &["line 3: poolsize = 1: ", "expected one of", "`pool_size`"][..],
+            ),
+            (
+                "pool_size = \"8GB\"",
+                &["line 1: pool_size = \"8GB\": ", "GiB"],
+            ),
+            ("pool_size = -1", &["pool_size = -1: is negative"]),
+            ("pool_size = 1.5", &["pool_size = 1.5: write a size"]),
+            ("workers = \"2\"", &["workers = \"2\": invalid type"]),
+            ("workers = 0", &["workers = 0: ", "1 to 64"]),
             (
                 "background_threads = 0",
-                &["background_threads = 0", "1 to 64"],
+                &["background_threads = 0: ", "1 to 64"],
             ),
             (
                 "background_threads = 65",
-                &["background_threads = 65", "1 to 64"],
+                &["background_threads = 65: ", "1 to 64"],
             ),
-            ("background_thread = 1", &["background_threads is meant?"]),
-            ("log = \"loud\"", &["log", "loud"]),
+            ("log = \"loud\"", &["log = \"loud\": "]),
             (
                 "event_loop = \"kqueue\"",
-                &["event_loop", "kqueue", "io_uring"],
+                &["event_loop = \"kqueue\": ", "`io_uring`"],
             ),
-            ("poll_max_us = 1001", &["poll_max_us", "0 to 1000"]),
+            ("poll_max_us = 1001", &["poll_max_us = 1001: ", "0 to 1000"]),
             (
                 "vm_pages_per_second = -1",
-                &["vm_pages_per_second", "0 to 1000000000"],
+                &["vm_pages_per_second = -1: ", "0 to 1000000000"],
             ),
-            ("control = 3", &["control = 3", "quotation"]),
-            ("control_group = 0", &["control_group = 0", "quotation"]),
-            ("control_read_only_group = \"\"", &["_group", "text"]),
+            ("control = 3", &["control = 3: ", "expected a string"]),
+            ("control = \"\"", &["control = \"\": ", "write a path"]),
+            ("control_group = 0", &["control_group = 0: ", "string"]),
+            (
+                "control_read_only_group = \"\"",
+                &["_group = \"\": is empty: write a name"],
+            ),
             (
                 "[[vm]]\nname = \"a\"\nsocket = \"/a\"\nowner = 107",
-                &["\"a\"", "owner = 107", "quotation"],
+                &["line 4: owner = 107: ", "string"],
             ),
-            ("vm = 3", &["[[vm]]"]),
-            ("pool_size = 1\npool_size = 2", &["2", "pool_size"]),
-            ("pool_size = ", &["line 1"]),
+            ("vm = 3", &["line 1: vm = 3: "]),
             (
-                "[[vm]]\nname = \"a\"\nsockt = \"/a\"",
-                &["\"a\"", "sockt", "socket is meant?"],
+                "pool_size = 1\npool_size = 2",
+                &["line 2: pool_size = 2: duplicate key"],
             ),
-            ("[[vm]]\nname = \"a\"", &["\"a\"", "socket"]),
-            ("[[vm]]\nname = \"a\"\nsocket = \"/a,weight=3\"", &["comma"]),
+            ("pool_size = ", &["line 1: pool_size"]),
+            (
+                "workers = 1\n[[vm]]\nname = \"a\"\nsockt = \"/a\"",
+                &["line 4: sockt = \"/a\": ", "expected one of", "`socket`"],
+            ),
+            (
+                "[[vm]]\nname = \"a\"",
+                &["line 1: [[vm]]: missing field `socket`"],
+            ),
+            (
+                "[[vm]]\nname = \"a b\"",
+                &["line 2: name = \"a b\": must have 1 to 64 letters"],
+            ),
             (
                 "[[vm]]\nname = \"a\"\nsocket = \"/a\"\nweight = 10001",
-                &["weight=10001"],
+                &["line 4: weight = 10001: ", "0 to 10000"],
             ),
             (
                 "[[vm]]\nname = \"a\"\nsocket = \"/a\"\nlimit = \"x\"",
-                &["\"a\"", "limit", "x"],
+                &["line 4: limit = \"x\": ", "GiB"],
             ),
         ] {
-            let ConfigError(error) = File::parse(text).expect_err(text);
+            let ConfigError(error) = Settings::parse(text).expect_err(text);
             for part in parts {
                 assert!(error.contains(part), "{text}: {error} lacks {part}");
             }
+            assert_eq!(error.lines().count(), 1, "{error}");
         }
     }
 
-    /// The example contains each key with its meaning, and the example is valid.
+    /// Returns the rows of the documentation's tables: key, unit, default, reload or start, meaning.
+    fn documented() -> Vec<[&'static str; 5]> {
+        let document = include_str!("../../../../docs/configuration.md");
+        let rows = document.lines().filter_map(|line| {
+            let row = line.strip_prefix("| `")?.strip_suffix(" |")?;
+            let (key, row) = row.split_once('`')?;
+            let columns: Vec<&str> = row.split(" | ").skip(1).collect();
+            let [unit, default, applies, meaning] = columns.try_into().ok()?;
+            Some([key, unit, default, applies, meaning])
+        });
+        rows.collect()
+    }
+
+    /// Returns the keys that a faulty key's error lists.
+    fn keys(toml: &str) -> Vec<String> {
+        let ConfigError(error) = Settings::parse(toml).expect_err("no such key");
+        let (_, keys) = error.split_once("expected one of ").expect("a list");
+        keys.replace('`', "").split(", ").map(Into::into).collect()
+    }
+
+    /// The documentation, the options' help and the template describe each key alike.
     #[test]
-    fn the_example_contains_every_key() {
+    fn the_documentation_and_the_template_contain_every_key() {
+        let documented = documented();
+        let of_vm = keys("[[vm]]\nx = 1");
+        let names: Vec<_> = documented.iter().map(|row| row[0]).collect();
+        assert_eq!(names, [&keys("x = 1")[..], &of_vm].concat());
         let uncommented: String = EXAMPLE
             .lines()
             .map(|line| line.strip_prefix("#: ").unwrap_or(line))
             .map(|line| format!("{line}\n"))
             .collect();
-        File::parse(&uncommented).expect("the example is good");
+        Settings::parse(&uncommented).expect("the template is valid");
         let table: Table = uncommented.parse().expect("TOML");
-        for key in KEYS {
-            assert!(table.contains_key(key.name), "{} is missing", key.name);
-            assert!(
-                EXAMPLE.contains(key.meaning),
-                "of {} the meaning is",
-                key.name
-            );
+        let command = <Settings as clap::Args>::augment_args(clap::Command::new("tmemd"));
+        let settings = documented.len() - of_vm.len();
+        for (number, [key, _, default, applies, meaning]) in documented.into_iter().enumerate() {
+            assert!(EXAMPLE.contains(meaning), "the template lacks {meaning}");
+            assert!(["reload", "start"].contains(&applies), "{key}: {applies}");
+            if number >= settings {
+                assert!(
+                    table["vm"][0].get(key).is_some(),
+                    "no {key} in the template"
+                );
+                continue;
+            }
+            assert!(table.contains_key(key), "no {key} in the template");
+            let option = command
+                .get_arguments()
+                .find(|option| option.get_id() == key);
+            let Some(option) = option.filter(|_| key != "vm") else {
+                assert!(["log", "vm"].contains(&key), "{key} is no option");
+                continue;
+            };
+            let help = option.get_help().expect("help").to_string();
+            let good = [meaning.into(), format!("{meaning} (default: {default})")];
+            let good = good.iter().any(|good| good.eq_ignore_ascii_case(&help));
+            assert!(good, "help of {key}: {help}");
         }
-        for key in VM_KEYS {
-            assert!(
-                table["vm"][0].get(key.name).is_some(),
-                "{} is missing",
-                key.name
-            );
-            assert!(
-                EXAMPLE.contains(key.meaning),
-                "of {} the meaning is",
-                key.name
-            );
-        }
-        assert!(File::parse(EXAMPLE).is_ok_and(|file| file.vms.is_empty()));
-    }
-
-    #[test]
-    fn the_documentation_contains_every_key() {
-        let document = include_str!("../../../../docs/configuration.md");
-        for key in KEYS.iter().chain(VM_KEYS) {
-            let reload = if key.reloads { "reload" } else { "start" };
-            let row = format!(
-                "| `{}` | {} | {} | {reload} | {} |",
-                key.name, key.unit, key.default, key.meaning
-            );
-            assert!(
-                document.contains(&row),
-                "docs/configuration.md lacks\n{row}"
-            );
-        }
+        assert!(Settings::parse(EXAMPLE).is_ok_and(|file| file.vm.is_empty()));
     }
 }

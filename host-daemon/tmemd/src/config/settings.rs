@@ -4,7 +4,6 @@
 
 use crate::config::account::{Account, GROUPS, USERS};
 use crate::config::meminfo::host_memory_bytes;
-use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 use tmem_pool::Quota;
@@ -86,7 +85,9 @@ impl Default for Waiting {
 }
 
 /// The kernel interface in which a worker sleeps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Deserialize, clap::ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[value(rename_all = "snake_case")]
 pub enum EventLoop {
     /// io_uring, or epoll if the kernel does not provide io_uring.
     #[default]
@@ -95,19 +96,6 @@ pub enum EventLoop {
     Epoll,
     /// io_uring; without it the daemon does not start.
     IoUring,
-}
-
-impl std::str::FromStr for EventLoop {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<EventLoop, String> {
-        match text {
-            "auto" => Ok(EventLoop::Auto),
-            "epoll" => Ok(EventLoop::Epoll),
-            "io_uring" => Ok(EventLoop::IoUring),
-            _ => Err("write auto, epoll or io_uring".into()),
-        }
-    }
 }
 
 /// When the pool shrinks for other users of the host's memory.
@@ -149,16 +137,9 @@ pub struct VmConfig {
 }
 
 /// Why a configuration is invalid; a sentence.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct ConfigError(pub String);
-
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for ConfigError {}
 
 fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
@@ -181,14 +162,6 @@ pub fn background_threads_default() -> usize {
 /// two readings.
 pub fn host_free_min_default() -> u64 {
     (host_memory_bytes() / 32).min(1 << 30)
-}
-
-/// Parses a size: a whole number of bytes with an optional unit B, KiB, MiB, GiB or TiB.
-///
-/// # Errors
-/// The text is no size.
-pub fn parse_size(text: &str) -> Result<u64, ConfigError> {
-    tmem_control::size::parse(text).map_err(ConfigError)
 }
 
 /// Parses a name that can be used in a log line, a table and a metric.
@@ -219,75 +192,6 @@ pub fn parse_uuid(text: &str) -> Result<String, String> {
         return Err("is not a UUID, as in 01234567-89ab-cdef-0123-456789abcdef".into());
     }
     Ok(text.to_ascii_lowercase())
-}
-
-impl std::str::FromStr for VmConfig {
-    type Err = ConfigError;
-
-    /// Parses `socket=PATH,name=NAME[,owner=...][,uuid=...][,trust_domain=...][,reserve=...]
-    /// [,limit=...][,weight=...]`. A path with a comma cannot be given.
-    fn from_str(text: &str) -> Result<VmConfig, ConfigError> {
-        let named = text
-            .split(',')
-            .find_map(|pair| pair.strip_prefix("name="))
-            .map_or_else(|| format!("VM {text:?}"), |name| format!("VM {name:?}"));
-        let fault = |what: String| ConfigError(format!("{named}: {what}"));
-        let (mut name, mut socket, mut uuid, mut trust_domain) = (None, None, None, None);
-        let (mut owner, mut reserve, mut limit, mut weight) = (None, None, None, None);
-        for pair in text.split(',') {
-            let Some((key, value)) = pair.split_once('=') else {
-                return Err(fault(format!("{pair:?} is not of the form key=value")));
-            };
-            let fault = |what: String| fault(format!("{key}={value}: {what}"));
-            let twice = match key {
-                "name" => name.replace(parse_name(value).map_err(fault)?).is_some(),
-                "socket" if value.is_empty() => return Err(fault("is empty".into())),
-                "socket" => socket.replace(PathBuf::from(value)).is_some(),
-                "owner" => owner.replace(value.parse().map_err(fault)?).is_some(),
-                "uuid" => uuid.replace(parse_uuid(value).map_err(fault)?).is_some(),
-                "trust_domain" => trust_domain
-                    .replace(parse_name(value).map_err(fault)?)
-                    .is_some(),
-                "reserve" => reserve
-                    .replace(parse_size(value).map_err(|e| fault(e.0))?)
-                    .is_some(),
-                "limit" => limit
-                    .replace(parse_size(value).map_err(|e| fault(e.0))?)
-                    .is_some(),
-                "weight" => {
-                    let number = value.parse().ok().filter(|weight| *weight <= WEIGHT_MAX);
-                    let number = number.ok_or_else(|| {
-                        fault(format!("is not a whole number from 0 to {WEIGHT_MAX}"))
-                    })?;
-                    weight.replace(number).is_some()
-                }
-                _ => {
-                    return Err(fault(
-                        "is no key of a VM; there are socket, name, owner, uuid, trust_domain, \
-                         reserve, limit and weight"
-                            .into(),
-                    ));
-                }
-            };
-            if twice {
-                return Err(fault("is given twice".into()));
-            }
-        }
-        let quota = Quota {
-            reserve_bytes: reserve.unwrap_or(0),
-            limit_bytes: limit,
-            weight: weight.unwrap_or(WEIGHT_DEFAULT),
-        };
-        check_quota(&quota).map_err(&fault)?;
-        Ok(VmConfig {
-            name: name.ok_or_else(|| fault("name=NAME is missing".into()))?,
-            socket: socket.ok_or_else(|| fault("socket=PATH is missing".into()))?,
-            owner,
-            uuid,
-            trust_domain,
-            quota,
-        })
-    }
 }
 
 /// Checks a quota by itself.
@@ -346,10 +250,18 @@ impl Config {
                 "poll_max_us = {poll_us}: it can be 0 to {POLL_US_MAX}"
             ));
         }
+        if self.vm_pages_per_second > VM_PAGES_PER_SECOND_MAX {
+            return fault(format!(
+                "vm_pages_per_second = {}: it can be 0 to {VM_PAGES_PER_SECOND_MAX}",
+                self.vm_pages_per_second
+            ));
+        }
         if self.vms.len() > VMS_MAX {
             return fault(format!("{} VMs: there can be {VMS_MAX}", self.vms.len()));
         }
         for (number, vm) in self.vms.iter().enumerate() {
+            check_quota(&vm.quota)
+                .map_err(|what| ConfigError(format!("VM {:?}: {what}", vm.name)))?;
             let named = |what: &str| {
                 ConfigError(format!("VM {:?}: another VM has the same {what}", vm.name))
             };
@@ -420,39 +332,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_are_parsed_with_their_units() {
-        for (text, bytes) in [
-            ("0", 0),
-            ("4096", 4096),
-            ("7B", 7),
-            ("1KiB", 1024),
-            ("256MiB", 256 << 20),
-            ("3GiB", 3 << 30),
-            ("2TiB", 2 << 40),
-        ] {
-            assert_eq!(parse_size(text), Ok(bytes), "{text}");
-        }
-        for text in [
-            "",
-            "MiB",
-            "-1",
-            "1.5GiB",
-            "1 GiB",
-            "1GB",
-            "1G",
-            "99999999TiB",
-            "0x10",
-            "1é",
-        ] {
-            let error = parse_size(text).expect_err(text).0;
-            assert!(
-                error.contains(&format!("{text:?}")) && error.contains("512MiB"),
-                "{error}"
-            );
-        }
-    }
-
-    #[test]
     fn a_vm_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
@@ -491,25 +370,24 @@ mod tests {
         for (text, parts) in [
             (
                 "name=a,socket=s,limit=12XB",
-                &["\"a\"", "limit=12XB", "XB"][..],
+                &["name=a", "in `limit`", "\"XB\"", "512MiB"][..],
             ),
             (
                 "name=a,socket=s,weight=10001",
-                &["\"a\"", "weight=10001", "10000"],
+                &["name=a", "weight=10001", "0 to 10000", "in `weight`"],
             ),
             ("name=a,socket=s,weight=-1", &["weight=-1"]),
-            ("name=a,socket=s,uuid=123", &["\"a\"", "uuid=123", "UUID"]),
+            ("name=a,socket=s,uuid=123", &["name=a", "uuid=123", "UUID"]),
             (
                 "name=a,socket=s,color=red",
-                &["\"a\"", "color=red", "trust_domain"],
+                &["name=a", "`color`", "`trust_domain`"],
             ),
-            ("name=a,socket=s,socket=t", &["\"a\"", "socket=t", "twice"]),
             (
-                "name=a,socket=s,reserve=2MiB,limit=1MiB",
-                &["\"a\"", "1048576", "2097152"],
+                "name=a,socket=s,socket=t",
+                &["name=a", "socket=t is given twice"],
             ),
-            ("name=a", &["\"a\"", "socket=PATH"]),
-            ("socket=s", &["socket=s", "name=NAME"]),
+            ("name=a", &["\"name=a\"", "missing field `socket`"]),
+            ("socket=s", &["socket=s", "missing field `name`"]),
             ("name=a b,socket=s", &["name=a b", "letters"]),
             ("name=a,socket=", &["socket=", "empty"]),
             ("name=a,socket=s,owner=", &["owner=", "empty"]),
@@ -578,6 +456,17 @@ mod tests {
                     "name=b,socket=/b,reserve=25MiB",
                 ]),
                 "VM \"b\": a reserve of 26214400 bytes does not fit: the other VMs' reserves leave 25165824",
+            ),
+            (
+                config(&["name=a,socket=/a,reserve=2MiB,limit=1MiB"]),
+                "VM \"a\": limit=1048576 is below reserve=2097152",
+            ),
+            (
+                Config {
+                    vm_pages_per_second: VM_PAGES_PER_SECOND_MAX + 1,
+                    ..config(&[])
+                },
+                "vm_pages_per_second = 1000000001",
             ),
             (
                 Config {

@@ -11,7 +11,7 @@ use crate::vm::registry::Registry;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use tmem_control as api;
-use tmem_pool::Pool;
+use tmem_pool::Engine;
 
 /// The statistics that the interface returns, all taken at about the same time.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct Figures {
 /// The parts of the daemon that the control sockets read and change.
 pub struct Sources {
     /// The pool.
-    pub pool: Arc<Pool>,
+    pub pool: Arc<Engine>,
     /// The VMs.
     pub registry: Arc<Registry>,
     /// The data workers.

@@ -86,10 +86,10 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         refused_limit: int(stats.refused_limit),
         refused_keys: int(stats.refused_keys),
         refused_frozen: int(refused_frozen),
-        finalized_same_filled: int(stats.settled_same_filled),
-        finalized_shared: int(stats.settled_shared),
-        finalized_compressed: int(stats.settled_compressed),
-        finalized_raw: int(stats.settled_raw),
+        finalized_same_filled: int(stats.finalized_same_filled),
+        finalized_shared: int(stats.finalized_shared),
+        finalized_compressed: int(stats.finalized_compressed),
+        finalized_raw: int(stats.finalized_raw),
         gets: int(stats.gets),
         hits: int(stats.hits),
         misses: int(stats.gets.saturating_sub(stats.hits)),
@@ -179,7 +179,7 @@ fn of_driver(report: &wire::Report, latencies: Option<&wire::Latencies>) -> api:
 /// Returns the bytes that deduplication saves. Pages count with the size of their first
 /// compression, like `compressed_bytes`, because later compression is not an effect of
 /// deduplication.
-fn dedup_saved_bytes(stats: &tmem_pool::PoolStats) -> u64 {
+fn dedup_saved_bytes(stats: &tmem_pool::EngineStats) -> u64 {
     let first_bytes = stats.payload_bytes + stats.dense_gain_bytes;
     stats.compressed_bytes.saturating_sub(first_bytes)
 }
@@ -190,7 +190,7 @@ pub fn of_pool(control: &Sources) -> api::PoolStats {
 }
 
 /// Converts statistics of the pool.
-pub fn pool(control: &Sources, stats: &tmem_pool::PoolStats) -> api::PoolStats {
+pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats {
     let size = &control.size;
     api::PoolStats {
         size_bytes: int(stats.size_bytes),
@@ -239,7 +239,7 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     // Read before the sum that contains them, so that they never exceed it.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
     let [finalize, recompress, reclaim] =
-        [Work::Settle, Work::Recompress, Work::MakeRoom].map(background);
+        [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
     let requests = int(control.workers.stage().cpu_ms());
     let all_background = int(control.background.stage.cpu_ms());
     let all = int(usage::process_cpu_ms());
@@ -299,12 +299,10 @@ mod tests {
     /// An operator who merges trust domains because of this value would gain nothing.
     #[test]
     fn zstd_gain_does_not_count_as_deduplication() {
-        let mut stats = tmem_pool::PoolStats {
-            compressed_bytes: 100,
-            payload_bytes: 70,
-            dense_gain_bytes: 30,
-            ..Default::default()
-        };
+        let mut stats = tmem_pool::EngineStats::default();
+        stats.compressed_bytes = 100;
+        stats.payload_bytes = 70;
+        stats.dense_gain_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 0);
         stats.payload_bytes = 30;
         assert_eq!(dedup_saved_bytes(&stats), 40);

@@ -381,7 +381,7 @@ impl api::VarlinkInterface for SocketInterface {
 
 /// Returns the bytes that the pool holds, that it could free, that it could free above the
 /// reserves, and that are unused in its frames.
-fn freeable(stats: &tmem_pool::PoolStats) -> [i64; 4] {
+fn freeable(stats: &tmem_pool::EngineStats) -> [i64; 4] {
     let least_bytes = POOL_BYTES_MIN.max(stats.tables_bytes);
     let floor_bytes = least_bytes.max(stats.reserved_bytes);
     [

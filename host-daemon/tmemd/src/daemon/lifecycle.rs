@@ -33,35 +33,18 @@ use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::SystemTime;
-use tmem_pool::{Pool, PoolConfig};
+use tmem_pool::{Engine, EngineConfig};
 
 /// Why a daemon did not start.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
 pub enum StartError {
     /// The configuration is invalid.
-    Config(ConfigError),
+    Config(#[from] ConfigError),
     /// A VM's reserve does not fit into the pool.
-    Admission(tmem_pool::AdmissionError),
+    Admission(#[from] tmem_pool::AdmissionError),
     /// An operation of the system failed; the text names it.
-    System(io::Error),
-}
-
-impl std::fmt::Display for StartError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            StartError::Config(error) => error.fmt(f),
-            StartError::Admission(error) => error.fmt(f),
-            StartError::System(error) => error.fmt(f),
-        }
-    }
-}
-
-impl std::error::Error for StartError {}
-
-impl From<io::Error> for StartError {
-    fn from(error: io::Error) -> Self {
-        StartError::System(error)
-    }
+    System(#[from] io::Error),
 }
 
 /// A running daemon; dropping it stops it.
@@ -84,8 +67,8 @@ impl Daemon {
     /// # Errors
     /// The configuration is invalid, a reserve does not fit, or the system lacks a resource.
     pub fn start(mut config: Config) -> Result<Daemon, StartError> {
-        config.check().map_err(StartError::Config)?;
-        config.find_accounts().map_err(StartError::Config)?;
+        config.check()?;
+        config.find_accounts()?;
         raise_descriptor_limit();
         let clock = ClockAndEntropy::host();
         let pool = create_pool(&config)?;
@@ -218,21 +201,19 @@ impl Drop for Daemon {
 ///
 /// # Errors
 /// The system lacks address space or entropy.
-fn create_pool(config: &Config) -> io::Result<Arc<Pool>> {
-    let pool = Pool::new(PoolConfig {
-        size_bytes: config.pool_size_bytes,
-        // The pool can never get more memory than the host has.
-        size_max_bytes: host_memory_bytes(),
-        seed: getrandom::u64().map_err(io::Error::other)?,
-        policy: Default::default(),
-    })?;
+fn create_pool(config: &Config) -> io::Result<Arc<Engine>> {
+    let seed = getrandom::u64().map_err(io::Error::other)?;
+    let mut engine = EngineConfig::new(config.pool_size_bytes, seed);
+    // The pool can never get more memory than the host has.
+    engine.size_max_bytes = host_memory_bytes();
+    let pool = Engine::new(engine)?;
     if !pool.is_locked() {
         tracing::warn!(
             "pages of guests can be swapped: the system does not let this process lock memory; set \
              its limit (LimitMEMLOCK=, RLIMIT_MEMLOCK) to infinity, since address space counts"
         );
     }
-    Ok(Arc::new(pool))
+    Ok(pool)
 }
 
 /// Creates the registry with the VMs of the configuration. Their sockets are bound later.
@@ -241,7 +222,7 @@ fn create_pool(config: &Config) -> io::Result<Arc<Pool>> {
 /// A reserve does not fit, or the system has no descriptor left.
 fn create_registry(
     config: &Config,
-    pool: &Arc<Pool>,
+    pool: &Arc<Engine>,
     recorder: &Option<Arc<Recorder>>,
     events: &Arc<Events>,
 ) -> Result<Arc<Registry>, StartError> {
@@ -249,7 +230,7 @@ fn create_registry(
     let registry = Registry::new(pool, recorder, events, &config.run_folder)?;
     registry.set_pages_per_second(config.vm_pages_per_second);
     for vm in &config.vms {
-        registry.give(vm).map_err(StartError::Admission)?;
+        registry.give(vm)?;
     }
     Ok(Arc::new(registry))
 }
@@ -260,7 +241,7 @@ fn create_registry(
 /// The system lacks a thread, a descriptor or an io_uring. No thread is left running.
 fn start_workers(
     config: &Config,
-    pool: &Arc<Pool>,
+    pool: &Arc<Engine>,
     clock: &ClockAndEntropy,
     heartbeats: &Arc<Heartbeats>,
 ) -> io::Result<(Arc<BackgroundWorkers>, Arc<Workers>)> {

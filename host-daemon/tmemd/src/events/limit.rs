@@ -7,7 +7,7 @@
 //! scope: events that an operator causes.
 
 use crate::events::bus::EventKind;
-use crate::util::token_bucket::Bucket;
+use crate::util::rate_limit::{RateLimit, since_start_ns};
 use std::collections::VecDeque;
 use std::fmt::Arguments;
 use std::sync::{Mutex, PoisonError};
@@ -20,9 +20,9 @@ pub(crate) const BURST: u32 = 32;
 pub(crate) const PERIOD: Duration = Duration::from_secs(5);
 
 /// The events of one VM.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct EventLimit {
-    room: Bucket,
+    rate: RateLimit,
     /// Guards the waiting events, oldest first and at most one of each sort. Events are sent under
     /// it, in this order.
     pending: Mutex<VecDeque<PendingEvent>>,
@@ -34,15 +34,6 @@ struct PendingEvent {
     text: String,
     /// Events of the same sort that were left out before.
     left_out: u64,
-}
-
-impl Default for EventLimit {
-    fn default() -> EventLimit {
-        EventLimit {
-            room: Bucket::new(BURST, PERIOD),
-            pending: Mutex::default(),
-        }
-    }
 }
 
 impl EventLimit {
@@ -69,7 +60,8 @@ impl EventLimit {
     }
 
     fn tell_some(&self, pending: &mut VecDeque<PendingEvent>, now: Instant, tell: impl Tell) {
-        while !pending.is_empty() && self.room.take(now) {
+        let now_ns = since_start_ns(now);
+        while !pending.is_empty() && self.rate.take(now_ns, BURST, PERIOD) {
             match pending.pop_front() {
                 Some(event) if event.left_out > 0 => {
                     let (text, left_out) = (event.text, event.left_out);

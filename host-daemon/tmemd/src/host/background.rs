@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tmem_pool::{Pool, Time};
+use tmem_pool::{Engine, Time};
 
 /// Pages of background work between two checks whether the daemon stops.
 const MAINTAIN_PAGES: usize = 1024;
@@ -67,7 +67,7 @@ impl BackgroundWorkers {
     /// # Errors
     /// The system lacks a thread; the threads that were started have ended.
     pub fn start(
-        pool: Arc<Pool>,
+        pool: Arc<Engine>,
         clock: &ClockAndEntropy,
         threads: usize,
         heartbeats: &Heartbeats,
@@ -77,7 +77,7 @@ impl BackgroundWorkers {
         BackgroundWorkers::start_with(threads, heartbeats, cpu_time.clone(), move || {
             let mut timed = cpu_time.begin();
             let now = Time(clock.now_ns());
-            pool.maintain_telling(now, MAINTAIN_PAGES, &mut |work| timed.switch_to(work))
+            pool.maintain_reporting(now, MAINTAIN_PAGES, &mut |work| timed.switch_to(work))
         })
     }
 

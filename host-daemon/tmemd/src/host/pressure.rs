@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
-use tmem_pool::{AdmissionError, Pool, Quota, Tenant};
+use tmem_pool::{AdmissionError, Engine, Quota, Tenant};
 
 /// Time between two readings without a report from the kernel. A host's guests may fill some GiB in
 /// this time, which is the purpose of `host_free_min_bytes`.
@@ -232,7 +232,7 @@ pub struct PoolSize {
     /// Guards the decision until the pool has applied it. The lock of the VM list may be held
     /// before it; the pool's registry is locked under it.
     governor: Mutex<Governor>,
-    pool: Arc<Pool>,
+    pool: Arc<Engine>,
     background: Arc<BackgroundWorkers>,
     events: Arc<Events>,
     /// The file that reports the host's memory; None if the pool never shrinks for the host.
@@ -248,7 +248,7 @@ impl PoolSize {
     pub fn new(
         pressure: Option<&PressureConfig>,
         full_bytes: u64,
-        pool: Arc<Pool>,
+        pool: Arc<Engine>,
         background: Arc<BackgroundWorkers>,
         events: Arc<Events>,
     ) -> PoolSize {

@@ -43,7 +43,7 @@ impl BackgroundTime {
         TimedWork {
             sums: self,
             begun_cpu_ns: clock_ns(ClockId::ThreadCPUTime),
-            at: Work::Settle,
+            at: Work::Finalize,
             since_ns: clock_ns(ClockId::Monotonic),
             passed_ns: [0; Work::ALL.len()],
         }

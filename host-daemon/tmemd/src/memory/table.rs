@@ -41,16 +41,9 @@ pub struct RegionSpec {
 }
 
 /// Why a region is refused; the text says what to do.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 pub struct MemoryError(String);
-
-impl std::fmt::Display for MemoryError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for MemoryError {}
 
 /// A region of a table.
 #[derive(Clone)]

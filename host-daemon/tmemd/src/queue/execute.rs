@@ -12,7 +12,6 @@
 //! slice reads the request again and continues after the finished pages. If the guest changes the
 //! request meanwhile, which no correct driver does, it gets results of a mixture of both requests.
 
-use crate::host::clock::ClockAndEntropy;
 use crate::memory::peer::Peer;
 use crate::memory::table::GuestMemory;
 use crate::queue::chain::{Chain, WriteError};
@@ -26,7 +25,7 @@ use std::sync::atomic::Ordering;
 use tmem_pool::Page;
 use tmem_pool::{
     CreateError, DESTROY_NS_MAX, FLUSH_NS_MIN, GET_NS_MAX, GetResult, NoPool, PUT_NS_MAX, Put,
-    PutResult, SecretPages, Spent, Time,
+    PutResult, SecretPages, Spent,
 };
 use virtio_tmem as wire;
 use virtio_tmem::{GetPage, PutPage, Resp, U64};
@@ -48,20 +47,12 @@ pub struct Context<'vm, 'a> {
     pub vm: &'vm Vm,
     /// The connection's generation.
     pub generation: u64,
-    /// The daemon's clock.
-    pub clock: &'a ClockAndEntropy,
     /// The request exceeds the VM's rate: all its pages are refused or missed.
     pub limited: bool,
     /// Returns true when the time limit of a drain has expired: remaining pages are refused or missed.
     pub drain_expired: &'a dyn Fn() -> bool,
     /// Bounds the work.
     pub slice: &'a Slice<'a>,
-}
-
-impl Context<'_, '_> {
-    fn now(&self) -> Time {
-        Time(self.clock.now_ns())
-    }
 }
 
 /// How far a request was executed.
@@ -395,7 +386,7 @@ fn store_group(
         .collect();
     let mut stored = [PutResult::Refused; GROUP_PAGES];
     let stored = &mut stored[..puts.len()];
-    let cost_ns = vm.tenant.put(context.now(), pool, &puts, stored)?;
+    let cost_ns = vm.tenant.put(pool, &puts, stored)?;
     context.slice.charge(cost_ns);
     if let Some(tap) = &vm.tap {
         tap.put(pool, &puts, stored);
@@ -508,9 +499,7 @@ fn take_group<'vm>(
     let mut found = [GetResult::Miss; GROUP_PAGES];
     let found = &mut found[..pages.len()];
     let first = batch.index + start as u64;
-    let taken = vm
-        .tenant
-        .get(context.now(), pool, object, first, wanted, pages, found)?;
+    let taken = vm.tenant.get(pool, object, first, wanted, pages, found)?;
     context.slice.charge(taken.cost_ns());
     if let Some(tap) = &vm.tap {
         let hits = found.iter().map(|result| *result != GetResult::Miss);

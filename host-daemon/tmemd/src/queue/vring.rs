@@ -612,7 +612,6 @@ impl Vring {
         let context = Context {
             vm,
             generation: self.link.generation.load(Ordering::SeqCst),
-            clock: &self.link.clock,
             limited: state.limited,
             drain_expired: &|| self.now_ns() >= self.cut_at_ns.load(Ordering::SeqCst),
             slice,

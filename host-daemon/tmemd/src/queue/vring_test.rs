@@ -13,7 +13,7 @@ use crate::util::request_rate::RequestRate;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use std::os::unix::net::UnixStream;
-use tmem_pool::{Pool, PoolConfig, TenantSpec};
+use tmem_pool::{Engine, EngineConfig, TenantSpec};
 use virtio_tmem::{Get, GetPage, PAGE_SIZE, PutPage, Req};
 use vm_memory::GuestMemoryBackend;
 use zerocopy::IntoBytes;
@@ -43,7 +43,7 @@ struct Guest {
     free: u64,
     heads: u16,
     available: u16,
-    pool: Pool,
+    pool: Arc<Engine>,
     /// The VM's rate in pages per second; 0 for no limit.
     pages_per_second: Arc<AtomicU64>,
     clock: Arc<Clock>,
@@ -85,19 +85,9 @@ fn guest_at(base: u16, used: u16) -> Guest {
         .expect("good");
     let memory = Arc::new(memory);
 
-    let pool = Pool::new(PoolConfig {
-        size_bytes: 64 << 20,
-        size_max_bytes: 0,
-        seed: 1,
-        policy: Default::default(),
-    })
-    .expect("address space");
+    let pool = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
     let config: VmConfig = "name=test,socket=none".parse().expect("good");
-    let spec = TenantSpec {
-        name: "test".into(),
-        trust_domain: None,
-        quota: config.quota,
-    };
+    let spec = TenantSpec::new("test", config.quota);
     let tenant = pool.add_tenant(spec).expect("fits");
     tenant.create_pool(1).expect("new");
     let (own, front_end) = UnixStream::pair().expect("sockets");
@@ -238,9 +228,7 @@ impl Guest {
         };
         let mut stored = [tmem_pool::PutResult::Refused];
         let tenant = &self.link.vm.tenant;
-        tenant
-            .put(tmem_pool::Time(0), 1, &[put], &mut stored)
-            .expect("a live pool");
+        tenant.put(1, &[put], &mut stored).expect("a live pool");
         assert_eq!(stored, [tmem_pool::PutResult::Stored]);
         if index % 64 == 63 {
             while self.pool.maintain(tmem_pool::Time(0), 64) {}

@@ -5,7 +5,7 @@
 //! Neither a guest nor many guests of one customer may fill the host's disk. The next line contains
 //! the number of lines that were left out. Out of scope: the content of the lines.
 
-use crate::util::token_bucket::Bucket;
+use crate::util::rate_limit::{RateLimit, since_start_ns};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,15 +21,15 @@ const BURST_ALL: u32 = 512;
 const PERIOD_ALL: Duration = Duration::from_secs(1);
 
 /// The bound on all VMs of the process, which has one log.
-static ALL: Bucket = Bucket::new(BURST_ALL, PERIOD_ALL);
+static ALL: RateLimit = RateLimit::new();
 
 /// The bound on the lines of one VM or of one socket.
 #[derive(Debug)]
 pub(crate) struct LogLimit {
-    own: Bucket,
+    own: RateLimit,
     /// The bound on all VMs, which also applies to a VM.
-    all: Option<&'static Bucket>,
-    /// Guards the number of lines left out since the last line. The buckets are locked under it.
+    all: Option<&'static RateLimit>,
+    /// Guards the number of lines left out since the last line. Leaf lock.
     left_out: Mutex<u64>,
 }
 
@@ -44,7 +44,7 @@ impl LogLimit {
     /// Creates a limit for a static variable.
     pub(crate) const fn const_default() -> LogLimit {
         LogLimit {
-            own: Bucket::new(BURST, PERIOD),
+            own: RateLimit::new(),
             all: None,
             left_out: Mutex::new(0),
         }
@@ -55,7 +55,7 @@ impl LogLimit {
         LogLimit::within(&ALL)
     }
 
-    fn within(all: &'static Bucket) -> LogLimit {
+    fn within(all: &'static RateLimit) -> LogLimit {
         LogLimit {
             all: Some(all),
             ..LogLimit::default()
@@ -66,12 +66,14 @@ impl LogLimit {
     /// too.
     pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
         let mut left_out = self.left_out.lock().unwrap_or_else(PoisonError::into_inner);
-        let own = self.own.take(now);
-        if own && self.all.is_none_or(|all| all.take(now)) {
+        let now_ns = since_start_ns(now);
+        let own = self.own.take(now_ns, BURST, PERIOD);
+        let all = |all: &RateLimit| all.take(now_ns, BURST_ALL, PERIOD_ALL);
+        if own && self.all.is_none_or(all) {
             return Some(std::mem::take(&mut *left_out));
         }
         if own {
-            self.own.give_back();
+            self.own.give_back(PERIOD);
         }
         *left_out += 1;
         None
@@ -98,7 +100,7 @@ mod tests {
 
     #[test]
     fn all_vms_together_are_limited() {
-        static FEW: Bucket = Bucket::new(BURST_ALL, PERIOD_ALL);
+        static FEW: RateLimit = RateLimit::new();
         let vms: Vec<LogLimit> = (0..100).map(|_| LogLimit::within(&FEW)).collect();
         let start = Instant::now();
         let round = |now| {

@@ -7,5 +7,5 @@
 pub(crate) mod event_fd;
 pub(crate) mod histogram;
 pub(crate) mod log_limit;
+pub(crate) mod rate_limit;
 pub(crate) mod request_rate;
-pub(crate) mod token_bucket;

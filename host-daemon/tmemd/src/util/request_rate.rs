@@ -6,6 +6,7 @@
 //! tenth of storing them. Out of scope: delaying a request, because a guest would take a delay for
 //! a fault of the device.
 
+use crate::util::rate_limit::RateLimit;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,8 +19,8 @@ const BURST_NS: u64 = 1_000_000_000;
 pub struct RequestRate {
     /// Pages per second, the same for all VMs; 0 for no limit.
     per_second: Arc<AtomicU64>,
-    /// Time in ns of the daemon's clock at which all admitted pages would be through at that rate.
-    through_ns: AtomicU64,
+    /// The pages that were admitted, in times of the daemon's clock.
+    limit: RateLimit,
 }
 
 impl RequestRate {
@@ -27,7 +28,7 @@ impl RequestRate {
     pub fn new(per_second: &Arc<AtomicU64>) -> RequestRate {
         RequestRate {
             per_second: per_second.clone(),
-            through_ns: AtomicU64::new(0),
+            limit: RateLimit::new(),
         }
     }
 
@@ -39,12 +40,7 @@ impl RequestRate {
             return true;
         }
         let time_ns = u64::from(pages).saturating_mul(1_000_000_000) / per_second;
-        let admitted = |through_ns: u64| {
-            let from_ns = through_ns.max(now_ns);
-            (from_ns - now_ns < BURST_NS).then(|| from_ns.saturating_add(time_ns))
-        };
-        let order = Ordering::Relaxed;
-        self.through_ns.fetch_update(order, order, admitted).is_ok()
+        self.limit.admit(now_ns, time_ns, BURST_NS)
     }
 }
 

@@ -580,25 +580,15 @@ mod tests {
         Arc<Workers>,
         Arc<BackgroundWorkers>,
     ) {
-        let pool = tmem_pool::Pool::new(tmem_pool::PoolConfig {
-            size_bytes: 1 << 20,
-            size_max_bytes: 0,
-            seed: 1,
-            policy: Default::default(),
-        })
-        .expect("address space");
+        let pool = tmem_pool::Engine::new(tmem_pool::EngineConfig::new(1 << 20, 1))
+            .expect("address space");
         let config: crate::config::settings::VmConfig =
             "name=test,socket=none".parse().expect("good");
-        let spec = tmem_pool::TenantSpec {
-            name: "test".into(),
-            trust_domain: None,
-            quota: config.quota,
-        };
+        let spec = tmem_pool::TenantSpec::new("test", config.quota);
         let tenant = pool.add_tenant(spec).expect("fits");
         let clock = ClockAndEntropy::host();
         let heartbeats = Arc::default();
-        let background =
-            BackgroundWorkers::start(Arc::new(pool), &clock, 1, &heartbeats).expect("starts");
+        let background = BackgroundWorkers::start(pool, &clock, 1, &heartbeats).expect("starts");
         let workers = Arc::new(
             Workers::start(1, Default::default(), &background, &heartbeats).expect("start"),
         );

@@ -15,8 +15,8 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
-use tmem_pool::trace::{Blind, Event, Op, SizeClass, Writer};
-use tmem_pool::{Put, PutResult};
+use tmem_pool::{Put, PutResult, stored_bytes};
+use tmem_trace::format::{Blind, Event, Op, SizeClass, Writer};
 
 /// Bytes that are written to the file at once: some ten thousand events.
 const BUFFER_BYTES: usize = 64 << 10;
@@ -174,7 +174,7 @@ impl Tap {
                         object,
                         page,
                         workingset: put.workingset,
-                        size: SizeClass::of(put.page),
+                        size: SizeClass::of_bytes(stored_bytes(put.page)),
                     },
                     PutResult::Refused => Op::Flush {
                         object,

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tmem_control::VmSpec;
-use tmem_pool::{AdmissionError, Pool, Quota, TenantSpec};
+use tmem_pool::{AdmissionError, Engine, Quota, TenantSpec};
 
 /// Permission bits that a socket may have. Only write permission matters for a socket; other bits
 /// are a mistake.
@@ -71,7 +71,7 @@ struct Member {
 
 /// The VMs of the daemon.
 pub struct Registry {
-    pool: Arc<Pool>,
+    pool: Arc<Engine>,
     recorder: Option<Arc<Recorder>>,
     events: Arc<Events>,
     /// Rate limit of each VM, see `RequestRate`.
@@ -108,7 +108,7 @@ impl Registry {
     /// # Errors
     /// The system has no descriptor left.
     pub fn new(
-        pool: Arc<Pool>,
+        pool: Arc<Engine>,
         recorder: Option<Arc<Recorder>>,
         events: Arc<Events>,
         run_folder: &Path,
@@ -171,11 +171,8 @@ impl Registry {
     }
 
     fn make(&self, came: &mut u32, config: &VmConfig) -> Result<Arc<Vm>, AdmissionError> {
-        let spec = TenantSpec {
-            name: config.name.clone(),
-            trust_domain: config.trust_domain.clone(),
-            quota: config.quota,
-        };
+        let mut spec = TenantSpec::new(&config.name, config.quota);
+        spec.trust_domain = config.trust_domain.clone();
         let tenant = self.pool.add_tenant(spec)?;
         let tap = self
             .recorder
@@ -652,18 +649,12 @@ fn identity(vm: &Vm) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tmem_pool::PoolConfig;
+    use tmem_pool::EngineConfig;
 
     #[test]
     fn the_reserve_of_a_removed_vm_is_free_at_once() {
         const POOL_BYTES: i64 = 16 << 20;
-        let pool = Pool::new(PoolConfig {
-            size_bytes: POOL_BYTES as u64,
-            size_max_bytes: POOL_BYTES as u64,
-            seed: 1,
-            policy: Default::default(),
-        });
-        let pool = Arc::new(pool.expect("address space"));
+        let pool = Engine::new(EngineConfig::new(POOL_BYTES as u64, 1)).expect("address space");
         let folder = tempfile::tempdir().expect("folder");
         let events = Arc::default();
         let registry = Registry::new(pool, None, events, folder.path()).expect("a registry");

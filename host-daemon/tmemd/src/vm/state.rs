@@ -339,27 +339,17 @@ impl Drop for Connected {
 mod tests {
     use super::*;
     use crate::events::limit::{BURST, PERIOD};
-    use tmem_pool::{Pool, PoolConfig, TenantSpec};
+    use tmem_pool::{Engine, EngineConfig, TenantSpec};
     use zerocopy::FromZeros;
 
     /// Such a guest would displace events of other VMs from a subscriber's queue.
     #[test]
     fn reports_in_a_loop_do_not_displace_events_of_other_vms() {
-        let pool = Pool::new(PoolConfig {
-            size_bytes: 64 << 20,
-            size_max_bytes: 0,
-            seed: 1,
-            policy: Default::default(),
-        })
-        .expect("address space");
+        let pool = Engine::new(EngineConfig::new(64 << 20, 1)).expect("address space");
         let events = Arc::new(Events::default());
         let vm = |name: &str| {
             let config: VmConfig = format!("name={name},socket=none").parse().expect("good");
-            let spec = TenantSpec {
-                name: name.into(),
-                trust_domain: None,
-                quota: config.quota,
-            };
+            let spec = TenantSpec::new(name, config.quota);
             let tenant = pool.add_tenant(spec).expect("fits");
             Vm::new(config, tenant, None, events.clone())
         };

@@ -4,15 +4,16 @@
  * SPDX-License-Identifier: GPL-2.0-or-later
  *
  * The device owns connect, disconnect and reconnect. It never:
- * - waits for a backend that has not just shown that it answers: a connection
- *   is probed without blocking before the handshake, which blocks;
- * - asks the backend when the guest reads the configuration or QMP the status;
- * - shows a backend memory that a migration has still to bring: the backend
- *   maps the pages by itself, and would see holes;
+ * - waits for a backend that has not just answered: QEMU probes a connection
+ *   without blocking before the handshake, which blocks;
+ * - queries the backend when the guest reads the configuration or QMP reads the
+ *   status;
+ * - shows a backend memory that an incoming migration has not filled yet: the
+ *   backend maps the pages by itself, and would see holes;
  * - lets a backend change what the guest sees of the device, except for the
  *   generation.
  *
- * All of it runs under the big QEMU lock. States, and what changes them:
+ * All code runs under the big QEMU lock. The states and their transitions:
  *
  *            connection is open,
  *            memory is complete         answered
@@ -41,20 +42,21 @@
 #include "trace.h"
 
 /*
- * Pause after a refused connection. A person has to look at a backend that is
- * alive and unfit. After a backend that kept the VM waiting until the time-out,
- * the pause is this many times as long as the wait. So a guest is held up for
- * less than 5 % of the time. There is no pause after a backend that died.
+ * Pause after a refused connection. A backend that is alive and unfit needs an
+ * administrator, so there is no hurry. After a backend that kept the VM
+ * waiting, the pause is RETRY_WAIT_FACTOR times as long as the wait. So the
+ * guest waits for less than 5 % of the time. There is no pause after a backend
+ * that died.
  */
 #define RETRY_UNFIT_MS 1000
 #define RETRY_WAIT_FACTOR 20
 
-/* Between two checks whether an incoming migration has brought all memory. */
+/* Interval of checks whether an incoming migration has brought all memory. */
 #define RETRY_INCOMING_MS 100
 
 /*
  * Protocol features that the device uses. Others would give the backend a
- * channel for requests of its own, and ways into QEMU that nothing here needs.
+ * channel for its own requests to QEMU, which the device does not need.
  */
 #define TMEM_PROTOCOL_FEATURES \
     ((1ULL << VHOST_USER_PROTOCOL_F_MQ) | \
@@ -80,7 +82,7 @@ static const struct {
       "VHOST_USER_PROTOCOL_F_RESET_DEVICE" },
 };
 
-/* Generation, state and error, and the interrupt and QMP event of changes */
+/* Generation, state and error, with the interrupt and QMP event of a change */
 
 static void vhost_user_tmem_changed(VHostUserTmem *s)
 {
@@ -114,9 +116,9 @@ uint64_t vhost_user_tmem_generation(VHostUserTmem *s)
 }
 
 /*
- * The interrupt is raised from the bottom half: in set_status DRIVER_OK is not
- * recorded yet and virtio_notify_config() would do nothing. A stopped VM gets
- * it when it continues.
+ * Raises the interrupt from the bottom half: during set_status, DRIVER_OK is
+ * not recorded yet, so virtio_notify_config() would do nothing. A stopped VM
+ * gets the interrupt when it continues.
  */
 void vhost_user_tmem_notify(VHostUserTmem *s)
 {
@@ -130,16 +132,17 @@ void vhost_user_tmem_set_generation(VHostUserTmem *s,
     trace_vhost_user_tmem_generation(s, generation);
     s->config.generation = cpu_to_le64(generation);
     /*
-     * A driver reads the number in two halves. The interrupt changes the
-     * configuration's generation, too, but comes later or not at all.
+     * A driver reads the 64-bit number in two halves, and reads it again if
+     * the configuration's generation has changed. The interrupt also changes
+     * that number, but later or not at all.
      */
     VIRTIO_DEVICE(s)->generation++;
     vhost_user_tmem_changed(s);
 }
 
-/* Refusal */
+/* Refusal of a backend */
 
-/* Ends the connection; the rest is done when the chardev reports it closed. */
+/* Ends the connection, which the chardev then reports as closed. */
 static void vhost_user_tmem_drop(VHostUserTmem *s)
 {
     qemu_chr_fe_disconnect(&s->chardev);
@@ -147,14 +150,14 @@ static void vhost_user_tmem_drop(VHostUserTmem *s)
 
 static char *vhost_user_tmem_timeout_error(VHostUserTmem *s)
 {
-    return g_strdup_printf("it did not answer within %u ms",
+    return g_strdup_printf("the backend did not answer within %u ms",
                            s->backend_timeout_ms);
 }
 
 /*
- * Reports why a backend is refused, unless that was reported last: with a
- * chardev that reconnects, the same backend is soon back. @since_ms is when
- * QEMU began to wait for it.
+ * Refuses the backend, and reports the reason unless it equals the last one: a
+ * chardev that reconnects soon offers the same backend again. @since_ms is the
+ * time at which QEMU began to wait for the backend.
  */
 static void vhost_user_tmem_refuse(VHostUserTmem *s, int64_t since_ms,
                                    Error *err)
@@ -186,14 +189,15 @@ static bool vhost_user_tmem_get_config(VHostUserTmem *s,
         return false;
     }
     /*
-     * The guest was told the limits before there was a backend, so they cannot
-     * be lowered to what this one can do.
+     * The guest has read the limits from the device before a backend was
+     * connected, so they cannot be lowered to the limits of this backend.
      */
     if (le32_to_cpu(config->page_size) != VIRTIO_TMEM_PAGE_SIZE ||
         le16_to_cpu(config->batch_max) < VIRTIO_TMEM_BATCH_MAX ||
         le32_to_cpu(config->pools_max) < VIRTIO_TMEM_POOLS_MAX) {
-        error_setg(errp, "its page_size %u, batch_max %u, pools_max %u are "
-                   "less than the %u, %u, %u that the guest was told",
+        error_setg(errp, "the backend has page_size %u, batch_max %u, "
+                   "pools_max %u; the device needs page_size %u, "
+                   "batch_max >= %u, pools_max >= %u",
                    le32_to_cpu(config->page_size),
                    le16_to_cpu(config->batch_max),
                    le32_to_cpu(config->pools_max), VIRTIO_TMEM_PAGE_SIZE,
@@ -214,7 +218,7 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
     int i, ret;
 
     if (!k->set_guest_notifiers) {
-        error_setg(errp, "binding does not support guest notifiers");
+        error_setg(errp, "the virtio bus does not support guest notifiers");
         return false;
     }
 
@@ -230,40 +234,41 @@ static bool vhost_user_tmem_start(VHostUserTmem *s, Error **errp)
         goto err_host_notifiers;
     }
 
-    /* The driver may have accepted LATENCIES, which the backend may lack. */
+    /* The driver may have accepted LATENCIES, and the backend may lack it. */
     s->dev.acked_features = vdev->guest_features & s->dev.features;
 
-    /* There is no guest_notifier_mask: virtio-pci does without. */
+    /* The device has no guest_notifier_mask; virtio-pci does not need one. */
     for (i = 0; i < s->dev.nvqs; i++) {
-        /* An error of an earlier start is none of this one. */
+        /* Discards an error of an earlier start. */
         event_notifier_test_and_clear(&s->vhost_vqs[i].error_notifier);
         vhost_virtqueue_mask(&s->dev, vdev, i, false);
     }
 
     ret = vhost_dev_start(&s->dev, vdev, true);
     if (ret < 0) {
-        error_setg_errno(errp, -ret, "cannot start it");
-        /* vhost_dev_start() leaves this one behind when it fails late. */
+        error_setg_errno(errp, -ret, "cannot start the backend");
+        /* A late failure of vhost_dev_start() leaves this notifier behind. */
         event_notifier_cleanup(
             &s->vhost_vqs[VHOST_QUEUE_NUM_CONFIG_INR].masked_config_notifier);
         goto err_guest_notifiers;
     }
     if (s->state != VHOST_USER_TMEM_READY) {
         vhost_user_tmem_set_state(s, VHOST_USER_TMEM_LOST);
-        error_setg(errp, "it closed the connection");
+        error_setg(errp, "the backend closed the connection");
         return false;
     }
     vhost_user_tmem_set_state(s, VHOST_USER_TMEM_STARTED);
 
     /*
-     * Read again at each start: it is another number after a reset and the
-     * same after a pause. The disconnect that follows a failure stops.
+     * Reads the generation at each start: it is new after a reset and the same
+     * after a pause. After a failure the caller disconnects, which stops the
+     * device.
      */
     if (!vhost_user_tmem_get_config(s, &config, errp)) {
         return false;
     }
     if (!config.generation) {
-        error_setg(errp, "it is started and has no generation");
+        error_setg(errp, "the backend has no generation after its start");
         return false;
     }
     vhost_user_tmem_set_generation(s, le64_to_cpu(config.generation));
@@ -279,7 +284,7 @@ err_host_notifiers:
     return false;
 }
 
-/* The generation stays: this is also how a VM pauses. */
+/* Stops the backend and keeps the generation, because a VM also pauses so. */
 static void vhost_user_tmem_stop(VHostUserTmem *s)
 {
     VirtIODevice *vdev = VIRTIO_DEVICE(s);
@@ -314,7 +319,10 @@ void vhost_user_tmem_update(VHostUserTmem *s)
     if (s->running && s->state == VHOST_USER_TMEM_READY) {
         s->faulty_queue = vhost_user_tmem_find_faulty_queue(s);
         if (s->faulty_queue >= 0) {
-            /* The status register is being written: NEEDS_RESET has to wait. */
+            /*
+             * This runs during a write of the status register, so the bottom
+             * half sets NEEDS_RESET.
+             */
             s->running = false;
             qemu_bh_schedule(s->bh);
             return;
@@ -328,14 +336,14 @@ void vhost_user_tmem_update(VHostUserTmem *s)
     }
 }
 
-/* The backend has stopped a queue: nothing but a reset starts it again. */
+/* Handles a queue that the backend stopped: only a reset starts it again. */
 static void vhost_user_tmem_queue_error(EventNotifier *n)
 {
     struct vhost_virtqueue *vq = container_of(n, struct vhost_virtqueue,
                                               error_notifier);
     VHostUserTmem *s = container_of(vq->dev, VHostUserTmem, dev);
     g_autofree char *error = g_strdup_printf(
-        "it stopped queue %d after an error, see its log",
+        "the backend stopped queue %d after an error, see its log",
         (int)(vq - s->vhost_vqs));
 
     if (!event_notifier_test_and_clear(n) ||
@@ -344,17 +352,17 @@ static void vhost_user_tmem_queue_error(EventNotifier *n)
     }
     s->running = false;
     vhost_user_tmem_update(s);
-    /* For drivers that do not look at the status. */
+    /* Drivers that do not read the status see the generation 0. */
     vhost_user_tmem_set_generation(s, 0);
     vhost_user_tmem_set_error(s, error);
     virtio_error(VIRTIO_DEVICE(s), "vhost-user-tmem %s: the device needs a "
-                 "reset because of its backend: %s", vhost_user_tmem_name(s),
+                 "reset: %s", vhost_user_tmem_name(s),
                  error);
 }
 
 /* Handshake */
 
-/* Whether the backend can be what the guest was told that the device is. */
+/* Returns whether the backend has the features and limits of the device. */
 static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
 {
     VirtIODevice *vdev = VIRTIO_DEVICE(s);
@@ -364,7 +372,7 @@ static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
     for (i = 0; i < ARRAY_SIZE(needed_features); i++) {
         if (virtio_has_feature(vdev->host_features, needed_features[i].bit) &&
             !virtio_has_feature(s->dev.features, needed_features[i].bit)) {
-            error_setg(errp, "it lacks the feature %s",
+            error_setg(errp, "the backend lacks the feature %s",
                        needed_features[i].name);
             return false;
         }
@@ -372,7 +380,7 @@ static bool vhost_user_tmem_check(VHostUserTmem *s, Error **errp)
     for (i = 0; i < ARRAY_SIZE(needed_protocol_features); i++) {
         if (!virtio_has_feature(s->dev.protocol_features,
                                 needed_protocol_features[i].bit)) {
-            error_setg(errp, "it lacks the protocol feature %s",
+            error_setg(errp, "the backend lacks the protocol feature %s",
                        needed_protocol_features[i].name);
             return false;
         }
@@ -401,7 +409,7 @@ static void vhost_user_tmem_connect(VHostUserTmem *s)
 
     if (vhost_dev_init(&s->dev, &s->user, VHOST_BACKEND_TYPE_USER, 0,
                        &err) < 0) {
-        /* vhost_dev_init() has cleaned up. */
+        /* vhost_dev_init() has cleaned up by itself. */
         vhost_user_tmem_refuse(s, since_ms, err);
         return;
     }
@@ -444,14 +452,14 @@ static void vhost_user_tmem_probe_done(VHostUserTmem *s)
     Error *err = NULL;
 
     if (!vhost_user_probe_end(&s->user)) {
-        error_setg(&err, "it does not speak vhost-user");
+        error_setg(&err, "the peer does not speak vhost-user");
         vhost_user_tmem_refuse(s, qemu_clock_get_ms(QEMU_CLOCK_REALTIME), err);
         return;
     }
     vhost_user_tmem_connect(s);
 }
 
-/* Continues with a connection that is open and was not asked yet. */
+/* Probes an open connection, now or after a pause. */
 static void vhost_user_tmem_begin(VHostUserTmem *s)
 {
     int64_t now_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
@@ -476,7 +484,7 @@ static void vhost_user_tmem_bh(void *opaque)
         vhost_user_tmem_stop(s);
     }
     if (s->state == VHOST_USER_TMEM_IDLE) {
-        /* A backend that cannot log is in the way only while connected. */
+        /* A backend without dirty log blocks migration only while connected. */
         migrate_del_blocker(&s->dev.migration_blocker);
         if (qemu_chr_fe_backend_open(&s->chardev)) {
             vhost_user_tmem_begin(s);
@@ -487,7 +495,7 @@ static void vhost_user_tmem_bh(void *opaque)
     }
     if (s->faulty_queue >= 0) {
         if (vhost_user_tmem_generation(s)) {
-            /* A pause keeps the generation, which no backend serves now. */
+            /* A pause kept the generation, which is not valid any more. */
             vhost_user_tmem_set_generation(s, 0);
         }
         virtio_error(vdev, "vhost-user-tmem %s: the driver put queue %d "
@@ -516,23 +524,23 @@ static void vhost_user_tmem_closed(VHostUserTmem *s)
         s->retry_at_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME) +
                          (int64_t)RETRY_WAIT_FACTOR * s->backend_timeout_ms;
     } else if (vhost_user_tmem_connected(s) || !s->reported_error) {
-        vhost_user_tmem_set_error(s, "it closed the connection");
+        vhost_user_tmem_set_error(s, "the backend closed the connection");
     }
     vhost_user_tmem_set_state(s, vhost_user_tmem_is_started(s) ?
                                  VHOST_USER_TMEM_LOST : VHOST_USER_TMEM_IDLE);
     /*
-     * Tells the migration code not to make the failure its own. Once that
-     * reads the dirty log it has to go on: what the backend wrote last is
-     * read when the device is stopped, and of a started device only.
+     * The migration code ignores a device that is not started. While the
+     * dirty log is on, the device stays started: QEMU reads the last pages
+     * that the backend wrote when it stops a started device.
      */
     if (!s->dev.log_enabled) {
         s->dev.started = false;
     }
     if (vhost_user_tmem_generation(s)) {
-        /* When QEMU ends it closes its chardevs, and nobody lost anything. */
+        /* QEMU closes its chardevs when it ends, which is no loss. */
         if (!runstate_check(RUN_STATE_SHUTDOWN)) {
             warn_report("vhost-user-tmem %s: lost its backend: %s; "
-                        "the guest runs on without",
+                        "the guest continues without the cache",
                         vhost_user_tmem_name(s), s->last_error);
         }
         vhost_user_tmem_set_generation(s, 0);
@@ -541,8 +549,9 @@ static void vhost_user_tmem_closed(VHostUserTmem *s)
 }
 
 /*
- * May come from inside any vhost call, in any thread that holds the big lock,
- * so it only records, and leaves the work to the bottom half.
+ * Handles an event of the chardev. It may come from inside any vhost call, in
+ * any thread that holds the big QEMU lock. So the handler only records the
+ * event and leaves the work to the bottom half.
  */
 static void vhost_user_tmem_event(void *opaque, QEMUChrEvent event)
 {
@@ -558,12 +567,12 @@ static void vhost_user_tmem_event(void *opaque, QEMUChrEvent event)
     case CHR_EVENT_BREAK:
     case CHR_EVENT_MUX_IN:
     case CHR_EVENT_MUX_OUT:
-        /* Ignore */
+        /* These events do not concern a socket. */
         break;
     }
 }
 
-/* Life of the connection */
+/* Initialization and cleanup */
 
 bool vhost_user_tmem_backend_init(VHostUserTmem *s, Error **errp)
 {

@@ -3,8 +3,8 @@
  *
  * SPDX-License-Identifier: GPL-2.0-or-later
  *
- * The backend reads and writes guest memory through a mapping of its own. That
- * must be the memory that the guest sees, all of it, and in time.
+ * The backend reads and writes guest memory through its own mapping. The
+ * mapping must cover all memory of the guest before the backend uses it.
  */
 
 #include "qemu/osdep.h"
@@ -26,7 +26,7 @@ static bool vhost_user_tmem_ram_is_shared(MemoryRegion *mr)
         return memory_region_get_fd(mr) >= 0 &&
                qemu_ram_is_shared(mr->ram_block);
     }
-    /* With NUMA nodes the RAM is a container of their backends. */
+    /* With NUMA nodes, the RAM is a container of the nodes' backends. */
     QTAILQ_FOREACH(sub, &mr->subregions, subregions_link) {
         if (!vhost_user_tmem_ram_is_shared(sub)) {
             return false;
@@ -35,7 +35,10 @@ static bool vhost_user_tmem_ram_is_shared(MemoryRegion *mr)
     return true;
 }
 
-/* Memory devices whose backend is a container of aliases name it themselves. */
+/*
+ * Checks the backend that a memory device names in its property memdev. A
+ * device whose memory is a container of aliases has the property, too.
+ */
 static bool vhost_user_tmem_check_memory_device(Object *device, Error **errp)
 {
     HostMemoryBackend *backend = (HostMemoryBackend *)
@@ -69,8 +72,9 @@ static int vhost_user_tmem_check_child(Object *child, void *opaque)
 }
 
 /*
- * A background snapshot write-protects QEMU's mapping of the guest's memory,
- * and would not see what the backend writes through its own.
+ * Refuses background snapshots. They write-protect QEMU's mapping of the
+ * guest's memory, so they would miss writes of the backend through its own
+ * mapping.
  */
 static int vhost_user_tmem_migration(NotifierWithReturn *notifier,
                                      MigrationEvent *event, Error **errp)
@@ -130,8 +134,9 @@ void vhost_user_tmem_memory_cleanup(VHostUserTmem *s)
 }
 
 /*
- * A backend maps memory by itself: it would see holes where an incoming
- * migration has still to bring pages, before or after the guest begins to run.
+ * Returns whether an incoming migration has not yet brought all pages. A
+ * backend that maps the memory would see holes then, even after the guest has
+ * started.
  */
 bool vhost_user_tmem_memory_is_incoming(void)
 {
@@ -139,7 +144,7 @@ bool vhost_user_tmem_memory_is_incoming(void)
            migration_in_incoming_postcopy();
 }
 
-/* Whether the backend can map all of a part of a ring. */
+/* Returns whether one memory region of the backend contains the range. */
 static bool vhost_user_tmem_is_mapped(VHostUserTmem *s, hwaddr address,
                                       hwaddr size)
 {
@@ -157,7 +162,7 @@ static bool vhost_user_tmem_is_mapped(VHostUserTmem *s, hwaddr address,
     return false;
 }
 
-/* Returns a queue that the driver did not put into memory, or -1. */
+/* Returns the number of a queue whose ring is outside of memory, or -1. */
 int vhost_user_tmem_find_faulty_queue(VHostUserTmem *s)
 {
     VirtIODevice *vdev = VIRTIO_DEVICE(s);

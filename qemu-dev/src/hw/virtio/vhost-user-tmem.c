@@ -27,8 +27,9 @@
 #include "hw/virtio/virtio-mmio.h"
 
 /*
- * Feature bits that the device may have, and so must have of its backend. Only
- * LATENCIES is not asked of a backend: an older one answers UNSUPPORTED.
+ * Feature bits that the device may offer. The backend must have the ones that
+ * the device offers, except for LATENCIES: an older backend answers such a
+ * request with UNSUPPORTED.
  */
 #define TMEM_FEATURES ((1ULL << VIRTIO_F_VERSION_1) | \
                        (1ULL << VIRTIO_F_IN_ORDER) | \
@@ -69,7 +70,7 @@ uint16_t vhost_user_tmem_num_queues(VHostUserTmem *s)
     return MIN(current_machine->smp.cpus, VHOST_USER_TMEM_AUTO_QUEUES_MAX);
 }
 
-/* virtio */
+/* Functions of the virtio device */
 
 static void vhost_user_tmem_read_config(VirtIODevice *vdev, uint8_t *config)
 {
@@ -81,15 +82,16 @@ static void vhost_user_tmem_read_config(VirtIODevice *vdev, uint8_t *config)
 static uint64_t vhost_user_tmem_get_features(VirtIODevice *vdev,
                                              uint64_t features, Error **errp)
 {
-    /* Set by properties alone: a backend that lacks one is refused. */
+    /* Only properties decide; a backend that lacks a feature is refused. */
     virtio_add_feature(&features, VIRTIO_F_VERSION_1);
     return features & TMEM_FEATURES;
 }
 
 /*
- * From 10.0.13 on until 11.1 every queue has the largest size there is when it
- * is added and after a reset. So what the property says is set when the driver
- * first shows itself; it can look at queues only after that.
+ * Sets the queue sizes to the property. In QEMU 10.0.13 to 11.1, a queue has
+ * the largest possible size when it is added and after a reset. The driver
+ * reads the size after its first write of the status, which calls this
+ * function.
  */
 static void vhost_user_tmem_set_queue_sizes(VHostUserTmem *s)
 {
@@ -97,7 +99,7 @@ static void vhost_user_tmem_set_queue_sizes(VHostUserTmem *s)
 
     for (i = 0; i < vhost_user_tmem_num_virtqs(s); i++) {
         virtio_queue_set_num(VIRTIO_DEVICE(s), i, s->queue_size);
-        /* A driver that set addresses before has caches of another size. */
+        /* The caches of rings that the driver has set up depend on the size. */
         virtio_init_region_cache(VIRTIO_DEVICE(s), i);
     }
 }
@@ -112,14 +114,14 @@ static void vhost_user_tmem_set_status(VirtIODevice *vdev, uint8_t status)
         vhost_user_tmem_set_queue_sizes(s);
     }
     if (running && !s->running) {
-        /* A restored guest may have read another configuration before. */
+        /* A restored guest may have read another generation before. */
         vhost_user_tmem_notify(s);
     }
     s->running = running;
     vhost_user_tmem_update(s);
 }
 
-/* RESET_DEVICE is sent before this, by virtio_reset(). */
+/* Resets the device after virtio_reset() has sent RESET_DEVICE. */
 static void vhost_user_tmem_reset(VirtIODevice *vdev)
 {
     VHostUserTmem *s = VHOST_USER_TMEM(vdev);
@@ -140,14 +142,14 @@ static struct vhost_dev *vhost_user_tmem_get_vhost(VirtIODevice *vdev)
 }
 
 /*
- * Requests come in by themselves when the backend starts, as each start kicks
- * every queue; without a backend they have to wait.
+ * Ignores kicks that reach QEMU: no backend is started then. The requests wait
+ * until a backend starts, because each start kicks every queue.
  */
 static void vhost_user_tmem_handle_output(VirtIODevice *vdev, VirtQueue *vq)
 {
 }
 
-/* Device */
+/* Realize and unrealize */
 
 static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
 {
@@ -156,8 +158,8 @@ static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
         OBJECT(qdev_get_parent_bus(DEVICE(s))->parent), TYPE_VIRTIO_MMIO);
 
     if (!s->chardev.chr) {
-        error_setg(errp, "vhost-user-tmem needs chardev=ID of a socket "
-                   "chardev");
+        error_setg(errp, "vhost-user-tmem has no chardev. Set chardev=ID "
+                   "of a socket chardev");
         return false;
     }
     if (!qemu_chr_has_feature(s->chardev.chr, QEMU_CHAR_FEATURE_FD_PASS)) {
@@ -178,8 +180,8 @@ static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
         return false;
     }
     if (!s->backend_timeout_ms) {
-        error_setg(errp, "vhost-user-tmem: backend-timeout-ms must be more "
-                   "than 0, or a hung backend hangs the VM");
+        error_setg(errp, "vhost-user-tmem: backend-timeout-ms=0 would let a "
+                   "hung backend stop the VM; set more than 0");
         return false;
     }
     if (mmio && VIRTIO_MMIO(mmio)->legacy) {
@@ -188,8 +190,9 @@ static bool vhost_user_tmem_check_properties(VHostUserTmem *s, Error **errp)
         return false;
     }
     if (virtio_host_has_feature(vdev, VIRTIO_F_RING_PACKED)) {
-        error_setg(errp, "vhost-user-tmem does not support packed=on: "
-                   "a lost backend is replaced by the split ring's index");
+        error_setg(errp, "vhost-user-tmem does not support packed=on, "
+                   "because a new backend continues at the index of a split "
+                   "ring");
         return false;
     }
     return true;
@@ -248,7 +251,7 @@ static void vhost_user_tmem_unrealize(DeviceState *dev)
     virtio_cleanup(vdev);
 }
 
-/* virtio_save() writes the configuration that the guest read last. */
+/* Clears the generation in the configuration that virtio_save() writes. */
 static int vhost_user_tmem_pre_save(void *opaque)
 {
     VirtIODevice *vdev = VIRTIO_DEVICE(opaque);
@@ -259,8 +262,8 @@ static int vhost_user_tmem_pre_save(void *opaque)
 }
 
 /*
- * No state of the backend: what it holds is a cache. Only what the guest was
- * told and the destination cannot change.
+ * Has no state of the backend, which is only a cache. The fields are values
+ * that the guest has read and that the destination cannot change.
  */
 static const VMStateDescription vmstate_vhost_user_tmem = {
     .name = "vhost-user-tmem",
@@ -270,7 +273,7 @@ static const VMStateDescription vmstate_vhost_user_tmem = {
     .fields = (const VMStateField[]) {
         VMSTATE_UINT16_EQUAL(num_queues, VHostUserTmem,
                              "num-queues of vhost-user-tmem must be equal at "
-                             "both ends; without it the number of CPUs counts"),
+                             "both ends; it defaults to the number of CPUs"),
         VMSTATE_UINT16_EQUAL(queue_size, VHostUserTmem,
                              "queue-size of vhost-user-tmem must be equal at "
                              "both ends"),
@@ -298,7 +301,7 @@ void vhost_user_tmem_send_event(VHostUserTmem *s)
         "%d %" PRIx64 " %s", vhost_user_tmem_connected(s),
         vhost_user_tmem_generation(s), s->last_error ?: "");
 
-    /* A backend that is refused again and again changes nothing. */
+    /* The last event was equal, as when a backend is refused repeatedly. */
     if (!g_strcmp0(event, s->last_event)) {
         return;
     }

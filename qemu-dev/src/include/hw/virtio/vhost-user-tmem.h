@@ -26,8 +26,8 @@ OBJECT_DECLARE_SIMPLE_TYPE(VHostUserTmem, VHOST_USER_TMEM)
 
 /* State of the backend; vhost-user-tmem-backend.c has a diagram. */
 typedef enum VHostUserTmemState {
-    VHOST_USER_TMEM_IDLE,       /* no backend, or none that was asked yet */
-    VHOST_USER_TMEM_PROBING,    /* GET_FEATURES is sent, unanswered */
+    VHOST_USER_TMEM_IDLE,       /* no backend, or not probed yet */
+    VHOST_USER_TMEM_PROBING,    /* GET_FEATURES is sent, not answered */
     VHOST_USER_TMEM_READY,      /* the handshake is under way or done */
     VHOST_USER_TMEM_STARTED,    /* the backend serves the queues */
     VHOST_USER_TMEM_LOST,       /* the connection ended while STARTED */
@@ -46,8 +46,8 @@ struct VHostUserTmem {
     struct virtio_tmem_config config;
 
     /*
-     * Initialised by a handshake and kept until the next one, so that the
-     * backend's limit of memory slots holds while none is connected.
+     * Initialised by a handshake and kept until the next one. So the last
+     * backend's limit of memory slots also applies while none is connected.
      */
     struct vhost_dev dev;
     struct vhost_virtqueue *vhost_vqs;
@@ -55,15 +55,15 @@ struct VHostUserTmem {
     VhostUserState user;
 
     VHostUserTmemState state;
-    bool running;                   /* driver is up and the VM runs */
-    bool notify;                    /* config interrupt is due */
-    bool changed;                   /* QMP event is due */
-    int faulty_queue;               /* its ring is not in memory; -1 for none */
+    bool running;                   /* DRIVER_OK is set and the VM runs */
+    bool notify;                    /* an interrupt is to be sent */
+    bool changed;                   /* a QMP event is to be sent */
+    int faulty_queue;               /* queue outside of memory, or -1 */
 
-    /* Does all work that an event may not do in place. */
+    /* Does the work that an event handler must not do itself. */
     QEMUBH *bh;
     QEMUTimer *retry_timer;
-    int64_t retry_at_ms;            /* realtime clock; no probe before it */
+    int64_t retry_at_ms;            /* realtime clock; no probe earlier */
 
     char *last_error;               /* why the backend is refused or lost */
     char *reported_error;           /* refusal written to stderr last */
@@ -74,30 +74,30 @@ struct VHostUserTmem {
 };
 
 /**
- * vhost_user_tmem_num_queues() - request queues that the device will have
+ * vhost_user_tmem_num_queues() - number of request queues of the device
  * @s: device, not necessarily realized
  *
- * Returns: the property, or what 0 stands for on this machine.
+ * Returns: the property num-queues, or its default on this machine if it is 0.
  */
 uint16_t vhost_user_tmem_num_queues(VHostUserTmem *s);
 
-/* Between the files of the device: vhost-user-tmem.c */
+/* Functions of vhost-user-tmem.c for the other files of the device */
 
-/* Returns the device's id, or the chardev's where it has none. */
+/* Returns the device's id, or the chardev's id if the device has none. */
 const char *vhost_user_tmem_name(VHostUserTmem *s);
 
 /* Returns the number of request queues and the control queue. */
 unsigned int vhost_user_tmem_num_virtqs(VHostUserTmem *s);
 
-/* Sends the QMP event of the present state, unless it was sent last. */
+/* Sends the QMP event of the current state, unless the last event is equal. */
 void vhost_user_tmem_send_event(VHostUserTmem *s);
 
-/* vhost-user-tmem-backend.c */
+/* Functions of vhost-user-tmem-backend.c */
 
 /**
- * vhost_user_tmem_backend_init() - make all that a connection needs
+ * vhost_user_tmem_backend_init() - prepare the connection to a backend
  * @s: device whose properties were checked
- * @errp: why the chardev cannot be used
+ * @errp: the reason if the chardev cannot be used
  *
  * Returns: false on error. Nothing is connected before
  * vhost_user_tmem_backend_open().
@@ -107,10 +107,10 @@ bool vhost_user_tmem_backend_init(VHostUserTmem *s, Error **errp);
 /* Connects now if the chardev is open, otherwise as soon as it is. */
 void vhost_user_tmem_backend_open(VHostUserTmem *s);
 
-/* Ends the connection of a stopped device and frees what init made. */
+/* Ends the connection of a stopped device and frees its resources. */
 void vhost_user_tmem_backend_cleanup(VHostUserTmem *s);
 
-/* Starts or stops the backend after a change of @s->running. */
+/* Starts or stops the backend according to @s->running. */
 void vhost_user_tmem_update(VHostUserTmem *s);
 
 /* Returns whether a backend passed the handshake. */
@@ -122,22 +122,22 @@ uint64_t vhost_user_tmem_generation(VHostUserTmem *s);
 /* Changes the generation that the guest reads, without an interrupt. */
 void vhost_user_tmem_set_generation(VHostUserTmem *s, uint64_t generation);
 
-/* Has a configuration interrupt raised from the bottom half. */
+/* Schedules a configuration interrupt, which the bottom half raises. */
 void vhost_user_tmem_notify(VHostUserTmem *s);
 
-/* vhost-user-tmem-memory.c */
+/* Functions of vhost-user-tmem-memory.c */
 
 /* Checks that a backend can map all memory that the machine has. */
 bool vhost_user_tmem_memory_check(VHostUserTmem *s, Error **errp);
 
-/* Begins and ends to refuse private memory and background snapshots. */
+/* Begin and end to refuse private memory and background snapshots. */
 void vhost_user_tmem_memory_init(VHostUserTmem *s);
 void vhost_user_tmem_memory_cleanup(VHostUserTmem *s);
 
-/* Returns whether a migration has still to bring memory. */
+/* Returns whether an incoming migration has not yet brought all memory. */
 bool vhost_user_tmem_memory_is_incoming(void);
 
-/* Returns a queue that the driver did not put into memory, or -1. */
+/* Returns the number of a queue whose ring is outside of memory, or -1. */
 int vhost_user_tmem_find_faulty_queue(VHostUserTmem *s);
 
 #endif

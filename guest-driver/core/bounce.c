@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Requests and bounce pages of gets: get.c takes and sends them, the device writes to the pages,
+ * and queue.c hands the answers back.
+ */
+#include <linux/slab.h>
+
+#include "core.h"
+
+/**
+ * tmem_bounce_alloc() - take a request and bounce blocks for a number of pages
+ * @dev: the device
+ * @nr_pages: number of pages, at most VIRTIO_TMEM_BATCH_MAX
+ *
+ * Return: the request, or NULL if there is no free request or too few free blocks.
+ */
+struct tmem_get_req *tmem_bounce_alloc(struct tmem_dev *dev, unsigned int nr_pages)
+{
+	unsigned int nr_blocks = DIV_ROUND_UP(nr_pages, TMEM_BLOCK_PAGES), i;
+	struct tmem_get_req *get = NULL;
+
+	spin_lock_irq(&dev->get_lock);
+	if (nr_blocks <= dev->nr_bounce_free) {
+		get = list_first_entry_or_null(&dev->get_free, struct tmem_get_req, list);
+		if (get) {
+			list_del(&get->list);
+			get->nr_blocks = nr_blocks;
+			for (i = 0; i < nr_blocks; i++)
+				get->block[i] = dev->bounce_free[--dev->nr_bounce_free];
+		}
+	}
+	spin_unlock_irq(&dev->get_lock);
+	return get;
+}
+
+/**
+ * tmem_bounce_free() - give back a request and its bounce blocks
+ * @dev: the device
+ * @get: the request, which the device does not have
+ */
+void tmem_bounce_free(struct tmem_dev *dev, struct tmem_get_req *get)
+{
+	unsigned long flags;
+	unsigned int i;
+
+	spin_lock_irqsave(&dev->get_lock, flags);
+	get->req.state = TMEM_REQ_FREE;
+	for (i = 0; i < get->nr_blocks; i++)
+		dev->bounce_free[dev->nr_bounce_free++] = get->block[i];
+	get->nr_blocks = 0;
+	list_add(&get->list, &dev->get_free);
+	spin_unlock_irqrestore(&dev->get_lock, flags);
+}
+
+/**
+ * tmem_bounce_answered() - take back a get request that the device has answered
+ * @dev: the device
+ * @get: the request; its queue's vq_lock is held
+ */
+void tmem_bounce_answered(struct tmem_dev *dev, struct tmem_get_req *get)
+{
+	lockdep_assert_held(&get->queue->vq_lock);
+	if (get->req.state == TMEM_REQ_ABANDONED) {
+		spin_lock(&dev->get_lock);
+		WRITE_ONCE(dev->nr_kept, dev->nr_kept - get->nr_blocks);
+		spin_unlock(&dev->get_lock);
+		tmem_bounce_free(dev, get);
+		return;
+	}
+	/* Pairs with get_done(). */
+	smp_store_release(&get->req.state, TMEM_REQ_DONE);
+	wake_up(&get->wait);
+}
+
+/* Makes all requests and bounce pages free. */
+static void bounce_reset(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	INIT_LIST_HEAD(&dev->get_free);
+	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
+		dev->get_req[i]->req.state = TMEM_REQ_FREE;
+		dev->get_req[i]->nr_blocks = 0;
+		list_add(&dev->get_req[i]->list, &dev->get_free);
+	}
+	memcpy(dev->bounce_free, dev->bounce, dev->nr_bounce * sizeof(*dev->bounce));
+	dev->nr_bounce_free = dev->nr_bounce;
+	dev->nr_kept = 0;
+}
+
+/**
+ * tmem_bounce_init() - allocate requests and bounce pages
+ * @dev: the device; its memory_bytes grow
+ * @bounce_pages: number of bounce pages, a multiple of TMEM_BLOCK_PAGES
+ *
+ * Return: 0, or -ENOMEM; the caller then calls tmem_bounce_exit() as well.
+ */
+int tmem_bounce_init(struct tmem_dev *dev, unsigned int bounce_pages)
+{
+	unsigned int i;
+
+	spin_lock_init(&dev->get_lock);
+	dev->nr_bounce = bounce_pages / TMEM_BLOCK_PAGES;
+	dev->get_req = kcalloc(TMEM_GET_REQUESTS, sizeof(*dev->get_req), GFP_KERNEL);
+	dev->bounce = kcalloc(dev->nr_bounce, sizeof(*dev->bounce), GFP_KERNEL);
+	dev->bounce_free = kcalloc(dev->nr_bounce, sizeof(*dev->bounce_free), GFP_KERNEL);
+	if (!dev->get_req || !dev->bounce || !dev->bounce_free)
+		return -ENOMEM;
+	for (i = 0; i < TMEM_GET_REQUESTS; i++) {
+		dev->get_req[i] = kzalloc(sizeof(*dev->get_req[i]), GFP_KERNEL);
+		if (!dev->get_req[i])
+			return -ENOMEM;
+		dev->get_req[i]->req.kind = TMEM_REQ_GET;
+		init_waitqueue_head(&dev->get_req[i]->wait);
+	}
+	for (i = 0; i < dev->nr_bounce; i++) {
+		dev->bounce[i] = (void *)__get_free_pages(GFP_KERNEL, TMEM_BLOCK_ORDER);
+		if (!dev->bounce[i])
+			return -ENOMEM;
+	}
+	dev->memory_bytes += bounce_pages * PAGE_SIZE +
+			     TMEM_GET_REQUESTS * sizeof(*dev->get_req[0]);
+	bounce_reset(dev);
+	return 0;
+}
+
+/**
+ * tmem_bounce_exit() - free requests and bounce pages
+ * @dev: the device; it was reset
+ */
+void tmem_bounce_exit(struct tmem_dev *dev)
+{
+	unsigned int i;
+
+	for (i = 0; dev->bounce && i < dev->nr_bounce; i++)
+		free_pages((unsigned long)dev->bounce[i], TMEM_BLOCK_ORDER);
+	for (i = 0; dev->get_req && i < TMEM_GET_REQUESTS; i++)
+		kfree(dev->get_req[i]);
+	kfree(dev->bounce_free);
+	kfree(dev->bounce);
+	kfree(dev->get_req);
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * The device as all parts of the core see it: how to reach it, and how to request work of it.
+ *
+ * The work itself is in sync.c. Code that finds that the generation may be over, or that the state
+ * has changed, only queues a work item here. So this file uses no other file of the core.
+ */
+#include "core.h"
+
+struct tmem_dev __rcu *tmem_device;
+struct tmem_check_keys tmem_keys;
+
+/**
+ * tmem_dev_get() - take a reference on the device, for use across a sleep
+ *
+ * Return: the device or NULL.
+ */
+struct tmem_dev *tmem_dev_get(void)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev && !refcount_inc_not_zero(&dev->users))
+		dev = NULL;
+	rcu_read_unlock();
+	return dev;
+}
+
+/**
+ * tmem_dev_put() - release a reference on the device
+ * @dev: the device
+ */
+void tmem_dev_put(struct tmem_dev *dev)
+{
+	if (refcount_dec_and_test(&dev->users))
+		complete(&dev->unused);
+}
+
+/**
+ * tmem_dev_resync() - read the generation again, and bring the device's pools up to date
+ * @dev: the device
+ * @renew: forget everything even if the generation is the same
+ *
+ * Context: any but NMI.
+ */
+void tmem_dev_resync(struct tmem_dev *dev, bool renew)
+{
+	if (renew)
+		WRITE_ONCE(dev->renew, true);
+	if (!READ_ONCE(dev->stopping))
+		queue_work(dev->wq, &dev->sync_work);
+}
+
+/**
+ * tmem_dev_resync_any() - call tmem_dev_resync() for the device, if there is one
+ * @renew: forget everything even if the generation is the same
+ *
+ * Context: any but NMI.
+ */
+void tmem_dev_resync_any(bool renew)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		tmem_dev_resync(dev, renew);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_dev_report() - send a report now because the state changed
+ * @dev: the device
+ *
+ * Context: any but NMI.
+ */
+void tmem_dev_report(struct tmem_dev *dev)
+{
+	if (!READ_ONCE(dev->stopping))
+		mod_delayed_work(dev->wq, &dev->report_work, 0);
+}
+
+/**
+ * tmem_dev_report_any() - call tmem_dev_report() for the device, if there is one
+ *
+ * Context: any but NMI.
+ */
+void tmem_dev_report_any(void)
+{
+	struct tmem_dev *dev;
+
+	rcu_read_lock();
+	dev = rcu_dereference(tmem_device);
+	if (dev)
+		tmem_dev_report(dev);
+	rcu_read_unlock();
+}

@@ -1,0 +1,479 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Discovery: finds mounts of the types that are served, hooks the functions of a type with its
+ * first mount, and registers and removes mounts. It also sweeps their marks.
+ *
+ * A work item does this in process context. fs.c queues it when a hook sees a page of an unknown
+ * mount. A mount that is made while the hooks are live is registered at once.
+ */
+#define pr_fmt(fmt) KBUILD_MODNAME ": " fmt
+
+#include <linux/fs.h>
+#include <linux/mm.h>
+#include <linux/module.h>
+#include <linux/pagemap.h>
+#include <linux/slab.h>
+
+#include "../compat.h"
+#include "fs.h"
+
+/*
+ * Seconds between two sweeps of the marks of a file system, however fast they run out. A sweep
+ * visits all inodes in memory.
+ */
+#define TMEM_SWEEP_SECONDS 10
+
+/* Inodes that are searched for a file that can be served; the newest come first. */
+#define TMEM_SEARCH_INODES 4096
+
+static unsigned int nr_fs;	/* entries of tmem_fs_hash; written under tmem_fs_lock */
+/* Guards types, targets of ftrace.c, registration of file systems, and found. */
+static DEFINE_MUTEX(discovery_lock);
+static unsigned int found;	/* types activated plus file systems registered */
+
+/* Sets which types are served, and what is not served with the reason, for state and report. */
+static void tmem_fs_report(void)
+{
+	static DEFINE_MUTEX(lock);
+	static char note[TMEM_NOTE_BYTES];	/* guarded by @lock */
+	const struct tmem_fs_type *type;
+	u64 served = 0;
+	struct tmem_fs *fs;
+	unsigned int i;
+	size_t len = 0;
+	bool failed = false;
+
+	mutex_lock(&lock);
+	*note = '\0';
+	for (type = tmem_fs_types; type->name; type++) {
+		/* Pairs with tmem_fs_type_failed(). */
+		failed |= smp_load_acquire(&type->failed);
+		if (READ_ONCE(type->active))
+			served |= BIT_ULL(type->report_bit);
+	}
+	for (type = tmem_fs_types; type->name && failed; type++) {
+		if (READ_ONCE(type->active))
+			len += scnprintf(note + len, sizeof(note) - len, "%s%s is served",
+					 len ? "; " : "", type->name);
+		else if (READ_ONCE(type->failed))
+			len += scnprintf(note + len, sizeof(note) - len, "%s%s: %s",
+					 len ? "; " : "", type->name, type->why_failed);
+	}
+	spin_lock_irq(&tmem_fs_lock);
+	hash_for_each(tmem_fs_hash, i, fs, node)
+		if (*fs->mount->refused)
+			len += scnprintf(note + len, sizeof(note) - len, "%s%s is %s",
+					 len ? "; " : "", kobject_name(&fs->mount->kobj),
+					 fs->mount->refused);
+	spin_unlock_irq(&tmem_fs_lock);
+	tmem_core_set_served(served, note);
+	mutex_unlock(&lock);
+}
+
+/* Frees a file system that hooks can no longer find. */
+static void tmem_fs_free(struct tmem_fs *fs)
+{
+	tmem_fs_put(fs);
+	wait_for_completion(&fs->idle);
+	tmem_verify_void_fs(fs);
+	tmem_pool_free(fs->pool);
+	kfree_rcu(fs, rcu);
+}
+
+/* Frees a file system, which is no longer in the table, together with its mount in sysfs. */
+static void tmem_fs_remove(struct tmem_fs *fs)
+{
+	struct tmem_mount *mount = fs->mount;
+
+	tmem_fs_free(fs);
+	tmem_mount_free(mount);
+}
+
+/**
+ * tmem_fs_drop() - forget a file system that is about to be shut down
+ * @sb: its super block
+ *
+ * The caller holds s_umount for writing, so the discovery cannot bring it back. All files are
+ * closed, so no task can be inside a get.
+ */
+void tmem_fs_drop(const struct super_block *sb)
+{
+	struct tmem_fs *fs;
+
+	spin_lock_irq(&tmem_fs_lock);
+	fs = tmem_fs_find(sb);
+	if (fs) {
+		hash_del_rcu(&fs->node);
+		nr_fs--;
+	}
+	spin_unlock_irq(&tmem_fs_lock);
+	if (!fs)
+		return;
+	WRITE_ONCE(fs->live, false);
+	synchronize_rcu_expedited();
+	if (*fs->mount->refused)
+		tmem_fs_report();
+	tmem_fs_remove(fs);
+}
+
+struct aops_search {
+	const struct tmem_fs_type *type;
+	const struct address_space_operations *aops;	/* the operations that were found */
+	unsigned int searched;
+};
+
+static bool search_aops(struct inode *inode, void *arg)
+{
+	struct aops_search *search = arg;
+
+	search->searched++;
+	tmem_test_walk(0, search->searched);
+	if (S_ISREG(inode->i_mode) && !IS_DAX(inode) && inode->i_mapping->a_ops &&
+	    search->type->mapping_ok(inode->i_mapping))
+		search->aops = inode->i_mapping->a_ops;
+	return search->aops || search->searched == TMEM_SEARCH_INODES;
+}
+
+/* Returns the operations of a regular file, which all regular files of the type share. */
+static const struct address_space_operations *tmem_fs_aops(struct super_block *sb,
+							   struct tmem_fs_type *type)
+{
+	struct aops_search search = { .type = type };
+
+	tmem_fs_walk(sb, search_aops, &search);
+	return search.aops;
+}
+
+static void tmem_fs_type_failed(struct tmem_fs_type *type, const char *function, int err)
+{
+	const char *remedy = "";
+
+	if (err == -EBUSY)
+		remedy = " (a live patch has it; remove it and load the module again)";
+	snprintf(type->why_failed, sizeof(type->why_failed), "cannot hook %s: error %d%s",
+		 function, err, remedy);
+	pr_warn("%s is not served: %s\n", type->name, type->why_failed);
+	/* The reason is complete; pairs with tmem_fs_report(). */
+	smp_store_release(&type->failed, true);
+	tmem_fs_report();
+}
+
+/* Functions below the page cache that no operations table leads to. */
+static const struct fs_symbol {
+	const char *type;
+	const char *name;
+	enum tmem_hook hook;
+	void (*entry)(struct ftrace_regs *fregs);
+} symbols[] = {
+	{ "ext4", "ext4_move_extents", TMEM_HOOK_MOVE_EXT, tmem_entry_move_ext },
+	{ "ext4", "__ext4_warning", TMEM_HOOK_CONVERSION, tmem_entry_ext4_warning },
+	{ "ext4", "jbd2_journal_abort", TMEM_HOOK_JOURNAL_ABORT, tmem_entry_journal_abort },
+};
+
+/* Hooks the functions of a type. Coherence comes first; the functions that read come last. */
+static void tmem_fs_type_activate(struct tmem_fs_type *type,
+				  const struct address_space_operations *aops)
+{
+	const struct tmem_target targets[] = {
+		{ (unsigned long)aops->swap_activate, TMEM_HOOK_SWAPON, tmem_entry_swapon },
+		{ (unsigned long)aops->bmap, TMEM_HOOK_BMAP, tmem_entry_bmap },
+		{ (unsigned long)aops->readahead, TMEM_HOOK_READAHEAD, NULL, tmem_wrap_readahead },
+		{ (unsigned long)aops->read_folio, TMEM_HOOK_READ_FOLIO, NULL,
+		  tmem_wrap_read_folio },
+	};
+	const struct fs_symbol *symbol;
+	unsigned int i;
+	char its[32];
+	int err;
+
+	for (symbol = symbols; symbol < symbols + ARRAY_SIZE(symbols); symbol++) {
+		if (strcmp(symbol->type, type->name))
+			continue;
+		err = tmem_ftrace_add_name(symbol->name, symbol->hook, symbol->entry);
+		if (err) {
+			tmem_fs_type_failed(type, symbol->name, err);
+			return;
+		}
+	}
+	for (i = 0; i < ARRAY_SIZE(targets); i++) {
+		err = targets[i].addr ? tmem_ftrace_add(&targets[i]) : -ENOENT;
+		if (err) {
+			snprintf(its, sizeof(its), "its %s", tmem_hook_names[targets[i].hook]);
+			tmem_fs_type_failed(type, its, err);
+			return;
+		}
+	}
+	WRITE_ONCE(type->active, true);
+	found++;
+	tmem_fs_report();
+}
+
+/* Makes the mount of a super block. A mount that is refused stays refused until it is unmounted. */
+static struct tmem_mount *mount_new(struct super_block *sb, struct tmem_fs_type *type)
+{
+	struct tmem_mount *mount = tmem_mount_new(sb, type);
+	char why[TMEM_REFUSED_BYTES - sizeof("refused: ")];
+
+	if (mount && tmem_refuse(sb, why, sizeof(why))) {
+		snprintf(mount->refused, sizeof(mount->refused), "refused: %s", why);
+		pr_notice("%s on %s is %s\n", type->name, sb->s_id, mount->refused);
+	}
+	return mount;
+}
+
+/*
+ * Registers a file system in three steps. First, it can be found, and invalidations reach the pool.
+ * Second, the driver marks the inodes that may have changed before, when no hook knew the file
+ * system: a task may have passed a hook, swapped to a file, or exchanged its blocks. Third, puts
+ * are allowed.
+ *
+ * A file system that is to be flushed is replaced. Marks and policies stay: both pools share them.
+ */
+static void tmem_fs_register(struct super_block *sb, struct tmem_fs_type *type)
+{
+	struct tmem_fs *fs, *old;
+	bool marked = true;
+
+	/* s_umount and discovery_lock keep @old from being freed. */
+	rcu_read_lock();
+	old = tmem_fs_find(sb);
+	rcu_read_unlock();
+	if (old ? !READ_ONCE(old->flush) : READ_ONCE(nr_fs) >= TMEM_FS_MAX)
+		return;
+
+	fs = kzalloc(sizeof(*fs), GFP_KERNEL);
+	if (!fs)
+		return;
+	fs->sb = sb;
+	fs->type = type;
+	refcount_set(&fs->users, 1);
+	init_completion(&fs->idle);
+	fs->pool = tmem_pool_new(sb->s_id, old ? old->pool : NULL);
+	if (!fs->pool) {
+		kfree(fs);
+		return;
+	}
+	fs->mount = old ? old->mount : mount_new(sb, type);
+	if (!fs->mount) {
+		tmem_pool_free(fs->pool);
+		kfree(fs);
+		return;
+	}
+	spin_lock_irq(&tmem_fs_lock);
+	if (old) {
+		hlist_replace_rcu(&old->node, &fs->node);
+	} else {
+		hash_add_rcu(tmem_fs_hash, &fs->node, (unsigned long)sb);
+		nr_fs++;
+	}
+	spin_unlock_irq(&tmem_fs_lock);
+	found++;
+
+	/* Every look-up from before the file system could be found has ended after this call. */
+	synchronize_rcu_expedited();
+
+	if (old) {
+		TMEM_HOLD(replace);
+		tmem_fs_free(old);
+	} else if (!*fs->mount->refused) {
+		marked = tmem_fs_mark_suspects(fs, sb);
+	}
+	if (!marked)
+		tmem_fs_sweep_soon(fs);
+
+	mutex_lock(&tmem_fs_switch_lock);
+	if (!type->off && !fs->mount->off && !*fs->mount->refused)
+		/* Set after the marks above; read_begin() and put_folio() read it first. */
+		smp_store_release(&fs->live, true);
+	mutex_unlock(&tmem_fs_switch_lock);
+	if (*fs->mount->refused)
+		tmem_fs_report();
+}
+
+/* Serves a mounted file system. s_umount is held and @sb is alive. */
+static void tmem_fs_seen(struct super_block *sb, void *arg)
+{
+	const struct address_space_operations *aops;
+	struct tmem_fs_type *type = arg;
+
+	mutex_lock(&discovery_lock);
+	if (tmem_fs_stopped || type->failed || !sb->s_bdev || !sb->s_root)
+		goto unlock;
+	if (!type->active) {
+		aops = tmem_fs_aops(sb, type);
+		if (aops)
+			tmem_fs_type_activate(type, aops);
+	}
+	if (type->active)
+		tmem_fs_register(sb, type);
+unlock:
+	mutex_unlock(&discovery_lock);
+}
+
+/**
+ * tmem_fs_mounted() - serve a file system that was mounted just now
+ * @sb: its super block, s_umount held
+ */
+void tmem_fs_mounted(struct super_block *sb)
+{
+	unsigned int i;
+
+	for (i = 0; i < NR_TMEM_FS_TYPES; i++) {
+		struct tmem_fs_type *type = &tmem_fs_types[i];
+
+		if (strcmp(sb->s_type->name, type->name))
+			continue;
+		if (READ_ONCE(type->fst))
+			tmem_fs_seen(sb, type);
+		else
+			tmem_fs_note(sb);
+	}
+}
+
+/* Sweeps a file system if that was requested. s_umount is held and @sb is alive. */
+static void tmem_fs_sweep_seen(struct super_block *sb, void *arg)
+{
+	struct tmem_fs *fs;
+
+	mutex_lock(&discovery_lock);
+	/* s_umount and discovery_lock keep @fs from being freed. */
+	rcu_read_lock();
+	fs = tmem_fs_find(sb);
+	rcu_read_unlock();
+	if (fs && READ_ONCE(fs->mount->sweep) && !tmem_fs_stopped) {
+		/* Cleared first, so that marks that run out from now on request another sweep. */
+		WRITE_ONCE(fs->mount->next_sweep, jiffies + TMEM_SWEEP_SECONDS * HZ);
+		WRITE_ONCE(fs->mount->sweep, false);
+		if (!tmem_fs_sweep(fs, sb))
+			tmem_fs_sweep_soon(fs);
+	}
+	mutex_unlock(&discovery_lock);
+}
+
+static void sweep_fn(struct work_struct *work)
+{
+	unsigned int i;
+
+	for (i = 0; i < NR_TMEM_FS_TYPES; i++)
+		if (READ_ONCE(tmem_fs_types[i].fst))
+			iterate_supers_type(tmem_fs_types[i].fst, tmem_fs_sweep_seen, NULL);
+}
+
+static void discover_fn(struct work_struct *work)
+{
+	unsigned int found_before = READ_ONCE(found), i;
+	bool all_active = true;
+
+	/*
+	 * A note may come at the last moment, when the hooks may be gone. No tracepoint may be
+	 * joined then.
+	 */
+	if (READ_ONCE(tmem_fs_stopped))
+		return;
+	for (i = 0; i < NR_TMEM_FS_TYPES; i++) {
+		struct tmem_fs_type *type = &tmem_fs_types[i];
+
+		/* Cleared first, so that a later note starts another search. */
+		if (test_and_clear_bit(i, &tmem_fs_types_noted)) {
+			/*
+			 * The reference keeps the module of the file system loaded until this
+			 * module is unloaded.
+			 */
+			if (!type->fst)
+				WRITE_ONCE(type->fst, get_fs_type(type->name));
+			if (type->fst)
+				iterate_supers_type(type->fst, tmem_fs_seen, type);
+		}
+		all_active &= READ_ONCE(type->active) || READ_ONCE(type->failed);
+	}
+	if (READ_ONCE(found) != found_before)
+		WRITE_ONCE(tmem_fs_fruitless, 0);
+	else if (tmem_fs_fruitless < TMEM_FRUITLESS_MAX)
+		WRITE_ONCE(tmem_fs_fruitless, tmem_fs_fruitless + 1);
+	/*
+	 * From now on known functions report new mounts. Until all types are known, added pages do.
+	 */
+	tmem_probe_new_mounts(!all_active);
+}
+
+/**
+ * tmem_fs_setup() - set up the work items, once, before any hook can queue them
+ */
+void tmem_fs_setup(void)
+{
+	INIT_DELAYED_WORK(&tmem_fs_discovery, discover_fn);
+	INIT_DELAYED_WORK(&tmem_fs_sweeping, sweep_fn);
+}
+
+/**
+ * tmem_fs_init() - look for mounted file systems
+ *
+ * Return: 0; the state names a file system that cannot be served.
+ */
+int tmem_fs_init(void)
+{
+	unsigned int i;
+
+	tmem_fs_types_noted = 0;
+	tmem_fs_fruitless = 0;
+	mutex_lock(&discovery_lock);
+	WRITE_ONCE(tmem_fs_stopped, false);
+	mutex_unlock(&discovery_lock);
+	for (i = 0; i < NR_TMEM_FS_TYPES; i++)
+		if (tmem_fs_types[i].at_load)
+			set_bit(i, &tmem_fs_types_noted);
+	schedule_delayed_work(&tmem_fs_discovery, 0);
+	/* Wait, so that the cache works when insmod returns, if it can work. */
+	flush_delayed_work(&tmem_fs_discovery);
+	return 0;
+}
+
+/**
+ * tmem_fs_stop() - stop looking for file systems
+ *
+ * This comes before the hooks are removed, and tmem_fs_exit() after that.
+ */
+void tmem_fs_stop(void)
+{
+	mutex_lock(&discovery_lock);
+	WRITE_ONCE(tmem_fs_stopped, true);
+	mutex_unlock(&discovery_lock);
+	cancel_delayed_work_sync(&tmem_fs_discovery);
+	cancel_delayed_work_sync(&tmem_fs_sweeping);
+}
+
+/**
+ * tmem_fs_exit() - free all file systems, after all hooks were removed
+ *
+ * tmem_fs_init() may follow.
+ */
+void tmem_fs_exit(void)
+{
+	struct tmem_fs_type *type;
+	struct hlist_node *next;
+	struct tmem_fs *fs;
+	unsigned int i;
+
+	hash_for_each_safe(tmem_fs_hash, i, next, fs, node) {
+		spin_lock_irq(&tmem_fs_lock);
+		hash_del_rcu(&fs->node);
+		spin_unlock_irq(&tmem_fs_lock);
+		/* A task that reads the state in sysfs may have found the file system. */
+		synchronize_rcu_expedited();
+		tmem_fs_remove(fs);
+	}
+	/*
+	 * A last note, a mount's switch or a mark may have passed its check just before the stop.
+	 */
+	cancel_delayed_work_sync(&tmem_fs_discovery);
+	cancel_delayed_work_sync(&tmem_fs_sweeping);
+	nr_fs = 0;
+	for (type = tmem_fs_types; type->name; type++) {
+		if (type->fst)
+			module_put(type->fst->owner);
+		WRITE_ONCE(type->fst, NULL);
+		WRITE_ONCE(type->active, false);
+		WRITE_ONCE(type->failed, false);
+	}
+	tmem_fs_report();
+}

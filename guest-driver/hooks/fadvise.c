@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * POSIX_FADV_DONTNEED: pages that such a call evicts are not put, and the entries of its range are
+ * erased. The advice is a wish, and coherence does not depend on it: with more calls at once than
+ * slots, the pages of the others are put and erased afterwards.
+ */
+#include <linux/fadvise.h>
+#include <linux/fs.h>
+#include <linux/ftrace.h>
+#include <linux/pagemap.h>
+
+#include "../compat.h"
+#include "hooks.h"
+
+/* Ranges of running calls. */
+#define TMEM_FADVISE_MAX 8
+
+static struct fadvise_range {
+	const struct address_space *mapping;
+	pgoff_t first, last;
+} fadvise_ranges[TMEM_FADVISE_MAX];
+static unsigned long fadvise_used;
+
+/**
+ * tmem_fadvise_covers() - check whether a running POSIX_FADV_DONTNEED covers a page
+ * @mapping: mapping of the page
+ * @index: index of the page
+ *
+ * Context: any. The answer may be wrong while the call begins or ends.
+ */
+bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index)
+{
+	unsigned int i;
+
+	if (likely(!READ_ONCE(fadvise_used)))
+		return false;
+	for (i = 0; i < TMEM_FADVISE_MAX; i++) {
+		if (READ_ONCE(fadvise_ranges[i].mapping) == mapping &&
+		    index >= READ_ONCE(fadvise_ranges[i].first) &&
+		    index <= READ_ONCE(fadvise_ranges[i].last))
+			return true;
+	}
+	return false;
+}
+
+static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
+{
+	struct address_space *mapping = file->f_mapping;
+	struct inode *inode = mapping->host;
+	/* Whole pages only, as in the kernel. A length of 0 means up to the end of the file. */
+	u64 end = (u64)offset + (u64)len;
+	pgoff_t first = DIV_ROUND_UP_ULL((u64)offset, PAGE_SIZE);
+	pgoff_t nr = len && end >= (u64)len && end < (u64)i_size_read(inode) ?
+		     end >> PAGE_SHIFT : ULONG_MAX;
+	/* A range within one page contains no whole page. */
+	unsigned int slot = nr > first ? 0 : TMEM_FADVISE_MAX;
+	struct tmem_fs *fs;
+	int ret;
+
+	for (; slot < TMEM_FADVISE_MAX; slot++) {
+		if (!test_and_set_bit(slot, &fadvise_used)) {
+			fadvise_ranges[slot].first = first;
+			fadvise_ranges[slot].last = nr - 1;
+			/* Set after the range. A concurrent reader may still miss the slot. */
+			smp_store_release(&fadvise_ranges[slot].mapping, mapping);
+			break;
+		}
+	}
+	ret = generic_fadvise(file, offset, len, POSIX_FADV_DONTNEED);
+	if (slot < TMEM_FADVISE_MAX) {
+		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
+		clear_bit_unlock(slot, &fadvise_used);
+	}
+	if (ret || nr <= first)
+		return ret;
+
+	rcu_read_lock();
+	fs = tmem_fs_find(inode->i_sb);
+	if (fs)
+		tmem_invalidate(fs->pool, inode->i_ino, first, nr - 1, TMEM_INVAL_FADVISE);
+	rcu_read_unlock();
+	return ret;
+}
+
+/**
+ * tmem_wrap_fadvise() - replacement of generic_fadvise()
+ * @file: the file
+ * @offset: start of the range in bytes
+ * @len: length of the range in bytes, or 0 up to the end of the file
+ * @advice: POSIX_FADV_...
+ *
+ * Return: result of the original.
+ */
+int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
+{
+	int ret;
+
+	tmem_enter();
+	if (advice == POSIX_FADV_DONTNEED && offset >= 0 && len >= 0 &&
+	    S_ISREG(file_inode(file)->i_mode))
+		ret = fadvise_dontneed(file, offset, len);
+	else
+		ret = generic_fadvise(file, offset, len, advice);
+	tmem_leave();
+	return ret;
+}
+
+/**
+ * tmem_wants_fadvise() - check whether a call of generic_fadvise() is replaced
+ * @fregs: arguments of the call; the first is the file
+ *
+ * Return: true if the file is on a file system that is served.
+ */
+bool tmem_wants_fadvise(struct ftrace_regs *fregs)
+{
+	const struct file *file = (void *)tmem_arg(fregs, 0);
+
+	return tmem_fs_serves(file_inode(file)->i_sb);
+}

@@ -1,0 +1,39 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Internal interface of the table of file systems, for fs.c, where hooks look them up, and
+ * discover.c, which adds and removes them.
+ */
+#ifndef _TMEM_FS_H
+#define _TMEM_FS_H
+
+#include <linux/hashtable.h>
+#include <linux/mutex.h>
+#include <linux/workqueue.h>
+
+#include "hooks.h"
+
+#define NR_TMEM_FS_TYPES 2
+/* Mounts that are served; further ones are not. */
+#define TMEM_FS_MAX 64
+#define TMEM_FS_HASH_BITS 6
+
+/*
+ * A file system that cannot be served is noted with each of its pages. After this many discoveries
+ * in a row without a result, the discovery runs at most once a second.
+ */
+#define TMEM_FRUITLESS_MAX 16
+
+extern DECLARE_HASHTABLE(tmem_fs_hash, TMEM_FS_HASH_BITS);
+extern spinlock_t tmem_fs_lock;			/* guards writers of tmem_fs_hash */
+/*
+ * Guards tmem_fs_type.off and tmem_mount.off, and tmem_fs.live where it is set according to them.
+ */
+extern struct mutex tmem_fs_switch_lock;
+
+extern unsigned long tmem_fs_types_noted;	/* a bit for each entry of tmem_fs_types[] */
+extern bool tmem_fs_stopped;			/* neither work item may be queued */
+extern unsigned int tmem_fs_fruitless;		/* discoveries in a row that found nothing */
+/* Work items of discover.c, which gives them their functions. */
+extern struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
+
+#endif /* _TMEM_FS_H */

@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * Places in the driver at which tests intervene. They are empty unless the module was built with
+ * TEST=1; the parameters behind them are in testing/.
+ */
+#ifndef _TMEM_TESTING_H
+#define _TMEM_TESTING_H
+
+#include <linux/types.h>
+
+#ifdef TMEM_TEST
+
+#include <linux/atomic.h>
+#include <linux/bits.h>
+#include <linux/compiler.h>
+#include <linux/minmax.h>
+
+/* TMEM_INJECT(what) - return whether the fault of the parameter inject_<what> occurs now */
+#define TMEM_INJECT(what) \
+	({ static atomic_t calls; tmem_inject(&calls, READ_ONCE(tmem_inject_##what)); })
+extern unsigned int tmem_inject_ring_full;
+extern unsigned int tmem_inject_nomem;
+extern unsigned int tmem_inject_corrupt;
+bool tmem_inject(atomic_t *calls, unsigned int every);
+
+/*
+ * TMEM_HOLD(place) - wait here if a test requests that
+ *
+ * The test sets the parameter test_hold_<place> to WANTED. It reads as HELD once a task is there,
+ * and the test sets it back to NO.
+ */
+#define TMEM_HOLD(place)	tmem_hold(&tmem_hold_##place)
+enum tmem_hold { TMEM_HOLD_NO, TMEM_HOLD_WANTED, TMEM_HOLD_HELD };
+extern unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
+void tmem_hold(unsigned int *place);
+
+/* Returns the limit of the index, which a test may lower. */
+extern unsigned long tmem_test_index_bytes;
+static inline long tmem_test_limit(long bytes)
+{
+	long test_bytes = READ_ONCE(tmem_test_index_bytes);
+
+	return test_bytes ? min(bytes, test_bytes) : bytes;
+}
+
+/* Returns the first sequence number of a queue that can have @max of them. */
+extern unsigned long tmem_test_cookies;
+static inline u64 tmem_test_first_seq(u64 max)
+{
+	return tmem_test_cookies ? max - tmem_test_cookies : 0;
+}
+
+/* Returns whether a hook (enum tmem_hook) does nothing, so that a test shows what it is for. */
+extern unsigned long tmem_test_hooks_off;
+static inline bool tmem_hook_off(unsigned int hook)
+{
+	return READ_ONCE(tmem_test_hooks_off) & BIT(hook);
+}
+
+/* Returns whether the self-test ignores a hook's calls, as if the kernel did not make them. */
+extern unsigned long tmem_test_selftest_blind;
+static inline bool tmem_selftest_blind(unsigned int hook)
+{
+	return READ_ONCE(tmem_test_selftest_blind) & BIT(hook);
+}
+
+/* Returns whether the point release counts as one that was not tested. */
+extern bool tmem_test_untested;
+static inline bool tmem_test_untested_release(void)
+{
+	return tmem_test_untested;
+}
+
+void tmem_test_walk(unsigned int run, unsigned int searched);
+
+#else
+
+#define TMEM_INJECT(what)	(sizeof(#what) == 0)	/* never */
+#define TMEM_HOLD(place)	((void)sizeof(#place))
+
+static inline long tmem_test_limit(long bytes)
+{
+	return bytes;
+}
+
+static inline u64 tmem_test_first_seq(u64 max)
+{
+	return 0;
+}
+
+static inline bool tmem_hook_off(unsigned int hook)
+{
+	return false;
+}
+
+static inline bool tmem_selftest_blind(unsigned int hook)
+{
+	return false;
+}
+
+static inline bool tmem_test_untested_release(void)
+{
+	return false;
+}
+
+static inline void tmem_test_walk(unsigned int run, unsigned int searched)
+{
+}
+
+#endif /* TMEM_TEST */
+
+#endif /* _TMEM_TESTING_H */

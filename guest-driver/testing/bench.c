@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Micro-benchmarks for tests/bench_guest.py. Writing the path of a file whose
+ * pages are in the page cache to the parameter test_bench runs them. Reading the parameter returns
+ * the medians.
+ *
+ * The clock is the TSC. It tells time on hardware and under plain emulation; under QEMU's -icount
+ * it counts the instructions that the guest executed. The operations that are compared take turns,
+ * with interrupts off.
+ */
+#include <linux/delay.h>
+#include <linux/err.h>
+#include <linux/fs.h>
+#include <linux/mm.h>
+#include <linux/moduleparam.h>
+#include <linux/mutex.h>
+#include <linux/pagemap.h>
+#include <linux/prandom.h>
+#include <linux/slab.h>
+#include <linux/sort.h>
+#include <linux/timex.h>
+
+#include "../core/core.h"
+
+/* Samples of each kind. The median is reported. */
+#define BENCH_SAMPLES		1024
+/*
+ * Look-ups in a sample: many compared with two readings of the clock, few compared with a timer
+ * tick.
+ */
+#define BENCH_LOOKUPS		64
+/* Puts in a row. It is a quarter of the smallest batch that the feeder sends without waiting. */
+#define BENCH_PUTS		16
+/* Attempts at a put while the ring is full or the host has no pool yet, 1 ms apart. */
+#define BENCH_RETRIES		10000
+/* The inode whose pages are held, and an inode without held pages. */
+#define BENCH_INO		12
+#define BENCH_INO_NONE		13
+/* Every other page below this number is held. Look-ups of BENCH_MISS_FAR start here. */
+#define BENCH_HELD_END		4096
+
+enum bench_kind {
+	BENCH_EMPTY,		/* loop and clock only */
+	BENCH_XA_LOAD,		/* page cache look-up, the reference for a miss */
+	BENCH_MISS_INODE,	/* no page of the inode is held */
+	BENCH_MISS_FAR,		/* pages of the inode are held, but none near the page */
+	BENCH_MISS_NEAR,	/* neighbours of the page are held */
+	BENCH_COPY,		/* copy_page() */
+	BENCH_COPY_CHECK,	/* copy of a put, which computes the content check */
+	BENCH_PUT,
+	NR_BENCH
+};
+
+static const char *const bench_name[NR_BENCH] = {
+	"empty", "xa_load", "miss_inode", "miss_far", "miss_near", "copy", "copy_check", "put",
+};
+
+static DEFINE_MUTEX(bench_lock);
+static u64 bench_median[NR_BENCH], bench_max[NR_BENCH];
+
+struct bench {
+	struct address_space *mapping;
+	unsigned long nr_pages;
+	struct tmem_key key;
+	struct page *from, *to;
+	struct rnd_state rnd;
+	pgoff_t index[BENCH_LOOKUPS];
+	u64 next_put;
+	u64 *sample[NR_BENCH];
+	u64 found;
+	u64 check;
+};
+
+static void bench_lookups(struct bench *bench, enum bench_kind kind, unsigned int at)
+{
+	struct tmem_key key = bench->key;
+	unsigned long held[1], flags;
+	u64 begin, found = 0;
+	unsigned int i;
+
+	for (i = 0; i < BENCH_LOOKUPS; i++) {
+		u32 random = prandom_u32_state(&bench->rnd);
+
+		bench->index[i] = kind == BENCH_XA_LOAD ? random % bench->nr_pages :
+				  kind == BENCH_MISS_NEAR ? random % BENCH_HELD_END | 1 :
+				  BENCH_HELD_END + random % BENCH_HELD_END;
+	}
+	if (kind == BENCH_MISS_INODE)
+		key.ino = BENCH_INO_NONE;
+	local_irq_save(flags);
+	begin = get_cycles();
+	switch (kind) {
+	case BENCH_XA_LOAD:
+		for (i = 0; i < BENCH_LOOKUPS; i++)
+			found += !!xa_load(&bench->mapping->i_pages, bench->index[i]);
+		break;
+	case BENCH_EMPTY:
+		for (i = 0; i < BENCH_LOOKUPS; i++)
+			found += READ_ONCE(bench->index[i]) == ULONG_MAX;
+		break;
+	default:
+		for (i = 0; i < BENCH_LOOKUPS; i++)
+			found += tmem_held(&key, bench->index[i], 1, held);
+	}
+	bench->sample[kind][at] = get_cycles() - begin;
+	local_irq_restore(flags);
+	/* Counts look-ups with the wrong outcome, which would spoil the comparison. */
+	bench->found += kind == BENCH_XA_LOAD ? BENCH_LOOKUPS - found : found;
+}
+
+static int bench_puts(struct bench *bench, unsigned int at)
+{
+	unsigned int i, retries = BENCH_RETRIES;
+	unsigned long flags;
+	void *from = page_address(bench->from), *to = page_address(bench->to);
+	u64 t[4];
+	bool put;
+
+	for (i = 0; i < BENCH_PUTS; i++) {
+		prandom_bytes_state(&bench->rnd, from, sizeof(u64));
+		local_irq_save(flags);
+		t[0] = get_cycles();
+		copy_page(to, from);
+		t[1] = get_cycles();
+		/* The sum is used; otherwise the compiler would leave the check out. */
+		bench->check += tmem_check_copy(&tmem_keys, to, from);
+		t[2] = get_cycles();
+		put = tmem_put(&bench->key, bench->next_put * 2 % BENCH_HELD_END, bench->from,
+			       false);
+		t[3] = get_cycles();
+		local_irq_restore(flags);
+		if (!put) {
+			if (!retries--)
+				return -EAGAIN;
+			fsleep(USEC_PER_MSEC);
+			i--;
+			continue;
+		}
+		bench->next_put++;
+		bench->sample[BENCH_COPY][at + i] = t[1] - t[0];
+		bench->sample[BENCH_COPY_CHECK][at + i] = t[2] - t[1];
+		bench->sample[BENCH_PUT][at + i] = t[3] - t[2];
+	}
+	return 0;
+}
+
+static int bench_compare(const void *a, const void *b)
+{
+	u64 x = *(const u64 *)a, y = *(const u64 *)b;
+
+	return x < y ? -1 : x > y;
+}
+
+static int bench_measure(struct bench *bench)
+{
+	unsigned int i, kind;
+	int err;
+
+	/* The first puts fill the index; the later ones replace entries. */
+	for (i = 0; i < BENCH_HELD_END / 2; i += BENCH_PUTS) {
+		err = bench_puts(bench, i % BENCH_SAMPLES);
+		if (err)
+			return err;
+	}
+	bench->found = 0;
+	for (i = 0; i < BENCH_SAMPLES; i++) {
+		for (kind = BENCH_EMPTY; kind <= BENCH_MISS_NEAR; kind++)
+			bench_lookups(bench, kind, i);
+		cond_resched();
+	}
+	if (bench->found)
+		return -EBUSY;
+	for (kind = 0; kind < NR_BENCH; kind++) {
+		sort(bench->sample[kind], BENCH_SAMPLES, sizeof(u64), bench_compare, NULL);
+		bench_median[kind] = bench->sample[kind][BENCH_SAMPLES / 2];
+		bench_max[kind] = bench->sample[kind][BENCH_SAMPLES - 1];
+	}
+	return 0;
+}
+
+static int bench_run(const char *path)
+{
+	struct bench *bench = kzalloc(sizeof(*bench), GFP_KERNEL);
+	struct file *file = NULL;
+	int err = -ENOMEM;
+	unsigned int i;
+
+	if (!bench)
+		return -ENOMEM;
+	bench->from = alloc_page(GFP_KERNEL);
+	bench->to = alloc_page(GFP_KERNEL);
+	bench->key = (struct tmem_key){ tmem_pool_new("bench", NULL), BENCH_INO, 1 };
+	for (i = 0; i < NR_BENCH; i++) {
+		bench->sample[i] = kvcalloc(BENCH_SAMPLES, sizeof(u64), GFP_KERNEL);
+		if (!bench->sample[i])
+			goto out;
+	}
+	if (!bench->from || !bench->to || IS_ERR_OR_NULL(bench->key.pool))
+		goto out;
+	file = filp_open(path, O_RDONLY, 0);
+	if (IS_ERR(file)) {
+		err = PTR_ERR(file);
+		goto out;
+	}
+	bench->mapping = file->f_mapping;
+	bench->nr_pages = i_size_read(bench->mapping->host) >> PAGE_SHIFT;
+	/* A fixed seed, because no result depends on the numbers. */
+	prandom_seed_state(&bench->rnd, BENCH_INO);
+	prandom_bytes_state(&bench->rnd, page_address(bench->from), PAGE_SIZE);
+	err = bench->nr_pages ? bench_measure(bench) : -EINVAL;
+	filp_close(file, NULL);
+out:
+	if (!IS_ERR_OR_NULL(bench->key.pool))
+		tmem_pool_free(bench->key.pool);
+	for (i = 0; i < NR_BENCH; i++)
+		kvfree(bench->sample[i]);
+	if (bench->from)
+		__free_page(bench->from);
+	if (bench->to)
+		__free_page(bench->to);
+	kfree(bench);
+	return err;
+}
+
+static int set_bench(const char *value, const struct kernel_param *param)
+{
+	char *copy = kstrdup(value, GFP_KERNEL);
+	int err;
+
+	if (!copy)
+		return -ENOMEM;
+	mutex_lock(&bench_lock);
+	err = bench_run(strim(copy));
+	mutex_unlock(&bench_lock);
+	kfree(copy);
+	return err;
+}
+
+/* Prints a line for each kind: name, median and maximum of a sample, operations in a sample. */
+static int get_bench(char *buffer, const struct kernel_param *param)
+{
+	unsigned int i;
+	int len = 0;
+
+	mutex_lock(&bench_lock);
+	for (i = 0; i < NR_BENCH; i++)
+		len += sysfs_emit_at(buffer, len, "%s %llu %llu %u\n", bench_name[i],
+				     bench_median[i], bench_max[i],
+				     i < BENCH_COPY ? BENCH_LOOKUPS : 1);
+	mutex_unlock(&bench_lock);
+	return len;
+}
+
+static const struct kernel_param_ops bench_ops = {
+	.set = set_bench,
+	.get = get_bench,
+};
+module_param_cb(test_bench, &bench_ops, NULL, 0600);
+MODULE_PARM_DESC(test_bench, "TEST: runs micro-benchmarks; value: path of a file that is in the page cache");

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Parameters with which tests inject faults, hold tasks, switch hooks off and read measurements.
+ * testing.h is the interface that the driver calls.
+ */
+#include <linux/delay.h>
+#include <linux/module.h>
+#include <linux/moduleparam.h>
+#include <linux/slab.h>
+#include <linux/string.h>
+#include <linux/sysfs.h>
+
+#include "../hooks/hooks.h"
+#include "../testing.h"
+
+/* Interval at which a task that a test holds checks whether it may go on. */
+#define TMEM_HOLD_MS		10
+
+/* Faults for tests: they occur the n'th time, and every n'th time after it; 0 is never. */
+unsigned int tmem_inject_ring_full;
+module_param_named(inject_ring_full, tmem_inject_ring_full, uint, 0644);
+MODULE_PARM_DESC(inject_ring_full, "TEST: every n'th put finds the ring full");
+
+unsigned int tmem_inject_nomem;
+module_param_named(inject_nomem, tmem_inject_nomem, uint, 0644);
+MODULE_PARM_DESC(inject_nomem, "TEST: every n'th put finds no memory for the index");
+
+unsigned int tmem_inject_corrupt;
+module_param_named(inject_corrupt, tmem_inject_corrupt, uint, 0644);
+MODULE_PARM_DESC(inject_corrupt, "TEST: every n'th page got has a bit flipped before its check");
+
+unsigned long tmem_test_index_bytes;
+module_param_named(test_index_bytes, tmem_test_index_bytes, ulong, 0644);
+MODULE_PARM_DESC(test_index_bytes, "TEST: the most that the index may use, its table included; 0 is as much as there is");
+
+unsigned long tmem_test_cookies;
+module_param_named(test_cookies, tmem_test_cookies, ulong, 0444);
+MODULE_PARM_DESC(test_cookies, "TEST: puts of a queue until its cookies are used up; 0 is all there are");
+
+/**
+ * tmem_inject() - decide whether a fault occurs now
+ * @calls: number of calls from this place
+ * @every: value of the parameter
+ *
+ * Return: true for every @every'th call.
+ */
+bool tmem_inject(atomic_t *calls, unsigned int every)
+{
+	return every && !((unsigned int)atomic_inc_return(calls) % every);
+}
+
+unsigned int tmem_hold_replace, tmem_hold_verify, tmem_hold_breaker;
+module_param_named(test_hold_replace, tmem_hold_replace, uint, 0644);
+MODULE_PARM_DESC(test_hold_replace, "TEST: 1 holds the task that replaces a file system, after it found the new one and before it frees the old one; 2: held; 0: go on");
+module_param_named(test_hold_verify, tmem_hold_verify, uint, 0644);
+MODULE_PARM_DESC(test_hold_verify, "TEST: the same for the task that is about to compare a hit with the disk");
+module_param_named(test_hold_breaker, tmem_hold_breaker, uint, 0644);
+MODULE_PARM_DESC(test_hold_breaker, "TEST: the same for the task that opened the breaker, before it reports that");
+
+/**
+ * tmem_hold() - wait here if a test requests that
+ * @place: parameter
+ *
+ * Context: process, sleeps.
+ */
+void tmem_hold(unsigned int *place)
+{
+	if (cmpxchg(place, TMEM_HOLD_WANTED, TMEM_HOLD_HELD) != TMEM_HOLD_WANTED)
+		return;
+	while (READ_ONCE(*place))
+		msleep(TMEM_HOLD_MS);
+}
+
+unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
+
+/* Parses names from tmem_hook_names[], separated by commas; empty for none. */
+static int set_hooks_off(const char *val, const struct kernel_param *kp)
+{
+	char *list = kstrdup(val, GFP_KERNEL), *rest = list, *name;
+	unsigned long mask = 0;
+	int i, err = list ? 0 : -ENOMEM;
+
+	while (!err && rest && (name = strsep(&rest, ","))) {
+		name = strim(name);
+		if (!*name)
+			continue;
+		i = match_string(tmem_hook_names, NR_TMEM_HOOKS, name);
+		if (i < 0)
+			err = -EINVAL;
+		else
+			mask |= BIT(i);
+	}
+	kfree(list);
+	if (!err)
+		WRITE_ONCE(*(unsigned long *)kp->arg, mask);
+	return err;
+}
+
+static int get_hooks_off(char *buffer, const struct kernel_param *kp)
+{
+	return sysfs_emit(buffer, "%#lx\n", *(unsigned long *)kp->arg);
+}
+
+static const struct kernel_param_ops hooks_off_ops = {
+	.set = set_hooks_off,
+	.get = get_hooks_off,
+};
+module_param_cb(test_hooks_off, &hooks_off_ops, &tmem_test_hooks_off, 0644);
+MODULE_PARM_DESC(test_hooks_off, "names of hooks that shall do nothing; the cache is wrong then");
+module_param_cb(test_selftest_blind, &hooks_off_ops, &tmem_test_selftest_blind, 0444);
+MODULE_PARM_DESC(test_selftest_blind, "names of hooks that the self-test shall not see called");
+
+bool tmem_test_untested;
+module_param_named(test_untested_release, tmem_test_untested, bool, 0444);
+MODULE_PARM_DESC(test_untested_release, "treat the point release as one that was not tested");
+
+static unsigned int test_walk_run, test_walk_most;
+module_param(test_walk_run, uint, 0644);
+MODULE_PARM_DESC(test_walk_run, "most inodes that were visited under a lock without a break");
+module_param(test_walk_most, uint, 0644);
+MODULE_PARM_DESC(test_walk_most, "most inodes that were visited in search of a file");
+
+/**
+ * tmem_test_walk() - record how far a walk over inodes went
+ * @run: inodes visited without releasing the lock
+ * @searched: inodes visited in search of a file
+ */
+void tmem_test_walk(unsigned int run, unsigned int searched)
+{
+	WRITE_ONCE(test_walk_run, max(test_walk_run, run));
+	WRITE_ONCE(test_walk_most, max(test_walk_most, searched));
+}

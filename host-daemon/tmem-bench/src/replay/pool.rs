@@ -1,0 +1,239 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Replay of a trace in a pool of shadow tenants: the engine's own index, policy and quotas, with
+//! sizes in place of contents.
+//!
+//! All tenants have the same weight and no reserve, so the tenant with the largest charge gives up
+//! pages first. Pages are charged as quotas count them: stored bytes and
+//! [`PAGE_METADATA_CHARGE_BYTES`](tmem_pool::PAGE_METADATA_CHARGE_BYTES).
+
+use std::collections::BTreeMap;
+use std::io;
+use tmem_pool::{PolicyKind, ShadowMemory, ShadowTenant};
+use tmem_trace::format::{Event, Op};
+
+/// Results of a replay, for all tenants together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// Number of requested pages.
+    pub gets: u64,
+    /// Number of returned pages.
+    pub hits: u64,
+    /// Number of pages that were put.
+    pub puts: u64,
+    /// Number of evicted pages.
+    pub evictions: u64,
+    /// Misses that would have been hits with more memory, as the engine estimates while it runs, in
+    /// the order of [`GAIN_PERCENT`](tmem_trace::estimate::GAIN_PERCENT).
+    pub gain_hits: [u64; 3],
+    /// Hits that would have been misses with less memory than was used, as the engine estimates
+    /// while it runs, in the order of [`LOSS_PERCENT`](tmem_trace::estimate::LOSS_PERCENT).
+    pub loss_hits: [u64; 3],
+    /// Hits from which `loss_hits` is estimated.
+    pub loss_hits_seen: u64,
+    /// Largest charge at any time, in bytes.
+    pub peak_bytes: u64,
+}
+
+impl Outcome {
+    /// Returns the share of the requested pages that were returned, 0 to 1.
+    pub fn hit_ratio(&self) -> f64 {
+        self.hits as f64 / self.gets.max(1) as f64
+    }
+}
+
+/// Address space for indexes: ten times the memory for the keys of the largest trace that a daemon
+/// records on its own.
+const INDEX_BYTES_MAX: u64 = 32 << 30;
+
+/// Replays one request. A pool is created when a request first names it, because a trace may begin
+/// in the middle. False: there are too many keys or pools, or there is no memory.
+fn apply(tenant: &mut ShadowTenant, op: Op) -> bool {
+    match op {
+        Op::Put {
+            object,
+            page,
+            workingset,
+            size,
+        } => {
+            let pool = object.pool.into();
+            let key = (object.object, page);
+            return tenant.ensure_pool(pool) && tenant.put(pool, key, workingset, size.bytes());
+        }
+        Op::Get { object, page, .. } => {
+            let pool = object.pool.into();
+            if !tenant.ensure_pool(pool) {
+                return false;
+            }
+            tenant.get(pool, (object.object, page));
+        }
+        Op::Flush {
+            object,
+            page,
+            nr_pages,
+        } => tenant.flush(object.pool.into(), object.object, page, nr_pages),
+        Op::FlushObject(object) => tenant.flush(object.pool.into(), object.object, 0, None),
+        Op::DestroyPool(pool) => tenant.destroy_pool(pool.into()),
+        Op::Clear => tenant.clear(),
+    }
+    true
+}
+
+/// A pool that has keys and sizes, and no contents.
+pub struct Replay {
+    policy: PolicyKind,
+    size_bytes: u64,
+    seed: u64,
+    memory: ShadowMemory,
+    tenants: BTreeMap<u32, ShadowTenant>,
+    charged_bytes: u64,
+    peak_bytes: u64,
+}
+
+impl Replay {
+    /// Creates an empty replay of this size in bytes. The seed is for the index, whose hashes the
+    /// policy uses.
+    ///
+    /// # Errors
+    /// The system does not provide the address space.
+    pub fn new(policy: PolicyKind, size_bytes: u64, seed: u64) -> io::Result<Replay> {
+        Ok(Replay {
+            policy,
+            size_bytes,
+            seed,
+            memory: ShadowMemory::reserve(INDEX_BYTES_MAX)?,
+            tenants: BTreeMap::new(),
+            charged_bytes: 0,
+            peak_bytes: 0,
+        })
+    }
+
+    /// Replays a request, whatever its answer was at the time. False: there are more keys or pools
+    /// than a tenant may have, or there is no memory; then nothing was done.
+    pub fn apply(&mut self, event: &Event) -> bool {
+        let make = || ShadowTenant::new(self.policy, self.seed, &self.memory);
+        let tenant = self.tenants.entry(event.tenant).or_insert_with(make);
+        let before = tenant.charged_bytes();
+        let done = apply(tenant, event.op);
+        self.charged_bytes = self.charged_bytes + tenant.charged_bytes() - before;
+        while self.charged_bytes > self.size_bytes {
+            let tenants = self.tenants.values_mut();
+            let Some(victim) = tenants.max_by_key(|tenant| tenant.charged_bytes()) else {
+                break;
+            };
+            let before = victim.charged_bytes();
+            victim.evict();
+            self.charged_bytes -= before - victim.charged_bytes();
+        }
+        self.peak_bytes = self.peak_bytes.max(self.charged_bytes);
+        done
+    }
+
+    /// Returns the results of all tenants together, as of now.
+    pub fn outcome(&self) -> Outcome {
+        let mut sum = Outcome {
+            peak_bytes: self.peak_bytes,
+            ..Outcome::default()
+        };
+        for stats in self.tenants.values().map(ShadowTenant::stats) {
+            sum.gets += stats.gets;
+            sum.hits += stats.hits;
+            sum.puts += stats.puts;
+            sum.evictions += stats.evictions;
+            for (sum, hits) in sum.gain_hits.iter_mut().zip(stats.gain_hits) {
+                *sum += hits;
+            }
+            for (sum, hits) in sum.loss_hits.iter_mut().zip(stats.loss_hits) {
+                *sum += hits;
+            }
+            sum.loss_hits_seen += stats.loss_hits_seen;
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tmem_trace::format::{ObjectKey, SizeClass};
+
+    fn put(page: u64) -> Op {
+        Op::Put {
+            object: ObjectKey::default(),
+            page,
+            workingset: false,
+            size: SizeClass::of_bytes(1024),
+        }
+    }
+
+    fn get(page: u64) -> Op {
+        Op::Get {
+            object: ObjectKey::default(),
+            page,
+            hit: false,
+        }
+    }
+
+    /// Returns hits, evictions and charged bytes after these requests.
+    fn run(size_bytes: u64, ops: &[(u32, Op)]) -> (u64, u64, u64) {
+        let mut replay = Replay::new(PolicyKind::Fifo, size_bytes, 1).unwrap();
+        for &(tenant, op) in ops {
+            let event = Event {
+                time_us: 0,
+                tenant,
+                op,
+            };
+            assert!(replay.apply(&event));
+        }
+        let outcome = replay.outcome();
+        (outcome.hits, outcome.evictions, replay.charged_bytes)
+    }
+
+    const PAGE: u64 = 1024 + tmem_pool::PAGE_METADATA_CHARGE_BYTES;
+
+    #[test]
+    fn a_page_is_got_once() {
+        let ops = [put(1), get(1), get(1), get(2)].map(|op| (0, op));
+        assert_eq!(run(u64::MAX, &ops), (1, 0, 0));
+    }
+
+    #[test]
+    fn the_tenant_with_the_largest_charge_loses_pages_at_the_size() {
+        let ops = [
+            (0, put(1)),
+            (0, put(2)),
+            (1, put(1)),
+            (1, get(1)),
+            (0, get(1)),
+            (0, get(2)),
+        ];
+        assert_eq!(run(2 * PAGE, &ops), (2, 1, 0));
+        assert_eq!(run(2 * PAGE, &ops[..3]), (0, 1, 2 * PAGE));
+    }
+
+    #[test]
+    fn flushed_pages_are_gone() {
+        let object = ObjectKey::default();
+        let flush = |page, nr_pages| Op::Flush {
+            object,
+            page,
+            nr_pages,
+        };
+        for (op, left) in [
+            (flush(3, Some(2)), 98),
+            (flush(3, None), 3),
+            (flush(3, Some(0)), 100),
+            (flush(99, Some(u64::MAX)), 99),
+            (Op::FlushObject(object), 0),
+            (Op::FlushObject(ObjectKey { pool: 0, object: 1 }), 100),
+            (Op::DestroyPool(0), 0),
+            (Op::DestroyPool(1), 100),
+            (Op::Clear, 0),
+        ] {
+            let mut ops: Vec<_> = (0..100).map(|page| (0, put(page))).collect();
+            ops.push((0, op));
+            assert_eq!(run(u64::MAX, &ops).2, left * PAGE, "{op:?}");
+            ops.extend((0..100).map(|page| (0, get(page))));
+            assert_eq!(run(u64::MAX, &ops).0, left, "{op:?}");
+        }
+    }
+}

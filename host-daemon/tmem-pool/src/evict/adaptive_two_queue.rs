@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Adaptive two-queue policy, for pages that leave when they are used. It has the queues of S3-FIFO
+//! (Yang et al., SOSP 2023) and adapts the share of each.
+//!
+//! A new page enters a small queue and is evicted early. A page that the ghost table knows enters the
+//! main queue: it was evicted too early, or the guest got it and puts it again, which corresponds to
+//! a hit in the paper. A page that was active in the guest enters the main queue as well. A stream
+//! that is read once passes through the small queue and leaves the main queue alone.
+//!
+//! The paper gives the small queue a fixed share of the pages. With such a share, one trace in six did
+//! worse than LRU, because useful pages passed through the small queue while old ones stayed in the
+//! main queue. Here the older of the two heads is evicted, and the age of a page in the small queue
+//! is multiplied by a weight. The weight falls with each page that returns after the small queue
+//! evicted it, and rises with each page that returns after the main queue evicted it. With weight 1
+//! the policy is LRU.
+
+use super::ghost::{Ghost, Past};
+use super::queue::Queue;
+use super::{Arrival, Leave, Policy};
+use crate::index::{Chunks, Entries, Id};
+use std::sync::Arc;
+
+/// Initial factor of the age of pages in the small queue. On the recorded traces, pages that are read
+/// once cost more with 4, and changes of the working set cost more with 16.
+const WEIGHT: f32 = 8.0;
+
+/// Smallest factor, with which the policy is LRU.
+const WEIGHT_MIN: f32 = 1.0;
+
+/// Largest factor. Pages leave a small queue of less than a sixteenth too early to be used again.
+const WEIGHT_MAX: f32 = 16.0;
+
+/// The factor changes by e when one page in this many came back after a wrong eviction.
+const STEP_PART: f32 = 16.0;
+
+/// Page count that is assumed at least, so that one page changes the factor by a quarter at most.
+const STEP_PAGES_MIN: u32 = 64;
+
+/// Ticks in the time in which as many pages are put as the tenant holds. Finer than the factor.
+const TICKS: u32 = 256;
+
+// Policy bits of an entry: its queue, and the tick in which it was put. Ticks repeat after the tenant's
+// pages were put 128 times. A page that is still there then counts as young once more.
+const MAIN: u16 = 1;
+const TICK_SHIFT: u32 = 1;
+
+#[derive(Debug)]
+pub(super) struct AdaptiveTwoQueue {
+    small: Queue,
+    main: Queue,
+    ghost: Ghost,
+    weight: f32,
+    tick: u16,
+    /// Puts until the next tick.
+    left: u32,
+}
+
+impl AdaptiveTwoQueue {
+    /// Returns a policy without pages, whose ghost table takes memory from `chunks`.
+    pub(super) fn new(chunks: Arc<Chunks>) -> AdaptiveTwoQueue {
+        AdaptiveTwoQueue {
+            small: Queue::default(),
+            main: Queue::default(),
+            ghost: Ghost::new(chunks),
+            weight: WEIGHT,
+            tick: 0,
+            left: 0,
+        }
+    }
+
+    fn len(&self) -> u32 {
+        self.small.len() + self.main.len()
+    }
+
+    fn pass_time(&mut self) {
+        if self.left == 0 {
+            self.tick = self.tick.wrapping_add(1);
+            self.left = self.len() / TICKS;
+        } else {
+            self.left -= 1;
+        }
+    }
+
+    fn learn(&mut self, past: Past) {
+        let step = STEP_PART / self.len().max(STEP_PAGES_MIN) as f32;
+        let weight = match past {
+            Past::Got => return,
+            Past::Small => self.weight * (1.0 - step),
+            Past::Main => self.weight * (1.0 + step),
+        };
+        self.weight = weight.clamp(WEIGHT_MIN, WEIGHT_MAX);
+    }
+
+    /// Returns the ticks since the entry was put, the current one included.
+    fn age(&self, entries: &Entries, id: Id) -> f32 {
+        let ticks = (self.tick << TICK_SHIFT).wrapping_sub(entries[id].policy_bits() & !MAIN);
+        f32::from(ticks >> TICK_SHIFT) + 1.0
+    }
+}
+
+impl Policy for AdaptiveTwoQueue {
+    fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival) {
+        let Arrival {
+            key_hash,
+            workingset,
+        } = arrival;
+        self.pass_time();
+        let past = self.ghost.take(key_hash);
+        if let Some(past) = past {
+            self.learn(past);
+        }
+        let put = self.tick << TICK_SHIFT;
+        if past.is_some() || workingset {
+            entries[id].set_policy_bits(put | MAIN);
+            self.main.push(entries, id);
+        } else {
+            entries[id].set_policy_bits(put);
+            self.small.push(entries, id);
+        }
+        self.ghost.fit(self.len());
+    }
+
+    fn remove(&mut self, entries: &mut Entries, id: Id, leave: Leave, key_hash: u64) {
+        let main = entries[id].policy_bits() & MAIN != 0;
+        if main {
+            self.main.remove(entries, id);
+        } else {
+            self.small.remove(entries, id);
+        }
+        match leave {
+            Leave::Got => self.ghost.add(key_hash, Past::Got),
+            Leave::Evicted if main => self.ghost.add(key_hash, Past::Main),
+            Leave::Evicted => self.ghost.add(key_hash, Past::Small),
+            Leave::Dropped => {}
+        }
+        self.ghost.fit(self.len());
+    }
+
+    fn victim(&mut self, entries: &mut Entries) -> Option<Id> {
+        match (self.small.head(), self.main.head()) {
+            (Some(small), Some(main)) => {
+                let small_first = self.age(entries, small) * self.weight >= self.age(entries, main);
+                Some(if small_first { small } else { main })
+            }
+            (small, main) => small.or(main),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        self.ghost.bytes()
+    }
+
+    fn check(&self, entries: &Entries, page: &mut dyn FnMut(Id)) {
+        for (queue, bits) in [(&self.small, 0), (&self.main, MAIN)] {
+            queue.check(entries, &mut |id| {
+                let main = entries[id].policy_bits() & MAIN;
+                assert_eq!(main, bits, "queue of an entry");
+                page(id);
+            });
+        }
+    }
+}

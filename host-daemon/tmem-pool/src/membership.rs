@@ -1,0 +1,230 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Membership of the pool: tenants with their quotas, trust domains, and departed tenants whose
+//! pages are not freed yet.
+//!
+//! The membership decides admission and sets entitlements. It never touches pages.
+
+use crate::blob::DomainId;
+use crate::config::{Quota, TenantSpec};
+use crate::error::AdmissionError;
+use crate::quota::entitlements;
+use crate::stats::Counters;
+use crate::tenant::TenantShared;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub tenant: Arc<TenantShared>,
+    pub quota: Quota,
+    /// Name of the trust domain, to remove the name with the domain's last member.
+    domain_name: Option<String>,
+}
+
+#[derive(Debug)]
+struct Domain {
+    id: DomainId,
+    members: usize,
+}
+
+#[derive(Debug)]
+pub(crate) struct Membership {
+    pub size_bytes: u64,
+    /// Size in bytes into which reserves have to fit: the size of the pool when it does not give
+    /// way. So a tenant is not refused because the pool gives way at the moment.
+    full_bytes: u64,
+    pub members: Vec<Member>,
+    /// Tenants that left and have pages that are not freed yet.
+    pub departed: Vec<Arc<TenantShared>>,
+    /// Sums of the counters of all tenants that left.
+    pub gone: Counters,
+    domains: HashMap<String, Domain>,
+    next_domain: DomainId,
+}
+
+impl Membership {
+    pub(crate) fn new(size_bytes: u64) -> Membership {
+        Membership {
+            size_bytes,
+            full_bytes: size_bytes,
+            members: Vec::new(),
+            departed: Vec::new(),
+            gone: Counters::default(),
+            domains: HashMap::new(),
+            next_domain: 0,
+        }
+    }
+
+    /// Adds a tenant. `make` builds it for the domain that it is called with.
+    ///
+    /// # Errors
+    /// The reserve does not fit beside those of the other tenants.
+    pub(crate) fn add(
+        &mut self,
+        spec: TenantSpec,
+        make: impl FnOnce(&TenantSpec, DomainId) -> TenantShared,
+    ) -> Result<Arc<TenantShared>, AdmissionError> {
+        self.admit(&spec.name, spec.quota)?;
+        let fresh = self.next_domain;
+        let id = match &spec.trust_domain {
+            None => fresh,
+            Some(name) => {
+                let new = Domain {
+                    id: fresh,
+                    members: 0,
+                };
+                let domain = self.domains.entry(name.clone()).or_insert(new);
+                domain.members += 1;
+                domain.id
+            }
+        };
+        self.next_domain += u32::from(id == fresh);
+        let tenant = Arc::new(make(&spec, id));
+        let member = Member {
+            tenant: Arc::clone(&tenant),
+            quota: spec.quota,
+            domain_name: spec.trust_domain,
+        };
+        self.members.push(member);
+        self.entitle();
+        Ok(tenant)
+    }
+
+    /// Removes a tenant whose pages are all detached. True: they are freed as well, and nothing is
+    /// left of the tenant.
+    pub(crate) fn depart(&mut self, tenant: &Arc<TenantShared>) -> bool {
+        let at = self
+            .members
+            .iter()
+            .position(|member| Arc::ptr_eq(&member.tenant, tenant));
+        let member = self.members.swap_remove(at.expect("a tenant departs once"));
+        if let Some(name) = member.domain_name {
+            let domain = self
+                .domains
+                .get_mut(&name)
+                .expect("a member's domain is known");
+            domain.members -= 1;
+            if domain.members == 0 {
+                self.domains.remove(&name);
+            }
+        }
+        self.entitle();
+        self.gone.add(member.tenant.counters());
+        // A thread that needed memory may have freed all pages already, and will not look again.
+        let freed = !member.tenant.has_dead();
+        if !freed {
+            self.departed.push(member.tenant);
+        }
+        freed
+    }
+
+    pub(crate) fn set_quota(
+        &mut self,
+        tenant: &Arc<TenantShared>,
+        quota: Quota,
+    ) -> Result<(), AdmissionError> {
+        self.configure(None, &[(tenant, quota)])
+    }
+
+    /// Changes the full size, if one is given, and quotas, or nothing at all. A given full size
+    /// must hold all reserves. If the full size stays, a tenant that does not grow its reserve is
+    /// not refused: an earlier change of the full size can have left the reserves too large.
+    ///
+    /// # Errors
+    /// A reserve does not fit; then nothing changes.
+    pub(crate) fn configure(
+        &mut self,
+        full_bytes: Option<u64>,
+        quotas: &[(&Arc<TenantShared>, Quota)],
+    ) -> Result<(), AdmissionError> {
+        let whole_bytes = full_bytes.unwrap_or(self.full_bytes);
+        let quota_of = |member: &Member| {
+            let other = quotas
+                .iter()
+                .find(|(tenant, _)| Arc::ptr_eq(tenant, &member.tenant));
+            other.map_or(member.quota, |&(_, quota)| quota)
+        };
+        let wish = |member| {
+            let quota: Quota = quota_of(member);
+            let bytes = quota.usable_reserve_bytes();
+            (bytes > member.quota.usable_reserve_bytes(), member, bytes)
+        };
+        let mut wishes: Vec<(bool, &Member, u64)> = self.members.iter().map(wish).collect();
+        // Tenants whose reserve grows come last, so that the error names one of them.
+        wishes.sort_by_key(|&(grows, ..)| grows);
+        let mut reserved_bytes: u64 = 0;
+        for (grows, member, reserve_bytes) in wishes {
+            let available_bytes = whole_bytes.saturating_sub(reserved_bytes);
+            if reserve_bytes > available_bytes && (grows || full_bytes.is_some()) {
+                return Err(AdmissionError {
+                    tenant: member.tenant.name().into(),
+                    reserve_bytes,
+                    available_bytes,
+                });
+            }
+            reserved_bytes = reserved_bytes.saturating_add(reserve_bytes);
+        }
+        self.full_bytes = whole_bytes;
+        for &(tenant, quota) in quotas {
+            let mut members = self.members.iter_mut();
+            let member = members.find(|member| Arc::ptr_eq(&member.tenant, tenant));
+            member.expect("a tenant with a handle is a member").quota = quota;
+            tenant.set_limit(quota.limit_bytes);
+        }
+        self.entitle();
+        Ok(())
+    }
+
+    pub(crate) fn quota(&self, tenant: &Arc<TenantShared>) -> Quota {
+        let member = self
+            .members
+            .iter()
+            .find(|member| Arc::ptr_eq(&member.tenant, tenant));
+        member.expect("a tenant with a handle is a member").quota
+    }
+
+    pub(crate) fn resize(&mut self, size_bytes: u64) {
+        self.size_bytes = size_bytes;
+        self.entitle();
+    }
+
+    pub(crate) fn set_full(&mut self, full_bytes: u64) {
+        self.full_bytes = full_bytes;
+    }
+
+    pub(crate) fn reserved_bytes(&self) -> u64 {
+        let reserves = self
+            .members
+            .iter()
+            .map(|member| member.quota.usable_reserve_bytes());
+        reserves.fold(0, u64::saturating_add)
+    }
+
+    /// Checks that the reserve of a new tenant fits.
+    ///
+    /// # Errors
+    /// The reserve does not fit beside those of the other tenants.
+    fn admit(&self, name: &str, quota: Quota) -> Result<(), AdmissionError> {
+        let available_bytes = self.full_bytes.saturating_sub(self.reserved_bytes());
+        let reserve_bytes = quota.usable_reserve_bytes();
+        if reserve_bytes > available_bytes {
+            return Err(AdmissionError {
+                tenant: name.into(),
+                reserve_bytes,
+                available_bytes,
+            });
+        }
+        Ok(())
+    }
+
+    fn entitle(&self) {
+        let quotas: Vec<Quota> = self.members.iter().map(|member| member.quota).collect();
+        for (member, bytes) in self
+            .members
+            .iter()
+            .zip(entitlements(self.size_bytes, &quotas))
+        {
+            member.tenant.entitle(bytes);
+        }
+    }
+}

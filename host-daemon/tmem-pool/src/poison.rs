@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Poison policy of locks of data that all tenants share. After a panic under such a lock, the
+//! contents of the store are unknown, so no guest may be answered from it. The process ends at
+//! once.
+//!
+//! Every page in a pool is a copy: guests read from their disks until the process is back, empty.
+//! Going on without the lock would risk wrong bytes. A panic at each use, as the standard library
+//! proposes, would stop the queues of guests one after the other and leave a process that seems
+//! alive. A panic under a tenant's own lock concerns that tenant only (tenant.rs), and a panic in
+//! the sweep leaves cold pages as they are (engine.rs).
+
+use std::sync::LockResult;
+
+/// Returns the guard if the lock is not poisoned, and otherwise ends the process. `what` names the
+/// guarded data, for the log.
+pub(crate) fn guard_or_abort<G>(locked: LockResult<G>, what: &str) -> G {
+    locked.unwrap_or_else(|_| {
+        tracing::error!(
+            "a bug in the engine: a panic left {what} in an unknown state, which all VMs share; the \
+             process ends, so that no guest is answered from it"
+        );
+        std::process::abort()
+    })
+}
+
+/// Ends the process because a structure that all tenants share is inconsistent. Continuing could
+/// loop without end under a lock that all tenants need, or hand out one page's memory twice.
+#[cold]
+pub(crate) fn abort_inconsistent(what: &str) -> ! {
+    tracing::error!(
+        "a bug in the engine, or a fault of this host's memory: {what}, which all VMs share, is \
+         inconsistent; the process ends, so that no guest is answered from it"
+    );
+    std::process::abort()
+}

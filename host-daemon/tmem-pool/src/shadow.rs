@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A shadow tenant: the engine's own index, eviction policy, charge and estimates for one tenant,
+//! with sizes in place of page contents.
+//!
+//! `tmem-bench replay` sends the requests of a trace to it. The nursery is left out: a page has its
+//! final size at once. Dropped pages are freed at once.
+
+use crate::blob::Finalized;
+use crate::config::{KEYS_PER_TENANT_MAX, PolicyKind};
+use crate::entry::Content;
+use crate::index::Chunks;
+use crate::state::{Freed, NewPage, Range, Reason, State};
+use crate::stats::TenantStats;
+use std::io;
+use std::sync::Arc;
+
+/// Memory for the indexes of shadow tenants. Clones share it.
+#[derive(Clone, Debug)]
+pub struct ShadowMemory(Arc<Chunks>);
+
+impl ShadowMemory {
+    /// Reserves address space for `bytes_max` bytes of indexes.
+    ///
+    /// # Errors
+    /// The system does not provide the address space.
+    pub fn reserve(bytes_max: u64) -> io::Result<ShadowMemory> {
+        Ok(ShadowMemory(Arc::new(Chunks::reserve(bytes_max)?)))
+    }
+}
+
+/// A tenant without page contents and without a limit. The caller decides when it evicts.
+#[derive(Debug)]
+pub struct ShadowTenant(State);
+
+impl ShadowTenant {
+    /// Creates an empty tenant. The seed is for the hashes of the index, which the policy uses.
+    pub fn new(policy: PolicyKind, seed: u64, memory: &ShadowMemory) -> ShadowTenant {
+        let mut state = State::new(seed, KEYS_PER_TENANT_MAX, u64::MAX, policy, &memory.0);
+        state.raw_max = u32::MAX;
+        ShadowTenant(state)
+    }
+
+    /// Creates a pool unless the tenant has it. False: the tenant has too many pools, or there is
+    /// no memory.
+    pub fn ensure_pool(&mut self, pool: u32) -> bool {
+        self.0.pool(pool).is_ok() || self.0.create_pool(pool).is_ok()
+    }
+
+    /// Puts a page with its final size in bytes, in place of the page under its key. False: the
+    /// pool does not exist, the tenant has too many keys, or there is no memory.
+    pub fn put(
+        &mut self,
+        pool: u32,
+        (object, index): (u64, u64),
+        workingset: bool,
+        stored_bytes: usize,
+    ) -> bool {
+        let Ok(pool) = self.0.pool(pool) else {
+            return false;
+        };
+        let page = NewPage {
+            object,
+            index,
+            cookie: 0,
+            workingset,
+            blob: 0,
+            check: 0,
+        };
+        let mut freed = Freed::new();
+        if !self.0.put(pool, page, true, &mut freed) {
+            return false;
+        }
+        let raw = self.0.next_raw().expect("the page was just put");
+        let finalized = Finalized {
+            content: Content::Same(0),
+            stored_bytes,
+            shared: false,
+        };
+        self.0.finalize(raw, finalized, &mut freed);
+        true
+    }
+
+    /// Gets a page, which leaves the tenant. True: it was held.
+    pub fn get(&mut self, pool: u32, (object, index): (u64, u64)) -> bool {
+        let Ok(pool) = self.0.pool(pool) else {
+            return false;
+        };
+        let (mut taken, mut ids) = ([None], [0]);
+        self.0.take(pool, object, index, &[0], &mut taken, &mut ids);
+        let hit = taken[0].is_some();
+        self.0.counters.hits += u64::from(hit);
+        hit
+    }
+
+    /// Drops the pages `index ..` of one object; `nr_pages` None: to its end.
+    pub fn flush(&mut self, pool: u32, object: u64, index: u64, nr_pages: Option<u64>) {
+        let last = match nr_pages {
+            None => u64::MAX,
+            Some(0) => return,
+            Some(nr_pages) => index.saturating_add(nr_pages - 1),
+        };
+        let Ok(pool) = self.0.pool(pool) else { return };
+        let range = Range {
+            object,
+            index,
+            last,
+        };
+        let mut freed = Freed::new();
+        while self.0.flush(pool, range, usize::MAX, &mut freed) {}
+        self.0.forget(pool, range);
+        self.free_detached();
+    }
+
+    /// Ends a pool, if the tenant has it.
+    pub fn destroy_pool(&mut self, pool: u32) {
+        if self.0.destroy_pool(pool).is_ok() {
+            self.free_detached();
+        }
+    }
+
+    /// Ends all pools.
+    pub fn clear(&mut self) {
+        self.0.clear();
+        self.free_detached();
+    }
+
+    /// Evicts the page that the policy chooses, as a full pool does.
+    pub fn evict(&mut self) {
+        self.0.evict(1, Reason::Pool, &mut Freed::new());
+    }
+
+    /// Returns the charge in bytes.
+    pub fn charged_bytes(&self) -> u64 {
+        self.0.charged_bytes()
+    }
+
+    /// Returns gauges and counters as of now, without quota and entitlement.
+    pub fn stats(&self) -> TenantStats {
+        self.0.stats()
+    }
+
+    fn free_detached(&mut self) {
+        while self.0.index.has_detached() {
+            self.0.reap(usize::MAX, &mut Freed::new());
+        }
+    }
+}

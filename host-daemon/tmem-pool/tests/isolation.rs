@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Isolation of trust domains: the answers to a tenant and its charges do not depend on the pages
+//! of a tenant of another trust domain. They are equal to the bit, also while the pool is full,
+//! pages are evicted and puts are refused. `tmem-bench timing` measures whether times depend on
+//! them.
+
+use std::sync::Arc;
+use tmem_pool::{
+    Engine, EngineConfig, GetResult, PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, TenantSpec,
+    TenantStats, Time,
+};
+
+const MIB: u64 = 1 << 20;
+
+/// Number of pages that the tenant puts; the other tenant puts half as many. Together they are more
+/// than the pool holds.
+const PAGES: u64 = 3000;
+
+/// Number of pages of a put.
+const BATCH: u64 = 32;
+
+/// Change of every byte that turns a page into another one of the same stored size: this holds for
+/// a page of noise and for one of a single repeated byte.
+const OTHER: u8 = 0x5a;
+
+/// Returns a page: one third of the pages is noise and one third a single repeated byte. Pages of
+/// the last third are partly noise, and the other tenant has different ones.
+fn page(number: u64) -> Page {
+    let noise = match number % 3 {
+        0 => 0,
+        1 => PAGE_SIZE,
+        _ => PAGE_SIZE / 3,
+    };
+    let mut rng = fastrand(number);
+    std::array::from_fn(|at| if at < noise { rng() } else { number as u8 })
+}
+
+/// Returns a page of the other tenant. Where the stored size does not depend on the bytes, it is
+/// the same page as [`page`] returns, or a changed one.
+fn others(number: u64, change: u8) -> Page {
+    match number % 3 {
+        2 => page(number + 3 * PAGES),
+        _ => page(number).map(|byte| byte ^ change),
+    }
+}
+
+fn fastrand(seed: u64) -> impl FnMut() -> u8 {
+    let mut state = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 32) as u8
+    }
+}
+
+fn add(engine: &Arc<Engine>, domain: &str, limit_bytes: Option<u64>) -> Tenant {
+    let quota = Quota {
+        reserve_bytes: 0,
+        limit_bytes,
+        weight: 1,
+    };
+    let mut spec = TenantSpec::new(domain, quota);
+    spec.trust_domain = Some(domain.into());
+    let tenant = engine.add_tenant(spec).unwrap();
+    tenant.create_pool(1).unwrap();
+    tenant
+}
+
+fn put(tenant: &Tenant, first: u64, page: impl Fn(u64) -> Page) -> Vec<PutResult> {
+    let pages: Vec<Page> = (first..first + BATCH).map(page).collect();
+    let put = |(page, index)| Put {
+        object: 1,
+        index,
+        cookie: index + 1,
+        workingset: false,
+        page,
+    };
+    let puts: Vec<Put<'_>> = pages.iter().zip(first..).map(put).collect();
+    let mut results = vec![PutResult::Refused; puts.len()];
+    tenant.put(1, &puts, &mut results).unwrap();
+    results
+}
+
+fn get(tenant: &Tenant, index: u64) -> (GetResult, Page) {
+    let (mut result, mut out) = ([GetResult::Miss], [[0; PAGE_SIZE]]);
+    let cookie = [index + 1];
+    drop(
+        tenant
+            .get(1, 1, index, &cookie, &mut out, &mut result)
+            .unwrap(),
+    );
+    // The bytes that come with a miss are unspecified.
+    let page = if result[0] == GetResult::Miss {
+        [0; PAGE_SIZE]
+    } else {
+        out[0]
+    };
+    (result[0], page)
+}
+
+/// All answers to a tenant, and its statistics.
+#[derive(PartialEq)]
+struct Seen {
+    puts: Vec<Vec<PutResult>>,
+    gets: Vec<(GetResult, Page)>,
+    stats: Vec<TenantStats>,
+}
+
+/// Puts and gets pages beside a tenant of the trust domain `domain`, which holds the same pages or
+/// others.
+fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
+    let engine = Engine::new(EngineConfig::new(4 * MIB, 7)).unwrap();
+    let other = add(&engine, domain, None);
+    let own = add(&engine, "own", limit_bytes);
+    for first in (0..PAGES / 2).step_by(BATCH as usize) {
+        put(&other, first, |number| others(number, change));
+        while engine.maintain(Time(0), 64) {}
+    }
+    let mut seen = Seen {
+        puts: Vec::new(),
+        gets: Vec::new(),
+        stats: Vec::new(),
+    };
+    for first in (0..PAGES).step_by(BATCH as usize) {
+        seen.puts.push(put(&own, first, page));
+        // Background work runs after every tenth put only, so that puts are sometimes faster than
+        // it.
+        if first % (10 * BATCH) == 0 {
+            while engine.maintain(Time(0), 64) {}
+        }
+        seen.gets.push(get(&own, first / 2));
+        seen.stats.push(own.stats());
+    }
+    while engine.maintain(Time(0), 64) {}
+    seen.gets.extend((0..PAGES).map(|index| get(&own, index)));
+    seen.stats.push(own.stats());
+    seen
+}
+
+#[test]
+fn pages_of_another_domain_change_no_answer_and_no_charge() {
+    for limit_bytes in [None, Some(MIB)] {
+        let (same, others) = (
+            beside("there", 0, limit_bytes),
+            beside("there", OTHER, limit_bytes),
+        );
+        assert!(same.puts == others.puts, "puts are answered otherwise");
+        assert!(same.gets == others.gets, "gets are answered otherwise");
+        for (same, others) in same.stats.iter().zip(&others.stats) {
+            assert_eq!(same, others);
+        }
+        // The pool was full enough for hits, evictions and refusals.
+        let stats = same.stats.last().unwrap();
+        assert!(
+            stats.hits > 0 && stats.evictions > 0 && stats.puts_refused > 0,
+            "{stats:?}"
+        );
+    }
+    // Inside one trust domain, the difference is visible.
+    assert!(beside("own", 0, None) != beside("own", OTHER, None));
+}

@@ -1,0 +1,15 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Traces of requests to a pool, and estimates of the hits that a pool of another size would have.
+//!
+//! | module | contents | users |
+//! | --- | --- | --- |
+//! | [`format`](mod@format) | writer and reader of traces | `tmemd --trace`, `tmemctl trace`, `tmem-bench replay` |
+//! | [`estimate`] | hits with more memory, misses with less, and the error bounds of both | the engine, `tmemctl advise` |
+//!
+//! The crate has no dependencies. The command line uses it without the engine.
+
+pub mod estimate;
+pub mod format;
+#[cfg(test)]
+#[path = "../../tmem-pool/src/tests/rng.rs"]
+mod rng;

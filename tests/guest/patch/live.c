@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+/*
+ * A live patch of one function of the kernel that does not change the function:
+ *
+ *   insmod live.ko function=NAME
+ *
+ * The replacement jumps to the original function, behind its call of ftrace. A replacement in C
+ * would need the arguments of each function.
+ */
+#include <linux/ftrace.h>
+#include <linux/kprobes.h>
+#include <linux/livepatch.h>
+#include <linux/module.h>
+#include <asm/nospec-branch.h>
+
+static char *function;
+module_param(function, charp, 0444);
+
+/* The first instruction of the original function that is not patched. */
+unsigned long live_original;
+void live_replacement(void);
+
+/* %rax is free at the start of a function: only variadic functions have an argument in it. */
+asm(".pushsection .text\n"
+    ".globl live_replacement\n"
+    ".type live_replacement, @function\n"
+    "live_replacement:\n"
+    "	mov live_original(%rip), %rax\n"
+    ANNOTATE_RETPOLINE_SAFE
+    "	jmp *%rax\n"
+    ".size live_replacement, . - live_replacement\n"
+    ".popsection\n");
+
+static struct klp_func funcs[] = {
+	{ .new_func = live_replacement },
+	{ }
+};
+
+static struct klp_object objects[] = {
+	{ .funcs = funcs },	/* no name: the kernel itself */
+	{ }
+};
+
+static struct klp_patch patch = { .mod = THIS_MODULE, .objs = objects };
+
+static int __init live_init(void)
+{
+	/* This kprobe is never armed; it only looks the name up. */
+	struct kprobe probe = { .symbol_name = function, .flags = KPROBE_FLAG_DISABLED };
+	static const u8 endbr64[] = { 0xf3, 0x0f, 0x1e, 0xfa };
+	int err = register_kprobe(&probe);
+
+	if (err)
+		return err;
+	live_original = (unsigned long)probe.addr - probe.offset;
+	unregister_kprobe(&probe);
+	if (!memcmp((void *)live_original, endbr64, sizeof(endbr64)))
+		live_original += sizeof(endbr64);
+	live_original += MCOUNT_INSN_SIZE;
+	funcs[0].old_name = function;
+	return klp_enable_patch(&patch);
+}
+
+/* A live patch can be unloaded after 0 was written to its file "enabled". */
+static void __exit live_exit(void)
+{
+}
+
+module_init(live_init);
+module_exit(live_exit);
+
+MODULE_DESCRIPTION("virtio-tmem tests: a live patch");
+MODULE_LICENSE("Dual MIT/GPL");
+MODULE_INFO(livepatch, "Y");

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The guest driver's files use each other in one direction: from the upper layers to the lower.
+
+A file uses another one if it names a function or variable that the other file defines, also by way
+of an inline function of a header. Uses by macros of the kernel's headers are out of scope.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from test_abi import DRIVER
+
+pytestmark = pytest.mark.smoke
+
+# Layers from the bottom up. A file uses only files of the layers below its own.
+LAYERS = """
+core/trace core/dev
+core/stats core/budget core/pool_id core/bounce
+core/leaf core/policy core/bypass core/admit core/queue core/control core/sysfs
+core/index
+core/ring core/evict
+core/feeder core/get core/pool
+core/sync
+core/transport
+hooks/state hooks/fs hooks/seen
+hooks/ftrace hooks/verify hooks/errors hooks/refuse hooks/mounts hooks/device
+hooks/marks hooks/fadvise hooks/selftest
+hooks/direct hooks/read hooks/put
+hooks/discover
+hooks/coherence
+hooks/init
+main
+"""
+
+NAME = re.compile(r"\b[a-z]\w*\b")
+COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+INLINE = re.compile(
+    r"^static inline [^;{]*?\b(\w+)\([^;{]*\)\n(\{.*?^\})", re.DOTALL | re.MULTILINE
+)
+FUNCTION = re.compile(r"^(?!static|extern)\w[^\n;={]*?\b(\w+)\([^;{}=]*\)\n\{", re.MULTILINE)
+# A declaration in the first column with its names; "struct tmem_x" is no name.
+VARIABLES = re.compile(r"^(?!static|extern|typedef)(\w[\w *,\[\]]*)(?:;| =)", re.MULTILINE)
+DEFINE = re.compile(r"^DEFINE_[A-Z_]+\((?:struct \w+, )?(\w+)", re.MULTILINE)
+
+
+def code(text: str) -> str:
+    """Returns a source without comments and strings."""
+    return STRING.sub('""', COMMENT.sub("", text))
+
+
+def inlines(headers: list[str]) -> dict[str, set[str]]:
+    """Returns the inline functions of headers, each with the names that it uses, transitively."""
+    used = {
+        name: set(NAME.findall(body)) for text in headers for name, body in INLINE.findall(text)
+    }
+    for _ in used:
+        for names in used.values():
+            names.update(*(used[name] for name in names & used.keys()))
+    return used
+
+
+def defined(text: str) -> set[str]:
+    """Returns the functions and variables that a source defines for other files."""
+    found = set(FUNCTION.findall(text)) | set(DEFINE.findall(text))
+    for names in VARIABLES.findall(text):
+        found |= set(re.findall(r"(?<!struct )\b\w+", names))
+    return {name for name in found if name.startswith("tmem_")}
+
+
+def uses(sources: dict[str, str], headers: list[str]) -> dict[str, dict[str, set[str]]]:
+    """Returns for each file the other files that it uses, with the names."""
+    owner = {name: file for file, text in sources.items() for name in defined(text)}
+    inline = inlines(headers)
+    graph: dict[str, dict[str, set[str]]] = {}
+    for file, text in sources.items():
+        names = set(NAME.findall(text))
+        for name in names & inline.keys():
+            names = names | inline[name]
+        graph[file] = {}
+        for name in names & owner.keys():
+            if owner[name] != file:
+                graph[file].setdefault(owner[name], set()).add(name)
+    return graph
+
+
+def read(pattern: str) -> dict[str, str]:
+    found = (path for folder in ("", "core/", "hooks/") for path in DRIVER.glob(folder + pattern))
+    return {
+        str(path.relative_to(DRIVER).with_suffix("")): code(path.read_text())
+        for path in found
+        if not path.name.endswith(".mod.c")
+    }
+
+
+def driver() -> dict[str, dict[str, set[str]]]:
+    return uses(read("*.c"), list(read("*.h").values()))
+
+
+def layers() -> dict[str, int]:
+    lines = LAYERS.strip().splitlines()
+    return {file: number for number, line in enumerate(lines) for file in line.split()}
+
+
+def test_each_file_has_a_layer() -> None:
+    assert sorted(layers()) == sorted(read("*.c"))
+
+
+def test_files_use_lower_layers_only() -> None:
+    layer = layers()
+    graph = driver()
+    assert sum(len(files) for files in graph.values()) > 100, "uses are not found"
+    wrong = [
+        f"{file} uses {other}: {', '.join(sorted(names))}"
+        for file, others in graph.items()
+        for other, names in others.items()
+        if layer[other] >= layer[file]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_core_uses_no_hook() -> None:
+    for file, others in driver().items():
+        if file.startswith("core/"):
+            assert not [other for other in others if not other.startswith("core/")], file
+
+
+def test_test_code_is_behind_one_header() -> None:
+    """Nothing but testing.h, which is empty in a normal build, depends on TMEM_TEST."""
+    for folder in ("", "core/", "hooks/"):
+        for path in DRIVER.glob(f"{folder}*.[ch]"):
+            assert path.name == "testing.h" or not re.search(
+                r"\bTMEM_TEST\b|\bmodule_param\w*\((?:test|inject)_", path.read_text()
+            ), f"{path.name} has test code"
+    assert len(list(Path(DRIVER / "testing").glob("*.c"))) > 2
+
+
+def test_uses_are_found() -> None:
+    sources = {
+        "a": "int tmem_a(int x)\n{\n\treturn tmem_f() + tmem_i();\n}\nbool tmem_v = true;\n",
+        "b": "int tmem_f(void)\n{\n}\nstatic int tmem_b(void)\n{\n}\nu64 tmem_n, tmem_m;\n",
+        "c": code('/* tmem_f() */ "tmem_v" DEFINE_MUTEX(tmem_l);'),
+    }
+    header = "static inline int tmem_i(void)\n{\n\treturn tmem_j();\n}\n"
+    header += "static inline int tmem_j(void)\n{\n\treturn tmem_n;\n}\n"
+    assert defined(sources["b"]) == {"tmem_f", "tmem_n", "tmem_m"}
+    assert uses(sources, [header]) == {"a": {"b": {"tmem_f", "tmem_n"}}, "b": {}, "c": {}}
