@@ -21,6 +21,7 @@ from harness.wait import scaled, until
 
 MODULE = "/virtio_tmem.ko"
 TORTURE = "/bin/torture"
+DM = "/bin/dm"
 SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
@@ -70,6 +71,11 @@ def driver_vm(session: Session, kernel: Kernel, module: Path, tmem: Tmem | None,
         image = disk.ext4(session.folder / f"{name}.img", DISK_BYTES)
         more["disks"] = [disk.Disk("data", image)]
     return session.vm(Config(kernel, tmem=tmem, files=files, **more))
+
+
+def programs(*paths: str) -> dict[str, Path]:
+    """Returns files for a guest: the programs of tests/guest by their paths in the guest."""
+    return {path: guest_program(TESTS / f"guest/{Path(path).name}.c") for path in paths}
 
 
 def load(

@@ -33,6 +33,7 @@ from driver import (
     stats,
     wait_state,
 )
+from fixtures import Tree
 from liar import LIES_OF_GETS, LIES_OF_POOLS, LIES_OF_PUTS, Liar
 from test_driver import FILE_BYTES, tree_disk
 
@@ -46,6 +47,7 @@ from harness.session import Session
 from harness.vm import MIB, Tmem
 from harness.wait import until
 
+pytest_plugins = ["fixtures"]
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"
@@ -506,14 +508,10 @@ def test_pools_with_contradictory_answers_get_no_puts(
 
 
 @pytest.mark.smoke
-def test_suspend_empties_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
+def test_suspend_empties_the_cache(tree: Tree) -> None:
     """A suspend makes the driver forget everything, and it starts again on resume."""
-    daemon = start_daemon(session)
-    data, sums = tree_disk(session)
-    files = dict(list(sums.items())[:8])
-    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
-    guest = vm.start()
-    load(guest, "verify_every=0")
+    daemon, vm, guest = tree.daemon, tree.vm, tree.guest
+    files = dict(list(tree.sums.items())[:8])
     evict(guest, list(files))
     assert daemon.stats()["pool"]["pages"] > PAGES
     before = stats(guest)

@@ -6,21 +6,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from driver import WHERE, checksums, driver_guest, set_parameter, settle, stats
+from driver import DM, WHERE, checksums, driver_guest, programs, set_parameter, settle, stats
 from test_files import check_cached
 from test_mounts import Mount, make
 
 from harness.disk import FILE_SYSTEMS
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
-from harness.paths import TESTS, guest_program
 from harness.session import Session
 from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DIRECTFAIL = "/bin/directfail"
-DM = "/bin/dm"
 SPECIAL = "/bin/special"
 PROGRAMS = (DIRECTFAIL, DM, SPECIAL)
 PAGE = 4096
@@ -48,7 +46,7 @@ def boot(session: Session, kernel: Kernel, module: Path, fs: str, *modules: str)
         fs=FILE_SYSTEMS[fs],
         cpus=2,
         modules=[*(["xfs"] if fs == "xfs" else []), *modules],
-        files={path: guest_program(TESTS / f"guest/{Path(path).name}.c") for path in PROGRAMS},
+        files=programs(*PROGRAMS),
     )
 
 

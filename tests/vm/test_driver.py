@@ -13,6 +13,7 @@ import random
 import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from driver import (
@@ -47,6 +48,10 @@ from harness.session import Session
 from harness.vm import MIB, Tmem, Vm
 from harness.wait import scaled, until
 
+if TYPE_CHECKING:
+    from fixtures import Tree
+
+pytest_plugins = ["fixtures"]
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 FILES = 24
@@ -166,12 +171,8 @@ def test_equal_files_are_stored_once_per_trust_domain(
 
 
 @pytest.mark.smoke
-def test_only_a_pause_keeps_the_cache(session: Session, kernel: Kernel, module: Path) -> None:
-    daemon = start_daemon(session)
-    data, sums = tree_disk(session)
-    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
-    guest = vm.start()
-    load(guest, "verify_every=0")
+def test_only_a_pause_keeps_the_cache(tree: Tree) -> None:
+    daemon, vm, guest, sums = tree.daemon, tree.vm, tree.guest, tree.sums
     first, second, *_ = files = list(sums)
     held = evict(guest, files)["index_pages"]
 
@@ -286,13 +287,9 @@ def test_killed_daemon_causes_no_wrong_byte_under_torture(
 
 
 @pytest.mark.smoke
-def test_hung_daemon_opens_the_breaker(session: Session, kernel: Kernel, module: Path) -> None:
+def test_hung_daemon_opens_the_breaker(tree: Tree) -> None:
     """Late answers are misses; the breaker opens, and closes when the daemon is back."""
-    daemon = start_daemon(session)
-    data, sums = tree_disk(session)
-    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
-    guest = vm.start()
-    load(guest, "verify_every=0")
+    daemon, guest, sums = tree.daemon, tree.guest, tree.sums
     files = list(sums)
     evict(guest, files)
 
@@ -496,15 +493,9 @@ def test_unserved_file_systems_are_not_cached(
 
 
 @pytest.mark.smoke
-def test_drop_caches_empties_the_pool_only_with_the_switch(
-    session: Session, kernel: Kernel, module: Path
-) -> None:
+def test_drop_caches_empties_the_pool_only_with_the_switch(tree: Tree) -> None:
     """drop_caches puts pages; with the switch, values 2 and 3 also empty the pool."""
-    daemon = start_daemon(session)
-    data, sums = tree_disk(session)
-    vm = driver_vm(session, kernel, module, Tmem(daemon.socket("vm1")), disks=[data])
-    guest = vm.start()
-    load(guest, "verify_every=0")
+    guest, sums = tree.guest, tree.sums
     files = list(sums)[:4]
     held = evict(guest, files)["index_pages"]
     assert held > 100

@@ -12,21 +12,30 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from driver import WHERE, driver_guest, evict, set_parameter, settle, stats, wait_served
+from driver import (
+    DM,
+    WHERE,
+    driver_guest,
+    evict,
+    programs,
+    set_parameter,
+    settle,
+    stats,
+    wait_served,
+)
 from test_files import check_cached
 from test_mounts import Mount, make
 
 from harness import disk
 from harness.guest import Guest, Job
 from harness.kernel import Kernel
-from harness.paths import TESTS, HarnessError, guest_program
+from harness.paths import HarnessError
 from harness.session import Session
 from harness.vm import MIB
 from harness.wait import until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-DM = "/bin/dm"
 SPECIAL = "/bin/special"
 PAGE = 4096
 SECTORS = PAGE // 512
@@ -54,9 +63,7 @@ class Below:
             cpus=2,
             disks=[disk.Disk("data", self.image)],
             modules=["dm_mod", "dm_delay"],
-            files={
-                path: guest_program(TESTS / f"guest/{Path(path).name}.c") for path in (DM, SPECIAL)
-            },
+            files=programs(DM, SPECIAL),
         )
         guest = self.guest
         guest.sh(f"umount {WHERE}", 60)

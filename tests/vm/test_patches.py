@@ -14,6 +14,7 @@ import pytest
 from driver import (
     DEADLINE_MS,
     DISK_BYTES,
+    DM,
     MODULE,
     SYSFS,
     WHERE,
@@ -21,6 +22,7 @@ from driver import (
     checksums,
     driver_vm,
     evict,
+    programs,
     seed,
     settle,
     start_daemon,
@@ -36,14 +38,12 @@ from harness.daemon import Daemon
 from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
-from harness.paths import TESTS, guest_program
 from harness.session import Session
 from harness.vm import Tmem
 from harness.wait import until
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
 
-DM = "/bin/dm"
 PATCH = "/patch.ko"
 LIVE_PATCH = "/live.ko"
 XFS = "/xfs"
@@ -69,7 +69,7 @@ def boot(session: Session, kernel: Kernel, ko: Path, *modules: str) -> tuple[Gue
         files={
             PATCH: patch,
             LIVE_PATCH: patch.with_name("live.ko"),
-            DM: guest_program(TESTS / "guest/dm.c"),
+            **programs(DM),
         },
         tcg_threads="single",
     )

@@ -10,8 +10,10 @@ import pytest
 from driver import (
     DEADLINE_MS,
     DISK_BYTES,
+    DM,
     MODULE,
     driver_guest,
+    programs,
     settle,
     state,
     wait_state,
@@ -24,14 +26,12 @@ from harness import disk
 from harness.disk import Disk
 from harness.guest import Guest
 from harness.kernel import Kernel
-from harness.paths import TESTS, guest_program
 from harness.session import Session
 from harness.vm import MIB
 from harness.wait import until
 
 pytestmark = [pytest.mark.smoke, pytest.mark.usefixtures("qemu", "host_programs")]
 
-DM = "/bin/dm"
 INNER = "/inner"
 SECTOR = 512
 BLOCK = 4096
@@ -53,7 +53,7 @@ def boot(session: Session, kernel: Kernel, module: Path, *modules: str, **more: 
         cpus=2,
         disks=[Disk("data", image), *(Disk(name, path) for name, path in more.items())],
         modules=there(kernel, *CRYPTO, *modules),
-        files={DM: guest_program(TESTS / "guest/dm.c")},
+        files=programs(DM),
     )
 
 

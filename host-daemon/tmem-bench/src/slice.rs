@@ -7,13 +7,13 @@
 //! guests. Times are from the request to its answer, as the victim sees them.
 
 use crate::path::guest::{Guest, Run};
-use crate::path::host::{Host, Path, pin};
+use crate::path::host::{BenchDaemon, Path, pin};
 use crate::report::progress;
 use serde_json::json;
 use std::collections::VecDeque;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
-use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant, Time};
+use tmem_pool::{PAGE_SIZE, Page, Put, PutResult, Quota, Tenant};
 use tmem_sim::{Buffer, FakeGuest, GuestConfig, RamRegion, Request};
 use tmemd::config::EventLoop;
 use virtio_tmem as wire;
@@ -372,14 +372,14 @@ struct Rig {
     victim: Guest,
     attacker: Attacker,
     tenant: Tenant,
-    host: Host,
+    host: BenchDaemon,
     _path: Path,
     now_ns: u64,
 }
 
 impl Rig {
     fn new(attack: Attack, event_loop: EventLoop) -> Result<Rig, String> {
-        let host = Host::new(POOL_BYTES)?;
+        let host = BenchDaemon::new(POOL_BYTES);
         let path = host.serve(event_loop, POLL_MAX, PROCESSORS[0])?;
         let mut rng = fastrand::Rng::with_seed(2);
         let pages: Vec<Page> = (0..VICTIM_PAGES).map(|_| dense(&mut rng)).collect();
@@ -405,7 +405,7 @@ impl Rig {
     }
 
     fn maintain_all(&mut self) {
-        while self.host.pool.maintain(Time(self.now_ns), 4096) {}
+        while self.host.daemon.maintain(self.now_ns, 4096) {}
     }
 
     /// Stores the pages that the attack uses up.

@@ -16,7 +16,7 @@
 
 use crate::measure::{Ratio, cpu_ns};
 use crate::path::guest::{BATCH, Guest, Run};
-use crate::path::host::{Host, Path, pin};
+use crate::path::host::{BenchDaemon, Path, pin};
 use crate::report::progress;
 use serde_json::json;
 use std::collections::BTreeMap;
@@ -122,9 +122,9 @@ impl What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Holder {
     /// A VM of another trust domain.
-    Stranger,
+    OtherDomain,
     /// A VM of the same trust domain.
-    Friend,
+    SameDomain,
 }
 
 /// Result of one comparison.
@@ -201,8 +201,8 @@ fn pages(count: usize, rng: &mut fastrand::Rng) -> Vec<Page> {
 /// A host with a guest that measures, and guests that hold pages.
 struct Rig {
     guest: Guest,
-    stranger: Guest,
-    friend: Guest,
+    other_domain: Guest,
+    same_domain: Guest,
     /// Guest without entitlement: when it has as many raw pages as it may, further ones are
     /// refused.
     full: Guest,
@@ -210,7 +210,7 @@ struct Rig {
     poor: Guest,
     batches: usize,
     /// The last field, because the guests must be dropped before it.
-    host: Host,
+    host: BenchDaemon,
     _path: Path,
 }
 
@@ -219,7 +219,7 @@ impl Rig {
         if !(1..=BATCHES_MAX).contains(&args.batches) {
             return Err(format!("--batches: there are 1 to {BATCHES_MAX}"));
         }
-        let host = Host::new(1 << 30)?;
+        let host = BenchDaemon::new(1 << 30);
         let path = host.serve(args.event_loop, POLL_MAX, PROCESSORS[0])?;
         // The pages of both halves, and pages that fill up the guest that may have few raw pages.
         let halves = 2 * args.batches * BATCH;
@@ -237,8 +237,8 @@ impl Rig {
         };
         Ok(Rig {
             guest: connect("guest", "here", enough)?,
-            stranger: connect("stranger", "there", enough)?,
-            friend: connect("friend", "here", enough)?,
+            other_domain: connect("other_domain", "there", enough)?,
+            same_domain: connect("same_domain", "here", enough)?,
             full: connect("full", "here", (0, None, 0))?,
             poor: connect("poor", "here", (0, Some(0), 0))?,
             batches: args.batches,
@@ -379,8 +379,8 @@ impl Rig {
 
     fn holder(&mut self, holder: Holder) -> &mut Guest {
         match holder {
-            Holder::Stranger => &mut self.stranger,
-            Holder::Friend => &mut self.friend,
+            Holder::OtherDomain => &mut self.other_domain,
+            Holder::SameDomain => &mut self.same_domain,
         }
     }
 }
@@ -422,8 +422,8 @@ const EQUAL: [What; 6] = [
     What::Finalize,
 ];
 const DIFFERENT: [(Holder, What); 2] = [
-    (Holder::Stranger, What::Delayed),
-    (Holder::Friend, What::Finalize),
+    (Holder::OtherDomain, What::Delayed),
+    (Holder::SameDomain, What::Finalize),
 ];
 
 /// Does one run.
@@ -438,7 +438,7 @@ fn measure(args: &Args, seed: u64) -> Result<Times, String> {
             break;
         }
         progress(&format!("round {} of {}", round + 1, args.rounds));
-        for holder in [Holder::Stranger, Holder::Friend] {
+        for holder in [Holder::OtherDomain, Holder::SameDomain] {
             let held = rng.usize(..2);
             rig.round(&mut times, holder, held, &mut rng)?;
         }
@@ -474,7 +474,7 @@ fn outcome(times: &Times) -> Outcome {
             ));
         }
     }
-    let verdict = |what: &What| times.verdict((Holder::Stranger, *what));
+    let verdict = |what: &What| times.verdict((Holder::OtherDomain, *what));
     if let Some(what) = EQUAL
         .iter()
         .find(|what| verdict(what) == Verdict::Different)
@@ -486,7 +486,7 @@ fn outcome(times: &Times) -> Outcome {
         .find(|what| verdict(what) == Verdict::Undecided)
     {
         Some(what) => {
-            let ratio = times.ratio((Holder::Stranger, *what));
+            let ratio = times.ratio((Holder::OtherDomain, *what));
             Outcome::Undecided(format!(
                 "{} is {:.3} – {:.3}",
                 what.name(),
@@ -595,7 +595,7 @@ mod tests {
     /// Returns a run whose ratios are those of `of`.
     fn times(of: impl Fn(Holder, What) -> f64, spread: f64) -> Times {
         let mut times = Times::new(BOUND);
-        for holder in [Holder::Stranger, Holder::Friend] {
+        for holder in [Holder::OtherDomain, Holder::SameDomain] {
             for what in EQUAL.into_iter().chain([What::Delayed]) {
                 for round in 0..100 {
                     let off = (round as f64 / 99.0 - 0.5) * spread;
@@ -609,7 +609,7 @@ mod tests {
     fn as_designed(holder: Holder, what: What) -> f64 {
         match (holder, what) {
             (_, What::Delayed) => 1.0 + DELAY_BOUNDS * BOUND,
-            (Holder::Friend, What::Finalize) => 0.5,
+            (Holder::SameDomain, What::Finalize) => 0.5,
             _ => 1.0,
         }
     }
@@ -620,7 +620,7 @@ mod tests {
         assert_eq!(outcome(&equal), Outcome::Equal);
         assert!(matches!(outcome(&noise), Outcome::Undecided(_)));
         let leak = |holder, what| match what {
-            What::PutPage if holder == Holder::Stranger => 1.0 + 2.0 * BOUND,
+            What::PutPage if holder == Holder::OtherDomain => 1.0 + 2.0 * BOUND,
             _ => as_designed(holder, what),
         };
         assert_eq!(outcome(&times(leak, 0.01)), Outcome::Different("put_page"));
@@ -649,7 +649,7 @@ mod tests {
     /// A test with few rounds and an unoptimized daemon, beside other load on the machine. It finds
     /// a difference of a tenth of a put; `make bench-timing` finds smaller ones.
     #[test]
-    fn a_guest_cannot_tell_by_time_what_a_stranger_has() {
+    fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
             return skipped(Missing::Processors, "the guest needs one of its own");
         }

@@ -81,7 +81,8 @@ pub fn move_socket(text: &str, socket: &str) -> Result<String, Error> {
     Ok(apply(text, splices.collect()))
 }
 
-/// Returns the domain's XML without the device and without all that attach changed.
+/// Returns the domain's XML without the device and without all that attach changed. An empty element
+/// that attach used keeps its end tag.
 pub fn detach(text: &str) -> Result<String, Error> {
     Domain::parse(text)?;
     let mut text = text.to_string();
@@ -138,11 +139,7 @@ impl Edit {
                 .children()
                 .rfind(|c| names.iter().any(|n| c.has_tag_name(*n))),
         };
-        let (splices, opened) = edit::insert(node, behind, &[element.into()]);
-        if opened {
-            self.changes.push(Change::Opened(parent.into()));
-        }
-        self.text = apply(&self.text, splices);
+        self.text = apply(&self.text, edit::insert(node, behind, &[element.into()]));
         Ok(())
     }
 
@@ -265,11 +262,7 @@ impl Edit {
         let elements = ["-chardev".into(), chardev, "-device".into(), device]
             .map(|value: String| format!("<{name} value='{}'/>", escape(&value)));
         let behind = children(commandline, "qemu:arg").last();
-        let (splices, opened) = edit::insert(commandline, behind, &elements);
-        if opened {
-            self.changes.push(Change::Opened("qemu:commandline".into()));
-        }
-        self.text = apply(&self.text, splices);
+        self.text = apply(&self.text, edit::insert(commandline, behind, &elements));
         Ok(())
     }
 
@@ -293,16 +286,11 @@ impl Edit {
         if !same {
             place(there, cache.to_element(indent));
         }
-        // The insertions below open an empty <metadata/> tag. The record must contain that change
-        // before it is written.
-        if self.text[..node.range().end].ends_with("/>") {
-            self.changes.push(Change::Opened("metadata".into()));
-        }
         if undo::read(noted)? != self.changes {
             place(noted, undo::write(&self.changes, indent));
         }
         if !fresh.is_empty() {
-            splices.extend(edit::insert(node, node.last_element_child(), &fresh).0);
+            splices.extend(edit::insert(node, node.last_element_child(), &fresh));
         }
         self.text = apply(&self.text, splices);
         Ok(())

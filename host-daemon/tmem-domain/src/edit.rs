@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Edits XML text by the positions of its nodes, so that all other text stays unchanged.
 //!
-//! An element is inserted with a line break and blanks before it, and removed together with exactly
-//! these. Removing an inserted element therefore restores the same bytes, whatever surrounds it.
+//! An element is inserted with a line break and blanks before it, and removed together with these.
 
 use crate::QEMU_NAMESPACE;
 use roxmltree::Node;
@@ -74,12 +73,12 @@ pub fn indent_within(parent: Node<'_, '_>) -> usize {
 }
 
 /// Inserts elements into `parent`, behind the child `after` or, if that is None, before all
-/// children. The returned flag is true if the parent was an empty-element tag and has been opened.
+/// children. An empty-element tag gets an end tag.
 pub fn insert(
     parent: Node<'_, '_>,
     after: Option<Node<'_, '_>>,
     elements: &[String],
-) -> (Vec<Splice>, bool) {
+) -> Vec<Splice> {
     let (start, empty) = start_tag(parent);
     let lines: String = elements
         .iter()
@@ -87,7 +86,7 @@ pub fn insert(
         .collect();
     if !empty {
         let at = after.map_or(start, |node| node.range().end);
-        return (vec![Splice(at..at, lines)], false);
+        return vec![Splice(at..at, lines)];
     }
     let text = parent.document().input_text();
     let name = text[parent.range().start + 1..]
@@ -100,11 +99,10 @@ pub fn insert(
         indent = depth(parent) * INDENT
     );
     let slash = start - "/>".len();
-    let opened = vec![
+    vec![
         Splice(slash..slash + 1, String::new()),
         Splice(start..start, end),
-    ];
-    (opened, true)
+    ]
 }
 
 /// Removes an element, with the line break and the blanks before it.
@@ -119,18 +117,6 @@ pub fn remove(node: Node<'_, '_>) -> Splice {
 pub fn is_blank(node: Node<'_, '_>) -> bool {
     node.children()
         .all(|child| child.is_text() && child.text().unwrap_or("").trim().is_empty())
-}
-
-/// Makes an element an empty-element tag again. The element must contain only white space.
-pub fn close(node: Node<'_, '_>) -> Vec<Splice> {
-    let (start, empty) = start_tag(node);
-    if empty {
-        return Vec::new();
-    }
-    vec![
-        Splice(start - 1..start - 1, "/".into()),
-        Splice(start..node.range().end, String::new()),
-    ]
 }
 
 /// Returns the child elements named `name`. Plain names are libvirt's own elements; `qemu:NAME` is

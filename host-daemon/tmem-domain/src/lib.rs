@@ -3,8 +3,8 @@
 //! add and remove them. Functions take text and return text. Out of scope: libvirt calls, files and
 //! sockets.
 //!
-//! All other parts of the XML stay as they are, byte for byte. [`attach`] records its changes in
-//! the domain's metadata, and [`detach`] reverts exactly these.
+//! All other parts of the XML stay as they are. [`attach`] records its changes in the domain's
+//! metadata, and [`detach`] reverts exactly these.
 
 mod attach;
 mod cache;

@@ -17,8 +17,6 @@ const PREFIX: &str = "tmem-undo";
 pub enum Change {
     /// An element was inserted.
     Made(String),
-    /// An empty-element tag was opened to hold children.
-    Opened(String),
     /// A value was replaced: an attribute's, or an element's text if `attribute` is None. `old` is
     /// the text as it was written, with its entities.
     Was {
@@ -36,7 +34,6 @@ pub fn write(changes: &[Change], indent: usize) -> String {
         text += &format!("\n{:indent$}  ", "");
         text += &match change {
             Change::Made(path) => format!("<{PREFIX}:made path=\"{path}\"/>"),
-            Change::Opened(path) => format!("<{PREFIX}:opened path=\"{path}\"/>"),
             Change::Was {
                 path,
                 attribute,
@@ -64,7 +61,6 @@ pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
             let path = element.attribute("path").unwrap_or("").to_string();
             match element.tag_name().name() {
                 "made" => Ok(Change::Made(path)),
-                "opened" => Ok(Change::Opened(path)),
                 "was" => Ok(Change::Was {
                     path,
                     attribute: element.attribute("attribute").map(Into::into),
@@ -87,10 +83,6 @@ pub fn revert(text: &str, change: &Change) -> Result<String, Error> {
     let splices = match change {
         Change::Made(path) => match find(path) {
             Some(node) if edit::is_blank(node) => vec![edit::remove(node)],
-            _ => vec![],
-        },
-        Change::Opened(path) => match find(path) {
-            Some(node) if edit::is_blank(node) => edit::close(node),
             _ => vec![],
         },
         Change::Was {

@@ -11,7 +11,7 @@
 
 mod common;
 
-use common::{Exporter, Host};
+use common::{Exporter, ServedDaemon};
 use rustix::time::{ClockId, clock_gettime};
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ fn used() -> Duration {
 #[test]
 #[ignore = "measures what is compiled with --release: make check-ops"]
 fn a_scrape_each_second_costs_no_more_than_a_hundredth() {
-    let mut host = Host::with_more(VMS - 2);
+    let mut host = ServedDaemon::with_more(VMS - 2);
     let exporter = Exporter::start(&host, &[]);
     host.work(2000);
     let mut costs: Vec<f64> = (0..ROUNDS)

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Certificate, Exporter, Host, TIMEOUT, http};
+use common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
 use serde_json::Value;
 use std::io::Write;
 use std::net::TcpListener;
@@ -40,7 +40,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
 #[test]
 #[ignore = "needs Debian's package prometheus: make check-ops"]
 fn promtool_finds_nothing() {
-    let mut host = Host::new();
+    let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
     let (good, said) = promtool(&["check", "metrics"], &exporter.metrics(""));
@@ -162,7 +162,7 @@ fn filled(query: &str) -> String {
 #[test]
 #[ignore = "needs Debian's package prometheus: make check-ops"]
 fn every_query_of_dashboard_and_rules_is_answered() {
-    let mut host = Host::new();
+    let mut host = ServedDaemon::new();
     let token = host.path("token");
     std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("written");
     let tls = Certificate::new(host.path("tls"));

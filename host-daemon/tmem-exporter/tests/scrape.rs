@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Exporter, Host, TIMEOUT, http};
+use common::{Exporter, ServedDaemon, TIMEOUT, http};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::Command;
@@ -20,7 +20,7 @@ fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
 
 #[test]
 fn every_figure_that_may_be_told_is() {
-    let mut host = Host::new();
+    let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
     let text = exporter.metrics("");
@@ -47,7 +47,7 @@ fn every_figure_that_may_be_told_is() {
 /// The daemon, its command line and the metrics show the same numbers.
 #[test]
 fn figures_agree() {
-    let mut host = Host::new();
+    let mut host = ServedDaemon::new();
     host.work(300);
     let exporter = Exporter::start(&host, &[]);
     let stats = host.stats("a");
@@ -106,7 +106,7 @@ fn figures_agree() {
 /// Figures by which a guest could observe another guest are rounded to steps, or not exported.
 #[test]
 fn nothing_tells_of_single_shared_pages() {
-    let mut host = Host::new();
+    let mut host = ServedDaemon::new();
     host.work(50);
     let exporter = Exporter::start(&host, &[]);
     let text = exporter.metrics("");
@@ -131,7 +131,7 @@ fn nothing_tells_of_single_shared_pages() {
 /// Metrics of libvirt have the UUID of a domain, and info metrics join them with these.
 #[test]
 fn vms_and_versions_are_described() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     let text = exporter.metrics("");
     let info = "tmem_vm_info{vm=\"a\",uuid=\"01234567-89ab-cdef-0123-456789abcdef\",trust_domain=\"\"} 1.0";
@@ -167,7 +167,7 @@ fn vms_and_versions_are_described() {
 
 #[test]
 fn both_formats_are_spoken() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     let (head, body) = exporter.get(
         "/metrics",
@@ -192,7 +192,7 @@ fn both_formats_are_spoken() {
 
 #[test]
 fn without_the_token_there_is_nothing() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let file = host.path("token");
     std::fs::write(&file, "0123456789abcdef\n").expect("written");
     let exporter = Exporter::start(&host, &["--token-file", file.to_str().expect("text")]);
@@ -243,7 +243,7 @@ fn it_does_not_listen_to_others_without_a_token() {
 
 #[test]
 fn a_daemon_that_is_away_or_hangs_is_a_metric() {
-    let mut host = Host::new();
+    let mut host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     assert!(exporter.metrics("").contains("tmem_up 1.0"));
     host.stop();
@@ -259,7 +259,7 @@ fn a_daemon_that_is_away_or_hangs_is_a_metric() {
 
 #[test]
 fn odd_clients_harm_nobody() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     for request in [
         "nonsense\r\n\r\n".to_string(),
@@ -305,7 +305,7 @@ fn odd_clients_harm_nobody() {
 
 #[test]
 fn vms_beyond_the_limit_are_left_out() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &["--vms-max", "1"]);
     let text = exporter.metrics("");
     assert!(text.contains("vm=\"a\"") && !text.contains("vm=\"b\""));

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{Certificate, Exporter, Host, TIMEOUT, http};
+use common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
@@ -48,7 +48,7 @@ fn https(
     Ok(answer)
 }
 
-fn start(host: &Host, tls: &Certificate, more: &str, options: &[&str]) -> Exporter {
+fn start(host: &ServedDaemon, tls: &Certificate, more: &str, options: &[&str]) -> Exporter {
     let config = tls.web_config(more);
     let config = config.to_str().expect("text");
     Exporter::start(host, &[&["--web.config.file", config], options].concat())
@@ -56,7 +56,7 @@ fn start(host: &Host, tls: &Certificate, more: &str, options: &[&str]) -> Export
 
 #[test]
 fn metrics_are_served_over_tls_only() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let exporter = start(&host, &tls, "", &[]);
     let answer = https(exporter.address(), &tls, None).expect("an answer");
@@ -83,7 +83,7 @@ fn metrics_are_served_over_tls_only() {
 
 #[test]
 fn clients_need_a_certificate_if_it_is_required() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let client = Certificate::new(host.path("client"));
     let ca = format!(
@@ -103,7 +103,7 @@ fn clients_need_a_certificate_if_it_is_required() {
 /// Connections that never finish the handshake occupy all places, and are dropped in time.
 #[test]
 fn slow_handshakes_end() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let exporter = start(&host, &tls, "", &[]);
     let mut slow: Vec<TcpStream> = (0..8)
@@ -128,7 +128,7 @@ fn slow_handshakes_end() {
 
 #[test]
 fn wrong_files_are_named_at_the_start() {
-    let host = Host::new();
+    let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let run = |more: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));

@@ -14,14 +14,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::Duration;
 
-use tmem_pool::{
-    Engine, EngineConfig, GetResult, Put, PutResult, Quota, Tenant, TenantSpec, TenantStats, Time,
-};
-use tmemd::VmConfig;
+use tmem_pool::{GetResult, Put, PutResult, Tenant, TenantStats};
+use tmem_testing::HeadlessDaemon;
 use tmemd::events::bus::{Events, Subscription};
 use tmemd::parts::{
-    BackgroundWorkers, ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session,
-    SimulatedClock, Vm, WorkerContext, Workers,
+    ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session, SimulatedClock, Vm,
+    WorkerContext, Workers,
 };
 
 /// Size of the pool in bytes: enough for all pages that an input can put.
@@ -169,11 +167,10 @@ pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// Parts that are created once for all inputs, since reserving address space for a pool takes
 /// milliseconds. The pool is empty between two inputs.
 struct Base {
-    pool: Arc<Engine>,
+    daemon: HeadlessDaemon,
     vm: Arc<Vm>,
     neighbour: Tenant,
     workers: Arc<Workers>,
-    background: Arc<BackgroundWorkers>,
     context: RefCell<WorkerContext>,
     told: Arc<Subscription>,
 }
@@ -183,7 +180,7 @@ thread_local! {
 }
 
 /// A daemon with a connection of its guest.
-pub struct Host {
+pub struct FuzzedDaemon {
     base: Rc<Base>,
     /// Actions at checks.
     pub watch: Arc<Watch>,
@@ -202,36 +199,19 @@ fn content(index: u64) -> [u8; tmem_pool::PAGE_SIZE] {
 
 impl Base {
     fn new() -> Base {
-        let pool = Engine::new(EngineConfig::new(POOL_BYTES, 1)).expect("address space");
-        let tenant = |name: &str| {
-            let quota = Quota {
-                reserve_bytes: 0,
-                limit_bytes: None,
-                weight: 100,
-            };
-            let mut spec = TenantSpec::new(name, quota);
-            spec.trust_domain = Some("team".into());
-            pool.add_tenant(spec).expect("nothing is reserved")
-        };
+        let daemon = HeadlessDaemon::new(POOL_BYTES, 1, ClockAndEntropy::host());
+        let tenant = |name: &str| daemon.tenant(name, Some("team"), 0);
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
         neighbour.create_pool(POOL).expect("the first");
         let events: Arc<Events> = Arc::default();
         let told = events.subscribe().expect("a descriptor");
-        let config: VmConfig = "name=guest,socket=none".parse().expect("good");
-        let vm = Arc::new(Vm::new(config, guest, None, events));
-        let background = BackgroundWorkers::start(
-            pool.clone(),
-            &ClockAndEntropy::host(),
-            0,
-            &Default::default(),
-        );
+        let vm = daemon.vm("guest", guest, events);
         let workers = Workers::without_threads(1, Duration::ZERO).expect("descriptors");
         Base {
-            pool,
             vm,
             neighbour,
             workers: Arc::new(workers),
-            background: background.expect("no thread is started"),
+            daemon,
             context: RefCell::new(WorkerContext::new().expect("memory")),
             told,
         }
@@ -240,7 +220,7 @@ impl Base {
     /// Does all background work: finds equal pages, compresses others, frees dropped pages.
     fn maintain_all(&self, now_ns: u64) {
         let mut steps = 0;
-        while self.pool.maintain(Time(now_ns), 16) {
+        while self.daemon.maintain(now_ns, 16) {
             steps += 1;
             assert!(steps < ROUNDS_MAX, "background work for ever");
         }
@@ -277,23 +257,23 @@ impl Base {
     }
 }
 
-impl Host {
+impl FuzzedDaemon {
     /// Creates a daemon, a neighbour with pages, and a guest that is connected and has not shared
     /// memory yet.
-    pub fn new() -> Host {
+    pub fn new() -> FuzzedDaemon {
         let base = BASE.with(Rc::clone);
         base.give_the_neighbour_its_pages();
         let watch: Arc<Watch> = Arc::default();
         let shared = ConnectionContext {
             workers: base.workers.clone(),
-            background: base.background.clone(),
+            background: base.daemon.background.clone(),
             clock: ClockAndEntropy::Simulated(watch.clone()),
         };
         let (own, front_end) = UnixStream::pair().expect("descriptors");
         let looks = watch.clone();
         let peer = Peer::simulated(Box::new(move || looks.look()));
         let session = Session::begin(&base.vm, &own, peer, &shared);
-        Host {
+        FuzzedDaemon {
             base,
             watch,
             session: session.expect("nobody else is there"),
@@ -304,8 +284,8 @@ impl Host {
     /// Runs the worker until no work is left, in bounded steps.
     pub fn work(&mut self) {
         let Base {
+            daemon,
             workers,
-            background,
             context,
             vm,
             ..
@@ -314,7 +294,9 @@ impl Host {
         for _ in 0..ROUNDS_MAX {
             let before = self.watch.looks.load(SeqCst);
             let stats = vm.tenant.stats();
-            workers.round(0, &mut context, background).expect("epoll");
+            workers
+                .round(0, &mut context, &daemon.background)
+                .expect("epoll");
             let work_ns = work_ns(&stats, &vm.tenant.stats());
             assert!(
                 work_ns <= WORK_PER_SLICE_MAX_NS,
@@ -323,7 +305,7 @@ impl Host {
             let looks = self.watch.looks.load(SeqCst) - before;
             assert!(looks <= LOOKS_PER_ROUND_MAX, "a turn of {looks} looks");
             if looks == 0 {
-                background.unmap();
+                daemon.background.unmap();
                 return;
             }
         }
@@ -373,12 +355,12 @@ impl Host {
     /// Ends the connection, and asserts that the neighbour has all its pages.
     pub fn end(self) {
         self.check();
-        let Host { base, session, .. } = self;
+        let FuzzedDaemon { base, session, .. } = self;
         session.end();
         base.take_the_neighbours_pages();
         base.maintain_all(0);
-        base.background.unmap();
-        let held = base.pool.stats().pages;
+        base.daemon.background.unmap();
+        let held = base.daemon.pool.stats().pages;
         assert_eq!(held, 0, "pages of nobody");
     }
 }

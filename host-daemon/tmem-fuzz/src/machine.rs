@@ -17,7 +17,7 @@ use vhost::vhost_user::message::{
     VhostUserConfigFlags, VhostUserVirtioFeatures, VhostUserVringAddrFlags,
 };
 
-use crate::host::{Host, lock};
+use crate::host::{FuzzedDaemon, lock};
 use crate::judge::{Chain, Due, Model, Piece, due, walk};
 use crate::ram::{BASE, Ram};
 
@@ -85,7 +85,7 @@ struct Plan {
 /// A guest, its front end and the daemon.
 pub struct Machine {
     /// The daemon.
-    pub host: Host,
+    pub host: FuzzedDaemon,
     /// Memory of the guest.
     pub ram: Ram,
     /// Rings of the guest.
@@ -98,7 +98,7 @@ pub struct Machine {
     pub judged: bool,
 }
 
-fn device(host: &Host) -> MutexGuard<'_, Device> {
+fn device(host: &FuzzedDaemon) -> MutexGuard<'_, Device> {
     lock(host.session.device())
 }
 
@@ -117,7 +117,7 @@ impl Machine {
             running: false,
         };
         let mut machine = Machine {
-            host: Host::new(),
+            host: FuzzedDaemon::new(),
             ram: Ram::new(),
             rings: [ring(0), ring(1)],
             model: Model::default(),
@@ -442,7 +442,7 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
 
-    /// Each chain drops as many pages as one slice may, and [`Host::work`] checks the bound: all
+    /// Each chain drops as many pages as one slice may, and [`FuzzedDaemon::work`] checks the bound: all
     /// chains together take many slices.
     #[test]
     fn a_slice_of_many_flushes_is_bounded() {

@@ -20,9 +20,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::retry_on_intr;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use tempfile::TempDir;
 use tmem_sim::{Driver, DriverConfig, GuestConfig, Request};
-use tmemd::{Config, Daemon};
+use tmem_testing::TestDaemon;
 
 use crate::input::Input;
 use crate::ram::{BASE, Ram, TOP};
@@ -73,9 +72,8 @@ static PANICKED: AtomicBool = AtomicBool::new(false);
 
 /// The daemon, created once for all inputs, and the other VM.
 struct World {
-    _daemon: Daemon,
+    daemon: TestDaemon,
     neighbour: Driver,
-    folder: TempDir,
     inputs: u64,
 }
 
@@ -90,41 +88,17 @@ impl World {
             PANICKED.store(true, SeqCst);
             before(panic);
         }));
-        let folder = tempfile::tempdir().expect("a folder");
-        let at = |name: &str| folder.path().join(name);
-        let vm = |name: &str| {
-            let text = format!(
-                "name={name},socket={},trust_domain=team",
-                at(name).display()
-            );
-            text.parse().expect("good")
-        };
-        let daemon = Daemon::start(Config {
-            pool_size_bytes: 64 << 20,
-            workers: 2,
-            background_threads: 1,
-            waiting: Default::default(),
-            vm_pages_per_second: 0,
-            control: at("control"),
-            control_group: None,
-            control_read_only: None,
-            control_read_only_group: None,
-            run_folder: folder.path().into(),
-            vms: vec![vm("liar"), vm("neighbour")],
-            pressure: None,
-            trace: None,
-        });
+        let daemon = TestDaemon::start(&["liar,trust_domain=team", "neighbour,trust_domain=team"]);
         let guest = GuestConfig {
             name: "neighbour".into(),
             ..GuestConfig::default()
         };
         let mut neighbour = Driver::new(guest, DriverConfig::default()).expect("memory");
-        let connected = neighbour.connect(&at("neighbour"));
+        let connected = neighbour.connect(&daemon.path("neighbour.sock"));
         connected.expect("the daemon is there");
         World {
-            _daemon: daemon.expect("it starts"),
+            daemon,
             neighbour,
-            folder,
             inputs: 0,
         }
     }
@@ -146,7 +120,7 @@ impl World {
 pub fn run(bytes: &[u8]) {
     WORLD.with_borrow_mut(|world| {
         let mut input = Input::new(bytes);
-        let path = world.folder.path().join("liar");
+        let path = world.daemon.path("liar.sock");
         let mut front_end = FrontEnd::connect(&path);
         for _ in 0..STEPS_MAX {
             if input.is_empty() {

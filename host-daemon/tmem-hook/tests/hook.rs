@@ -13,7 +13,8 @@ use std::process::{Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
-use tmemd::{Config, Daemon, PressureConfig};
+use tmem_testing::TestDaemon;
+use tmemd::PressureConfig;
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const POOL_BYTES: u64 = 64 << 20;
@@ -24,44 +25,28 @@ const AVAILABLE_BYTES: u64 = FREE_MIN_BYTES + (512 << 20);
 /// Number of clients that the control socket accepts.
 const PLACES: usize = 16;
 
-struct Host {
-    folder: tempfile::TempDir,
-    _daemon: Daemon,
+struct HookTest {
+    daemon: TestDaemon,
 }
 
-fn host() -> Host {
-    let folder = tempfile::tempdir().expect("folder");
-    let path = |name: &str| folder.path().join(name);
-    let meminfo = format!("MemAvailable:   {} kB\n", AVAILABLE_BYTES >> 10);
-    fs::write(path("meminfo"), meminfo).expect("written");
-    let daemon = Daemon::start(Config {
-        pool_size_bytes: POOL_BYTES,
-        workers: 1,
-        background_threads: 1,
-        waiting: Default::default(),
-        vm_pages_per_second: 0,
-        control: path("control"),
-        control_group: None,
-        control_read_only: None,
-        control_read_only_group: None,
-        run_folder: folder.path().into(),
-        vms: vec![],
-        pressure: Some(PressureConfig {
+fn host() -> HookTest {
+    let daemon = TestDaemon::start_with(&[], |config| {
+        let meminfo = config.run_folder.join("meminfo");
+        let text = format!("MemAvailable:   {} kB\n", AVAILABLE_BYTES >> 10);
+        fs::write(&meminfo, text).expect("written");
+        config.pool_size_bytes = POOL_BYTES;
+        config.pressure = Some(PressureConfig {
             host_free_min_bytes: FREE_MIN_BYTES,
-            meminfo: path("meminfo"),
+            meminfo,
             stalls: None,
-        }),
-        trace: None,
+        });
     });
-    Host {
-        folder,
-        _daemon: daemon.expect("starts"),
-    }
+    HookTest { daemon }
 }
 
-impl Host {
+impl HookTest {
     fn control(&self) -> PathBuf {
-        self.folder.path().join("control")
+        self.daemon.path("control")
     }
 
     fn vms(&self) -> Vec<tmem_control::Vm> {
@@ -78,7 +63,7 @@ impl Host {
 
 /// Connects clients until every place at the control socket is taken. Earlier clients may still
 /// hold some places for a moment.
-fn clients(host: &Host) -> Vec<tmem_control::VarlinkClient> {
+fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     let mut clients = Vec::new();
     until("every place is taken", || {
         let mut client = tmem_control::connect(&host.control()).expect("connects");
@@ -159,7 +144,7 @@ fn device(socket: &Path) -> String {
 #[test]
 fn a_vm_that_arrives_where_it_is_has_another_socket() {
     let host = host();
-    let socket = |name: &str| host.folder.path().join(name);
+    let socket = |name: &str| host.daemon.folder().join(name);
     let at = |socket: &Path| xml(1, &device(socket));
     let run = |operation: &str, xml: &str| {
         let output = hook(&host.control(), operation, xml);
@@ -193,7 +178,7 @@ fn a_vm_that_arrives_where_it_is_has_another_socket() {
 #[test]
 fn a_vm_with_the_device_is_served_and_has_room() {
     let host = host();
-    let socket = host.folder.path().join("a.sock");
+    let socket = host.daemon.folder().join("a.sock");
     let output = hook(&host.control(), "prepare", &xml(1024, &device(&socket)));
     assert!(output.status.success() && output.stderr.is_empty());
     assert!(socket.exists());
@@ -253,8 +238,8 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
 /// The hook waits for a place at the daemon, as needed when many VMs start together.
 #[test]
 fn a_place_at_the_daemon_is_waited_for() {
-    let run = |host: &Host, operation: &str, device: &str| {
-        let front = host.folder.path().join("door");
+    let run = |host: &HookTest, operation: &str, device: &str| {
+        let front = host.daemon.folder().join("door");
         let shut_out = door(&front, host.control());
         let clients = clients(host);
         std::thread::scope(|scope| {
@@ -277,7 +262,7 @@ fn a_place_at_the_daemon_is_waited_for() {
         let stats = client.expect("connects").get_stats(None).call();
         stats.is_ok_and(|stats| stats.pool.size_bytes == 1 << 20)
     });
-    let socket = host.folder.path().join("a.sock");
+    let socket = host.daemon.folder().join("a.sock");
     run(&host, "prepare", &device(&socket));
     assert!(socket.exists());
     run(&host, "release", &device(&socket));
@@ -287,7 +272,7 @@ fn a_place_at_the_daemon_is_waited_for() {
 #[test]
 fn a_daemon_without_a_place_holds_up_a_start_for_a_while_only() {
     let host = host();
-    let xml = xml(1024, &device(&host.folder.path().join("a.sock")));
+    let xml = xml(1024, &device(&host.daemon.folder().join("a.sock")));
     let _clients = clients(&host);
     for operation in ["migrate", "prepare", "release"] {
         let begun = Instant::now();

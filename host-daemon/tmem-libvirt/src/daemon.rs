@@ -14,7 +14,7 @@ use tmem_control as api;
 use tmem_control::{VarlinkClientInterface, VmSpec};
 
 /// Time after which a VM is removed that has no connection and whose domain does not run: the
-/// daemon could not be told of its end. A start that is under way takes less.
+/// daemon could not be informed of its end. A start that is under way takes less.
 const STRAY: Duration = Duration::from_secs(60);
 
 /// The daemon, and the VMs that it should serve.
@@ -23,7 +23,7 @@ pub struct Daemon {
     /// The request of each running domain, by UUID.
     wishes: HashMap<String, Wish>,
     /// The description that the daemon accepted last, by UUID.
-    told: HashMap<String, VmSpec>,
+    accepted: HashMap<String, VmSpec>,
     /// The problem that was logged last, by UUID, so that each is logged once.
     complaints: HashMap<String, String>,
     /// When a VM whose domain does not run was first seen, by socket.
@@ -47,7 +47,7 @@ impl Daemon {
         Daemon {
             socket: socket.into(),
             wishes: HashMap::new(),
-            told: HashMap::new(),
+            accepted: HashMap::new(),
             complaints: HashMap::new(),
             strays: HashMap::new(),
             ran: HashSet::new(),
@@ -63,7 +63,7 @@ impl Daemon {
             }
             None => {
                 self.wishes.remove(uuid);
-                self.told.remove(uuid);
+                self.accepted.remove(uuid);
                 self.complaints.remove(uuid);
             }
         }
@@ -72,7 +72,7 @@ impl Daemon {
     /// Forgets all domains that are not in `running`.
     pub fn forget_others(&mut self, running: &[String]) {
         self.wishes.retain(|uuid, _| running.contains(uuid));
-        self.told.retain(|uuid, _| running.contains(uuid));
+        self.accepted.retain(|uuid, _| running.contains(uuid));
         self.complaints.retain(|uuid, _| running.contains(uuid));
     }
 
@@ -179,8 +179,9 @@ impl Daemon {
             (Some(Wish::Served(spec)), None) => Some(Ok(spec.clone())),
             (Some(Wish::Nonsense(what)), _) => Some(Err(what.clone())),
             (Some(Wish::So(spec)), there) => {
-                let same = there
-                    .is_some_and(|vm| vm.quota == spec.quota && self.told.get(uuid) == Some(spec));
+                let same = there.is_some_and(|vm| {
+                    vm.quota == spec.quota && self.accepted.get(uuid) == Some(spec)
+                });
                 (!same).then(|| Ok(spec.clone()))
             }
         };
@@ -199,7 +200,7 @@ impl Daemon {
                         self.wish(uuid, None);
                         return Ok(());
                     }
-                    if self.told.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
+                    if self.accepted.insert(uuid.into(), spec.clone()).as_ref() != Some(&spec) {
                         let (vm, quota) = (&*spec.name, &spec.quota);
                         tracing::info!(vm, ?quota, "domain {vm}: quota sent to the daemon");
                     }
@@ -242,7 +243,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Removes VMs whose end the daemon could not be told.
+    /// Removes VMs whose end the daemon could not be accepted.
     fn remove_strays(
         &mut self,
         client: &mut api::VarlinkClient,
@@ -287,14 +288,12 @@ mod tests {
     use super::*;
     use std::cell::RefCell;
     use std::os::unix::net::UnixStream;
-    use tempfile::TempDir;
-    use tmemd::Config;
+    use tmem_testing::TestDaemon;
 
     const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 
-    struct Host {
-        folder: TempDir,
-        tmemd: Option<tmemd::Daemon>,
+    struct BridgeTest {
+        tmemd: TestDaemon,
         bridge: Daemon,
         /// The only domain as libvirt reports it; None means that it does not run.
         running: RefCell<Option<Wish>>,
@@ -303,43 +302,21 @@ mod tests {
         now: Instant,
     }
 
-    impl Host {
-        fn new() -> Host {
-            let folder = tempfile::tempdir().expect("a folder");
-            let bridge = Daemon::new(&folder.path().join("control"));
-            let mut host = Host {
-                folder,
-                tmemd: None,
+    impl BridgeTest {
+        fn new() -> BridgeTest {
+            let tmemd = TestDaemon::start(&[]);
+            let bridge = Daemon::new(&tmemd.path("control"));
+            BridgeTest {
+                tmemd,
                 bridge,
                 running: RefCell::new(None),
                 otherwise: State::Stopped,
                 now: Instant::now(),
-            };
-            host.start();
-            host
-        }
-
-        fn start(&mut self) {
-            let config = Config {
-                pool_size_bytes: 64 << 20,
-                workers: 1,
-                background_threads: 1,
-                waiting: Default::default(),
-                vm_pages_per_second: 0,
-                control: self.folder.path().join("control"),
-                control_group: None,
-                control_read_only: None,
-                control_read_only_group: None,
-                run_folder: self.folder.path().into(),
-                vms: vec![],
-                pressure: None,
-                trace: None,
-            };
-            self.tmemd = Some(tmemd::Daemon::start(config).expect("starts"));
+            }
         }
 
         fn spec(&self, limit: i64) -> VmSpec {
-            let socket = self.folder.path().join("a.sock");
+            let socket = self.tmemd.path("a.sock");
             VmSpec {
                 uuid: UUID.into(),
                 name: "web".into(),
@@ -381,7 +358,7 @@ mod tests {
         }
 
         fn client(&self) -> api::VarlinkClient {
-            api::connect(&self.folder.path().join("control")).expect("connects")
+            self.tmemd.client()
         }
 
         fn vms(&self) -> Vec<api::Vm> {
@@ -391,7 +368,7 @@ mod tests {
 
     #[test]
     fn what_a_domain_asks_for_is_so() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
         host.wish(Some(Wish::So(host.spec(6))));
@@ -420,7 +397,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_shown_and_changes_nothing() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.wish(Some(Wish::Nonsense("unit XiB".into())));
         let vm = host.vms().remove(0);
@@ -454,15 +431,15 @@ mod tests {
 
     #[test]
     fn a_daemon_that_was_away_is_told() {
-        let mut host = Host::new();
-        host.tmemd = None;
+        let mut host = BridgeTest::new();
+        host.tmemd.stop();
         host.wish(Some(Wish::So(host.spec(5))));
-        host.start();
+        host.tmemd.restart();
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
-        host.tmemd = None;
+        host.tmemd.stop();
         host.wish(Some(Wish::So(host.spec(6))));
-        host.start();
+        host.tmemd.restart();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5), "as it was noted");
         host.reconcile();
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(6));
@@ -471,14 +448,14 @@ mod tests {
     /// Each end of a migration on one host is changed only by its own bridge.
     #[test]
     fn each_end_of_a_migration_has_its_own_bridge() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         let socket = host.spec(5).socket;
         let _qemu = host.connect();
         let mut other = host.spec(7);
         other.socket = socket.replace("a.sock", "b.sock");
         host.client().add_vm(other.clone()).call().expect("added");
-        let limits = |host: &Host| -> Vec<_> {
+        let limits = |host: &BridgeTest| -> Vec<_> {
             let vms = host.vms().into_iter();
             vms.map(|vm| (vm.name, vm.quota.limit_bytes)).collect()
         };
@@ -498,7 +475,7 @@ mod tests {
     /// The hook removes a VM before libvirt reports its end. The bridge must not add it again.
     #[test]
     fn a_vm_that_stops_is_not_added_again() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.client()
             .remove_vm(UUID.into(), host.spec(5).socket)
@@ -512,7 +489,7 @@ mod tests {
     /// The VM stops after libvirt was asked and before the daemon is.
     #[test]
     fn a_vm_that_stops_meanwhile_is_removed_again() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         let spec = host.spec(5);
         for wish in [Wish::So(spec.clone()), Wish::Served(spec)] {
             host.bridge.wish(UUID, Some(wish.clone()));
@@ -533,7 +510,7 @@ mod tests {
     /// The VM stops after libvirt was asked and before the daemon is, and libvirt stops, too.
     #[test]
     fn a_vm_that_stops_during_reconcile_is_removed_later() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         let wish = Some(Wish::So(host.spec(5)));
         host.bridge.wish(UUID, wish.clone());
         let read = RefCell::new(wish);
@@ -552,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_stray_is_removed_in_time() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.wish(None);
         host.now += STRAY / 2;
@@ -567,7 +544,7 @@ mod tests {
         host.now += STRAY;
         *host.running.borrow_mut() = Some(Wish::So(host.spec(5)));
         host.reconcile();
-        assert_eq!(host.vms().len(), 1, "it runs, which was not told yet");
+        assert_eq!(host.vms().len(), 1, "it runs, which was not reported yet");
         *host.running.borrow_mut() = None;
         host.reconcile();
         assert!(host.vms().is_empty());
@@ -576,9 +553,9 @@ mod tests {
     /// The domain was transient, or migrated away, while the daemon did not run.
     #[test]
     fn a_stray_that_libvirt_knows_no_more_is_removed_if_it_ran() {
-        let mut host = Host::new();
+        let mut host = BridgeTest::new();
         host.otherwise = State::Unknown;
-        let are_left = |host: &mut Host| {
+        let are_left = |host: &mut BridgeTest| {
             host.reconcile();
             host.now += STRAY;
             host.reconcile();
@@ -586,9 +563,9 @@ mod tests {
         };
         host.wish(Some(Wish::So(host.spec(5))));
         host.reconcile();
-        host.tmemd = None;
+        host.tmemd.stop();
         host.wish(None);
-        host.start();
+        host.tmemd.restart();
         assert_eq!(host.vms().len(), 1, "as it was noted");
         assert_eq!(are_left(&mut host), 0);
         host.reconcile();

@@ -41,7 +41,7 @@ const KEEPALIVE: (c_int, u32) = (5, 3);
 /// would have to outlive all connections.
 static EVENTS: OnceLock<Sender<Event>> = OnceLock::new();
 
-fn tell(event: Event) {
+fn send(event: Event) {
     if let Some(events) = EVENTS.get() {
         // At the end of the process the receiver no longer exists.
         let _ = events.send(event);
@@ -98,7 +98,7 @@ unsafe fn happened(domain: sys::virDomainPtr) {
         .map(|byte| *byte as u8)
         .take_while(|byte| *byte != 0)
         .collect();
-    tell(Event::Domain(String::from_utf8_lossy(&bytes).into_owned()));
+    send(Event::Domain(String::from_utf8_lossy(&bytes).into_owned()));
 }
 
 /// Implements libvirt's virConnectDomainEventCallback.
@@ -129,7 +129,7 @@ unsafe extern "C" fn metadata(
 /// Implements libvirt's virConnectCloseFunc. `opaque` is the connection's number and is never
 /// dereferenced.
 unsafe extern "C" fn closed(_connection: sys::virConnectPtr, _reason: c_int, opaque: *mut c_void) {
-    tell(Event::Closed(opaque as usize));
+    send(Event::Closed(opaque as usize));
 }
 
 /// A connection to libvirt.

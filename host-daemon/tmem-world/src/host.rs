@@ -9,11 +9,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
-use tmem_pool::{Engine, EngineConfig, Quota, TenantSpec, Time};
-use tmemd::VmConfig;
+use tmem_pool::Quota;
+use tmem_testing::HeadlessDaemon;
 use tmemd::parts::{
-    BackgroundWorkers, ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session,
-    SimulatedClock, Vm, WorkerContext, Workers,
+    ClockAndEntropy, ConnectionContext, Device, HungUp, Peer, Session, SimulatedClock, Vm,
+    WorkerContext, Workers,
 };
 
 use crate::clock::Clock;
@@ -94,7 +94,7 @@ impl Fuse {
 
 /// Configuration of a host.
 #[derive(Clone, Debug)]
-pub struct HostConfig {
+pub struct SimulatedDaemonConfig {
     /// Seed of the pool's hash and of the generations.
     pub seed: u64,
     /// Size of the pool in bytes.
@@ -110,8 +110,8 @@ pub struct HostConfig {
 }
 
 /// A daemon that runs.
-pub struct Host {
-    pool: Arc<Engine>,
+pub struct SimulatedDaemon {
+    daemon: HeadlessDaemon,
     vms: Vec<Arc<Vm>>,
     shared: ConnectionContext,
     contexts: Vec<WorkerContext>,
@@ -126,43 +126,30 @@ pub struct Host {
 /// Pages of background work in one step.
 const MAINTAIN_PAGES: usize = 16;
 
-impl Host {
+impl SimulatedDaemon {
     /// Starts a daemon.
-    pub fn boot(config: &HostConfig, now_ns: Arc<AtomicU64>) -> Host {
+    pub fn boot(config: &SimulatedDaemonConfig, now_ns: Arc<AtomicU64>) -> SimulatedDaemon {
         let counted = config.mutation == Some(Mutation::GenerationCounted);
         let clock = Arc::new(Clock::new(now_ns, config.seed, counted));
-        let pool =
-            Engine::new(EngineConfig::new(config.pool_bytes, config.seed)).expect("address space");
+        let simulated = ClockAndEntropy::Simulated(clock.clone());
+        let daemon = HeadlessDaemon::new(config.pool_bytes, config.seed, simulated);
         let mut vms: Vec<Arc<Vm>> = Vec::new();
         for (number, domain) in config.domains.iter().enumerate() {
-            let text = format!("name=g{number},socket=none");
-            let mut vm: VmConfig = text.parse().expect("a good name");
-            vm.trust_domain = domain.clone();
+            let name = format!("g{number}");
             let tenant = match vms.first() {
                 Some(first) if config.mutation == Some(Mutation::TenantsMixed) => {
                     first.tenant.clone()
                 }
-                _ => {
-                    let mut spec = TenantSpec::new(&vm.name, vm.quota);
-                    spec.trust_domain = domain.clone();
-                    pool.add_tenant(spec).expect("nothing is reserved")
-                }
+                _ => daemon.tenant(&name, domain.as_deref(), 0),
             };
-            vms.push(Arc::new(Vm::new(vm, tenant, None, Arc::default())));
+            vms.push(daemon.vm(&name, tenant, Arc::default()));
         }
-        let simulated = ClockAndEntropy::Simulated(clock.clone());
-        let background = BackgroundWorkers::start(pool.clone(), &simulated, 0, &Default::default())
-            .expect("no thread is started");
         let workers =
             Workers::without_threads(config.workers, config.poll_max).expect("descriptors");
-        Host {
-            pool,
+        SimulatedDaemon {
             vms,
-            shared: ConnectionContext {
-                workers: Arc::new(workers),
-                background,
-                clock: simulated,
-            },
+            shared: daemon.context(workers),
+            daemon,
             contexts: (0..config.workers)
                 .map(|_| WorkerContext::new().expect("memory"))
                 .collect(),
@@ -193,14 +180,13 @@ impl Host {
             return false;
         }
         self.shared.background.unmap();
-        self.pool
-            .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)
+        self.daemon.maintain(self.clock.now_ns(), MAINTAIN_PAGES)
     }
 
     /// Changes the size of the pool in bytes, as for a host that is short of memory or no longer
     /// is.
     pub fn resize(&self, bytes: u64) {
-        self.pool.resize(bytes);
+        self.daemon.pool.resize(bytes);
     }
 
     /// Changes a VM's quota.

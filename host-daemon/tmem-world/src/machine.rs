@@ -20,7 +20,7 @@ use vhost::vhost_user::message::{
     VhostUserVringAddrFlags,
 };
 
-use crate::host::{Fuse, Host};
+use crate::host::{Fuse, SimulatedDaemon};
 use crate::mutation::Mutation;
 use crate::transport::{Layout, Transport, ram};
 
@@ -149,7 +149,7 @@ impl Machine {
 
     /// Connects to a daemon, and returns the generation. None: the daemon refuses, because there is
     /// a connection already.
-    pub fn connect(&mut self, guest: usize, number: usize, host: &Host) -> Option<u64> {
+    pub fn connect(&mut self, guest: usize, number: usize, host: &SimulatedDaemon) -> Option<u64> {
         let hang_up = Fuse::new();
         let (session, stream) = host.connect(guest, &hang_up)?;
         let generation = generation(&mut device(&session));

@@ -18,7 +18,7 @@ use virtio_tmem as wire;
 
 use crate::content::{self, Version};
 use crate::driver::{DEADLINE_NS, Driver, Port};
-use crate::host::{Host, HostConfig};
+use crate::host::{SimulatedDaemon, SimulatedDaemonConfig};
 use crate::kernel::{FILES, Kernel, PAGES, Storage};
 use crate::machine::{Link, Machine};
 use crate::mutation::Mutation;
@@ -105,7 +105,7 @@ struct Late {
 pub struct World {
     setup: Setup,
     now_ns: Arc<AtomicU64>,
-    hosts: Vec<Option<Host>>,
+    hosts: Vec<Option<SimulatedDaemon>>,
     guests: Vec<Guest>,
     ghosts: Vec<Ghost>,
     late: Vec<Late>,
@@ -168,10 +168,10 @@ impl World {
         world
     }
 
-    fn boot(&mut self) -> Host {
+    fn boot(&mut self) -> SimulatedDaemon {
         self.boots += 1;
         let domain = self.setup.one_domain.then(|| "all".to_string());
-        let config = HostConfig {
+        let config = SimulatedDaemonConfig {
             seed: mix(self.setup.seed, 1_000 + self.boots),
             pool_bytes: u64::from(self.setup.pool_kib) << 10,
             workers: self.setup.workers,
@@ -179,7 +179,7 @@ impl World {
             domains: vec![domain; self.setup.guests],
             mutation: self.setup.mutation,
         };
-        Host::boot(&config, self.now_ns.clone())
+        SimulatedDaemon::boot(&config, self.now_ns.clone())
     }
 
     fn is(&self, mutation: Mutation) -> bool {
@@ -577,7 +577,7 @@ impl World {
 }
 
 /// Stores a page. False: there is no room, or no pool.
-fn put(host: &Host, guest: usize, kept: &Kept) -> bool {
+fn put(host: &SimulatedDaemon, guest: usize, kept: &Kept) -> bool {
     let page = kept.content.page();
     let put = Put {
         object: kept.key.object,

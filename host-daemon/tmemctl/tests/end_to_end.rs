@@ -4,50 +4,16 @@
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::net::UnixListener;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 use std::time::Duration;
-use tmemd::{Config, Daemon};
+use tmem_testing::TestDaemon;
 
-struct Host {
-    directory: tempfile::TempDir,
-    daemon: Daemon,
-}
-
-fn host() -> Host {
-    let directory = tempfile::tempdir().expect("directory");
-    let path = |name: &str| directory.path().join(name);
-    let vm = |text: &str| {
-        let socket = path(text.split(',').next().expect("a name"));
-        let text = format!("socket={}.sock,name={text}", socket.display());
-        text.parse().expect("good")
-    };
-    let config = Config {
-        pool_size_bytes: 64 << 20,
-        workers: 1,
-        background_threads: 1,
-        waiting: Default::default(),
-        vm_pages_per_second: 0,
-        control: path("control"),
-        control_group: None,
-        control_read_only: Some(path("read-only")),
-        control_read_only_group: None,
-        run_folder: directory.path().into(),
-        vms: vec![
-            vm("web"),
-            vm("db,trust_domain=team,reserve=1MiB,limit=8MiB,weight=7"),
-        ],
-        pressure: None,
-        trace: None,
-    };
-    let daemon = Daemon::start(config).expect("starts");
-    Host { directory, daemon }
-}
-
-impl Host {
-    fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
-    }
+fn host() -> TestDaemon {
+    TestDaemon::start(&[
+        "web",
+        "db,trust_domain=team,reserve=1MiB,limit=8MiB,weight=7",
+    ])
 }
 
 fn tmemctl(socket: &Path, arguments: &[&str]) -> Output {
@@ -109,7 +75,7 @@ fn stats_prints_all_vms_or_the_named_one() {
     let host = host();
     let control = host.path("control");
     let text = printed(&tmemctl(&control, &["stats"]));
-    assert!(text.contains("1 workers, 0 of 2 VMs connected"), "{text}");
+    assert!(text.contains("2 workers, 0 of 2 VMs connected"), "{text}");
     let requests = "s of processor time for requests, ";
     let (_, background) = text.split_once(requests).expect("it says what it takes");
     for part in [
@@ -158,7 +124,7 @@ fn fails(output: &Output, code: i32, parts: &[&str]) {
 
 #[test]
 fn errors_name_the_socket_and_what_to_do() {
-    let host = host();
+    let mut host = host();
     let control = host.path("control");
     fails(
         &tmemctl(&control, &["stats", "nobody"]),
@@ -167,7 +133,7 @@ fn errors_name_the_socket_and_what_to_do() {
     );
     fails(&tmemctl(&control, &["dance"]), 2, &["dance"]);
 
-    host.daemon.stop();
+    host.stop();
     let path = control.display().to_string();
     fails(
         &tmemctl(&control, &["list"]),
@@ -449,7 +415,7 @@ impl Drop for Printing {
 #[test]
 fn events_are_printed_as_they_come() {
     use std::io::{BufRead, BufReader};
-    let host = host();
+    let mut host = host();
     let control = host.path("control");
     let begin = |arguments: &[&str]| {
         let mut printing = Printing::start(&host.path("read-only"), arguments);
@@ -490,7 +456,7 @@ fn events_are_printed_as_they_come() {
         "{line}"
     );
     assert!(first.next().is_none(), "one is enough without --loop");
-    host.daemon.stop();
+    host.stop();
     assert_eq!(one.0.wait().expect("ended").code(), Some(0));
     assert_eq!(
         all.0.wait().expect("ended").code(),
@@ -523,12 +489,12 @@ fn rates_are_printed_each_interval() {
 
 #[test]
 fn versions_are_told_with_and_without_a_daemon() {
-    let host = host();
+    let mut host = host();
     let control = host.path("control");
     let own = env!("CARGO_PKG_VERSION");
     let text = printed(&tmemctl(&control, &["version"]));
     assert_eq!(text, format!("tmemctl {own}\ntmemd   {own}\n"));
-    host.daemon.stop();
+    host.stop();
     let text = printed(&tmemctl(&control, &["version"]));
     assert!(
         text.contains("tmemd   - (there is no control socket"),
@@ -647,7 +613,7 @@ fn every_command_has_help() {
 
 #[test]
 fn the_doctor_finds_faults_and_says_what_mends_them() {
-    let host = host();
+    let mut host = host();
     let control = host.path("control");
     // The directory stands for a host without libvirt, KVM and PSI.
     let root = host.path("root");
@@ -685,7 +651,7 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
         mends("systemctl restart tmemd") && mends("tmemctl thaw web"),
         "{json}"
     );
-    host.daemon.stop();
+    host.stop();
     let output = tmemctl(&control, &["doctor", "--root", &root]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert_eq!(output.status.code(), Some(8));
@@ -706,13 +672,13 @@ const LIBVIRTS: [&[&str]; 2] = [
 #[cfg(not(feature = "libvirt"))]
 const LIBVIRTS: [&[&str]; 1] = [&[]];
 
-fn run_quota(host: &Host, libvirt: &[&str], arguments: &[&str]) -> Output {
+fn run_quota(host: &TestDaemon, libvirt: &[&str], arguments: &[&str]) -> Output {
     let all = [&["quota"][..], arguments, libvirt].concat();
     tmemctl(&host.path("control"), &all)
 }
 
 /// Returns the daemon's entry of a VM.
-fn listed(host: &Host, name: &str) -> serde_json::Value {
+fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
     let text = printed(&tmemctl(&host.path("control"), &["list", "--json"]));
     let list: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     let vms = list["vms"].as_array().expect("VMs");

@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
-use tmemd::{Config, Daemon};
+use tmem_testing::TestDaemon;
 
 /// Bound of each wait, long enough for a loaded machine; no time is measured.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -60,29 +60,6 @@ impl Drop for Tmux {
     fn drop(&mut self) {
         self.run(&["kill-server"]);
     }
-}
-
-fn daemon(folder: &Path) -> Daemon {
-    let vm = |name: &str| {
-        let text = format!("socket={}/{name}.sock,name={name}", folder.display());
-        text.parse().expect("good")
-    };
-    let config = Config {
-        pool_size_bytes: 64 << 20,
-        workers: 1,
-        background_threads: 1,
-        waiting: Default::default(),
-        vm_pages_per_second: 0,
-        control: folder.join("control"),
-        control_group: None,
-        control_read_only: Some(folder.join("read-only")),
-        control_read_only_group: None,
-        run_folder: folder.into(),
-        vms: vec![vm("web"), vm("db")],
-        pressure: None,
-        trace: None,
-    };
-    Daemon::start(config).expect("starts")
 }
 
 /// A guest that puts and gets until it is stopped.
@@ -164,10 +141,10 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
 #[test]
 #[ignore = "needs tmux: make check-ops"]
 fn top_lives_in_a_terminal() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let daemon = daemon(folder.path());
-    let guest = Guest::start(folder.path(), "web");
-    let tmux = start(folder.path(), "read-only", "");
+    let mut daemon = TestDaemon::start(&["web", "db"]);
+    let folder = daemon.folder().to_path_buf();
+    let guest = Guest::start(&folder, "web");
+    let tmux = start(&folder, "read-only", "");
     // Rates need two polls with work between them.
     let screen = tmux.until("a VM at work", |screen| {
         cells(screen, " web").is_some_and(|cells| {
@@ -214,7 +191,7 @@ fn top_lives_in_a_terminal() {
     });
     // The displayed totals of the selected VM equal the daemon's.
     let guest = guest.stop();
-    let mut client = tmem_control::connect(&folder.path().join("control")).expect("connects");
+    let mut client = tmem_control::connect(&folder.join("control")).expect("connects");
     let stats = client
         .get_stats(Some("web".into()))
         .call()
@@ -245,16 +222,16 @@ fn top_lives_in_a_terminal() {
 #[test]
 #[ignore = "needs tmux: make check-ops"]
 fn the_terminal_is_given_back() {
-    let folder = tempfile::tempdir().expect("a folder");
-    let daemon = daemon(folder.path());
-    let path = |name: &str| folder.path().join(name);
+    let mut daemon = TestDaemon::start(&["web", "db"]);
+    let folder = daemon.folder().to_path_buf();
+    let path = |name: &str| folder.join(name);
     // The link leads to the daemon first, and then to a socket whose connections are never
     // accepted.
     symlink(path("read-only"), path("control-of-top")).expect("linked");
     let hangs = UnixListener::bind(path("hangs")).expect("binds");
     hangs.set_nonblocking(true).expect("set");
     for end in ["a key", "a signal", "no terminal"] {
-        let tmux = start(folder.path(), "control-of-top", "--timeout 3600");
+        let tmux = start(&folder, "control-of-top", "--timeout 3600");
         tmux.until("its view", |screen| screen.contains("of 64.0 MiB held"));
         symlink(path("hangs"), path("new")).expect("linked");
         std::fs::rename(path("new"), path("control-of-top")).expect("replaced");

@@ -157,7 +157,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
     let daemon = Daemon::start(config)?;
     // Kept until the process ends, because the stop could hang, too.
     let _watchdog = Watchdog::start(daemon.heartbeats().clone())?;
-    watchdog::tell(NotifyState::Ready);
+    watchdog::notify(NotifyState::Ready);
     tracing::info!(pool_size_bytes, workers, vms, "serving");
     for signal in signals.forever() {
         if signal != SIGHUP {
@@ -166,7 +166,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
         }
         reload(arguments, log, &daemon);
     }
-    watchdog::tell(NotifyState::Stopping);
+    watchdog::notify(NotifyState::Stopping);
     daemon.stop();
     tracing::info!("stopped");
     Ok(())

@@ -15,30 +15,11 @@ use tmem_control::{Quota, VarlinkClientInterface};
 use tmemd::{Config, Daemon, PressureConfig, StartError};
 
 fn config(directory: &Path) -> Config {
-    let vm = |name: &str, rest: &str| {
-        let socket = directory.join(format!("{name}.sock"));
-        format!("socket={},name={name}{rest}", socket.display())
-            .parse()
-            .expect("good")
-    };
-    Config {
-        pool_size_bytes: 64 << 20,
-        workers: 2,
-        background_threads: 1,
-        waiting: Default::default(),
-        vm_pages_per_second: 0,
-        control: directory.join("control"),
-        control_group: None,
-        control_read_only: Some(directory.join("read-only")),
-        control_read_only_group: None,
-        run_folder: directory.into(),
-        vms: vec![
-            vm("web", ",uuid=01234567-89ab-cdef-0123-456789abcdef"),
-            vm("db", ",trust_domain=team,reserve=4MiB,limit=16MiB,weight=7"),
-        ],
-        pressure: None,
-        trace: None,
-    }
+    let vms = [
+        "web,uuid=01234567-89ab-cdef-0123-456789abcdef",
+        "db,trust_domain=team,reserve=4MiB,limit=16MiB,weight=7",
+    ];
+    Config::for_test(directory, &vms)
 }
 
 fn sockets(config: &Config) -> Vec<PathBuf> {
@@ -518,7 +499,7 @@ fn invalid_arguments_are_named() {
         (&["--pool-size", "12XB"][..], "XB"),
         (
             &["--pool-size", "64MiB", "--vm", "name=a"][..],
-            "socket=PATH",
+            "missing field `socket`",
         ),
         (
             &["--pool-size", "64MiB", "--control", "/missing/at/all"][..],

@@ -34,14 +34,14 @@ kill $daemon $journald
 wait
 "#;
 
-struct Host {
+struct JournalTest {
     child: Child,
     ask: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
 }
 
-impl Host {
-    fn start(folder: &Path) -> Host {
+impl JournalTest {
+    fn start(folder: &Path) -> JournalTest {
         let mut child = Command::new("unshare")
             .args(["-Urm", "sh", "-c", SCRIPT, "sh"])
             .args([Path::new(env!("CARGO_BIN_EXE_tmemd")), folder])
@@ -51,7 +51,7 @@ impl Host {
             .expect("unshare is there");
         let ask = child.stdin.take();
         let answers = BufReader::new(child.stdout.take().expect("piped"));
-        Host {
+        JournalTest {
             child,
             ask,
             answers,
@@ -70,7 +70,7 @@ impl Host {
     }
 }
 
-impl Drop for Host {
+impl Drop for JournalTest {
     fn drop(&mut self) {
         // The script ends with its input, and ends the processes that it started.
         drop(self.ask.take());
@@ -82,7 +82,7 @@ impl Drop for Host {
 #[ignore = "wants systemd-journald and user namespaces: make check-ops"]
 fn messages_have_fields_in_the_journal() {
     let folder = tempfile::tempdir().unwrap();
-    let mut host = Host::start(folder.path());
+    let mut host = JournalTest::start(folder.path());
     let mut driver = Driver::new(common::guest("web1"), DriverConfig::default()).unwrap();
     let socket = folder.path().join("web1.sock");
     until("tmemd takes the VM", || {

@@ -18,6 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use tmem_sim::{
     Driver, DriverConfig, GuestConfig, Key, Missing, PutPage, RamRegion, Request, skipped,
 };
+use tmem_testing::TestDaemon;
 use vhost::VhostBackend;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
@@ -88,37 +89,12 @@ fn take_away_region(driver: &Driver, region: RamRegion) {
     }
 }
 
-/// Starts a daemon in this process.
-fn daemon_here(dir: &Path, names: &[&str]) -> tmemd::Daemon {
-    let vm = |name: &&str| {
-        let socket = dir.join(format!("{name}.sock"));
-        let vm = format!("socket={},name={name}", socket.display());
-        vm.parse().unwrap()
-    };
-    let config = tmemd::Config {
-        pool_size_bytes: 64 << 20,
-        workers: 2,
-        background_threads: 1,
-        waiting: Default::default(),
-        vm_pages_per_second: 0,
-        control: dir.join("control"),
-        control_group: None,
-        control_read_only: None,
-        control_read_only_group: None,
-        run_folder: dir.into(),
-        vms: names.iter().map(vm).collect(),
-        pressure: None,
-        trace: None,
-    };
-    tmemd::Daemon::start(config).unwrap()
-}
-
 #[test]
 fn only_the_vm_whose_page_has_gone_is_disconnected() {
     let seed = seed("only_the_vm_whose_page_has_gone_is_disconnected");
-    let dir = tempfile::tempdir().unwrap();
-    let socket = |name: &str| dir.path().join(format!("{name}.sock"));
-    let daemon = daemon_here(dir.path(), &["a", "b"]);
+    let mut daemon = TestDaemon::start(&["a", "b"]);
+    let folder = daemon.folder().to_path_buf();
+    let socket = |name: &str| folder.join(format!("{name}.sock"));
     let driver = |name: &str, seed| {
         let config = DriverConfig {
             seed,
@@ -166,10 +142,9 @@ fn only_the_vm_whose_page_has_gone_is_disconnected() {
 /// page.
 #[test]
 fn a_page_lost_to_the_control_thread_ends_the_connection() {
-    let dir = tempfile::tempdir().unwrap();
-    let daemon = daemon_here(dir.path(), &["a"]);
+    let mut daemon = TestDaemon::start(&["a"]);
     let mut driver = Driver::new(two_regions("a"), DriverConfig::default()).unwrap();
-    connect(&mut driver, &dir.path().join("a.sock"));
+    connect(&mut driver, &daemon.path("a.sock"));
     work(&mut driver, 50);
     driver.guest.stop().unwrap();
     take_away_region(&driver, two_regions("a").ram[0]);
@@ -178,7 +153,7 @@ fn a_page_lost_to_the_control_thread_ends_the_connection() {
     let _ = driver.guest.frontend().unwrap().set_vring_kick(1, &kick);
     until("it is disconnected", || driver.guest.read_config().is_err());
     driver.lose_backend().unwrap();
-    connect(&mut driver, &dir.path().join("a.sock"));
+    connect(&mut driver, &daemon.path("a.sock"));
     work(&mut driver, 50);
     daemon.stop();
 }

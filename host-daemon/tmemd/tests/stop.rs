@@ -18,27 +18,7 @@ const MAPPINGS_LEFT: usize = 16;
 /// Runs a daemon from start to stop, with VMs that are connected at the stop.
 fn live(round: u64) {
     let folder = tempfile::tempdir().expect("folder");
-    let vm = |name: &str| {
-        let socket = folder.path().join(format!("{name}.sock"));
-        format!("socket={},name={name}", socket.display())
-            .parse()
-            .expect("good")
-    };
-    let config = Config {
-        pool_size_bytes: 64 << 20,
-        workers: 2,
-        background_threads: 1,
-        waiting: Default::default(),
-        control: folder.path().join("control"),
-        control_group: None,
-        control_read_only: Some(folder.path().join("read-only")),
-        control_read_only_group: None,
-        run_folder: folder.path().into(),
-        vms: vec![vm("a"), vm("b")],
-        pressure: None,
-        trace: None,
-        vm_pages_per_second: 0,
-    };
+    let config = Config::for_test(folder.path(), &["a", "b"]);
     let daemon = Daemon::start(config.clone()).expect("starts");
     let mut drivers = Vec::new();
     for vm in &config.vms {

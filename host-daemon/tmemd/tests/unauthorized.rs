@@ -103,13 +103,13 @@ fn unauthorized_peers_are_refused() {
     assert!(served(QEMU, &[], &socket), "whom it was given to");
     assert!(
         !served(OTHER, &[READERS], &socket),
-        "a stranger, at a VM's socket"
+        "an unauthorized peer at a VM's socket"
     );
     assert!(!served(QEMU, &[], &given), "it was given to nobody");
     for socket in [&control, &read_only] {
         assert!(
             !served(OTHER, &[READERS], socket),
-            "a stranger, at {}",
+            "an unauthorized peer at {}",
             socket.display()
         );
         chown(socket, None, Some(READERS)).expect("given");

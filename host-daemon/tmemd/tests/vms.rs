@@ -10,68 +10,39 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use tmem_control::{ErrorKind, Quota, VarlinkClient, VarlinkClientInterface, VmSpec};
+use tmem_testing::TestDaemon;
 use tmemd::config::VMS_MAX;
-use tmemd::{Config, Daemon};
 
 const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000001";
 const OTHER: &str = "5ca1ab1e-0000-4000-8000-000000000002";
 const GIVEN: &str = "5ca1ab1e-0000-4000-8000-0000000000ff";
 
-struct Host {
-    folder: tempfile::TempDir,
-    pool_size_bytes: u64,
-    daemon: Option<Daemon>,
+struct RegistryTest {
+    daemon: TestDaemon,
 }
 
-fn host() -> Host {
-    let mut host = Host {
-        folder: tempfile::tempdir().expect("folder"),
-        pool_size_bytes: 64 << 20,
-        daemon: None,
-    };
-    host.start();
-    host
+fn host() -> RegistryTest {
+    let given = format!("given,uuid={GIVEN},limit=8MiB");
+    RegistryTest {
+        daemon: TestDaemon::start(&[&given]),
+    }
 }
 
-impl Host {
+impl RegistryTest {
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.daemon.path(name)
     }
 
-    fn note(&self, name: &str) -> PathBuf {
+    fn stored(&self, name: &str) -> PathBuf {
         self.path("vms").join(format!("{name}.sock.json"))
     }
 
-    fn start(&mut self) {
-        let given = format!(
-            "socket={},name=given,uuid={GIVEN},limit=8MiB",
-            self.path("given.sock").display()
-        );
-        let daemon = Daemon::start(Config {
-            pool_size_bytes: self.pool_size_bytes,
-            workers: 1,
-            background_threads: 1,
-            waiting: Default::default(),
-            vm_pages_per_second: 0,
-            control: self.path("control"),
-            control_group: None,
-            control_read_only: Some(self.path("read-only")),
-            control_read_only_group: None,
-            run_folder: self.folder.path().into(),
-            vms: vec![given.parse().expect("good")],
-            pressure: None,
-            trace: None,
-        });
-        self.daemon = Some(daemon.expect("starts"));
-    }
-
     fn restart(&mut self) {
-        self.daemon = None;
-        self.start();
+        self.daemon.restart();
     }
 
     fn client(&self) -> VarlinkClient {
-        tmem_control::connect(&self.path("control")).expect("connects")
+        self.daemon.client()
     }
 
     fn spec(&self, uuid: &str, name: &str) -> VmSpec {
@@ -152,16 +123,16 @@ fn a_vm_is_added_and_removed() {
         (vm.quota.clone(), vm.trust_domain),
         (spec.quota.clone(), spec.trust_domain.clone())
     );
-    assert!(host.note("web").exists());
+    assert!(host.stored("web").exists());
     let connection = host.connect("web");
     assert!(!host.add(&spec), "also of one that is connected");
     assert!(host.vm("web").connected);
 
     assert!(!host.remove(UUID, "other") && !host.remove(OTHER, "web"));
     assert!(!host.remove(UUID, "/elsewhere/web"));
-    assert!(host.note("web").exists(), "nothing was removed");
+    assert!(host.stored("web").exists(), "nothing was removed");
     assert!(host.remove(UUID, "web"));
-    assert!(!host.path("web.sock").exists() && !host.note("web").exists());
+    assert!(!host.path("web.sock").exists() && !host.stored("web").exists());
     assert!(ended(connection));
     assert_eq!(host.names(), ["given"]);
     assert!(!host.remove(UUID, "web"), "again: nothing to do");
@@ -250,7 +221,7 @@ fn a_refused_change_has_no_effect() {
         s.socket = "/tmp/elsewhere.sock".into()
     });
     change("--run-directory", &|s| {
-        s.socket = format!("{}/../x", host.folder.path().display())
+        s.socket = format!("{}/../x", host.daemon.folder().display())
     });
     change("--run-directory", &|s| s.socket = "x".into());
     change("--run-directory", &|s| s.socket = String::new());
@@ -299,7 +270,7 @@ fn a_refused_change_has_no_effect() {
     let mut new = host.spec("5ca1ab1e-0000-4000-8000-000000000003", "new");
     new.quota.reserve_bytes = 65 << 20;
     host.refused(&new);
-    assert!(!host.path("new.sock").exists() && !host.note("new").exists());
+    assert!(!host.path("new.sock").exists() && !host.stored("new").exists());
 }
 
 #[test]
@@ -314,7 +285,7 @@ fn configured_vms_cannot_be_removed() {
     assert!(host.refused(&spec).1.contains("--vm"));
     assert!(!host.remove(GIVEN, "given"));
     assert_eq!(host.names(), ["given"]);
-    assert!(!host.note("given").exists());
+    assert!(!host.stored("given").exists());
 }
 
 #[test]
@@ -381,7 +352,7 @@ fn the_read_only_socket_adds_and_removes_nothing() {
 #[test]
 fn added_vms_are_restored_after_a_restart() {
     let mut host = host();
-    let me = fs::metadata(host.folder.path()).expect("there").uid();
+    let me = fs::metadata(host.daemon.folder()).expect("there").uid();
     let mut spec = host.spec(UUID, "web");
     spec.trust_domain = Some("team".into());
     (spec.mode, spec.owner) = (Some(0o600), Some(i64::from(me)));
@@ -423,9 +394,9 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let less = reserving(OTHER, "web", 11);
     host.add(&first);
     host.add(&second);
-    host.pool_size_bytes = 32 << 20;
+    host.daemon.config().pool_size_bytes = 32 << 20;
     host.restart();
-    let reserve = |host: &Host, name: &str| host.vm(name).quota.reserve_bytes >> 20;
+    let reserve = |host: &RegistryTest, name: &str| host.vm(name).quota.reserve_bytes >> 20;
     assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
     assert_eq!(host.vm("db").problem, None);
     let problem = host.vm("web").problem.expect("it is said");
@@ -458,7 +429,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         ..second
     });
     for (pool_mib, left_mib) in [(32, 12), (22, 2), (20, 0), (64, 30), (32, 12)] {
-        host.pool_size_bytes = pool_mib << 20;
+        host.daemon.config().pool_size_bytes = pool_mib << 20;
         host.restart();
         assert_eq!(
             (reserve(&host, "db"), reserve(&host, "web")),
@@ -469,7 +440,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     let resize = |bytes| host.client().set_pool_size(bytes).call().map(drop);
     resize(64 << 20).expect("resized");
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
-    host.pool_size_bytes = 32 << 20;
+    host.daemon.config().pool_size_bytes = 32 << 20;
     host.restart();
     assert_eq!(reserve(&host, "web"), 12);
     host.remove(UUID, "db");
@@ -480,7 +451,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
 #[test]
 fn two_ends_of_a_migration_are_two_vms() {
     let mut host = host();
-    let end = |host: &Host, socket: &str| {
+    let end = |host: &RegistryTest, socket: &str| {
         let mut spec = host.spec(UUID, "web");
         spec.socket = host.path(socket).to_string_lossy().into();
         spec.quota.reserve_bytes = 40 << 20;
@@ -496,14 +467,14 @@ fn two_ends_of_a_migration_are_two_vms() {
         reason.contains("a reserve of"),
         "it does not fit twice: {reason}"
     );
-    let arrives = |host: &Host| host.vm("web+incoming");
+    let arrives = |host: &RegistryTest| host.vm("web+incoming");
     assert_eq!(arrives(&host).uuid.as_deref(), Some(UUID));
     assert_eq!(arrives(&host).quota.reserve_bytes, 24 << 20, "what is left");
     // It is not connected yet, so another end replaces it.
     for (socket, old) in [("c", "b"), ("b", "c")] {
         let socket = format!("{socket}.sock");
         assert!(!host.add(&end(&host, &socket)));
-        assert!(arrives(&host).socket.ends_with(&socket) && !host.note(old).exists());
+        assert!(arrives(&host).socket.ends_with(&socket) && !host.stored(old).exists());
     }
     let second = UnixStream::connect(&target.socket).expect("listens");
     until("it is connected", || arrives(&host).connected);
@@ -540,22 +511,22 @@ fn an_invalid_stored_vm_is_skipped_and_kept() {
     let third = "5ca1ab1e-0000-4000-8000-000000000003";
     host.add(&host.spec(UUID, "web"));
     host.add(&host.spec(OTHER, "db"));
-    host.daemon = None;
-    let good = fs::read_to_string(host.note("db")).expect("there");
-    fs::write(host.note("db"), good.replace("\"db\"", "\"given\"")).expect("written");
-    fs::write(host.note("third"), "{\"uuid\": ").expect("written");
+    host.daemon.stop();
+    let good = fs::read_to_string(host.stored("db")).expect("there");
+    fs::write(host.stored("db"), good.replace("\"db\"", "\"given\"")).expect("written");
+    fs::write(host.stored("third"), "{\"uuid\": ").expect("written");
     let given = good.replace(OTHER, GIVEN).replace("db.sock", "other.sock");
-    fs::write(host.note("other"), given).expect("written");
-    host.start();
+    fs::write(host.stored("other"), given).expect("written");
+    host.restart();
     assert_eq!(host.names(), ["given", "web"]);
     host.connect("web");
     for name in ["db", "third", "other"] {
-        assert!(host.note(name).exists(), "{name}");
+        assert!(host.stored(name).exists(), "{name}");
     }
     // A start of the VM repairs its file, and its end removes it.
     assert!(host.add(&host.spec(OTHER, "db")));
     assert!(!host.remove(third, "third"));
-    assert!(!host.note("third").exists());
+    assert!(!host.stored("third").exists());
     host.restart();
     assert_eq!(host.names(), ["db", "given", "web"]);
 }
@@ -584,7 +555,7 @@ fn the_number_of_vms_is_limited() {
 fn vms_are_added_and_removed_concurrently() {
     let host = host();
     let number = |path: &Path| fs::read_dir(path).expect("there").count();
-    let before = number(host.folder.path());
+    let before = number(host.daemon.folder());
     std::thread::scope(|scope| {
         for thread in 0..4 {
             let host = &host;
@@ -602,7 +573,7 @@ fn vms_are_added_and_removed_concurrently() {
     });
     assert_eq!(host.names(), ["given"]);
     assert_eq!(
-        number(host.folder.path()),
+        number(host.daemon.folder()),
         before + 1,
         "the folder of notes is new"
     );

@@ -8,10 +8,10 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec, Time};
-use tmemd::VmConfig;
+use tmem_pool::{Quota, Tenant};
+use tmem_testing::HeadlessDaemon;
 use tmemd::config::{EventLoop, Waiting};
-use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers, serve};
+use tmemd::parts::{ClockAndEntropy, ConnectionContext, Workers, serve};
 
 /// Pages of background work in one step.
 const MAINTAIN_PAGES: usize = 4096;
@@ -22,11 +22,9 @@ const START_MAX: Duration = Duration::from_secs(5);
 /// Bytes of the stack of a connection's thread.
 const STACK_BYTES: usize = 256 << 10;
 
-/// A pool without workers.
-pub struct Host {
-    pub pool: Arc<Engine>,
-    background: Arc<BackgroundWorkers>,
-    clock: ClockAndEntropy,
+/// A daemon without workers.
+pub struct BenchDaemon {
+    pub daemon: HeadlessDaemon,
 }
 
 /// Workers that serve a pool.
@@ -36,22 +34,12 @@ pub struct Path {
     pub worker: Pid,
 }
 
-impl Host {
-    /// Creates an empty pool.
-    ///
-    /// # Errors
-    /// There is no address space.
-    pub fn new(size_bytes: u64) -> Result<Host, String> {
-        let fault = |error: std::io::Error| format!("a pool: {error}");
-        let pool = Engine::new(EngineConfig::new(size_bytes, 42)).map_err(fault)?;
-        let clock = ClockAndEntropy::host();
-        let background =
-            BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default()).map_err(fault)?;
-        Ok(Host {
-            pool,
-            background,
-            clock,
-        })
+impl BenchDaemon {
+    /// Creates a daemon with an empty pool.
+    pub fn new(size_bytes: u64) -> BenchDaemon {
+        BenchDaemon {
+            daemon: HeadlessDaemon::new(size_bytes, 42, ClockAndEntropy::host()),
+        }
     }
 
     /// Starts one worker on the given processor.
@@ -71,7 +59,7 @@ impl Host {
         let fault = |error: std::io::Error| format!("a worker: {error}");
         let before = threads("worker-");
         let workers =
-            Workers::start(1, waiting, &self.background, &Arc::default()).map_err(fault)?;
+            Workers::start(1, waiting, &self.daemon.background, &Arc::default()).map_err(fault)?;
         // The worker thread sets its name itself, so wait for it.
         let begun = Instant::now();
         let worker = loop {
@@ -86,11 +74,7 @@ impl Host {
         };
         pin(Some(worker), processor)?;
         Ok(Path {
-            shared: ConnectionContext {
-                workers: Arc::new(workers),
-                background: self.background.clone(),
-                clock: self.clock.clone(),
-            },
+            shared: self.daemon.context(workers),
             worker,
         })
     }
@@ -144,16 +128,8 @@ impl Host {
         quota: Quota,
         connect: impl FnOnce(UnixStream) -> Result<(), String>,
     ) -> Result<Tenant, String> {
-        let config: VmConfig = format!("name={name},socket=none")
-            .parse()
-            .map_err(|error: tmemd::ConfigError| error.to_string())?;
-        let mut spec = TenantSpec::new(name, quota);
-        spec.trust_domain = trust_domain.map(Into::into);
-        let tenant = self
-            .pool
-            .add_tenant(spec)
-            .map_err(|error| error.to_string())?;
-        let vm = Arc::new(Vm::new(config, tenant.clone(), None, Arc::default()));
+        let tenant = self.daemon.tenant_with(name, trust_domain, quota);
+        let vm = self.daemon.vm(name, tenant.clone(), Arc::default());
         let fault = |error: std::io::Error| error.to_string();
         let (own, other) = UnixStream::pair().map_err(fault)?;
         let shared = path.shared.clone();
@@ -169,10 +145,8 @@ impl Host {
 
     /// Does background work until no page is raw and nothing is left to free.
     pub fn maintain_all(&self) {
-        while self
-            .pool
-            .maintain(Time(self.clock.now_ns()), MAINTAIN_PAGES)
-        {}
+        let clock = &self.daemon.clock;
+        while self.daemon.maintain(clock.now_ns(), MAINTAIN_PAGES) {}
     }
 }
 

@@ -17,7 +17,7 @@ use crate::rig;
 use crate::times::{self, Sized};
 use crate::zram::Zram;
 use guest::{BATCH, Guest, Run, WINDOW};
-use host::{Host, Path, pin, switches, threads};
+use host::{BenchDaemon, Path, pin, switches, threads};
 use serde_json::{Map, Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -166,7 +166,7 @@ fn one_vm(
     mut memcached: Option<&mut Memcached>,
 ) -> Result<(), String> {
     progress("filling a pool and the peers");
-    let host = Host::new(6 * (pages.len() * PAGE_SIZE) as u64 + (256 << 20))?;
+    let host = BenchDaemon::new(6 * (pages.len() * PAGE_SIZE) as u64 + (256 << 20));
     let polls = tmemd::config::POLL_MAX_DEFAULT;
     let path = host.serve(args.event_loop, polls, SERVER)?;
     let sleeping = host.serve(args.event_loop, Duration::ZERO, SERVER)?;
@@ -177,7 +177,7 @@ fn one_vm(
     let few = pages.len().min(16 * BATCH);
     let mut other = Guest::new("woken", all().take(few), SINGLES)?;
     host.connect(&sleeping, "woken", 64 << 20, &mut other)?;
-    let engine = rig::guest(&host.pool, "engine")?;
+    let engine = rig::guest(&host.daemon.pool, "engine")?;
     for (number, runs) in batches(pages.len()).chunks(BATCHES).enumerate() {
         guest.all(runs, true)?;
         if number * BATCHES * BATCH < few {
@@ -238,7 +238,7 @@ fn one_vm(
 
 fn path_round(
     times: &mut Times,
-    host: &Host,
+    host: &BenchDaemon,
     path: &Path,
     guest: &mut Guest,
     runs: &[Run],
@@ -261,7 +261,7 @@ fn path_round(
 /// Does the same batches for another tenant by calling the engine, on the worker's processor.
 fn engine_round(
     times: &mut Times,
-    host: &Host,
+    host: &BenchDaemon,
     engine: &rig::Guest,
     pages: &[Sized],
     runs: &[Run],
@@ -404,7 +404,7 @@ struct Idle {
 /// Measures many VMs with one batch each in flight, compared with one VM that has several, and then
 /// an idle daemon.
 fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, String> {
-    let host = Host::new(4 << 30)?;
+    let host = BenchDaemon::new(4 << 30);
     let polls = tmemd::config::POLL_MAX_DEFAULT;
     let path = host.serve(args.event_loop, polls, SERVER)?;
     let all = |from: usize, count: usize| pages[from..from + count].iter().map(|s| &*s.page);

@@ -9,76 +9,54 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tmem_control::VarlinkClientInterface;
 use tmem_sim::{Driver, DriverConfig, GuestConfig};
-use tmemd::{Config, Daemon};
+use tmem_testing::TestDaemon;
 
 /// Bound of each wait, long enough for a loaded machine; no time is measured.
 pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A daemon with the VMs `a` and `b`; only `a` is connected.
-pub struct Host {
-    directory: tempfile::TempDir,
-    daemon: Option<Daemon>,
+pub struct ServedDaemon {
+    daemon: TestDaemon,
     driver: Driver,
 }
 
-impl Host {
+impl ServedDaemon {
     /// Starts the daemon.
-    pub fn new() -> Host {
-        Host::with_more(0)
+    pub fn new() -> ServedDaemon {
+        ServedDaemon::with_more(0)
     }
 
     /// Starts the daemon with `more` further VMs, which are not connected.
-    pub fn with_more(more: usize) -> Host {
-        let directory = tempfile::tempdir().expect("a folder");
-        let path = |name: &str| directory.path().join(name);
-        let vm = |name: &str| {
-            let more = match name {
-                "a" => ",uuid=01234567-89ab-cdef-0123-456789abcdef,limit=64MiB",
-                _ => "",
-            };
-            let text = format!("socket={},name={name}{more}", path(name).display());
-            text.parse().expect("good")
-        };
-        let config = Config {
-            pool_size_bytes: 64 << 20,
-            workers: 1,
-            background_threads: 1,
-            waiting: Default::default(),
-            vm_pages_per_second: 0,
-            control: path("control"),
-            control_group: None,
-            control_read_only: Some(path("read-only")),
-            control_read_only_group: None,
-            run_folder: directory.path().into(),
-            vms: ["a".into(), "b".into()]
-                .into_iter()
-                .chain((0..more).map(|nr| format!("more{nr}")))
-                .map(|name: String| vm(&name))
-                .collect(),
-            pressure: None,
-            trace: None,
-        };
-        let daemon = Daemon::start(config).expect("starts");
+    pub fn with_more(more: usize) -> ServedDaemon {
+        let more = (0..more).map(|nr| format!("more{nr}"));
+        let vms: Vec<String> = [
+            "a,uuid=01234567-89ab-cdef-0123-456789abcdef,limit=64MiB".into(),
+            "b".into(),
+        ]
+        .into_iter()
+        .chain(more)
+        .collect();
+        let vms: Vec<&str> = vms.iter().map(String::as_str).collect();
+        let daemon = TestDaemon::start(&vms);
         let guest = GuestConfig {
             name: "a".into(),
             ..GuestConfig::default()
         };
         let mut driver = Driver::new(guest, DriverConfig::default()).expect("a driver");
-        driver.guest.connect(&path("a")).expect("connects");
+        driver
+            .guest
+            .connect(&daemon.path("a.sock"))
+            .expect("connects");
         driver.guest.start().expect("starts");
         driver.new_generation().expect("a generation");
         driver.settle().expect("settles");
         driver.create_pool().expect("a pool");
-        Host {
-            directory,
-            daemon: Some(daemon),
-            driver,
-        }
+        ServedDaemon { daemon, driver }
     }
 
     /// Returns the path of a file in the daemon's directory.
     pub fn path(&self, name: &str) -> PathBuf {
-        self.directory.path().join(name)
+        self.daemon.path(name)
     }
 
     /// Sends random requests and checks their answers.
@@ -98,7 +76,7 @@ impl Host {
 
     /// Stops the daemon.
     pub fn stop(&mut self) {
-        self.daemon = None;
+        self.daemon.stop();
     }
 }
 
@@ -110,7 +88,7 @@ pub struct Exporter {
 
 impl Exporter {
     /// Starts the exporter on a free port.
-    pub fn start(host: &Host, more: &[&str]) -> Exporter {
+    pub fn start(host: &ServedDaemon, more: &[&str]) -> Exporter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
         if !more.contains(&"--web.listen-address") {
             command.args(["--web.listen-address", "127.0.0.1:0"]);

@@ -4,7 +4,7 @@
 
 use crate::config::account::{Account, GROUPS, USERS};
 use crate::config::meminfo::host_memory_bytes;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tmem_pool::Quota;
 
@@ -220,6 +220,34 @@ pub fn reserve_text(reserve_bytes: u64, available_bytes: u64) -> String {
 }
 
 impl Config {
+    /// Returns the configuration of a test's daemon: a small pool that the host's memory does not
+    /// change, and all files in `folder`. A VM is given as `NAME[,KEY=VALUE...]`; its socket is
+    /// `NAME.sock`.
+    #[doc(hidden)]
+    pub fn for_test(folder: &Path, vms: &[&str]) -> Config {
+        let vm = |vm: &&str| {
+            let name = vm.split(',').next().unwrap_or_default();
+            let socket = folder.join(format!("{name}.sock"));
+            let text = format!("name={vm},socket={}", socket.display());
+            text.parse().expect("a valid VM")
+        };
+        Config {
+            pool_size_bytes: 64 << 20,
+            workers: 2,
+            background_threads: 1,
+            waiting: Waiting::default(),
+            vm_pages_per_second: 0,
+            control: folder.join("control"),
+            control_group: None,
+            control_read_only: Some(folder.join("read-only")),
+            control_read_only_group: None,
+            run_folder: folder.into(),
+            vms: vms.iter().map(vm).collect(),
+            pressure: None,
+            trace: None,
+        }
+    }
+
     /// Checks the relations between settings.
     ///
     /// # Errors
@@ -407,19 +435,10 @@ mod tests {
 
     fn config(vms: &[&str]) -> Config {
         Config {
-            pool_size_bytes: 64 << 20,
-            workers: 2,
-            background_threads: 1,
-            waiting: Waiting::default(),
-            vm_pages_per_second: 0,
             control: "/c".into(),
-            control_group: None,
             control_read_only: Some("/r".into()),
-            control_read_only_group: None,
-            run_folder: "/".into(),
             vms: vms.iter().map(|vm| vm.parse().expect("good")).collect(),
-            pressure: None,
-            trace: None,
+            ..Config::for_test("/".as_ref(), &[])
         }
     }
 

@@ -315,7 +315,7 @@ impl api::VarlinkInterface for SocketInterface {
             tap.clear();
         }
         tracing::info!(vm = name, pages, "flushed");
-        vm.tell(EventKind::Flushed, format_args!("{pages} pages"));
+        vm.emit(EventKind::Flushed, format_args!("{pages} pages"));
         call.reply(statistics::int(pages))
     }
 
@@ -425,7 +425,7 @@ impl SocketInterface {
                 false => (EventKind::Thawed, "its puts are taken again"),
             };
             tracing::info!(vm = name, frozen, "{text}");
-            vm.tell(kind, format_args!("{text}"));
+            vm.emit(kind, format_args!("{text}"));
         }
         Some(changed)
     }

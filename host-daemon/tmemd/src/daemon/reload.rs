@@ -39,7 +39,7 @@ impl Daemon {
         }
         later.extend(settings_for_next_start(&config, &new));
         let text = format_args!("the configuration was read again");
-        control.events.tell(EventKind::Reloaded, None, text);
+        control.events.emit(EventKind::Reloaded, None, text);
         Ok(later)
     }
 }

@@ -155,7 +155,7 @@ impl Events {
     }
 
     /// Sends an event to all subscribers. It is cheap without subscribers and never waits for one.
-    pub fn tell(&self, kind: EventKind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
+    pub fn emit(&self, kind: EventKind, vm: Option<&str>, text: std::fmt::Arguments<'_>) {
         let mut state = lock(&self.state);
         state.1 += 1;
         if state.0.is_empty() {
@@ -238,25 +238,25 @@ mod tests {
     #[test]
     fn a_slow_subscriber_loses_the_oldest_events_and_learns_how_many() {
         let events = Events::default();
-        events.tell(EventKind::Added, Some("a"), format_args!("before"));
+        events.emit(EventKind::Added, Some("a"), format_args!("before"));
         let subscription = events.subscribe().expect("a descriptor");
-        let tell = |count| {
+        let emit = |count| {
             for nth in 0..count {
-                events.tell(EventKind::Connected, Some("a"), format_args!("{nth}"));
+                events.emit(EventKind::Connected, Some("a"), format_args!("{nth}"));
             }
         };
-        tell(2);
+        emit(2);
         let taken = subscription.take();
         let kinds: Vec<&str> = taken.iter().map(|event| event.kind.as_str()).collect();
         assert_eq!(kinds, ["subscribed", "connected", "connected"]);
         assert_eq!(taken[2].number, taken[1].number + 1);
-        tell(QUEUE_MAX + 5);
+        emit(QUEUE_MAX + 5);
         let taken = subscription.take();
         assert_eq!((taken.len(), taken[0].lost), (QUEUE_MAX, 5));
         assert_eq!(taken[0].text, "5", "the oldest are lost");
         assert!(subscription.take().is_empty());
         drop(subscription);
-        tell(1);
+        emit(1);
         assert!(lock(&events.state).0.is_empty(), "and it is forgotten");
     }
 }

@@ -38,7 +38,7 @@ struct PendingEvent {
 
 impl EventLimit {
     /// Adds an event, which is sent now or later.
-    pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, tell: impl Tell) {
+    pub(crate) fn add(&self, now: Instant, kind: EventKind, text: Arguments<'_>, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let before = pending
             .iter()
@@ -50,27 +50,27 @@ impl EventLimit {
             left_out: before.map_or(0, |before| before.left_out + 1),
         };
         pending.push_back(event);
-        self.tell_some(&mut pending, now, tell);
+        self.emit_some(&mut pending, now, emit);
     }
 
     /// Sends waiting events as far as the bound permits.
-    pub(crate) fn catch_up(&self, now: Instant, tell: impl Tell) {
+    pub(crate) fn catch_up(&self, now: Instant, emit: impl Emit) {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        self.tell_some(&mut pending, now, tell);
+        self.emit_some(&mut pending, now, emit);
     }
 
-    fn tell_some(&self, pending: &mut VecDeque<PendingEvent>, now: Instant, tell: impl Tell) {
+    fn emit_some(&self, pending: &mut VecDeque<PendingEvent>, now: Instant, emit: impl Emit) {
         let now_ns = since_start_ns(now);
         while !pending.is_empty() && self.rate.take(now_ns, BURST, PERIOD) {
             match pending.pop_front() {
                 Some(event) if event.left_out > 0 => {
                     let (text, left_out) = (event.text, event.left_out);
-                    tell(
+                    emit(
                         event.kind,
                         format_args!("{text} ({left_out} left out before)"),
                     );
                 }
-                Some(event) => tell(event.kind, format_args!("{}", event.text)),
+                Some(event) => emit(event.kind, format_args!("{}", event.text)),
                 None => {}
             }
         }
@@ -78,8 +78,8 @@ impl EventLimit {
 }
 
 /// A function that sends an event.
-pub(crate) trait Tell: Fn(EventKind, Arguments<'_>) {}
-impl<F: Fn(EventKind, Arguments<'_>)> Tell for F {}
+pub(crate) trait Emit: Fn(EventKind, Arguments<'_>) {}
+impl<F: Fn(EventKind, Arguments<'_>)> Emit for F {}
 
 #[cfg(test)]
 mod tests {
@@ -89,30 +89,31 @@ mod tests {
     #[test]
     fn of_left_out_events_the_last_of_each_sort_is_sent() {
         let limit = EventLimit::default();
-        let told = RefCell::new(Vec::new());
-        let tell =
-            |kind: EventKind, text: Arguments<'_>| told.borrow_mut().push((kind, text.to_string()));
+        let reported = RefCell::new(Vec::new());
+        let emit = |kind: EventKind, text: Arguments<'_>| {
+            reported.borrow_mut().push((kind, text.to_string()))
+        };
         let start = Instant::now();
         for nth in 0..BURST {
-            limit.add(start, EventKind::Driver, format_args!("{nth}"), tell);
+            limit.add(start, EventKind::Driver, format_args!("{nth}"), emit);
         }
-        assert_eq!(told.take().len(), BURST as usize);
+        assert_eq!(reported.take().len(), BURST as usize);
         for nth in 0..10 {
-            limit.add(start, EventKind::Connected, format_args!("{nth}"), tell);
-            limit.add(start, EventKind::QueueStopped, format_args!("{nth}"), tell);
-            limit.add(start, EventKind::Disconnected, format_args!("{nth}"), tell);
+            limit.add(start, EventKind::Connected, format_args!("{nth}"), emit);
+            limit.add(start, EventKind::QueueStopped, format_args!("{nth}"), emit);
+            limit.add(start, EventKind::Disconnected, format_args!("{nth}"), emit);
         }
-        limit.catch_up(start, tell);
-        assert_eq!(told.take(), [], "there is no room");
-        limit.catch_up(start + PERIOD, tell);
+        limit.catch_up(start, emit);
+        assert_eq!(reported.take(), [], "there is no room");
+        limit.catch_up(start + PERIOD, emit);
         let stopped = (EventKind::QueueStopped, "9 (9 left out before)".into());
-        assert_eq!(told.take(), [stopped], "there is room for one");
+        assert_eq!(reported.take(), [stopped], "there is room for one");
         // A later event is sent later.
-        limit.add(start + PERIOD, EventKind::Driver, format_args!("on"), tell);
-        limit.catch_up(start + 10 * PERIOD, tell);
+        limit.add(start + PERIOD, EventKind::Driver, format_args!("on"), emit);
+        limit.catch_up(start + 10 * PERIOD, emit);
         let gone = (EventKind::Disconnected, "9 (19 left out before)".into());
-        assert_eq!(told.take(), [gone, (EventKind::Driver, "on".into())]);
-        limit.catch_up(start + 20 * PERIOD, tell);
-        assert_eq!(told.take(), []);
+        assert_eq!(reported.take(), [gone, (EventKind::Driver, "on".into())]);
+        limit.catch_up(start + 20 * PERIOD, emit);
+        assert_eq!(reported.take(), []);
     }
 }

@@ -228,21 +228,21 @@ mod tests {
 
     #[test]
     fn a_panic_does_not_end_a_background_worker() {
-        let (tell, told) = mpsc::channel();
-        let tell = Mutex::new(tell);
+        let (sender, receiver) = mpsc::channel();
+        let sender = Mutex::new(sender);
         let calls = std::sync::atomic::AtomicUsize::new(0);
         let maintain = move || {
             let call = calls.fetch_add(1, Ordering::SeqCst);
             assert!(call > 0, "the first call panics");
-            let tell = tell.lock().unwrap_or_else(PoisonError::into_inner);
+            let sender = sender.lock().unwrap_or_else(PoisonError::into_inner);
             // An error means that the test has seen enough.
-            let _ = tell.send(call);
+            let _ = sender.send(call);
             false
         };
         let background =
             BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
                 .expect("a thread");
-        let call = told.recv_timeout(Duration::from_secs(60));
+        let call = receiver.recv_timeout(Duration::from_secs(60));
         assert_eq!(call, Ok(1), "nobody works any more");
         background.stop();
     }

@@ -30,7 +30,7 @@ struct Watched {
     /// The counter at the last check.
     seen: u64,
     /// Consecutive checks that found the thread at the same piece of work.
-    looks: u32,
+    missed_checks: u32,
 }
 
 /// The heartbeat of one thread.
@@ -48,24 +48,24 @@ impl Heartbeats {
             name: name.into(),
             beats: beats.clone(),
             seen: 0,
-            looks: 0,
+            missed_checks: 0,
         });
         Heartbeat { beats }
     }
 
     /// Checks all threads. Returns the names of those that hang.
-    pub fn look(&self) -> Vec<String> {
+    pub fn check(&self) -> Vec<String> {
         let mut watched = self.lock();
         watched.retain(|one| one.beats.load(Ordering::Relaxed) != ENDED);
         let mut hang = Vec::new();
         for one in watched.iter_mut() {
             let beats = one.beats.load(Ordering::Relaxed);
-            one.looks = match beats == one.seen && beats % 2 == 1 {
-                true => one.looks.saturating_add(1),
+            one.missed_checks = match beats == one.seen && beats % 2 == 1 {
+                true => one.missed_checks.saturating_add(1),
                 false => 0,
             };
             one.seen = beats;
-            if one.looks >= MISSED_CHECKS_MAX {
+            if one.missed_checks >= MISSED_CHECKS_MAX {
                 hang.push(one.name.clone());
             }
         }
@@ -112,9 +112,9 @@ impl Drop for Heartbeat {
 mod tests {
     use super::*;
 
-    fn looks(heartbeats: &Heartbeats, times: u32) -> Vec<String> {
+    fn checks(heartbeats: &Heartbeats, times: u32) -> Vec<String> {
         (0..times)
-            .map(|_| heartbeats.look())
+            .map(|_| heartbeats.check())
             .last()
             .unwrap_or_default()
     }
@@ -126,14 +126,14 @@ mod tests {
         one.work();
         for _ in 0..2 * MISSED_CHECKS_MAX {
             other.work();
-            let hang = heartbeats.look();
+            let hang = heartbeats.check();
             other.rest();
             assert!(hang.is_empty() || hang == ["one"], "{hang:?}");
         }
-        assert_eq!(heartbeats.look(), ["one"]);
+        assert_eq!(heartbeats.check(), ["one"]);
         one.work();
-        assert!(heartbeats.look().is_empty(), "it goes on after all");
-        assert_eq!(looks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
+        assert!(heartbeats.check().is_empty(), "it goes on after all");
+        assert_eq!(checks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
     }
 
     #[test]
@@ -141,13 +141,13 @@ mod tests {
         let heartbeats = Heartbeats::default();
         let heartbeat = heartbeats.register("idle");
         assert!(
-            looks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty(),
+            checks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty(),
             "it never worked"
         );
         heartbeat.work();
         heartbeat.rest();
         heartbeat.rest();
-        assert!(looks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty());
+        assert!(checks(&heartbeats, 3 * MISSED_CHECKS_MAX).is_empty());
     }
 
     #[test]
@@ -156,12 +156,12 @@ mod tests {
         let heartbeat = heartbeats.register("busy");
         for _ in 0..3 * MISSED_CHECKS_MAX {
             heartbeat.work();
-            assert!(looks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
+            assert!(checks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
         }
         // Work after a rest is another piece of work.
         heartbeat.rest();
         heartbeat.work();
-        assert!(looks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
+        assert!(checks(&heartbeats, MISSED_CHECKS_MAX).is_empty());
     }
 
     #[test]
@@ -174,10 +174,10 @@ mod tests {
                 assert!(!panics, "as a bug might");
             });
             assert_eq!(thread.join().is_err(), panics);
-            let hang = looks(&heartbeats, 1 + MISSED_CHECKS_MAX);
+            let hang = checks(&heartbeats, 1 + MISSED_CHECKS_MAX);
             assert_eq!(hang.len(), usize::from(panics), "{hang:?}");
         }
         heartbeats.register("given up").lose();
-        assert_eq!(looks(&heartbeats, 1 + MISSED_CHECKS_MAX).len(), 2);
+        assert_eq!(checks(&heartbeats, 1 + MISSED_CHECKS_MAX).len(), 2);
     }
 }

@@ -212,7 +212,7 @@ struct Stalls {
 
 impl Stalls {
     /// Returns true if some task waited for a tenth of the window or more.
-    fn look(&mut self, total_us: Option<u64>, now: Instant) -> bool {
+    fn has_stalled(&mut self, total_us: Option<u64>, now: Instant) -> bool {
         let Some(total_us) = total_us else {
             return false;
         };
@@ -304,7 +304,7 @@ impl PoolSize {
         drop(governor);
         self.background.wake();
         let text = format_args!("the pool's size is to be {full_bytes} bytes");
-        self.events.tell(EventKind::Resized, None, text);
+        self.events.emit(EventKind::Resized, None, text);
     }
 
     /// Sets the memory in bytes that should stay available on the host.
@@ -375,11 +375,11 @@ impl PoolSize {
         // The first and the last step are events; the steps between are not.
         if before_bytes == full_bytes {
             let text = format_args!("the pool shrinks from {before_bytes} bytes: {why}");
-            self.events.tell(EventKind::HostShort, None, text);
+            self.events.emit(EventKind::HostShort, None, text);
             tracing::warn!(size_bytes, "the pool shrinks: {why}");
         } else if size_bytes == full_bytes {
             let text = format_args!("the pool has its {full_bytes} bytes again");
-            self.events.tell(EventKind::HostWell, None, text);
+            self.events.emit(EventKind::HostWell, None, text);
             tracing::info!(size_bytes, "the pool is back at its configured size");
         } else {
             tracing::debug!(size_bytes, "the pool's size changes: {why}");
@@ -457,7 +457,7 @@ fn watch(config: &PressureConfig, size: &PoolSize, stop: &OwnedFd, heartbeat: &H
         let now = Instant::now();
         let readings = Readings {
             available_bytes: meminfo_bytes(&meminfo, "MemAvailable"),
-            stalled: stalls.look(total_us, now),
+            stalled: stalls.has_stalled(total_us, now),
         };
         size.follow(now, readings);
         heartbeat.rest();
@@ -649,19 +649,25 @@ mod tests {
         let start = Instant::now();
         let at = |ms| start + Duration::from_millis(ms);
         assert!(
-            !stalls.look(Some(1_000_000), at(0)),
+            !stalls.has_stalled(Some(1_000_000), at(0)),
             "what was before is not known"
         );
-        assert!(!stalls.look(Some(1_100_000), at(1000)));
+        assert!(!stalls.has_stalled(Some(1_100_000), at(1000)));
         assert!(
-            stalls.look(Some(1_200_000), at(1500)),
+            stalls.has_stalled(Some(1_200_000), at(1500)),
             "a tenth of the window"
         );
-        assert!(!stalls.look(Some(1_300_000), at(2500)), "counted anew");
-        assert!(!stalls.look(Some(1_310_000), at(3600)), "the window ends");
-        assert!(!stalls.look(Some(1_490_000), at(4500)));
-        assert!(!stalls.look(None, at(5000)));
-        assert!(!stalls.look(Some(5), at(5100)), "another file");
+        assert!(
+            !stalls.has_stalled(Some(1_300_000), at(2500)),
+            "counted from 0 again"
+        );
+        assert!(
+            !stalls.has_stalled(Some(1_310_000), at(3600)),
+            "the window ends"
+        );
+        assert!(!stalls.has_stalled(Some(1_490_000), at(4500)));
+        assert!(!stalls.has_stalled(None, at(5000)));
+        assert!(!stalls.has_stalled(Some(5), at(5100)), "another file");
     }
 
     #[test]

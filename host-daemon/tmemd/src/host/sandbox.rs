@@ -467,7 +467,7 @@ fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::Ru
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::settings::{EventLoop, Waiting};
+    use crate::config::settings::EventLoop;
     use crate::queue::event_loop;
     use crate::util::event_fd::signal;
     use rustix::event::{EventfdFlags, eventfd};
@@ -485,19 +485,8 @@ mod tests {
 
     fn config(run_folder: &Path) -> Config {
         Config {
-            pool_size_bytes: 1 << 20,
-            workers: 1,
-            background_threads: 1,
-            waiting: Waiting::default(),
-            vm_pages_per_second: 0,
-            control: run_folder.join("control"),
-            control_group: None,
             control_read_only: None,
-            control_read_only_group: None,
-            run_folder: run_folder.into(),
-            vms: Vec::new(),
-            pressure: None,
-            trace: None,
+            ..Config::for_test(run_folder, &[])
         }
     }
 

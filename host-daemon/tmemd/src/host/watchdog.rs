@@ -43,7 +43,7 @@ impl Watchdog {
                 let mut hung = Vec::new();
                 let wait = || stopped.recv_timeout(period / CHECKS_PER_PERIOD);
                 while wait() == Err(RecvTimeoutError::Timeout) {
-                    look(&heartbeats, &mut hung);
+                    check(&heartbeats, &mut hung);
                 }
             })?;
         Ok(Watchdog {
@@ -65,27 +65,27 @@ impl Drop for Watchdog {
 }
 
 /// Checks the heartbeats once. `hung` contains the threads that were reported before.
-fn look(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
-    let found = heartbeats.look();
+fn check(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
+    let found = heartbeats.check();
     if found.is_empty() {
-        tell(NotifyState::Watchdog);
+        notify(NotifyState::Watchdog);
     } else {
         if found != *hung {
             tracing::error!(
                 "a bug, or a front end that blocks it: the daemon hangs at {}; it is to be ended and \
-                 started anew",
+                 started again",
                 found.join(", ")
             );
         }
-        tell(NotifyState::WatchdogTrigger);
+        notify(NotifyState::WatchdogTrigger);
     }
     *hung = found;
 }
 
 /// Sends a state to the service manager, if there is one. A failure is logged and has no effect on
 /// guests.
-pub fn tell(state: NotifyState<'_>) {
+pub fn notify(state: NotifyState<'_>) {
     if let Err(error) = sd_notify::notify(&[state]) {
-        tracing::debug!("the service manager cannot be told: {error}");
+        tracing::debug!("the service manager cannot be notified: {error}");
     }
 }

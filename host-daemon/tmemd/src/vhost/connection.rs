@@ -105,7 +105,7 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
     };
     let device = session.device().clone();
     vm.info(format_args!("connected"));
-    vm.tell(EventKind::Connected, format_args!("connected"));
+    vm.emit(EventKind::Connected, format_args!("connected"));
     let mut handler = BackendReqHandler::from_stream(stream, device.clone());
     let end = std::panic::catch_unwind(AssertUnwindSafe(|| {
         loop {
@@ -142,6 +142,6 @@ pub fn serve(vm: &Arc<Vm>, stream: UnixStream, shared: &ConnectionContext) {
             "connection ended: a bug, its control thread panicked"
         ),
     }
-    vm.tell(EventKind::Disconnected, format_args!("disconnected"));
+    vm.emit(EventKind::Disconnected, format_args!("disconnected"));
     session.end();
 }

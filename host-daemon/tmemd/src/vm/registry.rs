@@ -236,7 +236,7 @@ impl Registry {
                 Err(why) => tracing::error!(
                     vm = name,
                     reason = %why,
-                    "the VM noted in {} is left out: {why}. Fix that and restart the VM, or \
+                    "the VM stored in {} is left out: {why}. Fix that and restart the VM, or \
                      remove the file",
                     path.display()
                 ),
@@ -423,7 +423,7 @@ impl Registry {
             let socket = config.socket.display();
             tracing::info!(vm = config.name, uuid = config.uuid, %socket, "added");
             let (kind, vm) = (EventKind::Added, Some(config.name.as_str()));
-            self.events.tell(kind, vm, format_args!("at {socket}"));
+            self.events.emit(kind, vm, format_args!("at {socket}"));
             return Ok(true);
         };
         let member = &members.0[at];
@@ -488,12 +488,12 @@ impl Registry {
         }
         vm.set_problem(None);
         members.0[at].short = None;
-        self.note(&mut members.0[at], spec);
+        self.store_change(&mut members.0[at], spec);
         Ok(false)
     }
 
     /// Stores a change that is already in effect.
-    fn note(&self, member: &mut Member, spec: VmSpec) {
+    fn store_change(&self, member: &mut Member, spec: VmSpec) {
         if let Err(error) = self.store.write(&spec) {
             tracing::error!(
                 vm = %member.vm.name(),
@@ -531,14 +531,14 @@ impl Registry {
         member.vm.set_problem(None);
         member.short = None;
         let vm = &member.vm;
-        vm.tell(EventKind::Quota, format_args!("{}", quota::describe(quota)));
+        vm.emit(EventKind::Quota, format_args!("{}", quota::describe(quota)));
         if let Some(added) = &member.added {
             let quota = quota.clone();
             let spec = VmSpec {
                 quota,
                 ..added.clone()
             };
-            self.note(member, spec);
+            self.store_change(member, spec);
         }
     }
 
@@ -582,7 +582,7 @@ impl Registry {
             return false;
         };
         let what = problem.as_deref().unwrap_or("none any more");
-        member.vm.tell(EventKind::Problem, format_args!("{what}"));
+        member.vm.emit(EventKind::Problem, format_args!("{what}"));
         member
             .vm
             .set_problem(problem.or_else(|| member.short.clone()));
@@ -603,7 +603,7 @@ impl Registry {
         if let Some(at) = there {
             let vm = self.take_out(&mut members, at);
             tracing::info!(vm = &*vm.name(), uuid, socket = %socket.display(), "removed");
-            vm.tell(EventKind::Removed, format_args!("removed"));
+            vm.emit(EventKind::Removed, format_args!("removed"));
             self.make_good(&mut members.0);
         }
         there.is_some()

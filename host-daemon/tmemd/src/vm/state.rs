@@ -177,7 +177,7 @@ impl Vm {
         let before = lock(&self.report).replace(report);
         if before.map(|report| report.state) != Some(report.state) {
             let state = driver_state(report.state.get());
-            self.tell(
+            self.emit(
                 EventKind::Driver,
                 format_args!("the guest's driver says: {state}"),
             );
@@ -201,24 +201,24 @@ impl Vm {
 
     /// Sends an event about the VM. Events that the VM can cause in a loop are sent at a bounded
     /// rate.
-    pub fn tell(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
+    pub fn emit(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
         match kind.sort() {
-            None => self.tell_now(kind, text),
+            None => self.emit_now(kind, text),
             Some(_) => {
-                let tell = |kind, text: std::fmt::Arguments<'_>| self.tell_now(kind, text);
-                self.event_limit.add(Instant::now(), kind, text, tell);
+                let emit = |kind, text: std::fmt::Arguments<'_>| self.emit_now(kind, text);
+                self.event_limit.add(Instant::now(), kind, text, emit);
             }
         }
     }
 
     /// Sends events that waited, as far as the bound permits.
     pub fn catch_up(&self, now: Instant) {
-        let tell = |kind, text: std::fmt::Arguments<'_>| self.tell_now(kind, text);
-        self.event_limit.catch_up(now, tell);
+        let emit = |kind, text: std::fmt::Arguments<'_>| self.emit_now(kind, text);
+        self.event_limit.catch_up(now, emit);
     }
 
-    fn tell_now(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
-        self.events.tell(kind, Some(&self.name()), text);
+    fn emit_now(&self, kind: EventKind, text: std::fmt::Arguments<'_>) {
+        self.events.emit(kind, Some(&self.name()), text);
     }
 
     /// Counts a refused connection and sends an event with the reason.
@@ -226,7 +226,7 @@ impl Vm {
         self.counters
             .connections_refused
             .fetch_add(1, Ordering::Relaxed);
-        self.tell(EventKind::ConnectionRefused, why);
+        self.emit(EventKind::ConnectionRefused, why);
     }
 
     /// Reports a peer that the VM's socket does not admit.
@@ -256,7 +256,7 @@ impl Vm {
 
     /// Logs why a virtqueue stopped, and sends an event.
     pub fn queue_stopped(&self, virtqueue: usize, reason: &str) {
-        self.tell(
+        self.emit(
             EventKind::QueueStopped,
             format_args!("virtqueue {virtqueue}: {reason}"),
         );

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use tmem_control::VmSpec;
 
 /// Maximum size of a file in bytes; a valid one has some hundred.
-const NOTE_BYTES_MAX: u64 = 64 << 10;
+const FILE_BYTES_MAX: u64 = 64 << 10;
 
 /// Suffix of a stored file.
 const SUFFIX: &str = ".json";
@@ -57,7 +57,7 @@ impl VmStore {
     }
 
     fn at<T>(path: &Path, result: io::Result<T>) -> io::Result<T> {
-        result.map_err(|e| io::Error::new(e.kind(), format!("note {}: {e}", path.display())))
+        result.map_err(|e| io::Error::new(e.kind(), format!("VM store: {}: {e}", path.display())))
     }
 
     /// Reads all stored VMs in the order of their names.
@@ -130,7 +130,7 @@ impl VmStore {
 fn read(path: &Path, socket: &str) -> Result<VmSpec, String> {
     let mut text = String::new();
     let file = File::open(path).map_err(|e| e.to_string())?;
-    let read = file.take(NOTE_BYTES_MAX).read_to_string(&mut text);
+    let read = file.take(FILE_BYTES_MAX).read_to_string(&mut text);
     read.map_err(|e| e.to_string())?;
     let vm: VmSpec = serde_json::from_str(&text).map_err(|e| e.to_string())?;
     if Path::new(&vm.socket).file_name() != Some(socket.as_ref()) {

@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A complete daemon in this process.
+
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+use tmem_control::VarlinkClient;
+use tmemd::{Config, Daemon};
+
+/// A daemon with the configuration of [`Config::for_test`]. Dropping it stops the daemon and removes
+/// its directory.
+pub struct TestDaemon {
+    daemon: Option<Daemon>,
+    config: Config,
+    folder: TempDir,
+}
+
+impl TestDaemon {
+    /// Starts a daemon with VMs, each given as `NAME[,KEY=VALUE...]`.
+    pub fn start(vms: &[&str]) -> TestDaemon {
+        TestDaemon::start_with(vms, |_| ())
+    }
+
+    /// Starts a daemon whose configuration `change` has changed.
+    pub fn start_with(vms: &[&str], change: impl FnOnce(&mut Config)) -> TestDaemon {
+        let folder = tempfile::tempdir().expect("a folder");
+        let mut config = Config::for_test(folder.path(), vms);
+        change(&mut config);
+        let mut daemon = TestDaemon {
+            daemon: None,
+            config,
+            folder,
+        };
+        daemon.restart();
+        daemon
+    }
+
+    /// Stops the daemon, if it runs, and starts it again with the same configuration.
+    pub fn restart(&mut self) {
+        self.stop();
+        self.daemon = Some(Daemon::start(self.config.clone()).expect("the daemon starts"));
+    }
+
+    /// Stops the daemon. Its directory stays.
+    pub fn stop(&mut self) {
+        self.daemon = None;
+    }
+
+    /// Returns the configuration, for the next [`Self::restart`].
+    pub fn config(&mut self) -> &mut Config {
+        &mut self.config
+    }
+
+    /// Returns the daemon's directory.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Returns the path of a file in the daemon's directory, such as `control`, `read-only` and
+    /// `NAME.sock`.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder().join(name)
+    }
+
+    /// Connects to the control socket.
+    pub fn client(&self) -> VarlinkClient {
+        tmem_control::connect(&self.path("control")).expect("the daemon runs")
+    }
+}

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! A daemon without sockets and background threads.
+
+use std::sync::Arc;
+use tmem_pool::{Engine, EngineConfig, Quota, Tenant, TenantSpec, Time};
+use tmemd::VmConfig;
+use tmemd::events::bus::Events;
+use tmemd::parts::{BackgroundWorkers, ClockAndEntropy, ConnectionContext, Vm, Workers};
+
+/// Weight of a VM without a quota.
+const WEIGHT: u32 = 100;
+
+/// The real pool and the real data path. The user does the background work, and provides workers
+/// with or without threads.
+pub struct HeadlessDaemon {
+    /// The pool.
+    pub pool: Arc<Engine>,
+    /// Background workers without threads.
+    pub background: Arc<BackgroundWorkers>,
+    /// Clock and entropy source.
+    pub clock: ClockAndEntropy,
+}
+
+impl HeadlessDaemon {
+    /// Creates a daemon with an empty pool of that size in bytes. The seed is that of the pool's hash.
+    pub fn new(size_bytes: u64, seed: u64, clock: ClockAndEntropy) -> HeadlessDaemon {
+        let pool = Engine::new(EngineConfig::new(size_bytes, seed)).expect("address space");
+        let background = BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default());
+        HeadlessDaemon {
+            pool,
+            background: background.expect("no thread is started"),
+            clock,
+        }
+    }
+
+    /// Adds a tenant without a limit to the pool.
+    pub fn tenant(&self, name: &str, trust_domain: Option<&str>, reserve_bytes: u64) -> Tenant {
+        let quota = Quota {
+            reserve_bytes,
+            limit_bytes: None,
+            weight: WEIGHT,
+        };
+        self.tenant_with(name, trust_domain, quota)
+    }
+
+    /// Adds a tenant to the pool.
+    pub fn tenant_with(&self, name: &str, trust_domain: Option<&str>, quota: Quota) -> Tenant {
+        let mut spec = TenantSpec::new(name, quota);
+        spec.trust_domain = trust_domain.map(Into::into);
+        self.pool.add_tenant(spec).expect("the reserve fits")
+    }
+
+    /// Creates a VM that stores its pages as `tenant`.
+    pub fn vm(&self, name: &str, tenant: Tenant, events: Arc<Events>) -> Arc<Vm> {
+        let config: VmConfig = format!("name={name},socket=none").parse().expect("a name");
+        Arc::new(Vm::new(config, tenant, None, events))
+    }
+
+    /// Returns what connections need: these workers, the background workers and the clock.
+    pub fn context(&self, workers: Workers) -> ConnectionContext {
+        ConnectionContext {
+            workers: Arc::new(workers),
+            background: self.background.clone(),
+            clock: self.clock.clone(),
+        }
+    }
+
+    /// Does background work for at most `pages` pages. Returns true if more is left.
+    pub fn maintain(&self, now_ns: u64, pages: usize) -> bool {
+        self.pool.maintain(Time(now_ns), pages)
+    }
+}

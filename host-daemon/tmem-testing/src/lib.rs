@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Daemons for tests, the simulator, the fuzzer and the benchmarks.
+//!
+//! [`TestDaemon`] is a complete daemon in this process, with its files in a directory of its own.
+//! [`HeadlessDaemon`] is a daemon without sockets and background threads, whose work its user does.
+//! Out of scope: guests, see `tmem-sim`.
+
+mod daemon;
+mod headless;
+
+pub use daemon::TestDaemon;
+pub use headless::HeadlessDaemon;
