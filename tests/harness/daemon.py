@@ -68,7 +68,7 @@ class Daemon:
         # The memory of this machine does not matter; test_pressure has a host of its own.
         command += ["--host-free-min", "0B", "--memory-pressure", "none"]
         for tenant in self.tenants:
-            more = f",trust-domain={tenant.trust_domain}" if tenant.trust_domain else ""
+            more = f",trust_domain={tenant.trust_domain}" if tenant.trust_domain else ""
             more += f",uuid={tenant.uuid}" if tenant.uuid else ""
             command += ["--vm", f"socket={self.socket(tenant.name)},name={tenant.name}{more}"]
         process = Process("tmemd", [*command, *self.options], self.log, self.environment)

@@ -229,12 +229,12 @@ class Libvirt:
             raise HarnessError(f"tmemctl {command} {words} ended with {done.status}: {done.stderr}")
         return done.stdout
 
-    def refused(self, command: str, domain: str, *words: str | Path) -> str:
-        """Runs tmemctl, which must fail with status 1, and returns its error message."""
+    def refused(self, command: str, domain: str, *words: str | Path, status: int = 6) -> str:
+        """Runs tmemctl, which must fail with that status, and returns its error message."""
         done = self.tmemctl_run(command, domain, *words)
-        if done.status != 1:
+        if done.status != status:
             raise HarnessError(
-                f"tmemctl {command} {words} ended with {done.status}, not 1: {done.stdout}"
+                f"tmemctl {command} {words} ended with {done.status}, not {status}: {done.stdout}"
             )
         return done.stderr
 

@@ -67,7 +67,7 @@ def test_figures_agree_in_guest_daemon_and_metrics(
     until(reported, 30, "the driver reports its last get")
 
     log = session.folder / "exporter.log"
-    command = [str(host_binary("tmem-exporter")), "--listen", "127.0.0.1:0"]
+    command = [str(host_binary("tmem-exporter")), "--web.listen-address", "127.0.0.1:0"]
     exporter = Process("tmem-exporter", [*command, "--socket", str(daemon.control)], log)
     try:
         until(lambda: bool(address(log)), 20, "the exporter listens")
@@ -89,16 +89,16 @@ def test_figures_agree_in_guest_daemon_and_metrics(
     for latency in ("put_latency", "get_latency"):
         assert sum(told[latency]["buckets"]) > 0 < told[latency]["sum_ns"]
 
-    assert metric(metrics, "tmem_vm_hits_total") == told["hits"]
-    assert metric(metrics, "tmem_vm_gets_total") == told["gets"]
-    assert metric(metrics, "tmem_vm_puts_total") == told["puts"]
-    assert metric(metrics, "tmem_vm_puts_refused_total") == told["puts_refused"]
-    assert metric(metrics, "tmem_vm_evictions_total") == told["evictions"]
+    assert metric(metrics, "tmem_vm_hit_pages_total") == told["hits"]
+    assert metric(metrics, "tmem_vm_get_pages_total") == told["gets"]
+    assert metric(metrics, "tmem_vm_put_pages_total") == told["puts"]
+    assert metric(metrics, "tmem_vm_put_refused_pages_total") == told["puts_refused"]
+    assert metric(metrics, "tmem_vm_evicted_pages_total") == told["evictions"]
     gets = metric(metrics, "tmem_vm_request_duration_seconds_count", 'request="get"')
     assert gets == sum(told["get_latency"]["buckets"])
     agree_on_waits(told, after, metrics)
-    assert metric(metrics, "tmem_vm_driver_gets_total") == told["driver"]["gets"]
-    assert metric(metrics, "tmem_vm_driver_hits_total") == told["driver"]["hits"]
+    assert metric(metrics, "tmem_vm_driver_get_pages_total") == told["driver"]["gets"]
+    assert metric(metrics, "tmem_vm_driver_hit_pages_total") == told["driver"]["hits"]
 
     # Each page of these files was a hit or was read from the disk.
     pages = sum(-(-len_of // 4096) for len_of in file_bytes(guest.sh("stat -c %s /mnt/f*")))

@@ -127,10 +127,10 @@ impl Cache {
                         ))
                     })?);
                 }
-                "trustdomain" => cache.trust_domain = Some(text.into()),
+                "trust_domain" => cache.trust_domain = Some(text.into()),
                 _ => {
                     return Err(within(
-                        "is not understood; there are limit, reserve, weight and trustdomain"
+                        "is not understood; there are limit, reserve, weight and trust_domain"
                             .into(),
                     ));
                 }
@@ -168,7 +168,7 @@ impl Cache {
                 .map(|weight| format!("<{prefix}weight>{weight}</{prefix}weight>")),
             self.trust_domain.as_deref().map(|name| {
                 format!(
-                    "<{prefix}trustdomain>{}</{prefix}trustdomain>",
+                    "<{prefix}trust_domain>{}</{prefix}trust_domain>",
                     escape(name)
                 )
             }),
@@ -237,17 +237,17 @@ mod tests {
                 "<cache><weight unit='KiB'>1</weight></cache>",
                 &["<weight>", "unit"],
             ),
-            ("<cache><size>1</size></cache>", &["<size>", "trustdomain"]),
+            ("<cache><size>1</size></cache>", &["<size>", "trust_domain"]),
             (
                 "<cache><limit>1</limit><limit>1</limit></cache>",
                 &["<limit>", "twice"],
             ),
             ("<cache required='perhaps'/>", &["required", "perhaps"]),
             (
-                "<cache><trustdomain>a b</trustdomain></cache>",
+                "<cache><trust_domain>a b</trust_domain></cache>",
                 &["\"a b\""],
             ),
-            ("<cache><trustdomain/></cache>", &["\"\""]),
+            ("<cache><trust_domain/></cache>", &["\"\""]),
             ("<cache>1GiB</cache>", &["1GiB"]),
             ("<quota/>", &["<quota>"]),
             ("<cache xmlns='urn:other'/>", &["in its place"]),

@@ -7,7 +7,7 @@ use std::io::{Error, Read, Result, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
-use tmem_control::Stats_Reply;
+use tmem_control::GetStats_Reply;
 
 /// Longest time of a request. The daemon needs less for 1,024 VMs under load, and Prometheus
 /// usually waits 10 s.
@@ -29,10 +29,10 @@ fn connect(socket: &Path) -> Result<UnixStream> {
 /// # Errors
 /// Returns an error if no process listens on the socket, or if the answer is late or not one of
 /// tmemd.
-pub fn stats(socket: &Path) -> Result<Stats_Reply> {
+pub fn stats(socket: &Path) -> Result<GetStats_Reply> {
     let deadline = Instant::now() + TIMEOUT;
     let mut stream = connect(socket)?;
-    stream.write_all(b"{\"method\":\"io.virtiotmem.Control.Stats\",\"parameters\":{}}\0")?;
+    stream.write_all(b"{\"method\":\"io.virtiotmem.Control.GetStats\",\"parameters\":{}}\0")?;
     let (mut answer, mut part) = (Vec::new(), vec![0; 64 << 10]);
     while answer.last() != Some(&0) {
         let left = deadline.saturating_duration_since(Instant::now());

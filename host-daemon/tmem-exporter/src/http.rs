@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! A minimal HTTP server for scrapes: one request for each connection, which is answered and
-//! closed.
+//! A minimal HTTP server for scrapes, with or without TLS: one request for each connection, which
+//! is answered and closed.
 //!
 //! A guest may be able to reach the port, so everything that a client sends is bounded in size,
 //! time and number. Out of scope: request bodies and files.
 
+use crate::web_config::Tls;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use subtle::ConstantTimeEq;
 
@@ -19,10 +20,12 @@ const CLIENTS_MAX: usize = 8;
 const REQUEST_BYTES_MAX: usize = 8 << 10;
 /// Most header lines of a request.
 const HEADERS_MAX: usize = 64;
-/// Longest time in which a request must arrive completely.
+/// Longest time in which a request must arrive completely, including the handshake of TLS.
 const READ_MAX: Duration = Duration::from_secs(5);
-/// Longest time for which one write of the answer may block.
+/// Longest time in which the client must read the answer.
 const WRITE_MAX: Duration = Duration::from_secs(10);
+/// Shortest time between two log messages about certificates that cannot be read.
+const LOG_PERIOD: Duration = Duration::from_secs(60);
 /// Pause after accept() failed.
 const PAUSE: Duration = Duration::from_millis(100);
 
@@ -84,23 +87,63 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
     }
 }
 
+/// A connection whose reads and writes end at a deadline.
+struct Client {
+    stream: TcpStream,
+    deadline: Instant,
+}
+
+impl Client {
+    /// Waits until `act` does not block or the deadline has passed.
+    fn until_deadline<T>(
+        &mut self,
+        mut act: impl FnMut(&TcpStream, Duration) -> std::io::Result<T>,
+    ) -> std::io::Result<T> {
+        loop {
+            let left = self.deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(ErrorKind::TimedOut.into());
+            }
+            match act(&self.stream, left) {
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+                done => return done,
+            }
+        }
+    }
+}
+
+impl Read for Client {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.until_deadline(|mut stream, left| {
+            stream.set_read_timeout(Some(left))?;
+            stream.read(bytes)
+        })
+    }
+}
+
+impl Write for Client {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.until_deadline(|mut stream, left| {
+            stream.set_write_timeout(Some(left))?;
+            stream.write(bytes)
+        })
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Reads a request and returns what it asks for; None if no request arrives.
-fn read(mut stream: &TcpStream, token: Option<&str>) -> Option<Asked> {
-    let deadline = Instant::now() + READ_MAX;
+fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
     let (mut bytes, mut part) = (Vec::new(), [0; 1024]);
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Some(Asked::No("408 Request Timeout", "too slow\n"));
-        }
-        stream.set_read_timeout(Some(left)).ok()?;
         match stream.read(&mut part) {
             Ok(0) => return None,
             Ok(read) => bytes.extend_from_slice(&part[..read]),
-            Err(error)
-                if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) =>
-            {
-                continue;
+            Err(error) if error.kind() == ErrorKind::TimedOut => {
+                return Some(Asked::No("408 Request Timeout", "too slow\n"));
             }
             Err(_) => return None,
         }
@@ -120,10 +163,8 @@ fn read(mut stream: &TcpStream, token: Option<&str>) -> Option<Asked> {
     }
 }
 
-fn answer(stream: &TcpStream, token: Option<&str>, metrics: &dyn Fn(Format) -> String) {
-    let Some(asked) = read(stream, token) else {
-        return;
-    };
+/// Returns the answer to a request: its head and its body.
+fn compose(asked: Asked, metrics: &dyn Fn(Format) -> String) -> (String, String) {
     let (status, content_type, more, body) = match asked {
         Asked::Metrics(format) => ("200 OK", format.content_type(), "", metrics(format)),
         Asked::Root => {
@@ -143,21 +184,73 @@ fn answer(stream: &TcpStream, token: Option<&str>, metrics: &dyn Fn(Format) -> S
          Cache-Control: no-store\r\nConnection: close\r\n\r\n",
         body.len()
     );
-    let mut stream = stream;
-    // A write error means that the client has gone.
-    let _ = stream
-        .set_write_timeout(Some(WRITE_MAX))
-        .and_then(|()| stream.write_all(head.as_bytes()))
-        .and_then(|()| stream.write_all(body.as_bytes()));
+    (head, body)
+}
+
+/// Access rights of clients, and TLS.
+#[derive(Debug)]
+pub struct Access {
+    /// The token that clients must send.
+    pub token: Option<String>,
+    /// TLS, if it is configured.
+    pub tls: Option<Tls>,
+    /// When a fault of certificates was last logged.
+    pub logged: Mutex<Option<Instant>>,
+}
+
+/// Answers one connection. An I/O error means that the client has gone.
+fn answer(
+    stream: TcpStream,
+    access: &Access,
+    metrics: &dyn Fn(Format) -> String,
+) -> std::io::Result<()> {
+    let mut client = Client {
+        stream,
+        deadline: Instant::now() + READ_MAX,
+    };
+    let token = access.token.as_deref();
+    let Some(tls) = &access.tls else {
+        let Some(asked) = read(&mut client, token) else {
+            return Ok(());
+        };
+        let (head, body) = compose(asked, metrics);
+        client.deadline = Instant::now() + WRITE_MAX;
+        client.write_all(head.as_bytes())?;
+        return client.write_all(body.as_bytes());
+    };
+    let connection = tls.server_config().and_then(|config| {
+        rustls::ServerConnection::new(config).map_err(|error| error.to_string())
+    });
+    let connection = match connection {
+        Ok(connection) => connection,
+        Err(error) => {
+            let mut logged = access.logged.lock().unwrap_or_else(|e| e.into_inner());
+            if logged.is_none_or(|at| at.elapsed() >= LOG_PERIOD) {
+                *logged = Some(Instant::now());
+                tracing::error!("clients are not served: {error}");
+            }
+            return Ok(());
+        }
+    };
+    let mut stream = rustls::StreamOwned::new(connection, client);
+    let Some(asked) = read(&mut stream, token) else {
+        return Ok(());
+    };
+    let (head, body) = compose(asked, metrics);
+    stream.sock.deadline = Instant::now() + WRITE_MAX;
+    stream.write_all(head.as_bytes())?;
+    stream.write_all(body.as_bytes())?;
+    stream.conn.send_close_notify();
+    stream.flush()
 }
 
 /// Accepts connections and answers them. Never returns.
 pub fn serve(
     listener: &TcpListener,
-    token: Option<String>,
+    access: Access,
     metrics: impl Fn(Format) -> String + Send + Sync + 'static,
 ) -> ! {
-    let shared = Arc::new((token, metrics));
+    let shared = Arc::new((access, metrics));
     let clients = Arc::new(AtomicUsize::new(0));
     loop {
         let stream = match listener.accept() {
@@ -178,8 +271,8 @@ pub fn serve(
         let spawned = std::thread::Builder::new()
             .name("scrape".into())
             .spawn(move || {
-                let (token, metrics) = &*shared;
-                let answer = || answer(&stream, token.as_deref(), metrics);
+                let (access, metrics) = &*shared;
+                let answer = || answer(stream, access, metrics);
                 if std::panic::catch_unwind(std::panic::AssertUnwindSafe(answer)).is_err() {
                     tracing::error!("a bug: a scrape panicked");
                 }

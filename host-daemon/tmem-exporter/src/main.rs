@@ -8,14 +8,16 @@ mod classic;
 mod daemon;
 mod http;
 mod metrics;
+mod web_config;
 
 use clap::Parser;
-use http::Format;
-use std::net::{SocketAddr, TcpListener};
+use http::{Access, Format};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
+use web_config::Tls;
 
 /// Shortest time between two log messages about an unreachable daemon.
 const LOG_PERIOD: Duration = Duration::from_secs(60);
@@ -26,13 +28,18 @@ const TOKEN_BYTES_MIN: usize = 16;
 #[derive(Parser)]
 #[command(version)]
 struct Arguments {
-    /// Where to listen. Beyond the host itself a token is needed, and should go through a TLS proxy
-    #[arg(long, value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9752")]
+    /// Address to listen on; :PORT means all addresses. An address that other hosts can reach needs
+    /// --token-file, or client certificates in --web.config.file
+    #[arg(long = "web.listen-address", value_name = "ADDRESS:PORT", default_value = "127.0.0.1:9752",
+          value_parser = parse_address)]
     listen: SocketAddr,
+    /// File that configures TLS, in the format of Prometheus' exporters (tls_server_config)
+    #[arg(long = "web.config.file", value_name = "PATH")]
+    web_config: Option<PathBuf>,
     /// The daemon's read-only control socket
     #[arg(long, value_name = "PATH", default_value = tmem_control::DEFAULT_READ_ONLY_SOCKET)]
     socket: PathBuf,
-    /// A file with a token, which scrapers have to send: Authorization: Bearer TOKEN
+    /// File with a token, which clients must send: Authorization: Bearer TOKEN
     #[arg(long, value_name = "PATH")]
     token_file: Option<PathBuf>,
     /// Metrics of more VMs than this are left out
@@ -52,14 +59,38 @@ fn main() -> ExitCode {
     }
 }
 
+/// Parses an address. As in other exporters, an empty host means all addresses.
+fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    let text = match text.strip_prefix(':') {
+        Some(port) => format!("[::]:{port}"),
+        None => text.into(),
+    };
+    let mut found = text.to_socket_addrs().map_err(|error| error.to_string())?;
+    found.next().ok_or_else(|| "it has no address".into())
+}
+
+/// Reads token and TLS configuration.
+fn access(arguments: &Arguments) -> Result<Access, String> {
+    let tls = arguments.web_config.as_deref().map(Tls::read);
+    let tls = tls.transpose()?.flatten();
+    let token = token(arguments)?;
+    let verifies = tls.as_ref().is_some_and(Tls::verifies_clients);
+    if token.is_none() && !verifies && !arguments.listen.ip().is_loopback() {
+        return Err(format!(
+            "--web.listen-address {}: other hosts can reach it. Name a token with --token-file, or \
+             require client certificates in --web.config.file",
+            arguments.listen
+        ));
+    }
+    Ok(Access {
+        token,
+        tls,
+        logged: Mutex::new(None),
+    })
+}
+
 fn token(arguments: &Arguments) -> Result<Option<String>, String> {
     let Some(path) = &arguments.token_file else {
-        if !arguments.listen.ip().is_loopback() {
-            return Err(format!(
-                "--listen {}: others than this host can reach it, so name a token with --token-file",
-                arguments.listen
-            ));
-        }
         return Ok(None);
     };
     let at = path.display();
@@ -75,11 +106,16 @@ fn token(arguments: &Arguments) -> Result<Option<String>, String> {
 }
 
 fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
-    let token = token(&arguments)?;
+    let access = access(&arguments)?;
+    let scheme = if access.tls.is_some() {
+        "https"
+    } else {
+        "http"
+    };
     let listener = TcpListener::bind(arguments.listen)
         .map_err(|error| format!("cannot listen on {}: {error}", arguments.listen))?;
     let address = listener.local_addr().map_err(|error| error.to_string())?;
-    tracing::info!(socket = %arguments.socket.display(), "metrics at http://{address}/metrics");
+    tracing::info!(socket = %arguments.socket.display(), "metrics at {scheme}://{address}/metrics");
     let logged: Mutex<Option<Instant>> = Mutex::new(None);
     let metrics = move |format| {
         let begun = Instant::now();
@@ -102,5 +138,5 @@ fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
             Format::Classic => classic::classic(&text),
         }
     };
-    http::serve(&listener, token, metrics)
+    http::serve(&listener, access, metrics)
 }

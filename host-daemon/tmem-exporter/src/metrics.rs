@@ -14,7 +14,7 @@ use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
-use tmem_control::Stats_Reply;
+use tmem_control::GetStats_Reply;
 use tmem_control::statistics::{Export, Kind, STATISTICS, Scope, Statistic};
 
 /// A step is the pool's size divided by this number, but at least [`STEP_BYTES_MIN`].
@@ -56,6 +56,34 @@ fn rounded(value: i64, step: i64) -> i64 {
     value.div_euclid(step) * step
 }
 
+/// Returns the number that the metric of a figure shows. `step` is in bytes.
+fn number(row: &Statistic, figures: &Value, step: i64) -> i64 {
+    let value = match &figures[row.field] {
+        Value::Bool(value) => i64::from(*value),
+        // The last value of a list includes the others.
+        Value::Array(values) => values.last().and_then(Value::as_i64).unwrap_or(0),
+        value => value.as_i64().unwrap_or(0),
+    };
+    let step_of_unit = match row.unit {
+        "bytes" => step,
+        _ => step / PAGE_BYTES,
+    };
+    let value = match row.export {
+        Export::Steps | Export::RestInSteps => rounded(value, step_of_unit),
+        _ => value,
+    };
+    if !matches!(row.export, Export::Rest | Export::RestInSteps) {
+        return value;
+    }
+    let of_metric =
+        |other: &&Statistic| other.field != row.field && other.metric().0 == row.metric().0;
+    let others = Statistic::of(row.scope).filter(of_metric);
+    value
+        - others
+            .map(|other| number(other, figures, step))
+            .sum::<i64>()
+}
+
 /// Converts the daemon's bucket counts, whose upper bounds are 1, 2, 4, … µs.
 fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
     let bound = |nth: usize| match nth + 1 == counts.len() {
@@ -73,45 +101,45 @@ fn buckets(counts: &[Value]) -> Vec<(f64, u64)> {
 impl Scrape {
     /// Collects the metrics from the daemon's reply; None stands for a daemon that did not answer.
     /// VMs beyond `vms_max` are left out.
-    pub fn new(reply: Option<&Stats_Reply>, took: Duration, vms_max: usize) -> Scrape {
+    pub fn new(reply: Option<&GetStats_Reply>, took: Duration, vms_max: usize) -> Scrape {
         let mut scrape = Scrape {
             families: BTreeMap::new(),
         };
-        let mut own = |name, help: &str, unit, value| {
-            let samples = vec![(Labels::new(), Sample::Gauge(value))];
-            let help = help.into();
-            let kind = Kind::Gauge;
-            let family = Family {
-                help,
-                unit,
-                kind,
-                samples,
-            };
-            scrape.families.insert(name, family);
-        };
         let up = f64::from(u8::from(reply.is_some()));
-        own("tmem_up", "1: the daemon answered", "", up);
-        let help = "what asking the daemon took";
-        own(
+        let help = "1 if the daemon answered, otherwise 0";
+        scrape.gauge("tmem_up", help, "", up);
+        let help = "duration of the request to the daemon";
+        scrape.gauge(
             "tmem_scrape_duration_seconds",
             help,
             "seconds",
             took.as_secs_f64(),
         );
+        let version = vec![("version", env!("CARGO_PKG_VERSION"))];
+        scrape.info(
+            "tmem_exporter_build_info",
+            "version of the exporter",
+            version,
+        );
         let Some(reply) = reply else { return scrape };
         let left_out = reply.vms.len().saturating_sub(vms_max);
-        let help = "VMs beyond --vms-max, whose metrics are left out";
-        own("tmem_exporter_vms_left_out", help, "", left_out as f64);
-        let version = vec![("version".into(), reply.daemon.version.clone())];
-        scrape.families.insert(
-            "tmem_daemon_info",
-            Family {
-                help: "which daemon it is".into(),
-                unit: "",
-                kind: Kind::Gauge,
-                samples: vec![(version, Sample::Gauge(1.0))],
-            },
-        );
+        let help = "number of VMs above --vms-max, whose metrics are left out";
+        scrape.gauge("tmem_exporter_vms_left_out", help, "", left_out as f64);
+        let version = vec![("version", reply.daemon.version.as_str())];
+        scrape.info("tmem_daemon_build_info", "version of the daemon", version);
+        for vm in reply.vms.iter().take(vms_max) {
+            let labels = vec![
+                ("vm", vm.name.as_str()),
+                ("uuid", vm.uuid.as_deref().unwrap_or_default()),
+                (
+                    "trust_domain",
+                    vm.trust_domain.as_deref().unwrap_or_default(),
+                ),
+            ];
+            let help =
+                "UUID of the libvirt domain and trust domain of the VM; empty if it has none";
+            scrape.info("tmem_vm_info", help, labels);
+        }
         let step_bytes = (reply.pool.size_bytes / STEP_PART).max(STEP_BYTES_MIN);
         let figures = |figures: serde_json::Result<Value>| figures.unwrap_or_default();
         let daemon = figures(serde_json::to_value(&reply.daemon));
@@ -125,6 +153,31 @@ impl Scrape {
             scrape.add(Scope::Driver, &figures["driver"], &labels, step_bytes);
         }
         scrape
+    }
+
+    /// Adds a gauge of the exporter itself.
+    fn gauge(&mut self, name: &'static str, help: &str, unit: &'static str, value: f64) {
+        let family = Family {
+            help: help.into(),
+            unit,
+            kind: Kind::Gauge,
+            samples: vec![(Labels::new(), Sample::Gauge(value))],
+        };
+        self.families.insert(name, family);
+    }
+
+    /// Adds a series with the value 1, whose labels are the information.
+    fn info(&mut self, name: &'static str, help: &str, labels: Vec<(&str, &str)>) {
+        let family = self.families.entry(name).or_insert_with(|| Family {
+            help: help.into(),
+            unit: "",
+            kind: Kind::Gauge,
+            samples: Vec::new(),
+        });
+        let labels = labels
+            .into_iter()
+            .map(|(key, value)| (key.into(), value.into()));
+        family.samples.push((labels.collect(), Sample::Gauge(1.0)));
     }
 
     fn add(&mut self, scope: Scope, figures: &Value, labels: &[(String, String)], step: i64) {
@@ -148,19 +201,7 @@ impl Scrape {
                 }
                 continue;
             }
-            let one = |value: &Value| {
-                let number = match (value, row.export) {
-                    (Value::Bool(value), _) => i64::from(*value),
-                    (value, Export::Steps) => {
-                        let step = if row.unit == "bytes" {
-                            step
-                        } else {
-                            step / PAGE_BYTES
-                        };
-                        rounded(value.as_i64().unwrap_or(0), step)
-                    }
-                    (value, _) => value.as_i64().unwrap_or(0),
-                };
+            let one = |number: i64| {
                 let number = match row.unit {
                     "ms" => number as f64 / 1e3,
                     _ => number as f64,
@@ -171,11 +212,14 @@ impl Scrape {
                 }
             };
             match (value, &label) {
-                // The driver has not reported this figure.
+                // The driver has not reported this figure, or the VM has no limit.
                 (Value::Null, _) => {}
                 (Value::Array(values), Some((key, of))) => {
+                    let mut before = 0;
                     for (value, of) in values.iter().zip(of) {
-                        push(Some((key, of)), one(value));
+                        let value = value.as_i64().unwrap_or(0);
+                        push(Some((key, of)), one(value - before));
+                        before = value;
                     }
                 }
                 (Value::Object(histogram), label) => {
@@ -186,8 +230,10 @@ impl Scrape {
                     let label = label.as_ref().map(|(key, of)| (*key, of[0]));
                     push(label, Sample::Histogram(sum, buckets(counts)));
                 }
-                (value, Some((key, of))) => push(Some((key, of[0])), one(value)),
-                (value, None) => push(None, one(value)),
+                (_, label) => {
+                    let label = label.as_ref().map(|(key, of)| (*key, of[0]));
+                    push(label, one(number(row, figures, step)));
+                }
             }
         }
     }
@@ -316,5 +362,26 @@ mod tests {
             buckets(&counts),
             [(1e-6, 0), (2e-6, 1), (4e-6, 2), (f64::MAX, 3)]
         );
+    }
+
+    /// Exact totals next to rounded parts must not tell more about the parts than their steps.
+    #[test]
+    fn the_rest_is_computed_from_what_is_exported() {
+        let figures = |shared: i64| {
+            serde_json::json!({
+                "pages": 1000, "nursery_pages": 100, "same_filled_pages": 10, "shared_pages": shared,
+                "held_bytes": 10 << 20, "payload_bytes": (3 << 20) + 5, "metadata_bytes": 1 << 20,
+            })
+        };
+        let value = |field: &str, figures: &Value| {
+            let row = Statistic::of(Scope::Pool).find(|row| row.field == field);
+            number(row.expect("a figure"), figures, STEP_BYTES_MIN)
+        };
+        assert_eq!(value("pages", &figures(256)), 1000 - 100 - 10 - 256);
+        for shared in 257..512 {
+            let [now, before] = [shared, 256].map(figures);
+            assert_eq!(value("pages", &now), value("pages", &before));
+        }
+        assert_eq!(value("held_bytes", &figures(0)), 6 << 20);
     }
 }

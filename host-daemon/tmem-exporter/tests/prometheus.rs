@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Exporter, ServedDaemon, TIMEOUT, http};
+use common::{Certificate, Exporter, ServedDaemon, TIMEOUT, http};
 use serde_json::Value;
 use std::io::Write;
 use std::net::TcpListener;
@@ -52,17 +52,28 @@ fn promtool_finds_nothing() {
         let (good, said) = promtool(arguments, "");
         assert!(good, "{said}");
     }
-    // The tests of the alert rules must name each alert.
+}
+
+/// Each alert has a test of its rule, and a section of the runbook, where its link leads.
+#[test]
+fn each_alert_has_a_test_and_a_runbook() {
     let of = |text: &str, key: &str| -> Vec<String> {
         let names = text.split(key).skip(1);
         names
             .filter_map(|rest| Some(rest.split([',', '\n', '}']).next()?.trim().to_string()))
             .collect()
     };
+    let alerts = of(include_str!("../alerts.yml"), "- alert:");
     let tested = of(include_str!("../alerts_test.yml"), "alertname:");
-    for alert in of(include_str!("../alerts.yml"), "- alert:") {
-        assert!(tested.contains(&alert), "{alert} is not tested");
+    let sections = of(include_str!("../../../docs/alerts.md"), "\n## ");
+    let links = of(include_str!("../alerts.yml"), "runbook_url:");
+    assert_eq!(sections, alerts);
+    for alert in &alerts {
+        assert!(tested.contains(alert), "{alert} is not tested");
+        let link = format!("\"docs/alerts.md#{}\"", alert.to_lowercase());
+        assert!(links.contains(&link), "{link} is missing");
     }
+    assert_eq!(links.len(), alerts.len());
 }
 
 struct Server {
@@ -80,18 +91,20 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Starts Prometheus, which scrapes the exporter each second, as docs/metrics.md says, with the
-    /// alert rules.
-    fn start(exporter: &Exporter, token: &Path) -> Server {
+    /// Starts Prometheus, which scrapes the exporter each second over TLS, as docs/metrics.md says,
+    /// with the alert rules.
+    fn start(exporter: &Exporter, token: &Path, certificate: &Path) -> Server {
         let folder = tempfile::tempdir().expect("a folder");
         let config = folder.path().join("prometheus.yml");
         let text = format!(
             "global: {{scrape_interval: 1s, evaluation_interval: 1s}}\n\
              rule_files: [{}/alerts.yml]\n\
              scrape_configs:\n- job_name: tmem\n  authorization: {{credentials_file: {}}}\n  \
+             scheme: https\n  tls_config: {{ca_file: {}}}\n  \
              static_configs: [{{targets: ['{}']}}]\n",
             env!("CARGO_MANIFEST_DIR"),
             token.display(),
+            certificate.display(),
             exporter.address()
         );
         std::fs::write(&config, text).expect("written");
@@ -152,8 +165,16 @@ fn every_query_of_dashboard_and_rules_is_answered() {
     let mut host = ServedDaemon::new();
     let token = host.path("token");
     std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("written");
-    let exporter = Exporter::start(&host, &["--token-file", token.to_str().expect("text")]);
-    let server = Server::start(&exporter, &token);
+    let tls = Certificate::new(host.path("tls"));
+    let config = tls.web_config("");
+    let options = [
+        "--token-file",
+        token.to_str().expect("text"),
+        "--web.config.file",
+        config.to_str().expect("text"),
+    ];
+    let exporter = Exporter::start(&host, &options);
+    let server = Server::start(&exporter, &token, &tls.certificate());
     server.until("the exporter is scraped", || {
         server.query("tmem_up == 1")["data"]["result"]
             .as_array()
@@ -201,7 +222,7 @@ fn every_query_of_dashboard_and_rules_is_answered() {
     // The value in Prometheus equals the daemon's.
     let hits = host.stats("a").hits as f64;
     server.until("the last scrape", || {
-        let answer = server.query("tmem_vm_hits_total{vm=\"a\"}");
+        let answer = server.query("tmem_vm_hit_pages_total{vm=\"a\"}");
         let value = answer["data"]["result"][0]["value"][1]
             .as_str()
             .map(str::parse::<f64>);

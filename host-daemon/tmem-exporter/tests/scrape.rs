@@ -7,7 +7,7 @@ use common::{Exporter, ServedDaemon, TIMEOUT, http};
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::Command;
-use tmem_control::statistics::{Export, Kind, STATISTICS};
+use tmem_control::statistics::{Export, Kind, STATISTICS, Statistic};
 
 /// Returns the samples of a metric.
 fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
@@ -63,10 +63,27 @@ fn figures_agree() {
             .expect("a number")
     };
     assert!(stats.hits > 0 && stats.puts > 0);
-    assert_eq!(value("tmem_vm_hits_total"), stats.hits as f64);
-    assert_eq!(value("tmem_vm_gets_total"), stats.gets as f64);
-    assert_eq!(value("tmem_vm_puts_total"), stats.puts as f64);
-    assert_eq!(value("tmem_vm_pages"), stats.pages as f64);
+    assert_eq!(value("tmem_vm_hit_pages_total"), stats.hits as f64);
+    assert_eq!(value("tmem_vm_get_pages_total"), stats.gets as f64);
+    assert_eq!(value("tmem_vm_put_pages_total"), stats.puts as f64);
+    // The series of one metric can be added.
+    let sum = |name: &str| -> f64 {
+        let of_vm = samples(&text, name);
+        let of_vm = of_vm.iter().filter(|line| line.contains("vm=\"a\""));
+        of_vm
+            .map(|line| line.rsplit(' ').next().and_then(|n| n.parse::<f64>().ok()))
+            .map(|number| number.expect("a number"))
+            .sum()
+    };
+    assert_eq!(sum("tmem_vm_pages"), stats.pages as f64);
+    assert_eq!(
+        sum("tmem_vm_gain_hit_pages_total"),
+        stats.gain_hits[2] as f64
+    );
+    assert_eq!(
+        sum("tmem_vm_loss_hit_pages_total"),
+        stats.loss_hits_seen as f64
+    );
     assert_eq!(
         value("tmem_vm_disk_read_avoided_bytes_total"),
         stats.hits as f64 * 4096.0
@@ -93,10 +110,14 @@ fn nothing_tells_of_single_shared_pages() {
     host.work(50);
     let exporter = Exporter::start(&host, &[]);
     let text = exporter.metrics("");
-    assert!(!text.contains("tmem_vm_shared") && !text.contains("tmem_vm_settled_shared"));
-    for row in STATISTICS.iter().filter(|row| row.export == Export::Steps) {
+    assert!(!text.contains("tmem_vm_shared") && !text.contains("tmem_vm_finalized_shared"));
+    let in_steps = |row: &&Statistic| matches!(row.export, Export::Steps | Export::RestInSteps);
+    for row in STATISTICS.iter().filter(in_steps) {
         let step = if row.unit == "bytes" { 1 << 20 } else { 256 };
-        for line in samples(&text, row.metric().0) {
+        let (name, label) = row.metric();
+        let label = label.map_or(String::new(), |(key, of)| format!("{key}=\"{}\"", of[0]));
+        let lines = samples(&text, name);
+        for line in lines.iter().filter(|line| line.contains(&label)) {
             let value: f64 = line
                 .rsplit(' ')
                 .next()
@@ -105,6 +126,43 @@ fn nothing_tells_of_single_shared_pages() {
             assert_eq!(value as i64 % step, 0, "{line}");
         }
     }
+}
+
+/// Metrics of libvirt have the UUID of a domain, and info metrics join them with these.
+#[test]
+fn vms_and_versions_are_described() {
+    let host = ServedDaemon::new();
+    let exporter = Exporter::start(&host, &[]);
+    let text = exporter.metrics("");
+    let info = "tmem_vm_info{vm=\"a\",uuid=\"01234567-89ab-cdef-0123-456789abcdef\",trust_domain=\"\"} 1.0";
+    assert_eq!(samples(&text, "tmem_vm_info")[0], info);
+    for (name, value) in [
+        ("tmem_vm_limit_bytes", "67108864.0"),
+        ("tmem_vm_reserve_bytes", "0.0"),
+        ("tmem_vm_weight", "100.0"),
+    ] {
+        let is = format!("{name}{{vm=\"a\"}} {value}");
+        assert_eq!(samples(&text, name)[0], is);
+    }
+    // A VM without a limit has no series.
+    assert_eq!(samples(&text, "tmem_vm_limit_bytes").len(), 1);
+    let version = env!("CARGO_PKG_VERSION");
+    for program in ["daemon", "exporter"] {
+        let name = format!("tmem_{program}_build_info");
+        let is = format!("{name}{{version=\"{version}\"}} 1.0");
+        assert_eq!(samples(&text, &name), [is]);
+    }
+    let start = samples(&text, "tmem_daemon_start_time_seconds")[0];
+    let start: f64 = start
+        .rsplit(' ')
+        .next()
+        .and_then(|n| n.parse().ok())
+        .expect("a number");
+    let now = std::time::UNIX_EPOCH
+        .elapsed()
+        .expect("after 1970")
+        .as_secs_f64();
+    assert!(start > now - 3600.0 && start <= now, "{start} {now}");
 }
 
 #[test]
@@ -119,10 +177,10 @@ fn both_formats_are_spoken() {
         head.contains("Content-Type: application/openmetrics-text"),
         "{head}"
     );
-    assert!(body.ends_with("# EOF\n") && body.contains("# TYPE tmem_vm_hits counter"));
+    assert!(body.ends_with("# EOF\n") && body.contains("# TYPE tmem_vm_hit_pages counter"));
     let (head, body) = exporter.get("/metrics", "Accept: text/plain\r\n");
     assert!(head.contains("text/plain; version=0.0.4"), "{head}");
-    assert!(!body.contains("# EOF") && body.contains("# TYPE tmem_vm_hits_total counter"));
+    assert!(!body.contains("# EOF") && body.contains("# TYPE tmem_vm_hit_pages_total counter"));
     assert!(exporter.get("/", "").1.contains("/metrics"));
     assert!(exporter.get("/other", "").0.starts_with("HTTP/1.1 404 "));
     assert!(
@@ -166,7 +224,7 @@ fn it_does_not_listen_to_others_without_a_token() {
         assert!(!output.status.success());
         String::from_utf8(output.stderr).expect("text")
     };
-    let error = run(&["--listen", "0.0.0.0:0"]);
+    let error = run(&["--web.listen-address", "0.0.0.0:0"]);
     assert!(
         error.contains("0.0.0.0:0") && error.contains("--token-file"),
         "{error}"
@@ -194,7 +252,7 @@ fn a_daemon_that_is_away_or_hangs_is_a_metric() {
     let _hangs = std::os::unix::net::UnixListener::bind(host.path("read-only")).expect("binds");
     let text = exporter.metrics("");
     assert!(
-        text.contains("tmem_up 0.0") && !text.contains("tmem_vm_hits"),
+        text.contains("tmem_up 0.0") && !text.contains("tmem_vm_hit_pages"),
         "{text}"
     );
 }

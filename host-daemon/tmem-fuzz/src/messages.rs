@@ -88,7 +88,7 @@ impl World {
             PANICKED.store(true, SeqCst);
             before(panic);
         }));
-        let daemon = TestDaemon::start(&["liar,trust-domain=team", "neighbour,trust-domain=team"]);
+        let daemon = TestDaemon::start(&["liar,trust_domain=team", "neighbour,trust_domain=team"]);
         let guest = GuestConfig {
             name: "neighbour".into(),
             ..GuestConfig::default()

@@ -169,7 +169,7 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
     if operation == Operation::Prepare && !problem.as_ref().is_some_and(|p| p.required || p.late) {
         let (bytes, options) = (domain.takes_bytes, options.clone());
         // The result is ignored: a pool that cannot shrink does not prevent the VM's start.
-        let _ = within(ROOM_TIMEOUT, move || make_room(bytes, &options.socket));
+        let _ = within(ROOM_TIMEOUT, move || release_memory(bytes, &options.socket));
     }
     problem
 }
@@ -178,7 +178,9 @@ fn look(xml: &str, operation: Operation, options: &Arc<Options>) -> Option<Probl
 fn arrive(xml: &str, domain: &Arc<Domain>, options: &Arc<Options>) -> Option<Problem> {
     let device = domain.device.clone()?;
     let socket = options.socket.clone();
-    let list = within(TIMEOUT, move || ask(&socket, |client| client.list().call()));
+    let list = within(TIMEOUT, move || {
+        ask(&socket, |client| client.list_vms().call())
+    });
     let vms = match list.unwrap_or_else(|| Err((false, hangs()))) {
         Ok(list) => list.vms,
         Err((_, what)) => return Some(not_needed(what)),
@@ -243,10 +245,10 @@ fn within<T: Send + 'static>(
 }
 
 /// Asks the daemon to shrink the pool by the VM's memory, whether the VM has the device or not.
-fn make_room(bytes: u64, socket: &Path) {
+fn release_memory(bytes: u64, socket: &Path) {
     let bytes = i64::try_from(bytes).unwrap_or(0);
     if bytes > 0 {
-        let _ = ask(socket, |client| client.make_room(bytes).call());
+        let _ = ask(socket, |client| client.release_memory(bytes).call());
     }
 }
 
@@ -277,7 +279,7 @@ fn prepare(domain: &Domain, device: &Device, options: &Options) -> Result<(), St
         Some(cache) => cache.clone().map_err(|error| error.0)?,
         // The device was added by hand; the daemon may be configured for the VM all the same.
         None => {
-            let list = ask(socket, |client| client.list().call());
+            let list = ask(socket, |client| client.list_vms().call());
             let vms = list.map_err(|(_, what)| what)?.vms;
             let is_it =
                 |vm: &api::Vm| vm.uuid.as_ref() == Some(&domain.uuid) && vm.socket == device.socket;

@@ -51,12 +51,12 @@ impl HookTest {
 
     fn vms(&self) -> Vec<tmem_control::Vm> {
         let mut client = tmem_control::connect(&self.control()).expect("connects");
-        client.list().call().expect("answers").vms
+        client.list_vms().call().expect("answers").vms
     }
 
     fn pool_bytes(&self) -> u64 {
         let mut client = tmem_control::connect(&self.control()).expect("connects");
-        let stats = client.stats(None).call().expect("answers");
+        let stats = client.get_stats(None).call().expect("answers");
         stats.pool.size_bytes as u64
     }
 }
@@ -68,7 +68,7 @@ fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
     until("every place is taken", || {
         let mut client = tmem_control::connect(&host.control()).expect("connects");
         // A client that gets an answer has a place.
-        if client.list().call().is_ok() {
+        if client.list_vms().call().is_ok() {
             clients.push(client);
         }
         clients.len() == PLACES
@@ -259,7 +259,7 @@ fn a_place_at_the_daemon_is_waited_for() {
     run(&host, "prepare", "");
     until("the pool gives way", || {
         let client = tmem_control::connect(&host.control());
-        let stats = client.expect("connects").stats(None).call();
+        let stats = client.expect("connects").get_stats(None).call();
         stats.is_ok_and(|stats| stats.pool.size_bytes == 1 << 20)
     });
     let socket = host.daemon.folder().join("a.sock");

@@ -118,7 +118,7 @@ impl Daemon {
         let client = api::connect(&self.socket);
         let mut client =
             client.map_err(|e| Trouble::Daemon(tmem_hook::away(&self.socket, &e.to_string())))?;
-        let listed = client.list().call().map_err(|e| self.trouble(&e))?.vms;
+        let listed = client.list_vms().call().map_err(|e| self.trouble(&e))?.vms;
         self.see_who_ran(&listed);
         let mut uuids: Vec<String> = self.wishes.keys().cloned().collect();
         uuids.sort();
@@ -362,7 +362,7 @@ mod tests {
         }
 
         fn vms(&self) -> Vec<api::Vm> {
-            self.client().list().call().expect("answers").vms
+            self.client().list_vms().call().expect("answers").vms
         }
     }
 

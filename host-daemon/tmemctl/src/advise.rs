@@ -5,8 +5,10 @@
 //! many misses would be hits with more memory, how many hits would be misses with less, and the
 //! error of both. This file turns the estimates into sentences. Out of scope: changing a quota.
 
-use crate::table::{Align, percent, size, table};
-use crate::{Failure, Reach, Said, in_time, stats};
+use crate::exit::Failure;
+use crate::show::percent_word;
+use crate::table::{Align, Column, TableArguments, choose, column, size};
+use crate::{Reach, Said, in_time, stats};
 use clap::Args;
 use serde::Serialize;
 use std::time::Duration;
@@ -36,6 +38,8 @@ pub struct AdviseArguments {
     /// Use the next SECONDS seconds instead of the time since the daemon's start
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     over: Option<u64>,
+    #[command(flatten)]
+    table: TableArguments,
 }
 
 /// Advice for one VM.
@@ -179,6 +183,45 @@ fn bounds() -> String {
     )
 }
 
+fn signed(values: Option<[f64; 3]>, nth: usize, sign: &str) -> String {
+    values.map_or("-".into(), |values| format!("{sign}{:.1}", values[nth]))
+}
+
+/// Columns of the table.
+const COLUMNS: [Column<Advice>; 12] = [
+    column("NAME", Align::Left, |advice, _| advice.name.clone()),
+    column("GETS", Align::Right, |advice, _| advice.gets.to_string()),
+    column("HIT-RATE", Align::Right, |advice, _| {
+        let hits = advice.hit_percent.map(|hits| (hits * 10.0).round() as i64);
+        hits.map_or("-".into(), |hits| percent_word(hits, 1000))
+    }),
+    column("+25%", Align::Right, |advice, _| {
+        signed(advice.gain_percent, 0, "+")
+    }),
+    column("+50%", Align::Right, |advice, _| {
+        signed(advice.gain_percent, 1, "+")
+    }),
+    column("+100%", Align::Right, |advice, _| {
+        signed(advice.gain_percent, 2, "+")
+    }),
+    column("-25%", Align::Right, |advice, _| {
+        signed(advice.loss_percent, 0, "-")
+    }),
+    column("-50%", Align::Right, |advice, _| {
+        signed(advice.loss_percent, 1, "-")
+    }),
+    column("-75%", Align::Right, |advice, _| {
+        signed(advice.loss_percent, 2, "-")
+    }),
+    column("CAN-GIVE-UP", Align::Right, |advice, sizes| {
+        sizes.text(advice.can_give_up_bytes)
+    }),
+    column("CONFIDENCE", Align::Left, |advice, _| {
+        advice.confidence.into()
+    }),
+    column("ADVICE", Align::Left, |advice, _| advice.advice.clone()),
+];
+
 /// Prints the advice for one VM or for all.
 pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> {
     let look = || {
@@ -201,42 +244,10 @@ pub fn run(reach: &Reach, arguments: &AdviseArguments) -> Result<Said, Failure> 
             advice(vm, &counted)
         })
         .collect();
-    let columns = [
-        ("NAME", Align::Left),
-        ("GETS", Align::Right),
-        ("HITS", Align::Right),
-        ("+25 %", Align::Right),
-        ("+50 %", Align::Right),
-        ("+100 %", Align::Right),
-        ("-25 %", Align::Right),
-        ("-50 %", Align::Right),
-        ("-75 %", Align::Right),
-        ("CAN GIVE UP", Align::Right),
-        ("CONFIDENCE", Align::Left),
-        ("ADVICE", Align::Left),
-    ];
-    let row = |advice: &Advice| {
-        let signed = |values: Option<[f64; 3]>, sign: &str| {
-            values.map_or(["-"; 3].map(String::from), |values| {
-                values.map(|value| format!("{sign}{value:.1}"))
-            })
-        };
-        let hits = advice.hit_percent.map(|hits| (hits * 10.0).round() as i64);
-        let mut cells = vec![
-            advice.name.clone(),
-            advice.gets.to_string(),
-            hits.map_or("-".into(), |hits| percent(hits, 1000)),
-        ];
-        cells.extend(signed(advice.gain_percent, "+"));
-        cells.extend(signed(advice.loss_percent, "-"));
-        cells.extend([
-            size(advice.can_give_up_bytes),
-            advice.confidence.into(),
-            advice.advice.clone(),
-        ]);
-        cells
-    };
-    let mut text = table(&columns, &all.iter().map(row).collect::<Vec<_>>());
+    let mut text = choose(&COLUMNS, &all, &arguments.table)?;
+    if arguments.table.is_chosen() {
+        return Said::reply(text, &serde_json::json!({ "vms": all }));
+    }
     if all.iter().any(|advice| advice.hit_percent.is_some()) {
         text += &bounds();
     }

@@ -2,7 +2,8 @@
 //! `event`: prints the daemon's events, in the style of `virsh event`.
 
 use crate::client::{connect, refused};
-use crate::{Failure, Reach, in_time, print};
+use crate::exit::{Code, Failure};
+use crate::{Reach, in_time, print};
 use clap::Args;
 use tmem_control as api;
 use tmem_control::VarlinkClientInterface;
@@ -86,11 +87,11 @@ fn line(event: &api::Event, arguments: &EventArguments) -> String {
 pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
     // This request finds a daemon that hangs before the wait for events, which has no limit.
     in_time(&reach.daemon(), reach, |reach| {
-        let answered = connect(&reach.socket)?.list().call();
+        let answered = connect(&reach.socket)?.list_vms().call();
         answered.map_err(|error| refused(&reach.socket, &error))
     })?;
     let mut client = connect(&reach.socket)?;
-    let mut call = client.monitor();
+    let mut call = client.subscribe_events();
     let events = call
         .more()
         .map_err(|error| refused(&reach.socket, &error))?;
@@ -98,7 +99,7 @@ pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
         let at = reach.socket.display();
         Failure(
             format!("the daemon at {at} has ended, and so have its events"),
-            3,
+            Code::Unreachable,
         )
     };
     for event in events {
@@ -111,7 +112,8 @@ pub fn run(reach: &Reach, arguments: &EventArguments) -> Result<(), Failure> {
             continue;
         }
         if reach.json {
-            let json = serde_json::to_string(&event).map_err(|e| Failure(e.to_string(), 1))?;
+            let json =
+                serde_json::to_string(&event).map_err(|e| Failure(e.to_string(), Code::Failed))?;
             print(&(json + "\n"))?;
         } else {
             print(&line(&event, arguments))?;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! attach, detach, and tune of a libvirt domain.
+//! attach, detach, and quota of a libvirt domain.
 //!
 //! XML that is printed has no secrets; XML that is written back has them.
 
 use crate::client::{connect as connect_daemon, refused};
-use crate::tune::{QuotaArguments, TuneArguments, print, quota_json, row};
-use crate::{Failure, Said, emulator};
+use crate::exit::{Code, Failure};
+use crate::quota::{QuotaArguments, QuotaValues, print, quota_json, row};
+use crate::{Said, emulator};
 use clap::Args;
 use similar::TextDiff;
 use std::path::Path;
@@ -31,19 +32,17 @@ pub struct Target {
     connect: String,
 }
 
-/// Options to preview a change of XML, and the level of the change.
+/// Options to preview a change of XML.
 #[derive(Args, Clone)]
 pub struct Look {
-    /// The next start (the default, and all there is)
+    /// Change the next start (the default). A running VM cannot be changed: libvirt only passes the
+    /// device on to QEMU when the VM starts
     #[arg(long = "config")]
     _config: bool,
-    /// Refused: libvirt can give a running VM no device that it only passes on
-    #[arg(long)]
-    live: bool,
     /// Show what would change, and change nothing
     #[arg(long)]
     dry_run: bool,
-    /// Print the whole new XML, and change nothing
+    /// Print the complete new XML, and change nothing
     #[arg(long)]
     print_xml: bool,
 }
@@ -55,23 +54,20 @@ pub struct AttachArguments {
     #[command(flatten)]
     pub target: Target,
     #[command(flatten)]
-    quota: QuotaArguments,
+    quota: QuotaValues,
     /// VMs of one trust domain share equal pages, and may learn of each other's; none: the VM
     /// shares with no other
     #[arg(long, value_name = "NAME|none")]
     trust_domain: Option<String>,
-    /// The VM must not start without its cache
-    #[arg(long, overrides_with = "not_required")]
-    required: bool,
-    /// The VM starts without its cache if it has to (the default)
-    #[arg(long)]
-    not_required: bool,
+    /// Whether the start of the VM fails if it cannot have its cache [default: no]
+    #[arg(long, value_name = "yes|no", value_parser = ["yes", "no"])]
+    required: Option<String>,
     /// A QEMU that has the device, if the domain's own has not
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
-    /// Directory of the daemon's sockets for VMs; default: /run/virtio-tmem
+    /// Run directory of the daemon, where the VM's socket is [default: /run/virtio-tmem]
     #[arg(long, value_name = "PATH")]
-    socket_folder: Option<String>,
+    run_directory: Option<String>,
     #[command(flatten)]
     look: Look,
 }
@@ -88,7 +84,7 @@ pub struct DetachArguments {
 
 impl From<tmem_domain::Error> for Failure {
     fn from(error: tmem_domain::Error) -> Failure {
-        Failure(error.0, 1)
+        Failure(error.0, Code::Refused)
     }
 }
 
@@ -114,7 +110,7 @@ impl Target {
     fn failure(&self, what: &str, error: &Error) -> Failure {
         Failure(
             format!("domain {}: {what}: {}", self.domain, error.message()),
-            1,
+            Code::Refused,
         )
     }
 
@@ -132,7 +128,7 @@ impl Target {
                 self.connect,
                 error.message()
             );
-            Failure(what, 3)
+            Failure(what, Code::Unreachable)
         })
     }
 
@@ -158,7 +154,7 @@ impl Target {
             "libvirt at {} has no domain {:?}: see virsh list --all",
             self.connect, self.domain
         );
-        Failure(what, 1)
+        Failure(what, Code::NotFound)
     }
 
     fn open(&self) -> Result<(Connect, Domain), Failure> {
@@ -188,17 +184,6 @@ impl Target {
         check: impl Fn(&tmem_domain::Domain) -> Result<(), Failure>,
         change: impl Fn(&str) -> Result<String, Failure>,
     ) -> Result<String, Failure> {
-        if look.live {
-            return Err(Failure(
-                format!(
-                    "domain {}: the device of a running VM cannot be changed: libvirt only passes it on \
-                     to QEMU when a VM starts, and would not know of it when the VM is saved, migrated \
-                     or given another device; leave out --live, and it applies at the next start",
-                    self.domain
-                ),
-                1,
-            ));
-        }
         let (connection, domain) = self.open()?;
         let failed = |error: Error| self.failure("its state cannot be read", &error);
         if !domain.is_persistent().map_err(failed)? {
@@ -208,7 +193,7 @@ impl Target {
                      XML that it is created from",
                     self.domain
                 ),
-                1,
+                Code::Refused,
             ));
         }
         check(&tmem_domain::Domain::parse(&self.config(&domain, false)?)?)?;
@@ -261,17 +246,19 @@ pub fn attach(arguments: &AttachArguments, limit: Duration) -> Result<Said, Fail
             Some(name) => cache.trust_domain = Some(name.into()),
             None => {}
         }
-        cache.required = arguments.required || cache.required && !arguments.not_required;
+        if let Some(required) = &arguments.required {
+            cache.required = required == "yes";
+        }
         let device = before.device.filter(|device| device.ours);
         let folder = device.and_then(|device| Some(device.socket.rsplit_once('/')?.0.into()));
-        let folder = arguments.socket_folder.clone().or(folder);
+        let folder = arguments.run_directory.clone().or(folder);
         let options = Options {
             cache,
             socket_folder: folder.unwrap_or_else(|| tmem_domain::SOCKET_FOLDER.into()),
             emulator: arguments.emulator.clone(),
         };
         tmem_domain::attach(xml, &options)
-            .map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))
+            .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))
     });
     Ok(target.said(text?))
 }
@@ -308,7 +295,12 @@ fn check_emulator(
     let Some(emulator) = named.or(domain.emulator.as_deref()) else {
         return Ok(());
     };
-    let failure = |what: String| Err(Failure(format!("emulator {emulator}: {what}"), 1));
+    let failure = |what: String| {
+        Err(Failure(
+            format!("emulator {emulator}: {what}"),
+            Code::Refused,
+        ))
+    };
     if !Path::new(emulator).is_absolute() {
         return failure("libvirt requires an absolute path".into());
     }
@@ -321,8 +313,8 @@ fn check_emulator(
 }
 
 /// Gets or sets a domain's quota, in the style of virsh.
-pub fn tune(
-    arguments: &TuneArguments,
+pub fn quota(
+    arguments: &QuotaArguments,
     target: &Target,
     domain: &Domain,
     socket: &Path,
@@ -333,7 +325,7 @@ pub fn tune(
     if arguments.live && !active {
         return Err(Failure(
             format!("domain {} does not run: leave out --live", target.domain),
-            1,
+            Code::Refused,
         ));
     }
     let live = arguments.live || (active && !arguments.config);
@@ -345,14 +337,14 @@ pub fn tune(
     if arguments.quota.is_empty() {
         if live && config {
             let what = "--live and --config together say nothing to print: name one".into();
-            return Err(Failure(what, 2));
+            return Err(Failure(what, Code::Usage));
         }
         let cache = noted(target, domain, level(live))??;
         let required = if cache.required { "yes" } else { "no" };
         let mut json = serde_json::json!({ "domain": target.domain, "required": cache.required });
         quota_json(&mut json, &cache);
         return Ok(Said {
-            text: print(&cache) + &row("required", required),
+            text: print(&cache, arguments.bytes) + &row("required", required),
             json,
         });
     }
@@ -366,7 +358,9 @@ pub fn tune(
         let mut cache = noted(target, domain, level(live))?.unwrap_or_default();
         arguments.quota.apply(&mut cache);
         let checked = cache.check();
-        checked.map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))?;
+        checked.map_err(|error| {
+            Failure(format!("domain {}: {error}", target.domain), Code::Refused)
+        })?;
         changes.push((level(live), cache));
     }
     let mut text = String::new();
@@ -395,13 +389,13 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
     let kind = sys::VIR_DOMAIN_METADATA_ELEMENT as i32;
     match domain.get_metadata(kind, Some(CACHE_NAMESPACE), level) {
         Ok(text) => Ok(Cache::parse(&text)
-            .map_err(|error| Failure(format!("domain {}: {error}", target.domain), 1))),
+            .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))),
         Err(error) if error.code() == ErrorNumber::NoDomainMetadata => Err(Failure(
             format!(
                 "domain {} says nothing of a cache: tmemctl attach gives it one",
                 target.domain
             ),
-            1,
+            Code::Refused,
         )),
         Err(error) => Err(target.failure("its metadata cannot be read", &error)),
     }
@@ -415,7 +409,7 @@ fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result
         Ok(client) => client,
         Err(Failure(why, _)) => return later(why),
     };
-    let vms = match client.list().call() {
+    let vms = match client.list_vms().call() {
         Ok(reply) => reply.vms,
         Err(error) => return later(refused(socket, &error).0),
     };
@@ -426,9 +420,10 @@ fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result
     match client.set_quota(vm.name, quota).call() {
         Ok(_) => Ok(String::new()),
         Err(error) => match error.kind() {
-            api::ErrorKind::BadQuota(Some(reason)) => {
-                Err(Failure(format!("domain {domain}: {}", reason.reason), 1))
-            }
+            api::ErrorKind::BadQuota(Some(reason)) => Err(Failure(
+                format!("domain {domain}: {}", reason.reason),
+                Code::Refused,
+            )),
             _ => later(refused(socket, &error).0),
         },
     }

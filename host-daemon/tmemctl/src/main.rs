@@ -2,8 +2,11 @@
 //! tmemctl: command line of the daemon's control socket, which also adds the device to libvirt's
 //! domains. docs/tmemctl.md describes its commands, JSON and exit codes.
 //!
-//! Exit codes: 0 success, 1 the daemon or libvirt refused or gave an invalid answer, 2 wrong usage,
-//! 3 the daemon or libvirt cannot be reached.
+//! | file | contents |
+//! | --- | --- |
+//! | `client.rs`, `exit.rs` | calls to the daemon, failures and exit codes |
+//! | `show.rs`, `table.rs` | text of `list` and `stats`, tables and units |
+//! | `operate.rs`, `quota.rs`, `libvirt.rs` | commands that change something |
 
 mod advise;
 mod client;
@@ -11,18 +14,20 @@ mod doctor;
 #[cfg(feature = "libvirt")]
 mod emulator;
 mod event;
+mod exit;
 #[cfg(feature = "libvirt")]
 mod libvirt;
 mod operate;
+mod quota;
 mod show;
 mod table;
 mod top;
 mod trace;
-mod tune;
 mod watch;
 
 use clap::{Parser, Subcommand};
 use client::{connect, refused};
+use exit::{Code, Failure};
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -31,7 +36,7 @@ use tmem_control::VarlinkClientInterface;
 
 /// Command line of the virtio-tmem host daemon.
 #[derive(Parser)]
-#[command(version)]
+#[command(version, after_help = exit::HELP)]
 struct Arguments {
     /// Control socket of the daemon; the read-only one suffices for commands that change nothing
     #[arg(long, global = true, value_name = "PATH", default_value = api::DEFAULT_SOCKET)]
@@ -50,13 +55,18 @@ struct Arguments {
 #[derive(Clone, Subcommand)]
 enum Command {
     /// List the VMs that the daemon serves
-    List,
+    List {
+        #[command(flatten)]
+        table: table::TableArguments,
+    },
     /// Print statistics of the daemon, the pool and its VMs
     Stats {
-        /// Only this VM, in full
+        /// Only this VM: all figures or, with --output, its row of the table
         vm: Option<String>,
         #[command(flatten)]
         watch: watch::WatchArguments,
+        #[command(flatten)]
+        table: table::TableArguments,
     },
     /// Show pool and VMs as they change
     Top(top::TopArguments),
@@ -68,15 +78,9 @@ enum Command {
     Freeze(operate::VmsArguments),
     /// End a freeze
     Thaw(operate::VmsArguments),
-    /// Change the size of the pool, until the daemon ends
-    Resize {
-        /// As in 8GiB
-        #[arg(value_parser = api::size::parse)]
-        size: u64,
-    },
-    /// Say how much memory the pool could give back to the host
-    Freeable,
-    /// Look for faults, and name the command that fixes each
+    /// Print the size of the pool and how much memory it could give back to the host, or set its size
+    Pool(operate::PoolArguments),
+    /// Check host, daemon, VMs and domains, and print the remedy for each fault
     Doctor(doctor::DoctorArguments),
     /// Wait for an event, or print them as they come
     Event(event::EventArguments),
@@ -90,8 +94,8 @@ enum Command {
     /// Take the device out of a libvirt domain, and all that attach changed
     #[cfg(feature = "libvirt")]
     Detach(libvirt::DetachArguments),
-    /// Get or set the quota of a VM
-    Tune(tune::TuneArguments),
+    /// Print or set the quota of a VM
+    Quota(quota::QuotaArguments),
 }
 
 impl Command {
@@ -103,14 +107,11 @@ impl Command {
             #[cfg(feature = "libvirt")]
             Command::Detach(detach) => detach.target.asks(),
             #[cfg(feature = "libvirt")]
-            Command::Tune(tune) => format!("{}, or {},", tune.target().asks(), reach.daemon()),
+            Command::Quota(quota) => format!("{}, or {},", quota.target().asks(), reach.daemon()),
             _ => reach.daemon(),
         }
     }
 }
-
-/// A failure: a sentence and an exit code.
-struct Failure(String, u8);
 
 /// Output of a command, as text and as JSON.
 struct Said {
@@ -121,7 +122,7 @@ struct Said {
 impl Said {
     /// Builds the output from a reply of the daemon, whose JSON stays as it is.
     fn reply(text: String, reply: &impl serde::Serialize) -> Result<Said, Failure> {
-        let json = serde_json::to_value(reply).map_err(|e| Failure(e.to_string(), 1))?;
+        let json = serde_json::to_value(reply).map_err(|e| Failure(e.to_string(), Code::Failed))?;
         Ok(Said { text, json })
     }
 }
@@ -152,7 +153,7 @@ fn main() {
         timeout,
         json,
         command,
-    } = Arguments::parse();
+    } = Arguments::try_parse().unwrap_or_else(|error| wrong_usage(&error));
     let reach = Reach {
         socket,
         timeout,
@@ -160,14 +161,14 @@ fn main() {
     };
     let done = match command {
         // These commands run until they are stopped, without the time limit.
-        Command::Stats { vm, watch } if watch.is_asked() => {
-            watch::run(&reach, vm.as_deref(), &watch)
+        Command::Stats { vm, watch, table } if watch.is_asked() => {
+            watch::run(&reach, vm.as_deref(), &watch, &table)
         }
         Command::Top(top) => top::run(&reach, &top),
         Command::Doctor(doctor) => match doctor::run(&reach, &doctor) {
             Ok((said, false)) => say(json, &said),
             Ok((said, true)) => match say(json, &said) {
-                Ok(()) => leave(1),
+                Ok(()) => leave(Code::Faults as u8),
                 failed => failed,
             },
             Err(failure) => Err(failure),
@@ -184,8 +185,19 @@ fn main() {
     };
     match done {
         Ok(()) => leave(0),
-        Err(failure) => leave(fail(failure)),
+        Err(failure) => leave(fail(&failure, json)),
     }
+}
+
+/// Prints an error of the command line, or the help text or version that was asked for.
+fn wrong_usage(error: &clap::Error) -> ! {
+    if error.use_stderr() && std::env::args_os().any(|word| word == "--json") {
+        let message = error.to_string();
+        let message = message.trim_end();
+        let message = message.strip_prefix("error: ").unwrap_or(message);
+        leave(fail(&Failure(message.into(), Code::Usage), true));
+    }
+    error.exit();
 }
 
 /// Ends the process without running exit handlers. Handlers of C libraries free memory that a
@@ -213,14 +225,14 @@ fn print(text: &str) -> Result<(), Failure> {
         Ok(()) => Ok(()),
         // The reader has closed the pipe, as head does once it has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => leave(0),
-        Err(error) => Err(Failure(format!("cannot print: {error}"), 1)),
+        Err(error) => Err(Failure(format!("cannot print: {error}"), Code::Failed)),
     }
 }
 
-fn fail(Failure(message, code): Failure) -> u8 {
+fn fail(failure: &Failure, json: bool) -> u8 {
     // If stderr cannot be written, the exit code still reports the failure.
-    let _ = writeln!(std::io::stderr(), "tmemctl: {message}");
-    code
+    let _ = std::io::stderr().write_all(failure.line(json).as_bytes());
+    failure.1 as u8
 }
 
 /// Runs a command on another thread and fails after the time limit, because a service that hangs
@@ -246,13 +258,13 @@ fn late(asked: &str, reach: &Reach) -> Failure {
          (--timeout waits longer)",
         reach.timeout
     );
-    Failure(what, 3)
+    Failure(what, Code::Timeout)
 }
 
 /// Returns all figures, or those of one VM.
-fn stats(reach: &Reach, vm: Option<String>) -> Result<api::Stats_Reply, Failure> {
+fn stats(reach: &Reach, vm: Option<String>) -> Result<api::GetStats_Reply, Failure> {
     let mut client = connect(&reach.socket)?;
-    let reply = client.stats(vm).call();
+    let reply = client.get_stats(vm).call();
     reply.map_err(|error| refused(&reach.socket, &error))
 }
 
@@ -264,24 +276,24 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         Command::Attach(attach) => libvirt::attach(&attach, reach.half_the_time()),
         #[cfg(feature = "libvirt")]
         Command::Detach(detach) => libvirt::detach(&detach),
-        Command::Tune(tune) => tune::run(&tune, socket),
-        Command::List => {
-            let reply = connect(socket)?.list().call().map_err(failed)?;
-            Said::reply(show::list(&reply.vms), &reply)
+        Command::Quota(quota) => quota::run(&quota, socket),
+        Command::List { table } => {
+            let reply = connect(socket)?.list_vms().call().map_err(failed)?;
+            Said::reply(show::list(&reply.vms, &table)?, &reply)
         }
-        Command::Stats { vm, .. } => {
+        Command::Stats { vm, table, .. } => {
             let reply = stats(reach, vm.clone())?;
             let text = match (&reply.vms[..], vm) {
-                ([vm], Some(_)) => show::one(vm),
-                (vms, _) => show::overview(&reply.daemon, &reply.pool, vms),
+                (vms, _) if table.is_chosen() => show::rows(vms, &table)?,
+                ([vm], Some(_)) => show::one(vm, table.sizes()),
+                (vms, _) => show::overview(&reply, vms, &table)?,
             };
             Said::reply(text, &reply)
         }
         Command::Flush(vms) => operate::flush(reach, &vms),
         Command::Freeze(vms) => operate::set_frozen(reach, &vms, true),
         Command::Thaw(vms) => operate::set_frozen(reach, &vms, false),
-        Command::Resize { size } => operate::resize(reach, size),
-        Command::Freeable => operate::freeable(reach),
+        Command::Pool(pool) => operate::pool(reach, &pool),
         Command::Version => operate::version(reach),
         Command::Event(_)
         | Command::Advise(_)
@@ -289,7 +301,7 @@ fn run(command: Command, reach: &Reach) -> Result<Said, Failure> {
         | Command::Trace(_)
         | Command::Doctor(_) => Err(Failure(
             "internal error: this command is not handled here".into(),
-            1,
+            Code::Failed,
         )),
     }
 }

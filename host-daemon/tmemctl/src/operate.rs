@@ -2,8 +2,10 @@
 //! Commands that change the state of VMs and of the pool, and small queries.
 
 use crate::client::{connect, refused};
-use crate::table::size;
-use crate::{Failure, Reach, Said, say};
+use crate::exit::Failure;
+use crate::quota::row;
+use crate::table::{Sizes, size};
+use crate::{Reach, Said, say};
 use clap::Args;
 use serde_json::json;
 use tmem_control as api;
@@ -25,7 +27,7 @@ impl VmsArguments {
         if !self.all {
             return Ok(self.vms.clone());
         }
-        let reply = connect(&reach.socket)?.list().call();
+        let reply = connect(&reach.socket)?.list_vms().call();
         let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
         Ok(reply.vms.into_iter().map(|vm| vm.name).collect())
     }
@@ -74,7 +76,7 @@ fn each(
 /// Drops the pages of VMs.
 pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
     each(reach, vms, |client, name| {
-        let pages = client.flush(name.into()).call()?.pages;
+        let pages = client.flush_vm(name.into()).call()?.pages;
         let json = json!({ "name": name, "pages": pages });
         Ok((format!("{pages} pages dropped"), json))
     })
@@ -84,8 +86,8 @@ pub fn flush(reach: &Reach, vms: &VmsArguments) -> Result<Said, Failure> {
 pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Said, Failure> {
     each(reach, vms, |client, name| {
         let changed = match frozen {
-            true => client.freeze(name.into()).call()?.changed,
-            false => client.thaw(name.into()).call()?.changed,
+            true => client.freeze_vm(name.into()).call()?.changed,
+            false => client.thaw_vm(name.into()).call()?.changed,
         };
         let is = if frozen { "frozen" } else { "thawed" };
         let already = if changed { "" } else { " already" };
@@ -94,52 +96,53 @@ pub fn set_frozen(reach: &Reach, vms: &VmsArguments, frozen: bool) -> Result<Sai
     })
 }
 
-/// Changes the size of the pool.
-pub fn resize(reach: &Reach, size_bytes: u64) -> Result<Said, Failure> {
-    let bytes = i64::try_from(size_bytes).unwrap_or(i64::MAX);
-    let mut client = connect(&reach.socket)?;
-    let failed = |error| refused(&reach.socket, &error);
-    client.resize(bytes).call().map_err(failed)?;
-    let pool = client.stats(None).call().map_err(failed)?.pool;
-    let mut text = format!("pool size set to {} until the daemon ends\n", size(bytes));
-    if pool.held_bytes > bytes {
-        text += &format!(
-            "It holds {} and gives back the rest now.\n",
-            size(pool.held_bytes)
-        );
-    }
-    if pool.reserved_bytes > bytes {
-        text += &format!(
-            "The VMs' reserves, {} in all, scale down to it.\n",
-            size(pool.reserved_bytes)
-        );
-    }
-    if pool.size_bytes < bytes {
-        text += &format!(
-            "The host is short of memory: for now it is {}.\n",
-            size(pool.size_bytes)
-        );
-    }
-    let json = json!({
-        "configured_bytes": bytes,
-        "size_bytes": pool.size_bytes,
-        "held_bytes": pool.held_bytes,
-    });
-    Ok(Said { text, json })
+/// Options of `pool`.
+#[derive(Args, Clone)]
+pub struct PoolArguments {
+    /// Set the size, as in 8GiB, until the daemon ends
+    #[arg(long, value_name = "SIZE", value_parser = api::size::parse)]
+    size: Option<u64>,
+    /// Print sizes in bytes
+    #[arg(short, long)]
+    bytes: bool,
 }
 
-/// Prints how much memory the pool could give back.
-pub fn freeable(reach: &Reach) -> Result<Said, Failure> {
-    let reply = connect(&reach.socket)?.freeable().call();
-    let reply = reply.map_err(|error| refused(&reach.socket, &error))?;
-    let text = format!(
-        "held             {}\nfreeable         {}\nbeyond reserves  {}\nunused           {}\n",
-        size(reply.held_bytes),
-        size(reply.freeable_bytes),
-        size(reply.beyond_reserves_bytes),
-        size(reply.unused_bytes)
-    );
-    Said::reply(text, &reply)
+/// Sets the size of the pool if the options say so, and prints its memory.
+pub fn pool(reach: &Reach, arguments: &PoolArguments) -> Result<Said, Failure> {
+    let mut client = connect(&reach.socket)?;
+    let failed = |error| refused(&reach.socket, &error);
+    let mut text = String::new();
+    if let Some(bytes) = arguments.size {
+        let bytes = i64::try_from(bytes).unwrap_or(i64::MAX);
+        client.set_pool_size(bytes).call().map_err(failed)?;
+        text = format!("The pool has {} until the daemon ends.\n", size(bytes));
+    }
+    let pool = client.get_stats(None).call().map_err(failed)?.pool;
+    let memory = client.get_freeable().call().map_err(failed)?;
+    if memory.held_bytes > pool.configured_bytes {
+        text += "It holds more, and releases the rest now.\n";
+    }
+    if pool.reserved_bytes > pool.configured_bytes {
+        text += "The VMs' reserves are larger and scale down to it.\n";
+    }
+    if pool.size_bytes < pool.configured_bytes {
+        text += "The host is short of memory, so the current size is smaller.\n";
+    }
+    let sizes = Sizes::new(arguments.bytes);
+    let mut json = json!({});
+    for (name, bytes) in [
+        ("configured", pool.configured_bytes),
+        ("size", pool.size_bytes),
+        ("reserved", pool.reserved_bytes),
+        ("held", memory.held_bytes),
+        ("freeable", memory.freeable_bytes),
+        ("beyond_reserves", memory.beyond_reserves_bytes),
+        ("unused", memory.unused_bytes),
+    ] {
+        text += &row(name, &sizes.text(bytes));
+        json[format!("{name}_bytes")] = bytes.into();
+    }
+    Ok(Said { text, json })
 }
 
 /// Prints the versions of tmemctl and of the daemon. A daemon that cannot be reached is reported,

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Formats `list` and `stats` as text.
 
-use crate::table::{Align, percent, ratio, size, table};
+use crate::exit::Failure;
+use crate::table::{Align, Column, Sizes, TableArguments, choose, column, percent, ratio};
 use tmem_control as api;
 use tmem_control::statistics::{Kind, Scope, Statistic};
 
@@ -13,90 +14,104 @@ fn or_dash(value: Option<&str>) -> String {
     value.unwrap_or("-").into()
 }
 
-/// Formats the VMs and their problems as a table.
-pub fn list(vms: &[api::Vm]) -> String {
-    let columns = [
-        ("NAME", Align::Left),
-        ("CONNECTED", Align::Left),
-        ("FROZEN", Align::Left),
-        ("TRUST DOMAIN", Align::Left),
-        ("RESERVE", Align::Right),
-        ("LIMIT", Align::Right),
-        ("WEIGHT", Align::Right),
-        ("UUID", Align::Left),
-        ("SOCKET", Align::Left),
-    ];
-    let row = |vm: &api::Vm| {
-        vec![
-            vm.name.clone(),
-            yes_no(vm.connected),
-            yes_no(vm.frozen),
-            or_dash(vm.trust_domain.as_deref()),
-            size(vm.quota.reserve_bytes),
-            vm.quota.limit_bytes.map_or("-".into(), size),
-            vm.quota.weight.to_string(),
-            or_dash(vm.uuid.as_deref()),
-            vm.socket.clone(),
-        ]
-    };
-    let mut text = table(&columns, &vms.iter().map(row).collect::<Vec<_>>());
+/// Formats a percentage without a blank, so that the columns of a table are words.
+pub fn percent_word(part: i64, whole: i64) -> String {
+    percent(part, whole).replace(' ', "")
+}
+
+/// Columns of `list`.
+const LIST: [Column<api::Vm>; 10] = [
+    column("NAME", Align::Left, |vm, _| vm.name.clone()),
+    column("CONNECTED", Align::Left, |vm, _| yes_no(vm.connected)),
+    column("FROZEN", Align::Left, |vm, _| yes_no(vm.frozen)),
+    column("TRUST-DOMAIN", Align::Left, |vm, _| {
+        or_dash(vm.trust_domain.as_deref())
+    }),
+    column("RESERVE", Align::Right, |vm, sizes| {
+        sizes.text(vm.quota.reserve_bytes)
+    }),
+    column("LIMIT", Align::Right, |vm, sizes| {
+        let limit = vm.quota.limit_bytes;
+        limit.map_or("-".into(), |limit| sizes.text(limit))
+    }),
+    column("WEIGHT", Align::Right, |vm, _| vm.quota.weight.to_string()),
+    column("UUID", Align::Left, |vm, _| or_dash(vm.uuid.as_deref())),
+    column("SOCKET", Align::Left, |vm, _| vm.socket.clone()),
+    // A sentence, which has lines of its own unless columns are named.
+    Column {
+        name: "PROBLEM",
+        align: Align::Left,
+        usual: false,
+        cell: |vm, _| or_dash(vm.problem.as_deref()).replace(char::is_control, " "),
+    },
+];
+
+/// Columns of `stats`.
+const STATS: [Column<api::VmStats>; 13] = [
+    column("NAME", Align::Left, |vm, _| vm.name.clone()),
+    column("CONNECTED", Align::Left, |vm, _| yes_no(vm.connected)),
+    column("PAGES", Align::Right, |vm, _| vm.pages.to_string()),
+    column("ORIGINAL", Align::Right, |vm, sizes| {
+        sizes.text(vm.original_bytes)
+    }),
+    column("CHARGED", Align::Right, |vm, sizes| {
+        sizes.text(vm.charged_bytes)
+    }),
+    column("ENTITLED", Align::Right, |vm, sizes| {
+        sizes.text(vm.entitled_bytes)
+    }),
+    column("PUTS", Align::Right, |vm, _| vm.puts.to_string()),
+    column("REFUSED", Align::Right, |vm, _| vm.puts_refused.to_string()),
+    column("GETS", Align::Right, |vm, _| vm.gets.to_string()),
+    column("HITS", Align::Right, |vm, _| vm.hits.to_string()),
+    column("HIT-RATE", Align::Right, |vm, _| {
+        percent_word(vm.hits, vm.gets)
+    }),
+    column("EVICTED", Align::Right, |vm, _| vm.evictions.to_string()),
+    column("DRIVER", Align::Left, |vm, _| {
+        or_dash(vm.driver.as_ref().map(|driver| driver.state.as_str()))
+    }),
+];
+
+/// Formats the VMs as a table, with their problems below it.
+pub fn list(vms: &[api::Vm], arguments: &TableArguments) -> Result<String, Failure> {
+    let mut text = choose(&LIST, vms, arguments)?;
+    if arguments.is_chosen() {
+        return Ok(text);
+    }
     for vm in vms {
         if let Some(problem) = &vm.problem {
             let problem = problem.replace(char::is_control, " ");
-            text += &format!("\n{}: not as requested: {problem}", vm.name);
+            text += &format!("\n{}: not as requested: {problem}\n", vm.name);
         }
     }
-    if text.ends_with('\n') {
-        return text;
-    }
-    text + "\n"
+    Ok(text)
+}
+
+/// Formats a row for each VM.
+pub fn rows(vms: &[api::VmStats], arguments: &TableArguments) -> Result<String, Failure> {
+    choose(&STATS, vms, arguments)
 }
 
 /// Formats the daemon in one line, the pool in two, and each VM in a row.
-pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::VmStats]) -> String {
-    let columns = [
-        ("NAME", Align::Left),
-        ("CONNECTED", Align::Left),
-        ("PAGES", Align::Right),
-        ("ORIGINAL", Align::Right),
-        ("CHARGED", Align::Right),
-        ("ENTITLED", Align::Right),
-        ("PUTS", Align::Right),
-        ("REFUSED", Align::Right),
-        ("GETS", Align::Right),
-        ("HITS", Align::Right),
-        ("HIT RATE", Align::Right),
-        ("EVICTED", Align::Right),
-        ("DRIVER", Align::Left),
-    ];
-    let row = |vm: &api::VmStats| {
-        vec![
-            vm.name.clone(),
-            yes_no(vm.connected),
-            vm.pages.to_string(),
-            size(vm.original_bytes),
-            size(vm.charged_bytes),
-            size(vm.entitled_bytes),
-            vm.puts.to_string(),
-            vm.puts_refused.to_string(),
-            vm.gets.to_string(),
-            vm.hits.to_string(),
-            percent(vm.hits, vm.gets),
-            vm.evictions.to_string(),
-            or_dash(vm.driver.as_ref().map(|driver| driver.state.as_str())),
-        ]
-    };
+pub fn overview(
+    reply: &api::GetStats_Reply,
+    vms: &[api::VmStats],
+    arguments: &TableArguments,
+) -> Result<String, Failure> {
+    let (daemon, pool) = (&reply.daemon, &reply.pool);
+    let size = |bytes| arguments.sizes().text(bytes);
     let shrunk = if pool.size_bytes < pool.configured_bytes {
         format!(
-            "; smaller than its {} since the host is short of memory",
+            "; smaller than its {} because the host is short of memory",
             size(pool.configured_bytes)
         )
     } else {
         String::new()
     };
-    format!(
+    Ok(format!(
         "daemon  {} pid {}, up {} s, {} workers, {} of {} VMs connected\n\
-         \x20       {} of processor time for requests, {} in the background: {} new pages, {} cold pages, {} room\n\
+         \x20       {} of processor time for requests, {} in the background: {} new pages, {} cold pages, {} reclaim\n\
          pool    {} of {} held ({}): {} of pages, {} of metadata{}\n\
          \x20       {} pages of {}, {} per byte held; {} same-filled, {} shared, {} evicted\n\
          \x20       {} of host RAM saved\n\n{}",
@@ -106,11 +121,11 @@ pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::Vm
         daemon.workers,
         daemon.vms_connected,
         daemon.vms,
-        seconds(daemon.cpu_workers_ms),
+        seconds(daemon.cpu_requests_ms),
         seconds(daemon.cpu_background_ms),
-        seconds(daemon.cpu_settling_ms),
-        seconds(daemon.cpu_recompression_ms),
-        seconds(daemon.cpu_room_ms),
+        seconds(daemon.cpu_finalize_ms),
+        seconds(daemon.cpu_recompress_ms),
+        seconds(daemon.cpu_reclaim_ms),
         size(pool.held_bytes),
         size(pool.size_bytes),
         percent(pool.held_bytes, pool.size_bytes),
@@ -124,8 +139,8 @@ pub fn overview(daemon: &api::DaemonStats, pool: &api::PoolStats, vms: &[api::Vm
         pool.shared_pages,
         pool.evictions,
         size(pool.saved_bytes),
-        table(&columns, &vms.iter().map(row).collect::<Vec<_>>())
-    )
+        rows(vms, arguments)?
+    ))
 }
 
 fn seconds(ms: i64) -> String {
@@ -133,14 +148,16 @@ fn seconds(ms: i64) -> String {
 }
 
 /// Formats a figure.
-fn value(row: &Statistic, value: &serde_json::Value) -> String {
+fn value(row: &Statistic, value: &serde_json::Value, sizes: Sizes) -> String {
     use serde_json::Value;
     match value {
         Value::Bool(value) => yes_no(*value),
-        Value::Number(number) if row.unit == "bytes" => size(number.as_i64().unwrap_or(0)),
+        Value::Number(number) if row.unit == "bytes" => sizes.text(number.as_i64().unwrap_or(0)),
         Value::Number(number) if row.field == "hooks" => {
             format!("{:#x}", number.as_i64().unwrap_or(0))
         }
+        // A VM without a limit, UUID or trust domain.
+        Value::Null => "-".into(),
         Value::String(text) => text.replace(char::is_control, " "),
         Value::Array(values) => {
             let values: Vec<String> = values.iter().map(Value::to_string).collect();
@@ -175,7 +192,7 @@ pub fn latency(histogram: &api::Histogram) -> String {
 }
 
 /// Formats all figures of one VM, each on a line.
-pub fn one(vm: &api::VmStats) -> String {
+pub fn one(vm: &api::VmStats, sizes: Sizes) -> String {
     let name = |row: &Statistic| row.field.trim_end_matches("_bytes").replace('_', " ");
     let mut rows: Vec<(String, String)> = Vec::new();
     let figures = serde_json::to_value(vm).unwrap_or_default();
@@ -185,8 +202,8 @@ pub fn one(vm: &api::VmStats) -> String {
             "put_latency" => latency(&vm.put_latency),
             "get_latency" => latency(&vm.get_latency),
             "flush_latency" => latency(&vm.flush_latency),
-            "wait_latency" => latency(&vm.wait_latency).replace("requests", "turns"),
-            field => value(row, &figures[field]),
+            "wait_latency" => latency(&vm.wait_latency).replace("requests", "slices"),
+            field => value(row, &figures[field], sizes),
         };
         debug_assert!(row.kind != Kind::Histogram || row.field.ends_with("_latency"));
         rows.push((name(row), text));
@@ -195,7 +212,7 @@ pub fn one(vm: &api::VmStats) -> String {
         for row in Statistic::of(Scope::Driver) {
             let text = match row.field {
                 "get_latency" => driver.get_latency.as_ref().map_or("-".into(), latency),
-                field => value(row, &figures["driver"][field]),
+                field => value(row, &figures["driver"][field], sizes),
             };
             rows.push((format!("driver {}", name(row)), text));
         }

@@ -1,5 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Formats tables with aligned columns, sizes with units, and ratios.
+//! Formats tables with aligned columns, sizes with units, and ratios. The options of tables are
+//! those of zramctl.
+
+use crate::exit::{Code, Failure};
+use clap::Args;
 
 /// Column alignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,10 +14,138 @@ pub enum Align {
     Right,
 }
 
-/// Formats lines of equal columns, separated by two blanks, without trailing blanks.
+/// Options of a command that prints a table.
+#[derive(Args, Clone, Default)]
+pub struct TableArguments {
+    /// Print sizes in bytes
+    #[arg(short, long)]
+    bytes: bool,
+    /// Print no headings
+    #[arg(short, long)]
+    noheadings: bool,
+    /// Print these columns, separated by commas, as NAME,HITS; an unknown one lists all
+    #[arg(short, long, value_name = "LIST", value_delimiter = ',')]
+    output: Option<Vec<String>>,
+}
+
+impl TableArguments {
+    /// Returns how sizes are printed.
+    pub fn sizes(&self) -> Sizes {
+        Sizes::new(self.bytes)
+    }
+
+    /// Returns false if headings are unwanted.
+    pub fn has_headings(&self) -> bool {
+        !self.noheadings
+    }
+
+    /// Returns true if columns are named.
+    pub fn has_columns(&self) -> bool {
+        self.output.is_some()
+    }
+
+    /// Returns true if columns are named or headings unwanted: a program reads the table, and
+    /// nothing else is printed.
+    pub fn is_chosen(&self) -> bool {
+        self.noheadings || self.output.is_some()
+    }
+}
+
+/// How sizes are printed.
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    in_bytes: bool,
+}
+
+impl Sizes {
+    /// Sizes in bytes, or with three digits and a unit.
+    pub fn new(in_bytes: bool) -> Sizes {
+        Sizes { in_bytes }
+    }
+
+    /// Formats a size.
+    pub fn text(self, bytes: i64) -> String {
+        match self.in_bytes {
+            true => bytes.to_string(),
+            false => size(bytes),
+        }
+    }
+}
+
+/// A column of a table with rows of type `T`.
+pub struct Column<T> {
+    /// Name, in upper case and without blanks.
+    pub name: &'static str,
+    /// Alignment.
+    pub align: Align,
+    /// True if the column is printed unless columns are named.
+    pub usual: bool,
+    /// Formats a cell.
+    pub cell: fn(&T, Sizes) -> String,
+}
+
+/// Creates a column that is printed unless columns are named.
+pub const fn column<T>(
+    name: &'static str,
+    align: Align,
+    cell: fn(&T, Sizes) -> String,
+) -> Column<T> {
+    Column {
+        name,
+        align,
+        usual: true,
+        cell,
+    }
+}
+
+/// Formats a table as the options ask for it.
+///
+/// # Errors
+/// A named column does not exist.
+pub fn choose<T>(
+    columns: &[Column<T>],
+    rows: &[T],
+    arguments: &TableArguments,
+) -> Result<String, Failure> {
+    let chosen: Vec<&Column<T>> = match &arguments.output {
+        None => columns.iter().filter(|column| column.usual).collect(),
+        Some(names) => names
+            .iter()
+            .map(|name| {
+                let named = |column: &&Column<T>| column.name.eq_ignore_ascii_case(name);
+                columns.iter().find(named).ok_or_else(|| {
+                    let all: Vec<&str> = columns.iter().map(|column| column.name).collect();
+                    let all = all.join(", ");
+                    Failure(
+                        format!("--output: there is no column {name:?}: there are {all}"),
+                        Code::Usage,
+                    )
+                })
+            })
+            .collect::<Result<_, _>>()?,
+    };
+    let heads: Vec<(&str, Align)> = chosen.iter().map(|c| (c.name, c.align)).collect();
+    let cells = |row: &T| -> Vec<String> {
+        let sizes = arguments.sizes();
+        chosen
+            .iter()
+            .map(|column| (column.cell)(row, sizes))
+            .collect()
+    };
+    let cells: Vec<Vec<String>> = rows.iter().map(cells).collect();
+    Ok(lines(&heads, &cells, !arguments.noheadings))
+}
+
+/// Formats lines of equal columns with headings.
 pub fn table(columns: &[(&str, Align)], rows: &[Vec<String>]) -> String {
+    lines(columns, rows, true)
+}
+
+/// Formats lines of equal columns, separated by two blanks, without trailing blanks.
+fn lines(columns: &[(&str, Align)], rows: &[Vec<String>], headings: bool) -> String {
     let heads: Vec<String> = columns.iter().map(|(head, _)| head.to_string()).collect();
-    let lines: Vec<&Vec<String>> = std::iter::once(&heads).chain(rows).collect();
+    let heads = headings.then_some(&heads);
+    let lines: Vec<&Vec<String>> = heads.into_iter().chain(rows).collect();
     let width = |column: usize| {
         lines
             .iter()
@@ -91,6 +223,34 @@ mod tests {
             table(&[("A", Align::Left), ("B", Align::Left)], &[]),
             "A  B\n"
         );
+    }
+
+    #[test]
+    fn columns_are_chosen_by_name() {
+        let columns = [
+            column("NAME", Align::Left, |row: &(&str, i64), _| row.0.into()),
+            column("USED", Align::Right, |row, sizes| sizes.text(row.1)),
+        ];
+        let rows = [("a", 2048), ("bc", 1)];
+        let print = |output: Option<&str>, bytes, noheadings| {
+            let output = output.map(|names| names.split(',').map(String::from).collect());
+            let arguments = TableArguments {
+                bytes,
+                noheadings,
+                output,
+            };
+            choose(&columns, &rows, &arguments)
+        };
+        let text = print(None, false, false).expect("a table");
+        assert_eq!(text, "NAME      USED\na     2.00 KiB\nbc         1 B\n");
+        let text = print(Some("used,Name"), true, true).expect("a table");
+        assert_eq!(text, "2048  a\n   1  bc\n");
+        let Failure(why, code) = print(Some("NAME,SIZE"), false, false).expect_err("unknown");
+        assert!(
+            why.contains("\"SIZE\"") && why.contains("NAME, USED"),
+            "{why}"
+        );
+        assert_eq!(code, Code::Usage);
     }
 
     #[test]

@@ -2,8 +2,9 @@
 //! `trace`: summarizes a trace that `tmemd --trace` recorded. docs/traces.md describes the format;
 //! `tmem-bench replay` sends the same requests to another pool.
 
+use crate::Said;
+use crate::exit::{Code, Failure};
 use crate::table::{Align, percent, table};
-use crate::{Failure, Said};
 use clap::Args;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -31,7 +32,7 @@ struct Part {
 /// Prints the summary of a trace.
 pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
     let path = arguments.file.display();
-    let failed = |what: String| Failure(format!("trace {path}: {what}"), 1);
+    let failed = |what: String| Failure(format!("trace {path}: {what}"), Code::Failed);
     let bytes = std::fs::read(&arguments.file).map_err(|error| failed(error.to_string()))?;
     let compressed = bytes.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
     let reader = Reader::new(&bytes).map_err(|error| match compressed {
@@ -85,7 +86,7 @@ pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
         )
     );
     let json = serde_json::json!({
-        "events": events, "seconds": seconds, "whole": whole, "vms": parts,
+        "events": events, "seconds": seconds, "complete": whole, "vms": parts,
     });
     Ok(Said { text, json })
 }

@@ -2,8 +2,9 @@
 //! `stats --watch`: prints a line of rates for each interval, in the style of vmstat.
 
 use crate::event::utc;
-use crate::table::{percent, size};
-use crate::{Failure, Reach, in_time, print, stats};
+use crate::exit::{Code, Failure};
+use crate::table::{TableArguments, percent};
+use crate::{Reach, in_time, print, stats};
 use clap::Args;
 use std::time::{Duration, Instant, SystemTime};
 use tmem_control as api;
@@ -45,7 +46,7 @@ struct Sample {
 }
 
 impl Sample {
-    fn of(reply: &api::Stats_Reply, of_vm: bool) -> Sample {
+    fn of(reply: &api::GetStats_Reply, of_vm: bool) -> Sample {
         match (&reply.vms[..], &reply.pool) {
             ([vm], _) if of_vm => Sample {
                 puts: vm.puts,
@@ -87,7 +88,16 @@ impl Sample {
 }
 
 /// Prints lines until the count is reached or a signal ends it.
-pub fn run(reach: &Reach, vm: Option<&str>, arguments: &WatchArguments) -> Result<(), Failure> {
+pub fn run(
+    reach: &Reach,
+    vm: Option<&str>,
+    arguments: &WatchArguments,
+    table: &TableArguments,
+) -> Result<(), Failure> {
+    if table.has_columns() {
+        let what = "--output: the columns of --watch are fixed; use --json";
+        return Err(Failure(what.into(), Code::Usage));
+    }
     let period = Duration::from_secs(arguments.watch.unwrap_or(1));
     let look = || {
         let vm = vm.map(String::from);
@@ -122,7 +132,7 @@ pub fn run(reach: &Reach, vm: Option<&str>, arguments: &WatchArguments) -> Resul
             });
             print(&format!("{json}\n"))?;
         } else {
-            if printed % LINES_PER_HEADING == 0 {
+            if table.has_headings() && printed % LINES_PER_HEADING == 0 {
                 print(&format!(
                     "{:>8} {:>9} {:>9} {:>7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9}\n",
                     "TIME",
@@ -147,8 +157,8 @@ pub fn run(reach: &Reach, vm: Option<&str>, arguments: &WatchArguments) -> Resul
                 rate(grown.refused),
                 rate(grown.evictions),
                 grown.pages,
-                size(grown.used_bytes),
-                size(grown.saved_bytes)
+                table.sizes().text(grown.used_bytes),
+                table.sizes().text(grown.saved_bytes)
             ))?;
         }
         (at, before) = (now, sample);

@@ -12,7 +12,7 @@ use tmem_testing::TestDaemon;
 fn host() -> TestDaemon {
     TestDaemon::start(&[
         "web",
-        "db,trust-domain=team,reserve=1MiB,limit=8MiB,weight=7",
+        "db,trust_domain=team,reserve=1MiB,limit=8MiB,weight=7",
     ])
 }
 
@@ -82,7 +82,7 @@ fn stats_prints_all_vms_or_the_named_one() {
         "in the background: ",
         "new pages, ",
         "cold pages, ",
-        "room\n",
+        "reclaim\n",
     ] {
         assert!(background.contains(part), "{text} lacks {part}");
     }
@@ -128,7 +128,7 @@ fn errors_name_the_socket_and_what_to_do() {
     let control = host.path("control");
     fails(
         &tmemctl(&control, &["stats", "nobody"]),
-        1,
+        5,
         &["\"nobody\"", "tmemctl list"],
     );
     fails(&tmemctl(&control, &["dance"]), 2, &["dance"]);
@@ -153,7 +153,7 @@ fn a_daemon_that_hangs_is_not_waited_for() {
     let path = control.display().to_string();
     fails(
         &tmemctl(&control, &["list", "--timeout", "1"]),
-        3,
+        4,
         &[&path, "did not answer", "--timeout"],
     );
     fails(&tmemctl(&control, &["list", "--timeout", "0"]), 2, &["0"]);
@@ -168,11 +168,11 @@ fn a_libvirt_that_hangs_is_not_waited_for() {
     let _nobody_accepts = UnixListener::bind(&socket).expect("binds");
     let uri = format!("qemu+unix:///system?socket={}", socket.display());
     let at = format!("libvirt at {uri}");
-    for command in ["attach", "detach", "tune"] {
+    for command in ["attach", "detach", "quota"] {
         let arguments = [command, "web", "--connect", &uri, "--timeout", "1"];
         fails(
             &tmemctl(&control, &arguments),
-            3,
+            4,
             &[&at, "did not answer within 1 s", "--timeout"],
         );
     }
@@ -266,7 +266,7 @@ fn vms_are_flushed_frozen_and_thawed() {
     assert_eq!(
         (some.status.code(), &*some.stdout, &*some.stderr),
         (
-            Some(1),
+            Some(5),
             &b"web: frozen already\n"[..],
             &b"tmemctl: the daemon has no VM \"nobody\": see tmemctl list\n"[..],
         )
@@ -284,44 +284,112 @@ fn vms_are_flushed_frozen_and_thawed() {
     for command in ["flush", "freeze", "thaw"] {
         fails(
             &tmemctl(&control, &[command, "nobody"]),
-            1,
+            5,
             &["\"nobody\"", "tmemctl list"],
         );
         fails(&tmemctl(&control, &[command]), 2, &["<VMS>"]);
         fails(
             &tmemctl(&host.path("read-only"), &[command, "db"]),
-            1,
-            &["read-only", "looking only", "--socket"],
+            7,
+            &["is read-only", "--socket"],
         );
     }
 }
 
 #[test]
-fn the_pool_is_resized() {
+fn the_pool_is_printed_and_resized() {
     let host = host();
     let control = host.path("control");
-    let text = printed(&tmemctl(&control, &["resize", "32MiB"]));
-    assert_eq!(text, "pool size set to 32.0 MiB until the daemon ends\n");
-    let text = printed(&tmemctl(&control, &["resize", "1MiB", "--json"]));
+    let text = printed(&tmemctl(&control, &["pool", "--size", "32MiB"]));
+    let said = "The pool has 32.0 MiB until the daemon ends.\nconfigured     : 32.0 MiB\n";
+    assert!(text.starts_with(said), "{text}");
+    let text = printed(&tmemctl(&control, &["pool", "--size", "1MiB", "--json"]));
     let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     assert_eq!(json["configured_bytes"], 1 << 20);
     let text = printed(&tmemctl(&control, &["stats"]));
     assert!(text.contains("of 1.00 MiB held"), "{text}");
     fails(
-        &tmemctl(&control, &["resize", "1KiB"]),
-        1,
+        &tmemctl(&control, &["pool", "--size", "1KiB"]),
+        6,
         &["1024 bytes", "1048576"],
     );
     fails(
-        &tmemctl(&control, &["resize", "lots"]),
+        &tmemctl(&control, &["pool", "--size", "lots"]),
         2,
         &["lots", "512MiB"],
     );
-    let text = printed(&tmemctl(&host.path("read-only"), &["freeable"]));
-    assert_eq!(text.lines().count(), 4, "{text}");
-    let text = printed(&tmemctl(&control, &["freeable", "--json"]));
+    let read_only = host.path("read-only");
+    let resize = ["pool", "--size", "2MiB"];
+    fails(&tmemctl(&read_only, &resize), 7, &["is read-only"]);
+    let text = printed(&tmemctl(&read_only, &["pool", "--bytes"]));
+    assert_eq!(text.lines().count(), 7, "{text}");
+    assert!(text.contains("configured     : 1048576\n"), "{text}");
+    let text = printed(&tmemctl(&control, &["pool", "--json"]));
     let json: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(json.as_object().map(serde_json::Map::len), Some(7));
     assert!(json["held_bytes"].as_i64() >= json["freeable_bytes"].as_i64());
+}
+
+/// The options of zramctl.
+#[test]
+fn tables_have_the_chosen_columns() {
+    let host = host();
+    let read_only = host.path("read-only");
+    let print = |arguments: &[&str]| printed(&tmemctl(&read_only, arguments));
+    let text = print(&["list", "-bn", "-o", "name,limit,trust-domain"]);
+    assert_eq!(text, "db   8388608  team\nweb        -  -\n");
+    let text = print(&["list", "--output", "NAME,PROBLEM"]);
+    assert_eq!(text, "NAME  PROBLEM\ndb    -\nweb   -\n");
+    let text = print(&["stats", "--noheadings", "--bytes"]);
+    assert_eq!(words(&text, "db")[..5], ["db", "no", "0", "0", "0"]);
+    assert_eq!(text.lines().count(), 2, "only the rows: {text}");
+    assert_eq!(print(&["stats", "db", "-n", "-o", "HITS"]), "0\n");
+    assert_eq!(
+        words(&print(&["stats", "db", "-b"]), "limit"),
+        ["limit", "8388608"]
+    );
+    let text = print(&["advise", "-n", "-o", "NAME,CONFIDENCE"]);
+    assert_eq!(text, "db   none\nweb  none\n");
+    for command in ["list", "stats", "advise"] {
+        let all = [command, "--output", "NAME,COLOUR"];
+        fails(&tmemctl(&read_only, &all), 2, &["\"COLOUR\"", "NAME, "]);
+    }
+    let watch = ["stats", "--watch", "--output", "NAME"];
+    fails(&tmemctl(&read_only, &watch), 2, &["--watch"]);
+}
+
+#[test]
+fn errors_are_json_if_the_output_is() {
+    let host = host();
+    let control = host.path("control");
+    for (arguments, code, name, part) in [
+        (&["stats", "nobody", "--json"][..], 5, "not_found", "nobody"),
+        (
+            &["--json", "pool", "--size", "1KiB"],
+            6,
+            "refused",
+            "1048576",
+        ),
+        (&["--json", "dance"], 2, "usage", "dance"),
+        (&["list", "--json", "--output", "X"], 2, "usage", "\"X\""),
+    ] {
+        let output = tmemctl(&control, arguments);
+        fails(&output, code, &[]);
+        let text = String::from_utf8(output.stderr).expect("UTF-8");
+        assert_eq!(text.lines().count(), 1, "{text}");
+        let error: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        assert_eq!(
+            (&error["error"], &error["exit_code"]),
+            (&name.into(), &code.into())
+        );
+        let message = error["message"].as_str().expect("a message");
+        assert!(
+            message.contains(part) && !message.starts_with("error"),
+            "{message}"
+        );
+    }
+    let help = printed(&tmemctl(&control, &["--help", "--json"]));
+    assert!(help.contains("Exit codes:"), "{help}");
 }
 
 /// A process that prints while events happen.
@@ -414,7 +482,7 @@ fn rates_are_printed_each_interval() {
     fails(&tmemctl(&control, &["stats", "--watch=0"]), 2, &["0"]);
     fails(
         &tmemctl(&control, &["stats", "--watch", "nobody"]),
-        1,
+        5,
         &["nobody"],
     );
 }
@@ -456,7 +524,7 @@ fn advice_is_given_on_what_is_known() {
         (Some(1), &"web".into())
     );
     assert_eq!(json["vms"][0]["confidence"], "none");
-    fails(&tmemctl(&read_only, &["advise", "nobody"]), 1, &["nobody"]);
+    fails(&tmemctl(&read_only, &["advise", "nobody"]), 5, &["nobody"]);
 }
 
 #[test]
@@ -564,7 +632,7 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
     printed(&tmemctl(&control, &["freeze", "web"]));
     std::fs::remove_file(host.path("db.sock")).expect("removed");
     let output = tmemctl(&control, &["doctor", "--root", &root, "--json"]);
-    assert_eq!(output.status.code(), Some(1), "with a fault");
+    assert_eq!(output.status.code(), Some(8), "with a fault");
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
     assert_eq!(
         (&json["faults"], &json["findings"][0]["check"]),
@@ -574,9 +642,9 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
     let mends = |part: &str| {
         let all = json["findings"].as_array().expect("findings");
         all.iter().any(|finding| {
-            finding["mend"]
+            finding["remedy"]
                 .as_str()
-                .is_some_and(|mend| mend.contains(part))
+                .is_some_and(|remedy| remedy.contains(part))
         })
     };
     assert!(
@@ -586,7 +654,7 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
     host.stop();
     let output = tmemctl(&control, &["doctor", "--root", &root]);
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(8));
     assert!(
         text.starts_with("FAULT    daemon: there is no control socket")
             && text.contains("-> systemctl start tmemd"),
@@ -594,7 +662,7 @@ fn the_doctor_finds_faults_and_says_what_mends_them() {
     );
 }
 
-/// Options that keep tune from this host's libvirt: the test driver of libvirt's library, whose
+/// Options that keep quota from this host's libvirt: the test driver of libvirt's library, whose
 /// only domain is called test, and a libvirt that does not exist.
 #[cfg(feature = "libvirt")]
 const LIBVIRTS: [&[&str]; 2] = [
@@ -604,8 +672,8 @@ const LIBVIRTS: [&[&str]; 2] = [
 #[cfg(not(feature = "libvirt"))]
 const LIBVIRTS: [&[&str]; 1] = [&[]];
 
-fn tune(host: &TestDaemon, libvirt: &[&str], arguments: &[&str]) -> Output {
-    let all = [&["tune"][..], arguments, libvirt].concat();
+fn run_quota(host: &TestDaemon, libvirt: &[&str], arguments: &[&str]) -> Output {
+    let all = [&["quota"][..], arguments, libvirt].concat();
     tmemctl(&host.path("control"), &all)
 }
 
@@ -619,10 +687,10 @@ fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
 }
 
 #[test]
-fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
+fn the_daemon_has_the_quota_of_a_vm_that_is_no_domain() {
     for libvirt in LIBVIRTS {
         let host = host();
-        let done = |arguments: &[&str]| printed(&tune(&host, libvirt, arguments));
+        let done = |arguments: &[&str]| printed(&run_quota(&host, libvirt, arguments));
         assert_eq!(
             done(&["db"]),
             "limit          : 8192 KiB\nreserve        : 1024 KiB\nweight         : 7\n\
@@ -658,7 +726,11 @@ fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
                 &["VM db", "--config", "[[vm]]"],
             ),
         ] {
-            fails(&tune(&host, libvirt, &[&["db"], wrong].concat()), 1, parts);
+            fails(
+                &run_quota(&host, libvirt, &[&["db"], wrong].concat()),
+                6,
+                parts,
+            );
         }
         for wrong in [
             ["--limit", "lots"],
@@ -666,7 +738,7 @@ fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
             ["--weight", "10001"],
         ] {
             fails(
-                &tune(&host, libvirt, &[&["db"], &wrong[..]].concat()),
+                &run_quota(&host, libvirt, &[&["db"], &wrong[..]].concat()),
                 2,
                 &wrong,
             );
@@ -683,27 +755,27 @@ fn a_vm_that_is_no_domain_is_tuned_at_the_daemon() {
             "vm": "db", "limit_bytes": null, "reserve_bytes": 2 << 20, "weight": 9, "trust_domain": "team",
         });
         assert_eq!(json, told);
-        let nobody = tune(&host, libvirt, &["nobody", "--limit", "1MiB"]);
+        let nobody = run_quota(&host, libvirt, &["nobody", "--limit", "1MiB"]);
         let away = libvirt.concat().contains("nowhere");
         fails(
             &nobody,
-            if away { 3 } else { 1 },
+            if away { 3 } else { 5 },
             &["the daemon has no VM", "tmemctl list"],
         );
-        let read_only = [&["tune", "db", "--weight", "1"][..], libvirt].concat();
+        let read_only = [&["quota", "db", "--weight", "1"][..], libvirt].concat();
         fails(
             &tmemctl(&host.path("read-only"), &read_only),
-            1,
-            &["looking only", "--socket"],
+            7,
+            &["is read-only", "--socket"],
         );
     }
 }
 
 /// A VM that was added over the control socket has a UUID. If libvirt knows that UUID, or might
-/// know it, tune leaves the VM to libvirt.
+/// know it, quota leaves the VM to libvirt.
 #[test]
-fn a_domain_is_not_tuned_behind_libvirt() {
-    use tmem_control::{VarlinkClientInterface, VmSpec, quota};
+fn the_quota_of_a_domain_does_not_change_behind_libvirt() {
+    use tmem_control::{VarlinkClientInterface, VmSpec};
     let host = host();
     let mut client = tmem_control::connect(&host.path("control")).expect("connects");
     for (name, uuid) in [
@@ -720,26 +792,26 @@ fn a_domain_is_not_tuned_behind_libvirt() {
             group: None,
             mode: None,
             trust_domain: None,
-            quota: quota(None, None, None),
+            quota: tmem_control::quota(None, None, None),
         };
         assert!(client.add_vm(spec).call().expect("added").added);
     }
     let set = ["other", "--weight", "3"];
-    let text = printed(&tune(&host, LIBVIRTS[0], &set));
+    let text = printed(&run_quota(&host, LIBVIRTS[0], &set));
     assert!(text.contains("until it is removed"), "{text}");
     assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
     #[cfg(feature = "libvirt")]
     {
         fails(
-            &tune(&host, LIBVIRTS[1], &["other", "--weight", "4"]),
+            &run_quota(&host, LIBVIRTS[1], &["other", "--weight", "4"]),
             3,
             &["cannot connect to libvirt", "/nowhere"],
         );
         assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
         for domain in ["test", "test-6695eb01"] {
             fails(
-                &tune(&host, LIBVIRTS[0], &[domain, "--weight", "4"]),
-                1,
+                &run_quota(&host, LIBVIRTS[0], &[domain, "--weight", "4"]),
+                6,
                 &[domain, "says nothing of a cache", "tmemctl attach"],
             );
         }

@@ -192,7 +192,10 @@ fn top_lives_in_a_terminal() {
     // The displayed totals of the selected VM equal the daemon's.
     let guest = guest.stop();
     let mut client = tmem_control::connect(&folder.join("control")).expect("connects");
-    let stats = client.stats(Some("web".into())).call().expect("answers");
+    let stats = client
+        .get_stats(Some("web".into()))
+        .call()
+        .expect("answers");
     let [vm] = &stats.vms[..] else {
         panic!("{stats:?}")
     };

@@ -23,7 +23,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 /// The pool's figures.
 fn stats(control: &Path) -> Result<serde_json::Value> {
     let mut stream = UnixStream::connect(control)?;
-    stream.write_all(b"{\"method\":\"io.virtiotmem.Control.Stats\",\"parameters\":{}}\0")?;
+    stream.write_all(b"{\"method\":\"io.virtiotmem.Control.GetStats\",\"parameters\":{}}\0")?;
     let mut answer = Vec::new();
     BufReader::new(stream).read_until(0, &mut answer)?;
     answer.pop();

@@ -38,6 +38,13 @@ struct Arguments {
     no_sandbox: bool,
 }
 
+/// Returns the default path of the read-only socket.
+fn read_only_default(control: &Path) -> PathBuf {
+    let mut path = control.as_os_str().to_owned();
+    path.push("-ro");
+    path.into()
+}
+
 /// Returns the configuration: options, file and defaults, in this order of precedence.
 fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigError> {
     let settings = arguments.settings.clone().or(file);
@@ -50,14 +57,16 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
     let control = settings.control;
     let control = control.unwrap_or_else(|| tmem_control::DEFAULT_SOCKET.into());
     let of_control = control.parent().unwrap_or(Path::new("/"));
+    let read_only = settings.control_read_only;
+    let read_only = read_only.unwrap_or_else(|| read_only_default(&control));
     let run_folder = settings
-        .run_folder
+        .run_directory
         .as_deref()
         .unwrap_or(of_control)
         .join(".");
     // Requests that add a VM name its socket by an absolute path.
     let run_folder = std::path::absolute(&run_folder)
-        .map_err(|error| ConfigError(format!("run folder {}: {error}", run_folder.display())))?;
+        .map_err(|error| ConfigError(format!("run directory {}: {error}", run_folder.display())))?;
     let stalls = settings.memory_pressure;
     let stalls = stalls.unwrap_or_else(|| "/proc/pressure/memory".into());
     let stalls = Some(stalls).filter(|path| path.as_os_str() != "none");
@@ -74,9 +83,9 @@ fn configure(arguments: &Arguments, file: Settings) -> Result<Config, ConfigErro
             poll_max: poll_max.unwrap_or(config::POLL_MAX_DEFAULT),
         },
         vm_pages_per_second: settings.vm_pages_per_second.unwrap_or(0),
+        control_read_only: Some(read_only).filter(|path| path.as_os_str() != "none"),
         control,
         control_group: settings.control_group,
-        control_read_only: settings.control_read_only,
         control_read_only_group: settings.control_read_only_group,
         run_folder,
         vms: settings.vm,
@@ -178,5 +187,46 @@ fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
             later.join(", ")
         ),
         Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    /// An option is the key of the file with `-` for `_`, so that both have one name.
+    #[test]
+    fn options_have_the_names_of_their_keys() {
+        let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
+        let example = include_str!("../tmemd.toml");
+        let keys: Vec<&str> = example
+            .lines()
+            .filter_map(|line| Some(line.strip_prefix("#: ")?.split_once(" = ")?.0))
+            .chain(["vm"])
+            .collect();
+        assert!(keys.contains(&"pool_size"));
+        let command = Arguments::command();
+        for option in command.get_arguments().filter_map(|arg| arg.get_long()) {
+            let name = option.replace('-', "_");
+            let known = keys.contains(&name.as_str()) || only_options.contains(&name.as_str());
+            assert!(known, "--{option}");
+        }
+    }
+
+    #[test]
+    fn a_read_only_socket_exists_by_default() {
+        let socket = |options: &[&str]| {
+            let all = [&["tmemd", "--pool-size", "1MiB"], options].concat();
+            let arguments = Arguments::parse_from(all);
+            let config = configure(&arguments, Settings::default()).expect("good");
+            config.control_read_only
+        };
+        // The exporter uses this path by default.
+        let default = tmem_control::DEFAULT_READ_ONLY_SOCKET;
+        assert_eq!(socket(&[]), Some(default.into()));
+        assert_eq!(socket(&["--control", "/x/c"]), Some("/x/c-ro".into()));
+        assert_eq!(socket(&["--control-read-only", "/r"]), Some("/r".into()));
+        assert_eq!(socket(&["--control-read-only", "none"]), None);
     }
 }

@@ -212,7 +212,11 @@ fn the_daemon_serves_a_qemu_of_another_user() {
     // A live daemon's socket is not replaced.
     let _other = start(folder.path(), "other");
     // The daemon answers after it has tried.
-    let vms = client(&at("run/other")).list().call().expect("answers").vms;
+    let vms = client(&at("run/other"))
+        .list_vms()
+        .call()
+        .expect("answers")
+        .vms;
     assert!(vms.is_empty());
     assert_eq!(told(), is);
 }
@@ -263,7 +267,7 @@ fn as_root_the_daemon_keeps_only_needed_capabilities() {
         let locked = status(pid)["VmLck"].clone();
         assert_ne!(locked.trim(), "0 kB", "pages of guests can be swapped");
     }
-    let told = full.stats(None).call().expect("answers").daemon;
+    let told = full.get_stats(None).call().expect("answers").daemon;
     assert_eq!(told.memory_locked, may_lock != 0, "whatever its limit is");
     // The daemon recognizes sockets that it gave to other users as its own.
     drop(daemon);
@@ -287,7 +291,7 @@ fn unlocked_memory_is_logged() {
     confine(&mut command);
     let _daemon = start_by(command, folder.path(), "control");
     let stats = client(&folder.path().join("run/control"))
-        .stats(None)
+        .get_stats(None)
         .call();
     assert!(!stats.expect("answers").daemon.memory_locked);
 }
@@ -361,6 +365,6 @@ fn threads_of_all_kinds_log_to_the_journal() {
     fault.send(&mut driver.guest, target);
     told("a worker logs", &["stopped until", "TMEM_VM", "web1"]);
     let mut control = client(&folder.path().join("control"));
-    control.flush("web1".into()).call().expect("flushed");
+    control.flush_vm("web1".into()).call().expect("flushed");
     told("a control client's thread logs", &["flushed", "TMEM_PAGES"]);
 }

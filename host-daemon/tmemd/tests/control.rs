@@ -17,7 +17,7 @@ use tmemd::{Config, Daemon, PressureConfig, StartError};
 fn config(directory: &Path) -> Config {
     let vms = [
         "web,uuid=01234567-89ab-cdef-0123-456789abcdef",
-        "db,trust-domain=team,reserve=4MiB,limit=16MiB,weight=7",
+        "db,trust_domain=team,reserve=4MiB,limit=16MiB,weight=7",
     ];
     Config::for_test(directory, &vms)
 }
@@ -36,7 +36,7 @@ fn list_and_stats_work_on_both_sockets() {
     let _daemon = Daemon::start(config.clone()).expect("starts");
     for socket in &sockets(&config)[..2] {
         let mut client = tmem_control::connect(socket).expect("connects");
-        let vms = client.list().call().expect("answers").vms;
+        let vms = client.list_vms().call().expect("answers").vms;
         let names: Vec<_> = vms.iter().map(|vm| vm.name.as_str()).collect();
         assert_eq!(names, ["db", "web"]);
         assert_eq!(vms[0].trust_domain.as_deref(), Some("team"));
@@ -51,16 +51,19 @@ fn list_and_stats_work_on_both_sockets() {
             Some("01234567-89ab-cdef-0123-456789abcdef")
         );
 
-        let stats = client.stats(None).call().expect("answers");
+        let stats = client.get_stats(None).call().expect("answers");
         assert_eq!(stats.pool.size_bytes, 64 << 20);
         assert_eq!((stats.daemon.vms, stats.daemon.vms_connected), (2, 0));
         assert_eq!(stats.daemon.workers, 2);
         assert_eq!(stats.vms.len(), 2);
-        let stats = client.stats(Some("web".into())).call().expect("answers");
+        let stats = client
+            .get_stats(Some("web".into()))
+            .call()
+            .expect("answers");
         assert_eq!(stats.vms.len(), 1);
         assert_eq!(stats.vms[0].name, "web");
         let error = client
-            .stats(Some("nobody".into()))
+            .get_stats(Some("nobody".into()))
             .call()
             .expect_err("unknown");
         assert!(
@@ -78,7 +81,7 @@ fn a_connection_is_counted() {
     let mut client = tmem_control::connect(&config.control).expect("connects");
     let mut web = || {
         client
-            .stats(Some("web".into()))
+            .get_stats(Some("web".into()))
             .call()
             .expect("answers")
             .vms
@@ -145,7 +148,7 @@ fn only_the_full_socket_changes_quotas() {
         "{error}"
     );
     let quota_of = |client: &mut tmem_control::VarlinkClient, number: usize| {
-        client.list().call().expect("answers").vms[number]
+        client.list_vms().call().expect("answers").vms[number]
             .quota
             .clone()
     };
@@ -207,7 +210,7 @@ fn misbehaving_clients_are_disconnected() {
         // Nested as deeply as fits: parsing must not need as much stack.
         [&[b'['; 60 << 10][..], b"\0"].concat(),
         [
-            &br#"{"method":"io.virtiotmem.Control.List","parameters":"#[..],
+            &br#"{"method":"io.virtiotmem.Control.ListVms","parameters":"#[..],
             &[b'['; 60 << 10],
             b"\0",
         ]
@@ -220,12 +223,12 @@ fn misbehaving_clients_are_disconnected() {
         let end = stream.read_to_end(&mut Vec::new());
         let waits = end.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock);
         assert!(!waits, "it is still there");
-        client.list().call().expect("others are served");
+        client.list_vms().call().expect("others are served");
     }
     // Two messages at once, the second in two parts.
     let mut stream = UnixStream::connect(&config.control).expect("connects");
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-    let call = b"{\"method\":\"io.virtiotmem.Control.List\"}\0";
+    let call = b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0";
     stream
         .write_all(&[call, &call[..9]].concat())
         .expect("sent");
@@ -248,7 +251,7 @@ fn the_number_of_clients_is_limited() {
         .map(|_| UnixStream::connect(&config.control).expect("connects"))
         .collect();
     let served = |mut stream: &UnixStream| {
-        let call = b"{\"method\":\"io.virtiotmem.Control.List\"}\0";
+        let call = b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0";
         stream.set_read_timeout(Some(TIMEOUT)).expect("set");
         stream.write_all(call).is_ok() && stream.read(&mut [0]).is_ok_and(|read| read > 0)
     };
@@ -307,7 +310,10 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
         assert!(socket.exists(), "the first daemon's {}", socket.display());
     }
     let mut client = tmem_control::connect(&config.control).expect("connects");
-    client.list().call().expect("the first daemon still serves");
+    client
+        .list_vms()
+        .call()
+        .expect("the first daemon still serves");
     drop(daemon);
 
     fs::write(&config.control, "precious").expect("written");
@@ -428,7 +434,7 @@ fn log_lines_of_clients_are_rate_limited() {
     for _ in 0..100 {
         let mut stream = connect().expect("connects");
         stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-        let _ = stream.write_all(b"{\"method\":\"io.virtiotmem.Control.List\"}\0");
+        let _ = stream.write_all(b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0");
         if stream.read(&mut [0]).is_ok_and(|read| read > 0) {
             served.push(stream);
         }
@@ -456,7 +462,7 @@ fn an_answer_may_be_longer_than_a_call() {
     let _daemon = Daemon::start(config.clone()).expect("starts");
     let mut stream = UnixStream::connect(&config.control).expect("connects");
     stream.set_read_timeout(Some(TIMEOUT)).expect("set");
-    let call = b"{\"method\":\"io.virtiotmem.Control.Stats\",\"parameters\":{}}\0";
+    let call = b"{\"method\":\"io.virtiotmem.Control.GetStats\",\"parameters\":{}}\0";
     stream.write_all(call).expect("sent");
     let mut answer = Vec::new();
     let mut part = [0; 4096];
@@ -540,7 +546,7 @@ fn the_pool_shrinks_for_the_host_and_grows_back() {
     };
     let _daemon = Daemon::start(config.clone()).expect("starts");
     let mut client = tmem_control::connect(&config.control).expect("connects");
-    let mut pool = || client.stats(None).call().expect("answers").pool;
+    let mut pool = || client.get_stats(None).call().expect("answers").pool;
     assert_eq!((pool().size_bytes, pool().host_shrinks), (64 << 20, 0));
 
     host((256 << 20) - (1 << 20), 0);

@@ -71,12 +71,12 @@ fn log_lines_of_all_vms_are_bounded() {
             drop(UnixStream::connect(daemon.socket(name)).expect("connects"));
         }
         until("all have been seen", || {
-            let stats = client.stats(None).call().expect("answers");
+            let stats = client.get_stats(None).call().expect("answers");
             stats.vms.iter().all(|vm| !vm.connected)
         });
     }
     until("a line is left out", || {
-        let stats = client.stats(None).call().expect("answers");
+        let stats = client.get_stats(None).call().expect("answers");
         let seen = stats
             .vms
             .iter()
@@ -131,7 +131,7 @@ fn log_lines_of_failed_accepts_are_bounded() {
     limit(maximum);
     drop(client);
     let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
-    client.list().call().expect("it is served again");
+    client.list_vms().call().expect("it is served again");
 }
 
 /// Everything that a front end may request: queues, regions, the largest rings.
@@ -212,6 +212,6 @@ fn resources_of_a_connection_are_bounded() {
 /// Returns the bytes that the pool holds.
 fn daemon_pool_bytes(daemon: &Daemon) -> usize {
     let mut client = tmem_control::connect(&daemon.path("control")).expect("connects");
-    let stats = client.stats(None).call().expect("answers");
+    let stats = client.get_stats(None).call().expect("answers");
     usize::try_from(stats.pool.held_bytes).expect("not negative")
 }

@@ -14,7 +14,7 @@ use tmem_sim::{Content, Driver, PutPage, Request};
 fn daemon() -> Daemon {
     Daemon::with_arguments(&[("a", None), ("b", None)], "64MiB", |folder| {
         let read_only = folder.join("read-only").to_str().unwrap().to_owned();
-        vec!["--control-ro".into(), read_only]
+        vec!["--control-read-only".into(), read_only]
     })
 }
 
@@ -23,7 +23,12 @@ fn client(socket: &Path) -> VarlinkClient {
 }
 
 fn stats(client: &mut VarlinkClient, vm: &str) -> VmStats {
-    client.stats(Some(vm.into())).call().unwrap().vms.remove(0)
+    client
+        .get_stats(Some(vm.into()))
+        .call()
+        .unwrap()
+        .vms
+        .remove(0)
 }
 
 fn put(driver: &mut Driver, index: u64) {
@@ -63,8 +68,8 @@ fn requests_are_timed_and_counted() {
     assert_eq!(vm.misses, vm.gets - vm.hits);
     assert_eq!(vm.disk_read_avoided_bytes, vm.hits * 4096);
     assert_eq!(vm.saved_bytes, vm.pages * 4096 - vm.charged_bytes);
-    let of_daemon = client.stats(None).call().unwrap().daemon;
-    assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_workers_ms);
+    let of_daemon = client.get_stats(None).call().unwrap().daemon;
+    assert!(of_daemon.resident_bytes > 0 && of_daemon.cpu_ms >= of_daemon.cpu_requests_ms);
 }
 
 /// Processor time grows with work, and not for an idle VM. No time is compared with one that
@@ -88,19 +93,19 @@ fn processor_time_is_reported_by_work_and_by_vm() {
     for _ in 0..2 {
         until("work is counted", || {
             (0..64).for_each(|_| put(&mut driver, indexes.next().unwrap()));
-            let told = client.stats(None).call().unwrap();
-            told.daemon.cpu_settling_ms > settling_ms
-                && told.daemon.cpu_room_ms > room_ms
+            let told = client.get_stats(None).call().unwrap();
+            told.daemon.cpu_finalize_ms > settling_ms
+                && told.daemon.cpu_reclaim_ms > room_ms
                 && told.vms[0].cpu_requests_ms > requests_ms
         });
-        let told = client.stats(None).call().unwrap();
-        settling_ms = told.daemon.cpu_settling_ms;
-        room_ms = told.daemon.cpu_room_ms;
+        let told = client.get_stats(None).call().unwrap();
+        settling_ms = told.daemon.cpu_finalize_ms;
+        room_ms = told.daemon.cpu_reclaim_ms;
         requests_ms = told.vms[0].cpu_requests_ms;
         // The kernel reports user and system time of a thread, each rounded down to a tick. Timed
         // work reads the same clock without rounding. Waking up and unmapping are not timed.
         let tick_ms = 1000 / i64::try_from(rustix::param::clock_ticks_per_second()).unwrap();
-        let sum = settling_ms + told.daemon.cpu_recompression_ms + room_ms;
+        let sum = settling_ms + told.daemon.cpu_recompress_ms + room_ms;
         let most = told.daemon.cpu_background_ms + BACKGROUND_THREADS * 2 * tick_ms;
         assert!(sum <= most, "{:?}", told.daemon);
     }
@@ -148,7 +153,7 @@ fn a_flushed_vm_is_empty_and_continues() {
     let mut client = client(&daemon.path("control"));
     let before = stats(&mut client, "a");
     assert_eq!(before.pages, 100);
-    assert_eq!(client.flush("a".into()).call().unwrap().pages, 100);
+    assert_eq!(client.flush_vm("a".into()).call().unwrap().pages, 100);
     let after = stats(&mut client, "a");
     assert_eq!(
         (after.pages, after.flushed_pages),
@@ -165,9 +170,9 @@ fn a_frozen_vm_puts_nothing_and_still_gets() {
     let mut driver = daemon.driver("a", 3);
     (0..50).for_each(|index| put(&mut driver, index));
     let mut client = client(&daemon.path("control"));
-    assert!(client.freeze("a".into()).call().unwrap().changed);
-    assert!(!client.freeze("a".into()).call().unwrap().changed);
-    assert!(client.list().call().unwrap().vms[0].frozen);
+    assert!(client.freeze_vm("a".into()).call().unwrap().changed);
+    assert!(!client.freeze_vm("a".into()).call().unwrap().changed);
+    assert!(client.list_vms().call().unwrap().vms[0].frozen);
     let before = stats(&mut client, "a");
     (25..75).for_each(|index| put(&mut driver, index));
     let frozen = stats(&mut client, "a");
@@ -178,8 +183,8 @@ fn a_frozen_vm_puts_nothing_and_still_gets() {
     // The driver's model judges each answer.
     work(&mut driver, 200);
     driver.get_all().unwrap();
-    assert!(client.thaw("a".into()).call().unwrap().changed);
-    assert!(!client.thaw("a".into()).call().unwrap().changed);
+    assert!(client.thaw_vm("a".into()).call().unwrap().changed);
+    assert!(!client.thaw_vm("a".into()).call().unwrap().changed);
     let before = stats(&mut client, "a").pages;
     (100..110).for_each(|index| put(&mut driver, index));
     assert_eq!(stats(&mut client, "a").pages, before + 10);
@@ -191,28 +196,31 @@ fn a_resized_pool_shrinks_and_grows() {
     let mut driver = daemon.driver("a", 4);
     (0..4000).for_each(|index| put(&mut driver, index));
     let mut client = client(&daemon.path("control"));
-    let held = client.freeable().call().unwrap();
+    let held = client.get_freeable().call().unwrap();
     assert!(held.held_bytes > 12 << 20, "{held:?}");
     assert_eq!(held.freeable_bytes, held.held_bytes - (1 << 20));
     assert_eq!(
         held.beyond_reserves_bytes, held.freeable_bytes,
         "nothing is reserved"
     );
-    client.resize(8 << 20).call().unwrap();
+    client.set_pool_size(8 << 20).call().unwrap();
     until("it gives back", || {
-        client.freeable().call().unwrap().held_bytes <= 8 << 20
+        client.get_freeable().call().unwrap().held_bytes <= 8 << 20
     });
-    let pool = client.stats(None).call().unwrap().pool;
+    let pool = client.get_stats(None).call().unwrap().pool;
     assert_eq!((pool.size_bytes, pool.configured_bytes), (8 << 20, 8 << 20));
     assert!(
         pool.evictions_shrink > 0 && pool.evictions_limit == 0,
         "{pool:?}"
     );
-    client.resize(32 << 20).call().unwrap();
-    let pool = client.stats(None).call().unwrap().pool;
+    client.set_pool_size(32 << 20).call().unwrap();
+    let pool = client.get_stats(None).call().unwrap().pool;
     assert_eq!(pool.size_bytes, 32 << 20);
     for size_bytes in [-1, 0, (1 << 20) - 1, i64::MAX] {
-        let error = client.resize(size_bytes).call().expect_err("senseless");
+        let error = client
+            .set_pool_size(size_bytes)
+            .call()
+            .expect_err("senseless");
         assert!(
             matches!(error.kind(), ErrorKind::BadSize(Some(bad)) if bad.size_bytes == size_bytes
                 && bad.reason.contains("1048576")),
@@ -231,15 +239,24 @@ fn the_read_only_socket_changes_nothing() {
             "{kind}"
         );
     };
-    refused(client.flush("a".into()).call().unwrap_err().kind(), "Flush");
     refused(
-        client.freeze("a".into()).call().unwrap_err().kind(),
-        "Freeze",
+        client.flush_vm("a".into()).call().unwrap_err().kind(),
+        "FlushVm",
     );
-    refused(client.thaw("a".into()).call().unwrap_err().kind(), "Thaw");
-    refused(client.resize(8 << 20).call().unwrap_err().kind(), "Resize");
-    client.freeable().call().expect("it reads");
-    assert!(!client.list().call().unwrap().vms[0].frozen);
+    refused(
+        client.freeze_vm("a".into()).call().unwrap_err().kind(),
+        "FreezeVm",
+    );
+    refused(
+        client.thaw_vm("a".into()).call().unwrap_err().kind(),
+        "ThawVm",
+    );
+    refused(
+        client.set_pool_size(8 << 20).call().unwrap_err().kind(),
+        "SetPoolSize",
+    );
+    client.get_freeable().call().expect("it reads");
+    assert!(!client.list_vms().call().unwrap().vms[0].frozen);
 }
 
 #[test]
@@ -252,9 +269,9 @@ fn unknown_vms_are_named_in_errors() {
             "{kind}"
         );
     };
-    unknown(client.flush("x".into()).call().unwrap_err().kind());
-    unknown(client.freeze("x".into()).call().unwrap_err().kind());
-    unknown(client.thaw("x".into()).call().unwrap_err().kind());
+    unknown(client.flush_vm("x".into()).call().unwrap_err().kind());
+    unknown(client.freeze_vm("x".into()).call().unwrap_err().kind());
+    unknown(client.thaw_vm("x".into()).call().unwrap_err().kind());
 }
 
 #[test]
@@ -264,7 +281,7 @@ fn events_are_sent_as_they_happen() {
     let socket = daemon.path("read-only");
     let listener = std::thread::spawn(move || {
         let mut client = client(&socket);
-        let mut call = client.monitor();
+        let mut call = client.subscribe_events();
         for event in call.more().unwrap().map_while(Result::ok) {
             sender.send(event.event).unwrap();
         }
@@ -280,12 +297,12 @@ fn events_are_sent_as_they_happen() {
     };
     assert_eq!(until("connected").vm.as_deref(), Some("b"));
     let mut client = client(&daemon.path("control"));
-    client.freeze("b".into()).call().unwrap();
+    client.freeze_vm("b".into()).call().unwrap();
     let frozen = until("frozen");
     assert_eq!(frozen.vm.as_deref(), Some("b"));
-    client.thaw("b".into()).call().unwrap();
+    client.thaw_vm("b".into()).call().unwrap();
     assert_eq!(until("thawed").number, frozen.number + 1);
-    client.resize(8 << 20).call().unwrap();
+    client.set_pool_size(8 << 20).call().unwrap();
     assert_eq!(until("resized").vm, None);
     common::every_queue_answers(&mut driver);
     assert!(until("driver").text.contains("off"));
@@ -323,7 +340,7 @@ fn left_out_events_are_sent_later() {
 
 /// Returns when the subscription has begun.
 fn subscribe(control: &Path) -> io::Result<UnixStream> {
-    let call = b"{\"method\":\"io.virtiotmem.Control.Monitor\",\"more\":true}\0";
+    let call = b"{\"method\":\"io.virtiotmem.Control.SubscribeEvents\",\"more\":true}\0";
     let mut stream = UnixStream::connect(control)?;
     stream.set_read_timeout(Some(common::TIMEOUT))?;
     stream.write_all(call)?;
@@ -334,10 +351,10 @@ fn subscribe(control: &Path) -> io::Result<UnixStream> {
 #[test]
 fn a_subscription_requires_more_and_ends_with_the_client() {
     let daemon = daemon();
-    let error = client(&daemon.path("control")).monitor().call();
+    let error = client(&daemon.path("control")).subscribe_events().call();
     let error = error.expect_err("without more");
     assert!(
-        matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "Monitor"),
+        matches!(error.kind(), ErrorKind::MoreExpected(Some(args)) if args.method == "SubscribeEvents"),
         "{error}"
     );
     // As many clients as permitted, which all disconnect.
@@ -358,7 +375,7 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
         assert_eq!(full.read(&mut [0]).unwrap(), 0, "all places are taken");
         drop(streams);
         until("there is room again", || {
-            client(&daemon.path("control")).list().call().is_ok()
+            client(&daemon.path("control")).list_vms().call().is_ok()
         });
     }
 }
@@ -367,9 +384,9 @@ fn a_subscription_requires_more_and_ends_with_the_client() {
 fn read_in_a_loop(socket: &Path, calls: u32) -> Duration {
     let (mut client, begun) = (client(socket), Instant::now());
     for _ in 0..calls {
-        client.stats(None).call().unwrap();
-        assert_eq!(client.list().call().unwrap().vms.len(), 2);
-        client.freeable().call().unwrap();
+        client.get_stats(None).call().unwrap();
+        assert_eq!(client.list_vms().call().unwrap().vms.len(), 2);
+        client.get_freeable().call().unwrap();
     }
     begun.elapsed()
 }
@@ -387,7 +404,7 @@ fn calls_of_read_only_clients_are_rate_limited() {
     assert_eq!(stats(&mut client(&read_only), "a").name, "a");
     let mut nobody = client(&read_only);
     let error = nobody
-        .stats(Some("c".into()))
+        .get_stats(Some("c".into()))
         .call()
         .expect_err("no such VM");
     assert!(matches!(error.kind(), ErrorKind::NoSuchVm(_)), "{error}");

@@ -96,7 +96,7 @@ fn crowd(seed: u64, pool_size: &str, steps: usize) -> Vec<(Driver, u64)> {
     }
     daemon.expect_alive();
     let mut client = tmem_control::connect(&daemon.path("control")).unwrap();
-    let stats = client.stats(None).call().unwrap();
+    let stats = client.get_stats(None).call().unwrap();
     let cut = |driver: &Driver| {
         let name = driver.guest.name();
         let vm = stats.vms.iter().find(|vm| vm.name == name).unwrap();

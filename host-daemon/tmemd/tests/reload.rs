@@ -100,7 +100,7 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     let at = daemon.path().to_path_buf();
     let front_end = UnixStream::connect(at.join("a.sock")).expect("connects");
     front_end.set_read_timeout(Some(TIMEOUT)).expect("set");
-    let stats = || daemon.client().stats(None).call().expect("answers");
+    let stats = || daemon.client().get_stats(None).call().expect("answers");
     until("the VM is connected", || stats().vms[0].connected);
 
     let new = format!(
@@ -114,7 +114,7 @@ fn a_reload_changes_what_it_can_and_drops_no_vm() {
     );
     assert_eq!(stats().pool.size_bytes, 128 << 20);
     assert_eq!(
-        daemon.client().list().call().expect("answers").vms[0]
+        daemon.client().list_vms().call().expect("answers").vms[0]
             .quota
             .weight,
         7
@@ -228,7 +228,11 @@ fn reserves_must_fit_a_reloaded_size() {
         let quota = tmem_control::quota(Some(mib << 20), None, None);
         running.client().set_quota("greedy".into(), quota).call()
     };
-    running.client().resize(100 << 20).call().expect("resized");
+    running
+        .client()
+        .set_pool_size(100 << 20)
+        .call()
+        .expect("resized");
     set(201).expect_err("more than there will be");
     set(90).expect("it fits");
     set(101).expect_err("more than there is");
@@ -246,12 +250,17 @@ fn a_file_is_applied_completely_or_not_at_all() {
     let running = Running::start(|at| small(reserves(at, "40MiB", "20MiB")));
     let at = running.path();
     let held = || {
-        let vms = running.client().list().call().expect("answers").vms;
+        let vms = running.client().list_vms().call().expect("answers").vms;
         let reserve = |name: &str| {
             let vm = vms.iter().find(|vm| vm.name == name).expect("it is there");
             vm.quota.reserve_bytes >> 20
         };
-        let size = running.client().stats(None).call().expect("answers").pool;
+        let size = running
+            .client()
+            .get_stats(None)
+            .call()
+            .expect("answers")
+            .pool;
         (size.configured_bytes >> 20, reserve("a"), reserve("b"))
     };
     let good = |text: String, now: (i64, i64, i64)| {
@@ -288,7 +297,7 @@ fn a_file_is_applied_completely_or_not_at_all() {
         );
         assert_eq!(held(), (64, 40, 24));
         common::work(&mut guest, 300);
-        let stats = running.client().stats(Some("a".into())).call();
+        let stats = running.client().get_stats(Some("a".into())).call();
         assert_eq!(stats.expect("answers").vms[0].limited_pages, 0);
     }
     // A smaller pool with smaller reserves, then a larger one with larger reserves.
@@ -389,7 +398,7 @@ fn a_file_is_checked_without_a_daemon() {
     );
     for (option, value) in [
         ("--control-group", "no-such"),
-        ("--control-ro-group", "4294967295"),
+        ("--control-read-only-group", "4294967295"),
     ] {
         file(at, &toml(at, ""));
         fails(&["--pool-size", "64MiB", option, value], value);
@@ -427,7 +436,7 @@ fn a_reload_changes_the_rate_limit() {
         guests.push(driver);
     }
     let figures = |name: &str| {
-        let stats = running.client().stats(Some(name.into())).call();
+        let stats = running.client().get_stats(Some(name.into())).call();
         let vm = stats.expect("answers").vms.remove(0);
         (vm.limited_pages, vm.requests)
     };

@@ -55,7 +55,7 @@ fn served(user: u32, groups: &[u32], socket: &Path) -> bool {
     let message = match socket.extension() {
         // GET_FEATURES, version 1, no payload.
         Some(_) => [1u32, 1, 0].map(u32::to_ne_bytes).concat(),
-        None => b"{\"method\":\"io.virtiotmem.Control.List\"}\0".to_vec(),
+        None => b"{\"method\":\"io.virtiotmem.Control.ListVms\"}\0".to_vec(),
     };
     as_user(user, groups, || is_served(socket, &message))
 }
@@ -76,7 +76,7 @@ fn unauthorized_peers_are_refused() {
     }
     let read_only = |folder: &Path| {
         let path = folder.join("read-only").display().to_string();
-        vec!["--control-ro".into(), path]
+        vec!["--control-read-only".into(), path]
     };
     let daemon = Daemon::with_arguments(&[("given", None)], "64MiB", read_only);
     fs::set_permissions(daemon.path(""), Permissions::from_mode(0o755)).expect("set");
@@ -141,7 +141,10 @@ fn unauthorized_peers_are_refused() {
         of_control.contains(&format!("of user {OTHER}")),
         "{of_control}"
     );
-    let stats = client.stats(Some("added".into())).call().expect("answers");
+    let stats = client
+        .get_stats(Some("added".into()))
+        .call()
+        .expect("answers");
     assert_eq!(stats.vms[0].connections_refused, 1);
 }
 
@@ -165,8 +168,8 @@ fn sockets_belong_to_the_configured_users() {
         let group = READERS.to_string();
         [
             ["--control-group", NAMED],
-            ["--control-ro", &at("read-only")],
-            ["--control-ro-group", &group],
+            ["--control-read-only", &at("read-only")],
+            ["--control-read-only-group", &group],
             ["--vm", &vm],
         ]
         .map(|pair| pair.map(String::from))

@@ -82,12 +82,12 @@ impl RegistryTest {
     }
 
     fn names(&self) -> Vec<String> {
-        let vms = self.client().list().call().expect("answers").vms;
+        let vms = self.client().list_vms().call().expect("answers").vms;
         vms.into_iter().map(|vm| vm.name).collect()
     }
 
     fn vm(&self, name: &str) -> tmem_control::Vm {
-        let vms = self.client().list().call().expect("answers").vms;
+        let vms = self.client().list_vms().call().expect("answers").vms;
         vms.into_iter().find(|vm| vm.name == name).expect("listed")
     }
 
@@ -200,7 +200,7 @@ fn a_refused_change_has_no_effect() {
     let spec = host.spec(UUID, "web");
     host.add(&spec);
     host.add(&host.spec(OTHER, "db"));
-    let before = host.client().list().call().expect("answers").vms;
+    let before = host.client().list_vms().call().expect("answers").vms;
     fs::write(host.path("file"), "precious").expect("written");
     let mut wrong = vec![];
     let mut change = |what: &'static str, change: &dyn Fn(&mut VmSpec)| {
@@ -217,12 +217,14 @@ fn a_refused_change_has_no_effect() {
     change("is that of the VM db", &|s| {
         s.socket = host.spec(OTHER, "db").socket
     });
-    change("--run-folder", &|s| s.socket = "/tmp/elsewhere.sock".into());
-    change("--run-folder", &|s| {
+    change("--run-directory", &|s| {
+        s.socket = "/tmp/elsewhere.sock".into()
+    });
+    change("--run-directory", &|s| {
         s.socket = format!("{}/../x", host.daemon.folder().display())
     });
-    change("--run-folder", &|s| s.socket = "x".into());
-    change("--run-folder", &|s| s.socket = String::new());
+    change("--run-directory", &|s| s.socket = "x".into());
+    change("--run-directory", &|s| s.socket = String::new());
     change("not a socket", &|s| {
         s.socket = host.path("file").to_string_lossy().into()
     });
@@ -248,7 +250,7 @@ fn a_refused_change_has_no_effect() {
         let (_, reason) = host.refused(&spec);
         assert_eq!(owner(), owner_before, "{what}");
         assert!(reason.contains(what), "{reason:?} lacks {what:?}");
-        let after = host.client().list().call().expect("answers").vms;
+        let after = host.client().list_vms().call().expect("answers").vms;
         assert_eq!(after, before, "{what}");
     }
     assert_eq!(fs::read(host.path("file")).expect("there"), b"precious");
@@ -435,7 +437,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
         );
         assert_eq!(host.vm("web").problem.is_some(), left_mib < 30);
     }
-    let resize = |bytes| host.client().resize(bytes).call().map(drop);
+    let resize = |bytes| host.client().set_pool_size(bytes).call().map(drop);
     resize(64 << 20).expect("resized");
     assert_eq!((reserve(&host, "web"), host.vm("web").problem), (30, None));
     host.daemon.config().pool_size_bytes = 32 << 20;

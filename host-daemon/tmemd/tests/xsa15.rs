@@ -109,8 +109,8 @@ fn control_operations_from_a_guest() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
     let mut figures = || {
-        let vms = control.list().call().unwrap().vms;
-        let pool = control.stats(None).call().unwrap().pool;
+        let vms = control.list_vms().call().unwrap().vms;
+        let pool = control.get_stats(None).call().unwrap().pool;
         let quotas: Vec<_> = vms
             .into_iter()
             .map(|vm| (vm.name, vm.quota, vm.trust_domain))
@@ -175,7 +175,7 @@ fn control_operations_from_a_guest() {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     let call =
-        b"{\"method\":\"io.virtiotmem.Control.Resize\",\"parameters\":{\"size_bytes\":1048576}}\0";
+        b"{\"method\":\"io.virtiotmem.Control.SetPoolSize\",\"parameters\":{\"size_bytes\":1048576}}\0";
     stream.write_all(call).unwrap();
     let mut answer = Vec::new();
     // Closed, whether the daemon had read everything or not.
@@ -287,7 +287,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
 fn missing_tenant() {
     let run = |folder: &std::path::Path| {
         let folder = folder.to_str().unwrap();
-        vec!["--run-folder".into(), folder.into()]
+        vec!["--run-directory".into(), folder.into()]
     };
     let mut daemon = Daemon::with_arguments(&[("a", None), ("other", None)], "512MiB", run);
     let mut other = daemon.driver("other", 2);
@@ -668,8 +668,8 @@ fn locks_kept_on_error_paths() {
                 weight: 100,
             };
             control.set_quota(name.into(), quota).call().unwrap();
-            control.stats(Some(name.into())).call().unwrap();
-            control.flush(name.into()).call().unwrap();
+            control.get_stats(Some(name.into())).call().unwrap();
+            control.flush_vm(name.into()).call().unwrap();
         }
     };
     // Requests that are refused, for existing and missing objects.

@@ -29,7 +29,13 @@ impl ServedDaemon {
     /// Starts the daemon with `more` further VMs, which are not connected.
     pub fn with_more(more: usize) -> ServedDaemon {
         let more = (0..more).map(|nr| format!("more{nr}"));
-        let vms: Vec<String> = ["a".into(), "b".into()].into_iter().chain(more).collect();
+        let vms: Vec<String> = [
+            "a,uuid=01234567-89ab-cdef-0123-456789abcdef,limit=64MiB".into(),
+            "b".into(),
+        ]
+        .into_iter()
+        .chain(more)
+        .collect();
         let vms: Vec<&str> = vms.iter().map(String::as_str).collect();
         let daemon = TestDaemon::start(&vms);
         let guest = GuestConfig {
@@ -64,7 +70,7 @@ impl ServedDaemon {
     /// Returns the daemon's figures of a VM.
     pub fn stats(&self, vm: &str) -> tmem_control::VmStats {
         let mut client = tmem_control::connect(&self.path("control")).expect("connects");
-        let reply = client.stats(Some(vm.into())).call().expect("answers");
+        let reply = client.get_stats(Some(vm.into())).call().expect("answers");
         reply.vms.into_iter().next().expect("there")
     }
 
@@ -84,8 +90,11 @@ impl Exporter {
     /// Starts the exporter on a free port.
     pub fn start(host: &ServedDaemon, more: &[&str]) -> Exporter {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
-        command.args(["--listen", "127.0.0.1:0", "--socket"]);
+        if !more.contains(&"--web.listen-address") {
+            command.args(["--web.listen-address", "127.0.0.1:0"]);
+        }
         command
+            .arg("--socket")
             .arg(host.path("read-only"))
             .args(more)
             .stderr(Stdio::piped());
@@ -97,7 +106,7 @@ impl Exporter {
                 .next()
                 .unwrap_or_else(|| panic!("it ended: {log}"))
                 .expect("text");
-            if let Some((_, rest)) = line.split_once("http://") {
+            if let Some((_, rest)) = line.split_once("://") {
                 let (address, _) = rest.split_once("/metrics").expect("an address");
                 break address.to_string();
             }
@@ -161,4 +170,47 @@ pub fn http(address: &str, request: &str) -> (String, String) {
     let answer = String::from_utf8(answer).expect("text");
     let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((&answer, ""));
     (head.into(), body.into())
+}
+
+/// A self-signed certificate for 127.0.0.1 and its key, in a directory of their own.
+pub struct Certificate {
+    directory: PathBuf,
+}
+
+impl Certificate {
+    /// Creates the files.
+    pub fn new(directory: PathBuf) -> Certificate {
+        let certificate = Certificate { directory };
+        certificate.renew();
+        certificate
+    }
+
+    /// Replaces certificate and key.
+    pub fn renew(&self) {
+        let own = rcgen::generate_simple_self_signed(["127.0.0.1".to_string()]).expect("made");
+        std::fs::create_dir_all(&self.directory).expect("a folder");
+        std::fs::write(self.certificate(), own.cert.pem()).expect("written");
+        let key = self.directory.join("key.pem");
+        std::fs::write(key, own.signing_key.serialize_pem()).expect("written");
+    }
+
+    /// Returns the path of the certificate.
+    pub fn certificate(&self) -> PathBuf {
+        self.directory.join("certificate.pem")
+    }
+
+    /// Returns the path of the key.
+    pub fn key(&self) -> PathBuf {
+        self.directory.join("key.pem")
+    }
+
+    /// Writes a file for --web.config.file, with `more` lines, and returns its path.
+    pub fn web_config(&self, more: &str) -> PathBuf {
+        let path = self.directory.join("web.yml");
+        let text = format!(
+            "tls_server_config:\n  cert_file: certificate.pem\n  key_file: key.pem\n{more}"
+        );
+        std::fs::write(&path, text).expect("written");
+        path
+    }
 }

@@ -3,8 +3,9 @@
 
 use super::Finding;
 use crate::client::{connect, refused};
+use crate::exit::Failure;
 use crate::table::size;
-use crate::{Failure, Reach, in_time};
+use crate::{Reach, in_time};
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
@@ -21,21 +22,21 @@ pub fn look(reach: &Reach) -> (Vec<Finding>, Option<Vec<api::Vm>>) {
     let asked = in_time(&reach.daemon(), reach, |reach| {
         let failed = |error: api::Error| refused(&reach.socket, &error);
         let mut client = connect(&reach.socket)?;
-        let vms = client.list().call().map_err(failed)?.vms;
-        let stats = client.stats(None).call().map_err(failed)?;
+        let vms = client.list_vms().call().map_err(failed)?.vms;
+        let stats = client.get_stats(None).call().map_err(failed)?;
         Ok((vms, stats))
     });
     let (vms, stats) = match asked {
         Ok(said) => said,
         Err(Failure(why, _)) => {
-            let mend = match why.contains("no permission") {
+            let remedy = match why.contains("no permission") {
                 true => format!(
                     "usermod -aG \"$(stat -c %G {})\" \"$USER\", and log in again",
                     reach.socket.display()
                 ),
                 false => "systemctl start tmemd, or name its socket with --socket".into(),
             };
-            return (vec![Finding::fault(("daemon", DAEMON), why, &mend)], None);
+            return (vec![Finding::fault(("daemon", DAEMON), why, &remedy)], None);
         }
     };
     let mut findings = of_daemon(&stats.daemon, &stats.pool);
@@ -70,7 +71,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
                 size(pool.configured_bytes)
             ),
             &format!(
-                "tmemctl resize {}, or give VMs less memory",
+                "tmemctl pool --size {}, or give VMs less memory",
                 pool.size_bytes
             ),
         ),
@@ -84,7 +85,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
                 size(pool.reserved_bytes),
                 size(pool.size_bytes)
             ),
-            "tmemctl tune VM --reserve SIZE, or tmemctl resize SIZE",
+            "tmemctl quota VM --reserve SIZE, or tmemctl pool --size SIZE",
         ),
         false => Finding::good(("reserves", DAEMON), "the reserves fit"),
     });
@@ -175,7 +176,7 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
         findings.push(Finding::fault(
             ("problem", name),
             format!("it is not as requested: {problem}"),
-            &format!("tmemctl tune {name}, with values that fit"),
+            &format!("tmemctl quota {name}, with values that fit"),
         ));
     }
     if vm.frozen {
@@ -293,7 +294,7 @@ mod tests {
         let found = found.unwrap_or_else(|| panic!("{check} is missing in {findings:#?}"));
         assert_eq!(
             found.state != State::Good,
-            found.mend.is_some(),
+            found.remedy.is_some(),
             "{found:?}"
         );
         found.state

@@ -2,8 +2,9 @@
 //! Checks libvirt's domains: the device, shared memory, and an emulator that has the device.
 
 use super::Finding;
+use crate::exit::{Code, Failure};
 use crate::libvirt::is_local;
-use crate::{Failure, Reach, emulator, in_time};
+use crate::{Reach, emulator, in_time};
 use std::path::Path;
 use tmem_control as api;
 use tmem_domain::Domain;
@@ -20,8 +21,8 @@ pub fn look(reach: &Reach, uri: &str, root: &Path, served: Option<&[api::Vm]>) -
     let domains = match domains {
         Ok(domains) => domains,
         Err(Failure(why, _)) => {
-            let mend = "systemctl start libvirtd, or name another one with --connect";
-            return vec![Finding::warning(of, why, mend)];
+            let remedy = "systemctl start libvirtd, or name another one with --connect";
+            return vec![Finding::warning(of, why, remedy)];
         }
     };
     let mut findings = vec![Finding::good(of, format!("{} domains", domains.len()))];
@@ -50,7 +51,7 @@ fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
     });
     domains.map_err(|error| {
         let what = format!("libvirt at {uri} cannot be asked: {}", error.message());
-        Failure(what, 1)
+        Failure(what, Code::Unreachable)
     })
 }
 
@@ -67,8 +68,8 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
     let domain = match Domain::parse(xml) {
         Ok(domain) => domain,
         Err(error) => {
-            let mend = "virsh edit it: its XML cannot be read";
-            return vec![Finding::fault(("domain", "a domain"), error.0, mend)];
+            let remedy = "virsh edit it: its XML cannot be read";
+            return vec![Finding::fault(("domain", "a domain"), error.0, remedy)];
         }
     };
     let name = domain.name.as_str();
@@ -93,16 +94,18 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
         ),
     });
     if let Some(Err(error)) = &domain.cache {
-        let mend = format!("tmemctl tune {name}, with values that make sense");
-        findings.push(Finding::fault(("quota", name), error.0.clone(), &mend));
+        let remedy = format!("tmemctl quota {name}, with values that make sense");
+        findings.push(Finding::fault(("quota", name), error.0.clone(), &remedy));
     }
     if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
         let of = ("emulator", name);
-        let mend = format!("{attach} --emulator PATH (qemu-dev/build --full makes one)");
+        let remedy = format!("{attach} --emulator PATH (qemu-dev/build --full makes one)");
         findings.push(match (host.has_device)(emulator) {
             Ok(true) => Finding::good(of, "its emulator has the device"),
-            Ok(false) => Finding::fault(of, format!("{emulator} does not have the device"), &mend),
-            Err(why) => Finding::fault(of, format!("{emulator}: {why}"), &mend),
+            Ok(false) => {
+                Finding::fault(of, format!("{emulator} does not have the device"), &remedy)
+            }
+            Err(why) => Finding::fault(of, format!("{emulator}: {why}"), &remedy),
         });
     }
     if let (true, Some(served)) = (active, host.and_then(|host| host.served)) {

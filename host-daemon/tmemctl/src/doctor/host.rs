@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_the_host_is_found_and_mended() {
+    fn each_fault_of_the_host_is_found_with_its_remedy() {
         let folder = tempfile::tempdir().expect("a folder");
         let root = folder.path();
         let states = || {
@@ -150,8 +150,8 @@ mod tests {
         assert_eq!(found.state, State::Fault, "it cannot be run");
         assert!(
             found
-                .mend
-                .is_some_and(|mend| mend.contains(&format!("chmod +x /{hook}")))
+                .remedy
+                .is_some_and(|remedy| remedy.contains(&format!("chmod +x /{hook}")))
         );
         fs::set_permissions(root.join(hook), fs::Permissions::from_mode(0o755)).expect("set");
         assert_eq!(state("hook"), State::Good);

@@ -16,7 +16,8 @@ mod daemon;
 mod domain;
 mod host;
 
-use crate::{Failure, Reach, Said};
+use crate::exit::Failure;
+use crate::{Reach, Said};
 use clap::Args;
 use serde::Serialize;
 use std::path::PathBuf;
@@ -59,7 +60,7 @@ pub struct Finding {
     /// The finding in one sentence.
     pub text: String,
     /// A command that fixes the fault, or where to look.
-    pub mend: Option<String>,
+    pub remedy: Option<String>,
 }
 
 impl Finding {
@@ -67,7 +68,7 @@ impl Finding {
         state: State,
         (check, about): (&'static str, &str),
         text: impl Into<String>,
-        mend: Option<String>,
+        remedy: Option<String>,
     ) -> Finding {
         let about = about.into();
         // Parts of the text may come from other programs or from VMs.
@@ -77,7 +78,7 @@ impl Finding {
             check,
             about,
             text,
-            mend,
+            remedy,
         }
     }
 
@@ -85,12 +86,12 @@ impl Finding {
         Finding::new(State::Good, of, text, None)
     }
 
-    fn warning(of: (&'static str, &str), text: impl Into<String>, mend: &str) -> Finding {
-        Finding::new(State::Warning, of, text, Some(mend.into()))
+    fn warning(of: (&'static str, &str), text: impl Into<String>, remedy: &str) -> Finding {
+        Finding::new(State::Warning, of, text, Some(remedy.into()))
     }
 
-    fn fault(of: (&'static str, &str), text: impl Into<String>, mend: &str) -> Finding {
-        Finding::new(State::Fault, of, text, Some(mend.into()))
+    fn fault(of: (&'static str, &str), text: impl Into<String>, remedy: &str) -> Finding {
+        Finding::new(State::Fault, of, text, Some(remedy.into()))
     }
 }
 
@@ -126,8 +127,8 @@ pub fn run(reach: &Reach, arguments: &DoctorArguments) -> Result<(Said, bool), F
             State::Good => continue,
         };
         text += &format!("{word:<8} {}: {}\n", finding.about, finding.text);
-        if let Some(mend) = &finding.mend {
-            text += &format!("         -> {mend}\n");
+        if let Some(remedy) = &finding.remedy {
+            text += &format!("         -> {remedy}\n");
         }
     }
     text += &format!(

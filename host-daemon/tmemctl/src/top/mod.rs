@@ -15,7 +15,8 @@ mod view;
 #[cfg(test)]
 pub use model::tests;
 
-use crate::{Failure, Reach, in_time, late, leave, stats};
+use crate::exit::{Code, Failure};
+use crate::{Reach, in_time, late, leave, stats};
 use clap::Args;
 use model::{Model, Sort};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
@@ -101,7 +102,7 @@ fn key(model: &mut Model, code: KeyCode, control: bool) -> Do {
 struct Looks {
     reach: Reach,
     /// Start of the current poll, and the channel for its result.
-    under_way: Option<(Instant, Receiver<Result<api::Stats_Reply, Failure>>)>,
+    under_way: Option<(Instant, Receiver<Result<api::GetStats_Reply, Failure>>)>,
 }
 
 impl Looks {
@@ -117,7 +118,7 @@ impl Looks {
 
     /// Returns the result of the poll if there is one, or a failure if the poll is late. A late
     /// poll continues.
-    fn end(&mut self) -> Option<Result<api::Stats_Reply, Failure>> {
+    fn end(&mut self) -> Option<Result<api::GetStats_Reply, Failure>> {
         let (since, receiver) = self.under_way.as_ref()?;
         match receiver.try_recv() {
             Ok(seen) => {
@@ -134,7 +135,7 @@ impl Looks {
 pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     if reach.json {
         let what = "top is for people: stats --watch --json prints lines for machines";
-        return Err(Failure(what.into(), 2));
+        return Err(Failure(what.into(), Code::Usage));
     }
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
     // The first poll precedes the change of the screen, so that the user can read a refusal.
@@ -142,9 +143,9 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
         let what = "top needs a terminal: stats --watch prints lines";
-        return Err(Failure(what.into(), 2));
+        return Err(Failure(what.into(), Code::Usage));
     }
-    let failed = |error: std::io::Error| Failure(format!("the terminal: {error}"), 1);
+    let failed = |error: std::io::Error| Failure(format!("the terminal: {error}"), Code::Failed);
     let told_to_end = end_by_signals().map_err(failed)?;
     let period = Duration::from_secs(arguments.delay);
     let reach = reach.clone();

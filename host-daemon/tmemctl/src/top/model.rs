@@ -5,7 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::str::FromStr;
 use std::time::Instant;
-use tmem_control::{DaemonStats, Histogram, PoolStats, Stats_Reply, VmStats};
+use tmem_control::{DaemonStats, GetStats_Reply, Histogram, PoolStats, VmStats};
 
 /// Number of polls in a history, which is the largest width of a sparkline.
 pub const HISTORY: usize = 60;
@@ -165,7 +165,7 @@ impl Model {
     }
 
     /// Takes over the daemon's figures and computes the rates.
-    pub fn take(&mut self, reply: Stats_Reply, now: Instant) {
+    pub fn take(&mut self, reply: GetStats_Reply, now: Instant) {
         let seconds = self.at.map(|at| (now - at).as_secs_f64().max(1e-3));
         let before = std::mem::take(&mut self.rows);
         let mut before: HashMap<String, Row> = before
@@ -263,7 +263,7 @@ pub mod tests {
                 (_, "name" | "version" | "state" | "kernel" | "file_systems") => "".into(),
                 (_, "connected" | "frozen" | "memory_locked") => false.into(),
                 (_, "gain_hits" | "loss_hits") => serde_json::json!([0, 0, 0]),
-                (_, "driver") => serde_json::Value::Null,
+                (_, "driver" | "uuid" | "trust_domain" | "limit_bytes") => serde_json::Value::Null,
                 _ => 0.into(),
             };
             (row.field.to_string(), value)
@@ -289,8 +289,8 @@ pub mod tests {
     }
 
     /// Returns the reply of a daemon with those VMs.
-    pub fn reply(vms: Vec<VmStats>) -> Stats_Reply {
-        Stats_Reply {
+    pub fn reply(vms: Vec<VmStats>) -> GetStats_Reply {
+        GetStats_Reply {
             daemon: serde_json::from_value(figures(Scope::Daemon)).expect("all figures"),
             pool: serde_json::from_value(figures(Scope::Pool)).expect("all figures"),
             vms,

@@ -364,7 +364,7 @@ mod tests {
     use ratatui::Terminal;
     use ratatui::backend::TestBackend;
     use std::time::{Duration, Instant};
-    use tmem_control::{Histogram, Stats_Reply, VmStats};
+    use tmem_control::{GetStats_Reply, Histogram, VmStats};
 
     fn screen(model: &Model, width: u16, height: u16) -> Vec<String> {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).expect("a terminal");
@@ -403,7 +403,7 @@ mod tests {
 
     /// Returns figures of two VMs of one trust domain that have run for some hours. The pool's
     /// figures are their sum.
-    fn said() -> Stats_Reply {
+    fn said() -> GetStats_Reply {
         let mut web = vm("web-1", 6_120_000, 4_773_600, 0);
         (web.pages, web.nursery_pages) = (163_840, 2_048);
         (web.same_filled_pages, web.shared_pages) = (6_000, 40_000);
@@ -536,7 +536,7 @@ mod tests {
         (pool.original_bytes, pool.compressed_bytes) = (400 << 20, 200 << 20);
         (pool.payload_bytes, pool.zstd_saved_bytes) = (160 << 20, 40 << 20);
         pool.held_bytes = 100 << 20;
-        let gain = |said: &Stats_Reply| {
+        let gain = |said: &GetStats_Reply| {
             let mut model = Model::new(Sort::Get, String::new());
             model.take(said.clone(), Instant::now());
             screen(&model, 80, 24)[4].clone()

@@ -71,25 +71,26 @@ pub struct Settings {
     /// the daemon's group).
     #[arg(long, value_name = "GROUP")]
     pub control_group: Option<Account>,
-    /// Read-only socket of the control interface (default: none).
-    #[arg(long = "control-ro", value_name = "PATH")]
+    /// Read-only socket of the control interface (default: the path of control with -ro
+    /// appended).
+    #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
     pub control_read_only: Option<PathBuf>,
     /// Group whose members may use the read-only socket. Use a group without other rights (default: the
     /// daemon's group).
-    #[arg(long = "control-ro-group", value_name = "GROUP")]
+    #[arg(long, value_name = "GROUP")]
     pub control_read_only_group: Option<Account>,
-    /// Run folder: directory of the sockets of VMs that are added, and of the VM store (default: the
-    /// folder of control).
+    /// Run directory: directory of the sockets of VMs that are added, and of the VM store (default: the
+    /// directory of control).
     #[arg(long, value_name = "PATH")]
     #[serde(deserialize_with = "some_path")]
-    pub run_folder: Option<PathBuf>,
+    pub run_directory: Option<PathBuf>,
     /// Log level or filter. The command line does not set it.
     #[arg(skip)]
     #[serde(deserialize_with = "filter")]
     pub log: Option<String>,
     /// VM that is served from the start, once for each VM: socket=PATH,name=NAME[,owner=USER]
-    /// [,uuid=UUID][,trust-domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N].
+    /// [,uuid=UUID][,trust_domain=NAME][,reserve=SIZE][,limit=SIZE][,weight=N].
     #[arg(long, value_name = "KEY=VALUE,...")]
     pub vm: Vec<VmConfig>,
 }
@@ -149,7 +150,7 @@ impl std::str::FromStr for VmConfig {
                 Ok(number) if key == "weight" => Value::Integer(number),
                 _ => value.into(),
             };
-            if table.insert(key.replace('-', "_"), value).is_some() {
+            if table.insert(key.into(), value).is_some() {
                 return Err(fault(format!("{pair} is given twice")));
             }
         }
@@ -270,7 +271,7 @@ impl Settings {
             control_read_only_group: self
                 .control_read_only_group
                 .or(other.control_read_only_group),
-            run_folder: self.run_folder.or(other.run_folder),
+            run_directory: self.run_directory.or(other.run_directory),
             log: self.log.or(other.log),
             vm: [self.vm, other.vm].concat(),
         }
@@ -287,7 +288,7 @@ mod tests {
     fn a_file_with_all_keys_is_parsed() {
         let file = Settings::parse(
             "pool_size = \"8GiB\"\nhost_free_min = 1048576\nmemory_pressure = \"none\"\nworkers = 3\nbackground_threads = 64\nevent_loop = \"epoll\"\npoll_max_us = 7\nvm_pages_per_second = 9\n\
-             control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_folder = \"/f\"\nlog = \"info,tmemd=debug\"\n\
+             control = \"/c\"\ncontrol_group = \"g\"\ncontrol_read_only = \"/r\"\ncontrol_read_only_group = \"7\"\nrun_directory = \"/f\"\nlog = \"info,tmemd=debug\"\n\
              [[vm]]\nname = \"a\"\nsocket = \"/a.sock\"\ntrust_domain = \"web\"\nreserve = \"1MiB\"\n\
              [[vm]]\nname = \"b\"\nsocket = \"/b.sock\"\nowner = \"nobody-such\"\nlimit = 4096\nweight = 7\n",
         )

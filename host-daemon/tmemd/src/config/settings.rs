@@ -363,7 +363,7 @@ mod tests {
     fn a_vm_with_all_keys_is_parsed() {
         let vm: VmConfig =
             "socket=/run/a.sock,name=web-1,owner=qemu,uuid=01234567-89AB-cdef-0123-456789abcdef,\
-                            trust-domain=debian,reserve=16MiB,limit=1GiB,weight=7"
+                            trust_domain=debian,reserve=16MiB,limit=1GiB,weight=7"
                 .parse()
                 .expect("good");
         assert_eq!(
@@ -421,8 +421,8 @@ mod tests {
             ("name=a,socket=s,owner=", &["owner=", "empty"]),
             ("name=a,socket=s,owner=a,owner=b", &["owner=b", "twice"]),
             (
-                "name=a,socket=s,trust-domain=",
-                &["trust-domain=", "letters"],
+                "name=a,socket=s,trust_domain=",
+                &["trust_domain=", "letters"],
             ),
             ("name=a,socket", &["\"socket\"", "key=value"]),
         ] {

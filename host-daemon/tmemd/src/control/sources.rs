@@ -9,6 +9,7 @@ use crate::host::pressure::PoolSize;
 use crate::queue::worker::Workers;
 use crate::vm::registry::Registry;
 use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
 use tmem_control as api;
 use tmem_pool::Engine;
 
@@ -41,6 +42,10 @@ pub struct Sources {
     pub size: Arc<PoolSize>,
     /// The subscribers to events.
     pub events: Arc<Events>,
+    /// Unix time of the daemon's start, in seconds.
+    pub start_time_seconds: i64,
+    /// Largest value of `cpu_other_ms` that was returned.
+    pub cpu_other_ms: AtomicI64,
     /// The clock from which the uptime is read.
     pub clock: ClockAndEntropy,
     /// Statistics that all read-only clients share.

@@ -52,6 +52,11 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
     let ints = |numbers: [u64; 3]| numbers.into_iter().map(int).collect();
     api::VmStats {
         name: vm.name().to_string(),
+        uuid: vm.config.uuid.clone(),
+        trust_domain: vm.config.trust_domain.clone(),
+        reserve_bytes: int(stats.reserve_bytes),
+        limit_bytes: stats.limit_bytes.map(int),
+        weight: i64::from(stats.weight),
         connected: vm.connected.load(Ordering::Acquire),
         frozen: vm.frozen.load(Ordering::Relaxed),
         connections: load(&counters.connections),
@@ -81,10 +86,10 @@ pub fn of_vm(vm: &Vm) -> api::VmStats {
         refused_limit: int(stats.refused_limit),
         refused_keys: int(stats.refused_keys),
         refused_frozen: int(refused_frozen),
-        settled_same_filled: int(stats.finalized_same_filled),
-        settled_shared: int(stats.finalized_shared),
-        settled_compressed: int(stats.finalized_compressed),
-        settled_raw: int(stats.finalized_raw),
+        finalized_same_filled: int(stats.finalized_same_filled),
+        finalized_shared: int(stats.finalized_shared),
+        finalized_compressed: int(stats.finalized_compressed),
+        finalized_raw: int(stats.finalized_raw),
         gets: int(stats.gets),
         hits: int(stats.hits),
         misses: int(stats.gets.saturating_sub(stats.hits)),
@@ -210,8 +215,8 @@ pub fn pool(control: &Sources, stats: &tmem_pool::EngineStats) -> api::PoolStats
         detached_pages: int(stats.detached_pages),
         blobs: int(stats.blobs),
         moved_blobs: int(stats.moved_blobs),
-        denser_blobs: int(stats.denser_blobs),
-        denser_saved_bytes: int(stats.denser_saved_bytes),
+        recompressed_blobs: int(stats.denser_blobs),
+        recompressed_saved_bytes: int(stats.denser_saved_bytes),
         zstd_saved_bytes: int(stats.dense_gain_bytes),
         puts: int(stats.puts),
         puts_refused: int(stats.puts_refused),
@@ -233,22 +238,34 @@ pub fn of_daemon(control: &Sources, vms: &[Arc<Vm>]) -> api::DaemonStats {
     let count = |what: fn(&Vm) -> bool| vms.iter().filter(|vm| what(vm)).count() as i64;
     // Read before the sum that contains them, so that they never exceed it.
     let background = |work| int(control.background.cpu_time.cpu_ms(work));
-    let [finalizing, recompression, room] =
+    let [finalize, recompress, reclaim] =
         [Work::Finalize, Work::Recompress, Work::MakeRoom].map(background);
+    let requests = int(control.workers.stage().cpu_ms());
+    let all_background = int(control.background.stage.cpu_ms());
+    let all = int(usage::process_cpu_ms());
+    // The parts are read at different times, and those of the background after each step, so the
+    // rest could shrink. A counter must not.
+    let other = all - requests - finalize - recompress - reclaim;
+    let other = control
+        .cpu_other_ms
+        .fetch_max(other, Ordering::Relaxed)
+        .max(other);
     api::DaemonStats {
         version: env!("CARGO_PKG_VERSION").into(),
         pid: i64::from(std::process::id()),
+        start_time_seconds: control.start_time_seconds,
         uptime_seconds: int(control.clock.uptime().as_secs()),
         workers: control.workers.count() as i64,
         vms: vms.len() as i64,
         vms_connected: count(|vm| vm.connected.load(Ordering::Acquire)),
         vms_frozen: count(|vm| vm.frozen.load(Ordering::Relaxed)),
-        cpu_workers_ms: int(control.workers.stage().cpu_ms()),
-        cpu_background_ms: int(control.background.stage.cpu_ms()),
-        cpu_settling_ms: finalizing,
-        cpu_recompression_ms: recompression,
-        cpu_room_ms: room,
-        cpu_ms: int(usage::process_cpu_ms()),
+        cpu_requests_ms: requests,
+        cpu_background_ms: all_background,
+        cpu_finalize_ms: finalize,
+        cpu_recompress_ms: recompress,
+        cpu_reclaim_ms: reclaim,
+        cpu_other_ms: other,
+        cpu_ms: all,
         resident_bytes: int(usage::resident_bytes()),
         memory_locked: control.pool.is_locked(),
         interrupts_lost: int(notifier::lost_interrupts()),

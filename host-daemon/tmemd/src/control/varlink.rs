@@ -97,7 +97,7 @@ impl Service {
 fn is_subscription(message: &[u8]) -> bool {
     let message = message.strip_suffix(&[0]).unwrap_or(message);
     let call: serde_json::Value = serde_json::from_slice(message).unwrap_or_default();
-    call["method"] == format!("{}.Monitor", api::INTERFACE) && call["more"] == true
+    call["method"] == format!("{}.SubscribeEvents", api::INTERFACE) && call["more"] == true
 }
 
 /// Writes events until the client disconnects, sends another message, or does not read them.
@@ -189,7 +189,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
 }
 
 impl api::VarlinkInterface for SocketInterface {
-    fn list(&self, call: &mut dyn api::Call_List) -> varlink::Result<()> {
+    fn list_vms(&self, call: &mut dyn api::Call_ListVms) -> varlink::Result<()> {
         if self.read_only {
             return call.reply(self.figures().list.clone());
         }
@@ -197,7 +197,11 @@ impl api::VarlinkInterface for SocketInterface {
         call.reply(vms.iter().map(|vm| statistics::vm(vm)).collect())
     }
 
-    fn stats(&self, call: &mut dyn api::Call_Stats, name: Option<String>) -> varlink::Result<()> {
+    fn get_stats(
+        &self,
+        call: &mut dyn api::Call_GetStats,
+        name: Option<String>,
+    ) -> varlink::Result<()> {
         if self.read_only {
             let figures = self.figures();
             let mut vms = figures.vms.clone();
@@ -270,9 +274,13 @@ impl api::VarlinkInterface for SocketInterface {
         call.reply(removed)
     }
 
-    fn make_room(&self, call: &mut dyn api::Call_MakeRoom, bytes: i64) -> varlink::Result<()> {
+    fn release_memory(
+        &self,
+        call: &mut dyn api::Call_ReleaseMemory,
+        bytes: i64,
+    ) -> varlink::Result<()> {
         if self.read_only {
-            return call.reply_read_only_socket("MakeRoom".into());
+            return call.reply_read_only_socket("ReleaseMemory".into());
         }
         let bytes = u64::try_from(bytes).unwrap_or(0);
         call.reply(self.control.size.make_room(bytes))
@@ -295,9 +303,9 @@ impl api::VarlinkInterface for SocketInterface {
         }
     }
 
-    fn flush(&self, call: &mut dyn api::Call_Flush, name: String) -> varlink::Result<()> {
+    fn flush_vm(&self, call: &mut dyn api::Call_FlushVm, name: String) -> varlink::Result<()> {
         if self.read_only {
-            return call.reply_read_only_socket("Flush".into());
+            return call.reply_read_only_socket("FlushVm".into());
         }
         let Some(vm) = self.vm(&name) else {
             return call.reply_no_such_vm(name);
@@ -311,9 +319,9 @@ impl api::VarlinkInterface for SocketInterface {
         call.reply(statistics::int(pages))
     }
 
-    fn freeze(&self, call: &mut dyn api::Call_Freeze, name: String) -> varlink::Result<()> {
+    fn freeze_vm(&self, call: &mut dyn api::Call_FreezeVm, name: String) -> varlink::Result<()> {
         if self.read_only {
-            return call.reply_read_only_socket("Freeze".into());
+            return call.reply_read_only_socket("FreezeVm".into());
         }
         match self.set_frozen(&name, true) {
             Some(changed) => call.reply(changed),
@@ -321,9 +329,9 @@ impl api::VarlinkInterface for SocketInterface {
         }
     }
 
-    fn thaw(&self, call: &mut dyn api::Call_Thaw, name: String) -> varlink::Result<()> {
+    fn thaw_vm(&self, call: &mut dyn api::Call_ThawVm, name: String) -> varlink::Result<()> {
         if self.read_only {
-            return call.reply_read_only_socket("Thaw".into());
+            return call.reply_read_only_socket("ThawVm".into());
         }
         match self.set_frozen(&name, false) {
             Some(changed) => call.reply(changed),
@@ -331,9 +339,13 @@ impl api::VarlinkInterface for SocketInterface {
         }
     }
 
-    fn resize(&self, call: &mut dyn api::Call_Resize, size_bytes: i64) -> varlink::Result<()> {
+    fn set_pool_size(
+        &self,
+        call: &mut dyn api::Call_SetPoolSize,
+        size_bytes: i64,
+    ) -> varlink::Result<()> {
         if self.read_only {
-            return call.reply_read_only_socket("Resize".into());
+            return call.reply_read_only_socket("SetPoolSize".into());
         }
         let bytes_max = self.control.pool.size_max_bytes();
         let bytes = u64::try_from(size_bytes).ok();
@@ -354,7 +366,7 @@ impl api::VarlinkInterface for SocketInterface {
         }
     }
 
-    fn freeable(&self, call: &mut dyn api::Call_Freeable) -> varlink::Result<()> {
+    fn get_freeable(&self, call: &mut dyn api::Call_GetFreeable) -> varlink::Result<()> {
         let [held, freeable, above_reserves, sparse] = match self.read_only {
             true => self.figures().freeable,
             false => freeable(&self.control.pool.stats()),
@@ -362,8 +374,8 @@ impl api::VarlinkInterface for SocketInterface {
         call.reply(held, freeable, above_reserves, sparse)
     }
 
-    fn monitor(&self, call: &mut dyn api::Call_Monitor) -> varlink::Result<()> {
-        call.reply_more_expected("Monitor".into())
+    fn subscribe_events(&self, call: &mut dyn api::Call_SubscribeEvents) -> varlink::Result<()> {
+        call.reply_more_expected("SubscribeEvents".into())
     }
 }
 

@@ -29,8 +29,10 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::atomic::AtomicI64;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::SystemTime;
 use tmem_pool::{Engine, EngineConfig};
 
 /// Why a daemon did not start.
@@ -96,6 +98,8 @@ impl Daemon {
             background,
             size,
             events,
+            start_time_seconds: unix_time_seconds(),
+            cpu_other_ms: AtomicI64::new(0),
             clock,
             snapshot: Default::default(),
         });
@@ -276,7 +280,13 @@ fn bind_control(
     Ok(listeners)
 }
 
-/// Warns if any user can create files in the run folder. A VMM shares its guest's memory with the
+/// Returns the seconds since 1970; 0 if the host's clock is before that.
+fn unix_time_seconds() -> i64 {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs() as i64)
+}
+
+/// Warns if any user can create files in the run directory. A VMM shares its guest's memory with the
 /// process that listens on its socket, so another user could create that socket first.
 fn warn_of_writable_folder(run_folder: &Path) {
     // A missing folder is reported when a socket is bound in it.
@@ -286,7 +296,7 @@ fn warn_of_writable_folder(run_folder: &Path) {
     if metadata.permissions().mode() & 0o002 != 0 {
         tracing::warn!(
             "everybody can write to {}: the first process to create a VM's socket there gets that VM's \
-             memory; take the permission away, or choose another --run-folder",
+             memory; take the permission away, or choose another --run-directory",
             run_folder.display()
         );
     }

@@ -131,7 +131,7 @@ fn settings_for_next_start(old: &Config, new: &Config) -> Vec<String> {
             "control_read_only_group",
             old.control_read_only_group != new.control_read_only_group,
         ),
-        ("run_folder", old.run_folder != new.run_folder),
+        ("run_directory", old.run_folder != new.run_folder),
     ];
     let changed = changes.into_iter().filter(|(_, differs)| *differs);
     changed.map(|(name, _)| name.to_owned()).collect()

@@ -42,9 +42,9 @@ pub enum EventKind {
     Problem,
     /// An operator dropped the VM's pages.
     Flushed,
-    /// The VM was frozen, see the method Freeze.
+    /// The VM was frozen, see the method FreezeVm.
     Frozen,
-    /// The VM was thawed, see the method Thaw.
+    /// The VM was thawed, see the method ThawVm.
     Thawed,
     /// The pool's configured size was changed.
     Resized,

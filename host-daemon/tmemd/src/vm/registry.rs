@@ -271,7 +271,7 @@ impl Registry {
         if !self.is_ours(&socket) {
             let what = format!(
                 "sockets of VMs lie in {}: give its device one there, or start the daemon with another \
-                 --run-folder",
+                 --run-directory",
                 self.run_folder.display()
             );
             return Err(fault("socket", &spec.socket, what));
@@ -609,7 +609,7 @@ impl Registry {
         there.is_some()
     }
 
-    /// Returns true if the socket is directly in the run folder.
+    /// Returns true if the socket is directly in the run directory.
     fn is_ours(&self, socket: &Path) -> bool {
         let name = socket.file_name();
         name.is_some_and(|name| self.run_folder.join(name) == socket)

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The store of added VMs, from which the next start of the daemon restores them. Each VM has a
-//! file in `vms/` of the run folder, named after its socket.
+//! file in `vms/` of the run directory, named after its socket.
 //!
 //! A file is written atomically. A file that cannot be parsed is reported and kept. Out of scope:
 //! pages, and data from guests.
@@ -29,7 +29,7 @@ pub struct StoredVm {
 }
 
 impl VmStore {
-    /// Creates the store of a run folder. The folder itself is created when a VM is stored.
+    /// Creates the store of a run directory. The directory itself is created when a VM is stored.
     pub fn new(run_folder: &Path) -> VmStore {
         VmStore(run_folder.join("vms"))
     }
@@ -42,7 +42,7 @@ impl VmStore {
     }
 
     /// Checks that only the daemon can write to the folder. A user who can write there decides
-    /// which VMs exist, in which trust domain, and whose files are overwritten. In a run folder
+    /// which VMs exist, in which trust domain, and whose files are overwritten. In a run directory
     /// that others can write to, another user may have created it.
     fn check(&self) -> io::Result<()> {
         let is = fs::symlink_metadata(&self.0)?;
@@ -52,7 +52,7 @@ impl VmStore {
         }
         Err(io::Error::other(format!(
             "it must be a folder of user {me} that nobody else can write to: remove what is there, or \
-             choose another --run-folder"
+             choose another --run-directory"
         )))
     }
 

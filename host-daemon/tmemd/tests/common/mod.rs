@@ -119,7 +119,7 @@ impl Daemon {
             let socket = self.socket(name);
             let mut vm = format!("socket={},name={name}", socket.display());
             if let Some(domain) = domain {
-                vm += &format!(",trust-domain={domain}");
+                vm += &format!(",trust_domain={domain}");
             }
             command.args(["--vm", &vm]);
         }

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! tune: gets or sets a VM's quota.
+//! quota: gets or sets a VM's quota.
 //!
 //! The quota of a libvirt domain is stored in libvirt's metadata (`libvirt.rs`). The quota of any
 //! other VM, which `--vm` or a `[[vm]]` gave to the daemon, exists only in the daemon. libvirt is
 //! asked first: a change that bypasses a domain's metadata would be reverted by the bridge.
 
+use crate::Said;
 use crate::client::{connect, refused};
-use crate::{Failure, Said};
+use crate::exit::{Code, Failure};
 use clap::Args;
 use std::path::Path;
 use tmem_control as api;
@@ -22,7 +23,7 @@ const NOR_THE_DAEMON: &str = "; and the daemon has no VM of that name: see tmemc
 
 /// Quota options; an option that is not given changes nothing.
 #[derive(Args, Clone)]
-pub struct QuotaArguments {
+pub struct QuotaValues {
     /// Most bytes that the VM is charged, as in 2GiB; none: all that the pool has
     #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
     limit: Option<SizeOrNone>,
@@ -44,7 +45,7 @@ fn size_or_none(text: &str) -> Result<SizeOrNone, String> {
     }
 }
 
-impl QuotaArguments {
+impl QuotaValues {
     pub fn is_empty(&self) -> bool {
         self.limit.is_none() && self.reserve.is_none() && self.weight.is_none()
     }
@@ -59,9 +60,9 @@ impl QuotaArguments {
     }
 }
 
-/// Options of tune.
+/// Options of quota.
 #[derive(Args, Clone)]
-pub struct TuneArguments {
+pub struct QuotaArguments {
     /// Name or UUID of a libvirt domain, or the name of another VM as tmemctl list has it
     pub vm: String,
     /// URI of the libvirt to ask
@@ -69,7 +70,7 @@ pub struct TuneArguments {
     #[arg(short, long, value_name = "URI", default_value = "qemu:///system")]
     connect: String,
     #[command(flatten)]
-    pub quota: QuotaArguments,
+    pub quota: QuotaValues,
     /// Use the running VM
     #[arg(long)]
     pub live: bool,
@@ -79,10 +80,13 @@ pub struct TuneArguments {
     /// Use the running VM if it runs, otherwise the next start (the default)
     #[arg(long, conflicts_with_all = ["live", "config"])]
     current: bool,
+    /// Print sizes in bytes
+    #[arg(short, long)]
+    pub bytes: bool,
 }
 
 #[cfg(feature = "libvirt")]
-impl TuneArguments {
+impl QuotaArguments {
     /// Returns the libvirt domain that the name may mean.
     pub fn target(&self) -> Target {
         Target::new(&self.vm, &self.connect)
@@ -91,7 +95,7 @@ impl TuneArguments {
 
 /// Gets or sets a quota, in libvirt or in the daemon.
 #[cfg(feature = "libvirt")]
-pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
+pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Said, Failure> {
     let target = arguments.target();
     let vm = || served(socket, &arguments.vm);
     let connection = match target.connect(arguments.quota.is_empty()) {
@@ -104,7 +108,7 @@ pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
         },
     };
     if let Some(domain) = target.find(&connection, &arguments.vm)? {
-        return libvirt::tune(arguments, &target, &domain, socket);
+        return libvirt::quota(arguments, &target, &domain, socket);
     }
     let Failure(no_domain, code) = target.no_domain();
     let vm = vm().map_err(|Failure(why, _)| Failure(format!("{no_domain}; {why}"), code))?;
@@ -114,34 +118,34 @@ pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
     // The daemon may have changed the domain's name, so the domain is looked up by UUID.
     let domain = vm.uuid.as_ref().map(|uuid| target.find(&connection, uuid));
     match domain.transpose()?.flatten() {
-        Some(domain) => libvirt::tune(arguments, &target, &domain, socket),
+        Some(domain) => libvirt::quota(arguments, &target, &domain, socket),
         None => of_daemon(arguments, vm, socket),
     }
 }
 
 /// Gets or sets a quota in the daemon.
 #[cfg(not(feature = "libvirt"))]
-pub fn run(arguments: &TuneArguments, socket: &Path) -> Result<Said, Failure> {
+pub fn run(arguments: &QuotaArguments, socket: &Path) -> Result<Said, Failure> {
     match served(socket, &arguments.vm)? {
         Some(vm) => of_daemon(arguments, vm, socket),
         None => Err(Failure(
             format!("the daemon has no VM {:?}: see tmemctl list", arguments.vm),
-            1,
+            Code::NotFound,
         )),
     }
 }
 
 /// Returns the VM with that name in the daemon.
 fn served(socket: &Path, name: &str) -> Result<Option<api::Vm>, Failure> {
-    let reply = connect(socket)?.list().call();
+    let reply = connect(socket)?.list_vms().call();
     let vms = reply.map_err(|error| refused(socket, &error))?.vms;
     Ok(vms.into_iter().find(|vm| vm.name == name))
 }
 
 /// Gets or sets the quota of a VM that is not a libvirt domain.
-fn of_daemon(arguments: &TuneArguments, vm: api::Vm, socket: &Path) -> Result<Said, Failure> {
+fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<Said, Failure> {
     let name = vm.name;
-    let failure = |what: &str| Failure(format!("VM {name}: {what}"), 1);
+    let failure = |what: &str| Failure(format!("VM {name}: {what}"), Code::Refused);
     if arguments.config {
         return Err(failure(
             "it is no libvirt domain, whose next start could be changed: leave out --config, and write what is \
@@ -159,7 +163,7 @@ fn of_daemon(arguments: &TuneArguments, vm: api::Vm, socket: &Path) -> Result<Sa
     if arguments.quota.is_empty() {
         let mut json = serde_json::json!({ "vm": name });
         quota_json(&mut json, &cache);
-        let text = print(&cache);
+        let text = print(&cache, arguments.bytes);
         return Ok(Said { text, json });
     }
     arguments.quota.apply(&mut cache);
@@ -194,9 +198,12 @@ pub fn quota_json(json: &mut serde_json::Value, cache: &Cache) {
     json["trust_domain"] = cache.trust_domain.clone().into();
 }
 
-/// Formats a quota as text.
-pub fn print(cache: &Cache) -> String {
+/// Formats a quota as text, with sizes in bytes or in the largest unit that needs no fraction.
+pub fn print(cache: &Cache, in_bytes: bool) -> String {
     let size = |bytes: u64| {
+        if in_bytes {
+            return bytes.to_string();
+        }
         let (number, unit) = write_size(bytes);
         format!("{number} {unit}")
     };

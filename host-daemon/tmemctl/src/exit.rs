@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0 OR MIT
+//! Exit codes, and failures as text and as JSON. A test compares the
+//! help text and docs/tmemctl.md with [`Code`].
+
+use serde_json::json;
+
+/// Reason of a failure; its number is the exit code.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Code {
+    /// Input or output failed, or an answer was invalid.
+    Failed = 1,
+    /// The command line is wrong.
+    Usage = 2,
+    /// The daemon or libvirt cannot be reached.
+    Unreachable = 3,
+    /// The daemon or libvirt did not answer in time.
+    Timeout = 4,
+    /// There is no such VM or domain.
+    NotFound = 5,
+    /// The daemon or libvirt refused the request.
+    Refused = 6,
+    /// The user or the socket lacks a right.
+    Denied = 7,
+    /// `doctor` found faults.
+    Faults = 8,
+}
+
+/// A failure: a sentence and a code.
+#[derive(Debug)]
+pub struct Failure(pub String, pub Code);
+
+/// Text at the end of `tmemctl --help`.
+pub const HELP: &str = "\
+Exit codes:
+  0  success
+  1  failed: input or output failed, or an answer was invalid
+  2  usage: the command line is wrong
+  3  unreachable: the daemon or libvirt does not run, or ended
+  4  timeout: the daemon or libvirt did not answer in time
+  5  not_found: there is no such VM or domain
+  6  refused: the daemon or libvirt refused the request
+  7  denied: no permission for the socket, or it is the read-only one
+  8  faults: doctor found faults
+
+With --json, an error is a JSON object on stderr: error (a name of this list), exit_code, message.";
+
+impl Code {
+    /// Returns the name of the code in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Code::Failed => "failed",
+            Code::Usage => "usage",
+            Code::Unreachable => "unreachable",
+            Code::Timeout => "timeout",
+            Code::NotFound => "not_found",
+            Code::Refused => "refused",
+            Code::Denied => "denied",
+            Code::Faults => "faults",
+        }
+    }
+}
+
+impl Failure {
+    /// Formats the failure for stderr, as text or as one line of JSON.
+    pub fn line(&self, json: bool) -> String {
+        let Failure(message, code) = self;
+        match json {
+            false => format!("tmemctl: {message}\n"),
+            true => {
+                let error = json!({
+                    "error": code.name(), "exit_code": *code as u8, "message": message,
+                });
+                format!("{error}\n")
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ALL: [Code; 8] = [
+        Code::Failed,
+        Code::Usage,
+        Code::Unreachable,
+        Code::Timeout,
+        Code::NotFound,
+        Code::Refused,
+        Code::Denied,
+        Code::Faults,
+    ];
+
+    #[test]
+    fn help_and_documentation_list_every_code() {
+        let document = include_str!("../../../docs/tmemctl.md");
+        for (number, code) in (1..).zip(ALL) {
+            assert_eq!(code as u8, number, "the codes are distinct");
+            let line = format!("\n  {number}  {}: ", code.name());
+            assert!(HELP.contains(&line), "the help text lacks {line}");
+            let row = format!("\n| {number} | `{}` | ", code.name());
+            assert!(document.contains(&row), "docs/tmemctl.md lacks {row}");
+        }
+    }
+}
