@@ -6,7 +6,6 @@
 #include <linux/fadvise.h>
 #include <linux/fs.h>
 #include <linux/fs_context.h>
-#include <linux/ftrace.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pagemap.h>
@@ -44,7 +43,7 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 		rcu_read_unlock();
 	}
 
-	truncate_inode_pages_range(mapping, start_byte, last_byte);
+	tmem_original(truncate_inode_pages_range)(mapping, start_byte, last_byte);
 
 	if (ours) {
 		/* Looked up again, because the file system may have been registered meanwhile. */
@@ -65,9 +64,9 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	tmem_leave();
 }
 
-static bool wants_truncate(struct ftrace_regs *fregs)
+static bool wants_truncate(struct tmem_args *args)
 {
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+	const struct address_space *mapping = (void *)tmem_arg(args, 0);
 
 	return mapping->host && tmem_fs_serves(mapping->host->i_sb);
 }
@@ -92,25 +91,25 @@ static void bypass_inode(const struct inode *inode, enum tmem_inval why)
  * failed midway, which leaves a clean but old page in the page cache. So the inode stays marked
  * until no page of that time is left (marks.c).
  */
-static void entry_direct(struct ftrace_regs *fregs)
+static void entry_direct(struct tmem_args *args)
 {
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+	const struct address_space *mapping = (void *)tmem_arg(args, 0);
 
 	bypass_inode(mapping->host, TMEM_INVAL_DIRECT);
 }
 
 /**
  * tmem_entry_move_ext - mark two files whose blocks are about to be exchanged
- * @fregs: arguments of ext4_move_extents(); the first two are the files
+ * @args: arguments of ext4_move_extents(); the first two are the files
  *
  * The exchange neither dirties nor removes pages of the donor, so the donor's page cache may have
  * content that the disk no longer has. Pages that are being read in at this moment are filled under
  * their lock, as by the disk.
  */
-void tmem_entry_move_ext(struct ftrace_regs *fregs)
+void tmem_entry_move_ext(struct tmem_args *args)
 {
-	const struct file *orig = (void *)tmem_arg(fregs, 0);
-	const struct file *donor = (void *)tmem_arg(fregs, 1);
+	const struct file *orig = (void *)tmem_arg(args, 0);
+	const struct file *donor = (void *)tmem_arg(args, 1);
 
 	bypass_inode(file_inode(orig), TMEM_INVAL_MOVE_EXT);
 	bypass_inode(file_inode(donor), TMEM_INVAL_MOVE_EXT);
@@ -118,30 +117,30 @@ void tmem_entry_move_ext(struct ftrace_regs *fregs)
 
 /**
  * tmem_entry_swapon - mark a file that is about to become a swap file
- * @fregs: arguments of ->swap_activate(); the second is the file
+ * @args: arguments of ->swap_activate(); the second is the file
  *
  * Swapping writes below the page cache, and pages that were cached before stay cached after
  * swapoff.
  */
-void tmem_entry_swapon(struct ftrace_regs *fregs)
+void tmem_entry_swapon(struct tmem_args *args)
 {
-	const struct file *file = (void *)tmem_arg(fregs, 1);
+	const struct file *file = (void *)tmem_arg(args, 1);
 
 	bypass_inode(file_inode(file), TMEM_INVAL_INODE);
 }
 
 /**
  * tmem_entry_bmap - mark a file whose block numbers are asked for, if it is open for writing
- * @fregs: arguments of ->bmap(); the first is the mapping
+ * @args: arguments of ->bmap(); the first is the mapping
  *
  * md writes the blocks of a bitmap file itself. It has the file open for writing when it asks, and
  * pages that were cached before stay cached after md closed the file. If a file is not open for
  * writing, the caller only reads block numbers (FIBMAP). Marks for all such files could need more
  * memory than there is.
  */
-void tmem_entry_bmap(struct ftrace_regs *fregs)
+void tmem_entry_bmap(struct tmem_args *args)
 {
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+	const struct address_space *mapping = (void *)tmem_arg(args, 0);
 
 	if (atomic_read(&mapping->host->i_writecount) > 0)
 		bypass_inode(mapping->host, TMEM_INVAL_INODE);
@@ -169,9 +168,9 @@ static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned lon
 	return err;
 }
 
-static bool wants_set_mnt_opts(struct ftrace_regs *fregs)
+static bool wants_set_mnt_opts(struct tmem_args *args)
 {
-	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
+	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
 
 /* Frees the pool before the super block is taken apart; see tmem_fs_drop(). */
@@ -179,13 +178,13 @@ static void wrap_shutdown_super(struct super_block *sb)
 {
 	tmem_enter();
 	tmem_fs_drop(sb);
-	generic_shutdown_super(sb);
+	tmem_original(generic_shutdown_super)(sb);
 	tmem_leave();
 }
 
-static bool wants_shutdown_super(struct ftrace_regs *fregs)
+static bool wants_shutdown_super(struct tmem_args *args)
 {
-	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
+	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
 
 /*
@@ -246,7 +245,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 			break;
 		}
 	}
-	ret = generic_fadvise(file, offset, len, POSIX_FADV_DONTNEED);
+	ret = tmem_original(generic_fadvise)(file, offset, len, POSIX_FADV_DONTNEED);
 	if (slot < TMEM_FADVISE_MAX) {
 		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
 		clear_bit_unlock(slot, &fadvise_used);
@@ -270,7 +269,7 @@ static bool drop_caches_flush;
 module_param(drop_caches_flush, bool, 0644);
 MODULE_PARM_DESC(drop_caches_flush, "writing 2 or 3 to drop_caches empties the host's cache, too");
 
-static void entry_drop_slab(struct ftrace_regs *fregs)
+static void entry_drop_slab(struct tmem_args *args)
 {
 	if (READ_ONCE(drop_caches_flush))
 		tmem_fs_flush_all();
@@ -285,14 +284,14 @@ static int wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice
 	    S_ISREG(file_inode(file)->i_mode))
 		ret = fadvise_dontneed(file, offset, len);
 	else
-		ret = generic_fadvise(file, offset, len, advice);
+		ret = tmem_original(generic_fadvise)(file, offset, len, advice);
 	tmem_leave();
 	return ret;
 }
 
-static bool wants_fadvise(struct ftrace_regs *fregs)
+static bool wants_fadvise(struct tmem_args *args)
 {
-	const struct file *file = (void *)tmem_arg(fregs, 0);
+	const struct file *file = (void *)tmem_arg(args, 0);
 
 	return tmem_fs_serves(file_inode(file)->i_sb);
 }
@@ -319,13 +318,10 @@ int tmem_coherence_add(void)
 	int err;
 
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
-		/*
-		 * Without CONFIG_SECURITY that function is inline, and a mount is known at its
-		 * first page.
-		 */
-		if (targets[i].hook == TMEM_HOOK_MOUNT && !IS_ENABLED(CONFIG_SECURITY))
+		/* Without this hook, a mount is known at its first page. */
+		if (targets[i].hook == TMEM_HOOK_MOUNT && !TMEM_HAS_MOUNT_HOOK)
 			continue;
-		err = tmem_ftrace_add(&targets[i]);
+		err = tmem_target_add(&targets[i]);
 		if (err) {
 			tmem_hooks_off("cannot hook %s: error %d",
 				       tmem_hook_names[targets[i].hook], err);
@@ -333,7 +329,7 @@ int tmem_coherence_add(void)
 		}
 	}
 	/* Coherence does not depend on this hook; without it, the switch has no effect. */
-	err = tmem_ftrace_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
+	err = tmem_target_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
 	if (err)
 		pr_info("virtio_tmem: cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
 			err);

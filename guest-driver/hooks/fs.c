@@ -77,7 +77,7 @@ static bool discovery_stopped;
  * Guards tmem_fs_type.off and tmem_mount.off, and tmem_fs.live where it is set according to them.
  */
 static DEFINE_MUTEX(switch_lock);
-/* Guards types, targets of ftrace.c, registration of file systems, and found. */
+/* Guards types, targets of attach.h, registration of file systems, and found. */
 static DEFINE_MUTEX(discovery_lock);
 static void tmem_discover(struct work_struct *work);
 static DECLARE_DELAYED_WORK(discovery, tmem_discover);
@@ -413,14 +413,14 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 	int err;
 
 	for (symbol = type->symbols; symbol->name; symbol++) {
-		err = tmem_ftrace_add_name(symbol->name, symbol->hook, symbol->entry);
+		err = tmem_target_add_name(symbol->name, symbol->hook, symbol->entry);
 		if (err) {
 			tmem_fs_type_failed(type, symbol->name, err);
 			return;
 		}
 	}
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
-		err = targets[i].addr ? tmem_ftrace_add(&targets[i]) : -ENOENT;
+		err = targets[i].addr ? tmem_target_add(&targets[i]) : -ENOENT;
 		if (err) {
 			snprintf(its, sizeof(its), "its %s", tmem_hook_names[targets[i].hook]);
 			tmem_fs_type_failed(type, its, err);

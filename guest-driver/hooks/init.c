@@ -58,27 +58,32 @@ const char *const tmem_hook_names[NR_TMEM_HOOKS] = {
 #ifdef TMEM_TEST
 unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
 
-/* Parses names from tmem_hook_names[], separated by commas; empty for none. */
+/*
+ * Parses names from tmem_hook_names[], separated by commas; empty for none. The command line of a
+ * kernel with a built-in driver is parsed when nothing can be allocated yet.
+ */
 static int set_hooks_off(const char *val, const struct kernel_param *kp)
 {
-	char *list = kstrdup(val, GFP_KERNEL), *rest = list, *name;
 	unsigned long mask = 0;
-	int i, err = list ? 0 : -ENOMEM;
 
-	while (!err && rest && (name = strsep(&rest, ","))) {
-		name = strim(name);
-		if (!*name)
-			continue;
-		i = match_string(tmem_hook_names, NR_TMEM_HOOKS, name);
-		if (i < 0)
-			err = -EINVAL;
-		else
+	while (*val) {
+		size_t len = strcspn(val, "\n, ");
+		int i;
+
+		for (i = 0; len && i < NR_TMEM_HOOKS; i++)
+			if (strlen(tmem_hook_names[i]) == len &&
+			    !strncmp(tmem_hook_names[i], val, len))
+				break;
+		if (i == NR_TMEM_HOOKS)
+			return -EINVAL;
+		if (len)
 			mask |= BIT(i);
+		val += len;
+		if (*val)
+			val++;
 	}
-	kfree(list);
-	if (!err)
-		WRITE_ONCE(*(unsigned long *)kp->arg, mask);
-	return err;
+	WRITE_ONCE(*(unsigned long *)kp->arg, mask);
+	return 0;
 }
 
 static int get_hooks_off(char *buffer, const struct kernel_param *kp)
@@ -152,7 +157,7 @@ static const struct tested_kernel *find_tested_kernel(void)
 		if (!strncmp(uts->release, tested_kernels[i].release,
 			     strlen(tested_kernels[i].release)) &&
 		    tested_kernels[i].series == TMEM_BUILT_FOR &&
-		    strstr(uts->version, tested_kernels[i].vendor))
+		    (TMEM_BUILT_IN || strstr(uts->version, tested_kernels[i].vendor)))
 			return &tested_kernels[i];
 	}
 	return NULL;
@@ -175,10 +180,12 @@ static void check_point_release(const struct tested_kernel *kernel)
 	}
 	/*
 	 * An example: "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)" is 6.12.117.
+	 * A kernel with a built-in driver has it at the beginning of uname -r.
 	 */
-	name = skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
+	name = TMEM_BUILT_IN ? uts->release :
+	       skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
 	strscpy(release, name, sizeof(release));
-	release[strcspn(release, "- ")] = '\0';
+	release[strcspn(release, "-+ ")] = '\0';
 #ifdef TMEM_TEST
 	if (test_untested_release) {
 		tmem_verify_untested(release);
@@ -204,9 +211,9 @@ static bool hooks_down(void)
 	if (probes_on)
 		tmem_probes_unregister();
 	probes_on = false;
-	stopped = tmem_ftrace_stop();
+	stopped = tmem_targets_stop();
 	if (stopped && ftrace_on)
-		tmem_ftrace_drain();
+		tmem_targets_drain();
 	if (stopped)
 		ftrace_on = false;
 	live = 0;
@@ -218,7 +225,7 @@ static int hooks_up(void)
 	const char *why;
 	int err;
 
-	tmem_ftrace_reset();
+	tmem_targets_reset();
 	err = tmem_verify_init();
 	if (err) {
 		tmem_hooks_off("out of memory");
@@ -236,7 +243,7 @@ static int hooks_up(void)
 	if (err)
 		return err;
 	probes_on = true;
-	err = tmem_ftrace_start();
+	err = tmem_targets_start();
 	if (err) {
 		tmem_hooks_off("functions cannot be redirected: error %d%s", err, err == -EBUSY ?
 			       ": a live patch has one, or sysctl kernel.ftrace_enabled is 0" : "");
