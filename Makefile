@@ -6,7 +6,7 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
 PYTHON = tests/python
-PYTEST = cd tests && ./python -m pytest unit vm
+PYTEST = cd tests && ./python -m pytest --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
@@ -75,7 +75,7 @@ check-guest: deps-test all ## virtual machines: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
 
 check-kvm: deps-test all ## the VM tests on KVM, where a guest boots on it; says that it was skipped where none does
-	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) vm
+	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) --ignore=vm/test_native.py vm
 
 check-libvirt: deps-test all ## domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
@@ -100,20 +100,22 @@ check-guest-long: deps-test all ## torture for DURATION=2h on all file systems (
 # with the others, all but what is about QEMU and the tests themselves.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5 \
 	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
-SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri fuzz
+SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops miri fuzz
 # Kernels that check themselves, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with the configuration of other vendors, built in the same way.
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
+# A kernel with the driver built in, without ftrace and modules, built in the same way.
+INTREE = kernel-intree
 # Of all these .ci/run takes as many as fit, in turn; not what needs a nightly compiler, and not the
 # kernels that are built first.
-# Those of 7.3 join when each has passed once.
-TURNS = $(filter-out miri fuzz vm-7.3-%,$(SHARDS))
+# Those of 7.3 and the native guests join when each has passed once.
+TURNS = $(filter-out native miri fuzz vm-7.3-%,$(SHARDS))
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## everything; SHARD=NAME adds one shard to check
 
-.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING) $(VENDORS)) shards
+.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING) $(VENDORS) $(INTREE)) shards
 shards: ## names of the shards that take turns in .ci/run
 	@echo $(TURNS)
 
@@ -126,6 +128,10 @@ $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \
 		--shard $(lastword $(subst -, ,$*))/$(words $(filter vm-$(call kernel_of,$*)-%,$(VM_SHARDS)))
 
+# Guests in user-mode Linux; the first run builds the kernel.
+shard-native: deps-test daemon
+	cd tests && ./python -m pytest vm/test_native.py
+
 $(addprefix shard-,$(CHECKING)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_debug_kernel.py
@@ -133,6 +139,10 @@ $(addprefix shard-,$(CHECKING)): shard-kernel-%: deps-test all
 $(addprefix shard-,$(VENDORS)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_vendor_config.py
+
+shard-kernel-intree: deps-test daemon qemu
+	tests/kernel prepare intree --key release
+	cd tests && ./python -m pytest --kernel intree vm/test_intree.py
 
 check-kernel-debug: shard-kernel-debug ## the torture on a kernel with lockdep, KASAN and kmemleak
 
