@@ -50,8 +50,8 @@ BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
 DEVICE_ID_BLOCK = 2
 DEVICE_ID_TMEM = 63
 # Directories whose drivers the kernel does not have. Their sources are removed, except for Kconfig.
-UNUSED = ("drivers/gpu", "drivers/net", "drivers/media", "drivers/staging", "drivers/infiniband",
-          "drivers/scsi", "drivers/usb", "drivers/iio", "sound", "tools/testing")  # fmt: skip
+UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "drivers/media",
+          "drivers/staging", "drivers/infiniband", "drivers/iio", "sound")  # fmt: skip
 
 
 def build() -> Path:
