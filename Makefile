@@ -6,7 +6,7 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
 PYTHON = tests/python
-PYTEST = cd tests && ./python -m pytest unit vm
+PYTEST = cd tests && ./python -m pytest --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \
@@ -75,7 +75,7 @@ check-guest: deps-test all ## run the short VM tests: device, driver, torture
 	$(PYTEST) --kernel $(KERNEL) -m smoke
 
 check-kvm: deps-test all ## run the VM tests on KVM; skips them with a reason if no guest boots on KVM
-	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) vm
+	cd tests && ./python -m pytest --kvm --kernel $(KERNEL) --ignore=vm/test_native.py vm
 
 check-libvirt: deps-test all ## test domains of a stock libvirtd: attach, start, hits, quota, detach
 	cd tests && ./python -m pytest --kernel $(KERNEL) --not-all-skipped vm/test_libvirt.py
@@ -100,20 +100,22 @@ check-guest-long: deps-test all ## run the torture for DURATION=2h on all file s
 # make check leaves out. The shards of other kernels run all VM tests except ANY_KERNEL.
 VM_SHARDS = vm-6.12-1 vm-6.12-2 vm-6.12-3 vm-6.12-4 vm-6.1-1 vm-6.1-2 vm-6.1-3 vm-6.1-4 vm-7.2-1 vm-7.2-2 vm-7.2-3 vm-7.2-4 vm-7.2-5 \
 	vm-7.3-1 vm-7.3-2 vm-7.3-3 vm-7.3-4 vm-7.3-5
-SHARDS = $(VM_SHARDS) qemu-life qemu-newest ops miri fuzz
+SHARDS = $(VM_SHARDS) native qemu-life qemu-newest ops miri fuzz
 # Kernels with debugging checks, built from source if they are not in the cache.
 CHECKING = kernel-debug kernel-kcsan
 # Kernels with the configuration of other vendors, built in the same way.
 VENDORS = kernel-fedora kernel-rhel kernel-ubuntu
+# A kernel with the driver built in, without ftrace and modules, built in the same way.
+INTREE = kernel-intree
 # .ci/run runs these shards in rotation, as many as fit into its time. The shards that need a nightly
-# compiler, or a kernel that is built first, are left out. The shards of 7.3 are added when each has
-# passed once.
-TURNS = $(filter-out miri fuzz vm-7.3-%,$(SHARDS))
+# compiler, or a kernel that is built first, are left out. The shards of 7.3 and the native guests are
+# added when each has passed once.
+TURNS = $(filter-out native miri fuzz vm-7.3-%,$(SHARDS))
 SHARD ?= $(SHARDS)
 
 check-all: check $(addprefix shard-,$(SHARD)) ## run all tests; SHARD=NAME runs make check and one shard
 
-.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING) $(VENDORS)) shards
+.PHONY: $(addprefix shard-,$(SHARDS) $(CHECKING) $(VENDORS) $(INTREE)) shards
 shards: ## print the names of the shards that .ci/run runs in rotation
 	@echo $(TURNS)
 
@@ -127,6 +129,10 @@ $(addprefix shard-,$(VM_SHARDS)): shard-vm-%: deps-test all
 		$(if $(filter $(KERNEL),$(call kernel_of,$*)),-m "not smoke",$(ANY_KERNEL)) \
 		--shard $(lastword $(subst -, ,$*))/$(words $(filter vm-$(call kernel_of,$*)-%,$(VM_SHARDS)))
 
+# Guests in user-mode Linux; the first run builds the kernel.
+shard-native: deps-test daemon
+	cd tests && ./python -m pytest vm/test_native.py
+
 $(addprefix shard-,$(CHECKING)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_debug_kernel.py
@@ -134,6 +140,10 @@ $(addprefix shard-,$(CHECKING)): shard-kernel-%: deps-test all
 $(addprefix shard-,$(VENDORS)): shard-kernel-%: deps-test all
 	tests/kernel prepare $* --key release
 	cd tests && ./python -m pytest --kernel $* vm/test_vendor_config.py
+
+shard-kernel-intree: deps-test daemon qemu
+	tests/kernel prepare intree --key release
+	cd tests && ./python -m pytest --kernel intree vm/test_intree.py
 
 check-kernel-debug: shard-kernel-debug ## run the torture on a kernel with lockdep, KASAN and kmemleak
 

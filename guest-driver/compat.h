@@ -21,10 +21,10 @@
 /* 6.1 has the older name of the setter and no accessor for arguments. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
 #define tmem_set_ip(fregs, ip) ftrace_instruction_pointer_set(fregs, ip)
-#define tmem_arg(fregs, n) regs_get_kernel_argument(&(fregs)->regs, n)
+#define tmem_ftrace_arg(fregs, n) regs_get_kernel_argument(&(fregs)->regs, n)
 #else
 #define tmem_set_ip(fregs, ip) ftrace_regs_set_instruction_pointer(fregs, ip)
-#define tmem_arg(fregs, n) ftrace_regs_get_argument(fregs, n)
+#define tmem_ftrace_arg(fregs, n) ftrace_regs_get_argument(fregs, n)
 #endif
 
 /*

@@ -7,7 +7,6 @@
 
 #include <linux/fs.h>
 #include <linux/fs_context.h>
-#include <linux/ftrace.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/pagemap.h>
@@ -45,7 +44,7 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 		rcu_read_unlock();
 	}
 
-	truncate_inode_pages_range(mapping, start_byte, last_byte);
+	tmem_original(truncate_inode_pages_range)(mapping, start_byte, last_byte);
 
 	if (ours) {
 		/* Looked up again, because the file system may have been registered meanwhile. */
@@ -66,9 +65,9 @@ static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff
 	tmem_leave();
 }
 
-static bool wants_truncate(struct ftrace_regs *fregs)
+static bool wants_truncate(struct tmem_args *args)
 {
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+	const struct address_space *mapping = (void *)tmem_arg(args, 0);
 
 	return mapping->host && tmem_fs_serves(mapping->host->i_sb);
 }
@@ -95,9 +94,9 @@ static int wrap_set_mnt_opts(struct super_block *sb, void *options, unsigned lon
 	return err;
 }
 
-static bool wants_set_mnt_opts(struct ftrace_regs *fregs)
+static bool wants_set_mnt_opts(struct tmem_args *args)
 {
-	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
+	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
 
 /* Frees the pool before the super block is shut down; see tmem_fs_drop(). */
@@ -105,13 +104,13 @@ static void wrap_shutdown_super(struct super_block *sb)
 {
 	tmem_enter();
 	tmem_fs_drop(sb);
-	generic_shutdown_super(sb);
+	tmem_original(generic_shutdown_super)(sb);
 	tmem_leave();
 }
 
-static bool wants_shutdown_super(struct ftrace_regs *fregs)
+static bool wants_shutdown_super(struct tmem_args *args)
 {
-	return tmem_fs_serves((void *)tmem_arg(fregs, 0));
+	return tmem_fs_serves((void *)tmem_arg(args, 0));
 }
 
 /*
@@ -122,7 +121,7 @@ static bool drop_caches_flush;
 module_param(drop_caches_flush, bool, 0644);
 MODULE_PARM_DESC(drop_caches_flush, "writing 2 or 3 to drop_caches empties the host's cache, too");
 
-static void entry_drop_slab(struct ftrace_regs *fregs)
+static void entry_drop_slab(struct tmem_args *args)
 {
 	if (READ_ONCE(drop_caches_flush))
 		tmem_fs_flush_all();
@@ -151,13 +150,10 @@ int tmem_coherence_add(void)
 	int err;
 
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
-		/*
-		 * Without CONFIG_SECURITY that function is inline, and a mount is known at its
-		 * first page.
-		 */
-		if (targets[i].hook == TMEM_HOOK_MOUNT && !IS_ENABLED(CONFIG_SECURITY))
+		/* Without this hook, a mount is known at its first page. */
+		if (targets[i].hook == TMEM_HOOK_MOUNT && !TMEM_HAS_MOUNT_HOOK)
 			continue;
-		err = tmem_ftrace_add(&targets[i]);
+		err = tmem_target_add(&targets[i]);
 		if (err) {
 			tmem_hooks_off("cannot hook %s: error %d",
 				       tmem_hook_names[targets[i].hook], err);
@@ -165,7 +161,7 @@ int tmem_coherence_add(void)
 		}
 	}
 	/* Coherence does not depend on this hook; without it, the switch has no effect. */
-	err = tmem_ftrace_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
+	err = tmem_target_add_name("drop_slab", TMEM_HOOK_DROP_SLAB, entry_drop_slab);
 	if (err)
 		pr_info("cannot hook drop_slab: error %d; drop_caches_flush does nothing\n",
 			err);

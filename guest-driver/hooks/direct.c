@@ -5,7 +5,6 @@
  * read in meanwhile, are clean and may be old.
  */
 #include <linux/fs.h>
-#include <linux/ftrace.h>
 
 #include "../compat.h"
 #include "hooks.h"
@@ -25,32 +24,32 @@ static void bypass_inode(const struct inode *inode, enum tmem_inval why)
 
 /**
  * tmem_entry_direct() - mark an inode whose direct write is about to start (or has ended)
- * @fregs: arguments of invalidate_inode_pages2_range(); the first is the mapping
+ * @args: arguments of invalidate_inode_pages2_range(); the first is the mapping
  *
  * Erasing the range of the write is not enough: a page that is read in during the write and
  * reclaimed again would be put. The kernel leaves out its invalidation at the end if nothing is
  * cached then, and if the write failed midway, which leaves a clean but old page in the page cache.
  * So the inode stays marked until no page of that time is left (marks.c).
  */
-void tmem_entry_direct(struct ftrace_regs *fregs)
+void tmem_entry_direct(struct tmem_args *args)
 {
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+	const struct address_space *mapping = (void *)tmem_arg(args, 0);
 
 	bypass_inode(mapping->host, TMEM_INVAL_DIRECT);
 }
 
 /**
  * tmem_entry_move_ext() - mark two files whose blocks are about to be exchanged
- * @fregs: arguments of ext4_move_extents(); the first two are the files
+ * @args: arguments of ext4_move_extents(); the first two are the files
  *
  * The exchange neither dirties nor removes pages of the donor, so the donor's page cache may have
  * content that the disk no longer has. Pages that are being read in at this moment are filled under
  * their lock, as by the disk.
  */
-void tmem_entry_move_ext(struct ftrace_regs *fregs)
+void tmem_entry_move_ext(struct tmem_args *args)
 {
-	const struct file *orig = (void *)tmem_arg(fregs, 0);
-	const struct file *donor = (void *)tmem_arg(fregs, 1);
+	const struct file *orig = (void *)tmem_arg(args, 0);
+	const struct file *donor = (void *)tmem_arg(args, 1);
 
 	bypass_inode(file_inode(orig), TMEM_INVAL_MOVE_EXT);
 	bypass_inode(file_inode(donor), TMEM_INVAL_MOVE_EXT);
@@ -58,30 +57,30 @@ void tmem_entry_move_ext(struct ftrace_regs *fregs)
 
 /**
  * tmem_entry_swapon() - mark a file that is about to become a swap file
- * @fregs: arguments of ->swap_activate(); the second is the file
+ * @args: arguments of ->swap_activate(); the second is the file
  *
  * Swapping writes below the page cache, and pages that were cached before stay cached after
  * swapoff.
  */
-void tmem_entry_swapon(struct ftrace_regs *fregs)
+void tmem_entry_swapon(struct tmem_args *args)
 {
-	const struct file *file = (void *)tmem_arg(fregs, 1);
+	const struct file *file = (void *)tmem_arg(args, 1);
 
 	bypass_inode(file_inode(file), TMEM_INVAL_INODE);
 }
 
 /**
  * tmem_entry_bmap() - mark a file whose block numbers are requested, if it is open for writing
- * @fregs: arguments of ->bmap(); the first is the mapping
+ * @args: arguments of ->bmap(); the first is the mapping
  *
  * md writes the blocks of a bitmap file itself. It has the file open for writing when it asks, and
  * pages that were cached before stay cached after md closed the file. If a file is not open for
  * writing, the caller only reads block numbers (FIBMAP). Marks for all such files could need more
  * memory than there is.
  */
-void tmem_entry_bmap(struct ftrace_regs *fregs)
+void tmem_entry_bmap(struct tmem_args *args)
 {
-	const struct address_space *mapping = (void *)tmem_arg(fregs, 0);
+	const struct address_space *mapping = (void *)tmem_arg(args, 0);
 
 	if (atomic_read(&mapping->host->i_writecount) > 0)
 		bypass_inode(mapping->host, TMEM_INVAL_INODE);

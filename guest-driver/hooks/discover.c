@@ -27,7 +27,7 @@
 #define TMEM_SEARCH_INODES 4096
 
 static unsigned int nr_fs;	/* entries of tmem_fs_hash; written under tmem_fs_lock */
-/* Guards types, targets of ftrace.c, registration of file systems, and found. */
+/* Guards types, targets of attach.h, registration of file systems, and found. */
 static DEFINE_MUTEX(discovery_lock);
 static unsigned int found;	/* types activated plus file systems registered */
 
@@ -163,7 +163,7 @@ static const struct fs_symbol {
 	const char *type;
 	const char *name;
 	enum tmem_hook hook;
-	void (*entry)(struct ftrace_regs *fregs);
+	void (*entry)(struct tmem_args *args);
 } symbols[] = {
 	{ "ext4", "ext4_move_extents", TMEM_HOOK_MOVE_EXT, tmem_entry_move_ext },
 	{ "ext4", "__ext4_warning", TMEM_HOOK_CONVERSION, tmem_entry_ext4_warning },
@@ -189,14 +189,14 @@ static void tmem_fs_type_activate(struct tmem_fs_type *type,
 	for (symbol = symbols; symbol < symbols + ARRAY_SIZE(symbols); symbol++) {
 		if (strcmp(symbol->type, type->name))
 			continue;
-		err = tmem_ftrace_add_name(symbol->name, symbol->hook, symbol->entry);
+		err = tmem_target_add_name(symbol->name, symbol->hook, symbol->entry);
 		if (err) {
 			tmem_fs_type_failed(type, symbol->name, err);
 			return;
 		}
 	}
 	for (i = 0; i < ARRAY_SIZE(targets); i++) {
-		err = targets[i].addr ? tmem_ftrace_add(&targets[i]) : -ENOENT;
+		err = targets[i].addr ? tmem_target_add(&targets[i]) : -ENOENT;
 		if (err) {
 			snprintf(its, sizeof(its), "its %s", tmem_hook_names[targets[i].hook]);
 			tmem_fs_type_failed(type, its, err);

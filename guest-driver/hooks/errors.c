@@ -20,7 +20,6 @@
  * Out of scope: an error from before this module was loaded.
  */
 #include <linux/fs.h>
-#include <linux/ftrace.h>
 #include <linux/jbd2.h>
 #include <linux/string.h>
 
@@ -46,30 +45,30 @@ static void fs_failed(const struct super_block *sb)
 
 /**
  * tmem_entry_ext4_warning() - mark the inode of a failed conversion
- * @fregs: super block, function, line, format, and the inode number of a failed conversion
+ * @args: super block, function, line, format, and the inode number of a failed conversion
  */
-void tmem_entry_ext4_warning(struct ftrace_regs *fregs)
+void tmem_entry_ext4_warning(struct tmem_args *args)
 {
-	const struct super_block *sb = (void *)tmem_arg(fregs, 0);
-	const char *function = (void *)tmem_arg(fregs, 1);
+	const struct super_block *sb = (void *)tmem_arg(args, 0);
+	const char *function = (void *)tmem_arg(args, 1);
 	struct tmem_fs *fs;
 
 	if (strcmp(function, CONVERSION))
 		return;
 	rcu_read_lock();
 	fs = tmem_fs_find(sb);
-	if (fs && tmem_bypass(fs->pool, tmem_arg(fregs, 4)))
+	if (fs && tmem_bypass(fs->pool, tmem_arg(args, 4)))
 		tmem_fs_sweep_soon(fs);
 	rcu_read_unlock();
 }
 
 /**
  * tmem_entry_journal_abort() - stop caching a file system whose journal is aborted
- * @fregs: first argument is the journal, whose private field is the super block
+ * @args: first argument is the journal, whose private field is the super block
  */
-void tmem_entry_journal_abort(struct ftrace_regs *fregs)
+void tmem_entry_journal_abort(struct tmem_args *args)
 {
-	const journal_t *journal = (void *)tmem_arg(fregs, 0);
+	const journal_t *journal = (void *)tmem_arg(args, 0);
 
 	/* The private field of another user of jbd2 is not a super block that the driver knows. */
 	fs_failed(READ_ONCE(journal->j_private));

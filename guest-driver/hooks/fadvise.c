@@ -6,7 +6,6 @@
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>
-#include <linux/ftrace.h>
 #include <linux/pagemap.h>
 
 #include "../compat.h"
@@ -66,7 +65,7 @@ static int fadvise_dontneed(struct file *file, loff_t offset, loff_t len)
 			break;
 		}
 	}
-	ret = generic_fadvise(file, offset, len, POSIX_FADV_DONTNEED);
+	ret = tmem_original(generic_fadvise)(file, offset, len, POSIX_FADV_DONTNEED);
 	if (slot < TMEM_FADVISE_MAX) {
 		WRITE_ONCE(fadvise_ranges[slot].mapping, NULL);
 		clear_bit_unlock(slot, &fadvise_used);
@@ -100,20 +99,20 @@ int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
 	    S_ISREG(file_inode(file)->i_mode))
 		ret = fadvise_dontneed(file, offset, len);
 	else
-		ret = generic_fadvise(file, offset, len, advice);
+		ret = tmem_original(generic_fadvise)(file, offset, len, advice);
 	tmem_leave();
 	return ret;
 }
 
 /**
  * tmem_wants_fadvise() - check whether a call of generic_fadvise() is replaced
- * @fregs: arguments of the call; the first is the file
+ * @args: arguments of the call; the first is the file
  *
  * Return: true if the file is on a file system that is served.
  */
-bool tmem_wants_fadvise(struct ftrace_regs *fregs)
+bool tmem_wants_fadvise(struct tmem_args *args)
 {
-	const struct file *file = (void *)tmem_arg(fregs, 0);
+	const struct file *file = (void *)tmem_arg(args, 0);
 
 	return tmem_fs_serves(file_inode(file)->i_sb);
 }

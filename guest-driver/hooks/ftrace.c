@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Redirection of kernel functions, in the same way as live patching.
+ * Redirection of kernel functions, in the same way as live patching. In a kernel with the patches
+ * of intree/, intree.c takes the place of this file.
  *
  * All functions are in one ftrace_ops, so a kernel that gives up on ftrace stops gets together with
  * the hooks that keep them right. The ftrace_ops must never have FTRACE_OPS_FL_RECURSION, which may
@@ -38,7 +39,7 @@ static bool draining;
 
 static const struct tmem_target *find_target(unsigned long ip)
 {
-	/* Pairs with tmem_ftrace_add(): entries below nr are complete. */
+	/* Pairs with tmem_target_add(): entries below nr are complete. */
 	unsigned int i, nr = smp_load_acquire(&nr_targets);
 
 	for (i = 0; i < nr; i++)
@@ -59,20 +60,20 @@ static void notrace tmem_ftrace_func(unsigned long ip, unsigned long parent_ip,
 	if (tmem_hook_off(target->hook))
 		return;
 	if (target->entry)
-		target->entry(fregs);
+		target->entry((struct tmem_args *)fregs);
 	if (target->wrap && !within_module(parent_ip, THIS_MODULE) &&
-	    (!target->wanted || target->wanted(fregs)))
+	    (!target->wanted || target->wanted((struct tmem_args *)fregs)))
 		tmem_set_ip(fregs, (unsigned long)target->wrap);
 }
 
 static struct ftrace_ops tmem_ftrace_ops;
 
 /**
- * tmem_ftrace_reset - remove all targets
+ * tmem_targets_reset() - remove all targets
  *
  * The caller makes sure that no function is watched and no task is in the code of this module.
  */
-void tmem_ftrace_reset(void)
+void tmem_targets_reset(void)
 {
 	nr_targets = 0;
 	draining = false;
@@ -86,15 +87,15 @@ void tmem_ftrace_reset(void)
 }
 
 /**
- * tmem_ftrace_add - watch a function
+ * tmem_target_add() - watch a function
  * @target: function and actions; copied. To add the same target again is no error.
  *
- * Context: process, one call at a time, before tmem_ftrace_start() or after it.
+ * Context: process, one call at a time, before tmem_targets_start() or after it.
  *
  * Return: 0; -EBUSY if a live patch or the like redirects the function already; -EINVAL if it
  * cannot be traced; -ENOSPC; -EEXIST if the address has another target.
  */
-int tmem_ftrace_add(const struct tmem_target *target)
+int tmem_target_add(const struct tmem_target *target)
 {
 	const struct tmem_target *old = find_target(target->addr);
 	int err;
@@ -121,7 +122,7 @@ int tmem_ftrace_add(const struct tmem_target *target)
 }
 
 /**
- * tmem_ftrace_add_name - watch the entry of a function whose address is not known
+ * tmem_target_add_name() - watch the entry of a function whose address is not known
  * @symbol: its name
  * @hook: which hook it is
  * @entry: called at its entry
@@ -129,10 +130,10 @@ int tmem_ftrace_add(const struct tmem_target *target)
  * Only the entry can be watched. The kernel never takes the address of such a function, so with
  * indirect branch tracking the function may have lost the mark that allows a call by address.
  *
- * Return: as tmem_ftrace_add(), or -ENOENT.
+ * Return: as tmem_target_add(), or -ENOENT.
  */
-int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
-			 void (*entry)(struct ftrace_regs *fregs))
+int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
+			 void (*entry)(struct tmem_args *args))
 {
 	/* This kprobe is never armed; it only looks the name up. */
 	struct kprobe probe = { .symbol_name = symbol, .flags = KPROBE_FLAG_DISABLED };
@@ -144,15 +145,15 @@ int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
 		return err;
 	target.addr = (unsigned long)probe.addr;
 	unregister_kprobe(&probe);
-	return tmem_ftrace_add(&target);
+	return tmem_target_add(&target);
 }
 
 /**
- * tmem_ftrace_start - begin to watch all functions added so far
+ * tmem_targets_start() - begin to watch all functions added so far
  *
- * Return: 0; -EBUSY as in tmem_ftrace_add(), or if tracing is switched off by sysctl.
+ * Return: 0; -EBUSY as in tmem_target_add(), or if tracing is switched off by sysctl.
  */
-int tmem_ftrace_start(void)
+int tmem_targets_start(void)
 {
 	unsigned int i;
 	int err;
@@ -167,13 +168,13 @@ int tmem_ftrace_start(void)
 }
 
 /**
- * tmem_ftrace_stop - stop watching all functions; tmem_ftrace_drain() then waits
+ * tmem_targets_stop() - stop watching all functions; tmem_targets_drain() then waits
  *
  * A kernel that gave up on ftrace (ftrace_kill()) leaves all call sites as they are.
  *
  * Return: true, or false if functions still lead into this module, which then is permanent.
  */
-bool tmem_ftrace_stop(void)
+bool tmem_targets_stop(void)
 {
 	if (registered && unregister_ftrace_function(&tmem_ftrace_ops))
 		return false;
@@ -186,7 +187,7 @@ bool tmem_ftrace_stop(void)
 }
 
 /**
- * tmem_leave_last - wake the drain when the last task has left a replacement
+ * tmem_leave_last() - wake the drain when the last task has left a replacement
  */
 void tmem_leave_last(void)
 {
@@ -195,12 +196,12 @@ void tmem_leave_last(void)
 }
 
 /**
- * tmem_ftrace_drain - wait until no task is in the code of this module
+ * tmem_targets_drain() - wait until no task is in the code of this module
  *
- * Called after tmem_ftrace_stop(). The first synchronize_rcu_tasks() waits for tasks that were
+ * Called after tmem_targets_stop(). The first synchronize_rcu_tasks() waits for tasks that were
  * redirected and have not entered yet, the second one for tasks that are leaving.
  */
-void tmem_ftrace_drain(void)
+void tmem_targets_drain(void)
 {
 	WRITE_ONCE(draining, true);
 	/* Pairs with the full barrier of atomic_dec_and_test() in tmem_leave(). */

@@ -17,7 +17,6 @@
 #define _TMEM_HOOKS_H
 
 #include <linux/completion.h>
-#include <linux/ftrace.h>
 #include <linux/fs.h>
 #include <linux/kobject.h>
 #include <linux/percpu.h>
@@ -26,6 +25,7 @@
 
 #include "../testing.h"
 #include "../tmem.h"
+#include "attach.h"
 
 /* Bits of the mask that tmem_core_set_hooks() gets. tmem_hook_names[] has the names. */
 enum tmem_hook {
@@ -190,8 +190,8 @@ bool tmem_fs_sweep(struct tmem_fs *fs, struct super_block *sb);
 
 /* --- errors.c ------------------------------------------------------------------------------ */
 
-void tmem_entry_ext4_warning(struct ftrace_regs *fregs);
-void tmem_entry_journal_abort(struct ftrace_regs *fregs);
+void tmem_entry_ext4_warning(struct tmem_args *args);
+void tmem_entry_journal_abort(struct tmem_args *args);
 void tmem_probe_ext4_error(void *data, struct super_block *sb, const char *function,
 			   unsigned int line);
 void tmem_probe_ext4_shutdown(void *data, struct super_block *sb, unsigned long flags);
@@ -210,19 +210,25 @@ bool tmem_refuse(struct super_block *sb, char *why, size_t why_bytes);
 
 /* --- put.c --------------------------------------------------------------------------------- */
 
+void tmem_probe_removed(void *data, struct folio *folio);
+void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping);
+void tmem_probe_added(void *data, struct folio *folio);
+
+/* --- tracepoints.c, or intree.c ------------------------------------------------------------ */
+
 int tmem_probes_register(void);
 void tmem_probes_unregister(void);
 bool tmem_probes_see_errors(void);
 void tmem_probe_new_mounts(bool on);
 
-/* --- ftrace.c ------------------------------------------------------------------------------ */
+/* --- ftrace.c, or intree.c ----------------------------------------------------------------- */
 
 /* A function that is watched. An address occurs at most once. */
 struct tmem_target {
 	unsigned long addr;
 	enum tmem_hook hook;
 	/* Called at the function's entry, in any context, with its arguments. */
-	void (*entry)(struct ftrace_regs *fregs);
+	void (*entry)(struct tmem_args *args);
 	/* Called instead of the function, unless this module is the caller. */
 	void *wrap;
 	/*
@@ -230,16 +236,16 @@ struct tmem_target {
 	 * all calls are replaced. A task inside a replacement keeps the module loaded, so calls
 	 * that may wait for a server must not be replaced.
 	 */
-	bool (*wanted)(struct ftrace_regs *fregs);
+	bool (*wanted)(struct tmem_args *args);
 };
 
-int tmem_ftrace_add(const struct tmem_target *target);
-int tmem_ftrace_add_name(const char *symbol, enum tmem_hook hook,
-			 void (*entry)(struct ftrace_regs *fregs));
-int tmem_ftrace_start(void);
-bool tmem_ftrace_stop(void);
-void tmem_ftrace_reset(void);
-void tmem_ftrace_drain(void);
+int tmem_target_add(const struct tmem_target *target);
+int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
+			 void (*entry)(struct tmem_args *args));
+int tmem_targets_start(void);
+bool tmem_targets_stop(void);
+void tmem_targets_reset(void);
+void tmem_targets_drain(void);
 
 extern atomic_t tmem_nr_inside;
 void tmem_leave_last(void);
@@ -270,14 +276,14 @@ int tmem_coherence_add(void);
 
 bool tmem_fadvise_covers(const struct address_space *mapping, pgoff_t index);
 int tmem_wrap_fadvise(struct file *file, loff_t offset, loff_t len, int advice);
-bool tmem_wants_fadvise(struct ftrace_regs *fregs);
+bool tmem_wants_fadvise(struct tmem_args *args);
 
 /* --- direct.c ------------------------------------------------------------------------------ */
 
-void tmem_entry_direct(struct ftrace_regs *fregs);
-void tmem_entry_move_ext(struct ftrace_regs *fregs);
-void tmem_entry_swapon(struct ftrace_regs *fregs);
-void tmem_entry_bmap(struct ftrace_regs *fregs);
+void tmem_entry_direct(struct tmem_args *args);
+void tmem_entry_move_ext(struct tmem_args *args);
+void tmem_entry_swapon(struct tmem_args *args);
+void tmem_entry_bmap(struct tmem_args *args);
 
 /* --- read.c -------------------------------------------------------------------------------- */
 

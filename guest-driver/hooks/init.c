@@ -50,7 +50,7 @@ static const struct tested_kernel *find_tested_kernel(void)
 		if (!strncmp(uts->release, tested_kernels[i].release,
 			     strlen(tested_kernels[i].release)) &&
 		    tested_kernels[i].series == TMEM_BUILT_FOR &&
-		    strstr(uts->version, tested_kernels[i].vendor))
+		    (TMEM_BUILT_IN || strstr(uts->version, tested_kernels[i].vendor)))
 			return &tested_kernels[i];
 	}
 	return NULL;
@@ -73,10 +73,12 @@ static void check_point_release(const struct tested_kernel *kernel)
 	}
 	/*
 	 * An example: "#1 SMP PREEMPT_DYNAMIC Debian 6.12.117-1~deb12u1 (2026-11-14)" is 6.12.117.
+	 * A kernel with a built-in driver has it at the beginning of uname -r.
 	 */
-	name = skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
+	name = TMEM_BUILT_IN ? uts->release :
+	       skip_spaces(strstr(uts->version, kernel->vendor) + strlen(kernel->vendor));
 	strscpy(release, name, sizeof(release));
-	release[strcspn(release, "- ")] = '\0';
+	release[strcspn(release, "-+ ")] = '\0';
 	if (tmem_test_untested_release()) {
 		tmem_verify_untested(release);
 		return;
@@ -100,9 +102,9 @@ static bool hooks_down(void)
 	if (probes_on)
 		tmem_probes_unregister();
 	probes_on = false;
-	stopped = tmem_ftrace_stop();
+	stopped = tmem_targets_stop();
 	if (stopped && ftrace_on)
-		tmem_ftrace_drain();
+		tmem_targets_drain();
 	if (stopped)
 		ftrace_on = false;
 	tmem_hooks_none();
@@ -114,7 +116,7 @@ static int hooks_up(void)
 	const char *why;
 	int err;
 
-	tmem_ftrace_reset();
+	tmem_targets_reset();
 	err = tmem_verify_init();
 	if (err) {
 		tmem_hooks_off("no memory for the hooks; load the module again");
@@ -132,7 +134,7 @@ static int hooks_up(void)
 	if (err)
 		return err;
 	probes_on = true;
-	err = tmem_ftrace_start();
+	err = tmem_targets_start();
 	if (err) {
 		tmem_hooks_off("functions cannot be redirected: error %d%s", err, err == -EBUSY ?
 			       ": a live patch has one, or sysctl kernel.ftrace_enabled is 0" : "");

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Tracepoints of the page cache. A page that reclaim takes is put. A page that leaves the page
+ * Probes of the page cache. A page that reclaim takes is put. A page that leaves the page
  * cache in another way, or is made dirty, is erased.
  *
- * Both tracepoints fire under the i_pages lock with interrupts off, while mapping, index and
+ * Both probes run under the i_pages lock with interrupts off, while mapping, index and
  * contents are valid. So nothing here may wait.
  *
  * A put and concurrent operations: the folio is locked and still in i_pages. A reader that misses
@@ -22,7 +22,6 @@
 #include <linux/mm.h>
 #include <linux/page-flags.h>
 #include <linux/pagemap.h>
-#include <linux/tracepoint.h>
 
 #include "../compat.h"
 #include "../core/stats.h"
@@ -99,7 +98,14 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 	return nr;
 }
 
-static void probe_removed(void *data, struct folio *folio)
+/**
+ * tmem_probe_removed() - put or erase the pages of a folio that leaves the page cache
+ * @data: unused
+ * @folio: the folio
+ *
+ * Context: interrupts off, with the i_pages lock.
+ */
+void tmem_probe_removed(void *data, struct folio *folio)
 {
 	struct address_space *mapping = folio->mapping;
 	unsigned long nr = folio_nr_pages(folio), done = 0;
@@ -137,7 +143,15 @@ out:
 	rcu_read_unlock();
 }
 
-static void probe_dirty(void *data, struct folio *folio, struct address_space *mapping)
+/**
+ * tmem_probe_dirty() - erase the pages of a folio that becomes dirty
+ * @data: unused
+ * @folio: the folio
+ * @mapping: its mapping
+ *
+ * Context: interrupts off, with the i_pages lock.
+ */
+void tmem_probe_dirty(void *data, struct folio *folio, struct address_space *mapping)
 {
 	struct inode *inode = mapping ? mapping->host : NULL;
 	pgoff_t last = folio->index + folio_nr_pages(folio) - 1;
@@ -159,124 +173,17 @@ static void probe_dirty(void *data, struct folio *folio, struct address_space *m
 	rcu_read_unlock();
 }
 
-/* Notes the file system of a page, in case its functions are not hooked yet. */
-static void probe_added(void *data, struct folio *folio)
+/**
+ * tmem_probe_added() - note the file system of a folio, in case its functions are not hooked yet
+ * @data: unused
+ * @folio: the folio, which was added to the page cache
+ *
+ * Context: any but NMI.
+ */
+void tmem_probe_added(void *data, struct folio *folio)
 {
 	struct inode *inode = folio->mapping ? folio->mapping->host : NULL;
 
 	if (inode && S_ISREG(inode->i_mode))
 		tmem_fs_note(inode->i_sb);
-}
-
-static struct tmem_probe {
-	const char *name;
-	void *func;
-	/*
-	 * The tracepoint may not exist here: a file system that is a module has its tracepoints
-	 * there.
-	 */
-	bool optional;
-	struct tracepoint *tp;
-	bool registered;
-} probes[] = {
-	{ "mm_filemap_delete_from_page_cache", probe_removed },
-	{ "writeback_dirty_folio", probe_dirty },
-	{ "ext4_error", tmem_probe_ext4_error, .optional = true },
-	{ "ext4_shutdown", tmem_probe_ext4_shutdown, .optional = true },
-	{ "mm_filemap_add_to_page_cache", probe_added },
-};
-
-/* The last probe is on only while there may be an unknown file system. */
-#define NR_STEADY_PROBES (ARRAY_SIZE(probes) - 1)
-
-static void probe_match(struct tracepoint *tp, void *data)
-{
-	unsigned int i;
-
-	for (i = 0; i < ARRAY_SIZE(probes); i++)
-		if (!strcmp(tp->name, probes[i].name))
-			probes[i].tp = tp;
-}
-
-static int probe_set(struct tmem_probe *probe, bool on)
-{
-	int err;
-
-	if (probe->registered == on || !probe->tp)
-		return 0;
-	err = on ? tracepoint_probe_register(probe->tp, probe->func, NULL) :
-		   tracepoint_probe_unregister(probe->tp, probe->func, NULL);
-	if (!err)
-		probe->registered = on;
-	return err;
-}
-
-/**
- * tmem_probes_register() - register the probes of the tracepoints
- *
- * Return: 0 or an error, which was reported.
- */
-int tmem_probes_register(void)
-{
-	unsigned int i;
-	int err;
-
-	for_each_kernel_tracepoint(probe_match, NULL);
-	for (i = 0; i < ARRAY_SIZE(probes); i++) {
-		if (!probes[i].tp && !probes[i].optional) {
-			tmem_hooks_off("this kernel has no tracepoint %s", probes[i].name);
-			return -ENOENT;
-		}
-	}
-	for (i = 0; i < NR_STEADY_PROBES; i++) {
-		err = probe_set(&probes[i], true);
-		if (err) {
-			tmem_hooks_off("cannot register for tracepoint %s: error %d",
-				       probes[i].name, err);
-			tmem_probes_unregister();
-			return err;
-		}
-	}
-	return 0;
-}
-
-/**
- * tmem_probes_see_errors() - check whether all optional tracepoints exist
- *
- * Return: true if they exist, after tmem_probes_register().
- */
-bool tmem_probes_see_errors(void)
-{
-	unsigned int i;
-
-	for (i = 0; i < NR_STEADY_PROBES; i++)
-		if (!probes[i].registered)
-			return false;
-	return true;
-}
-
-/**
- * tmem_probe_new_mounts() - start or stop watching added pages, to find file systems
- * @on: true to start
- *
- * Context: the discovery work only, or after it has ended.
- */
-void tmem_probe_new_mounts(bool on)
-{
-	/* If this fails, a mount is found later, at its first eviction. */
-	if (probe_set(&probes[NR_STEADY_PROBES], on))
-		pr_debug("tracepoint %s not changed\n",
-			 probes[NR_STEADY_PROBES].name);
-}
-
-/**
- * tmem_probes_unregister() - unregister the probes and wait until none runs
- */
-void tmem_probes_unregister(void)
-{
-	unsigned int i;
-
-	for (i = 0; i < ARRAY_SIZE(probes); i++)
-		probe_set(&probes[i], false);
-	tracepoint_synchronize_unregister();
 }

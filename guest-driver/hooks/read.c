@@ -101,7 +101,7 @@ static bool folio_wanted(const struct tmem_read *rd, struct folio *folio,
 	if (nr > TMEM_FOLIO_MAX_PAGES || folio_test_uptodate(folio) || folio_test_dirty(folio) ||
 	    folio_test_private(folio) || folio_test_private_2(folio) || folio->index >= rd->end)
 		return false;
-	nr = min(nr, rd->end - folio->index);
+	nr = min_t(unsigned long, nr, rd->end - folio->index);
 	return find_next_zero_bit(held, first + nr, first) >= first + nr;
 }
 
@@ -131,7 +131,7 @@ static void run_get(struct tmem_run *run, const struct tmem_read *rd, pgoff_t in
 static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		    unsigned int at)
 {
-	unsigned long nr = min(folio_nr_pages(folio), rd->end - folio->index);
+	unsigned long nr = min_t(unsigned long, folio_nr_pages(folio), rd->end - folio->index);
 	bool sample = tmem_verify_due(rd->fs);
 	unsigned long i;
 
@@ -156,7 +156,7 @@ static void run_add(struct tmem_run *run, const struct tmem_read *rd, struct fol
 static bool run_done(struct tmem_run *run, const struct tmem_read *rd, struct folio *folio,
 		     unsigned int at)
 {
-	unsigned long nr = min(folio_nr_pages(folio), rd->end - folio->index);
+	unsigned long nr = min_t(unsigned long, folio_nr_pages(folio), rd->end - folio->index);
 	bool hit = find_next_zero_bit(run->want, at + nr, at) >= at + nr;
 	unsigned long i;
 

@@ -77,7 +77,7 @@ const char *tmem_selftest_add(void)
 		.wrap = wrap_selftest_readahead,
 	};
 
-	return tmem_ftrace_add(&target) ? "a function of this module cannot be hooked" : NULL;
+	return tmem_target_add(&target) ? "a function of this module cannot be hooked" : NULL;
 }
 
 static void selftest_read(struct address_space *mapping)

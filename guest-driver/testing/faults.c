@@ -73,27 +73,32 @@ void tmem_hold(unsigned int *place)
 
 unsigned long tmem_test_hooks_off, tmem_test_selftest_blind;
 
-/* Parses names from tmem_hook_names[], separated by commas; empty for none. */
+/*
+ * Parses names from tmem_hook_names[], separated by commas; empty for none. The command line of a
+ * kernel with a built-in driver is parsed when nothing can be allocated yet.
+ */
 static int set_hooks_off(const char *val, const struct kernel_param *kp)
 {
-	char *list = kstrdup(val, GFP_KERNEL), *rest = list, *name;
 	unsigned long mask = 0;
-	int i, err = list ? 0 : -ENOMEM;
 
-	while (!err && rest && (name = strsep(&rest, ","))) {
-		name = strim(name);
-		if (!*name)
-			continue;
-		i = match_string(tmem_hook_names, NR_TMEM_HOOKS, name);
-		if (i < 0)
-			err = -EINVAL;
-		else
+	while (*val) {
+		size_t len = strcspn(val, "\n, ");
+		int i;
+
+		for (i = 0; len && i < NR_TMEM_HOOKS; i++)
+			if (strlen(tmem_hook_names[i]) == len &&
+			    !strncmp(tmem_hook_names[i], val, len))
+				break;
+		if (i == NR_TMEM_HOOKS)
+			return -EINVAL;
+		if (len)
 			mask |= BIT(i);
+		val += len;
+		if (*val)
+			val++;
 	}
-	kfree(list);
-	if (!err)
-		WRITE_ONCE(*(unsigned long *)kp->arg, mask);
-	return err;
+	WRITE_ONCE(*(unsigned long *)kp->arg, mask);
+	return 0;
 }
 
 static int get_hooks_off(char *buffer, const struct kernel_param *kp)

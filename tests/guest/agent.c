@@ -2,8 +2,8 @@
 /*
  * Guest end of the control channel: runs commands, stores files and reads files for the host.
  *
- * Frames go over a virtio-serial port in both directions: struct frame, then `length` bytes. All
- * fields are little-endian. Up to JOBS_MAX jobs run at the same time, and answers carry the id of
+ * Frames go in both directions over a virtio-serial port, or over the terminal that the first
+ * argument names: struct frame, then `length` bytes. All fields are little-endian. Up to JOBS_MAX jobs run at the same time, and answers carry the id of
  * the request. A reset can cut a frame in half. The agent then skips it by searching for the magic,
  * and the host asks for a PONG before it trusts a channel.
  *
@@ -23,6 +23,7 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
+#include <termios.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -122,6 +123,18 @@ static int open_port(void)
 			closedir(class);
 		nap();
 	}
+}
+
+/* Opens a terminal that is connected to the host, and lets it pass all bytes on unchanged. */
+static int open_terminal(const char *path)
+{
+	int fd = open(path, O_RDWR | O_CLOEXEC | O_NOCTTY);
+	struct termios settings;
+
+	if (fd < 0 || tcgetattr(fd, &settings))
+		return -1;
+	cfmakeraw(&settings);
+	return tcsetattr(fd, TCSANOW, &settings) ? -1 : fd;
 }
 
 static void write_all(const void *data, size_t length)
@@ -442,7 +455,7 @@ static void serve(void)
 		nap(); /* hang-up: the host is not connected at the moment */
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
 	int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
 
@@ -453,7 +466,11 @@ int main(void)
 	if (mlockall(MCL_CURRENT | MCL_FUTURE))
 		say("mlockall");
 	signal(SIGPIPE, SIG_IGN);
-	port = open_port();
+	port = argc > 1 ? open_terminal(argv[1]) : open_port();
+	if (port < 0) {
+		say(argv[1]);
+		return 1;
+	}
 	dprintf(STDOUT_FILENO, "agent: ready\n");
 	for (;;)
 		serve();

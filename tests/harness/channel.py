@@ -62,16 +62,22 @@ Inbox = queue.SimpleQueue[Frame | None]
 class Channel:
     """One connection to a guest's agent; any thread may send and wait."""
 
-    def __init__(self, path: Path, deadline: Deadline, check: Callable[[], None]) -> None:
-        """Connects and waits for the agent; `check` raises if the agent can no longer answer."""
+    def __init__(
+        self, host_end: Path | socket.socket, deadline: Deadline, check: Callable[[], None]
+    ) -> None:
+        """Connects and waits for the agent; `check` raises if the agent can no longer answer.
+
+        `host_end` is the path of QEMU's socket, or a socket that is connected to the guest.
+        """
         self._send_lock = threading.Lock()  # held while one frame is sent
         self._inbox_lock = threading.Lock()  # guards _inboxes, _next_id and _closed
         self._inboxes: dict[int, Inbox] = {}
         self._next_id = secrets.randbits(30)
         self._closed = False
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket = socket.socket(socket.AF_UNIX) if isinstance(host_end, Path) else host_end
         try:
-            self._socket.connect(str(path))
+            if isinstance(host_end, Path):
+                self._socket.connect(str(host_end))
             self.boot_id, rest = self._synchronise(deadline, check)
         except BaseException:
             self._socket.close()

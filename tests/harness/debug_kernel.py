@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Kernels that check themselves or have other vendors' configurations, from Debian's source.
+"""Kernels that check themselves, have other vendors' configurations or have the driver built in.
+
+They are built from Debian's source.
 
 `tests/debug-kernel/base.config` has the options that the VMs need. A fragment for each kind
 ("debug", "kcsan", "rhel", ...) adds the rest, and its lines win over those of the base. The cache
@@ -18,7 +20,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from harness import toolchain
-from harness.paths import TESTS, HarnessError, cache_dir
+from harness.paths import ROOT, TESTS, HarnessError, cache_dir
 
 # Suite and name of the source package. Its series is the one that the tests of stock kernels use
 # most.
@@ -32,7 +34,13 @@ VENDORS = {
     "rhel": SOURCE,
     "ubuntu": SOURCE,
 }
-KINDS = (*CHECKING, *VENDORS)
+# The driver and its hooks are part of this kernel, which has no ftrace and no modules.
+INTREE = "intree"
+KINDS = (*CHECKING, *VENDORS, INTREE)
+
+# Adds the driver and the patches of a series to a kernel's source.
+APPLY = ROOT / "guest-driver/intree/apply"
+INTREE_SERIES = "6.12"
 
 
 def fingerprint(kind: str) -> str:
@@ -40,7 +48,41 @@ def fingerprint(kind: str) -> str:
     digest = hashlib.sha256()
     for path in (FRAGMENTS / "base.config", FRAGMENTS / f"{kind}.config"):
         digest.update(path.read_bytes())
+    if kind == INTREE:
+        digest.update(digest_of([*driver_sources(), *series()]).encode())
     return digest.hexdigest()[:12]
+
+
+def digest_of(paths: Iterable[Path]) -> str:
+    """Returns a hash of files of the checkout, and of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(paths):
+        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def driver_sources() -> list[Path]:
+    """Returns the sources that APPLY copies into a kernel."""
+    driver = ROOT / "guest-driver"
+    folders = (driver, driver / "core", driver / "hooks")
+    found = [path for folder in folders for path in folder.glob("*.[ch]")]
+    found = [path for path in found if not path.name.endswith(".mod.c")]
+    return [*found, driver / "Kbuild", APPLY.parent / "Kconfig", ROOT / "proto/virtio_tmem.h"]
+
+
+def series() -> list[Path]:
+    """Returns the patches of the hooks, in their order."""
+    return sorted((APPLY.parent / INTREE_SERIES).glob("*.patch"))
+
+
+def run(*command: str | Path) -> None:
+    """Runs a step of a build; an error has the end of its output."""
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode != 0:
+        raise HarnessError(f"{' '.join(words)} failed:\n{done.stdout[-8192:]}")
 
 
 def build(kind: str, root: Path) -> str:
@@ -52,9 +94,11 @@ def build(kind: str, root: Path) -> str:
     shutil.rmtree(work, ignore_errors=True)
     shutil.rmtree(root, ignore_errors=True)
     work.mkdir(parents=True)
-    _say(f"fetching the source of the kernel '{kind}'")
-    source = _unpack(work, *VENDORS.get(kind, SOURCE))
-    version = _make(source, "kernelversion").strip()
+    say(f"fetching the source of the kernel '{kind}'")
+    source = unpack(work, *VENDORS.get(kind, SOURCE))
+    version = run_make(source, "kernelversion").strip()
+    if kind == INTREE:
+        run(APPLY, source, INTREE_SERIES)
 
     config = work / "all.config"
     options = merge((FRAGMENTS / f"{name}.config").read_text() for name in ("base", kind))
@@ -70,11 +114,13 @@ def build(kind: str, root: Path) -> str:
         "KBUILD_BUILD_USER=tmem",
         "KBUILD_BUILD_HOST=tests",
     ]
-    _make(source, *arguments, "allnoconfig")
-    _check(config, out / ".config")
-    _say(f"building Linux {version} '{kind}' into the cache: takes 13 minutes of one core")
-    _make(source, *arguments, f"-j{os.cpu_count() or 1}", "bzImage", "modules")
-    release = _make(source, *arguments, "-s", "kernelrelease").strip()
+    run_make(source, *arguments, "allnoconfig")
+    check_config(config, out / ".config")
+    say(f"building Linux {version} '{kind}' into the cache: takes 13 minutes of one core")
+    modular = options["CONFIG_MODULES"] == "y"
+    targets = ["bzImage", "modules"] if modular else ["bzImage"]
+    run_make(source, *arguments, f"-j{os.cpu_count() or 1}", *targets)
+    release = run_make(source, *arguments, "-s", "kernelrelease").strip()
 
     (root / "boot").mkdir(parents=True)
     shutil.copy2(out / "arch/x86/boot/bzImage", root / f"boot/vmlinuz-{release}")
@@ -84,8 +130,9 @@ def build(kind: str, root: Path) -> str:
     shutil.copy2(out / "modules.builtin", modules)
     headers = root / f"usr/src/linux-headers-{release}"
     headers.mkdir(parents=True)
-    installer = f"$(srctree)/scripts/package/install-extmod-build {headers}"
-    _make(source, *arguments, "run-command", f"KBUILD_RUN_COMMAND={installer}")
+    if modular:
+        installer = f"$(srctree)/scripts/package/install-extmod-build {headers}"
+        run_make(source, *arguments, "run-command", f"KBUILD_RUN_COMMAND={installer}")
     shutil.copy2(out / ".config", headers)
     shutil.rmtree(work)
     return release
@@ -97,7 +144,8 @@ def merge(fragments: Iterable[str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line.startswith("CONFIG_"))
 
 
-def _unpack(work: Path, suite: str, package: str) -> Path:
+def unpack(work: Path, suite: str, package: str) -> Path:
+    """Fetches and extracts a source package; returns its tree, `work`/source."""
     toolchain.fetch(suite, (package,), work / "debs", work / "deb")
     (archive,) = (work / "deb/usr/src").glob("linux-source-*.tar.xz")
     source = work / "source"
@@ -110,7 +158,8 @@ def _unpack(work: Path, suite: str, package: str) -> Path:
     return source
 
 
-def _make(source: Path, *arguments: str) -> str:
+def run_make(source: Path, *arguments: str) -> str:
+    """Runs make in a kernel's source tree and returns its stdout."""
     # The variables of a caller's make (make check) must not reach the kernel's build.
     environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     environment.pop("MFLAGS", None)
@@ -127,7 +176,7 @@ def _make(source: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def _check(wanted: Path, got: Path) -> None:
+def check_config(wanted: Path, got: Path) -> None:
     """Fails if an option of the configuration was disabled by a dependency.
 
     Its check would be missing.
@@ -146,5 +195,6 @@ def _check(wanted: Path, got: Path) -> None:
         )
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints the progress of a build."""
     print(f"tests/kernel: {text}", file=sys.stderr, flush=True)

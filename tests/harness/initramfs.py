@@ -23,6 +23,7 @@ INIT = """\
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 export PATH=/bin:/sbin:/usr/bin:/usr/sbin HOME=/ TERM=dumb
+# The kernel command line may set TMEM_AGENT to the terminal of the agent.
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
 mount -t devtmpfs devtmpfs /dev
@@ -34,7 +35,7 @@ done </modules/order
 echo 'init: ready'
 # The agent has to live as long as the guest.
 while :; do
-	/sbin/agent
+	/sbin/agent $TMEM_AGENT
 	echo "init: the agent ended with status $?"
 done
 """
@@ -117,7 +118,7 @@ def _module_bytes(path: Path) -> bytes:
 
 
 def build(
-    kernel: Kernel,
+    kernel: Kernel | None,
     destination: Path,
     *,
     modules: Sequence[str] = (),
@@ -125,8 +126,8 @@ def build(
 ) -> Path:
     """Writes the initramfs and returns its path.
 
-    `modules` are loaded at boot with their dependencies. `files` maps paths in the guest to files
-    of the host, whose mode is kept.
+    `modules` are loaded at boot with their dependencies; a kernel of None has no modules. `files`
+    maps paths in the guest to files of the host, whose mode is kept.
     """
     archive = Archive()
     for folder in FOLDERS:
@@ -141,7 +142,7 @@ def build(
             archive.link(applet, "/bin/busybox")
     archive.file("sbin/agent", guest_program(TESTS / "guest/agent.c").read_bytes(), 0o755)
     order = []
-    for path in kernel.module_files((*BASE_MODULES, *modules)):
+    for path in kernel.module_files((*BASE_MODULES, *modules)) if kernel else ():
         name = path.name.removesuffix(".xz")
         archive.file(f"modules/{name}", _module_bytes(path))
         order.append(name)

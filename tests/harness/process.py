@@ -39,7 +39,9 @@ class Process:
         command: Sequence[str | Path],
         log: Path,
         environment: Mapping[str, str] | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
+        """Starts the program, which inherits `descriptors` with the same numbers."""
         self.name = name
         self.command = [str(word) for word in command]
         self.log = log
@@ -52,6 +54,7 @@ class Process:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, **environment} if environment else None,
+                pass_fds=descriptors,
             )
         # The program dies with its parent only once setpriv has replaced itself.
         until(self._is_the_program, 10, f"{name} starts")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from harness.daemon import Daemon, Tenant
+from harness.native import NativeConfig, NativeVm
 from harness.vm import Config, Vm
 
 
@@ -21,7 +22,7 @@ class Session:
     def __init__(self, *, keep: bool = False) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="tmem-"))
         self._keep = keep
-        self._members: list[Vm | Daemon] = []
+        self._members: list[Vm | NativeVm | Daemon] = []
 
     def daemon(
         self, *tenants: Tenant | str, pool_size: str = "64MiB", options: list[str] | None = None
@@ -39,10 +40,16 @@ class Session:
         self._members.append(vm)
         return vm
 
+    def native_vm(self, config: NativeConfig) -> NativeVm:
+        """Creates a native guest, which is not started yet."""
+        vm = NativeVm(config, self.folder / f"{config.name}-{len(self._members)}")
+        self._members.append(vm)
+        return vm
+
     def check_consoles(self) -> None:
         """Raises if the kernel of any guest reported a fault."""
         for member in self._members:
-            if isinstance(member, Vm):
+            if isinstance(member, Vm | NativeVm):
                 member.check_console()
 
     def report(self) -> str:

@@ -4,7 +4,7 @@
 A blank or filled ext4 disk is mounted at /mnt unless --no-disk. With --daemon, a tmemd is started
 and the device is attached. With --ko, the module is copied into the guest and loaded. At the
 prompt, each line is a command in the guest. Lines that begin with a dot are commands of the harness
-(.help).
+(.help). With --native, the guest is user-mode Linux with the driver built in.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from harness import disk, kernel, module
 from harness.daemon import Daemon
 from harness.guest import Guest
+from harness.native import NativeConfig, NativeVm
 from harness.paths import HarnessError
 from harness.process import tail
 from harness.session import Session
@@ -34,6 +35,11 @@ MODULE_PATH = "/virtio_tmem.ko"
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tests/run-vm", description=__doc__)
     add = parser.add_argument
+    add(
+        "--native",
+        action="store_true",
+        help="user-mode Linux, built once; options of QEMU and the module do not apply",
+    )
     add("--kernel", default="6.12", choices=sorted(kernel.NAMES), help="kernel series of the guest")
     add("--memory", default=256, type=int, metavar="MIB", help="guest memory in MiB")
     add("--cpus", default=1, type=int)
@@ -47,7 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="with --ko build: build the test-only parameters (TEST=1)",
     )
-    add("--params", default="deadline_ms=200", help="parameters of the module")
+    add("--params", default="deadline_ms=200", help="parameters of the driver")
     add("--no-load", action="store_true", help=f"do not load the module; it is at {MODULE_PATH}")
     add("--daemon", action="store_true", help="start tmemd and attach the device")
     add("--socket", type=Path, help="attach the device to the daemon at this socket")
@@ -74,16 +80,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm, Daemon | None]:
-    found = kernel.prepare(options.kernel)
+def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm | NativeVm, Daemon | None]:
     files: dict[str, Path] = {}
     for entry in options.file:
         host, _, guest = entry.partition(":")
         files[guest or f"/{Path(host).name}"] = Path(host)
-    if options.ko:
-        build = str(options.ko) == "build"
-        ko = module.build(found, test=options.test_module) if build else options.ko
-        files[MODULE_PATH] = ko
     disks = []
     if not options.no_disk:
         image = disk.ext4(session.folder / "data.img", options.disk_size * MIB, options.tree)
@@ -95,6 +96,21 @@ def build_vm(session: Session, options: argparse.Namespace) -> tuple[Vm, Daemon 
         daemon = session.daemon("vm1", pool_size=options.pool_size)
         daemon.start()
         socket = daemon.socket("vm1")
+    if options.native:
+        native = NativeConfig(
+            memory_bytes=options.memory * MIB,
+            disks=disks,
+            tmem=socket,
+            files=files,
+            parameters=options.params,
+            cmdline=options.cmdline,
+        )
+        return session.native_vm(native), daemon
+    found = kernel.prepare(options.kernel)
+    if options.ko:
+        build = str(options.ko) == "build"
+        ko = module.build(found, test=options.test_module) if build else options.ko
+        files[MODULE_PATH] = ko
     config = Config(
         kernel=found,
         memory_bytes=options.memory * MIB,
@@ -129,7 +145,9 @@ def run(guest: Guest, line: str, seconds: float) -> int:
 class Prompt:
     """The interactive loop."""
 
-    def __init__(self, vm: Vm, daemon: Daemon | None, options: argparse.Namespace) -> None:
+    def __init__(
+        self, vm: Vm | NativeVm, daemon: Daemon | None, options: argparse.Namespace
+    ) -> None:
         self._vm = vm
         self._daemon = daemon
         self._options = options
@@ -158,12 +176,15 @@ class Prompt:
             "put": lambda host, guest: self._vm.guest.put(guest, Path(host)),
             "get": lambda guest, host: Path(host).write_bytes(self._vm.guest.get(guest)),
             "console": lambda: tail(self._vm.console),
-            "reset": lambda: prepare_guest(self._vm.reset(), self._options),
-            "reboot": lambda: prepare_guest(self._vm.reboot(), self._options),
-            "pause": self._vm.pause,
-            "resume": self._vm.resume,
-            "hmp": lambda *rest: self._vm.qmp.human(" ".join(rest)),
         }
+        if isinstance(vm := self._vm, Vm):
+            actions |= {
+                "reset": lambda: prepare_guest(vm.reset(), self._options),
+                "reboot": lambda: prepare_guest(vm.reboot(), self._options),
+                "pause": vm.pause,
+                "resume": vm.resume,
+                "hmp": lambda *rest: vm.qmp.human(" ".join(rest)),
+            }
         if daemon := self._daemon:
             actions |= {
                 "stats": daemon.stats,
@@ -187,7 +208,7 @@ def main() -> int:
     with Session(keep=options.keep) as session:
         try:
             vm, daemon = build_vm(session, options)
-            if options.verbose:
+            if options.verbose and isinstance(vm, Vm):
                 print(shlex.join(vm.command()), file=sys.stderr)
             guest = vm.start()
             prepare_guest(guest, options)

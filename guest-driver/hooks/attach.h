@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: GPL-2.0-only */
+/*
+ * How the hooks are attached to the kernel. This header decides between two ways:
+ *
+ * - A module redirects functions with ftrace (ftrace.c) and joins tracepoints (tracepoints.c), in a
+ *   kernel that was not made for it.
+ * - A kernel with the patches of intree/ calls the hooks itself (intree.c). The driver is built in,
+ *   and the kernel needs no ftrace, kprobes or tracepoints. Kbuild then defines TMEM_INTREE.
+ *
+ * All other files of hooks/ are the same for both ways.
+ */
+#ifndef _TMEM_ATTACH_H
+#define _TMEM_ATTACH_H
+
+#include <linux/fs.h>
+#include <linux/types.h>
+
+/* Arguments of a hooked function, for tmem_arg(args, n) with n from 0. */
+struct tmem_args;
+
+#ifdef TMEM_INTREE
+#include <linux/tmem_hooks.h>
+
+/* The hook of a failed conversion needs most: five. */
+#define TMEM_ARGS_MAX 5
+
+struct tmem_args {
+	unsigned long value[TMEM_ARGS_MAX];
+};
+
+#define tmem_arg(args, n) ((args)->value[n])
+
+/* A function of the kernel without its hook. */
+#define tmem_original(function) __##function
+
+/* The kernel calls the hook of a mount in any configuration. */
+#define TMEM_HAS_MOUNT_HOOK true
+
+/* True if driver and kernel are built together, from a source that the patches of intree/ fit. */
+#define TMEM_BUILT_IN true
+#else
+#include "../compat.h"
+
+#define tmem_arg(args, n) tmem_ftrace_arg((struct ftrace_regs *)(args), n)
+
+/* ftrace.c recognizes calls from this module and does not redirect them. */
+#define tmem_original(function) function
+
+/* Without CONFIG_SECURITY, security_sb_set_mnt_opts() is inline. */
+#define TMEM_HAS_MOUNT_HOOK IS_ENABLED(CONFIG_SECURITY)
+
+#define TMEM_BUILT_IN false
+#endif
+
+#endif /* _TMEM_ATTACH_H */

@@ -1,0 +1,465 @@
+// SPDX-License-Identifier: GPL-2.0-only
+/*
+ * Hooks that the kernel calls itself, by the patches of intree/. This file takes the place of
+ * ftrace.c and tracepoints.c, and has the same rules: a function is watched from tmem_target_add()
+ * on, an entry is called in any context, and a replacement calls the original by tmem_original().
+ *
+ * The kernel calls tmem_hook_...() while tmem_hooks_key is on. The code is never unloaded, so
+ * nothing depends on the key alone: each hook checks under RCU whether it is wanted.
+ */
+#include <linux/export.h>
+#include <linux/jbd2.h>
+#include <linux/rcupdate.h>
+#include <linux/swap.h>
+#include <linux/wait_bit.h>
+
+#include "hooks.h"
+
+/* Number of targets: mm and VFS 6, self-test 1, ext4 7 and xfs 4. */
+#define TMEM_TARGETS_MAX 18
+
+DEFINE_STATIC_KEY_FALSE(tmem_hooks_key);
+EXPORT_SYMBOL_GPL(tmem_hooks_key);
+
+/* Written in process context, by one task at a time. An entry below nr_targets never changes. */
+static struct tmem_target targets[TMEM_TARGETS_MAX];
+static unsigned int nr_targets;
+static bool targets_on, probes_on, added_on;
+
+/* Number of tasks inside a replacement. */
+atomic_t tmem_nr_inside = ATOMIC_INIT(0);
+static bool draining;
+
+/*
+ * Returns the target of a function, or of a hook if @function is 0. File systems have different
+ * functions for the hooks of their operations; all other hooks have one function.
+ */
+static const struct tmem_target *find_target(enum tmem_hook hook, unsigned long function)
+{
+	/* Pairs with tmem_target_add(): entries below nr are complete. */
+	unsigned int i, nr = smp_load_acquire(&nr_targets);
+
+	for (i = 0; i < nr; i++)
+		if (function ? targets[i].addr == function : targets[i].hook == hook)
+			return &targets[i];
+	return NULL;
+}
+
+/*
+ * Watches a call. Returns the replacement of the function, or NULL. With a replacement, the task
+ * counts as being inside until the caller calls tmem_leave().
+ */
+static void *hook_enter(enum tmem_hook hook, const void *function, struct tmem_args args)
+{
+	const struct tmem_target *target = NULL;
+	void *wrap = NULL;
+
+	rcu_read_lock();
+	if (READ_ONCE(targets_on))
+		target = find_target(hook, (unsigned long)function);
+	if (!target)
+		goto unlock;
+	if (unlikely(READ_ONCE(tmem_selftest_mapping)))
+		tmem_selftest_saw_call(target->hook);
+	if (tmem_hook_off(target->hook))
+		goto unlock;
+	if (target->entry)
+		target->entry(&args);
+	if (target->wrap && (!target->wanted || target->wanted(&args))) {
+		wrap = target->wrap;
+		tmem_enter();
+	}
+unlock:
+	rcu_read_unlock();
+	return wrap;
+}
+
+#define ARGS(...) ((struct tmem_args){ .value = { __VA_ARGS__ } })
+#define ARG(pointer) ((unsigned long)(pointer))
+
+/* --- called by the kernel ------------------------------------------------------------------ */
+
+/**
+ * tmem_hook_added() - a folio was added to the page cache
+ * @folio: the folio
+ */
+void tmem_hook_added(struct folio *folio)
+{
+	rcu_read_lock();
+	if (READ_ONCE(added_on))
+		tmem_probe_added(NULL, folio);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_hook_removed() - a folio is about to leave the page cache
+ * @folio: the folio, whose mapping, index and contents are valid
+ *
+ * Context: interrupts off, with the i_pages lock.
+ */
+void tmem_hook_removed(struct folio *folio)
+{
+	rcu_read_lock();
+	if (READ_ONCE(probes_on))
+		tmem_probe_removed(NULL, folio);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_hook_dirty() - a folio becomes dirty
+ * @folio: the folio
+ * @mapping: its mapping
+ *
+ * Context: interrupts off, with the i_pages lock.
+ */
+void tmem_hook_dirty(struct folio *folio, struct address_space *mapping)
+{
+	rcu_read_lock();
+	if (READ_ONCE(probes_on))
+		tmem_probe_dirty(NULL, folio, mapping);
+	rcu_read_unlock();
+}
+
+/**
+ * tmem_hook_fs_error() - ext4 found an error, or is about to be shut down by force
+ * @sb: its super block
+ */
+void tmem_hook_fs_error(struct super_block *sb)
+{
+	rcu_read_lock();
+	if (READ_ONCE(probes_on))
+		tmem_probe_ext4_error(NULL, sb, NULL, 0);
+	rcu_read_unlock();
+}
+EXPORT_SYMBOL_GPL(tmem_hook_fs_error);
+
+/**
+ * tmem_hook_readahead() - read folios, from the host or by the file system's ->readahead
+ * @rac: the request
+ */
+void tmem_hook_readahead(struct readahead_control *rac)
+{
+	const struct address_space_operations *aops = rac->mapping->a_ops;
+	void (*wrap)(struct readahead_control *rac);
+
+	wrap = hook_enter(TMEM_HOOK_READAHEAD, aops->readahead, ARGS(ARG(rac)));
+	if (!wrap) {
+		aops->readahead(rac);
+		return;
+	}
+	wrap(rac);
+	tmem_leave();
+}
+
+/**
+ * tmem_hook_read_folio() - read a folio, from the host or by a function of the file system
+ * @filler: the function
+ * @file: the file; may be NULL
+ * @folio: the folio, locked
+ *
+ * Return: what the function returns.
+ */
+int tmem_hook_read_folio(filler_t *filler, struct file *file, struct folio *folio)
+{
+	filler_t *wrap;
+	int ret;
+
+	wrap = hook_enter(TMEM_HOOK_READ_FOLIO, filler, ARGS(ARG(file), ARG(folio)));
+	if (!wrap)
+		return filler(file, folio);
+	ret = wrap(file, folio);
+	tmem_leave();
+	return ret;
+}
+
+/**
+ * tmem_hook_direct_write() - entry of invalidate_inode_pages2_range()
+ * @mapping: the mapping
+ */
+void tmem_hook_direct_write(struct address_space *mapping)
+{
+	hook_enter(TMEM_HOOK_DIRECT, NULL, ARGS(ARG(mapping)));
+}
+
+/**
+ * tmem_hook_swapon() - a file system's ->swap_activate is about to be called
+ * @sis: the swap area
+ * @file: its file
+ */
+void tmem_hook_swapon(struct swap_info_struct *sis, struct file *file)
+{
+	hook_enter(TMEM_HOOK_SWAPON, file->f_mapping->a_ops->swap_activate,
+		   ARGS(ARG(sis), ARG(file)));
+}
+
+/**
+ * tmem_hook_bmap() - a file system's ->bmap is about to be called
+ * @mapping: the mapping
+ */
+void tmem_hook_bmap(struct address_space *mapping)
+{
+	hook_enter(TMEM_HOOK_BMAP, mapping->a_ops->bmap, ARGS(ARG(mapping)));
+}
+
+/**
+ * tmem_hook_move_extents() - two files of an ext4 are about to exchange blocks
+ * @orig: the one
+ * @donor: the other
+ */
+void tmem_hook_move_extents(struct file *orig, struct file *donor)
+{
+	hook_enter(TMEM_HOOK_MOVE_EXT, NULL, ARGS(ARG(orig), ARG(donor)));
+}
+EXPORT_SYMBOL_GPL(tmem_hook_move_extents);
+
+/**
+ * tmem_hook_conversion_failed() - ext4 could not convert unwritten blocks
+ * @inode: the inode
+ */
+void tmem_hook_conversion_failed(struct inode *inode)
+{
+	/* These are the arguments of the warning, which a module hooks instead. */
+	hook_enter(TMEM_HOOK_CONVERSION, NULL,
+		   ARGS(ARG(inode->i_sb), ARG("ext4_convert_unwritten_extents"), 0, 0,
+			inode->i_ino));
+}
+EXPORT_SYMBOL_GPL(tmem_hook_conversion_failed);
+
+/**
+ * tmem_hook_journal_abort() - entry of jbd2_journal_abort()
+ * @journal: the journal
+ */
+void tmem_hook_journal_abort(struct journal_s *journal)
+{
+	hook_enter(TMEM_HOOK_JOURNAL_ABORT, NULL, ARGS(ARG(journal)));
+}
+EXPORT_SYMBOL_GPL(tmem_hook_journal_abort);
+
+/**
+ * tmem_hook_drop_slab() - entry of drop_slab()
+ */
+void tmem_hook_drop_slab(void)
+{
+	hook_enter(TMEM_HOOK_DROP_SLAB, NULL, ARGS(0));
+}
+
+/**
+ * tmem_hook_mounted() - a file system was mounted
+ * @sb: its super block, s_umount held for writing
+ */
+void tmem_hook_mounted(struct super_block *sb)
+{
+	/* The replacement calls the function after which a module learns of a mount. */
+	if (!hook_enter(TMEM_HOOK_MOUNT, NULL, ARGS(ARG(sb))))
+		return;
+	tmem_fs_mounted(sb);
+	tmem_leave();
+}
+
+/**
+ * tmem_hook_truncate_inode_pages_range() - truncate_inode_pages_range()
+ * @mapping: the mapping
+ * @lstart: first byte
+ * @lend: last byte
+ */
+void tmem_hook_truncate_inode_pages_range(struct address_space *mapping, loff_t lstart,
+					  loff_t lend)
+{
+	void (*wrap)(struct address_space *mapping, loff_t lstart, loff_t lend);
+
+	wrap = hook_enter(TMEM_HOOK_TRUNCATE, NULL, ARGS(ARG(mapping), lstart, lend));
+	if (!wrap) {
+		__truncate_inode_pages_range(mapping, lstart, lend);
+		return;
+	}
+	wrap(mapping, lstart, lend);
+	tmem_leave();
+}
+
+/**
+ * tmem_hook_generic_shutdown_super() - generic_shutdown_super()
+ * @sb: the super block
+ */
+void tmem_hook_generic_shutdown_super(struct super_block *sb)
+{
+	void (*wrap)(struct super_block *sb);
+
+	wrap = hook_enter(TMEM_HOOK_UNMOUNT, NULL, ARGS(ARG(sb)));
+	if (!wrap) {
+		__generic_shutdown_super(sb);
+		return;
+	}
+	wrap(sb);
+	tmem_leave();
+}
+
+/**
+ * tmem_hook_generic_fadvise() - generic_fadvise()
+ * @file: the file
+ * @offset: first byte
+ * @len: number of bytes
+ * @advice: POSIX_FADV_...
+ *
+ * Return: 0 or an error.
+ */
+int tmem_hook_generic_fadvise(struct file *file, loff_t offset, loff_t len, int advice)
+{
+	int (*wrap)(struct file *file, loff_t offset, loff_t len, int advice);
+	int ret;
+
+	wrap = hook_enter(TMEM_HOOK_FADVISE, NULL, ARGS(ARG(file), offset, len, advice));
+	if (!wrap)
+		return __generic_fadvise(file, offset, len, advice);
+	ret = wrap(file, offset, len, advice);
+	tmem_leave();
+	return ret;
+}
+
+/* --- called by the driver ------------------------------------------------------------------ */
+
+/**
+ * tmem_targets_reset() - remove all targets
+ *
+ * The caller makes sure that no function is watched.
+ */
+void tmem_targets_reset(void)
+{
+	nr_targets = 0;
+	draining = false;
+}
+
+/**
+ * tmem_target_add() - watch a function
+ * @target: function and actions; copied. To add the same target again is no error.
+ *
+ * Context: process, one call at a time, before tmem_targets_start() or after it.
+ *
+ * Return: 0; -ENOSPC; -EEXIST if the function has another target.
+ */
+int tmem_target_add(const struct tmem_target *target)
+{
+	const struct tmem_target *old = find_target(target->hook, target->addr);
+
+	if (old)
+		return old->hook == target->hook && old->wrap == target->wrap ? 0 : -EEXIST;
+	if (nr_targets == TMEM_TARGETS_MAX)
+		return -ENOSPC;
+	targets[nr_targets] = *target;
+	/* Pairs with find_target(). */
+	smp_store_release(&nr_targets, nr_targets + 1);
+	if (targets_on)
+		tmem_hooks_set(target->hook);
+	return 0;
+}
+
+/**
+ * tmem_target_add_name() - watch a function that has a hook of its own
+ * @symbol: its name
+ * @hook: the hook
+ * @entry: called at its entry
+ *
+ * Return: as tmem_target_add().
+ */
+int tmem_target_add_name(const char *symbol, enum tmem_hook hook,
+			 void (*entry)(struct tmem_args *args))
+{
+	const struct tmem_target target = { .hook = hook, .entry = entry };
+
+	return tmem_target_add(&target);
+}
+
+/**
+ * tmem_targets_start() - begin to watch all functions added so far
+ *
+ * Return: 0.
+ */
+int tmem_targets_start(void)
+{
+	unsigned int i;
+
+	WRITE_ONCE(targets_on, true);
+	static_branch_inc(&tmem_hooks_key);
+	for (i = 0; i < nr_targets; i++)
+		tmem_hooks_set(targets[i].hook);
+	return 0;
+}
+
+/**
+ * tmem_targets_stop() - stop watching all functions; tmem_targets_drain() then waits
+ *
+ * Return: true.
+ */
+bool tmem_targets_stop(void)
+{
+	if (targets_on)
+		static_branch_dec(&tmem_hooks_key);
+	WRITE_ONCE(targets_on, false);
+	return true;
+}
+
+/**
+ * tmem_leave_last() - wake the drain when the last task has left a replacement
+ */
+void tmem_leave_last(void)
+{
+	if (READ_ONCE(draining))
+		wake_up_var(&tmem_nr_inside);
+}
+
+/**
+ * tmem_targets_drain() - wait until no task is inside a hook
+ *
+ * Called after tmem_targets_stop(). Each task that found the hooks on has counted itself when the
+ * grace period ends.
+ */
+void tmem_targets_drain(void)
+{
+	WRITE_ONCE(draining, true);
+	/* Pairs with the full barrier of atomic_dec_and_test() in tmem_leave(). */
+	smp_mb();
+	synchronize_rcu();
+	wait_var_event(&tmem_nr_inside, !atomic_read(&tmem_nr_inside));
+}
+
+/**
+ * tmem_probes_register() - begin to call the probes
+ *
+ * Return: 0.
+ */
+int tmem_probes_register(void)
+{
+	WRITE_ONCE(probes_on, true);
+	static_branch_inc(&tmem_hooks_key);
+	return 0;
+}
+
+/**
+ * tmem_probes_see_errors() - check whether the kernel reports the errors of a file system
+ *
+ * Return: true.
+ */
+bool tmem_probes_see_errors(void)
+{
+	return true;
+}
+
+/**
+ * tmem_probe_new_mounts() - start or stop watching added pages, to find file systems
+ * @on: true to start
+ */
+void tmem_probe_new_mounts(bool on)
+{
+	WRITE_ONCE(added_on, on);
+}
+
+/**
+ * tmem_probes_unregister() - stop calling the probes and wait until none runs
+ */
+void tmem_probes_unregister(void)
+{
+	if (probes_on)
+		static_branch_dec(&tmem_hooks_key);
+	WRITE_ONCE(probes_on, false);
+	WRITE_ONCE(added_on, false);
+	synchronize_rcu();
+}

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Native guests: user-mode Linux with the driver built in, which runs at the machine's own speed.
+
+The kernel is Debian's source with the patches of guest-driver/intree, so it has no ftrace, kprobes
+and modules. Patches of tests/native-kernel/patches, for the lab only, put guest memory into a
+sealed memfd and make call descriptors eventfds, as tmemd demands. The kernel process itself is the
+vhost-user front end of the device and of the disks.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness import initramfs
+from harness.channel import Channel
+from harness.debug_kernel import (
+    APPLY,
+    INTREE_SERIES,
+    SOURCE,
+    check_config,
+    digest_of,
+    driver_sources,
+    merge,
+    run,
+    run_make,
+    say,
+    series,
+    unpack,
+)
+from harness.disk import Disk
+from harness.guest import Guest
+from harness.paths import TESTS, HarnessError, cache_dir
+from harness.process import Process, tail
+from harness.storage import Export
+from harness.vm import MIB, TROUBLE
+from harness.wait import Deadline
+
+LAB = TESTS / "native-kernel"
+BINARIES_KEPT = 8  # kernels of edits and branches that stay in the cache
+BOOT_SECONDS = 60.0  # a boot takes about 2 on an idle machine
+DEVICE_ID_BLOCK = 2
+DEVICE_ID_TMEM = 63
+# Directories whose drivers the kernel does not have. Their sources are removed, except for Kconfig.
+UNUSED = ("drivers/gpu", "drivers/net/ethernet", "drivers/net/wireless", "drivers/media",
+          "drivers/staging", "drivers/infiniband", "drivers/iio", "sound")  # fmt: skip
+
+
+def build() -> Path:
+    """Returns the kernel: TMEM_NATIVE_KERNEL, or one built from these sources, in the cache.
+
+    The cache keeps the tree with its objects, so that a change of the driver only compiles the
+    driver and links. The first build takes 13 minutes of one core.
+    """
+    if named := os.environ.get("TMEM_NATIVE_KERNEL"):
+        return Path(named)
+    base = cache_dir() / "kernel/native"
+    base.mkdir(parents=True, exist_ok=True)
+    tree = base / digest_of([*series(), *_lab_patches(), LAB / "native.config"])
+    linux = tree / f"linux-{digest_of(driver_sources())}"
+    with open(base / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not linux.is_file():
+            _build(base, tree, linux)
+        os.utime(linux)
+        return linux
+
+
+def _lab_patches() -> list[Path]:
+    return sorted((LAB / "patches").glob("*.patch"))
+
+
+def _build(base: Path, tree: Path, linux: Path) -> None:
+    source, out = tree / "source", tree / "out"
+    if not (tree / "ready").exists():
+        # A tree of other patches is of no use any more.
+        for old in base.iterdir():
+            if old.is_dir():
+                shutil.rmtree(old)
+        tree.mkdir()
+        say("fetching the source of the native kernel")
+        unpack(tree, *SOURCE)
+        for folder in UNUSED:
+            for path in (source / folder).rglob("*.[ch]"):
+                path.unlink()
+        out.mkdir()
+        run(APPLY, source, INTREE_SERIES)
+        for patch in _lab_patches():
+            run("patch", "-d", source, "-p1", "--fuzz=0", "--quiet", "-i", patch)
+        (tree / "ready").touch()
+    run(APPLY, "--driver-only", source, INTREE_SERIES)
+    config = tree / "all.config"
+    options = merge([(LAB / "native.config").read_text()])
+    options["CONFIG_LOCALVERSION"] = '"-tmem-native"'
+    config.write_text("".join(f"{name}={value}\n" for name, value in options.items()))
+    arguments = ["ARCH=um", f"O={out}", f"KCONFIG_ALLCONFIG={config}"]
+    if not (out / ".config").exists():
+        run_make(source, *arguments, "allnoconfig")
+        check_config(config, out / ".config")
+    say("building the native kernel: 13 minutes of one core at first, seconds later")
+    run_make(source, *arguments, f"-j{os.cpu_count() or 1}", "linux")
+    scratch = linux.with_suffix(".new")
+    shutil.copy2(out / "linux", scratch)
+    subprocess.run(["strip", "--strip-debug", str(scratch)], check=True)
+    scratch.rename(linux)
+    kept = sorted(tree.glob("linux-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in kept[BINARIES_KEPT:]:
+        path.unlink()
+
+
+@dataclass(frozen=True)
+class NativeConfig:
+    """Configuration of a native guest, which has one processor.
+
+    `tmem` is the socket of its tmemd, which must serve already: the kernel does not connect again.
+    """
+
+    name: str = "vm1"
+    memory_bytes: int = 256 * MIB
+    disks: Sequence[Disk] = ()
+    tmem: Path | None = None
+    files: Mapping[str, Path] = field(default_factory=dict)
+    parameters: str = ""  # of the driver: "verify_every=0 deadline_ms=100"
+    cmdline: str = ""
+    direct: bool = True  # False: disks go through the host's page cache
+
+
+class NativeGuest(Guest):
+    """The running system in a native guest."""
+
+    disk_names: Sequence[str] = ()
+
+    def disk(self, name: str) -> str:
+        """Returns the block device of a disk. Disks appear in the order of the command line."""
+        if name not in self.disk_names:
+            raise HarnessError(f"guest: no disk '{name}'")
+        return f"vd{chr(ord('a') + self.disk_names.index(name))}"
+
+
+class NativeVm:
+    """A native guest in `folder`, which holds its sockets and logs. start() boots it."""
+
+    def __init__(self, config: NativeConfig, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config = config
+        self.name = config.name
+        self.folder = folder
+        self.console = folder / "console.log"
+        self.exports = [Export(disk, folder, direct=config.direct) for disk in config.disks]
+        self.boot_seconds = 0.0
+        self._process: Process | None = None
+        self._guest: NativeGuest | None = None
+        self._trouble_expected = False
+
+    def command(self, agent: int) -> list[str]:
+        """Returns the command line; `agent` is the descriptor that leads to the agent."""
+        config = self.config
+        image = initramfs.build(None, self.folder / "initramfs", files=config.files)
+        command = [
+            str(build()), f"mem={config.memory_bytes // MIB}M", f"initrd={image}", "rdinit=/init",
+            "con=null", "con0=null,fd:1", f"ssl0=fd:{agent}", "TMEM_AGENT=/dev/ttyS0",
+            "loglevel=6", "oops=panic", "panic=-1",
+        ]  # fmt: skip
+        for export in self.exports:
+            command.append(f"virtio_uml.device={export.socket}:{DEVICE_ID_BLOCK}")
+        if config.tmem:
+            command.append(f"virtio_uml.device={config.tmem}:{DEVICE_ID_TMEM}")
+        command += [f"virtio_tmem.{word}" for word in config.parameters.split()]
+        return [*command, *config.cmdline.split()]
+
+    def start(self) -> NativeGuest:
+        """Boots the guest; returns it when its agent answers."""
+        for export in self.exports:
+            export.start()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = self.command(theirs.fileno())
+            began = time.monotonic()
+            environment = {"TMPDIR": "/dev/shm"}
+            self._process = Process(
+                f"kernel of {self.name}", command, self.console, environment, [theirs.fileno()]
+            )
+        deadline = Deadline(BOOT_SECONDS, f"{self.name}: the guest's agent answers")
+        channel = Channel(ours, deadline, self._check_alive)
+        self.boot_seconds = time.monotonic() - began
+        self._guest = NativeGuest(channel, self._check_alive)
+        self._guest.disk_names = [disk.name for disk in self.config.disks]
+        return self._guest
+
+    @property
+    def process(self) -> Process:
+        if not self._process:
+            raise HarnessError(f"{self.name} was not started")
+        return self._process
+
+    @property
+    def guest(self) -> NativeGuest:
+        if not self._guest:
+            raise HarnessError(f"{self.name} has no guest: it was not started")
+        return self._guest
+
+    def stop(self) -> None:
+        """Ends the guest, in whatever state it is, and then its disks."""
+        if self._guest:
+            self._guest.close()
+            self._guest = None
+        if self._process:
+            self._process.kill()
+        for export in self.exports:
+            export.stop()
+
+    def expect_trouble(self) -> None:
+        """From now on, an oops or a warning on the console is not a failure."""
+        self._trouble_expected = True
+
+    def check_console(self) -> None:
+        """Raises if the guest's kernel reported a fault."""
+        if self._trouble_expected or not self.console.exists():
+            return
+        text = self.console.read_text(errors="replace")
+        if found := re.search(TROUBLE, text):
+            start = text.rfind("\n", 0, found.start()) + 1
+            raise HarnessError(f"{self.name}: on its console:\n{text[start : start + 4096]}")
+
+    def _check_alive(self) -> None:
+        self.process.expect_alive()
+        if not self._trouble_expected:
+            self.check_console()
+
+    def report(self) -> str:
+        """Returns the state and the ends of the logs, for a failed test's report."""
+        state = "not started"
+        if self._process:
+            status = self._process.status()
+            state = "running" if status is None else f"ended with status {status}"
+        exports = "".join(f"{export.report()}\n" for export in self.exports)
+        return f"{exports}--- {self.name}: kernel {state}; console\n{tail(self.console)}"

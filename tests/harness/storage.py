@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""Disks of native guests: qemu-storage-daemon, one process for each disk, over vhost-user-blk.
+
+The program and its libraries come from Debian 13, extracted into the cache and never installed. A
+disk is opened with cache.direct, so the host's page cache holds nothing of it, and a throttled disk
+is as slow as it says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import shutil
+from pathlib import Path
+
+from harness import toolchain
+from harness.disk import Disk
+from harness.paths import HarnessError, cache_dir
+from harness.process import Process, tail
+from harness.wait import until
+
+SUITE = "trixie"
+PROGRAM = "usr/bin/qemu-storage-daemon"
+# The program's package, and the packages of the libraries that it loads.
+PACKAGES = (
+    "qemu-utils", "libaio1t64", "libatomic1", "libc6", "libffi8", "libfuse3-4", "libglib2\\.0-0t64",
+    "libgmp10", "libgnutls30t64", "libhogweed6t64", "libidn2-0", "libnettle8t64", "libnuma1",
+    "libp11-kit0", "libpcre2-8-0", "libtasn1-6", "libunistring5", "liburing2", "libzstd1", "zlib1g",
+)  # fmt: skip
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def program() -> Path:
+    """Returns qemu-storage-daemon: TMEM_STORAGE_DAEMON, or the one in the cache."""
+    if named := os.environ.get("TMEM_STORAGE_DAEMON"):
+        return Path(named)
+    base = cache_dir() / "storage-daemon"
+    base.mkdir(exist_ok=True)
+    root = base / SUITE
+    with open(base / f"{SUITE}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not root.is_dir():
+            debs, scratch = base / f"{SUITE}.debs", base / f"{SUITE}.root"
+            for folder in (debs, scratch):
+                shutil.rmtree(folder, ignore_errors=True)
+            toolchain.fetch(SUITE, PACKAGES, debs, scratch)
+            toolchain.wrap_programs(scratch, root, root)
+            scratch.rename(root)
+            shutil.rmtree(debs)
+    return root / PROGRAM
+
+
+def cached_bytes(path: Path) -> int:
+    """Returns how many bytes of a file are in the host's page cache.
+
+    Source: mincore(2). It tells the truth only about files that the caller owns or may write.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    size = path.stat().st_size
+    pages = (size + PAGE_BYTES - 1) // PAGE_BYTES
+    if not pages:
+        return 0
+    with open(path, "r+b") as file:
+        at = libc.mmap(
+            None, ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(),
+            ctypes.c_long(0),
+        )  # fmt: skip
+    if at == ctypes.c_void_p(-1).value:
+        raise HarnessError(f"{path}: mmap: {os.strerror(ctypes.get_errno())}")
+    present = (ctypes.c_ubyte * pages)()
+    status = libc.mincore(ctypes.c_void_p(at), ctypes.c_size_t(size), present)
+    libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(size))
+    if status:
+        raise HarnessError(f"{path}: mincore: {os.strerror(ctypes.get_errno())}")
+    return sum(byte & 1 for byte in present) * PAGE_BYTES
+
+
+def forget_cached(path: Path) -> None:
+    """Writes a file's dirty pages to the disk and drops its pages from the host's page cache."""
+    with open(path, "r+b") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class Export:
+    """One disk, served at a socket in `folder`."""
+
+    def __init__(self, disk: Disk, folder: Path, *, direct: bool = True) -> None:
+        self.disk = disk
+        self.socket = folder / f"{disk.name}.sock"
+        self.log = folder / f"{disk.name}.log"
+        self._direct = direct
+        self._process: Process | None = None
+
+    def command(self) -> list[str]:
+        """Returns the storage daemon's command line."""
+        disk = self.disk
+        only = "on" if disk.read_only else "off"
+        how = "cache.direct=on,aio=native" if self._direct else "cache.direct=off,aio=threads"
+        command = [
+            str(program()),
+            "--blockdev", f"driver=file,node-name=file,filename={disk.path},read-only={only},{how}",
+            "--blockdev", f"driver={disk.format},node-name=image,file=file,read-only={only}",
+        ]  # fmt: skip
+        top = "image"
+        if disk.throttle:
+            limits = "".join(
+                f",x-{key}={value}" for key, value in disk.throttle.arguments().items()
+            )
+            top = "throttled"
+            command += ["--object", f"throttle-group,id=limits{limits}"]
+            command += ["--blockdev", f"driver=throttle,node-name={top},file=image,"
+                        f"throttle-group=limits,read-only={only}"]  # fmt: skip
+        writable = "off" if disk.read_only else "on"
+        command += ["--export", f"type=vhost-user-blk,id={disk.name},node-name={top},"
+                    f"writable={writable},addr.type=unix,addr.path={self.socket}"]  # fmt: skip
+        return command
+
+    def start(self) -> None:
+        """Empties the host's page cache of the image, and serves the disk."""
+        forget_cached(self.disk.path)
+        self.socket.unlink(missing_ok=True)
+        process = Process(f"storage daemon of {self.disk.name}", self.command(), self.log)
+        self._process = process
+
+        def listening() -> bool:
+            process.expect_alive()
+            return self.socket.exists()
+
+        until(listening, 20, f"{self.disk.name}: the storage daemon opens its socket")
+
+    def check_cache(self) -> None:
+        """Raises if the host's page cache has pages of the disk, which would hide its throttle."""
+        if cached := cached_bytes(self.disk.path):
+            raise HarnessError(
+                f"{self.disk.name}: the host's page cache has {cached} bytes of {self.disk.path}, "
+                "so reads can be faster than the disk. Serve it with cache.direct=on."
+            )
+
+    def stop(self) -> None:
+        """Ends the daemon; a throttled disk must not be in the host's page cache then."""
+        if not self._process:
+            return
+        self._process.kill()
+        self._process = None
+        if self.disk.throttle:
+            self.check_cache()
+
+    def report(self) -> str:
+        """Returns the end of the log."""
+        return f"--- storage daemon of {self.disk.name}\n{tail(self.log)}"

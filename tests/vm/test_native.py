@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0 OR MIT
+"""The torture in native guests: user-mode Linux, the driver built in, hooks that the kernel calls.
+
+The kernel has no ftrace, kprobes and modules. Migration, restart of the daemon, resets and large
+folios stay with QEMU: user-mode Linux has none of them.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from driver import (
+    DISK_BYTES,
+    PATIENT,
+    TORTURE,
+    WHERE,
+    Torture,
+    checksums,
+    evict,
+    growth,
+    seed,
+    set_parameter,
+    start_daemon,
+    state,
+    stats,
+    wait_served,
+    wait_state,
+)
+from test_selftest import BLIND
+from test_torture import BROKEN, BROKEN_RANDOM, SCENARIOS, SMALL
+
+from harness import disk, storage
+from harness.guest import Guest
+from harness.native import NativeConfig, NativeVm
+from harness.paths import TESTS, HarnessError, guest_program
+from harness.session import Session
+from harness.vm import MIB
+
+pytestmark = pytest.mark.usefixtures("host_programs")
+
+OPERATIONS = 100_000
+MOUNT = "--device=/dev/vda --fstype=ext4"
+# A live hook, by its number in hooks/hooks.h: all but "selftest" are needed to serve ext4.
+HOOKS_OF_EXT4 = 0xFFFF
+
+
+def native_vm(
+    session: Session,
+    parameters: str = "verify_every=0",
+    fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
+    throttle: disk.Throttle | None = None,
+    direct: bool = True,
+) -> NativeVm:
+    """Creates a guest with a blank disk "data", whose device belongs to a new daemon."""
+    image = fs.make(session.folder / "data.img", DISK_BYTES)
+    daemon = start_daemon(session)
+    return session.native_vm(
+        NativeConfig(
+            disks=[disk.Disk("data", image, throttle=throttle)],
+            tmem=daemon.socket("vm1"),
+            files={TORTURE: guest_program(TESTS / "guest/torture.c")},
+            parameters=parameters,
+            direct=direct,
+        )
+    )
+
+
+def native_guest(
+    session: Session,
+    parameters: str = "verify_every=0",
+    fs: disk.FileSystem = disk.FILE_SYSTEMS["ext4"],
+    throttle: disk.Throttle | None = None,
+) -> Guest:
+    """Boots a guest whose driver caches."""
+    guest = native_vm(session, parameters, fs, throttle).start()
+    guest.mount("data", WHERE, fs.kind, fs.mount_options)
+    wait_state(guest, "on")
+    wait_served(guest)
+    return guest
+
+
+def rates(guest: Guest, arguments: str, seconds: float = 600) -> dict[str, int]:
+    """Runs torture, prints what it reached per minute, and returns the change of the counters."""
+    before, began = stats(guest), time.monotonic()
+    numbers = Torture(guest, arguments, seconds).finish()
+    minutes = (time.monotonic() - began) / 60
+    change = growth(before, stats(guest))
+    for name, count in (("ops", numbers["ops"]), *((n, change[n]) for n in ("puts", "hits"))):
+        print(f"native: {count / minutes:,.0f} {name} per minute")
+    return change
+
+
+def test_hooks_without_ftrace(session: Session) -> None:
+    """The self-test passes, and the kernel calls all hooks that ext4 needs."""
+    vm = native_vm(session)
+    guest = vm.start()
+    print(f"boot: {vm.boot_seconds:.1f} s")
+    assert guest.run("test -e /sys/kernel/tracing/available_filter_functions").status != 0
+    assert guest.run("test -e /proc/modules").status != 0
+    guest.mount("data", WHERE)
+    wait_state(guest, "on")
+    wait_served(guest)
+    live = int(guest.read("/sys/kernel/virtio_tmem/hooks"), 0)
+    assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
+
+
+def test_pages_come_from_the_pool(session: Session) -> None:
+    """Files that were evicted come back right, and not from the disk."""
+    guest = native_guest(session)
+    # An eviction at full speed fills the ring of 400 pages, so files are smaller than the ring.
+    files = [f"{WHERE}/f{number}" for number in range(32)]
+    for path in files:
+        guest.sh(f"dd if=/dev/urandom of={path} bs=1M count=1 conv=fsync 2>/dev/null", 60)
+    sums = checksums(guest, files)
+    before = evict(guest, files)
+    read = guest.disk_stat("data")
+    assert checksums(guest, files) == sums
+    pages = len(files) * MIB // 4096
+    change = growth(before, stats(guest))
+    assert change["hits"] > pages * 9 // 10
+    sectors = (guest.disk_stat("data") - read).read_sectors
+    assert sectors < pages * 8 // 10  # a page has 8
+    assert change["mismatches"] == 0
+
+
+def test_released_hooks_are_taken_again(session: Session) -> None:
+    """Without the hooks nothing is put, and afterwards the cache works again from empty."""
+    guest = native_guest(session)
+    for _ in range(3):
+        guest.sh("echo 0 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
+        assert state(guest).startswith("off: hooks are released")
+        before = stats(guest)
+        guest.sh(f"dd if=/dev/urandom of={WHERE}/g bs=64k count=16 conv=fsync 2>/dev/null")
+        guest.drop_caches()
+        assert growth(before, stats(guest))["puts"] == 0
+        guest.sh("echo 1 >/sys/kernel/virtio_tmem/hooks_enabled", 60)
+        wait_state(guest, "on")
+        wait_served(guest)
+    Torture(guest, f"--seed={seed()} --ops=2000 {SMALL}").finish()
+
+
+@pytest.mark.parametrize("parameter, words", BLIND)
+def test_each_hook_is_missed(session: Session, parameter: str, words: str) -> None:
+    guest = native_vm(session, parameter).start()
+    guest.mount("data", WHERE)
+    found = state(guest)
+    assert found.startswith("off: self-test: ") and words in found, found
+    guest.sh(f"dd if=/dev/urandom of={WHERE}/f bs=64k count=16 conv=fsync 2>/dev/null")
+    guest.drop_caches()
+    assert stats(guest)["puts"] == 0
+
+
+def test_random_operations(session: Session) -> None:
+    """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
+    guest = native_guest(session)
+    arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
+    change = rates(guest, arguments)
+    assert change["hits"] > OPERATIONS // 10
+    assert change["mismatches"] == 0
+    for why in ("dirty", "truncate", "direct", "move_ext", "inode", "unmount", "fadvise"):
+        assert stats(guest)[f"invalidations_{why}"] > 0, why
+    wait_state(guest, "on")
+
+
+@pytest.mark.parametrize("name", ["ext4-1k", "ext4-nojournal", "xfs"])
+def test_random_operations_of(session: Session, name: str) -> None:
+    """Every hit is also read from the disk; the driver's own check must agree."""
+    fs = disk.FILE_SYSTEMS[name]
+    guest = native_guest(session, "verify_every=1", fs)
+    rates(guest, f"--seed={seed()} --ops=20000 {SMALL} --jobs=2 {disk.left_out(name)}")
+    counters = stats(guest)
+    assert counters["verified_hits"] > 500
+    assert counters["verify_mismatches"] == 0
+    wait_state(guest, "on")
+
+
+def test_readers_never_go_back(session: Session) -> None:
+    """Buffered and direct writers and readers use the same blocks."""
+    guest = native_guest(session)
+    arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
+    Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
+    assert stats(guest)["hits"] > 100
+    wait_state(guest, "on")
+
+
+def test_scenarios(session: Session) -> None:
+    guest = native_guest(session)
+    for scenario in SCENARIOS:
+        numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+        assert numbers["puts"] > 0, f"{scenario} did not reach the cache"
+    wait_state(guest, "on")
+
+
+def test_scenarios_without_hooks(session: Session) -> None:
+    """Each call that the patches add to the kernel is needed: without it, a byte is wrong."""
+    guest = native_guest(session, f"verify_every=0 {PATIENT}")
+    for hooks, scenario in BROKEN:
+        set_parameter(guest, "test_hooks_off", hooks)
+        Torture(guest, f"--scenario={scenario} {MOUNT}").must_mismatch()
+        set_parameter(guest, "test_hooks_off", "")
+        guest.sh(f"umount {WHERE}; mount -t ext4 /dev/vda {WHERE}", 60)
+        Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
+
+
+@pytest.mark.parametrize("hooks", BROKEN_RANDOM)
+def test_random_operations_without_hooks(session: Session, hooks: str) -> None:
+    """The random operations detect each missing hook that file contents depend on."""
+    guest = native_guest(session, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
+    arguments = f"--seed={seed()} --ops=200000 --files=16 --size-max=262144 --no-evictor"
+    Torture(guest, arguments, 600).must_mismatch()
+
+
+def test_dropped_puts(session: Session) -> None:
+    """A put that finds no room or no memory leaves nothing old behind under its key."""
+    guest = native_guest(session, "verify_every=0 inject_ring_full=3 inject_nomem=7")
+    Torture(guest, f"--seed={seed()} --ops=20000 {SMALL} --jobs=2").finish()
+    counters = stats(guest)
+    assert counters["puts_dropped_ring_full"] > 100
+    assert counters["puts_dropped_nomem"] > 100
+    assert counters["hits"] > 100
+    wait_state(guest, "on")
+
+
+def test_corrupt_pages(session: Session) -> None:
+    """A page that was changed on its way is not used, and no page is used after it."""
+    guest = native_guest(session, "verify_every=0 inject_corrupt=50")
+    Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
+    assert state(guest).startswith("poisoned: content check")
+    assert stats(guest)["misses_check"] > 0
+
+
+def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
+    """Reads of a throttled disk take as long as its limits say, also of the same data again."""
+    vm = native_vm(session, throttle=disk.CLOUD_VOLUME)
+    guest = vm.start()
+    size = 64 * MIB
+    guest.sh(f"dd if=/dev/zero of=/dev/vda bs=1M count={size // MIB} 2>/dev/null", 60)
+    for _ in range(2):
+        guest.drop_caches()
+        began = time.monotonic()
+        guest.sh(f"dd if=/dev/vda of=/dev/null bs=1M count={size // MIB} 2>/dev/null", 60)
+        took = time.monotonic() - began
+        # The throttle lets a burst of a tenth of a second pass.
+        assert took > 0.8 * size / disk.CLOUD_VOLUME.bytes_per_second - 0.1, took
+        vm.exports[0].check_cache()
+
+
+def test_cached_disk_is_found(session: Session) -> None:
+    """The check of the host's page cache fails for a disk that goes through it."""
+    vm = native_vm(session, direct=False)
+    guest = vm.start()
+    guest.sh("dd if=/dev/vda of=/dev/null bs=1M count=16 2>/dev/null", 60)
+    assert storage.cached_bytes(vm.exports[0].disk.path) >= 16 * MIB
+    with pytest.raises(HarnessError, match="page cache has"):
+        vm.exports[0].check_cache()
+
+
+def test_image_is_dropped_from_the_hosts_cache(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    path.write_bytes(bytes(8 * MIB))
+    assert storage.cached_bytes(path) > 0
+    storage.forget_cached(path)
+    assert storage.cached_bytes(path) == 0
