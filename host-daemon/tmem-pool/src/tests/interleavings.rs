@@ -217,7 +217,7 @@ const SEED: u64 = 11;
 fn equal_pages(name: &str, page: Page) {
     in_all_orders(name, ORDERS, move || {
         let store = Arc::new(Store::new(HEAP_BYTES, PageHash::of, SEED).unwrap());
-        let last = maintain_all(&store, &page, 0).content;
+        let last = finalize(&store, &page, 0).content;
         let going = {
             let store = store.clone();
             thread::spawn(move || store.release_content(last))
@@ -225,7 +225,7 @@ fn equal_pages(name: &str, page: Page) {
         let coming = [0, 1].map(|domain| {
             let store = store.clone();
             thread::spawn(move || {
-                let content = maintain_all(&store, &page, domain).content;
+                let content = finalize(&store, &page, domain).content;
                 let mut out = [0; PAGE_SIZE];
                 let read = store.read(&store.reader(content), check_of(&page), &mut out);
                 assert_eq!(read, Ok(()), "domain {domain}");
