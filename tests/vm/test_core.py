@@ -33,8 +33,8 @@ from driver import (
     stats,
     wait_state,
 )
-from fixtures import Tree
 from liar import LIES_OF_GETS, LIES_OF_POOLS, LIES_OF_PUTS, Liar
+from shared_fixtures import Tree
 from test_driver import FILE_BYTES, tree_disk
 
 from harness import disk
@@ -47,7 +47,7 @@ from harness.session import Session
 from harness.vm import MIB, Tmem
 from harness.wait import until
 
-pytest_plugins = ["fixtures"]
+pytest_plugins = ["shared_fixtures"]
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 DEADLINE = f"deadline_ms={DEADLINE_MS} verify_every=0"

@@ -49,9 +49,9 @@ from harness.vm import MIB, Tmem, Vm
 from harness.wait import scaled, until
 
 if TYPE_CHECKING:
-    from fixtures import Tree
+    from shared_fixtures import Tree
 
-pytest_plugins = ["fixtures"]
+pytest_plugins = ["shared_fixtures"]
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
 FILES = 24

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""Fixtures that several VM tests share: `pytest_plugins = ["fixtures"]` in a test module."""
+"""Fixtures that several VM tests share: `pytest_plugins = ["shared_fixtures"]` in a test module.
+
+pytest has a plugin "fixtures" of its own, so this module has another name.
+"""
 
 from __future__ import annotations
 
