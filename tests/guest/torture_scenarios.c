@@ -603,6 +603,14 @@ static uint8_t *hold_swap_header(struct worker *w)
 	return header;
 }
 
+static void swap_out(struct worker *w, struct file *f)
+{
+	for (int i = 0; i < 64 && swap_used_kib() < SWAPPED_BYTES / 2048; i++)
+		memcg_reclaim(SWAPPED_BYTES);
+	if (swap_used_kib() < SWAPPED_BYTES / 2048)
+		fail(w, f, "the kernel swapped nothing out");
+}
+
 static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 {
 	uint8_t *header;
@@ -623,14 +631,47 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 		}
 		header = hold_swap_header(w);
 		fill(anonymous, 0, SWAPPED_BYTES, 0xabcdef, w->op);
-		for (int j = 0; j < 64 && swap_used_kib() < SWAPPED_BYTES / 2048; j++)
-			memcg_reclaim(SWAPPED_BYTES);
-		if (swap_used_kib() < SWAPPED_BYTES / 2048)
-			fail(w, f, "the kernel swapped nothing out");
+		swap_out(w, f);
 		swap_toggle(w);
 		munmap(header, PAGE);
 	}
 	munmap(anonymous, SWAPPED_BYTES);
+}
+
+/*
+ * Pages are read from swap, which leaves them clean. Then the kernel writes to them, and they are
+ * swapped out again. The cache has no part in it: this tests the kernel of native guests.
+ */
+static void scenario_swapped_buffer(struct worker *w, struct file *f, struct file *g)
+{
+	uint8_t *buffer = mmap(NULL, SWAPPED_BYTES, PROT_READ | PROT_WRITE,
+			       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	int zero = open("/dev/zero", O_RDONLY);
+	unsigned int wrong = 0, sum = 0;
+
+	(void)g;
+	if (buffer == MAP_FAILED || zero < 0)
+		fail(w, f, "allocate memory to swap out");
+	swap_toggle(w);
+	memset(buffer, 1, SWAPPED_BYTES);
+	swap_out(w, f);
+	for (size_t i = 0; i < SWAPPED_BYTES; i += PAGE)
+		sum += buffer[i];
+	if (sum != SWAPPED_BYTES / PAGE || read(zero, buffer, SWAPPED_BYTES) != SWAPPED_BYTES)
+		fail(w, f, "fill the buffer");
+	for (int i = 0; i < 64; i++)
+		memcg_reclaim(SWAPPED_BYTES);
+	for (size_t i = 0; i < SWAPPED_BYTES; i += PAGE)
+		wrong += buffer[i] != 0;
+	if (wrong) {
+		printf("TORTURE MISMATCH swapped_buffer: %u of %lu pages lost what the kernel wrote\n",
+		       wrong, SWAPPED_BYTES / PAGE);
+		fflush(stdout);
+		_exit(1);
+	}
+	swap_toggle(w);
+	munmap(buffer, SWAPPED_BYTES);
+	close(zero);
 }
 
 static const struct {
@@ -658,6 +699,7 @@ static const struct {
 	{ "dontcache", scenario_dontcache },
 	{ "large", scenario_large },
 	{ "swap", scenario_swap },
+	{ "swapped_buffer", scenario_swapped_buffer },
 };
 
 #define NR_SCENARIOS (sizeof(scenarios) / sizeof(scenarios[0]))

@@ -185,6 +185,12 @@ def test_readers_never_go_back(session: Session) -> None:
     wait_state(guest, "on")
 
 
+def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> None:
+    """A fault of user-mode Linux, which a patch of the lab removes: torture would report it."""
+    guest = native_guest(session)
+    Torture(guest, "--scenario=swapped_buffer").finish()
+
+
 def test_scenarios(session: Session) -> None:
     guest = native_guest(session)
     for scenario in SCENARIOS:
