@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn every_figure_of_the_interface_has_a_meaning() {
+    fn every_field_of_the_varlink_interface_is_described() {
         for scope in SCOPES {
             let rows: Vec<&str> = Statistic::of(scope).map(|row| row.field).collect();
             assert_eq!(rows, fields(scope.type_name()), "{}", scope.type_name());
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_and_metrics_are_sound() {
+    fn sources_exist_and_metric_names_follow_prometheus_conventions() {
         for row in STATISTICS {
             let path = root().join("host-daemon").join(row.source);
             assert!(path.exists(), "{}: there is no {}", row.field, row.source);
@@ -362,7 +362,7 @@ mod tests {
 
     /// Compares the tables of docs/statistics.md; `TMEM_BLESS=1` writes them again.
     #[test]
-    fn the_document_says_the_same() {
+    fn docs_statistics_md_matches_the_table() {
         let path = root().join("docs/statistics.md");
         let text = std::fs::read_to_string(&path).expect("docs/statistics.md");
         let mut new = text.clone();

@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_round_trips() {
+    fn cache_metadata_round_trips() {
         let caches = [
             Cache::default(),
             Cache {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_without_a_unit_are_kib_as_everywhere_in_a_domain() {
+    fn cache_sizes_without_a_unit_are_kib() {
         let cache = Cache::parse("<cache><limit>2048</limit></cache>").expect("good");
         assert_eq!(cache.limit, Some(2 << 20));
         let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>").expect("good");
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_a_reason() {
+    fn invalid_cache_metadata_is_refused_with_a_reason() {
         for (text, parts) in [
             (
                 "<cache><limit>1</limit><reserve>2</reserve></cache>",

@@ -212,7 +212,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_domain_takes_of_the_host() {
+    fn host_memory_of_a_domain_excludes_huge_pages() {
         let takes = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml).expect("good").takes_bytes

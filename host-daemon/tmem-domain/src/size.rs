@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn units_are_libvirts() {
+    fn size_units_match_those_of_libvirt() {
         for (unit, bytes) in [
             ("b", 1),
             ("bytes", 1),
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_the_command_line() {
+    fn command_line_sizes_need_a_unit_and_a_whole_number() {
         assert_eq!(parse_size("2GiB"), Ok(2 << 30));
         assert_eq!(parse_size("512 MiB"), Ok(512 << 20));
         assert_eq!(parse_size("0"), Ok(0));

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_format_of_prometheus_is_read() {
+    fn the_prometheus_web_config_format_is_parsed() {
         for empty in ["", "# nothing\n", "{}\n", "---\n"] {
             assert_eq!(parse(empty), Ok(None), "{empty:?}");
         }
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_keys_and_values_are_named() {
+    fn invalid_keys_and_values_are_named_in_errors() {
         let both = "tls_server_config: {cert_file: a, key_file: b";
         for (text, parts) in [
             (

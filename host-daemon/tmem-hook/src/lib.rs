@@ -185,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn there_are_two_sockets_in_turn() {
+    fn successive_migrations_alternate_between_two_sockets() {
         assert_eq!(other_socket("/run/x/u.sock", "u"), "/run/x/u-b.sock");
         assert_eq!(other_socket("/run/x/u-b.sock", "u"), "/run/x/u.sock");
         assert_eq!(other_socket("/run/x/web.sock", "u"), "/run/x/u.sock");
     }
 
     #[test]
-    fn the_owner_is_whom_qemu_runs_as() {
+    fn the_socket_owner_is_the_user_that_runs_qemu() {
         let users = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n";
         for (name, expected) in [
             ("root", 0),

@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_journal_is_known_by_its_numbers() {
+    fn journal_stream_must_name_the_device_and_inode_of_stderr() {
         assert!(is_journal(Some("8:1234"), (8, 1234)));
         for journal in [
             None,
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_are_checked() {
+    fn log_filters_with_unknown_levels_are_refused() {
         for good in [
             "info",
             "debug",

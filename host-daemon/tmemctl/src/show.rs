@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_latency_says_what_most_are_below() {
+    fn a_latency_shows_the_99th_percentile() {
         let mut histogram = api::Histogram {
             sum_ns: 0,
             buckets: vec![0; 16],

@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_line_up() {
+    fn table_columns_are_aligned() {
         let columns = [("NAME", Align::Left), ("PAGES", Align::Right)];
         let rows = [
             vec!["a".to_string(), "12345678".to_string()],

@@ -117,8 +117,8 @@ fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng)
 }
 
 #[test]
-fn many_vms_come_and_leave_at_once() {
-    let seed = seed("many_vms_come_and_leave_at_once");
+fn vms_connect_and_disconnect_concurrently() {
+    let seed = seed("vms_connect_and_disconnect_concurrently");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
     // Without the sandbox, because other processes cannot inspect a sandboxed daemon.

@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_the_daemon_is_found() {
+    fn doctor_finds_each_fault_of_the_daemon() {
         let said = reply(vec![]);
         let (mut daemon, mut pool) = (said.daemon, said.pool);
         daemon.version = env!("CARGO_PKG_VERSION").into();
@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_memory_and_sockets_is_found() {
+    fn doctor_finds_each_fault_of_memory_and_sockets() {
         let mut daemon = reply(vec![]).daemon;
         for (memory_locked, wanted) in [(false, State::Fault), (true, State::Good)] {
             daemon.memory_locked = memory_locked;
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_a_vm_is_found() {
+    fn doctor_finds_each_fault_of_a_vm() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let _listener = UnixListener::bind(&path).expect("binds");

@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_a_domain_is_found() {
+    fn doctor_finds_each_fault_of_a_domain() {
         let xml = attached();
         let vm = served(&xml);
         let vms = std::slice::from_ref(&vm);

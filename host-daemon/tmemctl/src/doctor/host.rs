@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_the_host_is_found_with_its_remedy() {
+    fn doctor_finds_each_fault_of_the_host_with_its_remedy() {
         let folder = tempfile::tempdir().expect("a folder");
         let root = folder.path();
         let states = || {

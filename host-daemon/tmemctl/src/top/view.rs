@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn it_fits_on_a_small_terminal() {
+    fn the_view_fits_into_80_by_24_cells() {
         let screen = screen(&model(), 80, 24);
         let text = screen.join("\n");
         assert!(
@@ -530,7 +530,7 @@ mod tests {
     /// The gain of zstd is shown separately from the gain of deduplication. Otherwise an operator
     /// might merge trust domains without any benefit.
     #[test]
-    fn each_gain_is_told_by_itself() {
+    fn each_kind_of_memory_gain_is_shown_separately() {
         let mut said = said();
         let pool = &mut said.pool;
         (pool.original_bytes, pool.compressed_bytes) = (400 << 20, 200 << 20);
@@ -553,7 +553,7 @@ mod tests {
 
     /// Compares the screen in docs/tmemctl.md; `TMEM_BLESS=1` draws it again.
     #[test]
-    fn the_document_shows_it() {
+    fn docs_tmemctl_md_shows_the_current_view() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
         let text = std::fs::read_to_string(&path).expect("docs/tmemctl.md");
         let (before, rest) = text.split_once("<!-- top -->\n```\n").expect("a mark");
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_typed_and_what_is_wrong_is_shown() {
+    fn the_typed_filter_and_errors_are_shown() {
         let mut model = model();
         (model.filter, model.typing) = ("db".into(), true);
         let shown = screen(&model, 80, 24);
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn many_vms_scroll_and_no_size_is_too_small() {
+    fn many_vms_scroll_and_every_terminal_size_works() {
         let mut model = Model::new(Sort::Name, String::new());
         let vms = (0..100)
             .map(|nth| vm(&format!("vm-{nth:03}"), 0, 0, 0))

@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn room_is_made_at_once_and_kept_for_a_while() {
+    fn requested_host_memory_is_released_at_once_and_stays_free() {
         let mut host = TestHost::new(12 * GIB);
         // 4 GiB are available, of which 1 GiB must stay.
         assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
@@ -631,7 +631,7 @@ mod tests {
     }
 
     #[test]
-    fn a_larger_configured_size_waits_for_the_host() {
+    fn a_larger_pool_size_applies_only_if_the_host_has_memory() {
         let mut host = TestHost::new(100 * GIB);
         assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
         assert_eq!(host.governor.set_full(FULL), FULL);
@@ -671,7 +671,7 @@ mod tests {
     }
 
     #[test]
-    fn the_total_stall_time_is_read() {
+    fn the_total_stall_time_is_parsed_from_psi() {
         let pressure = "some avg10=1.53 avg60=0.87 avg300=0.26 total=42424242\n\
                         full avg10=0.00 avg60=0.00 avg300=0.00 total=7\n";
         assert_eq!(stall_us(pressure), Some(42_424_242));

@@ -519,7 +519,7 @@ mod tests {
     }
 
     #[test]
-    fn other_files_cannot_be_opened() {
+    fn the_sandbox_opens_only_configured_files() {
         let other = tempfile::tempdir().expect("a folder");
         let denied = |result: io::Result<()>| {
             let error = result.expect_err("it is not of the configuration");
@@ -684,7 +684,7 @@ mod tests {
 
     #[test]
     #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
-    fn starts() {
+    fn starts_a_daemon_and_creates_rings() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("starts");
             refused(contexts());
@@ -694,7 +694,7 @@ mod tests {
 
     #[test]
     fn a_started_daemon_cannot_create_rings() {
-        let output = in_a_process("starts");
+        let output = in_a_process("starts_a_daemon_and_creates_rings");
         assert!(output.status.success(), "{output:?}");
     }
 
@@ -759,7 +759,7 @@ mod tests {
 
     /// Only sockets in the configured folders can be connected to, whatever their modes permit.
     #[test]
-    fn other_sockets_cannot_be_connected() {
+    fn the_sandbox_refuses_connections_to_unconfigured_sockets() {
         let other = tempfile::tempdir().expect("a folder");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("bound");
@@ -793,7 +793,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: see attack_system_calls_end_the_process"]
-    fn executes() {
+    fn executes_a_program_in_the_sandbox() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
             // SAFETY: a name that ends with 0 and an empty list. The call fails or does not return.
@@ -803,7 +803,7 @@ mod tests {
 
     #[test]
     fn attack_system_calls_end_the_process() {
-        let output = in_a_process("executes");
+        let output = in_a_process("executes_a_program_in_the_sandbox");
         assert_eq!(output.status.signal(), Some(libc::SIGSYS), "{output:?}");
     }
 }

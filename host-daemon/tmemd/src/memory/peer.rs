@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_check_asks_the_kernel() {
+    fn the_first_check_detects_an_earlier_hang_up() {
         let (own, other) = UnixStream::pair().expect("sockets");
         drop(other);
         assert_eq!(Peer::new(own).check(), Err(HungUp));

@@ -451,14 +451,17 @@ mod tests {
 
     #[test]
     fn a_fault_outside_watched_memory_ends_the_process() {
-        for name in ["no_longer_watched", "sent"] {
+        for name in [
+            "reads_memory_that_is_no_longer_watched",
+            "sends_sigbus_to_its_own_process",
+        ] {
             assert_eq!(ends_with(name).signal(), Some(libc::SIGBUS), "{name}");
         }
     }
 
     #[test]
     #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
-    fn no_longer_watched() {
+    fn reads_memory_that_is_no_longer_watched() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
         drop(mapping.watch(&lost));
@@ -468,7 +471,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
-    fn sent() {
+    fn sends_sigbus_to_its_own_process() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
         let _watch = mapping.watch(&lost);

@@ -241,7 +241,7 @@ mod tests {
 
     /// An attacker who controls a worker thread cannot have the ring do other operations.
     #[test]
-    fn other_operations_are_refused() {
+    fn a_ring_refuses_operations_that_workers_do_not_use() {
         let uring = match Uring::new() {
             Ok(uring) => uring,
             Err(error) => return skipped(Missing::IoUring, error),
