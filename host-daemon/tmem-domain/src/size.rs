@@ -21,7 +21,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
 /// Returns the bytes of a number and its unit.
 pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
     let bytes = unit_bytes(unit).ok_or_else(|| {
-        format!("{unit:?} is no unit of libvirt's: write bytes, KiB, MiB, GiB or TiB")
+        format!("{unit:?} is not a unit of libvirt: write bytes, KiB, MiB, GiB or TiB")
     })?;
     if number.is_empty() || !number.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(format!("{number:?} is not a whole number"));

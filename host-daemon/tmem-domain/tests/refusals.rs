@@ -22,7 +22,7 @@ fn unsupported_domains_are_refused_with_a_reason() {
         .map(|slot| format!("<disk><address type='pci' bus='0x00' slot='{slot:#04x}'/></disk>"))
         .collect();
     for (text, parts) in [
-        (domain(by_hand), &["domain a", "by hand"][..]),
+        (domain(by_hand), &["domain a", "did not attach"][..]),
         (
             domain("<launchSecurity type='sev'/>"),
             &["encrypted", "'sev'"],

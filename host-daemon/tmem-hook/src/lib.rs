@@ -63,8 +63,8 @@ impl Owner {
         match number(users, name) {
             Some(number) => Ok(Owner(Some(number))),
             None => Err(format!(
-                "{source}: {name:?} is no user of /etc/passwd: name the user that QEMU runs as with \
-                 --owner, by name or number"
+                "{source}: there is no user {name:?} in /etc/passwd: give the user that runs QEMU \
+                 with --owner, by name or number"
             )),
         }
     }
@@ -144,7 +144,7 @@ pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
             format!("the daemon refuses its quota: {}", bad.reason),
         ),
         api::ErrorKind::BadVm(Some(bad)) => {
-            (true, format!("the daemon refuses it: {}", bad.reason))
+            (true, format!("the daemon refuses the VM: {}", bad.reason))
         }
         _ => (false, away(socket, &error.to_string())),
     }

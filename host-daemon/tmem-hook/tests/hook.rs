@@ -172,7 +172,10 @@ fn migration_within_a_host_uses_a_second_socket() {
     let output = hook(&socket("nobody"), "migrate", &at(&b));
     assert!(output.status.success() && output.stdout.is_empty());
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(words.contains("if it comes from this host"), "{words}");
+    assert!(
+        words.contains("if it is migrated within this host"),
+        "{words}"
+    );
 }
 
 #[test]

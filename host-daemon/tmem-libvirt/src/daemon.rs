@@ -91,13 +91,13 @@ impl Daemon {
         match self.try_to(now, read, state) {
             Ok(()) => {
                 if std::mem::take(&mut self.away) {
-                    tracing::info!("the daemon is back");
+                    tracing::info!("the daemon answers again");
                 }
                 Ok(())
             }
             Err(Trouble::Daemon(why)) => {
                 if !std::mem::replace(&mut self.away, true) {
-                    tracing::warn!("{why}; goes on trying");
+                    tracing::warn!("{why}; retrying");
                 }
                 Ok(())
             }
@@ -220,7 +220,7 @@ impl Daemon {
                     vm,
                     uuid,
                     reason,
-                    "domain {name}: {what}; its cache stays as it was"
+                    "domain {name}: {what}; its cache settings are unchanged"
                 );
                 self.complaints.insert(uuid.into(), what.clone());
             }
@@ -273,7 +273,7 @@ impl Daemon {
             }
             let removed = client.remove_vm(uuid.clone(), socket.clone()).call();
             if removed.map_err(|e| self.trouble(&e))?.removed {
-                tracing::info!(uuid, "VM {uuid}: removed, since its domain does not run");
+                tracing::info!(uuid, "VM {uuid}: removed because its domain does not run");
             }
             // A VM from the daemon's configuration cannot be removed. The next attempt follows
             // after [`STRAY`].

@@ -145,22 +145,24 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     } else if let Some((more, gain)) = worth {
         let least = (gain - GAIN_OVER_USUAL).max(0.0);
         format!(
-            "{no_hits}{more} % more room would make {gain:.0} % more of its gets hits, probably at least {least:.0} %"
+            "{no_hits}{more} % more memory would turn another {gain:.0} % of its gets into hits, \
+             probably at least {least:.0} %"
         )
     } else if can_give_up_bytes > 0 && hits == 0 {
         format!(
-            "no hits: {give_up_percent} % less would lose none, {}; twice the room is not seen to bring any",
+            "no hits: {give_up_percent} % less memory ({}) would lose none; twice the memory is \
+             not expected to bring any",
             size(can_give_up_bytes)
         )
     } else if can_give_up_bytes > 0 {
         format!(
-            "can give up {give_up_percent} %: {}",
+            "can give up {give_up_percent} % of its memory: {}",
             size(can_give_up_bytes)
         )
     } else if has_enough {
         "it has what it needs".into()
     } else {
-        format!("{no_hits}neither more nor less room is seen to be worth it")
+        format!("{no_hits}neither more nor less memory is known to be worthwhile")
     };
     Advice {
         name: vm.name.clone(),

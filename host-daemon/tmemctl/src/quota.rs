@@ -148,8 +148,8 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
     let failure = |what: &str| Failure(format!("VM {name}: {what}"), Code::Refused);
     if arguments.config {
         return Err(failure(
-            "it is no libvirt domain, whose next start could be changed: leave out --config, and write what is \
-             to last in its [[vm]] of the daemon's file (or its --vm)",
+            "it is not a libvirt domain, so it has no next start to change. Leave out --config. \
+             To keep a change, write it in its [[vm]] of the daemon's file (or its --vm)",
         ));
     }
     let bytes = |number: i64| u64::try_from(number).unwrap_or(0);
@@ -185,7 +185,7 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
              the daemon ends: write it there to keep it"
         }
     };
-    let text = format!("VM {name}: this holds {lasts}\n");
+    let text = format!("VM {name}: this quota applies {lasts}\n");
     let json = serde_json::json!({ "vm": name, "text": text });
     Ok(Said { text, json })
 }

@@ -117,7 +117,7 @@ pub fn choose<T>(
                     let all: Vec<&str> = columns.iter().map(|column| column.name).collect();
                     let all = all.join(", ");
                     Failure(
-                        format!("--output: there is no column {name:?}: there are {all}"),
+                        format!("--output: there is no column {name:?}: the columns are {all}"),
                         Code::Usage,
                     )
                 })

@@ -812,7 +812,7 @@ fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
             fails(
                 &run_quota(&host, LIBVIRTS[0], &[domain, "--weight", "4"]),
                 6,
-                &[domain, "says nothing of a cache", "tmemctl attach"],
+                &[domain, "has no <cache> metadata", "tmemctl attach"],
             );
         }
         assert_eq!(listed(&host, "test-6695eb01")["quota"]["weight"], 100);

@@ -400,7 +400,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
     assert_eq!(host.vm("db").problem, None);
     let problem = host.vm("web").problem.expect("it is said");
-    for part in ["31457280", "12582912", "it has what is left"] {
+    for part in ["31457280", "12582912", "the VM gets what is left"] {
         assert!(problem.contains(part), "{problem}");
     }
     host.connect("web");

@@ -134,7 +134,7 @@ impl Looks {
 /// Shows the view until a key or a signal ends it.
 pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     if reach.json {
-        let what = "top is for people: stats --watch --json prints lines for machines";
+        let what = "top does not support --json: use tmemctl stats --watch --json";
         return Err(Failure(what.into(), Code::Usage));
     }
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
@@ -142,7 +142,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     let first = in_time(&reach.daemon(), reach, |reach| stats(reach, None));
     model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
-        let what = "top needs a terminal: stats --watch prints lines";
+        let what = "top needs a terminal: use tmemctl stats --watch";
         return Err(Failure(what.into(), Code::Usage));
     }
     let failed = |error: std::io::Error| Failure(format!("the terminal: {error}"), Code::Failed);

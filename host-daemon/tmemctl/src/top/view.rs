@@ -246,7 +246,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
     let driver = vm
         .driver
         .as_ref()
-        .map_or("has said nothing".to_string(), |driver| {
+        .map_or("has not reported".to_string(), |driver| {
             let histogram = driver.get_latency.as_ref();
             let waits = histogram.and_then(|waits| mean_us(waits, None));
             format!(
@@ -331,10 +331,10 @@ fn draw_help(frame: &mut Frame<'_>) {
         .map(|sort| Line::from(format!("{}      order by {}", sort.key(), sort.name())))
         .collect();
     lines.extend([
-        Line::from("r      the other way round"),
+        Line::from("r      reverse the order"),
         Line::from("/      show only VMs with this in their names; Esc: all"),
         Line::from("↑ ↓    choose a VM, shown below in full (or k, j)"),
-        Line::from("space  stop looking, and go on"),
+        Line::from("space  pause and resume"),
         Line::from("q      quit"),
         Line::from("-: not connected   *: frozen   READS-: disk reads avoided/s"),
     ]);

@@ -151,7 +151,9 @@ impl BackgroundWorkers {
             let Ok(more) = done else {
                 // Without background work VMs soon run out of space, so the thread continues. The
                 // pause keeps a repeated panic from filling the log.
-                tracing::error!("a bug in the engine: background work panicked; it goes on");
+                tracing::error!(
+                    "a bug in the engine: background work panicked; the worker continues"
+                );
                 std::thread::park_timeout(PERIOD);
                 continue;
             };

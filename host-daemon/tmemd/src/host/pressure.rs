@@ -197,7 +197,10 @@ fn trigger(path: &Path) -> Option<File> {
     match file.write_all(text.as_bytes()) {
         Ok(()) => Some(file),
         Err(error) => {
-            tracing::info!("{}: no trigger: {error}; looking instead", path.display());
+            tracing::info!(
+                "{}: the kernel refuses a memory pressure trigger: {error}; polling instead",
+                path.display()
+            );
             None
         }
     }
@@ -303,7 +306,7 @@ impl PoolSize {
         self.pool.resize(size_bytes);
         drop(governor);
         self.background.wake();
-        let text = format_args!("the pool's size is to be {full_bytes} bytes");
+        let text = format_args!("the configured size of the pool is now {full_bytes} bytes");
         self.events.emit(EventKind::Resized, None, text);
     }
 
@@ -339,7 +342,7 @@ impl PoolSize {
         let made = governor.make_room(room_bytes, available_bytes, held_bytes);
         let size_bytes = governor.size_bytes;
         if made.is_some() {
-            let why = format_args!("{room_bytes} bytes of the host's memory are asked for");
+            let why = format_args!("{room_bytes} bytes of host memory were requested");
             self.resized(governor, before_bytes, why);
         } else {
             drop(governor);
@@ -378,7 +381,7 @@ impl PoolSize {
             self.events.emit(EventKind::HostShort, None, text);
             tracing::warn!(size_bytes, "the pool shrinks: {why}");
         } else if size_bytes == full_bytes {
-            let text = format_args!("the pool has its {full_bytes} bytes again");
+            let text = format_args!("the pool has its configured size of {full_bytes} bytes again");
             self.events.emit(EventKind::HostWell, None, text);
             tracing::info!(size_bytes, "the pool is back at its configured size");
         } else {

@@ -298,12 +298,13 @@ fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Opti
                 ..
             },
         ) => Some(LogLine::Info(
-            "this kernel's Landlock does not keep the daemon from sockets of others, as from Linux 7.1 on: its \
-             unit hides them; run by hand it may connect to those that its user may",
+            "the Landlock of this kernel cannot block connections to sockets of other services, \
+             which needs Linux 7.1. The systemd unit hides these sockets. A daemon started by \
+             hand may connect to all sockets that its user may use",
         )),
         _ => Some(LogLine::Warning(
-            "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, or does not have \
-             lsm=landlock",
+            "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, \
+             or was booted without lsm=landlock",
         )),
     }
 }
@@ -398,8 +399,11 @@ fn attacks() -> io::Result<BpfProgram> {
 }
 
 fn restrict_files(config: &Config, file: &Path) -> io::Result<RestrictionStatus> {
-    rules(config, file)
-        .map_err(|error| io::Error::other(format!("confining the daemon to its files: {error}")))
+    rules(config, file).map_err(|error| {
+        io::Error::other(format!(
+            "the daemon cannot be confined to its files: {error}"
+        ))
+    })
 }
 
 fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::RulesetError> {

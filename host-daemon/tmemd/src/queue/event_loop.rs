@@ -28,12 +28,12 @@ pub fn create(wanted: EventLoop, count: usize) -> io::Result<Vec<Box<dyn Poller>
         EventLoop::Epoll => epolls(),
         EventLoop::IoUring => urings().map_err(|error| {
             io::Error::other(format!(
-                "event_loop = \"io_uring\" is not possible here: {error}; it needs Linux 6.1 and \
+                "event_loop = \"io_uring\" is not available: {error}. It needs Linux 6.1 and \
                  kernel.io_uring_disabled = 0; \"auto\" takes epoll instead"
             ))
         }),
         EventLoop::Auto => urings().or_else(|error| {
-            tracing::info!("workers wait with epoll, since io_uring is not possible here: {error}");
+            tracing::info!("workers wait with epoll because io_uring is not available: {error}");
             epolls()
         }),
     }
