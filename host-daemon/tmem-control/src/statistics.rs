@@ -186,7 +186,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Driver, ("late", "tmem_vm_driver_late_requests", Exact), (Counter, "requests"), "answers after the driver's deadline, for which the guest did not wait", GUEST),
     row(Driver, ("mismatches", "tmem_vm_driver_mismatch_pages", Exact), (Counter, "pages"), "pages that differed from the page that the driver put. Must be 0", GUEST),
     row(Driver, ("invalidations", "tmem_vm_driver_invalidated_pages", Exact), (Counter, "pages"), "pages that the driver erased from its index because the file changed", GUEST),
-    row(Driver, ("get_latency", "tmem_vm_driver_get_duration_seconds", Exact), (Histogram, "ns, requests"), "GET requests by how long their reader waited, by the guest's clock, from when it was sent to the answer or the deadline; since the module was loaded. The driver sends it if QEMU offers VIRTIO_TMEM_F_LATENCIES; drivers from before the request do not send it", GUEST),
+    row(Driver, ("get_latency", "tmem_vm_driver_get_duration_seconds", Exact), (Histogram, "ns, requests"), "GET requests since the module was loaded, by the time that their reader waited: from the request to the answer or the deadline, by the guest's clock. The driver sends it if QEMU offers VIRTIO_TMEM_F_LATENCIES. Older drivers do not send it", GUEST),
 
     row(Pool, ("size_bytes", "tmem_pool_size_bytes", Exact), (Gauge, "bytes"), "current limit of the pool's memory, including metadata", POOL),
     row(Pool, ("configured_bytes", "tmem_pool_configured_bytes", Exact), (Gauge, "bytes"), "limit of the pool's memory while the host has enough memory", PRESSURE),

@@ -147,7 +147,10 @@ impl Server {
     fn until(&self, what: &str, check: impl Fn() -> bool) {
         let begun = Instant::now();
         while !check() {
-            assert!(begun.elapsed() < 2 * TIMEOUT, "waited in vain: {what}");
+            assert!(
+                begun.elapsed() < 2 * TIMEOUT,
+                "timeout while waiting until: {what}"
+            );
             std::thread::sleep(Duration::from_millis(500));
         }
     }

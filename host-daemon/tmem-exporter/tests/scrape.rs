@@ -291,7 +291,7 @@ fn misbehaving_clients_do_not_block_others() {
         .try_metrics()
         .is_some_and(|text| text.contains("tmem_up 1.0"))
     {
-        assert!(begun.elapsed() < TIMEOUT, "nobody is served any more");
+        assert!(begun.elapsed() < TIMEOUT, "no client is served any more");
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
     for mut stream in slow {

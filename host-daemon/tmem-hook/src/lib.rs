@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_may_name_its_own_user() {
+    fn a_domain_can_name_the_user_of_its_qemu() {
         let label = |label: &str| {
             let domain = Domain {
                 user: Some(label.into()),

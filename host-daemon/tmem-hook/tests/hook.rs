@@ -79,7 +79,10 @@ fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
 fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !check() {
-        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timeout while waiting until: {what}"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }

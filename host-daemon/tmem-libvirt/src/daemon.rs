@@ -351,7 +351,7 @@ mod tests {
             let qemu = UnixStream::connect(self.spec(0).socket).expect("listens");
             let deadline = Instant::now() + Duration::from_secs(30);
             while !self.vms()[0].connected {
-                assert!(Instant::now() < deadline, "waited in vain");
+                assert!(Instant::now() < deadline, "timeout");
                 std::thread::sleep(Duration::from_millis(1));
             }
             qemu

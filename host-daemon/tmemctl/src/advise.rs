@@ -160,7 +160,7 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
             size(can_give_up_bytes)
         )
     } else if has_enough {
-        "it has what it needs".into()
+        "it has enough memory in the pool".into()
     } else {
         format!("{no_hits}neither more nor less memory is known to be worthwhile")
     };
@@ -377,7 +377,7 @@ mod tests {
         let said = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
         assert_eq!(
             (said.confidence, &*said.advice),
-            ("good", "it has what it needs")
+            ("good", "it has enough memory in the pool")
         );
     }
 

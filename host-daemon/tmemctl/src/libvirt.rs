@@ -55,14 +55,14 @@ pub struct AttachArguments {
     pub target: Target,
     #[command(flatten)]
     quota: QuotaValues,
-    /// VMs of one trust domain share equal pages, and may learn of each other's; none: the VM
-    /// shares with no other
+    /// Trust domain: its VMs share equal pages, and can detect pages of each other; none: the VM
+    /// shares pages with no other VM
     #[arg(long, value_name = "NAME|none")]
     trust_domain: Option<String>,
     /// Whether the start of the VM fails if it cannot have its cache [default: no]
     #[arg(long, value_name = "yes|no", value_parser = ["yes", "no"])]
     required: Option<String>,
-    /// A QEMU that has the device, if the domain's own has not
+    /// QEMU that has the device, if the domain's own QEMU does not have it
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
     /// Run directory of the daemon, where the VM's socket is [default: /run/virtio-tmem]

@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_have_three_digits() {
+    fn sizes_are_printed_with_three_digits() {
         for (bytes, text) in [
             (0, "0 B"),
             (999, "999 B"),

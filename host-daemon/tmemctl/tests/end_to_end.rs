@@ -798,7 +798,7 @@ fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     }
     let set = ["other", "--weight", "3"];
     let text = printed(&run_quota(&host, LIBVIRTS[0], &set));
-    assert!(text.contains("until it is removed"), "{text}");
+    assert!(text.contains("until the VM is removed"), "{text}");
     assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
     #[cfg(feature = "libvirt")]
     {

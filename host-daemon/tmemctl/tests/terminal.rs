@@ -49,7 +49,7 @@ impl Tmux {
             }
             assert!(
                 begun.elapsed() < TIMEOUT,
-                "waited in vain for {what}:\n{screen}"
+                "timeout while waiting for {what}:\n{screen}"
             );
             std::thread::sleep(Duration::from_millis(100));
         }

@@ -197,7 +197,7 @@ mod tests {
 
     /// An option is the key of the file with `-` for `_`, so that both have one name.
     #[test]
-    fn options_have_the_names_of_their_keys() {
+    fn command_line_options_have_the_names_of_configuration_keys() {
         let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
         let example = include_str!("../tmemd.toml");
         let keys: Vec<&str> = example

@@ -326,7 +326,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
 }
 
 #[test]
-fn a_socket_of_another_is_not_removed() {
+fn a_socket_of_another_daemon_is_not_removed() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("starts");

@@ -364,7 +364,11 @@ fn requests_before_or_after_a_connection_reach_no_pool() {
             removed.guest.kick(queue);
         }
         work(&mut other, 20);
-        assert_eq!(used(&removed.guest), answered, "nobody is there");
+        assert_eq!(
+            used(&removed.guest),
+            answered,
+            "the removed VM got an answer"
+        );
         assert!(removed.guest.connect(&socket).is_err());
     }
     work(&mut driver, 30);

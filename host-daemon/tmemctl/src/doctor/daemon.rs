@@ -226,7 +226,7 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
         return Finding::fault(
             of,
             format!(
-                "its driver found {} pages that were not what it had put, and has switched the cache off",
+                "its driver found {} pages that differ from what it had put, and switched the cache off",
                 driver.mismatches
             ),
             "in the guest: tmem-guest status; was its disk changed from outside?",
@@ -329,7 +329,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let vm = vm(&path);
-        assert_eq!(vm_socket(&vm).state, State::Fault, "it is not there");
+        assert_eq!(vm_socket(&vm).state, State::Fault, "the socket is missing");
         let _listener = UnixListener::bind(&path).expect("binds");
         for (mode, wanted) in [
             (0o660, State::Good),

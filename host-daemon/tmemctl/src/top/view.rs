@@ -332,7 +332,7 @@ fn draw_help(frame: &mut Frame<'_>) {
         .collect();
     lines.extend([
         Line::from("r      reverse the order"),
-        Line::from("/      show only VMs with this in their names; Esc: all"),
+        Line::from("/      show only VMs whose names contain a text; Esc: all"),
         Line::from("↑ ↓    choose a VM, shown below in full (or k, j)"),
         Line::from("space  pause and resume"),
         Line::from("q      quit"),

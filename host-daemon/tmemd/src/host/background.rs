@@ -245,7 +245,7 @@ mod tests {
             BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
                 .expect("a thread");
         let call = receiver.recv_timeout(Duration::from_secs(60));
-        assert_eq!(call, Ok(1), "nobody works any more");
+        assert_eq!(call, Ok(1), "the worker must continue after the panic");
         background.stop();
     }
 

@@ -509,7 +509,7 @@ mod tests {
                 narrow(kind);
                 what(at)
             });
-            thread.join().expect("it lives")
+            thread.join().expect("the thread does not panic")
         })
     }
 
@@ -526,7 +526,7 @@ mod tests {
     fn the_sandbox_opens_only_configured_files() {
         let other = tempfile::tempdir().expect("a folder");
         let denied = |result: io::Result<()>| {
-            let error = result.expect_err("it is not of the configuration");
+            let error = result.expect_err("access outside of the configuration is refused");
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
         };
         inside(ThreadKind::Serving, |own| {
@@ -719,7 +719,7 @@ mod tests {
                 poller.add(&kick, 7).expect("watched");
                 signal(&kick);
                 let mut ready = Vec::new();
-                poller.wait(&mut ready, true).expect("it can wait");
+                poller.wait(&mut ready, true).expect("the wait succeeds");
                 assert_eq!(ready, [7]);
             }
         });
@@ -769,7 +769,12 @@ mod tests {
         let _listener = UnixListener::bind(&theirs).expect("bound");
         // In a thread of its own, because the rules cannot be removed from a thread.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
-        let abi = match ruled.join().expect("it lives").expect("ruled").landlock {
+        let abi = match ruled
+            .join()
+            .expect("the thread does not panic")
+            .expect("ruled")
+            .landlock
+        {
             LandlockStatus::Available { effective_abi, .. } => effective_abi,
             _ => ABI::Unsupported,
         };
@@ -780,7 +785,8 @@ mod tests {
             let connected = UnixStream::connect(&theirs);
             match abi {
                 ABI::V9 => {
-                    let error = connected.expect_err("it is not of the configuration");
+                    let error =
+                        connected.expect_err("access outside of the configuration is refused");
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
                 }
                 // The remaining risk that docs/threat-model.md describes.

@@ -207,7 +207,10 @@ mod tests {
         stage.join();
         let begun = Instant::now();
         while stage.cpu_ms() < 20 {
-            assert!(begun.elapsed() < Duration::from_secs(60), "it is not");
+            assert!(
+                begun.elapsed() < Duration::from_secs(60),
+                "the CPU time is not counted"
+            );
         }
         assert!(process_cpu_ms() >= 20 && resident_bytes() > 0);
     }

@@ -89,7 +89,7 @@ impl Peer {
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
             Source::Socket(socket) => socket.checks.store(checks, Ordering::SeqCst),
-            Source::Simulated(_) => unreachable!("it is told when"),
+            Source::Simulated(_) => unreachable!("a simulated peer has its own schedule"),
         }
     }
 }

@@ -247,7 +247,7 @@ mod tests {
             Err(error) => return skipped(Missing::IoUring, error),
         };
         let mut ready = Vec::new();
-        uring.wait(&mut ready, false).expect("it can wait");
+        uring.wait(&mut ready, false).expect("the wait succeeds");
         let mut ring = lock(&uring.ring);
         let nop = opcode::Nop::new().build().user_data(3);
         ring.push(nop).expect("room");

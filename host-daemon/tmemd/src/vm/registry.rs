@@ -323,7 +323,7 @@ impl Registry {
             }
             if other.vm.config.socket == config.socket {
                 return Err(Refused::Vm(format!(
-                    "socket={} is that of the VM {name}",
+                    "socket={} belongs to the VM {name}",
                     config.socket.display()
                 )));
             }
@@ -453,7 +453,7 @@ impl Registry {
             self.take_out(members, at);
             if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
                 if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
-                    tracing::error!(vm = %vm.name(), reason = %error, "it is no longer served: {error}");
+                    tracing::error!(vm = %vm.name(), reason = %error, "the VM is no longer served: {error}");
                 }
                 return Err(why);
             }

@@ -194,7 +194,7 @@ mod tests {
             let read = store.read().map(drop);
             for result in [read, store.write(&vm("b")), store.remove(Path::new(SOCKET))] {
                 let error = result.expect_err(why).to_string();
-                assert!(error.contains("nobody else can write"), "{why}: {error}");
+                assert!(error.contains("no other user can write"), "{why}: {error}");
             }
             assert_eq!(fs::read(&stored).expect("there"), before, "{why}");
         };
