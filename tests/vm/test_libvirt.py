@@ -361,7 +361,7 @@ def test_hook_stops_a_start_only_if_the_cache_is_required(
     attach = ("attach", name, "--run-directory", folder)
     libvirt.tmemctl(*attach, "--required", "yes")
     words = libvirt.virsh_refused("start", name)
-    assert "which the domain requires" in words and f"{folder}/control" in words
+    assert "cannot use the cache that it requires" in words and f"{folder}/control" in words
 
     daemon = session.daemon(Tenant(UUID, uuid=UUID), pool_size="8MiB")
     assert daemon.folder == folder

@@ -18,7 +18,7 @@ mod tests {
     use super::number;
 
     #[test]
-    fn names_come_before_numbers() {
+    fn an_account_is_looked_up_by_name_before_number() {
         let users = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n\
                      12:x:1012:12::/:\nodd:x:many:1::/:\nshort:x\nlast:x:4294967295:1::/:\n";
         for (name, expected) in [

@@ -19,10 +19,10 @@ pub fn parse(text: &str) -> Result<u64, String> {
         "MiB" => 20,
         "GiB" => 30,
         "TiB" => 40,
-        unit => return Err(error(&format!("{unit:?} is no unit"))),
+        unit => return Err(error(&format!("{unit:?} is not a unit"))),
     };
     if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
-        return Err(error("the number is missing or odd"));
+        return Err(error("the number is missing or not a whole number"));
     }
     let number: u64 = digits.parse().map_err(|_| error("it is too large"))?;
     number

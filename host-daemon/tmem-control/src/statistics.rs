@@ -186,7 +186,7 @@ pub const STATISTICS: &[Statistic] = &[
     row(Driver, ("late", "tmem_vm_driver_late_requests", Exact), (Counter, "requests"), "answers after the driver's deadline, for which the guest did not wait", GUEST),
     row(Driver, ("mismatches", "tmem_vm_driver_mismatch_pages", Exact), (Counter, "pages"), "pages that differed from the page that the driver put. Must be 0", GUEST),
     row(Driver, ("invalidations", "tmem_vm_driver_invalidated_pages", Exact), (Counter, "pages"), "pages that the driver erased from its index because the file changed", GUEST),
-    row(Driver, ("get_latency", "tmem_vm_driver_get_duration_seconds", Exact), (Histogram, "ns, requests"), "GET requests by how long their reader waited, by the guest's clock, from when it was sent to the answer or the deadline; since the module was loaded. The driver sends it if QEMU offers VIRTIO_TMEM_F_LATENCIES; drivers from before the request do not send it", GUEST),
+    row(Driver, ("get_latency", "tmem_vm_driver_get_duration_seconds", Exact), (Histogram, "ns, requests"), "GET requests since the module was loaded, by the time that their reader waited: from the request to the answer or the deadline, by the guest's clock. The driver sends it if QEMU offers VIRTIO_TMEM_F_LATENCIES. Older drivers do not send it", GUEST),
 
     row(Pool, ("size_bytes", "tmem_pool_size_bytes", Exact), (Gauge, "bytes"), "current limit of the pool's memory, including metadata", POOL),
     row(Pool, ("configured_bytes", "tmem_pool_configured_bytes", Exact), (Gauge, "bytes"), "limit of the pool's memory while the host has enough memory", PRESSURE),
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn every_figure_of_the_interface_has_a_meaning() {
+    fn every_field_of_the_varlink_interface_is_described() {
         for scope in SCOPES {
             let rows: Vec<&str> = Statistic::of(scope).map(|row| row.field).collect();
             assert_eq!(rows, fields(scope.type_name()), "{}", scope.type_name());
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn sources_and_metrics_are_sound() {
+    fn sources_exist_and_metric_names_follow_prometheus_conventions() {
         for row in STATISTICS {
             let path = root().join("host-daemon").join(row.source);
             assert!(path.exists(), "{}: there is no {}", row.field, row.source);
@@ -362,7 +362,7 @@ mod tests {
 
     /// Compares the tables of docs/statistics.md; `TMEM_BLESS=1` writes them again.
     #[test]
-    fn the_document_says_the_same() {
+    fn docs_statistics_md_matches_the_table() {
         let path = root().join("docs/statistics.md");
         let text = std::fs::read_to_string(&path).expect("docs/statistics.md");
         let mut new = text.clone();

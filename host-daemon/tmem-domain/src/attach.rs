@@ -49,8 +49,7 @@ pub fn attach(text: &str, options: &Options) -> Result<String, Error> {
     options.cache.check()?;
     if domain.device.as_ref().is_some_and(|device| !device.ours) {
         return Err(Error(format!(
-            "domain {} has a {DEVICE} that was put in by hand: take it out of <qemu:commandline> \
-             first",
+            "domain {} has a {DEVICE} that tmemctl did not attach: remove it from <qemu:commandline> first",
             domain.name
         )));
     }

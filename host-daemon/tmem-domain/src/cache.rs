@@ -72,7 +72,7 @@ impl Cache {
             || namespace.is_some_and(|name| name != CACHE_NAMESPACE)
         {
             return Err(fault(format!(
-                "<{}> stands in its place",
+                "found <{}> instead",
                 element.tag_name().name()
             )));
         }
@@ -83,7 +83,7 @@ impl Cache {
                 ("required", "no") => false,
                 (name, value) => {
                     return Err(fault(format!(
-                        "{name}={value:?} is not understood; there is required=\"yes\" or \"no\""
+                        "{name}={value:?} is invalid: write required=\"yes\" or \"no\""
                     )));
                 }
             };
@@ -93,7 +93,9 @@ impl Cache {
             if !child.is_element() {
                 let text = child.text().unwrap_or("").trim();
                 if child.is_text() && !text.is_empty() {
-                    return Err(fault(format!("{text:?} stands outside of its elements")));
+                    return Err(fault(format!(
+                        "unexpected text {text:?} outside of its elements"
+                    )));
                 }
                 continue;
             }
@@ -101,19 +103,24 @@ impl Cache {
             let text = child.text().unwrap_or("").trim();
             let within = |what: String| fault(format!("<{name}>: {what}"));
             if seen.contains(&name) {
-                return Err(within("is there twice".into()));
+                return Err(within("is given twice".into()));
             }
             seen.push(name);
             if child.tag_name().namespace() != namespace || child.children().any(|c| c.is_element())
             {
-                return Err(within("is not understood".into()));
+                return Err(within(
+                    "is invalid: write an element of the same namespace with text only".into(),
+                ));
             }
             let sized = matches!(name, "limit" | "reserve");
             if let Some(other) = child
                 .attributes()
                 .find(|attribute| !sized || attribute.name() != "unit")
             {
-                return Err(within(format!("has no attribute {}", other.name())));
+                return Err(within(format!(
+                    "does not support the attribute {}",
+                    other.name()
+                )));
             }
             let bytes = || scale(text, child.attribute("unit").unwrap_or("KiB")).map_err(within);
             match name {
@@ -130,8 +137,7 @@ impl Cache {
                 "trust_domain" => cache.trust_domain = Some(text.into()),
                 _ => {
                     return Err(within(
-                        "is not understood; there are limit, reserve, weight and trust_domain"
-                            .into(),
+                        "is unknown: write limit, reserve, weight or trust_domain".into(),
                     ));
                 }
             }
@@ -190,7 +196,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn metadata_round_trips() {
+    fn cache_metadata_round_trips() {
         let caches = [
             Cache::default(),
             Cache {
@@ -208,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_without_a_unit_are_kib_as_everywhere_in_a_domain() {
+    fn cache_sizes_without_a_unit_are_kib() {
         let cache = Cache::parse("<cache><limit>2048</limit></cache>").expect("good");
         assert_eq!(cache.limit, Some(2 << 20));
         let cache = Cache::parse("<cache> <limit unit='G'> 1 </limit>\n</cache>").expect("good");
@@ -216,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_refused_with_a_reason() {
+    fn invalid_cache_metadata_is_refused_with_a_reason() {
         for (text, parts) in [
             (
                 "<cache><limit>1</limit><reserve>2</reserve></cache>",
@@ -250,7 +256,7 @@ mod tests {
             ("<cache><trust_domain/></cache>", &["\"\""]),
             ("<cache>1GiB</cache>", &["1GiB"]),
             ("<quota/>", &["<quota>"]),
-            ("<cache xmlns='urn:other'/>", &["in its place"]),
+            ("<cache xmlns='urn:other'/>", &["found <cache> instead"]),
             ("<cache", &["not the XML"]),
         ] {
             let error = Cache::parse(text).expect_err(text).0;

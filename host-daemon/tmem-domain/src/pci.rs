@@ -37,7 +37,7 @@ fn root_bus(root: Node<'_, '_>) -> Result<(&'static str, std::ops::RangeInclusiv
             Ok(("pci.0", SLOTS_PCI))
         }
         (None, machine) => Err(Error(format!(
-            "the machine {} has no PCI bus that is known here: use a pc or q35 machine",
+            "the machine {} has an unknown PCI bus: use a pc or q35 machine",
             machine.map_or("without a type".into(), |machine| format!("{machine:?}"))
         ))),
         (Some(model), _) => Err(Error(format!(

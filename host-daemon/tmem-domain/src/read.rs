@@ -59,7 +59,7 @@ impl Domain {
         let must = |path| {
             text(path).filter(|text| !text.is_empty()).ok_or_else(|| {
                 Error(format!(
-                    "the domain has no <{path}>: give what libvirt prints"
+                    "the domain has no <{path}>: pass the complete XML, as virsh dumpxml prints it"
                 ))
             })
         };
@@ -185,7 +185,9 @@ pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
         .attribute("type")
         .filter(|k| !["kvm", "qemu"].contains(k))
     {
-        return Err(Error(format!("it is a {kind:?} domain, not one of QEMU's")));
+        return Err(Error(format!(
+            "it is a {kind:?} domain: only QEMU domains (kvm, qemu) are supported"
+        )));
     }
     if let Some(security) = child(root, "launchSecurity") {
         return Err(Error(format!(
@@ -199,7 +201,7 @@ pub(crate) fn unchangeable(root: Node<'_, '_>) -> Result<(), Error> {
     for cell in cells.filter(|cell| cell.has_tag_name("cell")) {
         if let Some(access) = cell.attribute("memAccess").filter(|a| *a != "shared") {
             return Err(Error(format!(
-                "NUMA cell {} has memAccess='{access}': make it shared, or leave it out",
+                "NUMA cell {} has memAccess='{access}': set it to shared, or remove it",
                 cell.attribute("id").unwrap_or("?")
             )));
         }
@@ -212,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_domain_takes_of_the_host() {
+    fn host_memory_of_a_domain_excludes_huge_pages() {
         let takes = |inside: &str| {
             let xml = format!("<domain><name>a</name><uuid>b</uuid>{inside}</domain>");
             Domain::parse(&xml).expect("good").takes_bytes

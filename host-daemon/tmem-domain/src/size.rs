@@ -21,7 +21,7 @@ fn unit_bytes(unit: &str) -> Option<u64> {
 /// Returns the bytes of a number and its unit.
 pub(crate) fn scale(number: &str, unit: &str) -> Result<u64, String> {
     let bytes = unit_bytes(unit).ok_or_else(|| {
-        format!("{unit:?} is no unit of libvirt's: write bytes, KiB, MiB, GiB or TiB")
+        format!("{unit:?} is not a unit of libvirt: write bytes, KiB, MiB, GiB or TiB")
     })?;
     if number.is_empty() || !number.bytes().all(|byte| byte.is_ascii_digit()) {
         return Err(format!("{number:?} is not a whole number"));
@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn units_are_libvirts() {
+    fn size_units_match_those_of_libvirt() {
         for (unit, bytes) in [
             ("b", 1),
             ("bytes", 1),
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_of_the_command_line() {
+    fn command_line_sizes_need_a_unit_and_a_whole_number() {
         assert_eq!(parse_size("2GiB"), Ok(2 << 30));
         assert_eq!(parse_size("512 MiB"), Ok(512 << 20));
         assert_eq!(parse_size("0"), Ok(0));

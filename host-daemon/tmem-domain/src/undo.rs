@@ -68,8 +68,8 @@ pub fn read(note: Option<Node<'_, '_>>) -> Result<Vec<Change>, Error> {
                     new: element.attribute("new").unwrap_or("").into(),
                 }),
                 name => Err(Error(format!(
-                    "the domain's note of what attach changed has <{name}>, which this tmemctl \
-                     does not know: use the one that attached it"
+                    "the domain's metadata of what attach changed contains <{name}>, which this \
+                     tmemctl does not know: use the version of tmemctl that attached the device"
                 ))),
             }
         })

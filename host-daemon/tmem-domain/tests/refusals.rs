@@ -14,7 +14,7 @@ const DEVICES: &str =
     "  <devices>\n    <emulator>/usr/bin/qemu-system-x86_64</emulator>\n  </devices>\n";
 
 #[test]
-fn what_cannot_be_is_refused_with_a_reason() {
+fn unsupported_domains_are_refused_with_a_reason() {
     let by_hand = "<q:commandline xmlns:q='http://libvirt.org/schemas/domain/qemu/1.0'><q:arg \
                    value='-chardev'/><q:arg value='socket,id=c,path=/a'/><q:arg \
                    value='-device'/><q:arg value='vhost-user-tmem-pci,chardev=c'/></q:commandline>";
@@ -22,7 +22,7 @@ fn what_cannot_be_is_refused_with_a_reason() {
         .map(|slot| format!("<disk><address type='pci' bus='0x00' slot='{slot:#04x}'/></disk>"))
         .collect();
     for (text, parts) in [
-        (domain(by_hand), &["domain a", "by hand"][..]),
+        (domain(by_hand), &["domain a", "did not attach"][..]),
         (
             domain("<launchSecurity type='sev'/>"),
             &["encrypted", "'sev'"],
@@ -65,7 +65,7 @@ fn what_cannot_be_is_refused_with_a_reason() {
 }
 
 #[test]
-fn memory_that_the_daemon_cannot_map_has_a_reason() {
+fn memory_that_the_daemon_cannot_map_is_reported_with_the_remedy() {
     for (backing, part) in [
         ("", "no <access mode='shared'/>"),
         (
@@ -91,7 +91,7 @@ fn memory_that_the_daemon_cannot_map_has_a_reason() {
 }
 
 #[test]
-fn the_highest_free_slot_is_taken_and_kept() {
+fn attach_takes_and_keeps_the_highest_free_pci_slot() {
     let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
     assert!(attached.contains("bus=pci.0,addr=0x1f"), "{attached}");
     let plugged = attached.replace(
@@ -123,7 +123,7 @@ fn a_clone_gets_a_socket_of_its_own() {
 }
 
 #[test]
-fn what_somebody_changed_since_stays() {
+fn detach_keeps_changes_made_after_attach() {
     let options = Options {
         emulator: Some("/opt/qemu".into()),
         ..Options::default()
@@ -145,7 +145,7 @@ fn what_somebody_changed_since_stays() {
 }
 
 #[test]
-fn a_quota_set_by_virsh_is_replaced_and_the_rest_still_undone() {
+fn attach_and_detach_replace_a_quota_set_by_virsh() {
     let attached = attach(&domain(DEVICES), &Options::default()).expect("good");
     let element = "<tmem:cache xmlns:tmem=\"urn:virtio-tmem:cache:1\" required=\"no\"/>";
     assert!(attached.contains(element), "{attached}");
@@ -164,7 +164,7 @@ fn a_quota_set_by_virsh_is_replaced_and_the_rest_still_undone() {
 }
 
 #[test]
-fn the_user_that_a_domain_names_is_known() {
+fn the_dac_seclabel_of_a_domain_names_its_user() {
     let user = |labels: &str| {
         let domain = Domain::parse(&domain(labels));
         domain.expect("good").user

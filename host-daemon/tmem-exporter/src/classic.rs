@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counters_have_the_names_of_their_samples() {
+    fn classic_format_names_counters_with_total() {
         let open = "# HELP a_bytes b c.\n# TYPE a_bytes counter\n# UNIT a_bytes bytes\na_bytes_total{x=\"# y\"} 1\n\
                     # HELP d e.\n# TYPE d gauge\nd 2\n# EOF\n";
         let text = "# HELP a_bytes_total b c.\n# TYPE a_bytes_total counter\na_bytes_total{x=\"# y\"} 1\n\

@@ -37,18 +37,18 @@ pub fn stats(socket: &Path) -> Result<GetStats_Reply> {
     while answer.last() != Some(&0) {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() || answer.len() > ANSWER_BYTES_MAX {
-            return Err(Error::other("it does not come to an end"));
+            return Err(Error::other("its answer is late or too long"));
         }
         stream.set_read_timeout(Some(left))?;
         match stream.read(&mut part)? {
-            0 => return Err(Error::other("it ended the connection")),
+            0 => return Err(Error::other("it closed the connection")),
             read => answer.extend_from_slice(&part[..read]),
         }
     }
     answer.pop();
     let mut answer: serde_json::Value = serde_json::from_slice(&answer)?;
     if let Some(error) = answer["error"].as_str() {
-        return Err(Error::other(format!("it answers {error}")));
+        return Err(Error::other(format!("it answered with the error {error}")));
     }
     Ok(serde_json::from_value(answer["parameters"].take())?)
 }

@@ -67,7 +67,7 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
         let wanted = format!("Bearer {token}");
         // The comparison takes constant time except for the length, which is not secret.
         if !bool::from(header("authorization").ct_eq(wanted.as_bytes())) {
-            return Asked::No("401 Unauthorized", "a bearer token is needed\n");
+            return Asked::No("401 Unauthorized", "a bearer token is required\n");
         }
     }
     if request.method != Some("GET") {
@@ -83,7 +83,7 @@ fn understand(request: &httparse::Request<'_, '_>, token: Option<&str>) -> Asked
             })
         }
         Some("/") => Asked::Root,
-        _ => Asked::No("404 Not Found", "there is /metrics\n"),
+        _ => Asked::No("404 Not Found", "not found: metrics are at /metrics\n"),
     }
 }
 
@@ -158,7 +158,12 @@ fn read(stream: &mut dyn Read, token: Option<&str>) -> Option<Asked> {
         match request.parse(&bytes) {
             Ok(httparse::Status::Complete(_)) => return Some(understand(&request, token)),
             Ok(httparse::Status::Partial) => {}
-            Err(_) => return Some(Asked::No("400 Bad Request", "this is no HTTP\n")),
+            Err(_) => {
+                return Some(Asked::No(
+                    "400 Bad Request",
+                    "this is not an HTTP request\n",
+                ));
+            }
         }
     }
 }

@@ -66,7 +66,9 @@ fn parse_address(text: &str) -> Result<SocketAddr, String> {
         None => text.into(),
     };
     let mut found = text.to_socket_addrs().map_err(|error| error.to_string())?;
-    found.next().ok_or_else(|| "it has no address".into())
+    found
+        .next()
+        .ok_or_else(|| "the host name has no address".into())
 }
 
 /// Reads token and TLS configuration.
@@ -98,8 +100,8 @@ fn token(arguments: &Arguments) -> Result<Option<String>, String> {
     let token = text.trim();
     if token.len() < TOKEN_BYTES_MIN || !token.bytes().all(|byte| byte.is_ascii_graphic()) {
         return Err(format!(
-            "token file {at}: there must be one word of {TOKEN_BYTES_MIN} or more letters, digits and signs: \
-             openssl rand -hex 32"
+            "token file {at}: the token must be one word of {TOKEN_BYTES_MIN} or more letters, \
+             digits or punctuation marks. Create one with openssl rand -hex 32"
         ));
     }
     Ok(Some(token.into()))
@@ -126,7 +128,7 @@ fn run(arguments: Arguments) -> Result<std::convert::Infallible, String> {
                 *logged = Some(Instant::now());
                 let at = arguments.socket.display();
                 tracing::warn!(
-                    "the daemon at {at} cannot be asked: {error}; the metric tmem_up says so"
+                    "the daemon at {at} does not answer: {error}; the metric tmem_up is 0 until it answers"
                 );
             }
         }

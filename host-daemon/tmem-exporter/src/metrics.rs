@@ -330,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn steps_hide_single_pages() {
+    fn values_are_rounded_towards_zero_to_whole_steps() {
         let step = STEP_BYTES_MIN;
         assert_eq!(rounded(0, step), 0);
         assert_eq!(rounded(step - 1, step), 0);
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_is_away_is_a_metric() {
+    fn an_unreachable_daemon_sets_tmem_up_to_0() {
         let text = Scrape::new(None, Duration::from_millis(5), 8)
             .text()
             .expect("text");
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn bounds_are_powers_of_two_of_a_microsecond() {
+    fn histogram_bounds_double_from_one_microsecond() {
         let counts: Vec<Value> = (0..4).map(Value::from).collect();
         assert_eq!(
             buckets(&counts),
@@ -366,7 +366,7 @@ mod tests {
 
     /// Exact totals next to rounded parts must not tell more about the parts than their steps.
     #[test]
-    fn the_rest_is_computed_from_what_is_exported() {
+    fn remainders_do_not_reveal_exact_shared_pages() {
         let figures = |shared: i64| {
             serde_json::json!({
                 "pages": 1000, "nursery_pages": 100, "same_filled_pages": 10, "shared_pages": shared,

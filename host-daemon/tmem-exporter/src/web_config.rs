@@ -44,10 +44,10 @@ const OTHER_TLS_KEYS: [(&str, &str); 8] = [
         "client_allowed_sans",
         "sign only allowed clients with the client_ca_file",
     ),
-    ("max_version", "leave it out"),
-    ("cipher_suites", "leave it out"),
-    ("prefer_server_cipher_suites", "leave it out"),
-    ("curve_preferences", "leave it out"),
+    ("max_version", "remove this key"),
+    ("cipher_suites", "remove this key"),
+    ("prefer_server_cipher_suites", "remove this key"),
+    ("curve_preferences", "remove this key"),
 ];
 
 /// TLS of the exporter.
@@ -169,8 +169,12 @@ impl Tls {
                 builder.with_client_cert_verifier(verifier.map_err(wrong)?)
             }
         };
-        let key = PrivateKeyDer::from_pem_file(&self.key)
-            .map_err(|error| format!("{}: no private key: {error}", self.key.display()))?;
+        let key = PrivateKeyDer::from_pem_file(&self.key).map_err(|error| {
+            format!(
+                "{}: the private key cannot be read: {error}",
+                self.key.display()
+            )
+        })?;
         let config = builder.with_single_cert(certificates(&self.certificate)?, key);
         let config = config.map_err(|error| {
             let (key, certificate) = (self.key.display(), self.certificate.display());
@@ -186,8 +190,8 @@ fn certificates(path: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
     let all = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     match all {
         Ok(all) if !all.is_empty() => Ok(all),
-        Ok(_) => Err(format!("{at}: there is no certificate")),
-        Err(error) => Err(format!("{at}: no certificate: {error}")),
+        Ok(_) => Err(format!("{at}: the file contains no certificate")),
+        Err(error) => Err(format!("{at}: the certificate cannot be read: {error}")),
     }
 }
 
@@ -197,7 +201,10 @@ fn check_keys(map: &Yaml, of: &str, keys: &[&str], others: &[(&str, &str)]) -> R
         return match map {
             // An empty document.
             Yaml::Null => Ok(()),
-            _ => Err(format!("{of}: there must be keys: {}", keys.join(", "))),
+            _ => Err(format!(
+                "{of}: write a map with these keys: {}",
+                keys.join(", ")
+            )),
         };
     };
     for key in map.keys() {
@@ -208,7 +215,7 @@ fn check_keys(map: &Yaml, of: &str, keys: &[&str], others: &[(&str, &str)]) -> R
         let other = others.iter().find(|(other, _)| *other == name);
         return Err(match other {
             Some((_, instead)) => format!("{of}{name} is not supported: {instead}"),
-            None => format!("there is no key {of}{name}: there are {}", keys.join(", ")),
+            None => format!("unknown key {of}{name}: the keys are {}", keys.join(", ")),
         });
     }
     Ok(())
@@ -223,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn the_format_of_prometheus_is_read() {
+    fn the_prometheus_web_config_format_is_parsed() {
         for empty in ["", "# nothing\n", "{}\n", "---\n"] {
             assert_eq!(parse(empty), Ok(None), "{empty:?}");
         }
@@ -242,12 +249,12 @@ mod tests {
     }
 
     #[test]
-    fn wrong_keys_and_values_are_named() {
+    fn invalid_keys_and_values_are_named_in_errors() {
         let both = "tls_server_config: {cert_file: a, key_file: b";
         for (text, parts) in [
             (
                 "tls_config: {}",
-                &["tls_config", "there are tls_server_config"][..],
+                &["tls_config", "the keys are tls_server_config"][..],
             ),
             (
                 "basic_auth_users: {}",
@@ -259,14 +266,14 @@ mod tests {
             ),
             (
                 "tls_server_config: {cert_fil: a}",
-                &["no key tls_server_config.cert_fil", "cert_file"],
+                &["unknown key tls_server_config.cert_fil", "cert_file"],
             ),
             (
                 "tls_server_config: {cert: a}",
                 &["tls_server_config.cert is not", "cert_file"],
             ),
-            ("tls_server_config: 3", &["there must be keys"]),
-            ("- a", &["there must be keys"]),
+            ("tls_server_config: 3", &["write a map"]),
+            ("- a", &["write a map"]),
             ("a: b: c", &["line 1"]),
             ("a: 1\n---\nb: 2", &["several documents"]),
             (

@@ -39,7 +39,7 @@ fn promtool(arguments: &[&str], input: &str) -> (bool, String) {
 
 #[test]
 #[ignore = "needs Debian's package prometheus: make check-ops"]
-fn promtool_finds_nothing() {
+fn promtool_reports_no_problem() {
     let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
@@ -147,7 +147,10 @@ impl Server {
     fn until(&self, what: &str, check: impl Fn() -> bool) {
         let begun = Instant::now();
         while !check() {
-            assert!(begun.elapsed() < 2 * TIMEOUT, "waited in vain: {what}");
+            assert!(
+                begun.elapsed() < 2 * TIMEOUT,
+                "timeout while waiting until: {what}"
+            );
             std::thread::sleep(Duration::from_millis(500));
         }
     }
@@ -161,7 +164,7 @@ fn filled(query: &str) -> String {
 
 #[test]
 #[ignore = "needs Debian's package prometheus: make check-ops"]
-fn every_query_of_dashboard_and_rules_is_answered() {
+fn every_query_of_the_dashboard_and_the_rules_has_a_result() {
     let mut host = ServedDaemon::new();
     let token = host.path("token");
     std::fs::write(&token, "0123456789abcdef0123456789abcdef\n").expect("written");

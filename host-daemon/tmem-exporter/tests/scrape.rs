@@ -19,7 +19,7 @@ fn samples<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn every_figure_that_may_be_told_is() {
+fn every_exported_statistic_has_a_metric() {
     let mut host = ServedDaemon::new();
     host.work(200);
     let exporter = Exporter::start(&host, &[]);
@@ -46,7 +46,7 @@ fn every_figure_that_may_be_told_is() {
 
 /// The daemon, its command line and the metrics show the same numbers.
 #[test]
-fn figures_agree() {
+fn metrics_equal_the_statistics_of_the_daemon() {
     let mut host = ServedDaemon::new();
     host.work(300);
     let exporter = Exporter::start(&host, &[]);
@@ -105,7 +105,7 @@ fn figures_agree() {
 
 /// Figures by which a guest could observe another guest are rounded to steps, or not exported.
 #[test]
-fn nothing_tells_of_single_shared_pages() {
+fn shared_page_metrics_are_rounded_to_steps() {
     let mut host = ServedDaemon::new();
     host.work(50);
     let exporter = Exporter::start(&host, &[]);
@@ -130,7 +130,7 @@ fn nothing_tells_of_single_shared_pages() {
 
 /// Metrics of libvirt have the UUID of a domain, and info metrics join them with these.
 #[test]
-fn vms_and_versions_are_described() {
+fn info_metrics_describe_vms_and_versions() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     let text = exporter.metrics("");
@@ -166,7 +166,7 @@ fn vms_and_versions_are_described() {
 }
 
 #[test]
-fn both_formats_are_spoken() {
+fn openmetrics_and_classic_text_formats_are_served() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     let (head, body) = exporter.get(
@@ -191,7 +191,7 @@ fn both_formats_are_spoken() {
 }
 
 #[test]
-fn without_the_token_there_is_nothing() {
+fn a_request_without_the_token_is_refused() {
     let host = ServedDaemon::new();
     let file = host.path("token");
     std::fs::write(&file, "0123456789abcdef\n").expect("written");
@@ -217,7 +217,7 @@ fn without_the_token_there_is_nothing() {
 }
 
 #[test]
-fn it_does_not_listen_to_others_without_a_token() {
+fn a_public_listen_address_requires_a_token() {
     let run = |arguments: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_tmem-exporter"));
         let output = command.args(arguments).output().expect("runs");
@@ -242,7 +242,7 @@ fn it_does_not_listen_to_others_without_a_token() {
 }
 
 #[test]
-fn a_daemon_that_is_away_or_hangs_is_a_metric() {
+fn a_stopped_or_hung_daemon_sets_tmem_up_to_0() {
     let mut host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     assert!(exporter.metrics("").contains("tmem_up 1.0"));
@@ -258,7 +258,7 @@ fn a_daemon_that_is_away_or_hangs_is_a_metric() {
 }
 
 #[test]
-fn odd_clients_harm_nobody() {
+fn misbehaving_clients_do_not_block_others() {
     let host = ServedDaemon::new();
     let exporter = Exporter::start(&host, &[]);
     for request in [
@@ -291,7 +291,7 @@ fn odd_clients_harm_nobody() {
         .try_metrics()
         .is_some_and(|text| text.contains("tmem_up 1.0"))
     {
-        assert!(begun.elapsed() < TIMEOUT, "nobody is served any more");
+        assert!(begun.elapsed() < TIMEOUT, "no client is served any more");
         std::thread::sleep(std::time::Duration::from_millis(100));
     }
     for mut stream in slow {

@@ -102,7 +102,7 @@ fn clients_need_a_certificate_if_it_is_required() {
 
 /// Connections that never finish the handshake occupy all places, and are dropped in time.
 #[test]
-fn slow_handshakes_end() {
+fn slow_tls_handshakes_time_out() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let exporter = start(&host, &tls, "", &[]);
@@ -127,7 +127,7 @@ fn slow_handshakes_end() {
 }
 
 #[test]
-fn wrong_files_are_named_at_the_start() {
+fn unusable_tls_files_are_named_at_the_start() {
     let host = ServedDaemon::new();
     let tls = Certificate::new(host.path("tls"));
     let run = |more: &[&str]| {

@@ -63,8 +63,8 @@ impl Owner {
         match number(users, name) {
             Some(number) => Ok(Owner(Some(number))),
             None => Err(format!(
-                "{source}: {name:?} is no user of /etc/passwd: name the user that QEMU runs as with \
-                 --owner, by name or number"
+                "{source}: there is no user {name:?} in /etc/passwd: give the user that runs QEMU \
+                 with --owner, by name or number"
             )),
         }
     }
@@ -144,7 +144,7 @@ pub fn refusal(socket: &Path, error: &api::Error) -> (bool, String) {
             format!("the daemon refuses its quota: {}", bad.reason),
         ),
         api::ErrorKind::BadVm(Some(bad)) => {
-            (true, format!("the daemon refuses it: {}", bad.reason))
+            (true, format!("the daemon refuses the VM: {}", bad.reason))
         }
         _ => (false, away(socket, &error.to_string())),
     }
@@ -185,14 +185,14 @@ mod tests {
     }
 
     #[test]
-    fn there_are_two_sockets_in_turn() {
+    fn successive_migrations_alternate_between_two_sockets() {
         assert_eq!(other_socket("/run/x/u.sock", "u"), "/run/x/u-b.sock");
         assert_eq!(other_socket("/run/x/u-b.sock", "u"), "/run/x/u.sock");
         assert_eq!(other_socket("/run/x/web.sock", "u"), "/run/x/u.sock");
     }
 
     #[test]
-    fn the_owner_is_whom_qemu_runs_as() {
+    fn the_socket_owner_is_the_user_that_runs_qemu() {
         let users = "root:x:0:0:root:/root:/bin/sh\nlibvirt-qemu:x:64055:106::/:/bin/false\n";
         for (name, expected) in [
             ("root", 0),
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_domain_may_name_its_own_user() {
+    fn a_domain_can_name_the_user_of_its_qemu() {
         let label = |label: &str| {
             let domain = Domain {
                 user: Some(label.into()),

@@ -110,16 +110,19 @@ fn main() -> ExitCode {
     let domain = words.first().map_or("?", String::as_str);
     let stop = required && operation == Operation::Prepare;
     let (begin, end) = match (operation, stop) {
-        (_, true) => ("cannot have its cache", ", which the domain requires"),
-        (Operation::Prepare, false) => ("cannot have its cache", "; it starts without"),
-        (Operation::Migrate, false) => (
-            "cannot be asked for in the daemon",
-            "; if it comes from this host, it starts without its cache",
+        (_, true) => (
+            "cannot use the cache that it requires",
+            "; libvirt does not start it",
         ),
-        (Operation::Reconnect, false) => ("cannot have its cache", ""),
+        (Operation::Prepare, false) => ("cannot use its cache", "; it starts without a cache"),
+        (Operation::Migrate, false) => (
+            "could not be looked up in the daemon",
+            "; if it is migrated within this host, it continues without its cache",
+        ),
+        (Operation::Reconnect, false) => ("cannot use its cache", ""),
         (Operation::Release, false) => (
-            "is gone, but the daemon does not know",
-            "; its socket and its reserve stay until it is started and stopped again",
+            "has ended, but could not be removed from the daemon",
+            "; its socket and its reserve remain until it is started and stopped again",
         ),
     };
     let message = format!("virtio-tmem: domain {domain} {begin}: {what}{end}");
@@ -204,7 +207,8 @@ fn hangs() -> String {
     let seconds = TIMEOUT.as_secs();
     match WAS_SHUT.load(Ordering::Relaxed) {
         true => format!(
-            "the daemon has had too many clients for {seconds} s, or refuses this user: its log says which"
+            "the daemon has had too many clients for {seconds} s, or refuses this user: its log \
+             has the reason"
         ),
         false => format!("the daemon did not answer within {seconds} s"),
     }

@@ -79,7 +79,10 @@ fn clients(host: &HookTest) -> Vec<tmem_control::VarlinkClient> {
 fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !check() {
-        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timeout while waiting until: {what}"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -116,7 +119,7 @@ fn hook_with(stderr: Stdio, control: &Path, operation: &str, xml: &str) -> Outpu
 }
 
 #[test]
-fn the_pool_gives_way_to_a_vm_that_starts() {
+fn the_pool_shrinks_for_a_starting_vm() {
     let host = host();
     let start = |operation: &str, mib: u64| {
         let output = hook(&host.control(), operation, &xml(mib, ""));
@@ -142,7 +145,7 @@ fn device(socket: &Path) -> String {
 }
 
 #[test]
-fn a_vm_that_arrives_where_it_is_has_another_socket() {
+fn migration_within_a_host_uses_a_second_socket() {
     let host = host();
     let socket = |name: &str| host.daemon.folder().join(name);
     let at = |socket: &Path| xml(1, &device(socket));
@@ -172,11 +175,14 @@ fn a_vm_that_arrives_where_it_is_has_another_socket() {
     let output = hook(&socket("nobody"), "migrate", &at(&b));
     assert!(output.status.success() && output.stdout.is_empty());
     let words = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(words.contains("if it comes from this host"), "{words}");
+    assert!(
+        words.contains("if it is migrated within this host"),
+        "{words}"
+    );
 }
 
 #[test]
-fn a_vm_with_the_device_is_served_and_has_room() {
+fn a_starting_vm_with_the_device_gets_a_socket_and_host_memory() {
     let host = host();
     let socket = host.daemon.folder().join("a.sock");
     let output = hook(&host.control(), "prepare", &xml(1024, &device(&socket)));
@@ -188,7 +194,7 @@ fn a_vm_with_the_device_is_served_and_has_room() {
 /// A message that cannot be written must not make the hook fail: libvirt ends a running VM whose
 /// hook fails at `reconnect`.
 #[test]
-fn a_vm_does_not_end_for_a_message_that_cannot_be_written() {
+fn a_failed_write_of_a_message_does_not_fail_the_hook() {
     let folder = tempfile::tempdir().expect("folder");
     let (control, socket) = (folder.path().join("control"), folder.path().join("a.sock"));
     let xml = xml(1, &device(&socket));
@@ -237,7 +243,7 @@ fn door(path: &Path, control: PathBuf) -> mpsc::Receiver<()> {
 
 /// The hook waits for a place at the daemon, as needed when many VMs start together.
 #[test]
-fn a_place_at_the_daemon_is_waited_for() {
+fn the_hook_retries_while_the_daemon_has_too_many_clients() {
     let run = |host: &HookTest, operation: &str, device: &str| {
         let front = host.daemon.folder().join("door");
         let shut_out = door(&front, host.control());
@@ -270,7 +276,7 @@ fn a_place_at_the_daemon_is_waited_for() {
 }
 
 #[test]
-fn a_daemon_without_a_place_holds_up_a_start_for_a_while_only() {
+fn a_daemon_with_too_many_clients_delays_a_start_only_until_the_timeout() {
     let host = host();
     let xml = xml(1024, &device(&host.daemon.folder().join("a.sock")));
     let _clients = clients(&host);
@@ -285,7 +291,7 @@ fn a_daemon_without_a_place_holds_up_a_start_for_a_while_only() {
 }
 
 #[test]
-fn a_daemon_that_hangs_holds_up_a_start_for_a_while_only() {
+fn a_hung_daemon_delays_a_start_only_until_the_timeout() {
     let folder = tempfile::tempdir().expect("folder");
     let control = folder.path().join("control");
     let begun = Instant::now();

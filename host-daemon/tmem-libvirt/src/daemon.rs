@@ -91,13 +91,13 @@ impl Daemon {
         match self.try_to(now, read, state) {
             Ok(()) => {
                 if std::mem::take(&mut self.away) {
-                    tracing::info!("the daemon is back");
+                    tracing::info!("the daemon answers again");
                 }
                 Ok(())
             }
             Err(Trouble::Daemon(why)) => {
                 if !std::mem::replace(&mut self.away, true) {
-                    tracing::warn!("{why}; goes on trying");
+                    tracing::warn!("{why}; retrying");
                 }
                 Ok(())
             }
@@ -220,7 +220,7 @@ impl Daemon {
                     vm,
                     uuid,
                     reason,
-                    "domain {name}: {what}; its cache stays as it was"
+                    "domain {name}: {what}; its cache settings are unchanged"
                 );
                 self.complaints.insert(uuid.into(), what.clone());
             }
@@ -273,7 +273,7 @@ impl Daemon {
             }
             let removed = client.remove_vm(uuid.clone(), socket.clone()).call();
             if removed.map_err(|e| self.trouble(&e))?.removed {
-                tracing::info!(uuid, "VM {uuid}: removed, since its domain does not run");
+                tracing::info!(uuid, "VM {uuid}: removed because its domain does not run");
             }
             // A VM from the daemon's configuration cannot be removed. The next attempt follows
             // after [`STRAY`].
@@ -351,7 +351,7 @@ mod tests {
             let qemu = UnixStream::connect(self.spec(0).socket).expect("listens");
             let deadline = Instant::now() + Duration::from_secs(30);
             while !self.vms()[0].connected {
-                assert!(Instant::now() < deadline, "waited in vain");
+                assert!(Instant::now() < deadline, "timeout");
                 std::thread::sleep(Duration::from_millis(1));
             }
             qemu
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_domain_asks_for_is_so() {
+    fn the_daemon_serves_a_vm_as_its_domain_metadata_requests() {
         let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         assert_eq!(host.vms()[0].quota.limit_bytes, Some(5));
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_is_shown_and_changes_nothing() {
+    fn invalid_metadata_is_reported_and_changes_nothing() {
         let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.wish(Some(Wish::Nonsense("unit XiB".into())));
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn a_daemon_that_was_away_is_told() {
+    fn a_restarted_daemon_gets_missed_changes() {
         let mut host = BridgeTest::new();
         host.tmemd.stop();
         host.wish(Some(Wish::So(host.spec(5))));
@@ -447,7 +447,7 @@ mod tests {
 
     /// Each end of a migration on one host is changed only by its own bridge.
     #[test]
-    fn each_end_of_a_migration_has_its_own_bridge() {
+    fn a_bridge_changes_only_its_own_end_of_a_migration() {
         let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         let socket = host.spec(5).socket;
@@ -474,7 +474,7 @@ mod tests {
 
     /// The hook removes a VM before libvirt reports its end. The bridge must not add it again.
     #[test]
-    fn a_vm_that_stops_is_not_added_again() {
+    fn a_stopped_vm_is_not_added_again() {
         let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.client()
@@ -488,7 +488,7 @@ mod tests {
 
     /// The VM stops after libvirt was asked and before the daemon is.
     #[test]
-    fn a_vm_that_stops_meanwhile_is_removed_again() {
+    fn a_vm_that_stops_while_it_is_added_is_removed_at_once() {
         let mut host = BridgeTest::new();
         let spec = host.spec(5);
         for wish in [Wish::So(spec.clone()), Wish::Served(spec)] {
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stray_is_removed_in_time() {
+    fn a_vm_without_a_running_domain_is_removed_after_a_delay() {
         let mut host = BridgeTest::new();
         host.wish(Some(Wish::So(host.spec(5))));
         host.wish(None);
@@ -552,7 +552,7 @@ mod tests {
 
     /// The domain was transient, or migrated away, while the daemon did not run.
     #[test]
-    fn a_stray_that_libvirt_knows_no_more_is_removed_if_it_ran() {
+    fn a_vm_whose_domain_was_undefined_is_removed_if_it_ran() {
         let mut host = BridgeTest::new();
         host.otherwise = State::Unknown;
         let are_left = |host: &mut BridgeTest| {

@@ -163,7 +163,7 @@ impl Connection {
         // SAFETY: the connection is open.
         if unsafe { sys::virConnectSetKeepAlive(raw, KEEPALIVE.0, KEEPALIVE.1) } < 0 {
             tracing::warn!(
-                "libvirt cannot be asked whether it is there: {}",
+                "the connection to libvirt cannot be checked: {}",
                 last_error()
             );
         }

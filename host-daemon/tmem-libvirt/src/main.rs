@@ -80,11 +80,14 @@ fn follow(arguments: &Arguments, owner: Owner, events: &Receiver<Event>) {
                 tracing::info!("following libvirt at {}", arguments.connect);
                 (pause, complained) = (PAUSES[0], false);
                 let why = session(&connection, &mut daemon, owner, events, number);
-                tracing::warn!("libvirt at {} is away: {why}", arguments.connect);
+                tracing::warn!(
+                    "lost the connection to libvirt at {}: {why}; reconnecting",
+                    arguments.connect
+                );
             }
             Err(why) if !complained => {
                 tracing::warn!(
-                    "cannot connect to libvirt at {}, and goes on trying: {why}",
+                    "cannot connect to libvirt at {}: {why}; retrying",
                     arguments.connect
                 );
                 complained = true;
@@ -126,7 +129,9 @@ fn session(
                 }
             }
             Err(RecvTimeoutError::Timeout) => next = Instant::now() + PERIOD,
-            Err(RecvTimeoutError::Disconnected) => return "its events have ended".into(),
+            Err(RecvTimeoutError::Disconnected) => {
+                return "the event stream of libvirt ended".into();
+            }
         }
         let read = |uuid: &str| {
             let xml = connection.running(uuid)?;

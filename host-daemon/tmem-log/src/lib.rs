@@ -20,14 +20,15 @@ pub struct Log {
 }
 
 fn parse(filter: &str) -> Result<EnvFilter, String> {
-    let what = |error| format!("it is no filter of log messages ({error}): write info, or debug");
+    let what =
+        |error| format!("it is not a log filter ({error}): write a level, such as info or debug");
     // EnvFilter would take a single word that is not a level as a module's name, and log everything
     // of it.
     if let [word] = filter.split([',', '=']).collect::<Vec<_>>()[..]
         && word.parse::<LevelFilter>().is_err()
     {
         return Err(what(
-            "there are error, warn, info, debug and trace".to_string(),
+            "the levels are error, warn, info, debug and trace".to_string(),
         ));
     }
     EnvFilter::builder()
@@ -103,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_journal_is_known_by_its_numbers() {
+    fn journal_stream_must_name_the_device_and_inode_of_stderr() {
         assert!(is_journal(Some("8:1234"), (8, 1234)));
         for journal in [
             None,
@@ -118,7 +119,7 @@ mod tests {
     }
 
     #[test]
-    fn filters_are_checked() {
+    fn log_filters_with_unknown_levels_are_refused() {
         for good in [
             "info",
             "debug",

@@ -145,22 +145,24 @@ fn advice(vm: &VmStats, counted: &Counted) -> Advice {
     } else if let Some((more, gain)) = worth {
         let least = (gain - GAIN_OVER_USUAL).max(0.0);
         format!(
-            "{no_hits}{more} % more room would make {gain:.0} % more of its gets hits, probably at least {least:.0} %"
+            "{no_hits}{more} % more memory would turn another {gain:.0} % of its gets into hits, \
+             probably at least {least:.0} %"
         )
     } else if can_give_up_bytes > 0 && hits == 0 {
         format!(
-            "no hits: {give_up_percent} % less would lose none, {}; twice the room is not seen to bring any",
+            "no hits: {give_up_percent} % less memory ({}) would lose none; twice the memory is \
+             not expected to bring any",
             size(can_give_up_bytes)
         )
     } else if can_give_up_bytes > 0 {
         format!(
-            "can give up {give_up_percent} %: {}",
+            "can give up {give_up_percent} % of its memory: {}",
             size(can_give_up_bytes)
         )
     } else if has_enough {
-        "it has what it needs".into()
+        "it has enough memory in the pool".into()
     } else {
-        format!("{no_hits}neither more nor less room is seen to be worth it")
+        format!("{no_hits}neither more nor less memory is known to be worthwhile")
     };
     Advice {
         name: vm.name.clone(),
@@ -270,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn few_gets_say_nothing() {
+    fn too_few_gets_give_no_advice() {
         let said = advise(|vm| (vm.gets, vm.hits) = (GETS_MIN - 1, 3));
         assert_eq!((said.confidence, said.can_give_up_bytes), ("none", 0));
         assert_eq!((said.gain_percent, said.loss_percent), (None, None));
@@ -278,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_step_that_is_worth_it() {
+    fn advice_names_the_smallest_worthwhile_increase() {
         let said = advise(|vm| {
             (vm.gets, vm.hits) = (100_000, 50_000);
             vm.gain_hits = vec![1_000, 10_000, 90_000];
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_hit_needs_can_go() {
+    fn memory_that_no_hit_needs_can_be_given_up() {
         let said = advise(|vm| {
             (vm.gets, vm.hits) = (GETS_GOOD - 1, 19_000);
             vm.loss_hits = vec![0, 50, 9_000];
@@ -319,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn who_would_gain_from_more_gives_up_nothing() {
+    fn a_vm_that_gains_from_more_memory_gives_up_none() {
         for hits in [0, 10_000] {
             let said = advise(|vm| {
                 (vm.gets, vm.hits) = (100_000, hits);
@@ -333,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn no_hits_mean_no_use_when_all_had_their_chance() {
+    fn without_hits_memory_can_be_given_up_after_enough_gets_per_page() {
         let thrashing = |gets, pages| advise(|vm| (vm.gets, vm.pages) = (gets, pages));
         let said = thrashing(50_000, 5_000);
         assert_eq!(
@@ -358,7 +360,7 @@ mod tests {
     }
 
     #[test]
-    fn confidence_is_good_if_the_advice_holds_within_the_usual_error() {
+    fn confidence_is_good_if_the_gain_exceeds_the_usual_error() {
         let gains = |gain: f64, pages| {
             advise(|vm| {
                 (vm.gets, vm.hits, vm.pages) = (100_000, 50_000, pages);
@@ -375,12 +377,12 @@ mod tests {
         let said = advise(|vm| (vm.gets, vm.hits) = (100_000, 98_001));
         assert_eq!(
             (said.confidence, &*said.advice),
-            ("good", "it has what it needs")
+            ("good", "it has enough memory in the pool")
         );
     }
 
     #[test]
-    fn bounds_are_told() {
+    fn the_help_states_the_error_bounds() {
         for bound in [
             "at most 6 too high",
             "none is 18 too high",
@@ -394,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn an_interval_counts_alone() {
+    fn interval_counts_exclude_earlier_requests() {
         let (mut before, mut after) = (vm(), vm());
         (before.gets, before.hits, before.gain_hits) = (100, 50, vec![1, 2, 3]);
         (after.gets, after.hits, after.gain_hits) = (300, 90, vec![11, 2, 30]);

@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_asked_and_not_waited_for() {
+    fn a_hung_emulator_is_reported_after_the_timeout() {
         // Processes that the test leaves behind end after about a minute.
         let long = Duration::from_secs(60);
         let says = format!("echo name \\\"{DEVICE}\\\", bus PCI");

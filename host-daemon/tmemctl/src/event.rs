@@ -11,16 +11,16 @@ use tmem_control::VarlinkClientInterface;
 /// Options of `event`.
 #[derive(Args, Clone)]
 pub struct EventArguments {
-    /// Go on after the first one, until the daemon ends
+    /// Print events until the daemon ends, instead of only the first one
     #[arg(long = "loop")]
     go_on: bool,
-    /// Print when each one happened (UTC)
+    /// Print the time of each event (UTC)
     #[arg(long)]
     timestamp: bool,
-    /// Only of this VM
+    /// Print only events of this VM
     #[arg(long, value_name = "NAME")]
     vm: Option<String>,
-    /// Only of this kind, as docs/control.md lists them
+    /// Print only events of this kind; docs/control.md lists the kinds
     #[arg(long, value_name = "KIND")]
     kind: Option<String>,
 }
@@ -130,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_those_of_the_calendar() {
+    fn unix_times_are_printed_as_utc_dates() {
         for (time_ms, text) in [
             (0, "1970-01-01T00:00:00.000Z"),
             (951_782_399_999, "2000-02-28T23:59:59.999Z"),

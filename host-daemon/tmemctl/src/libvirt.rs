@@ -55,14 +55,14 @@ pub struct AttachArguments {
     pub target: Target,
     #[command(flatten)]
     quota: QuotaValues,
-    /// VMs of one trust domain share equal pages, and may learn of each other's; none: the VM
-    /// shares with no other
+    /// Trust domain: its VMs share equal pages, and can detect pages of each other; none: the VM
+    /// shares pages with no other VM
     #[arg(long, value_name = "NAME|none")]
     trust_domain: Option<String>,
     /// Whether the start of the VM fails if it cannot have its cache [default: no]
     #[arg(long, value_name = "yes|no", value_parser = ["yes", "no"])]
     required: Option<String>,
-    /// A QEMU that has the device, if the domain's own has not
+    /// QEMU that has the device, if the domain's own QEMU does not have it
     #[arg(long, value_name = "PATH")]
     emulator: Option<String>,
     /// Run directory of the daemon, where the VM's socket is [default: /run/virtio-tmem]
@@ -189,8 +189,8 @@ impl Target {
         if !domain.is_persistent().map_err(failed)? {
             return Err(Failure(
                 format!(
-                    "domain {} is transient: it has no XML for a next start; give the device in the \
-                     XML that it is created from",
+                    "domain {} is transient: it has no XML for a next start. Add the device to \
+                     the XML from which it is created",
                     self.domain
                 ),
                 Code::Refused,
@@ -336,7 +336,8 @@ pub fn quota(
     };
     if arguments.quota.is_empty() {
         if live && config {
-            let what = "--live and --config together say nothing to print: name one".into();
+            let what =
+                "--live and --config cannot be combined without a change: give one of them".into();
             return Err(Failure(what, Code::Usage));
         }
         let cache = noted(target, domain, level(live))??;
@@ -392,7 +393,7 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
             .map_err(|error| Failure(format!("domain {}: {error}", target.domain), Code::Refused))),
         Err(error) if error.code() == ErrorNumber::NoDomainMetadata => Err(Failure(
             format!(
-                "domain {} says nothing of a cache: tmemctl attach gives it one",
+                "domain {} has no <cache> metadata: add it with tmemctl attach",
                 target.domain
             ),
             Code::Refused,
@@ -404,7 +405,7 @@ fn noted(target: &Target, domain: &Domain, level: u32) -> Result<Result<Cache, F
 /// Sets the running VM's quota in the daemon. Only a refusal by the daemon fails. A daemon that
 /// cannot be reached, or does not know the VM, gets the quota later.
 fn tell_daemon(socket: &Path, domain: &str, uuid: &str, cache: &Cache) -> Result<String, Failure> {
-    let later = |why: String| Ok(format!("noted, but not in force yet: {why}\n"));
+    let later = |why: String| Ok(format!("stored, but not in effect yet: {why}\n"));
     let mut client = match connect_daemon(socket) {
         Ok(client) => client,
         Err(Failure(why, _)) => return later(why),

@@ -70,28 +70,28 @@ enum Command {
     },
     /// Show pool and VMs as they change
     Top(top::TopArguments),
-    /// Say what each VM would gain from more memory in the pool, and could give up
+    /// Print what each VM would gain from more pool memory, and how much it could give up
     Advise(advise::AdviseArguments),
     /// Drop the pages of VMs: their guests read them from their disks
     Flush(operate::VmsArguments),
-    /// Take no more pages of VMs; pages that are stored can be read back
+    /// Refuse puts of VMs; their stored pages can still be read
     Freeze(operate::VmsArguments),
-    /// End a freeze
+    /// Accept puts of frozen VMs again
     Thaw(operate::VmsArguments),
     /// Print the size of the pool and how much memory it could give back to the host, or set its size
     Pool(operate::PoolArguments),
     /// Check host, daemon, VMs and domains, and print the remedy for each fault
     Doctor(doctor::DoctorArguments),
-    /// Wait for an event, or print them as they come
+    /// Wait for one event, or print events as they happen
     Event(event::EventArguments),
     /// Summarize a recorded trace
     Trace(trace::TraceArguments),
     /// Print the versions of this command and of the daemon
     Version,
-    /// Put the device into a libvirt domain, or change what attach gave it
+    /// Attach the device to a libvirt domain, or change the settings of an attached device
     #[cfg(feature = "libvirt")]
     Attach(libvirt::AttachArguments),
-    /// Take the device out of a libvirt domain, and all that attach changed
+    /// Detach the device from a libvirt domain, and undo all changes of attach
     #[cfg(feature = "libvirt")]
     Detach(libvirt::DetachArguments),
     /// Print or set the quota of a VM

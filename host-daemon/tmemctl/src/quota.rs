@@ -24,13 +24,13 @@ const NOR_THE_DAEMON: &str = "; and the daemon has no VM of that name: see tmemc
 /// Quota options; an option that is not given changes nothing.
 #[derive(Args, Clone)]
 pub struct QuotaValues {
-    /// Most bytes that the VM is charged, as in 2GiB; none: all that the pool has
+    /// Maximum charge of the VM, as in 2GiB; none: only the pool limits the VM
     #[arg(long, value_name = "SIZE|none", value_parser = size_or_none)]
     limit: Option<SizeOrNone>,
     /// Bytes that the VM is entitled to before others share the rest
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     reserve: Option<u64>,
-    /// Share in the part of the pool that no VM has reserved
+    /// Weight of the VM in the part of the pool that no VM has reserved
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=i64::from(WEIGHT_MAX)))]
     weight: Option<u32>,
 }
@@ -71,13 +71,13 @@ pub struct QuotaArguments {
     connect: String,
     #[command(flatten)]
     pub quota: QuotaValues,
-    /// Use the running VM
+    /// Print or change the quota of the running VM
     #[arg(long)]
     pub live: bool,
-    /// Use the next start of a domain
+    /// Print or change the quota of a domain's next start
     #[arg(long)]
     pub config: bool,
-    /// Use the running VM if it runs, otherwise the next start (the default)
+    /// Print or change the quota of the VM if it runs, otherwise of its next start (the default)
     #[arg(long, conflicts_with_all = ["live", "config"])]
     current: bool,
     /// Print sizes in bytes
@@ -148,8 +148,8 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
     let failure = |what: &str| Failure(format!("VM {name}: {what}"), Code::Refused);
     if arguments.config {
         return Err(failure(
-            "it is no libvirt domain, whose next start could be changed: leave out --config, and write what is \
-             to last in its [[vm]] of the daemon's file (or its --vm)",
+            "it is not a libvirt domain, so it has no next start to change. Leave out --config. \
+             To keep a change, write it in its [[vm]] of the daemon's file (or its --vm)",
         ));
     }
     let bytes = |number: i64| u64::try_from(number).unwrap_or(0);
@@ -181,11 +181,11 @@ fn of_daemon(arguments: &QuotaArguments, vm: api::Vm, socket: &Path) -> Result<S
         }
         // AddVm sets a UUID, and a `[[vm]]` may.
         Some(_) => {
-            "until it is removed, if it was added over the control socket; if a [[vm]] or --vm names it, until \
-             the daemon ends: write it there to keep it"
+            "until the VM is removed, if it was added over the control socket. If a [[vm]] or --vm configures \
+             the VM, the quota applies until the daemon ends: write it there to keep it"
         }
     };
-    let text = format!("VM {name}: this holds {lasts}\n");
+    let text = format!("VM {name}: this quota applies {lasts}\n");
     let json = serde_json::json!({ "vm": name, "text": text });
     Ok(Said { text, json })
 }

@@ -186,7 +186,7 @@ pub fn latency(histogram: &api::Histogram) -> String {
     let last = histogram.buckets.len() - 1;
     let below = match most {
         Some(bucket) if bucket < last => format!("99 % below {} µs", 1u64 << bucket),
-        _ => format!("99 % not even below {} µs", 1u64 << (last - 1)),
+        _ => format!("fewer than 99 % below {} µs", 1u64 << (last - 1)),
     };
     format!("{count} requests, mean {mean_us:.1} µs, {below}")
 }
@@ -228,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_latency_says_what_most_are_below() {
+    fn a_latency_shows_the_99th_percentile() {
         let mut histogram = api::Histogram {
             sum_ns: 0,
             buckets: vec![0; 16],
@@ -240,6 +240,6 @@ mod tests {
         let text = "100 requests, mean 7.0 µs, 99 % below 8 µs";
         assert_eq!(latency(&histogram), text);
         histogram.buckets[15] = 10;
-        assert!(latency(&histogram).ends_with("not even below 16384 µs"));
+        assert!(latency(&histogram).ends_with("fewer than 99 % below 16384 µs"));
     }
 }

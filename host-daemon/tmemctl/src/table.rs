@@ -117,7 +117,7 @@ pub fn choose<T>(
                     let all: Vec<&str> = columns.iter().map(|column| column.name).collect();
                     let all = all.join(", ");
                     Failure(
-                        format!("--output: there is no column {name:?}: there are {all}"),
+                        format!("--output: there is no column {name:?}: the columns are {all}"),
                         Code::Usage,
                     )
                 })
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn columns_line_up() {
+    fn table_columns_are_aligned() {
         let columns = [("NAME", Align::Left), ("PAGES", Align::Right)];
         let rows = [
             vec!["a".to_string(), "12345678".to_string()],
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_have_three_digits() {
+    fn sizes_are_printed_with_three_digits() {
         for (bytes, text) in [
             (0, "0 B"),
             (999, "999 B"),

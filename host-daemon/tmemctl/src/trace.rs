@@ -36,7 +36,7 @@ pub fn run(arguments: &TraceArguments) -> Result<Said, Failure> {
     let bytes = std::fs::read(&arguments.file).map_err(|error| failed(error.to_string()))?;
     let compressed = bytes.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]);
     let reader = Reader::new(&bytes).map_err(|error| match compressed {
-        true => failed("it is compressed: zstd -d it first".into()),
+        true => failed("it is compressed: decompress it with zstd -d first".into()),
         false => failed(error.to_string()),
     })?;
     let mut parts: BTreeMap<u32, Part> = BTreeMap::new();

@@ -46,7 +46,7 @@ fn words<'a>(text: &'a str, first: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn list_is_a_table_in_the_order_of_names() {
+fn list_prints_a_table_sorted_by_name() {
     let host = host();
     for socket in ["control", "read-only"] {
         let text = printed(&tmemctl(&host.path(socket), &["list"]));
@@ -98,7 +98,7 @@ fn stats_prints_all_vms_or_the_named_one() {
 }
 
 #[test]
-fn json_is_what_the_daemon_says() {
+fn json_output_contains_the_answer_of_the_daemon() {
     let host = host();
     let text = printed(&tmemctl(
         &host.path("read-only"),
@@ -123,7 +123,7 @@ fn fails(output: &Output, code: i32, parts: &[&str]) {
 }
 
 #[test]
-fn errors_name_the_socket_and_what_to_do() {
+fn errors_name_the_socket_and_the_remedy() {
     let mut host = host();
     let control = host.path("control");
     fails(
@@ -146,7 +146,7 @@ fn errors_name_the_socket_and_what_to_do() {
 }
 
 #[test]
-fn a_daemon_that_hangs_is_not_waited_for() {
+fn a_hung_daemon_is_reported_after_the_timeout() {
     let directory = tempfile::tempdir().expect("directory");
     let control = directory.path().join("control");
     let _nobody_accepts = UnixListener::bind(&control).expect("binds");
@@ -161,7 +161,7 @@ fn a_daemon_that_hangs_is_not_waited_for() {
 
 #[cfg(feature = "libvirt")]
 #[test]
-fn a_libvirt_that_hangs_is_not_waited_for() {
+fn a_hung_libvirt_is_reported_after_the_timeout() {
     let directory = tempfile::tempdir().expect("directory");
     let control = directory.path().join("control");
     let socket = directory.path().join("libvirt");
@@ -198,7 +198,7 @@ fn a_libvirt_that_hangs_is_not_waited_for() {
 
 /// The time limit does not apply to `trace`, because the file's length bounds the time.
 #[test]
-fn a_trace_that_is_long_is_waited_for() {
+fn the_timeout_does_not_apply_to_reading_a_trace() {
     let directory = tempfile::tempdir().expect("directory");
     let trace = directory.path().join("trace");
     let made = Command::new("mkfifo").arg(&trace).status().expect("runs");
@@ -219,7 +219,7 @@ fn a_trace_that_is_long_is_waited_for() {
 }
 
 #[test]
-fn an_error_that_nobody_can_read_keeps_its_code() {
+fn a_failed_write_of_an_error_keeps_the_exit_code() {
     let full = File::options().write(true).open("/dev/full");
     let status = Command::new(env!("CARGO_BIN_EXE_tmemctl"))
         .args(["--socket", "/nowhere", "list"])
@@ -230,7 +230,7 @@ fn an_error_that_nobody_can_read_keeps_its_code() {
 
 /// Exit handlers would free memory that a running thread may still use.
 #[test]
-fn no_exit_handler_runs() {
+fn tmemctl_exits_without_exit_handlers() {
     let host = host();
     let control = host.path("control");
     for arguments in [&["list"][..], &["stats", "nobody"], &["doctor"]] {
@@ -413,7 +413,7 @@ impl Drop for Printing {
 }
 
 #[test]
-fn events_are_printed_as_they_come() {
+fn events_are_printed_as_they_arrive() {
     use std::io::{BufRead, BufReader};
     let mut host = host();
     let control = host.path("control");
@@ -488,7 +488,7 @@ fn rates_are_printed_each_interval() {
 }
 
 #[test]
-fn versions_are_told_with_and_without_a_daemon() {
+fn versions_are_printed_with_and_without_a_daemon() {
     let mut host = host();
     let control = host.path("control");
     let own = env!("CARGO_PKG_VERSION");
@@ -506,7 +506,7 @@ fn versions_are_told_with_and_without_a_daemon() {
 }
 
 #[test]
-fn advice_is_given_on_what_is_known() {
+fn advise_reports_no_confidence_for_few_gets() {
     let host = host();
     let read_only = host.path("read-only");
     let text = printed(&tmemctl(&read_only, &["advise"]));
@@ -528,7 +528,7 @@ fn advice_is_given_on_what_is_known() {
 }
 
 #[test]
-fn a_trace_is_summed_up() {
+fn trace_prints_a_summary_of_a_recorded_trace() {
     use tmem_trace::format::{Event, ObjectKey, Op, SizeClass, Writer};
     let host = host();
     let file = host.path("a.trace");
@@ -612,7 +612,7 @@ fn every_command_has_help() {
 }
 
 #[test]
-fn the_doctor_finds_faults_and_says_what_mends_them() {
+fn doctor_prints_faults_with_their_remedies() {
     let mut host = host();
     let control = host.path("control");
     // The directory stands for a host without libvirt, KVM and PSI.
@@ -687,7 +687,7 @@ fn listed(host: &TestDaemon, name: &str) -> serde_json::Value {
 }
 
 #[test]
-fn the_daemon_has_the_quota_of_a_vm_that_is_no_domain() {
+fn quota_of_a_vm_outside_libvirt_is_set_in_the_daemon() {
     for libvirt in LIBVIRTS {
         let host = host();
         let done = |arguments: &[&str]| printed(&run_quota(&host, libvirt, arguments));
@@ -774,7 +774,7 @@ fn the_daemon_has_the_quota_of_a_vm_that_is_no_domain() {
 /// A VM that was added over the control socket has a UUID. If libvirt knows that UUID, or might
 /// know it, quota leaves the VM to libvirt.
 #[test]
-fn the_quota_of_a_domain_does_not_change_behind_libvirt() {
+fn quota_of_a_libvirt_vm_is_not_set_in_the_daemon_alone() {
     use tmem_control::{VarlinkClientInterface, VmSpec};
     let host = host();
     let mut client = tmem_control::connect(&host.path("control")).expect("connects");
@@ -798,7 +798,7 @@ fn the_quota_of_a_domain_does_not_change_behind_libvirt() {
     }
     let set = ["other", "--weight", "3"];
     let text = printed(&run_quota(&host, LIBVIRTS[0], &set));
-    assert!(text.contains("until it is removed"), "{text}");
+    assert!(text.contains("until the VM is removed"), "{text}");
     assert_eq!(listed(&host, "other")["quota"]["weight"], 3);
     #[cfg(feature = "libvirt")]
     {
@@ -812,7 +812,7 @@ fn the_quota_of_a_domain_does_not_change_behind_libvirt() {
             fails(
                 &run_quota(&host, LIBVIRTS[0], &[domain, "--weight", "4"]),
                 6,
-                &[domain, "says nothing of a cache", "tmemctl attach"],
+                &[domain, "has no <cache> metadata", "tmemctl attach"],
             );
         }
         assert_eq!(listed(&host, "test-6695eb01")["quota"]["weight"], 100);

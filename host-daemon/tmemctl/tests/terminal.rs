@@ -49,7 +49,7 @@ impl Tmux {
             }
             assert!(
                 begun.elapsed() < TIMEOUT,
-                "waited in vain for {what}:\n{screen}"
+                "timeout while waiting for {what}:\n{screen}"
             );
             std::thread::sleep(Duration::from_millis(100));
         }
@@ -140,7 +140,7 @@ fn start(folder: &Path, socket: &str, options: &str) -> Tmux {
 
 #[test]
 #[ignore = "needs tmux: make check-ops"]
-fn top_lives_in_a_terminal() {
+fn top_shows_rates_and_obeys_keys_in_a_terminal() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
     let folder = daemon.folder().to_path_buf();
     let guest = Guest::start(&folder, "web");
@@ -221,7 +221,7 @@ fn top_lives_in_a_terminal() {
 /// A key or a signal ends top, even if the daemon hangs.
 #[test]
 #[ignore = "needs tmux: make check-ops"]
-fn the_terminal_is_given_back() {
+fn top_restores_the_terminal_at_its_end() {
     let mut daemon = TestDaemon::start(&["web", "db"]);
     let folder = daemon.folder().to_path_buf();
     let path = |name: &str| folder.join(name);

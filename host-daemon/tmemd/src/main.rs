@@ -151,7 +151,7 @@ fn run(arguments: &Arguments, log: &tmem_log::Log) -> Result<(), Box<dyn std::er
     } = config;
     let vms = config.vms.len();
     match arguments.no_sandbox {
-        true => tracing::warn!("not confined, as --no-sandbox asks"),
+        true => tracing::warn!("the process is not sandboxed, because of --no-sandbox"),
         false => sandbox::enter(&config, &arguments.config)?,
     }
     let daemon = Daemon::start(config)?;
@@ -181,12 +181,12 @@ fn reload(arguments: &Arguments, log: &tmem_log::Log, daemon: &Daemon) {
         Ok(later)
     });
     match done {
-        Ok(later) if later.is_empty() => tracing::info!("the configuration was read again"),
+        Ok(later) if later.is_empty() => tracing::info!("the configuration was reloaded"),
         Ok(later) => tracing::warn!(
-            "the configuration was read again; from the next start on hold: {}",
+            "the configuration was reloaded; changes of these settings apply at the next start: {}",
             later.join(", ")
         ),
-        Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+        Err(error) => tracing::error!("the configuration is unchanged: {error}"),
     }
 }
 
@@ -197,7 +197,7 @@ mod tests {
 
     /// An option is the key of the file with `-` for `_`, so that both have one name.
     #[test]
-    fn options_have_the_names_of_their_keys() {
+    fn command_line_options_have_the_names_of_configuration_keys() {
         let only_options = ["config", "check_config", "trace", "trace_max", "no_sandbox"];
         let example = include_str!("../tmemd.toml");
         let keys: Vec<&str> = example

@@ -74,7 +74,7 @@ fn list_and_stats_work_on_both_sockets() {
 }
 
 #[test]
-fn a_connection_is_counted() {
+fn vm_connections_and_refusals_are_counted() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let _daemon = Daemon::start(config.clone()).expect("starts");
@@ -103,7 +103,7 @@ fn a_connection_is_counted() {
 
 /// A front end that sends half a message delays neither other connections nor the stop.
 #[test]
-fn half_a_message_blocks_only_its_connection() {
+fn an_incomplete_message_blocks_only_its_connection() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("starts");
@@ -326,7 +326,7 @@ fn stale_sockets_are_replaced_and_live_ones_refused() {
 }
 
 #[test]
-fn a_socket_of_another_is_not_removed() {
+fn a_socket_of_another_daemon_is_not_removed() {
     let directory = tempfile::tempdir().expect("directory");
     let config = config(directory.path());
     let daemon = Daemon::start(config.clone()).expect("starts");

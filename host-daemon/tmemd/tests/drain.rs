@@ -363,7 +363,11 @@ fn a_short_dirty_log_is_reported_before_the_migration_ends() {
             let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
             log.matches("could not be marked in the dirty log").count()
         };
-        assert_eq!(told(&daemon), 0, "nobody has asked");
+        assert_eq!(
+            told(&daemon),
+            0,
+            "the lost marks were reported without a request"
+        );
         if stops {
             driver.guest.stop().unwrap();
             assert_eq!(told(&daemon), 1, "before GET_VRING_BASE is answered");

@@ -152,8 +152,8 @@ fn every_malformed_request_gets_the_specified_status() {
 /// Memory changes while the daemon reads it. The daemon survives, neighbours notice nothing, and a
 /// hit is always the page of the cookie in the answer.
 #[test]
-fn requests_that_change_while_they_are_read_are_harmless() {
-    let seed = seed("requests_that_change_while_they_are_read_are_harmless");
+fn requests_changed_by_the_guest_during_a_read_are_harmless() {
+    let seed = seed("requests_changed_by_the_guest_during_a_read_are_harmless");
     let mut daemon = Daemon::start(&[("liar", Some("team")), ("neighbour", Some("team"))]);
     let mut liar = daemon.driver("liar", seed);
     let mut neighbour = daemon.driver("neighbour", seed + 1);

@@ -44,7 +44,7 @@ fn at_rest(daemon: &mut Daemon) -> Taken {
     let pid = daemon.pid() as i32;
     let mut last = taken_by(pid);
     let mut same = 0;
-    daemon.until("nobody is connected", || {
+    daemon.until("no VM is connected", || {
         let now = taken_by(pid);
         let is_same = (now.threads, now.descriptors) == (last.threads, last.descriptors);
         same = if is_same { same + 1 } else { 0 };
@@ -198,7 +198,7 @@ fn resources_of_a_connection_are_bounded() {
             changes.expect("served");
         }
         changed.store(true, Ordering::SeqCst);
-        looks.join().expect("it lives")
+        looks.join().expect("the thread does not panic")
     });
     println!("{most} descriptors while its memory changes");
     let bound = before.descriptors + DESCRIPTORS_CHANGING_MAX;

@@ -74,7 +74,7 @@ fn ask_for_old(driver: &mut Driver, old: &[(Key, u64)]) {
 
 /// One connection ends and another begins. No page is kept, and the generation is not a counter.
 #[test]
-fn a_connection_starts_empty() {
+fn a_new_connection_starts_with_an_empty_cache() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let mut generations = vec![driver.model.generation()];

@@ -98,7 +98,10 @@ fn every_bit_of_a_cookie_counts() {
     }
     for cookie in [1, u64::MAX, 1 << 63, 1 << 32] {
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
-        assert!(!get_one(&mut driver, pool, 1, 1, 0), "cookie 0 is nobody's");
+        assert!(
+            !get_one(&mut driver, pool, 1, 1, 0),
+            "a get with cookie 0 must miss"
+        );
         put_one(&mut driver, 1, 1, cookie, Content::Noise(cookie));
         assert!(get_one(&mut driver, pool, 1, 1, cookie));
         assert!(

@@ -39,8 +39,8 @@ fn burst(driver: &mut Driver, rng: &mut fastrand::Rng) {
 }
 
 #[test]
-fn memory_slots_change_under_load() {
-    let seed = seed("memory_slots_change_under_load");
+fn memory_slot_changes_under_load_lose_no_request() {
+    let seed = seed("memory_slot_changes_under_load_lose_no_request");
     let mut rng = fastrand::Rng::with_seed(seed);
     let mut daemon = Daemon::start(&[("a", None)]);
     let config = DriverConfig {

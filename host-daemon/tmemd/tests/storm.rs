@@ -67,7 +67,10 @@ impl Meeting {
         let wanted = arrived.next_multiple_of(parties);
         let deadline = Instant::now() + common::scaled(REPLY_TIMEOUT);
         while self.0.load(Ordering::SeqCst) < wanted {
-            assert!(Instant::now() < deadline, "somebody does not come");
+            assert!(
+                Instant::now() < deadline,
+                "a thread does not reach the barrier"
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -117,8 +120,8 @@ fn visit(driver: &mut Driver, socket: &std::path::Path, rng: &mut fastrand::Rng)
 }
 
 #[test]
-fn many_vms_come_and_leave_at_once() {
-    let seed = seed("many_vms_come_and_leave_at_once");
+fn vms_connect_and_disconnect_concurrently() {
+    let seed = seed("vms_connect_and_disconnect_concurrently");
     let names: Vec<String> = (0..VMS).map(|number| format!("vm{number}")).collect();
     let vms: Vec<(&str, Option<&str>)> = names.iter().map(|name| (name.as_str(), None)).collect();
     // Without the sandbox, because other processes cannot inspect a sandboxed daemon.
@@ -128,7 +131,7 @@ fn many_vms_come_and_leave_at_once() {
     // Until the start's probe connections have ended.
     let mut before = daemon.taken();
     let mut same = 0;
-    daemon.until("nobody is connected", || {
+    daemon.until("no VM is connected", || {
         let now = common::taken_by(before.pid);
         same = match (now.threads, now.descriptors) == (before.threads, before.descriptors) {
             true => same + 1,
@@ -189,7 +192,7 @@ fn many_vms_come_and_leave_at_once() {
     println!("before: {before:?}");
     assert!(
         in_flight.load(Ordering::SeqCst) > 0,
-        "nobody left with requests"
+        "no VM disconnected with requests in flight"
     );
     let memory = most.memory_bytes - before.memory_bytes;
     assert!(memory <= VMS * MEMORY_PER_VM_BYTES, "{memory} bytes");

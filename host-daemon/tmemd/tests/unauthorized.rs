@@ -34,7 +34,7 @@ fn as_user<R: Send>(user: u32, groups: &[u32], what: impl FnOnce() -> R + Send) 
             set_thread_res_uid(uid, uid, uid).expect("root may");
             what()
         });
-        thread.join().expect("it lives")
+        thread.join().expect("the thread does not panic")
     })
 }
 
@@ -105,7 +105,10 @@ fn unauthorized_peers_are_refused() {
         !served(OTHER, &[READERS], &socket),
         "an unauthorized peer at a VM's socket"
     );
-    assert!(!served(QEMU, &[], &given), "it was given to nobody");
+    assert!(
+        !served(QEMU, &[], &given),
+        "the socket was given to another user"
+    );
     for socket in [&control, &read_only] {
         assert!(
             !served(OTHER, &[READERS], socket),

@@ -115,7 +115,10 @@ fn a_vm_is_added_and_removed() {
     spec.quota.reserve_bytes = 8 << 20;
     spec.trust_domain = Some("team".into());
     assert!(host.add(&spec), "it is new");
-    assert!(!host.add(&spec), "and then it is not");
+    assert!(
+        !host.add(&spec),
+        "the second call must not add the VM again"
+    );
     assert_eq!(host.names(), ["given", "web"]);
     let vm = host.vm("web");
     assert_eq!(vm.uuid.as_deref(), Some(UUID), "in lower case");
@@ -162,7 +165,7 @@ fn an_added_vm_is_changed_in_place() {
     };
     assert!(!host.add(&changed));
     let vm = host.vm("shop");
-    assert!(vm.connected, "nobody was disturbed");
+    assert!(vm.connected, "the VM was disconnected");
     assert_eq!(vm.quota, quota);
     let metadata = fs::metadata(host.path("web.sock")).expect("there");
     assert_eq!(metadata.permissions().mode() & 0o777, 0o666);
@@ -400,7 +403,7 @@ fn a_smaller_pool_restores_a_vm_with_a_smaller_reserve() {
     assert_eq!((reserve(&host, "db"), reserve(&host, "web")), (20, 12));
     assert_eq!(host.vm("db").problem, None);
     let problem = host.vm("web").problem.expect("it is said");
-    for part in ["31457280", "12582912", "it has what is left"] {
+    for part in ["31457280", "12582912", "the VM gets what is left"] {
         assert!(problem.contains(part), "{problem}");
     }
     host.connect("web");

@@ -36,7 +36,7 @@ fn watched(vms: &[(&str, Option<&str>)]) -> (Daemon, UnixDatagram) {
 /// Returns the next message.
 fn hear(manager: &UnixDatagram) -> String {
     let mut word = [0; 256];
-    let length = manager.recv(&mut word).expect("it says something");
+    let length = manager.recv(&mut word).expect("a notification");
     std::str::from_utf8(&word[..length])
         .expect("text")
         .trim()
@@ -52,7 +52,7 @@ fn lives_for(manager: &UnixDatagram, time: Duration) {
 }
 
 #[test]
-fn the_service_manager_learns_of_start_life_and_stop() {
+fn the_service_manager_is_notified_of_start_progress_and_stop() {
     let (mut daemon, manager) = watched(&[("a", None)]);
     assert_eq!(hear(&manager), "READY=1");
     UnixStream::connect(daemon.socket("a")).expect("it serves");
@@ -135,7 +135,10 @@ fn a_hung_worker_is_reported() {
     assert_eq!(hear(&manager), "READY=1");
     let begun = Instant::now();
     let stopped = loop {
-        assert!(begun.elapsed() < 4 * common::TIMEOUT, "it is not told of");
+        assert!(
+            begun.elapsed() < 4 * common::TIMEOUT,
+            "the hang is not reported"
+        );
         // Some milliseconds of work, in which the workers can be stopped.
         for object in 1..=20 {
             driver.put(object, 0, 64);
@@ -145,16 +148,16 @@ fn a_hung_worker_is_reported() {
             break stopped;
         }
         drop(stopped);
-        driver.settle().expect("they go on");
+        driver.settle().expect("the released workers continue");
     };
-    assert_eq!(hear(&manager), HANGS, "it lives no more");
+    assert_eq!(hear(&manager), HANGS, "the daemon must report the hang");
     let log = std::fs::read_to_string(daemon.path("log")).expect("its log");
     // A background worker that waits for a lock held by a stopped thread hangs, too, and is listed first.
     let told = |line: &str| line.contains("the daemon hangs at ") && line.contains("worker-");
     assert!(log.lines().any(told), "{log}");
     // The daemon continues as soon as it can, if nothing has ended it.
     drop(stopped);
-    driver.settle().expect("they go on");
+    driver.settle().expect("the released workers continue");
     while hear(&manager) == HANGS {}
     lives_for(&manager, PERIOD);
 }

@@ -96,7 +96,7 @@ fn put(guest: &mut FakeGuest, queue: usize, pages: usize) -> bool {
 /// request at a time. In each round of the worker both get a slice, so for each small request the
 /// other guest gets a batch or two, however many it has waiting.
 #[test]
-fn a_flood_of_requests_takes_only_its_share() {
+fn a_flood_of_requests_takes_only_the_fair_share_of_its_vm() {
     if std::thread::available_parallelism().is_ok_and(|number| number.get() == 1) {
         let why = "with one the worker has many turns while we do not look";
         return skipped(Missing::Processors, why);

@@ -105,7 +105,7 @@ fn all_are(driver: &mut Driver, pool: u32, status: &[u8]) {
 /// XSA-15: a guest could call operations of the toolstack. Here quotas, sizes and other VMs belong
 /// to another socket, and no message of a guest or its VMM has a meaning there or here.
 #[test]
-fn control_operations_from_a_guest() {
+fn a_guest_cannot_perform_control_operations() {
     let mut daemon = Daemon::start(&[("liar", None), ("neighbour", None)]);
     let mut control = tmem_control::connect(&daemon.path("control")).unwrap();
     let mut figures = || {
@@ -189,7 +189,7 @@ fn control_operations_from_a_guest() {
 /// XSA-15: a negative id passed the check of its upper bound. Here ids are unsigned, and each of
 /// their bits counts.
 #[test]
-fn signed_ids() {
+fn pool_ids_are_unsigned() {
     let mut daemon = Daemon::start(&[("a", None)]);
     let mut driver = daemon.driver("a", 1);
     let negative = [1 << 31, (1 << 31) + 1, u32::MAX - 1, u32::MAX];
@@ -284,7 +284,7 @@ fn foreign_or_stale_pool_ids_are_refused() {
 /// XSA-15: a guest without a tenant was served with a null pointer. Here a connection has a tenant
 /// from its first message to its end, whether it has a pool or not.
 #[test]
-fn missing_tenant() {
+fn requests_before_or_after_a_connection_reach_no_pool() {
     let run = |folder: &std::path::Path| {
         let folder = folder.to_str().unwrap();
         vec!["--run-directory".into(), folder.into()]
@@ -364,7 +364,11 @@ fn missing_tenant() {
             removed.guest.kick(queue);
         }
         work(&mut other, 20);
-        assert_eq!(used(&removed.guest), answered, "nobody is there");
+        assert_eq!(
+            used(&removed.guest),
+            answered,
+            "the removed VM got an answer"
+        );
         assert!(removed.guest.connect(&socket).is_err());
     }
     work(&mut driver, 30);
@@ -449,7 +453,7 @@ fn stops(daemon: &mut Daemon, vms: &mut [Driver; 2], what: &str, add: impl FnOnc
 /// XSA-15: addresses of a guest were used unchecked. Here each byte must be in the memory that the
 /// VMM shares, or the queue stops before anything is read or written.
 #[test]
-fn raw_guest_memory() {
+fn buffers_outside_of_guest_memory_are_never_accessed() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     let mut vms = [daemon.driver("a", 1), daemon.driver("b", 2)];
     let log = vms[0].guest.start_log().unwrap().region();
@@ -507,7 +511,7 @@ fn raw_guest_memory() {
 /// XSA-15: offset and length were added before they were compared. Here sums have more bits than
 /// their terms.
 #[test]
-fn arithmetic_overflow() {
+fn overflowing_sums_in_requests_are_refused() {
     let mut daemon = Daemon::start(&[("a", None), ("b", None)]);
     // Much address space of which almost nothing is touched, so that 4 GiB lie inside.
     let large = GuestConfig {
@@ -655,7 +659,7 @@ fn arithmetic_overflow() {
 /// XSA-15: a lock was kept when an error was found. Here this VM, another one and an operator, who
 /// take the same locks, continue at once after any refusal.
 #[test]
-fn locks_kept_on_error_paths() {
+fn error_paths_leave_no_lock_held() {
     let mut daemon = Daemon::start(&[("a", Some("team")), ("b", Some("team"))]);
     let mut driver = daemon.driver("a", 1);
     let mut other = daemon.driver("b", 2);

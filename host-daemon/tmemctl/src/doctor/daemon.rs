@@ -75,13 +75,13 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
                 pool.size_bytes
             ),
         ),
-        false => Finding::good(("host-memory", DAEMON), "the pool has its size"),
+        false => Finding::good(("host-memory", DAEMON), "the pool has its configured size"),
     });
     findings.push(match pool.reserved_bytes > pool.size_bytes {
         true => Finding::warning(
             ("reserves", DAEMON),
             format!(
-                "the VMs' reserves are {}, more than the pool's {}: they scale down",
+                "the VMs' reserves are {}, more than the pool's {}: each is scaled down",
                 size(pool.reserved_bytes),
                 size(pool.size_bytes)
             ),
@@ -90,7 +90,7 @@ fn of_daemon(daemon: &api::DaemonStats, pool: &api::PoolStats) -> Vec<Finding> {
         false => Finding::good(("reserves", DAEMON), "the reserves fit"),
     });
     findings.push(match pool.hash_mismatches {
-        0 => Finding::good(("bytes", DAEMON), "every page was what it had been"),
+        0 => Finding::good(("bytes", DAEMON), "no stored page failed its check"),
         bad => Finding::fault(
             ("bytes", DAEMON),
             format!("{bad} stored pages failed their check and were held back: the host's memory or the engine is at fault"),
@@ -109,7 +109,8 @@ fn control_socket(socket: &Path) -> Finding {
         _ => Finding::warning(
             of,
             format!(
-                "somebody made the mode of the control socket {at} {:o}: the daemon refuses others all the same",
+                "the mode of the control socket {at} was changed to {:o}: the daemon still \
+                 refuses other users",
                 mode & 0o777
             ),
             &format!("chmod o= {at}"),
@@ -154,16 +155,16 @@ fn vm_socket(vm: &api::Vm) -> Finding {
                 ),
                 &format!("chmod o= {at}"),
             ),
-            _ => Finding::good(of, "its socket is there"),
+            _ => Finding::good(of, "its socket exists"),
         },
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Finding::fault(
             of,
-            format!("its socket {at} is gone"),
+            format!("its socket {at} is missing"),
             "systemctl restart tmemd: it creates the sockets of all its VMs again",
         ),
         Err(error) => Finding::good(
             of,
-            format!("its socket {at} cannot be looked at by you: {error}"),
+            format!("its socket {at} cannot be checked by this user: {error}"),
         ),
     }
 }
@@ -175,7 +176,7 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
     if let Some(problem) = &vm.problem {
         findings.push(Finding::fault(
             ("problem", name),
-            format!("it is not as requested: {problem}"),
+            format!("its requested settings are not in effect: {problem}"),
             &format!("tmemctl quota {name}, with values that fit"),
         ));
     }
@@ -190,7 +191,7 @@ fn of_vm(vm: &api::Vm, stats: &api::VmStats) -> Vec<Finding> {
         findings.push(Finding::warning(
             ("virtqueues", name),
             format!(
-                "{} of its virtqueues were stopped for a fault of guest or VMM",
+                "{} of its virtqueues were stopped for a fault of the guest or the VMM",
                 stats.queues_stopped
             ),
             &format!("journalctl -u tmemd TMEM_VM={name}; a reset of the guest sets them up again"),
@@ -225,7 +226,7 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
         return Finding::fault(
             of,
             format!(
-                "its driver found {} pages that were not what it had put, and has switched the cache off",
+                "its driver found {} pages that differ from what it had put, and switched the cache off",
                 driver.mismatches
             ),
             "in the guest: tmem-guest status; was its disk changed from outside?",
@@ -236,15 +237,15 @@ fn driver(name: &str, stats: &api::VmStats) -> Finding {
         "tripped" => Finding::warning(
             of,
             format!(
-                "{} answers came too late for its driver, which does without for a while",
+                "{} answers came after the driver's deadline, so the driver pauses the cache for a while",
                 driver.late
             ),
             "tmemctl stats: is the host overloaded? More workers in /etc/virtio-tmem/tmemd.toml",
         ),
         state => Finding::warning(
             of,
-            format!("its driver says {state}"),
-            "in the guest: tmem-guest status says why",
+            format!("its driver reports the state {state}"),
+            "in the guest: tmem-guest status shows the reason",
         ),
     }
 }
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_the_daemon_is_found() {
+    fn doctor_finds_each_fault_of_the_daemon() {
         let said = reply(vec![]);
         let (mut daemon, mut pool) = (said.daemon, said.pool);
         daemon.version = env!("CARGO_PKG_VERSION").into();
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_memory_and_sockets_is_found() {
+    fn doctor_finds_each_fault_of_memory_and_sockets() {
         let mut daemon = reply(vec![]).daemon;
         for (memory_locked, wanted) in [(false, State::Fault), (true, State::Good)] {
             daemon.memory_locked = memory_locked;
@@ -328,7 +329,7 @@ mod tests {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let vm = vm(&path);
-        assert_eq!(vm_socket(&vm).state, State::Fault, "it is not there");
+        assert_eq!(vm_socket(&vm).state, State::Fault, "the socket is missing");
         let _listener = UnixListener::bind(&path).expect("binds");
         for (mode, wanted) in [
             (0o660, State::Good),
@@ -348,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_a_vm_is_found() {
+    fn doctor_finds_each_fault_of_a_vm() {
         let folder = tempfile::tempdir().expect("a folder");
         let path = folder.path().join("socket");
         let _listener = UnixListener::bind(&path).expect("binds");

@@ -50,7 +50,7 @@ fn read(uri: &str) -> Result<Vec<(String, bool)>, Failure> {
         Ok(domains.iter().filter_map(read).collect())
     });
     domains.map_err(|error| {
-        let what = format!("libvirt at {uri} cannot be asked: {}", error.message());
+        let what = format!("libvirt at {uri} does not answer: {}", error.message());
         Failure(what, Code::Unreachable)
     })
 }
@@ -79,7 +79,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
             None => Vec::new(),
             Some(_) => vec![Finding::fault(
                 ("device", name),
-                "it has a quota and no device",
+                "its XML has a quota but no device",
                 &format!("{attach}, and restart it"),
             )],
         };
@@ -94,7 +94,7 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
         ),
     });
     if let Some(Err(error)) = &domain.cache {
-        let remedy = format!("tmemctl quota {name}, with values that make sense");
+        let remedy = format!("tmemctl quota {name}, with valid values");
         findings.push(Finding::fault(("quota", name), error.0.clone(), &remedy));
     }
     if let (Some(emulator), Some(host)) = (&domain.emulator, host) {
@@ -116,13 +116,13 @@ fn of_domain(xml: &str, active: bool, host: Option<&Host>) -> Vec<Finding> {
         findings.push(match vm {
             None => Finding::fault(
                 of,
-                "it runs, has the device, and the daemon does not know it",
-                "start or restart tmem-libvirt: it has the daemon serve VMs that run (docs/libvirt.md)",
+                "it runs with the device, but the daemon does not serve it",
+                "start or restart tmem-libvirt: it registers running VMs with the daemon (docs/libvirt.md)",
             ),
             Some(vm) if vm.socket != device.socket => Finding::fault(
                 of,
                 format!(
-                    "its device is at {}, and the daemon serves it at {}",
+                    "its device connects to {}, but the daemon serves it at {}",
                     device.socket, vm.socket
                 ),
                 &format!("{attach}, and restart it"),
@@ -185,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_a_domain_is_found() {
+    fn doctor_finds_each_fault_of_a_domain() {
         let xml = attached();
         let vm = served(&xml);
         let vms = std::slice::from_ref(&vm);

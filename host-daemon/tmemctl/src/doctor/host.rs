@@ -21,7 +21,7 @@ fn kvm(root: &Path) -> Finding {
         true => Finding::good(of, "there is KVM"),
         false => Finding::warning(
             of,
-            "there is no KVM: VMs are emulated, and nothing here is fast",
+            "there is no KVM: VMs are emulated and slow",
             "modprobe kvm_intel || modprobe kvm_amd",
         ),
     }
@@ -30,11 +30,12 @@ fn kvm(root: &Path) -> Finding {
 fn pressure(root: &Path) -> Finding {
     let of = ("psi", HOST);
     match fs::read_to_string(root.join("proc/pressure/memory")) {
-        Ok(_) => Finding::good(of, "the kernel tells how long tasks wait for memory"),
+        Ok(_) => Finding::good(of, "the kernel reports memory pressure (PSI)"),
         Err(error) => Finding::warning(
             of,
             format!(
-                "the kernel does not tell how long tasks wait for memory ({error}): the pool gives way later"
+                "the kernel does not report memory pressure (PSI: {error}): the pool shrinks \
+                 later when memory is short"
             ),
             "add psi=1 to the kernel's command line, and restart the host",
         ),
@@ -59,7 +60,9 @@ fn hook(root: &Path) -> Finding {
     let Some(path) = ours else {
         return Finding::fault(
             of,
-            format!("libvirt has no hook of ours in /{HOOK_FOLDER}: its VMs get no socket"),
+            format!(
+                "libvirt does not run tmem-hook, which is missing in /{HOOK_FOLDER}: its VMs get no socket"
+            ),
             "printf '#!/bin/sh\\nexec /usr/sbin/tmem-hook \"$@\"\\n' >/etc/libvirt/hooks/qemu.d/virtio-tmem; \
              chmod +x /etc/libvirt/hooks/qemu.d/virtio-tmem; systemctl reload libvirtd",
         );
@@ -77,7 +80,7 @@ fn hook(root: &Path) -> Finding {
             &format!("chmod +x /{name}; systemctl reload libvirtd"),
         );
     }
-    Finding::good(of, "libvirt has the hook")
+    Finding::good(of, "libvirt runs the hook")
 }
 
 fn apparmor(root: &Path) -> Finding {
@@ -113,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn each_fault_of_the_host_is_found_with_its_remedy() {
+    fn doctor_finds_each_fault_of_the_host_with_its_remedy() {
         let folder = tempfile::tempdir().expect("a folder");
         let root = folder.path();
         let states = || {

@@ -42,7 +42,7 @@ pub struct TopArguments {
     /// Order of VMs: name, hits, rate, put, get, used or pages
     #[arg(long, value_name = "KEY", default_value = "get")]
     sort: Sort,
-    /// Show only VMs with this in their names
+    /// Show only VMs whose names contain this text
     #[arg(long, value_name = "TEXT", default_value = "")]
     filter: String,
 }
@@ -134,7 +134,7 @@ impl Looks {
 /// Shows the view until a key or a signal ends it.
 pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     if reach.json {
-        let what = "top is for people: stats --watch --json prints lines for machines";
+        let what = "top does not support --json: use tmemctl stats --watch --json";
         return Err(Failure(what.into(), Code::Usage));
     }
     let mut model = Model::new(arguments.sort, arguments.filter.clone());
@@ -142,7 +142,7 @@ pub fn run(reach: &Reach, arguments: &TopArguments) -> Result<(), Failure> {
     let first = in_time(&reach.daemon(), reach, |reach| stats(reach, None));
     model.take(first?, Instant::now());
     if !std::io::stdout().is_terminal() {
-        let what = "top needs a terminal: stats --watch prints lines";
+        let what = "top needs a terminal: use tmemctl stats --watch";
         return Err(Failure(what.into(), Code::Usage));
     }
     let failed = |error: std::io::Error| Failure(format!("the terminal: {error}"), Code::Failed);
@@ -214,7 +214,7 @@ mod key_tests {
     use super::*;
 
     #[test]
-    fn keys_do_what_the_help_says() {
+    fn each_key_has_the_effect_that_the_help_describes() {
         let mut model = Model::new(Sort::Get, String::new());
         let mut press = |code| key(&mut model, code, false);
         assert_eq!(press(KeyCode::Char('n')), Do::Nothing);
@@ -231,7 +231,7 @@ mod key_tests {
         assert_eq!(key(&mut model, KeyCode::Char('c'), true), Do::Quit);
         assert_eq!((model.sort, &*model.filter), (Sort::Name, "q"));
         assert!(model.reverse && model.paused && !model.typing);
-        assert_eq!(model.selected, 0, "there is nobody below");
+        assert_eq!(model.selected, 0, "there is no VM below the last one");
         key(&mut model, KeyCode::Esc, false);
         assert_eq!(model.filter, "");
     }

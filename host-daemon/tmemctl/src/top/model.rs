@@ -306,7 +306,7 @@ pub mod tests {
     }
 
     #[test]
-    fn rates_are_of_the_time_between() {
+    fn rates_cover_the_interval_between_two_polls() {
         let mut model = Model::new(Sort::Get, String::new());
         let start = Instant::now();
         model.take(reply(vec![vm("a", 100, 50, 10)]), start);

@@ -246,7 +246,7 @@ fn draw_detail(frame: &mut Frame<'_>, area: Rect, row: Option<&Row>) {
     let driver = vm
         .driver
         .as_ref()
-        .map_or("has said nothing".to_string(), |driver| {
+        .map_or("has not reported".to_string(), |driver| {
             let histogram = driver.get_latency.as_ref();
             let waits = histogram.and_then(|waits| mean_us(waits, None));
             format!(
@@ -331,10 +331,10 @@ fn draw_help(frame: &mut Frame<'_>) {
         .map(|sort| Line::from(format!("{}      order by {}", sort.key(), sort.name())))
         .collect();
     lines.extend([
-        Line::from("r      the other way round"),
-        Line::from("/      show only VMs with this in their names; Esc: all"),
+        Line::from("r      reverse the order"),
+        Line::from("/      show only VMs whose names contain a text; Esc: all"),
         Line::from("↑ ↓    choose a VM, shown below in full (or k, j)"),
-        Line::from("space  stop looking, and go on"),
+        Line::from("space  pause and resume"),
         Line::from("q      quit"),
         Line::from("-: not connected   *: frozen   READS-: disk reads avoided/s"),
     ]);
@@ -479,7 +479,7 @@ mod tests {
     }
 
     #[test]
-    fn it_fits_on_a_small_terminal() {
+    fn the_view_fits_into_80_by_24_cells() {
         let screen = screen(&model(), 80, 24);
         let text = screen.join("\n");
         assert!(
@@ -530,7 +530,7 @@ mod tests {
     /// The gain of zstd is shown separately from the gain of deduplication. Otherwise an operator
     /// might merge trust domains without any benefit.
     #[test]
-    fn each_gain_is_told_by_itself() {
+    fn each_kind_of_memory_gain_is_shown_separately() {
         let mut said = said();
         let pool = &mut said.pool;
         (pool.original_bytes, pool.compressed_bytes) = (400 << 20, 200 << 20);
@@ -553,7 +553,7 @@ mod tests {
 
     /// Compares the screen in docs/tmemctl.md; `TMEM_BLESS=1` draws it again.
     #[test]
-    fn the_document_shows_it() {
+    fn docs_tmemctl_md_shows_the_current_view() {
         let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/tmemctl.md");
         let text = std::fs::read_to_string(&path).expect("docs/tmemctl.md");
         let (before, rest) = text.split_once("<!-- top -->\n```\n").expect("a mark");
@@ -571,7 +571,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_typed_and_what_is_wrong_is_shown() {
+    fn the_typed_filter_and_errors_are_shown() {
         let mut model = model();
         (model.filter, model.typing) = ("db".into(), true);
         let shown = screen(&model, 80, 24);
@@ -589,7 +589,7 @@ mod tests {
     }
 
     #[test]
-    fn many_vms_scroll_and_no_size_is_too_small() {
+    fn many_vms_scroll_and_every_terminal_size_works() {
         let mut model = Model::new(Sort::Name, String::new());
         let vms = (0..100)
             .map(|nth| vm(&format!("vm-{nth:03}"), 0, 0, 0))

@@ -285,7 +285,10 @@ impl Config {
             ));
         }
         if self.vms.len() > VMS_MAX {
-            return fault(format!("{} VMs: there can be {VMS_MAX}", self.vms.len()));
+            return fault(format!(
+                "{} VMs: at most {VMS_MAX} are supported",
+                self.vms.len()
+            ));
         }
         for (number, vm) in self.vms.iter().enumerate() {
             check_quota(&vm.quota)

@@ -161,7 +161,7 @@ pub fn serve(service: &Service, mut stream: &UnixStream) {
             message.extend_from_slice(piece);
             if message.len() > MESSAGE_BYTES_MAX {
                 service.warn(format_args!(
-                    "a client sent more than {MESSAGE_BYTES_MAX} bytes and is let go"
+                    "a client sent more than {MESSAGE_BYTES_MAX} bytes and is disconnected"
                 ));
                 return;
             }
@@ -359,8 +359,8 @@ impl api::VarlinkInterface for SocketInterface {
             None => call.reply_bad_size(
                 size_bytes,
                 format!(
-                    "a pool has {POOL_BYTES_MIN} to {bytes_max} bytes: no more than what the host had when \
-                     the daemon was started"
+                    "a pool must have {POOL_BYTES_MIN} to {bytes_max} bytes: at most the host's \
+                     memory when the daemon started"
                 ),
             ),
         }
@@ -422,7 +422,7 @@ impl SocketInterface {
         if changed {
             let (kind, text) = match frozen {
                 true => (EventKind::Frozen, "its puts are refused from now on"),
-                false => (EventKind::Thawed, "its puts are taken again"),
+                false => (EventKind::Thawed, "its puts are accepted again"),
             };
             tracing::info!(vm = name, frozen, "{text}");
             vm.emit(kind, format_args!("{text}"));

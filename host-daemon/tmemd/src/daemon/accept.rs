@@ -291,7 +291,7 @@ fn serve_control(service: &Service, clients: &Arc<Mutex<usize>>, stream: &UnixSt
         }
     } else {
         service.warn(format_args!(
-            "a client is refused: there are {} already",
+            "a client is refused: {} clients are connected already",
             varlink::CLIENTS_MAX
         ));
     }

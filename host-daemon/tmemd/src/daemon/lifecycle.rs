@@ -209,8 +209,8 @@ fn create_pool(config: &Config) -> io::Result<Arc<Engine>> {
     let pool = Engine::new(engine)?;
     if !pool.is_locked() {
         tracing::warn!(
-            "pages of guests can be swapped: the system does not let this process lock memory; set \
-             its limit (LimitMEMLOCK=, RLIMIT_MEMLOCK) to infinity, since address space counts"
+            "pages of guests can be swapped: this process may not lock memory. Set its limit \
+             (LimitMEMLOCK=, RLIMIT_MEMLOCK) to infinity, because the limit counts address space"
         );
     }
     Ok(pool)
@@ -296,7 +296,7 @@ fn warn_of_writable_folder(run_folder: &Path) {
     if metadata.permissions().mode() & 0o002 != 0 {
         tracing::warn!(
             "everybody can write to {}: the first process to create a VM's socket there gets that VM's \
-             memory; take the permission away, or choose another --run-directory",
+             memory; remove the permission, or choose another --run-directory",
             run_folder.display()
         );
     }

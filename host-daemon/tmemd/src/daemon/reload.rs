@@ -38,7 +38,7 @@ impl Daemon {
             false => {}
         }
         later.extend(settings_for_next_start(&config, &new));
-        let text = format_args!("the configuration was read again");
+        let text = format_args!("the configuration was reloaded");
         control.events.emit(EventKind::Reloaded, None, text);
         Ok(later)
     }
@@ -58,7 +58,8 @@ fn set_size_and_quotas(
     let size_bytes = new.pool_size_bytes;
     if size_bytes > size_max_bytes {
         return Err(ConfigError(format!(
-            "a pool of {size_bytes} bytes is more than the host had at the start: {size_max_bytes}"
+            "a pool of {size_bytes} bytes exceeds the host's memory at the daemon's start, \
+             {size_max_bytes} bytes"
         )));
     }
     let full_bytes = (size_bytes != config.pool_size_bytes).then_some(size_bytes);
@@ -91,14 +92,14 @@ fn vm_changes(config: &mut Config, new: &Config) -> Vec<String> {
                     ));
                 }
             }
-            None => later.push(format!("VM {}, which is new", vm.name)),
+            None => later.push(format!("new VM {}", vm.name)),
         }
     }
     let removed = config
         .vms
         .iter()
         .filter(|old| new.vms.iter().all(|vm| vm.name != old.name));
-    later.extend(removed.map(|old| format!("that there is no VM {}", old.name)));
+    later.extend(removed.map(|old| format!("removed VM {}", old.name)));
     later
 }
 

@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_documentation_contains_all_kinds() {
+    fn the_documentation_lists_all_event_kinds() {
         let document = include_str!("../../../../docs/control.md");
         let (_, events) = document.split_once("## Events").expect("its chapter");
         for kind in EventKind::ALL {

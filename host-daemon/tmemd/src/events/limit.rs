@@ -87,7 +87,7 @@ mod tests {
     use std::cell::RefCell;
 
     #[test]
-    fn of_left_out_events_the_last_of_each_sort_is_sent() {
+    fn the_last_left_out_event_of_each_sort_is_sent_later() {
         let limit = EventLimit::default();
         let reported = RefCell::new(Vec::new());
         let emit = |kind: EventKind, text: Arguments<'_>| {

@@ -151,7 +151,9 @@ impl BackgroundWorkers {
             let Ok(more) = done else {
                 // Without background work VMs soon run out of space, so the thread continues. The
                 // pause keeps a repeated panic from filling the log.
-                tracing::error!("a bug in the engine: background work panicked; it goes on");
+                tracing::error!(
+                    "a bug in the engine: background work panicked; the worker continues"
+                );
                 std::thread::park_timeout(PERIOD);
                 continue;
             };
@@ -243,7 +245,7 @@ mod tests {
             BackgroundWorkers::start_with(1, &Heartbeats::default(), Arc::default(), maintain)
                 .expect("a thread");
         let call = receiver.recv_timeout(Duration::from_secs(60));
-        assert_eq!(call, Ok(1), "nobody works any more");
+        assert_eq!(call, Ok(1), "the worker must continue after the panic");
         background.stop();
     }
 

@@ -132,7 +132,10 @@ mod tests {
         }
         assert_eq!(heartbeats.check(), ["one"]);
         one.work();
-        assert!(heartbeats.check().is_empty(), "it goes on after all");
+        assert!(
+            heartbeats.check().is_empty(),
+            "the thread made progress again"
+        );
         assert_eq!(checks(&heartbeats, MISSED_CHECKS_MAX), ["one"]);
     }
 

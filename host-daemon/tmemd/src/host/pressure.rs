@@ -197,7 +197,10 @@ fn trigger(path: &Path) -> Option<File> {
     match file.write_all(text.as_bytes()) {
         Ok(()) => Some(file),
         Err(error) => {
-            tracing::info!("{}: no trigger: {error}; looking instead", path.display());
+            tracing::info!(
+                "{}: the kernel refuses a memory pressure trigger: {error}; polling instead",
+                path.display()
+            );
             None
         }
     }
@@ -303,7 +306,7 @@ impl PoolSize {
         self.pool.resize(size_bytes);
         drop(governor);
         self.background.wake();
-        let text = format_args!("the pool's size is to be {full_bytes} bytes");
+        let text = format_args!("the configured size of the pool is now {full_bytes} bytes");
         self.events.emit(EventKind::Resized, None, text);
     }
 
@@ -339,7 +342,7 @@ impl PoolSize {
         let made = governor.make_room(room_bytes, available_bytes, held_bytes);
         let size_bytes = governor.size_bytes;
         if made.is_some() {
-            let why = format_args!("{room_bytes} bytes of the host's memory are asked for");
+            let why = format_args!("{room_bytes} bytes of host memory were requested");
             self.resized(governor, before_bytes, why);
         } else {
             drop(governor);
@@ -378,7 +381,7 @@ impl PoolSize {
             self.events.emit(EventKind::HostShort, None, text);
             tracing::warn!(size_bytes, "the pool shrinks: {why}");
         } else if size_bytes == full_bytes {
-            let text = format_args!("the pool has its {full_bytes} bytes again");
+            let text = format_args!("the pool has its configured size of {full_bytes} bytes again");
             self.events.emit(EventKind::HostWell, None, text);
             tracing::info!(size_bytes, "the pool is back at its configured size");
         } else {
@@ -521,7 +524,7 @@ mod tests {
     }
 
     #[test]
-    fn room_is_made_at_once_and_kept_for_a_while() {
+    fn requested_host_memory_is_released_at_once_and_stays_free() {
         let mut host = TestHost::new(12 * GIB);
         // 4 GiB are available, of which 1 GiB must stay.
         assert_eq!(host.governor.make_room(3 * GIB, 4 * GIB, FULL), None);
@@ -631,7 +634,7 @@ mod tests {
     }
 
     #[test]
-    fn a_larger_configured_size_waits_for_the_host() {
+    fn a_larger_pool_size_applies_only_if_the_host_has_memory() {
         let mut host = TestHost::new(100 * GIB);
         assert_eq!(host.governor.set_full(2 * FULL), 2 * FULL);
         assert_eq!(host.governor.set_full(FULL), FULL);
@@ -671,7 +674,7 @@ mod tests {
     }
 
     #[test]
-    fn the_total_stall_time_is_read() {
+    fn the_total_stall_time_is_parsed_from_psi() {
         let pressure = "some avg10=1.53 avg60=0.87 avg300=0.26 total=42424242\n\
                         full avg10=0.00 avg60=0.00 avg300=0.00 total=7\n";
         assert_eq!(stall_us(pressure), Some(42_424_242));

@@ -298,12 +298,13 @@ fn missing_protection(ruleset: &RulesetStatus, landlock: LandlockStatus) -> Opti
                 ..
             },
         ) => Some(LogLine::Info(
-            "this kernel's Landlock does not keep the daemon from sockets of others, as from Linux 7.1 on: its \
-             unit hides them; run by hand it may connect to those that its user may",
+            "the Landlock of this kernel cannot block connections to sockets of other services, \
+             which needs Linux 7.1. The systemd unit hides these sockets. A daemon started by \
+             hand may connect to all sockets that its user may use",
         )),
         _ => Some(LogLine::Warning(
-            "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, or does not have \
-             lsm=landlock",
+            "this kernel's Landlock does not confine the daemon in full: it is older than 6.12, \
+             or was booted without lsm=landlock",
         )),
     }
 }
@@ -398,8 +399,11 @@ fn attacks() -> io::Result<BpfProgram> {
 }
 
 fn restrict_files(config: &Config, file: &Path) -> io::Result<RestrictionStatus> {
-    rules(config, file)
-        .map_err(|error| io::Error::other(format!("confining the daemon to its files: {error}")))
+    rules(config, file).map_err(|error| {
+        io::Error::other(format!(
+            "the daemon cannot be confined to its files: {error}"
+        ))
+    })
 }
 
 fn rules(config: &Config, file: &Path) -> Result<RestrictionStatus, landlock::RulesetError> {
@@ -505,7 +509,7 @@ mod tests {
                 narrow(kind);
                 what(at)
             });
-            thread.join().expect("it lives")
+            thread.join().expect("the thread does not panic")
         })
     }
 
@@ -519,10 +523,10 @@ mod tests {
     }
 
     #[test]
-    fn other_files_cannot_be_opened() {
+    fn the_sandbox_opens_only_configured_files() {
         let other = tempfile::tempdir().expect("a folder");
         let denied = |result: io::Result<()>| {
-            let error = result.expect_err("it is not of the configuration");
+            let error = result.expect_err("access outside of the configuration is refused");
             assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
         };
         inside(ThreadKind::Serving, |own| {
@@ -684,7 +688,7 @@ mod tests {
 
     #[test]
     #[ignore = "puts its process into the sandbox: see a_started_daemon_cannot_create_rings"]
-    fn starts() {
+    fn starts_a_daemon_and_creates_rings() {
         inside(ThreadKind::Starting, |own| {
             let daemon = crate::Daemon::start(config(own)).expect("starts");
             refused(contexts());
@@ -694,7 +698,7 @@ mod tests {
 
     #[test]
     fn a_started_daemon_cannot_create_rings() {
-        let output = in_a_process("starts");
+        let output = in_a_process("starts_a_daemon_and_creates_rings");
         assert!(output.status.success(), "{output:?}");
     }
 
@@ -715,7 +719,7 @@ mod tests {
                 poller.add(&kick, 7).expect("watched");
                 signal(&kick);
                 let mut ready = Vec::new();
-                poller.wait(&mut ready, true).expect("it can wait");
+                poller.wait(&mut ready, true).expect("the wait succeeds");
                 assert_eq!(ready, [7]);
             }
         });
@@ -759,13 +763,18 @@ mod tests {
 
     /// Only sockets in the configured folders can be connected to, whatever their modes permit.
     #[test]
-    fn other_sockets_cannot_be_connected() {
+    fn the_sandbox_refuses_connections_to_unconfigured_sockets() {
         let other = tempfile::tempdir().expect("a folder");
         let theirs = other.path().join("bus");
         let _listener = UnixListener::bind(&theirs).expect("bound");
         // In a thread of its own, because the rules cannot be removed from a thread.
         let ruled = std::thread::spawn(|| rules(&config(Path::new("/")), Path::new("/none")));
-        let abi = match ruled.join().expect("it lives").expect("ruled").landlock {
+        let abi = match ruled
+            .join()
+            .expect("the thread does not panic")
+            .expect("ruled")
+            .landlock
+        {
             LandlockStatus::Available { effective_abi, .. } => effective_abi,
             _ => ABI::Unsupported,
         };
@@ -776,7 +785,8 @@ mod tests {
             let connected = UnixStream::connect(&theirs);
             match abi {
                 ABI::V9 => {
-                    let error = connected.expect_err("it is not of the configuration");
+                    let error =
+                        connected.expect_err("access outside of the configuration is refused");
                     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
                 }
                 // The remaining risk that docs/threat-model.md describes.
@@ -793,7 +803,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: see attack_system_calls_end_the_process"]
-    fn executes() {
+    fn executes_a_program_in_the_sandbox() {
         inside(ThreadKind::Serving, |_| {
             let arguments = [std::ptr::null::<libc::c_char>()];
             // SAFETY: a name that ends with 0 and an empty list. The call fails or does not return.
@@ -803,7 +813,7 @@ mod tests {
 
     #[test]
     fn attack_system_calls_end_the_process() {
-        let output = in_a_process("executes");
+        let output = in_a_process("executes_a_program_in_the_sandbox");
         assert_eq!(output.status.signal(), Some(libc::SIGSYS), "{output:?}");
     }
 }

@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn divided_parts_never_exceed_the_sum() {
+    fn parts_of_divided_time_never_exceed_the_total() {
         assert_eq!(divide(100, [1, 2, 1]), [25, 50, 25]);
         assert_eq!(divide(100, [1, 1, 1]), [33, 33, 33]);
         assert_eq!(divide(7, [0, 0, 0]), [0, 0, 0]);
@@ -202,12 +202,15 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_works_is_counted() {
+    fn cpu_time_of_a_running_thread_is_counted() {
         let stage = Stage::default();
         stage.join();
         let begun = Instant::now();
         while stage.cpu_ms() < 20 {
-            assert!(begun.elapsed() < Duration::from_secs(60), "it is not");
+            assert!(
+                begun.elapsed() < Duration::from_secs(60),
+                "the CPU time is not counted"
+            );
         }
         assert!(process_cpu_ms() >= 20 && resident_bytes() > 0);
     }

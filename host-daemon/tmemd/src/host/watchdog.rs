@@ -72,8 +72,8 @@ fn check(heartbeats: &Heartbeats, hung: &mut Vec<String>) {
     } else {
         if found != *hung {
             tracing::error!(
-                "a bug, or a front end that blocks it: the daemon hangs at {}; it is to be ended and \
-                 started again",
+                "the daemon hangs at {}, because of a bug or a front end that blocks it; the \
+                 service manager should restart it",
                 found.join(", ")
             );
         }

@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_unmaps_everything_and_the_file_keeps_its_content() {
+    fn dropping_a_mapping_unmaps_it_and_keeps_the_content_of_its_file() {
         // Two steps of unmapping and one more page.
         let bytes = 2 * UNMAP_BYTES + PAGE;
         let file = memfd_create("all-of-it", MemfdFlags::CLOEXEC).expect("memfd");

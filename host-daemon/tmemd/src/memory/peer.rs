@@ -89,7 +89,7 @@ impl Peer {
     pub fn hang_up_after(&self, checks: u64) {
         match &self.0 {
             Source::Socket(socket) => socket.checks.store(checks, Ordering::SeqCst),
-            Source::Simulated(_) => unreachable!("it is told when"),
+            Source::Simulated(_) => unreachable!("a simulated peer has its own schedule"),
         }
     }
 }
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_check_asks_the_kernel() {
+    fn the_first_check_detects_an_earlier_hang_up() {
         let (own, other) = UnixStream::pair().expect("sockets");
         drop(other);
         assert_eq!(Peer::new(own).check(), Err(HungUp));

@@ -374,7 +374,7 @@ mod tests {
         assert!(!lost.is_lost());
         rustix::fs::ftruncate(&one.file, 2 * PAGE as u64).expect("shorter");
         assert_eq!((one.read(0), one.read(1)), (7, 7));
-        assert!(!lost.is_lost(), "nobody has touched what has gone");
+        assert!(!lost.is_lost(), "no thread has read the lost page");
         assert_eq!(one.read(2), 0);
         assert!(lost.is_lost());
         // Reads and writes continue, and the other pages keep their content.
@@ -388,7 +388,7 @@ mod tests {
     /// Another thread that reads the page while it is replaced must see the mark, too. The test
     /// tries many points in time; with the wrong order some of them fail.
     #[test]
-    fn no_read_of_a_replaced_page_misses_the_mark() {
+    fn each_reader_of_a_replaced_page_sees_that_it_was_lost() {
         const ROUNDS: u32 = 1500;
         /// Long enough that the page has been replaced.
         const SPINS: u32 = 2000;
@@ -451,14 +451,17 @@ mod tests {
 
     #[test]
     fn a_fault_outside_watched_memory_ends_the_process() {
-        for name in ["no_longer_watched", "sent"] {
+        for name in [
+            "reads_memory_that_is_no_longer_watched",
+            "sends_sigbus_to_its_own_process",
+        ] {
             assert_eq!(ends_with(name).signal(), Some(libc::SIGBUS), "{name}");
         }
     }
 
     #[test]
     #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
-    fn no_longer_watched() {
+    fn reads_memory_that_is_no_longer_watched() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
         drop(mapping.watch(&lost));
@@ -468,7 +471,7 @@ mod tests {
 
     #[test]
     #[ignore = "ends its process: for a_fault_outside_watched_memory_ends_the_process"]
-    fn sent() {
+    fn sends_sigbus_to_its_own_process() {
         let mapping = Mapping::new(2);
         let lost = Arc::default();
         let _watch = mapping.watch(&lost);

@@ -98,7 +98,7 @@ impl Memory {
         let all_bytes = self.regions.iter().fold(spec.bytes, sum);
         if all_bytes > MEMORY_BYTES_MAX {
             return Err(odd(format!(
-                "with it the VM has {all_bytes} bytes of memory: at most {MEMORY_BYTES_MAX} are mapped"
+                "with this region the VM has {all_bytes} bytes of memory, but the maximum is {MEMORY_BYTES_MAX}"
             )));
         }
         let bytes = usize::try_from(spec.bytes).map_err(|e| odd(e.to_string()))?;

@@ -453,7 +453,7 @@ mod tests {
     }
 
     #[test]
-    fn more_than_4_gib_is_broken_and_too_many_descriptors_are_too_long() {
+    fn chains_over_4_gib_are_broken_and_those_with_too_many_descriptors_too_long() {
         let memory = memory();
         let large = u32::MAX;
         let error = fill(&memory.guest, &[(DATA, 0, NEXT, 1), (0, large, 0, 0)], &[]).err();

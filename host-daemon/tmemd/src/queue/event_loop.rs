@@ -28,12 +28,12 @@ pub fn create(wanted: EventLoop, count: usize) -> io::Result<Vec<Box<dyn Poller>
         EventLoop::Epoll => epolls(),
         EventLoop::IoUring => urings().map_err(|error| {
             io::Error::other(format!(
-                "event_loop = \"io_uring\" is not possible here: {error}; it needs Linux 6.1 and \
+                "event_loop = \"io_uring\" is not available: {error}. It needs Linux 6.1 and \
                  kernel.io_uring_disabled = 0; \"auto\" takes epoll instead"
             ))
         }),
         EventLoop::Auto => urings().or_else(|error| {
-            tracing::info!("workers wait with epoll, since io_uring is not possible here: {error}");
+            tracing::info!("workers wait with epoll because io_uring is not available: {error}");
             epolls()
         }),
     }
@@ -70,7 +70,7 @@ mod tests {
         let begun = std::time::Instant::now();
         let mut ready = Vec::new();
         while ready.is_empty() && begun.elapsed() < time {
-            poller.wait(&mut ready, false).expect("it can wait");
+            poller.wait(&mut ready, false).expect("the wait succeeds");
         }
         ready
     }
@@ -117,11 +117,11 @@ mod tests {
             std::thread::spawn(move || {
                 let mut ready = Vec::new();
                 for _ in 0..2 {
-                    other.wait(&mut ready, true).expect("it can wait");
+                    other.wait(&mut ready, true).expect("the wait succeeds");
                     sender.send(()).expect("waited for");
                 }
                 while ready.is_empty() {
-                    other.wait(&mut ready, true).expect("it can wait");
+                    other.wait(&mut ready, true).expect("the wait succeeds");
                 }
                 assert_eq!(ready, [5]);
                 sender.send(()).expect("waited for");
@@ -176,17 +176,17 @@ mod tests {
                 signal(BEFORE);
                 poller.add(&end, token).expect("a pipe");
                 if signals & (WATCHED | REPORTED) != 0 {
-                    poller.wait(&mut ready, false).expect("it can wait");
+                    poller.wait(&mut ready, false).expect("the wait succeeds");
                     signal(WATCHED);
                 }
                 if signals & REPORTED != 0 {
-                    poller.wait(&mut ready, false).expect("it can wait");
+                    poller.wait(&mut ready, false).expect("the wait succeeds");
                     signal(REPORTED);
                 }
                 poller.remove(&end, token).expect("watched");
                 drop(end);
                 for _ in 0..2 {
-                    poller.wait(&mut ready, false).expect("it can wait");
+                    poller.wait(&mut ready, false).expect("the wait succeeds");
                 }
                 let kept = rustix::io::write(&other, &[1]);
                 assert_eq!(kept, Err(Errno::PIPE), "{kind:?}, signalled at {signals}");

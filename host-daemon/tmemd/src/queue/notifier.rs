@@ -96,7 +96,7 @@ pub fn lost_interrupts() -> u64 {
 pub fn interrupt(vm: &Vm, fd: &OwnedFd) {
     if let Err(error) = notify(fd) {
         vm.warn(format_args!(
-            "an interrupt is lost: {error}; the guest goes on when its driver's deadline has passed"
+            "an interrupt is lost: {error}; the guest continues at its driver's deadline"
         ));
     }
 }
@@ -121,8 +121,8 @@ impl Notifier {
         if done < 0 {
             let error = io::Error::last_os_error();
             return Err(io::Error::other(format!(
-                "calls of guests need {EVENTS_MAX} operations of the kernel's AIO (io_setup: \
-                 {error}); if others have taken all, raise fs.aio-max-nr"
+                "interrupts of guests need {EVENTS_MAX} operations of the kernel's AIO (io_setup: \
+                 {error}). If other processes use all operations, raise fs.aio-max-nr"
             )));
         }
         Ok(Notifier { context, null })

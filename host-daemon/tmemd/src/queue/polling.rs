@@ -40,7 +40,7 @@ mod tests {
     const MAX: u64 = 50;
 
     #[test]
-    fn a_short_last_pause_starts_polling() {
+    fn polling_starts_after_a_short_pause() {
         let mut polling = Polling::default();
         assert_eq!(polling.dry(1000, MAX), None, "nothing is known");
         polling.work(1000 + MAX - 1, MAX);

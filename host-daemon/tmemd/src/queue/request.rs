@@ -329,7 +329,7 @@ mod tests {
 
     /// Each part must have exactly its size.
     #[test]
-    fn other_sizes_are_bad() {
+    fn requests_of_any_other_size_are_bad() {
         for (queue, t, n, readable) in good() {
             let room = writable(t, n);
             for length in 0..readable.len() {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn the_wrong_queue_is_bad() {
+    fn requests_on_the_wrong_queue_are_bad() {
         for (queue, t, n, readable) in good() {
             let other = match queue {
                 QueueKind::Control => QueueKind::Request,

@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn owners_take_turns_and_so_do_their_items() {
+    fn the_run_queue_serves_owners_round_robin() {
         let mut queue = RunQueue::new();
         assert!(queue.is_empty());
         for thing in 10..14 {

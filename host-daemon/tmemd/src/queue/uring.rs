@@ -241,13 +241,13 @@ mod tests {
 
     /// An attacker who controls a worker thread cannot have the ring do other operations.
     #[test]
-    fn other_operations_are_refused() {
+    fn a_ring_refuses_operations_that_workers_do_not_use() {
         let uring = match Uring::new() {
             Ok(uring) => uring,
             Err(error) => return skipped(Missing::IoUring, error),
         };
         let mut ready = Vec::new();
-        uring.wait(&mut ready, false).expect("it can wait");
+        uring.wait(&mut ready, false).expect("the wait succeeds");
         let mut ring = lock(&uring.ring);
         let nop = opcode::Nop::new().build().user_data(3);
         ring.push(nop).expect("room");

@@ -817,7 +817,7 @@ fn a_held_vring_takes_no_chain() {
 
 /// Every write of an answer to guest memory is preceded by its own check of the front end.
 #[test]
-fn no_memory_is_touched_after_a_hang_up() {
+fn no_guest_memory_is_written_after_a_hang_up() {
     const PAGES: usize = 20;
     let stages = [
         // Successful checks, and the expected status, written pages, used index and event index.
@@ -861,7 +861,7 @@ fn no_memory_is_touched_after_a_hang_up() {
             .counters
             .queues_stopped
             .load(Ordering::Relaxed);
-        assert_eq!(stopped, 0, "nobody's fault");
+        assert_eq!(stopped, 0, "a hang-up is not counted as a stopped queue");
         // The ring stays stopped.
         guest.link.peer.hang_up_after(u64::MAX);
         guest.put(50, 1);
@@ -873,7 +873,7 @@ fn no_memory_is_touched_after_a_hang_up() {
 
 /// Without EVENT_IDX the first action of a slice is a write.
 #[test]
-fn no_flag_is_set_after_a_hang_up() {
+fn guest_memory_does_not_change_after_a_hang_up() {
     let mut guest = guest();
     guest.put(1, 1);
     let before = guest.bytes(0, MEMORY_BYTES as usize);

@@ -114,7 +114,7 @@ impl Listener {
             Ok(metadata) if !metadata.file_type().is_socket() => {
                 return Err(at(
                     path,
-                    "there is a file in its place, which is not a socket",
+                    "a file that is not a socket has this path: remove it, or choose another path",
                 ));
             }
             Ok(_) => match probe(path) {
@@ -126,14 +126,14 @@ impl Listener {
                 Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                     return Err(at(
                         path,
-                        "there is a socket of another user, who may be listening on it: remove it if nobody is, \
-                         or choose another path",
+                        "another user owns the socket, and a process may be listening on it: \
+                         remove it if no process is, or choose another path",
                     ));
                 }
                 _ => {
                     return Err(at(
                         path,
-                        "another process is listening on it: stop that one, or choose another path",
+                        "another process is listening on it: stop that process, or choose another path",
                     ));
                 }
             },
@@ -187,7 +187,7 @@ impl Listener {
                     path,
                     format_args!(
                         "it cannot be given to user {owner} and group {group} ({errno}): run the daemon as \
-                         root or by its unit, or ask for no other user and group"
+                         root or by its unit, or configure no other user and group"
                     ),
                 )
             })?;

@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn all_vms_together_are_limited() {
+    fn the_log_lines_of_all_vms_share_one_limit() {
         static FEW: RateLimit = RateLimit::new();
         let vms: Vec<LogLimit> = (0..100).map(|_| LogLimit::within(&FEW)).collect();
         let start = Instant::now();

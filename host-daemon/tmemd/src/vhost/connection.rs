@@ -48,9 +48,9 @@ impl Session {
         let connected = match Connected::claim(vm, stream) {
             Ok(connected) => connected,
             Err(NoPlace::Taken) => {
-                vm.refused(format_args!("there is one already"));
+                vm.refused(format_args!("there is a connection already"));
                 vm.warn(format_args!(
-                    "a second connection to {} is refused: the first one is still there",
+                    "a second connection to {} is refused: the first one is still open",
                     vm.config.socket.display()
                 ));
                 return None;

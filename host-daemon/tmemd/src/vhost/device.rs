@@ -248,7 +248,7 @@ impl Device {
         if missed > self.missed_pages {
             self.vm().warn(format_args!(
                 "{} written guest pages could not be marked in the dirty log, which is too \
-                 short: the migration that is going on must not be completed",
+                 short: the current migration must not be completed",
                 missed - self.missed_pages
             ));
             self.missed_pages = missed;
@@ -466,7 +466,7 @@ impl VhostUserBackendReqHandlerMut for Device {
             .map(<[u8]>::to_vec)
             .ok_or_else(|| {
                 failed(format!(
-                    "the configuration has {} bytes; {size} at {offset} were asked for",
+                    "the configuration has {} bytes; {size} at {offset} were requested",
                     size_of::<wire::Config>()
                 ))
             })

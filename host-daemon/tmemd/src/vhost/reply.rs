@@ -116,7 +116,7 @@ mod tests {
     /// A descriptor still passes where no sandbox forbids it: tests that link the daemon send descriptors of
     /// their own.
     #[test]
-    fn messages_arrive_as_by_libc() {
+    fn sent_bytes_and_descriptors_arrive_complete() {
         let (left, mut right) = UnixStream::pair().expect("a pair");
         let parts: [&[u8]; 3] = [b"head", b"", b"body"];
         assert_eq!(left.send_with_fds(&parts, &[]).expect("sent"), 8);

@@ -44,7 +44,7 @@ pub struct Recorder {
 fn write_all(mut file: File, path: &Path, buffers: &Receiver<Vec<u8>>) {
     for buffer in buffers {
         if let Err(error) = file.write_all(&buffer) {
-            tracing::error!("trace {}: {error}; it ends here", path.display());
+            tracing::error!("trace {}: {error}; the recording ends", path.display());
             return;
         }
     }
@@ -135,7 +135,10 @@ impl Recorder {
             }
         }
         if is_full {
-            tracing::info!("trace {}: it has its size and ends", self.path.display());
+            tracing::info!(
+                "trace {}: it reached its maximum size, and the recording ends",
+                self.path.display()
+            );
         }
     }
 }

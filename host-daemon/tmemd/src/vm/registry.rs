@@ -208,7 +208,7 @@ impl Registry {
     /// kept.
     pub fn restore(&self) {
         let store = self.store.read().unwrap_or_else(|error| {
-            tracing::error!("the VMs that were added before cannot be brought back: {error}");
+            tracing::error!("the stored VMs cannot be restored: {error}");
             Vec::new()
         });
         let mut members = self.lock();
@@ -236,7 +236,7 @@ impl Registry {
                 Err(why) => tracing::error!(
                     vm = name,
                     reason = %why,
-                    "the VM stored in {} is left out: {why}. Fix that and restart the VM, or \
+                    "the VM stored in {} was not restored: {why}. Fix that and restart the VM, or \
                      remove the file",
                     path.display()
                 ),
@@ -254,12 +254,12 @@ impl Registry {
             let number = number.ok().filter(|number| *number != Some(u32::MAX));
             number.ok_or_else(|| {
                 let value = id.unwrap_or_default().to_string();
-                fault(key, &value, "is no number of a user or group".into())
+                fault(key, &value, "is not the number of a user or group".into())
             })
         };
         let mode = spec.mode.unwrap_or(i64::from(Access::default().mode));
         if mode & !MODE_BITS != 0 {
-            let what = format!("has more bits than those of {MODE_BITS:o}");
+            let what = format!("has bits outside of {MODE_BITS:o}");
             return Err(fault("mode", &format!("{mode:o}"), what));
         }
         let access = Access {
@@ -323,7 +323,7 @@ impl Registry {
             }
             if other.vm.config.socket == config.socket {
                 return Err(Refused::Vm(format!(
-                    "socket={} is that of the VM {name}",
+                    "socket={} belongs to the VM {name}",
                     config.socket.display()
                 )));
             }
@@ -332,7 +332,7 @@ impl Registry {
         let vm = match self.make(&mut members.1, &config) {
             Err(error) if any_reserve => {
                 config.quota.reserve_bytes = error.available_bytes;
-                short = Some(format!("{}; it has what is left", too_much(&error)));
+                short = Some(format!("{}; the VM gets what is left", too_much(&error)));
                 self.make(&mut members.1, &config)
             }
             made => made,
@@ -342,7 +342,11 @@ impl Registry {
         let listener =
             Listener::bind(&config.socket, access).map_err(|e| Refused::Vm(e.to_string()))?;
         let written = self.store.write(&spec);
-        written.map_err(|e| Refused::Vm(format!("it would not outlive the daemon: {e}")))?;
+        written.map_err(|e| {
+            Refused::Vm(format!(
+                "it cannot be stored for the next start of the daemon: {e}"
+            ))
+        })?;
         members.0.push(Member {
             vm,
             listener: Some(Arc::new(listener)),
@@ -438,18 +442,18 @@ impl Registry {
                 which(&config.trust_domain)
             );
             let Some(old) = member.added.clone() else {
-                let what = "by the daemon's --vm: change one of both";
+                let what = "by the daemon's --vm or [[vm]]: change one of the two";
                 return Err(Refused::Vm(format!("{differs}, {what}")));
             };
             if vm.connected.load(Ordering::Acquire) {
-                let what = "it is connected: this changes when it is started again";
+                let what = "it is connected: restart the VM to apply the change";
                 return Err(Refused::Vm(format!("{differs}, and {what}")));
             }
             let (old_config, old_access) = self.parse_spec(&old)?;
             self.take_out(members, at);
             if let Err(why) = self.insert(members, config, access, spec, ends > 1) {
                 if let Err(error) = self.insert(members, &old_config, old_access, old, true) {
-                    tracing::error!(vm = %vm.name(), reason = %error, "it is no longer served: {error}");
+                    tracing::error!(vm = %vm.name(), reason = %error, "the VM is no longer served: {error}");
                 }
                 return Err(why);
             }
@@ -498,7 +502,7 @@ impl Registry {
             tracing::error!(
                 vm = %member.vm.name(),
                 reason = %error,
-                "after a restart of the daemon it is what it was before: {error}"
+                "a change of the VM is not stored and ends with the daemon: {error}"
             );
         }
         member.added = Some(spec);
@@ -581,7 +585,7 @@ impl Registry {
         let Some(member) = members.0.iter().find(|m| m.is(Some(&uuid), socket)) else {
             return false;
         };
-        let what = problem.as_deref().unwrap_or("none any more");
+        let what = problem.as_deref().unwrap_or("the problem is solved");
         member.vm.emit(EventKind::Problem, format_args!("{what}"));
         member
             .vm
@@ -618,7 +622,12 @@ impl Registry {
     fn forget(&self, socket: &Path) {
         if let Err(error) = self.store.remove(socket) {
             let socket = socket.display();
-            tracing::error!(%socket, reason = %error, "VM at {socket}: after a restart of the daemon it is back: {error}");
+            tracing::error!(
+                %socket,
+                reason = %error,
+                "the stored VM at {socket} cannot be removed and is restored at the next start of \
+                 the daemon: {error}"
+            );
         }
     }
 

@@ -51,7 +51,7 @@ impl VmStore {
             return Ok(());
         }
         Err(io::Error::other(format!(
-            "it must be a folder of user {me} that nobody else can write to: remove what is there, or \
+            "it must be a folder of user {me} that no other user can write to: remove what is there, or \
              choose another --run-directory"
         )))
     }
@@ -134,7 +134,7 @@ fn read(path: &Path, socket: &str) -> Result<VmSpec, String> {
     read.map_err(|e| e.to_string())?;
     let vm: VmSpec = serde_json::from_str(&text).map_err(|e| e.to_string())?;
     if Path::new(&vm.socket).file_name() != Some(socket.as_ref()) {
-        return Err(format!("it is of the VM at {}", vm.socket));
+        return Err(format!("it belongs to the VM at {}", vm.socket));
     }
     Ok(vm)
 }
@@ -194,7 +194,7 @@ mod tests {
             let read = store.read().map(drop);
             for result in [read, store.write(&vm("b")), store.remove(Path::new(SOCKET))] {
                 let error = result.expect_err(why).to_string();
-                assert!(error.contains("nobody else can write"), "{why}: {error}");
+                assert!(error.contains("no other user can write"), "{why}: {error}");
             }
             assert_eq!(fs::read(&stored).expect("there"), before, "{why}");
         };

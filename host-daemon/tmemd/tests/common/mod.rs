@@ -29,7 +29,10 @@ pub fn scaled(time: Duration) -> Duration {
 pub fn until(what: &str, mut check: impl FnMut() -> bool) {
     let deadline = Instant::now() + scaled(TIMEOUT);
     while !check() {
-        assert!(Instant::now() < deadline, "waited in vain: {what}");
+        assert!(
+            Instant::now() < deadline,
+            "timeout while waiting until: {what}"
+        );
         std::thread::sleep(Duration::from_millis(1));
     }
 }
