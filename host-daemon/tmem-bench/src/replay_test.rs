@@ -238,7 +238,7 @@ impl Sizes<'_> {
 /// Compares the engine's estimates for more and less memory with replays with more and less memory.
 /// It also measures the cost of giving up the memory that the engine finds useless.
 #[test]
-fn gains_and_losses_are_guessed_within_bounds() {
+fn estimated_gains_and_losses_are_within_bounds() {
     let recorded = recorded();
     let mut traces = Vec::new();
     for seed in seeds() {

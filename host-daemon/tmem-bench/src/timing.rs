@@ -615,7 +615,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_told_if_it_is_there_each_time() {
+    fn a_timing_difference_is_reported_only_if_each_run_shows_it() {
         let (equal, noise) = (times(as_designed, 0.01), times(as_designed, 1.0));
         assert_eq!(outcome(&equal), Outcome::Equal);
         assert!(matches!(outcome(&noise), Outcome::Undecided(_)));

@@ -445,7 +445,7 @@ mod tests {
     /// Each chain drops as many pages as one slice may, and [`FuzzedDaemon::work`] checks the bound: all
     /// chains together take many slices.
     #[test]
-    fn a_slice_of_many_flushes_is_bounded() {
+    fn flush_work_is_bounded_per_slice() {
         const PAGES: u64 = 511;
         let mut machine = Machine::new(SIZE_MAX, false);
         // The guest has not put these pages itself.

@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_found_over_a_seam_and_nowhere_else() {
+    fn a_range_may_span_adjacent_regions_but_no_gap() {
         let ram = Ram::new();
         assert_eq!(Ram::places(SEAM - 1, 2).map(|p| p.len()), Some(2));
         for (address, bytes) in [

@@ -342,7 +342,7 @@ mod tests {
 
     /// One key in 64 is followed here. On larger hosts it is one in more.
     #[test]
-    fn telling_gets_per_page_suffice_for_the_usual_bounds() {
+    fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
             let room = 20_000;
             let gets = TELLING_GETS_PER_PAGE * room as u64;

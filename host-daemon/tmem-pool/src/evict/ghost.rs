@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn newest_pages_are_known_and_oldest_are_forgotten() {
+    fn a_full_ghost_table_forgets_its_oldest_pages() {
         let mut ghost = Ghost::new(Chunks::some());
         ghost.add(1, Past::Got);
         assert_eq!(ghost.take(1), None, "the table has no memory yet");
@@ -189,7 +189,7 @@ mod tests {
     }
 
     #[test]
-    fn each_step_moves_at_most_one_bucket() {
+    fn each_resize_step_changes_at_most_one_bucket() {
         const PAGES: u32 = 4000;
         let mut ghost = Ghost::new(Chunks::some());
         ghost.fit(0);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_keeps_what_the_table_knows() {
+    fn growing_the_table_forgets_no_key() {
         let mut ghost = table(2048);
         let keys = keys(6, 1024);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn shrinking_keeps_the_newest() {
+    fn shrinking_the_table_keeps_the_newest_keys() {
         let mut ghost = table(16_384);
         let keys = keys(7, 60_000);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_goes_back() {
+    fn shrinking_the_table_releases_its_memory() {
         let chunks = Chunks::some();
         let mut ghost = Ghost::new(Arc::clone(&chunks));
         assert_eq!(ghost.bytes(), 0);
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn table_without_memory_stays_as_it_is() {
+    fn failed_growth_keeps_the_table_and_its_keys() {
         let mut ghost = table(2048);
         ghost.add(8, Past::Main);
         fail::one_in(1, 1);

@@ -95,13 +95,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "links of a queue")]
-    fn a_link_that_passes_the_page_is_found() {
+    fn removing_a_page_that_a_link_skips_panics() {
         remove_after(|entries, [first, _, last]| entries[first].next = last);
     }
 
     #[test]
     #[should_panic(expected = "links of a queue")]
-    fn a_page_that_is_its_own_successor_is_found() {
+    fn removing_a_page_that_links_to_itself_panics() {
         remove_after(|entries, [_, second, _]| entries[second].next = second);
     }
 }

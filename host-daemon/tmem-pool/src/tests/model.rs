@@ -442,7 +442,7 @@ fn a_get_returns_the_last_put_or_a_miss() {
 }
 
 #[test]
-fn so_it_does_when_hashes_collide() {
+fn a_get_returns_the_last_put_when_hashes_collide() {
     // Equal bytes still have equal hashes; different bytes nearly always have, too.
     for_each_seed("model with collisions", 3, |seed| {
         model(seed, one_bit, 0);
@@ -450,7 +450,7 @@ fn so_it_does_when_hashes_collide() {
 }
 
 #[test]
-fn so_it_does_when_memory_is_not_given() {
+fn a_get_returns_the_last_put_when_allocations_fail() {
     for_each_seed("model without memory", 4, |seed| {
         model(seed, PageHash::of, [3, 20][seed as usize % 2]);
     });
@@ -460,7 +460,7 @@ fn so_it_does_when_memory_is_not_given() {
 /// one seed.
 #[test]
 #[ignore = "runs as long as it is told"]
-fn fuzz() {
+fn random_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
         text.parse().expect("TMEM_SECONDS is a number of seconds")
     });
