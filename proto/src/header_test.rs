@@ -144,7 +144,7 @@ fn c_type(rust_type: &str) -> String {
         "U16" => "__le16",
         "U32" => "__le32",
         "U64" => "__le64",
-        other => panic!("{other} stands for no C type"),
+        other => panic!("{other} is no known C type"),
     }
     .to_string()
 }
@@ -282,7 +282,7 @@ fn each_deviation_from_the_c_header_is_detected() {
         let mut other = measures.clone();
         *other
             .get_mut(what)
-            .expect("it is there")
+            .expect("the constant is in the header")
             .last_mut()
             .expect("a value") += 1;
         assert_eq!(differences(&good, &other).len(), 1, "{what} is another");

@@ -45,7 +45,7 @@ impl Samples {
 
     /// Returns the value of the latest round.
     pub fn last(&self) -> f64 {
-        *self.0.last().expect("it was measured")
+        *self.0.last().expect("a round was measured")
     }
 
     /// Returns the median.

@@ -335,7 +335,7 @@ impl Rig {
         self.host.maintain_all();
         self.guest.all(&self.half(1 - held), false)?;
 
-        // One half after the other, because both use the same thread.
+        // Measure one half after the other, because both use the same thread.
         let mut arms = Arms::default();
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
@@ -453,7 +453,7 @@ enum Outcome {
     Equal,
     /// Name of an operation whose time differed in each run.
     Different(&'static str),
-    /// Reason why nothing can be said.
+    /// Reason why the measurement is inconclusive.
     Undecided(String),
 }
 
@@ -651,7 +651,10 @@ mod tests {
     #[test]
     fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-            return skipped(Missing::Processors, "the guest needs one of its own");
+            return skipped(
+                Missing::Processors,
+                "the guest needs a processor of its own",
+            );
         }
         let args = Args {
             rounds: 40,
@@ -663,7 +666,7 @@ mod tests {
             json: false,
         };
         let (times, outcome) =
-            decide(|nth| measure(&args, args.seed + nth as u64)).expect("it can be measured");
+            decide(|nth| measure(&args, args.seed + nth as u64)).expect("a complete measurement");
         print(&times, &outcome);
         match outcome {
             Outcome::Equal => {}

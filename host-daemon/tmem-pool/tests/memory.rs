@@ -219,7 +219,7 @@ fn held_memory_is_reported_and_freed_memory_is_zeroed() {
         );
         assert!(
             stats.metadata_bytes <= 2 * metadata_bytes,
-            "{what}: far too much is told"
+            "{what}: the engine reports far more than it holds"
         );
         let charged_bytes = tenant.stats().charged_bytes;
         assert!(

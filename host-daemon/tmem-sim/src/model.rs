@@ -448,9 +448,9 @@ mod tests {
 
         put(&mut m, 14, A, wire::P_REFUSED).unwrap();
         get(&mut m, 13, Some(B)).expect_err("a refused put leaves nothing");
-        put(&mut m, 15, A, wire::P_HIT).expect_err("a result that is none");
+        put(&mut m, 15, A, wire::P_HIT).expect_err("an invalid result");
 
-        m.begin(7).expect_err("a generation twice");
+        m.begin(7).expect_err("a repeated generation");
         m.begin(0).expect_err("generation 0");
         put(&mut m, 16, A, wire::P_STORED).unwrap();
         m.begin(8).unwrap();

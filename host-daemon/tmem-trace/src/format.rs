@@ -507,7 +507,7 @@ mod tests {
                 let events: Vec<_> = Reader::new(&bytes).unwrap().collect();
                 assert!(
                     events.iter().rev().skip(1).all(Result::is_ok),
-                    "none after an error"
+                    "an event follows an error"
                 );
             }
         });

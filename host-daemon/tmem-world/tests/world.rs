@@ -30,7 +30,8 @@ fn equal_seeds_give_identical_runs() {
     }
 }
 
-/// Without a broken rule no seed fails, and the runs do the work that they are for.
+/// Without a mutation no seed fails, and the runs have pages that are stored, hit, refused or lost,
+/// and requests that are stale.
 #[test]
 fn no_seed_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
@@ -62,10 +63,10 @@ fn random_scripts_contain_each_kind_of_step() {
 /// finds it.
 fn table() -> BTreeMap<String, (String, String)> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulator.md");
-    let text = std::fs::read_to_string(path).expect("the page");
+    let text = std::fs::read_to_string(path).expect("docs/simulator.md");
     let (_, rest) = text
         .split_once("<!-- table: mutations -->\n")
-        .expect("its table");
+        .expect("the table of mutations");
     let rows = rest
         .lines()
         .take_while(|line| line.starts_with('|'))
@@ -118,8 +119,14 @@ fn each_mutation_is_detected() {
             others.push((mutation, found));
         }
     }
-    assert!(missed.is_empty(), "not found: {missed:?}");
-    assert!(others.is_empty(), "docs/simulator.md is to say {others:?}");
+    assert!(
+        missed.is_empty(),
+        "mutations that no seed detected: {missed:?}"
+    );
+    assert!(
+        others.is_empty(),
+        "the table of docs/simulator.md must have these rules: {others:?}"
+    );
 }
 
 /// The command in a failure's text can be typed as it is.

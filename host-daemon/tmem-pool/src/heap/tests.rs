@@ -76,17 +76,17 @@ impl<X: Zeroed> Heap<X> {
         );
         let mut handles = live;
         for state in &self.states {
-            let state = state.lock().expect("whole");
+            let state = state.lock().expect("not poisoned");
             let (mut at, mut nr) = (state.free_handle, 0);
             while at != 0 {
                 nr += 1;
                 at = self.word(at).load(Relaxed) as u32;
             }
             assert_eq!(nr, state.free_handles, "a class's free handles");
-            assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr}");
+            assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr} free handles");
             handles += nr as usize;
         }
-        let mut first = *self.spare_handles.lock().expect("whole");
+        let mut first = *self.spare_handles.lock().expect("not poisoned");
         while first != 0 {
             let word = self.word(first).load(Relaxed);
             let (mut at, mut nr) = (word as u32, 1);
@@ -99,7 +99,7 @@ impl<X: Zeroed> Heap<X> {
             first = (word >> u32::BITS) as u32;
         }
         assert_eq!(handles + 1, self.places() as usize, "handles");
-        let free = self.free_spans.lock().expect("whole");
+        let free = self.free_spans.lock().expect("not poisoned");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
             let mut at = head;
@@ -185,7 +185,11 @@ fn stored_bytes_read_back_unchanged() {
         let payload: usize = live.iter().map(|(_, _, len)| len).sum();
         assert_eq!(heap.stats().payload_bytes, payload as u64);
         while heap.compact(1000) > 0 {}
-        assert_eq!(heap.spare_bytes(), 0, "nobody reads: all can be moved");
+        assert_eq!(
+            heap.spare_bytes(),
+            0,
+            "compaction left spare bytes although no reader held a blob"
+        );
         heap.check(live.len());
         println!("refused {refused}, live {}, {:?}", live.len(), heap.stats());
         for (handle, id, len) in live {
@@ -194,12 +198,12 @@ fn stored_bytes_read_back_unchanged() {
         }
         heap.release_idle();
         heap.check(0);
-        assert_eq!(heap.stats().frames_bytes, 0, "all is given back");
+        assert_eq!(heap.stats().frames_bytes, 0, "an empty heap holds frames");
     });
 }
 
 #[test]
-#[cfg_attr(miri, ignore = "too many for it")]
+#[cfg_attr(miri, ignore = "needs too many handles for miri")]
 fn freed_handles_are_reused_for_other_lengths() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("address space");
@@ -225,7 +229,7 @@ fn freed_handles_are_reused_for_other_lengths() {
 }
 
 #[test]
-#[cfg_attr(miri, ignore = "too many for it")]
+#[cfg_attr(miri, ignore = "needs too many handles for miri")]
 fn a_store_without_a_free_handle_is_refused() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("address space");
@@ -467,7 +471,7 @@ fn a_circular_list_of_idle_spans_aborts() {
     let page = [1; PAGE_SIZE];
     let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("memory"));
     handles.into_iter().for_each(|handle| heap.free(handle));
-    let first = heap.free_spans.lock().expect("whole").idle[0];
+    let first = heap.free_spans.lock().expect("not poisoned").idle[0];
     heap.span(first).next.set(first);
     heap.release_idle();
 }

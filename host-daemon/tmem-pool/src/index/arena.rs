@@ -474,7 +474,7 @@ mod tests {
         );
         assert!(
             arena.get(old[SMALL + 2 * Entries::LARGE]).is_none(),
-            "it went with its block"
+            "a removed record is still found"
         );
         assert_eq!(arena[young[0]].cookie, old.len() as u64);
         fill(&mut arena, old.len() as u64);

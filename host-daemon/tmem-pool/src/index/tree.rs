@@ -182,7 +182,8 @@ impl Nodes {
         self.next_below(root, index, LEVEL_END)
     }
 
-    /// The first page from `index` on, and its entry, of the subtree of a node, which is below level `above`.
+    /// The first page from `index` on, and its entry, of the subtree of a node, which is below
+    /// level `above`.
     fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
         if at == 0 {
             return None;
@@ -301,7 +302,7 @@ impl Nodes {
             return;
         }
         let left = node.children.into_iter().find(|&id| id != 0);
-        let left = left.expect("a node above others has two at least");
+        let left = left.expect("an inner node has at least two children");
         let gone = self.remove(parent);
         let (parent, first) = (gone.parent, gone.first());
         self[left].parent = parent;
@@ -327,7 +328,7 @@ impl Nodes {
         let node = &self[at];
         assert_eq!(node.object, object, "a node of another object");
         let least = if node.level() > 0 { 2 } else { 1 };
-        assert!(node.nr_children() >= least, "a node for nothing");
+        assert!(node.nr_children() >= least, "a node with too few children");
         let mut nodes = 1;
         for (child, &id) in node.children.iter().enumerate().filter(|(_, id)| **id != 0) {
             if node.level() == 0 {
@@ -336,7 +337,10 @@ impl Nodes {
             }
             let below = &self[id];
             assert_eq!(below.parent, at, "a node's parent");
-            assert!(below.level() < node.level(), "levels fall");
+            assert!(
+                below.level() < node.level(),
+                "a child is not below its parent's level"
+            );
             assert!(node.covers(below.first()) && node.child_of(below.first()) == child);
             nodes += self.check_node(id, object, page);
         }

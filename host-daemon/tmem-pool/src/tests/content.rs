@@ -284,7 +284,7 @@ fn decoding_damaged_bytes_fails() {
     assert_eq!(
         codec::decode(&other, &mut out),
         Err(Corrupt),
-        "no such form"
+        "an unknown form decodes"
     );
     for len in [PAGE_SIZE - 1, PAGE_SIZE + 1] {
         assert_eq!(codec::decode(&vec![0; len], &mut out), Err(Corrupt));
@@ -371,7 +371,11 @@ fn cold_pages_are_recompressed_smaller() {
         dense - PAGE_SIZE as u64 <= (before - PAGE_SIZE as u64) * 9 / 10,
         "{before} to {dense}"
     );
-    assert_eq!(at(SWEEP_NS * 9), dense, "once is enough");
+    assert_eq!(
+        at(SWEEP_NS * 9),
+        dense,
+        "a dense page was recompressed again"
+    );
     // The gain is reported separately from that of equal pages, for the present blobs.
     let told = engine.stats();
     assert_eq!(told.payload_bytes + told.dense_gain_bytes, before);

@@ -103,7 +103,7 @@ fn a_put_during_a_panic_unwind_is_counted() {
     let tenant = add(&engine, "a", None, OPEN);
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let _end = AtTheEnd(tenant.clone());
-        panic!("elsewhere");
+        panic!("a panic outside the engine");
     }));
     assert!(panicked.is_err());
     engine.check_invariants();

@@ -174,7 +174,10 @@ fn raw_pages_of_a_tenant_are_limited() {
         let stored = (0..expected + 50).filter(|&index| store(1, index));
         assert_eq!(stored.count() as u64, expected);
         maintain_all(&engine);
-        assert!((0..10).all(|index| store(2, index)), "there is room again");
+        assert!(
+            (0..10).all(|index| store(2, index)),
+            "puts are refused after raw pages were finalized"
+        );
     }
 }
 
@@ -332,7 +335,7 @@ fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     );
     assert!(
         greedy.stats().pages > 120,
-        "idle share is lent: {:?}",
+        "an idle share was not used by the greedy tenant: {:?}",
         greedy.stats()
     );
     assert!(greedy.stats().evictions > 0);
@@ -509,19 +512,21 @@ fn reserves_are_admitted_against_the_full_pool_size() {
     };
     engine.set_full(2000);
     engine.resize(500);
-    let a = try_add("a", 1500).expect("it gives way for a while only");
+    let a = try_add("a", 1500).expect("the reserve fits into the full size");
     drop(a);
     engine.set_full(400);
-    let error = try_add("a", 500).expect_err("less than the size now, more than the full one");
+    let error = try_add("a", 500).expect_err("the reserve exceeds the full size");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
     // Existing reserves stay, and can be made smaller even if they still do not fit.
     engine.set_full(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
     engine.set_full(400);
-    a.set_quota(reserve(1001)).expect_err("more");
+    a.set_quota(reserve(1001))
+        .expect_err("a larger reserve does not fit");
     a.set_quota(reserve(1000)).expect("the same");
     a.set_quota(reserve(600)).expect("less");
-    b.set_quota(reserve(901)).expect_err("more");
+    b.set_quota(reserve(901))
+        .expect_err("a larger reserve does not fit");
     assert_eq!(
         (a.stats().reserve_bytes, b.stats().reserve_bytes),
         (600, 900)
@@ -585,7 +590,9 @@ fn size_and_quotas_change_atomically() {
         .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
         .expect("no more");
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
-    let error = engine.configure(None, &quotas).expect_err("b has 50");
+    let error = engine
+        .configure(None, &quotas)
+        .expect_err("b asks for more than its reserve of 50");
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
@@ -654,7 +661,7 @@ fn a_put_evicts_no_more_than_its_bound() {
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
         "{evictions}"
     );
-    // A lowered limit has the same bound.
+    // A put after the limit was lowered has the same bound.
     engine.resize(2000 * NOISE_CHARGE);
     tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);

@@ -433,7 +433,10 @@ fn one_bit(_: &PageHash, page: &Page) -> u128 {
 
 fn model(seed: u64, hash: HashFn, fails_one_in: u64) {
     let (hits, evictions) = World::new(seed, hash, fails_one_in).run();
-    assert!(hits > 0 && evictions > 0, "a seed that tests nothing");
+    assert!(
+        hits > 0 && evictions > 0,
+        "seed {seed} causes no hit or no eviction"
+    );
 }
 
 #[test]
@@ -459,7 +462,7 @@ fn a_get_returns_the_last_put_when_allocations_fail() {
 /// Fuzz test of `make fuzz`: runs with new seeds for `TMEM_SECONDS` seconds. `TMEM_SEED` replays
 /// one seed.
 #[test]
-#[ignore = "runs as long as it is told"]
+#[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
 fn random_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
         text.parse().expect("TMEM_SECONDS is a number of seconds")
