@@ -144,7 +144,7 @@ fn c_type(rust_type: &str) -> String {
         "U16" => "__le16",
         "U32" => "__le32",
         "U64" => "__le64",
-        other => panic!("{other} stands for no C type"),
+        other => panic!("{other} is no known C type"),
     }
     .to_string()
 }
@@ -233,7 +233,7 @@ fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<Stri
 }
 
 #[test]
-fn crate_equals_header() {
+fn crate_matches_the_c_header() {
     let names = names(HEADER).expect("the header is understood");
     let found = differences(&names, &measure(&names, "equals"));
     assert!(found.is_empty(), "{found:#?}");
@@ -245,7 +245,7 @@ fn crate_equals_header() {
 
 /// The comparison itself is not blind: each kind of change to the header is seen.
 #[test]
-fn differences_are_seen() {
+fn each_deviation_from_the_c_header_is_detected() {
     let good = names(HEADER).expect("the header is understood");
     let measures = measure(&good, "differences");
     let changed = |from: &str, to: &str| {
@@ -282,7 +282,7 @@ fn differences_are_seen() {
         let mut other = measures.clone();
         *other
             .get_mut(what)
-            .expect("it is there")
+            .expect("the constant is in the header")
             .last_mut()
             .expect("a value") += 1;
         assert_eq!(differences(&good, &other).len(), 1, "{what} is another");

@@ -51,7 +51,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shapes_are_those_of_the_specification() {
+    fn request_shapes_match_the_specification() {
         let bytes = |t, n| shape(t, n).map(|s| (s.readable_bytes, s.writable_bytes));
         assert_eq!(bytes(T_PUT, 1), Some((24 + 32 + 4096, 8 + 1)));
         assert_eq!(bytes(T_GET, 2), Some((24 + 16 + 16, 8 + 32 + 8192)));
@@ -77,7 +77,7 @@ mod tests {
     }
 
     #[test]
-    fn largest_parts_are_bounds() {
+    fn size_constants_equal_the_largest_requests() {
         let all = (0..=u8::MAX as u16).flat_map(|t| (0..100).filter_map(move |n| shape(t, n)));
         let (mut readable, mut writable) = (0, 0);
         for s in all {

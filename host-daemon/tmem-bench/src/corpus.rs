@@ -72,7 +72,7 @@ fn class(path: &Path, page: &Page) -> usize {
         "other"
     };
     let class = CLASSES.iter().position(|(other, _)| *other == name);
-    class.expect("each name is one of them")
+    class.expect("a name of a class")
 }
 
 fn files(dir: &Path, found: &mut Vec<PathBuf>) {

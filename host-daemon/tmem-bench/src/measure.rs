@@ -45,7 +45,7 @@ impl Samples {
 
     /// Returns the value of the latest round.
     pub fn last(&self) -> f64 {
-        *self.0.last().expect("it was measured")
+        *self.0.last().expect("a round was measured")
     }
 
     /// Returns the median.
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn median_and_interval() {
+    fn ratio_is_the_median_with_a_confidence_interval() {
         let ratio = Ratio::of((1..=101).rev().map(f64::from).collect());
         assert_eq!((ratio.value, ratio.low, ratio.high), (51.0, 41.0, 62.0));
         let few = Ratio::of(vec![3.0, 1.0]);

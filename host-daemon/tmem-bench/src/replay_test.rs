@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Tests of what the replay tool shows, on traces of real guests (tests/traces) and on generated ones.
+//! Tests of the results of the replay tool, on recorded traces of real guests (tests/traces) and on
+//! generated ones.
 //!
-//! The default policy is at least as good as LRU. The engine's estimates of what more memory would bring and less
-//! memory would cost stay within the bounds of this file and of `tmem_trace::estimate`.
+//! The default policy is at least as good as LRU. The engine's estimates of the gain from more
+//! memory and of the loss with less memory stay within the bounds of this file and of
+//! `tmem_trace::estimate`.
 
 use crate::replay::{EIGHTHS, Outcome, load, outcome};
 use std::collections::{BTreeMap, HashMap};
@@ -14,25 +16,28 @@ use tmem_trace::estimate::{
 };
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
-/// Seeds of the index's hashes and of the generated traces. TMEM_SEEDS=32 gives the figures of docs/traces.md.
+/// Seeds of the index's hashes and of the generated traces. The figures of docs/traces.md were
+/// measured with TMEM_SEEDS=32.
 const SEEDS: u64 = 2;
 
 /// Pool sizes for estimates of more memory, in sixteenths of the memory that a trace would fill. A
-/// half is left out: twice as much just holds everything, and there one page more or less decides
-/// about a loop.
+/// half is left out: twice that size just holds everything, and there a single page decides whether
+/// a loop fits.
 const GAIN_SIXTEENTHS: [u64; 3] = [4, 6, 7];
 
 /// Pool sizes for estimates of less memory. The last one holds all pages.
 const LOSS_SIXTEENTHS: [u64; 4] = [4, 8, 12, 16];
 
-/// Mean error of estimates of gains, in percent of all gets. `tmem_trace::estimate` has the bounds of single estimates.
+/// Mean error of estimated gains, in percent of all gets. `tmem_trace::estimate` has the bounds of
+/// single estimates.
 const GAIN_ERROR_MEAN_MAX: f64 = 2.5;
-/// Mean error of estimates of losses since the start, in percent of all gets.
+/// Mean error of estimated losses since the start, in percent of all gets.
 const LOSS_ERROR_MEAN_MAX: f64 = 11.0;
-/// Mean error of estimates of losses in the second half of a trace, in percent of the gets of that half.
+/// Mean error of estimated losses in the second half of a trace, in percent of the gets of that
+/// half.
 const LATE_LOSS_ERROR_MEAN_MAX: f64 = 6.0;
-/// Part of the estimates that may be further off than the usual bounds: 1 in 100 with 32 seeds, and up to twice as
-/// many with few.
+/// Share of the estimates whose error may exceed the usual bounds: 1 in 100 with 32 seeds, and up
+/// to twice as many with few seeds.
 const UNUSUAL_PART: f64 = 0.02;
 
 fn seeds() -> std::ops::RangeInclusive<u64> {
@@ -194,12 +199,12 @@ impl Errors {
         self.0.push(error);
     }
 
-    /// The largest overestimate.
+    /// Returns the largest overestimate.
     fn over(&self) -> f64 {
         self.0.iter().copied().fold(0.0, f64::max)
     }
 
-    /// The largest underestimate.
+    /// Returns the largest underestimate.
     fn under(&self) -> f64 {
         -self.0.iter().copied().fold(0.0, f64::min)
     }
@@ -208,7 +213,7 @@ impl Errors {
         self.0.iter().map(|error| error.abs()).sum::<f64>() / self.0.len() as f64
     }
 
-    /// Part of the estimates for whose error `unusual` is true.
+    /// Returns the share of estimates for whose error `unusual` is true.
     fn part(&self, unusual: impl Fn(f64) -> bool) -> f64 {
         let count = self.0.iter().filter(|error| unusual(**error)).count();
         count as f64 / self.0.len() as f64
@@ -224,7 +229,8 @@ struct Sizes<'a> {
 }
 
 impl Sizes<'_> {
-    /// Replays at `sixteenths` of the memory that the trace would fill, and of that `percent`.
+    /// Replays at `sixteenths` of the memory that the trace would fill, and at `percent` of that
+    /// size.
     fn run(&mut self, sixteenths: u64, percent: u64) -> Outcome {
         let parts = sixteenths * percent;
         let replay = || {
@@ -238,7 +244,7 @@ impl Sizes<'_> {
 /// Compares the engine's estimates for more and less memory with replays with more and less memory.
 /// It also measures the cost of giving up the memory that the engine finds useless.
 #[test]
-fn gains_and_losses_are_guessed_within_bounds() {
+fn estimated_gains_and_losses_are_within_bounds() {
     let recorded = recorded();
     let mut traces = Vec::new();
     for seed in seeds() {

@@ -335,7 +335,7 @@ impl Rig {
         self.host.maintain_all();
         self.guest.all(&self.half(1 - held), false)?;
 
-        // One half after the other, because both use the same thread.
+        // Measure one half after the other, because both use the same thread.
         let mut arms = Arms::default();
         let first = rng.usize(..2);
         for half in [first, 1 - first] {
@@ -453,7 +453,7 @@ enum Outcome {
     Equal,
     /// Name of an operation whose time differed in each run.
     Different(&'static str),
-    /// Reason why nothing can be said.
+    /// Reason why the measurement is inconclusive.
     Undecided(String),
 }
 
@@ -615,7 +615,7 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_is_told_if_it_is_there_each_time() {
+    fn a_timing_difference_is_reported_only_if_each_run_shows_it() {
         let (equal, noise) = (times(as_designed, 0.01), times(as_designed, 1.0));
         assert_eq!(outcome(&equal), Outcome::Equal);
         assert!(matches!(outcome(&noise), Outcome::Undecided(_)));
@@ -651,7 +651,10 @@ mod tests {
     #[test]
     fn timing_does_not_reveal_pages_of_another_trust_domain() {
         if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-            return skipped(Missing::Processors, "the guest needs one of its own");
+            return skipped(
+                Missing::Processors,
+                "the guest needs a processor of its own",
+            );
         }
         let args = Args {
             rounds: 40,
@@ -663,7 +666,7 @@ mod tests {
             json: false,
         };
         let (times, outcome) =
-            decide(|nth| measure(&args, args.seed + nth as u64)).expect("it can be measured");
+            decide(|nth| measure(&args, args.seed + nth as u64)).expect("a complete measurement");
         print(&times, &outcome);
         match outcome {
             Outcome::Equal => {}

@@ -451,7 +451,7 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The memory of the other VMs is less than a hundredth.
+        // The other VMs have less than a hundredth of the memory.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);

@@ -91,10 +91,13 @@ impl Watch {
             }
             self.acted.store(true, SeqCst);
             match act {
-                Act::Write(file, at, bytes) => file.write_all_at(&bytes, at).expect("inside"),
+                Act::Write(file, at, bytes) => file
+                    .write_all_at(&bytes, at)
+                    .expect("a range inside the file"),
                 Act::HangUp(file, bytes) => {
                     let mut left = vec![0; bytes];
-                    file.read_exact_at(&mut left, 0).expect("as long");
+                    file.read_exact_at(&mut left, 0)
+                        .expect("a file of that length");
                     *lock(&self.left) = Some(left);
                     self.hung_up.store(true, SeqCst);
                 }
@@ -161,7 +164,7 @@ fn work_ns(before: &TenantStats, after: &TenantStats) -> u64 {
 /// Locks a mutex. No panic of the daemon can have left its contents half changed, because a panic
 /// ends the run.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().expect("no panic")
+    mutex.lock().expect("not poisoned")
 }
 
 /// Parts that are created once for all inputs, since reserving address space for a pool takes
@@ -202,7 +205,9 @@ impl Base {
         let daemon = HeadlessDaemon::new(POOL_BYTES, 1, ClockAndEntropy::host());
         let tenant = |name: &str| daemon.tenant(name, Some("team"), 0);
         let (guest, neighbour) = (tenant("guest"), tenant("neighbour"));
-        neighbour.create_pool(POOL).expect("the first");
+        neighbour
+            .create_pool(POOL)
+            .expect("the tenant's first pool");
         let events: Arc<Events> = Arc::default();
         let told = events.subscribe().expect("a descriptor");
         let vm = daemon.vm("guest", guest, events);
@@ -222,7 +227,10 @@ impl Base {
         let mut steps = 0;
         while self.daemon.maintain(now_ns, 16) {
             steps += 1;
-            assert!(steps < ROUNDS_MAX, "background work for ever");
+            assert!(
+                steps < ROUNDS_MAX,
+                "background work does not end after {steps} steps"
+            );
         }
     }
 
@@ -276,7 +284,7 @@ impl FuzzedDaemon {
         FuzzedDaemon {
             base,
             watch,
-            session: session.expect("nobody else is there"),
+            session: session.expect("the only connection"),
             _front_end: front_end,
         }
     }
@@ -303,7 +311,7 @@ impl FuzzedDaemon {
                 "a slice of {work_ns} ns of work"
             );
             let looks = self.watch.looks.load(SeqCst) - before;
-            assert!(looks <= LOOKS_PER_ROUND_MAX, "a turn of {looks} looks");
+            assert!(looks <= LOOKS_PER_ROUND_MAX, "a round of {looks} polls");
             if looks == 0 {
                 daemon.background.unmap();
                 return;
@@ -321,7 +329,7 @@ impl FuzzedDaemon {
     #[cfg(test)]
     pub fn store_same(&self, pages: u64) {
         let tenant = &self.base.vm.tenant;
-        tenant.create_pool(POOL).expect("the first");
+        tenant.create_pool(POOL).expect("the tenant's first pool");
         for index in 0..pages {
             let put = Put {
                 object: OBJECT,
@@ -361,6 +369,6 @@ impl FuzzedDaemon {
         base.maintain_all(0);
         base.daemon.background.unmap();
         let held = base.daemon.pool.stats().pages;
-        assert_eq!(held, 0, "pages of nobody");
+        assert_eq!(held, 0, "pages that belong to no tenant");
     }
 }

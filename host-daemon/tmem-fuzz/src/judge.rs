@@ -91,7 +91,10 @@ impl Chain {
         let mut out = Vec::new();
         for (address, bytes) in &self.readable {
             let left = (wire::READABLE_BYTES_MAX + 1 - out.len()) as u64;
-            out.extend(Ram::read(image, *address, (*bytes).min(left)).expect("walked"));
+            out.extend(
+                Ram::read(image, *address, (*bytes).min(left))
+                    .expect("a descriptor that was walked"),
+            );
         }
         out
     }

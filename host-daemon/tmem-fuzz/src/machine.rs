@@ -130,9 +130,9 @@ impl Machine {
         let features = F_VERSION_1 | F_INDIRECT_DESC | protocol | event;
         let (regions, files) = machine.ram.table();
         let mut device = device(&machine.host);
-        device.set_features(features).expect("all are offered");
+        device.set_features(features).expect("offered features");
         let table = device.set_mem_table(&regions, files, None);
-        drop(table.expect("sealed and apart"));
+        drop(table.expect("sealed memory without overlaps"));
         drop(device);
         machine.begin();
         (0..QUEUES).for_each(|queue| machine.start(queue));
@@ -177,10 +177,10 @@ impl Machine {
         }
         self.watched(|machine| {
             let state = device(&machine.host).get_vring_base(queue as u32);
-            let base = { state.expect("there is such a queue").num } as u16;
+            let base = { state.expect("a queue of the device").num } as u16;
             let ring = &mut machine.rings[queue];
             if machine.judged {
-                assert_eq!(base, ring.answered, "the base that the front end gets");
+                assert_eq!(base, ring.answered, "the base that GET_VRING_BASE returned");
             }
             ring.answered = base;
             ring.running = false;
@@ -196,7 +196,7 @@ impl Machine {
     pub fn reset(&mut self) {
         for queue in 0..QUEUES {
             let state = device(&self.host).get_vring_base(queue as u32);
-            state.expect("there is such a queue");
+            state.expect("a queue of the device");
             self.rings[queue].running = false;
         }
         device(&self.host).reset_device().expect("always");
@@ -225,7 +225,7 @@ impl Machine {
             self.judged = false;
         }
         let done = device(&self.host).set_mem_table(&regions, files, None);
-        drop(done.expect("sealed and apart"));
+        drop(done.expect("sealed memory without overlaps"));
         self.work();
     }
 
@@ -391,7 +391,10 @@ impl Machine {
             ring.stopped |= plan.stops[queue];
         }
         let changed = first_difference(&expected, after);
-        assert_eq!(changed, None, "written where nothing was asked for");
+        assert_eq!(
+            changed, None,
+            "the daemon wrote outside the requests' buffers"
+        );
         self.ram.drop_copy(expected);
     }
 
@@ -400,7 +403,10 @@ impl Machine {
         self.work();
         self.host.end();
         let memory = self.ram.current();
-        assert!(memory == self.ram.image, "an end writes nothing");
+        assert!(
+            memory == self.ram.image,
+            "the end of the connection wrote guest memory"
+        );
         self.ram.drop_copy(memory);
         self.ram.keep();
     }
@@ -442,10 +448,10 @@ mod tests {
     const WRITE: u16 = 2;
     const INDIRECT: u16 = 4;
 
-    /// Each chain drops as many pages as one slice may, and [`FuzzedDaemon::work`] checks the bound: all
-    /// chains together take many slices.
+    /// Each chain drops as many pages as one slice may, and [`FuzzedDaemon::work`] checks the
+    /// bound: all chains together take many slices.
     #[test]
-    fn a_slice_of_many_flushes_is_bounded() {
+    fn flush_work_is_bounded_per_slice() {
         const PAGES: u64 = 511;
         let mut machine = Machine::new(SIZE_MAX, false);
         // The guest has not put these pages itself.

@@ -153,7 +153,7 @@ fn memfd(sealed: bool, bytes: u64) -> OwnedFd {
     let fd = fd.expect("memory");
     ftruncate(&fd, bytes).expect("memory");
     if sealed {
-        fcntl_add_seals(&fd, SealFlags::SHRINK).expect("its own");
+        fcntl_add_seals(&fd, SealFlags::SHRINK).expect("a memfd that allows seals");
     }
     fd
 }
@@ -182,7 +182,10 @@ impl FrontEnd {
                 return front_end;
             }
             front_end.ram.keep();
-            assert!(Instant::now() < deadline, "the place is never free");
+            assert!(
+                Instant::now() < deadline,
+                "the connection's slot is never free"
+            );
             std::thread::yield_now();
         }
     }

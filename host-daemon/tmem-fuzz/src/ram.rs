@@ -85,7 +85,9 @@ impl Ram {
                 // Whole pages at once: a fuzzer counts each comparison.
                 if *bytes != [0; PAGE as usize] {
                     bytes.fill(0);
-                    ram.file.write_all_at(bytes, page as u64).expect("as long");
+                    ram.file
+                        .write_all_at(bytes, page as u64)
+                        .expect("a file of that length");
                 }
             }
         }
@@ -100,7 +102,7 @@ impl Ram {
         fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).expect("its own file");
         let image = vec![NOBODYS; FILE_BYTES as usize];
         let file = Arc::new(File::from(fd));
-        file.write_all_at(&image, 0).expect("as long");
+        file.write_all_at(&image, 0).expect("a file of that length");
         let spare = vec![image.clone(), image.clone()];
         Ram { file, image, spare }
     }
@@ -112,7 +114,7 @@ impl Ram {
 
     /// Returns a copy of the image.
     pub fn copy(&mut self) -> Vec<u8> {
-        let mut copy = self.spare.pop().expect("two are enough");
+        let mut copy = self.spare.pop().expect("two spare images are enough");
         copy.copy_from_slice(&self.image);
         copy
     }
@@ -123,7 +125,9 @@ impl Ram {
     }
 
     fn read_into(&self, image: &mut [u8]) {
-        self.file.read_exact_at(image, 0).expect("as long");
+        self.file
+            .read_exact_at(image, 0)
+            .expect("a file of that length");
     }
 
     /// Returns the memory table.
@@ -179,7 +183,9 @@ impl Ram {
         for (from, count) in places {
             let (now, later) = rest.split_at(count);
             self.image[from..from + count].copy_from_slice(now);
-            self.file.write_all_at(now, from as u64).expect("as long");
+            self.file
+                .write_all_at(now, from as u64)
+                .expect("a file of that length");
             rest = later;
         }
         true
@@ -187,7 +193,7 @@ impl Ram {
 
     /// Returns the present contents of the file, which the caller accepts or drops.
     pub fn current(&mut self) -> Vec<u8> {
-        let mut image = self.spare.pop().expect("two are enough");
+        let mut image = self.spare.pop().expect("two spare images are enough");
         self.read_into(&mut image);
         image
     }
@@ -219,7 +225,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_are_found_over_a_seam_and_nowhere_else() {
+    fn a_range_may_span_adjacent_regions_but_no_gap() {
         let ram = Ram::new();
         assert_eq!(Ram::places(SEAM - 1, 2).map(|p| p.len()), Some(2));
         for (address, bytes) in [

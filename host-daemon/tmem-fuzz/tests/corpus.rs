@@ -34,16 +34,16 @@ fn play(target: &str) {
 }
 
 #[test]
-fn requests() {
+fn kept_request_inputs_break_no_promise() {
     play("requests");
 }
 
 #[test]
-fn rings() {
+fn kept_ring_inputs_break_no_promise() {
     play("rings");
 }
 
 #[test]
-fn messages() {
+fn kept_message_inputs_break_no_promise() {
     play("messages");
 }

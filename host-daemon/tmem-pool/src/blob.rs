@@ -303,9 +303,9 @@ impl Store {
         first_bytes.saturating_sub(self.heap.len(Handle(blob))) as u64
     }
 
-    /// Handles the place in the heap whose turn it is in the sweep. A blob that the sweep finds a
-    /// second time has been there for a whole sweep: this compresses it further, if that gains
-    /// something. True: the blob's turn to be compressed had come.
+    /// Marks a blob as seen by the sweep. A blob that the previous sweep had already marked is
+    /// compressed further, if that makes it smaller. Returns true if the blob was due for
+    /// compression.
     pub(crate) fn sweep(
         &self,
         blob: u32,

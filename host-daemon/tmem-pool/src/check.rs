@@ -50,7 +50,7 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
         check_entry(entry, tenant.domain(), refs);
     });
     state.policy.check(&state.index.entries, &mut |id| {
-        assert!(ids.remove(&id), "a queue has what the index has not");
+        assert!(ids.remove(&id), "a queue has an entry that the index lacks");
     });
     assert!(ids.is_empty(), "{} entries are in no queue", ids.len());
     let counters = state.counters;
@@ -63,17 +63,17 @@ fn check_tenant(engine: &Engine, tenant: &TenantShared, refs: &mut Refs) -> u64 
     assert_eq!(
         came - went,
         u64::from(state.index.gauges.pages),
-        "pages that came and did not go"
+        "pages that were added and not removed"
     );
     assert_eq!(
         tenant.charged_bytes.get(),
         state.charged_bytes(),
-        "mirrored charge"
+        "the copy of the charge differs"
     );
     assert_eq!(
         tenant.has_dead(),
         state.index.has_detached(),
-        "mirrored dead"
+        "the copy of the detached memory differs"
     );
     state.bytes()
 }

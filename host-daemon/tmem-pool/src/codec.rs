@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn stored_bytes_are_those_of_the_form() {
+    fn stored_bytes_returns_the_length_of_the_stored_form() {
         assert_eq!(stored_bytes(&[7; PAGE_SIZE]), 0);
         assert_eq!(stored_bytes(&crate::tests::noise(1)), PAGE_SIZE);
         let mut page = [1; PAGE_SIZE];
@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn contexts_are_zero_after_wiping() {
+    fn zstd_contexts_are_zero_after_a_wipe() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
         let mut denser = Denser::new().expect("memory");
         let mut restorer = Restorer::new().expect("memory");
@@ -356,7 +356,7 @@ mod tests {
     /// the worst case.
     #[test]
     #[ignore = "measures: run it with --release --ignored --nocapture"]
-    fn cost_of_wiping() {
+    fn wiping_zstd_contexts_is_timed() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
         let mut denser = Denser::new().expect("memory");
         let mut restorer = Restorer::new().expect("memory");

@@ -35,10 +35,10 @@ pub(crate) const FINALIZE_PAGES: usize = 8;
 pub(crate) const PUT_GROUP_PAGES: usize = 64;
 
 /// Steps to free memory that a put may take for each page that it brings: each evicts a page, frees
-/// a detached page or moves a blob. For a tenant within its limit this is enough, because a raw page
-/// is charged as much as 14 same-filled pages (state.rs asserts that). For the memory of the pool it
-/// may be too few: a victim that is shared or same-filled frees no stored bytes. The put is then
-/// refused.
+/// a detached page or moves a blob. For a tenant within its limit this is enough, because a raw
+/// page is charged as much as 14 same-filled pages (state.rs asserts that). For the memory of the
+/// pool it may be too few: a victim that is shared or same-filled frees no stored bytes. The put is
+/// then refused.
 pub(crate) const EVICTIONS_PER_PUT_PAGE: usize = 16;
 
 /// Pages freed or evicted under one hold of a tenant's lock: about 10 µs.

@@ -297,24 +297,24 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see broken_chains_end_the_process"]
-    fn removes_what_is_not_listed() {
+    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
+    fn removing_an_unlisted_blob_aborts() {
         let (table, blobs) = one_chain();
         blobs.set_next(5, 0);
         table.remove(&blobs, 1);
     }
 
     #[test]
-    #[ignore = "ends its process: see broken_chains_end_the_process"]
-    fn removes_from_a_circle() {
+    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
+    fn removing_from_a_circular_chain_aborts() {
         let (table, blobs) = one_chain();
         blobs.set_next(5, 9);
         table.remove(&blobs, 1);
     }
 
     #[test]
-    #[ignore = "ends its process: see broken_chains_end_the_process"]
-    fn splits_a_circle() {
+    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
+    fn splitting_a_circular_chain_aborts() {
         let (table, blobs) = one_chain();
         // Each step of a split reverses a link, which would break an ordinary circle. So this one
         // restores itself.
@@ -326,8 +326,8 @@ mod tests {
     }
 
     #[test]
-    #[ignore = "ends its process: see broken_chains_end_the_process"]
-    fn joins_a_circle() {
+    #[ignore = "ends its process: see damaged_dedup_chains_abort_the_process"]
+    fn joining_a_circular_chain_aborts() {
         let (table, blobs) = one_chain();
         table.split(&blobs);
         table.buckets.get(LOCKS).0.store(1, Relaxed);
@@ -351,12 +351,12 @@ mod tests {
 
     #[test]
     #[cfg(not(miri))]
-    fn broken_chains_end_the_process() {
+    fn damaged_dedup_chains_abort_the_process() {
         for name in [
-            "removes_what_is_not_listed",
-            "removes_from_a_circle",
-            "splits_a_circle",
-            "joins_a_circle",
+            "removing_an_unlisted_blob_aborts",
+            "removing_from_a_circular_chain_aborts",
+            "splitting_a_circular_chain_aborts",
+            "joining_a_circular_chain_aborts",
         ] {
             crate::tests::aborts(&format!("dedup::tests::{name}"));
         }

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compressed, deduplicated page cache for many tenants: the storage engine of virtio-tmem.
 //!
-//! An [`Engine`] keeps copies of 4 KiB pages in a bounded amount of memory, which is called the pool.
-//! Each [`Tenant`] stands for one VM. It has pools of its own, each for one file system; a key is
-//! the number of such a pool, of an object in it, usually a file, and of a page in the object.
-//! Tenants see nothing of each other. Each tenant is entitled to a part of the memory by its
-//! [`Quota`]. Equal pages of one trust domain are stored once.
+//! An [`Engine`] keeps copies of 4 KiB pages in a bounded amount of memory, which is called the
+//! pool. Each [`Tenant`] stands for one VM. It has pools of its own, each for one file system; a
+//! key is the number of such a pool, of an object in it, usually a file, and of a page in the
+//! object. Tenants see nothing of each other. Each tenant is entitled to a part of the memory by
+//! its [`Quota`]. Equal pages of one trust domain are stored once.
 //!
 //! The engine promises correctness, not presence. It may drop any page at any time. A get never
 //! returns other bytes than those that were last put under its key with its cookie.
@@ -50,14 +50,14 @@
 //! Any thread may call any method at any time. The engine starts no threads and reads no clock: the
 //! caller passes in the [`Time`], and randomness comes from the seed. So a simulator can run it.
 //!
-//! - [`Tenant::put`] copies a page and returns. A put is refused, and never waits, if too many pages
-//!   of the tenant wait for background work or if memory cannot be freed in bounded steps.
+//! - [`Tenant::put`] copies a page and returns. A put is refused, and never waits, if too many
+//!   pages of the tenant wait for background work or if memory cannot be freed in bounded steps.
 //! - [`Engine::maintain`] does background work in steps. It finds equal pages, compresses new pages
 //!   with lz4 and cold ones with zstd, evicts, compacts, and returns memory to the system. A
 //!   caller that never calls it has its puts refused after some time.
 //! - [`Engine::resize`] changes the memory that the pool may hold while it runs.
-//! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds, so
-//!   that a caller can divide its time between tenants without reading a clock for each page.
+//! - [`Tenant::put`], [`Tenant::get`] and [`Tenant::flush_some`] report their cost in nanoseconds,
+//!   so that a caller can divide its time between tenants without reading a clock for each page.
 //!
 //! Configurations and statistics may get further fields, so they are built by functions. Results of
 //! the data path are exhaustive: each caller has to decide what another result would mean.

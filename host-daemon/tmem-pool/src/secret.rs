@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn they_are_locked_and_never_dumped() {
+    fn secret_pages_are_locked_and_not_in_core_dumps() {
         let mut secret = SecretPages::new(3).unwrap();
         secret.pages()[1][7] = 1;
         let at = secret.pages().as_ptr() as u64;

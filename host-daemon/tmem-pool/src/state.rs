@@ -422,7 +422,7 @@ impl State {
     }
 
     /// Drops up to `pages_max` pages of `index ..= last`, or a whole object at once. True: there
-    /// may be more; false: [`forget`](Self::forget) comes next.
+    /// may be more. False: the caller calls [`forget`](Self::forget) next.
     pub(crate) fn flush(
         &mut self,
         pool: PoolRef,

@@ -2,7 +2,8 @@
 //! A tenant's handle: the operations of one VM on the pool.
 //!
 //! Copying, hashing, compression, comparison and decompression run with no lock held. The tenant's
-//! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: membership, tenant.
+//! lock guards its `State`; a thread holds at most one tenant's lock. Lock order: membership,
+//! tenant.
 //!
 //! A panic under a tenant's lock empties that tenant, because what it held is no longer known. The
 //! process goes on: other threads take the same lock to work for other tenants.
@@ -80,8 +81,8 @@ pub enum GetResult {
     Miss,
 }
 
-/// The part of a tenant that all threads of the engine share. Its sums mirror values that the lock guards, for
-/// threads that do not hold the lock.
+/// The part of a tenant that all threads of the engine share. Its sums mirror values that the lock
+/// guards, for threads that do not hold the lock.
 #[derive(Debug)]
 pub(crate) struct TenantShared {
     name: String,
@@ -382,8 +383,8 @@ impl Drop for TenantOwner {
     }
 }
 
-/// TenantOwner to one tenant. Clones are handles to the same tenant. Dropping the last handle drops the
-/// tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
+/// TenantOwner to one tenant. Clones are handles to the same tenant. Dropping the last handle drops
+/// the tenant's pages, which [`Engine::maintain`](crate::Engine::maintain) frees later.
 #[derive(Clone)]
 pub struct Tenant(Arc<TenantOwner>);
 
@@ -429,11 +430,11 @@ impl Tenant {
     /// Stores pages in their order: if a key is given twice, the later page counts. `results` has
     /// the length of `pages`. A refused page leaves nothing under its key.
     ///
-    /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) gives them their
-    /// final form. A page is refused if too many pages of the tenant wait for their final form. A
-    /// page that would exceed the tenant's limit evicts the tenant's own oldest pages. A page for
-    /// which the pool has no room evicts, in bounded steps, pages of the tenant most above its
-    /// entitlement. It is refused if that does not suffice, and never waits.
+    /// The call copies the pages, and [`Engine::maintain`](crate::Engine::maintain) gives them
+    /// their final form. A page is refused if too many pages of the tenant wait for their final
+    /// form. A page that would exceed the tenant's limit evicts the tenant's own oldest pages. A
+    /// page for which the pool has no room evicts, in bounded steps, pages of the tenant most above
+    /// its entitlement. It is refused if that does not suffice, and never waits.
     ///
     /// Returns the cost in nanoseconds: at most [`PUT_NS_MAX`](crate::PUT_NS_MAX) for each page,
     /// without the cost of forgetting followed keys. Keys that this call forgets, later puts need

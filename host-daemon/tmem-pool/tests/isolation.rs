@@ -145,8 +145,14 @@ fn pages_of_another_domain_change_no_answer_and_no_charge() {
             beside("there", 0, limit_bytes),
             beside("there", OTHER, limit_bytes),
         );
-        assert!(same.puts == others.puts, "puts are answered otherwise");
-        assert!(same.gets == others.gets, "gets are answered otherwise");
+        assert!(
+            same.puts == others.puts,
+            "another domain's pages change answers to puts"
+        );
+        assert!(
+            same.gets == others.gets,
+            "another domain's pages change answers to gets"
+        );
         for (same, others) in same.stats.iter().zip(&others.stats) {
             assert_eq!(same, others);
         }

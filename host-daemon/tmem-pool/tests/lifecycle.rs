@@ -58,7 +58,7 @@ fn get(tenant: &Tenant, index: u64, cookie: u64) -> Option<Page> {
 }
 
 #[test]
-fn a_page_comes_back_once() {
+fn a_get_returns_a_page_once() {
     let engine = new_engine();
     let tenant = tenant(&engine, "a");
     for (index, page) in pages().iter().enumerate() {
@@ -89,7 +89,7 @@ fn a_page_comes_back_once() {
 }
 
 #[test]
-fn the_cookie_counts_in_full() {
+fn all_64_bits_of_a_cookie_are_compared() {
     let engine = new_engine();
     let tenant = tenant(&engine, "a");
     let [page, ..] = pages();
@@ -101,7 +101,7 @@ fn the_cookie_counts_in_full() {
 }
 
 #[test]
-fn a_run_is_answered_page_by_page() {
+fn each_page_of_a_get_has_its_own_result() {
     let engine = new_engine();
     let tenant = tenant(&engine, "a");
     let [text, noise, same] = pages();
@@ -128,7 +128,7 @@ fn a_run_is_answered_page_by_page() {
 }
 
 #[test]
-fn the_later_of_one_key_counts() {
+fn the_last_put_of_a_key_in_a_batch_wins() {
     let engine = new_engine();
     let tenant = tenant(&engine, "a");
     let [text, noise, _] = pages();
@@ -171,7 +171,7 @@ fn a_flush_drops_its_range_only() {
 }
 
 #[test]
-fn pools_are_the_tenants_own() {
+fn a_tenant_cannot_reach_pools_of_another_tenant() {
     let engine = new_engine();
     let (a, b) = (tenant(&engine, "a"), tenant(&engine, "b"));
     let [text, ..] = pages();

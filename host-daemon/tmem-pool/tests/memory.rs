@@ -138,7 +138,7 @@ fn fill(
 }
 
 #[test]
-fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
+fn held_memory_is_reported_and_freed_memory_is_zeroed() {
     const PAGES: u64 = 4_000;
     const POOL_BYTES: u64 = 256 << 20;
     let before = reserved_bytes();
@@ -219,7 +219,7 @@ fn what_is_held_is_told_and_what_is_freed_is_zeroed() {
         );
         assert!(
             stats.metadata_bytes <= 2 * metadata_bytes,
-            "{what}: far too much is told"
+            "{what}: the engine reports far more than it holds"
         );
         let charged_bytes = tenant.stats().charged_bytes;
         assert!(

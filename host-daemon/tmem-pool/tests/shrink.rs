@@ -54,7 +54,7 @@ fn resident_bytes() -> u64 {
 }
 
 #[test]
-fn memory_goes_back_in_bounded_work() {
+fn shrinking_returns_memory_to_the_host_in_bounded_work() {
     let engine = common::engine(96 * MIB);
     let tenant = common::tenant(&engine, "a");
     fill(&engine, &tenant);

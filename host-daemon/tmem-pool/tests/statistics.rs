@@ -33,7 +33,7 @@ fn put(tenant: &Tenant, index: u64, page: &Page) -> PutResult {
 }
 
 #[test]
-fn every_page_has_one_form() {
+fn each_page_is_counted_in_one_form() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     let mut half = noise(1);
@@ -56,7 +56,7 @@ fn every_page_has_one_form() {
 /// The reported kind of work is complete: the counters of one kind change only between its report
 /// and the next one. So a caller can measure the time of each kind.
 #[test]
-fn background_work_says_what_it_is_for() {
+fn maintain_reports_the_kind_of_its_work() {
     const TEN_MINUTES_NS: u64 = 600_000_000_000;
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
@@ -103,7 +103,7 @@ fn background_work_says_what_it_is_for() {
 }
 
 #[test]
-fn every_refusal_has_a_reason() {
+fn each_refused_put_is_counted_with_its_reason() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     let max = a.stats().raw_pages_max;
@@ -127,7 +127,7 @@ fn every_refusal_has_a_reason() {
 }
 
 #[test]
-fn evictions_tell_a_full_pool_from_a_smaller_one() {
+fn evictions_by_a_shrink_are_counted_separately() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     for index in 0..8192 {
@@ -155,7 +155,7 @@ fn evictions_tell_a_full_pool_from_a_smaller_one() {
 }
 
 #[test]
-fn dropped_pages_are_flushed_and_pools_stay() {
+fn drop_pages_counts_as_a_flush_and_keeps_pools() {
     let engine = engine(16 * MIB);
     let a = tenant(&engine, "a");
     for index in 0..200 {

@@ -46,9 +46,9 @@ fn fill(page: &mut [u8; PAGE_SIZE], seed: u64) {
 
 /// Returns the addresses of the needle in all memory that the process can write to.
 fn found() -> Vec<u64> {
-    let memory = File::open("/proc/self/mem").expect("it is there");
-    let maps = std::fs::read_to_string("/proc/self/maps").expect("it is there");
-    let pagemap = File::open("/proc/self/pagemap").expect("it is there");
+    let memory = File::open("/proc/self/mem").expect("procfs");
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
+    let pagemap = File::open("/proc/self/pagemap").expect("procfs");
     // Two pages, so that a needle across a page boundary is found. The window has memory of its
     // own, which the search leaves out.
     let mut window = SecretPages::new(2).expect("memory");
@@ -135,12 +135,12 @@ fn zstd_leaves_no_copy_of_a_page() {
     assert_eq!(found().len(), PAGES, "raw pages are found");
     maintain(&engine);
     assert_eq!(engine.stats().denser_blobs, PAGES as u64, "all became cold");
-    assert_eq!(found(), [], "of what was compressed");
+    assert_eq!(found(), [], "copies of compressed pages");
     // Equal pages are compared with the stored ones.
     put_all(&tenant, 2, &mut pages);
     while engine.maintain(Time(HOURS * 3_600_000_000_000), 64) {}
     assert_eq!(tenant.stats().shared_pages, PAGES as u64, "all are equal");
-    assert_eq!(found(), [], "of what was compared");
+    assert_eq!(found(), [], "copies of compared pages");
     for index in 0..PAGES {
         let [_, out] = pages.pages() else {
             panic!("two pages")
@@ -163,5 +163,5 @@ fn zstd_leaves_no_copy_of_a_page() {
         assert!(page == out);
     }
     pages.wipe();
-    assert_eq!(found(), [], "of what was restored");
+    assert_eq!(found(), [], "copies of restored pages");
 }

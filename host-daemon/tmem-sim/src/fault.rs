@@ -155,7 +155,7 @@ fn queue_for(request: &Request, t: Target) -> usize {
 fn send_encoded(g: &mut FakeGuest, queue: usize, request: Request, encoded: &Encoded) -> usize {
     let generation = g.generation();
     g.add_encoded(queue, request, generation, encoded)
-        .expect("room for a fault");
+        .expect("space in the ring");
     g.publish(queue);
     queue
 }
@@ -224,7 +224,7 @@ fn raw(
         let request = make(t);
         let queue = queue_for(&request, t);
         let encoded = request.encode(g.generation());
-        let mut placed = g.place(&encoded).expect("room for a fault");
+        let mut placed = g.place(&encoded).expect("space in the ring");
         let descs = build(g, queue, &placed.1);
         // The device writes `resp` to the first writable byte, which the fault may have moved.
         let first = descs
@@ -240,7 +240,7 @@ fn raw(
         let ring = g.ring_mut(queue);
         let slots: Vec<u16> = descs
             .iter()
-            .map(|_| ring.take_desc().expect("room for a fault"))
+            .map(|_| ring.take_desc().expect("space in the ring"))
             .collect();
         for (slot, mut desc) in slots.iter().zip(descs) {
             if desc.flags & F_NEXT != 0 {

@@ -629,8 +629,8 @@ impl FakeGuest {
         Ok(())
     }
 
-    /// Drops the connection, because the daemon is gone or in order to pretend that the guest is.
-    /// The rings will start again from the last used element, which is how QEMU replays.
+    /// Drops the connection, because the daemon has ended or to simulate a guest that has ended.
+    /// The rings restart from the last used element, as QEMU does.
     pub fn disconnect(&mut self) {
         self.link = None;
         for q in &mut self.queues {
@@ -677,7 +677,7 @@ impl FakeGuest {
         for i in 0..self.queues.len() {
             self.set_ring_addr(i)?;
         }
-        Ok(self.log.as_ref().expect("just set"))
+        Ok(self.log.as_ref().expect("a log that was just set"))
     }
 
     /// Returns the dirty log, while it is on.

@@ -434,7 +434,7 @@ mod tests {
 
     /// The oracle itself must find a violation of each rule that it checks.
     #[test]
-    fn every_lie_is_a_violation() {
+    fn the_oracle_reports_each_wrong_answer() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         get(&mut m, 10, Some(B)).expect_err("wrong bytes");
@@ -448,9 +448,9 @@ mod tests {
 
         put(&mut m, 14, A, wire::P_REFUSED).unwrap();
         get(&mut m, 13, Some(B)).expect_err("a refused put leaves nothing");
-        put(&mut m, 15, A, wire::P_HIT).expect_err("a result that is none");
+        put(&mut m, 15, A, wire::P_HIT).expect_err("an invalid result");
 
-        m.begin(7).expect_err("a generation twice");
+        m.begin(7).expect_err("a repeated generation");
         m.begin(0).expect_err("generation 0");
         put(&mut m, 16, A, wire::P_STORED).unwrap();
         m.begin(8).unwrap();
@@ -476,7 +476,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flush_takes_what_came_before_it() {
+    fn a_flush_drops_pages_put_before_it() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
@@ -495,7 +495,7 @@ mod tests {
     /// A get and a flush are in flight on two queues: the device may act on either first, whichever
     /// answer is seen first.
     #[test]
-    fn a_flush_has_no_order_with_a_get_elsewhere() {
+    fn a_flush_is_unordered_with_a_get_on_another_queue() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let flush = flush_object();
@@ -521,7 +521,7 @@ mod tests {
     }
 
     #[test]
-    fn destroyed_pools_are_empty() {
+    fn a_hit_in_a_destroyed_pool_is_a_violation() {
         let mut m = model();
         put(&mut m, 10, A, wire::P_STORED).unwrap();
         let asked = m.ask(vec![]);

@@ -418,7 +418,7 @@ mod tests {
 
     /// Every cut of a chain has the same bytes in the same order, readable first.
     #[test]
-    fn cuts_cover_the_chain() {
+    fn each_cut_of_a_chain_has_the_same_bytes() {
         let stretches = [(4000, 96, false), (4096, 8192, false), (16384, 9, true)];
         let flat = |buffers: &[Buffer]| -> Vec<(u64, bool)> {
             buffers

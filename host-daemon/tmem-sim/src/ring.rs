@@ -359,7 +359,10 @@ impl DriverRing {
         if id != u32::from(expected) {
             return Err(RingError::OutOfOrder { expected, got: id });
         }
-        let chain = self.in_flight.pop_front().expect("counted above");
+        let chain = self
+            .in_flight
+            .pop_front()
+            .expect("the number of chains in flight was checked");
         self.free.extend(chain.descs);
         self.used_idx = self.used_idx.wrapping_add(1);
         if self.event_idx {

@@ -76,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_known_to_be_there_is_not_skipped() {
+    fn skipping_fails_if_the_machine_meets_the_requirement() {
         for there in ["root", "io_uring, root", "root,quiet"] {
             let error = judge(Missing::Root, &"user 7", there).expect_err(there);
             assert!(error.contains("user 7"), "{error}");

@@ -51,7 +51,7 @@ fn pair(size: u16, event_idx: bool) -> Pair {
 /// Random chains, direct and indirect, arrive byte for byte and come back in order, through many
 /// rounds of the ring.
 #[test]
-fn chains_arrive_whole_and_in_order() {
+fn chains_arrive_complete_and_in_order() {
     for event_idx in [false, true] {
         let Pair {
             ram,
@@ -105,7 +105,7 @@ fn chains_arrive_whole_and_in_order() {
 /// A sleeping device is kicked and a polling one is not; the same rule holds for the driver's
 /// interrupt.
 #[test]
-fn notifications_are_wanted_or_not() {
+fn kicks_and_interrupts_are_sent_only_while_enabled() {
     for event_idx in [false, true] {
         let Pair {
             ram,
@@ -126,7 +126,7 @@ fn notifications_are_wanted_or_not() {
         );
         assert!(
             device.enable_notification(ram.map()).unwrap(),
-            "work was there"
+            "the device did not see the published chain"
         );
         for _ in 0..2 {
             let head = device.pop_descriptor_chain(ram.map()).unwrap().head_index();
@@ -141,7 +141,7 @@ fn notifications_are_wanted_or_not() {
 
 /// A device that answers out of order, or answers chains that are not in flight, is found.
 #[test]
-fn a_device_that_breaks_order_is_found() {
+fn a_device_that_answers_out_of_order_is_detected() {
     let Pair {
         ram,
         mut driver,

@@ -6,8 +6,8 @@ use tempfile::TempDir;
 use tmem_control::VarlinkClient;
 use tmemd::{Config, Daemon};
 
-/// A daemon with the configuration of [`Config::for_test`]. Dropping it stops the daemon and removes
-/// its directory.
+/// A daemon with the configuration of [`Config::for_test`]. Dropping it stops the daemon and
+/// removes its directory.
 pub struct TestDaemon {
     daemon: Option<Daemon>,
     config: Config,

@@ -22,7 +22,8 @@ pub struct HeadlessDaemon {
 }
 
 impl HeadlessDaemon {
-    /// Creates a daemon with an empty pool of that size in bytes. The seed is that of the pool's hash.
+    /// Creates a daemon with an empty pool of that size in bytes. The seed is that of the pool's
+    /// hash.
     pub fn new(size_bytes: u64, seed: u64, clock: ClockAndEntropy) -> HeadlessDaemon {
         let pool = Engine::new(EngineConfig::new(size_bytes, seed)).expect("address space");
         let background = BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default());

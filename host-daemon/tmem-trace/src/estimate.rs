@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Estimates of the value of memory for a tenant. With more memory, how many of its misses would
+//! Estimates of the value of memory for a tenant: with more memory, how many of its misses would
 //! have been hits; with less memory, how many of its hits would have been misses.
 //!
 //! The estimator uses spatial sampling as in SHARDS (Waldspurger et al., FAST 2015). It follows the
-//! keys whose hash has a given number of zero bits, which are as many keys as memory allows. For
-//! these it keeps, in the order of their puts, all that the guest put and neither got nor flushed,
-//! evicted pages included. When the guest asks for a followed key, the number of keys put after it
-//! says how large a cache that evicts the oldest page first would have had to be.
+//! keys whose hash has a given number of zero bits. The number grows so that at most `SAMPLES_MAX`
+//! keys are followed. The estimator keeps the followed keys in the order of their puts until the
+//! guest gets or flushes them, even if their pages were evicted. When the guest asks for a followed
+//! key, the number of keys put after it is the size that a first-in, first-out cache would have
+//! needed for a hit.
 //!
-//! Most operations pay one check of a hash for it. The estimator counts the keys that its calls pass
+//! For most operations, the estimator only checks a hash. It counts the keys that its calls pass
 //! and forget, so that a caller can bound its work.
 
 use std::collections::{BTreeMap, HashMap};
@@ -23,31 +24,33 @@ pub const GAIN_PERCENT: [u64; 3] = [25, 50, 100];
 /// Amounts of memory to give up for which misses are estimated, in percent.
 pub const LOSS_PERCENT: [u64; 3] = [25, 50, 75];
 
-/// Overestimate of what more memory would bring that 99 of 100 estimates do not exceed, in percent of all gets.
-/// tmem-bench's replay_test.rs holds this bound, and the bounds below, with several seeds on recorded and generated
-/// traces.
+/// Overestimate of the gain from more memory that 99 of 100 estimates do not exceed, in percent of
+/// all gets. tmem-bench's replay_test.rs checks this bound, and the following bounds, with several
+/// seeds on recorded and generated traces.
 pub const GAIN_OVER_USUAL: f64 = 6.0;
-/// Largest overestimate of what more memory would bring, in percent of all gets.
+/// Largest overestimate of the gain from more memory, in percent of all gets.
 pub const GAIN_OVER_MAX: f64 = 18.0;
-/// Largest underestimate of what more memory would bring, in percent of all gets. The engine takes the order of puts
-/// for the order of eviction, which the default policy improves upon. So where few pages are used often, the estimate
-/// is too low. Just where a loop begins to fit, which the test leaves out, the estimate was once 39 too low.
+/// Largest underestimate of the gain from more memory, in percent of all gets. The estimator
+/// assumes that pages are evicted in the order of their puts, and the default policy is better than
+/// that. So the estimate is too low where few pages are used often. At the size where a loop just
+/// begins to fit, which the test leaves out, the estimate was 39 too low once.
 pub const GAIN_UNDER_MAX: f64 = 18.0;
-/// Underestimate of what less memory would cost that 99 of 100 estimates do not exceed, in percent of all gets.
-/// Overestimates have no bound: because of the order of eviction, and because a hit while the pool fills is compared
-/// with what the tenant held then.
+/// Underestimate of the loss with less memory that 99 of 100 estimates do not exceed, in percent of
+/// all gets. Overestimates have no bound, for two reasons: the assumed order of eviction, and a hit
+/// while the pool fills is compared with the pages that the tenant held at that time.
 pub const LOSS_UNDER_USUAL: f64 = 5.0;
-/// Largest underestimate of what less memory would cost, in percent of all gets.
+/// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
-/// Least number of gets for an estimate. With fewer gets the bounds were found not to hold.
+/// Least number of gets for an estimate. With fewer gets, measured errors exceeded the bounds.
 pub const TELLING_GETS_MIN: u64 = 1_000;
-/// Gets for each held page that make the estimate as exact where it follows one key in many.
+/// Gets for each held page after which the estimate has the usual bounds, even if the estimator
+/// follows one key in many.
 pub const TELLING_GETS_PER_PAGE: u64 = 10;
 
-/// Memory that at most this share of all hits needs counts as not needed, as far as the estimate
-/// sees. In percent of all hits.
+/// Memory counts as not needed if the estimator attributes at most this share of all hits to it, in
+/// percent of all hits.
 pub const LOSS_BEARABLE: f64 = 1.0;
-/// Largest cost of giving up such memory, in percent of all gets.
+/// Largest cost of giving up memory that counts as not needed, in percent of all gets.
 pub const GIVE_UP_COST_MAX: f64 = 2.0;
 
 /// One hit in this many, of followed keys, is examined. Most gets are hits, and each examination
@@ -340,9 +343,9 @@ mod tests {
         });
     }
 
-    /// One key in 64 is followed here. On larger hosts it is one in more.
+    /// The estimator follows one key in 64 here, and fewer on larger hosts.
     #[test]
-    fn telling_gets_per_page_suffice_for_the_usual_bounds() {
+    fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
             let room = 20_000;
             let gets = TELLING_GETS_PER_PAGE * room as u64;

@@ -498,7 +498,7 @@ mod tests {
     }
 
     #[test]
-    fn damaged_traces_are_refused_and_end_the_reading() {
+    fn reading_ends_at_the_first_damaged_event() {
         for_each_seed("damaged trace", 20, |seed| {
             let mut rng = Rng::new(seed);
             for _ in 0..200 {
@@ -507,7 +507,7 @@ mod tests {
                 let events: Vec<_> = Reader::new(&bytes).unwrap().collect();
                 assert!(
                     events.iter().rev().skip(1).all(Result::is_ok),
-                    "none after an error"
+                    "an event follows an error"
                 );
             }
         });
@@ -546,7 +546,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_hidden_and_neighbours_stay() {
+    fn blinding_hides_object_ids_and_keeps_page_distances() {
         let (blind, other) = (Blind::default(), Blind::default());
         let (key, distance) = blind.object(0, 1, 7);
         assert_eq!(blind.object(0, 1, 7).0, key, "the same within a trace");

@@ -296,5 +296,5 @@ impl Driver {
 
 /// Adds one to an eventfd.
 pub fn kick(fd: &OwnedFd) {
-    rustix::io::write(fd, &1u64.to_ne_bytes()).expect("an eventfd of one's own");
+    rustix::io::write(fd, &1u64.to_ne_bytes()).expect("a valid eventfd");
 }

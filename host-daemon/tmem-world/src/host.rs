@@ -64,22 +64,22 @@ impl Fuse {
 
     /// Returns whether a drain that this fuse triggers has begun.
     pub fn is_draining(&self) -> bool {
-        let drain = self.drain.lock().expect("no panic");
+        let drain = self.drain.lock().expect("not poisoned");
         drain.as_ref().is_some_and(|drain| drain.looks == 0)
     }
 
     /// Clears the drain, because it is done or shall not happen.
     pub fn end_drain(&self) {
-        *self.drain.lock().expect("no panic") = None;
+        *self.drain.lock().expect("not poisoned") = None;
     }
 
     fn look(&self) {
-        if let Some(drain) = &mut *self.drain.lock().expect("no panic")
+        if let Some(drain) = &mut *self.drain.lock().expect("not poisoned")
             && drain.looks > 0
         {
             drain.looks -= 1;
             if let (0, Some(device)) = (drain.looks, drain.device.upgrade()) {
-                device.lock().expect("no panic").begin_drain();
+                device.lock().expect("not poisoned").begin_drain();
                 drain.clock.linger(DRAIN_NS);
             }
         }
@@ -213,7 +213,7 @@ impl SimulatedDaemon {
             device: Arc::downgrade(session.device()),
             clock: self.clock.clone(),
         };
-        *fuse.drain.lock().expect("no panic") = Some(drain);
+        *fuse.drain.lock().expect("not poisoned") = Some(drain);
     }
 
     /// Connects a front end. None: the daemon refuses it. The fuse `hang_up` is that of the front

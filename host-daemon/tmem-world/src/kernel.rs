@@ -286,7 +286,8 @@ impl Kernel {
         self.writers.remove(&inode);
     }
 
-    /// Unmounts the file system and mounts it again. `known`: the hooks know it at once.
+    /// Unmounts the file system and mounts it again. `known`: the hooks learn of the new mount at
+    /// once.
     pub fn remount(&mut self, storage: &mut Storage, known: bool) {
         if self.reads.is_empty() {
             (0..FILES).for_each(|inode| self.write_back(storage, inode));

@@ -84,7 +84,7 @@ fn refused<T>(message: &str, result: vhost::vhost_user::Result<T>) -> Result<T, 
 }
 
 fn device(session: &Session) -> MutexGuard<'_, Device> {
-    session.device().lock().expect("no panic")
+    session.device().lock().expect("not poisoned")
 }
 
 /// Creates an eventfd for each queue.
@@ -378,5 +378,5 @@ impl Machine {
 fn generation(device: &mut Device) -> u64 {
     let bytes = device.get_config(0, 8, VhostUserConfigFlags::empty());
     let bytes = bytes.expect("the configuration has more than that");
-    u64::from_le_bytes(bytes.try_into().expect("eight were asked for"))
+    u64::from_le_bytes(bytes.try_into().expect("eight bytes were read"))
 }

@@ -114,7 +114,7 @@ pub fn run_seeds(
             return;
         }
         let outcome = run(&Script::draw(seed, mutation));
-        let mut totals = totals.lock().expect("nobody panics with it");
+        let mut totals = totals.lock().expect("not poisoned");
         totals.seeds += 1;
         totals.now_ns += outcome.now_ns;
         let sums = totals.counts.iter_mut().zip(outcome.counts);
@@ -135,5 +135,5 @@ pub fn run_seeds(
             scope.spawn(work);
         }
     });
-    totals.into_inner().expect("nobody panics with it")
+    totals.into_inner().expect("not poisoned")
 }

@@ -209,7 +209,7 @@ impl Transport {
         self.token += 1;
         let ring = &mut self.rings[queue];
         ring.add(&buffers, table, self.token)
-            .expect("has_room was asked");
+            .expect("the caller checked has_room");
         self.flight[queue].push_back(flight);
         ring.publish()
     }
@@ -243,7 +243,9 @@ impl Transport {
         let Some(used) = self.rings[queue].pop_used()? else {
             return Ok(None);
         };
-        let flight = self.flight[queue].pop_front().expect("as many as chains");
+        let flight = self.flight[queue]
+            .pop_front()
+            .expect("an entry for each chain in flight");
         let answer = flight.answer(&self.ram, used.len);
         Ok(Some((flight, answer)))
     }

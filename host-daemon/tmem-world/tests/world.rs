@@ -19,7 +19,7 @@ fn trace(script: &Script) -> Vec<String> {
 }
 
 #[test]
-fn the_same_seed_is_the_same_run() {
+fn equal_seeds_give_identical_runs() {
     for seed in 1..=20 {
         let script = Script::draw(seed, None);
         let (once, again) = (trace(&script), trace(&Script::draw(seed, None)));
@@ -30,9 +30,10 @@ fn the_same_seed_is_the_same_run() {
     }
 }
 
-/// Without a broken rule no seed fails, and the runs do the work that they are for.
+/// Without a mutation no seed fails, and the runs have pages that are stored, hit, refused or lost,
+/// and requests that are stale.
 #[test]
-fn a_sound_world_is_sound() {
+fn no_seed_fails_without_a_mutation() {
     let totals = run_seeds((1, 150), None, 2, |_| {});
     if let Some(found) = totals.found {
         panic!("TMEM_SEED={}: {:?}", found.seed, found.failure);
@@ -46,7 +47,7 @@ fn a_sound_world_is_sound() {
 
 /// Each kind of step is drawn.
 #[test]
-fn scripts_have_every_step() {
+fn random_scripts_contain_each_kind_of_step() {
     let mut seen: BTreeMap<String, u32> = BTreeMap::new();
     for seed in 1..=200 {
         for step in Script::draw(seed, None).steps {
@@ -62,10 +63,10 @@ fn scripts_have_every_step() {
 /// finds it.
 fn table() -> BTreeMap<String, (String, String)> {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/simulator.md");
-    let text = std::fs::read_to_string(path).expect("the page");
+    let text = std::fs::read_to_string(path).expect("docs/simulator.md");
     let (_, rest) = text
         .split_once("<!-- table: mutations -->\n")
-        .expect("its table");
+        .expect("the table of mutations");
     let rows = rest
         .lines()
         .take_while(|line| line.starts_with('|'))
@@ -85,7 +86,7 @@ fn table() -> BTreeMap<String, (String, String)> {
 
 /// The page lists each mutation, and no mutation that does not exist.
 #[test]
-fn the_page_has_each_broken_rule() {
+fn simulator_page_lists_exactly_the_mutations() {
     let mut known = Mutation::ALL.map(|m| format!("{m:?}"));
     known.sort();
     assert!(table().keys().eq(&known), "{:?}", table().keys());
@@ -93,7 +94,7 @@ fn the_page_has_each_broken_rule() {
 
 #[test]
 #[cfg_attr(debug_assertions, ignore = "make check-sim runs it, optimised")]
-fn each_broken_rule_is_found() {
+fn each_mutation_is_detected() {
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let (mut missed, mut others) = (Vec::new(), Vec::new());
     let table = table();
@@ -118,13 +119,19 @@ fn each_broken_rule_is_found() {
             others.push((mutation, found));
         }
     }
-    assert!(missed.is_empty(), "not found: {missed:?}");
-    assert!(others.is_empty(), "docs/simulator.md is to say {others:?}");
+    assert!(
+        missed.is_empty(),
+        "mutations that no seed detected: {missed:?}"
+    );
+    assert!(
+        others.is_empty(),
+        "the table of docs/simulator.md must have these rules: {others:?}"
+    );
 }
 
 /// The command in a failure's text can be typed as it is.
 #[test]
-fn a_failure_says_how_to_replay_it() {
+fn a_failure_prints_its_replay_command() {
     let mut program = std::process::Command::new(env!("CARGO_BIN_EXE_tmem-world"));
     let program = program.args(["--mutation", "MissTaken", "--seeds", "20"]);
     let output = program.env_remove("TMEM_SEED").output().expect("runs");
@@ -135,7 +142,7 @@ fn a_failure_says_how_to_replay_it() {
 }
 
 #[test]
-fn a_failure_shrinks_to_its_core() {
+fn a_failing_script_shrinks_to_necessary_steps() {
     let mutation = Some(Mutation::MissTaken);
     let found = run_seeds((1, 200), mutation, 1, |_| {}).found;
     let found = found.expect("it is found soon");

@@ -258,7 +258,8 @@ fn path_round(
     Ok(())
 }
 
-/// Does the same batches for another tenant by calling the engine, on the worker's processor.
+/// Puts and gets the batches for another tenant by calling the engine directly, on the worker's
+/// processor.
 fn engine_round(
     times: &mut Times,
     host: &BenchDaemon,
@@ -482,7 +483,7 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
                 true => guest.put(run),
                 false => guest.get(run, 0),
             };
-            assert!(done, "nothing of it is in flight");
+            assert!(done, "no request is in flight");
             waiting.push(sent);
             sent += 1;
         }

@@ -191,13 +191,13 @@ mod tests {
     const PAGE: u64 = 1024 + tmem_pool::PAGE_METADATA_CHARGE_BYTES;
 
     #[test]
-    fn a_page_is_got_once() {
+    fn a_hit_removes_the_page() {
         let ops = [put(1), get(1), get(1), get(2)].map(|op| (0, op));
         assert_eq!(run(u64::MAX, &ops), (1, 0, 0));
     }
 
     #[test]
-    fn the_tenant_with_the_largest_charge_loses_pages_at_the_size() {
+    fn a_full_pool_evicts_from_the_tenant_with_the_largest_charge() {
         let ops = [
             (0, put(1)),
             (0, put(2)),
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn flushed_pages_are_gone() {
+    fn flushes_remove_exactly_their_pages() {
         let object = ObjectKey::default();
         let flush = |page, nr_pages| Op::Flush {
             object,

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Memory of a ghost table: buckets that never move, of which the last one comes and goes.
+//! Memory of a ghost table: buckets that never move. Buckets are added and removed at the end.
 //!
-//! The first buckets are of the allocator of the process, since there are many tenants with few pages. The others lie in
-//! chunks of the pool's index memory, which go back to the system at once (index/chunks.rs). So no call copies
-//! buckets, and none asks for more memory than a chunk.
+//! The process's allocator provides the first buckets, because there are many tenants with few
+//! pages. The other buckets are in chunks of the pool's index memory (index/chunks.rs). A released
+//! chunk returns to the system immediately. So no call copies buckets, and no call allocates more
+//! memory than a chunk.
 
 use crate::config::KEYS_PER_TENANT_MAX;
 use crate::fail;
@@ -13,7 +14,7 @@ use std::ops::{Index, IndexMut};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-/// Fingerprints of a bucket, which are a quarter of a cache line.
+/// Fingerprints in a bucket. They take a quarter of a cache line.
 pub(super) const WAYS: usize = 8;
 
 /// Buckets of a tenant with few pages: 1 KiB.
@@ -25,26 +26,26 @@ const CHUNK_BUCKETS: usize = CHUNK_BYTES / size_of::<Bucket>();
 /// Fingerprints, the oldest first; 0 is none.
 pub(super) type Bucket = [u16; WAYS];
 
-// The list of chunks grows by copying. Of the largest tenant, with two fingerprints for each page, it is no longer
-// than a chunk.
+// The list of chunks is copied when it grows. The largest tenant has two fingerprints for each
+// page, and its list is no longer than a chunk.
 const _: () = assert!(
     KEYS_PER_TENANT_MAX as usize * 2 / WAYS / CHUNK_BUCKETS * size_of::<Chunk>() <= CHUNK_BYTES
 );
 
 #[derive(Debug)]
 pub(super) struct Buckets {
-    /// Empty, or the first `BUCKETS_MIN` buckets.
+    /// The first `BUCKETS_MIN` buckets, or empty.
     first: Vec<Bucket>,
-    /// All others.
+    /// Chunks with all other buckets.
     chunks: Vec<Chunk>,
     source: Arc<Chunks>,
     len: usize,
-    /// The largest `len` since the last chunk was given back: so much of the chunks has memory.
+    /// Largest `len` since a chunk was last released. Chunks have memory up to this bucket.
     touched: usize,
 }
 
 impl Buckets {
-    /// No buckets.
+    /// Returns a table without buckets.
     pub(super) fn new(source: Arc<Chunks>) -> Buckets {
         Buckets {
             first: Vec::new(),
@@ -59,7 +60,8 @@ impl Buckets {
         self.len
     }
 
-    /// Makes the first `BUCKETS_MIN` buckets, all empty, of a table that has none. Without memory there are none.
+    /// Creates the first `BUCKETS_MIN` buckets of a table without buckets, all empty. If the
+    /// allocation fails, the table stays without buckets.
     pub(super) fn begin(&mut self) {
         if !fail::memory() && self.first.try_reserve_exact(BUCKETS_MIN).is_ok() {
             self.first.resize(BUCKETS_MIN, [0; WAYS]);
@@ -68,7 +70,7 @@ impl Buckets {
         }
     }
 
-    /// Adds a bucket. Without memory it does nothing.
+    /// Adds a bucket. Does nothing if the allocation fails.
     pub(super) fn push(&mut self, bucket: Bucket) {
         let full = BUCKETS_MIN + self.chunks.len() * CHUNK_BUCKETS;
         if self.len == full {
@@ -86,7 +88,7 @@ impl Buckets {
         self[last] = bucket;
     }
 
-    /// Removes the last bucket, but none of the first `BUCKETS_MIN`.
+    /// Removes the last bucket, unless it is one of the first `BUCKETS_MIN`.
     pub(super) fn pop(&mut self) -> Option<Bucket> {
         if self.len <= BUCKETS_MIN {
             return None;
@@ -102,14 +104,14 @@ impl Buckets {
         Some(bucket)
     }
 
-    /// Memory that the buckets hold.
+    /// Returns the memory of the buckets in bytes.
     pub(super) fn bytes(&self) -> u64 {
         let in_chunks = (self.touched - self.first.len()) * size_of::<Bucket>();
         let first = self.first.capacity() * size_of::<Bucket>();
         (first + in_chunks.next_multiple_of(FRAME_BYTES)) as u64
     }
 
-    /// The address of a bucket in a chunk.
+    /// Returns the address of a bucket in a chunk.
     fn at(&self, nr: usize) -> NonNull<Bucket> {
         assert!(nr < self.len, "bucket {nr} of {}", self.len);
         let nr = nr - BUCKETS_MIN;
@@ -125,8 +127,9 @@ impl Index<usize> for Buckets {
     fn index(&self, nr: usize) -> &Bucket {
         match self.first.get(nr) {
             Some(bucket) => bucket,
-            // SAFETY: the chunk is this table's alone until it is given back, it is aligned to a frame, and its
-            // memory is zero, which is a bucket, or was written as one. Nobody changes it while the table is borrowed.
+            // SAFETY: the chunk belongs to this table until the table releases it, and is aligned
+            // to a frame. Its memory is zero, which is a valid bucket, or was written as a bucket.
+            // No code changes the bucket while the table is borrowed.
             None => unsafe { self.at(nr).as_ref() },
         }
     }

@@ -1,30 +1,33 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! The ghost table: fingerprints of the keys of pages that left not long ago, each with how its page left.
+//! The ghost table: fingerprints of the keys of recently removed pages, each with the way in which
+//! its page was removed.
 //!
-//! The table is set-associative: a bucket is a queue of eight 14-bit fingerprints, and adding one forgets the oldest.
-//! It takes an unknown page for a known one about once in two thousand times, which a policy can bear.
+//! The table is set-associative: a bucket is a queue of eight 14-bit fingerprints, and adding one
+//! drops the oldest. About one unknown page in two thousand is taken for a known one, which a
+//! policy tolerates.
 //!
-//! The table grows and shrinks with the pages that the tenant holds, by linear hashing (Litwin, VLDB 1980): one call
-//! splits or joins at most one bucket, so no call takes long under the tenant's lock, and what the table knows stays. A
-//! fingerprint does not contain the bit of the hash that decides to which half it belongs. Therefore a split copies
-//! the bucket. No page asks for the copy in the wrong half, where it is forgotten in its turn.
+//! The table grows and shrinks with the number of the tenant's pages, by linear hashing (Litwin,
+//! VLDB 1980). One call splits or joins at most one bucket, so each call holds the tenant's lock
+//! for a short time, and the table keeps its fingerprints. A fingerprint does not contain the bit
+//! of the hash that selects the half of a split bucket. Therefore a split copies the bucket to both
+//! halves. No look-up finds a copy in the wrong half, and later fingerprints replace it.
 
 use super::buckets::{BUCKETS_MIN, Bucket, Buckets, WAYS};
 use crate::index::Chunks;
 use std::sync::Arc;
 
-/// Pages that the table has room for, for each page that the tenant holds. With 1, 1.5 and 3 the hit ratio was lower
-/// (docs/traces.md).
+/// Pages that the table can remember, for each page that the tenant holds. With 1, 1.5 and 3 the
+/// hit ratio was lower (docs/traces.md).
 const REMEMBERED_PER_PAGE: usize = 2;
 
-/// The table shrinks when it has more than this many times the buckets that it needs, so that it does not grow and
-/// shrink by turns.
+/// The table shrinks when it has more than this many times the buckets that it needs. The distance
+/// keeps it from growing and shrinking alternately.
 const SHRINK_AT: usize = 2;
 
-/// How a page left. Two bits, of which 0 is no page.
+/// Way in which a page was removed. Stored in two bits; 0 means that there is no page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Past {
-    /// The guest got it.
+    /// A get by the guest removed it.
     Got = 1,
     /// It was evicted from the small queue.
     Small = 2,
@@ -39,26 +42,27 @@ pub(super) struct Ghost {
     buckets: Buckets,
 }
 
-/// Buckets for a tenant that holds this many pages.
+/// Returns the number of buckets for a tenant that holds this many pages.
 fn wanted(pages: u32) -> usize {
     (pages as usize * REMEMBERED_PER_PAGE / WAYS).max(BUCKETS_MIN)
 }
 
-/// The bucket that bucket `nr`, which is not in the first half, was split from.
+/// Returns the bucket from which bucket `nr` was split. `nr` is not in the first half.
 fn parent(nr: usize) -> usize {
     nr - (1 << nr.ilog2())
 }
 
 impl Ghost {
-    /// An empty table, which remembers nothing until the first call of [`fit`](Self::fit).
+    /// Returns an empty table. It remembers nothing before the first call of [`fit`](Self::fit).
     pub(super) fn new(chunks: Arc<Chunks>) -> Ghost {
         Ghost {
             buckets: Buckets::new(chunks),
         }
     }
 
-    /// Splits or joins one bucket if the tenant holds many more or far fewer pages than before. To be called for each
-    /// page that comes or goes. Without memory the table stays as it is.
+    /// Splits or joins one bucket if the tenant holds many more or far fewer pages than before. The
+    /// caller calls it after each page that it adds or removes. If an allocation fails, the table
+    /// keeps its size.
     pub(super) fn fit(&mut self, pages: u32) {
         let (wanted, now) = (wanted(pages), self.buckets.len());
         if now < wanted {
@@ -77,7 +81,8 @@ impl Ghost {
         self.buckets.push(bucket);
     }
 
-    /// Joins the last bucket with the one that it was split from. The newest of both stay.
+    /// Joins the last bucket with the bucket from which it was split. The newest fingerprints of
+    /// both stay.
     fn join(&mut self) {
         let Some(last) = self.buckets.pop() else {
             return;
@@ -95,7 +100,7 @@ impl Ghost {
         self.buckets[parent] = joined;
     }
 
-    /// The bucket of a key, and its fingerprint. None: the table has no memory yet.
+    /// Returns the bucket of a key, and the key's fingerprint. None: the table has no memory yet.
     fn place(&mut self, key_hash: u64) -> Option<(&mut Bucket, u16)> {
         let len = self.buckets.len();
         if len == 0 {
@@ -103,13 +108,13 @@ impl Ghost {
         }
         let mask = len.next_power_of_two() - 1;
         let nr = key_hash as usize & mask;
-        // The bucket may not have been split off yet.
+        // The bucket of the upper half may not have been split off yet.
         let nr = if nr < len { nr } else { nr & mask >> 1 };
         let fingerprint = (key_hash >> 48) as u16 & !PAST;
         Some((&mut self.buckets[nr], fingerprint))
     }
 
-    /// Remembers a page that leaves.
+    /// Remembers a page that is removed from the pool.
     pub(super) fn add(&mut self, key_hash: u64, past: Past) {
         if let Some((bucket, fingerprint)) = self.place(key_hash) {
             bucket.rotate_left(1);
@@ -117,7 +122,7 @@ impl Ghost {
         }
     }
 
-    /// Forgets the page. Returns how it left, if the table knows it.
+    /// Forgets the page. Returns how it was removed, if the table knows it.
     pub(super) fn take(&mut self, key_hash: u64) -> Option<Past> {
         let (bucket, fingerprint) = self.place(key_hash)?;
         let same = |&way: &u16| way & !PAST == fingerprint && way & PAST != 0;
@@ -132,7 +137,7 @@ impl Ghost {
         Some(past)
     }
 
-    /// Memory that the table holds.
+    /// Returns the memory of the table in bytes.
     pub(super) fn bytes(&self) -> u64 {
         self.buckets.bytes()
     }
@@ -150,7 +155,7 @@ mod tests {
         PASTS[key as usize % 3]
     }
 
-    /// A table of a tenant that got this many pages, one by one.
+    /// Returns the table of a tenant that got this many pages, one by one.
     fn table(pages: u32) -> Ghost {
         let mut ghost = Ghost::new(Chunks::some());
         (0..=pages).for_each(|pages| ghost.fit(pages));
@@ -162,7 +167,7 @@ mod tests {
         (0..count).map(|_| rng.next()).collect()
     }
 
-    /// How many of the keys the table knows. It forgets them.
+    /// Returns the number of keys that the table knows, and forgets them.
     fn known(ghost: &mut Ghost, keys: &[u64]) -> usize {
         let known = |&&key: &&u64| ghost.take(key) == Some(past(key));
         keys.iter().filter(known).count()
@@ -174,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn newest_pages_are_known_and_oldest_are_forgotten() {
+    fn a_full_ghost_table_forgets_its_oldest_pages() {
         let mut ghost = Ghost::new(Chunks::some());
         ghost.add(1, Past::Got);
         assert_eq!(ghost.take(1), None, "the table has no memory yet");
@@ -185,11 +190,11 @@ mod tests {
         assert!(known(&mut ghost, &added[..8192]) < 600);
         let newest = &added[16_384 - 2048..];
         assert!(known(&mut ghost, newest) > 1950);
-        assert_eq!(known(&mut ghost, newest), 0, "they were taken");
+        assert_eq!(known(&mut ghost, newest), 0, "a taken key is still known");
     }
 
     #[test]
-    fn each_step_moves_at_most_one_bucket() {
+    fn each_resize_step_changes_at_most_one_bucket() {
         const PAGES: u32 = 4000;
         let mut ghost = Ghost::new(Chunks::some());
         ghost.fit(0);
@@ -201,7 +206,7 @@ mod tests {
             assert!(after.len().abs_diff(before.len()) <= 1, "{pages} pages");
             let changed = before.iter().zip(&after).filter(|(a, b)| a != b).count();
             assert!(changed <= 1, "{changed} buckets with {pages} pages");
-            // Fills all buckets, also the new one.
+            // Fill all buckets, including the new one.
             let (nr, key) = (rng.below(after.len() as u64) as usize, rng.next());
             let bucket = &mut ghost.buckets[nr];
             bucket.rotate_left(1);
@@ -213,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn growth_keeps_what_the_table_knows() {
+    fn growing_the_table_forgets_no_key() {
         let mut ghost = table(2048);
         let keys = keys(6, 1024);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -227,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn shrinking_keeps_the_newest() {
+    fn shrinking_the_table_keeps_the_newest_keys() {
         let mut ghost = table(16_384);
         let keys = keys(7, 60_000);
         keys.iter().for_each(|&key| ghost.add(key, past(key)));
@@ -239,12 +244,12 @@ mod tests {
     }
 
     #[test]
-    fn memory_goes_back() {
+    fn shrinking_the_table_releases_its_memory() {
         let chunks = Chunks::some();
         let mut ghost = Ghost::new(Arc::clone(&chunks));
         assert_eq!(ghost.bytes(), 0);
         (0..40_000).for_each(|pages| ghost.fit(pages));
-        // Two bytes each.
+        // A fingerprint takes two bytes.
         let bytes = 40_000 * REMEMBERED_PER_PAGE as u64 * 2;
         assert!(ghost.bytes().abs_diff(bytes) < 8192, "{}", ghost.bytes());
         assert_eq!(chunks.taken(), 5);
@@ -256,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn table_without_memory_stays_as_it_is() {
+    fn failed_growth_keeps_the_table_and_its_keys() {
         let mut ghost = table(2048);
         ghost.add(8, Past::Main);
         fail::one_in(1, 1);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Least recently used: evicts the page that was used longest ago.
 //!
-//! It is FIFO. A hit removes its page, and the put that brings the page or another content back makes
-//! a new entry at the end of the queue. So the order of puts is the order of last use.
+//! The policy is a FIFO queue. A hit removes its page. The next put of that key, with the old or a
+//! new content, makes a new entry at the end of the queue. So the order of puts is the order of
+//! last use.
 
 pub(super) type Lru = super::fifo::Fifo;
 

@@ -29,14 +29,14 @@ pub(crate) struct Arrival {
     pub workingset: bool,
 }
 
-/// Why a page leaves.
+/// Reason why a page is removed from its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leave {
-    /// The guest got it.
+    /// The guest got the page.
     Got,
-    /// The policy chose it.
+    /// The policy chose the page for eviction.
     Evicted,
-    /// The page was flushed or overwritten: its key has no content any more, or another one.
+    /// The page was flushed or overwritten: its key has no content any more, or a new one.
     Dropped,
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn policy(kind: PolicyKind, chunks: &Arc<Chunks>) -> Box<dyn Policy> 
     }
 }
 
-/// An order of eviction.
+/// Eviction policy of one tenant.
 pub(crate) trait Policy: Send + std::fmt::Debug {
     /// Adds an entry that was just made.
     fn insert(&mut self, entries: &mut Entries, id: Id, arrival: Arrival);
@@ -63,7 +63,7 @@ pub(crate) trait Policy: Send + std::fmt::Debug {
     /// detached from the index.
     fn victim(&mut self, entries: &mut Entries) -> Option<Id>;
 
-    /// Returns the bytes that the policy holds beside the entries.
+    /// Returns the bytes that the policy holds in addition to the entries.
     fn bytes(&self) -> u64;
 
     /// Calls `page` with each entry of the policy, to check invariants.

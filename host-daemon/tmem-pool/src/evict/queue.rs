@@ -3,7 +3,7 @@
 
 use crate::index::{Entries, Id};
 
-/// First in at `head`.
+/// Queue of entries. New entries are added at the tail, and the oldest is at `head`.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Queue {
     head: Id,
@@ -34,7 +34,8 @@ impl Queue {
 
     pub(super) fn remove(&mut self, entries: &mut Entries, id: Id) {
         let (prev, next) = (entries[id].prev, entries[id].next);
-        // A broken queue could name a page that is gone, or the same one without an end. The panic empties the tenant.
+        // A damaged queue could name a removed page, or the same page again and again. The panic
+        // empties the tenant.
         let before = if prev == 0 {
             self.head
         } else {
@@ -95,13 +96,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "links of a queue")]
-    fn a_link_that_passes_the_page_is_found() {
+    fn removing_a_page_that_a_link_skips_panics() {
         remove_after(|entries, [first, _, last]| entries[first].next = last);
     }
 
     #[test]
     #[should_panic(expected = "links of a queue")]
-    fn a_page_that_is_its_own_successor_is_found() {
+    fn removing_a_page_that_links_to_itself_panics() {
         remove_after(|entries, [_, second, _]| entries[second].next = second);
     }
 }

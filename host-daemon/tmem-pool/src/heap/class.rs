@@ -142,7 +142,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_length_has_a_slot_that_wastes_little() {
+    fn size_classes_fit_each_length_with_little_waste() {
         let classes = Classes::new();
         println!("{} classes", classes.len());
         for len in 1..=PAGE_SIZE {

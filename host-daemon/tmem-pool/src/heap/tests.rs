@@ -76,17 +76,17 @@ impl<X: Zeroed> Heap<X> {
         );
         let mut handles = live;
         for state in &self.states {
-            let state = state.lock().expect("whole");
+            let state = state.lock().expect("not poisoned");
             let (mut at, mut nr) = (state.free_handle, 0);
             while at != 0 {
                 nr += 1;
                 at = self.word(at).load(Relaxed) as u32;
             }
             assert_eq!(nr, state.free_handles, "a class's free handles");
-            assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr}");
+            assert!(nr < 2 * HANDLES_STEP, "a class keeps {nr} free handles");
             handles += nr as usize;
         }
-        let mut first = *self.spare_handles.lock().expect("whole");
+        let mut first = *self.spare_handles.lock().expect("not poisoned");
         while first != 0 {
             let word = self.word(first).load(Relaxed);
             let (mut at, mut nr) = (word as u32, 1);
@@ -99,7 +99,7 @@ impl<X: Zeroed> Heap<X> {
             first = (word >> u32::BITS) as u32;
         }
         assert_eq!(handles + 1, self.places() as usize, "handles");
-        let free = self.free_spans.lock().expect("whole");
+        let free = self.free_spans.lock().expect("not poisoned");
         let (mut idle, mut bare, mut idle_frames) = (0, 0, 0);
         for (&head, frames) in free.idle.iter().zip(1..) {
             let mut at = head;
@@ -139,7 +139,7 @@ impl<X: Zeroed> Heap<X> {
 }
 
 #[test]
-fn stores_what_it_is_given() {
+fn stored_bytes_read_back_unchanged() {
     let (seeds, steps) = if cfg!(miri) { (1, 300) } else { (16, 20_000) };
     for_each_seed("heap", seeds, |seed| {
         let mut rng = Rng::new(seed);
@@ -185,7 +185,11 @@ fn stores_what_it_is_given() {
         let payload: usize = live.iter().map(|(_, _, len)| len).sum();
         assert_eq!(heap.stats().payload_bytes, payload as u64);
         while heap.compact(1000) > 0 {}
-        assert_eq!(heap.spare_bytes(), 0, "nobody reads: all can be moved");
+        assert_eq!(
+            heap.spare_bytes(),
+            0,
+            "compaction left spare bytes although no reader held a blob"
+        );
         heap.check(live.len());
         println!("refused {refused}, live {}, {:?}", live.len(), heap.stats());
         for (handle, id, len) in live {
@@ -194,13 +198,13 @@ fn stores_what_it_is_given() {
         }
         heap.release_idle();
         heap.check(0);
-        assert_eq!(heap.stats().frames_bytes, 0, "all is given back");
+        assert_eq!(heap.stats().frames_bytes, 0, "an empty heap holds frames");
     });
 }
 
 #[test]
-#[cfg_attr(miri, ignore = "too many for it")]
-fn handles_of_one_length_serve_all_others() {
+#[cfg_attr(miri, ignore = "needs too many handles for miri")]
+fn freed_handles_are_reused_for_other_lengths() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("address space");
     let bytes = [1; PAGE_SIZE];
@@ -225,8 +229,8 @@ fn handles_of_one_length_serve_all_others() {
 }
 
 #[test]
-#[cfg_attr(miri, ignore = "too many for it")]
-fn no_more_handles_are_given_than_there_are() {
+#[cfg_attr(miri, ignore = "needs too many handles for miri")]
+fn a_store_without_a_free_handle_is_refused() {
     const BYTES: u64 = 1 << 20;
     let heap = Heap::<()>::new(BYTES).expect("address space");
     // For the shortest length, there is memory for more bytes than there are handles.
@@ -249,7 +253,7 @@ fn no_more_handles_are_given_than_there_are() {
 }
 
 #[test]
-fn whoever_takes_a_span_gives_few_back() {
+fn one_store_releases_a_bounded_number_of_idle_frames() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let page = [1; PAGE_SIZE];
     let nr = if cfg!(miri) { 100 } else { 1000 };
@@ -270,7 +274,7 @@ fn whoever_takes_a_span_gives_few_back() {
 }
 
 #[test]
-fn what_idles_makes_room_when_the_limit_has_fallen() {
+fn a_store_releases_idle_frames_above_a_lowered_limit() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let page = [1; PAGE_SIZE];
     let store = |max| heap.store(&page, max).expect("room");
@@ -283,7 +287,7 @@ fn what_idles_makes_room_when_the_limit_has_fallen() {
 }
 
 #[test]
-fn what_idles_goes_back_and_its_neighbours_stay() {
+fn trimming_releases_idle_frames_and_keeps_their_neighbours() {
     const STAY: u64 = 10;
     let nr = if cfg!(miri) { 60 } else { 3000 };
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
@@ -313,7 +317,7 @@ fn what_idles_goes_back_and_its_neighbours_stay() {
 }
 
 #[test]
-fn reads_beside_compaction() {
+fn reads_are_correct_during_compaction() {
     let steps = if cfg!(miri) { 40 } else { 20_000 };
     for_each_seed("heap-threads", if cfg!(miri) { 1 } else { 4 }, |seed| {
         let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
@@ -378,7 +382,7 @@ fn reads_beside_compaction() {
 }
 
 #[test]
-fn efficiency_after_churn_and_after_deleting_half() {
+fn the_heap_wastes_little_after_churn_and_mass_deletion() {
     // Lengths of real pages after lz4, in the shares of the bands that were measured for the store.
     fn len(rng: &mut Rng) -> usize {
         let (low, high) = match rng.below(100) {
@@ -435,7 +439,7 @@ fn efficiency_after_churn_and_after_deleting_half() {
 /// A blob can have PINS_MAX readers, and their count changes no other field of the word.
 #[test]
 #[cfg(not(miri))]
-fn a_blob_has_many_readers() {
+fn a_blob_can_have_the_maximum_number_of_readers() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let handle = heap.store(b"bytes", BYTES_MAX).expect("memory");
     let readers: Vec<_> = (0..PINS_MAX).map(|_| heap.reader(handle)).collect();
@@ -447,8 +451,8 @@ fn a_blob_has_many_readers() {
 }
 
 #[test]
-#[ignore = "ends its process: see too_many_readers_end_the_process"]
-fn one_reader_too_many() {
+#[ignore = "ends its process: see too_many_readers_abort_the_process"]
+fn a_reader_above_the_maximum_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let handle = heap.store(b"bytes", BYTES_MAX).expect("memory");
     (0..=PINS_MAX).for_each(|_| std::mem::forget(heap.reader(handle)));
@@ -456,25 +460,25 @@ fn one_reader_too_many() {
 
 #[test]
 #[cfg(not(miri))]
-fn too_many_readers_end_the_process() {
-    crate::tests::aborts("heap::tests::one_reader_too_many");
+fn too_many_readers_abort_the_process() {
+    crate::tests::aborts("heap::tests::a_reader_above_the_maximum_aborts");
 }
 
 #[test]
-#[ignore = "ends its process: see broken_lists_of_spans_end_the_process"]
-fn idle_spans_in_a_circle() {
+#[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
+fn a_circular_list_of_idle_spans_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let page = [1; PAGE_SIZE];
     let handles = [(); 2].map(|()| heap.store(&page, BYTES_MAX).expect("memory"));
     handles.into_iter().for_each(|handle| heap.free(handle));
-    let first = heap.free_spans.lock().expect("whole").idle[0];
+    let first = heap.free_spans.lock().expect("not poisoned").idle[0];
     heap.span(first).next.set(first);
     heap.release_idle();
 }
 
 #[test]
-#[ignore = "ends its process: see broken_lists_of_spans_end_the_process"]
-fn spans_of_a_class_that_pass_one() {
+#[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
+fn a_span_missing_from_its_list_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let handle = heap.store(&[1; 2000], BYTES_MAX).expect("memory");
     let nr = heap.classes.for_len(2000);
@@ -483,8 +487,8 @@ fn spans_of_a_class_that_pass_one() {
 }
 
 #[test]
-#[ignore = "ends its process: see broken_lists_of_spans_end_the_process"]
-fn successor_of_a_span_that_names_another() {
+#[ignore = "ends its process: see damaged_span_lists_abort_the_process"]
+fn a_span_with_a_wrong_back_link_aborts() {
     let heap = Heap::<()>::new(BYTES_MAX).expect("address space");
     let nr = heap.classes.for_len(2000);
     // The first two spans have a free slot each and lie in one list.
@@ -511,11 +515,11 @@ fn successor_of_a_span_that_names_another() {
 
 #[test]
 #[cfg(not(miri))]
-fn broken_lists_of_spans_end_the_process() {
+fn damaged_span_lists_abort_the_process() {
     for name in [
-        "idle_spans_in_a_circle",
-        "spans_of_a_class_that_pass_one",
-        "successor_of_a_span_that_names_another",
+        "a_circular_list_of_idle_spans_aborts",
+        "a_span_missing_from_its_list_aborts",
+        "a_span_with_a_wrong_back_link_aborts",
     ] {
         crate::tests::aborts(&format!("heap::tests::{name}"));
     }

@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn places_follow_each_other_and_are_found() {
+    fn ids_and_positions_convert_both_ways() {
         for id in 1..if cfg!(miri) { 2000 } else { 10_000 } {
             let (block, at) = Entries::locate(id);
             assert_eq!(Entries::id(block, at), id);
@@ -398,13 +398,13 @@ mod tests {
     }
 
     #[test]
-    fn an_arena_is_a_map() {
+    fn arena_matches_a_map_model() {
         let (seeds, turns, most) = if cfg!(miri) {
             (1, 3, 2500)
         } else {
             (20, 12, 9000)
         };
-        for_each_seed("an_arena_is_a_map", seeds, |seed| {
+        for_each_seed("arena_matches_a_map_model", seeds, |seed| {
             let mut rng = Rng::new(seed);
             let chunks = Chunks::some();
             let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
@@ -455,7 +455,7 @@ mod tests {
     }
 
     #[test]
-    fn what_empties_goes_back_and_is_zero_when_it_comes_again() {
+    fn emptied_chunks_are_released_and_zeroed_for_reuse() {
         let chunks = Chunks::some();
         let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
         let ids = fill(&mut arena, 20 * Entries::LARGE as u64);
@@ -474,7 +474,7 @@ mod tests {
         );
         assert!(
             arena.get(old[SMALL + 2 * Entries::LARGE]).is_none(),
-            "it went with its block"
+            "a removed record is still found"
         );
         assert_eq!(arena[young[0]].cookie, old.len() as u64);
         fill(&mut arena, old.len() as u64);
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn chunks_that_are_all_taken_are_an_error() {
+    fn an_insert_without_a_free_chunk_fails() {
         let chunks = Arc::new(Chunks::reserve(0).unwrap());
         let mut arena = Entries::new(1 << 20, Arc::clone(&chunks));
         let ids: Vec<Id> = std::iter::from_fn(|| arena.insert(entry(1)).ok()).collect();

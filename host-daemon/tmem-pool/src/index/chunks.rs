@@ -54,7 +54,7 @@ impl Chunks {
 
     /// Returns the number of chunks that indexes hold.
     pub(crate) fn taken(&self) -> usize {
-        let free = self.free.lock().expect("whole");
+        let free = self.free.lock().expect("not poisoned");
         free.fresh as usize - free.bare.len()
     }
 }

@@ -229,7 +229,7 @@ impl Index {
     /// Detaches all pools.
     pub(crate) fn detach_all(&mut self) {
         while let Some((&nr, _)) = self.live.first_key_value() {
-            let pool = self.pool(nr).expect("it is live");
+            let pool = self.pool(nr).expect("a live pool");
             self.detach_pool(pool);
         }
     }

@@ -113,8 +113,8 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
 }
 
 #[test]
-fn an_index_is_a_map_of_maps() {
-    for_each_seed("an_index_is_a_map_of_maps", 20, |seed| {
+fn index_matches_a_nested_map_model() {
+    for_each_seed("index_matches_a_nested_map_model", 20, |seed| {
         let mut rng = Rng::new(seed);
         let mut index = Index::new(seed, KEYS_MAX, &Chunks::some());
         let mut model = Model::default();
@@ -135,7 +135,7 @@ fn an_index_is_a_map_of_maps() {
 }
 
 #[test]
-fn bytes_per_page() {
+fn index_memory_per_page_is_bounded() {
     let bytes_per_page = |objects: u64, pages: u64, apart: u64| {
         let mut index = Index::new(1, 1 << 22, &Chunks::some());
         index.create_pool(1).unwrap();
@@ -162,7 +162,7 @@ fn bytes_per_page() {
 }
 
 #[test]
-fn the_map_shrinks_with_what_is_in_it() {
+fn the_object_map_shrinks_as_objects_are_removed() {
     const OBJECTS: u64 = 40_000;
     let mut index = Index::new(1, 1 << 22, &Chunks::some());
     index.create_pool(1).unwrap();

@@ -182,7 +182,8 @@ impl Nodes {
         self.next_below(root, index, LEVEL_END)
     }
 
-    /// The first page from `index` on, and its entry, of the subtree of a node, which is below level `above`.
+    /// The first page from `index` on, and its entry, of the subtree of a node, which is below
+    /// level `above`.
     fn next_below(&self, at: Id, index: u64, above: u32) -> Option<(u64, Id)> {
         if at == 0 {
             return None;
@@ -301,7 +302,7 @@ impl Nodes {
             return;
         }
         let left = node.children.into_iter().find(|&id| id != 0);
-        let left = left.expect("a node above others has two at least");
+        let left = left.expect("an inner node has at least two children");
         let gone = self.remove(parent);
         let (parent, first) = (gone.parent, gone.first());
         self[left].parent = parent;
@@ -327,7 +328,7 @@ impl Nodes {
         let node = &self[at];
         assert_eq!(node.object, object, "a node of another object");
         let least = if node.level() > 0 { 2 } else { 1 };
-        assert!(node.nr_children() >= least, "a node for nothing");
+        assert!(node.nr_children() >= least, "a node with too few children");
         let mut nodes = 1;
         for (child, &id) in node.children.iter().enumerate().filter(|(_, id)| **id != 0) {
             if node.level() == 0 {
@@ -336,7 +337,10 @@ impl Nodes {
             }
             let below = &self[id];
             assert_eq!(below.parent, at, "a node's parent");
-            assert!(below.level() < node.level(), "levels fall");
+            assert!(
+                below.level() < node.level(),
+                "a child is not below its parent's level"
+            );
             assert!(node.covers(below.first()) && node.child_of(below.first()) == child);
             nodes += self.check_node(id, object, page);
         }
@@ -377,28 +381,28 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "levels of a tree")]
-    fn finding_a_page_follows_no_circle() {
+    fn finding_a_page_in_a_cyclic_tree_panics() {
         let (nodes, root) = circle();
         nodes.find(root, 5);
     }
 
     #[test]
     #[should_panic(expected = "levels of a tree")]
-    fn finding_the_next_page_follows_no_circle() {
+    fn finding_the_next_page_in_a_cyclic_tree_panics() {
         let (nodes, root) = circle();
         nodes.next(root, 5);
     }
 
     #[test]
     #[should_panic(expected = "levels of a tree")]
-    fn adding_a_page_follows_no_circle() {
+    fn adding_a_page_to_a_cyclic_tree_panics() {
         let (mut nodes, mut root) = circle();
         let _ = nodes.hang(&mut root, OBJECT, 5, 3);
     }
 
     #[test]
-    fn a_tree_is_a_map() {
-        for_each_seed("a_tree_is_a_map", 20, |seed| {
+    fn tree_matches_a_map_model() {
+        for_each_seed("tree_matches_a_map_model", 20, |seed| {
             let mut rng = Rng::new(seed);
             let mut nodes = Nodes::new(1 << 20, Chunks::some());
             let (mut root, mut hooks) = (0, BTreeMap::new());
@@ -440,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn without_room_nothing_changes() {
+    fn a_failed_insert_leaves_the_tree_unchanged() {
         let mut nodes = Nodes::new(2, Chunks::some());
         let mut root = 0;
         let a = nodes.hang(&mut root, OBJECT, 5, 1).unwrap();

@@ -65,7 +65,7 @@ fn freed_behind(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> O
 }
 
 #[test]
-fn an_object_goes_at_once_and_is_freed_behind() {
+fn a_flushed_object_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
     freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.flush(POOL, 1, 0, None).unwrap();
@@ -74,7 +74,7 @@ fn an_object_goes_at_once_and_is_freed_behind() {
 }
 
 #[test]
-fn a_pool_goes_at_once_and_is_freed_behind() {
+fn a_destroyed_pool_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
     freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.destroy_pool(POOL).unwrap();
@@ -83,7 +83,7 @@ fn a_pool_goes_at_once_and_is_freed_behind() {
 }
 
 #[test]
-fn a_tenant_is_cleared_at_once_and_freed_behind() {
+fn a_cleared_tenant_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
     freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         tenant.clear();
@@ -93,7 +93,7 @@ fn a_tenant_is_cleared_at_once_and_freed_behind() {
 }
 
 #[test]
-fn a_tenant_leaves_at_once_and_is_freed_behind() {
+fn a_departed_tenant_is_detached_at_once_and_freed_later() {
     let engine = new_engine(4 << 20);
     freed_behind(&engine, add(&engine, "a", None, OPEN), |tenant| {
         drop(tenant);
@@ -106,7 +106,7 @@ fn a_tenant_leaves_at_once_and_is_freed_behind() {
 }
 
 #[test]
-fn an_object_detached_before_a_clear_is_freed_as_well() {
+fn a_clear_keeps_track_of_objects_detached_before_it() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 40);
@@ -126,7 +126,7 @@ fn an_object_detached_before_a_clear_is_freed_as_well() {
 /// Empty pools are freed at once, because a guest can create and end pools faster than background
 /// work would free them.
 #[test]
-fn empty_pools_leave_nothing_to_free() {
+fn empty_pools_are_freed_at_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for id in 2..100 {
@@ -140,7 +140,7 @@ fn empty_pools_leave_nothing_to_free() {
 
 /// The memory of an ended pool with a page in it is counted until it is free.
 #[test]
-fn an_ended_pool_is_held_until_it_is_freed() {
+fn memory_of_a_destroyed_pool_is_counted_until_freed() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 1), 1);
@@ -158,7 +158,7 @@ fn an_ended_pool_is_held_until_it_is_freed() {
 /// A flush of a range of more pages than there are followed keys passes all followed keys once,
 /// however many steps it takes, and charges that pass.
 #[test]
-fn a_large_range_passes_followed_keys_once() {
+fn a_large_flush_scans_the_followed_keys_once() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 500), 500);
@@ -185,7 +185,7 @@ fn a_large_range_passes_followed_keys_once() {
 }
 
 #[test]
-fn a_flush_can_be_done_in_steps() {
+fn a_flush_in_steps_stays_within_its_time_budget() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(fill(&tenant, 1, 200), 200);

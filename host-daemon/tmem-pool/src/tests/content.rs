@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
 #[test]
-fn a_trust_domain_keeps_one_copy() {
+fn equal_pages_of_a_trust_domain_are_stored_once() {
     let engine = new_engine(1 << 20);
     let a = add(&engine, "a", Some("web"), OPEN);
     let b = add(&engine, "b", Some("web"), OPEN);
@@ -42,7 +42,7 @@ fn a_trust_domain_keeps_one_copy() {
 }
 
 #[test]
-fn domains_share_nothing() {
+fn trust_domains_share_no_pages() {
     let engine = new_engine(1 << 20);
     let domains = [Some("web"), Some("db"), None, None];
     let tenants = domains.map(|domain| add(&engine, "vm", domain, OPEN));
@@ -67,7 +67,7 @@ fn domains_share_nothing() {
 }
 
 #[test]
-fn a_page_is_found_however_many_other_domains_have_it() {
+fn deduplication_is_unaffected_by_copies_in_other_domains() {
     let engine = new_engine(4 << 20);
     let tenants: Vec<Tenant> = (0..100).map(|_| add(&engine, "vm", None, OPEN)).collect();
     let page = partly_noise(1, 4);
@@ -89,7 +89,7 @@ fn a_page_is_found_however_many_other_domains_have_it() {
 }
 
 #[test]
-fn equal_hashes_are_not_equal_pages() {
+fn different_pages_with_equal_hashes_are_not_merged() {
     // The pages are compressed and raw. Each twin differs in one byte at the end, where an
     // incomplete comparison would miss it.
     let mut pages = vec![noise(1), partly_noise(2, 3), partly_noise(3, 6)];
@@ -122,7 +122,7 @@ fn equal_hashes_are_not_equal_pages() {
 }
 
 #[test]
-fn a_collision_that_ends_leaves_the_place_in_the_table() {
+fn freeing_a_colliding_page_keeps_the_listed_page_shareable() {
     let engine = Engine::with(config(1 << 20), |_, _| 42, u32::MAX).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let (listed, other) = (noise(1), noise(2));
@@ -139,7 +139,7 @@ fn a_collision_that_ends_leaves_the_place_in_the_table() {
 }
 
 #[test]
-fn a_freed_page_gives_its_place_in_the_table_up() {
+fn a_freed_page_leaves_the_dedup_table() {
     let engine = new_engine(1 << 20);
     let a = add(&engine, "a", None, OPEN);
     let page = noise(1);
@@ -247,7 +247,7 @@ fn a_get_does_not_wrap_past_the_last_page_number() {
 }
 
 #[test]
-fn forms_of_a_page() {
+fn compressed_and_raw_pages_decode_unchanged() {
     let mut buffer = [0; PAGE_SIZE];
     let mut out = [0; PAGE_SIZE];
     let mut raw = 0;
@@ -269,7 +269,7 @@ fn forms_of_a_page() {
 }
 
 #[test]
-fn broken_stored_bytes_are_an_error() {
+fn decoding_damaged_bytes_fails() {
     let mut buffer = [0; PAGE_SIZE];
     let stored = codec::encode(&partly_noise(1, 4), &mut buffer)
         .unwrap()
@@ -284,7 +284,7 @@ fn broken_stored_bytes_are_an_error() {
     assert_eq!(
         codec::decode(&other, &mut out),
         Err(Corrupt),
-        "no such form"
+        "an unknown form decodes"
     );
     for len in [PAGE_SIZE - 1, PAGE_SIZE + 1] {
         assert_eq!(codec::decode(&vec![0; len], &mut out), Err(Corrupt));
@@ -292,7 +292,7 @@ fn broken_stored_bytes_are_an_error() {
 }
 
 #[test]
-fn same_filled_pages() {
+fn same_filled_pages_are_recognized_and_restored() {
     let mut page: Page = [0; PAGE_SIZE];
     page.as_chunks_mut::<4>().0.fill(*b"four");
     let pattern = u32::from_ne_bytes(*b"four");
@@ -348,7 +348,7 @@ fn text(seed: u64) -> Page {
 }
 
 #[test]
-fn cold_pages_become_denser() {
+fn cold_pages_are_recompressed_smaller() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let pages: Vec<Page> = (0..100).map(text).collect();
@@ -371,7 +371,11 @@ fn cold_pages_become_denser() {
         dense - PAGE_SIZE as u64 <= (before - PAGE_SIZE as u64) * 9 / 10,
         "{before} to {dense}"
     );
-    assert_eq!(at(SWEEP_NS * 9), dense, "once is enough");
+    assert_eq!(
+        at(SWEEP_NS * 9),
+        dense,
+        "a dense page was recompressed again"
+    );
     // The gain is reported separately from that of equal pages, for the present blobs.
     let told = engine.stats();
     assert_eq!(told.payload_bytes + told.dense_gain_bytes, before);
@@ -402,7 +406,7 @@ fn cold_pages_become_denser() {
 }
 
 #[test]
-fn names_are_told() {
+fn an_admission_error_names_the_vm_and_both_sizes() {
     let engine = new_engine(1000);
     let quota = Quota {
         reserve_bytes: 1001,

@@ -19,7 +19,7 @@ fn panic_under_the_lock(tenant: &Tenant) {
 }
 
 #[test]
-fn a_panic_is_the_trouble_of_one_tenant() {
+fn a_panic_under_a_tenant_lock_affects_only_that_tenant() {
     let engine = new_engine(1 << 20);
     let (broken, other) = (
         add(&engine, "a", Some("web"), OPEN),
@@ -67,7 +67,7 @@ fn a_panic_is_the_trouble_of_one_tenant() {
 }
 
 #[test]
-fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
+fn a_pool_reference_from_before_a_panic_is_stale() {
     let engine = new_engine(1 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     let totals = &tenant.engine().totals;
@@ -81,7 +81,7 @@ fn a_pool_that_was_found_before_a_panic_is_not_found_after_it() {
 }
 
 #[test]
-fn a_put_while_a_panic_unwinds_is_a_put() {
+fn a_put_during_a_panic_unwind_is_counted() {
     // A handle may be dropped while a panic unwinds. The sums that others read must be right all
     // the same.
     let engine = new_engine(1 << 20);
@@ -103,7 +103,7 @@ fn a_put_while_a_panic_unwinds_is_a_put() {
     let tenant = add(&engine, "a", None, OPEN);
     let panicked = catch_unwind(AssertUnwindSafe(|| {
         let _end = AtTheEnd(tenant.clone());
-        panic!("elsewhere");
+        panic!("a panic outside the engine");
     }));
     assert!(panicked.is_err());
     engine.check_invariants();
@@ -141,7 +141,7 @@ fn panic_under_a_lock_of_all(which: &str) {
 }
 
 #[test]
-fn a_panic_under_a_lock_of_all_ends_the_process() {
+fn a_panic_under_a_shared_lock_aborts_the_process() {
     const WHICH: &str = "TMEM_TEST_PANIC_UNDER";
     if let Ok(which) = std::env::var(WHICH) {
         panic_under_a_lock_of_all(&which);
@@ -151,7 +151,7 @@ fn a_panic_under_a_lock_of_all_ends_the_process() {
         let child = Command::new(std::env::current_exe().unwrap())
             .args([
                 "--exact",
-                "tests::faults::a_panic_under_a_lock_of_all_ends_the_process",
+                "tests::faults::a_panic_under_a_shared_lock_aborts_the_process",
             ])
             .env(WHICH, which)
             .output()

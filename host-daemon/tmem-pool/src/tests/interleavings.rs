@@ -122,8 +122,8 @@ fn at_once(heap: &Arc<Heap<()>>, work: Vec<Work>) {
 }
 
 #[test]
-fn readers_compaction_and_freeing() {
-    in_all_orders("readers_compaction_and_freeing", READERS_ORDERS, || {
+fn reads_survive_compaction_and_frees() {
+    in_all_orders("reads_survive_compaction_and_frees", READERS_ORDERS, || {
         let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
         let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
         heap.free(gone);
@@ -191,8 +191,8 @@ fn slot_writes_are_correct_during_compaction() {
 }
 
 #[test]
-fn a_slot_is_replaced_beside_compaction() {
-    a_slot_is_written("a_slot_is_replaced_beside_compaction", |heap, handle| {
+fn slot_replacements_survive_compaction() {
+    a_slot_is_written("slot_replacements_survive_compaction", |heap, handle| {
         heap.replace(handle, &[1; LEN], HEAP_BYTES);
         is(heap, handle, 1);
     });
@@ -249,22 +249,25 @@ fn equal_pages(name: &str, page: Page) {
 }
 
 #[test]
-fn an_equal_page_comes_while_the_last_goes() {
+fn a_page_can_be_stored_while_its_last_copy_is_freed() {
     equal_pages(
-        "an_equal_page_comes_while_the_last_goes",
+        "a_page_can_be_stored_while_its_last_copy_is_freed",
         partly_noise(1, 4),
     );
 }
 
 #[test]
-fn an_equal_raw_page_comes_while_the_last_goes() {
-    equal_pages("an_equal_raw_page_comes_while_the_last_goes", noise(1));
+fn a_raw_page_can_be_stored_while_its_last_copy_is_freed() {
+    equal_pages(
+        "a_raw_page_can_be_stored_while_its_last_copy_is_freed",
+        noise(1),
+    );
 }
 
 #[test]
-fn a_tenant_goes_while_it_gets() {
+fn a_get_completes_as_its_tenant_departs() {
     let page = partly_noise(1, 4);
-    in_all_orders("a_tenant_goes_while_it_gets", ORDERS, move || {
+    in_all_orders("a_get_completes_as_its_tenant_departs", ORDERS, move || {
         let engine = Engine::new(config(1 << 20)).unwrap();
         let tenant = add(&engine, "a", None, OPEN);
         let put = |index| Put {
@@ -352,10 +355,10 @@ fn departing_tenant_is_kept_until_its_pages_are_freed() {
 }
 
 #[test]
-fn a_put_does_not_come_into_another_pool() {
+fn a_put_stores_into_no_replacement_pool() {
     const OTHER: u32 = POOL + 1;
     let page = partly_noise(1, 4);
-    in_all_orders("a_put_does_not_come_into_another_pool", ORDERS, move || {
+    in_all_orders("a_put_stores_into_no_replacement_pool", ORDERS, move || {
         let engine = Engine::new(config(1 << 20)).unwrap();
         let tenant = add(&engine, "a", None, OPEN);
         let putting = {

@@ -23,7 +23,7 @@ fn limited(limit_bytes: u64) -> Quota {
 }
 
 #[test]
-fn over_its_limit_a_tenant_loses_its_own_oldest() {
+fn a_tenant_over_its_limit_evicts_its_own_oldest_pages() {
     let engine = new_engine(4 << 20);
     let a = add(&engine, "a", None, limited(10 * NOISE_CHARGE));
     let b = add(&engine, "b", None, OPEN);
@@ -47,7 +47,7 @@ fn over_its_limit_a_tenant_loses_its_own_oldest() {
 }
 
 #[test]
-fn one_large_page_displaces_many_small_ones() {
+fn a_large_page_evicts_several_small_pages() {
     let engine = new_engine(4 << 20);
     let small = 64;
     let tenant = add(
@@ -65,7 +65,7 @@ fn one_large_page_displaces_many_small_ones() {
 }
 
 #[test]
-fn what_can_never_fit_is_refused_and_evicts_nothing() {
+fn a_page_above_the_limit_is_refused_without_eviction() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, limited(NOISE_CHARGE - 1));
     assert_eq!(put(&tenant, 1, 2, 1, &noise(1)), Refused);
@@ -86,7 +86,7 @@ fn what_can_never_fit_is_refused_and_evicts_nothing() {
 }
 
 #[test]
-fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
+fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     tenant.shared().lock(&tenant.engine().totals).raw_max = 1;
@@ -108,7 +108,7 @@ fn a_refused_page_undoes_an_earlier_one_of_its_batch() {
 }
 
 #[test]
-fn keys_are_limited_even_if_they_hold_nothing() {
+fn keys_without_payload_are_limited() {
     let engine = Engine::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let stored = (0..150)
@@ -125,7 +125,7 @@ fn keys_are_limited_even_if_they_hold_nothing() {
 
 /// An object exists as long as one of its pages, so that the limit of keys also limits objects.
 #[test]
-fn objects_go_with_their_last_page() {
+fn an_object_is_freed_with_its_last_page() {
     let engine = new_engine(64 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     assert_eq!(put(&tenant, u64::MAX, 0, 1, &[0; PAGE_SIZE]), Stored);
@@ -153,7 +153,7 @@ fn objects_go_with_their_last_page() {
 /// The number of raw pages of a tenant is limited to what one core compresses in some 10 ms, and is
 /// always sufficient for the batches of its guest.
 #[test]
-fn raw_pages_are_limited() {
+fn raw_pages_of_a_tenant_are_limited() {
     for (bytes, expected) in [(4 << 20, RAW_PAGES_MIN), (1 << 30, RAW_PAGES_MAX)] {
         let engine = new_engine(bytes);
         let tenant = add(&engine, "a", None, OPEN);
@@ -174,12 +174,15 @@ fn raw_pages_are_limited() {
         let stored = (0..expected + 50).filter(|&index| store(1, index));
         assert_eq!(stored.count() as u64, expected);
         maintain_all(&engine);
-        assert!((0..10).all(|index| store(2, index)), "there is room again");
+        assert!(
+            (0..10).all(|index| store(2, index)),
+            "puts are refused after raw pages were finalized"
+        );
     }
 }
 
 #[test]
-fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
+fn other_background_work_progresses_during_continuous_puts() {
     let engine = new_engine(8 << 20);
     let (leaves, shrinks, stays) = (
         add(&engine, "a", None, OPEN),
@@ -217,7 +220,7 @@ fn what_is_not_new_pages_goes_on_while_there_are_new_pages() {
 }
 
 #[test]
-fn a_resize_takes_pages_that_are_only_metadata() {
+fn shrinking_the_pool_evicts_pages_without_payload() {
     let engine = new_engine(16 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..20_000 {
@@ -234,7 +237,7 @@ fn a_resize_takes_pages_that_are_only_metadata() {
 }
 
 #[test]
-fn maintain_says_so_while_blobs_can_be_moved_together() {
+fn maintain_compacts_until_the_heap_is_dense() {
     let engine = new_engine(32 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..4_000 {
@@ -254,7 +257,7 @@ fn maintain_says_so_while_blobs_can_be_moved_together() {
 }
 
 #[test]
-fn maintain_gives_back_what_idles() {
+fn maintain_releases_idle_frames() {
     // The limit of idle frames depends on the present size, however large the pool may become.
     let mut config = config(64 << 20);
     config.size_max_bytes = 16 << 30;
@@ -268,7 +271,7 @@ fn maintain_gives_back_what_idles() {
 }
 
 #[test]
-fn maintain_leaves_what_it_cannot_move_together() {
+fn maintain_stops_when_compaction_frees_nothing() {
     let engine = new_engine(32 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     // There are a few pages of each length, so that no span is full.
@@ -284,7 +287,7 @@ fn maintain_leaves_what_it_cannot_move_together() {
 }
 
 #[test]
-fn empty_pools_are_freed_in_steps_too() {
+fn emptied_pools_are_freed_in_bounded_steps() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for nr in 0..200 {
@@ -313,7 +316,7 @@ fn empty_pools_are_freed_in_steps_too() {
 }
 
 #[test]
-fn a_full_pool_takes_from_whom_is_most_above() {
+fn a_full_pool_evicts_the_tenant_most_above_its_entitlement() {
     let engine = new_engine(400 * NOISE_CHARGE);
     let reserve = Quota {
         reserve_bytes: 150 * NOISE_CHARGE,
@@ -332,7 +335,7 @@ fn a_full_pool_takes_from_whom_is_most_above() {
     );
     assert!(
         greedy.stats().pages > 120,
-        "idle share is lent: {:?}",
+        "an idle share was not used by the greedy tenant: {:?}",
         greedy.stats()
     );
     assert!(greedy.stats().evictions > 0);
@@ -370,7 +373,7 @@ fn fill_with_keys(tenant: &Tenant) -> u64 {
 }
 
 #[test]
-fn memory_for_keys_is_taken_back_as_well() {
+fn a_full_pool_takes_back_index_memory() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     fill_with_keys(&keys);
@@ -384,7 +387,7 @@ fn memory_for_keys_is_taken_back_as_well() {
 
 /// Few pages are left, and their charge is less than the memory of their keys.
 #[test]
-fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
+fn a_full_pool_takes_back_a_sparse_index() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     let objects = fill_with_keys(&keys);
@@ -403,7 +406,7 @@ fn memory_for_keys_is_taken_back_from_who_has_few_pages_in_much_of_it() {
 /// After many tenants have filled the pool one after the other, none of them keeps memory for the
 /// keys that it had.
 #[test]
-fn what_was_lent_comes_back_whole() {
+fn tenants_keep_no_index_memory_of_evicted_pages() {
     const TENANTS: u64 = 12;
     let engine = new_engine(8 << 20);
     let tenants: Vec<Tenant> = (0..TENANTS)
@@ -434,7 +437,7 @@ fn a_pool_too_small_for_a_page_refuses_it() {
 }
 
 #[test]
-fn reserves_are_admitted_only_as_far_as_they_fit() {
+fn a_reserve_is_admitted_only_if_it_fits() {
     let engine = new_engine(1000);
     let quota = |reserve_bytes, limit_bytes| Quota {
         reserve_bytes,
@@ -498,7 +501,7 @@ fn reserve(reserve_bytes: u64) -> Quota {
 }
 
 #[test]
-fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
+fn reserves_are_admitted_against_the_full_pool_size() {
     let engine = new_engine(1000);
     let try_add = |name: &str, reserve_bytes| {
         engine.add_tenant(TenantSpec {
@@ -509,19 +512,21 @@ fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
     };
     engine.set_full(2000);
     engine.resize(500);
-    let a = try_add("a", 1500).expect("it gives way for a while only");
+    let a = try_add("a", 1500).expect("the reserve fits into the full size");
     drop(a);
     engine.set_full(400);
-    let error = try_add("a", 500).expect_err("less than the size now, more than the full one");
+    let error = try_add("a", 500).expect_err("the reserve exceeds the full size");
     assert_eq!((error.reserve_bytes, error.available_bytes), (500, 400));
     // Existing reserves stay, and can be made smaller even if they still do not fit.
     engine.set_full(2000);
     let (a, b) = (try_add("a", 1000).unwrap(), try_add("b", 900).unwrap());
     engine.set_full(400);
-    a.set_quota(reserve(1001)).expect_err("more");
+    a.set_quota(reserve(1001))
+        .expect_err("a larger reserve does not fit");
     a.set_quota(reserve(1000)).expect("the same");
     a.set_quota(reserve(600)).expect("less");
-    b.set_quota(reserve(901)).expect_err("more");
+    b.set_quota(reserve(901))
+        .expect_err("a larger reserve does not fit");
     assert_eq!(
         (a.stats().reserve_bytes, b.stats().reserve_bytes),
         (600, 900)
@@ -531,7 +536,7 @@ fn reserves_fit_into_the_full_size_and_not_that_of_the_start() {
 }
 
 #[test]
-fn size_and_quotas_hold_together_or_not_at_all() {
+fn size_and_quotas_change_atomically() {
     let engine = new_engine(1000);
     let (a, b) = (
         add(&engine, "a", None, reserve(500)),
@@ -585,12 +590,14 @@ fn size_and_quotas_hold_together_or_not_at_all() {
         .configure(None, &[(&a, reserve(2800)), (&b, reserve(50))])
         .expect("no more");
     let quotas = [(&a, reserve(900)), (&b, reserve(51))];
-    let error = engine.configure(None, &quotas).expect_err("b has 50");
+    let error = engine
+        .configure(None, &quotas)
+        .expect_err("b asks for more than its reserve of 50");
     assert_eq!((error.tenant.as_str(), error.available_bytes), ("b", 0));
 }
 
 #[test]
-fn entitlements_follow_who_is_there() {
+fn entitlements_change_as_tenants_join_and_leave() {
     let engine = new_engine(1000);
     let weighted = |weight| Quota { weight, ..OPEN };
     let a = add(&engine, "a", None, weighted(1));
@@ -613,7 +620,7 @@ fn entitlements_follow_who_is_there() {
 }
 
 #[test]
-fn a_smaller_pool_is_reached_in_bounded_steps() {
+fn shrinking_the_pool_evicts_in_bounded_steps() {
     let engine = new_engine(400 * NOISE_CHARGE);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 120);
@@ -654,7 +661,7 @@ fn a_put_evicts_no_more_than_its_bound() {
         (1..=EVICTIONS_PER_PUT_PAGE as u64).contains(&evictions),
         "{evictions}"
     );
-    // A lowered limit has the same bound.
+    // A put after the limit was lowered has the same bound.
     engine.resize(2000 * NOISE_CHARGE);
     tenant.set_quota(limited(8 * NOISE_CHARGE)).unwrap();
     assert_eq!(put(&tenant, 2, 0, 1, &noise(1)), Refused);
@@ -671,7 +678,7 @@ fn a_put_evicts_no_more_than_its_bound() {
 /// A tenant that gets its raw pages back leaves nothing to finalize, and does not delay other
 /// tenants.
 #[test]
-fn pages_that_left_raw_hold_up_nobody() {
+fn raw_pages_that_were_got_back_delay_no_other_tenant() {
     let engine = new_engine(4 << 20);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     let put_raw = |tenant: &Tenant, index, page: &Page| {
@@ -692,7 +699,7 @@ fn pages_that_left_raw_hold_up_nobody() {
 }
 
 #[test]
-fn what_one_tenant_flushed_is_freed_before_another_is_evicted() {
+fn flushed_pages_are_freed_before_another_tenant_is_evicted() {
     let engine = new_engine(100 * NOISE_CHARGE + INDEX_ROOM_BYTES);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     fill(&a, 1, 60);

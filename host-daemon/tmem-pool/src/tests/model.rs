@@ -433,7 +433,10 @@ fn one_bit(_: &PageHash, page: &Page) -> u128 {
 
 fn model(seed: u64, hash: HashFn, fails_one_in: u64) {
     let (hits, evictions) = World::new(seed, hash, fails_one_in).run();
-    assert!(hits > 0 && evictions > 0, "a seed that tests nothing");
+    assert!(
+        hits > 0 && evictions > 0,
+        "seed {seed} causes no hit or no eviction"
+    );
 }
 
 #[test]
@@ -442,7 +445,7 @@ fn a_get_returns_the_last_put_or_a_miss() {
 }
 
 #[test]
-fn so_it_does_when_hashes_collide() {
+fn a_get_returns_the_last_put_when_hashes_collide() {
     // Equal bytes still have equal hashes; different bytes nearly always have, too.
     for_each_seed("model with collisions", 3, |seed| {
         model(seed, one_bit, 0);
@@ -450,7 +453,7 @@ fn so_it_does_when_hashes_collide() {
 }
 
 #[test]
-fn so_it_does_when_memory_is_not_given() {
+fn a_get_returns_the_last_put_when_allocations_fail() {
     for_each_seed("model without memory", 4, |seed| {
         model(seed, PageHash::of, [3, 20][seed as usize % 2]);
     });
@@ -459,8 +462,8 @@ fn so_it_does_when_memory_is_not_given() {
 /// Fuzz test of `make fuzz`: runs with new seeds for `TMEM_SECONDS` seconds. `TMEM_SEED` replays
 /// one seed.
 #[test]
-#[ignore = "runs as long as it is told"]
-fn fuzz() {
+#[ignore = "runs for TMEM_SECONDS seconds: make fuzz"]
+fn random_operations_match_the_model() {
     let seconds = std::env::var("TMEM_SECONDS").map_or(60, |text| {
         text.parse().expect("TMEM_SECONDS is a number of seconds")
     });

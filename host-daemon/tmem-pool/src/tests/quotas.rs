@@ -14,7 +14,7 @@ const fn quota(reserve_bytes: u64, limit_bytes: Option<u64>, weight: u32) -> Quo
 }
 
 #[test]
-fn tables() {
+fn entitlements_match_expected_values() {
     let cases: &[(&str, u64, &[Quota], &[u64])] = &[
         ("nobody", 1000, &[], &[]),
         ("alone", 1000, &[quota(0, None, 1)], &[1000]),
@@ -152,7 +152,7 @@ fn random(rng: &mut Rng) -> Quota {
 }
 
 #[test]
-fn properties() {
+fn entitlements_respect_size_limits_and_reserves() {
     for_each_seed("entitlements", 2000, |seed| {
         let mut rng = Rng::new(seed);
         let size_bytes = rng.below(20_000);

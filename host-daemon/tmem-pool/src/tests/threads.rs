@@ -138,7 +138,7 @@ fn keep_house(engine: &Engine, seed: u64, tenant: &Tenant, done: &AtomicBool) {
 }
 
 #[test]
-fn threads() {
+fn concurrent_operations_return_correct_pages() {
     let corpus: Vec<Page> = (0..32)
         .map(|i| {
             if i % 4 == 0 {

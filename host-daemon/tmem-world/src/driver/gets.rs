@@ -211,7 +211,10 @@ impl Driver {
         let patient = self.is(Mutation::DeadlineMissing);
         let done = |reader: &Reader| reader.waiting == 0 || (late(reader) && !patient);
         let id = *self.readers.iter().find(|(_, reader)| done(reader))?.0;
-        let mut reader = self.readers.remove(&id).expect("just found");
+        let mut reader = self
+            .readers
+            .remove(&id)
+            .expect("a reader that was just found");
         reader.late = reader.waiting > 0;
         self.abandon(id);
         self.late_row = if reader.late { self.late_row + 1 } else { 0 };
