@@ -77,8 +77,8 @@
  */
 #define TMEM_PUT_DELAY_MS	10
 /*
- * The parts of batches that wait, in all queues together, leave this share of the slots (one half)
- * to a burst of puts.
+ * Incomplete batches of all queues together use at most the number of slots divided by this value.
+ * The other slots stay free for a burst of puts.
  */
 #define TMEM_WAITING_DIVISOR	2
 #define TMEM_FLUSHES_IN_FLIGHT	2

@@ -57,8 +57,8 @@ static const struct tested_kernel *find_tested_kernel(void)
 }
 
 /*
- * Has more hits compared with the disk if the running kernel's point release was not tested. The
- * self-test cannot prove that a point release left the file systems as they were.
+ * Makes the driver compare more hits with the disk if the point release of the running kernel was
+ * not tested. The self-test cannot prove that a point release left the file systems as they were.
  */
 static void check_point_release(const struct tested_kernel *kernel)
 {

@@ -44,7 +44,7 @@ INLINE = re.compile(
     r"^static inline [^;{]*?\b(\w+)\([^;{]*\)\n(\{.*?^\})", re.DOTALL | re.MULTILINE
 )
 FUNCTION = re.compile(r"^(?!static|extern)\w[^\n;={]*?\b(\w+)\([^;{}=]*\)\n\{", re.MULTILINE)
-# A declaration in the first column with its names; "struct tmem_x" is no name.
+# Definitions of global variables, which start in the first column; the group has type and names.
 VARIABLES = re.compile(r"^(?!static|extern|typedef)(\w[\w *,\[\]]*)(?:;| =)", re.MULTILINE)
 DEFINE = re.compile(r"^DEFINE_[A-Z_]+\((?:struct \w+, )?(\w+)", re.MULTILINE)
 

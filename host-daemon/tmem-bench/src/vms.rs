@@ -440,8 +440,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         let tables = scope.spawn(|| {
             in_phases(phase, |times| {
                 let done = times.time(|| other.set_mem_table());
-                // As many messages as when memory is hot-plugged, not as many as a processor can
-                // send.
+                // One message per millisecond, as when memory is hot-plugged. Without the pause,
+                // this thread would send as fast as its processor allows.
                 std::thread::sleep(Duration::from_millis(1));
                 done.map_err(|e| e.to_string())
             })

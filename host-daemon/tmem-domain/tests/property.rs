@@ -240,7 +240,7 @@ fn check(seed: u64) {
     let rng = &mut fastrand::Rng::with_seed(seed);
     let made = domain(rng);
     let options = options(rng);
-    let attached = attach(&made.text, &options).expect("can be attached");
+    let attached = attach(&made.text, &options).expect("attach failed for a generated domain");
 
     // The result has the requested device, memory and quota.
     let read = Domain::parse(&attached).expect("is a domain");

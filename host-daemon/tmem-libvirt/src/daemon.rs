@@ -243,7 +243,7 @@ impl Daemon {
         Ok(())
     }
 
-    /// Removes VMs whose end the daemon could not be accepted.
+    /// Removes VMs from the daemon that are not connected and whose domain has ended.
     fn remove_strays(
         &mut self,
         client: &mut api::VarlinkClient,

@@ -39,7 +39,7 @@ pub(crate) trait Links {
     fn hash(&self, blob: u32) -> u64;
     /// Returns the next blob of the chain; 0: none. Accessed under the bucket's lock only.
     fn next(&self, blob: u32) -> u32;
-    /// Changes the next blob of the chain.
+    /// Sets the blob that follows `blob` in its chain; 0: none. Called under the bucket's lock only.
     fn set_next(&self, blob: u32, next: u32);
 }
 

@@ -163,6 +163,6 @@ fn pages_of_another_domain_change_no_answer_and_no_charge() {
             "{stats:?}"
         );
     }
-    // Inside one trust domain, the difference is visible.
+    // Inside one trust domain, the answers depend on the neighbour's pages: the test can see a leak.
     assert!(beside("own", 0, None) != beside("own", OTHER, None));
 }

@@ -118,7 +118,7 @@ fn unauthorized_peers_are_refused() {
         chown(socket, None, Some(READERS)).expect("given");
         assert!(
             served(OTHER, &[READERS], socket),
-            "of the group, at {}",
+            "a member of the socket's group was not served at {}",
             socket.display()
         );
         assert!(served(0, &[], socket), "root, at {}", socket.display());
@@ -208,6 +208,9 @@ fn sockets_belong_to_the_configured_users() {
         assert!(!served(OTHER, &groups, socket), "{}", socket.display());
     }
     let_everybody_in(&own);
-    assert!(!served(QEMU, &[], &own), "another VM's user");
+    assert!(
+        !served(QEMU, &[], &own),
+        "the user of another VM's QEMU was served"
+    );
     assert!(served(user, &[], &own), "its QEMU");
 }

@@ -217,7 +217,7 @@ fn a_refused_change_has_no_effect() {
     });
     change("a b", &|s| s.name = "a b".into());
     change("uuid=123", &|s| s.uuid = "123".into());
-    change("is that of the VM db", &|s| {
+    change("belongs to the VM db", &|s| {
         s.socket = host.spec(OTHER, "db").socket
     });
     change("--run-directory", &|s| {

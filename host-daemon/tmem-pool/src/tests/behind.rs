@@ -28,7 +28,7 @@ fn freed_behind(engine: &Engine, tenant: Tenant, empty: impl FnOnce(Tenant) -> O
     );
     assert_eq!(
         after.payload_bytes, before.payload_bytes,
-        "detached is still held"
+        "detached pages must still count as held"
     );
     assert_eq!(after.blobs, before.blobs);
     engine.check_invariants();

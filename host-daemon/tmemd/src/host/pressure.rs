@@ -585,7 +585,7 @@ mod tests {
         while host.size < FULL {
             host.step(false);
             steps += 1;
-            assert!(steps < 200, "it has its size again some time");
+            assert!(steps < 200, "the pool did not regain its full size");
         }
         assert!(steps > 60, "{steps} steps are no slow growth");
     }
@@ -641,7 +641,11 @@ mod tests {
         host.step(true);
         let small = host.size;
         assert_eq!(host.governor.set_full(2 * FULL), small, "the host is short");
-        assert_eq!(host.governor.set_full(GIB), GIB, "smaller is possible");
+        assert_eq!(
+            host.governor.set_full(GIB),
+            GIB,
+            "a smaller size must be accepted while the host is short of memory"
+        );
         host.size = GIB;
         assert_eq!(host.governor.set_full(2 * GIB), 2 * GIB, "it was full");
     }

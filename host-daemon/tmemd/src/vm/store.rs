@@ -169,7 +169,11 @@ mod tests {
         store.write(&vm("a")).expect("written");
         store.write(&vm("b")).expect("replaced");
         let read = store.read().expect("readable");
-        assert_eq!(read.len(), 1, "and nothing is left of writing");
+        assert_eq!(
+            read.len(),
+            1,
+            "the store must contain one VM and no temporary file"
+        );
         assert_eq!(read[0].vm, Ok(vm("b")));
         let mode = |path: &Path| {
             let metadata = fs::metadata(path).expect("there");
