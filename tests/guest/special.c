@@ -16,6 +16,7 @@
  * - special tables DIR COUNT: like direct; then prints "ready" and keeps all files open
  * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
  * - special swap-out BYTES: writes to memory of this size and has it swapped out
+ * - special drain: empties the processors' lists of new pages and of buffers, which pin pages
  * - special block FILE PAGE: prints the file system's block of a page, counted in pages
  */
 #define _GNU_SOURCE
@@ -277,6 +278,20 @@ static int swap_out(size_t bytes)
 	return 0;
 }
 
+/*
+ * Drop_caches cannot drop a page that is on a processor's list, and drains these lists in some
+ * kernels only. Migration begins with it (do_migrate_pages() in mm/mempolicy.c), and from a node to
+ * itself it migrates nothing. Compaction would drain the lists, too, but waits for writeback.
+ */
+static int drain(void)
+{
+	unsigned long node = 1;
+
+	if (syscall(SYS_migrate_pages, 0, 8 * sizeof(node), &node, &node) < 0)
+		return fail("migrate_pages");
+	return 0;
+}
+
 static int block(const char *path, int page)
 {
 	int fd = open(path, O_RDONLY), bytes, at;
@@ -322,6 +337,8 @@ int main(int argc, char **argv)
 		return shut_down(argv[2]);
 	if (argc == 3 && !strcmp(argv[1], "swap-out"))
 		return swap_out(strtoul(argv[2], NULL, 0));
+	if (argc == 2 && !strcmp(argv[1], "drain"))
+		return drain();
 	if (argc == 4 && !strcmp(argv[1], "block"))
 		return block(argv[2], atoi(argv[3]));
 	fputs("usage: see the top of special.c\n", stderr);

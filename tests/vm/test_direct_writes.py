@@ -51,11 +51,8 @@ def boot(session: Session, kernel: Kernel, module: Path, fs: str, *modules: str)
 
 
 def drop(guest: Guest) -> None:
-    """Evicts all clean pages.
-
-    Compaction first empties the processors' lists of new pages, whose pages could not be dropped.
-    """
-    guest.sh("sync; echo 1 >/proc/sys/vm/compact_memory; echo 1 >/proc/sys/vm/drop_caches")
+    """Evicts all clean pages."""
+    guest.sh(f"sync; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
 
 

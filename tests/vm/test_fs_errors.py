@@ -138,10 +138,7 @@ def fail_conversion(below: Below) -> None:
     delay = below.except_block(data, f"delay '{place} 0 {place} {DELAY_MS} {place} 0'")
     guest.sh(f"{DM} data {delay}")
     writing = below.write_back()
-    # Compaction empties the processors' lists of buffers, whose pages could not be dropped.
-    guest.sh(
-        f"sync {below.node}; echo 1 >/proc/sys/vm/compact_memory; echo 1 >/proc/sys/vm/drop_caches"
-    )
+    guest.sh(f"sync {below.node}; {SPECIAL} drain && echo 1 >/proc/sys/vm/drop_caches")
     # A delay ends when its device is suspended. The conversion then reads the extents through this
     # table, and fails.
     below.go_on(below.except_block(extents, "error ''"), writing)
