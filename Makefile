@@ -6,7 +6,9 @@ KERNEL ?= 6.12
 CARGO = cargo --config net.retry=5
 MANIFEST = --manifest-path host-daemon/Cargo.toml --locked
 PYTHON = tests/python
-PYTEST = cd tests && ./python -m pytest --ignore=vm/test_native.py unit vm
+# Tests that run at the same time. A test with one guest keeps about one processor busy.
+JOBS ?= 2
+PYTEST = cd tests && ./python -m pytest -n $(JOBS) --dist worksteal --ignore=vm/test_native.py unit vm
 
 .DELETE_ON_ERROR:
 .PHONY: all help deps deps-test daemon qemu module demo bench bench-path bench-timing bench-slice bench-vms bench-guest bench-density bench-life check check-host check-guest check-kvm check-libvirt check-ops \

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,27 @@ from harness.session import Session
 
 SESSION = pytest.StashKey[Session]()
 FAILED = pytest.StashKey[bool]()
-TOOK = pytest.StashKey[dict[str, float]]()
-RAN = pytest.StashKey[bool]()
-SKIPPED = pytest.StashKey[str]()
+
+
+@dataclass
+class Results:
+    """Reports of all tests of this run, also of those in other processes of pytest-xdist."""
+
+    durations: dict[str, float] = field(default_factory=dict)
+    ran: bool = False
+    skipped: str = ""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped = report.longrepr[2]
+        elif report.when == "call":
+            self.ran = True
+        # The duration excludes builds, which happen before the first test.
+        if report.when == "call" and report.passed:
+            self.durations[report.nodeid] = report.duration
+
+
+RESULTS = pytest.StashKey[Results]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=Path,
         help="write the durations to this file, in the form of tests/durations.txt",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[RESULTS] = Results()
+    config.pluginmanager.register(config.stash[RESULTS])
 
 
 # Runs last, so that -m and -k have already selected the tests.
@@ -63,16 +87,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if not config.stash.get(RAN, False) and (reason := config.stash.get(SKIPPED, "")):
-        terminalreporter.write_line(f"nothing was tested, all was skipped: {reason}")
+    results = config.stash[RESULTS]
+    if not results.ran and results.skipped:
+        terminalreporter.write_line(f"nothing was tested, all was skipped: {results.skipped}")
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    skipped = SKIPPED in session.config.stash and not session.config.stash.get(RAN, False)
-    if skipped and session.config.getoption("--not-all-skipped"):
+    if hasattr(session.config, "workerinput"):
+        return  # a process of pytest-xdist, which knows only its own tests
+    results = session.config.stash[RESULTS]
+    if results.skipped and not results.ran and session.config.getoption("--not-all-skipped"):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if path := session.config.getoption("--durations-to"):
-        shards.write(path, session.config.stash.get(TOOK, {}))
+        shards.write(path, results.durations)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,13 +107,6 @@ def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and isinstance(report.longrepr, tuple):
-        item.config.stash[SKIPPED] = report.longrepr[2]
-    elif report.when == "call":
-        item.config.stash[RAN] = True
-    # The duration excludes builds, which happen before the first test.
-    if report.when == "call" and report.passed:
-        item.config.stash.setdefault(TOOK, {})[item.nodeid] = report.duration
     if report.failed:
         item.stash[FAILED] = True
         if session := item.stash.get(SESSION, None):
