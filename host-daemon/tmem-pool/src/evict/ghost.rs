@@ -179,6 +179,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
     fn a_full_ghost_table_forgets_its_oldest_pages() {
         let mut ghost = Ghost::new(Chunks::some());
         ghost.add(1, Past::Got);
@@ -219,6 +220,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
     fn growing_the_table_forgets_no_key() {
         let mut ghost = table(2048);
         let keys = keys(6, 1024);
@@ -233,6 +235,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
     fn shrinking_the_table_keeps_the_newest_keys() {
         let mut ghost = table(16_384);
         let keys = keys(7, 60_000);
@@ -245,6 +248,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
     fn shrinking_the_table_releases_its_memory() {
         let chunks = Chunks::some();
         let mut ghost = Ghost::new(Arc::clone(&chunks));
@@ -262,6 +266,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes more than ten minutes in miri")]
     fn failed_growth_keeps_the_table_and_its_keys() {
         let mut ghost = table(2048);
         ghost.add(8, Past::Main);
