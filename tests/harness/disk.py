@@ -8,6 +8,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness import toolchain
 from harness.paths import HarnessError
 
 SERIAL_MAX = 20  # longest serial number of virtio-blk
@@ -93,6 +94,24 @@ def xfs(path: Path, size_bytes: int, *options: str) -> Path:
     """Creates a raw xfs image with features that the oldest kernel under test can mount."""
     blank(path, size_bytes)
     _run(["mkfs.xfs", "-q", "-f", *options, str(path)])
+    return path
+
+
+# mkfs.xfs can make zoned file systems since version 6.15; these are its packages and libraries.
+ZONED_SUITE = "forky"
+ZONED_PACKAGES = ("xfsprogs", "libblkid1", "libc6", "libinih1", "liburcu8(t64)?", "libuuid1")
+ZONED_ZONE_BYTES = 16 << 20
+
+
+def zoned_xfs(path: Path, size_bytes: int, zones: Path) -> Path:
+    """Creates a zoned xfs, with the zones of its data in the image `zones`.
+
+    Linux 6.15 and newer can mount it.
+    """
+    blank(path, size_bytes)
+    root = toolchain.programs("xfsprogs", ZONED_SUITE, ZONED_PACKAGES)
+    volume = f"zoned=1,rtdev={zones},rgsize={ZONED_ZONE_BYTES}"
+    _run([str(root / "usr/sbin/mkfs.xfs"), "-q", "-f", "-r", volume, str(path)])
     return path
 
 

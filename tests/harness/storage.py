@@ -9,15 +9,13 @@ is as slow as it says.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
-import shutil
 from pathlib import Path
 
 from harness import toolchain
 from harness.disk import Disk
-from harness.paths import HarnessError, cache_dir
+from harness.paths import HarnessError
 from harness.process import Process, tail
 from harness.wait import until
 
@@ -36,20 +34,7 @@ def program() -> Path:
     """Returns qemu-storage-daemon: TMEM_STORAGE_DAEMON, or the one in the cache."""
     if named := os.environ.get("TMEM_STORAGE_DAEMON"):
         return Path(named)
-    base = cache_dir() / "storage-daemon"
-    base.mkdir(exist_ok=True)
-    root = base / SUITE
-    with open(base / f"{SUITE}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not root.is_dir():
-            debs, scratch = base / f"{SUITE}.debs", base / f"{SUITE}.root"
-            for folder in (debs, scratch):
-                shutil.rmtree(folder, ignore_errors=True)
-            toolchain.fetch(SUITE, PACKAGES, debs, scratch)
-            toolchain.wrap_programs(scratch, root, root)
-            scratch.rename(root)
-            shutil.rmtree(debs)
-    return root / PROGRAM
+    return toolchain.programs("storage-daemon", SUITE, PACKAGES) / PROGRAM
 
 
 def cached_bytes(path: Path) -> int:

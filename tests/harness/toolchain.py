@@ -72,6 +72,27 @@ def fetch(suite: str, packages: tuple[str, ...], debs: Path, root: Path) -> None
         subprocess.run(["dpkg", "-x", deb, str(root)], check=True)
 
 
+def programs(name: str, suite: str, packages: tuple[str, ...]) -> Path:
+    """Returns the root of a suite's packages in the cache, under `name`, with programs that run.
+
+    The first call fetches and extracts them.
+    """
+    base = cache_dir() / name
+    base.mkdir(exist_ok=True)
+    root = base / suite
+    with open(base / f"{suite}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not root.is_dir():
+            debs, scratch = base / f"{suite}.debs", base / f"{suite}.root"
+            for folder in (debs, scratch):
+                shutil.rmtree(folder, ignore_errors=True)
+            fetch(suite, packages, debs, scratch)
+            wrap_programs(scratch, root, root)
+            scratch.rename(root)
+            shutil.rmtree(debs)
+    return root
+
+
 def wrap_programs(scratch: Path, final: Path, toolchain: Path) -> None:
     """Makes all programs under `scratch`, which becomes `final`, use the toolchain's loader.
 

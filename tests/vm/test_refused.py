@@ -37,6 +37,8 @@ SECTOR = 512
 BLOCK = 4096
 OTHER_BYTES = 64 * MIB
 SECTORS = OTHER_BYTES // SECTOR
+ZONES_BYTES = 1 << 30
+ZONED_SINCE = (6, 15)
 # A key for AES-256 in XTS mode, in hexadecimal; its value does not matter.
 KEY = "0123456789abcdef" * 8
 CRYPTO = ("xts", "ecb", "aes_generic", "sha256_generic")
@@ -250,3 +252,15 @@ def test_untested_geometries_are_refused(session: Session, kernel: Kernel, modul
     reload(guest, "allow_untested=1")
     known(guest).wait("on")
     check_served(guest)
+
+
+def test_zoned_xfs_is_refused(session: Session, kernel: Kernel, module: Path) -> None:
+    if kernel.version < ZONED_SINCE:
+        pytest.skip(f"Linux {kernel.series} has no zoned xfs")
+    zones = disk.blank(session.folder / "zones.img", ZONES_BYTES)
+    xfs = disk.zoned_xfs(session.folder / "xfs.img", DISK_BYTES, zones)
+    guest = boot(session, kernel, module, "xfs", xfs=xfs, zones=zones)
+    nodes = {name: f"/dev/{guest.disk(name)}" for name in ("xfs", "zones")}
+    guest.sh(f"mkdir {INNER} && mount -t xfs -o rtdev={nodes['zones']} {nodes['xfs']} {INNER}", 60)
+    write(guest, f"{INNER}/f")
+    check_refused(guest, "a realtime or zoned xfs is not tested; allow_untested=1")
