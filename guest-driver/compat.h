@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
 /*
- * Every difference between kernel series that the driver has to know. No other file of the driver
- * uses LINUX_VERSION_CODE.
+ * Differences between kernel series that the driver has to know. No other file of the driver uses
+ * LINUX_VERSION_CODE.
  */
 #ifndef _TMEM_COMPAT_H
 #define _TMEM_COMPAT_H
@@ -18,7 +18,7 @@
 #include <linux/workqueue.h>
 #include <linux/writeback.h>	/* filemap_dirty_folio(), before 6.2 */
 
-/* 6.1 has the older name of the setter and no accessor for arguments. */
+/* Before 6.2 ftrace has an older name of the setter and no accessor for arguments. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 2, 0)
 #define tmem_set_ip(fregs, ip) ftrace_instruction_pointer_set(fregs, ip)
 #define tmem_ftrace_arg(fregs, n) regs_get_kernel_argument(&(fregs)->regs, n)
@@ -53,12 +53,13 @@ static inline void tmem_rac_done(struct readahead_control *rac)
 
 /*
  * Limits the order of a stream's folios to @order. Since 6.17, the folios of a stream grow by two
- * orders from one readahead to the next, up to the length of the readahead. A stream grows from
- * below. So a stream that has the order of a huge page was requested (MADV_HUGEPAGE), and is not
- * limited.
+ * orders from one readahead to the next, up to the length of the readahead. A stream that this
+ * function limits never reaches the order of a huge page. So if a stream has that order, the
+ * application has requested huge pages (MADV_HUGEPAGE), and the function does not limit it.
  *
- * The state belongs to the open file. Its threads change it without a lock, and so does this
- * function. In the worst case one readahead has smaller or larger folios.
+ * The order is stored in the readahead state of the open file. The kernel changes this state
+ * without a lock, and so does this function. In the worst case one readahead has smaller or larger
+ * folios.
  */
 static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned int order)
 {
@@ -74,9 +75,10 @@ static inline void tmem_rac_limit_order(struct readahead_control *rac, unsigned 
 }
 
 /*
- * Returns whether a folio was used again after it was read in. It is then active or part of the
- * working set. With the multi-generational LRU this was so from its second use through a file
- * descriptor. Since 6.14 it takes five uses, but the kernel counts the uses before, too.
+ * Returns whether a folio was used again after it was read in. Such a folio is active or part of
+ * the working set. Before 6.14, the multi-generational LRU sets one of these flags at the folio's
+ * second use through a file descriptor. Since 6.14, it sets them only after five uses. It also
+ * counts the earlier uses, and this function reads that count.
  */
 static inline bool tmem_folio_used_again(struct folio *folio)
 {
@@ -101,14 +103,14 @@ static inline bool tmem_folio_used_again(struct folio *folio)
 #define tmem_assign_str(dst, src) __assign_str(dst)
 #endif
 
-/* Before 6.11 names and callbacks of virtqueues were separate arrays. */
+/* Before 6.11 virtio_find_vqs() takes names and callbacks of virtqueues in separate arrays. */
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 11, 0)
 struct virtqueue_info {
 	const char *name;
 	vq_callback_t *callback;
 };
 
-/* Most virtqueues of a device: the control queue and 16 request queues. */
+/* Maximum number of a device's virtqueues: the control queue and 16 request queues. */
 #define TMEM_COMPAT_VQS_MAX 17
 
 static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
@@ -134,7 +136,10 @@ static inline int tmem_find_vqs(struct virtio_device *vdev, unsigned int nr,
 }
 #endif
 
-/* Since 6.3 the user ids of an inode are those of a mount, before of a user namespace. */
+/*
+ * Returns whether the caller owns a file or has CAP_FOWNER. Since 6.3 the kernel maps the owner's
+ * user id by the mount (mnt_idmap); before 6.3 it maps it by a user namespace.
+ */
 static inline bool tmem_owner_or_capable(const struct file *file)
 {
 #if LINUX_VERSION_CODE < KERNEL_VERSION(6, 3, 0)

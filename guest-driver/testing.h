@@ -50,7 +50,9 @@ static inline u64 tmem_test_first_seq(u64 max)
 	return tmem_test_cookies ? max - tmem_test_cookies : 0;
 }
 
-/* Returns whether a hook (enum tmem_hook) does nothing, so that a test shows what it is for. */
+/*
+ * Returns whether a test has switched a hook (enum tmem_hook) off, to show what it is needed for.
+ */
 extern unsigned long tmem_test_hooks_off;
 static inline bool tmem_hook_off(unsigned int hook)
 {

@@ -35,7 +35,10 @@ enum tmem_inval {
 	NR_TMEM_INVAL
 };
 
-/* Identifies an inode. igen is inode->i_generation; if it changes, all entries of the inode go. */
+/*
+ * Identifies an inode. igen is inode->i_generation; if it changes, the driver erases all entries of
+ * the inode.
+ */
 struct tmem_key {
 	struct tmem_pool *pool;
 	u64 ino;
@@ -95,8 +98,8 @@ void tmem_invalidate_inode(struct tmem_pool *pool, u64 ino, enum tmem_inval why)
  *
  * tmem_bypass() sets a mark, in any context but NMI, and cannot fail. Without memory the mark is
  * lost, and no put is taken for the file system. The entries stay; a caller that may make them old
- * erases them afterwards. It returns whether marks run out or were lost; the caller then has to
- * have them swept.
+ * erases them afterwards. It returns whether the memory for marks runs short or a mark was lost;
+ * the caller then requests a sweep (hooks/marks.c).
  *
  * tmem_unbypass() clears a mark, unless @writers is given and above 0.
  *

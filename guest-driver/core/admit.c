@@ -2,12 +2,12 @@
 /*
  * Admission filter: keeps a stream that is read once from pushing useful pages out of the pool.
  *
- * While the host keeps what it is given, every page is put. The index loses pages when the host no
- * longer has them or when the index evicts them itself. When losses outweigh hits, a new put pushes
- * out another page, and the filter engages. The driver then puts a page only if it came from the
- * pool, was evicted before, was active, or belongs to one chunk in ADMIT_SAMPLE. A page that the
- * filter refuses costs one more read from the disk, because its next eviction is its second. The
- * filter disengages after ADMIT_HOLD hits for each page held, if no loss comes between them. A
+ * While the host keeps all pages that it gets, the driver puts every page. A loss is a page that
+ * the host no longer has, or that the index evicted itself. If losses outweigh hits, each new put
+ * displaces another page, and the filter engages. The driver then puts a page only if it came from
+ * the pool, was evicted before, was active, or belongs to one chunk in ADMIT_SAMPLE. A page that
+ * the filter refuses costs one more read from the disk, because its next eviction is its second.
+ * The filter disengages after ADMIT_HOLD hits for each page held, if no loss comes between them. A
  * stream brings no hits, however long it is.
  *
  * The host does not say how many pages it will keep, so only a loss shows it. The first stream

@@ -1,20 +1,25 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Memory of the index: its limit, and what objects, leaves, marks and policies use of it.
+ * Memory of the index: its limit, and the bytes that objects, leaves, marks and policies use.
  *
- * The parts that use memory only start the evictor (evict.c), which makes room later. So its work
- * item is here, where all of them can reach it.
+ * Code that uses this memory never evicts entries itself. It starts the evictor (evict.c), which
+ * makes room later. The evictor's work item is in this file, because all of that code can use it.
  */
 #include "../compat.h"
 #include "budget.h"
 
-/* Memory that the index may use and uses, that of its fixed table, and its entries. */
+/*
+ * Memory of the index in bytes: its limit, its fixed hash table, and the bytes in use, which
+ * include the table. The last variable is the number of entries.
+ */
 long tmem_index_limit_bytes;
 long tmem_index_table_bytes;
 atomic_long_t tmem_index_used_bytes;
 atomic_long_t tmem_index_nr_pages;
 
-/* Makes room in a full index; tmem_evict_init() gives it its function. */
+/*
+ * Work item of the evictor, which makes room in a full index. tmem_evict_init() sets its function.
+ */
 struct work_struct tmem_evict_work;
 
 /**
@@ -113,7 +118,7 @@ void tmem_evict_start(void)
 /**
  * tmem_index_make_room() - start the evictor if the index is over its limit
  *
- * Callers are parts of the driver that take memory of the index without asking.
+ * Code that adds to the memory in use without a check of the limit calls this function afterwards.
  */
 void tmem_index_make_room(void)
 {

@@ -1,20 +1,21 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Marks of inodes whose pages must not be put, however clean they look, because cached pages may
+ * Marks of inodes whose pages must not be put even if they are clean, because cached pages may
  * differ from the disk (direct writes, swap files and the like).
  *
- * The marks belong to a mount. The pools that replace each other while it is mounted share them.
+ * The marks belong to a mount. A mount may get several pools, one after the other, which share the
+ * marks.
  *
  * The caller sets a mark before it erases the inode's entries, and each put looks for the mark
  * under the bucket lock that erasing takes. A put that comes before is erased; one that comes after
  * finds the mark. Setting a mark never waits and never fails. If there is no memory for it, the
- * mark is lost, and the driver takes no put for the mount until the hooks have swept it
- * (hooks/marks.c).
+ * mark is lost. The driver then takes no put for the mount until the hooks have visited all of its
+ * inodes and set the marks again that are needed. This is a sweep (hooks/marks.c).
  *
  * One word has the marks of 32 neighbouring inode numbers, so 10,000 files of one directory take
  * about 3 KiB.
  *
- * Out of scope: when a mark may be cleared. The hooks decide that.
+ * Out of scope: the decision when a mark may be cleared, which hooks/marks.c makes.
  */
 #include <linux/slab.h>
 
@@ -27,7 +28,7 @@
  * bytes.
  */
 #define BYPASS_DIVISOR		4
-/* The marks are swept when they take this part of the memory that they may take. */
+/* A sweep is requested when the marks use this fraction of the memory that they may use. */
 #define CROWDED_NUMERATOR	3
 #define CROWDED_DENOMINATOR	4
 
@@ -36,12 +37,15 @@ struct tmem_marks {
 	unsigned long nr;
 	unsigned long lost;	/* marks that could not be stored since the last complete sweep */
 	bool all;		/* each inode counts as marked; never cleared */
-	unsigned int pools;	/* pools that share this; guarded by tmem_pools_lock */
+	unsigned int pools;	/* pools that share the marks; guarded by tmem_pools_lock */
 };
 
 static atomic_long_t bypass_bytes;	/* bytes of all marks; part of tmem_index_used_bytes */
 
-/* Counts memory of marks without asking for it. Marks come first: entries make room for them. */
+/*
+ * Adds memory of marks to the memory in use, even above the index's limit. Marks have priority over
+ * entries: the evictor then frees entries until the index is within its limit again.
+ */
 static void charge_marks(long bytes)
 {
 	atomic_long_add(bytes, &bypass_bytes);
@@ -141,7 +145,8 @@ static bool store_mark(struct tmem_marks *marks, u64 ino)
  * Context: any but NMI. Marks may push the index over its limit until the evictor, which this
  * function wakes, has run.
  *
- * Return: true if marks run out or were lost; the caller then has to have them swept.
+ * Return: true if the memory for marks runs short or a mark was lost. The caller then requests a
+ * sweep.
  */
 bool tmem_bypass(struct tmem_pool *pool, u64 ino)
 {

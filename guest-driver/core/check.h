@@ -32,7 +32,8 @@
 
 #define TMEM_CHECK_BITS		24
 /*
- * A queue has 2^40 puts, over four months at 100,000 a second; then the cache starts empty again.
+ * Number of bits of a sequence number. A queue can number 2^40 puts, which last over four months at
+ * 100,000 puts per second. The driver then empties the cache and numbers from 0 again.
  */
 #define TMEM_SEQ_BITS		40
 #define TMEM_SEQ_MASK		((1ULL << TMEM_SEQ_BITS) - 1)

@@ -186,8 +186,8 @@ struct tmem_dev {
 
 	/* The generation, or 0 to submit nothing. sync_work_fn() has the order of changes. */
 	u64 generation;
-	u32 epoch;			/* grows whenever everything is forgotten */
-	bool renew;			/* forget everything although the generation is the same */
+	u32 epoch;			/* grows whenever the driver forgets all entries */
+	bool renew;			/* forget all entries although the generation is the same */
 	u64 cookie_base;
 
 	unsigned int nr_queues;
@@ -222,8 +222,8 @@ struct tmem_dev {
 	unsigned int nr_bounce_free;
 	unsigned int nr_kept;		/* blocks of abandoned requests that the host still has */
 	unsigned int late_row;		/* late calls in a row; guarded by get_lock */
-	u64 slow_ns;			/* waits of slow calls, less leaks; guarded by get_lock */
-	u64 slow_at_ns;			/* time of the last leak; guarded by get_lock */
+	u64 slow_ns;			/* fill of the breaker's bucket; guarded by get_lock */
+	u64 slow_at_ns;			/* when the bucket last leaked; guarded by get_lock */
 	u64 wait_max_ns;		/* longest wait of a call; written under get_lock */
 	bool tripped;			/* written under get_lock */
 
@@ -241,7 +241,7 @@ struct tmem_dev {
 	struct workqueue_struct *wq;	/* ordered: sync and report never run together */
 	struct work_struct sync_work;
 	struct delayed_work report_work;
-	u64 latencies_refused;		/* generation whose device does not support the request */
+	u64 latencies_refused;		/* generation whose device lacks LATENCIES */
 	bool stopping;
 };
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * The device as all parts of the core see it: how to reach it, and how to request work of it.
+ * References to the device, and requests for work of the device that sync.c does.
  *
- * The work itself is in sync.c. Code that finds that the generation may be over, or that the state
- * has changed, only queues a work item here. So this file uses no other file of the core.
+ * Code that finds that the generation may be over, or that the state has changed, calls a function
+ * of this file, which only queues a work item. So this file uses no other file of the core.
  */
 #include "core.h"
 
@@ -40,7 +40,7 @@ void tmem_dev_put(struct tmem_dev *dev)
 /**
  * tmem_dev_resync() - read the generation again, and bring the device's pools up to date
  * @dev: the device
- * @renew: forget everything even if the generation is the same
+ * @renew: forget all entries even if the generation is the same
  *
  * Context: any but NMI.
  */
@@ -54,7 +54,7 @@ void tmem_dev_resync(struct tmem_dev *dev, bool renew)
 
 /**
  * tmem_dev_resync_any() - call tmem_dev_resync() for the device, if there is one
- * @renew: forget everything even if the generation is the same
+ * @renew: forget all entries even if the generation is the same
  *
  * Context: any but NMI.
  */

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Removal of index entries that no caller names: the objects of pools that are gone, and, when the
+ * Removal of index entries in bulk: the objects of pools that were freed or emptied, and, when the
  * index is full, the leaves that were not stored to for the longest time.
  *
  * The walk goes through the table bucket by bucket, because only the table has all objects. A list
@@ -44,7 +44,7 @@ static unsigned long sweep(u32 id, enum tmem_inval why)
 }
 
 /**
- * tmem_index_sweep() - free the objects that became unreachable when everything was forgotten
+ * tmem_index_sweep() - free the objects of all pools that have lost their ids
  *
  * Context: process, may sleep.
  */
@@ -58,10 +58,10 @@ void tmem_index_sweep(void)
 }
 
 /**
- * tmem_index_drop_pool() - free all objects of a pool that is unreachable
- * @id: its id
- * @name: its name
- * @why: for the counters
+ * tmem_index_drop_pool() - free all objects of a pool that has lost its id
+ * @id: the former id
+ * @name: name of the pool, for the tracepoint
+ * @why: reason, for the counters
  *
  * Context: process, may sleep.
  */
@@ -88,7 +88,10 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 
 	spin_lock_irq(&bucket->lock);
 	hlist_for_each_entry_safe(object, next, &bucket->objects, node) {
-		/* New objects are added at the head of the chain, so ids fall along it. */
+		/*
+		 * The chain is in descending order of ids, because new objects are added at its
+		 * head. Skip the objects that earlier steps have visited.
+		 */
 		if (object->id > *at)
 			continue;
 		if (object->id < *at)
@@ -101,7 +104,7 @@ static bool evict_step(struct bucket *bucket, u64 *at, unsigned long *nr)
 			else
 				evicted += tmem_leaf_erase(object, *nr, leaf, ~0ULL);
 			if (!budget--) {
-				(*nr)++;	/* the next step would find it unreferenced */
+				(*nr)++;	/* the next step must not visit this leaf again */
 				more = true;
 				break;
 			}

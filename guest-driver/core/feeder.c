@@ -3,14 +3,13 @@
  * Thread that sends pages from the put rings to the virtqueues of a device, and takes the answers.
  *
  * The feeder is a real-time thread. It sends a full batch at once, and a smaller one after
- * TMEM_PUT_DELAY_MS. A request costs as much as many copies, and reclaim takes more than one page.
- * Requests for single pages, sent whenever the host answers, would cost more than everything else.
- * Pages that wait are not missed, because a get finds them in the ring. The feeder waits for an
- * answer only when TMEM_PUTS_IN_FLIGHT batches are at the host.
+ * TMEM_PUT_DELAY_MS. A request costs as much as copies of many pages, and reclaim takes more than
+ * one page. So requests for single pages would cost more than all other work of a put. Waiting
+ * pages are not lost for gets, because a get finds them in the ring. The feeder waits for an answer
+ * only when TMEM_PUTS_IN_FLIGHT batches are at the host.
  *
  * Every outcome of a put other than STORED erases its index entry, if that entry is still the put's
- * own. The feeder never sends a page that was put before everything was forgotten for the last
- * time.
+ * own. The feeder never sends a page that was put before the driver last forgot all entries.
  */
 #include <linux/kthread.h>
 #include <linux/slab.h>
@@ -244,7 +243,7 @@ static bool send_puts(struct tmem_queue *queue, u64 head, u64 generation, u32 ep
 	struct tmem_slot *slot;
 	int err;
 
-	/* A part of a batch waits for the rest until it is due. */
+	/* An incomplete batch waits for further puts until kick_at. */
 	if (!count || !batch || (count < queue->dev->batch_full && queue->next + count == head &&
 				 !due))
 		return false;
@@ -350,7 +349,10 @@ static long feeder_timeout(struct tmem_dev *dev)
 
 	for (i = 0; i < dev->nr_queues; i++) {
 		queue = &dev->queue[i];
-		/* Without room at the host, an answer ends the wait. */
+		/*
+		 * No time-out is needed if the virtqueue is full or TMEM_PUTS_IN_FLIGHT batches are
+		 * at the host: the next answer wakes the feeder.
+		 */
 		if (!queue->kick_armed || queue->puts_in_flight >= TMEM_PUTS_IN_FLIGHT ||
 		    READ_ONCE(queue->stalled))
 			continue;

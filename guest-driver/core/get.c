@@ -37,9 +37,9 @@
 #include "../trace.h"
 #include "core.h"
 
-/* A reader that would have to wait longer than this should read the disk. */
+/* Largest deadline. A reader that would have to wait longer should read the disk instead. */
 #define DEADLINE_MS_MAX		1000
-/* A spin of more microseconds than a context switch takes wastes a vCPU. */
+/* Longest spin in microseconds. A spin that is longer than a context switch wastes a vCPU. */
 #define SPIN_US_MAX		1000
 /* Requests that one call has at the host at a time: 4 MiB, the largest readahead in use. */
 #define GET_BURST		16
@@ -198,12 +198,15 @@ static u64 deadline_span_ns(void)
 	return (u64)READ_ONCE(deadline_ms) * NSEC_PER_MSEC;
 }
 
-/* Returns the waits of slow calls, less what has leaked until now. */
+/*
+ * Returns the fill of the breaker's bucket in ns: the waits of slow calls, minus the part that has
+ * leaked until now. dev->get_lock is held.
+ */
 static u64 slow_ns(struct tmem_dev *dev)
 {
 	/*
-	 * Read the clock under the lock; otherwise another task's later time could already be
-	 * stored.
+	 * Read the clock under the lock; otherwise slow_at_ns could already have a later time of
+	 * another task.
 	 */
 	u64 now_ns = ktime_get_ns(), leaked_ns;
 
@@ -244,7 +247,7 @@ static bool may_probe(struct tmem_dev *dev)
 	return may;
 }
 
-/* Closes the breaker, and empties the bucket for a new backend. Returns whether it was open. */
+/* Closes the breaker, and empties its bucket if @forget. Returns whether the breaker was open. */
 static bool breaker_close(struct tmem_dev *dev, bool forget)
 {
 	bool was;
@@ -276,8 +279,8 @@ static void breaker_note(struct tmem_dev *dev, bool late, u64 waited_ns)
 	dev->late_row = late ? dev->late_row + 1 : 0;
 	if (slow) {
 		/*
-		 * Nothing leaks during a slow call; otherwise one read could wait longer than
-		 * stated.
+		 * The bucket does not leak during a slow call; otherwise one read could wait longer
+		 * than the bound at the top of this file.
 		 */
 		dev->slow_at_ns = min(dev->slow_at_ns + waited_ns, ktime_get_ns());
 		dev->slow_ns = slow_ns(dev) + waited_ns;
@@ -390,7 +393,7 @@ static void miss(struct get_call *call, unsigned int i, enum tmem_stat why)
 	tmem_count(why);
 }
 
-/* Compares the content check, on the page that the caller will use. */
+/* Returns whether the content check is right, computed on the page that the caller will use. */
 static bool check_page(struct get_call *call, unsigned int i, u64 entry)
 {
 	void *data = kmap_local_page(call->pages[i]);

@@ -16,8 +16,8 @@
  *   come after the caller saw the page removed, which is a contradiction. So the invalidation finds
  *   the entry.
  * - Put and bypass: the mark is set first, then the object is detached under this lock. A put whose
- *   section comes before is detached with the object; one that comes after sees the mark.
- * - Put and forgetting everything: tmem_pools_forget() sets the ids of all pools to 0. Entries hang
+ *   critical section comes before is detached with the object; one that comes after sees the mark.
+ * - Put and forgetting all: tmem_pools_forget() sets the ids of all pools to 0. Entries hang
  *   from objects that carry the id of their pool, ids are never reused, and a put reads the id
  *   under the lock. So an entry that was made before is unreachable afterwards. The sweep runs
  *   after the ids have changed and visits each bucket under its lock, so it frees all of these
@@ -85,7 +85,7 @@ void tmem_object_free(struct object *object)
 	kmem_cache_free(object_cache, object);
 }
 
-/* Objects that were detached where freeing would take too long. A work item frees them. */
+/* Objects that were detached in a context where freeing takes too long. A work item frees them. */
 static HLIST_HEAD(detached);
 static DEFINE_SPINLOCK(detached_lock);
 

@@ -28,7 +28,7 @@
 struct leaf {
 	u64 present;		/* bit i is set if page i of the leaf has an entry */
 	u8 class;
-	u8 referenced;		/* the leaf was stored to since the evictor's last visit */
+	u8 referenced;		/* an entry was stored since the evictor's last visit */
 	u64 entry[];		/* entries of the set bits, in their order */
 };
 

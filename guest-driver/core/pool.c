@@ -214,11 +214,11 @@ static int create_one(struct tmem_dev *dev, u64 generation, struct tmem_pool *po
 	u32 id;
 	int err;
 
-	/* The device may still have an id that is used again after a wrap. */
+	/* After a wrap-around, the device may still have a pool with that id. */
 	if (last_id == U32_MAX)
 		return -ENOSPC;
 	id = ++last_id;
-	/* Before the answer it is not known whether the device has the pool. */
+	/* Until the answer comes, the driver does not know whether the device has the pool. */
 	pool->retired_id = id;
 	mutex_unlock(&tmem_pools_lock);
 	err = tmem_control_pool(dev, generation, VIRTIO_TMEM_T_POOL_CREATE, id);

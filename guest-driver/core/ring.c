@@ -55,8 +55,8 @@ static bool take_block(struct tmem_dev *dev, struct tmem_queue *queue)
 }
 
 /*
- * Returns the block before @seq, whose slots are all free. Free blocks are used again oldest first,
- * so that its pages stay available for gets as long as possible.
+ * Gives back the block before @seq, whose slots are all free. Free blocks are used again oldest
+ * first, so that its pages stay available for gets as long as possible.
  */
 static void give_block(struct tmem_dev *dev, struct tmem_queue *queue, u64 seq)
 {
@@ -168,7 +168,10 @@ bool tmem_put(const struct tmem_key *key, pgoff_t index, struct page *page, bool
 	bool taken = false;
 
 	if (tmem_policy_never(key)) {
-		/* This check saves the copy. The check that counts is in tmem_index_store(). */
+		/*
+		 * This early check only saves the copy. tmem_index_store() makes the check that
+		 * cannot miss a policy.
+		 */
 		why = TMEM_STAT_puts_dropped_policy;
 	} else if (tmem_online() && index <= TMEM_INDEX_MAX) {
 		/*

@@ -17,8 +17,8 @@
 #define PROBE_PERIOD_MS		1000
 
 /*
- * True from the preparation of a hibernation to its end: the device then counts as without a
- * backend.
+ * True from the preparation of a hibernation to its end. Meanwhile the driver behaves as if the
+ * device had no backend.
  */
 static bool hibernating;
 
@@ -33,7 +33,7 @@ static u64 read_generation(struct tmem_dev *dev)
 	return generation;
 }
 
-/* Returns a reason not to use the device, whatever its generation is, or NULL. */
+/* Returns the reason why the device cannot be used with any generation, or NULL. */
 static const char *unusable(struct tmem_dev *dev)
 {
 	struct virtio_device *vdev = dev->vdev;
@@ -83,7 +83,9 @@ static void sync_work_fn(struct work_struct *work)
 		tmem_dev_report(dev);
 	}
 	if (!generation) {
-		/* The reason may have changed. */
+		/*
+		 * Called again although the state is offline, because the reason may have changed.
+		 */
 		tmem_state_offline(why ?: "no backend");
 		return;
 	}
@@ -100,7 +102,7 @@ static void sync_work_fn(struct work_struct *work)
 }
 
 /**
- * tmem_sync_hibernate() - forget everything and stay off, or return to service
+ * tmem_sync_hibernate() - forget all entries and stay off, or return to service
  * @begin: true to stay off, false to return to service
  *
  * Context: process, may sleep as long as a control request may take.

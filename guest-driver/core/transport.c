@@ -122,7 +122,7 @@ static void free_device(struct tmem_dev *dev)
 }
 
 /*
- * Returns the number of pages in this many eighths of the module's memory, for rings or bouncing.
+ * Returns the number of pages in @eighths eighths of the module's memory.
  */
 static unsigned int share_pages(unsigned int eighths)
 {
@@ -193,7 +193,10 @@ static int set_up(struct virtio_device *vdev)
 	refcount_set(&dev->users, 1);
 	init_completion(&dev->unused);
 	init_waitqueue_head(&dev->feeder_wait);
-	/* Far from the end of 64 bits, however often it is renewed. A cookie is never 0. */
+	/*
+	 * The random base is below 2^63, so the renewals, which add 2^TMEM_SEQ_BITS each, never
+	 * wrap it around. It is not 0, because no cookie is 0.
+	 */
 	dev->cookie_base = (get_random_u64() >> 1) | 1;
 	err = read_limits(dev);
 	if (!err)

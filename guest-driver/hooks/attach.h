@@ -21,7 +21,7 @@ struct tmem_args;
 #ifdef TMEM_INTREE
 #include <linux/tmem_hooks.h>
 
-/* The hook of a failed conversion needs most: five. */
+/* Maximum number of arguments. The hook of a failed conversion takes five. */
 #define TMEM_ARGS_MAX 5
 
 struct tmem_args {

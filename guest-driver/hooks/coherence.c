@@ -16,14 +16,16 @@
 #include "hooks.h"
 
 /*
- * Truncate, punch, zero, collapse, insert, clone and dedupe, and eviction.
+ * Replacement of truncate_inode_pages_range(), which truncate, punch, zero, collapse, insert,
+ * clone, dedupe and the eviction of an inode call.
  *
  * The range is erased after the original ran, because reclaim may put a page of the range until the
  * page has left the page cache. From then until the blocks have changed, no page of the range can
  * be read in: file systems hold the invalidate_lock. (A page beyond the new end of file is neither
- * put nor got.) Pages that are cut in part are erased as well.
+ * put nor got.) The entries of pages of which the operation changes only a part are erased as well.
  *
- * Verifications become void before the original runs, because it zeroes parts of pages.
+ * Comparisons with the disk (verify.c) become void before the original runs, because the original
+ * zeroes parts of pages.
  */
 static void wrap_truncate(struct address_space *mapping, loff_t start_byte, loff_t last_byte)
 {

@@ -23,7 +23,7 @@
  */
 #define TMEM_SWEEP_SECONDS 10
 
-/* Inodes that are searched for a file that can be served; the newest come first. */
+/* Maximum number of inodes that a search for a regular file visits; the newest come first. */
 #define TMEM_SEARCH_INODES 4096
 
 static unsigned int nr_fs;	/* entries of tmem_fs_hash; written under tmem_fs_lock */
@@ -31,7 +31,10 @@ static unsigned int nr_fs;	/* entries of tmem_fs_hash; written under tmem_fs_loc
 static DEFINE_MUTEX(discovery_lock);
 static unsigned int found;	/* types activated plus file systems registered */
 
-/* Sets which types are served, and what is not served with the reason, for state and report. */
+/*
+ * Passes on to the core, for sysfs and the report, the types that are served, and the types and
+ * mounts that are not served, with the reasons.
+ */
 static void tmem_fs_report(void)
 {
 	static DEFINE_MUTEX(lock);
@@ -365,8 +368,8 @@ static void discover_fn(struct work_struct *work)
 	bool all_active = true;
 
 	/*
-	 * A note may come at the last moment, when the hooks may be gone. No tracepoint may be
-	 * joined then.
+	 * A hook may queue this work item just before tmem_fs_stop(). The hooks may then be removed
+	 * already, and the work must not register a tracepoint again.
 	 */
 	if (READ_ONCE(tmem_fs_stopped))
 		return;
@@ -391,7 +394,8 @@ static void discover_fn(struct work_struct *work)
 	else if (tmem_fs_fruitless < TMEM_FRUITLESS_MAX)
 		WRITE_ONCE(tmem_fs_fruitless, tmem_fs_fruitless + 1);
 	/*
-	 * From now on known functions report new mounts. Until all types are known, added pages do.
+	 * Once all types are hooked, their functions report new mounts. Until then, the tracepoint
+	 * of added pages does.
 	 */
 	tmem_probe_new_mounts(!all_active);
 }
@@ -463,7 +467,8 @@ void tmem_fs_exit(void)
 		tmem_fs_remove(fs);
 	}
 	/*
-	 * A last note, a mount's switch or a mark may have passed its check just before the stop.
+	 * A hook, a switch of a mount or a lost mark may have queued a work item just after
+	 * tmem_fs_stop() cancelled it, having read tmem_fs_stopped before.
 	 */
 	cancel_delayed_work_sync(&tmem_fs_discovery);
 	cancel_delayed_work_sync(&tmem_fs_sweeping);

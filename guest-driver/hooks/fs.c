@@ -63,7 +63,7 @@ DEFINE_SPINLOCK(tmem_fs_lock);
 unsigned long tmem_fs_types_noted;
 bool tmem_fs_stopped;
 unsigned int tmem_fs_fruitless;
-DEFINE_MUTEX(tmem_fs_switch_lock);	/* see fs.h */
+DEFINE_MUTEX(tmem_fs_switch_lock);	/* fs.h says what it guards */
 struct delayed_work tmem_fs_discovery, tmem_fs_sweeping;
 
 /*

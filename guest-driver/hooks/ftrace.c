@@ -24,7 +24,8 @@
 #define TMEM_TARGETS_MAX 18
 
 /*
- * The traced instruction is the first one or follows ENDBR64. Functions are aligned to this number.
+ * Largest distance in bytes from a function's address to its traced instruction. That instruction
+ * is the first one or follows ENDBR64, and functions are aligned to this number of bytes.
  */
 #define TMEM_ENTRY_MAX_BYTES 16
 
@@ -33,7 +34,7 @@ static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
 static bool registered, filtered;
 
-/* Number of tasks inside a replacement. */
+/* Number of tasks that run a replacement function of this module. */
 atomic_t tmem_nr_inside = ATOMIC_INIT(0);
 static bool draining;
 

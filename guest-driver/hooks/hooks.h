@@ -66,8 +66,9 @@ void tmem_hooks_report(void);
 /* --- seen.c -------------------------------------------------------------------------------- */
 
 /*
- * Folios rest in a per-CPU batch of 31, with a reference each, before reclaim can take them. With
- * this many pages, most have left the batch.
+ * Number of pages of the self-test's file. The kernel keeps new folios in a per-CPU batch of 31,
+ * with a reference each, and reclaim can take a folio only after it has left the batch. Of this
+ * many pages, most have left it.
  */
 #define TMEM_SELFTEST_PAGES 128
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Hooks that the kernel calls itself, by the patches of intree/. This file takes the place of
- * ftrace.c and tracepoints.c, and has the same rules: a function is watched from tmem_target_add()
+ * Hooks that a kernel with the patches of intree/ calls itself. This file takes the place of
+ * ftrace.c and tracepoints.c, and follows their rules: a function is watched from tmem_target_add()
  * on, an entry is called in any context, and a replacement calls the original by tmem_original().
  *
  * The kernel calls tmem_hook_...() while tmem_hooks_key is on. The code is never unloaded, so
@@ -26,7 +26,7 @@ static struct tmem_target targets[TMEM_TARGETS_MAX];
 static unsigned int nr_targets;
 static bool targets_on, probes_on, added_on;
 
-/* Number of tasks inside a replacement. */
+/* Number of tasks that run a replacement function of the driver. */
 atomic_t tmem_nr_inside = ATOMIC_INIT(0);
 static bool draining;
 
@@ -80,7 +80,7 @@ unlock:
 /* --- called by the kernel ------------------------------------------------------------------ */
 
 /**
- * tmem_hook_added() - a folio was added to the page cache
+ * tmem_hook_added() - handle a folio that was added to the page cache
  * @folio: the folio
  */
 void tmem_hook_added(struct folio *folio)
@@ -92,7 +92,7 @@ void tmem_hook_added(struct folio *folio)
 }
 
 /**
- * tmem_hook_removed() - a folio is about to leave the page cache
+ * tmem_hook_removed() - handle a folio that is about to leave the page cache
  * @folio: the folio, whose mapping, index and contents are valid
  *
  * Context: interrupts off, with the i_pages lock.
@@ -106,7 +106,7 @@ void tmem_hook_removed(struct folio *folio)
 }
 
 /**
- * tmem_hook_dirty() - a folio becomes dirty
+ * tmem_hook_dirty() - handle a folio that becomes dirty
  * @folio: the folio
  * @mapping: its mapping
  *
@@ -121,7 +121,8 @@ void tmem_hook_dirty(struct folio *folio, struct address_space *mapping)
 }
 
 /**
- * tmem_hook_fs_error() - ext4 found an error, or is about to be shut down by force
+ * tmem_hook_fs_error() - handle an error that ext4 found, or a forced shutdown that is about to
+ * begin
  * @sb: its super block
  */
 void tmem_hook_fs_error(struct super_block *sb)
@@ -173,7 +174,7 @@ int tmem_hook_read_folio(filler_t *filler, struct file *file, struct folio *foli
 }
 
 /**
- * tmem_hook_direct_write() - entry of invalidate_inode_pages2_range()
+ * tmem_hook_direct_write() - handle the entry of invalidate_inode_pages2_range()
  * @mapping: the mapping
  */
 void tmem_hook_direct_write(struct address_space *mapping)
@@ -182,7 +183,7 @@ void tmem_hook_direct_write(struct address_space *mapping)
 }
 
 /**
- * tmem_hook_swapon() - a file system's ->swap_activate is about to be called
+ * tmem_hook_swapon() - handle a call of a file system's ->swap_activate that is about to begin
  * @sis: the swap area
  * @file: its file
  */
@@ -193,7 +194,7 @@ void tmem_hook_swapon(struct swap_info_struct *sis, struct file *file)
 }
 
 /**
- * tmem_hook_bmap() - a file system's ->bmap is about to be called
+ * tmem_hook_bmap() - handle a call of a file system's ->bmap that is about to begin
  * @mapping: the mapping
  */
 void tmem_hook_bmap(struct address_space *mapping)
@@ -202,9 +203,9 @@ void tmem_hook_bmap(struct address_space *mapping)
 }
 
 /**
- * tmem_hook_move_extents() - two files of an ext4 are about to exchange blocks
- * @orig: the one
- * @donor: the other
+ * tmem_hook_move_extents() - handle two files of an ext4 that are about to exchange blocks
+ * @orig: first argument of ext4_move_extents()
+ * @donor: second argument of ext4_move_extents()
  */
 void tmem_hook_move_extents(struct file *orig, struct file *donor)
 {
@@ -213,12 +214,15 @@ void tmem_hook_move_extents(struct file *orig, struct file *donor)
 EXPORT_SYMBOL_GPL(tmem_hook_move_extents);
 
 /**
- * tmem_hook_conversion_failed() - ext4 could not convert unwritten blocks
+ * tmem_hook_conversion_failed() - handle unwritten blocks that ext4 could not convert
  * @inode: the inode
  */
 void tmem_hook_conversion_failed(struct inode *inode)
 {
-	/* These are the arguments of the warning, which a module hooks instead. */
+	/*
+	 * These are arguments of __ext4_warning(). A driver that is a module hooks that function
+	 * instead, and tmem_entry_ext4_warning() takes its arguments.
+	 */
 	hook_enter(TMEM_HOOK_CONVERSION, NULL,
 		   ARGS(ARG(inode->i_sb), ARG("ext4_convert_unwritten_extents"), 0, 0,
 			inode->i_ino));
@@ -226,7 +230,7 @@ void tmem_hook_conversion_failed(struct inode *inode)
 EXPORT_SYMBOL_GPL(tmem_hook_conversion_failed);
 
 /**
- * tmem_hook_journal_abort() - entry of jbd2_journal_abort()
+ * tmem_hook_journal_abort() - handle the entry of jbd2_journal_abort()
  * @journal: the journal
  */
 void tmem_hook_journal_abort(struct journal_s *journal)
@@ -236,7 +240,7 @@ void tmem_hook_journal_abort(struct journal_s *journal)
 EXPORT_SYMBOL_GPL(tmem_hook_journal_abort);
 
 /**
- * tmem_hook_drop_slab() - entry of drop_slab()
+ * tmem_hook_drop_slab() - handle the entry of drop_slab()
  */
 void tmem_hook_drop_slab(void)
 {
@@ -244,12 +248,15 @@ void tmem_hook_drop_slab(void)
 }
 
 /**
- * tmem_hook_mounted() - a file system was mounted
+ * tmem_hook_mounted() - handle a file system that was just mounted
  * @sb: its super block, s_umount held for writing
  */
 void tmem_hook_mounted(struct super_block *sb)
 {
-	/* The replacement calls the function after which a module learns of a mount. */
+	/*
+	 * hook_enter() returns a replacement of security_sb_set_mnt_opts() if the mount hook is on.
+	 * It is not called here, because the kernel has called that function already.
+	 */
 	if (!hook_enter(TMEM_HOOK_MOUNT, NULL, ARGS(ARG(sb))))
 		return;
 	tmem_fs_mounted(sb);
@@ -257,7 +264,7 @@ void tmem_hook_mounted(struct super_block *sb)
 }
 
 /**
- * tmem_hook_truncate_inode_pages_range() - truncate_inode_pages_range()
+ * tmem_hook_truncate_inode_pages_range() - run truncate_inode_pages_range() with its hook
  * @mapping: the mapping
  * @lstart: first byte
  * @lend: last byte
@@ -277,7 +284,7 @@ void tmem_hook_truncate_inode_pages_range(struct address_space *mapping, loff_t 
 }
 
 /**
- * tmem_hook_generic_shutdown_super() - generic_shutdown_super()
+ * tmem_hook_generic_shutdown_super() - run generic_shutdown_super() with its hook
  * @sb: the super block
  */
 void tmem_hook_generic_shutdown_super(struct super_block *sb)
@@ -294,7 +301,7 @@ void tmem_hook_generic_shutdown_super(struct super_block *sb)
 }
 
 /**
- * tmem_hook_generic_fadvise() - generic_fadvise()
+ * tmem_hook_generic_fadvise() - run generic_fadvise() with its hook
  * @file: the file
  * @offset: first byte
  * @len: number of bytes

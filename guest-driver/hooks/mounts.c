@@ -36,7 +36,7 @@ static struct tmem_fs_type *type_of(const struct kobject *kobj)
 	return type;
 }
 
-/* --- of a mount ---------------------------------------------------------------------------- */
+/* --- files of a mount ---------------------------------------------------------------------- */
 
 static ssize_t enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {
@@ -133,8 +133,8 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
 {
 	struct tmem_mount *mount = kzalloc(sizeof(*mount), GFP_KERNEL);
 	/*
-	 * If a test hides unmounts from the driver, older mounts of the same device are still
-	 * there.
+	 * If a test switches the unmount hook off, directories of earlier mounts of the device are
+	 * left. A serial number then keeps the names distinct.
 	 */
 	const char *format = tmem_hook_off(TMEM_HOOK_UNMOUNT) ? "%u:%u-%u" : "%u:%u";
 	static unsigned int serial;	/* guarded by discovery_lock */
@@ -166,7 +166,7 @@ struct tmem_mount *tmem_mount_new(const struct super_block *sb, struct tmem_fs_t
  */
 void tmem_mount_free(struct tmem_mount *mount)
 {
-	/* The directory is missing if there was no memory for it, or another one of its name. */
+	/* The directory is missing if there was no memory for it, or its name was in use. */
 	if (mount->kobj.state_in_sysfs)
 		kobject_del(&mount->kobj);
 	kobject_put(&mount->kobj);
@@ -176,7 +176,7 @@ void tmem_mount_free(struct tmem_mount *mount)
 	kfree(mount);
 }
 
-/* --- of a type ----------------------------------------------------------------------------- */
+/* --- files of a type ----------------------------------------------------------------------- */
 
 static ssize_t type_enabled_show(struct kobject *kobj, struct kobj_attribute *attr, char *buf)
 {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Probes of the page cache. A page that reclaim takes is put. A page that leaves the page
- * cache in another way, or is made dirty, is erased.
+ * Probes of the page cache. A page that reclaim takes is put. If a page leaves the page cache in
+ * another way, or is made dirty, its entry is erased.
  *
  * Both probes run under the i_pages lock with interrupts off, while mapping, index and
  * contents are valid. So nothing here may wait.
@@ -99,7 +99,7 @@ static unsigned long put_folio(struct tmem_fs *fs, const struct inode *inode,
 }
 
 /**
- * tmem_probe_removed() - put or erase the pages of a folio that leaves the page cache
+ * tmem_probe_removed() - put or invalidate the pages of a folio that leaves the page cache
  * @data: unused
  * @folio: the folio
  *
@@ -116,7 +116,7 @@ void tmem_probe_removed(void *data, struct folio *folio)
 		tmem_selftest_saw_removed(folio);
 		return;
 	}
-	/* This is not a regular file, so no look-up is needed. */
+	/* Only regular files are cached. This check saves the look-up of the file system. */
 	if (!inode || !S_ISREG(inode->i_mode))
 		return;
 
@@ -144,7 +144,7 @@ out:
 }
 
 /**
- * tmem_probe_dirty() - erase the pages of a folio that becomes dirty
+ * tmem_probe_dirty() - invalidate the pages of a folio that becomes dirty
  * @data: unused
  * @folio: the folio
  * @mapping: its mapping

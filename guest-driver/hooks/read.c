@@ -26,8 +26,8 @@
 #define TMEM_WINDOW_PAGES 512
 
 /*
- * A run of pages that is got in one request. It is on the heap, because the stack of a fault is
- * deep.
+ * A run of pages that one tmem_get() gets. It is allocated from the heap, because a page fault
+ * leaves little room on the stack.
  */
 struct tmem_run {
 	struct page *pages[TMEM_FOLIO_MAX_PAGES];
@@ -204,7 +204,7 @@ static void read_part(const struct readahead_control *rac, pgoff_t index, unsign
 		folio_unlock(folio);
 }
 
-/* Returns a folio, which cannot change because it is present and locked for this request. */
+/* Returns the folio of a page. It is in the page cache, and the caller has locked it. */
 static struct folio *folio_at(const struct tmem_read *rd, pgoff_t index)
 {
 	return xa_load(&rd->mapping->i_pages, index);

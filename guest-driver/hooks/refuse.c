@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
- * Mounts that are not served although their type is; see tmem_refuse().
+ * Checks of mounts whose file system type is served: tmem_refuse() finds the ones to refuse.
  *
  * The page cache has the clear text of data that dm-crypt keeps secret, and pages of dm-verity and
  * dm-integrity after their check. The host must not see the former, and could change the latter. So

@@ -14,8 +14,8 @@ static struct tmem_probe {
 	const char *name;
 	void *func;
 	/*
-	 * The tracepoint may not exist here: a file system that is a module has its tracepoints
-	 * there.
+	 * True if the tracepoint may be missing. for_each_kernel_tracepoint() finds the kernel's
+	 * own tracepoints only, so it misses those of a file system that is a module.
 	 */
 	bool optional;
 	struct tracepoint *tp;

@@ -36,7 +36,7 @@
 /* The inode whose pages are held, and an inode without held pages. */
 #define BENCH_INO		12
 #define BENCH_INO_NONE		13
-/* Every other page below this number is held. Look-ups of BENCH_MISS_FAR start here. */
+/* Every second page below this number is held. Look-ups of BENCH_MISS_FAR start at this number. */
 #define BENCH_HELD_END		4096
 
 enum bench_kind {

@@ -10,10 +10,10 @@
 #include <linux/spinlock.h>
 #include <linux/workqueue.h>
 
-/* Long enough for a checker that takes samples. */
+/* Duration of the data race, long enough for KCSAN, which checks samples of the accesses only. */
 #define RACE_TIME	(5 * HZ)
 #define LEAKS		8
-/* A size that few other allocations have. */
+/* Size of the leaked objects. Few other allocations have it, so a report can be recognized. */
 #define LEAK_BYTES	4321
 /* Smaller than the allocator's rounded size, so that only a red zone follows. */
 #define SHORT_BYTES	24
