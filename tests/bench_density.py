@@ -41,12 +41,12 @@ PAGE_BYTES = 4096
 NAMES = ("web1", "web2", "web3", "web4")
 # Smaller than the demo's tree, because four emulated VMs share the processors of one machine.
 TREE_BYTES = 256 * MIB
-RAM_BYTES = 192 * MIB  # the RAM of each VM with the device (M)
-POOL_BYTES = 192 * MIB  # what four trees need beyond the RAM, deduplicated and compressed
+RAM_BYTES = 192 * MIB  # RAM of each VM with the device
+POOL_BYTES = 192 * MIB  # holds the parts of four trees that RAM does not, shared and compressed
 WARM_ROUNDS = 1
 ROUNDS = 2  # number of measured rounds
 REPEAT = 3
-# Enough for the tree and the guest's own kernel, so that no file is read twice.
+# RAM of a VM that has room for the tree and the guest's own kernel, so that no file is read twice.
 ROOM_BYTES = TREE_BYTES + 192 * MIB
 # Runs are not compared if their host bytes differ by more than this fraction.
 TOLERANCE = 0.03
@@ -54,7 +54,7 @@ CALIBRATIONS = 3  # attempts to set the RAM without the device to equal host byt
 # QEMU's translated code belongs to the emulation and not to the VM. Its buffer is bounded, because
 # it would otherwise grow.
 TCG_BUFFER_BYTES = 64 * MIB
-# The largest settings that ksmtuned, which distributions have for KSM, ever uses.
+# The fastest scan that ksmtuned ever sets. Distributions use ksmtuned to control KSM.
 KSM_PAGES, KSM_SLEEP_MS = 1250, 10
 KSM_SECONDS = 120  # longest time for KSM to find all equal pages
 PHASE_SECONDS = 1500  # longest time for rounds
@@ -292,8 +292,8 @@ class Bench:
             if variant is not DEVICE:
                 ready.append(variant)
         for repetition in range(repeat):
-            # Each variant is the first of a turn once, so that disturbances of the machine affect
-            # all.
+            # Each repetition starts with another variant, so that disturbances of the machine
+            # affect all of them.
             turn = repetition % len(ready)
             for variant in ready[turn:] + ready[:turn]:
                 # The device's first run was before the calibration. KSM's results with enough RAM

@@ -312,7 +312,7 @@ def write_json(
 
 
 def around(daemon: Daemon, vms: dict[str, Vm]) -> str:
-    """Returns the text that says how to look further after the demo."""
+    """Returns a text with commands to examine the VMs and the pool after the demo."""
     return f"""
 How to look around:
   TMEM_KEEP=1 make demo                 keeps both VMs and the pool until you press Enter, then:

@@ -27,7 +27,7 @@ from harness.session import Session
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 PROGRESS_SECONDS = 60.0
 POLL_SECONDS = 0.2
-# Each run takes a few minutes under emulation, which is how late the whole program may end.
+# A run takes a few minutes under emulation. The program may end that much later than requested.
 RANDOM_OPERATIONS = 20_000
 VERSIONS_OPERATIONS = 10_000
 RUN_SECONDS = 1800.0  # longest time of a run; a longer run is treated as hung
@@ -91,7 +91,10 @@ def arguments_of_a_turn(name: str, generator: random.Random) -> Iterator[str]:
 
 
 def mountable(kernel: kernels.Kernel, name: str) -> bool:
-    """Returns whether the kernel can mount it: XFS_IOC_EXCHANGE_RANGE needs Linux 6.10."""
+    """Returns whether the kernel can mount this file system.
+
+    An xfs that allows XFS_IOC_EXCHANGE_RANGE needs Linux 6.10.
+    """
     series = tuple(int(part) for part in kernel.series.split("."))
     return not disk.FILE_SYSTEMS[name].exchange or series >= (6, 10)
 

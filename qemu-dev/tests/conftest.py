@@ -15,7 +15,10 @@ BUILD = Path(__file__).resolve().parent.parent / "build"
 
 @pytest.fixture(scope="session")
 def qemu():
-    """Returns QEMU=path, or the binary that qemu-dev/build has built, or builds now."""
+    """Returns the QEMU that the variable QEMU names, or the one of qemu-dev/build.
+
+    The latter is built if it does not exist.
+    """
     if "QEMU" in os.environ:
         return os.environ["QEMU"]
     return subprocess.run(

@@ -323,7 +323,7 @@ class Machine:
         assert self.get_status() == 0
 
     def driver_up(self, rings=RING_ADDRESS, accepted=None):
-        """Initializes the device from reset to DRIVER_OK with all queues on, as a probe does.
+        """Initializes the device from reset to DRIVER_OK with all queues, like a driver's probe.
 
         The driver accepts all features that the device offers, or those in `accepted`.
         """

@@ -252,7 +252,7 @@ def test_a_queue_that_stops_sets_needs_reset(machine, backend):
     assert vm.status()["vhost-started"] is False
     assert "the device needs a reset: the backend stopped queue 1" in vm.errors()
     assert "the backend stopped queue 1" in vm.property("last-error")
-    # Neither a pause nor another backend starts it again.
+    # Neither a pause nor another backend starts the queue again.
     vm.qmp("stop")
     vm.qmp("cont")
     daemon.kill()
@@ -275,7 +275,7 @@ def test_start_clears_the_error_of_a_stopped_queue(machine, backend):
     vm.qmp("stop")
     stop_queue(daemon)
     daemon.wait("the error", lambda event: event.get("event") == "error")
-    # QEMU has read the descriptor when it answers.
+    # When QEMU answers this query, it has read the error descriptor.
     vm.status()
     vm.qmp("cont")
     assert vm.status()["vhost-started"] is True

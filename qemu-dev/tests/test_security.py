@@ -12,14 +12,14 @@ BLOCK, RNG = 2, 4
 LARGEST_QUEUE = 1024
 RING = 0x100000
 INDIRECT, AVAILABLE = 1 << 2, 1 << 7  # flags of a descriptor of a packed ring
-# Where the first plugged memory is, and ACPI's registers to unplug it.
+# Address of the first plugged memory, and ACPI's registers to unplug it.
 DIMM_ADDRESS = 4 << 30
 DIMM_BYTES = 2 << 20
 SELECT_SLOT, SLOT_FLAGS, EJECT = 0xA00, 0xA14, 1 << 3
 
 
 def other_device(machine, slot, device_id, *options):
-    """A machine whose driver drives another device than vhost-user-tmem."""
+    """Creates a machine with another device than vhost-user-tmem, which the test drives."""
     vm = machine(more=options)
     vm.slot, vm.device_id = slot, device_id
     vm.driver_up(rings=RING)

@@ -16,7 +16,8 @@
  * - special tables DIR COUNT: like direct; then prints "ready" and keeps all files open
  * - special shutdown DIR: shuts the ext4 or xfs at DIR down by force, without writing its log
  * - special swap-out BYTES: writes to memory of this size and has it swapped out
- * - special drain: empties the processors' lists of new pages and of buffers, which pin pages
+ * - special drain: empties the kernel's per-CPU lists of pages and buffers, so that no page has a
+ *   reference from such a list
  * - special block FILE PAGE: prints the file system's block of a page, counted in pages
  */
 #define _GNU_SOURCE
@@ -279,9 +280,11 @@ static int swap_out(size_t bytes)
 }
 
 /*
- * Drop_caches cannot drop a page that is on a processor's list, and drains these lists in some
- * kernels only. Migration begins with it (do_migrate_pages() in mm/mempolicy.c), and from a node to
- * itself it migrates nothing. Compaction would drain the lists, too, but waits for writeback.
+ * Empties the kernel's per-CPU lists of new pages and of buffers. A list holds a reference to each
+ * of its pages, so drop_caches cannot drop these pages, and only some kernels drain the lists
+ * before they drop caches. migrate_pages() drains the lists of all processors first
+ * (do_migrate_pages() in mm/mempolicy.c). The call here asks for a migration from node 0 to node 0,
+ * which moves no page. Compaction would also drain the lists, but it waits for writeback.
  */
 static int drain(void)
 {

@@ -274,9 +274,9 @@ size_t resident_pages(int fd, size_t size)
 
 /*
  * Exchanges the blocks of two ranges as e4defrag does. The data of "from" stays. The donor gets the
- * blocks that held it, marked as unwritten, so it reads as zeroes. The result is defined only if
- * both are written out and the donor has no cached page; the kernel does not drop those here.
- * Returns false and moves nothing if pages of the donor stay cached.
+ * blocks that held this data, marked as unwritten, so it reads as zeroes. The result is defined
+ * only if both files are written out and the donor has no cached page; the ioctl drops no cached
+ * pages. Returns false and moves nothing if pages of the donor stay cached.
  */
 bool file_move_ext(struct worker *w, struct file *from, struct file *donor, uint64_t from_page,
 		   uint64_t donor_page, uint64_t pages)

@@ -129,7 +129,7 @@ static bool op_dontcache_read(struct worker *w, struct file *f)
 	return file_read_dontcache(w, f, r.offset, r.length);
 }
 
-/* Also checks the kernel's promise about the last page: zeroes behind the end. */
+/* Reads through a mapping. Also checks that the last page has zeroes behind the end of the file. */
 static bool op_mmap_read(struct worker *w, struct file *f)
 {
 	struct range r = draw_range(w, f->size);
@@ -257,7 +257,8 @@ static bool op_punch(struct worker *w, struct file *f)
 }
 
 /*
- * Returns whether zero_range_is_wrong() applies: whole blocks, and the file ends within the range.
+ * Returns whether FALLOC_FL_ZERO_RANGE on this range meets the kernel's fault that
+ * zero_range_is_wrong() describes: the range has whole blocks only, and the file ends within it.
  */
 static bool zero_goes_wrong(const struct file *f, struct range r)
 {
@@ -272,7 +273,7 @@ static bool op_zero(struct worker *w, struct file *f)
 	struct range r = draw_range(w, grow ? f->limit : f->size);
 
 	if (grow && w->opt->zero_is_wrong && zero_goes_wrong(f, r))
-		grow = false;	/* the same blocks; it is the growth that goes wrong */
+		grow = false;	/* the kernel's fault needs a file that grows */
 	record(w, f, r.offset, r.length, grow ? "may grow" : NULL);
 	return file_fallocate(w, f, FALLOC_FL_ZERO_RANGE | (grow ? 0 : FALLOC_FL_KEEP_SIZE),
 			      r.offset, r.length);
@@ -335,7 +336,7 @@ static bool op_evict_inode(struct worker *w, struct file *f)
 	return file_evict_inode(w, f);
 }
 
-/* As a rule, a new file gets the inode number of the old one. */
+/* Replaces a file by a new one, which as a rule gets the inode number of the old one. */
 static bool op_recreate(struct worker *w, struct file *f)
 {
 	bool keep = rng_chance(&w->rng, 30);
@@ -355,7 +356,8 @@ static bool op_recreate(struct worker *w, struct file *f)
 }
 
 /*
- * Renames f over another file of the same limit. That one starts again, empty, under f's old name.
+ * Renames f over another file of the same limit. The other file continues, empty, with f's old
+ * name.
  */
 static bool op_rename(struct worker *w, struct file *f)
 {

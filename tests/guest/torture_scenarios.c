@@ -55,7 +55,7 @@ static void prime(struct worker *w, struct file *f, const char *step)
 	w->op++;
 	w->op_name = step;
 	record(w, f, 0, PAGES * PAGE, "written and evicted");
-	evict(w, 1);	/* other pages first: the driver's put ring must have room for this file */
+	evict(w, 1);	/* evict other pages first, so that the put ring has room for this file */
 	settle();
 	file_truncate(w, f, 0);
 	file_write(w, f, 0, PAGES * PAGE);
@@ -77,7 +77,7 @@ static void look(struct worker *w, struct file *f)
 	file_scan(w, f, 4 * PAGE);
 }
 
-/* Nothing goes wrong here. This scenario proves that evicted pages come back at all. */
+/* Changes no file after its eviction. This scenario proves that evicted pages come back. */
 static void scenario_plain(struct worker *w, struct file *f, struct file *g)
 {
 	prime(w, f, "plain");
@@ -341,8 +341,8 @@ static void scenario_swapext(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * The page cache has new content, and the cache an old copy, when the inode is evicted with its
- * pages. Neither a read nor reclaim has shown that the copy is old.
+ * Evicts an inode with its pages while the page cache has new content and the pool an old copy. No
+ * read and no reclaim of a page has told the driver before that the copy is old.
  */
 static void scenario_evict_inode(struct worker *w, struct file *f, struct file *g)
 {
@@ -361,7 +361,7 @@ static void scenario_evict_inode(struct worker *w, struct file *f, struct file *
 	look(w, f);
 }
 
-/* As a rule, the new file has the inode number of the old one. */
+/* Replaces a file by a new one, which as a rule gets the inode number of the old one. */
 static void scenario_inode(struct worker *w, struct file *f, struct file *g)
 {
 	char path[256];
@@ -401,7 +401,7 @@ static void wait_for_free(void)
 	nanosleep(&pause, NULL);
 }
 
-/* The bytes on the disk change between two mounts. */
+/* Changes bytes on the disk between two mounts. */
 static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 {
 	int blocks[PAGES * PAGE / MIN_BLOCK], bytes;
@@ -427,7 +427,7 @@ static void scenario_unmount(struct worker *w, struct file *f, struct file *g)
 	}
 }
 
-/* Does not test bytes: pages that were advised away must not be kept. */
+/* Checks that the driver keeps no page that POSIX_FADV_DONTNEED gave up. It does not test bytes. */
 static void scenario_fadvise(struct worker *w, struct file *f, struct file *g)
 {
 	struct timespec pause = { 0, 5000000 };
@@ -539,7 +539,7 @@ static void look_large(struct worker *w, struct file *f)
 	file_read(w, f, 0, f->size);
 }
 
-/* No part of a folio may be older than a change to another part of it. */
+/* Checks that no part of a large folio is older than a change to another part of this folio. */
 static void scenario_large(struct worker *w, struct file *f, struct file *g)
 {
 	(void)g;
@@ -639,8 +639,8 @@ static void scenario_swap(struct worker *w, struct file *f, struct file *g)
 }
 
 /*
- * Pages are read from swap, which leaves them clean. Then the kernel writes to them, and they are
- * swapped out again. The cache has no part in it: this tests the kernel of native guests.
+ * Reads pages from swap, which leaves them clean, has the kernel write to them, and swaps them out
+ * again. This tests the kernel of native guests. The driver has no part in it.
  */
 static void scenario_swapped_buffer(struct worker *w, struct file *f, struct file *g)
 {

@@ -140,7 +140,7 @@ def test_test_code_is_behind_one_header() -> None:
     assert len(list(Path(DRIVER / "testing").glob("*.c"))) > 2
 
 
-def test_uses_are_found() -> None:
+def test_parser_finds_uses_between_files() -> None:
     sources = {
         "a": "int tmem_a(int x)\n{\n\treturn tmem_f() + tmem_i();\n}\nbool tmem_v = true;\n",
         "b": "int tmem_f(void)\n{\n}\nstatic int tmem_b(void)\n{\n}\nu64 tmem_n, tmem_m;\n",

@@ -39,7 +39,7 @@ def test_quoted_messages_exist_in_the_programs() -> None:
             assert found, f"{message}: no program has the text {part!r}"
 
 
-def test_named_commands_exist() -> None:
+def test_tmemctl_commands_in_the_guide_exist() -> None:
     main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}

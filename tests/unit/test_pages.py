@@ -43,7 +43,7 @@ def test_index_lists_every_page() -> None:
     assert pages <= set(re.findall(r"\]\(([^)#]+)", index))
 
 
-def test_named_commands_exist() -> None:
+def test_tmemctl_commands_on_the_pages_exist() -> None:
     main = (ROOT / "host-daemon/tmemctl/src/main.rs").read_text()
     enum = main.split("enum Command {")[1].split("\n}\n")[0]
     commands = {name.lower() for name in re.findall(r"^    ([A-Z][a-z]+)\b", enum, re.MULTILINE)}

@@ -84,7 +84,7 @@ def test_each_rule_is_one_sentence_about_its_actor() -> None:
         assert text.endswith(".") and not re.search(r"[.!?]\s", text), bullet
 
 
-def test_lines_are_wrapped() -> None:
+def test_lines_of_the_specification_are_wrapped() -> None:
     long = [
         line
         for line in PAGE.read_text().splitlines()

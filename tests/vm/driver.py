@@ -26,12 +26,12 @@ SYSFS = "/sys/kernel/virtio_tmem"
 PARAMETERS = "/sys/module/virtio_tmem/parameters"
 WHERE = "/mnt"
 
-# The driver's deadline in tests, scaled for slow machines. A host under TCG answers within it. The
-# driver reads a page that is later from the disk.
+# The driver's deadline in tests, scaled for slow machines. A host under TCG answers within it. If a
+# page arrives later, the driver reads it from the disk.
 DEADLINE_MAX_MS = 1000  # the module's maximum
 DEADLINE_MS = min(DEADLINE_MAX_MS, int(scaled(200)))
-# The longest deadline, for tests in which the driver must use a held page. A wrong page that is
-# late would be discarded, which would hide the fault.
+# The longest deadline, for tests in which the driver must use a held page. With a short one, the
+# driver would discard a wrong page that is late, and the test would not see the fault.
 PATIENT = f"deadline_ms={DEADLINE_MAX_MS}"
 DISK_BYTES = 512 * MIB
 SETTLE_SECONDS = 30.0

@@ -72,8 +72,8 @@ LIES_OF_POOLS = (
 # - "token" and "token-beyond": a used element names no request, or a number that no request can
 #   have.
 
-# Time for which a get is held before a wrong answer. The driver accepts an answer that is in time.
-# This time is scaled and at least five deadlines, which covers the delay of a busy machine.
+# Time for which "late" delays its wrong answer to a get. An answer in time would reach the driver's
+# checks, so this time is scaled and at least five deadlines, even if the machine is busy.
 LATE_SECONDS = 1.0
 
 DAMAGE = bytes(byte ^ 0xFF for byte in range(256))

@@ -178,8 +178,9 @@ def test_injected_faults_and_limits_cause_no_wrong_byte(
     guest = vm.start()
     load(guest, "verify_every=0")
 
-    # While there are no gets, pages are in the cache and in the index. A dropped put then erases
-    # its key. Late answers must release their bounce pages: 4 rounds would use them up.
+    # While the breaker is open, the guest reads files from the disk, and their entries stay in the
+    # index. A put that is dropped then must erase the entry of its page. Late answers must release
+    # their bounce pages; otherwise 4 rounds would use them up.
     for fault in ("ring_full", "nomem", "ring_full", "nomem"):
         evict(guest, list(files))
         trip(guest, daemon, files)

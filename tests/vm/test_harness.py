@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
-"""The harness itself: its reports must be right, and it must not miss a fault."""
+"""Tests of the harness itself: its reports are right, and it misses no fault of a guest or QEMU."""
 
 from __future__ import annotations
 

@@ -74,14 +74,16 @@ def test_the_kernel_has_no_ftrace(session: Session, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("parameter, words", BLIND)
-def test_each_hook_is_missed(session: Session, kernel: Kernel, parameter: str, words: str) -> None:
+def test_self_test_detects_each_missing_hook(
+    session: Session, kernel: Kernel, parameter: str, words: str
+) -> None:
     """The self-test finds a hook that the kernel does not call, and the cache stays off."""
     found = state(boot(session, kernel, parameter))
     assert found.startswith("off: self-test: ") and words in found, found
 
 
 @pytest.mark.parametrize("name", ["ext4", "xfs"])
-def test_random_operations(session: Session, kernel: Kernel, name: str) -> None:
+def test_random_operations_find_no_wrong_byte(session: Session, kernel: Kernel, name: str) -> None:
     """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
     guest = served(session, kernel, "verify_every=10", name)
     kind = disk.FILE_SYSTEMS[name].kind
@@ -94,14 +96,14 @@ def test_random_operations(session: Session, kernel: Kernel, name: str) -> None:
     wait_state(guest, "on")
 
 
-def test_readers_never_go_back(session: Session, kernel: Kernel) -> None:
+def test_readers_never_see_an_older_version(session: Session, kernel: Kernel) -> None:
     guest = served(session, kernel, "verify_every=0")
     arguments = f"--seed={seed()} --mode=versions --ops=20000 --mixed"
     Torture(guest, f"{arguments} --readers=3 --direct-readers=1", 600).finish()
     wait_state(guest, "on")
 
 
-def test_scenarios(session: Session, kernel: Kernel) -> None:
+def test_scenarios_find_no_wrong_byte(session: Session, kernel: Kernel) -> None:
     guest = served(session, kernel, "verify_every=0")
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
@@ -109,8 +111,11 @@ def test_scenarios(session: Session, kernel: Kernel) -> None:
     wait_state(guest, "on")
 
 
-def test_scenarios_without_hooks(session: Session, kernel: Kernel) -> None:
-    """Each call that the patches add to the kernel is needed: without it, a byte is wrong."""
+def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session, kernel: Kernel) -> None:
+    """Each call that the in-tree patches add to the kernel is needed.
+
+    Without the call, the scenario finds a wrong byte.
+    """
     guest = served(session, kernel, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)

@@ -471,7 +471,7 @@ def test_bridge_applies_quotas_after_any_service_restarts(
         assert f"{LABEL}: not as requested: " in shown and part in shown
         assert part in libvirt.bridge_log.read_text()
     live(libvirt, limit(8))
-    follows(daemon, 8, "it is mended")
+    follows(daemon, 8, "the corrected limit applies")
     assert vm_of(daemon)["problem"] is None
 
     # A single libvirtd cannot be both ends of a migration.

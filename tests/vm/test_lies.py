@@ -25,13 +25,15 @@ from harness.wait import scaled, until
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# Delay of a slow device: well beyond the deadline of gets, and beyond that of puts.
+# Delay of a slow device: much longer than the deadline of gets, and longer than the delay of puts
+# that fill no batch.
 SLOW_SECONDS = scaled(0.5)
 SILENT_SECONDS = 1e9
-# Three readers that wait in vain open the breaker; a readahead asks for a few runs at once.
+# Maximum number of late requests until the breaker opens: three late readaheads open it, and each
+# of them sends up to four requests at once.
 LATE_MAX = 3 * 4
-# Least number of kinds of lies that a load must meet, and the most runs for that; one usually
-# suffices.
+# Minimum number of kinds of wrong answers that the load must meet, and maximum number of runs of
+# the load for that. One run usually suffices.
 TOLD_MIN, TURNS_MAX = 4, 5
 LOAD = "--ops=4000 --jobs=2 --files=16 --size-max=262144"
 

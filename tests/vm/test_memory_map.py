@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0 OR MIT
 """QEMU emulates two processors, of which one changes the memory map while the other works.
 
-The test is for the patch of qemu-dev/patches that begins with "physmem". Without it, accesses of
-the other processor go to a wrong device or end QEMU. Of two runs without it, one ended in this way.
-In the other, a processor never woke from a sleep, because the write that arms its timer had gone to
-a wrong place.
+The test is for the patch in qemu-dev/patches whose title begins with "physmem". Without this patch,
+accesses of the other processor go to a wrong device, or QEMU ends. Of two runs without the patch,
+QEMU ended in one. In the other run, a processor never woke from a sleep, because the write that
+arms its timer had gone to a wrong device.
 """
 
 from __future__ import annotations

@@ -42,7 +42,8 @@ pytestmark = pytest.mark.usefixtures("host_programs")
 
 OPERATIONS = 100_000
 MOUNT = "--device=/dev/vda --fstype=ext4"
-# A live hook, by its number in hooks/hooks.h: all but "selftest" are needed to serve ext4.
+# Mask of the hooks that must be live to serve ext4, by their numbers in hooks/hooks.h: all except
+# "selftest".
 HOOKS_OF_EXT4 = 0xFFFF
 
 
@@ -92,7 +93,7 @@ def rates(guest: Guest, arguments: str, seconds: float = 600) -> dict[str, int]:
     return change
 
 
-def test_hooks_without_ftrace(session: Session) -> None:
+def test_all_ext4_hooks_are_called_without_ftrace(session: Session) -> None:
     """The self-test passes, and the kernel calls all hooks that ext4 needs."""
     vm = native_vm(session)
     guest = vm.start()
@@ -106,7 +107,7 @@ def test_hooks_without_ftrace(session: Session) -> None:
     assert live & HOOKS_OF_EXT4 == HOOKS_OF_EXT4, hex(live)
 
 
-def test_pages_come_from_the_pool(session: Session) -> None:
+def test_evicted_files_come_back_without_the_disk(session: Session) -> None:
     """Files that were evicted come back right, and not from the disk."""
     guest = native_guest(session)
     # An eviction at full speed fills the ring of 400 pages, so files are smaller than the ring.
@@ -142,7 +143,7 @@ def test_released_hooks_are_taken_again(session: Session) -> None:
 
 
 @pytest.mark.parametrize("parameter, words", BLIND)
-def test_each_hook_is_missed(session: Session, parameter: str, words: str) -> None:
+def test_self_test_detects_each_missing_hook(session: Session, parameter: str, words: str) -> None:
     guest = native_vm(session, parameter).start()
     guest.mount("data", WHERE)
     found = state(guest)
@@ -152,7 +153,7 @@ def test_each_hook_is_missed(session: Session, parameter: str, words: str) -> No
     assert stats(guest)["puts"] == 0
 
 
-def test_random_operations(session: Session) -> None:
+def test_random_operations_find_no_wrong_byte(session: Session) -> None:
     """Runs workers, an evictor and unmount cycles, in which the cache must take part."""
     guest = native_guest(session)
     arguments = f"--seed={seed()} --ops={OPERATIONS} {SMALL} --jobs=2 --rounds=4 {MOUNT}"
@@ -165,7 +166,7 @@ def test_random_operations(session: Session) -> None:
 
 
 @pytest.mark.parametrize("name", ["ext4-1k", "ext4-nojournal", "xfs"])
-def test_random_operations_of(session: Session, name: str) -> None:
+def test_hits_of_random_operations_match_the_disk(session: Session, name: str) -> None:
     """Every hit is also read from the disk; the driver's own check must agree."""
     fs = disk.FILE_SYSTEMS[name]
     guest = native_guest(session, "verify_every=1", fs)
@@ -176,7 +177,7 @@ def test_random_operations_of(session: Session, name: str) -> None:
     wait_state(guest, "on")
 
 
-def test_readers_never_go_back(session: Session) -> None:
+def test_readers_never_see_an_older_version(session: Session) -> None:
     """Buffered and direct writers and readers use the same blocks."""
     guest = native_guest(session)
     arguments = f"--seed={seed()} --mode=versions --ops=40000 --mixed"
@@ -186,12 +187,15 @@ def test_readers_never_go_back(session: Session) -> None:
 
 
 def test_memory_written_by_the_kernel_survives_swapping(session: Session) -> None:
-    """A fault of user-mode Linux, which a patch of the lab removes: torture would report it."""
+    """Memory that the kernel writes keeps its content when it is swapped out and in.
+
+    User-mode Linux has a fault here, which a patch of tests/native-kernel/patches corrects.
+    """
     guest = native_guest(session)
     Torture(guest, "--scenario=swapped_buffer").finish()
 
 
-def test_scenarios(session: Session) -> None:
+def test_scenarios_find_no_wrong_byte(session: Session) -> None:
     guest = native_guest(session)
     for scenario in SCENARIOS:
         numbers = Torture(guest, f"--scenario={scenario} {MOUNT}").finish()
@@ -199,8 +203,11 @@ def test_scenarios(session: Session) -> None:
     wait_state(guest, "on")
 
 
-def test_scenarios_without_hooks(session: Session) -> None:
-    """Each call that the patches add to the kernel is needed: without it, a byte is wrong."""
+def test_scenario_without_its_hook_finds_a_wrong_byte(session: Session) -> None:
+    """Each call that the in-tree patches add to the kernel is needed.
+
+    Without the call, the scenario finds a wrong byte.
+    """
     guest = native_guest(session, f"verify_every=0 {PATIENT}")
     for hooks, scenario in BROKEN:
         set_parameter(guest, "test_hooks_off", hooks)
@@ -211,14 +218,14 @@ def test_scenarios_without_hooks(session: Session) -> None:
 
 
 @pytest.mark.parametrize("hooks", BROKEN_RANDOM)
-def test_random_operations_without_hooks(session: Session, hooks: str) -> None:
+def test_random_operations_detect_each_missing_hook(session: Session, hooks: str) -> None:
     """The random operations detect each missing hook that file contents depend on."""
     guest = native_guest(session, f"verify_every=0 {PATIENT} test_hooks_off={hooks}")
     arguments = f"--seed={seed()} --ops=200000 --files=16 --size-max=262144 --no-evictor"
     Torture(guest, arguments, 600).must_mismatch()
 
 
-def test_dropped_puts(session: Session) -> None:
+def test_dropped_puts_leave_no_old_page(session: Session) -> None:
     """A put that finds no room or no memory leaves nothing old behind under its key."""
     guest = native_guest(session, "verify_every=0 inject_ring_full=3 inject_nomem=7")
     Torture(guest, f"--seed={seed()} --ops=20000 {SMALL} --jobs=2").finish()
@@ -229,7 +236,7 @@ def test_dropped_puts(session: Session) -> None:
     wait_state(guest, "on")
 
 
-def test_corrupt_pages(session: Session) -> None:
+def test_corrupt_page_switches_the_cache_off(session: Session) -> None:
     """A page that was changed on its way is not used, and no page is used after it."""
     guest = native_guest(session, "verify_every=0 inject_corrupt=50")
     Torture(guest, f"--seed={seed()} --ops=3000 {SMALL} --jobs=2").finish()
@@ -253,7 +260,7 @@ def test_throttled_disk_is_not_in_the_hosts_cache(session: Session) -> None:
         vm.exports[0].check_cache()
 
 
-def test_cached_disk_is_found(session: Session) -> None:
+def test_disk_in_the_hosts_cache_is_reported(session: Session) -> None:
     """The check of the host's page cache fails for a disk that goes through it."""
     vm = native_vm(session, direct=False)
     guest = vm.start()

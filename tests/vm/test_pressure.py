@@ -34,7 +34,7 @@ GROUP = "/sys/fs/cgroup/machine"
 
 @pytest.fixture(scope="module")
 def fill() -> Path:
-    """The program that fills a pool."""
+    """Returns the program that fills a pool, which cargo builds."""
     command = ["cargo", "build", "--release", "--locked", "-p", "tmemd", "--example", "fill"]
     command += ["--message-format", "json", "--manifest-path", str(ROOT / "host-daemon/Cargo.toml")]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -72,8 +72,8 @@ def test_one_queue_may_use_more_than_its_share_of_slots(
     assert after["puts"] - before["puts"] >= CHUNK_PAGES
     assert after["puts_dropped_ring_full"] == before["puts_dropped_ring_full"]
     settle(guest)
-    # All pages come back, also those whose blocks of slots are beside blocks of other pages. On a
-    # busy machine some may be late.
+    # All pages come back with right bytes, although the queue used blocks of slots from the share
+    # of other queues. On a busy machine some pages may be late; they come from the disk.
     assert checksums(guest, [CHUNK]) == sums
     grown = growth(after, stats(guest))
     assert grown["hits"] + grown["misses_late"] >= CHUNK_PAGES
@@ -102,7 +102,7 @@ def test_partial_batches_are_sent_in_time(session: Session, kernel: Kernel, modu
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")
     settle(guest)
 
-    # No later put follows the last one and would send it along.
+    # The two puts fill no batch, and no later put follows that could complete the batch.
     guest.sh("cat /mnt/0 >/dev/null")
     before = settle(guest)
     guest.sh("echo 1 >/proc/sys/vm/drop_caches")

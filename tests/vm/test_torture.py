@@ -30,8 +30,8 @@ from harness.session import Session
 
 pytestmark = pytest.mark.usefixtures("qemu", "host_programs")
 
-# This takes one minute. Each file system has 20,000, and `make check-guest-long` runs until its
-# time is over.
+# This number of operations takes one minute. test_filesystems runs 20,000 on each file system, and
+# `make check-guest-long` runs until its time is over.
 OPERATIONS = 15_000
 # Files are few and small, so that the same pages come and go often.
 SMALL = "--files=16 --size-max=524288"
@@ -43,9 +43,10 @@ SCENARIOS = [
     "evict_inode", "inode", "unmount", "fadvise", "swap",
 ]  # fmt: skip
 
-# Hooks that are off, and the scenario that must then find a wrong byte. Two hooks report a page
-# that is made dirty and removed, and either suffices in that scenario. test_filesystems shows the
-# purpose of the first one alone.
+# Hooks that are switched off together, and the scenario that must then find a wrong byte. Two
+# hooks, "dirty" and "removed", report a page that is made dirty and then removed, and either of
+# them suffices in the scenario "evict_inode". test_filesystems shows what the hook "dirty" alone is
+# needed for.
 BROKEN = [
     ("truncate", "truncate"),
     ("truncate", "punch"),
@@ -209,7 +210,7 @@ def test_corrupt_page_switches_the_cache_off(
     counters = stats(guest)
     assert counters["mismatches"] > 0
     assert counters["misses_check"] > 0
-    # That request may have brought further pages, which were right.
+    # The request with the corrupt page may have brought further pages, which were right.
     assert counters["hits"] < 50 + 2 * 64
     assert "check the host" in guest.sh("dmesg")
 

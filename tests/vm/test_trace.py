@@ -147,7 +147,8 @@ def test_breaker_and_reset_are_traced(session: Session, kernel: Kernel, test_mod
     guest = vm.start()
     load(guest, "verify_every=0")
     evict(guest, list(sums)[:12])
-    # This is 6.12's value: with the 8 MiB of 7.2, too few calls are late to open the breaker.
+    # 128 KiB is 6.12's default. With the 8 MiB of 7.2, a file has too few readaheads: not enough of
+    # them are late to open the breaker.
     guest.sh("echo 128 >/sys/block/vda/queue/read_ahead_kb")
     trace_on(guest)
 

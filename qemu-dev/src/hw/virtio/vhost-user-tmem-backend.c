@@ -284,7 +284,10 @@ err_host_notifiers:
     return false;
 }
 
-/* Stops the backend and keeps the generation, because a VM also pauses so. */
+/*
+ * Stops the backend. The generation stays, because a pause of the VM also stops
+ * the backend, and a pause keeps the cache.
+ */
 static void vhost_user_tmem_stop(VHostUserTmem *s)
 {
     VirtIODevice *vdev = VIRTIO_DEVICE(s);
@@ -459,7 +462,10 @@ static void vhost_user_tmem_probe_done(VHostUserTmem *s)
     vhost_user_tmem_connect(s);
 }
 
-/* Probes an open connection, now or after a pause. */
+/*
+ * Probes an open connection, now or when the pause after a refusal or an
+ * incoming migration is over.
+ */
 static void vhost_user_tmem_begin(VHostUserTmem *s)
 {
     int64_t now_ms = qemu_clock_get_ms(QEMU_CLOCK_REALTIME);
@@ -484,7 +490,10 @@ static void vhost_user_tmem_bh(void *opaque)
         vhost_user_tmem_stop(s);
     }
     if (s->state == VHOST_USER_TMEM_IDLE) {
-        /* A backend without dirty log blocks migration only while connected. */
+        /*
+         * A backend without dirty log blocks migration only while it is
+         * connected.
+         */
         migrate_del_blocker(&s->dev.migration_blocker);
         if (qemu_chr_fe_backend_open(&s->chardev)) {
             vhost_user_tmem_begin(s);

@@ -38,7 +38,7 @@ struct VHostUserTmem {
 
     /* Properties, fixed from realize on. */
     CharBackend chardev;
-    uint16_t num_queues;            /* request queues, without control */
+    uint16_t num_queues;            /* request queues, no control queue */
     uint16_t queue_size;            /* descriptors in each queue */
     uint32_t backend_timeout_ms;    /* longest wait in one operation */
 
@@ -130,7 +130,10 @@ void vhost_user_tmem_notify(VHostUserTmem *s);
 /* Checks that a backend can map all memory that the machine has. */
 bool vhost_user_tmem_memory_check(VHostUserTmem *s, Error **errp);
 
-/* Begin and end to refuse private memory and background snapshots. */
+/*
+ * Start (init) and stop (cleanup) the refusal of private memory and of
+ * background snapshots.
+ */
 void vhost_user_tmem_memory_init(VHostUserTmem *s);
 void vhost_user_tmem_memory_cleanup(VHostUserTmem *s);
 
