@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 OR MIT */
 /*
- * virtio-tmem: the wire between a guest driver and a device.
+ * virtio-tmem: layout of the requests between a guest driver and a device.
  *
- * This header is the source of every size, offset and value of the device; the
- * Rust crate beside it is compared with it field by field in a test, and the
- * rules that go with the layouts are in SPEC.md. All fields are little-endian.
- * Nothing here may change once released: extend with a feature bit.
+ * This header is the source of every size, offset and value of the device. A
+ * test compares the Rust crate in src/ with it, field by field. SPEC.md has the
+ * rules for requests. All fields are little-endian. After a release no value or
+ * layout changes: extensions get a feature bit.
  */
 #ifndef VIRTIO_TMEM_H
 #define VIRTIO_TMEM_H
@@ -13,36 +13,37 @@
 #include <linux/types.h>
 
 /*
- * Experimental until one is assigned; the highest id that fits a modern PCI
- * device id (0x1040 + id <= 0x107f). This is its only definition in C.
+ * Device id. The number is experimental until one is assigned. It is the
+ * highest id that fits a modern PCI device id (0x1040 + id <= 0x107f). This is
+ * its only definition in C.
  */
 #define VIRTIO_ID_TMEM				63
 
-/* Reserved feature bits: no text yet, never offered, never accepted. */
+/* Reserved feature bits: not specified yet, never offered, never accepted. */
 #define VIRTIO_TMEM_F_PERSISTENT		0	/* pools that may not lose pages */
-#define VIRTIO_TMEM_F_SHARED			1	/* pools that several guests see */
-#define VIRTIO_TMEM_F_RETAIN			2	/* a get that leaves the page */
-#define VIRTIO_TMEM_F_EVENTS			3	/* a device-to-driver queue */
+#define VIRTIO_TMEM_F_SHARED			1	/* pools that several guests share */
+#define VIRTIO_TMEM_F_RETAIN			2	/* a get leaves the page in the pool */
+#define VIRTIO_TMEM_F_EVENTS			3	/* a queue of events to the driver */
 
 /* Feature bits. */
 #define VIRTIO_TMEM_F_LATENCIES			4	/* the LATENCIES request */
 
-/* The only page size of this implementation; the configuration has page_size. */
+/* The only page size of this implementation. The field page_size announces it. */
 #define VIRTIO_TMEM_PAGE_SHIFT			12
 #define VIRTIO_TMEM_PAGE_SIZE			4096
 
-/* Limits, each a MUST for both sides. */
-#define VIRTIO_TMEM_BATCH_MAX			64	/* pages or ranges a request */
-#define VIRTIO_TMEM_REQUEST_QUEUES_MAX		16	/* beside the control queue */
-#define VIRTIO_TMEM_QUEUE_SIZE_MAX		1024	/* descriptors a queue */
-#define VIRTIO_TMEM_CHUNK_SHIFT			8	/* pages of a chunk: 1 MiB */
-#define VIRTIO_TMEM_INDEX_BITS			51	/* largest file: 2^63 bytes */
-#define VIRTIO_TMEM_POOLS_MAX			256	/* live pools a device */
+/* Limits, which device and driver MUST both keep. */
+#define VIRTIO_TMEM_BATCH_MAX			64	/* pages or ranges in a request */
+#define VIRTIO_TMEM_REQUEST_QUEUES_MAX		16	/* without the control queue */
+#define VIRTIO_TMEM_QUEUE_SIZE_MAX		1024	/* descriptors in a queue */
+#define VIRTIO_TMEM_CHUNK_SHIFT			8	/* log2 of the pages of a chunk: 1 MiB */
+#define VIRTIO_TMEM_INDEX_BITS			51	/* bits of a page index; file: 2^63 bytes */
+#define VIRTIO_TMEM_POOLS_MAX			256	/* pools that exist at the same time */
 
 /* Queue 0 is the control queue, 1 .. num_request_queues are request queues. */
 #define VIRTIO_TMEM_CONTROL_QUEUE		0
 
-/* Request types. The first three go to a request queue, the others to control. */
+/* Request types: three for a request queue, and four for the control queue. */
 #define VIRTIO_TMEM_T_PUT			1
 #define VIRTIO_TMEM_T_GET			2
 #define VIRTIO_TMEM_T_FLUSH			3
@@ -52,14 +53,15 @@
 #define VIRTIO_TMEM_T_LATENCIES			19
 
 /*
- * Status of a request. Zero is no status, so that a zeroed buffer is not an
- * answer; the driver presets UNANSWERED and the device never sends it.
+ * Status of a request. Zero is not a status, so a zeroed buffer is not an
+ * answer. The driver writes UNANSWERED before it sends a request, and the device
+ * never sends that value.
  */
-#define VIRTIO_TMEM_S_OK			1	/* done; see the page results */
-#define VIRTIO_TMEM_S_STALE			2	/* another generation; nothing touched */
-#define VIRTIO_TMEM_S_BAD			3	/* odd shape or a value out of range */
+#define VIRTIO_TMEM_S_OK			1	/* executed; each page has a result */
+#define VIRTIO_TMEM_S_STALE			2	/* another generation; nothing changed */
+#define VIRTIO_TMEM_S_BAD			3	/* wrong lengths, or a value out of range */
 #define VIRTIO_TMEM_S_UNSUPPORTED		4	/* unknown type or flag */
-#define VIRTIO_TMEM_S_NO_POOL			5	/* not a live pool of this driver */
+#define VIRTIO_TMEM_S_NO_POOL			5	/* the driver has no such pool */
 #define VIRTIO_TMEM_S_LIMIT			6	/* a limit of the host is reached */
 #define VIRTIO_TMEM_S_UNANSWERED		255
 
@@ -69,15 +71,15 @@
 #define VIRTIO_TMEM_P_HIT			67
 #define VIRTIO_TMEM_P_MISS			68
 
-/* virtio_tmem_put_page.flags */
+/* Values of virtio_tmem_put_page.flags. */
 #define VIRTIO_TMEM_PUT_WORKINGSET		1	/* the page was active in the guest */
 
-/* virtio_tmem_range.nr_pages: from index to the end of the object. */
+/* Value of virtio_tmem_range.nr_pages: from index to the end of the object. */
 #define VIRTIO_TMEM_TO_END			0
 
 /* Device configuration. */
 struct virtio_tmem_config {
-	__le64 generation;		/* 0: no backend, submit nothing */
+	__le64 generation;		/* 0: no back end; the driver sends nothing */
 	__le32 page_size;		/* VIRTIO_TMEM_PAGE_SIZE */
 	__le16 num_request_queues;	/* 1 .. VIRTIO_TMEM_REQUEST_QUEUES_MAX */
 	__le16 batch_max;		/* 1 .. VIRTIO_TMEM_BATCH_MAX */
@@ -85,24 +87,24 @@ struct virtio_tmem_config {
 	__le32 reserved[3];		/* 0; ignored by the driver */
 };
 
-/* First in every request, readable. */
+/* Header of every request, readable by the device. */
 struct virtio_tmem_req {
 	__le64 generation;
 	__le16 type;			/* VIRTIO_TMEM_T_... */
 	__le16 count;			/* pages or ranges; 0 for control requests */
-	__le32 pool;			/* driver's own counter; 0 is no pool */
+	__le32 pool;			/* id that the driver chose; 0: no pool */
 	__le64 reserved;		/* 0 */
 };
 
-/* First in every answer, writable. */
+/* Header of every answer, writable by the device. */
 struct virtio_tmem_resp {
 	__u8 status;			/* VIRTIO_TMEM_S_... */
 	__u8 reserved[7];		/* 0 */
 };
 
 /*
- * PUT: req, put_page[count], page data [count]; answered by resp and a byte
- * VIRTIO_TMEM_P_... per page.
+ * A PUT is req, put_page[count] and the data of count pages. The answer is resp
+ * and, for each page, a byte VIRTIO_TMEM_P_....
  */
 struct virtio_tmem_put_page {
 	__le64 object;
@@ -113,8 +115,9 @@ struct virtio_tmem_put_page {
 };
 
 /*
- * GET: req, get, le64 cookie[count]: pages index .. index + count - 1 of one
- * object; answered by resp, get_page[count], page data [count].
+ * A GET requests the pages index .. index + count - 1 of one object. It is req,
+ * get and le64 cookie[count]. The answer is resp, get_page[count] and room for
+ * the data of count pages.
  */
 struct virtio_tmem_get {
 	__le64 object;
@@ -122,60 +125,70 @@ struct virtio_tmem_get {
 };
 
 struct virtio_tmem_get_page {
-	__le64 cookie;			/* of the page returned, 0 at a miss */
+	__le64 cookie;			/* cookie of the returned page; 0: a miss */
 	__u8 result;			/* VIRTIO_TMEM_P_... */
 	__u8 reserved[7];		/* 0 */
 };
 
-/* FLUSH: req, range[count]; answered by resp. */
+/* A FLUSH is req and range[count]. The answer is resp. */
 struct virtio_tmem_range {
 	__le64 object;
 	__le64 index;
-	__le64 nr_pages;		/* or VIRTIO_TMEM_TO_END */
-};
-
-/* POOL_CREATE: req, pool_create; answered by resp. POOL_DESTROY: req; resp. */
-struct virtio_tmem_pool_create {
-	__le32 flags;			/* 0; any other is UNSUPPORTED */
-	__le32 reserved;		/* 0 */
-};
-
-/* virtio_tmem_report.state */
-#define VIRTIO_TMEM_R_OFF			0	/* loaded, stays off */
-#define VIRTIO_TMEM_R_ON			1
-#define VIRTIO_TMEM_R_OFFLINE			2	/* on, but no backend */
-#define VIRTIO_TMEM_R_TRIPPED			3	/* breaker open: answers were late */
-#define VIRTIO_TMEM_R_POISONED			4	/* a check failed: off until reload */
-
-/* Bits of virtio_tmem_report.hooks: this type of file system is served. The others are the driver's own. */
-#define VIRTIO_TMEM_H_EXT4			56
-#define VIRTIO_TMEM_H_XFS			57
-
-/* REPORT: req, report; answered by resp. For the host's statistics only. */
-struct virtio_tmem_report {
-	__le32 version;			/* major << 16 | minor << 8 | patch */
-	__le32 state;			/* VIRTIO_TMEM_R_... */
-	__le64 hooks;			/* a bit per hook that is live; VIRTIO_TMEM_H_... */
-	__le64 memory_bytes;		/* that the driver holds in the guest */
-	__le64 index_pages;		/* pages that the guest believes are here */
-	__le64 puts;			/* pages accepted into the put ring */
-	__le64 puts_dropped;		/* eligible pages that were not */
-	__le64 gets;			/* pages asked of the device */
-	__le64 hits;			/* pages that came back and were used */
-	__le64 late;			/* requests that missed their deadline */
-	__le64 mismatches;		/* pages that failed a check: must be 0 */
-	__le64 invalidations;		/* index entries erased for coherence */
-	__u8 kernel[64];		/* release, NUL-padded, any bytes */
+	__le64 nr_pages;		/* number of pages, or VIRTIO_TMEM_TO_END */
 };
 
 /*
- * LATENCIES: req, latencies; answered by resp. For the host's statistics only.
- * How many GET requests their readers waited for so long: below 1 us, below 2,
- * 4, ... 16384 us, and all others. With VIRTIO_TMEM_F_LATENCIES only; a back
- * end that does not know the request answers UNSUPPORTED.
+ * A POOL_CREATE is req and pool_create, a POOL_DESTROY only req. The answer to
+ * both is resp.
+ */
+struct virtio_tmem_pool_create {
+	__le32 flags;			/* 0; the device answers others UNSUPPORTED */
+	__le32 reserved;		/* 0 */
+};
+
+/* Values of virtio_tmem_report.state. */
+#define VIRTIO_TMEM_R_OFF			0	/* loaded and off */
+#define VIRTIO_TMEM_R_ON			1
+#define VIRTIO_TMEM_R_OFFLINE			2	/* on, but there is no back end */
+#define VIRTIO_TMEM_R_TRIPPED			3	/* breaker open: answers were late */
+#define VIRTIO_TMEM_R_POISONED			4	/* a page was wrong: off until reload */
+
+/*
+ * Bits of virtio_tmem_report.hooks for types of file systems that are served.
+ * The driver defines the other bits.
+ */
+#define VIRTIO_TMEM_H_EXT4			56
+#define VIRTIO_TMEM_H_XFS			57
+
+/*
+ * A REPORT is req and report, and the answer is resp. The host uses it for
+ * statistics only.
+ */
+struct virtio_tmem_report {
+	__le32 version;			/* major << 16 | minor << 8 | patch */
+	__le32 state;			/* VIRTIO_TMEM_R_... */
+	__le64 hooks;			/* live hooks, and VIRTIO_TMEM_H_... */
+	__le64 memory_bytes;		/* guest memory that the driver uses */
+	__le64 index_pages;		/* pages in the driver's index */
+	__le64 puts;			/* pages accepted into the put ring */
+	__le64 puts_dropped;		/* eligible pages that were not accepted */
+	__le64 gets;			/* pages that readers requested */
+	__le64 hits;			/* pages that came back and were used */
+	__le64 late;			/* GET requests without answer by the deadline */
+	__le64 mismatches;		/* pages that failed a check; must be 0 */
+	__le64 invalidations;		/* index entries erased because a file changed */
+	__u8 kernel[64];		/* release: any bytes, padded with NUL */
+};
+
+/*
+ * A LATENCIES is req and latencies, and the answer is resp. The host uses it for
+ * statistics only. get[] counts GET requests by the time that their readers
+ * waited: less than 1 us, less than 2, 4, ... 16384 us, and longer. A driver
+ * sends the request only with VIRTIO_TMEM_F_LATENCIES. A back end that does not
+ * know the request answers UNSUPPORTED.
  */
 struct virtio_tmem_latencies {
-	__le64 get_ns;			/* all these waits together */
+	__le64 get_ns;			/* sum of all these waits in ns */
 	__le64 get[16];
 };
 

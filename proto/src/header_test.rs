@@ -1,9 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! Compares this crate with `virtio_tmem.h`, in both directions.
 //!
-//! The header is read for the names it defines, so that nothing there can be forgotten here; the
-//! C compiler then says what the sizes, offsets and values are, so that it is not this reader's
-//! idea of C that is compared.
+//! The test reads all names from the header, so that the crate cannot lack one. The sizes, offsets
+//! and values come from the C compiler, so that the test does not depend on its own reading of C.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::format;
@@ -29,14 +28,16 @@ pub(crate) struct Field {
 
 const HEADER: &str = include_str!("../virtio_tmem.h");
 
-/// Names in the header: defines, and structs with (C type with array length, field name).
+/// Names in the header: defines, and structs with their fields. A field has its C type, including
+/// an array length, and its name.
 #[derive(Debug, Default, PartialEq)]
 struct Names {
     defines: Vec<String>,
     structs: Vec<(String, Vec<(String, String)>)>,
 }
 
-/// Reads a header; any construct that it does not know is an error, so that none goes unseen.
+/// Reads the names of a header. A construct that this function does not know is an error, so that
+/// it overlooks none.
 fn names(header: &str) -> Result<Names, String> {
     let mut text = String::new();
     let mut rest = header;
@@ -78,7 +79,8 @@ fn names(header: &str) -> Result<Names, String> {
     Ok(found)
 }
 
-/// Asks the C compiler; each line of the answer is `what value...`.
+/// Compiles and runs a C program that prints the measures. Each line of its output is `what
+/// value...`.
 fn measure(names: &Names, purpose: &str) -> BTreeMap<String, Vec<u64>> {
     let mut program = String::from(
         "#include <stddef.h>\n#include <stdio.h>\n#include \"virtio_tmem.h\"\nint main(void)\n{\n",
@@ -130,7 +132,7 @@ fn measure(names: &Names, purpose: &str) -> BTreeMap<String, Vec<u64>> {
         .collect()
 }
 
-/// The C type that a Rust type of the crate stands for.
+/// Returns the C type that corresponds to a Rust type of the crate.
 fn c_type(rust_type: &str) -> String {
     if let Some(array) = rust_type.strip_prefix('[') {
         let (item, length) = array
@@ -149,7 +151,7 @@ fn c_type(rust_type: &str) -> String {
     .to_string()
 }
 
-/// Everything that differs between a header's names and measures and the crate, as sentences.
+/// Returns all differences between the crate and a header's names and measures, as sentences.
 fn differences(names: &Names, measures: &BTreeMap<String, Vec<u64>>) -> Vec<String> {
     let mut found = Vec::new();
     let mut compare = |what: String, header: Option<&Vec<u64>>, rust: Option<Vec<u64>>| {
@@ -243,7 +245,7 @@ fn crate_matches_the_c_header() {
     );
 }
 
-/// The comparison itself is not blind: each kind of change to the header is seen.
+/// The comparison detects each kind of change to the header.
 #[test]
 fn each_deviation_from_the_c_header_is_detected() {
     let good = names(HEADER).expect("the header is understood");

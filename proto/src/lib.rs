@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
 //! The wire between a virtio-tmem driver and device: layouts, values and limits.
 //!
-//! `virtio_tmem.h` is the source; this crate repeats it for Rust, and a test compares every size,
-//! offset and value of the two, in both directions. The rules that go with the layouts are in
-//! SPEC.md. All integers are little-endian. No struct has padding, and none has an alignment: a
-//! request can be read in place from any byte buffer.
+//! `virtio_tmem.h` is the source. This crate repeats it for Rust, and a test compares every size,
+//! offset and value of both files, in both directions. SPEC.md has the rules for requests. All
+//! integers are little-endian. No struct has padding or an alignment above 1, so a request can be
+//! read in place from any byte buffer.
 //!
-//! Never here: code that acts on a request. This crate only says what the bytes are.
+//! Out of scope: code that executes a request. This crate only describes the bytes.
 #![no_std]
 #![forbid(unsafe_code)]
 
@@ -22,7 +22,7 @@ pub use zerocopy::little_endian::{U16, U32, U64};
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Defines the constants, and for the test a table of them under their C names.
+/// Defines the constants and, for the test, a table of them with their C names.
 macro_rules! constants {
     ($($(#[$meta:meta])* $c_name:literal $name:ident: $type:ty = $value:expr;)*) => {
         $(
@@ -35,7 +35,7 @@ macro_rules! constants {
     };
 }
 
-/// Defines the wire structs, and for the test a table of their layouts under their C names.
+/// Defines the wire structs and, for the test, a table of their layouts with their C names.
 macro_rules! structs {
     ($(
         $(#[$meta:meta])*
@@ -74,161 +74,164 @@ macro_rules! structs {
 }
 
 constants! {
-    /// Virtio device id: experimental until one is assigned.
+    /// Virtio device id. The number is experimental until one is assigned.
     "VIRTIO_ID_TMEM" ID: u32 = 63;
 
-    /// Reserved feature bit: pools that may not lose pages.
+    /// Reserved feature bit for pools that must not lose pages; never offered.
     "VIRTIO_TMEM_F_PERSISTENT" F_PERSISTENT: u32 = 0;
-    /// Reserved feature bit: pools that several guests see.
+    /// Reserved feature bit for pools that several guests share; never offered.
     "VIRTIO_TMEM_F_SHARED" F_SHARED: u32 = 1;
-    /// Reserved feature bit: a get that leaves the page.
+    /// Reserved feature bit for a get that leaves the page in the pool; never offered.
     "VIRTIO_TMEM_F_RETAIN" F_RETAIN: u32 = 2;
-    /// Reserved feature bit: a device-to-driver queue.
+    /// Reserved feature bit for a queue of events from device to driver; never offered.
     "VIRTIO_TMEM_F_EVENTS" F_EVENTS: u32 = 3;
 
-    /// Feature bit: the [`T_LATENCIES`] request.
+    /// Feature bit: the device supports the [`T_LATENCIES`] request.
     "VIRTIO_TMEM_F_LATENCIES" F_LATENCIES: u32 = 4;
 
     /// log2 of [`PAGE_SIZE`].
     "VIRTIO_TMEM_PAGE_SHIFT" PAGE_SHIFT: u32 = 12;
-    /// Bytes of a page: the only size of this implementation.
+    /// Size of a page in bytes, the only one of this implementation.
     "VIRTIO_TMEM_PAGE_SIZE" PAGE_SIZE: usize = 4096;
-    /// Pages or ranges of a request at most.
+    /// Maximum number of pages or ranges in a request.
     "VIRTIO_TMEM_BATCH_MAX" BATCH_MAX: usize = 64;
-    /// Request queues at most, beside the control queue.
+    /// Maximum number of request queues. The control queue is not counted.
     "VIRTIO_TMEM_REQUEST_QUEUES_MAX" REQUEST_QUEUES_MAX: usize = 16;
-    /// Descriptors of a queue at most.
+    /// Maximum number of descriptors of a queue.
     "VIRTIO_TMEM_QUEUE_SIZE_MAX" QUEUE_SIZE_MAX: u16 = 1024;
-    /// log2 of the pages of a chunk (1 MiB), whose requests all use one queue.
+    /// log2 of the number of pages in a chunk (1 MiB). All requests for a chunk use one queue.
     "VIRTIO_TMEM_CHUNK_SHIFT" CHUNK_SHIFT: u32 = 8;
-    /// An index is below 2 to this power: the largest file has 2^63 bytes.
+    /// Number of bits of a page index, because the largest file has 2^63 bytes.
     "VIRTIO_TMEM_INDEX_BITS" INDEX_BITS: u32 = 51;
-    /// Live pools of a device at most.
+    /// Maximum number of pools that exist at the same time on a device.
     "VIRTIO_TMEM_POOLS_MAX" POOLS_MAX: usize = 256;
 
-    /// Number of the control queue; request queues follow it.
+    /// Number of the control queue. The request queues have the numbers from 1 on.
     "VIRTIO_TMEM_CONTROL_QUEUE" CONTROL_QUEUE: usize = 0;
 
     /// Request type (request queue): put a batch of pages.
     "VIRTIO_TMEM_T_PUT" T_PUT: u16 = 1;
     /// Request type (request queue): get a run of pages of one object.
     "VIRTIO_TMEM_T_GET" T_GET: u16 = 2;
-    /// Request type (request queue): drop ranges.
+    /// Request type (request queue): drop the pages of ranges.
     "VIRTIO_TMEM_T_FLUSH" T_FLUSH: u16 = 3;
     /// Request type (control queue): create a pool.
     "VIRTIO_TMEM_T_POOL_CREATE" T_POOL_CREATE: u16 = 16;
     /// Request type (control queue): destroy a pool and its pages.
     "VIRTIO_TMEM_T_POOL_DESTROY" T_POOL_DESTROY: u16 = 17;
-    /// Request type (control queue): the driver's counters.
+    /// Request type (control queue): report the driver's state and counters.
     "VIRTIO_TMEM_T_REPORT" T_REPORT: u16 = 18;
-    /// Request type (control queue): how long the driver's readers waited.
+    /// Request type (control queue): report how long readers in the guest waited.
     "VIRTIO_TMEM_T_LATENCIES" T_LATENCIES: u16 = 19;
 
-    /// Status: done; see the page results.
+    /// Status: the request was executed. Each page has its own result.
     "VIRTIO_TMEM_S_OK" S_OK: u8 = 1;
-    /// Status: another generation; nothing touched.
+    /// Status: the request carries another generation. The device changed nothing.
     "VIRTIO_TMEM_S_STALE" S_STALE: u8 = 2;
-    /// Status: odd shape or a value out of range.
+    /// Status: the lengths of the request are wrong, or a value is out of range.
     "VIRTIO_TMEM_S_BAD" S_BAD: u8 = 3;
-    /// Status: unknown type or flag.
+    /// Status: the type or a flag of the request is unknown.
     "VIRTIO_TMEM_S_UNSUPPORTED" S_UNSUPPORTED: u8 = 4;
-    /// Status: not a live pool of this driver.
+    /// Status: the driver has no such pool in this generation.
     "VIRTIO_TMEM_S_NO_POOL" S_NO_POOL: u8 = 5;
     /// Status: a limit of the host is reached.
     "VIRTIO_TMEM_S_LIMIT" S_LIMIT: u8 = 6;
-    /// Preset by the driver in every status and page result; never sent by the device.
+    /// Value that the driver writes to each status and page result before it sends a request. The
+    /// device never sends this value.
     "VIRTIO_TMEM_S_UNANSWERED" S_UNANSWERED: u8 = 255;
 
-    /// Result of a PUT page: held now.
+    /// Result for a page of a PUT: the device holds the page now.
     "VIRTIO_TMEM_P_STORED" P_STORED: u8 = 65;
-    /// Result of a PUT page: not held, nor is anything else under its key.
+    /// Result for a page of a PUT: the device holds no page with this key.
     "VIRTIO_TMEM_P_REFUSED" P_REFUSED: u8 = 66;
-    /// Result of a GET page: returned, and held no longer.
+    /// Result for a page of a GET: the page is returned, and the device no longer holds it.
     "VIRTIO_TMEM_P_HIT" P_HIT: u8 = 67;
-    /// Result of a GET page: not returned.
+    /// Result for a page of a GET: the page is not returned.
     "VIRTIO_TMEM_P_MISS" P_MISS: u8 = 68;
 
     /// Flag of [`PutPage`]: the page was active in the guest.
     "VIRTIO_TMEM_PUT_WORKINGSET" PUT_WORKINGSET: u32 = 1;
 
-    /// [`Range::nr_pages`]: from the index to the end of the object.
+    /// Value of [`Range::nr_pages`] for all pages from the index to the end of the object.
     "VIRTIO_TMEM_TO_END" TO_END: u64 = 0;
 
-    /// [`Report::state`]: loaded, stays off.
+    /// [`Report::state`]: the driver is loaded and stays off.
     "VIRTIO_TMEM_R_OFF" R_OFF: u32 = 0;
-    /// [`Report::state`]: on.
+    /// [`Report::state`]: the driver caches pages.
     "VIRTIO_TMEM_R_ON" R_ON: u32 = 1;
-    /// [`Report::state`]: on, but no backend.
+    /// [`Report::state`]: the driver is on, but the device has no back end.
     "VIRTIO_TMEM_R_OFFLINE" R_OFFLINE: u32 = 2;
-    /// [`Report::state`]: breaker open, since answers were late.
+    /// [`Report::state`]: answers were late, so the breaker of the driver is open.
     "VIRTIO_TMEM_R_TRIPPED" R_TRIPPED: u32 = 3;
-    /// [`Report::state`]: a check failed; off until reload.
+    /// [`Report::state`]: a page failed a check, so the driver is off until it is loaded again.
     "VIRTIO_TMEM_R_POISONED" R_POISONED: u32 = 4;
 
-    /// Bit of [`Report::hooks`]: ext4 is served.
+    /// Bit of [`Report::hooks`]: the driver serves ext4.
     "VIRTIO_TMEM_H_EXT4" H_EXT4: u32 = 56;
-    /// Bit of [`Report::hooks`]: xfs is served.
+    /// Bit of [`Report::hooks`]: the driver serves xfs.
     "VIRTIO_TMEM_H_XFS" H_XFS: u32 = 57;
 }
 
 structs! {
     /// Device configuration, read-only for the driver.
     "virtio_tmem_config" Config {
-        /// The number that each request carries; 0: no backend, submit nothing.
+        /// Generation that each request carries. 0 means that there is no back end; the driver then
+        /// sends no request.
         generation: U64,
-        /// [`PAGE_SIZE`].
+        /// Page size in bytes, [`PAGE_SIZE`].
         page_size: U32,
-        /// 1 to [`REQUEST_QUEUES_MAX`].
+        /// Number of request queues, 1 to [`REQUEST_QUEUES_MAX`].
         num_request_queues: U16,
-        /// 1 to [`BATCH_MAX`].
+        /// Maximum number of pages or ranges in a request, 1 to [`BATCH_MAX`].
         batch_max: U16,
-        /// 1 to [`POOLS_MAX`].
+        /// Maximum number of pools that exist at the same time, 1 to [`POOLS_MAX`].
         pools_max: U32,
-        /// 0; ignored by the driver.
+        /// Reserved; 0. The driver ignores it.
         reserved: [U32; 3],
     }
 
-    /// First in every request, readable.
+    /// Header of every request, readable by the device.
     "virtio_tmem_req" Req {
-        /// As read from the configuration.
+        /// Generation that the driver has read from the configuration.
         generation: U64,
-        /// `T_...`
+        /// Type of the request: one of the `T_...` constants.
         r#type: U16,
-        /// Pages or ranges; 0 for control requests.
+        /// Number of pages or ranges; 0 for requests on the control queue.
         count: U16,
-        /// The driver's own counter; 0 is no pool.
+        /// Id of the pool, which the driver has chosen; 0 if the request concerns no pool.
         pool: U32,
-        /// 0
+        /// Reserved; 0.
         reserved: U64,
     }
 
-    /// First in every answer, writable.
+    /// Header of every answer, writable by the device.
     "virtio_tmem_resp" Resp {
-        /// `S_...`
+        /// Status of the request: one of the `S_...` constants.
         status: u8,
-        /// 0
+        /// Reserved; 0.
         reserved: [u8; 7],
     }
 
-    /// A page of a PUT, which is [`Req`], `[PutPage; count]`, page data `[count]`; answered by
-    /// [`Resp`] and a byte `P_...` per page.
+    /// Page of a PUT. The request is [`Req`], `[PutPage; count]` and the data of `count` pages. The
+    /// answer is [`Resp`] and, for each page, a byte with a `P_...` constant.
     "virtio_tmem_put_page" PutPage {
-        /// The driver's own counter, never 0.
+        /// Number of the object, which the driver has chosen; never 0.
         object: U64,
         /// Page index within the object, below 2^[`INDEX_BITS`].
         index: U64,
-        /// Never 0; stored with the page.
+        /// Cookie, which is stored with the page; never 0.
         cookie: U64,
-        /// `PUT_...`
+        /// `PUT_...` flags.
         flags: U32,
-        /// 0
+        /// Reserved; 0.
         reserved: U32,
     }
 
-    /// A GET is [`Req`], [`Get`], `cookie: [U64; count]`, for the pages index to index + count - 1
-    /// of one object; answered by [`Resp`], `[GetPage; count]`, page data `[count]`.
+    /// Body of a GET of the pages index to index + count - 1 of one object. The request is [`Req`],
+    /// [`Get`] and `cookie: [U64; count]`. The answer is [`Resp`], `[GetPage; count]` and room for
+    /// the data of `count` pages.
     "virtio_tmem_get" Get {
-        /// The driver's own counter, never 0.
+        /// Number of the object, which the driver has chosen; never 0.
         object: U64,
         /// First page index.
         index: U64,
@@ -236,69 +239,72 @@ structs! {
 
     /// Answer for a page of a GET.
     "virtio_tmem_get_page" GetPage {
-        /// Cookie of the page returned, 0 at a miss.
+        /// Cookie of the page that is returned; 0 for a miss.
         cookie: U64,
-        /// `P_...`
+        /// Result: one of the `P_...` constants.
         result: u8,
-        /// 0
+        /// Reserved; 0.
         reserved: [u8; 7],
     }
 
-    /// A range of a FLUSH, which is [`Req`], `[Range; count]`; answered by [`Resp`].
+    /// Range of a FLUSH. The request is [`Req`] and `[Range; count]`, the answer [`Resp`].
     "virtio_tmem_range" Range {
-        /// The driver's own counter, never 0.
+        /// Number of the object, which the driver has chosen; never 0.
         object: U64,
         /// First page index.
         index: U64,
-        /// Pages, or [`TO_END`].
+        /// Number of pages, or [`TO_END`].
         nr_pages: U64,
     }
 
-    /// A POOL_CREATE is [`Req`], [`PoolCreate`]; answered by [`Resp`]. A POOL_DESTROY is [`Req`].
+    /// Body of a POOL_CREATE. The request is [`Req`] and [`PoolCreate`], the answer [`Resp`]. A
+    /// POOL_DESTROY has no body: its request is [`Req`].
     "virtio_tmem_pool_create" PoolCreate {
-        /// 0; any other is UNSUPPORTED.
+        /// Flags; 0. The device answers any other value with [`S_UNSUPPORTED`].
         flags: U32,
-        /// 0
+        /// Reserved; 0.
         reserved: U32,
     }
 
-    /// A REPORT is [`Req`], [`Report`]; answered by [`Resp`]. For the host's statistics only.
+    /// Body of a REPORT, which is used for the host's statistics only. The request is [`Req`] and
+    /// [`Report`], the answer [`Resp`].
     "virtio_tmem_report" Report {
-        /// major << 16 | minor << 8 | patch
+        /// Version of the driver: major << 16 | minor << 8 | patch.
         version: U32,
-        /// `R_...`
+        /// State of the driver: one of the `R_...` constants.
         state: U32,
-        /// A bit per hook that is live.
+        /// A bit for each hook that is live, and the `H_...` bits.
         hooks: U64,
-        /// Bytes that the driver holds in the guest.
+        /// Bytes of guest memory that the driver uses.
         memory_bytes: U64,
-        /// Pages that the guest believes are held by the device.
+        /// Pages in the driver's index, which the device may hold.
         index_pages: U64,
-        /// Pages accepted into the put ring.
+        /// Pages that the driver accepted into its put ring.
         puts: U64,
-        /// Eligible pages that were not accepted.
+        /// Pages that the driver could have put but did not accept.
         puts_dropped: U64,
-        /// Pages asked of the device.
+        /// Pages that readers requested from the driver.
         gets: U64,
-        /// Pages that came back and were used.
+        /// Pages that came from the driver's ring or the device and were used.
         hits: U64,
-        /// Requests that missed their deadline.
+        /// GET requests that were not answered by their deadline.
         late: U64,
-        /// Pages that failed a check: must be 0.
+        /// Pages that failed a check; must be 0.
         mismatches: U64,
-        /// Index entries erased for coherence.
+        /// Index entries that the driver erased because the file changed.
         invalidations: U64,
-        /// Kernel release, NUL-padded, any bytes.
+        /// Kernel release: any bytes, padded with NUL.
         kernel: [u8; 64],
     }
 
-    /// A LATENCIES is [`Req`], [`Latencies`]; answered by [`Resp`]. For the host's statistics only.
-    /// A driver sends it with [`F_LATENCIES`] only.
+    /// Body of a LATENCIES, which is used for the host's statistics only. The request is [`Req`]
+    /// and [`Latencies`], the answer [`Resp`]. A driver sends it only if the device offers
+    /// [`F_LATENCIES`].
     "virtio_tmem_latencies" Latencies {
-        /// All waits for GET requests together.
+        /// Sum of all waits for GET requests in nanoseconds.
         get_ns: U64,
-        /// GET requests by how long their readers waited: below 1 µs, below 2, 4, … 16,384 µs, and
-        /// all others.
+        /// Numbers of GET requests by the time that their readers waited: less than 1 µs, less than
+        /// 2, 4, … 16,384 µs, and longer.
         get: [U64; 16],
     }
 }

@@ -3,24 +3,24 @@
 
 use crate::*;
 
-/// Bytes of the two parts of a request's descriptor chain.
+/// Sizes in bytes of the two parts of a request's descriptor chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Readable by the device.
+    /// Size of the part that the device reads.
     pub readable_bytes: usize,
-    /// Writable by the device.
+    /// Size of the part that the device writes.
     pub writable_bytes: usize,
 }
 
-/// The largest readable part: a PUT of [`BATCH_MAX`] pages.
+/// Size of the largest readable part: a PUT of [`BATCH_MAX`] pages.
 pub const READABLE_BYTES_MAX: usize =
     size_of::<Req>() + BATCH_MAX * (size_of::<PutPage>() + PAGE_SIZE);
 
-/// The largest writable part: a GET of [`BATCH_MAX`] pages.
+/// Size of the largest writable part: the answer to a GET of [`BATCH_MAX`] pages.
 pub const WRITABLE_BYTES_MAX: usize =
     size_of::<Resp>() + BATCH_MAX * (size_of::<GetPage>() + PAGE_SIZE);
 
-/// The shape of a request, or None for an unknown type or a count that the type does not allow.
+/// Returns the sizes of a request, or None if the type is unknown or does not allow this count.
 pub const fn shape(request_type: u16, count: u16) -> Option<Shape> {
     let count = count as usize;
     let batch = matches!(request_type, T_PUT | T_GET | T_FLUSH);
