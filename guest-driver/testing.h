@@ -43,7 +43,10 @@ static inline long tmem_test_limit(long bytes)
 	return test_bytes ? min(bytes, test_bytes) : bytes;
 }
 
-/* Returns the first sequence number of a queue that can have @max of them. */
+/*
+ * Returns the first sequence number of a queue, whose numbers end at @max. A test can leave only
+ * the last tmem_test_cookies numbers.
+ */
 extern unsigned long tmem_test_cookies;
 static inline u64 tmem_test_first_seq(u64 max)
 {

@@ -90,7 +90,7 @@ struct admit_leaf {
 };
 
 struct tmem_admit {
-	unsigned long *back;		/* marks; each bit is atomic by itself */
+	unsigned long *back;		/* marks, one bit for each page of RAM; atomic */
 	unsigned long nr_frames;
 	spinlock_t lock;		/* guards all fields below; leaf lock */
 	unsigned int bits;
@@ -221,7 +221,7 @@ void tmem_admit_learn(struct tmem_dev *dev, unsigned long hits, unsigned long lo
 	spin_unlock_irqrestore(&admit->lock, flags);
 }
 
-/* Returns the number of marks. */
+/* Returns the number of pages of RAM that can have a mark. */
 static unsigned long frames(void)
 {
 	unsigned long end = 0;

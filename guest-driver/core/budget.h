@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only */
-/* Internal interface of the index: the memory that its parts may use. */
+/* Internal interface of the index: accounting of the memory that it uses. */
 #ifndef _TMEM_BUDGET_H
 #define _TMEM_BUDGET_H
 

@@ -7,7 +7,7 @@
 
 #include "control.h"
 
-/* The driver gives up a request after this time; the next report repeats the work. */
+/* Time after which the driver gives up a request. The work is repeated with the next report. */
 #define CONTROL_TIMEOUT_MS	1000
 
 /* --- requests ------------------------------------------------------------------------------ */

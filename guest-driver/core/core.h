@@ -68,7 +68,10 @@
 #define TMEM_BLOCK_PAGES	8
 #define TMEM_BATCH_BLOCKS	(VIRTIO_TMEM_BATCH_MAX / TMEM_BLOCK_PAGES)
 
-/* Four full batches keep the host busy while the driver prepares one and the host answers one. */
+/*
+ * Maximum number of put batches at the host, for each queue. Four full batches keep the host busy
+ * while the driver prepares one and the host answers one.
+ */
 #define TMEM_PUTS_IN_FLIGHT	4
 /*
  * Time in ms that puts wait for more if they do not fill a batch. It is a few ticks, so that
@@ -87,7 +90,7 @@
  * those pages.
  */
 #define TMEM_FLUSH_PENDING	256
-/* Concurrent get requests, 1.7 KiB each. A reader that finds none free has a miss. */
+/* Number of get requests, 1.7 KiB each. A reader that finds no free request has a miss. */
 #define TMEM_GET_REQUESTS	32
 
 /*

@@ -41,9 +41,9 @@
 #define DEADLINE_MS_MAX		1000
 /* Longest spin in microseconds. A spin that is longer than a context switch wastes a vCPU. */
 #define SPIN_US_MAX		1000
-/* Requests that one call has at the host at a time: 4 MiB, the largest readahead in use. */
+/* Maximum number of one call's requests in flight: 4 MiB of pages, the largest readahead in use. */
 #define GET_BURST		16
-/* Late calls in a row that open the breaker. */
+/* The breaker opens after this many late calls in a row. */
 #define LATE_ROW_MAX		3
 /* A call that waits longer than this part of the deadline is slow: no faster than a disk. */
 #define SLOW_DIVISOR		4

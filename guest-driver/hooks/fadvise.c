@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0-only
 /*
  * POSIX_FADV_DONTNEED: pages that such a call evicts are not put, and the entries of its range are
- * erased. The advice is a wish, and coherence does not depend on it: with more calls at once than
- * slots, the pages of the others are put and erased afterwards.
+ * erased. Coherence does not depend on this, because the advice is only a wish. If more calls run
+ * at once than there are slots, pages of the calls without a slot are put, and erased afterwards.
  */
 #include <linux/fadvise.h>
 #include <linux/fs.h>

@@ -13,7 +13,7 @@
 #include "hooks.h"
 
 #define NR_TMEM_FS_TYPES 2
-/* Mounts that are served; further ones are not. */
+/* Maximum number of mounts that are served at the same time. */
 #define TMEM_FS_MAX 64
 #define TMEM_FS_HASH_BITS 6
 

@@ -109,8 +109,8 @@ struct tmem_fs_type {
 	bool failed;
 	char why_failed[TMEM_REFUSED_BYTES];
 
-	bool off;			/* switched off by the operator; see fs.h */
-	struct kobject *kobj;		/* directory of mounts.c */
+	bool off;			/* switched off by the operator; tmem_fs_switch_lock */
+	struct kobject *kobj;		/* directory in sysfs, made by mounts.c */
 };
 
 extern struct tmem_fs_type tmem_fs_types[];
@@ -129,7 +129,7 @@ struct tmem_mount {
 	const struct super_block *sb;	/* only compared, never dereferenced */
 	struct tmem_fs_type *type;
 	struct tmem_mount_counts __percpu *counts;
-	bool off;			/* switched off by the operator; see fs.h */
+	bool off;			/* switched off by the operator; tmem_fs_switch_lock */
 	char refused[TMEM_REFUSED_BYTES];	/* why it is not served, or empty */
 	bool sweep;			/* its marks have to be swept */
 	unsigned long next_sweep;	/* in jiffies; written under discovery_lock */

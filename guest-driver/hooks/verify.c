@@ -25,13 +25,16 @@
 #include "../core/stats.h"
 #include "hooks.h"
 
-/* Copies at a time, 1 MiB in total. Further hits are served without being compared. */
+/* Maximum number of comparisons at a time, with 1 MiB of copies. Further hits are not compared. */
 #define TMEM_VERIFY_MAX 256
 
 /* By default all of the first hits of each file system are compared, then one hit in this many. */
 #define TMEM_VERIFY_FIRST_HITS 1000
 #define TMEM_VERIFY_EVERY_HITS 1024
-/* One hit in this many is compared on an untested kernel release; README.md has the cost. */
+/*
+ * On a kernel release that was not tested, one hit in this many is compared with the disk.
+ * docs/guest-support.md has the cost.
+ */
 #define TMEM_VERIFY_UNTESTED_HITS 64
 
 struct tmem_verify {

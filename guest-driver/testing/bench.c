@@ -25,11 +25,11 @@
 /* Samples of each kind. The median is reported. */
 #define BENCH_SAMPLES		1024
 /*
- * Look-ups in a sample: many compared with two readings of the clock, few compared with a timer
- * tick.
+ * Look-ups in a sample: so many that two readings of the clock hardly count, and so few that a
+ * sample is much shorter than a timer tick.
  */
 #define BENCH_LOOKUPS		64
-/* Puts in a row. It is a quarter of the smallest batch that the feeder sends without waiting. */
+/* Puts in a sample: a quarter of the smallest batch that the feeder sends without waiting. */
 #define BENCH_PUTS		16
 /* Attempts at a put while the ring is full or the host has no pool yet, 1 ms apart. */
 #define BENCH_RETRIES		10000

@@ -40,7 +40,7 @@ enum {
 #define DEPTH_MAX	256
 /* Names are shown up to this length in bytes. Longer ones are walked even so. */
 #define PATH_BYTES	16384
-/* Retries for a file system that was just mounted, and the time between them. */
+/* Number of retries if the driver does not know a file system yet, and the time between them. */
 #define AGAIN_TIMES	40
 #define AGAIN_MS	50
 /* A walk shows its progress after this time, and then at this interval. */

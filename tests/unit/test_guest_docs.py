@@ -200,8 +200,7 @@ def test_tracepoint_table_matches_the_source() -> None:
     assert {code(row[0]): set(re.findall(r"`(\w+)`", row[2])) for row in rows} == events
 
 
-def test_named_counters_exist() -> None:
-    """Counters that the driver's page names exist."""
+def test_counters_on_the_page_exist() -> None:
     listed = "\n".join(source(path) for path in ("core/stats_list.h", "core/sysfs.c"))
     section = README.read_text().split("## Files in sysfs", 1)[1].split("\n## ", 1)[0]
     cells = [line.split("|")[2] for line in section.splitlines() if line.startswith("| ")]
