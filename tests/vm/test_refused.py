@@ -209,12 +209,12 @@ def test_devices_with_integrity_tags_are_refused(
     session: Session, kernel: Kernel, module: Path
 ) -> None:
     other = disk.blank(session.folder / "other.img", OTHER_BYTES)
-    guest = boot(session, kernel, module, "crc32c_generic", "dm_integrity", other=other)
+    guest = boot(session, kernel, module, "dm_integrity", other=other)
     device = f"/dev/{guest.disk('other')}"
     # Without a superblock on the disk, the kernel formats it. A quarter is enough for the tags.
     node = guest.sh(
         f"{DM} tagged 0 {SECTORS // 4 * 3} integrity"
-        f" '{device} 0 - D 2 internal_hash:crc32c recalculate'"
+        f" '{device} 0 - D 2 internal_hash:sha256 recalculate'"
     ).strip()
     guest.sh(f"mkdir {INNER} && mke2fs -q {node} && mount -t ext4 {node} {INNER}", 60)
     write(guest, f"{INNER}/f")
