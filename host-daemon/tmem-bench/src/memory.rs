@@ -62,9 +62,9 @@ pub fn held(pages: &[Box<Page>]) -> Result<Held, String> {
     let lz4 = lz4_bytes(pages);
     // The first sweep ends; nothing is cold before the second.
     rig.until(Time(SWEEP_NS));
-    let warm = rig.pool.stats();
+    let warm = rig.engine.stats();
     cool(&rig);
-    let cold = rig.pool.stats();
+    let cold = rig.engine.stats();
     Ok(Held {
         vs_lz4_warm: warm.held_bytes as f64 / lz4 as f64,
         vs_lz4: cold.held_bytes as f64 / lz4 as f64,
@@ -99,7 +99,7 @@ impl TwoServers {
 pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
     let pages: usize = trees.iter().map(|tree| tree.len()).sum();
     let rig = Rig::new(2 * (pages * PAGE_SIZE) as u64 + (64 << 20))?;
-    let other = guest(&rig.pool, "bench-2")?;
+    let other = guest(&rig.engine, "bench-2")?;
     fill(&rig, 1, trees[0].iter());
     for (nth, part) in trees[1].chunks(BATCH).enumerate() {
         other.put(1, nth * BATCH, part.iter());
@@ -120,7 +120,7 @@ pub fn two_servers(trees: [&[Page]; 2]) -> Result<TwoServers, String> {
                 .or_insert_with(|| bare::lz4_bytes(page))
         })
         .sum();
-    let stats = rig.pool.stats();
+    let stats = rig.engine.stats();
     Ok(TwoServers {
         pages: trees.map(<[Page]>::len),
         same_filled_pages: stats.same_filled_pages,
@@ -170,7 +170,7 @@ pub fn churn(
     let efficiency = |stats: EngineStats| stats.payload_bytes as f64 / stats.frames_bytes as f64;
     // Idle memory goes back to the system with the sweep.
     rig.until(Time(SWEEP_NS));
-    let churned = rig.pool.stats();
+    let churned = rig.engine.stats();
     assert!(churned.blobs >= CHURN_BLOBS as u64, "{churned:?}");
     let mut indexes: Vec<usize> = (0..CHURN_BLOBS).collect();
     rng.shuffle(&mut indexes);
@@ -178,5 +178,5 @@ pub fn churn(
         rig.tenant.flush(1, index, Some(1));
     }
     rig.until(Time(2 * SWEEP_NS));
-    Ok((efficiency(churned), efficiency(rig.pool.stats())))
+    Ok((efficiency(churned), efficiency(rig.engine.stats())))
 }

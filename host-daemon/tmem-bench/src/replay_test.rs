@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use tmem_pool::PolicyKind;
 use tmem_trace::estimate::{
-    GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX, GIVE_UP_COST_MAX, LOSS_BEARABLE,
-    LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL, TELLING_GETS_MIN,
+    ESTIMATE_GETS_MIN, GAIN_OVER_MAX, GAIN_OVER_USUAL, GAIN_PERCENT, GAIN_UNDER_MAX,
+    GIVE_UP_COST_MAX, LOSS_BEARABLE, LOSS_PERCENT, LOSS_UNDER_MAX, LOSS_UNDER_USUAL,
 };
 use tmem_trace::format::{Event, ObjectKey, Op, SizeClass};
 
@@ -291,7 +291,7 @@ fn estimated_gains_and_losses_are_within_bounds() {
                     (all.gets - before.gets, all.hits - before.hits, loss, seen)
                 };
                 let (gets, hits, loss, seen) = run(100);
-                if gets < TELLING_GETS_MIN {
+                if gets < ESTIMATE_GETS_MIN {
                     continue;
                 }
                 let of_gets = |hits: f64| 100.0 * hits / gets as f64;

@@ -23,7 +23,7 @@ pub const LATER_NS: u64 = 3_600_000_000_000;
 
 /// A pool with one tenant.
 pub struct Rig {
-    pub pool: Arc<Engine>,
+    pub engine: Arc<Engine>,
     pub tenant: Guest,
 }
 
@@ -36,10 +36,10 @@ impl Rig {
     /// # Errors
     /// There is no address space for the pool.
     pub fn new(size_bytes: u64) -> Result<Rig, String> {
-        let pool = Engine::new(EngineConfig::new(size_bytes, 42))
+        let engine = Engine::new(EngineConfig::new(size_bytes, 42))
             .map_err(|error| format!("address space for a pool: {error}"))?;
-        let tenant = guest(&pool, "bench-1")?;
-        Ok(Rig { pool, tenant })
+        let tenant = guest(&engine, "bench-1")?;
+        Ok(Rig { engine, tenant })
     }
 
     /// Does background work until no page is raw and nothing is left to free.
@@ -49,7 +49,7 @@ impl Rig {
 
     /// Does all background work that is due at `now`.
     pub fn until(&self, now: Time) {
-        while self.pool.maintain(now, 4096) {}
+        while self.engine.maintain(now, 4096) {}
     }
 }
 
@@ -57,7 +57,7 @@ impl Rig {
 ///
 /// # Errors
 /// The pool has no room for it.
-pub fn guest(pool: &Arc<Engine>, name: &str) -> Result<Guest, String> {
+pub fn guest(engine: &Arc<Engine>, name: &str) -> Result<Guest, String> {
     let quota = Quota {
         reserve_bytes: 0,
         limit_bytes: None,
@@ -65,7 +65,7 @@ pub fn guest(pool: &Arc<Engine>, name: &str) -> Result<Guest, String> {
     };
     let mut spec = TenantSpec::new(name, quota);
     spec.trust_domain = Some("bench".into());
-    let tenant = pool.add_tenant(spec).map_err(|error| error.to_string())?;
+    let tenant = engine.add_tenant(spec).map_err(|error| error.to_string())?;
     tenant
         .create_pool(POOL)
         .map_err(|error| error.to_string())?;

@@ -72,7 +72,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
         return Err("there is one processor only".into());
     }
     let rig = Rig::new(4 << 30)?;
-    let guests = (0..TENANTS).map(|nth| guest(&rig.pool, &format!("bench-{nth}")));
+    let guests = (0..TENANTS).map(|nth| guest(&rig.engine, &format!("bench-{nth}")));
     let guests: Vec<_> = guests.collect::<Result<_, _>>()?;
     let (mut engine, mut lz4) = (Gains::default(), Gains::default());
     let part = (pages.len() / TENANTS).min(RAW_PAGES) / BATCH * BATCH;
@@ -95,7 +95,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
                     guest.put(1, nth * BATCH, batch.iter().map(|sized| &*sized.page));
                 }
             }
-            let seconds = seconds(threads, |_| while rig.pool.maintain(NOW, 256) {});
+            let seconds = seconds(threads, |_| while rig.engine.maintain(NOW, 256) {});
             for guest in &guests {
                 guest.flush(1, 0, None);
             }

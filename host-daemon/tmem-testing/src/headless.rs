@@ -14,7 +14,7 @@ const WEIGHT: u32 = 100;
 /// with or without threads.
 pub struct HeadlessDaemon {
     /// The pool.
-    pub pool: Arc<Engine>,
+    pub engine: Arc<Engine>,
     /// Background workers without threads.
     pub background: Arc<BackgroundWorkers>,
     /// Clock and entropy source.
@@ -25,10 +25,10 @@ impl HeadlessDaemon {
     /// Creates a daemon with an empty pool of that size in bytes. The seed is that of the pool's
     /// hash.
     pub fn new(size_bytes: u64, seed: u64, clock: ClockAndEntropy) -> HeadlessDaemon {
-        let pool = Engine::new(EngineConfig::new(size_bytes, seed)).expect("address space");
-        let background = BackgroundWorkers::start(pool.clone(), &clock, 0, &Arc::default());
+        let engine = Engine::new(EngineConfig::new(size_bytes, seed)).expect("address space");
+        let background = BackgroundWorkers::start(engine.clone(), &clock, 0, &Arc::default());
         HeadlessDaemon {
-            pool,
+            engine,
             background: background.expect("no thread is started"),
             clock,
         }
@@ -48,7 +48,7 @@ impl HeadlessDaemon {
     pub fn tenant_with(&self, name: &str, trust_domain: Option<&str>, quota: Quota) -> Tenant {
         let mut spec = TenantSpec::new(name, quota);
         spec.trust_domain = trust_domain.map(Into::into);
-        self.pool.add_tenant(spec).expect("the reserve fits")
+        self.engine.add_tenant(spec).expect("the reserve fits")
     }
 
     /// Creates a VM that stores its pages as `tenant`.
@@ -68,6 +68,6 @@ impl HeadlessDaemon {
 
     /// Does background work for at most `pages` pages. Returns true if more is left.
     pub fn maintain(&self, now_ns: u64, pages: usize) -> bool {
-        self.pool.maintain(Time(now_ns), pages)
+        self.engine.maintain(Time(now_ns), pages)
     }
 }

@@ -42,10 +42,10 @@ pub const LOSS_UNDER_USUAL: f64 = 5.0;
 /// Largest underestimate of the loss with less memory, in percent of all gets.
 pub const LOSS_UNDER_MAX: f64 = 13.0;
 /// Least number of gets for an estimate. With fewer gets, measured errors exceeded the bounds.
-pub const TELLING_GETS_MIN: u64 = 1_000;
+pub const ESTIMATE_GETS_MIN: u64 = 1_000;
 /// Gets for each held page after which the estimate has the usual bounds, even if the estimator
 /// follows one key in many.
-pub const TELLING_GETS_PER_PAGE: u64 = 10;
+pub const ESTIMATE_GETS_PER_PAGE: u64 = 10;
 
 /// Memory counts as not needed if the estimator attributes at most this share of all hits to it, in
 /// percent of all hits.
@@ -348,7 +348,7 @@ mod tests {
     fn estimates_are_within_usual_bounds_after_enough_gets() {
         for_each_seed("gain of many", 2, |seed| {
             let room = 20_000;
-            let gets = TELLING_GETS_PER_PAGE * room as u64;
+            let gets = ESTIMATE_GETS_PER_PAGE * room as u64;
             let (estimator, caches) = run(room, gets, seed);
             assert!(estimator.shift >= 5, "{}", estimator.shift);
             let of_gets = |hits: f64| 100.0 * hits / gets as f64;

@@ -177,7 +177,7 @@ fn one_vm(
     let few = pages.len().min(16 * BATCH);
     let mut other = Guest::new("woken", all().take(few), SINGLES)?;
     host.connect(&sleeping, "woken", 64 << 20, &mut other)?;
-    let engine = rig::guest(&host.daemon.pool, "engine")?;
+    let engine = rig::guest(&host.daemon.engine, "engine")?;
     for (number, runs) in batches(pages.len()).chunks(BATCHES).enumerate() {
         guest.all(runs, true)?;
         if number * BATCHES * BATCH < few {
