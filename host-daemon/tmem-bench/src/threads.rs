@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Gain from a second thread: for giving pages their final form, compared with bare lz4.
+//! Gain from a second thread that finalizes pages, compared with the gain that bare lz4 has from a
+//! second thread.
 
 use crate::bare;
 use crate::measure::{Ratio, Samples, cpu_ns};
@@ -12,7 +13,7 @@ use tmem_pool::PAGE_SIZE;
 /// Number of tenants with raw pages.
 const TENANTS: usize = 8;
 
-/// Most repetitions: each takes a fifth of a second.
+/// Largest number of rounds. Each takes a fifth of a second.
 const ROUNDS_MAX: usize = 21;
 
 /// The engine's gain from a second thread, relative to that of bare lz4.
@@ -37,7 +38,9 @@ fn seconds(threads: usize, work: impl Fn(usize) + Sync) -> [f64; 2] {
         };
         let running: Vec<_> = (0..threads).map(run).collect();
         let spent = running.into_iter().map(|thread| thread.join());
-        spent.map(|ns| ns.expect("no thread panics")).sum()
+        spent
+            .map(|ns| ns.expect("a measured thread panicked"))
+            .sum()
     });
     [since.elapsed().as_secs_f64(), spent_ns / 1e9]
 }
@@ -79,7 +82,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let pages = &pages[..part * TENANTS];
     for round in 0..rounds {
         progress(&format!("threads, round {} of {rounds}", round + 1));
-        // The order changes in each round, because other load on the machine varies.
+        // Change the order in each round, because other load on the machine varies.
         let threads = if round % 2 == 0 { [1, 2] } else { [2, 1] };
         lz4.round(threads, |threads| {
             seconds(threads, |thread| {

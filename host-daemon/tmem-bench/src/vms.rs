@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0 OR MIT
-//! Many VMs on one daemon. The benchmark measures the resources that the daemon takes from the
-//! host, and its answers to messages when all VMs connect at once and under load. It also measures
-//! whether a VM notices that a large VM leaves: one with many pages in the pool, and one with much
-//! memory that the daemon has touched and has to unmap.
+//! Benchmark of many VMs on one daemon. It measures the resources that the daemon takes from the
+//! host. It measures the time of answers to messages, when all VMs connect at once and under load.
+//! It also measures whether a VM's requests are delayed when a large VM disconnects. One large VM
+//! has many pages in the pool, and another has much memory that the daemon has touched and has to
+//! unmap.
 //!
 //! The guests are fake (`tmem-sim`) and share the machine with the daemon, so that the reported
 //! times are upper bounds. Requests are sent one at a time, as by a reader that waits.
@@ -16,10 +17,10 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use tmem_sim::{FakeGuest, GuestConfig, PutPage, RamRegion, Request};
 
-/// Bound of every wait.
+/// Longest time that the benchmark waits for anything.
 const TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Time after which a value that has not changed counts as final.
+/// Time for which a value must not change to count as final.
 const STILL: Duration = Duration::from_secs(1);
 
 const POOL: u32 = 1;
@@ -59,7 +60,7 @@ pub struct Args {
     tmemd: Option<PathBuf>,
 }
 
-/// Times of one operation.
+/// Durations of one operation.
 #[derive(Default)]
 struct Times(Vec<Duration>);
 
@@ -130,7 +131,8 @@ impl Daemon {
         kib.unwrap_or(0) << 10
     }
 
-    /// Returns the daemon's threads, descriptors, mappings, and own memory in KiB.
+    /// Returns the numbers of the daemon's threads, descriptors and mappings, and its own memory in
+    /// KiB.
     fn takes(&self) -> [u64; 4] {
         let proc = PathBuf::from(format!("/proc/{}", self.child.id()));
         let entries = |name| fs::read_dir(proc.join(name)).map_or(0, Iterator::count) as u64;
@@ -203,8 +205,8 @@ fn get(object: u64, index: u64, pages: u64) -> Request {
     }
 }
 
-/// Connects a guest and starts its device. It retries while the daemon still ends the last
-/// connection.
+/// Connects a guest and starts its device. Retries while the daemon is still ending the guest's
+/// last connection.
 fn connect(guest: &mut FakeGuest, socket: &Path) -> Result<(), String> {
     until(|| guest.connect(socket).is_ok())?;
     guest.start().map_err(|e| e.to_string())?;
@@ -221,8 +223,8 @@ fn ask(guest: &mut FakeGuest, request: Request) -> Result<(), String> {
     Ok(())
 }
 
-/// Lets each VM connect, put a page and wait for the answer. Returns the time of each VM, and the
-/// seconds for all.
+/// Lets all VMs connect at once, put a page and wait for the answer. Returns the time of each VM,
+/// and the seconds until all were done.
 fn storm(
     daemon: &Daemon,
     guests: &mut [FakeGuest],
@@ -305,7 +307,7 @@ fn message_times(
         table.time(|| one.set_mem_table()).map_err(said)?;
         answer.time(|| ask(one, put(3, 0, 1, 9)))?;
         answer.time(|| ask(one, get(3, 0, 1)))?;
-        // One message for each queue.
+        // This sends one message for each queue.
         base.time(|| one.get_vring_bases()).map_err(said)?;
         one.start().map_err(said)?;
     }
@@ -319,7 +321,7 @@ fn message_times(
     Ok(names.into_iter().zip(times).collect())
 }
 
-/// Measures answers to one VM while another one leaves that has many pages in the pool.
+/// Measures the answers to one VM while another VM disconnects that has many pages in the pool.
 fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let (mut large, mut one) = (guest(0)?, guest(1)?);
     connect(&mut large, &daemon.socket(0))?;
@@ -370,7 +372,7 @@ fn leaving(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, S
 /// Bytes that the kernel maps around a touched page, as far as the file has pages there.
 const FAULT_AROUND_BYTES: u64 = 64 << 10;
 
-/// Returns a VM with `gib` GiB of memory, all of which the daemon has touched.
+/// Connects a VM with `gib` GiB of memory, all of which the daemon has touched.
 fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
     const REGION_BYTES: u64 = 1 << 30;
     let region = |number| RamRegion {
@@ -408,8 +410,8 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
     Ok(large)
 }
 
-/// Repeats an operation and times it in two phases, until the third begins: before a VM leaves, and
-/// while it leaves.
+/// Repeats an operation and records its times for two phases: before a VM disconnects, and while
+/// the daemon releases that VM's memory. Ends when the third phase begins.
 fn in_phases(
     phase: &AtomicUsize,
     mut what: impl FnMut(&mut Times) -> Result<(), String>,
@@ -421,8 +423,8 @@ fn in_phases(
     Ok(times)
 }
 
-/// Measures answers to one VM, and another VM's messages that change its memory, while a third VM
-/// leaves whose memory the daemon has to unmap.
+/// Measures the answers to one VM, and to messages of another VM that change its memory map.
+/// Meanwhile a third VM disconnects, whose memory the daemon has to unmap.
 fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>, String> {
     let mut large = touched(daemon, args.mapped_gib)?;
     let (mut one, mut other) = (guest(1)?, guest(2)?);
@@ -440,8 +442,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         let tables = scope.spawn(|| {
             in_phases(phase, |times| {
                 let done = times.time(|| other.set_mem_table());
-                // One message per millisecond, as when memory is hot-plugged. Without the pause,
-                // this thread would send as fast as its processor allows.
+                // Send one message per millisecond, as when memory is hot-plugged. Without the
+                // pause, this thread would send messages as fast as its processor allows.
                 std::thread::sleep(Duration::from_millis(1));
                 done.map_err(|e| e.to_string())
             })
@@ -451,7 +453,8 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         phase.store(1, Ordering::Relaxed);
         let begun = Instant::now();
         large.disconnect();
-        // The other VMs have less than a hundredth of the memory.
+        // The memory of the VM that disconnects is gone when less than a hundredth is left: the
+        // other VMs have less than that.
         let gone = until(|| daemon.touched_bytes() < full / 100);
         let took = begun.elapsed();
         phase.store(2, Ordering::Relaxed);
@@ -544,7 +547,7 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     Ok(())
 }
 
-/// Runs the benchmark and prints it.
+/// Runs the benchmark and prints the results.
 ///
 /// # Errors
 /// The daemon cannot be started, or breaks a rule.

@@ -2,9 +2,10 @@
 //! Entitlement of each tenant: a pure function of the pool's size and all quotas.
 //!
 //! Each tenant gets its reserve first. The unreserved part is then divided by weight, and each
-//! tenant gets at most its limit. What a tenant cannot take because of its limit is divided among
-//! the other tenants, again by weight. If the pool is smaller than the sum of all reserves, the
-//! reserves are scaled down. The sum of all entitlements never exceeds the pool's size.
+//! tenant gets at most its limit. The part that a tenant cannot take because of its limit is
+//! divided among the other tenants, again by weight. If the pool is smaller than the sum of all
+//! reserves, the reserves are scaled down. The sum of all entitlements never exceeds the pool's
+//! size.
 
 use crate::config::Quota;
 

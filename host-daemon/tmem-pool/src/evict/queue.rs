@@ -104,13 +104,13 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "links of a queue")]
+    #[should_panic(expected = "in a queue do not link back to it")]
     fn removing_a_page_that_a_link_skips_panics() {
         remove_after(|entries, [first, _, last]| entries[first].next = last);
     }
 
     #[test]
-    #[should_panic(expected = "links of a queue")]
+    #[should_panic(expected = "in a queue do not link back to it")]
     fn removing_a_page_that_links_to_itself_panics() {
         remove_after(|entries, [_, second, _]| entries[second].next = second);
     }

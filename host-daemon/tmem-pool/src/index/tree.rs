@@ -406,21 +406,21 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "levels of a tree")]
+    #[should_panic(expected = "is the child of a node of level")]
     fn finding_a_page_in_a_cyclic_tree_panics() {
         let (nodes, root) = circle();
         nodes.find(root, 5);
     }
 
     #[test]
-    #[should_panic(expected = "levels of a tree")]
+    #[should_panic(expected = "is the child of a node of level")]
     fn finding_the_next_page_in_a_cyclic_tree_panics() {
         let (nodes, root) = circle();
         nodes.next(root, 5);
     }
 
     #[test]
-    #[should_panic(expected = "levels of a tree")]
+    #[should_panic(expected = "is the child of a node of level")]
     fn adding_a_page_to_a_cyclic_tree_panics() {
         let (mut nodes, mut root) = circle();
         let _ = nodes.hang(&mut root, OBJECT, 5, 3);
