@@ -169,7 +169,8 @@ impl Attacker {
             slots: 1,
             ..GuestConfig::default()
         };
-        let guest = FakeGuest::new(config).map_err(|e| format!("memory of a guest: {e}"))?;
+        let guest = FakeGuest::new(config)
+            .map_err(|e| format!("cannot allocate the memory of a guest: {e}"))?;
         Ok(Attacker {
             guest,
             attack,
@@ -189,7 +190,9 @@ impl Attacker {
             pool: POOL,
             flags: 0,
         };
-        self.guest.submit(0, create).ok_or("no room")?;
+        self.guest
+            .submit(0, create)
+            .ok_or("the queue has no room for a request")?;
         self.guest.wait(TIMEOUT).map_err(fault)?;
         self.build();
         Ok(())
@@ -366,7 +369,7 @@ fn store(tenant: &Tenant, object: u64, index: u64, pages: &[Page]) -> Result<(),
     let stored = results.iter().all(|result| *result == PutResult::Stored);
     match put.is_ok() && stored {
         true => Ok(()),
-        false => Err("a page is refused".into()),
+        false => Err("the engine refused a page".into()),
     }
 }
 
@@ -474,7 +477,7 @@ impl Rig {
             while self.attacker.answered == 0 {
                 self.attacker.go_on()?;
                 if begun.elapsed() > TIMEOUT {
-                    return Err("the attacker is not answered".into());
+                    return Err("the attacker's requests were not answered in time".into());
                 }
             }
             begun = Instant::now();
@@ -491,14 +494,14 @@ impl Rig {
             }
             let sent = Instant::now();
             if !self.victim.get(Run { index, pages: 1 }, 0) {
-                return Err("a get is in flight".into());
+                return Err("the victim has another get in flight".into());
             }
             while self.victim.answer()?.is_none() {
                 if beside {
                     self.attacker.go_on()?;
                 }
                 if sent.elapsed() > TIMEOUT {
-                    return Err("a get is not answered".into());
+                    return Err("a get of the victim was not answered in time".into());
                 }
             }
             times.push(sent.elapsed().as_secs_f64() * 1e6);
@@ -507,7 +510,7 @@ impl Rig {
         while self.attacker.is_busy() || !self.attacker.left.is_empty() {
             self.attacker.go_on()?;
             if begun.elapsed() > TIMEOUT {
-                return Err("the attacker is not answered".into());
+                return Err("the attacker's requests were not answered in time".into());
             }
         }
         self.maintain_all();

@@ -72,7 +72,7 @@ pub fn scaling(pages: &[Sized], rounds: usize, progress: impl Fn(&str)) -> Resul
     let rounds = rounds.min(ROUNDS_MAX);
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     if processors < 2 {
-        return Err("there is one processor only".into());
+        return Err("this process may use only one processor".into());
     }
     let rig = Rig::new(4 << 30)?;
     let guests = (0..TENANTS).map(|nth| guest(&rig.engine, &format!("bench-{nth}")));

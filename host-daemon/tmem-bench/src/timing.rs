@@ -101,8 +101,8 @@ enum What {
     RefusedLimit,
     RefusedNursery,
     GetBatch,
-    /// Finalizing pages. The guest notices this time, because it is refused puts until there is
-    /// room for more raw pages.
+    /// Finalizing pages: the time that the background thread takes until the guest has room for
+    /// more raw pages.
     Finalize,
     /// A put with an injected delay.
     Delayed,

@@ -95,8 +95,10 @@ struct Daemon {
 
 impl Daemon {
     fn start(program: &Path, vms: usize, no_sandbox: bool) -> Result<Daemon, String> {
-        let folder = tempfile::tempdir().map_err(|e| format!("a folder: {e}"))?;
-        let log = File::create(folder.path().join("log")).map_err(|e| format!("a log: {e}"))?;
+        let folder =
+            tempfile::tempdir().map_err(|e| format!("cannot create a temporary directory: {e}"))?;
+        let log = File::create(folder.path().join("log"))
+            .map_err(|e| format!("cannot create the daemon's log file: {e}"))?;
         let mut command = Command::new(program);
         command.args(["--pool-size", "8GiB", "--host-free-min", "0"]);
         command.args(["--memory-pressure", "none"]);
@@ -110,7 +112,7 @@ impl Daemon {
         command.stdout(Stdio::null()).stderr(log);
         let child = command
             .spawn()
-            .map_err(|e| format!("{}: {e}", program.display()))?;
+            .map_err(|e| format!("cannot start {}: {e}", program.display()))?;
         let daemon = Daemon { child, folder };
         until(|| daemon.folder.path().join("control").exists() && daemon.socket(vms).exists())?;
         Ok(daemon)
@@ -149,7 +151,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // An error means that the daemon has ended.
+        // An error means that the daemon has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -179,7 +181,7 @@ fn guest(vm: usize) -> Result<FakeGuest, String> {
         reply_timeout: TIMEOUT,
         ..GuestConfig::default()
     };
-    FakeGuest::new(config).map_err(|e| format!("a guest: {e}"))
+    FakeGuest::new(config).map_err(|e| format!("cannot create a guest: {e}"))
 }
 
 fn put(object: u64, index: u64, pages: u64, value: u64) -> Request {
@@ -249,7 +251,7 @@ fn storm(
             .collect();
         let joined = threads.into_iter().map(|thread| thread.join());
         joined
-            .map(|done| done.map_err(|_| "a client panicked".to_string())?)
+            .map(|done| done.map_err(|_| "a thread of the benchmark panicked".to_string())?)
             .collect::<Result<Vec<()>, String>>()
     })?;
     let took = begun.elapsed().as_secs_f64();
@@ -390,7 +392,7 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
         reply_timeout: TIMEOUT,
         ..GuestConfig::default()
     };
-    let mut large = FakeGuest::new(config).map_err(|e| format!("a guest: {e}"))?;
+    let mut large = FakeGuest::new(config).map_err(|e| format!("cannot create a guest: {e}"))?;
     for page in (0..REGION_BYTES).step_by(PAGE) {
         large.ram().write(page, &[0]);
     }
@@ -403,7 +405,7 @@ fn touched(daemon: &Daemon, gib: u64) -> Result<FakeGuest, String> {
         let generation = large.generation();
         large
             .add_put_of(1, request.clone(), generation, pages)
-            .ok_or("no room for a request")?;
+            .ok_or("the queue has no room for a request")?;
         large.publish(1);
         large.drain(TIMEOUT).map_err(|e| e.to_string())?;
     }
@@ -479,7 +481,7 @@ fn unmapping(daemon: &Daemon, args: &Args) -> Result<Vec<(&'static str, Times)>,
         .into_iter()
         .zip(joined)
         {
-            let times = times.map_err(|_| "a client panicked")??;
+            let times = times.map_err(|_| "a thread of the benchmark panicked")??;
             all.extend(names.into_iter().zip(times));
         }
         Ok(all)
@@ -502,7 +504,10 @@ fn crowd(program: &Path, args: &Args) -> Result<(), String> {
     let mut guests = (0..args.vms).map(guest).collect::<Result<Vec<_>, _>>()?;
     let empty = daemon.takes();
     if empty[1] == 0 {
-        return Err("what the daemon takes is not shown: as root, or with --no-sandbox".into());
+        return Err(
+            "the daemon's resources cannot be read. Run the benchmark as root or with --no-sandbox"
+                .into(),
+        );
     }
     let tell = |what: &str, [threads, descriptors, mappings, kib]: [u64; 4]| {
         println!("{what:24} {threads:>8} {descriptors:>12} {mappings:>10} {kib:>12}");
@@ -558,7 +563,7 @@ pub fn run(args: &Args) -> Result<(), String> {
     };
     let program = args.tmemd.clone().map_or_else(beside, Ok)?;
     if args.vms < 2 || args.clients == 0 {
-        return Err("two VMs and a client are the least".into());
+        return Err("the benchmark needs at least two VMs and one client thread".into());
     }
     if !args.leaving_only {
         crowd(&program, args)?;

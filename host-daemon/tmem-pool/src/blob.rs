@@ -32,7 +32,8 @@ pub(crate) type DomainId = u32;
 pub(crate) struct BlobRecord {
     /// Bits of the page's hash by which the table of equal pages finds the blob.
     hash: AtomicU32,
-    /// Trust domain of a listed blob plus 1. 0: the blob is not listed in the table of equal pages.
+    /// Trust domain of a listed blob plus 1. 0 means that the blob is not listed in the table of
+    /// equal pages.
     domain: AtomicU32,
     /// Next blob of the chain in the table of equal pages.
     next: AtomicU32,

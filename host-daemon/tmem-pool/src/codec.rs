@@ -55,7 +55,7 @@ thread_local! {
 struct Restorer {
     /// Memory of the context.
     memory: SecretPages,
-    /// The memory contains a context, and perhaps parts of a page. False: the memory is zero.
+    /// True if the memory contains a context, and perhaps parts of a page. Otherwise it is zero.
     in_use: bool,
 }
 
@@ -206,7 +206,7 @@ pub(crate) struct Denser {
     /// Memory of the context: 76 KiB. It is this small because zstd sizes its tables by the length
     /// of a page.
     memory: SecretPages,
-    /// The memory contains a context, and perhaps parts of a page. False: the memory is zero.
+    /// True if the memory contains a context, and perhaps parts of a page. Otherwise it is zero.
     in_use: bool,
 }
 
@@ -364,7 +364,7 @@ mod tests {
     /// the worst case.
     #[test]
     #[ignore = "measures: run it with --release --ignored --nocapture"]
-    fn wiping_zstd_contexts_is_timed() {
+    fn print_the_time_of_wiping_zstd_contexts() {
         let (page, mut buffer, mut out) = (text(), [0; PAGE_SIZE], [0; PAGE_SIZE]);
         let mut denser = Denser::new().expect("cannot allocate a zstd context");
         let mut restorer = Restorer::new().expect("cannot allocate a zstd context");

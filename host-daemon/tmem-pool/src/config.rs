@@ -156,10 +156,10 @@ pub struct Quota {
     /// Bytes to which the tenant is entitled before the rest is divided. A part above `limit_bytes`
     /// is ignored.
     pub reserve_bytes: u64,
-    /// Largest charge of the tenant in bytes. None: the pool's size is the only limit.
+    /// Largest charge of the tenant in bytes. With None, the pool's size is the only limit.
     pub limit_bytes: Option<u64>,
-    /// Share of the unreserved part of the pool, relative to the other tenants' weights. 0: no
-    /// share.
+    /// Share of the unreserved part of the pool, relative to the other tenants' weights. With 0 the
+    /// tenant gets no share.
     pub weight: u32,
 }
 

@@ -40,9 +40,10 @@ const TABLE: &str = "the table of equal pages";
 pub(crate) trait Links {
     /// Returns the blob's hash. The table uses the lower half.
     fn hash(&self, blob: u32) -> u64;
-    /// Returns the next blob of the chain; 0: none. Accessed under the bucket's lock only.
+    /// Returns the next blob of the chain, where 0 means none. The caller holds the bucket's lock.
     fn next(&self, blob: u32) -> u32;
-    /// Sets the blob that follows `blob` in its chain; 0: none. Called under the bucket's lock only.
+    /// Sets the blob that follows `blob` in its chain, where 0 means none. The caller holds the
+    /// bucket's lock.
     fn set_next(&self, blob: u32, next: u32);
 }
 

@@ -44,7 +44,7 @@ pub(crate) fn check_bits(hash: u128) -> u32 {
 
 /// Returns the hash that selects the bucket of a page in the table of equal pages. Equal pages of
 /// two domains have different values. So the pages of one VM do not lengthen the chains that a VM
-/// of another domain walks, which the other VM could notice by timing. The function is the
+/// of another domain walks, which the other VM could notice by timing. The bits are mixed with the
 /// finalizer of MurmurHash3 (Appleby).
 pub(crate) fn place_bits(table_bits: u32, domain: u32) -> u64 {
     let mut x = u64::from(table_bits) ^ u64::from(domain).wrapping_mul(0x9e37_79b9_7f4a_7c15);

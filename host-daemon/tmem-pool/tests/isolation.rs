@@ -110,7 +110,8 @@ struct Seen {
 }
 
 /// Puts and gets pages of one tenant while another tenant, of the trust domain `domain`, holds
-/// pages. With `change` 0 both have the same pages. Returns the answers to the first tenant.
+/// pages. `change` is passed to [`others`]: with 0 both tenants have the same pages, except for
+/// those of the last third. Returns the answers to the first tenant.
 fn beside(domain: &str, change: u8, limit_bytes: Option<u64>) -> Seen {
     let engine = Engine::new(EngineConfig::new(4 * MIB, 7)).unwrap();
     let other = add(&engine, domain, None);

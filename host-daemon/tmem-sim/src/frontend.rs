@@ -147,7 +147,7 @@ pub enum GuestError {
     #[error("{0}")]
     Device(String),
     /// No answer arrived in time.
-    #[error("{guest}: {in_flight} requests unanswered at the deadline")]
+    #[error("{guest}: {in_flight} requests were not answered in time")]
     Late {
         /// Name of the guest.
         guest: String,
@@ -155,7 +155,7 @@ pub enum GuestError {
         in_flight: usize,
     },
     /// The guest is not connected.
-    #[error("not connected")]
+    #[error("the guest is not connected to a daemon")]
     NoBackend,
 }
 

@@ -98,7 +98,7 @@ impl Model {
     pub fn begin(&mut self, generation: u64) -> Result<(), Violation> {
         if generation == 0 || generation == self.generation {
             return Err(self.wrong(format!(
-                "generation {generation:#x} after {:#x}: must be another, and not 0",
+                "the device has generation {generation:#x} after {:#x}: it must be another one and not 0",
                 self.generation
             )));
         }
@@ -165,19 +165,28 @@ impl Model {
         self.tick += 1;
         let answer = &done.answer;
         if answer.status == wire::S_UNANSWERED || answer.status == 0 {
-            return Err(self.wrong(format!("{:?} used without an answer", done.request)));
+            return Err(self.wrong(format!(
+                "the device used the chain of {:?} without writing an answer",
+                done.request
+            )));
         }
         if answer.reserved != [0; 7] {
-            return Err(self.wrong(format!("reserved bytes {:?} in resp", answer.reserved)));
+            return Err(self.wrong(format!(
+                "the reserved bytes of resp are {:?} and not 0",
+                answer.reserved
+            )));
         }
         let room = done.request.encode(0).answer_bytes();
         if answer.used_bytes as usize > room {
-            return Err(self.wrong(format!("{} bytes written, room {room}", answer.used_bytes)));
+            return Err(self.wrong(format!(
+                "the device says that it wrote {} bytes into an answer of {room} bytes",
+                answer.used_bytes
+            )));
         }
         if done.generation != self.generation {
             if answer.status != wire::S_STALE {
                 return Err(self.wrong(format!(
-                    "status {} to generation {:#x} in {:#x}: must be STALE",
+                    "the answer to a request of generation {1:#x} in generation {2:#x} has status {0} and not STALE",
                     answer.status, done.generation, self.generation
                 )));
             }
@@ -195,7 +204,7 @@ impl Model {
         };
         if answer.status != expected {
             return Err(self.wrong(format!(
-                "status {}, not {expected}, to type {} of pool {pool}",
+                "the answer has status {} and not {expected}: request type {}, pool {pool}",
                 answer.status,
                 done.request.kind()
             )));
@@ -270,7 +279,9 @@ impl Model {
                     self.held.remove(&key);
                 }
                 other => {
-                    return Err(self.wrong(format!("result {other} to the put of {key:?}")));
+                    return Err(
+                        self.wrong(format!("the put of {key:?} has the invalid result {other}"))
+                    );
                 }
             }
         }
@@ -306,7 +317,9 @@ impl Model {
             match (got.result, held) {
                 (wire::P_MISS, held) => {
                     if got.cookie != 0 {
-                        return Err(self.wrong(format!("a miss of {key:?} with a cookie")));
+                        return Err(
+                            self.wrong(format!("the miss of {key:?} has a cookie other than 0"))
+                        );
                     }
                     match held {
                         Some(Held { dropped: None, .. }) => self.counts.lost += 1,
@@ -316,18 +329,20 @@ impl Model {
                 (wire::P_HIT, Some(held)) => {
                     if got.cookie != cookie {
                         return Err(self.wrong(format!(
-                            "{key:?}: hit with cookie {:#x}, asked for {cookie:#x}",
+                            "the get of {key:?} was a hit with cookie {:#x}, but requested {cookie:#x}",
                             got.cookie
                         )));
                     }
                     let Some(page) = &got.page else {
-                        return Err(self.wrong(format!("{key:?}: a hit without its page")));
+                        return Err(self.wrong(format!(
+                            "the used length of a hit on {key:?} does not cover the page"
+                        )));
                     };
                     let expected = held.content.page();
                     if **page != *expected {
                         let at = page.iter().zip(&*expected).position(|(a, b)| a != b);
                         return Err(self.wrong(format!(
-                            "{key:?}: wrong bytes, first at {at:?}, expected {:?}",
+                            "the get of {key:?} returned wrong bytes, the first at offset {at:?}, expected {:?}",
                             held.content
                         )));
                     }
@@ -336,12 +351,14 @@ impl Model {
                 }
                 (wire::P_HIT, None) => {
                     return Err(self.wrong(format!(
-                        "{key:?}: hit for cookie {cookie:#x}, which cannot be there ({:?})",
+                        "the get of {key:?} with cookie {cookie:#x} was a hit, although the device cannot hold that page (it may hold {:?})",
                         self.held.get(&key)
                     )));
                 }
                 (other, _) => {
-                    return Err(self.wrong(format!("result {other} to the get of {key:?}")));
+                    return Err(
+                        self.wrong(format!("the get of {key:?} has the invalid result {other}"))
+                    );
                 }
             }
         }

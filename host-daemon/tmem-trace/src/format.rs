@@ -88,7 +88,7 @@ pub enum Op {
         object: ObjectKey,
         /// Shifted number of the first page.
         page: u64,
-        /// Number of pages. None: all pages from the first on.
+        /// Number of pages. With None, all pages from the first one to the end of the object.
         nr_pages: Option<u64>,
     },
     /// An object was flushed.

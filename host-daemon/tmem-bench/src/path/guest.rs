@@ -23,7 +23,8 @@ const QUEUE: usize = 1;
 const POOL: u32 = 1;
 const PAGE: u64 = PAGE_SIZE as u64;
 
-/// Memory of the guest in bytes for the queue and for requests.
+/// Memory of the guest in bytes besides that for pages and requests: for the queue and for other
+/// needs of the fake guest.
 const OTHER_BYTES: u64 = 1 << 20;
 
 /// Addresses and kind of a request in flight.
@@ -264,14 +265,14 @@ impl Guest {
                 std::hint::spin_loop();
             }
             if begun.elapsed() > TIMEOUT {
-                return Err("a request is not answered".into());
+                return Err("a request was not answered in time".into());
             }
         }
     }
 
-    /// Puts or gets all runs, with as many requests in flight as possible. Returns two values: the
-    /// seconds from the first answer that arrives with WINDOW requests in flight to the last
-    /// answer, and the number of pages answered in that time.
+    /// Puts or gets all runs, with as many requests in flight as possible. Returns the seconds
+    /// between the answer number WINDOW and the last answer, and the number of pages answered in
+    /// that time.
     ///
     /// # Errors
     /// Errors of [`Self::wait`].

@@ -470,8 +470,8 @@ fn many_vms(args: &Args, pages: &[Sized], times: &mut Times) -> Result<Idle, Str
     })
 }
 
-/// Lets each VM send its batch and takes the answers of all VMs. Returns the seconds since the
-/// answer number WINDOW, and the pages answered since then.
+/// Lets each VM send its batch and takes the answers of all VMs. Returns the seconds between the
+/// answer number WINDOW and the last answer, and the number of pages answered in that time.
 fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
     let run = Run {
         index: 0,
@@ -514,7 +514,7 @@ fn crowd(guests: &mut [Guest], puts: bool) -> Result<(f64, usize), String> {
         });
         fault?;
         if started.elapsed() > Duration::from_secs(30) {
-            return Err(format!("{} VMs are not answered", waiting.len()));
+            return Err(format!("{} VMs were not answered in time", waiting.len()));
         }
     }
     Ok((begun.elapsed().as_secs_f64(), pages))

@@ -41,7 +41,7 @@ const STEP_PART: f32 = 16.0;
 const STEP_PAGES_MIN: u32 = 64;
 
 /// Number of ticks of the policy's clock in which as many pages are put as the tenant holds. It is
-/// larger than the largest weight, so that ages remain distinguishable.
+/// larger than the largest weight.
 const TICKS: u32 = 256;
 
 // Policy bits of an entry: its queue, and the tick in which it was put. Tick numbers repeat after

@@ -105,13 +105,13 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "in a queue do not link back to it")]
-    fn removing_a_page_that_a_link_skips_panics() {
+    fn removing_a_page_panics_if_a_link_skips_it() {
         remove_after(|entries, [first, _, last]| entries[first].next = last);
     }
 
     #[test]
     #[should_panic(expected = "in a queue do not link back to it")]
-    fn removing_a_page_that_links_to_itself_panics() {
+    fn removing_a_page_panics_if_it_links_to_itself() {
         remove_after(|entries, [_, second, _]| entries[second].next = second);
     }
 }

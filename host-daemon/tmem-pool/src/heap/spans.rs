@@ -27,9 +27,9 @@ pub(crate) fn idle_frames(size_bytes: u64) -> u64 {
 /// share one system call.
 pub(super) const RELEASE_SPANS_MAX: usize = 64;
 
-/// Largest number of idle frames that a thread gives back to the system when it takes a span,
-/// beyond the number that it needs. The others go back later, because the thread holds the lock of
-/// its class.
+/// Largest number of frames, of idle spans with other lengths, that a thread gives back to the
+/// system when it takes a span, beyond the number that it needs. The others go back later, because
+/// the thread holds the lock of its class.
 pub(super) const RELEASE_FRAMES_MAX: u64 = 64;
 
 #[derive(Debug, Default)]

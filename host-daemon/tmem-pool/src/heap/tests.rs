@@ -451,7 +451,7 @@ fn reads_are_correct_during_compaction() {
 }
 
 #[test]
-fn the_heap_wastes_little_after_churn_and_mass_deletion() {
+fn heap_waste_is_bounded_after_churn_and_mass_deletion() {
     // Returns a random length, with the distribution that was measured for real pages after lz4.
     fn len(rng: &mut Rng) -> usize {
         let (low, high) = match rng.below(100) {

@@ -21,10 +21,10 @@ use std::sync::Arc;
 /// Number of a record of an arena; 0 means no record.
 pub(crate) type Id = u32;
 
-/// Number of records of the first block. Each following block has twice as many as the one before,
-/// up to SMALL.
+/// Number of records of the first block. Each following small block has twice as many as the one
+/// before.
 const FIRST_BLOCK: usize = 16;
-/// Number of records from which on the following blocks are chunks.
+/// Size of a block in records from which on blocks are chunks.
 const SMALL: usize = 512;
 const SMALL_BLOCKS: usize = (SMALL / FIRST_BLOCK).ilog2() as usize;
 const SMALL_RECORDS: usize = SMALL - FIRST_BLOCK;

@@ -43,7 +43,7 @@ fn equal_pages_of_a_trust_domain_are_stored_once() {
 }
 
 #[test]
-fn trust_domains_share_no_pages() {
+fn pages_of_different_trust_domains_are_not_shared() {
     let engine = new_engine(1 << 20);
     let domains = [Some("web"), Some("db"), None, None];
     let tenants = domains.map(|domain| add(&engine, "vm", domain, OPEN));
@@ -193,7 +193,7 @@ impl tracing::Subscriber for CountEvents {
 }
 
 #[test]
-fn damaged_bytes_are_a_miss_counted_and_logged_once() {
+fn damaged_pages_are_missed_and_counted_and_logged_once() {
     let events = Arc::new(AtomicUsize::new(0));
     tracing::subscriber::with_default(CountEvents(Arc::clone(&events)), || {
         let engine = new_engine(1 << 20);

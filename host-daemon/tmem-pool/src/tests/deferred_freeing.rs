@@ -107,7 +107,7 @@ fn a_departed_tenant_is_detached_at_once_and_freed_later() {
 }
 
 #[test]
-fn a_clear_keeps_track_of_objects_detached_before_it() {
+fn a_clear_also_frees_objects_that_were_detached_before() {
     let engine = new_engine(4 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     fill(&tenant, 1, 40);

@@ -123,40 +123,44 @@ fn at_once(heap: &Arc<Heap<()>>, work: Vec<Work>) {
 }
 
 #[test]
-fn reads_survive_compaction_and_frees() {
-    in_all_orders("reads_survive_compaction_and_frees", READERS_ORDERS, || {
-        let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
-        let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
-        heap.free(gone);
-        assert!(
-            heap.has_spare(),
-            "the heap has no span that compaction could empty"
-        );
-        at_once(
-            &heap,
-            vec![
-                Box::new(move |heap| {
-                    is(heap, read, 4);
-                    is(heap, replaced, 2);
-                }),
-                Box::new(|heap| {
-                    heap.compact(16);
-                    heap.compact(16);
-                }),
-                Box::new(move |heap| heap.free(freed)),
-                Box::new(move |heap| {
-                    heap.replace(replaced, &[2; LEN - 100], HEAP_BYTES);
-                    is(heap, replaced, 2);
-                }),
-            ],
-        );
-        heap.check(2);
-        for (handle, id) in [(replaced, 2), (read, 4)] {
-            is(&heap, handle, id);
-            heap.free(handle);
-        }
-        heap.check(0);
-    });
+fn reads_are_correct_during_compaction_and_frees() {
+    in_all_orders(
+        "reads_are_correct_during_compaction_and_frees",
+        READERS_ORDERS,
+        || {
+            let heap = Arc::new(Heap::<()>::new(HEAP_BYTES).unwrap());
+            let [gone, replaced, freed, read] = [1, 2, 3, 4].map(|id| store(&heap, id));
+            heap.free(gone);
+            assert!(
+                heap.has_spare(),
+                "the heap has no span that compaction could empty"
+            );
+            at_once(
+                &heap,
+                vec![
+                    Box::new(move |heap| {
+                        is(heap, read, 4);
+                        is(heap, replaced, 2);
+                    }),
+                    Box::new(|heap| {
+                        heap.compact(16);
+                        heap.compact(16);
+                    }),
+                    Box::new(move |heap| heap.free(freed)),
+                    Box::new(move |heap| {
+                        heap.replace(replaced, &[2; LEN - 100], HEAP_BYTES);
+                        is(heap, replaced, 2);
+                    }),
+                ],
+            );
+            heap.check(2);
+            for (handle, id) in [(replaced, 2), (read, 4)] {
+                is(&heap, handle, id);
+                heap.free(handle);
+            }
+            heap.check(0);
+        },
+    );
 }
 
 /// Runs `write` beside a thread that frees blobs and compacts. The heap begins with two full spans.
@@ -196,11 +200,14 @@ fn slot_writes_are_correct_during_compaction() {
 }
 
 #[test]
-fn slot_replacements_survive_compaction() {
-    a_slot_is_written("slot_replacements_survive_compaction", |heap, handle| {
-        heap.replace(handle, &[1; LEN], HEAP_BYTES);
-        is(heap, handle, 1);
-    });
+fn slot_replacements_are_correct_during_compaction() {
+    a_slot_is_written(
+        "slot_replacements_are_correct_during_compaction",
+        |heap, handle| {
+            heap.replace(handle, &[1; LEN], HEAP_BYTES);
+            is(heap, handle, 1);
+        },
+    );
 }
 
 /// Stores a page and gives it its final form.

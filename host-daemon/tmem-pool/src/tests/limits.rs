@@ -111,7 +111,7 @@ fn a_refused_put_drops_an_earlier_page_of_its_key_in_the_batch() {
 }
 
 #[test]
-fn keys_without_payload_are_limited() {
+fn keys_of_same_filled_pages_are_limited() {
     let engine = Engine::with(config(64 << 20), crate::hash::PageHash::of, 100).unwrap();
     let tenant = add(&engine, "a", None, OPEN);
     let stored = (0..150)
@@ -228,7 +228,7 @@ fn other_background_work_progresses_during_continuous_puts() {
 }
 
 #[test]
-fn shrinking_the_pool_evicts_pages_without_payload() {
+fn shrinking_the_pool_evicts_same_filled_pages() {
     let engine = new_engine(16 << 20);
     let tenant = add(&engine, "a", None, OPEN);
     for index in 0..20_000 {
@@ -399,7 +399,7 @@ fn fill_with_keys(tenant: &Tenant) -> u64 {
 }
 
 #[test]
-fn a_full_pool_takes_back_index_memory() {
+fn a_tenant_gets_its_entitlement_in_a_pool_full_of_keys() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     fill_with_keys(&keys);
@@ -417,7 +417,7 @@ fn a_full_pool_takes_back_index_memory() {
 /// Fills the pool with keys and flushes most of them, so that the charge of the remaining pages is
 /// far below the memory of their index. Another tenant must still get its entitlement.
 #[test]
-fn a_full_pool_takes_back_a_sparse_index() {
+fn a_tenant_gets_its_entitlement_in_a_pool_with_a_sparse_index() {
     let engine = new_engine(8 << 20);
     let keys = add(&engine, "keys", None, OPEN);
     let objects = fill_with_keys(&keys);
@@ -737,7 +737,7 @@ fn a_put_evicts_no_more_than_its_bound() {
 /// A tenant gets its raw pages back before they are finalized, so that its queue of raw pages has
 /// only stale entries. These must not delay the raw pages of other tenants.
 #[test]
-fn raw_pages_that_were_got_back_delay_no_other_tenant() {
+fn stale_entries_of_a_raw_queue_do_not_delay_other_tenants() {
     let engine = new_engine(4 << 20);
     let (a, b) = (add(&engine, "a", None, OPEN), add(&engine, "b", None, OPEN));
     let put_raw = |tenant: &Tenant, index, page: &Page| {
